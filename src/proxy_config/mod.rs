@@ -156,7 +156,7 @@ fn whole(number: f64) -> Option<i64> {
 #[cfg(test)]
 pub(crate) fn from_json<M: prost::Message + Default>(json: &Value) -> M {
     let mut message = M::default();
-    let node = yaml::object("it", &json.to_string()).expect("JSON");
+    let node = yaml::parse(&json.to_string()).expect("JSON");
     let mut notes = Diagnostics::default();
     let name = std::any::type_name::<M>().rsplit("::").next();
     let name = name.expect("the name of a message");

@@ -9,7 +9,7 @@ use crate::problem::Diagnostics;
 
 fn read(text: &str) -> (ProxyConfig, Diagnostics) {
     let mut notes = Diagnostics::default();
-    let node = yaml::object("it", text).expect("YAML").expect("an object");
+    let node = yaml::parse(text).expect("YAML").expect("an object");
     (members_of(&node, &mut notes), notes)
 }
 
@@ -230,7 +230,7 @@ proptest! {
         let names = self::members();
         let document = Value::Object(members.into_iter().collect());
         for text in [document.to_string(), format!("{document:#}")] {
-            let Ok(Some(node)) = yaml::object("it", &text) else { continue };
+            let Ok(Some(node)) = yaml::parse(&text) else { continue };
             let mut notes = Diagnostics::default();
             members_of(&node, &mut notes);
             for problem in notes.problems {
@@ -248,11 +248,11 @@ proptest! {
         members in prop::collection::hash_map(name(), document(), 0..8),
     ) {
         let document = Value::Object(members.into_iter().collect()).to_string();
-        let Ok(Some(node)) = yaml::object("it", &document) else { return Ok(()) };
+        let Ok(Some(node)) = yaml::parse(&document) else { return Ok(()) };
         let mut notes = Diagnostics::default();
         let once = members_of(&node, &mut notes);
         let text = Value::Object(once.document()).to_string();
-        let node = yaml::object("it", &text).expect("YAML").expect("an object");
+        let node = yaml::parse(&text).expect("YAML").expect("an object");
         let mut notes = Diagnostics::default();
         prop_assert_eq!(members_of(&node, &mut notes), once);
         prop_assert_eq!(notes.problems, []);
@@ -260,7 +260,7 @@ proptest! {
 
     #[test]
     fn any_text_is_read_without_panic(text in "[\\PC\\n\\t]{0,200}|[a-c:\\[\\]{}&*!|>'\"\\-, \\n]{0,80}") {
-        if let Ok(Some(node)) = yaml::object("it", &text) {
+        if let Ok(Some(node)) = yaml::parse(&text) {
             members_of(&node, &mut Diagnostics::default());
         }
     }

@@ -9,7 +9,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Number;
 use serde_saphyr::{DuplicateKeyPolicy, Spanned};
 
-use crate::problem::Problem;
+use crate::problem::{Diagnostics, Problem};
 
 pub type Node = Spanned<Tree>;
 
@@ -36,8 +36,8 @@ const MAX_REPEATED: usize = 10_000;
 /// needs eight levels.
 const DEEPEST: usize = 24;
 
-/// The object of the first document; None when it is empty or null. As in Go, what follows is not looked at.
-pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
+/// The object of the first document, the only one that Go reads; None when it is empty, null or unusable.
+pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node> {
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: DEEPEST },
         duplicate_keys: DuplicateKeyPolicy::LastWins,
@@ -48,15 +48,21 @@ pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
         first = Some(Node::deserialize(document)?);
         Ok(())
     });
+    let error = read.err().map(|error| problem(origin, &error));
     let Some(node) = first else {
-        return read.map_or_else(|error| Err(problem(origin, &error)), |()| Ok(None));
+        notes.problems.extend(error);
+        return None;
     };
+    if let Some(rest) = error {
+        notes.warn(rest.subject, "after the first document, so not read", "");
+    }
     match node.value {
-        Tree::Null => Ok(None),
-        Tree::Map(_) => Ok(Some(node)),
+        Tree::Null => None,
+        Tree::Map(_) => Some(node),
         ref other => {
             let at = format!("{origin} line {}", line(&node));
-            Err(Problem::new(at, other.shown(), "a YAML or JSON object"))
+            notes.problem(at, other.shown(), "a YAML or JSON object");
+            None
         }
     }
 }
@@ -155,6 +161,14 @@ impl<'de> Visitor<'de> for TreeVisitor {
     }
 }
 
+/// The object of a document, or what makes it unusable.
+#[cfg(test)]
+pub fn parse(text: &str) -> Result<Option<Node>, Problem> {
+    let mut notes = Diagnostics::default();
+    let node = object("it", text, &mut notes);
+    notes.problems.pop().map_or(Ok(node), Err)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -180,7 +194,7 @@ mod tests {
     #[test]
     fn every_value_has_its_line() {
         let text = "# comment\na: 1\nb:\n  c: [x,\n    'yes']\n  d: yes\n7: ~\n";
-        let node = object("it", text).expect("good").expect("an object");
+        let node = parse(text).expect("good").expect("an object");
         assert_eq!(
             shape(&node),
             "{a=the number 1@2 b={c=[x@4 yes@5]@4 d=the boolean true@6}@4 7=null@7}@2"
@@ -190,15 +204,32 @@ mod tests {
     #[test]
     fn an_empty_document_is_none() {
         for text in ["", " \n", "# only a comment\n", "null", "~", "---\n"] {
-            assert!(object("it", text).expect("good").is_none(), "{text:?}");
+            assert!(parse(text).expect("good").is_none(), "{text:?}");
         }
     }
 
     #[test]
-    fn documents_after_the_first_are_not_read() {
-        for rest in ["", "---\n", "---\nb: 2\n", "...\n---\n[\n", "...\n}"] {
-            let node = object("it", &format!("---\na: 1\n{rest}")).expect("good");
+    fn what_follows_the_first_document_is_named_and_not_read() {
+        for (rest, named) in [
+            ("", None),
+            ("---\n", Some("it line 3")),
+            ("---\nb: 2\n", Some("it line 4")),
+            ("...\n---\n[\n", Some("it line 5")),
+            ("...\n}", Some("it line 4")),
+        ] {
+            let mut notes = Diagnostics::default();
+            let node = object("it", &format!("---\na: 1\n{rest}"), &mut notes);
             assert_eq!(shape(&node.expect("an object")), "{a=the number 1@2}@2");
+            assert_eq!(notes.problems, [], "{rest}");
+            let subjects = notes
+                .warnings
+                .iter()
+                .map(|warning| warning.subject.as_str());
+            assert_eq!(
+                subjects.collect::<Vec<_>>(),
+                Vec::from_iter(named),
+                "{rest}"
+            );
         }
     }
 
@@ -210,7 +241,7 @@ mod tests {
             ("a: .inf", "it line 1"),
             ("a: 1\ntoken: \"hush", "it line 2"),
         ] {
-            let problem = object("it", text).expect_err(text);
+            let problem = parse(text).expect_err(text);
             assert_eq!(problem.subject, subject, "{problem}");
             assert!(!problem.to_string().contains("hush"), "{problem}");
         }
@@ -233,7 +264,7 @@ mod tests {
                 "it line 1 is \"a list\", expected a YAML or JSON object",
             ),
         ] {
-            let problem = object("it", text).expect_err(text);
+            let problem = parse(text).expect_err(text);
             assert_eq!(problem.to_string(), expected);
         }
     }
@@ -249,7 +280,7 @@ mod tests {
         let indented: String = (0..100).map(|depth| " ".repeat(depth) + "a:\n").collect();
         let endless = [indented, bomb, "a: &a {b: *a}".to_owned()];
         for text in deep.into_iter().chain(endless) {
-            assert!(object("it", &text).is_err());
+            assert!(parse(&text).is_err());
         }
     }
 
@@ -276,7 +307,7 @@ mod tests {
             "!!null hush",
             "\"\\uhush\"",
         ] {
-            if let Err(problem) = object("it", &format!("TOKEN: {value}")) {
+            if let Err(problem) = parse(&format!("TOKEN: {value}")) {
                 assert!(!problem.to_string().contains("hush"), "{value}: {problem}");
             }
         }

@@ -51,14 +51,14 @@ impl Merged {
 
     /// Merges the ProxyConfig in `text` (YAML or JSON).
     pub(super) fn merge_text(&mut self, origin: &str, text: &str) {
-        if let Some(node) = self.object(origin, text) {
+        if let Some(node) = yaml::object(origin, text, &mut self.notes) {
             self.merge(origin, &node);
         }
     }
 
     /// Merges `defaultConfig` of the MeshConfig in `text`; its other members are istiod's.
     pub(super) fn merge_mesh(&mut self, origin: &str, text: &str) {
-        let mesh = self.object(origin, text);
+        let mesh = yaml::object(origin, text, &mut self.notes);
         let Some(Tree::Map(members)) = mesh.as_ref().map(|mesh| &mesh.value) else {
             return;
         };
@@ -68,13 +68,6 @@ impl Merged {
         if let Some((_, config)) = set {
             self.merge(&format!("defaultConfig of {origin}"), config);
         }
-    }
-
-    fn object(&mut self, origin: &str, text: &str) -> Option<Node> {
-        yaml::object(origin, text).unwrap_or_else(|problem| {
-            self.notes.problems.push(problem);
-            None
-        })
     }
 
     fn merge(&mut self, origin: &str, node: &Node) {
