@@ -248,8 +248,9 @@ impl LocalIstiod {
     }
 }
 
-/// Waits for at most a second: a child that was just forked may hold a former listener until it execs.
-async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
+/// Binds an address, with its port. Waits for at most a second: a child that was just forked may hold a former
+/// listener until it execs.
+pub async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
     let failed = |source| StartError::Listen { address, source };
     let mut attempts = 0..20;
     let listener = loop {

@@ -10,7 +10,7 @@ use istio_agent::xds::Protocol;
 use local_istiod::{LocalIstiod, Options, Security, Stream};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::task::{AbortHandle, JoinSet};
 use tonic::{Code, Status};
 
@@ -27,7 +27,7 @@ struct Nonsense(AbortHandle);
 impl Nonsense {
     /// Answers whatever comes with `answer`; with none, never. Connections stay open.
     async fn listen(address: SocketAddr, answer: Option<&'static [u8]>) -> Self {
-        let listener = TcpListener::bind(address).await.unwrap();
+        let (listener, _) = local_istiod::listen(address).await.unwrap();
         let serving = tokio::task::spawn(async move {
             let mut connections = JoinSet::new();
             loop {
