@@ -38,6 +38,8 @@ pub(crate) enum Answer {
     ForeignKey,
     ForeignName,
     Expired,
+    /// Begins to be valid when it ends.
+    Lifeless,
 }
 
 #[derive(Clone)]
@@ -151,7 +153,9 @@ impl FakeAuthority {
         params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
         let epoch = rcgen::date_time_ymd(1970, 1, 1);
         let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH).unwrap();
-        params.not_before = epoch + since_epoch - Duration::from_secs(120);
+        let is_lifeless = *self.answer.borrow() == Answer::Lifeless;
+        let age = if is_lifeless { 0 } else { 120 };
+        params.not_before = epoch + since_epoch - Duration::from_secs(age);
         params.not_after = epoch + since_epoch + life;
         let root = self.root.lock().unwrap();
         let leaf = params.signed_by(key, &root.issuer).unwrap();
@@ -201,7 +205,7 @@ impl Ca for FakeAuthority {
                 let other = SpiffeId::new("cluster.local", "shop", "till");
                 signed = self.signed_for(other, &key, ttl);
             }
-            Answer::Expired => signed = self.signed(&key, Duration::ZERO),
+            Answer::Expired | Answer::Lifeless => signed = self.signed(&key, Duration::ZERO),
         }
         Ok(signed)
     }

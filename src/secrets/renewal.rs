@@ -61,7 +61,7 @@ const ROOTS_AHEAD: Duration = Duration::from_secs(1);
 
 pub(super) struct Renewal<C> {
     pub(super) config: Config,
-    /// The configured one, or RSA after a refusal.
+    /// The configured one, or RSA if the authority has refused that.
     pub(super) key_type: Mutex<KeyType>,
     pub(super) ca: C,
     pub(super) clock: Clock,
@@ -89,9 +89,15 @@ impl<C: Ca> Renewal<C> {
             let is_first = mesh.borrow_and_update().is_none();
             match self.issue(retries.failures > 0).await {
                 Ok((workload, answer)) => {
-                    retries = Retries::new();
                     let (workload, issued) = (Arc::new(workload), self.clock.now());
-                    let due = self.adopt(workload.clone(), issued).await;
+                    // A certificate without any lifetime left is renewed with backoff.
+                    let pause = if workload.certificate.not_after() > issued {
+                        retries = Retries::new();
+                        Duration::ZERO
+                    } else {
+                        retries.next_wait(true, Some(Duration::MAX))
+                    };
+                    let due = self.adopt(workload.clone(), issued, pause).await;
                     if let Some(cache) = self.cache.clone() {
                         cache.save(workload, answer, issued).await;
                     }
@@ -148,14 +154,20 @@ impl<C: Ca> Renewal<C> {
         let (workload, issued) = self.cache.clone()?.restore(now).await?;
         let ttl = left(workload.certificate.not_after(), now);
         tracing::info!(target: "cache", ?ttl, "using the cached workload certificate");
-        Some(self.adopt(Arc::new(workload), issued).await)
+        Some(self.adopt(Arc::new(workload), issued, Duration::ZERO).await)
     }
 
-    /// Publishes a certificate, and returns when it is to be renewed. Changed roots are published before
-    /// it, together with the ones they replace: an Envoy's roots then vouch for its certificate, whichever
-    /// of the two certificates it holds.
-    async fn adopt(&self, workload: Arc<Workload>, issued: SystemTime) -> SystemTime {
+    /// Publishes a certificate, and returns when it is to be renewed, not before `pause` is over. Changed
+    /// roots are published before it, together with the ones they replace: an Envoy's roots then vouch for
+    /// its certificate, whichever of the two certificates it holds.
+    async fn adopt(
+        &self,
+        workload: Arc<Workload>,
+        issued: SystemTime,
+        pause: Duration,
+    ) -> SystemTime {
         let due = self.renewal_time(&workload, issued);
+        let due = due.max(self.clock.after(pause));
         *self.authority_roots.lock() = Some(workload.roots.clone());
         if let Some(both) = self.both_roots() {
             tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
@@ -224,26 +236,31 @@ impl<C: Ca> Renewal<C> {
         answer
     }
 
-    /// Whether to ask for RSA from now on: the authority refuses requests with a key that no setting
-    /// asks for.
+    /// Changes to RSA if the authority may have refused an ECDSA key that no setting asks for, and back
+    /// if it refuses RSA as well. Returns whether RSA is next.
     fn falls_back_to_rsa(&self, error: &IssueError, failures: u32) -> bool {
         let IssueError::Sign(error) = error else {
             return false;
         };
-        // Some authorities answer with this code whatever their signer says.
-        let is_persistent = error.code == Code::Internal && failures >= PERSISTENT;
         let mut key_type = self.key_type.lock();
-        let is_rsa = matches!(*key_type, KeyType::Rsa(_));
-        if is_rsa || !self.config.falls_back_to_rsa || !(error.is_lasting() || is_persistent) {
+        let is_rsa = *key_type != self.config.key_type;
+        let is_refused = match error.code {
+            Code::InvalidArgument | Code::FailedPrecondition | Code::Unimplemented => true,
+            // Some authorities answer with this code whatever their signer says.
+            Code::Internal => is_rsa || failures % (PERSISTENT + 1) == PERSISTENT,
+            _ => false,
+        };
+        if !is_refused || !self.config.falls_back_to_rsa {
             return false;
         }
+        let rsa = KeyType::Rsa(2048);
+        *key_type = if is_rsa { self.config.key_type } else { rsa };
         tracing::warn!(
             target: "cache",
-            "the authority refuses a request with an ECDSA key; asking for RSA 2048 from now on, as \
-             ECC_SIGNATURE_ALGORITHM is not set"
+            "the authority may have refused the key of the certificate request; the next one has another \
+             key ({key_type:?}), as ECC_SIGNATURE_ALGORITHM is not set"
         );
-        *key_type = KeyType::Rsa(2048);
-        true
+        !is_rsa
     }
 
     /// For a certificate taken into use at `issued`.

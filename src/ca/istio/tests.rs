@@ -60,6 +60,16 @@ async fn keeps_code_and_message_of_a_refusal_and_the_connection() {
     assert_eq!(fake.seen().connections.len(), 1);
 }
 
+/// A code that changes no key.
+#[tokio::test]
+async fn an_answer_that_is_too_large_is_out_of_range() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    fake.answers([Answer::Chain(vec!["x".repeat(5 << 20).leak()])]);
+    let (code, text) = found(ca(&istiod, DAY).sign("csr", DAY).await);
+    assert_eq!(code, Code::OutOfRange, "{text}");
+}
+
 #[tokio::test]
 async fn a_refusal_with_a_long_text_keeps_its_code_and_the_connection() {
     let fake = Fake::start(None).await;

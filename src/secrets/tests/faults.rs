@@ -138,11 +138,10 @@ async fn keys_after(code: Code, falls_back_to_rsa: bool) -> (usize, Vec<u8>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_authority_that_lastingly_refuses_the_default_key_is_asked_for_rsa_from_then_on() {
+async fn an_authority_that_may_have_refused_the_default_key_is_asked_for_rsa_from_then_on() {
     for (code, requests) in [
         (Code::InvalidArgument, 3),
         (Code::FailedPrecondition, 3),
-        (Code::PermissionDenied, 3),
         (Code::Unimplemented, 3),
         // It may pass, so it is tried again.
         (Code::Internal, 5),
@@ -153,9 +152,78 @@ async fn an_authority_that_lastingly_refuses_the_default_key_is_asked_for_rsa_fr
         assert_eq!(found, requests, "{code:?}");
         assert_eq!(keys_after(code, false).await.0, 0, "{code:?}");
     }
-    for code in [Code::Unavailable, Code::Unauthenticated] {
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_for_another_reason_than_the_key_changes_no_key() {
+    for code in [
+        Code::Cancelled,
+        Code::Unknown,
+        Code::DeadlineExceeded,
+        Code::NotFound,
+        Code::AlreadyExists,
+        Code::PermissionDenied,
+        Code::ResourceExhausted,
+        Code::Aborted,
+        Code::OutOfRange,
+        Code::Unavailable,
+        Code::DataLoss,
+        Code::Unauthenticated,
+    ] {
         assert_eq!(keys_after(code, true).await.0, 0, "{code:?}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_authority_that_refuses_rsa_as_well_is_asked_for_ecdsa_again() {
+    for (code, refusals) in [
+        (Code::InvalidArgument, 2),
+        (Code::FailedPrecondition, 2),
+        (Code::Unimplemented, 2),
+        // Three with ECDSA are taken for a refusal.
+        (Code::Internal, 4),
+    ] {
+        let config = Config {
+            falls_back_to_rsa: true,
+            ..config()
+        };
+        let mut fixture = start(config, Answer::Fails(code));
+        let refused = async |count: usize| {
+            while fixture.authority.requests() < count {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            // Its answer arrives.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        };
+        refused(refusals).await;
+        fixture.authority.set(Answer::Signed);
+        let first = fixture.first().await;
+        let key = first.certificate.key_pem();
+        assert!(key.starts_with(b"-----BEGIN EC PRIVATE KEY"), "{code:?}");
+        assert_eq!(fixture.authority.requests(), refusals + 1, "{code:?}");
+        // Later it may sign RSA only.
+        fixture.authority.set(Answer::RefusesEcdsa(code));
+        let key = fixture.renewed(&first).await.certificate.key_pem().to_vec();
+        assert!(key.starts_with(b"-----BEGIN RSA PRIVATE KEY"), "{code:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_certificate_without_any_lifetime_is_requested_again_with_backoff() {
+    let mut fixture = start(config(), Answer::Lifeless);
+    let first = fixture.first().await;
+    assert!(first.certificate.not_after() <= fixture.clock.now());
+    tokio::time::sleep(10 * MINUTE).await;
+    let requests = fixture.authority.requests();
+    assert!((5..=60).contains(&requests), "{requests} in ten minutes");
+    fixture.authority.set(Answer::Signed);
+    tokio::time::sleep(MINUTE).await;
+    let workload = fixture.secrets.latest().workload.expect("is there");
+    assert!(workload.certificate.not_after() > fixture.clock.now());
+    // The next renewal is hours away.
+    let requests = fixture.authority.requests();
+    tokio::time::sleep(10 * MINUTE).await;
+    assert_eq!(fixture.authority.requests(), requests);
 }
 
 #[tokio::test(start_paused = true)]
