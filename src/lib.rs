@@ -87,6 +87,8 @@ pub mod compliance;
 
 pub mod trust_anchors;
 
+mod chain_verifier;
+
 mod unverified_tls;
 
 pub mod unix_socket;

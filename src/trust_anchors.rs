@@ -16,6 +16,13 @@ use rustls::pki_types::pem::PemObject;
 
 use crate::regular_file;
 
+/// The certificates that are trusted, and what webpki needs of them.
+#[derive(Debug)]
+pub(crate) struct TrustAnchors {
+    pub(crate) store: Arc<RootCertStore>,
+    pub(crate) certificates: HashSet<CertificateDer<'static>>,
+}
+
 /// Where trust anchors come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Roots {
@@ -65,7 +72,7 @@ impl SystemRoots {
         }
     }
 
-    fn read(&self, now: SystemTime) -> Result<RootCertStore, String> {
+    fn read(&self, now: SystemTime) -> Result<TrustAnchors, String> {
         let mut anchors = Anchors::default();
         let mut problems = Vec::new();
         for path in &self.files {
@@ -113,14 +120,14 @@ fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// The trust anchors, or why there are none.
-pub(crate) async fn load(roots: &Roots) -> Result<Arc<RootCertStore>, String> {
+pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, String> {
     let roots = roots.clone();
     let read = tokio::task::spawn_blocking(move || read(&roots)).await;
     read.map_err(|error| format!("cannot read root certificates: {error}"))?
 }
 
 /// Like [`load`]. Blocks.
-pub(crate) fn read(roots: &Roots) -> Result<Arc<RootCertStore>, String> {
+pub(crate) fn read(roots: &Roots) -> Result<Arc<TrustAnchors>, String> {
     match roots {
         Roots::File(path) => match regular_file::read(path, MAX_PEM) {
             Ok(pem) => parse(path, &pem, SystemTime::now()).map(Arc::new),
@@ -157,9 +164,10 @@ impl Anchors {
 
     /// The usable ones, with a warning of what was left out of `source`. Without any, the error says
     /// what was.
-    fn finish(self, source: &str) -> Result<RootCertStore, String> {
+    fn finish(self, source: &str) -> Result<TrustAnchors, String> {
         let mut store = RootCertStore::empty();
-        let (used, unusable) = store.add_parsable_certificates(self.valid);
+        let valid = self.valid.iter().map(|der| der.as_ref().into());
+        let (used, unusable) = store.add_parsable_certificates(valid);
         let left_out = format!(
             "{} broken, {} expired",
             self.broken + unusable,
@@ -173,12 +181,15 @@ impl Anchors {
                 "left out root certificates of {source}: {left_out}; using the other {used}"
             );
         }
-        Ok(store)
+        Ok(TrustAnchors {
+            store: store.into(),
+            certificates: self.valid,
+        })
     }
 }
 
 /// The trust anchors of a text, whose origin is `path` in errors.
-pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, String> {
+pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnchors, String> {
     let mut anchors = Anchors::default();
     anchors.add(pem, now);
     let count = anchors.valid.len() + anchors.broken + anchors.expired;
@@ -212,7 +223,7 @@ mod tests {
     use crate::istiod::fake::{self, Authority};
 
     fn outcome(pem: &str) -> Result<usize, String> {
-        parse(Path::new("/r"), pem.as_bytes(), SystemTime::now()).map(|store| store.len())
+        parse(Path::new("/r"), pem.as_bytes(), SystemTime::now()).map(|found| found.store.len())
     }
 
     #[test]
@@ -270,7 +281,7 @@ mod tests {
             let at = |path: &&str| place.path().join(path).display().to_string();
             let directories: Vec<_> = directories.iter().map(at).collect();
             let found = SystemRoots::new(&at(&file), &directories.join(":"));
-            found.read(SystemTime::now()).map(|store| store.len())
+            found.read(SystemTime::now()).map(|found| found.store.len())
         };
         assert_eq!(count("file.pem", &["none"]), Ok(1));
         assert_eq!(count("file.pem", &["one"]), Ok(2));

@@ -11,6 +11,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{CertificateError, Error};
+use x509_parser::parse_x509_certificate;
 use x509_parser::prelude::{GeneralName, X509Certificate};
 
 use super::report::{Check, Level};
@@ -37,7 +38,7 @@ pub(super) struct Facts {
 
 impl Facts {
     pub(super) fn read(der: &[u8]) -> Option<Self> {
-        let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+        let (_, certificate) = parse_x509_certificate(der).ok()?;
         let validity = certificate.validity();
         Some(Self {
             subject: certificate.subject().to_string(),
@@ -124,13 +125,17 @@ pub(super) fn chain(
     let Err(why) = verify(chain, roots, now) else {
         return leaf;
     };
-    let level = match why {
+    if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
+        let found = format!("{}; Envoy may accept its chain: {limit}", leaf.found);
+        return Check { found, ..leaf };
+    }
+    let (level, peers) = match why {
         // Envoy is less strict in some respects.
         Error::InvalidCertificate(
             CertificateError::Other(_)
             | CertificateError::UnsupportedSignatureAlgorithmContext { .. },
-        ) => Level::Warning,
-        _ => Level::Error,
+        ) => (Level::Warning, "some peers"),
+        _ => (Level::Error, "peers"),
     };
     let links = facts.iter().take(MAX_NAMES).map(|link| {
         let (issuer, end) = (&link.issuer, rfc3339(link.not_after));
@@ -139,25 +144,36 @@ pub(super) fn chain(
     let links = Vec::from_iter(links).join(", ");
     let roots = Facts::of_pem(roots).into_iter().take(MAX_NAMES);
     let roots = Vec::from_iter(roots.map(|root| root.subject)).join("; ");
-    Check::new(what, level, format!("peers refuse {links}: {why}"))
+    Check::new(what, level, format!("{peers} refuse {links}: {why}"))
         .expected(format!("a valid chain to a root of the mesh: {roots}"))
         .remedy(remedy)
 }
 
-/// Verifies a chain as the client's and as the server's. A SPIFFE identity has no DNS name to compare.
+/// Verifies a chain as the client's and as the server's, as Envoy does. A SPIFFE identity has no DNS name
+/// to compare.
 fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
     let chain: Vec<_> = CertificateDer::pem_slice_iter(chain).flatten().collect();
     let (leaf, others) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
     let roots = trust_anchors::parse(Path::new("ROOTCA"), roots, now).map_err(Error::General)?;
-    let (roots, provider) = (Arc::new(roots), Arc::new(default_provider()));
+    let (store, provider) = (&roots.store, Arc::new(default_provider()));
     let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH);
     let now = UnixTime::since_unix_epoch(since_epoch.unwrap_or_default());
     let algorithms = provider.signature_verification_algorithms.all;
-    let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider).build();
+    let verifier = WebPkiClientVerifier::builder_with_provider(store.clone(), provider).build();
     let verifier = verifier.map_err(|error| Error::General(error.to_string()))?;
-    verifier.verify_client_cert(leaf, others, now)?;
-    let leaf = ParsedCertificate::try_from(leaf)?;
-    verify_server_cert_signed_by_trust_anchor(&leaf, &roots, others, now, algorithms)
+    let verdict = verifier.verify_client_cert(leaf, others, now).map(drop);
+    roots.review(verdict, leaf, others, |usage| usage.client_auth)?;
+    let parsed = ParsedCertificate::try_from(leaf)?;
+    let verdict =
+        verify_server_cert_signed_by_trust_anchor(&parsed, store, others, now, algorithms);
+    roots.review(verdict, leaf, others, |usage| usage.server_auth)?;
+    let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| CertificateError::BadEncoding)?;
+    match parsed.key_usage() {
+        Ok(Some(usage)) if !usage.value.digital_signature() => Err(Error::General(
+            "its key usage lacks digitalSignature".into(),
+        )),
+        _ => Ok(()),
+    }
 }
 
 fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
@@ -177,7 +193,7 @@ mod tests {
     use proptest::prelude::*;
     use rcgen::{
         BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose,
-        IsCa, KeyPair, SanType,
+        IsCa, KeyPair, KeyUsagePurpose, SanType,
     };
     use rustls::crypto::aws_lc_rs::sign::any_supported_type;
     use rustls::pki_types::{PrivateKeyDer, ServerName};
@@ -365,18 +381,65 @@ mod tests {
         }
     }
 
+    /// Envoy 1.40 gives the same verdicts.
     #[test]
-    fn a_certificate_that_envoy_takes_and_others_refuse_is_a_warning() {
+    fn a_ca_certificate_that_envoy_accepts_is_ok_and_one_that_envoy_refuses_is_an_error() {
+        use rcgen::KeyUsagePurpose::{DigitalSignature, KeyCertSign};
         let root = authority("root", 2999, None);
-        let now = SystemTime::now();
-        let check = chain(
-            "it",
-            root.pem().as_bytes(),
-            Some(root.pem().as_bytes()),
-            "",
-            now,
+        let middle = authority("middle", 2999, Some(&root));
+        let of_root = authority("workload", 2999, Some(&root)).pem();
+        let of_middle = authority("workload", 2999, Some(&middle)).pem();
+        let with = |usages: &[KeyUsagePurpose], purposes: &[ExtendedKeyUsagePurpose]| {
+            let mut params = valid_until(2999);
+            params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+            params.key_usages = usages.to_vec();
+            params.extended_key_usages = purposes.to_vec();
+            let key = KeyPair::generate().unwrap();
+            params.signed_by(&key, &root).unwrap().pem()
+        };
+        let (server, client) = (
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
         );
-        assert_eq!(check.level, Level::Warning, "{check}");
+        let both = [server.clone(), client.clone()];
+        for (shown, level, words) in [
+            (root.pem(), Level::Ok, "valid until 2999"),
+            (of_root.clone(), Level::Ok, "valid until 2999"),
+            (of_root + &root.pem(), Level::Ok, "valid until 2999"),
+            (
+                with(&[KeyCertSign, DigitalSignature], &both),
+                Level::Ok,
+                "valid until 2999",
+            ),
+            (
+                of_middle + &middle.pem(),
+                Level::Ok,
+                "Envoy may accept its chain: the certificate CN=workload, issued by CN=middle",
+            ),
+            (
+                authority("workload", 2999, Some(&middle)).pem(),
+                Level::Error,
+                "peers refuse",
+            ),
+            (
+                with(&[KeyCertSign], &[]),
+                Level::Error,
+                "lacks digitalSignature",
+            ),
+            (with(&[], &[server]), Level::Error, "InvalidPurpose"),
+            (with(&[], &[client]), Level::Error, "InvalidPurpose"),
+            (
+                with(&[], &[ExtendedKeyUsagePurpose::Any]),
+                Level::Error,
+                "InvalidPurpose",
+            ),
+        ] {
+            let roots = root.pem();
+            let roots = Some(roots.as_bytes());
+            let check = chain("it", shown.as_bytes(), roots, "", SystemTime::now());
+            assert_eq!(check.level, level, "{check}");
+            assert!(check.found.contains(words), "{check}");
+        }
     }
 
     /// As of a gateway, whose clients may trust any root.

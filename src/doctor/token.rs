@@ -134,10 +134,10 @@ async fn check_roots(roots: Roots) -> Check {
     };
     let read = run_blocking(move || trust_anchors::read(&roots)).await;
     match read.unwrap_or_else(Err) {
-        Ok(store) => Check::ok(
-            name,
-            format!("{text}, usable certificates: {}", store.len()),
-        ),
+        Ok(anchors) => {
+            let usable = anchors.store.len();
+            Check::ok(name, format!("{text}, usable certificates: {usable}"))
+        }
         Err(problem) => Check::error(name, problem).expected("PEM").remedy(MOUNTED),
     }
 }

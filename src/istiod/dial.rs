@@ -129,6 +129,8 @@ impl Cause {
                          controlPlaneAuthPolicy: NONE"
                     }
                     Some(rustls::Error::AlertReceived(_)) => LOG,
+                    // It says what to do.
+                    Some(rustls::Error::Other(_)) => "",
                     _ => RUNNING,
                 }
             }

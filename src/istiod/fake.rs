@@ -16,9 +16,11 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, date_time_ymd,
 };
 use rustls::ServerConfig;
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinSet;
@@ -64,12 +66,32 @@ impl Authority {
     }
 
     fn until(name: &str, year: i32) -> Self {
-        let mut params = CertificateParams::default();
+        let params = Self::params(name, year);
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    /// An authority that this one has signed.
+    pub(crate) fn below(&self, name: &str) -> Self {
+        let (params, key) = (Self::params(name, 2999), KeyPair::generate().unwrap());
+        Self(CertifiedIssuer::signed_by(params, key, &self.0).unwrap())
+    }
+
+    /// Its own certificate can be a server's.
+    fn params(name: &str, year: i32) -> CertificateParams {
+        let mut params = CertificateParams::new([NAME.to_owned(), "127.0.0.1".to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.not_before = date_time_ymd(2000, 1, 1);
         params.not_after = date_time_ymd(year, 1, 1);
-        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+        params
+    }
+
+    /// Shows the certificates of authorities, the server's own first.
+    pub(crate) fn shown(chain: &[&Self]) -> Arc<SingleCertAndKey> {
+        let key = PrivateKeyDer::try_from(chain[0].0.key().serialize_der()).unwrap();
+        let chain = chain.iter().map(|authority| authority.0.der().clone());
+        let pair = CertifiedKey::new(chain.collect(), any_supported_type(&key).unwrap());
+        Arc::new(pair.into())
     }
 
     pub(crate) fn pem(&self) -> String {

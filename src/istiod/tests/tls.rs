@@ -4,7 +4,7 @@ use tonic::Code;
 use super::{failure, until_gone};
 use crate::compliance::Policy;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
-use crate::istiod::{Config, Security, tls};
+use crate::istiod::{Config, Security, probe, tls};
 
 fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
     match &mut config.security {
@@ -54,6 +54,40 @@ async fn refuses_a_certificate_for_another_name_or_of_another_root() {
     }
     let text = failure(config).await;
     assert!(text.contains("\"not a name\" is no server name"), "{text}");
+}
+
+#[tokio::test]
+async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_signed_it() {
+    let root = Authority::new("root");
+    let (own, middle) = (root.below("istiod"), root.below("middle"));
+    let below = middle.below("istiod");
+    let files = Files::new();
+    let roots = files.write("root.pem", &root.pem());
+    for (chain, is_accepted) in [
+        (&[&root][..], true),
+        (&[&own], true),
+        (&[&own, &root], true),
+        (&[&below, &middle], false),
+    ] {
+        let mut tls = fake::server_tls(&root, NAME, Clients::Optional);
+        tls.cert_resolver = Authority::shown(chain);
+        let fake = Fake::start(Some(tls)).await;
+        let config = encrypted(fake.address, &roots);
+        if is_accepted {
+            let (istiod, _tasks) = run(config);
+            istiod.try_connection().await.unwrap();
+            continue;
+        }
+        let cause = probe::open(&config, config.limits.total).await.unwrap_err();
+        let text = cause.to_string();
+        let certificate = "the certificate CN=istiod, issued by CN=middle, is a CA's (CA:TRUE)";
+        assert!(text.contains(certificate), "{text}");
+        assert!(
+            text.contains("isCA: false") && !text.contains("OtherError"),
+            "{text}"
+        );
+        assert_eq!(cause.remedy(), "");
+    }
 }
 
 #[tokio::test]

@@ -43,7 +43,7 @@ impl Server {
         Self::serve(Some(Arc::new(config).into()), answer).await
     }
 
-    async fn serve(
+    pub(crate) async fn serve(
         tls: Option<tokio_rustls::TlsAcceptor>,
         answer: impl Fn(&str, usize) -> Vec<u8> + Send + Sync + 'static,
     ) -> Self {

@@ -131,7 +131,8 @@ impl Config {
         } else {
             let roots = trust_anchors::load(&Roots::System(self.roots.clone())).await?;
             let builder = Policy::None.builder().map_err(unusable)?;
-            let mut tls = builder.with_root_certificates(roots).with_no_client_auth();
+            let builder = builder.dangerous().with_custom_certificate_verifier(roots);
+            let mut tls = builder.with_no_client_auth();
             tls.alpn_protocols = vec![b"http/1.1".to_vec()];
             Some(Arc::new(tls))
         };

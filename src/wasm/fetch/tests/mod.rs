@@ -5,6 +5,7 @@ mod tokens;
 
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use flate2::Compression;
@@ -15,6 +16,7 @@ use tokio::time::{Instant, timeout};
 use super::download::{Download, hexadecimal};
 use super::fake_server::{Server, answer, ok, path};
 use super::*;
+use crate::istiod::fake::{self, Authority, Clients};
 
 const MODULE: &[u8] = b"\0asm\x01\0\0\0module";
 const LIMIT: Duration = Duration::from_secs(20);
@@ -146,6 +148,38 @@ async fn a_module_is_downloaded_over_http_and_tls() {
         error.contains("certificate") || error.contains("no root certificates"),
         "{error}"
     );
+}
+
+#[tokio::test]
+async fn a_ca_certificate_of_a_server_is_accepted_if_it_is_a_root_or_a_root_has_signed_it() {
+    let root = Authority::new("root");
+    let (own, middle) = (root.below("server"), root.below("middle"));
+    let below = middle.below("server");
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("roots.pem");
+    std::fs::write(&file, root.pem()).expect("written");
+    let config = Config {
+        insecure: Vec::new(),
+        attempts: 1,
+        roots: SystemRoots::new(&file.display().to_string(), "/nonexistent"),
+        ..config()
+    };
+    for (chain, is_accepted) in [
+        (&[&root][..], true),
+        (&[&own], true),
+        (&[&below, &middle], false),
+    ] {
+        let mut tls = fake::server_tls(&root, "127.0.0.1", Clients::Optional);
+        tls.cert_resolver = Authority::shown(chain);
+        tls.alpn_protocols.clear();
+        let tls = Arc::new(tls).into();
+        let server = Server::serve(Some(tls), |_, _| ok(MODULE)).await;
+        let found = fetch(&config, &format!("https://{}/a", server.address), None).await;
+        match found {
+            Ok(module) => assert!(is_accepted && module == MODULE),
+            Err(error) => assert!(!is_accepted && error.contains("isCA: false"), "{error}"),
+        }
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,149 @@
+//! Verifies servers' certificates with webpki, and accepts a CA's certificate as a leaf as Go does.
+//!
+//! `openssl req -x509` and cert-manager's `isCA: true` make such leaves. Go, OpenSSL and BoringSSL accept
+//! them, webpki does not. A leaf is accepted if it is a root or if a root has signed it; no path is built.
+
+use std::io;
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{verify_server_cert_signed_by_trust_anchor, verify_server_name};
+use rustls::crypto::aws_lc_rs::default_provider;
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
+use rustls::server::ParsedCertificate;
+use rustls::{CertificateError, DigitallySignedStruct, Error, OtherError, SignatureScheme};
+use webpki::RawPublicKeyEntity;
+use x509_parser::oid_registry::OID_X509_EXT_NAME_CONSTRAINTS as NAME_CONSTRAINTS;
+use x509_parser::prelude::{ExtendedKeyUsage, FromDer, GeneralName, X509Certificate, X509Version};
+
+use crate::trust_anchors::TrustAnchors;
+
+/// The cure for a leaf that is a CA's.
+const ISSUE_ANOTHER: &str = "is a CA's (CA:TRUE), and no root has signed it directly: issue it with \
+    -addext basicConstraints=CA:FALSE (openssl) or isCA: false (cert-manager), or compare the roots";
+
+impl TrustAnchors {
+    /// Reviews webpki's verdict on a chain. An [`Error::Other`] names a limit that Envoy does not have.
+    /// `allows` says whether a leaf with this extended key usage may be used.
+    pub(crate) fn review(
+        &self,
+        verdict: Result<(), Error>,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        allows: fn(&ExtendedKeyUsage<'_>) -> bool,
+    ) -> Result<(), Error> {
+        let Err(Error::InvalidCertificate(CertificateError::Other(OtherError(cause)))) = &verdict
+        else {
+            return verdict;
+        };
+        let parsed = parse(leaf).ok_or(CertificateError::BadEncoding)?;
+        let roots = &self.certificates;
+        let mut issuers = intermediates.iter().chain(roots).filter_map(parse);
+        let limit = match cause.downcast_ref() {
+            // The dates are right: webpki checks them first.
+            Some(webpki::Error::CaUsedAsEndEntity) => {
+                let mut roots = roots.iter().filter_map(parse);
+                if roots.any(|root| root.as_raw() == &leaf[..] || has_signed(&root, &parsed)) {
+                    let usage = parsed.extended_key_usage();
+                    let is_right = usage.is_ok_and(|it| it.is_none_or(|it| allows(it.value)));
+                    let refused = CertificateError::InvalidPurpose.into();
+                    return is_right.then_some(()).ok_or(refused);
+                }
+                ISSUE_ANOTHER.to_owned()
+            }
+            Some(webpki::Error::MaximumPathDepthExceeded) => "has more than 6 intermediates".into(),
+            Some(webpki::Error::NameConstraintViolation) => match issuers.find(restricts_uris) {
+                Some(ca) => {
+                    let ca = ca.subject().to_string();
+                    format!(
+                        "is below {ca:.256}, whose name constraints for URIs cannot be verified"
+                    )
+                }
+                None => return verdict,
+            },
+            _ => return verdict,
+        };
+        let (subject, issuer) = (parsed.subject().to_string(), parsed.issuer().to_string());
+        let limit = format!("the certificate {subject:.256}, issued by {issuer:.256}, {limit}");
+        Err(Error::Other(OtherError(Arc::new(io::Error::other(limit)))))
+    }
+}
+
+impl ServerCertVerifier for TrustAnchors {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let (parsed, all) = (ParsedCertificate::try_from(leaf)?, algorithms().all);
+        let (roots, others) = (&self.store, intermediates);
+        let verdict = verify_server_cert_signed_by_trust_anchor(&parsed, roots, others, now, all);
+        self.review(verdict, leaf, others, |usage| {
+            usage.server_auth || usage.any
+        })?;
+        verify_server_name(&parsed, name)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(message, leaf, signature, &algorithms())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, leaf, signature, &algorithms())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        algorithms().supported_schemes()
+    }
+}
+
+fn algorithms() -> WebPkiSupportedAlgorithms {
+    default_provider().signature_verification_algorithms
+}
+
+fn parse<'a>(der: &'a CertificateDer<'_>) -> Option<X509Certificate<'a>> {
+    Some(X509Certificate::from_der(der).ok()?.1)
+}
+
+/// Checks that a root has signed the certificate, and may sign any certificate by the rules of Go.
+fn has_signed(root: &X509Certificate<'_>, certificate: &X509Certificate<'_>) -> bool {
+    let key = SubjectPublicKeyInfoDer::from(root.public_key().raw);
+    let (message, signature) = (&certificate.tbs_certificate, &certificate.signature_value);
+    root.subject() == certificate.issuer()
+        && (root.is_ca() || root.version() == X509Version::V1)
+        && (root.key_usage()).is_ok_and(|it| it.is_none_or(|it| it.value.key_cert_sign()))
+        && matches!(root.get_extension_unique(&NAME_CONSTRAINTS), Ok(None))
+        && RawPublicKeyEntity::try_from(&key).is_ok_and(|key| {
+            let verify = |it| key.verify_signature(it, message.as_ref(), &signature.data);
+            algorithms().all.iter().any(|it| verify(*it).is_ok())
+        })
+}
+
+fn restricts_uris(issuer: &X509Certificate<'_>) -> bool {
+    let constraints = issuer.name_constraints().ok().flatten().map(|it| it.value);
+    let trees = constraints
+        .iter()
+        .flat_map(|it| [&it.permitted_subtrees, &it.excluded_subtrees]);
+    trees
+        .flatten()
+        .flatten()
+        .any(|tree| matches!(tree.base, GeneralName::URI(_)))
+}
+
+#[cfg(test)]
+mod tests;
