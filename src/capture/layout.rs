@@ -52,10 +52,9 @@ impl Layout {
     /// What a machine has of a family after these rules were added to empty tables of both.
     pub(super) fn shared<'a>(rules: impl IntoIterator<Item = &'a Rule>, family: Family) -> Self {
         let entries = |rules: Vec<&Rule>| {
-            let rules = rules.into_iter();
-            let rules = rules.filter(|rule| rule.family.is_none_or(|only| only == family));
-            let entries = rules.map(|rule| Entry::rule(rule.matches.clone(), rule.verdict));
-            entries.collect()
+            let is_of = |rule: &&Rule| rule.family.is_none_or(|only| only == family);
+            let entry = |rule: &Rule| Entry::rule(rule.matches.clone(), rule.verdict);
+            rules.into_iter().filter(is_of).map(entry).collect()
         };
         let chains = chains(rules).into_iter();
         Self {

@@ -4,7 +4,7 @@
 //! namespace, domain and first search domain, so resolv.conf is read here once. The forwarder
 //! follows its later changes.
 
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use super::Loader;
@@ -35,8 +35,8 @@ impl Loader<'_> {
         let address = listen::address(&said, is_root);
         let path = self.resolv_conf_path(address);
         let resolv_conf = self.resolv_conf(&path);
-        let nameservers = resolv_conf.nameservers.iter();
-        let nameservers: Vec<IpAddr> = nameservers.map(std::net::SocketAddr::ip).collect();
+        let nameservers = resolv_conf.nameservers.iter().map(SocketAddr::ip);
+        let nameservers: Vec<_> = nameservers.collect();
         let addresses = listen::listen(address, &nameservers, &self.own_addresses);
         let own = addresses.iter().filter_map(|own| own.parse().ok());
         let forwarder = forward::Config {

@@ -196,10 +196,8 @@ pub async fn answers(server: SocketAddr, limit: Duration) -> io::Result<()> {
     let socket = tokio::net::UdpSocket::bind(any_port(server)).await?;
     socket.connect(server).await?;
     socket.send(&message).await?;
-    let answer = tokio::time::timeout(limit, socket.recv(&mut message)).await;
-    answer
-        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
-        .map(drop)
+    tokio::time::timeout(limit, socket.recv(&mut message)).await??;
+    Ok(())
 }
 
 /// Where a client of `server` may bind.

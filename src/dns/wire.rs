@@ -309,17 +309,12 @@ impl<'a> Writer<'a> {
     pub(crate) fn record(&mut self, owner: usize, kind: u16, parts: &[&[u8]]) -> Option<usize> {
         let start = self.out.len();
         // The first owners stand in the first 700 bytes, and an offset has 14 bits.
-        let [owner_high, owner_low] = (0xc000 | owner as u16).to_be_bytes();
-        let [kind_high, kind_low] = kind.to_be_bytes();
-        let [class_high, class_low] = IN.to_be_bytes();
-        let [t0, t1, t2, t3] = self.ttl.to_be_bytes();
+        let fixed = [0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes);
+        self.out.extend_from_slice(fixed.as_flattened());
+        self.out.extend_from_slice(&self.ttl.to_be_bytes());
         // An address or a name.
         let length: usize = parts.iter().map(|part| part.len()).sum();
-        let [high, low] = (length as u16).to_be_bytes();
-        self.out.extend_from_slice(&[
-            owner_high, owner_low, kind_high, kind_low, class_high, class_low, t0, t1, t2, t3,
-            high, low,
-        ]);
+        self.out.extend_from_slice(&(length as u16).to_be_bytes());
         let data_at = self.out.len();
         for part in parts {
             self.out.extend_from_slice(part);

@@ -53,12 +53,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let is_first_v6 = node.addresses.first().is_some_and(IpAddr::is_ipv6);
     let families = [Family::V4, Family::V6].into_iter().filter(|family| {
         let is_v6 = *family == Family::V6;
-        let has = || {
-            node.addresses
-                .iter()
-                .any(|address| address.is_ipv6() == is_v6)
-        };
-        is_v6 == is_first_v6 || subject.config.bootstrap.dual_stack && has()
+        let mut of_each = node.addresses.iter().map(IpAddr::is_ipv6);
+        is_v6 == is_first_v6 || subject.config.bootstrap.dual_stack && of_each.any(|it| it == is_v6)
     });
     let checks = families.map(|family| of_family(subject, family));
     join_all(checks).await.into_iter().flatten().collect()
@@ -196,8 +192,7 @@ fn captured_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
     let config = subject.config;
     let dns = config.dns.as_ref();
     let dns = dns.filter(|_| config.bootstrap.node.is_true("DNS_CAPTURE"));
-    let own = dns.map(|dns| dns.forwarder.own_addresses.iter());
-    let own = own.into_iter().flatten();
+    let own = dns.iter().flat_map(|dns| &dns.forwarder.own_addresses);
     let own = own.filter(|own| own.is_ipv4() == (family == Family::V4));
     own.map(SocketAddr::port).collect()
 }

@@ -153,12 +153,9 @@ fn differences(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
         let line = |entry| appended(*place, entry);
         let (expected, missing) = split(wanted, &own);
         let (there, extra) = split(&own, wanted);
-        kinds.extend(
-            missing
-                .into_iter()
-                .map(|entry| (Kind::Missing, line(entry))),
-        );
-        kinds.extend(extra.into_iter().map(|entry| (Kind::Unwanted, line(entry))));
+        for (kind, entries) in [(Kind::Missing, missing), (Kind::Unwanted, extra)] {
+            kinds.extend(entries.into_iter().map(|entry| (kind, line(entry))));
+        }
         let mut pairs = there.into_iter().zip(expected);
         if let Some((there, expected)) = pairs.find(|(there, expected)| there != expected) {
             let detail = format!("found {}, expected {}", line(there), line(expected));

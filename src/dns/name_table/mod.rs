@@ -233,27 +233,20 @@ impl NameTable {
 
     /// A reference's host, and the name it stands for.
     fn resolve(&self, reference: Reference) -> (Host<'_>, Name<'_>) {
-        let number = reference.number();
-        match reference.kind() {
-            Kind::Host => {
-                let host = Host::at(&self.encoded, number);
-                (host, Name(without_dot(host.name), None))
-            }
-            Kind::Alias => {
-                let host = Host::at(&self.encoded, number);
-                (host, Name(host.short_name, Some(host.namespace)))
-            }
-            Kind::Short => {
-                let host = Host::at(&self.encoded, number);
-                (host, Name(host.short_name, None))
-            }
-            Kind::AltHost => {
-                let alt_host = self.alt_hosts[number as usize];
-                let host = Host::at(&self.encoded, alt_host.host);
-                let name = Field::at(&self.encoded, alt_host.at).map(|field| field.value);
-                (host, Name(name.unwrap_or_default(), None))
-            }
+        let (kind, number) = (reference.kind(), reference.number());
+        if kind == Kind::AltHost {
+            let AltHost { at, host } = self.alt_hosts[number as usize];
+            let name = Field::at(&self.encoded, at).map(|field| field.value);
+            let name = Name(name.unwrap_or_default(), None);
+            return (Host::at(&self.encoded, host), name);
         }
+        let host = Host::at(&self.encoded, number);
+        let name = match kind {
+            Kind::Host => Name(without_dot(host.name), None),
+            Kind::Alias => Name(host.short_name, Some(host.namespace)),
+            Kind::Short | Kind::AltHost => Name(host.short_name, None),
+        };
+        (host, name)
     }
 
     /// All hosts, in the order of the message.

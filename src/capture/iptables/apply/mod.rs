@@ -53,11 +53,8 @@ impl Request<'_> {
     /// What would be given to which program.
     pub async fn preview(&self) -> Result<String, Error> {
         let changes = self.plan().await?;
-        let texts = changes.iter().map(|change| {
-            let Change { programs, text, .. } = change;
-            format!("{}-restore\n{text}", programs.name)
-        });
-        Ok(texts.collect())
+        let text = |Change { programs, text }| format!("{}-restore\n{text}", programs.name);
+        Ok(changes.into_iter().map(text).collect())
     }
 
     async fn plan(&self) -> Result<Vec<Change>, Error> {
