@@ -1,9 +1,9 @@
 //! Decides what becomes of a query: answered from the name table, forwarded, refused or dropped.
 //!
 //! Names of the table are answered for addresses of both families, with a CNAME where a search domain
-//! was appended; a family without addresses is an empty answer. All other names and all other types
-//! are forwarded. ANY is answered with the addresses there are, as RFC 8482 allows: resolvers would say
-//! that a name only the mesh knows does not exist.
+//! was appended to a host that is not a wildcard; a family without addresses is an empty answer. All other
+//! names and all other types are forwarded. ANY is answered with the addresses there are, as RFC 8482
+//! allows: resolvers would say that a name only the mesh knows does not exist.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -101,11 +101,9 @@ fn write_records(
 ) -> Option<()> {
     let mut owner = wire::HEADER;
     if let Some(end) = found.target_end {
-        let star: &[u8] = found.wildcard.map_or(b"", |_| b"\x01*");
-        // Where a label begins in the text, its length stands on the wire. Lengths are below the letters.
-        let target = name.get(found.wildcard.unwrap_or(0)..=end)?;
-        let target = target.to_ascii_lowercase();
-        owner = writer.record(owner, wire::CNAME, &[star, &target, &[0]])?;
+        // One byte more than the text: the length of the first label. Lengths are below the letters.
+        let target = name.get(..=end)?.to_ascii_lowercase();
+        owner = writer.record(owner, wire::CNAME, &[&target, &[0]])?;
     }
     for address in from_random(v4) {
         writer.record(owner, wire::A, &[&address.octets()])?;

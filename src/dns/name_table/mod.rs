@@ -53,10 +53,7 @@ pub struct Found {
     pub v6: SmallVec<[Ipv6Addr; 4]>,
     /// The offset of the host that comes first.
     host: u32,
-    /// Where in the name the part begins that a wildcard stands before.
-    pub wildcard: Option<usize>,
-    /// Where in the name the target of its CNAME ends, if it has one. With a wildcard the target
-    /// is `*.` and the part from there.
+    /// Where in the name the target of its CNAME ends, if it has one.
     pub target_end: Option<usize>,
 }
 
@@ -151,12 +148,7 @@ impl NameTable {
             // Over the labels that have been tried.
             buffer[at..at + 2].copy_from_slice(b"*.");
             if let Some(found) = self.exact(&buffer[at..]) {
-                return Some(Found {
-                    wildcard: Some(at),
-                    // The star and its dot are not in the name that was asked for.
-                    target_end: found.target_end.map(|end| at + end - 2),
-                    ..found
-                });
+                return Some(found);
             }
         }
         None
@@ -179,8 +171,10 @@ impl NameTable {
             let expands = |host: &Host<'_>| host.has_addresses() && !has_name(host.at);
             if self.hosts_of(base).any(|(_, host)| expands(&host)) {
                 let found = self.addresses(base)?;
+                // Clients refuse a name with a star as a target.
+                let target_end = (!base.contains(&b'*')).then_some(base.len());
                 return Some(Found {
-                    target_end: Some(base.len()),
+                    target_end,
                     ..found
                 });
             }

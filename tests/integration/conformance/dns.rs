@@ -165,10 +165,7 @@ const ANSWERS: &[(&str, u16, u8, &[&str])] = &[
         "foo.wildcard.ns1.svc.cluster.local.",
         1,
         0,
-        &[
-            "*.wildcard. 10.10.10.10",
-            "foo.wildcard.ns1.svc.cluster.local. *.wildcard.",
-        ],
+        &["foo.wildcard.ns1.svc.cluster.local. 10.10.10.10"],
     ),
     (
         "foo.svc.mesh.company.net.",
@@ -186,10 +183,7 @@ const ANSWERS: &[(&str, u16, u8, &[&str])] = &[
         "foo.svc.mesh.company.net.ns1.svc.cluster.local.",
         1,
         0,
-        &[
-            "*.svc.mesh.company.net. 10.1.2.3",
-            "foo.svc.mesh.company.net.ns1.svc.cluster.local. *.svc.mesh.company.net.",
-        ],
+        &["foo.svc.mesh.company.net.ns1.svc.cluster.local. 10.1.2.3"],
     ),
     ("example.localhost.", 1, 0, &["example.localhost. 3.3.3.3"]),
     // Other types are for the resolvers, also of names the mesh knows.

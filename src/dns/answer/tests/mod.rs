@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use proptest::prelude::*;
 
 use super::*;
-use crate::dns::name_table::tests::{domains, encode, external, sample};
+use crate::dns::name_table::tests::{domains, encode, external, kubernetes, sample};
 
 const POLICY: Policy = Policy {
     ttl: 30,
@@ -196,12 +196,6 @@ fn a_searched_name_is_another_name_for_what_was_meant() {
             "details.ns2.svc.cluster.remote.",
             "11.11.11.11",
         ),
-        ("foo.wildcard.", "*.wildcard.", "10.10.10.10"),
-        (
-            "foo.svc.mesh.company.net.",
-            "*.svc.mesh.company.net.",
-            "10.1.2.3",
-        ),
     ] {
         let searched = format!("{name}{SEARCH}");
         let said = says(&searched, 1).expect(&searched);
@@ -219,6 +213,47 @@ fn a_family_without_addresses_is_an_empty_answer() {
         ("foo.wildcard.", 28),
     ] {
         assert_eq!(says(name, kind), Some(vec![]), "{name}");
+    }
+}
+
+#[test]
+fn a_searched_name_of_a_wildcard_has_its_addresses_and_no_name_of_an_answer_has_a_star() {
+    let mut alt = kubernetes("web", "ns1", &["7.7.7.7"]);
+    alt.alt_hosts = vec!["*.web.example".into()];
+    let hosts = [
+        ("*.dual", external(&["1.1.1.1", "2.2.2.2", "::1"])),
+        ("*.v6", external(&["::6"])),
+        ("*.a.dual", external(&["3.3.3.3"])),
+        ("web.ns1.svc.cluster.local", alt),
+        (
+            "*.ns1.svc.cluster.local",
+            kubernetes("*", "ns1", &["8.8.8.8"]),
+        ),
+    ];
+    let table = NameTable::build(&encode(hosts), domains()).expect("a table");
+    for (name, kind, expected) in [
+        ("x.dual", 1, &["1.1.1.1", "2.2.2.2"][..]),
+        ("x.dual", 28, &["::1"]),
+        ("x.dual", 255, &["1.1.1.1", "2.2.2.2", "::1"]),
+        ("x.y.dual", 1, &["1.1.1.1", "2.2.2.2"]),
+        ("x.a.dual", 1, &["3.3.3.3"]),
+        ("x.a.dual", 28, &[]),
+        ("X.v6", 28, &["::6"]),
+        ("x.v6", 1, &[]),
+        ("x.web.example", 1, &["7.7.7.7"]),
+        ("x.ns1", 1, &["8.8.8.8"]),
+        // The question itself has one.
+        ("*.dual", 28, &["::1"]),
+    ] {
+        for ending in ["", ".ns1.svc.cluster.local"] {
+            let name = format!("{name}{ending}.");
+            let (_, reply) = ask(Some(&table), &query(&name, kind, None), POLICY);
+            let mut answers = decode(&reply).answers;
+            answers.sort();
+            assert!(answers.iter().all(|answer| answer.0 == name), "{answers:?}");
+            let said: Vec<_> = answers.iter().map(|answer| &*answer.3).collect();
+            assert_eq!(said, expected, "{name} {kind}");
+        }
     }
 }
 
@@ -270,13 +305,13 @@ fn case_is_kept_in_names_and_lower_in_targets() {
     let message = decode(&reply);
     assert_eq!(message.question, "wWw.GooGle.coM.");
     assert_eq!(message.answers[0].0, "wWw.GooGle.coM.");
-    let searched = format!("Foo.WildCard.{SEARCH}");
+    let searched = format!("ProductPage.Ns1.{SEARCH}");
     let (_, reply) = ask(Some(&sample()), &query(&searched, 1, None), POLICY);
     let answers = decode(&reply).answers;
     assert_eq!(answers[0].0, searched);
     assert_eq!(
         (&*answers[0].3, &*answers[1].0),
-        ("*.wildcard.", "*.wildcard.")
+        ("productpage.ns1.", "productpage.ns1.")
     );
 }
 

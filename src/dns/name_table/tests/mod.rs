@@ -148,6 +148,7 @@ impl Model {
                 .unwrap_or_default()
         };
         let ips = [family(IpAddr::is_ipv4), family(IpAddr::is_ipv6)].concat();
+        let target = target.filter(|target| !target.contains('*'));
         Some((target.cloned(), ips))
     }
 
@@ -187,10 +188,7 @@ fn found(table: &NameTable, name: &str) -> Option<(Option<String>, Vec<IpAddr>)>
     let ips = v4
         .chain(found.v6.iter().map(|ip| IpAddr::V6(*ip)))
         .collect();
-    let target = found.target_end.map(|end| {
-        let star = if found.wildcard.is_some() { "*." } else { "" };
-        format!("{star}{}", &name[found.wildcard.unwrap_or(0)..end])
-    });
+    let target = found.target_end.map(|end| name[..end].to_owned());
     Some((target, ips))
 }
 
