@@ -5,7 +5,7 @@
 //! must come from the address that was asked, which a socket bound to all of them does not see to:
 //! the kernel picks one by the way back. So "all addresses" is a socket for each.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 /// Where DNS is answered by default.
 pub const DEFAULT: &str = "localhost:15053";
@@ -41,22 +41,23 @@ pub fn listen(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Vec<Stri
     }
 }
 
-/// An address for each of the machine's, if all are meant.
+/// An address for each of the machine's, of both families as in Go, if all are meant.
 fn each(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     let (host, port) = address.rsplit_once(':')?;
     // Without a number each would get another one.
     let port = port.parse().ok().filter(|port: &u16| *port != 0)?;
-    let (v4, v6) = match host {
-        "0.0.0.0" => (true, false),
-        "" | "[::]" => (true, true),
-        _ => return None,
-    };
-    let has_v6 = own.iter().any(IpAddr::is_ipv6);
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let is_any = |ip: IpAddr| ip.to_canonical().is_unspecified();
+    if !host.is_empty() && !host.parse().is_ok_and(is_any) {
+        return None;
+    }
     let loopback = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     let all = loopback.into_iter().chain(own.iter().copied());
-    let meant = all.filter(|ip: &IpAddr| if ip.is_ipv4() { v4 } else { v6 && has_v6 });
-    let addresses = meant.map(|ip| SocketAddr::new(ip, port).to_string());
-    Some(addresses.collect())
+    // There may be no IPv6, or an address that is still checked for duplicates.
+    let usable = all.filter(|ip| UdpSocket::bind((*ip, 0)).is_ok());
+    let text = |ip| SocketAddr::new(ip, port).to_string();
+    let addresses: Vec<_> = usable.map(text).collect();
+    Some(addresses).filter(|found| !found.is_empty())
 }
 
 /// Whether a server at `address` is what programs take for the machine's resolver: they depend on it
@@ -110,26 +111,22 @@ mod tests {
     }
 
     #[test]
-    fn all_addresses_are_each_of_them() {
-        let (v4, v6) = ("10.0.0.9", "fd00::9");
-        for (said, own, expected) in [
-            (
-                "0.0.0.0:53",
-                &[v4, v6][..],
-                &["127.0.0.1:53", "10.0.0.9:53"][..],
-            ),
-            (
-                "[::]:53",
-                &[v4, v6],
-                &["127.0.0.1:53", "[::1]:53", "10.0.0.9:53", "[fd00::9]:53"],
-            ),
-            (":53", &[v4], &["127.0.0.1:53", "10.0.0.9:53"]),
-            ("0.0.0.0:0", &[v4], &["0.0.0.0:0"]),
-            ("10.0.0.9:53", &[v4], &["10.0.0.9:53"]),
-            ("[::]", &[v4], &["[::]"]),
+    fn all_addresses_are_each_of_them_that_the_machine_has() {
+        let own = ["127.0.0.9", "192.0.2.1", "2001:db8::1"].map(|ip| ip.parse().unwrap());
+        let has_v6 = UdpSocket::bind("[::1]:0").is_ok();
+        let mut all = vec!["127.0.0.1:53", "[::1]:53", "127.0.0.9:53"];
+        all.retain(|address| has_v6 || !address.starts_with('['));
+        for any in [
+            "0.0.0.0:53",
+            "[::]:53",
+            ":53",
+            "[0:0::0]:53",
+            "[::ffff:0.0.0.0]:53",
         ] {
-            let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
-            assert_eq!(listen(said, &[], &own), expected, "{said}");
+            assert_eq!(listen(any, &[], &own), all, "{any}");
+        }
+        for one in ["0.0.0.0:0", "127.0.0.9:53", "192.0.2.1:53", "[::]"] {
+            assert_eq!(listen(one, &[], &own), [one]);
         }
     }
 }
