@@ -49,6 +49,23 @@ fn dns_follows_the_pods_resolvers_and_runs_without_them() {
 }
 
 #[test]
+fn istiod_is_not_asked_for_changes_of_the_name_table() {
+    for setting in [
+        ("ISTIO_META_DELTA_NDS", "true"),
+        ("ISTIO_METAJSON_X", r#"{"DELTA_NDS": true}"#),
+        (
+            "PROXY_CONFIG",
+            "{proxyMetadata: {ISTIO_META_DELTA_NDS: 'true'}}",
+        ),
+    ] {
+        let settings = [setting, ("ISTIO_META_OTHER", "true")];
+        let node = machine(&settings).config().bootstrap.node;
+        assert_eq!(node.metadata.get("OTHER"), Some(&"true".into()));
+        assert_eq!(node.metadata.get("DELTA_NDS"), None, "{setting:?}");
+    }
+}
+
+#[test]
 fn answers_of_resolvers_are_cached_only_on_request() {
     let capture = ("ISTIO_META_DNS_CAPTURE", "true");
     let cache = |more: &[_]| {

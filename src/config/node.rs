@@ -182,6 +182,8 @@ impl Loader<'_> {
                 }
             }
         }
+        // It asks istiod for changes of the name table, which the agent does not take.
+        raw.remove("DELTA_NDS");
         let dns = self.get(&variables::DNS_PROXY_ADDR);
         if !dns.is_empty() {
             raw.insert("DNS_PROXY_ADDR".to_owned(), dns.into());

@@ -10,6 +10,8 @@ use smallvec::SmallVec;
 
 /// The number of the map in `NameTable`.
 pub(super) const TABLE: u32 = 1;
+/// The number of `name_info`: with it, a `NameTable` is a change of one host (delta NDS).
+pub(super) const NAME_INFO: u32 = 2;
 /// Numbers in `NameInfo`.
 const IPS: u32 = 1;
 pub(super) const ALT_HOSTS: u32 = 5;
@@ -23,6 +25,8 @@ pub enum Malformed {
     Text(usize),
     #[error("{0} bytes, expected at most 1073741824")]
     TooLarge(usize),
+    #[error("name_info (field 2) is set, as in delta NDS; expected a whole table")]
+    Delta,
 }
 
 /// A length-delimited field.
@@ -88,7 +92,7 @@ impl<'a> Field<'a> {
         fields(self.value, self.value_at)
     }
 
-    fn check_text(&self) -> Result<(), Malformed> {
+    pub(super) fn check_text(&self) -> Result<(), Malformed> {
         let text = std::str::from_utf8(self.value);
         text.map(drop).map_err(|_| Malformed::Text(self.value_at))
     }
@@ -111,17 +115,8 @@ pub(super) struct Host<'a> {
 pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
 
 impl<'a> Host<'a> {
-    /// Reads the pair of the map that `field` holds.
-    pub(super) fn parse(field: &Field<'a>) -> Result<Self, Malformed> {
-        Self::read(field, |_| Ok(()))
-    }
-
-    /// Reads a pair whose texts are not known to be UTF-8.
-    pub(super) fn parse_checked(field: &Field<'a>) -> Result<Self, Malformed> {
-        Self::read(field, Field::check_text)
-    }
-
-    fn read(
+    /// Reads the pair of the map that `field` holds, with a check of its texts.
+    pub(super) fn parse(
         field: &Field<'a>,
         check: impl Fn(&Field<'a>) -> Result<(), Malformed>,
     ) -> Result<Self, Malformed> {
@@ -159,7 +154,7 @@ impl<'a> Host<'a> {
 
     /// The host whose field is at this offset of a table that was checked.
     pub(super) fn at(table: &'a [u8], at: u32) -> Self {
-        let host = Field::at(table, at).and_then(|field| Self::parse(&field).ok());
+        let host = Field::at(table, at).and_then(|field| Self::parse(&field, |_| Ok(())).ok());
         host.unwrap_or_default()
     }
 

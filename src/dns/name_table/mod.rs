@@ -19,7 +19,7 @@ use smallvec::SmallVec;
 
 use super::search_domains::SearchDomains;
 pub use host::Malformed;
-use host::{ALT_HOSTS, Field, Host, TABLE, fields, without_dot};
+use host::{ALT_HOSTS, Field, Host, NAME_INFO, TABLE, fields, without_dot};
 
 /// Longest name there is, as text.
 pub(super) const MAX_NAME: usize = 254;
@@ -103,10 +103,13 @@ impl NameTable {
         let mut others = Vec::new();
         for field in fields(encoded, 0) {
             let field = field?;
-            if field.number != TABLE {
-                continue;
+            match field.number {
+                TABLE => {}
+                NAME_INFO => return Err(Malformed::Delta),
+                // A later istiod may add more.
+                _ => continue,
             }
-            let host = Host::parse_checked(&field)?;
+            let host = Host::parse(&field, Field::check_text)?;
             let mut names = [host.name, host.short_name]
                 .into_iter()
                 .chain(host.alt_hosts());
@@ -247,7 +250,7 @@ impl NameTable {
     fn all(&self) -> impl Iterator<Item = Host<'_>> {
         let fields = fields(&self.encoded, 0).map_while(Result::ok);
         let hosts = fields.filter(|field| field.number == TABLE);
-        hosts.filter_map(|field| Host::parse(&field).ok())
+        hosts.filter_map(|field| Host::parse(&field, |_| Ok(())).ok())
     }
 
     fn has_short_forms(&self, host: &Host<'_>) -> bool {

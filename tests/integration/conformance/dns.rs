@@ -3,7 +3,7 @@
 //! `DNS_ADDR` names the port of another agent to ask instead. It needs what [`TABLE`] holds, the
 //! namespace `ns1` with its search domains, and [`resolver`]'s names upstream.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -291,6 +291,42 @@ async fn the_last_name_table_stays_while_istiod_is_away() {
 }
 
 #[tokio::test]
+async fn a_change_of_one_host_is_no_name_table_and_the_last_one_stays() {
+    if std::env::var_os("DNS_ADDR").is_some() {
+        return; // Its istiod is not ours.
+    }
+    let mesh = Mesh::start("false").await;
+    let (child, _) = mesh._child.as_ref().unwrap();
+    let change = [2 << 3 | 2, 3, 10, 1, b'a'];
+    let snapshots = &mesh.agent.as_ref().unwrap().snapshots;
+    let mut snapshot = Snapshot::default();
+    snapshot.insert("common", Resource::new("", NAME_TABLE, change.to_vec()));
+    snapshots.send_replace(Arc::new(snapshot));
+    child.logs("name_info (field 2) is set").await;
+    let query = query("www.google.com.", 1, None);
+    let reply = decode(&mesh.udp(&query).await);
+    assert_eq!(reply.answers, ["www.google.com. 1.1.1.1"]);
+}
+
+#[tokio::test]
+async fn all_addresses_are_answered_at_each_of_them_over_both_protocols() {
+    if std::env::var_os("DNS_ADDR").is_some() {
+        return;
+    }
+    let port = free_port().await.port();
+    let any = (Ipv4Addr::UNSPECIFIED, port).into();
+    let mut mesh = Mesh::at(any, "false", "5s").await;
+    let query = query("www.google.com.", 1, None);
+    for address in [IpAddr::from([127, 0, 0, 1]), Ipv6Addr::LOCALHOST.into()] {
+        mesh.address = (address, port).into();
+        // The client is connected: it hears nothing from another address.
+        for reply in [mesh.udp(&query).await, mesh.tcp(&query).await] {
+            assert_eq!(decode(&reply).answers, ["www.google.com. 1.1.1.1"]);
+        }
+    }
+}
+
+#[tokio::test]
 async fn an_address_in_use_ends_the_agent() {
     let taken = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let address = taken.local_addr().unwrap().to_string();
@@ -314,6 +350,7 @@ struct Mesh {
 struct Agent {
     istiod: LocalIstiod,
     envoy: Envoy,
+    snapshots: watch::Sender<Arc<Snapshot>>,
 }
 
 impl Mesh {
@@ -329,14 +366,18 @@ impl Mesh {
                 _child: None,
             };
         }
+        Self::at(free_port().await, parallel, timeout).await
+    }
+
+    async fn at(address: SocketAddr, parallel: &str, timeout: &str) -> Self {
         let mut snapshot = Snapshot::default();
         snapshot.insert("common", Resource::new("", NAME_TABLE, table()));
+        let snapshots = watch::Sender::new(Arc::new(snapshot));
         let istiod = LocalIstiod::start(Options {
-            snapshots: Some(watch::Sender::new(Arc::new(snapshot)).subscribe()),
+            snapshots: Some(snapshots.subscribe()),
             ..options()
         });
         let istiod = istiod.await.unwrap();
-        let address = free_port().await;
         let resolver = resolver().await;
         let search = "ns1.svc.cluster.local svc.cluster.local cluster.local";
         let place = Place::of(&istiod)
@@ -358,13 +399,21 @@ impl Mesh {
         child.logs("name table of 12 hosts").await;
         Self {
             address,
-            agent: Some(Agent { istiod, envoy }),
+            agent: Some(Agent {
+                istiod,
+                envoy,
+                snapshots,
+            }),
             _child: Some((child, place)),
         }
     }
 
     async fn client(&self) -> UdpSocket {
-        let client = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let any: IpAddr = match self.address.is_ipv4() {
+            true => Ipv4Addr::UNSPECIFIED.into(),
+            false => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let client = UdpSocket::bind((any, 0)).await.unwrap();
         client.connect(self.address).await.unwrap();
         client
     }

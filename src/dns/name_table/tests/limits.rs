@@ -47,6 +47,31 @@ fn members_of_a_later_istiod_are_left_alone_whatever_they_hold() {
 }
 
 #[test]
+fn fields_of_a_later_istiod_are_left_alone_but_for_the_one_that_makes_it_a_change() {
+    let table = encode([("a", external(&["1.1.1.1"]))]);
+    // Field, its type, and its content.
+    for (tag, content, is_table) in [
+        (3 << 3 | 2, &[1, 0xff][..], true),
+        (9 << 3, &[7], true),
+        // Not a message.
+        (2 << 3, &[7], true),
+        (2 << 3 | 2, &[0], false),
+        (2 << 3 | 2, &[3, 10, 1, b'a'], false),
+    ] {
+        let field = [&[tag], content].concat();
+        for encoded in [[&table[..], &field].concat(), [&field, &table[..]].concat()] {
+            let built = NameTable::build(&encoded, domains());
+            match is_table {
+                true => assert!(found(&built.expect("a table"), "a").is_some(), "{field:?}"),
+                false => assert_eq!(built.err(), Some(Malformed::Delta), "{field:?}"),
+            }
+        }
+        let alone = NameTable::build(&field, domains());
+        assert_eq!(alone.is_ok(), is_table, "{field:?}");
+    }
+}
+
+#[test]
 fn what_is_no_table_is_refused_with_its_place() {
     for (encoded, expected) in [
         (&[0x0f][..], "byte 0 begins no whole protobuf field"),
