@@ -93,8 +93,8 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
             }
             false => {
                 let wanted = versions.iter().map(|rules| Layout::new(rules, family));
-                let found = apply::live(family, config.kind, request.path).await?;
-                (wanted.collect(), found)
+                let found = apply::live(family, config.kind, request.path).await;
+                (wanted.collect(), request.if_needed(family, found)?)
             }
         };
         findings.extend(compare(&wanted, &found, family));

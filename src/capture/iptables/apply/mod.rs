@@ -12,6 +12,7 @@ use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Owner, Rules, Table};
+use crate::lifecycle::with_causes;
 
 /// What to do, and what it depends on besides the configuration, whose users and groups are numbers.
 #[derive(Clone, Copy, Debug)]
@@ -58,24 +59,47 @@ impl Request<'_> {
     }
 
     async fn plan(&self) -> Result<Vec<Change>, Error> {
-        let rules = Rules::new(self.config);
         let mut changes = Vec::new();
         for family in [Family::V4, Family::V6] {
-            let exists = family == Family::V4 || self.config.has_v6;
-            let is_wanted = exists && !self.is_removal;
-            let kernel = Kernel::look(family)?;
-            let kind = self.config.kind.filter(|_| !self.is_removal);
-            let found = Programs::find(family, kind, self.path, kernel).await?;
-            let is_unseen = self.is_removal && !kernel.is_seen_by(&found);
-            if found.is_empty() && (is_wanted || is_unseen) {
-                return Err(Error::missing(family, self.path));
+            let found = self.changes(family).await;
+            changes.extend(self.if_needed(family, found)?);
+        }
+        Ok(changes)
+    }
+
+    /// What was found in a family; nothing in place of a failure in IPv6 if no rules are wanted or known there.
+    pub(in crate::capture) fn if_needed<T: Default>(
+        &self,
+        family: Family,
+        found: Result<T, Error>,
+    ) -> Result<T, Error> {
+        let has_istio = || Kernel::look(family).is_ok_and(|kernel| kernel.has_istio);
+        let is_optional = family == Family::V6 && !self.config.has_v6;
+        match found {
+            Err(error) if is_optional && !(self.is_removal && has_istio()) => {
+                tracing::warn!("leaving IPv6 alone: {}", with_causes(&error));
+                Ok(T::default())
             }
-            for (index, programs) in found.into_iter().enumerate() {
-                // Others have nothing, or what is left of earlier runs.
-                let rules = (is_wanted && index == 0).then_some(&rules);
-                if index == 0 || programs.kind.is_some() {
-                    changes.extend(self.change(family, programs, rules)?);
-                }
+            found => found,
+        }
+    }
+
+    async fn changes(&self, family: Family) -> Result<Vec<Change>, Error> {
+        let rules = Rules::new(self.config);
+        let is_wanted = !self.is_removal && (family == Family::V4 || self.config.has_v6);
+        let kernel = Kernel::look(family)?;
+        let kind = self.config.kind.filter(|_| !self.is_removal);
+        let found = Programs::find(family, kind, self.path, kernel).await?;
+        let is_unseen = self.is_removal && !kernel.is_seen_by(&found);
+        if found.is_empty() && (is_wanted || is_unseen) {
+            return Err(Error::missing(family, self.path));
+        }
+        let mut changes = Vec::new();
+        for (index, programs) in found.into_iter().enumerate() {
+            // Others have nothing, or what is left of earlier runs.
+            let rules = (is_wanted && index == 0).then_some(&rules);
+            if index == 0 || programs.kind.is_some() {
+                changes.extend(self.change(family, programs, rules)?);
             }
         }
         Ok(changes)

@@ -40,7 +40,7 @@ pub(super) struct Kernel {
     /// None is a kernel without nftables.
     nft: Option<bool>,
     /// Whether nftables has chains of Istio's.
-    has_istio: bool,
+    pub(super) has_istio: bool,
 }
 
 /// The programs of one kind and family.

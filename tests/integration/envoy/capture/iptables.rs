@@ -599,6 +599,55 @@ fn only_a_pod_with_ipv6_needs_its_programs() {
 }
 
 #[test]
+fn programs_for_ipv6_that_fail_matter_only_to_those_who_want_or_have_its_rules() {
+    if !is_inside("programs_for_ipv6_that_fail_matter_only_to_those_who_want_or_have_its_rules") {
+        return;
+    }
+    const V4: &str = "-b * -i *";
+    for (name, script) in [
+        ("missing", ""),
+        ("failing", "echo 'modprobe: not found' >&2; exit 1"),
+        ("garbage", "echo 'the wrapper chose nft'"),
+        ("killed", "kill -9 $$"),
+    ] {
+        // Wrappers, whose names say nothing.
+        let path = format!("/mnt/{name}");
+        fs::create_dir(&path).unwrap();
+        for what in ["save", "restore"] {
+            let script = format!("exec /usr/sbin/iptables-nft-{what} \"$@\"");
+            with_fake_in(&path, &format!("iptables-{what}"), &script);
+        }
+        if !script.is_empty() {
+            for what in ["save", "restore"] {
+                with_fake_in(&path, &format!("ip6tables-{what}"), script);
+            }
+        }
+        let path = format!("{path}:/bin");
+        let run = |words: &str, expected| {
+            let (code, printed) = ended(command(words).env("PATH", &path));
+            assert_eq!(code, Some(expected), "{name}, {words}: {printed}");
+            let is_left_alone = printed.contains("leaving IPv6 alone: ");
+            assert_eq!(
+                is_left_alone,
+                expected == 0 && !script.is_empty(),
+                "{printed}"
+            );
+        };
+        run(V4, 0);
+        assert!(saved("nft").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
+        run(&format!("{V4} --verify"), 0);
+        run("--cleanup-only", 0);
+        assert_eq!(rules(&saved("nft")), [""; 0]);
+        run(SIDECAR, 1);
+        assert_eq!(rules(&saved("nft")), [""; 0]);
+        // What the kernel has is not left behind.
+        istio_iptables("nft", SIDECAR);
+        run("--cleanup-only", 1);
+        istio_iptables("nft", "--cleanup-only");
+    }
+}
+
+#[test]
 fn net_admin_and_net_raw_suffice() {
     if !is_inside("net_admin_and_net_raw_suffice") {
         return;
