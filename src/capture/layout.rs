@@ -11,6 +11,8 @@ pub struct Layout {
     pub chains: BTreeMap<(Table, Chain), Vec<Entry>>,
     /// Names of chains that start like Istio's, but are none of this version.
     pub unknown_chains: Vec<(Table, String)>,
+    /// Rules for DNS that Istio 1.8 to 1.24 put into the kernel's own chains, as text. They are not in `chains`.
+    pub earlier_dns: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,13 +61,14 @@ impl Layout {
         let chains = chains(rules).into_iter();
         Self {
             chains: chains.map(|(name, rules)| (name, entries(rules))).collect(),
-            unknown_chains: Vec::new(),
+            ..Self::default()
         }
     }
 
-    /// Whether there are chains of traffic capture.
+    /// Whether there are chains of traffic capture, or rules of earlier versions.
     pub fn is_captured(&self) -> bool {
-        self.chains.keys().any(|(_, chain)| !chain.is_builtin())
+        let has_chains = self.chains.keys().any(|(_, chain)| !chain.is_builtin());
+        has_chains || !self.earlier_dns.is_empty()
     }
 
     /// The mark of packets that TPROXY has handed over.

@@ -74,16 +74,16 @@ async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
         Family::V6 => "IPv6",
     };
     if !layout.is_captured() {
-        return vec![
-            Check::error(
-                NAME,
-                format!("no chain of Istio for {version} in this network namespace"),
-            )
-            .expected(format!("rules that lead to ports {OUTBOUND} and {INBOUND}"))
-            .remedy(SET_UP),
-        ];
+        let found = format!("no chain of Istio for {version} in this network namespace");
+        let expected = format!("rules that lead to ports {OUTBOUND} and {INBOUND}");
+        let check = Check::error(NAME, found).expected(expected);
+        return vec![check.remedy(SET_UP)];
     }
     let mut checks = ways(&layout, family, envoys_account(subject));
+    for rule in &layout.earlier_dns {
+        let found = format!("a DNS rule of an earlier version of Istio: {rule}");
+        checks.push(Check::error(NAME, found).remedy(SET_UP));
+    }
     checks.extend(dns(&layout, &captured_ports(subject, family)));
     if checks.is_empty() {
         let port = |chain| layout.redirects_to(chain).unwrap_or_default();

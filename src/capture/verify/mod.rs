@@ -125,6 +125,8 @@ pub fn compare(versions: &[Layout], found: &Layout, family: Family) -> Vec<Findi
         let chain = format!("{}: {name}", table.name());
         kinds.push((Kind::UnknownChain, chain));
     }
+    let earlier = found.earlier_dns.iter().cloned();
+    kinds.extend(earlier.map(|rule| (Kind::Unwanted, rule)));
     if let Some(wanted) = versions.get(equal.unwrap_or_default()) {
         kinds.extend(others(wanted, found));
     }

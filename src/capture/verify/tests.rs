@@ -252,6 +252,16 @@ fn rules_of_others_behind_ours_are_none_of_our_business() {
 }
 
 #[test]
+fn dns_rules_of_an_earlier_version_are_named_and_matter() {
+    let rule = "nat: -A POSTROUTING -p udp -m udp --dport 15053 -j SNAT --to-source 127.0.0.1";
+    for settings in [|_: &mut Settings| {}, dns_of_servers] {
+        let (texts, misled) = findings(settings, |found| found.earlier_dns = vec![rule.to_owned()]);
+        let named = format!("IPv4: a rule is not asked for: {rule}");
+        assert_eq!((texts, misled), (vec![named], true));
+    }
+}
+
+#[test]
 fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
     let old = |found: &mut Layout| {
         let chain = (Table::Nat, "ISTIO_OLD".to_owned());

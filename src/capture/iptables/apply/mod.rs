@@ -2,11 +2,11 @@
 //!
 //! Each table of each family changes at once; the kernel offers no more. What fails midway is undone.
 //!
-//! Ours are all rules in chains whose names start like Istio's, the jumps to these, and what the
-//! configuration puts into the kernel's own chains. Rules of others stay as they are.
+//! Ours are all rules in chains whose names start like Istio's, the jumps to these, and what the configuration
+//! or, for DNS, an earlier version puts into the kernel's own chains. Rules of others stay as they are.
 
 use super::programs::{Error, Kernel, Programs};
-use super::saved::{ISTIO, Saved, SavedRule, entry, jumps_to_istio};
+use super::saved::{ISTIO, Saved, entry, jumps_to_istio};
 use super::{TableText, wanted};
 use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
@@ -189,20 +189,16 @@ impl Own {
         Self(rules.collect())
     }
 
-    fn has(&self, rule: &SavedRule<'_>) -> bool {
-        let is_listed = |place| {
-            let entry = of_any_user(entry(rule.text));
-            self.0.contains(&(place, entry))
-        };
-        rule.chain.starts_with(ISTIO)
-            || jumps_to_istio(rule.text)
-            || rule.place().is_some_and(is_listed)
-    }
-
     /// Our part of the tables.
     fn of<'a>(&self, saved: &Saved<'a>) -> Saved<'a> {
-        let mut own = saved.clone();
-        own.rules.retain(|rule| self.has(rule));
+        let (mut own, earlier) = (saved.clone(), saved.earlier_dns());
+        own.rules.retain(|rule| {
+            let is_listed = |place| self.0.contains(&(place, of_any_user(entry(rule.text))));
+            rule.chain.starts_with(ISTIO)
+                || jumps_to_istio(rule.text)
+                || rule.place().is_some_and(is_listed)
+                || earlier.contains(&rule)
+        });
         own.chains.retain(|(_, chain)| chain.starts_with(ISTIO));
         own
     }

@@ -62,11 +62,24 @@ impl<'a> Saved<'a> {
         Some(())
     }
 
+    /// The DNS rules of earlier versions, which stand in the kernel's own chains. A rule that lets queries of
+    /// some owners pass is Istio's if the next one of its chain is: other DNS proxies have such rules as well.
+    pub(super) fn earlier_dns(&self) -> Vec<&SavedRule<'a>> {
+        let mut next = None;
+        let is_istios = |rule: &&SavedRule<'a>| {
+            let place = Some((rule.table, rule.chain));
+            let is_certain = rule.is_earlier_dns();
+            next = place.filter(|_| is_certain.is_some_and(|it| it || next == place));
+            next.is_some()
+        };
+        self.rules.iter().rev().filter(is_istios).collect()
+    }
+
     /// The rules in chains that traffic capture knows.
     pub fn layout(&self) -> Layout {
-        let mut layout = Layout::default();
+        let (mut layout, earlier) = (Layout::default(), self.earlier_dns());
         for (table, name) in &self.chains {
-            match (table_named(table), chain_named(name)) {
+            match (named(&Table::ALL, table), named(&Chain::ALL, name)) {
                 (Some(table), Some(chain)) if !chain.is_builtin() => {
                     layout.chains.entry((table, chain)).or_default();
                 }
@@ -77,9 +90,13 @@ impl<'a> Saved<'a> {
             }
         }
         for rule in &self.rules {
-            if let Some(place) = rule.place() {
+            let SavedRule { table, chain, text } = rule;
+            if earlier.contains(&rule) {
+                let line = format!("{table}: -A {chain} {text}");
+                layout.earlier_dns.push(line);
+            } else if let Some(place) = rule.place() {
                 let entries = layout.chains.entry(place).or_default();
-                entries.push(entry(rule.text));
+                entries.push(entry(text));
             }
         }
         layout
@@ -87,20 +104,39 @@ impl<'a> Saved<'a> {
 }
 
 impl SavedRule<'_> {
+    /// Whether it is certain that Istio 1.8 to 1.24 has written the rule for DNS. `None` for other rules.
+    fn is_earlier_dns(&self) -> Option<bool> {
+        let (server, rest) = self.text.split_once("-p udp -m udp ")?;
+        let (matches, target) = rest.split_once(" -j ")?;
+        let (port, owner) = matches.split_once(" -m owner ").unwrap_or((matches, ""));
+        // Some versions name the resolver, in either direction.
+        let server = server.trim_start_matches("-d ").trim_start_matches("-s ");
+        if server.trim_end().contains(' ') {
+            return None;
+        }
+        let by_owner = if owner.is_empty() { "" } else { " owner" };
+        match format!("{} {} {port}{by_owner} {target}", self.table, self.chain).as_str() {
+            "nat OUTPUT --dport 53 owner RETURN" => Some(owner.ends_with("-owner 1337")),
+            "nat OUTPUT --dport 53 DNAT --to-destination 127.0.0.1:15053"
+            | "nat OUTPUT --dport 53 REDIRECT --to-ports 15053"
+            | "nat POSTROUTING --dport 15053 SNAT --to-source 127.0.0.1"
+            | "raw OUTPUT --dport 53 owner CT --zone 1"
+            | "raw OUTPUT --sport 15053 owner CT --zone 2"
+            | "raw OUTPUT --dport 53 CT --zone 2"
+            | "raw PREROUTING --sport 53 CT --zone 1" => Some(true),
+            _ => None,
+        }
+    }
+
     /// The chain, if traffic capture knows it.
     pub(super) fn place(&self) -> Option<(Table, Chain)> {
-        table_named(self.table).zip(chain_named(self.chain))
+        named(&Table::ALL, self.table).zip(named(&Chain::ALL, self.chain))
     }
 }
 
-fn table_named(name: &str) -> Option<Table> {
-    let table = Table::ALL.into_iter().find(|(_, found)| *found == name);
-    table.map(|(table, _)| table)
-}
-
-fn chain_named(name: &str) -> Option<Chain> {
-    let chain = Chain::ALL.into_iter().find(|(_, found)| *found == name);
-    chain.map(|(chain, _)| chain)
+fn named<T: Copy>(all: &[(T, &str)], name: &str) -> Option<T> {
+    let found = all.iter().find(|(_, found)| *found == name);
+    found.map(|(it, _)| *it)
 }
 
 /// The rule that stands behind `-A CHAIN`.
@@ -191,10 +227,7 @@ fn verdict(target: &[&str]) -> Option<Verdict> {
             _ => return None,
         },
         ["CT", "--zone", zone] => Verdict::Zone(zone.parse().ok()?),
-        [chain] => match chain_named(chain)? {
-            chain if chain.is_builtin() => return None,
-            chain => Verdict::Jump(chain),
-        },
+        [chain] => Verdict::Jump(named(&Chain::ALL, chain).filter(|it| !it.is_builtin())?),
         _ => return None,
     })
 }

@@ -65,6 +65,106 @@ fn rules_of_the_model_are_read_and_all_others_stay_text() {
     assert_eq!(Saved::parse("").expect("no tables"), Saved::default());
 }
 
+/// Rules of each version from 1.8 to 1.24, with the table before.
+const EARLIER: [&str; 18] = [
+    // 1.8
+    "nat OUTPUT -p udp -m udp --dport 53 -m owner --uid-owner 1337 -j RETURN",
+    "nat OUTPUT -p udp -m udp --dport 53 -m owner --gid-owner 1337 -j RETURN",
+    "nat OUTPUT -p udp -m udp --dport 53 -j DNAT --to-destination 127.0.0.1:15053",
+    "nat POSTROUTING -p udp -m udp --dport 15053 -j SNAT --to-source 127.0.0.1",
+    // 1.9
+    "nat OUTPUT -d 10.96.0.10/32 -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053",
+    // 1.10
+    "raw OUTPUT -p udp -m udp --dport 53 -m owner --uid-owner 2000 -j CT --zone 1",
+    "raw OUTPUT -p udp -m udp --sport 15053 -m owner --uid-owner 2000 -j CT --zone 2",
+    "raw OUTPUT -p udp -m udp --dport 53 -m owner --gid-owner 2000 -j CT --zone 1",
+    "raw OUTPUT -p udp -m udp --sport 15053 -m owner --gid-owner 2000 -j CT --zone 2",
+    "raw OUTPUT -d 10.96.0.10/32 -p udp -m udp --dport 53 -j CT --zone 2",
+    "raw PREROUTING -d 10.96.0.10/32 -p udp -m udp --sport 53 -j CT --zone 1",
+    // 1.11, all resolvers
+    "nat OUTPUT -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053",
+    "raw OUTPUT -p udp -m udp --dport 53 -j CT --zone 2",
+    "raw PREROUTING -p udp -m udp --sport 53 -j CT --zone 1",
+    // 1.12, IPv6
+    "nat OUTPUT -d fd00::10/128 -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053",
+    "raw OUTPUT -d fd00::10/128 -p udp -m udp --dport 53 -j CT --zone 2",
+    "raw PREROUTING -d fd00::10/128 -p udp -m udp --sport 53 -j CT --zone 1",
+    // 1.16
+    "raw PREROUTING -s 10.96.0.10/32 -p udp -m udp --sport 53 -j CT --zone 1",
+];
+
+/// Rules that let the queries of some owners pass.
+const PASSES: [&str; 3] = [
+    "nat OUTPUT -p udp -m udp --dport 53 -m owner --uid-owner 101 -j RETURN",
+    "nat OUTPUT -p udp -m udp --dport 53 -m owner --gid-owner 202 -j RETURN",
+    "nat OUTPUT -p udp -m udp --dport 53 -m owner ! --gid-owner 202 -m owner ! --gid-owner 203 -j RETURN",
+];
+
+#[test]
+fn dns_rules_of_earlier_versions_are_told_from_those_of_others() {
+    let found = |lines: &[&'static str]| {
+        let rule = |line: &&'static str| {
+            let (table, rule) = line.split_once(' ').unwrap();
+            let (chain, text) = rule.split_once(' ').unwrap_or((rule, ""));
+            SavedRule { table, chain, text }
+        };
+        let saved = Saved {
+            chains: Vec::new(),
+            rules: lines.iter().map(rule).collect(),
+        };
+        let layout = saved.layout();
+        assert_eq!(layout.earlier_dns.len(), saved.earlier_dns().len());
+        assert_eq!(layout.is_captured(), !layout.earlier_dns.is_empty());
+        let lines = layout.earlier_dns.iter();
+        lines
+            .map(|line| line.replacen(": -A ", " ", 1))
+            .collect::<Vec<_>>()
+    };
+    for line in EARLIER {
+        assert_eq!(found(&[line]), [line]);
+    }
+    assert_eq!(found(&EARLIER), EARLIER);
+    let to_agent = EARLIER[11];
+    for line in [
+        "nat OUTPUT -p udp -m udp --dport 53 -j REDIRECT --to-ports 5353",
+        "nat OUTPUT -p udp -m udp --dport 53 -j DNAT --to-destination 127.0.0.1:5353",
+        "nat OUTPUT -p udp -m udp --dport 53 -j DNAT --to-destination 10.0.0.1:15053",
+        "nat OUTPUT -p tcp -m tcp --dport 53 -j REDIRECT --to-ports 15053",
+        "nat OUTPUT -o eth1 -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053",
+        "nat OUTPUT ! -d 10.0.0.1/32 -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053",
+        "nat OUTPUT -p udp -m udp --dport 53 -m mark --mark 0x1 -j REDIRECT --to-ports 15053",
+        "nat OUTPUT -p udp -m udp --dport 53 -j RETURN",
+        "nat PREROUTING -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053",
+        "nat POSTROUTING -p udp -m udp --dport 53 -j SNAT --to-source 127.0.0.1",
+        "nat OUTPUT -p udp -m owner --uid-owner 1337 -j RETURN",
+        "filter INPUT -p udp -m udp --dport 15053 -j ACCEPT",
+        "raw OUTPUT -p udp -m udp --dport 53 -j CT --notrack",
+        "raw OUTPUT -s 169.254.20.10/32 -p udp -m udp --sport 53 -j CT --notrack",
+        "raw PREROUTING -d 169.254.20.10/32 -p udp -m udp --dport 53 -j CT --notrack",
+        "raw OUTPUT -p udp -m udp --dport 53 -j CT --zone 1",
+        "raw OUTPUT -p udp -m udp --dport 53 -j CT --zone 7",
+        "raw OUTPUT -p udp -m udp --sport 53 -j CT --zone 1",
+        "raw PREROUTING -i eth1 -p udp -m udp --sport 53 -j CT --zone 1",
+        "nat ISTIO_OUTPUT -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053",
+        "nat OUTPUT",
+    ] {
+        assert_eq!(found(&[line, to_agent]), [to_agent], "{line}");
+    }
+    let other = "nat OUTPUT -p udp -m udp --dport 53 -j DNAT --to-destination 127.0.0.1:5353";
+    for pass in PASSES {
+        assert_eq!(found(&[pass, to_agent]), [pass, to_agent]);
+        for (others, istios) in [
+            (vec![pass], vec![]),
+            (vec![pass, other, to_agent], vec![to_agent]),
+            (vec![to_agent, pass, other], vec![to_agent]),
+            // The next rule is of another chain.
+            (vec![pass, EARLIER[3]], vec![EARLIER[3]]),
+        ] {
+            assert_eq!(found(&others), istios, "{pass}");
+        }
+    }
+}
+
 #[test]
 fn a_text_of_another_program_is_refused_with_its_line() {
     for (text, error) in [

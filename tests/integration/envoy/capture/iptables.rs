@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::net::UdpSocket;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -169,6 +170,128 @@ fn what_is_damaged_or_of_another_version_is_replaced() {
         istio_iptables(kind, "--cleanup-only");
         assert_eq!(rules(&saved(kind)), ["-A FOREIGN -j RETURN"], "{kind}");
         assert!(!saved(kind).contains("ISTIO"), "{kind}");
+    }
+}
+
+/// DNS rules of Istio 1.8, 1.12 and 1.21, for a resolver at the pod's address, and for all.
+const EARLIER: [&str; 3] = [
+    "*nat
+-A OUTPUT -p udp --dport 53 -m owner --uid-owner 1337 -j RETURN
+-A OUTPUT -p udp --dport 53 -m owner --gid-owner 1337 -j RETURN
+-A OUTPUT -p udp --dport 53 -j DNAT --to-destination 127.0.0.1:15053
+-A POSTROUTING -p udp --dport 15053 -j SNAT --to-source 127.0.0.1
+COMMIT
+",
+    "*raw
+-A PREROUTING -d POD -p udp --sport 53 -j CT --zone 1
+-A OUTPUT -p udp --dport 53 -m owner --uid-owner 2000 -j CT --zone 1
+-A OUTPUT -p udp --sport 15053 -m owner --uid-owner 2000 -j CT --zone 2
+-A OUTPUT -p udp --dport 53 -m owner --gid-owner 2000 -j CT --zone 1
+-A OUTPUT -p udp --sport 15053 -m owner --gid-owner 2000 -j CT --zone 2
+-A OUTPUT -d POD -p udp --dport 53 -j CT --zone 2
+COMMIT
+*nat
+:ISTIO_OUTPUT - [0:0]
+-A OUTPUT -p tcp -j ISTIO_OUTPUT
+-A OUTPUT -p udp --dport 53 -m owner --uid-owner 2000 -j RETURN
+-A OUTPUT -p udp --dport 53 -m owner --gid-owner 2000 -j RETURN
+-A OUTPUT -d POD -p udp --dport 53 -j REDIRECT --to-ports 15053
+COMMIT
+",
+    "*raw
+-A PREROUTING -s POD -p udp --sport 53 -j CT --zone 1
+-A PREROUTING -p udp --sport 53 -j CT --zone 1
+-A OUTPUT -p udp --dport 53 -m owner --uid-owner 1337 -j CT --zone 1
+-A OUTPUT -p udp --sport 15053 -m owner --uid-owner 1337 -j CT --zone 2
+-A OUTPUT -p udp --dport 53 -j CT --zone 2
+COMMIT
+*nat
+-A OUTPUT -p udp --dport 53 -m owner --uid-owner 1337 -j RETURN
+-A OUTPUT -p udp --dport 53 -m owner --gid-owner 202 -j RETURN
+-A OUTPUT -p udp --dport 53 -m owner ! --gid-owner 0 -m owner ! --gid-owner 1001 -j RETURN
+-A OUTPUT -p udp --dport 53 -j REDIRECT --to-ports 15053
+COMMIT
+",
+];
+
+/// Rules of a DNS cache of the node, of another DNS proxy, and of a firewall.
+const OTHERS_FOR_DNS: &str = "*raw
+-A PREROUTING -d LINK -p udp --dport 53 -j CT --notrack
+-A OUTPUT -s LINK -p udp --sport 53 -j CT --notrack
+COMMIT
+*nat
+-A OUTPUT -p udp --dport 53 -m owner --uid-owner 101 -j RETURN
+-A OUTPUT -d LINK -p udp --dport 53 -j REDIRECT --to-ports 5353
+COMMIT
+*filter
+-A INPUT -i eth7 -p udp --dport 15053 -j DROP
+COMMIT
+";
+
+/// Whether a question to a resolver at the pod's address reaches it.
+fn has_dns(pod: &str) -> bool {
+    let resolver = UdpSocket::bind((pod, 53)).unwrap();
+    let client = UdpSocket::bind((pod, 0)).unwrap();
+    client.connect((pod, 53)).unwrap();
+    // Where it is redirected, nothing listens: the second attempt is told.
+    let _ = (client.send(b"question"), client.send(b"question"));
+    resolver.set_nonblocking(true).unwrap();
+    resolver.recv(&mut [0; 8]).is_ok()
+}
+
+#[test]
+fn dns_rules_of_earlier_versions_are_replaced_and_removed_and_those_of_others_stay() {
+    if !is_inside("dns_rules_of_earlier_versions_are_replaced_and_removed_and_those_of_others_stay")
+    {
+        return;
+    }
+    let pods = ["10.1.1.1", "2001:db8::1"];
+    for kind in KINDS {
+        let both = |text: &str| {
+            for (family, pod, link) in [
+                ("iptables", pods[0], "169.254.20.10"),
+                ("ip6tables", pods[1], "fd00::20"),
+            ] {
+                let text = text.replace("POD", pod).replace("LINK", link);
+                if family == "iptables" || !text.contains("127.0.0.1") {
+                    restore(&format!("{family}-{kind}-restore"), &text);
+                }
+            }
+        };
+        both(OTHERS_FOR_DNS);
+        let others = saved(kind);
+        for earlier in EARLIER {
+            both(earlier);
+            assert!(saved(kind).contains("15053 "), "{kind}: {earlier}");
+            assert!(!has_dns(pods[0]), "{kind}: {earlier}");
+            let verify = || ended(&mut command(&format!("{SIDECAR} --verify")));
+            let (code, printed) = verify();
+            let named = "IPv4: a rule is not asked for: nat: -A OUTPUT ";
+            assert!(printed.contains(named), "{printed}");
+            assert!(printed.contains("15053"), "{printed}");
+            assert_eq!(code, Some(3), "{printed}");
+            istio_iptables(kind, SIDECAR);
+            let (code, printed) = verify();
+            assert_eq!(code, Some(0), "{printed}");
+            let replaced = saved(kind);
+            assert_eq!(replaced.matches("15053").count(), 2, "{replaced}");
+            for line in others.lines().filter(|line| line.starts_with('[')) {
+                assert!(replaced.contains(line), "{line} is gone: {replaced}");
+            }
+            both(earlier);
+            istio_iptables(kind, "--cleanup-only");
+            assert_eq!(rules(&saved(kind)), rules(&others), "{kind}: {earlier}");
+            assert!(pods.iter().all(|pod| has_dns(pod)), "{kind}: {earlier}");
+        }
+        istio_iptables(kind, SIDECAR);
+        let printed = istio_iptables(kind, &format!("{SIDECAR} --dry-run"));
+        assert!(!printed.contains("15053"), "{printed}");
+        istio_iptables(kind, "--cleanup-only");
+        for family in ["iptables", "ip6tables"] {
+            for table in ["raw", "nat", "filter"] {
+                namespace::run(&format!("{family}-{kind}"), &["-t", table, "-F"]);
+            }
+        }
     }
 }
 

@@ -108,4 +108,11 @@ fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
         iptables(&format!("--cleanup-only {back_end}"));
     }
     drop(envoy);
+    // As Istio 1.12 leaves it.
+    iptables("-u 1337 -p 15001 -z 15006 -i * -b *");
+    let rule = "-p udp -m udp --dport 53 -j REDIRECT --to-ports 15053";
+    let words = format!("-t nat -A OUTPUT {rule}");
+    namespace::run("iptables", &words.split(' ').collect::<Vec<_>>());
+    let named = format!("an earlier version of Istio: nat: -A OUTPUT {rule}");
+    assert(0, &[], &["error", &named]);
 }
