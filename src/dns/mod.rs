@@ -46,8 +46,8 @@ pub enum Transport {
 
 /// Asks the pod's resolvers.
 pub trait Forward: Send + Sync + 'static {
-    /// The answer to a query, with its id and its question; `None` if no resolver answers. It may be
-    /// longer than the client takes.
+    /// The answer to a query, with its id, its question, and our OPT record if it has one; `None` if no
+    /// resolver answers. It may be longer than the client takes.
     fn forward(
         &self,
         query: Bytes,

@@ -2,8 +2,9 @@
 //!
 //! Offsets and a few fields are all that answering and forwarding need, so what is not understood
 //! passes as it came. Nothing is trusted: each step checks that the message goes that far. Compressed
-//! names are not followed, so no message can loop, but must point back. Sources: RFC 1035 section 4,
-//! RFC 6891 for EDNS.
+//! names are not followed, so no message can loop, but must point back. EDNS is between neighbours: options
+//! pass in neither direction, and an answer has our own OPT record if its query had one. Sources: RFC 1035
+//! section 4, RFC 6891.
 //!
 //! In answers that are written here the question stands as it came, names point back into it where they
 //! can, and room for the OPT record is kept from the start. What does not fit is left out, and the TC bit
@@ -28,6 +29,12 @@ pub(crate) const QUESTIONS: usize = 4;
 pub(crate) const ANSWERS: usize = 6;
 pub(crate) const AUTHORITIES: usize = 8;
 pub(crate) const ADDITIONALS: usize = 10;
+/// The sections of records, in their order, and where their counts are.
+const SECTIONS: [(Section, usize); 3] = [
+    (Section::Answer, ANSWERS),
+    (Section::Authority, AUTHORITIES),
+    (Section::Additional, ADDITIONALS),
+];
 
 /// What every client takes by UDP.
 pub(crate) const MIN_UDP: usize = 512;
@@ -64,6 +71,7 @@ pub(crate) const SERVFAIL: u8 = 2;
 pub(crate) const NXDOMAIN: u8 = 3;
 pub(crate) const NOTIMP: u8 = 4;
 pub(crate) const REFUSED: u8 = 5;
+const BADVERS: u8 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Section {
@@ -77,22 +85,15 @@ pub(crate) enum Section {
 pub(crate) struct Record {
     pub(crate) section: Section,
     pub(crate) kind: u16,
+    pub(crate) start: usize,
     /// Where its type stands, behind its owner.
     fixed: usize,
     pub(crate) end: usize,
 }
 
 impl Record {
-    pub(crate) const fn class_at(&self) -> usize {
-        self.fixed + 2
-    }
-
     pub(crate) const fn ttl_at(&self) -> usize {
         self.fixed + 4
-    }
-
-    pub(crate) const fn data_at(&self) -> usize {
-        self.fixed + 10
     }
 }
 
@@ -133,11 +134,7 @@ pub(crate) fn question_end(message: &[u8]) -> Option<usize> {
 pub(crate) fn records(message: &[u8], question_end: usize) -> Option<SmallVec<[Record; 8]>> {
     let mut records = SmallVec::new();
     let mut at = question_end;
-    for (section, count) in [
-        (Section::Answer, ANSWERS),
-        (Section::Authority, AUTHORITIES),
-        (Section::Additional, ADDITIONALS),
-    ] {
+    for (section, count) in SECTIONS {
         for _ in 0..u16_at(message, count)? {
             let record = record(message, at, section)?;
             at = record.end;
@@ -154,6 +151,7 @@ fn record(message: &[u8], start: usize, section: Section) -> Option<Record> {
     (end <= message.len()).then_some(Record {
         section,
         kind,
+        start,
         fixed,
         end,
     })
@@ -189,13 +187,62 @@ pub(crate) async fn read_framed(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     Ok(message)
 }
 
+/// An OPT record without its options. Source: RFC 6891, section 6.1.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Edns {
+    /// The longest message that its sender takes by UDP.
+    pub(crate) udp_size: u16,
+    /// Upper bits of the response code.
+    pub(crate) extended: u8,
+    version: u8,
+    is_dnssec: bool,
+}
+
+impl Edns {
+    pub(crate) fn read(message: &[u8], opt: &Record) -> Self {
+        let word = |at| u16_at(message, opt.fixed + at).unwrap_or_default();
+        let [extended, version] = word(4).to_be_bytes();
+        Self {
+            udp_size: word(2).max(MIN_UDP as u16),
+            extended,
+            version,
+            is_dnssec: word(6) & 0x8000 != 0,
+        }
+    }
+
+    /// The record for the other side.
+    pub(crate) fn without_options(self, udp_size: u16, extended: u8) -> [u8; OPT_LENGTH] {
+        let ([_, kind], [high, low]) = (OPT.to_be_bytes(), udp_size.to_be_bytes());
+        let flags = u8::from(self.is_dnssec) << 7;
+        [0, 0, kind, high, low, extended, 0, flags, 0, 0, 0]
+    }
+}
+
+/// Adds our OPT record to an answer if its query had one.
+pub(crate) fn push_opt(answer: &mut Vec<u8>, asked: Option<Edns>, extended: u8) {
+    if let Some(asked) = asked {
+        answer.extend(asked.without_options(OWN_UDP, extended));
+        let count = u16_at(answer, ADDITIONALS).unwrap_or_default();
+        put(answer, ADDITIONALS, &count.saturating_add(1).to_be_bytes());
+    }
+}
+
+/// Cuts a message off behind the first records, which are kept.
+pub(crate) fn keep(message: &mut Vec<u8>, question_end: usize, kept: &[Record]) {
+    message.truncate(kept.last().map_or(question_end, |last| last.end));
+    for (section, at) in SECTIONS {
+        let count = kept.iter().filter(|record| record.section == section);
+        put(message, at, &(count.count() as u16).to_be_bytes());
+    }
+}
+
 /// Why a message is no question.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum NoQuestion {
     /// Nothing to answer: a fragment, or itself an answer.
     Nothing,
     /// To be refused with this response code; the question, as far as it can be read, ends here.
-    Wrong(u8, Option<usize>),
+    Wrong(u8, Option<usize>, Option<Edns>),
 }
 
 /// One question.
@@ -205,8 +252,7 @@ pub(crate) struct Question {
     pub(crate) class: u16,
     /// Where the question section ends.
     pub(crate) end: usize,
-    /// The longest answer that the client takes by UDP, if it speaks EDNS.
-    pub(crate) udp_size: Option<u16>,
+    pub(crate) edns: Option<Edns>,
 }
 
 impl Question {
@@ -214,9 +260,9 @@ impl Question {
     pub(crate) fn limit(&self, transport: Transport) -> usize {
         // What a packet has room for, headers deducted.
         const MAX_UDP: usize = 65_507;
-        let size = self.udp_size.map_or(0, usize::from);
+        let size = self.edns.map_or(MIN_UDP, |edns| edns.udp_size.into());
         match transport {
-            Transport::Udp => size.clamp(MIN_UDP, MAX_UDP),
+            Transport::Udp => size.min(MAX_UDP),
             Transport::Tcp => usize::from(u16::MAX),
         }
     }
@@ -255,19 +301,30 @@ pub(crate) fn read(message: &[u8]) -> Result<Question, NoQuestion> {
         return Err(NoQuestion::Nothing);
     }
     if message.len() > usize::from(OWN_UDP) {
-        return Err(NoQuestion::Wrong(FORMERR, None));
+        return Err(NoQuestion::Wrong(FORMERR, None, None));
     }
+    let end = question_end(message);
+    let records = end.and_then(|end| records(message, end));
+    let mut opts = records.iter().flatten().filter(|record| record.kind == OPT);
+    let opt = opts.next();
+    let edns = opt.map(|opt| Edns::read(message, opt));
     if message[FLAGS] & OPCODE != 0 {
-        return Err(NoQuestion::Wrong(NOTIMP, None));
+        return Err(NoQuestion::Wrong(NOTIMP, None, edns));
     }
-    let end = question_end(message).ok_or(NoQuestion::Wrong(FORMERR, None))?;
-    let records = records(message, end).ok_or(NoQuestion::Wrong(FORMERR, Some(end)))?;
-    let opt = records.iter().rfind(|record| record.kind == OPT);
+    // In its section, at the root, whose name is one byte, and alone.
+    let is_proper = |opt: &Record| opt.section == Section::Additional && opt.fixed == opt.start + 1;
+    let has_proper_opt = opt.is_none_or(is_proper) && opts.next().is_none();
+    let Some(whole) = end.filter(|_| records.is_some() && has_proper_opt) else {
+        return Err(NoQuestion::Wrong(FORMERR, end, edns));
+    };
+    if edns.is_some_and(|edns| edns.version > 0) {
+        return Err(NoQuestion::Wrong(BADVERS, end, edns));
+    }
     Ok(Question {
-        kind: u16_at(message, end - 4).unwrap_or_default(),
-        class: u16_at(message, end - 2).unwrap_or_default(),
-        end,
-        udp_size: opt.and_then(|opt| u16_at(message, opt.class_at())),
+        kind: u16_at(message, whole - 4).unwrap_or_default(),
+        class: u16_at(message, whole - 2).unwrap_or_default(),
+        end: whole,
+        edns,
     })
 }
 
@@ -278,7 +335,7 @@ pub(crate) struct Writer<'a> {
     limit: usize,
     ttl: u32,
     answers: u16,
-    has_opt: bool,
+    edns: Option<Edns>,
 }
 
 impl<'a> Writer<'a> {
@@ -293,14 +350,12 @@ impl<'a> Writer<'a> {
     ) -> Self {
         header(query, NOERROR, Some(question.end), out);
         out[FLAGS] |= AA;
-        let has_opt = question.udp_size.is_some();
-        let reserved = if has_opt { OPT_LENGTH } else { 0 };
         Self {
             out,
-            limit: limit - reserved,
+            limit: limit - question.edns.map_or(0, |_| OPT_LENGTH),
             ttl,
             answers: 0,
-            has_opt,
+            edns: question.edns,
         }
     }
 
@@ -331,9 +386,7 @@ impl<'a> Writer<'a> {
     /// Ends the answer, with an OPT record if the query had one.
     pub(crate) fn finish(self) {
         put(self.out, ANSWERS, &self.answers.to_be_bytes());
-        if self.has_opt {
-            push_opt(self.out);
-        }
+        push_opt(self.out, self.edns, 0);
     }
 }
 
@@ -342,21 +395,12 @@ pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<
     out.clear();
     out.extend_from_slice(&query[..end.unwrap_or(HEADER)]);
     out[FLAGS] = QR | query[FLAGS] & (OPCODE | RD);
-    out[CODE] = RA | query[CODE] & CD | rcode;
+    out[CODE] = RA | query[CODE] & CD | rcode & RCODE;
     out[QUESTIONS..HEADER].fill(0);
     out[QUESTIONS + 1] = u8::from(end.is_some());
 }
 
-/// Adds the only additional record.
-pub(crate) fn push_opt(out: &mut Vec<u8>) {
-    let [_, kind] = OPT.to_be_bytes();
-    let [high, low] = OWN_UDP.to_be_bytes();
-    let record: [u8; OPT_LENGTH] = [0, 0, kind, high, low, 0, 0, 0, 0, 0, 0];
-    out.extend(record);
-    put(out, ADDITIONALS, &[0, 1]);
-}
-
-/// Copies `message` to `out`; one longer than `limit` is cut to whole answers from the front, with an OPT
+/// Copies `message` to `out`; one longer than `limit` is cut to whole answers from the front, with its OPT
 /// record if it had one, and the TC bit. Names only point back, so what is left reads as before.
 pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     out.clear();
@@ -365,21 +409,16 @@ pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     if message.len() <= limit {
         return;
     }
-    let question_end = question_end(message);
-    let records = question_end.and_then(|end| records(message, end));
-    let records = records.unwrap_or_default();
-    let has_opt = records.iter().any(|record| record.kind == OPT);
+    let question_end = question_end(message).unwrap_or(HEADER);
+    let records = records(message, question_end).unwrap_or_default();
+    let opt = records.iter().find(|record| record.kind == OPT);
+    let opt = opt.map_or(&[][..], |opt| &message[opt.start..opt.end]);
     // A question is shorter than the least limit.
-    let room = limit - if has_opt { OPT_LENGTH } else { 0 };
+    let room = limit.saturating_sub(opt.len());
     let fits = |record: &&Record| record.section == Section::Answer && record.end <= room;
-    let kept = records.iter().take_while(fits);
-    let end = kept.clone().last().map(|last| last.end).or(question_end);
-    out.truncate(end.unwrap_or(HEADER));
+    let count = records.iter().take_while(fits).count();
+    keep(out, question_end, &records[..count]);
     out[FLAGS] |= TC;
-    let questions = u16::from(question_end.is_some());
-    let counts = [questions, kept.count() as u16, 0, 0];
-    put(out, QUESTIONS, &counts.map(u16::to_be_bytes).concat());
-    if has_opt {
-        push_opt(out);
-    }
+    out[ADDITIONALS + 1] = u8::from(!opt.is_empty());
+    out.extend(opt);
 }

@@ -44,8 +44,9 @@ pub(crate) fn answer(
     let question = match wire::read(query) {
         Ok(question) => question,
         Err(NoQuestion::Nothing) => return Action::Drop,
-        Err(NoQuestion::Wrong(rcode, end)) => {
+        Err(NoQuestion::Wrong(rcode, end, edns)) => {
             wire::header(query, rcode, end, out);
+            wire::push_opt(out, edns, rcode >> 4);
             return Action::Refuse;
         }
     };
@@ -67,9 +68,7 @@ pub(crate) fn answer(
 /// Answers with SERVFAIL.
 pub(crate) fn fail(query: &[u8], question: &Question, out: &mut Vec<u8>) {
     wire::header(query, wire::SERVFAIL, Some(question.end), out);
-    if question.udp_size.is_some() {
-        wire::push_opt(out);
-    }
+    wire::push_opt(out, question.edns, 0);
 }
 
 fn find(table: &NameTable, query: &[u8], question: &Question) -> Option<Found> {

@@ -1,11 +1,12 @@
-//! Queries and replies. Both pass byte for byte, but for the id, and the question of a reply, which is
-//! the client's.
+//! Queries and replies. Both pass byte for byte, but for the id, the OPT record, which loses its options, and
+//! the question of a reply, which is the client's.
 
 use bytes::Bytes;
 
 use crate::dns::Transport;
 use crate::dns::wire::{
-    self, ANSWERS, FLAGS, HEADER, NOERROR, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS, SERVFAIL, TC,
+    self, Edns, FLAGS, FORMERR, HEADER, NOERROR, NOTIMP, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS,
+    SERVFAIL, TC,
 };
 
 /// A client's query.
@@ -13,7 +14,8 @@ use crate::dns::wire::{
 pub(super) struct Query {
     bytes: Bytes,
     question_end: usize,
-    /// Whether nothing but an OPT record without options follows the question.
+    edns: Option<Edns>,
+    /// Whether nothing but an OPT record follows the question.
     is_plain: bool,
 }
 
@@ -23,15 +25,29 @@ impl Query {
         let question_end = wire::question_end(&client)?;
         let records = wire::records(&client, question_end)?;
         let end = records.last().map_or(question_end, |last| last.end);
+        let (mut bytes, mut edns) = (client[..end].to_vec(), None);
+        for opt in records.iter().rev().filter(|record| record.kind == OPT) {
+            let read = Edns::read(&client, opt);
+            bytes.splice(opt.start..opt.end, read.without_options(read.udp_size, 0));
+            edns = Some(read);
+        }
         Some(Self {
-            bytes: client.slice(..end),
+            bytes: bytes.into(),
             question_end,
-            is_plain: match records.as_slice() {
-                [] => true,
-                [only] => only.kind == OPT && only.data_at() == only.end,
-                _ => false,
-            },
+            edns,
+            is_plain: records.iter().all(|record| record.kind == OPT),
         })
+    }
+
+    /// The query without EDNS, if the reply is one of a server that does not know it (RFC 6891, section 7).
+    pub(super) fn without_edns(&self, reply: &Reply) -> Option<Self> {
+        let is_error = [FORMERR, NOTIMP].contains(&reply.rcode());
+        if self.edns.is_none() || reply.1.is_some() || !is_error {
+            return None;
+        }
+        let mut bytes = self.bytes.to_vec();
+        wire::keep(&mut bytes, self.question_end, &[]);
+        Self::parse(bytes.into())
     }
 
     pub(super) fn id(&self) -> u16 {
@@ -82,13 +98,15 @@ impl Query {
         let mut bytes = reply.0.to_vec();
         wire::put(&mut bytes, 0, &self.bytes[..2]);
         wire::put(&mut bytes, HEADER, self.question());
+        wire::push_opt(&mut bytes, self.edns, reply.1.unwrap_or_default());
         bytes.into()
     }
 }
 
-/// A reply to one of our queries, with all the records it announces.
+/// A reply to one of our queries, with all the records it announces up to its OPT record; and the upper bits
+/// of the response code, if it has that record.
 #[derive(Clone, Debug)]
-pub(super) struct Reply(pub(super) Bytes);
+pub(super) struct Reply(pub(super) Bytes, pub(super) Option<u8>);
 
 impl Reply {
     /// `None` if the message is no reply to this query under this id.
@@ -110,8 +128,12 @@ impl Reply {
         }
         match wire::records(bytes, query.question_end) {
             Some(records) => {
-                let end = records.last().map_or(query.question_end, |last| last.end);
-                Some(Self(Bytes::copy_from_slice(&bytes[..end])))
+                let before = records.iter().take_while(|record| record.kind != OPT);
+                let (before, opt) = records.split_at(before.count());
+                let extended = opt.first().map(|opt| Edns::read(bytes, opt).extended);
+                let mut kept = bytes.to_vec();
+                wire::keep(&mut kept, query.question_end, before);
+                Some(Self(kept.into(), extended))
             }
             // Some servers cut a record in two. Where they do not say so, they have failed.
             None => {
@@ -127,12 +149,13 @@ impl Reply {
     fn header_and_question(bytes: &[u8], query: &Query) -> Self {
         let mut left = [&bytes[..HEADER], query.question()].concat();
         wire::put(&mut left, QUESTIONS, &[0, 1]);
-        wire::put(&mut left, ANSWERS, &[0; 6]);
-        Self(left.into())
+        wire::keep(&mut left, query.question_end, &[]);
+        Self(left.into(), None)
     }
 
+    /// The response code, or 255 for one that is higher.
     pub(super) fn rcode(&self) -> u8 {
-        wire::rcode(&self.0)
+        self.1.unwrap_or_default().saturating_mul(16) | wire::rcode(&self.0)
     }
 }
 
@@ -154,12 +177,105 @@ mod tests {
         for asked in [
             query(7, "a.test"),
             query_with_opt(7, "a.test", 512, &[]),
-            query_with_opt(7, "a.test", 0, &[0, 10, 0, 1, 5]),
             signed,
         ] {
             let sent = parsed(asked.clone()).message(9);
             assert_eq!(sent[..2], [0, 9]);
             assert_eq!(sent[2..], asked[2..]);
+        }
+    }
+
+    #[test]
+    fn options_of_a_query_are_left_out_and_the_rest_of_its_opt_record_passes() {
+        let cookie = [0, 10, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8];
+        let subnet = [0, 8, 0, 7, 0, 1, 24, 0, 10, 1, 2];
+        for (size, options, sent_size) in [
+            (1232, &cookie[..], 1232),
+            (4096, &[subnet.as_slice(), &cookie].concat(), 4096),
+            // The end of an option is missing.
+            (0, &[0, 10, 0, 9, 1], 512),
+        ] {
+            let mut asked = query_with_opt(7, "a.test", size, options);
+            let opt = asked.len() - options.len() - 11;
+            // DNSSEC, and a flag that is not defined.
+            asked[opt + 7..opt + 9].copy_from_slice(&[0xc0, 1]);
+            let mut expected = query_with_opt(9, "a.test", sent_size, &[]);
+            expected[opt + 7] = 0x80;
+            assert_eq!(parsed(asked.clone()).message(9), expected);
+            // A record behind it.
+            let signature = [0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2];
+            (asked[11], expected[11]) = (2, 2);
+            asked.extend(signature);
+            expected.extend(signature);
+            assert_eq!(parsed(asked).message(9), expected);
+        }
+    }
+
+    #[test]
+    fn a_reply_has_our_opt_record_in_place_of_the_servers() {
+        let plain = query(1, "a.test");
+        let with_opt = query_with_opt(1, "a.test", 1232, &[]);
+        let cookie = [0, 10, 0, 16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9, 9];
+        let server = |records: u8, opt: &[u8]| {
+            let mut bytes = Answer::address(1).to(&plain);
+            bytes[11] = records;
+            [&bytes, opt].concat()
+        };
+        let opt = |extended, options: &[u8]| {
+            let length = options.len() as u8;
+            [
+                &[0, 0, 41, 4, 208, extended, 0, 0x80, 0, 0, length],
+                options,
+            ]
+            .concat()
+        };
+        let own = |extended| [0, 0, 41, 16, 0, extended, 0, 0, 0, 0, 0];
+        let glue = [0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 9, 0, 4, 1, 2, 3, 4];
+        for (what, records, additional, expected, rcode) in [
+            ("none", 0, vec![], server(1, &own(0)), 0),
+            ("a cookie", 1, opt(0, &cookie), server(1, &own(0)), 0),
+            ("two", 2, opt(0, &cookie).repeat(2), server(1, &own(0)), 0),
+            (
+                "a record before",
+                2,
+                [&glue[..], &opt(0, &cookie)].concat(),
+                server(2, &[&glue[..], &own(0)].concat()),
+                0,
+            ),
+            // Names may point into what is removed.
+            (
+                "a record behind",
+                2,
+                [&opt(0, &cookie)[..], &glue].concat(),
+                server(1, &own(0)),
+                0,
+            ),
+            ("BADVERS", 1, opt(1, &[]), server(1, &own(1)), 16),
+            (
+                "a private code",
+                1,
+                opt(0xf0, &[]),
+                server(1, &own(0xf0)),
+                255,
+            ),
+        ] {
+            let bytes = server(records, &additional);
+            let query = parsed(with_opt.clone());
+            let reply = Reply::read(&bytes, 1, &query).expect("a reply");
+            assert_eq!(
+                (reply.rcode(), query.restore(&reply)),
+                (rcode, expected.clone().into()),
+                "{what}"
+            );
+            assert!(
+                !reply.0.windows(3).any(|found| found == [0, 0, 41]),
+                "{what}"
+            );
+            let query = parsed(plain.clone());
+            let reply = Reply::read(&bytes, 1, &query).expect("a reply");
+            // Ours is the last record.
+            let without = &expected[..expected.len() - 11];
+            assert_eq!(query.restore(&reply)[12..], without[12..], "{what}");
         }
     }
 
@@ -185,9 +301,10 @@ mod tests {
             other[at] = value;
             assert_ne!(key(other), base, "{what}");
         }
+        // Options are not sent.
         assert_eq!(
-            key(query_with_opt(1, "a.test", 4096, &[0, 10, 0, 1, 5])),
-            None
+            key(query_with_opt(1, "a.test", 1232, &[0, 10, 0, 1, 5])),
+            base
         );
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A query goes through: the cache, if the configuration lets it answer; the queries in flight, where
 //! the same one may be waited for; the servers of `resolv.conf`. Messages are passed on as they are but
-//! for id, question and, from the cache, TTLs: what is not understood cannot be damaged.
+//! for id, question, options of EDNS and, from the cache, TTLs: what is not understood cannot be damaged.
 //! Waiting clients, sockets, time and the cache are bounded.
 //!
 //! By default nothing is answered from the cache: a workload that asks again expects to see what has
@@ -139,7 +139,12 @@ impl Inner {
             let servers = &servers.nameservers;
             let upstream = &self.upstream;
             let asking = upstream.ask(query, &slot.query, servers, transport, timeout);
-            let reply = asking.await;
+            let mut reply = asking.await;
+            if let Some(plain) = reply.as_ref().and_then(|reply| query.without_edns(reply)) {
+                let left = timeout.saturating_sub(started.elapsed());
+                let asking = upstream.ask(&plain, &slot.query, servers, transport, left);
+                reply = asking.await;
+            }
             let seconds = started.elapsed().as_secs_f64();
             self.metrics.duration.observe(seconds);
             self.note(query, reply.as_ref());

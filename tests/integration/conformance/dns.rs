@@ -15,8 +15,10 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use crate::support::envoy::Envoy;
+use crate::support::namespace::has;
 use crate::support::place::Place;
 use crate::support::process::Process;
+use crate::support::python::package;
 use crate::support::{LISTENER, PATIENCE, free_port as free_tcp_port, options, request};
 
 const NAME_TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
@@ -205,6 +207,115 @@ async fn every_name_is_answered_over_udp_and_tcp() {
             }
         }
     }
+}
+
+/// The agent's OPT record: 4096 bytes, version 0, no options.
+const OWN_OPT: [u8; 11] = [0, 0, 41, 0x10, 0, 0, 0, 0, 0, 0, 0];
+
+#[tokio::test]
+async fn every_answer_has_the_agents_opt_record_if_the_question_has_one() {
+    let mesh = Mesh::start("false").await;
+    for (name, kind, code) in [
+        ("www.google.com.", 1, 0),
+        ("foo.wildcard.ns1.svc.cluster.local.", 1, 0),
+        ("ipv6.localhost.", 1, 0),
+        ("www.bing.com.", 1, 0),
+        ("cookie.example.", 1, 0),
+        ("example.", 1, 3),
+        ("giant.", 1, 0),
+        ("giant-tc.", 1, 0),
+    ] {
+        let plain = query(name, kind, None);
+        let with_opt = query(name, kind, Some(512));
+        let with_cookie = with_cookie(&with_opt);
+        for (query, opt) in [
+            (plain, None),
+            (with_opt, Some(OWN_OPT.to_vec())),
+            (with_cookie, Some(OWN_OPT.to_vec())),
+        ] {
+            for reply in [mesh.udp(&query).await, mesh.tcp(&query).await] {
+                let reply = decode(&reply);
+                assert_eq!((reply.code, reply.opt), (code, opt.clone()), "{name}");
+            }
+        }
+    }
+    let mut later = query("www.google.com.", 1, Some(1232));
+    let version = later.len() - 5;
+    later[version] = 1;
+    let reply = decode(&mesh.udp(&later).await);
+    let mut bad_version = OWN_OPT;
+    bad_version[5] = 1;
+    assert_eq!((reply.code, reply.opt), (0, Some(bad_version.to_vec())));
+    assert_eq!(reply.answers, [""; 0]);
+}
+
+#[tokio::test]
+async fn dig_reads_every_answer_as_that_of_a_server_with_edns() {
+    if !has("dig") {
+        return;
+    }
+    let mesh = Mesh::start("false").await;
+    let server = format!("@{}", mesh.address.ip());
+    let port = mesh.address.port().to_string();
+    for (words, expected) in [
+        ("www.google.com", "status: NOERROR"),
+        ("cookie.example", "status: NOERROR"),
+        ("+subnet=10.1.2.0/24 cookie.example", "status: NOERROR"),
+        ("+dnssec cookie.example", "flags: do; udp: 4096"),
+        ("+dnssec www.google.com", "flags: do; udp: 4096"),
+        ("+bufsize=512 giant", "flags: qr tc"),
+        ("+edns=1 +noednsneg www.google.com", "status: BADVERS"),
+        ("+opcode=status www.google.com", "status: NOTIMP"),
+    ] {
+        let mut dig = tokio::process::Command::new("dig");
+        let dig = dig.args([&server, "-p", &port, "+ignore", "+tries=1"]);
+        let output = dig.args(words.split(' ')).output().await.unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(said.contains(expected), "{words}: {said}");
+        assert!(said.contains("EDNS: version: 0"), "{words}: {said}");
+        let options = ["COOKIE", "CLIENT-SUBNET", "WARNING"];
+        assert!(
+            !options.iter().any(|option| said.contains(option)),
+            "{words}: {said}"
+        );
+    }
+}
+
+/// The query with a cookie of its client.
+fn with_cookie(query: &[u8]) -> Vec<u8> {
+    let mut query = query.to_vec();
+    *query.last_mut().unwrap() = 12;
+    query.extend([0, 10, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8]);
+    query
+}
+
+/// Asks one server for names, one after the other, and prints their addresses.
+const C_ARES: &str = r#"
+import select, sys, pycares
+channel = pycares.Channel(servers=["127.0.0.1"], udp_port=int(sys.argv[1]), timeout=5, tries=1)
+for name in sys.argv[2:]:
+    done = []
+    channel.query(name, pycares.QUERY_TYPE_A, callback=lambda *found: done.append(found))
+    channel.wait()
+    answer, error = done[0]
+    print(error or answer.answer[0].data.addr)
+"#;
+
+#[tokio::test]
+async fn a_c_ares_client_gets_names_of_the_mesh_after_a_resolver_has_sent_a_cookie() {
+    let requirements = "tests/integration/conformance/dns-requirements.txt";
+    let Some(package) = package(requirements, "GRPC_TESTS") else {
+        return;
+    };
+    let mesh = Mesh::start("false").await;
+    let port = mesh.address.port().to_string();
+    let mut python = tokio::process::Command::new("python3");
+    let names = ["cookie.example", "www.google.com", "cookie.example"];
+    let python = python.args(["-c", C_ARES, &port]).args(names);
+    let output = python.env("PYTHONPATH", package).output().await.unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(said, "7.7.7.7\n1.1.1.1\n7.7.7.7\n", "{errors}");
 }
 
 #[tokio::test]
@@ -538,11 +649,13 @@ async fn resolver() -> SocketAddr {
     address
 }
 
-/// The answer without EDNS, which a resolver may leave out.
+/// The answer without EDNS, which a resolver may leave out; that of `cookie.example` has a cookie if the query
+/// has one.
 fn resolve(query: &[u8]) -> Vec<u8> {
     let (name, end) = name(query, 12);
     let addresses: Vec<[u8; 4]> = match (name.as_str(), query[end + 1]) {
         ("www.bing.com.", 1) => vec![[1, 1, 1, 1]],
+        ("cookie.example.", 1) => vec![[7, 7, 7, 7]],
         // By UDP and TCP alike what fits in 512 bytes, and no more.
         ("giant-tc.", 1) => return cut(query, end),
         ("giant.", 1) => (0..64).map(|last| [240, 0, 0, last]).collect(),
@@ -556,6 +669,15 @@ fn resolve(query: &[u8]) -> Vec<u8> {
     for address in addresses {
         reply.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 9, 0, 4]);
         reply.extend(address);
+    }
+    let cookie = query.windows(4).position(|option| option == [0, 10, 0, 8]);
+    if let Some(at) = cookie
+        && name == "cookie.example."
+    {
+        reply[11] = 1;
+        reply.extend([0, 0, 41, 4, 208, 0, 0, 0, 0, 0, 20, 0, 10, 0, 16]);
+        reply.extend(&query[at + 4..at + 12]);
+        reply.extend([9; 8]);
     }
     reply
 }
@@ -613,6 +735,7 @@ struct Reply {
     truncated: bool,
     /// Owner and data, in the order of their text.
     answers: Vec<String>,
+    opt: Option<Vec<u8>>,
 }
 
 fn decode(message: &[u8]) -> Reply {
@@ -622,24 +745,31 @@ fn decode(message: &[u8]) -> Reply {
     for _ in 0..word(4) {
         at = name(message, at).1 + 4;
     }
-    let mut answers = Vec::new();
-    for _ in 0..word(6) {
+    let (mut answers, mut opt) = (Vec::new(), None);
+    for _ in 0..word(6) + word(8) + word(10) {
+        let start = at;
         let (owner, fixed) = name(message, at);
         let length = usize::from(word(fixed + 8));
         let data = &message[fixed + 10..fixed + 10 + length];
+        at = fixed + 10 + length;
         let data = match word(fixed) {
+            41 => {
+                assert!(opt.is_none(), "two OPT records");
+                opt = Some(message[start..at].to_vec());
+                continue;
+            }
             5 => name(message, fixed + 10).0,
             28 => IpAddr::from(<[u8; 16]>::try_from(data).unwrap()).to_string(),
             _ => IpAddr::from(<[u8; 4]>::try_from(data).unwrap()).to_string(),
         };
         answers.push(format!("{owner} {data}"));
-        at = fixed + 10 + length;
     }
     answers.sort();
     Reply {
         code: message[3] & 0xf,
         truncated: message[2] & 2 != 0,
         answers,
+        opt,
     }
 }
 

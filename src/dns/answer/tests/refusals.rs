@@ -55,6 +55,83 @@ fn refuses_what_is_no_plain_question() {
 }
 
 #[test]
+fn every_answer_has_our_opt_record_if_the_question_had_one_and_no_option_of_it() {
+    let table = sample();
+    let opt = [0, 0, 41, 4, 208, 0, 0, 0, 0, 0, 0];
+    let with = |change: fn(&mut Vec<u8>)| {
+        let mut opt = opt.to_vec();
+        change(&mut opt);
+        let mut asked = query("www.google.com", 1, None);
+        asked[11] = 1;
+        [asked, opt].concat()
+    };
+    let changed = |at: usize, to: u8| {
+        let mut asked = with(|_| {});
+        asked[at] = to;
+        asked
+    };
+    let mut two = [with(|_| {}), opt.to_vec()].concat();
+    two[11] = 2;
+    let mut as_answer = changed(11, 0);
+    as_answer[7] = 1;
+    for (what, asked, rcode, flags) in [
+        ("plain", with(|_| {}), 0, 0),
+        ("DNSSEC", with(|opt| opt[7] = 0xff), 0, 0x80),
+        ("no room", with(|opt| opt[3..5].fill(0)), 0, 0),
+        (
+            "a cookie",
+            with(|opt| {
+                opt[10] = 12;
+                opt.extend([0, 10, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8]);
+            }),
+            0,
+            0,
+        ),
+        ("no address of the family", changed(29, 28), 0, 0),
+        ("version 1", with(|opt| opt[6] = 1), 16, 0),
+        (
+            "version 255 and DNSSEC",
+            with(|opt| opt[6..8].fill(255)),
+            16,
+            0x80,
+        ),
+        ("two", two, 1, 0),
+        (
+            "not at the root",
+            with(|opt| drop(opt.splice(..1, [1, b'a', 0]))),
+            1,
+            0,
+        ),
+        ("among the answers", as_answer, 1, 0),
+        ("opcode UPDATE", changed(2, 5 << 3), 4, 0),
+    ] {
+        let (action, reply) = ask(Some(&table), &asked, POLICY);
+        assert!(
+            !matches!(action, Action::Forward(_) | Action::Drop),
+            "{what}"
+        );
+        let message = decode(&reply);
+        let own = [0, 0, 41, 0x10, 0, rcode >> 4, 0, flags, 0, 0, 0];
+        assert_eq!(message.edns, Some(own.to_vec()), "{what}");
+        assert_eq!(message.flags[1] & 0xf, rcode & 0xf, "{what}");
+        if let Action::Reply(_) = action {
+            let (_, reply) = ask(None, &asked, POLICY);
+            assert_eq!(
+                decode(&reply).edns,
+                Some(own.to_vec()),
+                "{what} without a table"
+            );
+        }
+    }
+    for asked in [
+        query("www.google.com", 1, None),
+        query("www.google.com", 1, None)[..30].to_vec(),
+    ] {
+        assert_eq!(decode(&ask(Some(&table), &asked, POLICY).1).edns, None);
+    }
+}
+
+#[test]
 fn a_pointer_loop_behind_the_question_is_an_error() {
     let mut query = query("www.google.com", 1, Some(1232));
     let at = query.len() - 11;

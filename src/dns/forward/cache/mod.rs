@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::message::Reply;
 use crate::clock::later;
-use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, OPT, Record, SOA, Section, TC};
+use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, Record, SOA, Section, TC};
 
 /// TTL of a stale answer: short, so that clients that keep it ask again soon.
 const STALE_TTL: u32 = 5;
@@ -162,12 +162,11 @@ fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
     let mut bytes = reply.0.to_vec();
     let end = wire::question_end(&bytes);
     let records = end.and_then(|end| wire::records(&bytes, end));
-    let records = records.unwrap_or_default().into_iter();
-    for record in records.filter(|record| record.kind != OPT) {
+    for record in records.unwrap_or_default() {
         let ttl = ttl(&bytes, &record).unwrap_or(0);
         wire::put(&mut bytes, record.ttl_at(), &change(ttl).to_be_bytes());
     }
-    Reply(bytes.into())
+    Reply(bytes.into(), reply.1)
 }
 
 /// How long a reply may be kept, and whether it is negative; `None` if it must not be. Source: RFC 2308, sections 2, 4 and 5.

@@ -88,14 +88,68 @@ async fn a_truncated_reply_is_passed_on_with_what_it_has() {
     assert_eq!(upstream.seen().len(), 1);
 }
 
+/// A cookie of a client, and of a client and a server.
+const COOKIES: [&[u8]; 2] = [
+    &[0, 10, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8],
+    &[0, 10, 0, 16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9, 9],
+];
+
 #[tokio::test(start_paused = true)]
-async fn the_clients_own_opt_record_passes_with_all_its_options() {
-    let upstream = Upstream::saying(|_| Answer::address(1)).await;
-    let bench = Bench::new(&[upstream.address]);
-    // An option for local use.
-    let asked = query_with_opt(1, "a.test", 4096, &[0xfd, 0xe9, 0, 2, 1, 2]);
-    bench.ask(&asked).await.expect("an answer");
-    assert_eq!(upstream.seen()[0][2..], asked[2..]);
+async fn options_pass_in_neither_direction_and_are_not_cached() {
+    let with_cookie = |query: &[u8]| {
+        let mut reply = Answer::address(1).to(query);
+        reply.truncate(reply.len() - 11);
+        messages::push_opt(&mut reply, 1232, COOKIES[1]);
+        reply
+    };
+    for max_ttl in [Duration::ZERO, Duration::from_secs(10)] {
+        let over_udp = move |query: &[u8]| vec![with_cookie(query)];
+        let over_tcp = move |query: &[u8]| upstream::frame(&with_cookie(query));
+        let upstream = Upstream::new(over_udp, over_tcp).await;
+        let bench = Bench::with(&[upstream.address], |config| {
+            config.cache = cache::Config { max_ttl, ..KEEPING };
+        });
+        let asked = query_with_opt(1, "a.test", 4096, COOKIES[0]);
+        for transport in [Transport::Udp, Transport::Tcp] {
+            let answer = bench.ask_over(&asked, transport).await;
+            let plain = query_with_opt(1, "a.test", 4096, &[]);
+            assert_eq!(answer.expect("an answer"), Answer::address(1).to(&plain));
+            for sent in upstream.seen() {
+                assert_eq!(sent[2..], plain[2..]);
+            }
+        }
+        let expected = if max_ttl.is_zero() { 2 } else { 1 };
+        assert_eq!(upstream.seen().len(), expected);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_does_not_know_edns_is_asked_again_without_it() {
+    for rcode in [1, 4] {
+        let old = move |query: &[u8]| {
+            let mut reply = match messages::advertised(query) {
+                Some(_) => Answer::rcode(rcode).to(query),
+                None => Answer::address(1).to(query),
+            };
+            if messages::advertised(query).is_some() {
+                reply.truncate(reply.len() - 11);
+                reply[11] = 0;
+            }
+            vec![reply]
+        };
+        let upstream = Upstream::new(old, |_| Vec::new()).await;
+        let bench = Bench::new(&[upstream.address]);
+        let asked = query_with_opt(1, "a.test", 4096, &[]);
+        let answer = bench.ask(&asked).await.expect("an answer");
+        assert_eq!(answer, Answer::address(1).to(&asked));
+        assert_eq!(upstream.seen().len(), 2);
+        // One that knows EDNS has said all.
+        let upstream = Upstream::saying(move |_| Answer::rcode(rcode)).await;
+        let bench = Bench::new(&[upstream.address]);
+        let answer = bench.ask(&asked).await.expect("an answer");
+        assert_eq!(answer, Answer::rcode(rcode).to(&asked));
+        assert_eq!(upstream.seen().len(), 1);
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -115,7 +115,7 @@ impl Answer {
         bytes[7] = answers;
         if advertised(query).is_some() {
             bytes[11] = 1;
-            push_opt(&mut bytes, 1232, &[]);
+            push_opt(&mut bytes, 4096, &[]);
         }
         bytes
     }
