@@ -12,9 +12,11 @@
 //! After UNAUTHENTICATED on a connection without our client certificate, the next stream uses a new
 //! connection.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::{Future, pending};
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -23,10 +25,10 @@ use http::HeaderMap;
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::StreamExt;
-use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
@@ -47,6 +49,11 @@ use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
 /// requests is far smaller; what goes on sending all the same is made to wait for a stream of istiod,
 /// and ends with it.
 const MAX_HELD: usize = 16 << 20;
+
+/// How much may wait for istiod before no more is read from a client other than the agent's Envoy, and
+/// before the stream ends: of an Envoy, or of all other clients together.
+const MAX_WAITING: usize = 1 << 20;
+pub(super) const MAX_QUEUED: usize = 64 << 20;
 
 /// Upper bounds of the first and of any wait after a stream that istiod has ended without an answer.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
@@ -77,6 +84,8 @@ pub(crate) struct Relay {
     pub protocol: Protocol,
     pub istiod: Istiod,
     pub is_envoy: bool,
+    /// The memory for requests of all other clients, unless the client is an Envoy of this agent.
+    pub shared: Option<Arc<Semaphore>>,
     pub interceptors: Interceptors,
     pub observer: Observer,
     pub max_request_bytes: usize,
@@ -175,12 +184,17 @@ struct Session<'a> {
     left: Pin<Box<dyn Future<Output = ()> + Send>>,
     /// Requests and responses form a loop: istiod may not read requests while it waits for a large
     /// response to be taken, and Envoy may not take it before its requests are through. One of the
-    /// hops must not wait, or all do. Requests are small and few, so theirs is the queue without a
-    /// bound. None while istiod has no stream.
-    to_istiod: Option<mpsc::UnboundedSender<Bytes>>,
-    /// All requests, for the next stream of istiod, until it has answered; and their bytes.
+    /// hops must not wait, or all do. So those of Envoy do not wait for room here, but in the queue.
+    /// None while istiod has no stream.
+    to_istiod: Option<mpsc::Sender<Bytes>>,
+    /// Requests that wait for istiod, and their memory.
+    queue: VecDeque<Bytes>,
+    queued: usize,
+    /// All requests, for the next stream of istiod, until it has answered; and their memory.
     held: Option<Vec<Bytes>>,
     held_bytes: usize,
+    /// The shared memory that is taken.
+    memory: Option<OwnedSemaphorePermit>,
     is_answered: bool,
     backoff: Backoff,
     /// Why istiod has not answered, as logged last.
@@ -213,8 +227,11 @@ impl<'a> Session<'a> {
             connection: None,
             left: Box::pin(pending()),
             to_istiod: None,
+            queue: VecDeque::new(),
+            queued: 0,
             held: Some(Vec::new()),
             held_bytes: 0,
+            memory: None,
             is_answered: false,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
             problem: String::new(),
@@ -237,14 +254,13 @@ impl<'a> Session<'a> {
         let mut envoy_gone = pin!(self.to_envoy.closed());
         loop {
             let due = self.due();
-            let silent_at = self
-                .owed_since
-                .and_then(|since| since.checked_add(MAX_SILENCE));
+            let to_istiod = self.to_istiod.clone().map(mpsc::Sender::reserve_owned);
+            let silent_at = self.owed_since.map(|since| later(since, MAX_SILENCE));
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
                 () = &mut self.left => return Err(End::moved()),
                 () = &mut envoy_gone => return Err(End::envoy_gone(None)),
-                frame = self.envoy.frame(), if self.to_istiod.is_some() || self.held_bytes < MAX_HELD => match frame {
+                frame = self.envoy.frame(), if self.wants_requests() => match frame {
                     Some(Ok(frame)) => {
                         if let Ok(bytes) = frame.into_data() {
                             self.state.read_requests(bytes)?;
@@ -267,8 +283,13 @@ impl<'a> Session<'a> {
                     if self.to_istiod.is_some() && self.state.is_subscribed() =>
                 {
                     // Not held, as it may be no longer true when another stream opens.
-                    let report = self.state.health_report(&health);
-                    let _ = self.to_istiod.as_ref().map(|to_istiod| to_istiod.send(report));
+                    self.enqueue(self.state.health_report(&health));
+                }
+                // It is closed only when istiod's stream has ended, which is about to be seen.
+                Some(Ok(room)) = OptionFuture::from(to_istiod), if self.queued > 0 => {
+                    let request = self.queue.pop_front().unwrap_or_default();
+                    self.queued -= memory(&request);
+                    room.send(request);
                 }
                 Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_kept(),
                 event = self.istiod.next(), if self.state.wants_responses() => {
@@ -282,8 +303,9 @@ impl<'a> Session<'a> {
             }
             self.state.recorder.flush().await;
             self.pass_on();
+            self.bound_memory()?;
             let is_owed = self.connection.is_some()
-                && self.held.as_ref().is_some_and(|held| !held.is_empty())
+                && self.held_bytes > 0
                 && self.relay.is_envoy
                 && self.relay.istiod.has_others();
             self.owed_since = is_owed.then(|| self.owed_since.unwrap_or_else(Instant::now));
@@ -328,13 +350,38 @@ impl<'a> Session<'a> {
     }
 
     /// The requests of a new stream: those held, and all that follow.
-    fn queue(&mut self) -> mpsc::UnboundedReceiver<Bytes> {
-        let (sender, queue) = mpsc::unbounded_channel();
-        for request in self.held.iter().flatten() {
-            let _ = sender.send(request.clone()); // Its other end is here.
-        }
+    fn queue(&mut self) -> mpsc::Receiver<Bytes> {
+        self.queue = self.held.iter().flatten().cloned().collect();
+        self.queued = self.held_bytes;
+        let (sender, queue) = mpsc::channel(1);
         self.to_istiod = Some(sender);
         queue
+    }
+
+    fn enqueue(&mut self, request: Bytes) {
+        self.queued += memory(&request);
+        self.queue.push_back(request);
+    }
+
+    /// Whether there is room for requests.
+    fn wants_requests(&self) -> bool {
+        match self.relay.shared {
+            Some(_) => self.queued < MAX_WAITING,
+            None => self.to_istiod.is_some() || self.held_bytes < MAX_HELD,
+        }
+    }
+
+    /// Fails if requests need more memory than they may.
+    fn bound_memory(&mut self) -> Result<(), End> {
+        let needed = self.queued.max(self.held_bytes) + self.state.requests.held.len();
+        self.memory = None;
+        let shared = self.relay.shared.clone();
+        self.memory = shared.and_then(|it| it.try_acquire_many_owned(needed as u32).ok());
+        if self.memory.is_some() || self.relay.shared.is_none() && self.queued <= MAX_QUEUED {
+            return Ok(());
+        }
+        let problem = format!("more than {MAX_QUEUED} bytes of requests wait for istiod");
+        Err(End::bad_request(&Status::resource_exhausted(problem)))
     }
 
     /// Istiod's stream has ended, or is silent. Envoy's is held if istiod has never answered on it, and
@@ -411,18 +458,16 @@ impl<'a> Session<'a> {
 
     /// Passes on what is ready.
     fn pass_on(&mut self) {
-        for request in self.state.to_istiod.drain(..) {
-            if let Some(to_istiod) = &self.to_istiod {
-                // It is gone only when istiod's stream has ended, which is about to be seen.
-                let _ = to_istiod.send(request.clone());
-            }
+        for request in std::mem::take(&mut self.state.to_istiod) {
             if let Some(held) = &mut self.held {
-                self.held_bytes += request.len();
-                held.push(request);
+                self.held_bytes += memory(&request);
+                held.push(request.clone());
             }
+            self.enqueue(request);
         }
-        let is_sent = self.to_istiod.is_some();
-        self.held.take_if(|_| is_sent && self.held_bytes > MAX_HELD);
+        if self.to_istiod.is_some() && self.held_bytes > MAX_HELD {
+            (self.held, self.held_bytes) = (None, 0);
+        }
         self.interceptions
             .start(&mut self.state, self.relay.protocol);
         while !self.state.to_envoy.is_empty() {
@@ -433,6 +478,11 @@ impl<'a> Session<'a> {
             }
         }
     }
+}
+
+/// The memory of a request. A flood of small ones is mostly handles.
+fn memory(request: &Bytes) -> usize {
+    request.len() + size_of::<Bytes>()
 }
 
 /// The next verdict. Cancel safe.
@@ -449,13 +499,9 @@ async fn changed(health: &mut Option<Health>) -> Result<(), String> {
 
 /// Opens the stream to istiod. Its head may come only with the first response, so nothing waits for
 /// it.
-fn open(
-    relay: &Relay,
-    mut connection: Connection,
-    queue: mpsc::UnboundedReceiver<Bytes>,
-) -> IstiodSide {
+fn open(relay: &Relay, mut connection: Connection, queue: mpsc::Receiver<Bytes>) -> IstiodSide {
     let sent = relay.observer.metrics.requests.clone();
-    let frames = UnboundedReceiverStream::new(queue).map(move |request| {
+    let frames = ReceiverStream::new(queue).map(move |request| {
         sent.inc();
         Ok::<_, Infallible>(Frame::data(request))
     });

@@ -36,7 +36,7 @@ pub struct Request {
 pub struct RequestReader {
     protocol: Protocol,
     max_bytes: usize,
-    held: BytesMut,
+    pub(super) held: BytesMut,
 }
 
 impl RequestReader {

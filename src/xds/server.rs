@@ -3,9 +3,9 @@
 //! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
 //! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
 //! [`MAX_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. Among them are Envoys
-//! that are no child of the agent, which a header tells: a wrapper or another container runs them. Every
-//! stream reports the health of the workload. Other methods are UNIMPLEMENTED. Request headers are not
-//! forwarded to istiod.
+//! that are no child of the agent, which a header tells: a wrapper or another container runs them. The
+//! memory for requests of other clients is bounded, whatever their headers say. Every stream reports the
+//! health of the workload. Other methods are UNIMPLEMENTED. Request headers are not forwarded to istiod.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -65,6 +65,8 @@ struct Inner {
     /// Stops the relay of each Envoy's newest stream, by pid. Held for a swap only.
     newest: Mutex<BTreeMap<i32, CancellationToken>>,
     others: Arc<Semaphore>,
+    /// For the requests of all other clients.
+    memory: Arc<Semaphore>,
     relays: TaskTracker,
     shutdown: CancellationToken,
 }
@@ -90,6 +92,7 @@ impl Discovery {
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
             others: Arc::new(Semaphore::new(MAX_OTHERS)),
+            memory: Arc::new(Semaphore::new(relay::MAX_QUEUED)),
             relays: TaskTracker::new(),
             shutdown,
         }))
@@ -136,6 +139,7 @@ impl Discovery {
             protocol,
             istiod: istiod.clone(),
             is_envoy,
+            shared: child.is_none().then(|| self.0.memory.clone()),
             interceptors: self.0.interceptors.clone(),
             observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,

@@ -30,7 +30,7 @@ pub(super) struct StreamState {
     protocol: Protocol,
     pub(super) interceptors: Interceptors,
     observer: Observer,
-    requests: RequestReader,
+    pub(super) requests: RequestReader,
     responses: ResponseReader,
     /// Whether the agent's own subscriptions have been sent on this stream.
     subscribed: bool,

@@ -35,7 +35,7 @@ pub(crate) struct Replay(mpsc::Receiver<io::Result<Bytes>>);
 
 impl Replay {
     /// Answers requests, framed as they came, until the stream ends.
-    pub(crate) fn start(envoy: EnvoyCache, requests: mpsc::UnboundedReceiver<Bytes>) -> Self {
+    pub(crate) fn start(envoy: EnvoyCache, requests: mpsc::Receiver<Bytes>) -> Self {
         let (out, answers) = mpsc::channel(BLOCKS);
         tokio::task::spawn_blocking(move || {
             if let Err(error) = answer(&envoy.kept, requests, &out)
@@ -62,7 +62,7 @@ impl Replay {
 
 pub(super) fn answer(
     kept: &LastKnownGood,
-    mut requests: mpsc::UnboundedReceiver<Bytes>,
+    mut requests: mpsc::Receiver<Bytes>,
     out: &mpsc::Sender<io::Result<Bytes>>,
 ) -> io::Result<()> {
     let _reading = kept.shared.reading.read();

@@ -378,6 +378,57 @@ async fn a_stalled_envoy_never_blocks_a_certificate_request() {
 }
 
 #[tokio::test]
+async fn requests_for_an_istiod_that_does_not_read_end_envoys_stream_and_those_of_others_wait() {
+    let mut bench = Bench::start().await;
+    let mut large = request(Protocol::Sotw, CLUSTER);
+    prost::encoding::string::encode(778, &"x".repeat(1 << 20), &mut large);
+    for is_envoy in [false, true] {
+        bench.is_envoy.store(is_envoy, Ordering::Relaxed);
+        let mut envoy = bench.envoy(Protocol::Sotw).await;
+        (0..40).for_each(|_| envoy.send_raw(framed(&large)));
+        let mut istiod = bench.accepted().await;
+        // Responses pass, whatever waits in the other direction.
+        answer(Protocol::Sotw, &istiod, &mut envoy).await;
+        (0..60).for_each(|_| envoy.send_raw(framed(&large)));
+        if is_envoy {
+            let status = envoy.end().await;
+            assert_eq!(status.code(), Code::ResourceExhausted);
+            let problem = "more than 67108864 bytes of requests wait for istiod";
+            assert_eq!(status.message(), problem);
+            continue;
+        }
+        for _ in 0..100 {
+            assert!(soon(istiod.next_bytes()).await.unwrap().unwrap() == large);
+        }
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn incomplete_requests_of_other_clients_have_a_bound_too() {
+    let mut bench = Bench::start().await;
+    bench.is_envoy.store(false, Ordering::Relaxed);
+    for _ in 0..3 {
+        let envoy = bench.envoy(Protocol::Sotw).await;
+        envoy.send_raw(Bytes::from_static(&[0, 8, 0, 0, 0])); // 128 MiB will follow, it says.
+        let part = Bytes::from(vec![0; 1 << 20]);
+        (0..100).for_each(|_| envoy.send_raw(part.clone()));
+        assert_eq!(envoy.end().await.code(), Code::ResourceExhausted);
+    }
+    let mut envoy = bench.envoy(Protocol::Sotw).await;
+    envoy.send_raw(framed(&request(Protocol::Sotw, CLUSTER)));
+    loop {
+        // Streams without a complete request come first.
+        let mut istiod = bench.accepted().await;
+        if let Ok(Some(_)) = soon(istiod.next_bytes()).await {
+            answer(Protocol::Sotw, &istiod, &mut envoy).await;
+            break;
+        }
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
 async fn a_first_delta_request_of_six_megabytes_passes() {
     let mut bench = Bench::start().await;
     let envoy = bench.envoy(Protocol::Delta).await;

@@ -89,11 +89,7 @@ async fn requests_while_istiod_is_away_are_held_up_to_a_bound() {
     for _ in 0..60 {
         envoy.send(&large);
     }
-    // A later stream is answered once the agent has taken of the earlier one what it wants.
-    for _ in 0..50 {
-        let other = Envoy::open_path(&place.xds_socket(), "/").await;
-        assert_eq!(other.end().await.code(), Code::Unimplemented);
-    }
+    settled(&place).await;
     let grown = agent.memory("VmRSS").saturating_sub(before);
     assert!(grown < 32 << 10, "grew by {grown} KiB");
     let mut istiod = LocalIstiod::start(options).await.unwrap();
@@ -102,6 +98,37 @@ async fn requests_while_istiod_is_away_are_held_up_to_a_bound() {
     for _ in 1..60 {
         let got: DiscoveryRequest = soon(stream.next()).await.unwrap().unwrap();
         assert!(got == large, "a request was lost or changed");
+    }
+}
+
+#[tokio::test]
+async fn a_flood_that_istiod_does_not_read_is_bounded_and_its_memory_is_released() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let agent = place.start().await;
+    let ads = Protocol::Sotw.path();
+    let large = framed(&request(CLUSTER, &[&"x".repeat(200_000)]).encode_to_vec());
+    let tiny = Bytes::from(framed(&[]).repeat(40_000));
+    // The header of an Envoy is no right to memory.
+    for name in ["x-envoy-internal", "x-other"] {
+        let before = agent.memory("VmRSS");
+        agent.reset_peak();
+        let mut flooding = Vec::new();
+        for flood in [&large, &tiny, &large, &tiny] {
+            let client = Envoy::open_with(&place.xds_socket(), ads, (name, "true")).await;
+            (0..500).for_each(|_| client.send_raw(flood.clone()));
+            flooding.push((client, accepted(&mut istiod).await));
+        }
+        settled(&place).await;
+        let grown = agent.memory("VmHWM").saturating_sub(before);
+        assert!(grown < 48 << 10, "grew by {grown} KiB");
+        // Istiod still does not read.
+        let streams: Vec<_> = flooding.into_iter().map(|(_, stream)| stream).collect();
+        until("memory within the limit", || {
+            agent.memory("VmRSS") < before + GROWTH
+        })
+        .await;
+        drop(streams);
     }
 }
 
@@ -122,6 +149,14 @@ async fn an_agent_out_of_descriptors_logs_it_and_recovers() {
             .await;
         drop(silent);
         serves(&place, &mut istiod).await;
+    }
+}
+
+/// Waits until the agent has taken of earlier streams what it wants: a later one is answered then.
+async fn settled(place: &Place) {
+    for _ in 0..50 {
+        let other = Envoy::open_path(&place.xds_socket(), "/").await;
+        assert_eq!(other.end().await.code(), Code::Unimplemented);
     }
 }
 

@@ -10,12 +10,12 @@ use http::HeaderMap;
 use http_body::{Body, Frame};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::rt::TokioIo;
+use istio_agent::executor::ConnectionTasks;
 use istio_agent::xds::Protocol;
 use prost::Message;
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
 use tonic::{Code, Status};
 
 use super::{framed, soon};
@@ -26,7 +26,7 @@ pub struct Envoy {
     responses: Incoming,
     buffer: BytesMut,
     trailers: Option<HeaderMap>,
-    connection: AbortHandle,
+    _connection: ConnectionTasks,
 }
 
 struct Requests(mpsc::UnboundedReceiver<Bytes>);
@@ -57,11 +57,13 @@ impl Envoy {
     /// Opens a stream with a header.
     pub async fn open_with(socket: &Path, path: &str, header: (&str, &str)) -> Self {
         let stream = UnixStream::connect(socket).await.unwrap();
+        let tasks = ConnectionTasks::default();
+        let executor = tasks.executor();
         let (mut send, connection) =
-            hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
+            hyper::client::conn::http2::handshake(executor.clone(), TokioIo::new(stream))
                 .await
                 .unwrap();
-        let connection = tokio::task::spawn(async move {
+        executor.spawn(async move {
             let _ = connection.await; // Its end shows in the stream's.
         });
         let (requests, receiver) = mpsc::unbounded_channel();
@@ -83,7 +85,7 @@ impl Envoy {
                 .headers
                 .contains_key("grpc-status")
                 .then_some(head.headers),
-            connection: connection.abort_handle(),
+            _connection: tasks,
         }
     }
 
@@ -148,11 +150,5 @@ impl Envoy {
                 None => return Status::new(Code::Unknown, "no trailers"),
             }
         }
-    }
-}
-
-impl Drop for Envoy {
-    fn drop(&mut self) {
-        self.connection.abort();
     }
 }

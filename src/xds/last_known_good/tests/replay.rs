@@ -52,10 +52,10 @@ fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Resul
         after: Duration::ZERO,
     };
     let (kept, _) = LastKnownGood::new(config, &Registry::default());
-    let (sender, queue) = mpsc::unbounded_channel();
+    let (sender, queue) = mpsc::channel(1000);
     requests
         .into_iter()
-        .for_each(|request| sender.send(request).unwrap());
+        .for_each(|request| sender.try_send(request).unwrap());
     drop(sender);
     let (out, mut answers) = mpsc::channel(1000);
     answer(&kept, queue, &out)?;
@@ -153,10 +153,10 @@ fn files_that_are_exchanged_while_they_are_read_change_nothing() {
     let parent = tempfile::tempdir().unwrap();
     store(parent.path());
     let kept = handle(parent.path());
-    let (requests, queue) = mpsc::unbounded_channel();
+    let (requests, queue) = mpsc::channel(1000);
     let (out, mut answers) = mpsc::channel(1000);
     let thread = std::thread::spawn(move || answer(&kept, queue, &out));
-    let ask = |type_url| requests.send(request(type_url, &["*"], ""));
+    let ask = |type_url| requests.try_send(request(type_url, &["*"], ""));
     ask(CLUSTER).unwrap();
     let mut bytes = answers.blocking_recv().unwrap().unwrap().to_vec();
     let directory = parent.path().join(DIRECTORY);
