@@ -61,7 +61,7 @@ impl Redirects {
         if endpoint(&next) != endpoint(request.uri()) {
             request.headers_mut().remove(header::AUTHORIZATION);
         }
-        if is_absolute(&location) || location.starts_with("//") {
+        if is_absolute(&location) {
             request.headers_mut().remove(header::HOST);
         }
         *request.uri_mut() = next;
@@ -75,7 +75,7 @@ fn is_absolute(location: &str) -> bool {
     first.is_some_and(|first| first.contains(':'))
 }
 
-/// Reads a Location header relative to `base`.
+/// Reads a Location header relative to `base` (RFC 3986, 5.2), as leniently as Go.
 fn resolve(base: &Uri, location: &str) -> Option<Uri> {
     let location = escaped(location.split('#').next()?);
     let root = format!("{}://{}", base.scheme_str()?, base.authority()?);
@@ -83,13 +83,32 @@ fn resolve(base: &Uri, location: &str) -> Option<Uri> {
     let next = match location.as_str() {
         "" => base.to_string(),
         url if is_absolute(url) => url.to_owned(),
+        no_host if no_host.starts_with("///") => format!("{root}{no_host}"),
         host if host.starts_with("//") => format!("{}:{host}", base.scheme_str()?),
         absolute if absolute.starts_with('/') => format!("{root}{absolute}"),
         query if query.starts_with('?') => format!("{root}{path}{query}"),
         relative => format!("{root}{}/{relative}", path.rsplit_once('/')?.0),
     };
     let next: Uri = next.parse().ok()?;
-    matches!(next.scheme_str(), Some("http" | "https")).then_some(next)
+    let (scheme, authority) = (next.scheme_str()?, next.authority()?);
+    let query = next.query().map(|query| format!("?{query}"));
+    let path = without_dots(next.path()) + &query.unwrap_or_default();
+    let next = format!("{scheme}://{authority}{path}").parse().ok();
+    next.filter(|_| ["http", "https"].contains(&scheme))
+}
+
+/// Removes the segments `.` and `..` of an absolute path.
+fn without_dots(path: &str) -> String {
+    let mut kept = Vec::new();
+    for segment in path.split('/').skip(1) {
+        match segment {
+            "." => {}
+            ".." => drop(kept.pop()),
+            _ => kept.push(segment),
+        }
+    }
+    kept.extend(matches!(path.rsplit('/').next(), Some("." | "..")).then_some(""));
+    format!("/{}", kept.join("/"))
 }
 
 #[cfg(test)]
@@ -103,7 +122,7 @@ mod tests {
             ("https://h:8/b", true, false),
             ("https://h/b", false, false),
             ("http://h:8/b", false, false),
-            ("//other:8/", false, false),
+            ("//other:8/", false, true),
         ] {
             let mut request = Request::get("https://h:8/a").body(()).expect("a request");
             let secret = HeaderValue::from_static("Basic c2VjcmV0");
@@ -165,6 +184,22 @@ mod tests {
             ("http://", None),
             ("http://a b/", None),
             ("mailto:a@b", None),
+            ("../y", Some("http://[::1]:80/y")),
+            ("../../../y/./z/", Some("http://[::1]:80/y/z/")),
+            ("./y", Some("http://[::1]:80/a/y")),
+            ("..", Some("http://[::1]:80/")),
+            (".", Some("http://[::1]:80/a/")),
+            ("./", Some("http://[::1]:80/a/")),
+            ("y/..?q=../z", Some("http://[::1]:80/a/?q=../z")),
+            ("/b//../c/./", Some("http://[::1]:80/b/c/")),
+            ("/..", Some("http://[::1]:80/")),
+            ("/.a/..b/...", Some("http://[::1]:80/.a/..b/...")),
+            ("/%2e%2e/x", Some("http://[::1]:80/%2e%2e/x")),
+            ("./y:z", Some("http://[::1]:80/a/y:z")),
+            ("///y", Some("http://[::1]:80///y")),
+            ("//h/a/../b?q", Some("http://h/b?q")),
+            ("http://h/a/b/../.?q", Some("http://h/a/?q")),
+            ("?", Some("http://[::1]:80/a/x?")),
         ] {
             let base: Uri = "http://[::1]:80/a/x?old".parse().expect("an address");
             let found = resolve(&base, location).map(|uri| uri.to_string());

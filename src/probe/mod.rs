@@ -129,11 +129,12 @@ impl Client {
         let probing = async {
             match &probe.kind {
                 Kind::Http { is_https, path } => {
-                    let request = http_request(*is_https, &probe.host, probe.port, path, headers)?;
+                    let scheme = if *is_https { "https" } else { "http" };
+                    let request = http_request(url(scheme, probe, path)?, headers);
                     return Ok(get(&self.http, request, end).await?);
                 }
                 Kind::Tcp => drop(connect().await?),
-                Kind::Grpc { service } => check(connect().await?, service, headers).await?,
+                Kind::Grpc { service } => check(connect().await?, probe, service, headers).await?,
             }
             Ok(Outcome {
                 status: StatusCode::OK,
@@ -151,29 +152,27 @@ impl fmt::Debug for Client {
     }
 }
 
-fn http_request(
-    is_https: bool,
-    host: &str,
-    port: u16,
-    path: &str,
-    headers: &HeaderMap,
-) -> Result<Request<Bytes>, http_client::Error> {
-    let scheme = if is_https { "https" } else { "http" };
+/// The address of a probe.
+fn url(scheme: &str, probe: &Probe, path: &str) -> Result<Uri, http_client::Error> {
+    let Probe { host, port, .. } = probe;
     let host = match host.contains(':') {
         true => format!("[{host}]"),
         false => host.to_owned(),
     };
     let slash = if path.starts_with('/') { "" } else { "/" };
     let url = format!("{scheme}://{host}:{port}{slash}{path}");
+    url.parse()
+        .map_err(|_| http_client::Error::Url { found: url })
+}
+
+fn http_request(url: Uri, headers: &HeaderMap) -> Request<Bytes> {
     let mut request = Request::new(Bytes::new());
-    *request.uri_mut() = url
-        .parse()
-        .map_err(|_| http_client::Error::Url { found: url })?;
+    *request.uri_mut() = url;
     *request.headers_mut() = headers.clone();
     for name in NOT_COPIED {
         request.headers_mut().remove(name);
     }
-    Ok(request)
+    request
 }
 
 /// A redirect to another host counts as success. Every other status is the outcome, whatever happens to
@@ -200,9 +199,9 @@ async fn get(
 }
 
 /// Succeeds when the service says that it serves. It is one call in plaintext on a connection of its own.
-async fn check(stream: TcpStream, service: &str, headers: &HeaderMap) -> Result<(), Error> {
+async fn check(io: TcpStream, to: &Probe, service: &str, headers: &HeaderMap) -> Result<(), Error> {
     let tasks = ConnectionTasks::default();
-    let handshake = handshake(tasks.executor(), TokioIo::new(stream)).await;
+    let handshake = handshake(tasks.executor(), TokioIo::new(io)).await;
     let (mut sender, connection) = handshake.map_err(Error::Handshake)?;
     // The call learns of an error.
     tasks.executor().spawn(async { drop(connection.await) });
@@ -215,7 +214,7 @@ async fn check(stream: TcpStream, service: &str, headers: &HeaderMap) -> Result<
     if let Some(agent) = agent.and_then(|agent| agent.try_into().ok()) {
         request.metadata_mut().insert("user-agent", agent);
     }
-    let origin = Uri::from_static("http://localhost");
+    let origin = url("http", to, "")?;
     let channel = tower::service_fn(move |request| sender.send_request(request));
     let answer = HealthClient::with_origin(channel, origin)
         .max_decoding_message_size(MAX_ANSWER)

@@ -363,6 +363,34 @@ async fn a_grpc_probe_succeeds_if_the_service_is_serving() {
     assert!(client(true, false).probe(&probe, &headers).await.is_err());
 }
 
+#[tokio::test]
+async fn a_grpc_probe_is_addressed_to_the_host_and_port_it_dials() {
+    let (sender, mut authorities) = tokio::sync::mpsc::unbounded_channel();
+    let app = App::start(move |stream, _| {
+        let sender = sender.clone();
+        async move {
+            let service = service_fn(move |request: Request<Incoming>| {
+                let authority = request.uri().authority().map(ToString::to_string);
+                sender.send(authority).expect("a receiver");
+                async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
+            });
+            let _ = http2::Builder::new(TokioExecutor::new())
+                .serve_connection(TokioIo::new(stream), service)
+                .await;
+        }
+    })
+    .await;
+    let service = String::new();
+    let mut probe = app.probe(Kind::Grpc { service });
+    let answer = client(true, false).probe(&probe, &HeaderMap::new()).await;
+    assert!(answer.is_err(), "it is no health check");
+    let expected = format!("127.0.0.1:{}", app.port);
+    assert_eq!(authorities.recv().await, Some(Some(expected)));
+    (probe.host, probe.port) = ("fd00::1".to_owned(), 80);
+    let url = url("http", &probe, "").expect("an address");
+    assert_eq!(url.authority().expect("a host").as_str(), "[fd00::1]:80");
+}
+
 #[test]
 fn the_callers_host_is_kept_and_headers_about_its_connection_are_not() {
     let mut headers = HeaderMap::new();
@@ -375,7 +403,13 @@ fn the_callers_host_is_kept_and_headers_about_its_connection_are_not() {
     ] {
         headers.append(name, HeaderValue::from_static(value));
     }
-    let request = http_request(false, "::1", 80, "x", &headers).expect("an address");
+    let probe = Probe {
+        host: "::1".to_owned(),
+        port: 80,
+        kind: Kind::Tcp,
+        timeout: Duration::ZERO,
+    };
+    let request = http_request(url("http", &probe, "x").expect("an address"), &headers);
     assert_eq!(request.uri(), "http://[::1]:80/x");
     let found: Vec<_> = request
         .headers()
