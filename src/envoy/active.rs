@@ -91,8 +91,8 @@ impl Counting {
         let (mut failures, mut last) = (0, None);
         loop {
             match self.statistics(admin).await {
-                Err(problem) => {
-                    failures += 1;
+                Err((problem, is_closed)) => {
+                    failures = if is_closed { FAILURES } else { failures + 1 };
                     tracing::warn!(
                         "cannot count Envoy's {what} ({failures} of {FAILURES}): {problem}"
                     );
@@ -116,11 +116,13 @@ impl Counting {
         }
     }
 
-    async fn statistics(&self, admin: Admin) -> Result<String, String> {
+    /// Fails with the problem, and whether the port is closed, where nothing is under way.
+    async fn statistics(&self, admin: Admin) -> Result<String, (String, bool)> {
         let answer = admin.request(Method::GET, self.active.path()).await;
-        let answer = answer.map_err(|error| with_causes(&error))?;
+        let answer = answer.map_err(|error| (with_causes(&error), error.is_closed()))?;
         if !answer.status().is_success() {
-            return Err(format!("status {}, expected 200", answer.status().as_u16()));
+            let problem = format!("status {}, expected 200", answer.status().as_u16());
+            return Err((problem, false));
         }
         Ok(String::from_utf8_lossy(answer.body()).into_owned())
     }
@@ -213,6 +215,8 @@ fn gauges(statistics: &str) -> impl Iterator<Item = (&str, &str, u64)> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
 
     fn counting(active: Active, inbound_only: bool, internal_ports: &[u16]) -> Counting {
@@ -222,6 +226,23 @@ mod tests {
             inbound_only,
             internal_ports: internal_ports.to_vec(),
         }
+    }
+
+    #[tokio::test]
+    async fn a_closed_admin_port_is_asked_once() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address");
+        drop(listener);
+        let long = Duration::from_secs(3600);
+        let admin = Admin::new(address.ip(), address.port(), long);
+        let counting = Counting {
+            period: long,
+            ..counting(Active::Requests, true, &[])
+        };
+        let ends = counting.until_none(admin, |_| panic!("a count"));
+        let patience = Duration::from_secs(20);
+        let ended = tokio::time::timeout(patience, ends).await;
+        ended.expect("an end without another try");
     }
 
     const INTERNAL: [u16; 3] = [15021, 15090, 15443];

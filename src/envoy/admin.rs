@@ -44,6 +44,11 @@ pub(super) enum DrainCall {
 pub struct Error(#[from] http_client::Error);
 
 impl Error {
+    /// Whether there was no connection, as nothing listens at the port.
+    pub(super) fn is_closed(&self) -> bool {
+        matches!(self.0, http_client::Error::Connect(_))
+    }
+
     /// Whether the connection ended before the answer.
     pub(super) fn is_broken(&self) -> bool {
         matches!(self.0, http_client::Error::Broken { .. })

@@ -96,6 +96,33 @@ async fn signals_that_do_not_end_pilot_agent_do_not_end_the_agent_and_have_their
     assert_eq!(code, 0, "{log}");
 }
 
+#[tokio::test]
+async fn an_envoy_whose_admin_port_is_closed_is_terminated_after_its_drain_without_further_counts()
+{
+    let place = Place::with_envoy(&local_istiod().await)
+        .proxy("proxyAdminPort", json!(free_port()))
+        .proxy("terminationDrainDuration", json!("100ms"));
+    let agent = place.start().await;
+    agent.logs("Envoy command").await;
+    agent.terminate();
+    let (code, log) = agent.ends().await;
+    assert_eq!(code, 0, "{log}");
+    let mut rest = log.as_str();
+    for line in [
+        "Agent draining Proxy for termination",
+        "Graceful termination period is 100ms",
+        "closing Envoy's listeners",
+        "cannot count Envoy's requests under way",
+        "Asking Envoy to quit",
+        "Terminating Envoy",
+        "Envoy exited normally",
+    ] {
+        let found = rest.split_once(line);
+        rest = found.unwrap_or_else(|| panic!("no {line:?} in {rest}")).1;
+        assert!(!rest.contains(line), "{line:?} twice in {log}");
+    }
+}
+
 async fn tell(story: u64) {
     let mut random = Rng::with_seed(story);
     let mode = random.choice(MODES).unwrap();
