@@ -59,8 +59,8 @@ fn remote(config: &Config, name: &str, address: &Value, service: Option<&RemoteS
     let tls = service.and_then(|service| service.tls_settings.as_ref());
     let mut cluster = service_cluster(config, name, address, (tls, name), true);
     let settings = service.and_then(|service| service.tcp_keepalive.as_ref());
-    if let Some(keepalive) = settings.and_then(keepalive) {
-        cluster["upstream_connection_options"] = json!({ "tcp_keepalive": keepalive });
+    if let Some(settings) = settings {
+        cluster["upstream_connection_options"] = json!({ "tcp_keepalive": keepalive(settings) });
     }
     cluster
 }
@@ -112,17 +112,15 @@ pub(super) fn sinks(config: &Config) -> Vec<Value> {
     sinks.collect()
 }
 
-/// In whole seconds, as in the kernel; zero is the kernel's default.
-fn keepalive(settings: &TcpKeepalive) -> Option<Value> {
+/// In whole seconds, as in the kernel; zero is the kernel's default. It is on without any member.
+fn keepalive(settings: &TcpKeepalive) -> Value {
     let seconds = |given| time(given).map_or(0, |time| time.as_secs());
     let members = [
         ("keepalive_probes", settings.probes.into()),
         ("keepalive_time", seconds(settings.time)),
         ("keepalive_interval", seconds(settings.interval)),
     ];
-    let set = members.into_iter().filter(|(_, value)| *value != 0);
-    let set: Value = set.collect();
-    (set != json!({})).then_some(set)
+    members.into_iter().filter(|it| it.1 != 0).collect()
 }
 
 #[cfg(test)]
@@ -132,13 +130,13 @@ mod tests {
     #[test]
     fn keepalive_is_in_whole_positive_seconds() {
         for (settings, expected) in [
-            (json!({}), None),
-            (json!({"time": "0.500s"}), None),
+            (json!({}), json!({})),
+            (json!({"time": "0.500s"}), json!({})),
             (
                 json!({"probes": 3, "time": "75s", "interval": "10.500s"}),
-                Some(json!({
+                json!({
                     "keepalive_probes": 3, "keepalive_time": 75, "keepalive_interval": 10,
-                })),
+                }),
             ),
         ] {
             let settings = crate::proxy_config::from_json(&settings);

@@ -45,7 +45,7 @@ impl Documents<'_> {
             name.clone_from(&flags.service_cluster);
             merged.set_origin("serviceCluster", "--serviceCluster");
         }
-        if self.resolves {
+        if self.resolves && !merged.config.statsd_udp_address.is_empty() {
             statsd::resolve(&mut merged);
         }
         validate::check(&mut merged);

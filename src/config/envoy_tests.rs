@@ -227,7 +227,7 @@ fn metadata_of_the_wrong_type_is_a_problem() {
         ("ISTIO_METAJSON_X", r#"{"NETWORK": 7}"#),
         ("ENVOY_SECURE_METRICS_PORT", "70000"),
         ("ISTIO_META_LOAD_STATS_CONFIG_JSON", "no"),
-        ("PROXY_CONFIG", "statsdUdpAddress: nowhere"),
+        ("PROXY_CONFIG", "envoyMetricsServiceAddress: nowhere"),
     ]);
     let subjects = machine.subjects();
     for subject in [
@@ -260,6 +260,32 @@ fn a_cluster_is_named_after_the_first_known_name() {
         ("{}", "w", both, "w.shop"),
         ("{}", "", both, "istio-proxy.shop"),
         ("{}", "", only, "istio-proxy.shop"),
+        (r#"{"app": ""}"#, "w", "", ".shop"),
+        (
+            r#"{"app": "", "app.kubernetes.io/name": "n"}"#,
+            "w",
+            "",
+            ".shop",
+        ),
+        (r#"{"app.kubernetes.io/name": ""}"#, "w", "", ".shop"),
+        (
+            r#"{"service.istio.io/canonical-name": ""}"#,
+            "",
+            "",
+            ".shop",
+        ),
+        (
+            r#"{"service.istio.io/canonical-name": "", "app": "a"}"#,
+            "w",
+            both,
+            ".shop",
+        ),
+        (
+            r#"{"service.istio.io/canonical-name": "", "app": "a"}"#,
+            "w",
+            only,
+            "a.shop",
+        ),
     ] {
         let config = machine(&[
             ("ISTIO_METAJSON_LABELS", labels),

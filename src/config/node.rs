@@ -204,10 +204,9 @@ impl Loader<'_> {
         let reversed: Vec<_> = NAME_LABELS.into_iter().rev().collect();
         let canonical = || label(&reversed).or_else(|| workload.clone());
         let namespace = self.namespace.as_str();
-        let in_namespace = |name: Option<String>| {
-            let name = name.filter(|name| !name.is_empty());
-            format!("{}.{namespace}", name.as_deref().unwrap_or(NO_CLUSTER))
-        };
+        // A label may be empty, and counts then.
+        let in_namespace =
+            |name: Option<String>| format!("{}.{namespace}", name.as_deref().unwrap_or(NO_CLUSTER));
         let configured = match &self.proxy_config.cluster_name {
             Some(ClusterName::TracingServiceName(by)) => match TracingServiceName::try_from(*by) {
                 Ok(TracingServiceName::CanonicalNameAndNamespace) if !namespace.is_empty() => {

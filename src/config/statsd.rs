@@ -1,7 +1,7 @@
 //! Resolves the name of the statsd collector, for which Envoy takes only an IP address.
 //!
 //! The lookup has a time limit and a thread of its own, because the system's resolver cannot be
-//! interrupted. Without an answer the agent starts without statsd.
+//! interrupted. Without an answer or with an invalid address, the agent starts without statsd.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -26,12 +26,13 @@ pub(super) fn resolve(merged: &mut Merged) {
 }
 
 fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
-    let address = &merged.config.statsd_udp_address;
-    // The validation reports an address that is not valid.
-    let Some((host, port)) = address::split(address).filter(|_| address::is_valid(address)) else {
-        return;
+    let address = std::mem::take(&mut merged.config.statsd_udp_address);
+    let Some((host, port)) = address::split(&address) else {
+        let expected = "host:port with a port from 1 to 65535, going on without statsd";
+        return merged.warn(NAME, address, expected);
     };
     if host.parse::<IpAddr>().is_ok() {
+        merged.config.statsd_udp_address = address;
         return;
     }
     match within(limit, host.to_owned(), look_up) {
@@ -41,7 +42,6 @@ fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
             merged.set_origin(NAME, &origin);
         }
         Err(reason) => {
-            let address = std::mem::take(&mut merged.config.statsd_udp_address);
             let expected = "a name that can be looked up, going on without statsd";
             merged.warn(NAME, format!("{address}: {reason}"), expected);
         }
@@ -107,11 +107,20 @@ mod tests {
     }
 
     #[test]
-    fn ip_addresses_and_invalid_text_are_left_alone() {
-        for address in ["10.0.0.1:1", "[fd00::1]:1", "statsd", "a b:1"] {
+    fn ip_addresses_are_left_alone_and_without_a_valid_address_there_is_no_statsd() {
+        for (address, is_valid) in [
+            ("10.0.0.1:1", true),
+            ("[fd00::1]:1", true),
+            ("statsd", false),
+            ("fd00::1", false),
+            ("statsd:", false),
+            ("statsd:syslog", false),
+            ("a b:1", false),
+        ] {
             let text = format!("{{statsdUdpAddress: '{address}'}}");
             let panics = |_: &str| panic!("looked up");
-            assert_eq!(resolved(&text, panics), (Some(address.to_owned()), 0));
+            let kept = is_valid.then(|| address.to_owned());
+            assert_eq!(resolved(&text, panics), (kept, usize::from(!is_valid)));
         }
     }
 }

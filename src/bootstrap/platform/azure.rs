@@ -31,6 +31,14 @@ fn read(compute: &Value) -> Platform {
         ("azure_location", text("location")),
         ("azure_vmId", text("vmId")),
     ]);
+    // The older form of the same.
+    let tags = compute["tags"].as_str().unwrap_or_default();
+    if compute.get("tagsList").is_none() && !tags.is_empty() {
+        for tag in tags.split(';') {
+            let (name, value) = tag.split_once(':').unwrap_or((tag, ""));
+            metadata.insert(format!("azure_{name}"), value.to_owned());
+        }
+    }
     for tag in compute["tagsList"].as_array().into_iter().flatten() {
         if let (Some(name), Some(value)) = (tag["name"].as_str(), tag["value"].as_str()) {
             metadata.insert(format!("azure_{name}"), value.to_owned());
@@ -71,5 +79,23 @@ mod tests {
             "azure_name=vm",
         ];
         assert_eq!(metadata, expected);
+    }
+
+    #[test]
+    fn the_older_form_of_tags_is_read_where_there_is_no_list() {
+        for (compute, expected) in [
+            (
+                json!({"tags": "a:b;c:d:e;f"}),
+                vec![("azure_a", "b"), ("azure_c", "d:e"), ("azure_f", "")],
+            ),
+            (json!({"tags": "a:b", "tagsList": []}), vec![]),
+            (json!({"tags": "a:b", "tagsList": null}), vec![]),
+            (json!({"tags": ""}), vec![]),
+            (json!({"tags": null}), vec![]),
+        ] {
+            let metadata = read(&compute).metadata;
+            let found = metadata.iter().map(|(k, v)| (k.as_str(), v.as_str()));
+            assert_eq!(found.collect::<Vec<_>>(), expected, "{compute}");
+        }
     }
 }

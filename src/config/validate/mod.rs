@@ -36,9 +36,7 @@ pub(super) fn check(merged: &mut Merged) {
     rules.numbers();
     rules.addresses();
     rules.key_provider();
-    for name in ["tracing", "envoyMetricsService", "envoyAccessLogService"] {
-        rules.tls(&format!("{name}.tlsSettings"));
-    }
+    rules.tracing_tls();
     let path = "proxyMetadata.ISTIO_META_DNS_AUTO_ALLOCATE";
     if rules.at(path).is_some() {
         let expected = "nothing: istiod allocates addresses by itself";
@@ -89,7 +87,6 @@ impl Rules<'_> {
     fn addresses(&mut self) {
         self.address("discoveryAddress");
         for path in [
-            "statsdUdpAddress",
             "envoyMetricsServiceAddress",
             "envoyMetricsService.address",
             "envoyAccessLogService.address",
@@ -108,11 +105,12 @@ impl Rules<'_> {
         }
     }
 
-    fn tls(&mut self, path: &str) {
-        let by_credential = !self.text(&format!("{path}.credentialName")).is_empty();
-        if self.text(&format!("{path}.mode")) == "MUTUAL" && !by_credential {
-            self.filled(&format!("{path}.clientCertificate"));
-            self.filled(&format!("{path}.privateKey"));
+    /// Pilot-agent checks no others; they go without a certificate then.
+    fn tracing_tls(&mut self) {
+        let by_credential = !self.text("tracing.tlsSettings.credentialName").is_empty();
+        if self.text("tracing.tlsSettings.mode") == "MUTUAL" && !by_credential {
+            self.filled("tracing.tlsSettings.clientCertificate");
+            self.filled("tracing.tlsSettings.privateKey");
         }
     }
 

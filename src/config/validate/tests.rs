@@ -66,10 +66,9 @@ fn unusable_values_are_named_with_document_and_line() {
             "tracing.tlsSettings.clientCertificate",
         ),
         (
-            "{envoyMetricsService: {tlsSettings: {mode: MUTUAL, clientCertificate: c}}}",
-            "envoyMetricsService.tlsSettings.privateKey",
+            "{tracing: {tlsSettings: {mode: MUTUAL, clientCertificate: c}}}",
+            "tracing.tlsSettings.privateKey",
         ),
-        ("{statsdUdpAddress: a}", "statsdUdpAddress"),
         (
             "{envoyMetricsServiceAddress: a}",
             "envoyMetricsServiceAddress",
