@@ -342,7 +342,10 @@ async fn run_envoy(
         envoy_user::admit(user, &[], directories);
     }
     Ok(match supervisor.await? {
-        Exit::Requested => ExitCode::Success,
+        Exit::Requested => {
+            tracing::info!("Agent has successfully terminated");
+            ExitCode::Success
+        }
         Exit::ByItself(ended) => ExitCode::Envoy(ended.code()),
     })
 }

@@ -2,7 +2,7 @@
 //!
 //! The script is made from the same definition the command line is read by.
 
-use clap::{Args, CommandFactory};
+use clap::{Args, Command, CommandFactory};
 use clap_complete::Shell;
 
 use super::Cli;
@@ -11,12 +11,16 @@ use super::Cli;
 pub struct CompletionFlags {
     /// Shell the script is for: bash, zsh, fish or powershell.
     #[arg(value_name = "SHELL", value_parser = shell)]
-    shell: Shell,
+    shell: Option<Shell>,
 }
 
 pub fn script(flags: &CompletionFlags) -> String {
+    let Some(shell) = flags.shell else {
+        let mut help = CompletionFlags::augment_args(Command::new("pilot-agent completion"));
+        return help.render_help().to_string();
+    };
     let mut script = Vec::new();
-    clap_complete::generate(flags.shell, &mut Cli::command(), "pilot-agent", &mut script);
+    clap_complete::generate(shell, &mut Cli::command(), "pilot-agent", &mut script);
     String::from_utf8_lossy(&script).into_owned()
 }
 
@@ -38,7 +42,7 @@ mod tests {
     fn every_shell_learns_every_command_but_the_hidden_one() {
         for name in ["bash", "zsh", "fish", "powershell"] {
             let shell = shell(name).expect("a shell");
-            let script = script(&CompletionFlags { shell });
+            let script = script(&CompletionFlags { shell: Some(shell) });
             for command in ["proxy", "request", "wait", "version"] {
                 assert!(script.contains(command), "{name}: {command}");
             }

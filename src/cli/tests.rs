@@ -160,7 +160,6 @@ fn refuses_with_one_sentence() {
         ("pilot-agent --old version", "unknown flag: --old"),
         ("pilot-agent request GET proxy --old", "unknown flag: --old"),
         ("pilot-agent request GET", "expected <PATH>"),
-        ("pilot-agent wait now", "unexpected word \"now\""),
         (
             "pilot-agent version -o xml",
             "--output must be 'yaml' or 'json'",
@@ -256,8 +255,23 @@ fn the_hooks_of_the_injector_are_understood() {
         "pilot-agent wait --url=http://localhost:15020/healthz/ready --periodMillis 1",
         "pilot-agent version -s -o yaml",
         "pilot-agent version --short=false --output=json",
+        "pilot-agent completion",
         "pilot-agent completion fish",
     ] {
         typed(line).expect(line);
     }
+}
+
+#[test]
+fn further_words_are_ignored_where_pilot_agent_ignores_them() {
+    for command in ["proxy router", "wait", "version", "request GET / body"] {
+        for line in [
+            format!("pilot-agent {command} now"),
+            format!("pilot-agent {command} one two --log_as_json three"),
+        ] {
+            typed(&line).expect(&line);
+        }
+    }
+    typed("pilot-agent istio-iptables now -p 15001 then").expect("a line");
+    assert!(typed("pilot-agent completion bash now").is_err());
 }

@@ -14,6 +14,9 @@ const GOLANG_VERSION: &str = "none";
 
 #[derive(Args, Clone, Debug, Default)]
 pub struct VersionFlags {
+    /// Words, which pilot-agent ignores too.
+    #[arg(hide = true)]
+    ignored: Vec<String>,
     /// Prints the version alone.
     #[arg(short, long, num_args = 0..=1, require_equals = true, default_value = "false",
           default_missing_value = "true", value_parser = crate::config::flags::truth,
@@ -102,7 +105,12 @@ mod tests {
     fn printed(short: bool, output: &str) -> String {
         let output = output.to_owned();
         let env = Environment::from_iter([("ISTIO_META_ISTIO_VERSION", "1.28.3")]);
-        text(&VersionFlags { short, output }, &env).expect("a version")
+        let flags = VersionFlags {
+            short,
+            output,
+            ..VersionFlags::default()
+        };
+        text(&flags, &env).expect("a version")
     }
 
     #[test]

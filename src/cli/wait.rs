@@ -21,6 +21,9 @@ const MAX_LOCAL_PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Args, Clone, Debug)]
 pub struct WaitFlags {
+    /// Words, which pilot-agent ignores too.
+    #[arg(hide = true)]
+    ignored: Vec<String>,
     /// Seconds until waiting ends in an error.
     #[arg(long = "timeoutSeconds", default_value_t = 60)]
     timeout_seconds: u32,
@@ -47,7 +50,9 @@ pub enum Error {
 pub async fn run(flags: &WaitFlags) -> Result<(), Error> {
     let url = http_url(&flags.url)?;
     let mut last = "no answer yet".to_owned();
-    let budget = Duration::from_secs(flags.timeout_seconds.into());
+    let seconds = flags.timeout_seconds;
+    tracing::info!("Waiting for Envoy proxy to be ready (timeout: {seconds} seconds)...");
+    let budget = Duration::from_secs(seconds.into());
     let ready = timeout(budget, until_ready(flags, &url, &mut last)).await;
     ready.map_err(|_| Error::NotReady { last })?;
     tracing::info!("Envoy is ready!");
@@ -111,6 +116,7 @@ mod tests {
 
     fn flags(url: String) -> WaitFlags {
         WaitFlags {
+            ignored: Vec::new(),
             timeout_seconds: 5,
             request_timeout_millis: 500,
             period_millis: 500,

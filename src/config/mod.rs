@@ -188,7 +188,9 @@ impl Config {
         }
         let node = &self.bootstrap.node;
         let ips: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
-        tracing::info!(ips = ips.join(","), id = node.id, "Proxy role");
+        if let [kind, _, id, domain] = node.id.splitn(4, '~').collect::<Vec<_>>()[..] {
+            tracing::info!(?ips, "type" = kind, id, domain, "Proxy role");
+        }
         let effective = Value::from(node.proxy_config.printable());
         tracing::info!("Effective config: {effective}");
         tracing::info!("JWT policy is {}", self.jwt_policy);

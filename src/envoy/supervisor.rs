@@ -140,6 +140,7 @@ impl Supervisor {
         mut stop: watch::Receiver<StopRequest>,
         mut orders: mpsc::Receiver<Order>,
     ) -> Result<Exit, Error> {
+        tracing::info!("Starting proxy agent");
         let exit = self.until_end(&mut stop, &mut orders).await;
         self.publish();
         self.hot_restart.end(self.config.limits.kill).await;

@@ -35,8 +35,14 @@ impl Content {
         let mut text = self.message.clone();
         let mut separator = gap;
         for (name, value) in &self.labels {
-            let string = value.as_str().map(str::to_owned);
-            let value = string.unwrap_or_else(|| value.to_string());
+            let value = match value {
+                Value::String(text) => text.clone(),
+                Value::Array(texts) => {
+                    let texts: Vec<_> = texts.iter().filter_map(Value::as_str).collect();
+                    format!("[{}]", texts.join(" "))
+                }
+                value => value.to_string(),
+            };
             text += &format!("{separator}{name}={value}");
             separator = ' ';
         }
@@ -53,8 +59,11 @@ impl Content {
 }
 
 impl Visit for Content {
+    /// A list of texts has this form in JSON, too.
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.add(field, format!("{value:?}").into());
+        let text = format!("{value:?}");
+        let list = serde_json::from_str::<Vec<String>>(&text);
+        self.add(field, list.map_or(text.into(), Value::from));
     }
     fn record_str(&mut self, field: &Field, value: &str) {
         self.add(field, value.into());
@@ -188,6 +197,16 @@ mod tests {
         let read: Value = serde_json::from_str(&json).expect("JSON");
         assert_eq!(read["msg"], hostile);
         assert_eq!(read["error"], hostile);
+    }
+
+    #[test]
+    fn a_list_is_one_in_json_and_in_brackets_in_text() {
+        let mut line = line("default");
+        line.content.labels = vec![("ips", serde_json::json!(["10.0.0.1", "fd00::1"]))];
+        let text = "connected\tips=[10.0.0.1 fd00::1]\n";
+        assert!(line.text().ends_with(text), "{}", line.text());
+        let json = r#""ips":["10.0.0.1","fd00::1"]}"#;
+        assert!(line.json().trim_end().ends_with(json), "{}", line.json());
     }
 
     #[test]

@@ -376,11 +376,14 @@ impl SettingsParser {
     where
         T: TryFrom<u32> + Default + fmt::Display,
     {
-        let found = number(setting.1).filter(|found| *found != 0);
+        let text = setting.1;
+        let digits = text.strip_prefix("0x").or(text.strip_prefix("0X"));
+        let found = digits.map_or_else(|| number(text), |it| u32::from_str_radix(it, 16).ok());
         found
+            .filter(|found| *found != 0)
             .and_then(|found| found.try_into().ok())
             .unwrap_or_else(|| {
-                self.problem(setting, &format!("a decimal number from 1 to {max}"));
+                self.problem(setting, &format!("a number from 1 to {max}"));
                 T::default()
             })
     }

@@ -78,7 +78,7 @@ fn a_port_names_the_item_and_what_is_expected() {
         assert_eq!(
             found,
             [format!(
-                "--envoy-port is {port:?}, expected a decimal number from 1 to 65535"
+                "--envoy-port is {port:?}, expected a number from 1 to 65535"
             )]
         );
     }
@@ -164,10 +164,27 @@ fn all_problems_are_reported_at_once() {
         s.proxy_gid = "1".to_owned();
         s.istio_outbound_owner_groups = "1,!".to_owned();
         s.istio_outbound_ipv4_loopback_cidr = "127.0.0.1/7".to_owned();
-        s.istio_inbound_tproxy_mark = "0x539".to_owned();
+        s.istio_inbound_tproxy_mark = "0x100000000".to_owned();
         s.force_iptables_binary = "NFT".to_owned();
     });
     assert_eq!(found.len(), 14, "{found:#?}");
+}
+
+#[test]
+fn marks_may_be_hexadecimal_as_for_iptables() {
+    for (mark, expected) in [
+        ("1337", 1337),
+        ("0x539", 1337),
+        ("0X5a", 90),
+        ("0xFFFFFFFF", u32::MAX),
+    ] {
+        let (config, _) = checked(|s| s.istio_inbound_tproxy_mark = mark.to_owned());
+        assert_eq!(config.tproxy_mark, expected, "{mark}");
+    }
+    for mark in ["0x", "0x0", "0xg", "0x-1", "0x100000000", "x539", "539h"] {
+        let found = problems(|s| s.istio_inbound_tproxy_mark = mark.to_owned());
+        assert_eq!(found.len(), 1, "{mark}");
+    }
 }
 
 #[test]

@@ -50,6 +50,7 @@ pub struct Listener {
 
 /// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
 pub fn bind(port: u16) -> Result<Listener, Error> {
+    tracing::info!("Opening status port {port}");
     use rustix::io::Errno;
     let v6 = TcpSocket::new_v6().and_then(|socket| {
         sockopt::set_ipv6_v6only(&socket, false)?;
@@ -101,6 +102,7 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
     drop(listener);
     // Each ends in its time.
     while connections.tasks.join_next().await.is_some() {}
+    tracing::info!("Status server has successfully terminated");
 }
 
 /// Without them it is slower, or a client that reads nothing is noticed later.

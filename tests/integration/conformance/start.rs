@@ -7,7 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, OFlags, mknodat};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::support::place::Place;
@@ -182,6 +182,83 @@ async fn an_agent_whose_dependencies_are_all_missing_stops_at_once() {
     );
     assert!(!log.contains("were cut off"), "{log}");
     drop((discovery.end().await, secrets.end().await));
+}
+
+/// The level and the message of a line of the default scope, and its labels in JSON.
+fn read(line: &str, is_json: bool) -> Option<(String, String, Value)> {
+    if is_json {
+        let mut line: Value = serde_json::from_str(line).ok()?;
+        let members = line.as_object_mut()?;
+        let [level, message] =
+            ["level", "msg"].map(|name| members.remove(name).unwrap_or_default());
+        members.remove("time")?;
+        let text = |value: Value| value.as_str().map(str::to_owned);
+        return Some((text(level)?, text(message)?, line));
+    }
+    let mut columns = line.split('\t').skip(1).map(str::to_owned);
+    let (level, message) = (columns.next()?, columns.next()?);
+    Some((level, message, columns.collect()))
+}
+
+#[tokio::test]
+async fn the_lines_that_checks_search_for_are_pilot_agents_in_both_formats() {
+    for is_json in [false, true] {
+        let place = Place::with_envoy(&local_istiod().await)
+            .set("INSTANCE_IP", "10.1.2.3")
+            .flag(&format!("--log_as_json={is_json}"));
+        let agent = place.start().await;
+        agent.logs("Envoy command").await;
+        agent.terminate();
+        let (code, log) = agent.ends().await;
+        assert_eq!(code, 0, "{log}");
+        let lines: Vec<_> = log.lines().filter_map(|line| read(line, is_json)).collect();
+        let opening = format!("Opening status port {}", place.status_port());
+        let mut rest = lines.iter();
+        for message in [
+            "Proxy role",
+            &opening,
+            "Starting proxy agent",
+            "Agent draining Proxy for termination",
+            "Agent has successfully terminated",
+            "Status server has successfully terminated",
+        ] {
+            let found = rest.find(|line| line.1 == message);
+            let (level, ..) = found.unwrap_or_else(|| panic!("no {message:?} in {log}"));
+            assert_eq!(level, "info", "{message}");
+        }
+        let role = lines.iter().find(|line| line.1 == "Proxy role").unwrap();
+        let labels = &role.2;
+        if is_json {
+            assert_eq!(labels["ips"][0], "10.1.2.3");
+            assert_eq!(labels["type"], "sidecar");
+            assert_eq!(labels["id"], "bench.default");
+            assert_eq!(labels["domain"], "default.svc.cluster.local");
+            continue;
+        }
+        let labels = labels[0].as_str().unwrap();
+        let rest = "] type=sidecar id=bench.default domain=default.svc.cluster.local";
+        assert!(labels.starts_with("ips=[10.1.2.3"), "{labels}");
+        assert!(labels.ends_with(rest) && !labels.contains(','), "{labels}");
+    }
+}
+
+#[tokio::test]
+async fn small_commands_take_further_words_and_wait_says_what_for() {
+    let place = Place::of(&local_istiod().await);
+    let waited = place.run(&["wait", "now", "--timeoutSeconds=0"]);
+    assert!(!waited.status.success());
+    let said = String::from_utf8_lossy(&waited.stdout);
+    let line = "\tinfo\tWaiting for Envoy proxy to be ready (timeout: 0 seconds)...\n";
+    assert!(said.contains(line), "{said}");
+    for (words, beginning) in [
+        (&["version", "now", "-s"][..], "client version: "),
+        (&["completion"], "Usage: pilot-agent completion "),
+    ] {
+        let done = place.run(words);
+        assert!(done.status.success(), "{words:?}");
+        let said = String::from_utf8_lossy(&done.stdout);
+        assert!(said.starts_with(beginning), "{said}");
+    }
 }
 
 #[tokio::test]
