@@ -63,6 +63,8 @@ pub mod version;
 
 pub mod identity;
 
+mod pem;
+
 pub mod clock;
 
 pub mod backoff;

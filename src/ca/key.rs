@@ -8,12 +8,12 @@ use aws_lc_rs::rsa::{self, KeySize};
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_ASN1_SIGNING, ECDSA_P384_SHA384_ASN1_SIGNING, EcdsaKeyPair,
 };
-use base64::Engine;
-use base64::prelude::BASE64_STANDARD;
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_RSA_SHA256};
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use x509_parser::asn1_rs::{Any, FromDer, Sequence, Tag};
 use zeroize::Zeroizing;
+
+use crate::pem;
 
 /// The algorithm of a private key. ECDSA keys are made in microseconds, RSA keys in milliseconds, of
 /// 8192 bits in seconds.
@@ -48,9 +48,6 @@ pub enum Encoding {
 /// The sizes of RSA keys the library makes, in bits.
 pub const RSA_SIZES: [u32; 4] = [2048, 3072, 4096, 8192];
 
-/// Columns of PEM (RFC 7468, section 2).
-const COLUMNS: usize = 64;
-
 pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, KeyError> {
     let key = match key_type {
         KeyType::P256 => KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256),
@@ -84,10 +81,10 @@ pub(super) fn encoded(
 ) -> Result<Zeroizing<String>, KeyError> {
     let pkcs8 = key.serialized_der();
     let algorithm = match (encoding, key_type) {
-        (Encoding::Pkcs8, _) => return Ok(pem("PRIVATE KEY", pkcs8)),
+        (Encoding::Pkcs8, _) => return Ok(pem::encode("PRIVATE KEY", pkcs8)),
         (Encoding::Traditional, KeyType::Rsa(_)) => {
             let inner = unwrapped(pkcs8).ok_or(KeyError::Form)?;
-            return Ok(pem("RSA PRIVATE KEY", inner));
+            return Ok(pem::encode("RSA PRIVATE KEY", inner));
         }
         (Encoding::Traditional, KeyType::P256) => &ECDSA_P256_SHA256_ASN1_SIGNING,
         (Encoding::Traditional, KeyType::P384) => &ECDSA_P384_SHA384_ASN1_SIGNING,
@@ -95,7 +92,7 @@ pub(super) fn encoded(
     let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| KeyError::Form)?;
     let sec1: EcPrivateKeyRfc5915Der<'_> =
         key.private_key().as_der().map_err(|_| KeyError::Form)?;
-    Ok(pem("EC PRIVATE KEY", sec1.as_ref()))
+    Ok(pem::encode("EC PRIVATE KEY", sec1.as_ref()))
 }
 
 /// The key inside PKCS #8, which is version, algorithm, key (RFC 5958, section 2).
@@ -108,22 +105,6 @@ fn unwrapped(pkcs8: &[u8]) -> Option<&[u8]> {
     let (rest, _algorithm) = Any::from_der(rest).ok()?;
     let (_, key) = Any::from_der(rest).ok()?;
     (key.tag() == Tag::OctetString).then_some(key.data)
-}
-
-/// The capacity is enough from the start: a text that grows leaves copies of the key behind.
-fn pem(label: &str, der: &[u8]) -> Zeroizing<String> {
-    let base64 = Zeroizing::new(BASE64_STANDARD.encode(der));
-    let capacity = base64.len() + base64.len().div_ceil(COLUMNS) + 2 * label.len() + 40;
-    let mut pem = Zeroizing::new(String::with_capacity(capacity));
-    pem.extend(["-----BEGIN ", label, "-----\n"]);
-    let mut rest = base64.as_str();
-    while !rest.is_empty() {
-        let (line, more) = rest.split_at(rest.len().min(COLUMNS));
-        pem.extend([line, "\n"]);
-        rest = more;
-    }
-    pem.extend(["-----END ", label, "-----\n"]);
-    pem
 }
 
 #[cfg(test)]
@@ -147,7 +128,7 @@ mod tests {
                 let pem = encoded(&key, key_type, encoding).unwrap();
                 assert!(pem.starts_with(&format!("-----BEGIN {label}-----\n")));
                 assert!(pem.ends_with(&format!("\n-----END {label}-----\n")));
-                assert!(pem.lines().all(|line| line.len() <= COLUMNS));
+                assert!(pem.lines().all(|line| line.len() <= 64));
                 let read = KeyPair::from_pem(&pem).unwrap();
                 assert_eq!(read.der_bytes(), key.der_bytes(), "{key_type:?}");
             }

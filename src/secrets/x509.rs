@@ -9,8 +9,7 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use x509_parser::x509::SubjectPublicKeyInfo;
 use zeroize::Zeroizing;
 
-const BEGIN: &[u8] = b"-----BEGIN CERTIFICATE-----";
-const END: &[u8] = b"-----END CERTIFICATE-----";
+use crate::pem;
 
 /// What matters of a leaf certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,26 +76,10 @@ pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, KeyError> {
 
 /// The certificates of a bundle, each with its text; None stands for a broken one.
 pub(super) fn bundle(pem: &[u8]) -> impl Iterator<Item = Option<(&[u8], CertificateDer<'static>)>> {
-    blocks(pem).map(|block| {
+    pem::blocks(pem).map(|block| {
         let der = CertificateDer::from_pem_slice(block).ok()?;
         parse(&der).is_ok().then_some((block, der))
     })
-}
-
-/// The parts of a text that claim to be certificates: each up to its end or to the next.
-fn blocks(pem: &[u8]) -> impl Iterator<Item = &[u8]> {
-    let mut rest = find(pem, BEGIN).map(|start| &pem[start..]);
-    std::iter::from_fn(move || {
-        let block = rest?;
-        let next = find(&block[BEGIN.len()..], BEGIN).map(|at| at + BEGIN.len());
-        rest = next.map(|next| &block[next..]);
-        let block = &block[..next.unwrap_or(block.len())];
-        Some(find(block, END).map_or(block, |end| &block[..end + END.len()]))
-    })
-}
-
-fn find(text: &[u8], what: &[u8]) -> Option<usize> {
-    text.windows(what.len()).position(|window| window == what)
 }
 
 pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
