@@ -180,6 +180,7 @@ async fn whole(target: &Target, round: usize) -> f64 {
         files,
         serves_workload: true,
         options: sds::SecretOptions::default(),
+        refusals: sds::Refusals::default(),
     };
     tasks.spawn(sds::serve(listener, sources, &registry, stop.clone()));
     let client = support::channel(&socket).await;

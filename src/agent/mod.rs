@@ -46,7 +46,7 @@ use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
-use crate::{doctor, scope, status};
+use crate::{doctor, scope, sds, status};
 use reload::{Inputs, Load, Report, Settings};
 use sds_socket::{Detected, SdsOwner};
 
@@ -119,7 +119,8 @@ impl Agent {
         let (dns, forwarder) = agent.dns()?.unzip();
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        let (secrets, files, pcds) = agent.secrets(&istiod, owner, listener);
+        let refusals = sds::Refusals::default();
+        let (secrets, files, pcds) = agent.secrets(&istiod, owner, listener, refusals.clone());
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
@@ -151,6 +152,7 @@ impl Agent {
                 envoy,
                 istiod,
                 secrets,
+                refusals,
                 discovery,
                 dns,
                 health,

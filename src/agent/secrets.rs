@@ -28,6 +28,7 @@ impl Agent {
         istiod: &Istiod,
         owner: SdsOwner,
         listener: Option<Listener>,
+        refusals: sds::Refusals,
     ) -> (Option<Secrets>, Files, Option<Pcds>) {
         let mut config = self.config.secret_sources.files.clone();
         if owner == SdsOwner::Other {
@@ -55,6 +56,7 @@ impl Agent {
                 files: files.clone(),
                 serves_workload,
                 options: self.config.secret_sources.options.clone(),
+                refusals,
             };
             let listener = listener.guarded(self.access());
             let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());

@@ -2,18 +2,28 @@
 
 use prost::Message;
 
-use crate::metrics::{Counter, Gauge, Registry};
+use super::Refusals;
+use crate::metrics::{Counter, Gauge, Kind, Registry};
 
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
     pub(super) expired_nonces: Counter,
     pub(super) rejects: Counter,
     pub(super) internal_errors: Counter,
+    pub(super) refusals: Refusals,
     largest_request: Gauge,
 }
 
 impl Metrics {
-    pub(super) fn new(registry: &Registry) -> Self {
+    pub(super) fn new(registry: &Registry, refusals: &Refusals) -> Self {
+        let refused = refusals.clone();
+        registry.computed(
+            "istio_agent_sds_refused_secrets",
+            "Number of secrets Envoy has refused without having another version of them",
+            Kind::Gauge,
+            &[],
+            move |report| report(&[], refused.lock().len() as f64),
+        );
         let sds = |name, help| registry.counters(name, help, &["type"]).with(["sds"]);
         Self {
             expired_nonces: sds(
@@ -28,6 +38,7 @@ impl Metrics {
                 "istio_agent_pilot_total_xds_internal_errors",
                 "Total number of internal XDS errors in pilot.",
             ),
+            refusals: refusals.clone(),
             // The relay raises it too.
             largest_request: registry.gauge(
                 "istio_agent_pilot_xds_recv_max",

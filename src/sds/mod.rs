@@ -13,6 +13,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -24,6 +25,7 @@ use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_server
     SecretDiscoveryService, SecretDiscoveryServiceServer,
 };
 use hyper_util::service::TowerToHyperService;
+use parking_lot::Mutex;
 use tonic::{Status, Streaming};
 
 use crate::lifecycle::CancellationToken;
@@ -38,6 +40,10 @@ use stream::Stream;
 /// The largest request taken. Envoy's have a few hundred bytes.
 const MAX_REQUEST: usize = 4 * 1024 * 1024;
 
+/// The secrets that Envoy has refused without having another version of them, by the number of the
+/// stream.
+pub type Refusals = Arc<Mutex<BTreeMap<u64, String>>>;
+
 /// What is served.
 #[derive(Clone, Debug)]
 pub struct Sources {
@@ -47,6 +53,7 @@ pub struct Sources {
     /// Whether `default` and `ROOTCA` are served, or only names that carry paths of files.
     pub serves_workload: bool,
     pub options: SecretOptions,
+    pub refusals: Refusals,
 }
 
 /// The secret discovery service over one set of secrets.
@@ -71,8 +78,8 @@ pub fn serve(
     shutdown: CancellationToken,
 ) -> impl Future<Output = ()> + Send + use<> {
     let service = Service {
+        metrics: Metrics::new(registry, &sources.refusals),
         sources: Arc::new(sources),
-        metrics: Metrics::new(registry),
         streams: Arc::default(),
         responses: Arc::default(),
     };

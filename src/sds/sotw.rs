@@ -54,6 +54,14 @@ pub(super) struct StateOfTheWorld {
     unknown: HashSet<u64>,
     /// The nonce of the latest response.
     nonce: Option<String>,
+    /// Whether Envoy has a version of the secret. Its streams ask for one each.
+    has_version: bool,
+}
+
+impl Drop for StateOfTheWorld {
+    fn drop(&mut self) {
+        self.metrics.refusals.lock().remove(&self.id);
+    }
 }
 
 impl StateOfTheWorld {
@@ -66,6 +74,7 @@ impl StateOfTheWorld {
             names: BTreeMap::new(),
             unknown: HashSet::new(),
             nonce: None,
+            has_version: false,
         }
     }
 
@@ -175,20 +184,43 @@ impl StateOfTheWorld {
         let (id, nonce) = (self.id, &request.response_nonce);
         // Before the first response, a nonce is one of an earlier stream, and the request subscribes.
         let latest = self.nonce.as_ref().filter(|_| !self.names.is_empty());
+        // Envoy names the version that it has, also if it is of an earlier stream.
+        self.has_version |= !request.version_info.is_empty();
         if let Some(error) = &request.error_detail {
-            let (code, reason) = (error.code, escaped(&error.message, MAX_REASON));
             self.metrics.rejects.inc();
-            tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}");
+            self.report_refusal(error.code, &escaped(&error.message, MAX_REASON));
         } else if request.resource_names.is_empty() && request.type_url == TYPE_URL {
             tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id}");
             self.names.clear();
+            self.metrics.refusals.lock().remove(&id);
         } else if !nonce.is_empty() && latest.is_some_and(|latest| latest != nonce) {
             self.metrics.expired_nonces.inc();
             tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received");
         } else {
+            if latest == Some(nonce) {
+                self.has_version = true;
+                self.metrics.refusals.lock().remove(&id);
+            }
             return true;
         }
         false
+    }
+
+    /// Logs a NACK. While Envoy has no version of the secret, the pod is not ready.
+    fn report_refusal(&self, code: i32, reason: &str) {
+        let id = self.id;
+        let names = Vec::from_iter(self.names.keys().map(Name::to_string)).join(", ");
+        let names = escaped(&names, MAX_REASON);
+        let mut follows = "it keeps the version it has";
+        if !self.has_version && !names.is_empty() {
+            let refusal = format!("Envoy refuses {names}: {reason}");
+            self.metrics.refusals.lock().insert(id, refusal);
+            follows = "it has no version, and the pod is not ready";
+        }
+        tracing::error!(
+            target: "ads",
+            "ADS:SDS: ACK ERROR {id} {code}:{reason}; Envoy refuses {names}: {follows}"
+        );
     }
 
     /// The name, or why it is not served on this socket.

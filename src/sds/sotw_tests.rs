@@ -12,10 +12,10 @@ use proptest::prelude::*;
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::SecretOptions;
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL};
 use super::sotw::{Lookup, ResponseId, StateOfTheWorld};
+use super::{Refusals, SecretOptions};
 use crate::ca::{Ca, csr};
 use crate::metrics::Registry;
 use crate::secrets::certificate::Workload;
@@ -73,7 +73,8 @@ struct Stream(StateOfTheWorld);
 
 impl Stream {
     fn new(registry: &Registry) -> Self {
-        Self(StateOfTheWorld::new(1, Metrics::new(registry), true))
+        let metrics = Metrics::new(registry, &Refusals::default());
+        Self(StateOfTheWorld::new(1, metrics, true))
     }
 
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
@@ -304,7 +305,7 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
     let first = request(&["default"], "");
     stream.apply(&first).expect("is fine");
     sent(&mut stream, &state, "1");
-    assert_eq!(registry.render(), "");
+    assert!(!registry.render().contains("_pilot_"), "nothing is counted");
     let (refused, late) = (refusal(&["default"], "1"), request(&["default"], "0"));
     for answer in [&refused, &late, &late] {
         stream.apply(answer).expect("is fine");
@@ -312,6 +313,79 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
     let page = registry.render();
     assert!(page.contains("istio_agent_pilot_total_xds_rejects{type=\"sds\"} 1\n"));
     assert!(page.contains("istio_agent_pilot_xds_expired_nonce{type=\"sds\"} 2\n"));
+}
+
+/// The reasons why the pod is not ready.
+fn refusals(stream: &Stream) -> Vec<String> {
+    stream.0.metrics.refusals.lock().values().cloned().collect()
+}
+
+#[tokio::test]
+async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_accepts_one() {
+    let authority = FakeAuthority::new(&clock());
+    let registry = Registry::default();
+    let mut stream = Stream::new(&registry);
+    stream.apply(&request(&["default"], "")).expect("is fine");
+    sent(&mut stream, &signed_by(&authority).await, "1");
+    let mut refused = refusal(&["default"], "1");
+    refused.error_detail.as_mut().expect("is set").message =
+        format!("no\n\x1b[0m{}", "x".repeat(9_000));
+    stream.apply(&refused).expect("is fine");
+    let [text] = &refusals(&stream)[..] else {
+        panic!("one refusal");
+    };
+    assert!(
+        text.starts_with("Envoy refuses default: no\\n\\u{1b}[0mxxx"),
+        "{text}"
+    );
+    assert!(text.len() < 1_200, "{}", text.len());
+    assert!(
+        registry
+            .render()
+            .contains("\nistio_agent_sds_refused_secrets 1\n")
+    );
+    // It asks for the same again, which is no acceptance.
+    stream.apply(&request(&["default"], "0")).expect("is fine");
+    assert_eq!(refusals(&stream).len(), 1);
+    sent(&mut stream, &signed_by(&authority).await, "2");
+    stream.apply(&request(&["default"], "2")).expect("is fine");
+    assert_eq!(refusals(&stream), [""; 0]);
+    assert!(
+        registry
+            .render()
+            .contains("\nistio_agent_sds_refused_secrets 0\n")
+    );
+    // A replacement that is refused leaves the version that was accepted.
+    sent(&mut stream, &signed_by(&authority).await, "3");
+    stream.apply(&refusal(&["default"], "3")).expect("is fine");
+    assert_eq!(refusals(&stream), [""; 0]);
+}
+
+#[tokio::test]
+async fn a_version_of_an_earlier_stream_counts_and_an_ended_stream_does_not() {
+    let state = signed().await;
+    let mut stream = fresh();
+    let mut again = request(&["default"], "");
+    again.version_info = "before/1".to_owned();
+    stream.apply(&again).expect("is fine");
+    sent(&mut stream, &state, "1");
+    stream.apply(&refusal(&["default"], "1")).expect("is fine");
+    assert_eq!(refusals(&stream), [""; 0]);
+
+    let refused = async |end: fn(Stream) -> Option<Stream>| {
+        let mut stream = subscribed(&["file-root:a", "default"], &signed().await);
+        stream.apply(&refusal(&["default"], "1")).expect("is fine");
+        let all = stream.0.metrics.refusals.clone();
+        assert_eq!(all.lock().len(), 1);
+        let _stream = end(stream);
+        all.lock().len()
+    };
+    assert_eq!(refused(|_| None).await, 0, "the stream ended");
+    let unsubscribed = |mut stream: Stream| {
+        stream.apply(&request(&[], "1")).expect("is fine");
+        Some(stream)
+    };
+    assert_eq!(refused(unsubscribed).await, 0, "nothing is asked for");
 }
 
 #[tokio::test]

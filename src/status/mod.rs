@@ -52,6 +52,7 @@ use crate::istiod::Istiod;
 use crate::lifecycle::{BoxError, CancellationToken, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
+use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
@@ -111,6 +112,7 @@ pub struct Sources {
     pub istiod: Istiod,
     /// None if another process serves certificates.
     pub secrets: Option<Secrets>,
+    pub refusals: Refusals,
     pub discovery: Observer,
     /// None if the agent does not answer DNS.
     pub dns: Option<Dns>,

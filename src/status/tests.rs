@@ -34,6 +34,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
         envoy: None,
         istiod,
         secrets: None,
+        refusals: Refusals::default(),
         discovery: Observer::new(&metrics, None),
         dns: None,
         health: None,

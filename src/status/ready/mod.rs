@@ -1,7 +1,7 @@
 //! Readiness of the pod, and the reason if it is not ready.
 //!
-//! Envoy must run, have accepted clusters and listeners once, and be live; the agent must not be
-//! stopping. A check that an Envoy process has passed is not repeated for it, so a steady probe costs
+//! Envoy must run, have accepted clusters and listeners once, be live, and have a version of each secret
+//! that it asks for, unless it was not sent one; the agent must not be stopping. A check that an Envoy process has passed is not repeated for it, so a steady probe costs
 //! no request to Envoy; another process, told by epoch and pid, starts anew. Requests that arrive
 //! while Envoy's admin port is asked share the answer.
 
@@ -81,6 +81,9 @@ impl Readiness {
             self.envoy_is_ready(envoy).await?;
         }
         self.not_terminating()?;
+        if let Some(refusal) = self.sources.refusals.lock().values().next() {
+            return Err(refusal.clone());
+        }
         if let Some(file) = &self.grpc {
             file.check()?;
         }

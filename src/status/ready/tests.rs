@@ -23,6 +23,7 @@ struct Pod {
     stop: Stop,
     metrics: Registry,
     milestones: Milestones,
+    refusals: crate::sds::Refusals,
     report: watch::Sender<Report>,
     /// The answer of the admin port; with none it hangs.
     says: watch::Sender<Option<(u16, String)>>,
@@ -57,6 +58,7 @@ impl Pod {
         };
         Self {
             milestones: sources.milestones.clone(),
+            refusals: sources.refusals.clone(),
             ready: Arc::new(Readiness::new(None, Arc::new(sources))),
             stop,
             metrics,
@@ -174,6 +176,16 @@ async fn a_stopping_agent_is_not_ready() {
         .request(Urgency::Drain, "received signal: terminated");
     let expected = "server is terminated: received signal: terminated";
     assert_eq!(pod.missing().await, expected);
+}
+
+#[tokio::test]
+async fn a_pod_without_a_secret_that_envoy_has_refused_is_not_ready_until_it_has_one() {
+    let pod = Pod::new().await;
+    let reason = "Envoy refuses default: no".to_owned();
+    pod.refusals.lock().insert(7, reason.clone());
+    assert_eq!(pod.missing().await, reason);
+    pod.refusals.lock().clear();
+    assert_eq!(pod.ready.check().await, Ok(()));
 }
 
 #[tokio::test]

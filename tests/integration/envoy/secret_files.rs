@@ -58,6 +58,7 @@ fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
         files,
         serves_workload: true,
         options: sds::SecretOptions::default(),
+        refusals: sds::Refusals::default(),
     };
     let listener = unix_socket::bind(socket).unwrap();
     let mut tasks = JoinSet::new();

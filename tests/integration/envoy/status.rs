@@ -13,7 +13,7 @@ use crate::support::http::connect;
 use crate::support::pod::{self, BareEnvoy, Pod, Settings};
 use crate::support::process::Process;
 use crate::support::programs::envoy_binary;
-use crate::support::resources::{cluster, endpoints, listener, routes};
+use crate::support::resources::{cluster, endpoints, listener, routes, secured_listener};
 use crate::support::{eventually, free_port};
 
 /// Status and body of a GET; None without an answer.
@@ -63,6 +63,41 @@ async fn a_pod_is_ready_through_envoy_once_envoy_is_configured() {
         page.contains("\nistio_agent_startup_duration_seconds "),
         "{page}"
     );
+}
+
+/// An Envoy without the extension for keys refuses the certificate.
+#[tokio::test]
+async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why() {
+    let Some(binary) = envoy_binary() else { return };
+    let port = free_port();
+    let control_plane = ControlPlane::of(&[secured_listener("tls", port)]).await;
+    let provider = json!({
+        "privateKeyProvider": { "cryptomb": { "pollDelay": "1s" } },
+        "drainDuration": "1s",
+    });
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("PROXY_CONFIG", &provider.to_string())],
+    };
+    let pod = Pod::start(settings, &control_plane);
+    let expected = "Envoy refuses default: ";
+    eventually("the reason", async || {
+        let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
+        assert_eq!(status, 503, "{body}");
+        body.contains(expected).then_some(())
+    })
+    .await;
+    let (_, page) = ask(pod.status_port, "/metrics").await.unwrap();
+    assert!(
+        page.contains("\nistio_agent_sds_refused_secrets 1\n"),
+        "{page}"
+    );
+    let log = pod.agent.log();
+    let is_error = |line: &str| line.contains("\terror\t") && line.contains(expected);
+    assert!(log.lines().any(is_error), "{log}");
+    // Once nothing uses the certificate, nothing lacks it.
+    control_plane.set(&[]).await;
+    becomes(pod.status_port, "/healthz/ready", 200).await;
 }
 
 #[tokio::test]
