@@ -12,8 +12,8 @@ use std::time::SystemTime;
 
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
 
+use crate::pem;
 use crate::regular_file;
 
 /// The certificates that are trusted, and what webpki needs of them.
@@ -150,7 +150,7 @@ struct Anchors {
 
 impl Anchors {
     fn add(&mut self, pem: &[u8], now: SystemTime) {
-        for certificate in CertificateDer::pem_slice_iter(pem) {
+        for certificate in pem::items::<CertificateDer>(pem) {
             let certificate = certificate
                 .ok()
                 .and_then(|der| Some((not_after(&der)?, der)));
@@ -194,6 +194,9 @@ pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnc
     anchors.add(pem, now);
     let count = anchors.valid.len() + anchors.broken + anchors.expired;
     let path = path.display();
+    if let Some(left_over) = pem::left_over(pem) {
+        tracing::warn!("{path} holds {left_over}; it is ignored");
+    }
     anchors.finish(&path.to_string()).map_err(|left_out| {
         let found = match count {
             0 if pem.trim_ascii().is_empty() => "is empty, expected PEM".to_owned(),
@@ -240,6 +243,10 @@ mod tests {
             Ok(2)
         );
         assert_eq!(outcome(&format!("{base64}{der}{expired}{good}")), Ok(1));
+        let both = format!("{}{}", good.trim(), Authority::new("b").pem());
+        for pem in [both.replace('\n', "\r"), format!("\u{feff}{both}"), both] {
+            assert_eq!(outcome(&pem), Ok(2));
+        }
         for (pem, expected) in [
             ("", "is empty"),
             (" \n", "is empty"),

@@ -7,7 +7,6 @@ use std::time::SystemTime;
 
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::aws_lc_rs::default_provider;
-use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{CertificateError, Error};
@@ -17,6 +16,7 @@ use x509_parser::prelude::{GeneralName, X509Certificate};
 use super::report::{Check, Level};
 use crate::clock::rfc3339;
 use crate::duration::{approximate, scaled};
+use crate::pem;
 use crate::secrets::system_time;
 use crate::trust_anchors;
 
@@ -51,7 +51,7 @@ impl Facts {
 
     /// The certificates of a PEM file; broken ones are left out.
     pub(super) fn of_pem(pem: &[u8]) -> Vec<Self> {
-        let certificates = CertificateDer::pem_slice_iter(pem).flatten();
+        let certificates = pem::items::<CertificateDer>(pem).flatten();
         certificates.filter_map(|der| Self::read(&der)).collect()
     }
 
@@ -152,7 +152,7 @@ pub(super) fn chain(
 /// Verifies a chain as the client's and as the server's, as Envoy does. A SPIFFE identity has no DNS name
 /// to compare.
 fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
-    let chain: Vec<_> = CertificateDer::pem_slice_iter(chain).flatten().collect();
+    let chain: Vec<_> = pem::items(chain).flatten().collect();
     let (leaf, others) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
     let roots = trust_anchors::parse(Path::new("ROOTCA"), roots, now).map_err(Error::General)?;
     let (store, provider) = (&roots.store, Arc::new(default_provider()));
@@ -196,6 +196,7 @@ mod tests {
         IsCa, KeyPair, KeyUsagePurpose, SanType,
     };
     use rustls::crypto::aws_lc_rs::sign::any_supported_type;
+    use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{PrivateKeyDer, ServerName};
     use rustls::sign::{CertifiedKey, SingleCertAndKey};
     use rustls::{ClientConfig, RootCertStore, ServerConfig};

@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
-use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, InconsistentKeys};
 use zeroize::Zeroizing;
 
 use crate::compliance::Policy;
+use crate::pem;
 use crate::regular_file;
 pub use crate::trust_anchors::Roots;
 use crate::trust_anchors::{self, MAX_PEM, not_after, seconds};
@@ -91,7 +91,7 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
     let path = client.key.display();
     let pem = regular_file::read_blocking(client.key.clone(), MAX_PEM).await;
     let pem = pem.map_err(|error| format!("cannot read the client key {path}: {error}"))?;
-    let key = PrivateKeyDer::from_pem_slice(&pem)
+    let key = pem::first::<PrivateKeyDer>(&pem)
         .map_err(|error| format!("client key {path} is no PEM private key: {error}"))?;
     // rustls' own pairing would leave a copy of the key in memory.
     let pair = certified(chain, &Zeroizing::new(key));
@@ -120,7 +120,7 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let pem = regular_file::read_blocking(path.to_owned(), MAX_PEM)
         .await
         .map_err(|error| unusable(error.to_string()))?;
-    let chain = CertificateDer::pem_slice_iter(&pem)
+    let chain = pem::items::<CertificateDer>(&pem)
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| unusable(error.to_string()))?;
     let leaf = chain

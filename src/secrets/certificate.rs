@@ -1,15 +1,16 @@
 //! The two kinds of secret: a certificate chain with its private key, and trust anchors.
 //!
 //! A [`Certificate`] exists only if every element of the chain is a certificate and the leaf holds
-//! the public half of the key: what Envoy would refuse is never published. The chain is served as it
-//! came, roots included, as pilot-agent does. Signatures are not verified. Keys are overwritten when
-//! dropped and left out of debug output.
+//! the public half of the key: what Envoy would refuse is never published. The chain is served with its
+//! roots, as pilot-agent does, byte for byte unless Envoy cannot read it. Signatures are not verified.
+//! Keys are overwritten when dropped and left out of debug output.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
 
 use super::name::escaped;
@@ -17,6 +18,7 @@ use super::trust;
 use super::x509::{self, ChainError, KeyError, Leaf};
 use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
+use crate::pem;
 
 /// A secret as it is served. Clones share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,7 +74,9 @@ impl Workload {
             return Err(CertificateError::TooShort { found: 0 });
         };
         let mut leaves = Vec::new();
-        for (index, element) in chain.iter().enumerate() {
+        let elements = chain.iter().enumerate();
+        // pilot-agent joins the elements: empty ones have no effect.
+        for (index, element) in elements.filter(|(_, element)| !element.trim().is_empty()) {
             let checked = x509::leaf(element.as_bytes());
             leaves.push(checked.map_err(|error| not_certificates(index, element, error))?);
         }
@@ -82,9 +86,11 @@ impl Workload {
         let missing = ChainError::Missing { bytes: 0 };
         let roots = Roots::merged([roots_pem.as_bytes()])
             .ok_or_else(|| not_certificates(chain.len(), roots_pem, missing))?;
-        let chain_pem = joined(chain, roots_pem);
+        // One broken root would have Envoy refuse the chain.
+        let (served, _) = Roots::from_file(roots_pem.as_bytes());
+        let chain = joined(chain, served.as_ref().unwrap_or(&roots).pem());
         let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
-        let certificate = Certificate::new(chain_pem, leaf, key_pem);
+        let certificate = Certificate::new(Zeroizing::new(chain), leaf, key_pem);
         let certificate = certificate.map_err(|error| match error {
             KeyError::Mismatch => CertificateError::ForeignKey,
             other => CertificateError::Key(other),
@@ -116,7 +122,7 @@ fn not_certificates(index: usize, element: &str, error: ChainError) -> Certifica
 }
 
 /// All elements in one piece, with a line break where one lacks it.
-fn joined(chain: &[String], roots: &str) -> Bytes {
+fn joined(chain: &[String], roots: &[u8]) -> Vec<u8> {
     let mut pem = Vec::new();
     for element in chain {
         pem.extend_from_slice(element.as_bytes());
@@ -124,14 +130,14 @@ fn joined(chain: &[String], roots: &str) -> Bytes {
             pem.push(b'\n');
         }
     }
-    pem.extend_from_slice(roots.as_bytes());
-    pem.into()
+    pem.extend_from_slice(roots);
+    pem
 }
 
 impl Certificate {
-    /// `leaf` is that of `chain_pem`, whose elements are checked.
+    /// `leaf` is that of `chain`, whose elements are checked.
     pub(super) fn new(
-        chain_pem: Bytes,
+        chain: Zeroizing<Vec<u8>>,
         leaf: Leaf,
         key_pem: Zeroizing<Vec<u8>>,
     ) -> Result<Self, KeyError> {
@@ -139,8 +145,8 @@ impl Certificate {
             return Err(KeyError::Mismatch);
         }
         Ok(Self {
-            chain_pem,
-            key_pem,
+            chain_pem: pem::readable::<CertificateDer>(chain).to_vec().into(),
+            key_pem: pem::readable::<PrivateKeyDer>(key_pem),
             leaf,
         })
     }
@@ -210,20 +216,19 @@ impl Roots {
         (!merged.is_empty()).then(|| Self(merged.into()))
     }
 
-    /// The certificates of a file in its order, and how many broken ones are left out.
+    /// The certificates of a file, byte for byte unless Envoy cannot read it, and how many broken ones are
+    /// left out.
     pub(super) fn from_file(pem: &[u8]) -> (Option<Self>, usize) {
-        let (mut text, mut broken) = (Vec::new(), 0);
-        for certificate in x509::bundle(pem) {
-            match certificate {
-                Some((block, _)) => {
-                    text.extend_from_slice(block.trim_ascii());
-                    text.push(b'\n');
-                }
-                None => broken += 1,
-            }
+        let certificates = Vec::from_iter(x509::bundle(pem));
+        let broken = certificates.iter().filter(|der| der.is_none()).count();
+        let roots = Vec::from_iter(certificates.into_iter().flatten());
+        if roots.is_empty() {
+            return (None, broken);
         }
-        let roots = (!text.is_empty()).then(|| Self(text.into()));
-        (roots, broken)
+        if pem::plain_blocks(pem) == Some(roots.len()) {
+            return (Some(Self(Bytes::copy_from_slice(pem))), broken);
+        }
+        (Some(Self(x509::text(roots).into())), broken)
     }
 
     /// These and the others.

@@ -5,7 +5,6 @@
 use std::time::SystemTime;
 
 use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
 use serde::Serialize;
 
 use super::State;
@@ -13,6 +12,7 @@ use super::metrics::seconds;
 use super::name::{DEFAULT, ROOT_CA};
 use super::x509::{self, system_time};
 use crate::clock::rfc3339;
+use crate::pem;
 
 /// More than any chain or bundle of roots that Envoy is given.
 const MAX_CERTIFICATES: usize = 100;
@@ -87,7 +87,7 @@ pub(super) fn snapshot(state: &State, now: SystemTime) -> Snapshot {
 
 /// The certificates of a chain or bundle; broken ones are left out.
 fn certificates(pem: &[u8], now: SystemTime) -> Vec<Certificate> {
-    CertificateDer::pem_slice_iter(pem)
+    pem::items::<CertificateDer>(pem)
         .flatten()
         .filter_map(|der| certificate(&der, now))
         .take(MAX_CERTIFICATES)

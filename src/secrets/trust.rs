@@ -1,14 +1,15 @@
 //! Trust bundles: the mesh's, which comes by discovery (PCDS), and how bundles are merged.
 //!
-//! A bundle is kept in one form, each certificate once and in the order of their text: bundles that
-//! differ only in order are equal, and are not pushed to Envoy again.
+//! A bundle is kept in one form, each certificate once and in one order: bundles that differ only in
+//! order are equal, and are not pushed to Envoy again.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 
 use tokio::sync::watch;
 
 use super::certificate::Roots;
 use super::x509;
+use crate::pem;
 
 /// The latest trust bundle of the mesh. Clones share it.
 #[derive(Clone, Debug, Default)]
@@ -48,18 +49,19 @@ impl MeshBundle {
 /// The certificates of all texts, each once, in order. Broken ones are left out, as one of them would
 /// have Envoy refuse the others with it.
 pub(super) fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
-    let (mut known, mut blocks) = (HashSet::new(), BTreeSet::new());
-    for certificate in texts.into_iter().flat_map(x509::bundle) {
-        match certificate {
-            Some((block, der)) => {
-                if known.insert(der) {
-                    blocks.insert(String::from_utf8_lossy(block).replace('\r', ""));
-                }
+    let mut roots = BTreeSet::new();
+    for text in texts {
+        for root in x509::bundle(text) {
+            match root {
+                Some(der) => drop(roots.insert(der)),
+                None => tracing::warn!(target: "cache", "a broken root certificate is left out"),
             }
-            None => tracing::warn!(target: "cache", "a broken root certificate is left out"),
+        }
+        if let Some(left_over) = pem::left_over(text) {
+            tracing::warn!(target: "cache", "a bundle of roots holds {left_over}; it is ignored");
         }
     }
-    Vec::from_iter(blocks).join("\n")
+    x509::text(roots).trim_end().to_owned()
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 use std::time::{Duration, SystemTime};
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
-use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use x509_parser::x509::SubjectPublicKeyInfo;
@@ -44,7 +43,7 @@ pub enum KeyError {
 /// The first certificate of a chain; all others must be certificates as well.
 pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, ChainError> {
     let mut leaf = None;
-    for (index, der) in CertificateDer::pem_slice_iter(chain).enumerate() {
+    for (index, der) in pem::items::<CertificateDer>(chain).enumerate() {
         let broken = |found| ChainError::Broken { index, found };
         let der = der.map_err(|error| broken(error.to_string()))?;
         let certificate = parse(&der).map_err(broken)?;
@@ -60,7 +59,7 @@ pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, ChainError> {
 
 /// The public half of a private key.
 pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, KeyError> {
-    let Ok(der) = PrivateKeyDer::from_pem_slice(pem) else {
+    let Ok(der) = pem::first::<PrivateKeyDer>(pem) else {
         return Err(KeyError::Missing { bytes: pem.len() });
     };
     let der = Zeroizing::new(der);
@@ -74,12 +73,19 @@ pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, KeyError> {
     Ok(public.subject_public_key.data.to_vec())
 }
 
-/// The certificates of a bundle, each with its text; None stands for a broken one.
-pub(super) fn bundle(pem: &[u8]) -> impl Iterator<Item = Option<(&[u8], CertificateDer<'static>)>> {
-    pem::blocks(pem).map(|block| {
-        let der = CertificateDer::from_pem_slice(block).ok()?;
-        parse(&der).is_ok().then_some((block, der))
+/// The certificates of a bundle; None stands for a broken one.
+pub(super) fn bundle(pem: &[u8]) -> impl Iterator<Item = Option<Vec<u8>>> {
+    pem::items::<CertificateDer>(pem).map(|der| {
+        let der = der.ok()?.to_vec();
+        parse(&der).is_ok().then_some(der)
     })
+}
+
+/// Writes certificates as PEM.
+pub(super) fn text(certificates: impl IntoIterator<Item = Vec<u8>>) -> String {
+    let ders = certificates.into_iter();
+    let texts = ders.map(|der| pem::encode("CERTIFICATE", &der).to_string());
+    texts.collect()
 }
 
 pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {

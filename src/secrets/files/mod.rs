@@ -109,7 +109,7 @@ fn exists(state: &SecretState) -> bool {
 impl WorkloadFiles {
     /// What the files hold now: the certificate with its key, and the roots. Blocks.
     pub fn read(&self) -> [Result<Secret, FileError>; 2] {
-        let read = |source: Source| source.read().map(|(secret, _)| secret);
+        let read = |source: Source| source.read().map(|(secret, ..)| secret);
         self.sources().map(read)
     }
 

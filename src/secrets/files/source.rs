@@ -1,16 +1,16 @@
 //! The files of one secret: reads and checks them.
 //!
 //! A key and its chain are read and checked as one; what was checked is what is served, byte for
-//! byte. Of a bundle of roots, broken certificates are left out.
+//! byte unless Envoy cannot read it. Of a bundle of roots, broken certificates are left out.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bytes::Bytes;
 use zeroize::Zeroizing;
 
+use crate::pem;
 use crate::regular_file;
 use crate::secrets::certificate::{Certificate, Roots, Secret};
 use crate::secrets::x509::{self, ChainError, KeyError};
@@ -38,17 +38,20 @@ pub enum FileError {
     TooMany { most: usize },
 }
 
+/// A secret, how many certificates are left out of roots, and what is not PEM.
+pub(super) type Content = (Secret, usize, Option<&'static str>);
+
 impl Source {
-    /// Reads and checks the secret, and counts the broken certificates left out of roots. Blocks.
-    pub(super) fn read(&self) -> Result<(Secret, usize), FileError> {
+    /// Reads and checks the secret. Blocks.
+    pub(super) fn read(&self) -> Result<Content, FileError> {
         match self {
-            Self::Pair { chain, key } => Ok((pair(chain, key)?, 0)),
+            Self::Pair { chain, key } => pair(chain, key),
             Self::Roots(path) => {
                 let file = read(path)?;
                 let (roots, broken) = Roots::from_file(&file);
                 let missing = ChainError::Missing { bytes: file.len() };
                 let roots = roots.ok_or_else(|| certificates(path, missing))?;
-                Ok((Secret::Roots(roots), broken))
+                Ok((Secret::Roots(roots), broken, pem::left_over(&file)))
             }
         }
     }
@@ -88,15 +91,16 @@ impl FileError {
     }
 }
 
-fn pair(chain_path: &Path, key_path: &Path) -> Result<Secret, FileError> {
+fn pair(chain_path: &Path, key_path: &Path) -> Result<Content, FileError> {
     let (chain, key) = (read(chain_path)?, read(key_path)?);
+    let left_over = pem::left_over(&chain).or_else(|| pem::left_over(&key));
     let leaf = x509::leaf(&chain).map_err(|source| certificates(chain_path, source))?;
-    let certificate = Certificate::new(Bytes::copy_from_slice(&chain), leaf, key);
+    let certificate = Certificate::new(chain, leaf, key);
     let certificate = certificate.map_err(|source| FileError::Key {
         path: key_path.to_owned(),
         source,
     })?;
-    Ok(Secret::Certificate(Arc::new(certificate)))
+    Ok((Secret::Certificate(Arc::new(certificate)), 0, left_over))
 }
 
 fn certificates(path: &Path, source: ChainError) -> FileError {

@@ -16,7 +16,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
-use super::source::{FileError, Source};
+use super::source::{Content, FileError, Source};
 use super::table::{Entry, Table};
 use crate::clock::{Clock, after, rfc3339};
 use crate::file_watch::{Changed, FileWatch};
@@ -219,11 +219,11 @@ impl Watcher {
 
     /// Publishes what was read, if it differs, or that files cannot be used, unless they could be before.
     /// A failure is logged and counted once, and again when it is another one.
-    fn publish(&self, entry: &Entry, read: Result<(Secret, usize), FileError>) {
+    fn publish(&self, entry: &Entry, read: Result<Content, FileError>) {
         let (source, mut content) = (&entry.source, entry.content.lock());
         let is_available = matches!(content.state, SecretState::Available(_));
         match read {
-            Ok((secret, broken)) => {
+            Ok((secret, broken, left_over)) => {
                 content.problem = None;
                 if matches!(&content.state, SecretState::Available(last) if *last == secret) {
                     return;
@@ -243,6 +243,9 @@ impl Watcher {
                         target: "cache",
                         "failed to parse some certs from {source}: {broken} left out"
                     );
+                }
+                if let Some(left_over) = left_over {
+                    tracing::warn!(target: "cache", "{source} holds {left_over}; it is ignored");
                 }
                 content.state = SecretState::Available(secret);
             }

@@ -1,5 +1,6 @@
 //! The lifetime of a certificate, on a paused clock and with a misbehaving authority.
 
+use bytes::Bytes;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tonic::Code;
@@ -260,6 +261,49 @@ async fn a_foreign_identity_and_a_clock_that_differs_are_odd_and_not_refused() {
     assert_eq!(certificate.unusual_fields(&ours, ahead).len(), 1);
     let other = SpiffeId::new("cluster.local", "shop", "till");
     assert_eq!(certificate.unusual_fields(&other, clock.now()).len(), 1);
+}
+
+#[tokio::test]
+async fn an_answer_is_served_as_envoy_reads_it_and_its_empty_elements_are_skipped() {
+    const BROKEN: &str = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    let authority = FakeAuthority::new(&clock());
+    let ours = config().identity;
+    let request = crate::ca::csr::generate(KeyType::P256, Default::default(), &ours).unwrap();
+    let answer = authority.sign(&request.csr_pem, HOUR).await.expect("signs");
+    let [leaf, root] = &answer[..] else {
+        panic!("two elements");
+    };
+    let served = |answer: &[&str]| {
+        let answer: Vec<_> = answer.iter().map(|&element| element.to_owned()).collect();
+        let workload = Workload::new(&answer, request.key_pem.clone());
+        let text = |workload: Workload| workload.certificate.chain_pem().clone();
+        workload.map(text).map_err(|error| error.to_string())
+    };
+    let whole = Bytes::from(answer.concat());
+    assert_eq!(served(&[leaf, root]), Ok(whole.clone()));
+    let joined = format!("{}{root}", leaf.trim());
+    for answer in [
+        &[&*joined, root][..],
+        &[&leaf.replace('\n', "\r"), root, root],
+        &[leaf, root, &format!("{BROKEN}{root}")],
+    ] {
+        assert_eq!(
+            served(answer),
+            Ok(Bytes::from(format!("{leaf}{root}{root}")))
+        );
+    }
+    let with_empty = served(&["", leaf, "\n", root]).expect("is accepted");
+    let lines = |text: &Bytes| -> Vec<String> {
+        let text = String::from_utf8(text.to_vec()).unwrap();
+        text.lines()
+            .filter(|line| !line.is_empty())
+            .map(str::to_owned)
+            .collect()
+    };
+    assert_eq!(lines(&with_empty), lines(&whole));
+    for answer in [&[&**leaf, ""][..], &["", root]] {
+        served(answer).expect_err("lacks a leaf or roots");
+    }
 }
 
 #[tokio::test]

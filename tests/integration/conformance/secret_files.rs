@@ -106,6 +106,40 @@ async fn every_mode_of_files_serves_them_without_an_authority() {
 }
 
 #[tokio::test]
+async fn text_that_is_no_pem_is_named_in_the_log_without_its_content_and_comments_are_not() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let ((chain, key), (other, _)) = (generated(), generated());
+    let secret = key.lines().nth(1).unwrap();
+    let comment = format!("Bag Attributes\n    friendlyName: x\nsubject=CN = x\n{chain}");
+    place.write("chain.pem", &comment);
+    place.write(
+        "key.pem",
+        format!("{key}-----BEGIN PRIVATE KEY-----\n{secret}\n"),
+    );
+    place.write("good-key.pem", &key);
+    place.write("roots.pem", format!("{chain}\0{other}"));
+    let agent = place.start().await;
+    let names = [
+        "file-cert:chain.pem~key.pem",
+        "file-cert:chain.pem~good-key.pem",
+        "file-root:roots.pem",
+    ];
+    for name in names {
+        served(&place, &[name]).await;
+    }
+    for expected in [
+        "file-cert:chain.pem~key.pem holds a part of a PEM block, expected whole ones; it is ignored",
+        "file-root:roots.pem holds bytes that are no text, expected PEM and comments; it is ignored",
+    ] {
+        agent.logs(expected).await;
+    }
+    let log = agent.log();
+    assert!(!log.contains(secret), "{log}");
+    assert!(!log.contains("good-key.pem holds"), "{log}");
+}
+
+#[tokio::test]
 async fn impossible_configurations_of_files_are_errors() {
     let istiod = local_istiod().await;
     for (variables, expected) in [

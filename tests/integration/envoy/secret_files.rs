@@ -1,6 +1,6 @@
 //! Envoy takes secrets from files, by the hundred, and from an external SDS server.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use istio_agent::ca::Ca;
@@ -46,6 +46,16 @@ async fn write_signed(connection: &Connection, directory: &Path, roots: &str) {
 
 /// Serves files on a socket.
 fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
+    serve_with_crl(workload, socket, None, sds::Refusals::default())
+}
+
+/// Serves files and a revocation list, and tells what Envoy refuses.
+fn serve_with_crl(
+    workload: Option<WorkloadFiles>,
+    socket: &Path,
+    crl: Option<PathBuf>,
+    refusals: sds::Refusals,
+) -> JoinSet<()> {
     let registry = Registry::default();
     let config = files::Config {
         workload,
@@ -57,8 +67,11 @@ fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
         secrets: None,
         files,
         serves_workload: true,
-        options: sds::SecretOptions::default(),
-        refusals: sds::Refusals::default(),
+        options: sds::SecretOptions {
+            key_provider: None,
+            crl,
+        },
+        refusals,
     };
     let listener = unix_socket::bind(socket).unwrap();
     let mut tasks = JoinSet::new();
@@ -72,6 +85,18 @@ fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
     tasks
 }
 
+/// The files that [`write_signed`] writes.
+fn workload(directory: &Path) -> WorkloadFiles {
+    let [chain, key, roots] =
+        ["cert-chain.pem", "key.pem", "root-cert.pem"].map(|name| directory.join(name));
+    WorkloadFiles {
+        chain,
+        key,
+        roots,
+        is_only_source: true,
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn mounted_files_that_rotate_fail_no_handshake() {
     let Some(binary) = envoy_binary() else { return };
@@ -80,15 +105,8 @@ async fn mounted_files_that_rotate_fail_no_handshake() {
     let roots = control_plane.istiod.root_pem();
     let directory = tempfile::tempdir().unwrap();
     write_signed(&connection, directory.path(), &roots).await;
-    let [chain, key, roots_path, socket] =
-        ["cert-chain.pem", "key.pem", "root-cert.pem", "socket"].map(|n| directory.path().join(n));
-    let workload = WorkloadFiles {
-        chain,
-        key,
-        roots: roots_path,
-        is_only_source: true,
-    };
-    let _tasks = serve_files(Some(workload), &socket);
+    let socket = directory.path().join("socket");
+    let _tasks = serve_files(Some(workload(directory.path())), &socket);
     let port = free_port();
     let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
     let load = handshakes(port, &control_plane.keys).await;
@@ -168,6 +186,106 @@ async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_when_it_is_
     copy(321);
     eventually("the last one", async || {
         (active().await? == 500).then_some(())
+    })
+    .await;
+}
+
+/// Puts END and BEGIN in one line.
+fn joined(pem: &str) -> String {
+    pem.replace("-----\n-----", "----------")
+}
+
+/// Forms of a text of several blocks that a reader of PEM may find.
+const FORMS: [fn(&str) -> String; 18] = [
+    str::to_owned,
+    joined,
+    |pem| pem.replace('\n', "\r"),
+    |pem| pem.replace('\n', "\r\n"),
+    |pem| pem.replace('\n', "\r\r\n"),
+    |pem| joined(pem).replace('\n', "\r"),
+    |pem| format!("\u{feff}{pem}"),
+    |pem| format!(" \t{pem}"),
+    |pem| pem.replace('\n', "\n    "),
+    |pem| pem.replace('\n', "\n\n"),
+    |pem| pem.replace('\n', " \t\n"),
+    |pem| pem.replace("END CERTIFICATE-----\n", "END CERTIFICATE----- x\n"),
+    |pem| pem.trim().to_owned(),
+    |pem| format!("subject=/CN=x\n\n{pem}Bag Attributes\n    friendlyName: é\n"),
+    |pem| {
+        pem.replace("-----\n", "-----")
+            .replace("-----END", "\n-----END")
+    },
+    |pem| format!("-----BEGIN X-----\n!!\n-----END X-----\n{pem}"),
+    |pem| format!("-----BEGIN X-----\n{pem}-----END X-----\n-----BEGIN X-----\n"),
+    in_one_line_of_each_length,
+];
+
+/// The base64 of each block in lines that BoringSSL reads in one piece, which hides the line feed.
+fn in_one_line_of_each_length(pem: &str) -> String {
+    let (mut text, mut column) = (String::new(), 0);
+    for line in pem.lines() {
+        if line.starts_with("-----") {
+            text.push_str(&format!("{}{line}\n", if column > 0 { "\n" } else { "" }));
+            column = 0;
+            continue;
+        }
+        for character in line.chars() {
+            text.push(character);
+            column = (column + 1) % 253;
+            if column == 0 {
+                text.push('\n');
+            }
+        }
+    }
+    text
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read() {
+    let Some(binary) = envoy_binary() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let control_plane = ControlPlane::of(&[]).await;
+    let root = control_plane.istiod.root_pem();
+    write_signed(
+        &Connection::to(&control_plane.istiod),
+        directory.path(),
+        &root,
+    )
+    .await;
+    let read = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
+    let (leaf, key) = (read("cert-chain.pem"), read("key.pem"));
+    let at = |n: usize| directory.path().join(n.to_string());
+    for (n, form) in FORMS.into_iter().enumerate() {
+        std::fs::create_dir(at(n)).unwrap();
+        std::fs::write(at(n).join("chain"), form(&format!("{leaf}{root}"))).unwrap();
+        std::fs::write(at(n).join("key"), form(&format!("{leaf}{key}"))).unwrap();
+        std::fs::write(at(n).join("roots"), form(&format!("{root}{leaf}"))).unwrap();
+    }
+    let socket = directory.path().join("socket");
+    let refusals = sds::Refusals::default();
+    let _tasks = serve_with_crl(None, &socket, None, refusals.clone());
+    let paths: Vec<_> = (0..FORMS.len())
+        .map(|n| at(n).display().to_string())
+        .collect();
+    let names = paths
+        .iter()
+        .map(|at| format!("file-cert:{at}/chain~{at}/key"));
+    let mut bootstrap = gateway(&socket, free_port(), &Vec::from_iter(names));
+    let chains = &mut bootstrap["static_resources"]["listeners"][0]["filter_chains"];
+    for (chain, at) in chains.as_array_mut().unwrap().iter_mut().zip(&paths) {
+        let context = &mut chain["transport_socket"]["typed_config"]["common_tls_context"];
+        let mut roots = context["tls_certificate_sds_secret_configs"][0].clone();
+        roots["name"] = format!("file-root:{at}/roots").into();
+        context["validation_context_sds_secret_config"] = roots;
+    }
+    let envoy = BareEnvoy::serving(&binary, bootstrap).await;
+    eventually("all secrets", async || {
+        let stats = ask(&envoy.admin, "/stats?filter=sds.*update_success").await?;
+        let count = |line: &str| line.rsplit(": ").next()?.parse::<usize>().ok();
+        let accepted: usize = stats.lines().filter_map(count).sum();
+        let refused = Vec::from_iter(refusals.lock().values().cloned());
+        assert_eq!(refused, Vec::<String>::new());
+        (accepted >= 2 * FORMS.len()).then_some(())
     })
     .await;
 }

@@ -115,6 +115,14 @@ async fn chain_is(subscription: &mut Subscription, name: &Name, expected: &str) 
     once(subscription, name, is).await;
 }
 
+async fn roots_are(subscription: &mut Subscription, name: &Name, expected: &str) {
+    let is = |state: &SecretState| match state {
+        SecretState::Available(Secret::Roots(roots)) => roots.pem() == expected,
+        _ => false,
+    };
+    once(subscription, name, is).await;
+}
+
 fn is_available(state: &SecretState) -> bool {
     matches!(state, SecretState::Available(_))
 }
@@ -260,8 +268,43 @@ async fn every_good_certificate_of_a_bundle_is_taken() {
     let text = std::str::from_utf8(roots.pem()).unwrap().replace('\r', "");
     assert_eq!(text.matches("BEGIN CERTIFICATE").count(), 2);
     assert!(!text.contains("PRIVATE"), "{text}");
-    let (_, broken) = Source::Roots(fixture.path("root").into()).read().unwrap();
+    let (_, broken, _) = Source::Roots(fixture.path("root").into()).read().unwrap();
     assert_eq!(broken, 3);
+}
+
+#[tokio::test]
+async fn files_that_envoy_cannot_read_are_served_rewritten_and_others_byte_for_byte() {
+    let fixture = empty();
+    let ((leaf, key), (root, _)) = (generated(), generated());
+    let (cert, root_name) = (fixture.cert("cert", "key"), fixture.root("root"));
+    let plain = format!("# comment\n{leaf}{root}");
+    let forms: [fn(&str) -> String; 4] = [
+        |pem| pem.replace("-----\n-----", "----------"),
+        |pem| pem.replace('\n', "\r"),
+        |pem| format!("\u{feff}{pem}"),
+        |pem| pem.replace('\n', "\n "),
+    ];
+    for form in forms {
+        for (name, pem) in [
+            ("cert", format!("{leaf}{root}")),
+            ("key", format!("{root}{key}")),
+            ("root", format!("{leaf}{root}")),
+        ] {
+            fixture.write(name, &form(&pem));
+        }
+        let mut subscription = fixture.want(&[&cert, &root_name]);
+        chain_is(&mut subscription, &cert, &format!("{leaf}{root}")).await;
+        let SecretState::Available(Secret::Certificate(pair)) = subscription.get(&cert) else {
+            panic!("no pair");
+        };
+        assert_eq!(pair.key_pem(), key.as_bytes());
+        roots_are(&mut subscription, &root_name, &format!("{leaf}{root}")).await;
+        // Each form is read after another one.
+        fixture.write("cert", &plain);
+        fixture.write("root", &plain);
+        chain_is(&mut subscription, &cert, &plain).await;
+        roots_are(&mut subscription, &root_name, &plain).await;
+    }
 }
 
 #[tokio::test]
