@@ -221,11 +221,12 @@ impl Roots {
     pub(super) fn from_file(pem: &[u8]) -> (Option<Self>, usize) {
         let certificates = Vec::from_iter(x509::bundle(pem));
         let broken = certificates.iter().filter(|der| der.is_none()).count();
-        let roots = Vec::from_iter(certificates.into_iter().flatten());
+        let mut roots = Vec::from_iter(certificates.into_iter().flatten());
         if roots.is_empty() {
             return (None, broken);
         }
-        if pem::plain_blocks(pem) == Some(roots.len()) {
+        let is_in_order = !trust::put_usable_first(&mut roots);
+        if is_in_order && pem::plain_blocks(pem) == Some(roots.len()) {
             return (Some(Self(Bytes::copy_from_slice(pem))), broken);
         }
         (Some(Self(x509::text(roots).into())), broken)

@@ -3,13 +3,16 @@
 //! A bundle is kept in one form, each certificate once and in one order: bundles that differ only in
 //! order are equal, and are not pushed to Envoy again.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use tokio::sync::watch;
 
 use super::certificate::Roots;
 use super::x509;
+use crate::clock::Clock;
 use crate::pem;
+use crate::trust_anchors::seconds;
 
 /// The latest trust bundle of the mesh. Clones share it.
 #[derive(Clone, Debug, Default)]
@@ -61,7 +64,29 @@ pub(super) fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
             tracing::warn!(target: "cache", "a bundle of roots holds {left_over}; it is ignored");
         }
     }
+    let mut roots = Vec::from_iter(roots);
+    put_usable_first(&mut roots);
     x509::text(roots).trim_end().to_owned()
+}
+
+/// Swaps certificates of one name and key, as Envoy uses the first, even if it has expired: valid ones go
+/// first, then those that expire last. Returns whether any were swapped.
+pub(super) fn put_usable_first(roots: &mut [Vec<u8>]) -> bool {
+    let now = seconds(Clock::system().now());
+    let issues = roots
+        .iter()
+        .map(|root| x509::issue(root, now).unwrap_or_default());
+    let (mut issues, mut swapped) = (Vec::from_iter(issues), false);
+    for place in 0..roots.len() {
+        let same = (place..roots.len()).filter(|at| issues[*at].0 == issues[place].0);
+        let best = same
+            .min_by_key(|at| Reverse(issues[*at].1))
+            .unwrap_or(place);
+        swapped |= best != place;
+        roots.swap(place, best);
+        issues.swap(place, best);
+    }
+    swapped
 }
 
 #[cfg(test)]
@@ -94,6 +119,50 @@ mod tests {
         }
         assert_eq!(merged.matches(BEGIN).count(), 2);
         assert!(!merged.ends_with('\n'));
+    }
+
+    /// Issues of one root, by the years in which they begin and end.
+    fn issues(years: &[(i32, i32)]) -> Vec<String> {
+        let key = KeyPair::generate().unwrap();
+        let issue = |(begin, end): &(i32, i32)| {
+            let mut params = CertificateParams::default();
+            params.not_before = rcgen::date_time_ymd(*begin, 1, 1);
+            params.not_after = rcgen::date_time_ymd(*end, 1, 1);
+            params.self_signed(&key).unwrap().pem()
+        };
+        years.iter().map(issue).collect()
+    }
+
+    #[test]
+    fn the_issue_of_a_root_that_serves_for_longest_goes_first_and_none_is_lost() {
+        let issues = issues(&[(2000, 2020), (2000, 2090), (2080, 2100), (2000, 2060)]);
+        let [expired, last, future, short] = &issues[..] else {
+            panic!("four");
+        };
+        let sorted = [last, short, future, expired];
+        let other = root();
+        let mut reversed = issues.clone();
+        reversed.reverse();
+        for order in [&issues, &reversed] {
+            let file = format!("{}{other}{}", order[..2].concat(), order[2..].concat());
+            let (roots, broken) = Roots::from_file(file.as_bytes());
+            let expected = format!("{last}{short}{other}{future}{expired}");
+            assert_eq!((roots.unwrap().pem(), broken), (&expected.into(), 0));
+            let merged = merge([order.concat().as_bytes()]);
+            let places = sorted.map(|root| merged.find(root.trim()).expect("is there"));
+            assert!(places.is_sorted(), "{places:?}");
+        }
+    }
+
+    #[test]
+    fn a_file_of_roots_in_order_is_served_byte_for_byte() {
+        let [first, second] = &issues(&[(2000, 2090), (2000, 2060)])[..] else {
+            panic!("two");
+        };
+        let (a, b) = (root(), root());
+        let file = format!("# roots\n{b}\r\n{first}{a}\n{second}{a}# end");
+        let (roots, broken) = Roots::from_file(file.as_bytes());
+        assert_eq!((roots.unwrap().pem(), broken), (&file.into(), 0));
     }
 
     #[test]

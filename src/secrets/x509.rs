@@ -81,6 +81,18 @@ pub(super) fn bundle(pem: &[u8]) -> impl Iterator<Item = Option<Vec<u8>>> {
     })
 }
 
+/// Name and key of a certificate, as far as Envoy compares them; whether it is valid, and its end in
+/// seconds since 1970.
+pub(super) fn issue(der: &[u8], now: i64) -> Option<(Vec<u8>, (bool, i64))> {
+    let certificate = parse(der).ok()?;
+    let name = certificate.subject().to_string().to_lowercase();
+    let validity = certificate.validity();
+    let [begin, end] = [validity.not_before, validity.not_after].map(|time| time.timestamp());
+    let is_valid = (begin..end).contains(&now);
+    let holder = [name.as_bytes(), certificate.public_key().raw].concat();
+    Some((holder, (is_valid, end)))
+}
+
 /// Writes certificates as PEM.
 pub(super) fn text(certificates: impl IntoIterator<Item = Vec<u8>>) -> String {
     let ders = certificates.into_iter();

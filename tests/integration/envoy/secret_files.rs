@@ -12,6 +12,10 @@ use istio_agent::lifecycle::CancellationToken;
 use istio_agent::metrics::Registry;
 use istio_agent::secrets::files::{self, WorkloadFiles};
 use istio_agent::{sds, unix_socket};
+use local_istiod::Keys;
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, KeyPair, date_time_ymd,
+};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
@@ -288,6 +292,63 @@ async fn envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read() {
         (accepted >= 2 * FORMS.len()).then_some(())
     })
     .await;
+}
+
+/// Keys of a mesh, and how another root of it is made.
+struct Mesh {
+    keys: Keys,
+    root: String,
+    key: KeyPair,
+    params: CertificateParams,
+}
+
+impl Mesh {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let keys = Keys::load_or_generate(folder.path(), "cluster.local").unwrap();
+        let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        let name = &mut params.distinguished_name;
+        name.push(DnType::OrganizationName, "cluster.local");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        Self {
+            keys,
+            root: read("root-cert.pem"),
+            key: KeyPair::from_pem(&read("root-key.pem")).unwrap(),
+            params,
+        }
+    }
+
+    async fn control_plane(&self) -> ControlPlane {
+        let control_plane = ControlPlane::of(&[]).await;
+        control_plane.kill().await.replace(self.keys.clone()).await
+    }
+
+    /// An issue of the root, by the years in which it begins and ends.
+    fn issue(&self, begin: i32, end: i32) -> String {
+        let mut params = self.params.clone();
+        params.not_before = date_time_ymd(begin, 1, 1);
+        params.not_after = date_time_ymd(end, 1, 1);
+        params.self_signed(&self.key).unwrap().pem()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn issues_of_a_root_that_are_not_valid_fail_no_handshake_wherever_they_are_in_its_file() {
+    let Some(binary) = envoy_binary() else { return };
+    let mesh = Mesh::new();
+    let control_plane = mesh.control_plane().await;
+    let directory = tempfile::tempdir().unwrap();
+    let (expired, future) = (mesh.issue(2000, 2020), mesh.issue(2090, 2120));
+    let roots = format!("{expired}{future}{}", mesh.root);
+    let connection = Connection::to(&control_plane.istiod);
+    write_signed(&connection, directory.path(), &roots).await;
+    let socket = directory.path().join("socket");
+    let _tasks = serve_files(Some(workload(directory.path())), &socket);
+    let port = free_port();
+    let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
+    handshakes(port, &mesh.keys).await.assert_flawless();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
