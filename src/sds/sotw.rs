@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use bytes::Bytes;
+use envoy_types::pb::envoy::config::core::v3::DataSource;
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use tonic::{Code, Status};
 
@@ -36,9 +37,9 @@ pub(super) struct ResponseId {
 /// Looks up the resource of a name.
 pub(super) type Lookup<'a> = dyn Fn(&Name) -> SecretState<Resource<'a>> + 'a;
 
-/// What was sent of a name since it was asked for: the public part, so that no key is held, and whether
-/// a CRL was beside it.
-type Sent = Option<(Bytes, bool)>;
+/// What was sent of a name since it was asked for: the public part, so that no key is held, and the CRL
+/// beside it.
+type Sent = Option<(Bytes, Option<DataSource>)>;
 
 /// The protocol state of one stream.
 #[derive(Debug)]

@@ -107,7 +107,7 @@ const fn available(secret: Served) -> SecretState<Resource<'static>> {
     SecretState::Available(Resource {
         secret,
         options: &OPTIONS,
-        has_crl: false,
+        crl: None,
     })
 }
 

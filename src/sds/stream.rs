@@ -5,12 +5,13 @@
 //! [`StateOfTheWorld`].
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use tonic::{Status, Streaming};
 
 use super::Service;
-use super::resource::Resource;
+use super::resource::{self, Crl, Resource};
 use super::sotw::{ResponseId, StateOfTheWorld};
 use crate::clock::{Clock, rfc3339};
 use crate::secrets::name::Name;
@@ -21,7 +22,11 @@ pub(super) struct Stream {
     protocol: StateOfTheWorld,
     service: Service,
     secrets: Subscription,
+    crl: Crl,
 }
+
+/// How often a CRL file is read.
+const CRL_POLL: Duration = Duration::from_secs(5);
 
 impl Stream {
     pub(super) fn new(service: &Service) -> Self {
@@ -32,6 +37,7 @@ impl Stream {
             protocol: StateOfTheWorld::new(id, metrics, sources.serves_workload),
             service: service.clone(),
             secrets: Subscription::new(sources.secrets.clone(), &sources.files),
+            crl: Crl::default(),
         }
     }
 
@@ -54,14 +60,13 @@ impl Stream {
 
     /// The response that is due, if any.
     fn answer(&mut self) -> Option<DiscoveryResponse> {
-        let options = &self.service.sources.options;
-        let crl_exists = options.crl.as_ref().is_some_and(|path| path.exists());
+        let (options, crl) = (&self.service.sources.options, &self.crl.0);
         let lookup = |name: &Name| {
             self.secrets.get(name).map(|secret| Resource {
                 secret,
                 options,
                 // A CRL is of one authority: other roots are used without.
-                has_crl: crl_exists && self.secrets.are_own_roots(name),
+                crl: crl.clone().filter(|_| self.secrets.are_own_roots(name)),
             })
         };
         let id = || ResponseId {
@@ -78,11 +83,32 @@ impl Stream {
     /// Waits for the next response that is due.
     async fn next(&mut self) -> DiscoveryResponse {
         loop {
+            let pause = self.read_crl().await;
             if let Some(response) = self.answer() {
                 return response;
             }
-            self.secrets.changed().await;
+            let _ = tokio::time::timeout(pause, self.secrets.changed()).await;
         }
+    }
+
+    /// Reads the CRL, if it belongs to a name. Returns how long to wait before it is read again.
+    async fn read_crl(&mut self) -> Duration {
+        let mut names = self.protocol.names();
+        let has_crl = names.any(|name| self.secrets.are_own_roots(name));
+        let path = self.service.sources.options.crl.as_ref();
+        let Some(path) = path.filter(|_| has_crl) else {
+            return Duration::MAX;
+        };
+        let crl = resource::read_crl(path).await;
+        if let Some(follows) = crl.1.filter(|_| crl != self.crl) {
+            let path = path.display();
+            tracing::error!(
+                target: "sds",
+                "{path} holds no revocation list, expected one in PEM or DER; {follows}"
+            );
+        }
+        self.crl = crl;
+        CRL_POLL
     }
 
     /// Answers requests. Work is done as Envoy takes responses, so that an unread stream holds no more

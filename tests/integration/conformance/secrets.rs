@@ -273,7 +273,7 @@ async fn the_revocation_list_goes_with_the_workloads_roots_where_it_exists() {
     const LIST: &str = "/var/run/secrets/istio/crl/ca-crl.pem";
     // The list is at one place of the machine, so it is put there for the agent alone.
     let starting = format!(
-        "mount -t tmpfs tmpfs /var/run && mkdir -p $(dirname {LIST}) && touch {LIST} && \
+        "mount -t tmpfs tmpfs /var/run && mkdir -p $(dirname {LIST}) && echo a list > {LIST} && \
          exec \"$0\" \"$@\""
     );
     let alone = ["unshare", "--mount", "sh", "-c"];

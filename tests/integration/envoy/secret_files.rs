@@ -14,7 +14,8 @@ use istio_agent::secrets::files::{self, WorkloadFiles};
 use istio_agent::{sds, unix_socket};
 use local_istiod::Keys;
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, KeyPair, date_time_ymd,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName,
+    DnType, IsCa, Issuer, KeyIdMethod, KeyPair, SerialNumber, date_time_ymd,
 };
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
@@ -349,6 +350,61 @@ async fn issues_of_a_root_that_are_not_valid_fail_no_handshake_wherever_they_are
     let port = free_port();
     let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
     handshakes(port, &mesh.keys).await.assert_flawless();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_revocation_list_is_in_force_in_der_too_and_one_that_envoy_refuses_is_reported() {
+    let Some(binary) = envoy_binary() else { return };
+    let mesh = Mesh::new();
+    let control_plane = mesh.control_plane().await;
+    let directory = tempfile::tempdir().unwrap();
+    let connection = Connection::to(&control_plane.istiod);
+    write_signed(&connection, directory.path(), &mesh.root).await;
+    let [socket, crl] = ["socket", "crl.pem"].map(|name| directory.path().join(name));
+    let broken = "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n";
+    std::fs::write(&crl, broken).unwrap();
+    let refusals = sds::Refusals::default();
+    let files = Some(workload(directory.path()));
+    let _tasks = serve_with_crl(files, &socket, Some(crl.clone()), refusals.clone());
+    let port = free_port();
+    let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
+    let refused = eventually("a refusal", async || {
+        refusals.lock().values().next().cloned()
+    })
+    .await;
+    assert!(refused.starts_with("Envoy refuses ROOTCA: "), "{refused}");
+    // A list of nothing is none.
+    std::fs::write(&crl, "null\n").unwrap();
+    eventually("an accepted secret", async || {
+        refusals.lock().is_empty().then_some(())
+    })
+    .await;
+    let load = handshakes(port, &mesh.keys).await;
+    load.assert_flawless();
+    let list_of = |params, key| {
+        let list = CertificateRevocationListParams {
+            this_update: date_time_ymd(2020, 1, 1),
+            next_update: date_time_ymd(2120, 1, 1),
+            crl_number: SerialNumber::from(1_u64),
+            issuing_distribution_point: None,
+            revoked_certs: Vec::new(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        list.signed_by(&Issuer::new(params, key)).unwrap()
+    };
+    // With the list of another authority, Envoy lacks one for the clients of this one.
+    let mut other = mesh.params.clone();
+    other.distinguished_name = DistinguishedName::new();
+    let other = list_of(other, KeyPair::generate().unwrap());
+    std::fs::write(&crl, other.der()).unwrap();
+    eventually("a client without a list", async || {
+        (!load.tally().failures.is_empty()).then_some(())
+    })
+    .await;
+    let list = list_of(mesh.params.clone(), mesh.key);
+    std::fs::write(&crl, list.der()).unwrap();
+    handshakes(port, &mesh.keys).await.assert_flawless();
+    assert!(refusals.lock().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
