@@ -1,9 +1,9 @@
-//! Which format is asked of Envoy and of the application, and which one the answer has.
+//! Which format is asked of Envoy and of the application, and which format and coding the answer has.
 //!
 //! The members of the scraper's `Accept` that are for text or OpenMetrics are passed on as they came.
 //! Protobuf is never asked for: pages of it cannot be joined.
 
-use http::header::{ACCEPT, ACCEPT_ENCODING, USER_AGENT};
+use http::header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
 
 use super::lines::Format;
@@ -91,6 +91,20 @@ fn members(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> 
     let values = headers.get_all(name).into_iter();
     let texts = values.filter_map(|value| value.to_str().ok());
     texts.flat_map(|text| text.split(',')).map(str::trim)
+}
+
+/// Whether a page is in gzip. The error is another coding. Other words are ignored, as some servers name
+/// media types and character sets here.
+pub(super) fn is_gzip(headers: &HeaderMap) -> Result<bool, String> {
+    let mut is_gzip = false;
+    for coding in members(headers, CONTENT_ENCODING).map(kind) {
+        match &*coding {
+            "gzip" | "x-gzip" => is_gzip = true,
+            "br" | "compress" | "deflate" | "x-compress" | "zstd" => return Err(coding),
+            _ => {}
+        }
+    }
+    Ok(is_gzip)
 }
 
 /// What a member or a media type is without its parameters.
@@ -183,6 +197,36 @@ mod tests {
             (Some("gzip"), true),
             (Some("zstd"), false),
             (Some("gzip, zstd"), true),
+    #[test]
+    fn only_real_codings_of_a_page_count() {
+        for (values, expected) in [
+            (&[][..], Ok(false)),
+            (&["gzip"], Ok(true)),
+            (&["X-GZip"], Ok(true)),
+            (&["gzip", "gzip"], Ok(true)),
+            (&["gzip, UTF-8"], Ok(true)),
+            (&["identity", " utf-8 ,GZIP"], Ok(true)),
+            (&[""], Ok(false)),
+            (&[",,"], Ok(false)),
+            (&["identity"], Ok(false)),
+            (&["none"], Ok(false)),
+            (&["chunked"], Ok(false)),
+            (&["UTF-8"], Ok(false)),
+            (&["text/plain; version=0.0.4"], Ok(false)),
+            (&["deflate"], Err("deflate")),
+            (&["BR"], Err("br")),
+            (&["UTF-8, zstd"], Err("zstd")),
+            (&["gzip", "Compress"], Err("compress")),
+        ] {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(CONTENT_ENCODING, HeaderValue::from_static(value));
+            }
+            let expected = expected.map_err(str::to_owned);
+            assert_eq!(is_gzip(&headers), expected, "{headers:?}");
+        }
+    }
+
             (Some("deflate, gzip;q=1.0, zstd;q=0.5"), true),
             (Some("br, lz4"), false),
             (Some("gzip;q=0"), false),

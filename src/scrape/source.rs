@@ -13,12 +13,12 @@ use std::task::{Context, Poll, ready};
 use bytes::{Bytes, BytesMut};
 use flate2::write::MultiGzDecoder;
 use futures_util::stream::{Stream, StreamExt};
-use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use http::{HeaderValue, Response, StatusCode};
+use http::header::CONTENT_TYPE;
+use http::{Response, StatusCode};
 use tokio::sync::mpsc::Sender;
 
 use super::lines::Format;
-use super::negotiate::content_type;
+use super::negotiate::{content_type, is_gzip};
 use super::sent_by;
 use crate::http_client::{self, Body};
 
@@ -37,7 +37,7 @@ pub(super) enum Failure {
     #[error("found status {0}, expected 200")]
     Status(StatusCode),
     #[error("found the encoding {0:?}, expected gzip or none")]
-    Encoding(HeaderValue),
+    Encoding(String),
     #[error("the page was not there in time")]
     Late,
     #[error("the page was cut off after {0} bytes, the most that is read")]
@@ -171,13 +171,9 @@ async fn read(
         return Err(Failure::Status(head.status));
     }
     let mut gzip = None;
-    match head.headers.get(CONTENT_ENCODING) {
-        Some(found) if found == "gzip" || found == "x-gzip" => {
-            gzip = Some(MultiGzDecoder::new(Vec::new()));
-            limit = limit.min(MAX_DECODED);
-        }
-        Some(found) if found != "identity" => return Err(Failure::Encoding(found.clone())),
-        _ => {}
+    if is_gzip(&head.headers).map_err(Failure::Encoding)? {
+        gzip = Some(MultiGzDecoder::new(Vec::new()));
+        limit = limit.min(MAX_DECODED);
     }
     let content_type = content_type(head.headers.get(CONTENT_TYPE));
     let mut left = limit;

@@ -421,6 +421,28 @@ async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_ar
 }
 
 #[tokio::test]
+async fn a_page_is_read_whatever_else_its_content_encoding_names() {
+    let scraped = Scraped::start(1).await;
+    let rows = [
+        "",
+        "UTF-8",
+        "none",
+        "chunked",
+        "text/plain; version=0.0.4",
+        "identity",
+    ];
+    for coding in rows {
+        let header = format!("content-encoding: {coding}\r\n");
+        let body = b"# TYPE site_up gauge\nsite_up{site=\"a\"} 1\nsite_up{site=\"b\"} 0\n";
+        scraped.targets[0].says(answer_of(TEXT, &header, body));
+        let page = scraped.page().await;
+        page.assert_readable(coding);
+        let expected = ["envoy 1", "site_up{site=\"a\"} 1", "site_up{site=\"b\"} 0"];
+        assert_eq!(page.samples(), expected, "{coding}");
+    }
+}
+
+#[tokio::test]
 async fn all_metrics_are_at_metrics_and_the_agents_alone_below_it() {
     let scraped = Scraped::start(1).await;
     let merged = ask(scraped.port(), "GET /metrics").await.body;
