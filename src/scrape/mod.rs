@@ -23,10 +23,10 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::stream::{self, Stream, TryStreamExt};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, VARY};
-use http::{HeaderMap, HeaderValue, Request, Response, request};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, request};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, StreamBody};
+use http_body_util::{BodyExt, Full, StreamBody};
 use tokio::sync::mpsc::{Sender, channel};
 use tokio::time::{Instant, timeout_at};
 
@@ -36,7 +36,7 @@ use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counter, Counters, Registry};
 use lines::Format;
-use negotiate::{TEXT_PAGE, TIMEOUT};
+use negotiate::{SCRAPED_BY, TEXT_PAGE, TIMEOUT};
 use page::{Output, Page};
 use seen::Seen;
 use source::{Origin, Source};
@@ -81,6 +81,8 @@ struct Inner {
     registry: Registry,
     counts: Counts,
     client: Client,
+    /// Identifies the scrapes of this agent.
+    id: HeaderValue,
 }
 
 impl std::fmt::Debug for Scrape {
@@ -101,12 +103,22 @@ impl Scrape {
             counts: Counts::new(&registry),
             registry,
             client: Client::new(client),
+            id: HeaderValue::from(fastrand::u64(..)),
         }))
     }
 
     /// Answers a scrape once its sources are settled; the page is written while it is read.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
         let scrape = &self.0;
+        let mut agents = request.headers.get_all(SCRAPED_BY).iter();
+        if agents.any(|agent| *agent == scrape.id) {
+            // Otherwise each scrape would ask for the next one.
+            let why = "this agent scrapes itself: a target is, or redirects to, its own page\n";
+            let body = Full::from(why).map_err(Into::into).boxed_unsync();
+            let mut refusal = Response::new(body);
+            *refusal.status_mut() = StatusCode::LOOP_DETECTED;
+            return refusal;
+        }
         scrape.counts.scrapes.inc();
         let begin = Instant::now();
         let time = scrape.time(&request.headers);
@@ -172,7 +184,7 @@ impl Inner {
             let mut sent = Request::new(Bytes::new());
             // Paths are checked with the configuration, and queries by the status port.
             *sent.uri_mut() = uri.parse().unwrap_or_default();
-            *sent.headers_mut() = negotiate::for_source(origin, &request.headers);
+            *sent.headers_mut() = negotiate::for_source(origin, &request.headers, &self.id);
             let client = self.client.clone();
             let asking = async move { client.send(sent).await };
             Source::new(origin, port, path, asking, room, limit)

@@ -13,6 +13,9 @@ use super::source::Origin;
 pub(super) const TIMEOUT: HeaderName =
     HeaderName::from_static("x-prometheus-scrape-timeout-seconds");
 
+/// The agents that a scrape has passed. Each adds its own value.
+pub(super) const SCRAPED_BY: HeaderName = HeaderName::from_static("x-istio-agent-scraped-by");
+
 const OPEN_METRICS: &str = "application/openmetrics-text";
 const TEXT: &str = "text/plain;version=0.0.4";
 /// What `*/*` becomes, which has the lowest weight of those that scrapers send.
@@ -48,13 +51,17 @@ impl Format {
     }
 }
 
-/// The headers of a request: nothing that was meant for us alone.
-pub(super) fn for_source(origin: Origin, headers: &HeaderMap) -> HeaderMap {
+/// The headers of a request of the agent `own`: nothing that was meant for us alone.
+pub(super) fn for_source(origin: Origin, headers: &HeaderMap, own: &HeaderValue) -> HeaderMap {
     let mut passed = HeaderMap::new();
     for name in [USER_AGENT, TIMEOUT] {
         if let Some(value) = headers.get(&name) {
             passed.insert(name, value.clone());
         }
+    }
+    // Two agents that scrape each other are a loop, too.
+    for agent in headers.get_all(SCRAPED_BY).iter().chain([own]) {
+        passed.append(SCRAPED_BY, agent.clone());
     }
     if let Ok(accept) = HeaderValue::from_str(&accept(origin, headers)) {
         passed.insert(ACCEPT, accept);
@@ -86,13 +93,6 @@ pub(super) fn takes_gzip(headers: &HeaderMap) -> bool {
     members.any(|member| kind(member) == "gzip" && !member.ends_with("q=0"))
 }
 
-/// The members of a header that is a list.
-fn members(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
-    let values = headers.get_all(name).into_iter();
-    let texts = values.filter_map(|value| value.to_str().ok());
-    texts.flat_map(|text| text.split(',')).map(str::trim)
-}
-
 /// Whether a page is in gzip. The error is another coding. Other words are ignored, as some servers name
 /// media types and character sets here.
 pub(super) fn is_gzip(headers: &HeaderMap) -> Result<bool, String> {
@@ -105,6 +105,13 @@ pub(super) fn is_gzip(headers: &HeaderMap) -> Result<bool, String> {
         }
     }
     Ok(is_gzip)
+}
+
+/// The members of a header that is a list.
+fn members(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
+    let values = headers.get_all(name).into_iter();
+    let texts = values.filter_map(|value| value.to_str().ok());
+    texts.flat_map(|text| text.split(',')).map(str::trim)
 }
 
 /// What a member or a media type is without its parameters.
@@ -153,14 +160,14 @@ mod tests {
             ),
             (Some(OM), TEXT, OM),
         ] {
-            let headers = headers(ACCEPT, accept);
+            let (headers, own) = (headers(ACCEPT, accept), HeaderValue::from(1));
             assert_eq!(
-                for_source(Origin::Envoy, &headers)[ACCEPT],
+                for_source(Origin::Envoy, &headers, &own)[ACCEPT],
                 envoy,
                 "{accept:?}"
             );
             assert_eq!(
-                for_source(Origin::Application, &headers)[ACCEPT],
+                for_source(Origin::Application, &headers, &own)[ACCEPT],
                 application,
                 "{accept:?}"
             );
@@ -191,13 +198,6 @@ mod tests {
     }
 
     #[test]
-    fn a_scraper_that_takes_gzip_gets_it() {
-        for (accept, expected) in [
-            (None, false),
-            (Some("gzip"), true),
-            (Some("zstd"), false),
-            (Some("gzip, zstd"), true),
-    #[test]
     fn only_real_codings_of_a_page_count() {
         for (values, expected) in [
             (&[][..], Ok(false)),
@@ -227,6 +227,13 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_scraper_that_takes_gzip_gets_it() {
+        for (accept, expected) in [
+            (None, false),
+            (Some("gzip"), true),
+            (Some("zstd"), false),
+            (Some("gzip, zstd"), true),
             (Some("deflate, gzip;q=1.0, zstd;q=0.5"), true),
             (Some("br, lz4"), false),
             (Some("gzip;q=0"), false),

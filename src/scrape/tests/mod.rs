@@ -198,8 +198,8 @@ async fn figures_of_the_agents_process_leave_the_applications_theirs() {
     assert_eq!(others(&scrape, &[]).await, expected);
 }
 
-#[tokio::test]
-async fn requests_carry_what_the_scraper_said_and_no_more() {
+/// A source that says what it is asked.
+fn listening() -> (u16, std::sync::mpsc::Receiver<String>) {
     let (asked, hears) = std::sync::mpsc::channel();
     let tell = std::sync::Mutex::new(asked);
     let port = server(move |stream, request| {
@@ -207,11 +207,18 @@ async fn requests_carry_what_the_scraper_said_and_no_more() {
         told.expect("heard");
         send(stream, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");
     });
+    (port, hears)
+}
+
+#[tokio::test]
+async fn requests_carry_what_the_scraper_said_and_no_more() {
+    let (port, hears) = listening();
     let (scrape, _) = scrape(port, &[]);
     let headers = [
         ("accept", "*/*"),
         ("user-agent", "Prometheus/3"),
         ("x-prometheus-scrape-timeout-seconds", "10"),
+        ("x-istio-agent-scraped-by", "7"),
         ("authorization", "Bearer secret"),
     ];
     answered(&scrape, &headers).await;
@@ -219,16 +226,44 @@ async fn requests_carry_what_the_scraper_said_and_no_more() {
     let mut lines: Vec<_> = request.trim_end().split("\r\n").collect();
     lines.sort_unstable();
     let host = format!("host: localhost:{port}");
+    let own = format!(
+        "x-istio-agent-scraped-by: {}",
+        scrape.0.id.to_str().expect("text")
+    );
     let mut expected = vec![
         "GET /stats/prometheus?usedonly&filter=a%20b HTTP/1.1",
         "accept-encoding: identity",
         "accept: text/plain;version=0.0.4;q=0.1",
         &host,
         "user-agent: Prometheus/3",
+        "x-istio-agent-scraped-by: 7",
+        &own,
         "x-prometheus-scrape-timeout-seconds: 10",
     ];
     expected.sort_unstable();
     assert_eq!(lines, expected);
+}
+
+#[tokio::test]
+async fn a_scrape_that_comes_from_the_agent_itself_asks_no_source() {
+    let (port, hears) = listening();
+    let (scrape, registry) = scrape(port, &[]);
+    let (own, value) = (scrape.0.id.clone(), HeaderValue::from_static("7"));
+    for (agents, is_own) in [
+        (vec![&value], false),
+        (vec![&own], true),
+        (vec![&own, &value], true),
+        (vec![&value, &own], true),
+    ] {
+        let mut request = Request::get("/metrics").body(()).expect("a request");
+        for agent in agents {
+            request.headers_mut().append(SCRAPED_BY, agent.clone());
+        }
+        let answer = scrape.page(request.into_parts().0).await;
+        assert_eq!(answer.status() == StatusCode::LOOP_DETECTED, is_own);
+        assert_eq!(hears.try_recv().is_err(), is_own);
+    }
+    assert!(registry.render().contains("istio_agent_scrapes_total 1\n"));
 }
 
 #[tokio::test]

@@ -443,6 +443,36 @@ async fn a_page_is_read_whatever_else_its_content_encoding_names() {
 }
 
 #[tokio::test]
+async fn a_target_that_leads_to_the_agents_own_page_is_asked_once() {
+    if !ours_only("a loop ends") {
+        return;
+    }
+    let scraped = Scraped::start(1).await;
+    let between = Source::start().await;
+    let to = |port: u16, path: &str| {
+        let head = format!("HTTP/1.1 302 Found\r\nlocation: http://localhost:{port}{path}\r\n");
+        head + "content-length: 0\r\nconnection: close\r\n\r\n"
+    };
+    between.says(to(scraped.port(), "/metrics"));
+    for (number, answer) in [
+        to(scraped.port(), "/stats/prometheus"),
+        to(between.port, "/m"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        scraped.targets[0].says(answer);
+        let page = scraped.page().await;
+        page.assert_readable("a loop");
+        assert_eq!(page.samples(), ["envoy 1"]);
+        let times = number as u64 + 1;
+        assert_eq!(page.figure("istio_agent_scrapes_total"), times);
+        let failures = "istio_agent_scrape_failures_total{type=\"application\"}";
+        assert_eq!(page.figure(failures), times);
+    }
+}
+
+#[tokio::test]
 async fn all_metrics_are_at_metrics_and_the_agents_alone_below_it() {
     let scraped = Scraped::start(1).await;
     let merged = ask(scraped.port(), "GET /metrics").await.body;
