@@ -2,27 +2,30 @@
 //!
 //! Lines pass as they are. A family that is declared already loses its HELP, TYPE and UNIT lines, and
 //! a series that an earlier source has is left out. Malformed lines and those over 1 MiB are left
-//! out and counted, as a scraper refuses the whole page for one of them.
+//! out and counted, as a scraper refuses the whole page for one of them. The quotes of a text page may have
+//! line feeds: a line that is malformed without what follows is read again with it.
 //!
 //! Where the formats of source and page differ, types and times change as far as a strict parser
 //! insists: a counter of the text format whose name does not end in `_total`, or whose name before
-//! that is taken, is of type `unknown` in OpenMetrics; text has no exemplars, no types beyond its own
-//! and its times in other units, so they are left out. Names of samples and their values never change.
+//! that is taken, is of type `unknown` in OpenMetrics; text has no exemplars and no types beyond its
+//! own, and both formats have times in other units, so they are left out. Lines of text whose blanks
+//! OpenMetrics does not allow are malformed there. Names of samples and their values never change.
 
 use std::borrow::Cow;
 use std::mem;
 
-use memchr::{memchr, memchr_iter};
+use memchr::memchr;
 
 use super::Hidden;
 use super::page::Output;
-use super::sample::{Sample, is_plausible, name_length, unquote, words};
+use super::sample::{BLANKS, Names, Sample, line_length, split_name};
 use super::seen::Seen;
 
 /// Longest line that passes.
 const MAX_LINE: usize = 1 << 20;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The stricter format is the greater one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Format {
     Text,
     OpenMetrics,
@@ -31,15 +34,14 @@ pub(super) enum Format {
 pub(super) struct Lines {
     from: Format,
     to: Format,
+    /// The stricter one of both, which samples have to follow.
+    grammar: Format,
     hidden: Vec<Hidden>,
-    /// Whether all of each line is checked, which takes too long for large pages.
-    is_thorough: bool,
     /// The beginning of a line whose end is still to come.
     partial: Vec<u8>,
-    /// Whether the line that is to end is longer than [`MAX_LINE`].
-    is_too_long: bool,
-    /// The name of the last sample.
-    name: String,
+    /// The length at which it is read again, if it has line feeds in quotes that are still open.
+    awaited: usize,
+    names: Names,
     named: Named,
     /// Whether `# EOF` was there.
     pub has_ended: bool,
@@ -68,15 +70,15 @@ enum Verdict {
 use Verdict::{Drop, Pass, Replace};
 
 impl Lines {
-    pub(super) fn new(from: Format, to: Format, hidden: Vec<Hidden>, is_thorough: bool) -> Self {
+    pub(super) fn new(from: Format, to: Format, hidden: Vec<Hidden>) -> Self {
         Self {
             from,
             to,
+            grammar: from.max(to),
             hidden,
-            is_thorough,
             partial: Vec::new(),
-            is_too_long: false,
-            name: String::new(),
+            awaited: 0,
+            names: Names::default(),
             named: Named::New,
             has_ended: false,
             duplicates: 0,
@@ -85,87 +87,87 @@ impl Lines {
     }
 
     pub(super) fn push(&mut self, chunk: &[u8], seen: &mut Seen, output: &mut Output) {
-        let Some(first) = memchr(b'\n', chunk) else {
-            return self.hold(chunk);
+        let end = memchr(b'\n', chunk).unwrap_or(chunk.len());
+        // One byte too many shows that a line is too long.
+        let room = match self.awaited {
+            0 => (MAX_LINE + 1).saturating_sub(self.partial.len()),
+            _ => end,
         };
-        let mut lines = chunk;
-        if self.is_too_long || !self.partial.is_empty() {
-            let (end, rest) = chunk.split_at(first + 1);
-            self.hold(end);
-            let line = mem::take(&mut self.partial);
-            self.is_too_long = false;
-            self.pass(&line, seen, output);
-            lines = rest;
+        self.partial.extend_from_slice(&chunk[..end.min(room)]);
+        self.partial.extend_from_slice(&chunk[end..]);
+        let is_due = match self.awaited {
+            0 => end < chunk.len(),
+            awaited => self.partial.len() >= awaited,
+        };
+        if is_due {
+            let mut lines = mem::take(&mut self.partial);
+            let passed = self.pass(&lines, true, seen, output);
+            lines.drain(..passed);
+            self.partial = lines;
         }
-        let passed = self.pass(lines, seen, output);
-        self.hold(&lines[passed..]);
     }
 
-    /// Ends the source. The last line of a whole one may lack its end, which in OpenMetrics only
-    /// `# EOF` can be.
+    /// Ends the source. The last line of a whole one may lack its end.
     pub(super) fn finish(&mut self, is_whole: bool, seen: &mut Seen, output: &mut Output) {
-        let is_last_line = self.from == Format::Text || self.partial.starts_with(b"# EOF");
-        if is_whole && is_last_line && !self.partial.is_empty() {
-            self.push(b"\n", seen, output);
+        let mut lines = mem::take(&mut self.partial);
+        if is_whole && lines.last().is_some_and(|last| *last != b'\n') {
+            lines.push(b'\n');
         }
+        self.pass(&lines, false, seen, output);
     }
 
-    fn hold(&mut self, part: &[u8]) {
-        if self.is_too_long || part.is_empty() {
-            return;
-        }
-        if self.partial.len() + part.len() > MAX_LINE + 1 {
-            self.partial = Vec::new();
-            self.is_too_long = true;
-            self.malformed += 1;
-            return;
-        }
-        self.partial.reserve_exact(part.len());
-        self.partial.extend_from_slice(part);
-    }
-
-    /// Passes the lines on that a chunk has the ends of. Returns where they end.
-    fn pass(&mut self, chunk: &[u8], seen: &mut Seen, output: &mut Output) -> usize {
+    /// Passes on the complete lines, and returns their length. A line whose quotes are still open may wait.
+    fn pass(&mut self, page: &[u8], may_wait: bool, seen: &mut Seen, output: &mut Output) -> usize {
         // Lines that pass as they are, from here on, are handed on together.
         let (mut passing, mut begin) = (0, 0);
-        for end in memchr_iter(b'\n', chunk) {
-            let verdict = self.judge(&chunk[begin..end], seen);
-            if verdict != Pass {
-                output.write(&chunk[passing..begin]);
-                passing = end + 1;
+        self.awaited = 0;
+        while let Some(mut length) = memchr(b'\n', &page[begin..]) {
+            let lines = &page[begin..];
+            let mut verdict = self.judge(&lines[..length], seen);
+            // Only text has line feeds in quotes.
+            if verdict.is_none() && self.grammar == Format::Text {
+                match line_length(lines) {
+                    None if may_wait && lines.len() <= MAX_LINE => {
+                        self.awaited = MAX_LINE.min(2 * lines.len());
+                        break;
+                    }
+                    Some(longer) if longer > length => {
+                        verdict = self.judge(&lines[..longer], seen);
+                        length = verdict.as_ref().map_or(length, |_| longer);
+                    }
+                    _ => {}
+                }
             }
-            if let Replace(line) = verdict {
+            self.malformed += u64::from(verdict.is_none());
+            let end = begin + length + 1;
+            if verdict != Some(Pass) {
+                output.write(&page[passing..begin]);
+                passing = end;
+            }
+            if let Some(Replace(line)) = verdict {
                 output.write(line.as_bytes());
             }
-            begin = end + 1;
+            begin = end;
         }
-        output.write(&chunk[passing..begin]);
+        output.write(&page[passing..begin]);
         begin
     }
 
-    /// Decides about a line without its end.
-    fn judge(&mut self, line: &[u8], seen: &mut Seen) -> Verdict {
+    /// Decides about a line without its end. Returns None for a malformed one.
+    fn judge(&mut self, line: &[u8], seen: &mut Seen) -> Option<Verdict> {
         if self.has_ended {
-            return Drop;
+            return Some(Drop);
         }
-        let verdict = match std::str::from_utf8(line) {
-            Ok(line) if line.len() <= MAX_LINE => self.judge_text(line, seen),
-            _ => None,
-        };
-        verdict.unwrap_or_else(|| {
-            self.malformed += 1;
-            Drop
-        })
-    }
-
-    /// Returns None for a malformed line.
-    fn judge_text(&mut self, line: &str, seen: &mut Seen) -> Option<Verdict> {
-        let text = line.trim_end_matches('\r');
-        let verdict = match text.trim_start_matches([' ', '\t']) {
-            "" if self.to == Format::OpenMetrics => Drop,
-            "" => Pass,
-            text if text.starts_with('#') => self.comment(text, seen)?,
-            text => self.sample(text, seen)?,
+        let line = str::from_utf8(line)
+            .ok()
+            .filter(|line| line.len() <= MAX_LINE)?;
+        // Prometheus takes blanks before a name for a part of it.
+        let text = line.trim_end_matches('\r').trim_start_matches(BLANKS);
+        let verdict = match text.as_bytes().first() {
+            None if self.to == Format::OpenMetrics => Drop,
+            None => Pass,
+            Some(b'#') => self.comment(text, seen)?,
+            Some(_) => self.sample(text, seen)?,
         };
         Some(match verdict {
             Pass if text.len() < line.len() => Replace(format!("{text}\n")),
@@ -174,50 +176,44 @@ impl Lines {
     }
 
     fn sample(&mut self, line: &str, seen: &mut Seen) -> Option<Verdict> {
-        let length = self.name.len();
-        let is_same = length > 0
-            && line.starts_with(&self.name)
-            && matches!(line.as_bytes().get(length), Some(b'{' | b' ' | b'\t'));
-        if !is_same {
-            self.name.clear();
-            self.name.push_str(&line[..name_length(line)]);
-        }
-        let may_have_exemplar = self.from == Format::OpenMetrics;
-        if !is_plausible(line, self.name.len(), may_have_exemplar) {
-            // What applies to the name is not known yet.
-            self.name.clear();
-            return None;
-        }
-        if !is_same {
-            self.named = match seen.name(&self.name) {
-                _ if self.is_hidden(&self.name) => Named::Hidden,
+        let mut sample = Sample::parse(line, self.grammar, &mut self.names)?;
+        if sample.name != self.names.metric {
+            self.names.metric.clear();
+            // One in quotes would be malformed without them.
+            if !line.starts_with('{') {
+                self.names.metric.push_str(sample.name);
+            }
+            self.named = match seen.name(sample.name) {
+                _ if self.is_hidden(sample.name) => Named::Hidden,
                 true => Named::Known,
                 false => Named::New,
             };
         }
-        let becomes_text = self.from == Format::OpenMetrics && self.to == Format::Text;
-        match self.named {
+        let is_known = match self.named {
             Named::Hidden => return Some(Drop),
-            Named::New if !becomes_text && !self.is_thorough && !seen.remembers() => {
-                return Some(Pass);
-            }
-            _ => {}
-        }
-        let sample = Sample::parse(line, may_have_exemplar)?;
-        if seen.series(&sample) {
+            Named::New if !seen.remembers() => false,
+            Named::Known | Named::New => seen.series(&mut sample),
+        };
+        if is_known {
             self.duplicates += 1;
             return Some(Drop);
         }
-        Some(match becomes_text {
-            true => as_text(line, sample.rest),
-            false => Pass,
+        // The other format writes times otherwise, and text has no exemplars.
+        let time = sample.rest.get(1..).and_then(|rest| rest.find(' '));
+        let rest = match time.filter(|_| self.from != self.to) {
+            Some(time) => &sample.rest[..=time],
+            None => sample.rest,
+        };
+        Some(match sample.series.len() + rest.len() == line.len() {
+            true => Pass,
+            false => Replace(format!("{}{rest}\n", sample.series)),
         })
     }
 
     /// Decides about a line that starts with `#`.
     fn comment(&mut self, line: &str, seen: &mut Seen) -> Option<Verdict> {
         let (keyword, rest) = word(&line[1..]);
-        let is_metadata = line[1..].starts_with([' ', '\t']);
+        let is_metadata = line[1..].starts_with(BLANKS);
         match keyword {
             "EOF" if rest.is_empty() => {
                 self.has_ended = self.from == Format::OpenMetrics;
@@ -226,33 +222,34 @@ impl Lines {
             "HELP" | "TYPE" if is_metadata => {}
             "UNIT" if is_metadata && self.from == Format::OpenMetrics => {}
             _ if self.to == Format::OpenMetrics => return Some(Drop),
+            // Prometheus reads no further than such a comment.
+            _ if line.contains('\0') => return None,
             _ => return Some(Pass),
         }
-        let (name, text) = match rest.strip_prefix('"') {
-            Some(quoted) => unquote(quoted)?,
-            None => word(rest),
-        };
-        if name.is_empty() {
-            return None;
-        }
+        let (name, text) = split_name(rest, ':')?;
         if self.is_hidden(name) {
             return Some(Drop);
         }
-        let text = text.trim_start_matches([' ', '\t']);
-        let Some((shown, shown_text)) = self.metadata(keyword, name, text, seen)? else {
+        let text = text
+            .strip_prefix(BLANKS)
+            .or(text.is_empty().then_some(text))?;
+        let text = match keyword {
+            "HELP" => text,
+            _ => text.trim_matches(BLANKS),
+        };
+        let Some((shown, text)) = self.metadata(keyword, name, text, seen)? else {
             return Some(Drop);
         };
         // Both are noted.
         if !seen.declare(keyword, &shown) | seen.name(&shown) {
             return Some(Drop);
         }
-        if shown == name && shown_text == text {
-            return Some(Pass);
-        }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
-        Some(Replace(format!(
-            "# {keyword} {quote}{shown}{quote} {shown_text}\n"
-        )))
+        let shown = format!("# {keyword} {quote}{shown}{quote} {text}");
+        Some(match shown == line {
+            true => Pass,
+            false => Replace(shown + "\n"),
+        })
     }
 
     /// Name and text of a HELP, TYPE or UNIT line in the format of the page. Inside, None stands for a
@@ -270,6 +267,10 @@ impl Lines {
         let shown = match (keyword, self.from, self.to) {
             ("HELP", Text, OpenMetrics) => (short_name(name, seen).into(), text),
             ("UNIT", _, Text) => return Some(None),
+            ("UNIT", ..) if !text.is_empty() => {
+                let unit = name.strip_suffix(text)?;
+                unit.ends_with('_').then_some(as_it_is)?
+            }
             ("TYPE", from, to) => match (text, from, to) {
                 ("gauge" | "histogram" | "summary", ..) => as_it_is,
                 ("counter", Text, OpenMetrics) => match short_name(name, seen) {
@@ -303,23 +304,11 @@ fn short_name<'t>(name: &'t str, seen: &Seen) -> &'t str {
         .unwrap_or(name)
 }
 
-/// A sample of OpenMetrics as one of text, which has no exemplars and other times: without both.
-fn as_text(line: &str, rest: &str) -> Verdict {
-    let series = &line[..line.len() - rest.len()];
-    let figures = rest.split('#').next().unwrap_or_default();
-    let mut words = words(figures);
-    let value = words.next().unwrap_or_default();
-    match words.next().is_none() && figures.len() == rest.len() {
-        true => Pass,
-        false => Replace(format!("{series} {value}\n")),
-    }
-}
-
 /// The first word of a text, and what follows it.
 fn word(text: &str) -> (&str, &str) {
-    let text = text.trim_start_matches([' ', '\t']);
-    let (word, rest) = text.split_once([' ', '\t']).unwrap_or((text, ""));
-    (word, rest.trim_start_matches([' ', '\t']))
+    let text = text.trim_start_matches(BLANKS);
+    let (word, rest) = text.split_once(BLANKS).unwrap_or((text, ""));
+    (word, rest.trim_start_matches(BLANKS))
 }
 
 #[cfg(test)]

@@ -1,5 +1,8 @@
 //! Lines in, lines out.
 
+#[path = "lines_kinds.rs"]
+mod kinds;
+
 use proptest::prelude::*;
 
 use super::Format::{OpenMetrics, Text};
@@ -23,7 +26,7 @@ fn merged_in(
     let (mut merged, mut left_out) = (Vec::new(), (0, 0));
     for (index, (from, page)) in pages.iter().enumerate() {
         seen.begin(index + 1 == pages.len());
-        let mut lines = Lines::new(*from, to, hidden.clone(), false);
+        let mut lines = Lines::new(*from, to, hidden.clone());
         for chunk in page.chunks(size) {
             lines.push(chunk, &mut seen, &mut output);
             merged.extend(std::iter::from_fn(|| output.take_ready()).flatten());
@@ -52,7 +55,7 @@ fn texts<'p>(pages: &[&'p str]) -> Vec<(Format, &'p [u8])> {
 
 #[test]
 fn lines_of_text_pass_as_they_are() {
-    let page = "# a comment\n\n#\n# HELP a  C:\\dir \"x\"\n# TYPE a gauge\n a{x=\"}\\\"\\\\ # é\", } 1e3  15\t\n\
+    let page = "# a comment\n\n#\n# HELP a  C:\\dir \"x\"\n# TYPE a gauge\na{x=\"}\\\"\\\\ # é\", } 1e3  15\t\n\
                 a { y = \"1\" }\t+Inf\n# UNIT a s\nb NaN\nb -0x\nb_bucket{le=\"+Inf\"} 1\nb 1\n\
                 {\"c.d\",\"e f\"=\"g\"} 0.5\n# TYPE \"c.d\" untyped\n# TYPE late counter\nlate 0\nlast 1";
     let expected = page.replace("b -0x\n", "") + "\n";
@@ -154,15 +157,49 @@ fn malformed_lines_are_left_out_and_counted() {
         let expected = ("good 1\nalso 2\n".to_owned(), (0, 1));
         assert_eq!(found, expected, "{}", String::from_utf8_lossy(line));
     }
-    // Of small sources even what braces hold is looked at.
-    let pages = [
+}
+
+#[test]
+fn quotes_are_closed_by_a_later_line_or_cost_their_own() {
+    let many = "b 1\n".repeat(MAX_LINE / 4);
+    for (page, left, malformed) in [
         (
-            Text,
-            &b"a{x} {1\na{x=\"1} 1\na{=\"1\"} 1\na{x=\"1\" y=\"2\"} 1\n"[..],
+            "a{x=\"1\n2\n\n3\"} 1\nb 1\n",
+            "a{x=\"1\n2\n\n3\"} 1\nb 1\n",
+            0,
         ),
-        (Text, b""),
-    ];
-    assert_eq!(merged(&pages, Text, true), (String::new(), (0, 4)));
+        ("a{x=\"1} 1\nb 1\n", "b 1\n", 1),
+        ("a{x=\"1} 1\nb{x=\"1\"} 1\nb 1\n", "b{x=\"1\"} 1\nb 1\n", 1),
+        ("a{x=\"1\na{x=\"1\na{x=\"1\nb 1", "b 1\n", 3),
+        ("a{x=\"\\\"\na{x=\"\\\"\nb 1\n", "b 1\n", 2),
+        ("a{x=\"1\n# TYPE b gauge\nb 1\n", "# TYPE b gauge\nb 1\n", 1),
+        (
+            &format!("a{{x=\"1\n{many}c 1\n"),
+            &format!("{many}c 1\n"),
+            1,
+        ),
+        // What would be a sample is longer than a line may be.
+        (
+            &format!("a{{x=\"1\n{many}\"}} 1\nc 1\n"),
+            &format!("{many}c 1\n"),
+            2,
+        ),
+    ] {
+        let begin = &page[..page.len().min(30)];
+        for size in [7, 65_536, usize::MAX] {
+            let (found, left_out) = merged_in(size, &texts(&[page]), Text, true);
+            assert!(found == left.as_bytes(), "{begin:?} in {size}");
+            assert_eq!(left_out, (0, malformed), "{begin:?} in {size}");
+        }
+    }
+}
+
+#[test]
+fn a_name_known_with_quotes_needs_them_on_the_next_line_too() {
+    let page = "{\"a.b\"} 1\na.b 2\na.b{} 2\n{\"a.b\",\"x y\"=\"1\"} 3\nc{x y=\"1\"} 4\nc{\"x y\"=\"1\"} 5\n";
+    let expected = "{\"a.b\"} 1\n{\"a.b\",\"x y\"=\"1\"} 3\nc{\"x y\"=\"1\"} 5\n";
+    let found = merged(&texts(&[page]), Text, true);
+    assert_eq!(found, (expected.to_owned(), (0, 3)));
 }
 
 #[test]
@@ -247,7 +284,7 @@ fn openmetrics_becomes_text_without_what_text_has_no_place_for() {
 
 #[test]
 fn openmetrics_passes_as_it_is_without_comments_and_without_its_end() {
-    let page = "# TYPE a counter\n# UNIT a seconds\n# HELP a \n# a comment\n\na_total 1 1.5 # {t=\"x\"} 1\n\
+    let page = "# TYPE a counter\n# TYPE b_seconds gauge\n# UNIT b_seconds seconds\n# HELP a \n# a comment\n\na_total 1 1.5 # {t=\"x\"} 1\n\
                 a_created 5\n# TYPE i info\ni_info{v=\"1\"} 1\n# EOF \t\r\nlate 1\n";
     let expected = page.replace("# a comment\n\n", "");
     let expected = expected.split("# EOF").next().expect("a page").to_owned();

@@ -40,7 +40,7 @@ impl Page {
     ) -> Result<(), BoxError> {
         self.seen.begin(self.sources.is_empty());
         let own = self.scrape.registry.render();
-        let mut lines = Lines::new(Format::Text, self.format, Vec::new(), false);
+        let mut lines = Lines::new(Format::Text, self.format, Vec::new());
         lines.push(own.as_bytes(), &mut self.seen, &mut self.output);
         while !self.sources.is_empty() {
             let next = source::settled(&mut self.sources, false);
@@ -78,8 +78,6 @@ impl Page {
             true => self.deadline,
             false => after(scaled(self.deadline.duration_since(Instant::now()), 0.5)),
         };
-        // Whether all of it was there at the beginning.
-        let is_small = source.has_ended;
         let mut lines = None;
         loop {
             self.send(chunks).await;
@@ -101,7 +99,7 @@ impl Page {
                     Origin::Envoy => self.scrape.config.hidden.clone(),
                     Origin::Application => Vec::new(),
                 };
-                Lines::new(source.format(), self.format, hidden, is_small)
+                Lines::new(source.format(), self.format, hidden)
             });
             lines.push(&chunk, &mut self.seen, &mut self.output);
             // A page that always has more is never late by the timer alone.

@@ -1,113 +1,186 @@
-//! Reads sample lines of an exposition page, as far as merging has to.
+//! Reads the sample lines of an exposition page, as Prometheus' parsers do.
+//!
+//! One difference: a name without braces needs a blank before its value. `disk-0 17` is a wrong name then,
+//! not the value -0 of `disk` at the time 17.
 
-use memchr::{memchr2, memrchr};
+use memchr::memchr2;
+use smallvec::SmallVec;
+
+use super::lines::Format;
+
+pub(super) const BLANKS: [char; 2] = [' ', '\t'];
 
 /// A sample line, taken apart.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default)]
 pub(super) struct Sample<'a> {
     pub name: &'a str,
-    /// Names and values as they are written, in order. A metric name in braces is one without a value.
-    pub labels: Vec<(&'a str, &'a str)>,
-    /// Value, time and exemplar.
+    /// Names and values as they are written, without quotes.
+    pub labels: SmallVec<[(&'a str, &'a str); 8]>,
+    /// Name and labels as they are written.
+    pub series: &'a str,
+    /// Value, time and exemplar, unless that is malformed.
     pub rest: &'a str,
 }
 
-impl<'a> Sample<'a> {
-    /// Returns None where the line is malformed or a label is there twice. Exemplars are not looked at.
-    pub(super) fn parse(line: &'a str, may_have_exemplar: bool) -> Option<Self> {
-        let (name, rest) = line.split_at(name_length(line));
-        let (labels, rest) = match blanks(rest).strip_prefix('{') {
-            Some(inner) => Self::labels(inner)?,
-            None => (Vec::new(), rest),
-        };
-        let has_figures = has_figures(rest, may_have_exemplar);
-        has_figures.then_some(Self { name, labels, rest })
-    }
+/// The names of the last sample. Most samples have the same names, which are not checked again.
+#[derive(Default)]
+pub(super) struct Names {
+    pub metric: String,
+    /// The first ones without quotes, each with its `=`.
+    labels: Vec<String>,
+}
 
-    /// What the braces hold, and what follows them.
-    fn labels(inner: &'a str) -> Option<(Vec<(&'a str, &'a str)>, &'a str)> {
-        let mut labels = Vec::new();
-        let mut rest = blanks(inner);
-        while !rest.starts_with('}') {
-            let (label, after) = match rest.strip_prefix('"') {
-                Some(quoted) => unquote(quoted)?,
-                None => rest.split_at(name_length(rest)),
-            };
-            let (value, after) = match blanks(after).strip_prefix('=') {
-                Some(value) => unquote(blanks(value).strip_prefix('"')?)?,
-                None => ("", after),
-            };
-            if label.is_empty() {
+impl<'a> Sample<'a> {
+    /// Returns None where the line is malformed or a label is there twice.
+    pub(super) fn parse(line: &'a str, format: Format, names: &mut Names) -> Option<Self> {
+        let mut sample = Self::default();
+        let after = line.strip_prefix(&names.metric).map(str::as_bytes);
+        (sample.name, sample.rest) = line.split_at(match after {
+            Some([b'{' | b' ', ..]) => names.metric.len(),
+            _ => name_length(line, ':'),
+        });
+        match blanks(sample.rest, format).strip_prefix('{') {
+            Some(inner) => sample.rest = sample.labels(inner, format, names)?,
+            None if sample.rest.starts_with(BLANKS) => {}
+            None => return None,
+        }
+        sample.series = &line[..line.len() - sample.rest.len()];
+        if !are_figures(sample.rest, format) {
+            let (figures, exemplar) = sample.rest.split_once(" #")?;
+            if format == Format::Text || !are_figures(figures, format) {
                 return None;
             }
-            labels.push((label, value));
-            rest = blanks(after);
-            match rest.strip_prefix(',') {
-                Some(after) => rest = blanks(after),
-                None if rest.starts_with('}') => {}
-                None => return None,
+            if !is_exemplar(exemplar) {
+                sample.rest = figures;
             }
         }
-        labels.sort_unstable();
-        if labels.windows(2).any(|pair| pair[0].0 == pair[1].0) {
-            return None;
+        (!sample.name.is_empty()).then_some(sample)
+    }
+
+    /// Reads the labels up to the closing brace, and returns what follows it. If there is no name yet, a
+    /// string without a value is the name.
+    fn labels(&mut self, inner: &'a str, format: Format, known: &mut Names) -> Option<&'a str> {
+        let mut are_known = true;
+        let mut rest = blanks(inner, format);
+        while !rest.starts_with('}') {
+            let name = known.labels.get(self.labels.len());
+            let name = name.filter(|name| rest.starts_with(name.as_str()));
+            are_known &= name.is_some();
+            let (label, after) = match name {
+                Some(name) => rest.split_at(name.len() - 1),
+                None => split_name(rest, '_')?,
+            };
+            let after = blanks(after, format);
+            if rest.starts_with('"') && self.name.is_empty() && after.starts_with([',', '}']) {
+                (self.name, rest) = (label, after);
+            } else {
+                let value = blanks(after.strip_prefix('=')?, format);
+                let (value, after) = unquote(value.strip_prefix('"')?)?;
+                self.labels.push((label, value));
+                rest = blanks(after, format);
+            }
+            rest = match rest.strip_prefix(',') {
+                Some(after) => blanks(after, format),
+                None if format == Format::Text || rest.starts_with('}') => rest,
+                None => return None,
+            };
         }
-        Some((labels, &rest[1..]))
+        if !are_known {
+            let names = self.labels.iter().map(|(name, _)| *name);
+            let mut sorted: Vec<_> = names.clone().chain(["__name__"]).collect();
+            sorted.sort_unstable();
+            if sorted.windows(2).any(|pair| pair[0] == pair[1]) {
+                return None;
+            }
+            let plain = names.filter(|name| name_length(name, '_') == name.len());
+            known.labels = plain.take(64).map(|name| format!("{name}=")).collect();
+        }
+        Some(&rest[1..])
     }
 }
 
-/// Whether a line whose name has `name` bytes can be a sample, by its figures and the last brace:
-/// what braces hold is not looked at.
-pub(super) fn is_plausible(line: &str, name: usize, may_have_exemplar: bool) -> bool {
-    let rest = &line[name..];
-    let figures = if blanks(rest).starts_with('{') {
-        memrchr(b'}', rest.as_bytes()).map(|end| &rest[end + 1..])
-    } else {
-        Some(rest).filter(|rest| name > 0 && rest.starts_with([' ', '\t']))
+/// Splits a text after the name at its beginning, which loses its quotes. `more` is a character that this
+/// kind of name may have besides the usual ones.
+pub(super) fn split_name(text: &str, more: char) -> Option<(&str, &str)> {
+    let (name, rest) = match text.strip_prefix('"') {
+        Some(quoted) => unquote(quoted).filter(|(name, _)| !name.contains('\0'))?,
+        None => text.split_at(name_length(text, more)),
     };
-    !line.starts_with(|first: char| first.is_ascii_digit())
-        && figures.is_some_and(|figures| has_figures(figures, may_have_exemplar))
+    (!name.is_empty()).then_some((name, rest))
 }
 
-/// Whether a text is a number and at most a time.
-fn has_figures(text: &str, may_have_exemplar: bool) -> bool {
-    let figures = match may_have_exemplar {
-        true => text.split('#').next().unwrap_or_default(),
-        false => text,
-    };
-    let mut figures = words(figures);
-    let value = figures.next();
-    value.is_some_and(is_number) && figures.next().is_none_or(is_number) && figures.next().is_none()
+/// The length of the first line of a text page, in which quotes may have line feeds. None if it has no end.
+pub(super) fn line_length(page: &[u8]) -> Option<usize> {
+    let (mut is_quoted, mut is_escaped) = (false, false);
+    page.iter().position(|byte| {
+        let is_end = *byte == b'\n' && (!is_quoted || is_escaped);
+        is_quoted ^= *byte == b'"' && !is_escaped;
+        is_escaped = *byte == b'\\' && !is_escaped;
+        is_end
+    })
 }
 
-/// The words of a text.
-pub(super) fn words(text: &str) -> impl Iterator<Item = &str> {
-    text.split([' ', '\t']).filter(|word| !word.is_empty())
+/// Whether a text is an exemplar, without its `#`. It is written like a sample without a name.
+fn is_exemplar(text: &str) -> bool {
+    let line = format!("exemplar{}", text.strip_prefix(' ').unwrap_or_default());
+    let sample = Sample::parse(&line, Format::OpenMetrics, &mut Names::default());
+    let figures = sample.map_or("", |sample| &line[sample.series.len()..]);
+    line.starts_with("exemplar{")
+        && !line.contains('\0')
+        && are_figures(figures, Format::OpenMetrics)
 }
 
-/// The length of the name of a metric or label at the beginning of a text.
-pub(super) fn name_length(text: &str) -> usize {
-    let is_part = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b':');
-    let mut bytes = text.bytes();
-    bytes.position(|byte| !is_part(byte)).unwrap_or(text.len())
+/// Whether a text is a value, or a value and a time.
+fn are_figures(text: &str, format: Format) -> bool {
+    match (text.strip_prefix(' '), format) {
+        (Some(value), _) if is_number(value) => true,
+        (after, Format::OpenMetrics) => {
+            let figures = after.and_then(|text| text.split_once(' '));
+            figures.is_some_and(|(value, time)| {
+                is_number(value) && time.parse().is_ok_and(f64::is_finite)
+            })
+        }
+        (_, Format::Text) => {
+            let text = text.trim_matches(BLANKS);
+            let (value, time) = text.split_once(BLANKS).unwrap_or((text, "0"));
+            let time = time.trim_start_matches(BLANKS);
+            is_number(value) && !time.starts_with(['+', '-']) && time.parse::<i64>().is_ok()
+        }
+    }
 }
 
-/// The text up to the closing quote, and what follows it.
-pub(super) fn unquote(text: &str) -> Option<(&str, &str)> {
+/// Whether Go reads a text as a number. Unlike Rust it refuses NaN with a sign, and numbers too large.
+fn is_number(text: &str) -> bool {
+    text.parse().is_ok_and(|number: f64| match number.is_nan() {
+        true => text.len() == 3,
+        false => number.is_finite() || !text.contains(char::is_numeric),
+    })
+}
+
+fn name_length(text: &str, more: char) -> usize {
+    let is_part = |part: char| part.is_ascii_alphanumeric() || part == '_' || part == more;
+    match text.starts_with(|first: char| first.is_ascii_digit()) {
+        true => 0,
+        false => text.find(|part| !is_part(part)).unwrap_or(text.len()),
+    }
+}
+
+/// Splits a text at its closing quote.
+fn unquote(text: &str) -> Option<(&str, &str)> {
     let mut end = 0;
     loop {
-        end += memchr2(b'"', b'\\', text.get(end..)?.as_bytes())?;
+        end += memchr2(b'"', b'\\', text.as_bytes().get(end..)?)?;
         if text.as_bytes()[end] == b'"' {
             return Some((&text[..end], &text[end + 1..]));
         }
-        end += 1 + text.get(end + 1..)?.chars().next()?.len_utf8();
+        end += 2;
     }
 }
 
-fn blanks(text: &str) -> &str {
-    text.trim_start_matches([' ', '\t'])
-}
-
-fn is_number(text: &str) -> bool {
-    text.parse::<f64>().is_ok()
+/// Skips blanks, which the text format allows nearly everywhere.
+fn blanks(text: &str, format: Format) -> &str {
+    match text.as_bytes() {
+        [b' ' | b'\t', ..] if format == Format::Text => text.trim_start_matches(BLANKS),
+        _ => text,
+    }
 }

@@ -53,7 +53,8 @@ impl Seen {
     }
 
     /// Notes a series of the present source. True if an earlier one has it, too.
-    pub(super) fn series(&mut self, sample: &Sample<'_>) -> bool {
+    pub(super) fn series(&mut self, sample: &mut Sample<'_>) -> bool {
+        sample.labels.sort_unstable();
         self.note(self.state.hash_one((sample.name, &sample.labels)))
     }
 

@@ -267,6 +267,27 @@ async fn a_scrape_that_comes_from_the_agent_itself_asks_no_source() {
 }
 
 #[tokio::test]
+async fn malformed_lines_are_left_out_of_large_pages_of_any_source() {
+    // More than can be set aside.
+    let many: String = (0..40_000)
+        .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
+        .collect();
+    let bad = "bad{x=\"1\" 1\nbad{x} 1\nbad{1x=\"1\"} 1\nbad{x=\"1\",x=\"1\"} 1\n{x=\"1\"} 1\n\
+               bad 1 1.5\nbad 1 -5\n# TYPE bad-name gauge\nbad-name 1\n# TYPE bad gauge gauge\n";
+    let large = page("text/plain", [bad, &many, bad].concat());
+    let small = page("text/plain", [bad, "small 1\n", bad].concat());
+    for (envoy, target) in [(large, small), (small, large)] {
+        let (scrape, registry) = scrape_up_to(u64::MAX, envoy, &[target]);
+        assert_eq!(others(&scrape, &[]).await, format!("small 1\n{many}"));
+        let rendered = registry.render();
+        for source in ["envoy", "application"] {
+            let counted = format!("malformed_lines_total{{source=\"{source}\"}} 20\n");
+            assert!(rendered.contains(&counted), "{rendered}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_closed() {
     let connections = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let count = connections.clone();

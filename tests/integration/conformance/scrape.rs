@@ -531,6 +531,39 @@ async fn prometheus_has_all_series_of_the_page() {
     ] {
         finds(series).await;
     }
+    if ours_only("pages with malformed lines") {
+        let many: String = (0..40_000)
+            .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
+            .collect();
+        let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/scrape");
+        let read = |path| std::fs::read_to_string(format!("{golden}/{path}")).unwrap();
+        let text = read("malformed/app0.txt") + "text{x=\"a\nb\"} 1\n";
+        let metrics = read("malformed_openmetrics/app0.om").replace("# EOF\n", "");
+        scraped.envoy.has(TEXT, &read("malformed/envoy"));
+        // Both in text, then in OpenMetrics; each page is small once, and too large to be set aside.
+        for (number, (kind, more)) in [(TEXT, ""), (TEXT, &many), (OM1, ""), (OM1, &many)]
+            .into_iter()
+            .enumerate()
+        {
+            let (body, end) = if kind == TEXT {
+                (&text, "")
+            } else {
+                (&metrics, "# EOF\n")
+            };
+            let mark = format!("mark{number}");
+            scraped.targets[0].has(kind, &format!("{body}{more}{mark} 1\n{end}"));
+            scraped.targets[1].has(kind, &format!("{mark}_too 1\n{end}"));
+            let first = if kind == TEXT {
+                "text"
+            } else {
+                "delay_seconds"
+            };
+            for series in [first, "site_up", "envoy_up", "envoy_rq_total", "last"] {
+                finds(&format!("{series}%20and%20on()%20{mark}")).await;
+            }
+        }
+        scraped.envoy.has(TEXT, "envoy 1\n");
+    }
     if ours_only("a failed scrape where an OpenMetrics source breaks off") {
         let cut_off = "content-length: 100\r\nconnection: close\r\n\r\n# TYPE shared counter\n";
         for target in &scraped.targets {
