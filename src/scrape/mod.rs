@@ -134,7 +134,7 @@ impl Scrape {
             }
             _ => true,
         });
-        let content_type = settle(&sources);
+        let content_type = settle(&sources, scrape.config.targets.len() == 1);
         let format = Format::of(content_type);
         let is_gzip = negotiate::takes_gzip(&request.headers);
         let page = Page {
@@ -217,10 +217,10 @@ impl Inner {
 }
 
 /// What the page says it is: the same as the application, or text where its targets differ.
-fn settle(sources: &VecDeque<Source>) -> &'static str {
+fn settle(sources: &VecDeque<Source>, is_alone: bool) -> &'static str {
     let targets = sources.iter();
     let targets = targets.filter(|source| source.origin == Origin::Application);
-    let mut types = targets.filter_map(|source| source.content_type);
+    let mut types = targets.filter_map(|source| source.page_type(is_alone));
     let first = types.next().unwrap_or(TEXT_PAGE);
     match types.all(|other| other == first) {
         true => first,

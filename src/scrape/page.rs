@@ -117,7 +117,10 @@ impl Page {
             counts.malformed.with([origin]).add(lines.malformed);
             has_end = lines.has_ended;
         }
-        if source.failure.is_none() && source.format() == Format::OpenMetrics && !has_end {
+        // One of several targets is read like text, which has no end.
+        let is_alone = self.scrape.config.targets.len() == 1;
+        let lacks_end = source.format() == Format::OpenMetrics && !has_end;
+        if source.failure.is_none() && lacks_end && is_alone {
             source.fail(Failure::NoEnd);
         }
         self.scrape.report(&source);

@@ -18,7 +18,7 @@ use http::{Response, StatusCode};
 use tokio::sync::mpsc::Sender;
 
 use super::lines::Format;
-use super::negotiate::{content_type, is_gzip};
+use super::negotiate::{TEXT_PAGE, content_type, is_gzip};
 use super::sent_by;
 use crate::http_client::{self, Body};
 
@@ -107,6 +107,15 @@ impl Source {
 
     pub(super) fn format(&self) -> Format {
         self.content_type.map_or(Format::Text, Format::of)
+    }
+
+    /// The type of the page. One of several pages is text if it is complete and lacks `# EOF`.
+    pub(super) fn page_type(&self, is_alone: bool) -> Option<&'static str> {
+        let has_end = self.aside.trim_ascii_end().ends_with(b"# EOF");
+        let is_whole = self.has_ended && self.failure.is_none();
+        let text = self.content_type.map(|_| TEXT_PAGE);
+        text.filter(|_| is_whole && !has_end && !is_alone)
+            .or(self.content_type)
     }
 
     /// Whether it waits for its turn: all of it is there, or no more can be set aside.

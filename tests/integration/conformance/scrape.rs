@@ -443,6 +443,36 @@ async fn a_page_is_read_whatever_else_its_content_encoding_names() {
 }
 
 #[tokio::test]
+async fn one_of_several_targets_without_an_end_costs_the_others_nothing() {
+    if !ours_only("valid samples of such a target") {
+        return;
+    }
+    let scraped = Scraped::start(2).await;
+    let (one, two) = (&scraped.targets[0], &scraped.targets[1]);
+    one.has(OM1, "# TYPE one gauge\none 1\n# EOF\n");
+    for (body, left) in [
+        ("", None),
+        (
+            "# TYPE two counter\ntwo_total 1 1.5 # {x=\"y\"} 1\n",
+            Some("two_total 1"),
+        ),
+        ("# TYPE two gauge\ntwo 1", Some("two 1")),
+    ] {
+        two.has(OM1, body);
+        let page = scraped.page().await;
+        page.assert_readable(body);
+        let expected: Vec<_> = ["envoy 1", "one 1"].into_iter().chain(left).collect();
+        assert_eq!(page.samples(), expected, "{body}");
+    }
+    assert_eq!(scraped.failures("application").await, 0);
+    let head = "content-length: 99\r\nconnection: close\r\n\r\ntwo 1\n";
+    two.says(format!("HTTP/1.1 200 OK\r\ncontent-type: {OM1}\r\n{head}"));
+    assert!(!scraped.raw().await.contains("# EOF"));
+    two.has(OM1, "");
+    assert_eq!(scraped.failures("application").await, 1);
+}
+
+#[tokio::test]
 async fn a_target_that_leads_to_the_agents_own_page_is_asked_once() {
     if !ours_only("a loop ends") {
         return;
