@@ -1,6 +1,6 @@
 //! Lines in, lines out.
 
-#[path = "lines_kinds.rs"]
+#[path = "lines_kinds_tests.rs"]
 mod kinds;
 
 use proptest::prelude::*;
