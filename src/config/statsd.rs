@@ -28,7 +28,7 @@ pub(super) fn resolve(merged: &mut Merged) {
 fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
     let address = std::mem::take(&mut merged.config.statsd_udp_address);
     let Some((host, port)) = address::split(&address) else {
-        let expected = "host:port with a port from 1 to 65535, going on without statsd";
+        let expected = "host:port with a port from 1 to 65535; Envoy starts without statsd";
         return merged.warn(NAME, address, expected);
     };
     if host.parse::<IpAddr>().is_ok() {

@@ -204,9 +204,11 @@ impl Lines {
             Some(time) => &sample.rest[..=time],
             None => sample.rest,
         };
-        Some(match sample.series.len() + rest.len() == line.len() {
-            true => Pass,
-            false => Replace(format!("{}{rest}\n", sample.series)),
+        let is_unchanged = sample.series.len() + rest.len() == line.len();
+        Some(if is_unchanged {
+            Pass
+        } else {
+            Replace(format!("{}{rest}\n", sample.series))
         })
     }
 
@@ -246,9 +248,10 @@ impl Lines {
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
         let shown = format!("# {keyword} {quote}{shown}{quote} {text}");
-        Some(match shown == line {
-            true => Pass,
-            false => Replace(shown + "\n"),
+        Some(if shown == line {
+            Pass
+        } else {
+            Replace(shown + "\n")
         })
     }
 

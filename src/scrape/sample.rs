@@ -151,18 +151,21 @@ fn are_figures(text: &str, format: Format) -> bool {
 
 /// Whether Go reads a text as a number. Unlike Rust it refuses NaN with a sign, and numbers too large.
 fn is_number(text: &str) -> bool {
-    text.parse().is_ok_and(|number: f64| match number.is_nan() {
-        true => text.len() == 3,
-        false => number.is_finite() || !text.contains(char::is_numeric),
+    text.parse().is_ok_and(|number: f64| {
+        if number.is_nan() {
+            text.len() == 3
+        } else {
+            number.is_finite() || !text.contains(char::is_numeric)
+        }
     })
 }
 
 fn name_length(text: &str, more: char) -> usize {
     let is_part = |part: char| part.is_ascii_alphanumeric() || part == '_' || part == more;
-    match text.starts_with(|first: char| first.is_ascii_digit()) {
-        true => 0,
-        false => text.find(|part| !is_part(part)).unwrap_or(text.len()),
+    if text.starts_with(|first: char| first.is_ascii_digit()) {
+        return 0;
     }
+    text.find(|part| !is_part(part)).unwrap_or(text.len())
 }
 
 /// Splits a text at its closing quote.
