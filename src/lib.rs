@@ -71,6 +71,8 @@ pub mod backoff;
 
 mod permission;
 
+mod json;
+
 mod regular_file;
 
 mod replace_file;

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use crate::json;
 use crate::problem::Problem;
 
 /// Brings a value into the form istiod reads; None if it is of another type. A value that is false or
@@ -57,7 +58,8 @@ const MEMBERS: [(&str, &str, Read); 7] = [
 pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (name, value) in members.iter_mut() {
-        let Some((expected, read)) = type_of(name) else {
+        let known = type_of(name).filter(|_| json::remove_null(value));
+        let Some((expected, read)) = known else {
             continue;
         };
         match read(value) {
@@ -110,7 +112,7 @@ fn flag(value: &Value) -> Option<Value> {
 
 /// Ports of the pod, as JSON in a string.
 fn pod_ports(value: &Value) -> Option<Value> {
-    let mut ports: Vec<PodPort> = serde_json::from_str(value.as_str()?).ok()?;
+    let mut ports: Vec<PodPort> = json::read(value.as_str()?).ok()?;
     for port in &mut ports {
         port.port = port.port.filter(|port| *port != 0);
     }
@@ -158,6 +160,18 @@ mod tests {
             (
                 json!({"POD_PORTS": r#"[ {"containerPort": 80, "protocol": "TCP", "x": 1} ]"#}),
                 json!({"POD_PORTS": r#"[{"containerPort":80,"protocol":"TCP"}]"#}),
+            ),
+            (
+                json!({"POD_PORTS": r#"[{"name": null, "containerPort": null, "protocol": null}, null]"#}),
+                json!({"POD_PORTS": r#"[{"protocol":""}]"#}),
+            ),
+            (
+                json!({"CLUSTER_ID": null, "DNS_CAPTURE": null, "ENVOY_STATUS_PORT": null, "PILOT_SAN": null}),
+                json!({"CLUSTER_ID": null, "DNS_CAPTURE": null, "ENVOY_STATUS_PORT": null, "PILOT_SAN": null}),
+            ),
+            (
+                json!({"LABELS": {"a": "b", "c": null}, "MINE": {"a": null}}),
+                json!({"LABELS": {"a": "b"}, "MINE": {"a": null}}),
             ),
         ] {
             assert_eq!(checked(given), Ok(expected));

@@ -14,7 +14,7 @@ use super::environment as variables;
 use super::pod::NodeType;
 use crate::bootstrap::{self, StatsConfig, grpc, node, platform};
 use crate::compliance::Policy;
-use crate::duration;
+use crate::{duration, json};
 
 const PREFIX: &str = "sidecar.istio.io/";
 /// Envoy's default flush interval.
@@ -148,7 +148,7 @@ impl Loader<'_> {
     fn buckets(&mut self) -> BTreeMap<String, Vec<Number>> {
         const NAME: &str = "statsHistogramBuckets";
         let text = self.stats_annotation(NAME).unwrap_or("{}").to_owned();
-        serde_json::from_str(&text).unwrap_or_else(|_| {
+        json::read(&text).unwrap_or_else(|_| {
             let expected = "a JSON object of lists of numbers, leaving it out";
             self.warn(&format!("{PREFIX}{NAME}"), text, expected);
             BTreeMap::new()

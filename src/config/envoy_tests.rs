@@ -316,6 +316,18 @@ fn the_override_of_the_bootstrap_is_read_or_left_out() {
 }
 
 #[test]
+fn a_list_of_buckets_that_is_null_is_left_out_and_the_others_are_taken() {
+    let machine = machine(&[]);
+    let buckets = r#"{\"a\": null, \"b\": [1, null, 2.5]}"#;
+    let line = format!("sidecar.istio.io/statsHistogramBuckets=\"{buckets}\"\n");
+    machine.file("etc/istio/pod/annotations", &line);
+    let config = machine.config();
+    assert_eq!(config.warnings, []);
+    let buckets = serde_json::json!(config.bootstrap.stats.buckets);
+    assert_eq!(buckets, serde_json::json!({"b": [1, 2.5]}));
+}
+
+#[test]
 fn an_invalid_statistics_annotation_is_left_out() {
     for (annotation, value, good) in [
         ("statsFlushInterval", "10s", true),

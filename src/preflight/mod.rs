@@ -15,6 +15,7 @@ use crate::config::flags::ProxyFlags;
 use crate::config::pod::Pairs;
 use crate::config::report::described;
 use crate::doctor::report::{Check, Level};
+use crate::json;
 use crate::lifecycle::BoxError;
 use crate::problem::{Diagnostics, Problem};
 
@@ -68,8 +69,9 @@ pub fn report(text: &str) -> Result<Report, BoxError> {
     };
     let json = serde_json::from_str(text).map(|object: Value| vec![object]);
     let documents = json.or_else(|_| serde_saphyr::from_multiple_with_options(text, options));
-    let documents =
+    let mut documents: Vec<_> =
         documents.map_err(|error| format!("neither YAML nor JSON: {}", error.without_snippet()))?;
+    documents.retain_mut(json::remove_null);
     let mut all = Vec::new();
     for document in &documents {
         collect(document, &mut all);
@@ -215,7 +217,7 @@ impl Findings<'_> {
         given.extend(texts.map(|(name, value)| (name.to_owned(), value.into())));
         self.settings(&given.into());
         let probers = env.text(environment::ISTIO_KUBE_APP_PROBERS.name);
-        let probers = probers.and_then(|json| serde_json::from_str::<Map<_, Value>>(json).ok());
+        let probers = probers.and_then(|text| json::read::<Map<_, Value>>(text).ok());
         for (path, prober) in probers.iter().flatten() {
             if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
                 let row = rows().find(|[name, ..]| *name == PROBE_TIMEOUT);

@@ -87,6 +87,31 @@ fn rows_of_the_page_are_found_by_their_first_cells() {
 }
 
 #[test]
+fn a_member_of_a_pod_that_is_null_is_absent() {
+    let variables = json!({"ISTIO_BOOTSTRAP": "/own"});
+    let mut pod = pod(
+        &[],
+        variables,
+        json!({"a": null, "proxy.istio.io/config": "frob: 1"}),
+    );
+    let before = found(&pod);
+    assert_eq!(before.len(), 2, "{before:?}");
+    let containers = pod["spec"]["containers"]
+        .as_array_mut()
+        .expect("containers");
+    containers.push(Value::Null);
+    for container in containers.iter_mut().filter(|it| it.is_object()) {
+        container["command"] = Value::Null;
+        container["envFrom"] = Value::Null;
+        if let Some(words) = container["args"].as_array_mut() {
+            words.push(Value::Null);
+        }
+    }
+    pod["spec"]["initContainers"] = Value::Null;
+    assert_eq!(found(&pod), before);
+}
+
+#[test]
 fn each_kind_of_difference_of_a_proxy_is_found() {
     use Level::{Error, Ok, Warning};
     let config = |text: &str| json!({"PROXY_CONFIG": text});

@@ -132,10 +132,7 @@ impl Reader<'_> {
             let kind = entry.map_entry_value_field().kind();
             let mut values = HashMap::new();
             for (key, node) in self.entries(node)? {
-                let value = match node.value {
-                    Tree::Null => Some(Value::default_value(&kind)),
-                    _ => self.within(key, |reader| reader.value(&kind, node, is_secret)),
-                };
+                let value = self.within(key, |reader| reader.value(&kind, node, is_secret));
                 values.extend(value.map(|value| (MapKey::String(key.to_owned()), value)));
             }
             return Some(Value::Map(values));
@@ -159,6 +156,8 @@ impl Reader<'_> {
     fn value(&mut self, kind: &Kind, node: &Node, is_secret: bool) -> Option<Value> {
         let tree = &node.value;
         let value = match kind {
+            // An element of a list or a map.
+            _ if matches!(tree, Tree::Null) => Some(Value::default_value(kind)),
             Kind::Message(message) if message.full_name() != DURATION => {
                 let mut value = DynamicMessage::new(message.clone());
                 match message.get_field(1) {

@@ -48,31 +48,29 @@ pub(super) struct Counters {
 #[derive(Deserialize)]
 struct ClusterStatus {
     name: String,
-    #[serde(default)]
-    host_statuses: Vec<HostStatus>,
+    host_statuses: Option<Vec<HostStatus>>,
 }
 
 #[derive(Deserialize)]
 struct HostStatus {
-    #[serde(default)]
-    stats: Vec<Stat>,
+    stats: Option<Vec<Stat>>,
 }
 
 /// protobuf's JSON leaves out a value of zero, and writes 64 bits as text.
 #[derive(Deserialize)]
 struct Stat {
     name: String,
-    #[serde(default)]
-    value: String,
+    value: Option<String>,
 }
 
 impl From<ClusterStatus> for Counters {
     fn from(status: ClusterStatus) -> Self {
-        let stats = status.host_statuses.iter().flat_map(|host| &host.stats);
+        let stats = status.host_statuses.iter().flatten();
+        let stats = stats.filter_map(|host| host.stats.as_ref()).flatten();
         let sum = |counter: &str| {
             let values = stats.clone().filter(|stat| stat.name == counter);
             values
-                .filter_map(|stat| stat.value.parse::<u64>().ok())
+                .filter_map(|stat| stat.value.as_ref()?.parse::<u64>().ok())
                 .sum()
         };
         Self {
@@ -112,23 +110,21 @@ impl Admin {
     pub(super) async fn counters(self) -> Result<Vec<Counters>, Error> {
         #[derive(Deserialize)]
         struct Page {
-            #[serde(default)]
-            cluster_statuses: Vec<Counters>,
+            cluster_statuses: Option<Vec<Counters>>,
         }
         let page: Page = self.stream("/clusters?format=json").await?;
-        Ok(page.cluster_statuses)
+        Ok(page.cluster_statuses.unwrap_or_default())
     }
 
     pub(super) async fn outbound(self) -> Result<Vec<Outbound>, Error> {
         #[derive(Deserialize)]
         struct Page {
-            #[serde(default)]
-            configs: Vec<Outbound>,
+            configs: Option<Vec<Outbound>>,
         }
         let path =
             "/config_dump?resource=dynamic_active_clusters&mask=cluster.name,cluster.metadata";
         let page: Page = self.stream(path).await?;
-        Ok(page.configs)
+        Ok(page.configs.unwrap_or_default())
     }
 
     /// The bytes that Envoy has allocated.

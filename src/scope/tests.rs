@@ -259,13 +259,17 @@ async fn counters_are_summed_by_cluster() {
     };
     let page = json!({ "cluster_statuses": [
         { "name": "two", "added_via_api": true, "host_statuses": hosts(&["2", "3"]) },
-        { "name": "idle", "host_statuses": [{ "stats": [{ "name": "cx_total" }] }, {}] },
-        { "name": "empty" },
+        { "name": "idle", "host_statuses": [
+            { "stats": [{ "name": "cx_total" }, { "name": "rq_total", "value": null }] }, { "stats": null }, {},
+        ] },
+        { "name": "empty", "host_statuses": null },
     ]});
     let pages = vec![
         page.to_string(),
         r#"{"cluster_statuses":[{"name":1}]}"#.into(),
         "{}".into(),
+        r#"{"cluster_statuses":null}"#.into(),
+        r#"{"configs":null}"#.into(),
     ];
     let admin = admin(pages);
     let found = admin.counters().await.expect("counters").into_iter();
@@ -276,8 +280,10 @@ async fn counters_are_summed_by_cluster() {
     assert_eq!(found, expected.map(|it| (it.0.to_owned(), it.1, it.2)));
     let wrong = admin.counters().await.err().expect("other JSON");
     assert!(with_causes(&wrong).contains("invalid type"), "{wrong}");
-    let none = admin.counters().await.expect("no clusters");
-    assert!(none.is_empty());
+    for _ in 0..2 {
+        assert!(admin.counters().await.expect("no clusters").is_empty());
+    }
+    assert!(admin.outbound().await.expect("no clusters").is_empty());
 }
 
 /// Istio's filters are not in every Envoy; the labels are those of Istio's standard metrics.

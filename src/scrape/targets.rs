@@ -6,6 +6,7 @@ use std::num::NonZero;
 
 use serde::Deserialize;
 
+use crate::json;
 use crate::request_path::escaped;
 
 /// Ports of Envoy and of the agent: none of them is the application's.
@@ -39,8 +40,8 @@ pub enum Error {
 #[serde(default)]
 struct Annotations {
     scrape: String,
-    port: String,
-    path: String,
+    #[serde(flatten)]
+    single: Entry,
     targets: Vec<Entry>,
 }
 
@@ -52,19 +53,18 @@ struct Entry {
 }
 
 /// Reads `ISTIO_PROMETHEUS_ANNOTATIONS`.
-pub fn parse(json: &str, status_port: u16) -> Result<Vec<Target>, Error> {
-    let found: Annotations = serde_json::from_str(json).map_err(Error::Json)?;
+pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, Error> {
+    let found: Option<Annotations> = json::read(text).map_err(Error::Json)?;
+    let mut found = found.unwrap_or_default();
     if found.scrape == "false" {
         return Ok(Vec::new());
     }
     let mut targets = found.targets;
     if targets.is_empty() {
-        let port = match found.port.as_str() {
-            "" => DEFAULT_PORT.to_owned(),
-            _ => found.port,
-        };
-        let path = found.path;
-        targets.push(Entry { port, path });
+        if found.single.port.is_empty() {
+            found.single.port = DEFAULT_PORT.to_owned();
+        }
+        targets.push(found.single);
     }
     let targets = targets.iter();
     targets.map(|target| check(target, status_port)).collect()
@@ -102,6 +102,15 @@ mod tests {
             ),
             (r#"{"scrape":"false","port":"15020"}"#, vec![]),
             (r#"{"path":"m"}"#, vec![(80, "/m")]),
+            ("null", vec![(80, "/metrics")]),
+            (
+                r#"{"scrape":"true","path":"/m","port":"8080","targets":null}"#,
+                vec![(8080, "/m")],
+            ),
+            (
+                r#"{"scrape":null,"path":null,"port":null,"targets":[null,{"port":"2","path":null}]}"#,
+                vec![(2, "/metrics")],
+            ),
             (r#"{"path":"/m \n"}"#, vec![(80, "/m%20%0A")]),
             (
                 r#"{"port":"1","targets":[{"port":"2"},{"port":"3","path":"/x"}]}"#,

@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Body, Config, reply};
+use crate::json;
 use crate::lifecycle::with_causes;
 use crate::probe::{Client, Kind, Probe};
 use crate::request_path;
@@ -63,10 +64,10 @@ impl Probers {
         if text.is_empty() {
             return Ok(Self::default());
         }
-        let list: BTreeMap<String, Value> = serde_json::from_str(text)
-            .map_err(|error| vec![format!("failed to decode: {error}")])?;
+        let list: Option<BTreeMap<String, Value>> =
+            json::read(text).map_err(|error| vec![format!("failed to decode: {error}")])?;
         let (mut probers, mut problems) = (BTreeMap::new(), Vec::new());
-        for (path, value) in list {
+        for (path, value) in list.unwrap_or_default() {
             match prober(&path, value) {
                 Ok(prober) => drop(probers.insert(path, prober)),
                 Err(problem) => problems.push(format!("{path}: {problem}")),
@@ -244,7 +245,7 @@ mod tests {
 
     #[test]
     fn an_empty_list_has_no_probers() {
-        for text in ["", "{}"] {
+        for text in ["", "{}", "null", r#"{"/app-health/a/livez": null}"#] {
             assert_eq!(Probers::parse(text), Ok(Probers::default()));
         }
     }
@@ -275,6 +276,18 @@ mod tests {
     }
 
     #[test]
+    fn a_member_that_is_null_is_absent() {
+        let prober = only(
+            r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "path": null, "scheme": null, "httpHeaders":
+                [null, {"name": "a", "value": null}]}, "tcpSocket": null, "timeoutSeconds": null}}"#,
+        );
+        assert_eq!(prober.headers["a"], "");
+        assert_eq!(prober.timeout, None);
+        let headers = r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "httpHeaders": null}}}"#;
+        assert!(only(headers).headers.is_empty());
+    }
+
+    #[test]
     fn characters_not_allowed_in_a_request_path_are_escaped() {
         let text = r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "path": "/a b"}}}"#;
         let (is_https, path) = (false, "/a%20b".to_owned());
@@ -289,10 +302,6 @@ mod tests {
             (r#"{"/app-health/a/other": {}}"#, "invalid path"),
             (r#"{"/app-health//livez": {}}"#, "invalid path"),
             (r#"{"/app-health/a/b/livez": {}}"#, "invalid path"),
-            (
-                r#"{"/app-health/a/livez": null}"#,
-                "invalid type: null, expected an object",
-            ),
             (r#"{"/app-health/a/livez": {}}"#, "invalid prober type"),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": 1}, "tcpSocket": {"port": 1}}}"#,

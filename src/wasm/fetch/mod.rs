@@ -140,20 +140,25 @@ impl Source {
 
     /// Whether host and path begin with those of `prefix`. A path with dots leads to another one.
     pub(crate) fn is_within(&self, prefix: &str) -> bool {
-        let place = match &self.image {
+        let place = place(&match &self.image {
             None => format!("{}{}", self.authority(), self.uri.path()),
-            Some(image) => image.module_name().replacen("oci://", "", 1),
-        };
+            Some(image) => image.module_name(),
+        });
         let decoded = percent_decode_str(&place).decode_utf8_lossy();
         if decoded.split(['/', '\\']).any(|part| part == "..") {
             return false;
         }
-        let prefix = prefix.split_once("://").map_or(prefix, |(_, rest)| rest);
-        let prefix = prefix.trim_end_matches('/');
-        let hub = prefix.strip_prefix("docker.io");
-        let hub = hub.map(|rest| format!("{DOCKER_HUB}{rest}"));
-        let rest = place.strip_prefix(hub.as_deref().unwrap_or(prefix));
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        place.starts_with(&self::place(prefix))
+    }
+}
+
+/// Host and path of a URL, or of the name of an image, with a slash behind them.
+fn place(name: &str) -> String {
+    let name = name.split_once("://").map_or(name, |(_, place)| place);
+    let place = format!("{}/", name.trim_end_matches('/'));
+    match place.strip_prefix("docker.io/") {
+        Some(path) => format!("{DOCKER_HUB}/{path}"),
+        None => place,
     }
 }
 

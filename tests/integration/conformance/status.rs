@@ -331,8 +331,8 @@ async fn invalid_probers_end_the_agent_with_every_problem() {
         ("invalid-prober", "failed to decode"),
         (r#"{"/app-health/a/other": {}}"#, "invalid path"),
         (
-            r#"{"/app-health/a/livez": null}"#,
-            "invalid type: null, expected an object",
+            r#"{"/app-health/a/livez": {"httpGet": null}}"#,
+            "invalid prober type, must be one of type httpGet, tcpSocket or gRPC",
         ),
         (
             r#"{"/app-health/a/livez": {"exec": {}}}"#,

@@ -9,7 +9,7 @@ fn password(user: &str, password: &str) -> Credentials {
 
 #[test]
 fn docker_configurations_of_all_forms_are_read() {
-    let found = |config: &str, registry: &str| read_credentials(config.as_bytes(), registry);
+    let found = |config: &str, image: &str| read_credentials(config.as_bytes(), image);
     let header = HeaderValue::from_static;
     for (config, expected) in [
         (
@@ -41,11 +41,88 @@ fn docker_configurations_of_all_forms_are_read() {
         (r#"{"credHelpers":{"r.io":"rm"},"credsStore":"rm"}"#, None),
         ("{}", None),
         (r#"{"auths":null}"#, None),
+        (r#"{"auths":{"r.io":null}}"#, None),
+        (
+            r#"{"auths":{"r.io":{"auth":"dTpwOnE=","username":null,"password":null,"registrytoken":null}}}"#,
+            Some(password("u", "p:q")),
+        ),
     ] {
-        assert!(found(config, "r.io") == Ok(expected), "{config}");
+        assert!(found(config, "r.io/a") == Ok(expected), "{config}");
     }
     let hub = r#"{"auths":{"https://index.docker.io/v1/":{"auth":"dTpw"}}}"#;
-    assert!(found(hub, "index.docker.io") == Ok(Some(password("u", "p"))));
+    for hub in [hub, &hub.replace("index.", ""), &hub.replace("/v1/", "")] {
+        assert!(found(hub, "index.docker.io/library/a") == Ok(Some(password("u", "p"))));
+    }
+}
+
+#[test]
+fn of_several_keys_the_longest_that_leads_to_the_image_is_used_and_no_other_path() {
+    for (keys, image, expected) in [
+        (
+            &["r.io/team-a", "r.io/team-b"][..],
+            "r.io/team-b/plugin",
+            Some(1),
+        ),
+        (&["r.io/team-a", "r.io/team-b"], "r.io/team-a/x/y", Some(0)),
+        (&["r.io/team-a", "r.io/team-b"], "r.io/team-c/plugin", None),
+        (&["r.io/team", "r.io/te"], "r.io/team-b/plugin", None),
+        (&["r.io/team", "r.io"], "r.io/team-b/plugin", Some(1)),
+        (
+            &[
+                "r.io",
+                "r.io/team-b",
+                "r.io/team-b/plugin",
+                "r.io/team-b/plugin2",
+            ],
+            "r.io/team-b/plugin",
+            Some(2),
+        ),
+        (
+            &["r.io", "https://r.io/v2/team-b/"],
+            "r.io/team-b/plugin",
+            Some(1),
+        ),
+        (
+            &["https://r.io/v1/", "http://r.io", "r.io"],
+            "r.io/a",
+            Some(2),
+        ),
+        (&["r.io", "r.io:5000"], "r.io:5000/a", Some(1)),
+        (
+            &["r.io:5000/b", "http://r.io:5000/v1/"],
+            "r.io:5000/a",
+            Some(1),
+        ),
+        (
+            &["docker.io/other", "https://index.docker.io/v1/"],
+            "index.docker.io/me/a",
+            Some(1),
+        ),
+        (
+            &["docker.io/me", "https://index.docker.io/v1/"],
+            "index.docker.io/me/a",
+            Some(0),
+        ),
+        (
+            &["docker.io.example", "evil.io/r.io"],
+            "index.docker.io/me/a",
+            None,
+        ),
+    ] {
+        // Random order of a map would show in some of these.
+        for _ in 0..20 {
+            let entries = keys.iter().enumerate();
+            let entries =
+                entries.map(|(at, key)| format!(r#""{key}":{{"username":"u","password":"{at}"}}"#));
+            let config = format!(
+                r#"{{"auths":{{{}}}}}"#,
+                entries.collect::<Vec<_>>().join(",")
+            );
+            let expected = expected.map(|at: usize| password("u", &at.to_string()));
+            let found = read_credentials(config.as_bytes(), image);
+            assert!(found == Ok(expected), "{keys:?} {image}");
+        }
+    }
 }
 
 #[test]
@@ -59,7 +136,7 @@ fn what_is_no_docker_configuration_is_an_error_without_the_secret() {
         r#"{"auths":{"r.io":{"auth":"hunter2!"}}}"#,
         r#"{"auths":{"r.io":{"auth":"aHVudGVyMg=="}}}"#,
     ] {
-        let Err(error) = read_credentials(config.as_bytes(), "r.io") else {
+        let Err(error) = read_credentials(config.as_bytes(), "r.io/a") else {
             panic!("{config}");
         };
         assert!(!error.contains("hunter2") && !error.is_empty(), "{error}");
@@ -74,7 +151,7 @@ async fn the_first_file_that_exists_is_used() {
     std::fs::write(&first, config("dTpw")).expect("written");
     std::fs::write(&second, "broken").expect("written");
     let paths = [missing, first, second];
-    assert!(credentials_in_files(&paths, "r.io").await == Ok(Some(password("u", "p"))));
-    assert!(credentials_in_files(&paths[..1], "r.io").await == Ok(None));
-    assert!(credentials_in_files(&paths[2..], "r.io").await.is_err());
+    assert!(credentials_in_files(&paths, "r.io/a").await == Ok(Some(password("u", "p"))));
+    assert!(credentials_in_files(&paths[..1], "r.io/a").await == Ok(None));
+    assert!(credentials_in_files(&paths[2..], "r.io/a").await.is_err());
 }

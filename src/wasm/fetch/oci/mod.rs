@@ -6,7 +6,7 @@
 
 mod registry;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,8 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::download::{Download, Plan, hexadecimal, unusable};
-use super::{Config, Error, Reference, Source, basic, secret, sha256};
+use super::{Config, Error, Reference, Source, basic, place, secret, sha256};
+use crate::json;
 use crate::lifecycle::with_causes;
 use crate::regular_file;
 use registry::Registry;
@@ -63,9 +64,10 @@ impl Config {
         deadline: Instant,
     ) -> Result<Image, Error> {
         let fetching = async {
+            let image = reference.module_name();
             let credentials = match pull_secret {
-                Some(secret) => read_credentials(secret.as_bytes(), &reference.registry),
-                None => credentials_in_files(&self.credentials, &reference.registry).await,
+                Some(secret) => read_credentials(secret.as_bytes(), &image),
+                None => credentials_in_files(&self.credentials, &image).await,
             };
             let authority = source.authority();
             let registry = Registry::new(self, authority, reference, credentials?, deadline);
@@ -153,7 +155,7 @@ struct Descriptor {
 
 impl Manifest {
     fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let parsed = serde_json::from_slice(bytes);
+        let parsed = json::read(bytes);
         let mut manifest: Self = parsed.map_err(|error| format!("it is no manifest: {error}"))?;
         manifest.digest = hexadecimal(digest(&SHA256, bytes).as_ref());
         Ok(manifest)
@@ -220,7 +222,8 @@ enum Credentials {
 
 #[derive(Deserialize)]
 struct DockerConfig {
-    auths: Option<HashMap<String, Entry>>,
+    #[serde(default)]
+    auths: BTreeMap<String, Entry>,
 }
 
 #[derive(Default, Deserialize)]
@@ -233,43 +236,41 @@ struct Entry {
     registrytoken: String,
 }
 
-/// The credentials for `registry` in Docker's configuration. None is access without any.
-fn read_credentials(config: &[u8], registry: &str) -> Result<Option<Credentials>, String> {
+/// The credentials for an image in Docker's configuration: those of the longest key that names its
+/// repository or a part of the path to it, such as the host. None is access without any.
+fn read_credentials(config: &[u8], image: &str) -> Result<Option<Credentials>, String> {
     // The error of the parser would show a part of the secret.
-    let config: DockerConfig = serde_json::from_slice(config).map_err(|error| {
-        let (line, column) = (error.line(), error.column());
-        format!("not a Docker configuration in JSON, at line {line} column {column}")
+    let config: DockerConfig = json::read(config).map_err(|error| {
+        let kind = error.classify();
+        format!("not a Docker configuration in JSON ({kind:?} error)")
     })?;
-    let mut auths = config.auths.unwrap_or_default();
-    let entry = auths.remove(registry);
-    let entry = entry.or_else(|| auths.remove(&format!("https://{registry}/v1/")));
-    let entry = entry.or_else(|| {
-        let mut others = auths.into_iter();
-        Some(others.find(|(name, _)| host(name) == host(registry))?.1)
+    let image = place(image);
+    let ranked = config.auths.into_iter().filter_map(|(key, entry)| {
+        let place = place(&key);
+        // It may be a URL of the registry's API.
+        let (host, path) = place.split_once('/')?;
+        let api = path.strip_prefix("v1/").or(path.strip_prefix("v2/"));
+        let rest = image.strip_prefix(&format!("{host}/{}", api.unwrap_or(path)))?;
+        Some(((rest.len(), key.len()), entry))
     });
-    entry.map_or(Ok(None), Entry::credentials)
+    let nearest = ranked.min_by_key(|(rank, _)| *rank);
+    nearest.map_or(Ok(None), |(_, entry)| entry.credentials())
 }
 
 /// The credentials in the first of these files that exists.
 async fn credentials_in_files(
     paths: &[PathBuf],
-    registry: &str,
+    image: &str,
 ) -> Result<Option<Credentials>, String> {
     for path in paths {
         let of_path = |problem: String| format!("{}: {problem}", path.display());
         match regular_file::read_blocking(path.clone(), MAX_CONFIG).await {
-            Ok(config) => return read_credentials(&config, registry).map_err(of_path),
+            Ok(config) => return read_credentials(&config, image).map_err(of_path),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(of_path(error.to_string())),
         }
     }
     Ok(None)
-}
-
-/// The host in a key of the configuration, which may be a URL.
-fn host(key: &str) -> &str {
-    let rest = key.split_once("://").map_or(key, |(_, rest)| rest);
-    rest.split('/').next().unwrap_or_default()
 }
 
 impl Entry {
@@ -374,6 +375,22 @@ mod tests {
                 found.map(|digit| Some(hex(digit)))
             );
         }
+    }
+
+    #[test]
+    fn a_member_that_is_null_is_absent() {
+        let layer = json!({
+            "mediaType": MODULE_LAYER, "digest": format!("sha256:{}", hex("a")), "size": null, "platform": null,
+        });
+        let manifest =
+            parse(&json!({"layers": [null, layer], "manifests": null})).expect("a manifest");
+        assert_eq!(manifest.child(None), Ok(None));
+        assert_eq!(manifest.layer(7), Ok((hex("a"), 0)));
+        let index = json!({"layers": null, "manifests": [{"mediaType": null, "digest": format!("sha256:{}", hex("b"))}]});
+        assert_eq!(
+            parse(&index).expect("an index").child(None),
+            Ok(Some(hex("b")))
+        );
     }
 
     #[test]
