@@ -37,7 +37,7 @@ use crate::problem::Diagnostics;
 pub use crate::problem::Problem;
 use crate::proxy_config::ProxyConfig;
 use crate::xds::last_known_good;
-use crate::{bootstrap, istiod, scrape};
+use crate::{bootstrap, istiod, logging, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
 use effective::Documents;
@@ -192,7 +192,7 @@ impl Config {
             tracing::info!(?ips, "type" = kind, id, domain, "Proxy role");
         }
         let effective = Value::from(node.proxy_config.printable());
-        tracing::info!("Effective config: {effective}");
+        tracing::info!(target: logging::WHOLE, "Effective config: {effective}");
         tracing::info!("JWT policy is {}", self.jwt_policy);
         if !self.secret_sources.has_authority() {
             tracing::info!(

@@ -294,7 +294,8 @@ impl Supervisor {
         if self.current.count == 0 {
             let command = &launch.prepared.command;
             let arguments = command.arguments(&launch.mode).join(" ");
-            tracing::info!("Envoy command: [{} {arguments}]", command.binary.display());
+            let program = command.binary.display();
+            tracing::info!(target: crate::logging::WHOLE, "Envoy command: [{program} {arguments}]");
         }
         let instance = self.current.spawn(launch)?;
         self.current.set(instance);

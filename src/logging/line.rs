@@ -10,18 +10,25 @@ use tracing::field::{Field, Visit};
 use super::levels::{DEFAULT, name};
 use crate::clock;
 
+/// The most bytes of a message or label; a quarter of them are its end, where it says what follows.
+const MAX_TEXT: usize = 1024;
+/// The target of the agent's own reports, which are whole however long they are.
+pub const WHOLE: &str = "istio_agent::logging::whole";
+
 /// Message and labels of an event.
 #[derive(Default)]
 pub(super) struct Content {
     message: String,
     labels: Vec<(&'static str, Value)>,
+    /// Whether long texts stay whole.
+    pub(super) is_whole: bool,
 }
 
 impl Content {
     pub(super) fn new(message: String) -> Self {
         Self {
             message,
-            labels: Vec::new(),
+            ..Self::default()
         }
     }
 
@@ -49,7 +56,16 @@ impl Content {
         printable(&text)
     }
 
-    fn add(&mut self, field: &Field, value: Value) {
+    /// Adds a text without its middle if it is long: parts of it may be from others.
+    fn add(&mut self, field: &Field, mut value: Value) {
+        if let Value::String(text) = &mut value
+            && text.len() > MAX_TEXT
+            && !self.is_whole
+        {
+            let [begin, end] = [MAX_TEXT / 4 * 3, text.len() - MAX_TEXT / 4]
+                .map(|at| (0..=at).rfind(|n| text.is_char_boundary(*n)).unwrap_or(at));
+            text.replace_range(begin..end, &format!("[{} bytes left out]", end - begin));
+        }
         match (field.name(), value) {
             ("message", Value::String(message)) => self.message = message,
             ("message", value) => self.message = value.to_string(),
@@ -162,6 +178,7 @@ mod tests {
             content: Content {
                 message: "connected".into(),
                 labels: vec![("id", 7.into()), ("istiod.addr", "a:1".into())],
+                is_whole: false,
             },
         }
     }

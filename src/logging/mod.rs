@@ -3,7 +3,8 @@
 //! A tracing target is a scope; targets inside this crate belong to scope `default`, and targets of
 //! libraries to scope `grpc`, which is off unless raised. Text lines are tab-separated: time, level,
 //! scope (not for `default`), caller (if configured), message, labels, first the labels of spans
-//! around the event. Levels can be set at run time. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
+//! around the event; texts over 1 KiB lose their middle, unless their target is [`WHOLE`]. Levels can be
+//! set at run time. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
 
 mod levels;
 mod line;
@@ -26,6 +27,7 @@ use crate::permission::explained;
 use crate::problem::Problem;
 pub use levels::Levels;
 use levels::{CHANGES, scope_of};
+pub use line::WHOLE;
 use line::{Content, Line};
 use output::Output;
 pub use recent::Entry;
@@ -177,7 +179,9 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     }
 
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        let metadata = event.metadata();
         let mut content = Content::default();
+        content.is_whole = metadata.target() == WHOLE;
         let spans = context.event_scope(event).into_iter().flatten();
         for span in spans.collect::<Vec<_>>().iter().rev() {
             if let Some(of_span) = span.extensions().get::<Content>() {
@@ -185,7 +189,6 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
             }
         }
         event.record(&mut content);
-        let metadata = event.metadata();
         let scope = scope_of(metadata.target());
         let line = Line {
             time: SystemTime::now(),
@@ -250,6 +253,36 @@ mod tests {
             lines,
             ["info\txdsproxy\tsent\tid=7 envoy=a type=LDS size=3"]
         );
+    }
+
+    #[test]
+    fn texts_of_others_are_cut_and_reports_of_the_agent_are_whole() {
+        let long = "x".repeat(900_000);
+        let lines = logged(Options::default(), || {
+            tracing::error!(target: "wasm", "failed: {long}; trying again");
+            tracing::info!("{}", "m".repeat(1024));
+            tracing::info!("{}; trying again", "é".repeat(2000));
+            {
+                let _span = tracing::info_span!("stream", envoy = &*long).entered();
+                tracing::warn!(error = &*long, reason = %long, "odd");
+            }
+            tracing::info!(target: WHOLE, "Effective config: {long}");
+        });
+        let (begin, end) = ("x".repeat(760), "x".repeat(242));
+        let cut = format!("error\twasm\tfailed: {begin}[898998 bytes left out]{end}; trying again");
+        assert_eq!(lines[0], cut);
+        assert_eq!(lines[1], format!("info\t{}", "m".repeat(1024)));
+        // No character is cut in two.
+        let (begin, end) = ("é".repeat(384), "é".repeat(121));
+        let cut = format!("info\t{begin}[2990 bytes left out]{end}; trying again");
+        assert_eq!(lines[2], cut);
+        assert_eq!(
+            lines[3].matches("[898976 bytes left out]").count(),
+            3,
+            "{}",
+            lines[3]
+        );
+        assert!(lines[4].contains(&long));
     }
 
     #[test]
