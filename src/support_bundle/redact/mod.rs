@@ -81,8 +81,12 @@ fn copy_lines(secrets: &Secrets, from: &mut dyn Read, to: &mut dyn Write) -> io:
     let (mut from, mut line) = (BufReader::new(from), Vec::new());
     loop {
         let mut limited = (&mut from).take(MAX_TEXT as u64 + 1);
+        let (mut begin, mut is_in_key) = (0, true);
         // The lines of a private key are one text.
-        while limited.read_until(b'\n', &mut line)? > 0 && text::ends_in_key(&line) {}
+        while is_in_key && limited.read_until(b'\n', &mut line)? > 0 {
+            is_in_key = text::is_in_key(&line[begin..], is_in_key && begin > 0);
+            begin = line.len();
+        }
         if line.is_empty() {
             return Ok(());
         }
@@ -155,9 +159,6 @@ struct Scope {
     hides_values: bool,
 }
 
-/// A name or flag, which says what comes behind it is.
-type Told = Option<String>;
-
 /// A value to be copied.
 struct Node<'n, 'w> {
     to: &'n mut Writer<'w>,
@@ -169,7 +170,8 @@ struct Node<'n, 'w> {
 }
 
 impl Node<'_, '_> {
-    fn scalar(self, value: &Value) -> Told {
+    /// A name or flag is returned: it says what is behind it.
+    fn scalar(self, value: &Value) -> Option<String> {
         let is_secret = match self.member {
             Member::Secret | Member::SecretText => true,
             Member::Public | Member::Name => false,
@@ -181,7 +183,8 @@ impl Node<'_, '_> {
             Value::String(_) | Value::Number(_) if is_secret => self.to.text(r#""[redacted]""#),
             other => self.to.text(&other.to_string()),
         }
-        let is_name = matches!(self.member, Member::Name | Member::Key);
+        let is_header = self.member == Member::Headers && self.is_first.is_none();
+        let is_name = is_header || matches!(self.member, Member::Name | Member::Key);
         let is_flag = |text: &str| self.is_first.is_some() && text.starts_with('-');
         let told = value.as_str().filter(|text| is_name || is_flag(text));
         told.map(str::to_owned)
@@ -198,9 +201,9 @@ impl Node<'_, '_> {
 }
 
 impl<'de> DeserializeSeed<'de> for Node<'_, '_> {
-    type Value = Told;
+    type Value = Option<String>;
 
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Told, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Option<String>, D::Error> {
         if let Some(is_first) = self.is_first {
             self.to.put(|form, to| form.begin_array_value(to, is_first));
         }
@@ -210,14 +213,14 @@ impl<'de> DeserializeSeed<'de> for Node<'_, '_> {
 
 macro_rules! scalars {
     ($($visit:ident $number:ty),+) => {
-        $(fn $visit<E: Error>(self, value: $number) -> Result<Told, E> {
+        $(fn $visit<E: Error>(self, value: $number) -> Result<Option<String>, E> {
             Ok(self.scalar(&Value::from(value)))
         })+
     };
 }
 
 impl<'de> Visitor<'de> for Node<'_, '_> {
-    type Value = Told;
+    type Value = Option<String>;
 
     fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         to.write_str("JSON")
@@ -225,14 +228,14 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
 
     scalars!(visit_bool bool, visit_i64 i64, visit_u64 u64, visit_f64 f64, visit_str &str);
 
-    fn visit_unit<E: Error>(self) -> Result<Told, E> {
+    fn visit_unit<E: Error>(self) -> Result<Option<String>, E> {
         Ok(self.scalar(&Value::Null))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<Told, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<Option<String>, A::Error> {
         let scope = self.scope();
         let member = match self.member {
-            Member::Headers => Member::Headers,
+            Member::Headers | Member::SecretText => self.member,
             _ => Member::Other,
         };
         let to = self.to;
@@ -253,7 +256,7 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
         Ok(None)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Told, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Option<String>, A::Error> {
         let (mut around, is_header) = (self.scope(), self.member == Member::Headers);
         // Until the header's name is known.
         around.hides_values |= is_header;
@@ -265,10 +268,8 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
             to.string(&name);
             to.put(|form, to| form.begin_object_value(to));
             is_first = false;
-            let member = match to.is_judged {
-                true => Member::of(name.as_bytes()),
-                false => Member::Other,
-            };
+            let member = to.is_judged.then(|| Member::of(name.as_bytes()));
+            let member = member.unwrap_or(Member::Other);
             let value = Node {
                 to,
                 member,

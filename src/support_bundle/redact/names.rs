@@ -29,7 +29,7 @@ const NAMES: [(&str, Member); 10] = [
     ("name|headername", Name),
     ("key", Key),
     (
-        "(raw|string)?value|(exact|prefix|suffix|contains|regex)(match)?|inlinestring|inlinebytes",
+        "(raw|string)?val(ue)?|(exact|prefix|suffix|contains|regex)(match)?|inlinestring|inlinebytes",
         Value,
     ),
     (
@@ -39,12 +39,13 @@ const NAMES: [(&str, Member); 10] = [
     ),
     // Keys of JSON web tokens are not always public ones; users are those of basic authentication.
     (
-        "(local)?jwks|users|(basic|proxy|redis)?auths?|(xds|ca)header.*",
+        "(local)?jwks|users|(.*(basic|docker|http|npm|proxy|redis(cli)?|registry|smtp))?auths?|(xds|ca)header.*",
         Secret,
     ),
     // Files, members of Envoy's configuration, and variables that Kubernetes sets for each service.
     (
-        ".*(file|filename|path|name|type|ttl|uri|endpoint|configs?|bucket|maxtokens|perfill|\
+        ".*(file|filename|path|name|type|ttl|ur[il]|endpoint|configs?|bucket|perfill|(max|total|prompt|completion|input|output)tokens|count|total|size|length|limit|used|remaining|\
+         age|expir(y|ation|es(at|in)?)|lifetime|duration|seconds|interval|version|status|compat|expat|enabled|required|algorithm|issuer|audience|policy|format|mode|provider|source|\
          activesecrets|warmingsecrets|staticsecrets|host|port|addr|proto|tcp|udp|bypass)",
         Other,
     ),
@@ -56,10 +57,10 @@ const NAMES: [(&str, Member); 10] = [
          topology)keys?",
         Other,
     ),
-    (".*(authorization|cookie).*", SecretText),
+    (".*(authorization|cookie).*|.*signature(256)?", SecretText),
     (
-        ".*(password|passwd|passphrase|secret|token|credential|privatekey|apikey|accesskey|pkcs12|\
-         connectionstring|sessionid).*|.*(keys?|pass|pwd)",
+        ".*(password|passwd|passphrase|passcode|secret|token|credential|privatekey|apikey|accesskey|pkcs12|connectionstring|sess(ion)?id|keydata|mnemonic).*|\
+         .*(keys?|pass|pwd|pw|psk|pat|id(rsa|dsa|ecdsa|ed25519))|bearer|(client)?assertion|codeverifier|[cx]srf|hmac|jwt|otp",
         Secret,
     ),
     (".*(headers?|headerstoadd|initialmetadata)", Headers),

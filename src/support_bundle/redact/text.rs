@@ -13,59 +13,69 @@ pub(super) const REDACTED: &[u8] = b"[redacted]";
 const MIN_KNOWN: usize = 6;
 
 /// What is secret, applied one after the other: the group `secret`. A match without it is an exception.
-/// The group `name` has to be the name of a secret, the group `header` that of a header that is not a
-/// standard one. Capital letters stand for [`PARTS`].
-const PATTERNS: [&str; 17] = [
-    r"(?P<secret>-----BEGIN [\w ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [^-]*-----|\z))",
+/// Behind ## is the form of a value, looked for at this place alone, so that no text is read again for each
+/// name before it, if the group `name` is that of a secret, or `header` not that of a standard header.
+const RULES: [&str; 29] = [
+    r"(?P<secret>-{4,5} ?BEGIN(?: |\+|%20)[\w +%]{0,40}PRIVATE(?: |\+|%20)KEY(?: BLOCK)? ?-{4,5}.*?(?:-{4,5} ?END[^-]*-{4,5}|\z))",
     // "PRIVATE KEY" in base64.
     r"(?P<secret>[\w+/=-]*(?:UFJJVkFURSBLRV|BSSVZBVEUgS0VZ|QUklWQVRFIEtFW)[\w+/=-]*)",
-    // Tokens and hashes of passwords in known formats.
-    r"(?P<secret>eyJ[\w-]*\.[\w.-]+|\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{35}|gh[a-z]_\w{30,}|github_pat_\w+))",
-    r"(?P<secret>\b(?:glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|[rs]k_live_\w{10,}|hvs\.[\w-]{20,}))",
-    r"(?P<secret>\{SHA\}[\w+/]{20,}=*|\$(?:apr1|2[abxy]|[1567]|argon2\w+)\$[\w./$=,+-]{16,})",
+    // Tokens, a Docker configuration in base64, and hashes of passwords, in known formats.
+    r"(?P<secret>eyJ[\w-]*\.[\w.-]+|eyJhdXRo[\w+/=-]{8,})",
+    r"(?P<secret>\b(?:(?:A3T|AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{16,}|LTAI\w{12,}|dapi[0-9a-f]{32}|do[opr]_v1_\w{40,}|gh[a-z]_\w{30,}|github_pat_\w+|gl(?:pat|dt|rt|cbt|ptt|ft|imt|agent|soat|oas)-[\w-]{16,}|npm_[A-Za-z\d]{36}\b|pypi-[\w-]{30,}|dckr_pat_[\w-]{16,}|hv[sbr]\.[\w-]{20,}|xox[a-z]-[\w-]{10,}|xapp-\d-[\w-]{10,}|[rs]k_(?:live|test)_\w{10,}|whsec_[\w+/=]{16,}|SG\.[\w-]{16,64}\.[\w-]{16,}|sk-(?:[a-z\d]{2,8}-){0,2}[A-Za-z\d]{20,}[\w-]*|hf_\w{30,}|key-[0-9a-f]{32}\b|NRAK-\w{20,}|shp[a-z]{2}_[0-9a-f]{32}|ATATT\w[\w-]{20,}|AGE-SECRET-KEY-\w{20,}|\d{8,10}:AA[\w-]{30,}))",
+    r"(?P<secret>\{(?:S?SHA\d{0,3}|S?MD5|CRYPT)\}[\w+/.$]{20,}=*|\$(?:apr1|2[abxy]|[15-7]|y|gy|argon2\w+|pbkdf2[\w-]*)\$[\w./$=,+-]{16,}|\bpbkdf2_\w+\$[\w./$=+]{16,}|\bSCRAM-SHA-\d+\$[\w+/=$:]{20,})",
     // URLs, their queries, and users with passwords; neither digests of images nor ports and paths.
+    r#"(?:hooks\.slack\.com/\w+|discord(?:app)?\.com/api/webhooks|webhook\.office\.com/\w+)/(?P<secret>[^\s"'<>\\]+)"#,
     r#"://(?P<secret>[^/?#\s"'<>\\]+)@"#,
-    r#"(?i)[?&](?:amp;)?(?:sig|signature|key|code|[\w-]*subscription-key|x-(?:amz|goog)-[\w-]+)=(?P<secret>[^&\s"'\\<>]+)"#,
+    r#"(?i)(?:[?&](?:amp;)?(?:key|code|jwt|sid|session|ticket|[\w-]*subscription-key)|\b(?:sig|signature|x-(?:amz|goog)-[\w-]+))=(?P<secret>[^&\s"'\\<>]+)"#,
     r#"[\w./:%+~-]+@sha(?:256|512):|(?://)?[\w.%+~-]*:\d+/[^\s@]*@|(?:mailto|serviceAccount):[^\s@]*@|(?://[\w.%+~-]*|[\w.%+~-]+):(?P<secret>[^\s/?#"'<>\\][^\s?#"'<>\\]*)@[\w\[(-]"#,
-    // Flags of commands.
-    r#"\s(?:-u|--user)[ =]\s*[^\s:"']+:(?P<secret>[^\s"']*[^\s"'\d][^\s"']*)"#,
-    r#"[\s"'\[,]--?NAME(?: +|\\*["'], *\\*["'])(?P<secret>[^\s"'\\,\]-][^\s"'\\,\]]*)"#,
+    // Flags of commands, and files of passwords.
+    r#"\s(?:-[uU]|--(?:proxy-)?user)[ =]\s*[^\s:"']+:(?P<secret>[^\s"']*[^\s"'\d][^\s"']*)"#,
+    r#"\b(?:mysql\w*|mariadb|sshpass|(?:docker|podman|helm registry|az|oc) login)\b[^\n|;]*?\s-p[ =]?(?P<secret>[^\s"'=-][^\s"']*)"#,
+    r#"(?:LINE(?:(?:password|bindpw|rootpw|requirepass|masterauth)[ \t]+|[\w.*-]+:(?:\d{2,5}|\*):[\w*-]+:[\w-]+:)|\blogin\s+\S+\s+password[ \t]+)(?P<secret>[^\s:"'\\]+)[ \t]*(?:\\n|\n|$)"#,
+    r#"LINE(?:- )?token:[ \t]+(?P<secret>[^\s"'/.\d\\][^\s"'\\]*)[ \t]*(?:\\n|\n|$)"#,
     // A short word in small letters behind a scheme is one of a sentence.
-    r"(?i:\b(?:basic|bearer|negotiate)) +(?P<secret>(?:[A-Za-z][a-z]*[A-Z\d.~+/=_-]|[\d.~+/=_-]|[a-z]{16})[\w.~+/=-]*)",
-    // Headers set by Lua, and headers and their matchers in messages of Envoy.
-    r#"\b(?:add|append|replace|set)\s*\(\s*\\*["']HEADER\\*["']\s*,\s*(?P<secret>[^()"'\n]*(?:"[^"\n]*"|'[^'\n]*')[^()\n]*)"#,
-    r#"(?:\bkeySEP[\w:.-]+SEP(?:raw_)?value|\bheaders?SEPnameSEPHEADER(?:SEPMATCHER)+)[\\"']*\s*:\s*(?P<secret>QUOTED)"#,
-    // Values behind names: quoted, behind a separator, and the rest of a line. A colon behind some words
-    // may be one of a sentence, one before a number is in pages of statistics.
-    r#"NAME(?:SEP(?:(?:raw_)?value|inline_\w+|string_value|MATCHER))*[\\"'\]]*\s*[=:][ \t]*(?P<secret>QUOTED)"#,
+    r"(?i:\b(?:basic|bearer|negotiate|ntlm|apikey)),? +(?P<secret>(?:[A-Za-z][a-z]*[A-Z\d.~+/=_-]|[\d.~+/=_-]|[a-z]{16})[\w.~+/=-]*)",
+    r"(?i:\b(?:digest|hawk|oauth|signature|aws4-hmac-\w+)) +(?P<secret>[\w-]+=[^\n]*)",
     r#"(?i:authorization|cookie)=[ \t]*(?P<secret>[^\s"'][^"'\n]*)"#,
-    r#"NAME(?:[\\"'\]]*\s*=|[\\"'\]]+\s*:)[ \t]*(?P<secret>\[[^\]]*\]?|[^\s,;&"'\\()\[\]{}<>]+)"#,
-    r#"\b(?i:tokens?|secrets?|credentials?):|NAME[ \t]*:[ \t]*(?P<secret>[\d ]*[^\d\s":][^"\n]*)"#,
+    r#"\bkeySEP[\w:.-]+SEP(?:raw_)?value[\\"']*\s*:\s*(?P<secret>QUOTED)"#,
+    // In sentences, too, a word with a digit is a token, unless it is a path, a time, a version or a name.
+    r#"(?i:\btokens?(?::| is| was))[ \t]*(?:WORD|(?P<secret>(?:[A-Za-z+=_~-][^\s"',;:<>()/]*\d|\d+[^\s"',;:<>()/\d.])[^\s"',;<>()]*))"#,
+    r#"(?i:\b(?:tokens?|secrets?|credentials?|passwords?)(?:(?: is| was)? |:))[ \t]*\\*["']?(?:WORD|(?P<secret>[0-9a-f]{16,}|[^\s"',;:<>()/]*(?:\d[^\s"',;:<>()/]*[A-Z_+=~!$%^*#@]|[A-Z_+=~!$%^*#@][^\s"',;:<>()/]*\d)[^\s"',;<>()]*))"#,
+    r#"(?:^|[\s"'\[,(])(?:--?|(?:ENV|setenv|setx|set -\w+|configure set) +)NAME##(?: +|\\*["'], *\\*["'])(?P<secret>QUOTED|[^\s"'\\,\]-][^\s"'\\,\]]*)"#,
+    // Headers set by Lua, headers and their matchers in messages of Envoy, pairs in its debugging output, XML.
+    r#"\b(?:add|append|replace|set)\s*\(\s*\\*["']HEADER\\*["']\s*,\s*##(?P<secret>[^()"'\n]*(?:"[^"\n]*"|'[^'\n]*')[^()\n]*)"#,
+    r#"\bheaders?SEPnameSEPHEADER(?:SEPMATCHER)+[\\"']*\s*:\s*##(?P<secret>QUOTED)"#,
+    r#"(?:LINE|\()\\*["']NAME\\*["'], *##(?P<secret>QUOTED)"#,
+    r#"(?:<|&lt;|\\u003c)[^<>&\\]{0,99}?NAME["']?(?:\s[^<>/&\\]*)?(?:>|&gt;|\\u003e)##(?P<secret>(?:<!\[CDATA\[)?(?:[^<&\\]|\\[nrt]|&(?:amp|quot|apos);)+)(?:<|&lt;|\\u003c)/"#,
+    // Values behind names: quoted, in pairs, behind a separator, and the rest of a line. A colon behind some
+    // words or a path may be one of a sentence, one before a number is in pages of statistics.
+    r#"NAME##(?:SEP(?:(?:raw_)?value|inline_\w+|string_value|MATCHER)){0,6}[\\"'\]]*\s*(?:[=:]{1,2}>?|->)[ \t]*(?P<secret>QUOTED)"#,
+    r#"NAME##SEP(?i:value)[\\"']*\s*[=:][ \t]*SCALAR(?P<secret>[^\s"'\\,}][^"\n\\}]*)"#,
+    r"NAME##(?:(?:&quot;|\\u0022|%22)\s*(?::|%3A)\s*(?:&quot;|\\u0022|%22)|</\w+>\s*<(?i:\w*value)>)(?P<secret>[^&\\%<]+)",
+    r#"NAME##(?:[\\"'\]]*\s*(?::?={1,2}>?|->|%3D)|[\\"'\]]+\s*:)[ \t]*(?P<secret>\[[^\]]*\]?|[^\s,;&"'\\()\[\]{}<>]+)"#,
+    r#"(?:\b(?i:tokens?|secrets?|credentials?):|[\w.-]*/[\w.-]+/[\w./-]*:|NAME[ \t]*:[ \t]*)##SCALAR(?P<secret>[\d ]*[^\d\s":](?:=[ \t]*\\*"[^"\n]*"?|[^"\n])*)"#,
 ];
 /// A text in quotes may be one in JSON within a string, which may be one in JSON again.
-const PARTS: [(&str, &str); 5] = [
-    (
-        "NAME",
-        r"(?P<name>[\w-]*(?i:pass|pwd|secret|token|credential|key|auth|cookie|session|pkcs12|connection.?string|jwks|users|header)[\w-]*)",
-    ),
-    ("HEADER", r"(?P<header>[\w:-]+)"),
-    (
-        "MATCHER",
-        r"(?:\w*(?:match|regex|exact|prefix|suffix|contains)|google_re2|true)",
-    ),
-    ("SEP", r"(?:\\n|\W)+"),
-    (
-        "QUOTED",
-        r#"(?:"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|\\"(?:[^"\\]|\\{2,}[^\\])*(?:\\")?|\\+["'][^"']*["']?)"#,
-    ),
+const PARTS: [&str; 8] = [
+    r"SCALAR (?:[|>][+-]?[ \t]*(?:\\n|\n)\s*)?",
+    r"LINE (?:\\n|\n|^)\s*",
+    r"NAME (?P<name>[\w-]*(?i:pass|pwd|pw|psk|secret|token|credential|key|auth|cookie|session|sessid|bearer|pkcs12|connection.?string|signature|jwks|users|header|mnemonic|id_(?:rsa|dsa|ecdsa|ed25519)|_pat)[\w-]*|\b(?:PAT|pat)\b)",
+    r"HEADER (?P<header>[\w:-]+)",
+    r"MATCHER (?:\w*(?:match|regex|exact|prefix|suffix|contains)|google_re2|true)",
+    r"SEP (?:\\[nrt]|\W){1,99}",
+    r"WORD (?:\d{4}-\d\d|(?:[A-Z][A-Za-z]*-?\d{1,5}|[\d.]+[a-z%]{0,3})(?:[\s.,;)]|$))",
+    r#"QUOTED (?:"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|\\"(?:[^"\\]|\\{2,}[^\\])*(?:\\")?|\\+["'][^"']*["']?)"#,
 ];
+
+/// A pattern, and the form of the value behind it.
+type Rule = (Regex, Option<Regex>);
 
 /// Finds secrets.
 #[allow(missing_debug_implementations)]
 pub struct Secrets {
     /// Most texts match none.
     any: RegexSet,
-    each: Vec<Regex>,
+    rules: Vec<Rule>,
 }
 
 impl Secrets {
@@ -81,20 +91,22 @@ impl Secrets {
         }
         // One may be a part of another.
         forms.sort_by_key(|form| std::cmp::Reverse(form.len()));
-        let known = format!("(?P<secret>{})", forms.join("|"));
+        let known = format!("(?s-u)(?P<secret>{})", forms.join("|"));
         let known = (!forms.is_empty()).then_some(known);
-        let patterns = known.into_iter().chain(PATTERNS.map(|pattern| {
-            let mut whole = format!("(?s-u){pattern}");
-            for (name, part) in PARTS {
-                whole = whole.replace(name, part);
-            }
-            whole
-        }));
-        let patterns: Vec<_> = patterns.collect();
-        let each = patterns.iter().map(|pattern| Regex::new(pattern));
+        let parts = || PARTS.iter().filter_map(|part| part.split_once(' '));
+        let rules = RULES.map(|rule| {
+            let rule = format!("(?s-u){rule}");
+            parts().fold(rule, |rule, (name, part)| rule.replace(name, part))
+        });
+        let rules = Vec::from_iter(known.into_iter().chain(rules));
+        let compiled = rules.iter().map(|rule| {
+            let (place, form) = rule.split_once("##").unzip();
+            let form = form.map(|form| Regex::new(&format!("(?s-u)^{form}")));
+            Ok((Regex::new(place.unwrap_or(rule))?, form.transpose()?))
+        });
         Ok(Self {
-            any: RegexSet::new(&patterns)?,
-            each: each.collect::<Result<_, _>>()?,
+            any: RegexSet::new(rules.iter().map(|rule| rule.replace("##", "")))?,
+            rules: compiled.collect::<Result<_, _>>()?,
         })
     }
 
@@ -102,26 +114,29 @@ impl Secrets {
     pub(super) fn hide<'t>(&self, text: &'t [u8]) -> Cow<'t, [u8]> {
         let found = self.any.matches(text).into_iter();
         found.fold(Cow::Borrowed(text), |text, index| {
-            hide(text, &self.each[index])
+            hide(text, &self.rules[index])
         })
     }
 }
 
-fn hide<'t>(text: Cow<'t, [u8]>, pattern: &Regex) -> Cow<'t, [u8]> {
+fn hide<'t>(text: Cow<'t, [u8]>, (place, form): &Rule) -> Cow<'t, [u8]> {
     let (mut out, mut written, mut from) = (Vec::new(), 0, 0);
-    while let Some(found) = pattern.captures_at(&text, from) {
-        let (name, header) = (found.name("name"), found.name("header"));
-        let is_named = name.is_none_or(|name| is_secret(name.as_bytes()))
-            && header.is_none_or(|header| !is_standard_header(header.as_bytes()));
-        match found.name("secret").filter(|_| is_named) {
-            Some(secret) => {
-                out.extend_from_slice(&text[written..secret.start()]);
-                out.extend_from_slice(REDACTED);
-                written = secret.end();
-                from = written;
-            }
-            // Behind a name that is none, there may be another.
-            None => from = name.or(header).unwrap_or(found.get_match()).end(),
+    while let Some(found) = place.captures_at(&text, from) {
+        from = found.get_match().end();
+        let is_named = match (found.name("name"), found.name("header")) {
+            (Some(name), _) => is_secret(name.as_bytes()),
+            (_, Some(header)) => !is_standard_header(header.as_bytes()),
+            _ => form.is_none(),
+        };
+        let (start, found) = match form.as_ref().filter(|_| is_named) {
+            Some(form) => (from, form.captures(&text[from..])),
+            None => (0, Some(found)),
+        };
+        if let Some(secret) = found.and_then(|found| found.name("secret")) {
+            out.extend_from_slice(&text[written..start + secret.start()]);
+            out.extend_from_slice(REDACTED);
+            from = start + secret.end();
+            written = from;
         }
     }
     match written {
@@ -133,9 +148,10 @@ fn hide<'t>(text: Cow<'t, [u8]>, pattern: &Regex) -> Cow<'t, [u8]> {
     }
 }
 
-/// Whether a private key begins in the text and does not end in it.
-pub(super) fn ends_in_key(text: &[u8]) -> bool {
-    let begin = rfind(text, b"-----BEGIN ");
-    let last = begin.map_or(&[][..], |begin| &text[begin..]);
-    find(last, b"PRIVATE KEY").is_some() && find(last, b"-----END ").is_none()
+/// Whether the lines behind this one belong to a private key, as this one may.
+pub(super) fn is_in_key(line: &[u8], is_in_key: bool) -> bool {
+    let begin = rfind(line, b"-----BEGIN ");
+    let last = &line[begin.unwrap_or(0)..];
+    let is_of_key = begin.map_or(is_in_key, |_| find(last, b"PRIVATE KEY").is_some());
+    is_of_key && find(last, b"-----END ").is_none()
 }
