@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::file::{BLOCK, Index};
 use super::recorder::Subscription;
-use super::writer::open;
+use super::writer::{OTHER_NODE, named, open};
 use super::{DIRECTORY, EnvoyCache, LastKnownGood, NEEDED, Shared, TYPES};
 use crate::directory::Directory;
 use crate::xds::end::End;
@@ -90,18 +90,20 @@ struct Type {
 /// Reads and checks all that is kept, for the node in the first request.
 fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'static str, Type>> {
     let (mut types, mut age, config) = (HashMap::new(), u64::MAX, &shared.config);
-    let directory = Directory::private(&config.directory, DIRECTORY, false)?;
+    let directory = Directory::private(&config.directory, DIRECTORY, false);
+    let directory = directory.map_err(|error| named(config, "", error))?;
     let identity = first.identity();
     for type_url in TYPES {
-        let (file, header) = open(&directory, type_url)?;
+        let of_type = |error| named(config, type_url, error);
+        let (file, header) = open(&directory, type_url).map_err(of_type)?;
         if header.place.is_empty() {
             continue;
         }
         if identity.as_ref() != Some(&header.identity) {
-            return Err(io::Error::other("it is of another node"));
+            return Err(named(config, type_url, OTHER_NODE));
         }
         age = age.min((unix_seconds(now()) as u64).saturating_sub(header.accepted));
-        let index = Index::read(&header, file)?;
+        let index = Index::read(&header, file).map_err(of_type)?;
         let kept = Type {
             version: header.version,
             index,
@@ -110,12 +112,12 @@ fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'stati
         types.insert(type_url, kept);
     }
     if !NEEDED.iter().all(|it| types.contains_key(it)) {
-        return Err(io::Error::other("it has no clusters or no listeners"));
+        return Err(named(config, "", "it has no clusters or no listeners"));
     }
     let age = Duration::from_secs(age);
     if age > config.max_age {
         let problem = format!("it is {age:?} old, expected at most {:?}", config.max_age);
-        return Err(io::Error::other(problem));
+        return Err(named(config, "", problem));
     }
     tracing::warn!(
         target: "xdsproxy",

@@ -9,12 +9,20 @@ use std::sync::atomic::Ordering;
 use bytes::Bytes;
 
 use super::file::{Header, TypeFile};
-use super::{DIRECTORY, Shared, TYPES, Type};
+use super::{Config, DIRECTORY, Shared, TYPES, Type};
 use crate::directory::Directory;
 use crate::xds::response::Received;
 
 /// The most bytes kept, responses that wait for their ACK included.
 const MAX_BYTES: u64 = 1 << 30;
+
+pub(super) const OTHER_NODE: &str = "it is of another node";
+
+/// An error with the file of the type that it is about, or with the directory.
+pub(super) fn named(config: &Config, type_url: Type, error: impl std::fmt::Display) -> io::Error {
+    let path = config.directory.join(DIRECTORY).join(file_name(type_url));
+    io::Error::other(format!("{}: {error}", path.display()))
+}
 
 /// What a stream has to tell the writer of a type.
 #[derive(Debug)]
@@ -44,10 +52,8 @@ pub(super) enum Coverage {
 
 /// Opens the file of a type, and reads what counts of it.
 pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<(File, Header)> {
-    let name = file_name(type_url);
-    let file = directory.private_file(name)?;
-    let named = |error| io::Error::other(format!("file {name}: {error}"));
-    let header = Header::read(&file).map_err(named)?;
+    let file = directory.private_file(file_name(type_url))?;
+    let header = Header::read(&file)?;
     Ok((file, header))
 }
 
@@ -81,11 +87,11 @@ impl Writer {
 
     pub(super) fn take(&mut self, (stream, ops): Batch) {
         if self.shared.is_stalled.swap(false, Ordering::Relaxed) {
-            self.fail(&io::Error::other("the disk is too slow"));
+            self.fail("", "the disk is too slow");
         }
         for (type_url, op) in ops {
             if let Err(error) = self.apply(stream, type_url, op) {
-                self.fail(&error);
+                self.fail(type_url, error);
             }
         }
     }
@@ -130,11 +136,18 @@ impl Writer {
             let (file, header) = match open(directory, type_url) {
                 Ok((file, header)) if header.identity == identity => (file, Some(header)),
                 found => {
-                    if let Err(error) = found
-                        && error.kind() != io::ErrorKind::NotFound
-                    {
-                        self.shared.failures.inc();
-                        tracing::error!(target: "xdsproxy", "removing kept configuration: {error}");
+                    let why = match found {
+                        Ok((_, header)) if header.place.is_empty() => None,
+                        Ok(_) => Some(OTHER_NODE.to_owned()),
+                        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+                        Err(error) => {
+                            self.shared.failures.inc();
+                            Some(error.to_string())
+                        }
+                    };
+                    if let Some(why) = why {
+                        let why = named(&self.shared.config, type_url, why);
+                        tracing::error!(target: "xdsproxy", "removing kept configuration: {why}");
                     }
                     (directory.create_file(file_name(type_url))?, None)
                 }
@@ -157,13 +170,12 @@ impl Writer {
     }
 
     /// Ends the recording and deletes all that is kept, as Envoy may soon have nothing of it any more.
-    fn fail(&mut self, error: &io::Error) {
+    fn fail(&mut self, type_url: Type, error: impl std::fmt::Display) {
         self.shared.failures.inc();
+        let error = named(&self.shared.config, type_url, error);
         tracing::error!(
             target: "xdsproxy",
-            "configuration cannot be kept in {}: {error}; an Envoy that starts while istiod is unreachable \
-             waits for it",
-            self.shared.config.directory.display()
+            "configuration cannot be kept in {error}; an Envoy that starts while istiod is unreachable waits for it"
         );
         if let Some(directory) = self.directory.take() {
             for type_url in TYPES {

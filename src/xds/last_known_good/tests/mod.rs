@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use prost::Message;
 
 use super::file::Index;
-use super::writer::{Coverage, WriteOp};
+use super::writer::{Coverage, OTHER_NODE, WriteOp};
 use super::*;
 use crate::directory::Directory;
 use crate::xds::intercept::frame;
@@ -247,6 +247,64 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     writer.take((2, both().collect()));
     assert_kept(parent.path(), Some(&first));
     assert_eq!(writer.shared.failures.get(), 1);
+}
+
+/// What is logged while `work` runs.
+fn logged(work: impl FnOnce()) -> String {
+    // With one subscriber alone, a line first met by another test's thread stays off in ours.
+    let _another = tracing::Dispatch::new(tracing_subscriber::registry());
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let writer = log.reopen().unwrap();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.try_clone().unwrap());
+    tracing::subscriber::with_default(subscriber.finish(), work);
+    fs::read_to_string(log.path()).unwrap()
+}
+
+#[test]
+fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut first = writer(parent.path());
+    let bytes = response("1", &resources(&[("a", "1")]), &[]);
+    keep(&mut first, "1", &bytes, Coverage::All);
+    let path = |name: &str| {
+        parent
+            .path()
+            .join(DIRECTORY)
+            .join(name)
+            .display()
+            .to_string()
+    };
+    let log = logged(|| begin(&mut first, 2, 2, "another node"));
+    // Of the other types nothing was kept.
+    let dropped = format!(
+        "removing kept configuration: {}: {OTHER_NODE}",
+        path("Cluster")
+    );
+    assert_eq!(log.matches("removing").count(), 1, "{log}");
+    assert!(log.contains(&dropped), "{log}");
+    assert_eq!(first.shared.failures.get(), 0);
+
+    fs::write(path("Listener"), "damaged").unwrap();
+    let log = logged(|| begin(&mut first, 3, 3, "another node"));
+    let damaged = format!("removing kept configuration: {}: ", path("Listener"));
+    assert!(log.contains(&damaged), "{log}");
+
+    let log = logged(|| {
+        take(
+            &mut first,
+            3,
+            vec![
+                WriteOp::Bytes(bytes.slice(5..)),
+                WriteOp::Complete(received("1", &bytes), Coverage::All),
+                WriteOp::Answered("2".to_owned(), true),
+            ],
+        )
+    });
+    let failed = format!(
+        "cannot be kept in {}: Envoy has not answered",
+        path("Cluster")
+    );
+    assert!(log.contains(&failed), "{log}");
 }
 
 #[test]

@@ -122,9 +122,12 @@ fn what_is_too_old_or_of_another_node_is_not_served() {
         refused.unwrap_err().to_string()
     };
     let first = request(CLUSTER, &[], "");
+    let store_path = parent.path().join(DIRECTORY);
+    let file = |name: &str| store_path.join(name).display().to_string();
+    let missing = "No such file or directory (os error 2)";
     assert_eq!(
         refused(day, first.clone()),
-        "No such file or directory (os error 2)"
+        format!("{}: {missing}", file(""))
     );
     store(parent.path());
     for entry in fs::read_dir(parent.path().join(DIRECTORY)).unwrap() {
@@ -142,10 +145,18 @@ fn what_is_too_old_or_of_another_node_is_not_served() {
         fs::write(&path, content).unwrap();
     }
     replayed(parent.path(), day, vec![first.clone()]).unwrap();
-    let old = refused(Duration::from_secs(99), first);
+    let old = refused(Duration::from_secs(99), first.clone());
+    assert!(old.starts_with(&format!("{}: it is ", file(""))), "{old}");
     assert!(old.ends_with("old, expected at most 99s"), "{old}");
     let stranger = frame(&DeltaDiscoveryRequest::default().encode_to_vec());
-    assert_eq!(refused(day, stranger), "it is of another node");
+    let of_another = format!("{}: it is of another node", file("Cluster"));
+    assert_eq!(refused(day, stranger), of_another);
+    fs::write(file("ClusterLoadAssignment"), "damaged").unwrap();
+    let damaged = refused(day, first);
+    assert!(
+        damaged.starts_with(&format!("{}: ", file("ClusterLoadAssignment"))),
+        "{damaged}"
+    );
 }
 
 #[test]
