@@ -3,8 +3,9 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use clap::Args;
-use http::StatusCode;
+use http::{Response, StatusCode};
 
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
@@ -14,9 +15,8 @@ use crate::doctor::{self, get};
 use crate::exit_code::ExitCode;
 use crate::http_client;
 use crate::lifecycle::with_causes;
+use crate::support_bundle::PATIENCE;
 
-/// How long files of the configuration may take for being read.
-const FILES_LIMIT: Duration = Duration::from_millis(400);
 /// How long the agent's report may take.
 const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(200));
 /// What is quoted of an answer that is no report, in characters.
@@ -36,37 +36,33 @@ pub struct DoctorFlags {
 /// The report of the running agent, or of this process if none runs. An agent that hangs leaves no time
 /// to check without it.
 pub async fn report(flags: &DoctorFlags, log: &LogFlags, environment: &Environment) -> Report {
-    let (port, config) = configuration(flags.proxy.clone(), log.clone(), environment.clone()).await;
+    let (flags, log, env) = (flags.proxy.clone(), log.clone(), environment.clone());
+    let read = doctor::run_within(PATIENCE, &doctor::THREADS, move || {
+        let port = config::status_port(&env, ".".as_ref());
+        let config = config::load(&flags, &log, &env, ".".as_ref());
+        (port, config, Vec::new())
+    });
+    let (port, config, mut before) = read.await.unwrap_or_else(unread);
     let Some(port) = port else {
-        return doctor::report(&config, None, Vec::new()).await;
+        return doctor::report(&config, None, before).await;
     };
-    match of_agent(port).await {
-        Ok(report) => report,
-        Err(check) if check.level == Level::Error => {
-            doctor::report_of_settings(&config, vec![check])
-        }
-        Err(check) => doctor::report(&config, None, vec![check]).await,
+    let check = match of_agent(port).await {
+        Ok(report) => return report,
+        Err(check) => check,
+    };
+    let hangs = check.level == Level::Error;
+    before.push(check);
+    match hangs {
+        true => doctor::report_of_settings(&config, before),
+        false => doctor::report(&config, None, before).await,
     }
 }
 
-/// The agent's status port, if it has one, and its configuration.
-async fn configuration(
-    flags: ProxyFlags,
-    log: LogFlags,
-    environment: Environment,
-) -> (Option<u16>, Result<Config, Vec<Problem>>) {
-    let read = tokio::task::spawn_blocking(move || {
-        let port = config::status_port(&environment, ".".as_ref());
-        (port, config::load(&flags, &log, &environment, ".".as_ref()))
-    });
-    let read = tokio::time::timeout(FILES_LIMIT, read).await;
-    let found = match read {
-        Ok(Ok(read)) => return read,
-        Ok(Err(panic)) => panic.to_string(),
-        Err(_) => format!("not read within {FILES_LIMIT:?}"),
-    };
-    let problem = Problem::new("files of the configuration", found, "a disk that answers");
-    (Some(USUAL_PORT), Err(vec![problem]))
+/// Stands for a configuration whose files were not read in time: that is no finding.
+fn unread(why: String) -> (Option<u16>, Result<Config, Vec<Problem>>, Vec<Check>) {
+    let check = Check::skipped("files of the configuration", why);
+    let check = check.remedy("run it again: the disk or the node is slow");
+    (Some(USUAL_PORT), Err(Vec::new()), vec![check])
 }
 
 /// 0 if all is well, 1 with warnings, 2 with errors.
@@ -86,11 +82,7 @@ async fn of_agent(port: u16) -> Result<Report, Check> {
     let found = match get(&url, AGENT_LIMIT).await {
         Ok(answer) => match serde_json::from_slice(answer.body()) {
             Ok(report) if answer.status() == StatusCode::OK => return Ok(report),
-            _ => {
-                let text = String::from_utf8_lossy(answer.body());
-                let text: String = text.trim().chars().take(MAX_QUOTE).collect();
-                format!("port {port} answers {}: {text:?}", answer.status())
-            }
+            _ => format!("port {port} answers {}", quoted(&answer)),
         },
         Err(http_client::Error::Connect(error)) => {
             return Err(Check::warning(name, with_causes(&error)).remedy(format!(
@@ -109,9 +101,37 @@ async fn of_agent(port: u16) -> Result<Report, Check> {
     )))
 }
 
+/// The status of an answer that is not known, and its beginning.
+pub(super) fn quoted(answer: &Response<Bytes>) -> String {
+    let text = String::from_utf8_lossy(answer.body());
+    let text: String = text.trim().chars().take(MAX_QUOTE).collect();
+    format!("{}: {text:?}", answer.status())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn files_that_are_not_read_in_time_are_not_checked_and_no_finding() {
+        static ONE: tokio::sync::Semaphore = tokio::sync::Semaphore::const_new(1);
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let read = move || {
+            let _ = released.recv();
+            (None, Err(vec![Problem::new("a", "b", "c")]), Vec::new())
+        };
+        let read = doctor::run_within(Duration::from_millis(1), &ONE, read).await;
+        let (port, config, before) = read.unwrap_or_else(unread);
+        assert_eq!(port, Some(USUAL_PORT));
+        let report = doctor::report(&config, None, before).await;
+        assert_eq!(report.level, Level::Skipped, "{report}");
+        assert!(
+            report.to_string().contains("not finished within 1ms"),
+            "{report}"
+        );
+        assert_eq!(PATIENCE, Duration::from_secs(5));
+        drop(release);
+    }
 
     #[test]
     fn the_exit_code_is_the_level_of_the_report() {

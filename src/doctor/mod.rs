@@ -44,7 +44,7 @@ const PROBE_LIMIT: Duration = Duration::from_millis(1800);
 const MAX_ANSWER: usize = 1 << 20;
 
 /// The threads that file work may hold at once.
-static THREADS: Semaphore = Semaphore::const_new(32);
+pub(crate) static THREADS: Semaphore = Semaphore::const_new(32);
 
 /// The modules of a running agent. `None` where the agent does without.
 #[derive(Clone, Debug)]
@@ -124,7 +124,7 @@ async fn run_blocking<T: Send + 'static>(
 }
 
 /// Work that never ends holds its thread, so there is a limit for all reports together.
-async fn run_within<T: Send + 'static>(
+pub(crate) async fn run_within<T: Send + 'static>(
     limit: Duration,
     threads: &'static Semaphore,
     work: impl FnOnce() -> T + Send + 'static,
