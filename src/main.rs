@@ -198,7 +198,8 @@ fn print_report(report: &(impl Serialize + ToString), as_json: bool) -> Result<E
 }
 
 fn print(text: &str) -> Result<ExitCode, BoxError> {
-    cli::unless_unread(writeln!(io::stdout(), "{text}"))?;
+    let mut lines = text.split('\n').map(logging::printable);
+    cli::unless_unread(lines.try_for_each(|line| writeln!(io::stdout(), "{line}")))?;
     Ok(ExitCode::Success)
 }
 

@@ -1,7 +1,6 @@
 //! The `scope` command: the `Sidecar` resource for what this workload uses, as the running agent sees it,
 //! or for several pods whose use was printed as JSON.
 
-use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,6 +9,8 @@ use clap::Args;
 use http::Request;
 use serde::Deserialize;
 
+use super::doctor::quoted;
+use super::show::{MAX_INPUT, read_input};
 use crate::config;
 use crate::config::environment::Environment;
 use crate::http_client::{Client, http_url};
@@ -19,8 +20,6 @@ use crate::scope::{LIMIT, Usage};
 
 /// The largest answer of the agent that is read.
 const MAX_ANSWER: usize = 16 << 20;
-/// What is quoted of an answer that is not known, in characters.
-const MAX_QUOTE: usize = 300;
 
 #[derive(Args, Clone, Debug)]
 pub struct ScopeFlags {
@@ -56,30 +55,13 @@ pub enum Error {
 
 /// What the command prints.
 pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String, Error> {
-    let mut merged = None;
-    for path in &flags.merge {
-        let read = || {
-            let text = fs::read(path)?;
-            let all = serde_json::Deserializer::from_slice(&text).into_iter();
-            Ok(all.collect::<Result<Vec<Usage>, _>>()?)
-        };
-        let from = path.display().to_string();
-        for usage in read().map_err(|source| Error::Usage { from, source })? {
-            merged = Some(match merged {
-                Some(merged) => advice::merge(merged, usage)?,
-                None => usage,
-            });
-        }
-    }
-    let usage = match merged {
-        Some(merged) => merged,
-        None if !flags.merge.is_empty() => return Err(Error::Nothing),
-        None => {
-            let port = config::status_port(environment, ".".as_ref()).ok_or(Error::NoPort)?;
-            let from = format!("the answer of port {port}");
-            let usage = of_agent(port).await;
-            usage.map_err(|source| Error::Usage { from, source })?
-        }
+    let usage = if flags.merge.is_empty() {
+        let port = config::status_port(environment, ".".as_ref()).ok_or(Error::NoPort)?;
+        let from = format!("the answer of port {port}");
+        let usage = of_agent(port).await;
+        usage.map_err(|source| Error::Usage { from, source })?
+    } else {
+        merged(&flags.merge, MAX_INPUT)?
     };
     let keep = Keep {
         hosts: flags.keep.clone(),
@@ -89,6 +71,29 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
         true => Ok(serde_json::to_string_pretty(&usage)?),
         false => Ok(advice::sidecar(&usage, &keep)?),
     }
+}
+
+/// What the pods of these files used together. The files have at most so many bytes in all.
+fn merged(paths: &[PathBuf], mut left: u64) -> Result<Usage, Error> {
+    let mut merged = None;
+    for (at, path) in paths.iter().enumerate() {
+        let mut read = || {
+            let text = read_input(path, left)?;
+            left -= text.len() as u64;
+            let all = serde_json::Deserializer::from_str(&text).into_iter();
+            Ok(all.collect::<Result<Vec<Usage>, _>>()?)
+        };
+        for usage in read().map_err(|error: BoxError| Error::Usage {
+            from: format!("{:?}", &paths[at..]),
+            source: format!("{}: {error}", path.display()).into(),
+        })? {
+            merged = Some(match merged {
+                Some(merged) => advice::merge(merged, usage)?,
+                None => usage,
+            });
+        }
+    }
+    merged.ok_or(Error::Nothing)
 }
 
 async fn of_agent(port: u16) -> Result<Usage, BoxError> {
@@ -105,10 +110,52 @@ async fn of_agent(port: u16) -> Result<Usage, BoxError> {
     match serde_json::from_slice(answer.body()) {
         Ok(Answer::Usage(usage)) => Ok(usage),
         Ok(Answer::Failed { error }) => Err(error.into()),
-        Err(_) => {
-            let text = String::from_utf8_lossy(answer.body());
-            let text: String = text.trim().chars().take(MAX_QUOTE).collect();
-            Err(format!("{}: {text:?}", answer.status()).into())
+        Err(_) => Err(quoted(&answer).into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lifecycle::with_causes;
+
+    #[test]
+    fn a_pipe_is_named_and_not_waited_for_and_what_is_too_much_is_said() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, path("fifo"), fifo, 0o600.into(), 0).expect("a FIFO");
+        let usage = serde_json::to_string(&Usage::default()).expect("JSON");
+        for name in ["a", "b", "c"] {
+            std::fs::write(path(name), &usage).expect("written");
+        }
+        let merge = |names: &[&str], limit: usize| {
+            let paths: Vec<_> = names.iter().map(|name| path(name)).collect();
+            let found = merged(&paths, limit as u64);
+            found.map_err(|error| {
+                with_causes(&error).replace(directory.path().to_str().expect("text"), "")
+            })
+        };
+        let limit = 2 * usage.len();
+        assert_eq!(merge(&["a", "b"], limit), Ok(Usage::default()));
+        for (names, unread, why) in [
+            (
+                &["a", "fifo"][..],
+                r#"["/fifo"]"#,
+                "/fifo: not a regular file",
+            ),
+            (
+                &["a", "b", "c", "a"],
+                r#"["/c", "/a"]"#,
+                "/c: more than 0 bytes",
+            ),
+        ] {
+            let error = merge(names, limit).expect_err(unread);
+            assert!(
+                error.starts_with(&format!("cannot read from {unread} what ")),
+                "{error}"
+            );
+            assert!(error.ends_with(&format!(": {why}")), "{error}");
         }
     }
 }

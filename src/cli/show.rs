@@ -2,8 +2,8 @@
 //! it would start Envoy with. Both take the flags of `proxy`. `preflight` says what differs for pods of a
 //! file.
 
-use std::path::PathBuf;
-use std::{fs, io};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -12,6 +12,10 @@ use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, Unusable};
 use crate::lifecycle::BoxError;
+use crate::regular_file;
+
+/// How many bytes a command reads of all its files.
+pub(super) const MAX_INPUT: u64 = 256 << 20;
 
 #[derive(Args, Clone, Debug)]
 pub struct ConfigFlags {
@@ -48,12 +52,20 @@ pub struct PreflightFlags {
 impl PreflightFlags {
     /// The text of the file.
     pub fn read(&self) -> Result<String, BoxError> {
-        let text = match self.file.as_str() {
-            "-" => io::read_to_string(io::stdin()),
-            path => fs::read_to_string(path),
-        };
+        let text = read_input(self.file.as_ref(), MAX_INPUT);
         text.map_err(|error| format!("cannot read {:?}: {error}", self.file).into())
     }
+}
+
+/// Reads a file, or standard input, of at most so many bytes. Other pipes may have no end.
+pub(super) fn read_input(path: &Path, largest: u64) -> io::Result<String> {
+    if path != "-" && path != "/dev/stdin" {
+        return regular_file::read_text(path, largest);
+    }
+    let text = io::read_to_string(io::stdin().take(largest + 1))?;
+    let too_large = || io::Error::other(format!("more than {largest} bytes"));
+    let whole = (text.len() as u64 <= largest).then_some(text);
+    whole.ok_or_else(too_large)
 }
 
 /// The effective configuration, and whether the agent would start with it.
@@ -89,4 +101,23 @@ pub async fn bootstrap(
         show::validate(&config.bootstrap, &envoy.command.binary, over)?;
     }
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn preflight_names_a_pipe_and_does_not_wait_for_it() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("fifo");
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, fifo, 0o600.into(), 0).expect("a FIFO");
+        let file = path.display().to_string();
+        let expected = format!("cannot read {file:?}: not a regular file");
+        let error = PreflightFlags { file, json: false }
+            .read()
+            .expect_err("a FIFO");
+        assert_eq!(error.to_string(), expected);
+    }
 }

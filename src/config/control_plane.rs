@@ -10,7 +10,7 @@ use http::{HeaderName, HeaderValue};
 use indexmap::IndexSet;
 
 use super::environment::{self as variables, Environment, Variable};
-use super::{Loader, entries};
+use super::{Loader, below, entries};
 use crate::address;
 use crate::compliance::Policy;
 use crate::dial::proxy::{Proxies, Proxy};
@@ -294,7 +294,7 @@ impl Loader<'_> {
     }
 
     fn is_file(&self, path: &str) -> bool {
-        self.root.join(path).is_file()
+        below(self.root, path).is_file()
     }
 }
 

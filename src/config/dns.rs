@@ -7,9 +7,9 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use super::Loader;
 use super::environment as variables;
 use super::pod::NodeType;
+use super::{Loader, below};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
 use crate::dns::{self, Policy, SearchDomains, listen};
@@ -81,7 +81,7 @@ impl Loader<'_> {
             return original;
         }
         let path = self.get(&variables::ISTIO_AGENT_RESOLV_CONF);
-        self.root.join(path)
+        below(self.root, path)
     }
 
     /// Without resolvers, names of the mesh are still answered.

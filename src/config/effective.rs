@@ -11,7 +11,7 @@ use super::environment::{self, Environment, Value, Variable};
 use super::flags::{MESH_CONFIG, ProxyFlags};
 use super::merged::Merged;
 use super::pod::Pairs;
-use super::{control_plane, statsd, validate};
+use super::{NOWHERE, below, control_plane, statsd, validate};
 use crate::address;
 use crate::proxy_config::proxy_config::ClusterName;
 use crate::regular_file::{self, MAX_SETTINGS};
@@ -29,8 +29,6 @@ pub(super) struct Documents<'a> {
     /// The working directory, against which paths resolve.
     pub(super) root: &'a Path,
     pub(super) annotations: &'a Pairs,
-    /// Whether names are looked up.
-    pub(super) resolves: bool,
 }
 
 impl Documents<'_> {
@@ -45,7 +43,7 @@ impl Documents<'_> {
             name.clone_from(&flags.service_cluster);
             merged.set_origin("serviceCluster", "--serviceCluster");
         }
-        if self.resolves && !merged.config.statsd_udp_address.is_empty() {
+        if self.root != Path::new(NOWHERE) && !merged.config.statsd_udp_address.is_empty() {
             statsd::resolve(&mut merged);
         }
         validate::check(&mut merged);
@@ -70,7 +68,7 @@ impl Documents<'_> {
     fn without_flags(&self, mesh_config: &Path) -> Merged {
         let mut merged = Merged::builtin();
         let origin = mesh_config.display().to_string();
-        match regular_file::read_text(&self.root.join(mesh_config), MAX_SETTINGS) {
+        match regular_file::read_text(&below(self.root, mesh_config), MAX_SETTINGS) {
             Ok(text) => merged.merge_mesh(&origin, &text),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
@@ -130,7 +128,7 @@ impl Documents<'_> {
         const MEMBER: &str = "proxyBootstrapTemplatePath";
         let custom = merged.config.custom_config_file.clone();
         if !custom.is_empty() {
-            if !self.root.join(&custom).is_file() {
+            if !below(self.root, &custom).is_file() {
                 let expected = "an existing file, Envoy's bootstrap";
                 merged.problem("customConfigFile", custom, expected);
             }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Loader, READABLE_YAML};
+use super::{Loader, READABLE_YAML, below};
 use crate::bootstrap;
 use crate::compliance::Policy;
 use crate::dns::listen;
@@ -204,7 +204,7 @@ impl Loader<'_> {
     fn bootstrap_override(&mut self) -> Option<String> {
         let path = self.text(&variables::ISTIO_BOOTSTRAP_OVERRIDE)?;
         let host_ip = self.get(&variables::HOST_IP);
-        let read = regular_file::read_text(&self.root.join(&path), MAX_SETTINGS);
+        let read = regular_file::read_text(&below(self.root, &path), MAX_SETTINGS);
         let read = read.map_err(|error| error.to_string());
         let parsed = read.and_then(|text| {
             let parsed = serde_saphyr::from_str::<Value>(&text);

@@ -168,7 +168,6 @@ fn with_documents<T>(env: &Environment, root: &Path, read: impl FnOnce(Documents
         env,
         root,
         annotations: &annotations,
-        resolves: true,
     })
 }
 
@@ -231,14 +230,12 @@ impl<'a> Loader<'a> {
     ) -> Self {
         let mut warnings = Vec::new();
         let labels = pod::pairs(root, "labels", &mut warnings);
-        let resolves = described.is_none();
         let annotations = described.or_else(|| pod::pairs(root, "annotations", &mut warnings));
         let annotations = annotations.unwrap_or_default();
         let documents = Documents {
             env,
             root,
             annotations: &annotations,
-            resolves,
         };
         let Merged {
             config,
@@ -297,7 +294,7 @@ impl<'a> Loader<'a> {
         let xds_socket = Path::new(&self.proxy_config.config_path).join("XDS");
         let secret_sources = self.secret_sources(&sds_socket);
         let may_serve = secret_sources.absent_socket != AbsentSocket::Serve
-            || self.root.join(&sds_socket).exists();
+            || below(self.root, &sds_socket).exists();
         let (istiod, ca_istiod) = self.control_plane(secret_sources.has_authority(), may_serve);
         let bootstrap = self.bootstrap(&xds_socket, &sds_socket, log.as_json);
         let secrets = self.workload_certificate(&bootstrap.node.id, &secret_sources);
@@ -382,6 +379,16 @@ impl<'a> Loader<'a> {
     fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
         self.notes.warn(subject, found, expected);
     }
+}
+
+/// The root of a pod that is described, not run. No path that it names is looked at on this machine.
+const NOWHERE: &str = "/nonexistent";
+
+/// Resolves a path against a root.
+fn below(root: &Path, path: impl AsRef<Path>) -> PathBuf {
+    let relative = path.as_ref().strip_prefix("/").ok();
+    let relative = relative.filter(|_| root == Path::new(NOWHERE));
+    root.join(relative.unwrap_or(path.as_ref()))
 }
 
 /// The entries of a list with commas that are not empty.

@@ -10,7 +10,7 @@ use super::environment::{Environment, Row, TABLE};
 use super::flags::{Flag, LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
 use super::pod::{self, EXCLUDED_INTERFACES, Pairs};
-use super::{Loader, Problem};
+use super::{Loader, NOWHERE, Problem};
 use crate::problem::Diagnostics;
 
 /// The sections of settings, each with its value and origin, then the texts of warnings and problems.
@@ -82,7 +82,7 @@ pub fn described(
     env: &Environment,
     annotations: Pairs,
 ) -> (Map<String, Value>, Diagnostics) {
-    let nowhere = Path::new("/nonexistent");
+    let nowhere = NOWHERE.as_ref();
     let mut loader = Loader::read(flags, env, nowhere, Ok(Vec::new()), Some(annotations));
     let members = loader.proxy_config.printable().into_iter();
     let members = members.filter(|(name, _)| loader.origins.of(name) != DEFAULT);

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::logging::printable;
+
 /// In characters.
 const MAX_TEXT: usize = 1000;
 
@@ -117,7 +119,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}", self.node)?;
+        writeln!(f, "{}", printable(&self.node))?;
         for group in &self.groups {
             writeln!(f, "{}", group.name)?;
             for check in &group.checks {
@@ -141,16 +143,15 @@ impl fmt::Display for Check {
             Level::Warning => "warning",
             Level::Error => "error",
         };
-        // A certificate's name or an answer may hold anything.
-        let line = |text: &str| text.replace(|c: char| c.is_control(), " ");
-        write!(f, "{level:<8} {}: {}", line(&self.name), line(&self.found))?;
+        let mut line = format!("{level:<8} {}: {}", self.name, self.found);
         if !self.expected.is_empty() {
-            write!(f, "; expected {}", line(&self.expected))?;
+            line += &format!("; expected {}", self.expected);
         }
         if !self.remedy.is_empty() {
-            write!(f, "; {}", line(&self.remedy))?;
+            line += &format!("; {}", self.remedy);
         }
-        Ok(())
+        // A certificate's name or an answer may hold anything.
+        f.write_str(&printable(&line))
     }
 }
 
@@ -175,7 +176,7 @@ mod tests {
         let report = report(checks);
         assert_eq!(report.level, Level::Error);
         let expected = "node\nistiod\n  skipped  a: no agent\n  ok       b: found\n  \
-                        warning  c: late; expected soon\n  error    d : a [2Jb c; mend it\n\
+                        warning  c: late; expected soon\n  error    d\\n: a\\u001b[2Jb\\nc; mend it\n\
                         errors: 1, warnings: 1";
         assert_eq!(report.to_string(), expected);
     }

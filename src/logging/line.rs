@@ -144,7 +144,7 @@ impl Line {
 }
 
 /// The text with its control characters escaped, which terminals would obey; a tab moves on only.
-fn printable(text: &str) -> String {
+pub fn printable(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

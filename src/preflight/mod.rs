@@ -17,6 +17,7 @@ use crate::config::report::described;
 use crate::doctor::report::{Check, Level};
 use crate::json;
 use crate::lifecycle::BoxError;
+use crate::logging::printable;
 use crate::problem::{Diagnostics, Problem};
 
 const PAGE: &str = include_str!("../../docs/differences.md");
@@ -306,9 +307,9 @@ fn row_of(problem: &Problem) -> Option<&'static str> {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for pod in &self.pods {
-            writeln!(f, "{}", pod.name)?;
+            writeln!(f, "{}", printable(&pod.name))?;
             for found in &pod.differences {
-                write!(f, "  {}: {}", found.container, found.check)?;
+                write!(f, "  {}: {}", printable(&found.container), found.check)?;
                 match found.row {
                     "" => writeln!(f)?,
                     row => writeln!(f, " [{row}]")?,

@@ -87,6 +87,75 @@ fn rows_of_the_page_are_found_by_their_first_cells() {
 }
 
 #[test]
+fn no_path_that_a_manifest_names_is_opened() {
+    use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("named");
+    std::fs::write(
+        &path,
+        "defaultConfig: {drainDuration: x}\nnameserver 10.0.0.1\n",
+    )
+    .expect("written");
+    let watch = inotify::init(CreateFlags::NONBLOCK).expect("inotify");
+    inotify::add_watch(&watch, &path, WatchFlags::OPEN).expect("watched");
+    let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
+    let mut is_opened = || {
+        let mut events = inotify::Reader::new(&watch, &mut buffer);
+        events.next().is_ok()
+    };
+    let named = path.to_str().expect("a path");
+    let names = environment::rows().map(|row| (row.name.to_owned(), named.into()));
+    let all: Map<_, _> = names.collect();
+    let mut found = Vec::new();
+    for more in [
+        json!({}),
+        json!({"PROXY_CONFIG": format!("customConfigFile: {named}\nconfigPath: {named}\nbinaryPath: {named}"),
+            "DNS_PROXY_ADDR": "127.0.0.1:53", "ISTIO_META_DNS_CAPTURE": "true", "PILOT_CERT_PROVIDER": "istiod"}),
+    ] {
+        let mut variables = all.clone();
+        variables.extend(more.as_object().expect("an object").clone());
+        let annotations = json!({"proxy.istio.io/config": format!("customConfigFile: {named}")});
+        let flags = [
+            &*format!("--meshConfig={named}"),
+            &format!("--templateFile={named}"),
+        ];
+        let pod = pod(&flags, variables.into(), annotations);
+        found.extend(self::found(&pod));
+        assert!(!is_opened(), "{more}");
+    }
+    // The content of the file is not in the report either.
+    assert!(
+        found
+            .iter()
+            .all(|(_, name, _)| !name.contains("drainDuration")),
+        "{found:?}"
+    );
+    std::fs::read(&path).expect("read");
+    assert!(is_opened(), "the watch sees what is opened");
+}
+
+#[test]
+fn control_characters_of_a_manifest_are_escaped() {
+    let mut pod = pod(
+        &["--frob\u{1b}[2J=1"],
+        json!({"ISTIO_BOOTSTRAP": "/own\u{9b}1m\n  x"}),
+        json!({}),
+    );
+    pod["metadata"]["name"] = "cart\u{1b}]0;x\u{7}\nPod shop/other".into();
+    pod["spec"]["containers"][1]["name"] = "istio-proxy".into();
+    let text = report(&pod.to_string()).expect("a pod").to_string();
+    assert!(
+        !text.contains(|c: char| c.is_control() && c != '\n'),
+        "{text:?}"
+    );
+    assert!(
+        text.starts_with("Pod shop/cart\\u001b]0;x\\u0007\\nPod shop/other\n"),
+        "{text}"
+    );
+    assert!(!text.contains("\n  x"), "{text}");
+}
+
+#[test]
 fn a_member_of_a_pod_that_is_null_is_absent() {
     let variables = json!({"ISTIO_BOOTSTRAP": "/own"});
     let mut pod = pod(

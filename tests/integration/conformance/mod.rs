@@ -12,6 +12,7 @@ mod dns;
 mod doctor;
 mod floods;
 mod grpc;
+mod inputs;
 mod istiod;
 mod log_levels;
 mod machine;
