@@ -52,9 +52,10 @@ pub async fn report(flags: &DoctorFlags, log: &LogFlags, environment: &Environme
     };
     let hangs = check.level == Level::Error;
     before.push(check);
-    match hangs {
-        true => doctor::report_of_settings(&config, before),
-        false => doctor::report(&config, None, before).await,
+    if hangs {
+        doctor::report_of_settings(&config, before)
+    } else {
+        doctor::report(&config, None, before).await
     }
 }
 
