@@ -99,9 +99,12 @@ pub(crate) fn encode(label: &str, der: &[u8]) -> Zeroizing<String> {
 fn blocks(pem: &[u8]) -> impl Iterator<Item = Block<'_>> {
     memmem::find_iter(pem, BEGIN).filter_map(|start| {
         let text = &pem[start + BEGIN.len()..];
-        let text = cut(text, BEGIN).map_or(text, |(text, _)| text);
-        let (label, content) = cut(text, DASHES)?;
-        let base64 = cut(content, &[END, label].concat()).map(|(base64, _)| base64);
+        let next = memmem::find(text, BEGIN);
+        let (label, content) = cut(&text[..next.unwrap_or(text.len())], DASHES)?;
+        let end = cut(content, &[END, label].concat());
+        // An END may share its last dashes with the next BEGIN.
+        let is_whole = |rest: &[u8]| rest.starts_with(DASHES) || rest.is_empty() && next.is_some();
+        let base64 = end.and_then(|(base64, rest)| is_whole(rest).then_some(base64));
         // A BEGIN with nothing behind it is no broken item.
         let is_item = base64.is_some() || !content.trim_ascii().is_empty();
         Some((std::str::from_utf8(label).ok()?, base64)).filter(|_| is_item)
@@ -270,6 +273,7 @@ mod tests {
         let binary = Some("bytes that are no text, expected PEM and comments");
         for (pem, expected, left) in [
             (format!("{a}{begin}MIIB\n"), [1, 1], part),
+            (a[..a.len() - 3].to_owned(), [0, 1], part),
             (format!("{begin}MIIB\n{a}"), [1, 1], part),
             (format!("{begin}{a}"), [1, 0], part),
             (format!("{a}{begin}"), [1, 0], part),
