@@ -33,7 +33,7 @@ pub(crate) fn first<T: PemObject>(pem: &[u8]) -> Result<T, Error> {
     items(pem).next().unwrap_or(Err(Error::NoItemsFound))
 }
 
-/// `pem`, or its good items of one kind, written anew, if Envoy cannot read it.
+/// Returns the text, or its good items of one kind, rewritten, if Envoy cannot read it.
 pub(crate) fn readable<T: PemObject>(pem: Zeroizing<Vec<u8>>) -> Zeroizing<Vec<u8>> {
     if plain_blocks(&pem).is_some() {
         return pem;
