@@ -2,6 +2,7 @@
 //! it would start Envoy with. Both take the flags of `proxy`. `preflight` says what differs for pods of a
 //! file.
 
+use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -57,12 +58,17 @@ impl PreflightFlags {
     }
 }
 
-/// Reads a file, or standard input, of at most so many bytes. Other pipes may have no end.
+/// Reads a file, standard input, or a pipe that the shell has opened, as for `<(command)`, of at most
+/// `largest` bytes. Any other pipe may have no writer, so opening it could hang.
 pub(super) fn read_input(path: &Path, largest: u64) -> io::Result<String> {
-    if path != "-" && path != "/dev/stdin" {
+    let input: &mut dyn Read = if path == "-" || path == "/dev/stdin" {
+        &mut io::stdin()
+    } else if path.starts_with("/dev/fd") {
+        &mut File::open(path)?
+    } else {
         return regular_file::read_text(path, largest);
-    }
-    let text = io::read_to_string(io::stdin().take(largest + 1))?;
+    };
+    let text = io::read_to_string(input.take(largest + 1))?;
     let too_large = || io::Error::other(format!("more than {largest} bytes"));
     let whole = (text.len() as u64 <= largest).then_some(text);
     whole.ok_or_else(too_large)

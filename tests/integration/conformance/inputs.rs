@@ -55,6 +55,7 @@ fn standard_input_is_read_and_another_pipe_is_an_error_that_names_it() {
         (&["preflight"][..], &pod, "Pod cart\n"),
         (&["preflight", "-"], &pod, "Pod cart\n"),
         (&["preflight", "/dev/stdin"], &pod, "Pod cart\n"),
+        (&["preflight", "/dev/fd/0"], &pod, "Pod cart\n"),
         (&["scope", "--merge", "-"], &usage, "kind: Sidecar\n"),
         (
             &["scope", "--merge", "/dev/stdin"],
