@@ -5,7 +5,7 @@
 //! [`StateOfTheWorld`].
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use tonic::{Status, Streaming};
@@ -23,9 +23,11 @@ pub(super) struct Stream {
     service: Service,
     secrets: Subscription,
     crl: Crl,
+    /// Time and length of the CRL file when it was read.
+    crl_stamp: Option<(SystemTime, u64)>,
 }
 
-/// How often a CRL file is read.
+/// How often a CRL file is looked at.
 const CRL_POLL: Duration = Duration::from_secs(5);
 
 impl Stream {
@@ -38,6 +40,7 @@ impl Stream {
             service: service.clone(),
             secrets: Subscription::new(sources.secrets.clone(), &sources.files),
             crl: Crl::default(),
+            crl_stamp: None,
         }
     }
 
@@ -91,7 +94,8 @@ impl Stream {
         }
     }
 
-    /// Reads the CRL, if it belongs to a name. Returns how long to wait before it is read again.
+    /// Reads the CRL if it belongs to a name and its file has changed. Returns how long to wait before the
+    /// next look.
     async fn read_crl(&mut self) -> Duration {
         let mut names = self.protocol.names();
         let has_crl = names.any(|name| self.secrets.are_own_roots(name));
@@ -99,6 +103,12 @@ impl Stream {
         let Some(path) = path.filter(|_| has_crl) else {
             return Duration::MAX;
         };
+        let stamp = std::fs::metadata(path)
+            .and_then(|file| Ok((file.modified()?, file.len())))
+            .ok();
+        if stamp == self.crl_stamp {
+            return CRL_POLL;
+        }
         let crl = resource::read_crl(path).await;
         if let Some(follows) = crl.1.filter(|_| crl != self.crl) {
             let path = path.display();
@@ -107,7 +117,7 @@ impl Stream {
                 "{path} holds no revocation list, expected one in PEM or DER; {follows}"
             );
         }
-        self.crl = crl;
+        (self.crl, self.crl_stamp) = (crl, stamp);
         CRL_POLL
     }
 

@@ -254,11 +254,16 @@ impl<C: Ca> Renewal<C> {
             return false;
         }
         let rsa = KeyType::Rsa(2048);
-        *key_type = if is_rsa { self.config.key_type } else { rsa };
+        let (next, name) = if is_rsa {
+            (self.config.key_type, "an ECDSA key")
+        } else {
+            (rsa, "an RSA 2048 key")
+        };
+        *key_type = next;
         tracing::warn!(
             target: "cache",
-            "the authority may have refused the key of the certificate request; the next one has another \
-             key ({key_type:?}), as ECC_SIGNATURE_ALGORITHM is not set"
+            "the authority may have refused the certificate request because of its key; the next request \
+             uses {name}, as ECC_SIGNATURE_ALGORITHM is not set"
         );
         !is_rsa
     }
