@@ -55,6 +55,8 @@ release: export ISTIO_AGENT_REVISION ?= $(shell git rev-parse HEAD)
 release: export ISTIO_AGENT_STATUS ?= $(if $(shell git status --porcelain),Modified,Clean)
 release: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 release: export PACKAGES ?= named
+# Where vulnerabilities are reported, which SECURITY.md of a release names.
+release: export SECURITY_CONTACT ?= $(error make release needs SECURITY_CONTACT='<e-mail address or https URL>')
 release: deny image package ## Leaves archive, packages, image, provenance and checksums in target/dist; AARCH64=1 adds those for aarch64.
 	@deploy/release $(target)/dist $(target)/image $(if $(both),$(target)/image-aarch64) \
 	  $(target)/debian/*.deb $(foreach in,. $(if $(both),$(aarch64)),$(target)/$(in)/generate-rpm/*.rpm) \
