@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Shows the agent at work: three workloads, three Envoys, a control plane, all on loopback.
+"""Shows the agent at work: three workloads, three Envoys and a control plane, all on loopback.
 
-Tells the story in scenes; each prints what it measured and refuses to go on when a step fails.
-Run it with `make demo`. Needs only Python's standard library, an Envoy, and the
-two binaries. `make demo KEEP=1` leaves all running, `make demo-stop` ends what was kept.
+The demo has scenes. Each scene prints its measurements, and the demo stops at the first step that fails.
+Run it with `make demo`. It needs only Python's standard library, an Envoy, and the two binaries.
+`make demo KEEP=1` leaves all processes running, `make demo-stop` stops them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PROBE_PERIOD = 1  # Second.
 
 def main():
     options = parse_options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: asked to end"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: stopped by SIGTERM"))
     root = options.folder.resolve()
     if options.stop:
         return stop_kept(root)
@@ -61,19 +61,19 @@ def parse_options():
     parser.add_argument("--istiod", type=pathlib.Path, default=debug / "local-istiod")
     parser.add_argument("--envoy", type=pathlib.Path, default=pathlib.Path("envoy"))
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("target/demo"))
-    parser.add_argument("--keep", action="store_true", help="leave all running at the end")
-    parser.add_argument("--stop", action="store_true", help="end what a kept demo left running")
+    parser.add_argument("--keep", action="store_true", help="leave all processes running at the end")
+    parser.add_argument("--stop", action="store_true", help="stop the processes that --keep left running")
     return parser.parse_args()
 
 
 def stop_kept(root):
     ended = processes.end_kept(root.with_suffix(".running.json"))
-    screen.say(f"ended {', '.join(ended)}" if ended else "no kept demo is running")
+    screen.say(f"stopped {', '.join(ended)}" if ended else "no demo is running")
     return 0
 
 
 def explain(refusal, options):
-    """The sentence that says what failed, and the end of the logs that tell why."""
+    """Prints the failure, and the last lines of the logs that explain it."""
     for log in refusal.logs:
         lines = log.read_text(errors="replace").splitlines()[-15:] if log.exists() else []
         screen.say(screen.dim(f"\nlast lines of {log}:"))
@@ -83,7 +83,7 @@ def explain(refusal, options):
 
 
 class Story:
-    """The scenes, in order, and what one leaves for the next."""
+    """The scenes in their order, and the state that later scenes use."""
 
     def __init__(self, the_mesh, keep):
         self.mesh, self.keep = the_mesh, keep
@@ -104,7 +104,8 @@ class Story:
             self.push_route()
             self.lose_control_plane()
             self.join_machine()
-            self.show_memory()
+            if self.mesh.agent.parent.name == "release":
+                self.show_memory()
             self.ask_doctor()
         finally:
             self.load.stop()
@@ -122,21 +123,21 @@ class Story:
         screen.say("                        │                         │")
         screen.say("                   client agent              server agent")
         screen.say("                        └───── local-istiod ──────┘")
-        screen.say("   and later a machine that joins the server workload")
+        screen.say("   Later, a machine joins the server workload.")
         if self.mesh.was_kept:
-            screen.say(f"\n(ended the demo kept before: {', '.join(self.mesh.was_kept)})")
+            screen.say(f"\n(stopped the demo that was still running: {', '.join(self.mesh.was_kept)})")
 
     def start_control_plane(self):
-        screen.scene(1, "A control plane starts")
+        screen.scene("A control plane starts")
         self.mesh.write_resources("v1")
         took = self.mesh.start_istiod()
         screen.fact("local-istiod listens on", f"127.0.0.1:{self.mesh.ports['istiod']}, "
                     f"{screen.milliseconds(took)} after exec")
-        screen.fact("it signs certificates for", f"{mesh.CERTIFICATE_SECONDS} s each, "
+        screen.fact("its certificates are valid for", f"{mesh.CERTIFICATE_SECONDS} s, "
                     "so that they rotate while you watch")
 
     def start_workloads(self):
-        screen.scene(2, "Two workloads start, each an agent that runs an Envoy")
+        screen.scene("Two workloads start: each has an agent, and the agent runs an Envoy")
         self.mesh.start_application("server", self.mesh.ports["workload"])
         rows = []
         for account, port in (("server", "inbound"), ("client", "outbound")):
@@ -144,12 +145,12 @@ class Story:
             setattr(self, account, workload)
             times = workload.measure_start(self.mesh.ports[port])
             rows.append([account, *map(screen.milliseconds, times)])
-        screen.table(["from exec of the agent to", "its sockets open", "Envoy LIVE",
-                      "Envoy taking requests"], rows)
+        screen.table(["time from the agent's exec until", "its sockets are open", "Envoy is LIVE",
+                      "Envoy takes requests"], rows)
         screen.fact("Envoy", f"{self.client.admin.version()}  {self.mesh.envoy_binary}")
 
     def meet(self):
-        screen.scene(3, "They meet: plain HTTP at both ends, mTLS between")
+        screen.scene("A request crosses the mesh: plain HTTP at both ends, mTLS between the Envoys")
         answer = wait_until("the first request to be answered", self.first_answer, 15,
                             [w.agent for w in self.workloads])
         expect("the server saw the caller", mesh.identity("client"), answer.caller)
@@ -167,7 +168,7 @@ class Story:
             return None
 
     def show_resources(self):
-        screen.scene(4, "What each Envoy accepted from the control plane, through its agent")
+        screen.scene("Each Envoy accepts resources from the control plane, through its agent")
         accepted = {w.name: w.admin.accepted() for w in self.workloads}
         names = lambda found: ", ".join(sorted({name for name, _ in found})) or "none"
         screen.table(["", *accepted],
@@ -175,10 +176,10 @@ class Story:
                       for kind in ("listeners", "routes", "clusters", "endpoints", "secrets")])
         wait_until("each Envoy to acknowledge each type", self.mesh.all_acknowledged, 10,
                    [self.mesh.istiod])
-        screen.done("each type was acknowledged to local-istiod, none was refused")
+        screen.done("local-istiod has received an ACK for each type from each Envoy, and no NACK")
 
     def rotate(self):
-        screen.scene(5, "Certificates rotate under load")
+        screen.scene("Certificates rotate under load")
         before = {w.name: w.certificate() for w in self.workloads}
         marked = self.load.so_far()
         self.wait_for_rotation(before)
@@ -192,7 +193,7 @@ class Story:
         self.report(marked, "while they rotated")
 
     def wait_for_rotation(self, before):
-        """Until each Envoy holds another certificate; notes when that was."""
+        """Waits until each Envoy has another certificate, and records the time."""
         def all_rotated():
             for workload in self.workloads:
                 now = workload.certificate()
@@ -206,40 +207,39 @@ class Story:
     def wait_for_new_serial_on_the_wire(self):
         wanted = self.rotated["client"][0]
         seen = lambda: wanted in self.load.serials_seen()
-        wait_until(f"the server to be shown the client's new certificate {wanted}", seen, 10,
+        wait_until(f"the client's new certificate {wanted} to reach the server", seen, 10,
                    [w.agent for w in self.workloads])
-        screen.done(f"the server was shown the client's certificate {short(wanted)} "
-                    "by connections made since")
+        screen.done(f"new connections to the server use the client's certificate {short(wanted)}")
 
-    def push_route(self, version="v2", number=6):
-        if number:
-            screen.scene(number, "A changed route takes effect")
+    def push_route(self, version="v2", is_scene=True):
+        if is_scene:
+            screen.scene("A changed route takes effect")
         marked, pushed = self.load.so_far(), time.monotonic()
         self.mesh.write_resources(version)
         arrived = lambda: self.load.versions[version] > 0
         wait_until(f"the route {version} to take effect", arrived, 15,
                    [w.agent for w in self.workloads])
         took = time.monotonic() - pushed
-        screen.fact(f"route {version}: file saved to answer", screen.milliseconds(took))
+        screen.fact(f"route {version}: from file to answer", screen.milliseconds(took))
         self.report(marked, "meanwhile")
 
     def lose_control_plane(self):
-        screen.scene(7, "The control plane goes away, and nothing breaks")
+        screen.scene("The control plane stops, and traffic continues")
         marked, gone = self.load.so_far(), time.monotonic()
         self.mesh.istiod.terminate(10)
         if ports.accepts(self.mesh.ports["istiod"]):
-            raise Refused("local-istiod ended, but its port still answers")
+            raise Refused("local-istiod has exited, but its port still answers")
         held = {w.name: w.certificate() for w in self.workloads}
         away = self.stay_away(gone)
         self.report(marked, f"in {away:.0f} s without a control plane")
         self.check_held(held)
         marked = self.load.so_far()
         took = self.mesh.start_istiod()
-        screen.fact("it returns", f"same port, listening after {screen.milliseconds(took)}")
-        self.push_route("v3", number=None)
+        screen.fact("local-istiod starts again", f"on the same port, listens after {screen.milliseconds(took)}")
+        self.push_route("v3", is_scene=False)
         self.wait_for_rotation(held)
         self.wait_for_new_serial_on_the_wire()
-        self.report(marked, "since its return, new certificates included")
+        self.report(marked, "since this restart, with new certificates")
 
     def stay_away(self, gone):
         """Waits until both certificates have been due for renewal for two seconds."""
@@ -255,11 +255,11 @@ class Story:
         for workload in self.workloads:
             now = workload.certificate()["serial"]
             expect(f"the {workload.name}'s certificate", held[workload.name]["serial"], now)
-        screen.done("both certificates passed half their life, could not be renewed, and stayed: "
+        screen.done("both certificates were due, could not be renewed, and stayed in use: "
                     + ", ".join(f"{name} {short(c['serial'])}" for name, c in held.items()))
 
     def join_machine(self):
-        screen.scene(8, "A machine joins the server, fails its probe, and returns")
+        screen.scene("A machine joins the server workload, fails its probe, and recovers")
         marked, healthy = self.load.so_far(), self.mesh.machine_is_healthy
         self.mesh.start_application("machine", self.mesh.ports["machine_workload"])
         self.machine = self.mesh.start_machine(
@@ -268,7 +268,7 @@ class Story:
         self.wait_for_istiod("machine 127.0.0.1 of machine-0.demo registered in demo/server")
         self.wait_for_health("unhealthy", 1)
         expect("requests to a machine whose probe fails", 0, self.load.requests["machine"])
-        screen.done("it registered as a machine of the group server, and gets no request "
+        screen.done("the machine has registered in the group server, and gets no requests "
                     "while its probe fails")
         for time_of, change, state, count in (
                 ("its probe succeeds: first request", healthy.touch, "healthy", 1),
@@ -283,7 +283,7 @@ class Story:
             else:
                 took = self.last_request() - changed
             screen.fact(time_of, f"{screen.milliseconds(took)} later "
-                        f"(it is probed each {PROBE_PERIOD} s)")
+                        f"(probed every {PROBE_PERIOD} s)")
         self.report(marked, "meanwhile")
 
     def wait_for_istiod(self, line, count=1):
@@ -298,7 +298,7 @@ class Story:
                    [w.agent for w in self.workloads])
 
     def last_request(self):
-        """When the machine got its last one: a hundred have gone elsewhere since."""
+        """The time of the machine's last request, once a hundred requests have gone to the server instead."""
         def all_elsewhere():
             nonlocal mark
             now = dict(self.load.requests)
@@ -306,31 +306,29 @@ class Story:
                 mark = now
             return now["server"] >= mark["server"] + 100
         mark = dict(self.load.requests)
-        wait_until("requests to stay away from the machine", all_elsewhere, 10,
+        wait_until("requests to avoid the machine", all_elsewhere, 10,
                    [w.agent for w in self.workloads])
         return self.load.latest["machine"]
 
     def show_memory(self):
-        screen.scene(9, "Memory, under this load")
+        screen.scene("Resident memory under this load")
         megabytes = lambda size: f"{size / 1e6:.1f} MB"
         rows = [[w.name, *map(megabytes, w.memory())] for w in self.workloads]
-        screen.table(["resident", "agent", "Envoy"], rows)
-        if self.mesh.agent.parent.name == "debug":
-            screen.done("the agent is a debug build: `make demo PROFILE=release` shows what ships")
+        screen.table(["", "agent", "Envoy"], rows)
 
     def ask_doctor(self):
-        screen.scene(10, "pilot-agent doctor looks for what is wrong")
+        screen.scene("pilot-agent doctor checks each workload")
         for workload in self.workloads:
             report, code = workload.diagnose()
             if code:
                 screen.report(report)
-                raise Refused(f"pilot-agent doctor found something wrong beside the {workload.name}",
+                raise Refused(f"pilot-agent doctor reports problems of the {workload.name}",
                               [workload.agent.log])
             checks = sum(line.split()[:1] == ["ok"] for line in report.splitlines())
             screen.done(f"{workload.name}: {checks} checks, no errors, no warnings")
 
     def report(self, marked, when):
-        """What the load counted since `marked`; refuses when a request failed."""
+        """Prints the counts of the load since `marked`; raises Refused if a request failed."""
         now = self.load.so_far()
         since = {name: now[name] - marked[name] for name in now}
         if since["failed"]:
@@ -339,12 +337,12 @@ class Story:
                           [w.agent.log for w in self.workloads])
         if not (since["kept"] and since["new"] and since["handshakes"]):
             raise Refused(f"the load came to a standstill {when}: {since}")
-        screen.done(f"{since['kept']} requests on kept connections and {since['new']} on new ones "
+        screen.done(f"{since['kept']} requests on open connections and {since['new']} on new ones "
                     f"({since['handshakes']} mTLS handshakes) {when}: 0 failed")
 
     def sum_up(self):
         total = self.load.so_far()
-        screen.scene(11, "In all")
+        screen.scene("Total")
         if total["failed"]:
             raise Refused(f"{total['failed']} requests failed: "
                           + "; ".join(self.load.first_failures()))
@@ -356,9 +354,9 @@ class Story:
             code, took = workload.agent.terminate(20)
             expect(f"the exit code of the {workload.name}'s agent after SIGTERM", 0, code)
             if processes.is_alive(*workload.envoy_pid):
-                raise Refused(f"the {workload.name}'s agent ended but left Envoy (pid "
-                              f"{workload.envoy_pid[0]}) behind", [workload.agent.log])
-            screen.done(f"the {workload.name}'s agent drained, ended its Envoy and exited 0, "
+                raise Refused(f"the {workload.name}'s agent has exited, but its Envoy (pid "
+                              f"{workload.envoy_pid[0]}) still runs", [workload.agent.log])
+            screen.done(f"the {workload.name}'s agent drained, stopped its Envoy and exited with 0, "
                         f"{screen.milliseconds(took)} after SIGTERM")
         self.mesh.istiod.terminate(10)
 
@@ -367,20 +365,20 @@ class Story:
         client, server = self.client.admin.address, self.server.admin.address
         route = self.mesh.root / "istiod/resources/client/outbound-route.yaml"
         agent = self.client.command()
-        screen.say(screen.bold("\nStill running. To poke at it:"))
+        screen.say(screen.bold("\nThe demo is still running. Commands to explore it:"))
         for what, command in [
                 ("send a request", f"curl -si {outbound}/hello"),
                 ("the client's certificate", f"curl -s {client}/certs"),
-                ("the server's", f"curl -s {server}/certs"),
-                ("what the client's Envoy holds", f"curl -s '{client}/config_dump?include_eds'"),
-                ("what the server's Envoy holds", f"curl -s '{server}/config_dump?include_eds'"),
+                ("the server's certificate", f"curl -s {server}/certs"),
+                ("the client Envoy's configuration", f"curl -s '{client}/config_dump?include_eds'"),
+                ("the server Envoy's configuration", f"curl -s '{server}/config_dump?include_eds'"),
                 ("change the route", f"$EDITOR {route}"),
                 ("fail the machine's probe", f"rm {self.mesh.machine_is_healthy}"),
                 ("the client's debug page", f"http://127.0.0.1:{self.mesh.ports['client_status']}/debug/"),
-                ("what is wrong with it", f"{agent} doctor"),
-                ("all of that, for a report", f"{agent} support-bundle > bundle.tar.gz"),
+                ("diagnose the client", f"{agent} doctor"),
+                ("collect data for a bug report", f"{agent} support-bundle > bundle.tar.gz"),
                 ("follow the logs", f"tail -f {self.mesh.root / 'logs'}/*.log"),
-                ("end it all", "make demo-stop")]:
+                ("stop the demo", "make demo-stop")]:
             screen.fact(what, command)
 
 
@@ -390,7 +388,7 @@ def expect(what, wanted, found):
 
 
 def refused_without_certificate(port):
-    """How the server's Envoy refuses a TLS client that shows no certificate."""
+    """The way in which the server's Envoy refuses a TLS client without a certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -1,13 +1,10 @@
-"""Asks an Envoy, through its admin port, what it holds.
-
-Everything the demo says about an Envoy's configuration and certificates comes from here, as Envoy
-tells it. Reads only.
+"""Reads configuration and certificates from an Envoy's admin port. Changes nothing.
 """
 
 import json
 import urllib.request
 
-# What a person calls each type, and where the configuration dump keeps its resources.
+# Name of each type, and the members of the configuration dump that contain its resources.
 KINDS = [
     ("listeners", "dynamic_listeners", "active_state"),
     ("routes", "dynamic_route_configs", None),
@@ -38,7 +35,7 @@ class Admin:
         return json.loads(self.get("/server_info"))["version"].split("/")[1]
 
     def accepted(self):
-        """kind -> [(name, version)] of the resources Envoy accepted over discovery."""
+        """kind -> [(name, version)] of the resources that Envoy accepted over discovery."""
         dump = json.loads(self.get("/config_dump?include_eds"))
         found = {}
         for kind, member, state in KINDS:
@@ -47,7 +44,7 @@ class Admin:
         return found
 
     def certificate(self):
-        """The workload certificate: serial, identity, expiry; None while there is none."""
+        """The workload certificate: serial, identity, expiry; None if Envoy has none."""
         for entry in json.loads(self.get("/certs"))["certificates"]:
             for leaf in entry.get("cert_chain", []):
                 names = [name["uri"] for name in leaf.get("subject_alt_names", []) if "uri" in name]
@@ -65,7 +62,7 @@ def describe(kind, entry, state):
 
 
 def serial(text):
-    """One spelling for a serial number: lower-case hexadecimal without leading zeros."""
+    """A serial number as lower-case hexadecimal without leading zeros."""
     return text.replace(":", "").lower().lstrip("0") or "0"
 
 

@@ -1,8 +1,8 @@
-"""Steady requests from the client workload, on kept and on new connections, every answer checked.
+"""Sends steady requests from the client workload, on open and on new connections, and checks every answer.
 
-Four threads send to the client's Envoy: two on connections they keep, two that open one for each
-request, which the client's Envoy then carries over a new mTLS connection. A request fails if it is
-not answered 200 by the expected identity to the expected caller. Failed requests are not retried.
+Four threads send to the client's Envoy: two keep their connections, two open a connection for each request. For
+each of the latter, the client's Envoy opens a new mTLS connection. A request succeeds if the status is 200, and both
+identities are the expected ones. Failed requests are not retried.
 """
 
 import collections
@@ -17,7 +17,7 @@ PAUSE = 0.02
 
 
 class Answer:
-    """What came back for one request."""
+    """The answer to one request."""
 
     def __init__(self, response, body):
         self.status = response.status
@@ -51,7 +51,7 @@ def ask_once(port, path):
 
 
 class Load:
-    """The running load and what it has counted so far."""
+    """The running load, and its counts."""
 
     def __init__(self, port, client_identity, server_identity):
         self.port = port
@@ -63,7 +63,7 @@ class Load:
         self.requests, self.latest = collections.Counter(), {}  # By workload.
         self.stopping = threading.Event()
         self.threads = [threading.Thread(target=run, daemon=True)
-                        for run in (self._keep, self._keep, self._open_anew, self._open_anew)]
+                        for run in (self._keep, self._keep, self._open_new, self._open_new)]
 
     def start(self):
         for thread in self.threads:
@@ -75,7 +75,7 @@ class Load:
             thread.join(timeout=10)
 
     def so_far(self):
-        """Numbers to take differences of: kept, new, failed, and mTLS connections opened."""
+        """Totals so far: requests on kept and new connections, failed requests, mTLS connections."""
         with self.lock:
             return {"kept": self.counts["kept"], "new": self.counts["new"],
                     "failed": len(self.failures), "handshakes": len(self.handshakes)}
@@ -96,7 +96,7 @@ class Load:
                 connection.close()
                 connection = None
 
-    def _open_anew(self):
+    def _open_new(self):
         while not self.stopping.wait(PAUSE):
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
             self._send(connection, "/fresh/hello", "new")

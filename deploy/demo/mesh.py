@@ -1,7 +1,6 @@
-"""The pieces of the demo's mesh: a control plane, and workloads with an agent and an Envoy each.
+"""The parts of the demo's mesh: a control plane, and workloads that have an agent and an Envoy each.
 
-All live under one folder and on loopback. Each agent's working directory stands for the root of
-its container.
+All use one folder, and loopback addresses. The working directory of each agent replaces the root of its container.
 """
 
 import json
@@ -69,7 +68,7 @@ class Mesh:
         return time.monotonic() - self.istiod.started
 
     def write_resources(self, version):
-        """Fills the templates in and puts the files whose content changed in place, each whole."""
+        """Fills the templates in, and replaces each file that has changed atomically."""
         values = {f"{name}_port": port for name, port in self.ports.items()}
         values |= {"version": version, "client_identity": identity("client"),
                    "server_identity": identity("server"), "namespace": NAMESPACE}
@@ -113,12 +112,12 @@ class Mesh:
         return Workload(self, account, account, {}, {})
 
     def start_machine(self, probe):
-        """A machine of the group `server`, which runs as the server does."""
+        """Starts a machine of the group `server`, with the server's account."""
         return Workload(self, "machine", "server", {"readinessProbe": probe},
                         {"ISTIO_META_AUTO_REGISTER_GROUP": "server"})
 
     def logged(self, line):
-        """How often local-istiod logged this line."""
+        """The number of times that local-istiod logged this line."""
         return self.istiod.log.read_text(errors="replace").splitlines().count(line)
 
 
@@ -139,7 +138,7 @@ class Workload:
         self.envoy_pid = None
 
     def give_credentials(self):
-        """What kubelet mounts in a pod: istiod's root and the service account's token."""
+        """Copies the files that the kubelet mounts in a pod: istiod's root and the service account's token."""
         out, secrets = self.mesh.root / "istiod/out", self.folder / "var/run/secrets"
         for source, target in [
                 (out / "root-cert.pem", secrets / "istio/root-cert.pem"),
@@ -203,11 +202,11 @@ class Workload:
             done = subprocess.run(command, cwd=self.folder, env=self.variables, timeout=10,
                                   capture_output=True, text=True)
         except subprocess.TimeoutExpired:
-            raise Refused(f"{' '.join(command)} did not end in 10 s", [self.agent.log]) from None
+            raise Refused(f"{' '.join(command)} did not finish within 10 s", [self.agent.log]) from None
         return done.stdout + done.stderr, done.returncode
 
     def command(self):
-        """A program that is the agent with this workload's variables and folder."""
+        """Writes a script that runs the agent with this workload's variables and folder."""
         program = self.folder / "pilot-agent"
         variables = shlex.join(f"{name}={value}" for name, value in self.variables.items())
         program.write_text(f'#!/bin/sh\ncd {shlex.quote(str(self.folder))} && exec env {variables} {self.mesh.agent} "$@"\n')
@@ -221,12 +220,12 @@ class Workload:
 
 
 def base_environment():
-    """Nothing of the caller's environment that could change what an agent does."""
+    """The caller's variables that cannot change the behaviour of an agent."""
     return {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
 
 
 def put_in_place(target, text, scratch):
-    """Replaces a file at once; a reader sees the old text or the new, never half."""
+    """Replaces a file atomically: a reader sees the old text or the new."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = scratch / f".{target.name}.new"
     fresh.write_text(text)

@@ -1,7 +1,7 @@
 """Finds free TCP ports.
 
-Looks below the range the kernel takes ports of outgoing connections from, so that a connection of
-the load cannot take a listener's port while its owner restarts. Ports are not reserved.
+The ports are below the range from which the kernel takes ports of outgoing connections. The load's connections
+therefore cannot take a listener's port while its owner restarts. The ports are not reserved.
 """
 
 import os
@@ -54,7 +54,7 @@ def accepts(port):
 
 
 def accepts_unix(path):
-    """Whether the Unix socket has a listener, whose path may be too long to connect to."""
+    """Whether the Unix socket has a listener. The path may be too long for a direct connection."""
     folder = None
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,8 +1,8 @@
 """Starts, watches and ends the processes of the demo.
 
-Each process has a session and a log file of its own and is noted in `running.json`, so that every
-way out of the demo, and the next run after a kept one, can end it with all it started. A pid is
-only signalled while its start time is the noted one.
+Each process has a separate session and log file. `running.json` lists all processes, so the demo can end them
+however it exits, and so can the next run after a demo that was left running. The demo signals a pid only if its
+start time is still the listed one.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 
 
 class Refused(Exception):
-    """A step that did not succeed: one sentence, and the logs that tell more."""
+    """A step that failed: one sentence, and the logs that explain it."""
 
     def __init__(self, sentence, logs=()):
         super().__init__(sentence)
@@ -38,19 +38,19 @@ class Process:
         self.birth = start_time(self.pid)
 
     def check(self):
-        """Refuses to go on when the process has ended."""
+        """Raises Refused if the process has exited."""
         code = self.child.poll()
         if code is not None:
-            raise Refused(f"{self.name} ended unexpectedly, {how_it_ended(code)}", [self.log])
+            raise Refused(f"{self.name} exited unexpectedly, {how_it_ended(code)}", [self.log])
 
     def terminate(self, limit):
-        """Asks the process to end; returns its exit code and how long it took."""
+        """Sends SIGTERM; returns the exit code, and the time until the exit."""
         asked = time.monotonic()
         self.child.send_signal(signal.SIGTERM)
         try:
             code = self.child.wait(limit)
         except subprocess.TimeoutExpired:
-            raise Refused(f"{self.name} still ran {limit} s after SIGTERM", [self.log]) from None
+            raise Refused(f"{self.name} still runs {limit} s after SIGTERM", [self.log]) from None
         return code, time.monotonic() - asked
 
 
@@ -72,7 +72,7 @@ class Family:
         self.register.write_text(json.dumps(noted, indent=1) + "\n")
 
     def end_all(self):
-        """Ends whatever still runs, first politely."""
+        """Ends all processes that still run: SIGTERM first, then SIGKILL."""
         end_processes([(p.pid, p.birth) for p in self.members])
         for process in self.members:
             process.child.wait()
@@ -80,7 +80,7 @@ class Family:
 
 
 def end_kept(register):
-    """Ends the processes a kept run left; returns their names."""
+    """Ends the processes that an earlier run left; returns their names."""
     register = pathlib.Path(register)
     if not register.exists():
         return []
@@ -92,7 +92,7 @@ def end_kept(register):
 
 
 def end_processes(processes, patience=8):
-    """SIGTERM to each, SIGKILL to what is left of them and of their children after `patience`."""
+    """Sends SIGTERM to each process, and after `patience` seconds SIGKILL to the rest and to their children."""
     children = [(pid, start_time(pid)) for parent, birth in processes
                 if is_alive(parent, birth) for pid in descendants(parent)]
     for pid, birth in processes:
@@ -109,11 +109,11 @@ def send(pid, birth, number):
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            pass  # It ended between the two lines.
+            pass  # It exited between the two lines.
 
 
 def stat_fields(pid):
-    """The fields of /proc/PID/stat after the name, or None when there is no such process."""
+    """The fields of /proc/PID/stat after the name, or None if the process does not exist."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -155,7 +155,7 @@ def how_it_ended(code):
 
 
 def wait_until(what, check, limit, watched=(), pause=0.02):
-    """Returns the first true value of `check`; refuses when none came within `limit` seconds."""
+    """Returns the first true value of `check`; raises Refused after `limit` seconds without one."""
     deadline = time.monotonic() + limit
     while True:
         for process in watched:
@@ -163,5 +163,5 @@ def wait_until(what, check, limit, watched=(), pause=0.02):
         if value := check():
             return value
         if time.monotonic() > deadline:
-            raise Refused(f"waited {limit} s for {what}, in vain", [p.log for p in watched])
+            raise Refused(f"gave up after {limit} s of waiting for {what}", [p.log for p in watched])
         time.sleep(pause)

@@ -1,12 +1,12 @@
-"""What the demo prints, in a form a person enjoys reading.
-
-Colours only on a terminal. Every fact comes from the scenes.
+"""Prints the demo's output. Only a terminal gets colours. All facts come from the scenes.
 """
 
+import itertools
 import os
 import sys
 
 COLOURED = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
+SCENES = itertools.count(1)
 
 
 def _paint(code, text):
@@ -33,9 +33,9 @@ def say(text=""):
     print(text, flush=True)
 
 
-def scene(number, title):
+def scene(title):
     say()
-    say(bold(f"{number}. {title}"))
+    say(bold(f"{next(SCENES)}. {title}"))
 
 
 def fact(label, value):
@@ -60,7 +60,7 @@ def table(header, rows):
 
 
 def report(text):
-    """Prints the lines of a doctor's report, with what is well in green and what is not in red."""
+    """Prints a doctor's report, with passed checks in green, and warnings and errors in red."""
     paints = {"ok": green, "warning": red, "error": red}
     for line in text.splitlines():
         level, space, rest = line.strip().partition(" ")

@@ -1,7 +1,7 @@
-"""The server workload: a tiny HTTP application that tells what it was asked and by whom.
+"""The server workload: a small HTTP application that returns path and caller of each request.
 
-Knows nothing of certificates; the caller's identity is what the Envoy beside it says. Usage:
-workload.py PORT NAME
+It knows no certificates: it takes the caller's identity from a header that its Envoy sets.
+Usage: workload.py PORT NAME
 """
 
 import http.server
@@ -27,7 +27,7 @@ class Workload(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Says nothing: the load would fill the log."""
+        """Logs nothing: the load would fill the log."""
 
 
 class Server(http.server.ThreadingHTTPServer):
