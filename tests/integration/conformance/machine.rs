@@ -217,7 +217,34 @@ fn the_start_script_names_a_file_that_it_cannot_use() {
     let said = start(folder.path(), &[], &[]).unwrap_err();
     assert!(said.contains("cluster.env is no file that"), "{said}");
     let said = start(machine(&[]).path(), &["stop"], &[]).unwrap_err();
-    assert!(said.contains("'stop' is not prepare or clean"), "{said}");
+    assert!(
+        said.contains("'stop' is not prepare, clean or doctor"),
+        "{said}"
+    );
+}
+
+#[test]
+fn the_doctor_has_the_settings_of_the_unit_and_of_istioctl() {
+    const DEFAULT: &str = "etc/default/istio-agent";
+    let unit = "# A comment\nISTIO_AGENT_FLAGS=--concurrency 2  --profiling=false\nA=\"x y\"\n\
+        ISTIO_SVC_IP=192.0.2.1\n#B=unset\nC=of_unit\n";
+    let files = [(DEFAULT, unit), (CLUSTER, "C=of_cluster\n")];
+    let printed = start(machine(&files).path(), &["doctor", "--json"], &[]).unwrap();
+    for expected in [
+        "ARGUMENTS=doctor --concurrency 2 --profiling=false --json",
+        "A=x y",
+        "C=of_cluster",
+        "INSTANCE_IP=192.0.2.1",
+    ] {
+        assert!(
+            printed.lines().any(|line| line == expected),
+            "{expected}: {printed}"
+        );
+    }
+    assert!(!printed.contains("unset"), "{printed}");
+    // The unit gets that file from systemd.
+    let printed = start(machine(&files).path(), &[], &[]).unwrap();
+    assert!(printed.starts_with("ARGUMENTS=proxy\n"), "{printed}");
 }
 
 #[test]
