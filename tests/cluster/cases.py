@@ -497,7 +497,7 @@ def module(mark):
 
 
 @case(8, gate=True, own=True)
-def kept_configuration_serves_while_istiod_is_away_and_hands_over_when_it_is_back(world, agent=OURS):
+def last_known_good_configuration_serves_while_istiod_is_unreachable(world, agent=OURS):
     annotations = config(ISTIO_AGENT_KEEP_CONFIG="/var/run/istio-agent", ISTIO_AGENT_KEEP_CERTS="/var/run/istio-agent") | {
         "sidecar.istio.io/userVolume": json.dumps({"istio-agent": {"emptyDir": {"medium": "Memory", "sizeLimit": "128Mi"}}}),
         "sidecar.istio.io/userVolumeMount": json.dumps({"istio-agent": {"mountPath": "/var/run/istio-agent"}})}
@@ -508,7 +508,7 @@ def kept_configuration_serves_while_istiod_is_away_and_hands_over_when_it_is_bac
     try:
         world.kill(pod, "istio-proxy")
         begun = time.monotonic()
-        world.until("it serves what is kept", lambda: world.call(CLIENTS[0], url), 60)
+        world.until("the pod serves again", lambda: world.call(CLIENTS[0], url), 60)
         took = time.monotonic() - begun
         with Load(world, url, *CLIENTS) as after:
             world.scale_istiod(1)

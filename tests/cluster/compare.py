@@ -1,4 +1,4 @@
-"""Both agents in one cluster, side by side or in turns, and the page that says what was measured."""
+"""Measures both agents in one cluster and writes docs/comparison.md."""
 
 import base64
 import contextlib
@@ -25,35 +25,40 @@ from world import GO, ISTIOD, OURS, Failed, Load, Skipped
 
 AGENTS = (GO, OURS)
 HOSTS = 3000
-OUTAGE = 20
+TOKEN_EXPIRED_FOR = 20
+# pilot-agent backs off for up to 10 s or more, so its recovery depends on the length of the outage.
+OUTAGES = [20 + 40 * number / 9 for number in range(10)]
 CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
 DISCOVERY = "istiod.istio-system.svc"
 HEADINGS = {"memory": "Memory", "processor": "Processor time", "start": "Start, outside a pod",
-            "istiod": "istiod", "trouble": "Trouble", "cases": "Failed requests in each case"}
+            "istiod": "istiod", "faults": "Faults", "cases": "Failed requests in each case"}
 NOTES = {
-    "memory": "The working set is what the kubelet charges to the container. Private memory is a process's own, without pages "
-              "that it shares with others of the node, such as those of its program.",
-    "start": "In a pod the kubelet's probes, which ask once a second, decide when it is ready.",
-    "cases": "Each case of `make cluster` with either agent in the server's pod, called by pods with both.",
+    "memory": "The working set is the memory that the kubelet charges to the sidecar container, Envoy included. Private memory "
+              "excludes pages that a process shares with other processes of the node, such as the pages of its program file.",
+    "start": "Inside a pod, the kubelet's probes decide when the pod is ready; they run once a second.",
+    "istiod": f"istiod was unreachable {len(OUTAGES)} times, for {OUTAGES[0]:.0f} to {OUTAGES[-1]:.0f} s plus the time that its own start takes. "
+              "Both agents saw the same outages.",
+    "cases": "Each row is a case of `make cluster`. The server's pod ran pilot-agent in the first column and istio-agent in the second; "
+             "clients ran both agents.",
 }
 
 
 class Page:
-    """Rows of figures; what is better is computed, not typed. A file has them for a run that repeats some of the cases."""
+    """The tables of the page. A file keeps the rows, so that a later run can repeat some of the cases."""
 
-    def __init__(self, file, goes_on):
+    def __init__(self, file, resume):
         self.file = file
-        self.rows = json.loads(file.read_text()) if goes_on else {key: {} for key in HEADINGS}
+        self.rows = json.loads(file.read_text()) if resume else {key: {} for key in HEADINGS}
 
     def figures(self, heading, what, unit, of, more=False):
         medians = {agent: statistics.median(of[agent]) for agent in AGENTS}
         less, greater = sorted(medians.values())
         ratio = greater / less if less else float("inf")
         best = OURS if (medians[OURS] > medians[GO]) == more else GO
-        verdict = "as good" if ratio < 1.1 else f"{'**pilot-agent**' if best == GO else ''} {'more' if more else 'less'}"
-        if ratio >= 1.1 and less:
-            verdict += f": {ratio:.1f} times"
-        self.text(heading, f"{what}, {unit}", {agent: spread(of[agent]) for agent in AGENTS}, verdict.strip())
+        name = "**pilot-agent**" if best == GO else "istio-agent"
+        times = f"{ratio:.1f} times " if less else ""
+        verdict = "equal" if ratio < 1.1 else f"{name}: {times}{'more' if more else 'less'}"
+        self.text(heading, f"{what}, {unit}", {agent: spread(of[agent]) for agent in AGENTS}, verdict)
 
     def text(self, heading, what, of, verdict=""):
         self.rows[heading][what] = f"| {what} | {of[GO]} | {of[OURS]} | {verdict} |"
@@ -63,7 +68,7 @@ class Page:
     def written(self, head):
         parts = [head]
         for key, rows in self.rows.items():
-            table = ["| | pilot-agent | this agent | this agent's is |", "|---|---|---|---|", *rows.values()]
+            table = ["| | pilot-agent | istio-agent | better |", "|---|---|---|---|", *rows.values()]
             parts += [f"## {HEADINGS[key]}", *([NOTES[key]] if key in NOTES else []), "\n".join(table)]
         return "\n\n".join(parts) + "\n"
 
@@ -93,7 +98,7 @@ class Comparison:
         self.enter()
 
     def enter(self):
-        """From here on this process, and what it starts, has the cluster's network, with the name of istiod in it."""
+        """Moves this process into the cluster's network, and resolves the name of istiod there."""
         libc = ctypes.CDLL(None, use_errno=True)
         address = self.world.get("-n", "istio-system", "service/istiod")["spec"]["clusterIP"]
         hosts = self.cluster.folder / "hosts"
@@ -122,9 +127,9 @@ class Comparison:
         node = self.world.get("nodes")["items"][0]["status"]["nodeInfo"]
         return f"""# Comparison with pilot-agent
 
-`make compare` has written this page: nothing in it is typed by hand. Both agents ran in one cluster, on the same pods and files,
-at the same time or in turns. A figure is a median, with the lowest and the highest where it was measured more than once.
-Differences below 10 % count as none.
+`make compare` generates this page. Both agents ran in one cluster, on the same pods and files, at the same time or in
+turns. Each figure is a median; the lowest and the highest value follow in parentheses if it was measured more than
+once. A difference of less than 10 % counts as equal.
 
 | | |
 |---|---|
@@ -132,7 +137,7 @@ Differences below 10 % count as none.
 | machine | {os.cpu_count()} cores{' (' + model[1] + ')' if model else ''}, {memory} GB, Linux {node['kernelVersion']} |
 | Kubernetes | {node['kubeletVersion']}, {node['containerRuntimeVersion']} |
 | istiod, pilot-agent | {programs('istio').name.rpartition('-')[0].removeprefix('istio-')} |
-| this agent | {re.search('agent version: (.*)', run(self.binaries[OURS], 'version'))[1]} |
+| istio-agent | {re.search('agent version: (.*)', run(self.binaries[OURS], 'version'))[1]} |
 | Envoy | {re.search(r'version: [0-9a-f]+/([0-9.]+)', run(self.envoy, '--version'))[1]} |"""
 
     def start(self):
@@ -140,7 +145,7 @@ Differences below 10 % count as none.
             with Alone(self, agent) as alone:
                 return alone.until(alone.sockets), alone.until(lambda: alone.said("generated new workload certificate")), alone.until(ready)
         of = in_turns(10, measure)
-        for position, what in enumerate(("until both sockets listen", "until the first certificate", "until Envoy is ready")):
+        for position, what in enumerate(("time until both sockets listen", "time until the first certificate", "time until Envoy is ready")):
             self.page.figures("start", what, "ms", {agent: [1e3 * each[position] for each in of[agent]] for agent in AGENTS})
 
     def capture(self):
@@ -161,19 +166,19 @@ Differences below 10 % count as none.
                 raise Failed(f"istio-iptables: {output.decode()[-500:]}")
             return took, usage.ru_utime + usage.ru_stime
         of = in_turns(10, measure)
-        self.page.figures("start", "capture set up by iptables", "ms", {agent: [1e3 * each[0] for each in of[agent]] for agent in AGENTS})
-        self.page.figures("processor", "capture set up by iptables, with its programs", "ms",
+        self.page.figures("start", "time to set up traffic capture with iptables", "ms", {agent: [1e3 * each[0] for each in of[agent]] for agent in AGENTS})
+        self.page.figures("processor", "traffic capture set up with iptables, child processes included", "ms",
                           {agent: [1e3 * each[1] for each in of[agent]] for agent in AGENTS})
 
     def expired_token(self):
         def measure(agent):
             with Alone(self, agent, token=self.token(expired=True)) as alone:
-                time.sleep(OUTAGE)
+                time.sleep(TOKEN_EXPIRED_FOR)
                 alone.put_token(self.token())
                 begun = time.monotonic()
                 alone.until(lambda: alone.said("generated new workload certificate"))
                 return time.monotonic() - begun
-        self.page.figures("trouble", f"from a good token, after {OUTAGE} s with an expired one, to a certificate", "s", in_turns(3, measure))
+        self.page.figures("faults", f"time from a valid token to a certificate, after {TOKEN_EXPIRED_FOR} s with an expired token", "s", in_turns(3, measure))
 
     def full_disk(self):
         def measure(agent):
@@ -182,8 +187,8 @@ Differences below 10 % count as none.
                     return f"ready after {alone.until(ready, 20):.1f} s"
                 except Failed:
                     code = alone.process.poll()
-                    return "not ready" if code is None else f"ends with {code}: `{alone.lines[-1][1][-160:].strip()}`"
-        self.page.text("trouble", "start with a full disk below its files", {agent: measure(agent) for agent in AGENTS})
+                    return "not ready" if code is None else f"exits with {code}: `{alone.lines[-1][1][-160:].strip()}`"
+        self.page.text("faults", "start with a full disk", {agent: measure(agent) for agent in AGENTS})
 
     def token(self, expired=False):
         if not expired:
@@ -198,7 +203,7 @@ Differences below 10 % count as none.
         return (signed + b"." + encode(signature)).decode()
 
     def pods(self):
-        """A pod of each, beside each other."""
+        """Measures a pod of each agent, both at the same time."""
         pods = {}
         for agent in AGENTS:
             self.world.deploy(f"measured-{agent}", agent, annotations=cases.USUAL)
@@ -207,9 +212,9 @@ Differences below 10 % count as none.
             pods[agent] = Pod(self.world, self.world.pods(f"measured-{agent}")[0])
         time.sleep(20)
         used = self.used(pods, 60)
-        self.page.figures("processor", "in a minute at rest", "ms", used)
+        self.page.figures("processor", "a minute at rest", "ms", used)
         self.memory("at rest", pods)
-        self.page.figures("istiod", "connections of an agent", "at rest", {agent: [pods[agent].connections()] for agent in AGENTS})
+        self.page.figures("istiod", "connections to istiod", "at rest", {agent: [pods[agent].connections()] for agent in AGENTS})
         for agent in AGENTS:
             with Load(self.world, f"http://measured-{agent}:8080/", *cases.CLIENTS):
                 time.sleep(20)
@@ -219,13 +224,13 @@ Differences below 10 % count as none.
         for agent in AGENTS:
             self.world.until("the hosts are known", lambda: pods[agent].knows(f"host-{HOSTS - 1}.test"))
         time.sleep(20)
-        self.memory(f"with {HOSTS:,} further hosts", pods)
+        self.memory(f"with {HOSTS:,} ServiceEntry hosts", pods)
         before = self.processors(pods)
         for number in range(30):
             self.hosts(0, 1000, 81 + number)
             time.sleep(1)
         after = self.processors(pods)
-        self.page.figures("processor", f"of 30 changes of 1,000 of {HOSTS:,} hosts each", "ms", {
+        self.page.figures("processor", f"30 changes of 1,000 of {HOSTS:,} hosts each", "ms", {
             agent: [after[agent] - before[agent]] for agent in AGENTS})
         self.memory("after those changes", pods)
         crashed = {}
@@ -234,8 +239,8 @@ Differences below 10 % count as none.
                 os.kill(pods[agent].process("envoy"), signal.SIGKILL)
                 time.sleep(8)
             told = load.told[cases.CLIENTS[0]]
-            crashed[agent] = f"cut for {told['seconds']:.1f} s, {len(told['failed'])} of {told['sent']} requests failed"
-        self.page.text("trouble", "Envoy killed in a pod, under load", crashed)
+            crashed[agent] = f"no service for {told['seconds']:.1f} s, {len(told['failed'])} of {told['sent']} requests failed"
+        self.page.text("faults", "Envoy killed in a pod, under load", crashed)
         self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in AGENTS))
 
     def memory(self, when, pods):
@@ -258,7 +263,7 @@ Differences below 10 % count as none.
         return {agent: [after[agent] - before[agent]] for agent in AGENTS}
 
     def hosts(self, first, last, port):
-        """Makes or changes some hosts, as many in a ServiceEntry as it takes."""
+        """Creates or changes ServiceEntries of 250 hosts each."""
         self.world.apply(*({"apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry", "metadata": {"name": f"hosts-{number}"}, "spec": {
             "hosts": [f"host-{one}.test" for one in range(number, number + 250)], "addresses": [f"240.0.1.{1 + number // 250}"],
             "ports": [{"name": "http", "number": port, "protocol": "HTTP"}], "resolution": "STATIC",
@@ -266,11 +271,11 @@ Differences below 10 % count as none.
 
     def outages(self, pods):
         dials, flows = ({agent: [] for agent in AGENTS} for _ in range(2))
-        for _ in range(3):
+        for seconds in OUTAGES:
             for pod in pods.values():
                 run("iptables", "-t", "raw", "-A", "PREROUTING", "-s", pod.address, "-p", "tcp", "--dport", "15012", "--syn")
             self.world.scale_istiod(0)
-            time.sleep(OUTAGE)
+            time.sleep(seconds)
             name = f"back-{time.time_ns()}"
             self.world.apply(cases.service(name, 80))
             self.world.kubectl("scale", *ISTIOD, "--replicas=1")
@@ -291,11 +296,11 @@ Differences below 10 % count as none.
                 flows[agent].append(known[agent])
                 dials[agent].append(int(re.search(rf"^\s*(\d+) .* {pods[agent].address} ", counted, re.MULTILINE)[1]))
             self.world.rolled_out_istiod()
-        self.page.figures("istiod", f"from istiod reachable, after {OUTAGE} s and more, to configuration in Envoy", "s", flows)
-        self.page.figures("istiod", "dials of an agent in such an outage", "connections tried", dials)
+        self.page.figures("istiod", "time from istiod recovery to new configuration in Envoy", "s", flows)
+        self.page.figures("istiod", "connection attempts", "per outage", dials)
 
     def names(self):
-        """Questions for names of the table, to agents outside a pod."""
+        """Queries names of the name table, from agents outside a pod."""
         with tempfile.NamedTemporaryFile("w") as questions:
             questions.writelines(f"host-{number}.test A\n" for number in range(HOSTS))
             questions.flush()
@@ -311,8 +316,8 @@ Differences below 10 % count as none.
                     return number("Queries per second"), 1e3 * spent / number("Queries completed")
             of = in_turns(3, measure)
         self.world.kubectl("delete", "serviceentry", "--all")
-        self.page.figures("processor", "DNS: answers from the table", "a second", {agent: [each[0] for each in of[agent]] for agent in AGENTS}, more=True)
-        self.page.figures("processor", "DNS: of an answer", "µs", {agent: [each[1] for each in of[agent]] for agent in AGENTS})
+        self.page.figures("processor", "DNS: answers from the name table", "per second", {agent: [each[0] for each in of[agent]] for agent in AGENTS}, more=True)
+        self.page.figures("processor", "DNS: an answer", "µs", {agent: [each[1] for each in of[agent]] for agent in AGENTS})
 
     def cases(self):
         for _, _, _, claim in cases.CASES:
@@ -320,18 +325,18 @@ Differences below 10 % count as none.
                 told = {}
                 for agent in AGENTS:
                     try:
-                        told[agent] = claim(self.world, agent=agent) or "holds"
+                        told[agent] = claim(self.world, agent=agent) or "passes"
                     except Skipped as why:
                         told[agent] = f"not run: {why}"
                     except (Failed, RuntimeError, OSError, LookupError, ValueError) as why:
-                        told[agent] = f"**fails**: {str(why)[:300]}"
+                        told[agent] = f"**fails**: {str(why)[:120]}"
                     self.world.until("ended pods are gone", lambda: not any(
                         pod["metadata"].get("deletionTimestamp") for pod in self.world.get("pods")["items"]), 120)
                 self.page.text("cases", claim.__name__.replace("_", " "), {agent: text.replace("|", "\\|").replace("\n", " ") for agent, text in told.items()})
 
 
 class Pod:
-    """A pod's sidecar, seen from the node."""
+    """A pod's sidecar, observed from the node."""
 
     def __init__(self, world, name):
         self.world, self.name = world, name
@@ -365,7 +370,7 @@ class Pod:
 
 
 class Alone:
-    """An agent outside a pod, with what one has, in a folder of its own."""
+    """Runs an agent outside a pod, in a temporary folder with the files of a pod."""
 
     def __init__(self, comparison, agent, token=None, full=False, **variables):
         self.folder = pathlib.Path(tempfile.mkdtemp())
