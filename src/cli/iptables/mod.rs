@@ -1,7 +1,7 @@
 //! The `istio-iptables` command: the rules that send a pod's traffic to Envoy.
 
 mod explain;
-mod flags;
+pub(super) mod flags;
 mod machine;
 
 use std::net::Ipv4Addr;
@@ -59,6 +59,9 @@ pub async fn run(
 ) -> Result<(String, ExitCode), BoxError> {
     let arguments = flags::arguments(given, environment);
     let mut flags = IptablesFlags::read(&arguments)?;
+    if flags.verify || flags.explain.is_some() {
+        require_pod_settings(&arguments)?;
+    }
     flags.cleanup_only |= is_cleanup;
     let cleans = flags.cleanup_only && !flags.verify && flags.explain.is_none();
     let (host, family) = match cleans {
@@ -120,6 +123,21 @@ pub async fn run(
         tracing::info!("traffic is captured");
     }
     Ok((text, ExitCode::Success))
+}
+
+/// Refuses arguments that capture nothing because they lack the settings of the pod. Those settings are
+/// arguments of another container, and without them every answer would be about other rules.
+fn require_pod_settings(arguments: &[String]) -> Result<(), BoxError> {
+    for flag in ["--istio-service-cidr", "--istio-inbound-ports"] {
+        if !arguments.iter().any(|argument| argument.starts_with(flag)) {
+            return Err(format!(
+                "{flag} is missing; give --verify and --explain the arguments of the init container \
+                 (istio-init or istio-validation), or those of the CNI plugin"
+            )
+            .into());
+        }
+    }
+    Ok(())
 }
 
 /// Says how the live rules differ from those of these arguments, and whether traffic may go elsewhere.

@@ -35,6 +35,16 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
             "-A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n",
         ),
         (
+            "--explain out,tcp,1337,10.0.0.5:443 -b *",
+            1,
+            "--istio-service-cidr is missing; give --verify and --explain the arguments of the init container",
+        ),
+        (
+            "--verify -i *",
+            1,
+            "--istio-inbound-ports is missing; give --verify and --explain the arguments of the init container",
+        ),
+        (
             "--explain out,sctp,1337,10.0.0.5:443",
             255,
             "the protocol of --explain is \"sctp\", expected tcp or udp",

@@ -71,7 +71,7 @@ fn output_that_is_not_read_is_no_error() {
         // The code is what was found.
         ("doctor", &[1, 2]),
         (
-            "istio-iptables --explain out,tcp,1337,10.0.0.5:443 -i *",
+            "istio-iptables --explain out,tcp,1337,10.0.0.5:443 -i * -b *",
             &[0],
         ),
         ("istio-iptables --dry-run -i *", &[0]),
