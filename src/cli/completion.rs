@@ -9,7 +9,7 @@ use super::Cli;
 
 #[derive(Args, Clone, Debug)]
 pub struct CompletionFlags {
-    /// Shell the script is for: bash, zsh, fish or powershell.
+    /// Shell: bash, zsh, fish or powershell.
     #[arg(value_name = "SHELL", value_parser = shell)]
     shell: Option<Shell>,
 }

@@ -24,12 +24,15 @@ use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::config::environment;
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
 
+const FAILING_POD: &str =
+    "To find out why a pod fails: kubectl exec POD -c istio-proxy -- pilot-agent doctor";
+
 /// Istio agent.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "pilot-agent", args_override_self = true)]
+#[command(name = "pilot-agent", args_override_self = true, after_help = FAILING_POD)]
 #[command(mut_args(quiet), mut_subcommands(|command| command.mut_args(quiet)))]
 pub struct Cli {
-    /// Prints build information, as the command version does.
+    /// Prints build information, like the command version.
     #[arg(long)]
     version: bool,
     #[command(flatten)]
@@ -43,30 +46,30 @@ pub enum Command {
     /// Runs the agent and Envoy.
     #[command(after_help = environment::reference())]
     Proxy(ProxyFlags),
-    /// Prints the effective configuration and where each value is from.
+    /// Prints the effective configuration and the origin of each value.
     Config(show::ConfigFlags),
-    /// Prints the bootstrap Envoy would be started with, and starts nothing.
+    /// Prints Envoy's bootstrap and starts nothing.
     Bootstrap(show::BootstrapFlags),
-    /// Says what is wrong with this sidecar; exits with 1 for warnings, 2 for errors.
+    /// Finds out why this sidecar does not work. Exits with 1 for warnings, 2 for errors.
     Doctor(doctor::DoctorFlags),
-    /// Says what differs with this agent for pods of a file; exits with 1 for warnings, 2 for errors.
+    /// Reports, for pod manifests, where this agent differs from pilot-agent. Exits with 1 for warnings, 2 for errors.
     Preflight(show::PreflightFlags),
-    /// Prints the Sidecar resource that suffices for what this workload uses.
+    /// Prints a Sidecar resource with only the services that this workload uses.
     Scope(scope::ScopeFlags),
-    /// Collects the doctor's answer, configuration, pages and rules in a .tar.gz without secrets.
+    /// Collects data for a bug report, without secrets, in a .tar.gz.
     SupportBundle(support_bundle::SupportBundleFlags),
-    /// Makes an HTTP request to one of the agent's or Envoy's own ports.
+    /// Sends an HTTP request to a port of the agent or of Envoy.
     Request(request::RequestFlags),
     /// Waits until Envoy is ready.
     Wait(wait::WaitFlags),
     /// Prints build information.
     Version(version::VersionFlags),
-    /// Prints a script that completes this program's command lines.
+    /// Prints a completion script for a shell.
     Completion(completion::CompletionFlags),
     /// Sets up traffic capture: the rules that send a pod's traffic to Envoy.
-    #[command(name = "istio-iptables")]
+    #[command(name = "istio-iptables", mut_args(iptables::flags::with_variables))]
     Iptables(Box<iptables::IptablesFlags>),
-    /// Takes traffic capture down: istio-iptables --cleanup-only.
+    /// Removes traffic capture, like istio-iptables --cleanup-only.
     #[command(name = "istio-clean-iptables")]
     CleanIptables(Box<iptables::IptablesFlags>),
 }

@@ -24,7 +24,7 @@ const MAX_QUOTE: usize = 64 << 10;
 #[derive(Args, Clone, Debug)]
 pub struct RequestFlags {
     /// Port on localhost: 15000 (Envoy's admin), 15004, 15020 (the agent), 15021 (health), or the
-    /// agent's own where the pod has another.
+    /// agent's status port if the pod configures another.
     #[arg(long = "debug-port", default_value_t = 15000)]
     debug_port: i32,
     /// Method of the request, such as GET or POST.

@@ -23,16 +23,16 @@ const MAX_ANSWER: usize = 16 << 20;
 
 #[derive(Args, Clone, Debug)]
 pub struct ScopeFlags {
-    /// Prints what was used as JSON, for --merge.
+    /// Prints the services in use as JSON, for --merge.
     #[arg(long)]
     json: bool,
-    /// Files that --json has printed for pods of one workload, each with one or more: all they used together.
+    /// Merges the JSON output of several pods of one workload. Each file holds one or more outputs.
     #[arg(long, num_args = 1.., value_name = "FILE")]
     merge: Vec<PathBuf>,
-    /// Keeps these services, too: <namespace>/<host>, such as istio-system/*, or ./* for the own namespace.
+    /// Also keeps these services: <namespace>/<host>, such as istio-system/*, or ./* for the workload's namespace.
     #[arg(long, value_name = "HOST")]
     keep: Vec<String>,
-    /// Keeps services whose names were asked for, though they had no connection.
+    /// Keeps services that had a DNS query but no connection.
     #[arg(long = "include-asked", num_args = 0..=1, require_equals = true, default_value = "true",
           default_missing_value = "true", value_parser = config::flags::truth,
           action = clap::ArgAction::Set)]

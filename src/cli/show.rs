@@ -22,7 +22,7 @@ pub(super) const MAX_INPUT: u64 = 256 << 20;
 pub struct ConfigFlags {
     #[command(flatten)]
     pub proxy: ProxyFlags,
-    /// Output form: yaml or json.
+    /// Output format: yaml or json.
     #[arg(short, long, value_parser = super::version::output, default_value = "yaml")]
     pub output: String,
 }
@@ -31,18 +31,18 @@ pub struct ConfigFlags {
 pub struct BootstrapFlags {
     #[command(flatten)]
     pub proxy: ProxyFlags,
-    /// File the bootstrap goes to, instead of standard output.
+    /// File to write the bootstrap to, instead of standard output.
     #[arg(long)]
     pub output: Option<PathBuf>,
-    /// Has Envoy check the bootstrap.
+    /// Runs Envoy to validate the bootstrap.
     #[arg(long)]
     pub validate: bool,
 }
 
 #[derive(Args, Clone, Debug)]
 pub struct PreflightFlags {
-    /// File of pods or their templates as YAML or JSON, such as kubectl get pods -A -o yaml prints them; - is
-    /// standard input.
+    /// File with pods or pod templates as YAML or JSON, for example the output of kubectl get pods -A -o yaml;
+    /// - means standard input.
     #[arg(default_value = "-")]
     pub file: String,
     /// Prints JSON.

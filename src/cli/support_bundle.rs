@@ -22,7 +22,7 @@ use crate::{logging, version};
 pub struct SupportBundleFlags {
     #[command(flatten)]
     pub proxy: ProxyFlags,
-    /// New file the bundle goes to, instead of standard output.
+    /// New file to write the bundle to, instead of standard output.
     #[arg(long)]
     pub output: Option<PathBuf>,
 }

@@ -247,6 +247,43 @@ fn the_program_and_each_command_have_help() {
 }
 
 #[test]
+fn help_of_istio_iptables_names_the_variables_of_its_flags() {
+    let Err(Refused::Help(help)) = typed("pilot-agent istio-iptables --help") else {
+        panic!("no help");
+    };
+    for line in [
+        "[env: ISTIO_SERVICE_CIDR]",
+        "[env: DROP_INVALID, INVALID_DROP]",
+        "[env: ISTIO_AGENT_PROTECT_ADMIN]",
+    ] {
+        assert!(help.contains(line), "{line}: {help}");
+    }
+}
+
+#[test]
+fn help_is_in_plain_english() {
+    const REJECTED: [&str; 7] = [
+        "anew",
+        "all the same",
+        "goes on",
+        "is away",
+        "those of",
+        "as it came",
+        "of its own",
+    ];
+    let mut command = Cli::command();
+    let own = command.render_long_help().to_string();
+    let helps = command.get_subcommands_mut();
+    let helps = helps.map(|command| command.render_long_help().to_string());
+    for help in helps.chain([own]) {
+        let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        for phrase in REJECTED {
+            assert!(!words.contains(phrase), "{phrase}: {help}");
+        }
+    }
+}
+
+#[test]
 fn the_hooks_of_the_injector_are_understood() {
     for line in [
         "pilot-agent request --debug-port=15020 POST drain",

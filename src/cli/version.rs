@@ -17,12 +17,12 @@ pub struct VersionFlags {
     /// Words, which pilot-agent ignores too.
     #[arg(hide = true)]
     ignored: Vec<String>,
-    /// Prints the version alone.
+    /// Prints only the version.
     #[arg(short, long, num_args = 0..=1, require_equals = true, default_value = "false",
           default_missing_value = "true", value_parser = crate::config::flags::truth,
           action = clap::ArgAction::Set)]
     short: bool,
-    /// Output form: yaml or json.
+    /// Output format: yaml or json.
     #[arg(short, long, default_value = "", value_parser = output)]
     output: String,
 }
@@ -36,8 +36,7 @@ pub fn announce(env: &Environment) -> Result<(), Problem> {
 
 /// The version of Istio told to istiod. An error is about the file that names the image's.
 pub(super) fn istio(env: &Environment) -> Result<String, Problem> {
-    // Any text is a value of the variable.
-    match env.get(&ISTIO_META_ISTIO_VERSION, &mut Vec::new()) {
+    match env.get(&ISTIO_META_ISTIO_VERSION) {
         of_metadata if of_metadata.is_empty() => build::istio(),
         of_metadata => Ok(of_metadata),
     }

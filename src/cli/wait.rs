@@ -24,13 +24,13 @@ pub struct WaitFlags {
     /// Words, which pilot-agent ignores too.
     #[arg(hide = true)]
     ignored: Vec<String>,
-    /// Seconds until waiting ends in an error.
+    /// Time limit in seconds; the command fails when it has passed.
     #[arg(long = "timeoutSeconds", default_value_t = 60)]
     timeout_seconds: u32,
-    /// Milliseconds one answer may take; 0 is without limit.
+    /// Time limit of one request in milliseconds; 0 means no limit.
     #[arg(long = "requestTimeoutMillis", default_value_t = 500)]
     request_timeout_millis: u32,
-    /// Longest pause between two requests, in milliseconds.
+    /// Maximum pause between two requests in milliseconds.
     #[arg(long = "periodMillis", default_value_t = 500)]
     period_millis: u32,
     /// URL of the readiness check.

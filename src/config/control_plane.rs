@@ -299,7 +299,7 @@ impl Loader<'_> {
 }
 
 pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Policy {
-    let name = env.get(&variables::COMPLIANCE_POLICY, warnings);
+    let name = env.get(&variables::COMPLIANCE_POLICY);
     let policy = Policy::parse(&name);
     let expected = match policy {
         None => Some("fips-140-2, fips-140-3 or pqc; none is in force"),

@@ -7,7 +7,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use super::environment::{self, Environment, Value, Variable};
+use super::environment::{self, Environment};
 use super::flags::{MESH_CONFIG, ProxyFlags};
 use super::merged::Merged;
 use super::pod::Pairs;
@@ -35,7 +35,8 @@ impl Documents<'_> {
     pub(super) fn merge(&self, flags: &ProxyFlags) -> Merged {
         let mut merged = self.without_flags(&flags.mesh_config);
         merged.notes.warnings.extend(self.env.unknown());
-        let cpus = self.get(&environment::ISTIO_CPU_LIMIT, &mut merged);
+        merged.notes.warnings.extend(self.env.malformed());
+        let cpus = self.env.get(&environment::ISTIO_CPU_LIMIT);
         set_threads(&mut merged, flags.concurrency, cpus);
         if let Some(ClusterName::ServiceCluster(name)) = &mut merged.config.cluster_name
             && name.is_empty()
@@ -60,10 +61,6 @@ impl Documents<'_> {
         merged.config.agent_port()
     }
 
-    fn get<T: Value>(&self, variable: &Variable<T>, merged: &mut Merged) -> T {
-        self.env.get(variable, &mut merged.notes.warnings)
-    }
-
     /// Merges files, environment and annotations.
     fn without_flags(&self, mesh_config: &Path) -> Merged {
         let mut merged = Merged::builtin();
@@ -76,7 +73,7 @@ impl Documents<'_> {
                 merged.notes.problem(origin, error.to_string(), expected);
             }
         }
-        let variable = self.get(&environment::PROXY_CONFIG, &mut merged);
+        let variable = self.env.get(&environment::PROXY_CONFIG);
         merged.merge_text("PROXY_CONFIG", &variable);
         if let Some(text) = self.annotations.get(CONFIG_ANNOTATION) {
             merged.merge_text(CONFIG_ANNOTATION, text);
@@ -109,7 +106,7 @@ impl Documents<'_> {
     /// Takes the first address of the variable; the others are for the connections.
     fn discovery_addresses(&self, merged: &mut Merged) {
         const NAME: &str = environment::DISCOVERY_ADDRESS.name;
-        let given = self.get(&environment::DISCOVERY_ADDRESS, merged);
+        let given = self.env.get(&environment::DISCOVERY_ADDRESS);
         let addresses = control_plane::addresses(&given);
         for address in &addresses {
             if address::split(address).is_none() {
@@ -148,7 +145,7 @@ impl Documents<'_> {
         if is_foreign(&member) {
             merged.problem(MEMBER, member, expected);
         }
-        let variable = self.get(&environment::ISTIO_BOOTSTRAP, merged);
+        let variable = self.env.get(&environment::ISTIO_BOOTSTRAP);
         if is_foreign(&variable) {
             merged.notes.problem("ISTIO_BOOTSTRAP", variable, expected);
         }

@@ -16,28 +16,28 @@ use crate::{logging, spelling};
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Logging")]
 pub struct LogFlags {
-    /// Comma-separated scope:level pairs; a bare level is that of scope default.
+    /// Comma-separated scope:level pairs. A level without a scope applies to the scope default.
     #[arg(long = "log_output_level", global = true, default_value = "")]
     pub output_level: String,
-    /// Where log lines go: stdout (the default), stderr or a file. May be repeated.
+    /// Destination of log lines: stdout, stderr or a file. May be repeated.
     #[arg(long = "log_target", global = true, default_value = "stdout")]
     pub target: Vec<String>,
-    /// Writes log lines as JSON; Envoy's too.
+    /// Writes log lines as JSON, including Envoy's.
     #[arg(long = "log_as_json", global = true, num_args = 0..=1, require_equals = true,
           default_value = "false", default_missing_value = "true", value_parser = truth,
           action = ArgAction::Set)]
     pub as_json: bool,
-    /// Accepted for compatibility: this agent logs no stack traces.
+    /// Ignored; accepted for compatibility. This agent does not log stack traces.
     #[arg(
         long = "log_stacktrace_level",
         global = true,
         default_value = "default:none"
     )]
     pub stacktrace_level: String,
-    /// Comma-separated scopes whose lines name the place in the source; all means every scope.
+    /// Comma-separated scopes whose log lines include the source location; all means every scope.
     #[arg(long = "log_caller", global = true, default_value = "")]
     pub caller: String,
-    /// Accepted for compatibility: no line has the scope klog here.
+    /// Ignored; accepted for compatibility. This agent does not use klog.
     #[arg(long = "vklog", global = true, default_value_t = 0)]
     pub vklog: i32,
     // Flags of older releases for the rotation of log files.
@@ -55,7 +55,7 @@ pub(super) const MESH_CONFIG: &str = "./etc/istio/config/mesh";
 
 #[derive(Args, Clone, Debug)]
 pub struct ProxyFlags {
-    /// Kind of node: sidecar, router or waypoint.
+    /// Node type: sidecar, router or waypoint.
     #[arg(value_name = "TYPE", default_value = "sidecar", value_parser = node_type)]
     pub kind: NodeType,
     /// Further words, which pilot-agent ignores too.
@@ -67,31 +67,31 @@ pub struct ProxyFlags {
     /// MeshConfig file.
     #[arg(long = "meshConfig", default_value = MESH_CONFIG)]
     pub mesh_config: PathBuf,
-    /// Service cluster, when the configuration sets an empty one.
+    /// Service cluster, if the configuration sets an empty one.
     #[arg(long = "serviceCluster", default_value = "istio-proxy")]
     pub service_cluster: String,
-    /// Envoy's log level; may name components too.
+    /// Envoy's log level. May also set levels of components.
     #[arg(long = "proxyLogLevel", default_value = "warning")]
     pub proxy_log_level: String,
-    /// Envoy's log levels by component.
+    /// Comma-separated component:level pairs of Envoy.
     #[arg(long = "proxyComponentLogLevel", default_value = "")]
     pub proxy_component_log_level: String,
-    /// Envoy's worker threads; 0 leaves it to the configuration.
+    /// Number of Envoy's worker threads. If 0, the configuration decides.
     #[arg(long, default_value_t = 0)]
     pub concurrency: u32,
-    /// Refused unless empty: this agent writes the bootstrap itself.
+    /// Must be empty, because this agent writes the bootstrap itself.
     #[arg(long = "templateFile", default_value = "")]
     pub template_file: String,
-    /// File of Envoy's outlier events.
+    /// File that Envoy writes outlier detection events to.
     #[arg(long = "outlierLogPath", default_value = "")]
     pub outlier_log_path: String,
-    /// Accepted for compatibility.
+    /// Ignored; accepted for compatibility.
     #[arg(long = "stsPort", default_value_t = 0)]
     pub sts_port: u16,
-    /// Accepted for compatibility.
+    /// Ignored; accepted for compatibility.
     #[arg(long = "tokenManagerPlugin", default_value = "")]
     pub token_manager_plugin: String,
-    /// Accepted for compatibility.
+    /// Ignored; accepted for compatibility.
     #[arg(long, num_args = 0..=1, require_equals = true, default_value = "true",
           default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub profiling: bool,

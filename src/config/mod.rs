@@ -249,12 +249,12 @@ impl<'a> Loader<'a> {
             Vec::new()
         });
         let warnings = &mut notes.warnings;
-        let instance_ip = env.get(&environment::INSTANCE_IP, warnings);
+        let instance_ip = env.get(&environment::INSTANCE_IP);
         let excluded = annotations.get(pod::EXCLUDED_INTERFACES);
         let excluded: Vec<_> = entries(excluded.map_or("", String::as_str)).collect();
         let addresses = pod::addresses(&instance_ip, &interfaces, &excluded, warnings);
         let own_addresses: BTreeSet<_> = interfaces.iter().map(|own| own.address).collect();
-        let namespace = env.get(&environment::POD_NAMESPACE, warnings);
+        let namespace = env.get(&environment::POD_NAMESPACE);
         let policy = control_plane::compliance(env, warnings);
         Self {
             flags,
@@ -334,17 +334,17 @@ impl<'a> Loader<'a> {
         }
     }
 
-    fn get<T: environment::Value>(&mut self, variable: &environment::Variable<T>) -> T {
-        self.env.get(variable, &mut self.notes.warnings)
+    fn get<T: environment::Value>(&self, variable: &environment::Variable<T>) -> T {
+        self.env.get(variable)
     }
 
     /// The variable unless it is empty.
-    fn text(&mut self, variable: &environment::Variable<String>) -> Option<String> {
+    fn text(&self, variable: &environment::Variable<String>) -> Option<String> {
         Some(self.get(variable)).filter(|text| !text.is_empty())
     }
 
     /// The entries of a list with commas.
-    fn list(&mut self, variable: &environment::Variable<String>) -> Vec<String> {
+    fn list(&self, variable: &environment::Variable<String>) -> Vec<String> {
         entries(&self.get(variable)).map(str::to_owned).collect()
     }
 

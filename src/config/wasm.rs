@@ -66,7 +66,7 @@ impl Loader<'_> {
     }
 
     fn registry_credentials(&mut self) -> Vec<PathBuf> {
-        let mut named = |variable, file: &str| Some(Path::new(&self.text(variable)?).join(file));
+        let named = |variable, file: &str| Some(Path::new(&self.text(variable)?).join(file));
         let home = named(&variables::HOME, ".docker/config.json");
         let docker = named(&variables::DOCKER_CONFIG, "config.json").or(home);
         let runtime = named(&variables::XDG_RUNTIME_DIR, "containers/auth.json");

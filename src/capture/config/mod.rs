@@ -30,40 +30,40 @@ pub struct Settings {
     /// Port that inbound TCP connections are redirected to.
     #[arg(short = 'z', long, value_name = "PORT", default_value = "15006")]
     pub inbound_capture_port: String,
-    /// Port of HBONE, which is not redirected.
+    /// HBONE port, which is not redirected.
     #[arg(short = 'e', long, value_name = "PORT", default_value = "15008")]
     pub inbound_tunnel_port: String,
-    /// Users whose traffic is not captured; empty is that of --envoy-user, or else 1337.
+    /// Users whose traffic is not captured. If empty, the user of --envoy-user, or 1337 if it does not exist.
     #[arg(short = 'u', long, value_name = "USERS", default_value_t)]
     pub proxy_uid: String,
-    /// Groups whose traffic is not captured; empty is the value of --proxy-uid.
+    /// Groups whose traffic is not captured. If empty, the value of --proxy-uid.
     #[arg(short = 'g', long, value_name = "GROUPS", default_value_t)]
     pub proxy_gid: String,
     /// How inbound connections reach Envoy: REDIRECT or TPROXY.
     #[arg(short = 'm', long, value_name = "MODE", default_value_t)]
     pub istio_inbound_interception_mode: String,
-    /// Inbound ports to capture: a list, or * for all; empty is none.
+    /// Inbound ports to capture: a list, or * for all. If empty, none.
     #[arg(short = 'b', long, value_name = "PORTS", default_value_t)]
     pub istio_inbound_ports: String,
-    /// Inbound ports not to capture when all are.
+    /// Inbound ports to exclude if --istio-inbound-ports is *.
     #[arg(short = 'd', long, value_name = "PORTS", default_value_t)]
     pub istio_local_exclude_ports: String,
     /// Network interfaces whose traffic is not captured.
     #[arg(short = 'c', long, value_name = "NAMES", default_value_t)]
     pub istio_exclude_interfaces: String,
-    /// Outbound ranges to capture: a list, or * for all; empty is none.
+    /// Outbound IP ranges to capture: a list, or * for all. If empty, none.
     #[arg(short = 'i', long, value_name = "RANGES", default_value_t)]
     pub istio_service_cidr: String,
-    /// Outbound ranges not to capture.
+    /// Outbound IP ranges to exclude.
     #[arg(short = 'x', long, value_name = "RANGES", default_value_t)]
     pub istio_service_exclude_cidr: String,
-    /// Outbound TCP ports to capture, whatever the address.
+    /// Outbound TCP ports to capture for every address.
     #[arg(short = 'q', long, value_name = "PORTS", default_value_t)]
     pub istio_outbound_ports: String,
-    /// Outbound ports not to capture.
+    /// Outbound ports to exclude.
     #[arg(short = 'o', long, value_name = "PORTS", default_value_t)]
     pub istio_local_outbound_ports_exclude: String,
-    /// Interfaces of virtual machines, whose traffic to the pod is outbound.
+    /// Network interfaces of virtual machines, whose inbound traffic is treated as outbound.
     #[arg(short = 'k', long, value_name = "NAMES", default_value_t)]
     pub kube_virt_interfaces: String,
     /// Mark of inbound packets in mode TPROXY.
@@ -72,28 +72,28 @@ pub struct Settings {
     /// Routing table of marked packets in mode TPROXY.
     #[arg(short = 'r', long, value_name = "NUMBER", default_value = "133")]
     pub istio_inbound_tproxy_route_table: String,
-    /// Captures DNS to the servers of /etc/resolv.conf.
+    /// Captures DNS queries to the servers in /etc/resolv.conf.
     #[arg(long)]
     pub redirect_dns: bool,
-    /// Captures DNS to any server, with --redirect-dns.
+    /// Captures DNS queries to every server; needs --redirect-dns.
     #[arg(long)]
     pub capture_all_dns: bool,
-    /// Drops packets that conntrack calls invalid.
+    /// Drops packets that conntrack marks as invalid.
     #[arg(long)]
     pub drop_invalid: bool,
     /// Lets only root and the users of --proxy-uid connect to Envoy's admin port over loopback.
     #[arg(long)]
     pub protect_admin: bool,
-    /// Kind of iptables: legacy or nft; empty is detected.
+    /// Variant of iptables: legacy or nft. If empty, it is detected.
     #[arg(long, value_name = "KIND", default_value_t)]
     pub force_iptables_binary: String,
-    /// Loopback range of IPv4.
+    /// IPv4 loopback range.
     #[arg(long, default_value = "127.0.0.1/32")]
     pub istio_outbound_ipv4_loopback_cidr: String,
     /// Groups whose outbound traffic is captured: a list, or * for all.
     #[arg(long, default_value = "*")]
     pub istio_outbound_owner_groups: String,
-    /// Groups whose outbound traffic is not captured when that of all is.
+    /// Groups to exclude if --istio-outbound-owner-groups is *.
     #[arg(long, default_value_t)]
     pub istio_outbound_owner_groups_exclude: String,
 }

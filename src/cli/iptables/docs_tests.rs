@@ -19,6 +19,7 @@ fn settings() -> Vec<(Vec<String>, [String; 3])> {
     let flags = command.get_arguments().filter_map(|flag| {
         let long = flag.get_long()?;
         let (variables, help) = (variables(long), flag.get_help()?.to_string());
+        let help = help.split(" [env: ").next()?.to_owned();
         let default = flag.get_default_values().iter();
         let default = default.filter_map(|default| default.to_str());
         let default = default.filter(|text| !["", "false"].contains(text));

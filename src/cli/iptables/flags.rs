@@ -25,10 +25,10 @@ pub struct IptablesFlags {
     /// Prints the rules and changes nothing.
     #[arg(short = 'n', long)]
     pub dry_run: bool,
-    /// File that a dry run writes the rules to as well.
+    /// File that --dry-run writes the rules to, in addition to standard output.
     #[arg(long, value_name = "PATH", default_value_t)]
     pub dry_run_file_path: String,
-    /// User whose traffic is not captured unless --proxy-uid is given.
+    /// User whose traffic is not captured if --proxy-uid is empty.
     #[arg(long, value_name = "USER", default_value = "istio-proxy")]
     pub envoy_user: String,
     /// Port that --run-validation connects to.
@@ -40,36 +40,36 @@ pub struct IptablesFlags {
     /// Checks the configuration and sets up nothing.
     #[arg(long)]
     pub skip_rule_apply: bool,
-    /// Checks with a connection that traffic is captured; to be run as --proxy-uid. Exits with 126 if not.
+    /// Opens a connection to check that traffic is captured, and exits with 126 if not. Run it as --proxy-uid.
     #[arg(long)]
     pub run_validation: bool,
-    /// Looks past the first address of the pod for one of IPv6.
+    /// Searches all addresses of the pod for an IPv6 address, instead of the first only.
     #[arg(long)]
     pub dual_stack: bool,
-    /// Without effect: only the CNI plugin, another program, enters namespaces.
+    /// Ignored; accepted for compatibility. Only the CNI plugin enters other namespaces.
     #[arg(long, value_name = "PATH", default_value_t)]
     pub network_namespace: String,
-    /// Without effect: only for the CNI plugin, another program.
+    /// Ignored; accepted for compatibility. Only the CNI plugin uses it.
     #[arg(long)]
     pub cni_mode: bool,
-    /// Without effect: rules that differ are always replaced.
+    /// Ignored; accepted for compatibility. Rules that differ are always replaced.
     #[arg(long)]
     pub reconcile: bool,
-    /// Removes the rules and sets up none.
+    /// Removes the rules and does not set up any.
     #[arg(long)]
     pub cleanup_only: bool,
-    /// Sets up rules even if they seem to be in place.
+    /// Sets up rules even if they already exist.
     #[arg(long)]
     pub force_apply: bool,
     /// Uses nftables instead of iptables.
     #[arg(long)]
     pub native_nftables: bool,
-    /// Says what happens to a flow and why, and changes nothing. A flow is
+    /// Prints what the rules do with a flow, and why, and changes nothing. A flow is
     /// out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or
     /// in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]: out,tcp,1337,10.0.0.5:443.
     #[arg(long, value_name = "FLOW")]
     pub explain: Option<Flow>,
-    /// Says how the live rules differ from these arguments' rules, and changes nothing. The exit code is 3
+    /// Prints how the live rules differ from the rules of these arguments, and changes nothing. Exits with 3
     /// if traffic may not be captured.
     #[arg(long)]
     pub verify: bool,
@@ -106,6 +106,18 @@ pub(super) fn variables(flag: &str) -> Vec<String> {
         _ => return vec![own],
     };
     vec![own, stronger.to_owned()]
+}
+
+/// Names the variables of the flag in its help.
+pub(in crate::cli) fn with_variables(flag: Arg) -> Arg {
+    let names = flag.get_long().map(variables).unwrap_or_default();
+    match flag.get_help() {
+        Some(help) if !names.is_empty() => {
+            let help = format!("{help} [env: {}]", names.join(", "));
+            flag.help(help)
+        }
+        _ => flag,
+    }
 }
 
 fn command() -> Command {

@@ -30,15 +30,15 @@ fn the_documentation_lists_every_variable_as_it_is() {
 }
 
 fn list_of_variables() -> String {
-    let mut text = String::from("\nRead:\n\n");
+    let mut text = String::from("\nVariables with an effect:\n\n");
     text += &table(
         "meaning",
         |row| matches!(row.state, State::Honoured),
         |_| None,
     );
-    text += "\nRefused, or taken without effect:\n\n";
+    text += "\nVariables that the agent refuses or ignores:\n\n";
     let rest = |row: &Row| matches!(row.state, State::Refused(_) | State::WithoutEffect(_));
-    text += &table("why", rest, |state| match state {
+    text += &table("reason", rest, |state| match state {
         State::Refused(why) | State::WithoutEffect(why) => Some(why),
         _ => None,
     });

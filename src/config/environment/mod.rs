@@ -1,8 +1,8 @@
 //! The environment: the table of variables and the only code that reads them.
 //!
-//! [`Environment`] is a snapshot, which tests replace by a map. Each variable has a type; a value that
-//! does not parse is reported as a warning and the default is used. An empty string is a value for text
-//! only. The table has every variable of pilot-agent, with its state in this agent.
+//! [`Environment`] is a snapshot, which tests replace by a map. Each variable has a type. If a value does
+//! not parse, the default is used, and [`Environment::malformed`] reports it, whether the feature is on or
+//! not. Only text may be empty. The table has every variable of pilot-agent, with its state in this agent.
 
 mod others;
 
@@ -30,8 +30,10 @@ pub struct Variable<T> {
 pub struct Row {
     pub name: &'static str,
     pub kind: &'static str,
-    /// Whether a text is of the variable's type.
+    /// Reports whether a text is of the variable's type.
     pub(super) is_good: fn(&str) -> bool,
+    /// The form of a value, for warnings.
+    expected: &'static str,
     pub default: &'static str,
     pub help: &'static str,
     pub counterpart: Counterpart,
@@ -80,6 +82,7 @@ macro_rules! variables {
             name: stringify!($name),
             kind: <$type as Value>::KIND,
             is_good: |text| <$type as Value>::parse(text).is_some(),
+            expected: <$type as Value>::EXPECTED,
             default: $default,
             help: $help,
             counterpart: $counterpart,
@@ -91,128 +94,129 @@ macro_rules! variables {
 use Counterpart::{Default as Differs, Own, Same};
 
 variables! {
-    POD_NAME: String = "", "Name of the pod: part of the node id.", Same;
-    POD_NAMESPACE: String = "", "Namespace of the pod: node id, identity and default domain.", Same;
-    INSTANCE_IP: String = "", "Address of the pod: the first address of the node.", Same;
-    SERVICE_ACCOUNT: String = "", "Service account of the pod: part of the identity.", Same;
-    PROXY_CONFIG: String = "", "A ProxyConfig document (YAML or JSON) over the mesh's.", Same;
-    TRUST_DOMAIN: String = "cluster.local", "Trust domain of the identity.", Same;
-    ISTIO_META_CLUSTER_ID: String = "", "Cluster named in calls to istiod.", Same;
-    ISTIO_META_ISTIO_VERSION: String = "", "Version told to istiod; empty is that of the image, or else of the release the agent follows.", Same;
-    ISTIO_META_CERT_SIGNER: String = "", "Signer named in certificate requests.", Same;
-    XDS_ROOT_CA: String = "", "Roots for discovery: a PEM file, or SYSTEM.", Same;
-    CA_ROOT_CA: String = "", "Roots for the certificate authority: a PEM file, or SYSTEM.", Same;
-    DISCOVERY_ADDRESS: String = "", "Addresses of control planes instead of discoveryAddress, separated by commas: the next is used while one fails.", Own;
-    CA_ADDR: String = "", "Address of the certificate authority; empty means istiod's.", Same;
-    ISTIOD_SAN: String = "", "Name expected in istiod's certificate.", Same;
-    PILOT_CERT_PROVIDER: String = "istiod", "Provider of istiod's certificate, which decides the roots.", Same;
-    JWT_POLICY: String = "third-party-jwt", "Kind of token; only logged.", Same;
-    PROV_CERT: String = "", "Directory of a client certificate for istiod.", Same;
-    CA_PROVIDER: String = "Citadel", "Kind of certificate authority; GkeWorkloadCertificate takes Google's mounted files.", Same;
-    FILE_MOUNTED_CERTS: bool = "false", "Takes certificates from ./etc/certs instead of an authority.", Same;
-    FILE_DEBOUNCE_DURATION: Duration = "100ms", "Time without further changes before a changed certificate file is read.", Same;
-    PILOT_ENABLE_CA_CRL: bool = "true", "Sends Envoy the certificate revocation list with the workload's roots.", Same;
-    ISTIO_AGENT_EXTERNAL_SDS: String = "", "What to do when no other process serves the SDS socket at the start: wait, fallback or fail; empty is fallback, or fail if the file name is not socket.", Own;
-    ISTIO_AGENT_SDS_USERS: String = "1337", "Numbers of users that may read secrets besides root and the agent's own user, separated by commas, or any.", Own;
-    SECRET_TTL: Duration = "24h", "Lifetime asked for in certificate requests.", Same;
-    SECRET_GRACE_PERIOD_RATIO: f64 = "0.5", "Part of the lifetime left at renewal.", Same;
-    SECRET_GRACE_PERIOD_RATIO_JITTER: f64 = "0.01", "Spread of that part.", Same;
-    WORKLOAD_RSA_KEY_SIZE: u32 = "2048", "Bits of an RSA key, 2048 to 8192; when set, keys are RSA.", Same;
-    ECC_SIGNATURE_ALGORITHM: String = "", "ECDSA, the default unless WORKLOAD_RSA_KEY_SIZE is set or privateKeyProvider is qat. Unset, RSA follows a refusal.", Differs("RSA");
+    POD_NAME: String = "", "Name of the pod; part of the node ID.", Same;
+    POD_NAMESPACE: String = "", "Namespace of the pod; used in the node ID, the identity and the default domain.", Same;
+    INSTANCE_IP: String = "", "IP address of the pod; the first address of the node.", Same;
+    SERVICE_ACCOUNT: String = "", "Service account of the pod; part of the identity.", Same;
+    PROXY_CONFIG: String = "", "ProxyConfig document (YAML or JSON) that overrides the mesh's defaultConfig.", Same;
+    TRUST_DOMAIN: String = "cluster.local", "Trust domain of the workload's identity.", Same;
+    ISTIO_META_CLUSTER_ID: String = "", "Cluster name that the agent sends to istiod with each call.", Same;
+    ISTIO_META_ISTIO_VERSION: String = "", "Istio version that the agent reports to istiod. If empty, the version in the image is reported, or 1.31.0 if the image has none.", Same;
+    ISTIO_META_CERT_SIGNER: String = "", "Signer that certificate requests name.", Same;
+    XDS_ROOT_CA: String = "", "Root certificates for the connection to istiod: a PEM file, or SYSTEM for the system's roots.", Same;
+    CA_ROOT_CA: String = "", "Root certificates for the connection to the certificate authority: a PEM file, or SYSTEM for the system's roots.", Same;
+    DISCOVERY_ADDRESS: String = "", "Comma-separated control plane addresses that replace discoveryAddress. If one fails, the agent uses the next.", Own;
+    CA_ADDR: String = "", "Address of the certificate authority. If empty, istiod signs certificates.", Same;
+    ISTIOD_SAN: String = "", "Name that istiod's certificate must contain.", Same;
+    PILOT_CERT_PROVIDER: String = "istiod", "Provider of istiod's certificate; it decides which root certificates the agent trusts.", Same;
+    JWT_POLICY: String = "third-party-jwt", "Kind of token; it is only logged.", Same;
+    PROV_CERT: String = "", "Directory of a client certificate that the agent presents to istiod.", Same;
+    CA_PROVIDER: String = "Citadel", "Kind of certificate authority. GkeWorkloadCertificate uses the certificates that GKE mounts.", Same;
+    FILE_MOUNTED_CERTS: bool = "false", "Reads certificates from ./etc/certs and requests none.", Same;
+    FILE_DEBOUNCE_DURATION: Duration = "100ms", "The agent reads a changed certificate file after this time without another change.", Same;
+    PILOT_ENABLE_CA_CRL: bool = "true", "Sends the certificate revocation list to Envoy together with the workload's root certificates.", Same;
+    ISTIO_AGENT_EXTERNAL_SDS: String = "", "What the agent does if no other process serves the SDS socket at start-up: wait, fallback (serve the socket itself) or fail (exit). If empty, fallback for the file name socket, otherwise fail.", Own;
+    ISTIO_AGENT_SDS_USERS: String = "1337", "Comma-separated user IDs that may read secrets, in addition to root and the agent's user, or any.", Own;
+    SECRET_TTL: Duration = "24h", "Certificate lifetime that the agent requests.", Same;
+    SECRET_GRACE_PERIOD_RATIO: f64 = "0.5", "The agent renews a certificate when this fraction of its lifetime is left.", Same;
+    SECRET_GRACE_PERIOD_RATIO_JITTER: f64 = "0.01", "Random variation of SECRET_GRACE_PERIOD_RATIO.", Same;
+    WORKLOAD_RSA_KEY_SIZE: u32 = "2048", "RSA key size in bits, 2048 to 8192. If set, the agent makes RSA keys.", Same;
+    ECC_SIGNATURE_ALGORITHM: String = "", "ECDSA makes ECDSA keys. If unset, the agent makes ECDSA keys, and RSA keys after the authority has refused an ECDSA key, if WORKLOAD_RSA_KEY_SIZE is set, or if privateKeyProvider is qat.", Differs("RSA");
     ECC_CURVE: String = "P256", "Curve of ECDSA keys: P256 or P384.", Same;
     WORKLOAD_IDENTITY_SOCKET_FILE: String = "socket", "File name of the SDS socket.", Same;
-    HTTPS_PROXY: String = "", "HTTP proxy that leads to istiod, the certificate authority and Wasm modules of https and oci URLs, http://[user:password@]host:port; https_proxy is read as well.", Same;
-    HTTP_PROXY: String = "", "HTTP proxy that leads to Wasm modules of http URLs, in the form of HTTPS_PROXY; http_proxy is read as well.", Same;
-    NO_PROXY: String = "", "Hosts, domains, addresses and ranges that are reached without a proxy, separated by commas; no_proxy is read as well.", Same;
-    SSL_CERT_FILE: String = "", "File of the system's roots; empty is the first of the usual ones that can be read.", Same;
-    SSL_CERT_DIR: String = "", "Directories of further roots of the system, separated by colons; empty is /etc/ssl/certs and /etc/pki/tls/certs.", Same;
-    GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Idle time before a keepalive ping to istiod.", Same;
+    HTTPS_PROXY: String = "", "HTTP proxy for connections to istiod and the certificate authority, and for Wasm modules with https and oci URLs, as http://[user:password@]host:port. The agent also reads https_proxy.", Same;
+    HTTP_PROXY: String = "", "HTTP proxy for Wasm modules with http URLs, in the form of HTTPS_PROXY. The agent also reads http_proxy.", Same;
+    NO_PROXY: String = "", "Comma-separated hosts, domains, addresses and ranges that the agent connects to without a proxy. The agent also reads no_proxy.", Same;
+    SSL_CERT_FILE: String = "", "File with the system's root certificates. If empty, the agent uses the first of the usual files that it can read.", Same;
+    SSL_CERT_DIR: String = "", "Colon-separated directories with further system root certificates. If empty, /etc/ssl/certs and /etc/pki/tls/certs.", Same;
+    GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Idle time before the agent sends a keepalive ping to istiod.", Same;
     GRPC_KEEPALIVE_TIMEOUT: Duration = "10s", "Time limit for istiod's answer to a keepalive ping.", Same;
-    ISTIO_GPRC_MAXRECVMSGSIZE: u32 = "209715200", "Largest message accepted from Envoy, in bytes.",
+    ISTIO_GPRC_MAXRECVMSGSIZE: u32 = "209715200", "Maximum size of a message from Envoy, in bytes.",
         Differs("4194304");
     ISTIO_DELTA_XDS: bool = "true", "Envoy uses delta xDS.", Same;
     ENVOY_STATUS_PORT: u16 = "15021", "Port of Envoy's health listener.", Same;
     ENVOY_PROMETHEUS_PORT: u16 = "15090", "Port of Envoy's metrics listener.", Same;
-    ISTIO_PROMETHEUS_ANNOTATIONS: String = "", "Targets of the application's metrics, as JSON.", Same;
-    PILOT_AGENT_MERGE_ENVOY_STATS: bool = "true", "Merges Envoy's metrics with the application's.", Same;
-    ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u32 = "10485760", "Most bytes read from each of several application targets.", Same;
-    ISTIO_AGENT_SCRAPE_TIMEOUT: Duration = "10s", "Time limit of a scrape without a timeout of the scraper; pilot-agent has no limit.", Same;
+    ISTIO_PROMETHEUS_ANNOTATIONS: String = "", "Application metrics targets, as JSON.", Same;
+    PILOT_AGENT_MERGE_ENVOY_STATS: bool = "true", "Merges Envoy's metrics with the application's metrics.", Same;
+    ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u32 = "10485760", "Maximum number of bytes that the agent reads from an application target if there are several targets.", Same;
+    ISTIO_AGENT_SCRAPE_TIMEOUT: Duration = "10s", "Time limit of a scrape if the scraper does not send a timeout. pilot-agent has no limit.", Same;
     ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Envoy does not log the use of deprecated fields.", Same;
-    ISTIO_BOOTSTRAP: String = "", "A bootstrap template.", Same,
+    ISTIO_BOOTSTRAP: String = "", "Bootstrap template.", Same,
         State::Refused("this agent writes the bootstrap itself");
-    ISTIO_CPU_LIMIT: u32 = "0", "CPUs of the pod: Envoy's concurrency unless configured.", Same;
-    DISABLE_ENVOY: bool = "false", "Runs without Envoy.", Same;
-    ENVOY_SECURE_METRICS_PORT: u32 = "0", "Port of Envoy's metrics with mutual TLS; 0 is none.", Same;
-    ENVOY_SECURE_MERGED_METRICS_PORT: u32 = "0", "Port of the merged metrics with mutual TLS; 0 is none.", Same;
+    ISTIO_CPU_LIMIT: u32 = "0", "CPU limit of the pod, in cores. Envoy starts this many worker threads unless concurrency is configured.", Same;
+    DISABLE_ENVOY: bool = "false", "Runs the agent without Envoy.", Same;
+    ENVOY_SECURE_METRICS_PORT: u32 = "0", "Port of Envoy's metrics with mutual TLS; 0 disables it.", Same;
+    ENVOY_SECURE_MERGED_METRICS_PORT: u32 = "0", "Port of the merged metrics with mutual TLS; 0 disables it.", Same;
     ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL: bool = "false", "Envoy's health listener accepts the PROXY protocol.", Same;
-    ISTIO_ENVOY_ENABLE_CORE_DUMP: bool = "false", "Lets Envoy dump core.", Same;
-    ISTIO_BOOTSTRAP_OVERRIDE: String = "", "File merged over the bootstrap by Envoy.", Same;
+    ISTIO_ENVOY_ENABLE_CORE_DUMP: bool = "false", "Allows Envoy to dump core.", Same;
+    ISTIO_BOOTSTRAP_OVERRIDE: String = "", "File that Envoy merges over its bootstrap.", Same;
     HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED: bool = "true", "Envoy strips fragments from paths.", Same;
-    ISTIO_DUAL_STACK: bool = "false", "Envoy binds both address families in a pod that has both.", Same;
-    PEER_METADATA_DISCOVERY: bool = "false", "Loads Envoy's extension for peer metadata discovery; unset follows ENABLE_HBONE.", Same;
-    EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "The drain ends with Envoy's last connection.", Same;
-    MINIMUM_DRAIN_DURATION: Duration = "5s", "Shortest drain when it ends with the last connection.", Same;
-    ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Longest drain when it ends with the last connection; unset follows TERMINATION_GRACE_PERIOD_SECONDS.", Own;
-    ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "How long requests may continue after the drain; 0s ends them at once. Unset follows TERMINATION_GRACE_PERIOD_SECONDS, or keeps drain and requests within 30s.", Own;
-    TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "The pod's grace period, which limits the drain and the requests after it; 0 is unknown.", Own;
-    ISTIO_AGENT_ENVOY_RESTARTS: String = "", "Restarts of a crashed Envoy within a time, such as 3/10m; empty ends the agent with Envoy.", Own;
-    ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot restart of Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;
-    ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time a replaced Envoy has for its open requests; longer than the drain duration.", Own;
-    GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for gRPC applications; empty writes none.", Same;
-    OUTPUT_CERTS: String = "", "Directory to write key, chain and roots to; named in the bootstrap of gRPC applications.", Same;
-    COMPLIANCE_POLICY: String = "", "Limits TLS to istiod and Envoy's: fips-140-2, fips-140-3 or pqc.", Same;
-    PKCS8_KEY: bool = "false", "Writes keys as PKCS #8, not as PKCS #1 or SEC 1.", Same;
+    ISTIO_DUAL_STACK: bool = "false", "Envoy binds both address families if the pod has both.", Same;
+    ISTIO_META_ENABLE_SELF_DISCOVERY: bool = "false", "The bootstrap names Envoy's local cluster.", Same;
+    PEER_METADATA_DISCOVERY: bool = "false", "Loads Envoy's extension for peer metadata discovery. If unset, ENABLE_HBONE decides.", Same;
+    EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "The drain ends when Envoy's last connection is closed.", Same;
+    MINIMUM_DRAIN_DURATION: Duration = "5s", "Minimum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true.", Same;
+    ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Maximum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits the drain.", Own;
+    ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "Time that in-flight requests have after the drain; 0s ends them immediately. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits it; if that is unset too, drain and in-flight requests together take at most 30s.", Own;
+    TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "Termination grace period of the pod, which limits the drain and the in-flight requests after it; 0 means unknown.", Own;
+    ISTIO_AGENT_ENVOY_RESTARTS: String = "", "How often the agent restarts a crashed Envoy within a time, such as 3/10m. If empty, the agent exits when Envoy exits.", Own;
+    ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot-restarts Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;
+    ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time that a replaced Envoy has for its open requests; it must exceed the drain duration.", Own;
+    GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for proxyless gRPC applications. If empty, none is written.", Same;
+    OUTPUT_CERTS: String = "", "Directory that key, certificate chain and root certificates are written to; the gRPC bootstrap refers to it.", Same;
+    COMPLIANCE_POLICY: String = "", "Restricts TLS of the agent and of Envoy: fips-140-2, fips-140-3 or pqc.", Same;
+    PKCS8_KEY: bool = "false", "Writes keys as PKCS #8 instead of PKCS #1 or SEC 1.", Same;
     CREDENTIAL_FETCHER_TYPE: String = "JWT", "Source of tokens: JWT (a file), GoogleComputeEngine or Mock.", Same;
-    PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes further roots from istiod's ProxyConfig.", Same;
-    KUBERNETES_SERVICE_HOST: String = "", "Set by Kubernetes: files of OUTPUT_CERTS are readable by all.", Same;
-    ISTIO_AGENT_KEEP_CONFIG: String = "", "Directory that keeps the configuration Envoy has accepted, by delta, across a restart of the container; empty is none.", Own;
-    ISTIO_AGENT_KEEP_CONFIG_AFTER: Duration = "5s", "How long a new Envoy waits for istiod before it is served the kept configuration.", Own;
-    ISTIO_AGENT_KEEP_CONFIG_MAX_AGE: Duration = "24h", "Kept configuration is not served if its last response was accepted longer ago.", Own;
-    ISTIO_AGENT_KEEP_CERTS: String = "", "Directory in memory that keeps key and certificate across a restart of the container; empty is none.", Own;
-    ISTIO_AGENT_CORE_DUMP: bool = "false", "Lets the agent dump core and be debugged, which exposes its keys.", Own;
-    ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS in sidecars; part of node metadata.", Same;
-    ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS in nodes of any type.", Same;
-    DNS_PROXY_ADDR: String = "", "Listen address of DNS; empty is localhost:15053. Part of node metadata.", Same;
-    DNS_FORWARD_PARALLEL: bool = "false", "Queries all resolvers at once.", Same;
+    PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes additional root certificates from istiod's ProxyConfig.", Same;
+    KUBERNETES_SERVICE_HOST: String = "", "Set by Kubernetes. If set, files in OUTPUT_CERTS are world-readable.", Same;
+    ISTIO_AGENT_KEEP_CONFIG: String = "", "Directory that stores the last known good configuration (delta xDS only), so that it survives a restart of the container. If empty, nothing is stored.", Own;
+    ISTIO_AGENT_KEEP_CONFIG_AFTER: Duration = "5s", "Time that a new Envoy waits for istiod before the agent serves the last known good configuration.", Own;
+    ISTIO_AGENT_KEEP_CONFIG_MAX_AGE: Duration = "24h", "The last known good configuration is not served if Envoy accepted its latest response longer ago than this.", Own;
+    ISTIO_AGENT_KEEP_CERTS: String = "", "In-memory directory that stores key and certificate, so that they survive a restart of the container. If empty, nothing is stored.", Own;
+    ISTIO_AGENT_CORE_DUMP: bool = "false", "Allows the agent to dump core and to be debugged, which exposes its keys.", Own;
+    ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS queries in sidecars; also sent as node metadata.", Same;
+    ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS queries in nodes of any type.", Same;
+    DNS_PROXY_ADDR: String = "", "Listen address for DNS. If empty, localhost:15053. Also sent as node metadata.", Same;
+    DNS_FORWARD_PARALLEL: bool = "false", "Forwards each query to all resolvers at the same time.", Same;
     DNS_FORWARD_TIMEOUT: Duration = "5s", "Time limit of a forwarded query, for all resolvers together.", Same;
     ISTIO_AGENT_DNS_TTL: u32 = "30", "TTL of answers from the name table, in seconds.", Own;
-    ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "The pod's resolvers.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Longest time a resolver's answer is cached; 0 caches nothing.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL: Duration = "0s", "Longest time a negative answer is cached.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "How long an expired answer is served while no resolver answers; 0 is never.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: u32 = "1024", "Most answers in the cache.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_BYTES: u32 = "524288", "Most memory of the cache, in bytes.", Own;
-    HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of collectors.", Same;
-    CLOUD_PLATFORM: String = "", "The cloud platform: aws, azure, gcp or none; otherwise it is detected.", Same;
-    GCP_METADATA: String = "", "Google project, its number, cluster and location, joined by |.", Same;
-    GCP_QUOTA_PROJECT: String = "", "Google project for quota.", Same;
-    GCP_ZONE: String = "", "Google zone.", Same;
-    ISTIO_KUBE_APP_PROBERS: String = "", "Probes of the application, taken over by the agent: JSON.", Same;
-    ISTIO_ENABLE_HTTP2_PROBING: bool = "true", "Probes with TLS may speak HTTP/2.", Same;
-    REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION: bool = "false", "Probes go to localhost instead of the pod's address.", Same;
-    ENABLE_PROBE_KEEPALIVE_CONNECTIONS: bool = "false", "Probes keep their connections.", Same;
-    METRICS_LOCALHOST_ACCESS_ONLY: bool = "false", "Metrics for callers on this machine only.", Same;
-    ISTIO_AGENT_DEBUG_USERS: String = "", "Numbers of users that may read and set what is under /debug/ on the status port besides root and the agent's own user, separated by commas, or any.", Own;
-    ISTIO_AGENT_CONTROL_USERS: String = "any", "Numbers of users that may call /drain and /quitquitquit besides root and the agent's own user, separated by commas, or any.", Own;
-    ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION: bool = "true", "Fetches Wasm modules for Envoy. Without, Envoy never gets them.", Same;
-    WASM_INSECURE_REGISTRIES: String = "", "Hosts with ports, separated by commas, whose certificates are not verified; * is all.", Same;
-    WASM_MODULE_EXPIRY: Duration = "24h", "Time after which unused Wasm modules are removed.", Same;
-    WASM_PURGE_INTERVAL: Duration = "1h", "Pause between removals of Wasm modules.", Same;
-    WASM_HTTP_REQUEST_TIMEOUT: Duration = "15s", "Time limit of one request for a Wasm module, until the head of its answer.", Same;
-    WASM_HTTP_REQUEST_MAX_RETRIES: u32 = "5", "Attempts of each request for a Wasm module.", Same;
-    ISTIO_WASM_MAX_BINARY_SIZE_BYTES: u32 = "268435456", "Largest Wasm module, before and after it is unpacked.", Same;
-    BLOCKED_CIDRS_IN_WASM_FETCH: String = "", "Networks, separated by commas, that Wasm modules are never fetched from.", Same;
-    DOCKER_CONFIG: String = "", "Directory of Docker's config.json with credentials for registries; empty is $HOME/.docker.", Same;
-    HOME: String = "", "Home directory, where Docker's configuration is.", Same;
-    REGISTRY_AUTH_FILE: String = "", "File of credentials for registries if Docker has none.", Same;
-    XDG_RUNTIME_DIR: String = "", "Directory of containers/auth.json, with credentials if neither file above exists.", Same;
-    ISTIO_AGENT_WASM_CACHE_MAX_BYTES: u32 = "1073741824", "Most bytes of cached Wasm modules together; those in use stay beyond it.", Own;
-    ISTIO_AGENT_WASM_REQUIRE_DIGEST: bool = "false", "Refuses Wasm modules that are not pinned by a digest.", Own;
-    ISTIO_AGENT_WASM_ALLOWED_REGISTRIES: String = "", "Prefixes of host and path, separated by commas, that Wasm modules may be fetched from; empty is any.", Own;
-    NOTIFY_SOCKET: String = "", "Socket on which systemd hears that the agent is ready or stops.", Own;
-    WATCHDOG_USEC: String = "", "Microseconds within which systemd expects a sign of life.", Own;
-    WATCHDOG_PID: String = "", "Process that the watchdog of systemd is for; empty is any.", Own;
-    GCE_METADATA_HOST: String = "", "Host of Google's metadata service.", Same;
+    ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "File with the pod's resolvers.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Maximum time that a resolver's answer is cached; 0 disables the cache.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL: Duration = "0s", "Maximum time that a negative answer is cached.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "Time that an expired answer may be served while no resolver answers; 0 disables this.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: u32 = "1024", "Maximum number of cached answers.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_BYTES: u32 = "524288", "Maximum memory of the cache, in bytes.", Own;
+    HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of telemetry collectors.", Same;
+    CLOUD_PLATFORM: String = "", "Cloud platform: aws, azure, gcp or none. If empty, the agent detects it.", Same;
+    GCP_METADATA: String = "", "Google Cloud project, project number, cluster and location, separated by |.", Same;
+    GCP_QUOTA_PROJECT: String = "", "Google Cloud project that quota is charged to.", Same;
+    GCP_ZONE: String = "", "Google Cloud zone.", Same;
+    ISTIO_KUBE_APP_PROBERS: String = "", "Application probes that the agent performs for the kubelet, as JSON.", Same;
+    ISTIO_ENABLE_HTTP2_PROBING: bool = "true", "Probes with TLS may use HTTP/2.", Same;
+    REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION: bool = "false", "Sends probes to localhost instead of the pod's address.", Same;
+    ENABLE_PROBE_KEEPALIVE_CONNECTIONS: bool = "false", "Reuses connections for probes.", Same;
+    METRICS_LOCALHOST_ACCESS_ONLY: bool = "false", "Serves metrics to callers on this machine only.", Same;
+    ISTIO_AGENT_DEBUG_USERS: String = "", "Comma-separated user IDs that may use /debug/ on the status port, in addition to root and the agent's user, or any.", Own;
+    ISTIO_AGENT_CONTROL_USERS: String = "any", "Comma-separated user IDs that may call /drain and /quitquitquit, in addition to root and the agent's user, or any.", Own;
+    ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION: bool = "true", "Fetches Wasm modules for Envoy. If false, Envoy never receives them.", Same;
+    WASM_INSECURE_REGISTRIES: String = "", "Comma-separated registries (host:port) whose certificates the agent does not verify; * means all.", Same;
+    WASM_MODULE_EXPIRY: Duration = "24h", "Wasm modules that were not used for this time are removed.", Same;
+    WASM_PURGE_INTERVAL: Duration = "1h", "Interval at which expired Wasm modules are removed.", Same;
+    WASM_HTTP_REQUEST_TIMEOUT: Duration = "15s", "Time limit of one request for a Wasm module, until the response headers arrive.", Same;
+    WASM_HTTP_REQUEST_MAX_RETRIES: u32 = "5", "Maximum number of attempts of each request for a Wasm module.", Same;
+    ISTIO_WASM_MAX_BINARY_SIZE_BYTES: u32 = "268435456", "Maximum size of a Wasm module, compressed and uncompressed, in bytes.", Same;
+    BLOCKED_CIDRS_IN_WASM_FETCH: String = "", "Comma-separated networks that Wasm modules are never fetched from.", Same;
+    DOCKER_CONFIG: String = "", "Directory of Docker's config.json with registry credentials. If empty, $HOME/.docker.", Same;
+    HOME: String = "", "Home directory, which contains Docker's configuration.", Same;
+    REGISTRY_AUTH_FILE: String = "", "File with registry credentials, used if Docker's config.json does not exist.", Same;
+    XDG_RUNTIME_DIR: String = "", "Directory of containers/auth.json with registry credentials, used if the files above do not exist.", Same;
+    ISTIO_AGENT_WASM_CACHE_MAX_BYTES: u32 = "1073741824", "Maximum size of all cached Wasm modules, in bytes. Modules in use are kept even if they exceed it.", Own;
+    ISTIO_AGENT_WASM_REQUIRE_DIGEST: bool = "false", "Rejects Wasm modules that are not pinned by a digest.", Own;
+    ISTIO_AGENT_WASM_ALLOWED_REGISTRIES: String = "", "Comma-separated prefixes of host and path that Wasm modules may be fetched from. If empty, any.", Own;
+    NOTIFY_SOCKET: String = "", "Socket on which the agent tells systemd that it is ready or stopping.", Own;
+    WATCHDOG_USEC: String = "", "Interval, in microseconds, within which systemd expects a watchdog notification.", Own;
+    WATCHDOG_PID: String = "", "Process ID that systemd's watchdog applies to. If empty, any.", Own;
+    GCE_METADATA_HOST: String = "", "Host of Google Cloud's metadata service.", Same;
 }
 
 /// Every variable of pilot-agent.
@@ -251,24 +255,26 @@ impl Environment {
         ignored.collect()
     }
 
-    /// The variable's value, or its default; with a warning if the value is not of the variable's type.
+    /// Returns a warning for each variable whose value is not of the variable's type.
+    pub fn malformed(&self) -> impl Iterator<Item = Problem> {
+        TABLE.iter().filter_map(|row| {
+            let found = self.0.get(row.name)?;
+            let is_good = found.to_str().is_some_and(row.is_good);
+            let expected = format!("{}, using {:?}", row.expected, row.default);
+            (!is_good).then(|| Problem::new(row.name, found.to_string_lossy(), expected))
+        })
+    }
+
+    /// Returns the variable's value, or its default if the variable is unset or malformed.
     #[expect(
         clippy::expect_used,
         reason = "a default is of its variable's type, as a test shows"
     )]
-    pub fn get<T: Value>(&self, variable: &Variable<T>, warnings: &mut Vec<Problem>) -> T {
-        if let Some(found) = self.0.get(variable.name) {
-            if let Some(value) = found.to_str().and_then(variable.parse) {
-                return value;
-            }
-            let expected = format!("{}, using {:?}", T::EXPECTED, variable.default);
-            let warning = Problem::new(variable.name, found.to_string_lossy(), expected);
-            // Several modules may read one variable.
-            if !warnings.contains(&warning) {
-                warnings.push(warning);
-            }
-        }
-        (variable.parse)(variable.default).expect("a default is of its variable's type")
+    pub fn get<T: Value>(&self, variable: &Variable<T>) -> T {
+        let value = self.text(variable.name).and_then(variable.parse);
+        value.unwrap_or_else(|| {
+            (variable.parse)(variable.default).expect("a default is of its variable's type")
+        })
     }
 
     /// Whether the variable is set to something that is not empty.

@@ -6,7 +6,7 @@ use super::Row;
 use super::State::{self, Honoured, Refused, WithoutEffect};
 
 const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
-const GO: State = WithoutEffect("there is no Go runtime here");
+const GO: State = WithoutEffect("this agent does not use the Go runtime");
 
 /// Variables of `istio-iptables` and of the script that starts the agent on a machine.
 pub(super) const OF_OTHER_PROGRAMS: [&str; 2] = ["ISTIO_AGENT_PROTECT_ADMIN", "ISTIO_AGENT_FLAGS"];
@@ -23,6 +23,7 @@ const fn row(
         kind,
         // A variable without effect has no wrong value.
         is_good: |_| true,
+        expected: "",
         default,
         help,
         counterpart: Same,
@@ -32,26 +33,25 @@ const fn row(
 
 #[rustfmt::skip]
 pub(super) const OTHERS: &[Row] = &[
-    row("ISTIO_META_<KEY>", "string", "", "Member KEY of the node's metadata.", Honoured),
-    row("ISTIO_METAJSON_<ANY>", "JSON", "", "An object whose members are added to node metadata; members of LABELS are labels.", Honoured),
-    row("XDS_HEADER_<NAME>", "string", "", "A further header of discovery calls.", Honoured),
-    row("CA_HEADER_<NAME>", "string", "", "A further header of certificate requests.", Honoured),
+    row("ISTIO_META_<KEY>", "string", "", "Sets the member KEY of the node metadata.", Honoured),
+    row("ISTIO_METAJSON_<ANY>", "JSON", "", "JSON object whose members are added to the node metadata; members of LABELS become labels.", Honoured),
+    row("XDS_HEADER_<NAME>", "string", "", "Additional header of xDS calls.", Honoured),
+    row("CA_HEADER_<NAME>", "string", "", "Additional header of certificate requests.", Honoured),
     row("CREDENTIAL_IDENTITY_PROVIDER", "string", "GoogleComputeEngine", "Identity provider of the credentials.", UNUSED),
-    row("XDS_AUTH_PROVIDER", "string", "", "Provider of discovery's credentials.", UNUSED),
-    row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
-    row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", Honoured),
-    row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
-    row("GOOGLE_APPLICATION_CREDENTIALS", "string", "", "File of Google credentials.", WithoutEffect("labels of Google's machines are not read")),
-    row("TOKEN_AUDIENCES", "list", "istio-ca", "Audiences of tokens.", UNUSED),
-    row("XDS_AUTH", "bool", "true", "Istiod authenticates clients.", UNUSED),
-    row("XDS_AUTH_PLAINTEXT", "bool", "false", "Istiod authenticates clients without TLS.", UNUSED),
+    row("XDS_AUTH_PROVIDER", "string", "", "Credential provider for xDS.", UNUSED),
+    row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Maximum number of streams on a local socket.", WithoutEffect("Envoy opens only a few streams")),
+    row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Queue metrics.", WithoutEffect("this agent does not have these queues")),
+    row("GOOGLE_APPLICATION_CREDENTIALS", "string", "", "File with Google Cloud credentials.", WithoutEffect("this agent does not read the labels of Google Cloud instances")),
+    row("TOKEN_AUDIENCES", "list", "istio-ca", "Token audiences.", UNUSED),
+    row("XDS_AUTH", "bool", "true", "istiod authenticates clients.", UNUSED),
+    row("XDS_AUTH_PLAINTEXT", "bool", "false", "istiod authenticates clients without TLS.", UNUSED),
     row("CLUSTER_ID", "string", "Kubernetes", "Name of istiod's cluster.", UNUSED),
-    row("ENABLE_VTPROTOBUF", "bool", "true", "Encoding in istiod.", UNUSED),
-    row("RESOLVE_HOSTNAME_GATEWAYS", "bool", "true", "Resolution in istiod.", UNUSED),
-    row("UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS", "bool", "false", "Ends pilot-agent where it contradicts itself.", Refused("a running sidecar is worth more than an assertion")),
-    row("PILOT_<ANY>", "string", "", "Settings of istiod, but for those named here.", UNUSED),
-    row("GOMEMLIMIT", "string", "", "Memory limit of Go.", GO),
-    row("GODEBUG", "string", "", "Debugging of Go.", GO),
-    row("GOMAXPROCS", "int", "", "Threads of Go.", GO),
+    row("ENABLE_VTPROTOBUF", "bool", "true", "Protobuf encoder of istiod.", UNUSED),
+    row("RESOLVE_HOSTNAME_GATEWAYS", "bool", "true", "istiod resolves gateway host names.", UNUSED),
+    row("UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS", "bool", "false", "Ends pilot-agent if an internal assertion fails.", Refused("an assertion must not stop a running sidecar")),
+    row("PILOT_<ANY>", "string", "", "Settings of istiod, except those in the tables above.", UNUSED),
+    row("GOMEMLIMIT", "string", "", "Memory limit of the Go runtime.", GO),
+    row("GODEBUG", "string", "", "Debug options of the Go runtime.", GO),
+    row("GOMAXPROCS", "int", "", "Threads of the Go runtime.", GO),
     row("GRPC_GO_LOG_<ANY>", "string", "", "Logging of Go's gRPC library.", GO),
 ];

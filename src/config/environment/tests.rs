@@ -4,8 +4,7 @@ use super::*;
 
 fn read<T: Value>(variable: &Variable<T>, value: Option<&str>) -> (T, usize) {
     let env: Environment = value.map(|v| (variable.name, v)).into_iter().collect();
-    let mut warnings = Vec::new();
-    (env.get(variable, &mut warnings), warnings.len())
+    (env.get(variable), env.malformed().count())
 }
 
 #[test]
