@@ -7,7 +7,7 @@ use crate::metrics::Registry;
 use crate::problem::Problem;
 use crate::regular_file;
 
-/// The newest release of Istio, which istiod is told where no image says otherwise.
+/// The release of Istio that this agent follows. istiod is told this version if the image names none.
 const FOLLOWED: &str = "1.31.0";
 
 /// The file beside the binary with the version of Istio whose Envoy the image has. The build of the
