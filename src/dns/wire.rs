@@ -359,28 +359,26 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Adds a record whose owner stands at an offset of the answer and whose data is all of `parts`.
-    /// Returns the offset of its data; `None`, and a truncated answer, if it does not fit.
-    pub(crate) fn record(&mut self, owner: usize, kind: u16, parts: &[&[u8]]) -> Option<usize> {
+    /// Adds a record whose owner stands at an offset of the answer. Returns the offset of its data. If it does
+    /// not fit, the answer is truncated: this record and those that follow are left out.
+    pub(crate) fn record(&mut self, owner: usize, kind: u16, data: &[u8]) -> usize {
         let start = self.out.len();
         // The first owners stand in the first 700 bytes, and an offset has 14 bits.
         let fixed = [0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes);
         self.out.extend_from_slice(fixed.as_flattened());
         self.out.extend_from_slice(&self.ttl.to_be_bytes());
         // An address or a name.
-        let length: usize = parts.iter().map(|part| part.len()).sum();
-        self.out.extend_from_slice(&(length as u16).to_be_bytes());
+        self.out
+            .extend_from_slice(&(data.len() as u16).to_be_bytes());
         let data_at = self.out.len();
-        for part in parts {
-            self.out.extend_from_slice(part);
-        }
-        if self.out.len() > self.limit {
+        self.out.extend_from_slice(data);
+        if self.out[FLAGS] & TC != 0 || self.out.len() > self.limit {
             self.out.truncate(start);
             self.out[FLAGS] |= TC;
-            return None;
+        } else {
+            self.answers += 1;
         }
-        self.answers += 1;
-        Some(data_at)
+        data_at
     }
 
     /// Ends the answer, with an OPT record if the query had one.

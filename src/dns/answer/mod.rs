@@ -5,8 +5,6 @@
 //! names and all other types are forwarded. ANY is answered with the addresses there are, as RFC 8482
 //! allows: resolvers would say that a name only the mesh knows does not exist.
 
-use std::net::{Ipv4Addr, Ipv6Addr};
-
 use super::Transport;
 use super::name_table::{Found, NameTable};
 use super::wire::{self, NoQuestion, Question, Writer};
@@ -84,33 +82,24 @@ fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, found: &Foun
     let is_asked = |kind| [kind, wire::ANY].contains(&question.kind);
     let v4: &[_] = if is_asked(wire::A) { &found.v4 } else { &[] };
     let v6: &[_] = if is_asked(wire::AAAA) { &found.v6 } else { &[] };
-    if !v4.is_empty() || !v6.is_empty() {
-        // What does not fit is left out.
-        let _ = write_records(&mut writer, question.name(query), found, v4, v6);
-    }
-    writer.finish();
-}
-
-fn write_records(
-    writer: &mut Writer<'_>,
-    name: &[u8],
-    found: &Found,
-    v4: &[Ipv4Addr],
-    v6: &[Ipv6Addr],
-) -> Option<()> {
     let mut owner = wire::HEADER;
-    if let Some(end) = found.target_end {
-        // One byte more than the text: the length of the first label. Lengths are below the letters.
-        let target = name.get(..=end)?.to_ascii_lowercase();
-        owner = writer.record(owner, wire::CNAME, &[&target, &[0]])?;
+    // One byte more than the text: the length of the first label.
+    let target = found
+        .target_end
+        .and_then(|end| question.name(query).get(..=end));
+    if let Some(target) = target.filter(|_| !v4.is_empty() || !v6.is_empty()) {
+        let mut target = [target, &[0]].concat();
+        // Lengths are below the letters.
+        target.make_ascii_lowercase();
+        owner = writer.record(owner, wire::CNAME, &target);
     }
     for address in from_random(v4) {
-        writer.record(owner, wire::A, &[&address.octets()])?;
+        writer.record(owner, wire::A, &address.octets());
     }
     for address in from_random(v6) {
-        writer.record(owner, wire::AAAA, &[&address.octets()])?;
+        writer.record(owner, wire::AAAA, &address.octets());
     }
-    Some(())
+    writer.finish();
 }
 
 /// All of them, beginning with a random one.
