@@ -60,7 +60,7 @@ impl Interceptor for Nds {
         let dns = self.0.clone();
         Box::pin(async move {
             let taken = match table(protocol, &message) {
-                Ok(table) => dns.update(table).await.map_err(|error| error.to_string()),
+                Ok(table) => dns.update(table).await,
                 Err(error) => Err(error),
             };
             match taken {

@@ -29,7 +29,7 @@ use crate::metrics::Registry;
 pub use answer::Policy;
 use asked::Asked;
 use metrics::Metrics;
-use name_table::{Malformed, NameTable};
+use name_table::NameTable;
 pub use search_domains::SearchDomains;
 use server::Bound;
 
@@ -75,16 +75,6 @@ pub enum Error {
     },
     #[error("cannot use the sockets of the DNS server")]
     Socket(#[source] io::Error),
-}
-
-/// Why a name table is not taken.
-#[derive(Debug, thiserror::Error)]
-pub enum Refused {
-    #[error("failed to unmarshal name table: {0}")]
-    Malformed(#[from] Malformed),
-    /// The agent is ending.
-    #[error("the name table was not read to its end")]
-    Interrupted,
 }
 
 /// Takes name tables, and shows the last. Clones share it.
@@ -133,9 +123,9 @@ pub fn new<F: Forward>(
 }
 
 impl Dns {
-    /// Takes an encoded name table, once its index is built. The one before stays if it cannot be
-    /// read.
-    pub async fn update(&self, encoded: Bytes) -> Result<(), Refused> {
+    /// Takes an encoded name table, once its index is built. The one before stays if it cannot be read, for
+    /// the reason returned.
+    pub async fn update(&self, encoded: Bytes) -> Result<(), String> {
         let alone = self.building.clone().lock_owned().await;
         let domains = self.search_domains.clone();
         let building = tokio::task::spawn_blocking(move || {
@@ -143,7 +133,11 @@ impl Dns {
             let _alone = alone;
             NameTable::build(&encoded, domains)
         });
-        let table = building.await.map_err(|_| Refused::Interrupted)??;
+        // It is not finished if the agent is ending.
+        let built = building
+            .await
+            .map_err(|_| "the name table was not read to its end")?;
+        let table = built.map_err(|error| format!("failed to unmarshal name table: {error}"))?;
         self.metrics.hosts.set(table.hosts() as f64);
         tracing::debug!(target: "dns", "name table of {} hosts", table.hosts());
         self.tables.send_replace(Some(Arc::new(table)));
