@@ -56,22 +56,21 @@ impl Servers {
         let is_old = |read| now.duration_since(read) >= READ_AGAIN;
         if state.read_at.is_none_or(is_old) {
             state.read_at = Some(now);
-            let found = Some(ResolvConf::read(&self.path).map_err(|error| error.to_string()));
-            if found != state.found {
-                state.found = found;
-                self.take(&mut state);
+            let found = ResolvConf::read(&self.path).map_err(|error| error.to_string());
+            if state.found.as_ref() != Some(&found) {
+                state.found = Some(found.clone());
+                self.take(&mut state, found);
             }
         }
         state.usable.clone()
     }
 
     /// Takes what was found. The last servers stay in force if there are no new ones.
-    fn take(&self, state: &mut State) {
+    fn take(&self, state: &mut State, found: Result<ResolvConf, String>) {
         let path = self.path.display();
-        let (found, problem) = match state.found.clone() {
-            Some(Ok(found)) => (found, "names no DNS server".to_owned()),
-            Some(Err(error)) => (ResolvConf::default(), error),
-            None => return,
+        let (found, problem) = match found {
+            Ok(found) => (found, "names no DNS server".to_owned()),
+            Err(error) => (ResolvConf::default(), error),
         };
         for line in &found.unusable {
             tracing::warn!(target: "dns", "{path}: leaving out {line:?}, expected the address of one of at most 16 servers");
