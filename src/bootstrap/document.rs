@@ -6,8 +6,8 @@ use super::clusters::{self, LOCAL_CLUSTER};
 use super::config::Config;
 use super::tracer::Tracer;
 use super::{listeners, node, runtime, services, stats};
-use crate::duration;
 use crate::proxy_config::ProxyConfig;
+use crate::{duration, json};
 
 pub fn document(config: &Config) -> Value {
     let tracer = Tracer::of(&config.node.proxy_config);
@@ -46,19 +46,9 @@ pub fn document(config: &Config) -> Value {
 }
 
 /// The value without members and items that are null: sections write null for what they leave out.
-pub(super) fn without_nulls(value: Value) -> Value {
-    match value {
-        Value::Object(members) => {
-            let set = members.into_iter().filter(|(_, value)| !value.is_null());
-            set.map(|(name, value)| (name, without_nulls(value)))
-                .collect()
-        }
-        Value::Array(items) => {
-            let set = items.into_iter().filter(|item| !item.is_null());
-            set.map(without_nulls).collect()
-        }
-        value => value,
-    }
+pub(super) fn without_nulls(mut value: Value) -> Value {
+    json::remove_null(&mut value);
+    value
 }
 
 /// An extension of Envoy, configured by a message with these members.
