@@ -14,7 +14,8 @@ use crate::replace_file::replace_file;
 /// A bootstrap on disk. Dropping it removes its files.
 #[derive(Debug)]
 pub struct Written {
-    paths: Vec<PathBuf>,
+    /// What Envoy reads.
+    pub files: Vec<PathBuf>,
 }
 
 /// An error that names the file.
@@ -22,19 +23,12 @@ pub(super) fn failed(action: &str, path: &Path, error: &io::Error) -> io::Error 
     io::Error::other(format!("cannot {action} {}: {error}", path.display()))
 }
 
-impl Written {
-    /// The files Envoy reads.
-    pub fn files(&self) -> &[PathBuf] {
-        &self.paths
-    }
-}
-
 /// Writes the bootstrap and, for Lightstep, the file of its token.
 pub fn write(config: &Config) -> io::Result<Written> {
-    let mut written = Written { paths: Vec::new() };
+    let mut written = Written { files: Vec::new() };
     let mut add = |path: PathBuf, text: &str, mode| {
         write_file(&path, text, mode)?;
-        written.paths.push(path);
+        written.files.push(path);
         io::Result::Ok(())
     };
     let tracer = Tracer::of(&config.node.proxy_config);
@@ -59,7 +53,7 @@ pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> io::Result<()> {
 
 impl Drop for Written {
     fn drop(&mut self) {
-        for path in &self.paths {
+        for path in &self.files {
             if let Err(error) = fs::remove_file(path) {
                 tracing::warn!(%error, path = %path.display(), "cannot remove Envoy's bootstrap");
             }

@@ -49,7 +49,7 @@ fn collector(config: &Config, tracer: &Tracer<'_>) -> Option<Value> {
     let tracing = config.node.proxy_config.tracing.as_ref();
     let tls = tracing.and_then(|tracing| tracing.tls_settings.as_ref());
     let mut cluster = service_cluster(config, tracer.cluster, &address, (tls, "tracer"), is_http2);
-    if tracer.is_zipkin() {
+    if tracer.name == "zipkin" {
         cluster["dns_refresh_rate"] = json!("30s");
     }
     Some(cluster)

@@ -7,7 +7,7 @@ use crate::proxy_config::{ProxyConfig, tracing::Tracer as Given};
 
 /// The one tracer that is configured.
 pub(super) struct Tracer<'a> {
-    name: &'static str,
+    pub(super) name: &'static str,
     pub(super) cluster: &'static str,
     pub(super) address: &'a str,
     /// The token of Lightstep, which speaks HTTP/2.
@@ -32,10 +32,6 @@ impl<'a> Tracer<'a> {
             Given::Datadog(datadog) => Some(tracer("datadog", "datadog_agent", &datadog.address)),
             _ => None,
         }
-    }
-
-    pub(super) fn is_zipkin(&self) -> bool {
-        self.name == "zipkin"
     }
 
     pub(super) fn section(&self, config: &Config) -> Value {

@@ -86,7 +86,7 @@ impl Inputs {
         bootstrap.revision = is_compared.then_some(epoch);
         let written = bootstrap::write(&bootstrap)?;
         if let Some(user) = command.user {
-            envoy_user::admit(user, written.files(), []);
+            envoy_user::admit(user, &written.files, []);
         }
         command.bootstrap = bootstrap.file();
         let document = document.unwrap_or_default();
