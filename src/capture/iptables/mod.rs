@@ -4,7 +4,6 @@ pub mod apply;
 mod programs;
 pub mod saved;
 
-pub use programs::Error;
 pub(in crate::capture) use saved::{jumps_to_istio, target};
 
 use crate::capture::config::range;

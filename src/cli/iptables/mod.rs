@@ -174,7 +174,10 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, 
     if flags.native_nftables && !flags.cleanup_only {
         nftables::apply(&Rules::new(config)).await?;
         if let Err(error) = request.carry_out().await {
-            tracing::warn!("rules of iptables may be left: {}", with_causes(&error));
+            tracing::warn!(
+                "rules of iptables may be left: {}",
+                with_causes(error.as_ref())
+            );
         }
     } else {
         let done = request.carry_out().await;

@@ -5,14 +5,14 @@
 //! Ours are all rules in chains whose names start like Istio's, the jumps to these, and what the configuration
 //! or, for DNS, an earlier version puts into the kernel's own chains. Rules of others stay as they are.
 
-use super::programs::{Error, Kernel, Programs};
+use super::programs::{Kernel, Programs, missing};
 use super::saved::{ISTIO, Saved, entry, jumps_to_istio};
 use super::{TableText, wanted};
 use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Owner, Rules, Table};
-use crate::lifecycle::with_causes;
+use crate::lifecycle::{BoxError, with_causes};
 
 /// What to do, and what it depends on besides the configuration, whose users and groups are numbers.
 #[derive(Clone, Copy, Debug)]
@@ -35,7 +35,7 @@ struct Change {
 
 impl Request<'_> {
     /// Leaves exactly the rules of the configuration, or none; rules of others stay.
-    pub async fn carry_out(&self) -> Result<(), Error> {
+    pub async fn carry_out(&self) -> Result<(), BoxError> {
         let changes = self.plan().await?;
         for (index, change) in changes.iter().enumerate() {
             if let Err(error) = change.programs.restore(&change.text, "--noflush").await {
@@ -52,13 +52,13 @@ impl Request<'_> {
     }
 
     /// What would be given to which program.
-    pub async fn preview(&self) -> Result<String, Error> {
+    pub async fn preview(&self) -> Result<String, BoxError> {
         let changes = self.plan().await?;
         let text = |Change { programs, text }| format!("{}-restore\n{text}", programs.name);
         Ok(changes.into_iter().map(text).collect())
     }
 
-    async fn plan(&self) -> Result<Vec<Change>, Error> {
+    async fn plan(&self) -> Result<Vec<Change>, BoxError> {
         let mut changes = Vec::new();
         for family in [Family::V4, Family::V6] {
             let found = self.changes(family).await;
@@ -71,20 +71,20 @@ impl Request<'_> {
     pub(in crate::capture) fn if_needed<T: Default>(
         &self,
         family: Family,
-        found: Result<T, Error>,
-    ) -> Result<T, Error> {
+        found: Result<T, BoxError>,
+    ) -> Result<T, BoxError> {
         let has_istio = || Kernel::look(family).is_ok_and(|kernel| kernel.has_istio);
         let is_optional = family == Family::V6 && !self.config.has_v6;
         match found {
             Err(error) if is_optional && !(self.is_removal && has_istio()) => {
-                tracing::warn!("leaving IPv6 alone: {}", with_causes(&error));
+                tracing::warn!("leaving IPv6 alone: {}", with_causes(error.as_ref()));
                 Ok(T::default())
             }
             found => found,
         }
     }
 
-    async fn changes(&self, family: Family) -> Result<Vec<Change>, Error> {
+    async fn changes(&self, family: Family) -> Result<Vec<Change>, BoxError> {
         let rules = Rules::new(self.config);
         let is_wanted = !self.is_removal && (family == Family::V4 || self.config.has_v6);
         let kernel = Kernel::look(family)?;
@@ -92,7 +92,7 @@ impl Request<'_> {
         let found = Programs::find(family, kind, self.path, kernel).await?;
         let is_unseen = self.is_removal && !kernel.is_seen_by(&found);
         if found.is_empty() && (is_wanted || is_unseen) {
-            return Err(Error::missing(family, self.path));
+            return Err(missing(family, self.path));
         }
         let mut changes = Vec::new();
         for (index, programs) in found.into_iter().enumerate() {
@@ -111,7 +111,7 @@ impl Request<'_> {
         family: Family,
         programs: Programs,
         rules: Option<&Rules>,
-    ) -> Result<Option<Change>, Error> {
+    ) -> Result<Option<Change>, BoxError> {
         let saved = programs.parse(&programs.saved)?;
         let own = self.own(family, saved.layout().tproxy_mark()).of(&saved);
         let goal = rules.map(|rules| Layout::new(rules, family));
@@ -137,7 +137,7 @@ impl Request<'_> {
 }
 
 /// The rules of a family, as programs on `path` print them that see chains of ours, if any do.
-pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, Error> {
+pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, BoxError> {
     let kernel = Kernel::look(family)?;
     let found = Programs::find(family, kind, path, kernel).await?;
     for programs in &found {
@@ -148,12 +148,12 @@ pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layo
     }
     match kernel.is_seen_by(&found) {
         true => Ok(Layout::default()),
-        false => Err(Error::missing(family, path)),
+        false => Err(missing(family, path)),
     }
 }
 
 /// Puts the tables of the changes back as they were.
-async fn undo(changes: &[Change]) -> Result<(), Error> {
+async fn undo(changes: &[Change]) -> Result<(), BoxError> {
     for Change { programs, text, .. } in changes.iter().rev() {
         let now = programs.save().await?;
         if programs.parse(&now)? == programs.parse(&programs.saved)? {

@@ -14,24 +14,13 @@ use super::saved::{ISTIO, Saved};
 use crate::capture::config::Kind;
 use crate::capture::program;
 use crate::capture::rules::Family;
+use crate::lifecycle::BoxError;
 use crate::netlink::nft_chains;
 
 /// How long a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";
 /// Time limit of a program, waiting included.
 const LIMIT: Duration = Duration::from_secs(40);
-
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("no {0}-save and {0}-restore of the right kind on PATH ({1})")]
-    Missing(&'static str, String),
-    #[error("cannot tell which tables the kernel has")]
-    Kernel(#[source] io::Error),
-    #[error(transparent)]
-    Program(#[from] program::Error),
-    #[error("`{program}-save` printed {line:?}, expected rules")]
-    Output { program: String, line: String },
-}
 
 /// Which kinds of tables the kernel has.
 #[derive(Clone, Copy, Debug, Default)]
@@ -64,7 +53,8 @@ impl Kernel {
         (!self.legacy || has(Kind::Legacy)) && (!self.has_istio || has(Kind::Nft))
     }
 
-    pub(super) fn look(family: Family) -> Result<Self, Error> {
+    pub(super) fn look(family: Family) -> Result<Self, BoxError> {
+        let failed = |error| format!("cannot tell which tables the kernel has: {error}");
         let (number, names) = match family {
             Family::V4 => (2, "/proc/thread-self/net/ip_tables_names"),
             Family::V6 => (10, "/proc/thread-self/net/ip6_tables_names"),
@@ -72,12 +62,12 @@ impl Kernel {
         let chains = match nft_chains() {
             Ok(chains) => Some(chains),
             Err(error) if is_not_supported(&error) => None,
-            Err(error) => return Err(Error::Kernel(error)),
+            Err(error) => return Err(failed(error).into()),
         };
         let legacy = match fs::read(names) {
             Ok(names) => !names.is_empty(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
-            Err(error) => return Err(Error::Kernel(error)),
+            Err(error) => return Err(failed(error).into()),
         };
         let mut of_family = chains.iter().flatten().filter(|(it, ..)| *it == number);
         Ok(Self {
@@ -99,10 +89,10 @@ fn is_not_supported(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|errno| known.contains(&errno))
 }
 
-impl Error {
-    pub(super) fn missing(family: Family, path: &str) -> Self {
-        Self::Missing(command(family), path.to_owned())
-    }
+/// The error where there are no programs to see or set rules with.
+pub(super) fn missing(family: Family, path: &str) -> BoxError {
+    let name = command(family);
+    format!("no {name}-save and {name}-restore of the right kind on PATH ({path})").into()
 }
 
 impl Programs {
@@ -113,7 +103,7 @@ impl Programs {
         kind: Option<Kind>,
         path: &str,
         kernel: Kernel,
-    ) -> Result<Vec<Self>, Error> {
+    ) -> Result<Vec<Self>, BoxError> {
         let name = command(family);
         let mut found: Vec<_> = ["-legacy", "-nft", ""]
             .iter()
@@ -155,14 +145,14 @@ impl Programs {
     }
 
     /// What `iptables-save` prints, with counters.
-    pub(super) async fn save(&self) -> Result<String, Error> {
+    pub(super) async fn save(&self) -> Result<String, BoxError> {
         let text = self.run("save", &["--counters"], "").await?;
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
     /// Changes tables by the lines of a text. The option says what becomes of their other rules:
     /// `--noflush`, or `--counters` in place of them.
-    pub(super) async fn restore(&self, text: &str, option: &str) -> Result<(), Error> {
+    pub(super) async fn restore(&self, text: &str, option: &str) -> Result<(), BoxError> {
         let arguments: &[_] = match self.kind {
             Some(Kind::Nft) => &[option],
             // Versions of kind nft ignore it.
@@ -174,15 +164,15 @@ impl Programs {
         self.run("restore", arguments, text).await.map(drop)
     }
 
-    async fn run(&self, what: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
+    async fn run(&self, what: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, BoxError> {
         let program = format!("{}-{what}", self.name);
         Ok(program::run(&program, arguments, input, LIMIT).await?)
     }
 
-    pub(super) fn parse<'a>(&self, text: &'a str) -> Result<Saved<'a>, Error> {
-        Saved::parse(text).map_err(|line| Error::Output {
-            program: self.name.clone(),
-            line: line.chars().take(80).collect(),
+    pub(super) fn parse<'a>(&self, text: &'a str) -> Result<Saved<'a>, BoxError> {
+        Saved::parse(text).map_err(|line| {
+            let line: String = line.chars().take(80).collect();
+            format!("`{}-save` printed {line:?}, expected rules", self.name).into()
         })
     }
 }
