@@ -98,7 +98,11 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             text.map_or(Ok(ExitCode::Success), |text| print(text.trim_end()))
         }
         Some(Command::Doctor(flags)) => {
-            let report = block_on(doctor::report(&flags, &log, &Environment::of_process()))?;
+            let report = block_on(doctor::report(
+                &flags.proxy,
+                &log,
+                &Environment::of_process(),
+            ))?;
             print_report(&report, flags.json)?;
             Ok(doctor::exit_code(report.level))
         }

@@ -35,24 +35,21 @@ pub struct DoctorFlags {
 
 /// The report of the running agent, or of this process if none runs. An agent that hangs leaves no time
 /// to check without it.
-pub async fn report(flags: &DoctorFlags, log: &LogFlags, environment: &Environment) -> Report {
-    let (flags, log, env) = (flags.proxy.clone(), log.clone(), environment.clone());
+pub async fn report(flags: &ProxyFlags, log: &LogFlags, environment: &Environment) -> Report {
+    let (flags, log, env) = (flags.clone(), log.clone(), environment.clone());
     let read = doctor::run_within(PATIENCE, &doctor::THREADS, move || {
         let port = config::status_port(&env, ".".as_ref());
         let config = config::load(&flags, &log, &env, ".".as_ref());
         (port, config, Vec::new())
     });
     let (port, config, mut before) = read.await.unwrap_or_else(unread);
-    let Some(port) = port else {
-        return doctor::report(&config, None, before).await;
-    };
-    let check = match of_agent(port).await {
-        Ok(report) => return report,
-        Err(check) => check,
-    };
-    let hangs = check.level == Level::Error;
-    before.push(check);
-    if hangs {
+    if let Some(port) = port {
+        match of_agent(port).await {
+            Ok(report) => return report,
+            Err(check) => before.push(check),
+        }
+    }
+    if before.iter().any(|check| check.level == Level::Error) {
         doctor::report_of_settings(&config, before)
     } else {
         doctor::report(&config, None, before).await

@@ -9,8 +9,7 @@ use clap::Args;
 use serde_json::json;
 use tokio::time::timeout;
 
-use super::doctor::{self, DoctorFlags};
-use super::unless_unread;
+use super::{doctor, unless_unread};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
@@ -90,8 +89,7 @@ pub async fn run(
     let secrets = support_bundle::known_secrets(environment, token).await;
     let secrets = secrets.map_err(|error| format!("cannot tell secrets apart: {error}"))?;
     let doctor = async {
-        let proxy = flags.proxy.clone();
-        let report = doctor::report(&DoctorFlags { proxy, json: false }, log, environment).await;
+        let report = doctor::report(&flags.proxy, log, environment).await;
         (report.to_string(), json!(report))
     };
     let bundle = support_bundle::collect(&sources, secrets, doctor).await;
