@@ -62,19 +62,15 @@ pub async fn run(
     status_port: impl FnOnce() -> Option<u16>,
     output: &mut impl Write,
 ) -> Result<(), Error> {
-    let is_own = || status_port().map(i32::from) == Some(flags.debug_port);
-    if !PORTS.contains(&flags.debug_port) && !is_own() {
-        return Err(Error::Port {
-            found: flags.debug_port,
-        });
+    let port = flags.debug_port;
+    let is_own = || status_port().map(i32::from) == Some(port);
+    if !PORTS.contains(&port) && !is_own() {
+        return Err(Error::Port { found: port });
     }
     let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
-    let url = format!("http://localhost:{}/{path}", flags.debug_port);
+    let url = format!("http://localhost:{port}/{path}");
     let done = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
-    let late = |_| Error::Late {
-        port: flags.debug_port,
-    };
-    match done.map_err(late)? {
+    match done.map_err(|_| Error::Late { port })? {
         Err(Error::Output(error)) => unless_unread(Err(error)).map_err(Error::Output),
         done => done,
     }
@@ -83,10 +79,9 @@ pub async fn run(
 async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Result<(), Error> {
     let mut request = Request::new(Bytes::from(flags.body.clone()));
     *request.uri_mut() = http_url(url)?;
-    *request.method_mut() =
-        Method::from_bytes(flags.method.as_bytes()).map_err(|_| Error::Method {
-            found: flags.method.clone(),
-        })?;
+    let found = flags.method.clone();
+    let method = Method::from_bytes(found.as_bytes()).map_err(|_| Error::Method { found });
+    *request.method_mut() = method?;
     let (head, mut body) = Client::default().send(request).await?.into_parts();
     let status = head.status;
     if status.as_u16() > 399 && status != StatusCode::NOT_FOUND {
