@@ -119,10 +119,6 @@ impl<'de> Visitor<'de> for TreeVisitor {
         Ok(Tree::Null)
     }
 
-    fn visit_none<E: de::Error>(self) -> Result<Tree, E> {
-        Ok(Tree::Null)
-    }
-
     fn visit_bool<E: de::Error>(self, value: bool) -> Result<Tree, E> {
         Ok(Tree::Bool(value))
     }
