@@ -76,16 +76,16 @@ async fn trim_malloc() -> Infallible {
 
 fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     let Cli { log, command, .. } = typed.cli;
+    let environment = Environment::of_process();
     match command {
         None => print(cli::help().trim_end()),
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
             cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
-            proxy(flags, log, typed.flags, typed.unknown_flags)
+            proxy(flags, log, typed.flags, environment, typed.unknown_flags)
         }
         Some(Command::Config(flags)) => {
-            let (text, is_usable) =
-                show::config(&flags, &log, &typed.flags, &Environment::of_process());
+            let (text, is_usable) = show::config(&flags, &log, &typed.flags, &environment);
             let printed = print(&text)?;
             Ok(match is_usable {
                 true => printed,
@@ -93,16 +93,11 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             })
         }
         Some(Command::Bootstrap(flags)) => {
-            let environment = Environment::of_process();
             let text = block_on(show::bootstrap(&flags, &log, &environment))??;
             text.map_or(Ok(ExitCode::Success), |text| print(text.trim_end()))
         }
         Some(Command::Doctor(flags)) => {
-            let report = block_on(doctor::report(
-                &flags.proxy,
-                &log,
-                &Environment::of_process(),
-            ))?;
+            let report = block_on(doctor::report(&flags.proxy, &log, &environment))?;
             print_report(&report, flags.json)?;
             Ok(doctor::exit_code(report.level))
         }
@@ -112,18 +107,17 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             Ok(doctor::exit_code(report.level))
         }
         Some(Command::Scope(flags)) => {
-            let text = block_on(scope::run(&flags, &Environment::of_process()))??;
+            let text = block_on(scope::run(&flags, &environment))??;
             print(text.trim_end())
         }
         Some(Command::SupportBundle(flags)) => {
-            let environment = Environment::of_process();
             let to = support_bundle::open(&flags)?;
             let run = support_bundle::run(&flags, &log, &typed.flags, &environment, to);
             block_on(run)??;
             Ok(ExitCode::Success)
         }
         Some(Command::Request(flags)) => {
-            let status_port = || config::status_port(&Environment::of_process(), ".".as_ref());
+            let status_port = || config::status_port(&environment, ".".as_ref());
             block_on(request::run(&flags, status_port, &mut io::stdout()))??;
             Ok(ExitCode::Success)
         }
@@ -132,17 +126,18 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             block_on(wait::run(&flags))??;
             Ok(ExitCode::Success)
         }
-        Some(Command::Version(flags)) => print(&version::text(&flags, &Environment::of_process())?),
+        Some(Command::Version(flags)) => print(&version::text(&flags, &environment)?),
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
-        Some(Command::Iptables(_)) => capture(&typed.flags, false, &log),
-        Some(Command::CleanIptables(_)) => capture(&typed.flags, true, &log),
+        Some(command @ (Command::Iptables(_) | Command::CleanIptables(_))) => {
+            logging::init(log.options()?)?;
+            let is_cleanup = matches!(command, Command::CleanIptables(_));
+            capture(&typed.flags, is_cleanup, &environment)
+        }
     }
 }
 
-fn capture(flags: &[Flag], is_cleanup: bool, log: &LogFlags) -> Result<ExitCode, BoxError> {
-    logging::init(log.options()?)?;
-    let environment = Environment::of_process();
-    match block_on(iptables::run(flags, is_cleanup, &environment))? {
+fn capture(flags: &[Flag], is_cleanup: bool, env: &Environment) -> Result<ExitCode, BoxError> {
+    match block_on(iptables::run(flags, is_cleanup, env))? {
         Ok((text, code)) => {
             if !text.is_empty() {
                 print(text.trim_end())?;
@@ -160,9 +155,9 @@ fn proxy(
     flags: ProxyFlags,
     log: LogFlags,
     all: Vec<Flag>,
+    environment: Environment,
     unknown: Vec<String>,
 ) -> Result<ExitCode, BoxError> {
-    let environment = Environment::of_process();
     version::announce(&environment)?;
     let given = Arc::new((flags, log, all, environment));
     let read = given.clone();
