@@ -18,6 +18,7 @@ use super::connection::{self, Connection, Driver, Io};
 use super::status::{Connected, Tls};
 use super::tls;
 use super::{Config, Security};
+use crate::address;
 use crate::clock::{self, Clock, rfc3339};
 use crate::dial::{self, Dialer};
 use crate::executor::Executor;
@@ -109,7 +110,7 @@ impl Cause {
         match self {
             Self::Connect(dial::Error::Connect { source, .. }) => match source.kind() {
                 io::ErrorKind::ConnectionRefused => RUNNING,
-                _ if self.is_without_route() => {
+                io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable => {
                     "the pod needs an address of that family, or the name others"
                 }
                 _ => POLICY,
@@ -139,17 +140,6 @@ impl Cause {
                  discoveryAddress, and at load balancers between, which must pass HTTP/2"
             }
             Self::Tls(_) | Self::Address { .. } | Self::Connect(_) | Self::Stopping => "",
-        }
-    }
-
-    /// Whether this machine cannot reach addresses of that family.
-    fn is_without_route(&self) -> bool {
-        use io::ErrorKind::{AddrNotAvailable, NetworkUnreachable};
-        match self {
-            Self::Connect(dial::Error::Connect { source, .. }) => {
-                matches!(source.kind(), NetworkUnreachable | AddrNotAvailable)
-            }
-            _ => false,
         }
     }
 
@@ -197,17 +187,6 @@ pub(super) async fn dial(
             Some(prepared.await?.map_err(Cause::Tls)?)
         }
     };
-    dial_with(config, tls, dialer, executor, total).await
-}
-
-/// Like [`dial`], with TLS as prepared.
-pub(super) async fn dial_with(
-    config: &Arc<Config>,
-    tls: Option<tls::Prepared>,
-    dialer: &Dialer,
-    executor: Executor,
-    total: Bound,
-) -> Result<(Connection, Driver), Cause> {
     let (host, port) = host_and_port(&config.address)?;
     let (next, next_port) = match &config.proxy {
         Some(proxy) => (proxy.host.as_str(), proxy.port),
@@ -247,12 +226,7 @@ pub(super) async fn dial_with(
 }
 
 fn host_and_port(address: &str) -> Result<(&str, u16), Cause> {
-    let parts = address.rsplit_once(':').and_then(|(host, port)| {
-        let host = host.strip_prefix('[').unwrap_or(host);
-        let host = host.strip_suffix(']').unwrap_or(host);
-        Some((host, port.parse().ok()?))
-    });
-    parts.ok_or_else(|| Cause::Address {
+    address::parts(address).ok_or_else(|| Cause::Address {
         address: address.to_owned(),
     })
 }
@@ -371,13 +345,13 @@ impl Attempt<'_> {
 
 /// A moment by which something must be done, and how long that was from the start.
 #[derive(Clone, Copy)]
-pub(super) struct Bound {
+struct Bound {
     until: Instant,
     after: Duration,
 }
 
 impl Bound {
-    pub(super) fn new(after: Duration) -> Self {
+    fn new(after: Duration) -> Self {
         let until = clock::after(after);
         Self { until, after }
     }
