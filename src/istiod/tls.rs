@@ -59,17 +59,16 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, String> {
         Some(client) => client_pair(client).await?,
         None => None,
     };
-    let Some(client) = client else {
-        return Ok(Prepared {
-            config: anonymous,
-            without_client: None,
-            name,
-        });
+    let (config, without_client) = match client.map(SingleCertAndKey::from) {
+        Some(client) => {
+            let with_client = builder.with_client_cert_resolver(Arc::new(client));
+            (for_http2(with_client), Some(anonymous))
+        }
+        None => (anonymous, None),
     };
-    let client = Arc::new(SingleCertAndKey::from(client));
     Ok(Prepared {
-        config: for_http2(builder.with_client_cert_resolver(client)),
-        without_client: Some(anonymous),
+        config,
+        without_client,
         name,
     })
 }
