@@ -56,7 +56,8 @@ async fn refresh(
     })?;
     replace_file(&config.path, token.as_bytes(), 0o640)
         .map_err(|error| format!("Encountered error when writing vm identity token: {error}"))?;
-    let expiry = token::expiry(token.as_bytes());
+    let claims = token::claims(token.as_bytes());
+    let expiry = claims.and_then(|claims| claims.expiry());
     let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
     Ok(left.unwrap_or_default().max(MIN))
 }
