@@ -16,8 +16,8 @@ use tonic::Status;
 use tonic::metadata::MetadataMap;
 
 use crate::bootstrap::node::Node;
+use crate::istiod::Config;
 use crate::istiod::probe::Probe;
-use crate::istiod::{Body, Config};
 
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const NO_CLUSTER: &str = "outbound|1||istio-agent-doctor.invalid";
@@ -37,16 +37,7 @@ pub(super) async fn ask(
     authorization: Option<HeaderValue>,
     node: &Node,
 ) -> Result<String, Status> {
-    let connection = probe.connection.clone();
-    let service = tower::service_fn(move |request: http::Request<Body>| {
-        let mut connection = connection.clone();
-        async move {
-            connection
-                .send(request)
-                .await
-                .map_err(|error| Status::unavailable(format!("the connection broke: {error}")))
-        }
-    });
+    let service = probe.connection.clone().service();
     // The stream stays open until the answer is there.
     let requests = futures_util::stream::once(std::future::ready(request(node)));
     let mut call = tonic::Request::new(requests.chain(futures_util::stream::pending()));

@@ -14,6 +14,8 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tonic::client::GrpcService;
 
 use super::frames::{self, Http2State};
 use super::status::Connected;
@@ -57,6 +59,20 @@ impl Connection {
     ) -> Result<http::Response<Incoming>, hyper::Error> {
         self.sender.ready().await?;
         self.sender.send_request(request).await
+    }
+
+    /// Adapts the connection to a generated client. Sending waits where necessary.
+    pub(crate) fn service(
+        self,
+    ) -> impl GrpcService<Body, ResponseBody = Incoming, Error = Status, Future: Send> {
+        tower::service_fn(move |request| {
+            let mut connection = self.clone();
+            async move {
+                connection.send(request).await.map_err(|error| {
+                    Status::unavailable(format!("the connection to istiod broke: {error}"))
+                })
+            }
+        })
     }
 
     /// Waits until another connection leads to a preferred control plane, to which long streams should

@@ -10,15 +10,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use hyper::body::Incoming;
 use prost_types::value::Kind;
 use tokio::time::timeout;
-use tonic::client::GrpcService;
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
 use super::{Ca, SignError};
-use crate::istiod::{Body, Connection, Istiod};
+use crate::istiod::{Connection, Istiod};
 use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
 use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
 
@@ -97,7 +95,7 @@ impl IstioCa {
         let mut request = tonic::Request::new(request);
         *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
         request.set_timeout(limit);
-        IstioCertificateServiceClient::with_origin(call(connection), self.istiod.uri("/"))
+        IstioCertificateServiceClient::with_origin(connection.service(), self.istiod.uri("/"))
             .max_decoding_message_size(MAX_ANSWER)
             .create_certificate(request)
             .await
@@ -131,20 +129,6 @@ impl Ca for IstioCa {
             tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
         })
     }
-}
-
-/// Adapts a connection to the generated client. Sending waits where necessary.
-fn call(
-    connection: Connection,
-) -> impl GrpcService<Body, ResponseBody = Incoming, Error = Status, Future: Send> {
-    tower::service_fn(move |request| {
-        let mut connection = connection.clone();
-        async move {
-            connection.send(request).await.map_err(|error| {
-                Status::unavailable(format!("the connection to istiod broke: {error}"))
-            })
-        }
-    })
 }
 
 #[cfg(test)]
