@@ -62,10 +62,7 @@ async fn own(
     subject: Subject<'_>,
     served: Option<&Subscription>,
 ) -> ([Option<Secret>; 2], Vec<Check>) {
-    let mut secrets = [Name::Default, Name::RootCa].map(|name| match served?.get(&name) {
-        SecretState::Available(secret) => Some(secret),
-        _ => None,
-    });
+    let mut secrets = [Name::Default, Name::RootCa].map(|name| served?.get(&name).available());
     let files = subject.config.secret_sources.files.workload.clone();
     let is_other = |running: &Running| !running.serves_secrets;
     let Some(files) = files.filter(|_| !subject.running.is_some_and(is_other)) else {

@@ -15,7 +15,6 @@ use tonic::{Code, Status};
 
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL};
-use crate::secrets::SecretState;
 use crate::secrets::name::{Name, UnknownName, escaped};
 
 /// The most names one stream may ask for, and the most unknown ones it may ask for in its life.
@@ -34,8 +33,8 @@ pub(super) struct ResponseId {
     pub(super) nonce: String,
 }
 
-/// Looks up the resource of a name.
-pub(super) type Lookup<'a> = dyn Fn(&Name) -> SecretState<Resource<'a>> + 'a;
+/// Looks up the resource of a name; None if it cannot be had now.
+pub(super) type Lookup<'a> = dyn Fn(&Name) -> Option<Resource<'a>> + 'a;
 
 /// What was sent of a name since it was asked for: the public part, so that no key is held, and the CRL
 /// beside it.
@@ -134,10 +133,8 @@ impl StateOfTheWorld {
         let (mut asked, mut changed) = (Vec::new(), Vec::new());
         for (name, sent) in &mut self.names {
             match lookup(name) {
-                SecretState::Available(now) if sent.is_none() => asked.push((name, sent, now)),
-                SecretState::Available(now) if *sent != Some(now.version()) => {
-                    changed.push((name, sent, now));
-                }
+                Some(now) if sent.is_none() => asked.push((name, sent, now)),
+                Some(now) if *sent != Some(now.version()) => changed.push((name, sent, now)),
                 _ => {}
             }
         }

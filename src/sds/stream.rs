@@ -65,8 +65,8 @@ impl Stream {
     fn answer(&mut self) -> Option<DiscoveryResponse> {
         let (options, crl) = (&self.service.sources.options, &self.crl.0);
         let lookup = |name: &Name| {
-            self.secrets.get(name).map(|secret| Resource {
-                secret,
+            Some(Resource {
+                secret: self.secrets.get(name).available()?,
                 options,
                 // A CRL is of one authority: other roots are used without.
                 crl: crl.clone().filter(|_| self.secrets.are_own_roots(name)),

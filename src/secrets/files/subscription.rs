@@ -13,23 +13,21 @@ use crate::secrets::{Problem, Secret, Secrets};
 
 /// Whether a secret can be had now.
 #[derive(Clone, Debug)]
-pub enum SecretState<T = Secret> {
+pub enum SecretState {
     /// The authority has not signed it yet.
     Unsigned,
     /// Its files are about to be read.
     Reading,
     /// Its files were never good so far.
     Unusable(Arc<FileError>),
-    Available(T),
+    Available(Secret),
 }
 
-impl<T> SecretState<T> {
-    pub(crate) fn map<U>(self, map: impl FnOnce(T) -> U) -> SecretState<U> {
+impl SecretState {
+    pub fn available(self) -> Option<Secret> {
         match self {
-            Self::Unsigned => SecretState::Unsigned,
-            Self::Reading => SecretState::Reading,
-            Self::Unusable(error) => SecretState::Unusable(error),
-            Self::Available(secret) => SecretState::Available(map(secret)),
+            Self::Available(secret) => Some(secret),
+            Self::Unsigned | Self::Reading | Self::Unusable(_) => None,
         }
     }
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use super::certificate::Certificate;
 use super::files::Files;
 use super::name::Name;
-use super::{Roots, Secret, SecretState, Secrets, Subscription};
+use super::{Roots, Secret, Secrets, Subscription};
 use crate::backoff::Backoff;
 use crate::directory::Directory;
 use crate::permission::explained;
@@ -83,11 +83,9 @@ fn write_all(config: &Config, contents: [&[u8]; 3]) -> io::Result<()> {
 
 /// What an Envoy is served at one moment.
 fn latest(secrets: &Subscription) -> Option<(Arc<Certificate>, Roots)> {
-    match (secrets.get(&Name::Default), secrets.get(&Name::RootCa)) {
-        (
-            SecretState::Available(Secret::Certificate(certificate)),
-            SecretState::Available(Secret::Roots(roots)),
-        ) => Some((certificate, roots)),
+    let [certificate, roots] = [Name::Default, Name::RootCa].map(|name| secrets.get(&name));
+    match (certificate.available()?, roots.available()?) {
+        (Secret::Certificate(certificate), Secret::Roots(roots)) => Some((certificate, roots)),
         _ => None,
     }
 }
