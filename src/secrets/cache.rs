@@ -89,7 +89,8 @@ impl CertificateCache {
     }
 
     fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, BoxError> {
-        let text = match self.read() {
+        let directory = Directory::private(&self.parent, DIRECTORY, false);
+        let text = match directory.and_then(|directory| directory.read_private(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             text => text?,
         };
@@ -110,10 +111,6 @@ impl CertificateCache {
         }
         let issued = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.issued));
         Ok(Some((workload, issued.unwrap_or(now).min(now))))
-    }
-
-    fn read(&self) -> io::Result<Zeroizing<Vec<u8>>> {
-        Directory::private(&self.parent, DIRECTORY, false)?.read_private(FILE)
     }
 
     pub(super) fn store(

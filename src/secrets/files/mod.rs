@@ -151,7 +151,7 @@ impl Files {
     pub fn set_mesh_bundle(&self, bundle: &str) -> Result<bool, BundleError> {
         let is_new = self.mesh.replace(bundle)?;
         if is_new {
-            self.table.notify();
+            self.table.changes.send_replace(());
         }
         Ok(is_new)
     }
@@ -191,6 +191,7 @@ impl Files {
             Name::RootCa => roots,
             Name::SystemRoots | Name::FileRoot(_) | Name::FileCert { .. } => return Some(state),
         };
+        let workload = self.config.workload.as_ref()?;
         match state {
             SecretState::Available(Secret::Roots(own)) => {
                 Some(SecretState::Available(Secret::Roots(self.merged(own))))
@@ -199,13 +200,8 @@ impl Files {
             // Until the files are good, the authority serves another identity. Once it does, files that
             // come and are no good do not end that.
             _ if existed && exists(&state) => Some(state),
-            _ => self.is_only_source().then_some(state),
+            _ => workload.is_only_source.then_some(state),
         }
-    }
-
-    fn is_only_source(&self) -> bool {
-        let workload = self.config.workload.as_ref();
-        workload.is_some_and(|workload| workload.is_only_source)
     }
 
     /// The workload's roots with those of the mesh.

@@ -49,7 +49,7 @@ impl Subscription {
             authority,
             files: files.clone(),
             entries: Vec::new(),
-            changed: files.table.changes(),
+            changed: files.table.changes.subscribe(),
         }
     }
 

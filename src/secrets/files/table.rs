@@ -21,7 +21,7 @@ pub(super) struct Table {
     /// Notified of new sources.
     pub(super) wanted: Notify,
     /// Sent to when any secret has changed.
-    changes: watch::Sender<()>,
+    pub(super) changes: watch::Sender<()>,
 }
 
 #[derive(Debug, Default)]
@@ -50,16 +50,6 @@ pub(super) struct Content {
 }
 
 impl Table {
-    /// Receives changes of all secrets.
-    pub(super) fn changes(&self) -> watch::Receiver<()> {
-        self.changes.subscribe()
-    }
-
-    /// Wakes all subscribers.
-    pub(super) fn notify(&self) {
-        self.changes.send_replace(());
-    }
-
     pub(super) fn state(&self, source: &Source) -> SecretState {
         match self.inner.lock().entries.get(source) {
             Some(entry) => entry.content.lock().state.clone(),

@@ -272,6 +272,6 @@ impl Watcher {
             }
         }
         drop(content);
-        self.table.notify();
+        self.table.changes.send_replace(());
     }
 }
