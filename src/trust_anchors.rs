@@ -155,7 +155,7 @@ impl Anchors {
                 .ok()
                 .and_then(|der| Some((not_after(&der)?, der)));
             match certificate {
-                Some((end, _)) if end < seconds(now) => self.expired += 1,
+                Some((end, _)) if end < now => self.expired += 1,
                 Some((_, der)) => drop(self.valid.insert(der)),
                 None => self.broken += 1,
             }
@@ -207,17 +207,10 @@ pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnc
     })
 }
 
-/// The end of a certificate's validity in seconds since 1970.
-pub(crate) fn not_after(der: &[u8]) -> Option<i64> {
+/// The end of a certificate's validity.
+pub(crate) fn not_after(der: &[u8]) -> Option<SystemTime> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
-    Some(certificate.validity().not_after.timestamp())
-}
-
-pub(crate) fn seconds(time: SystemTime) -> i64 {
-    let since = time
-        .duration_since(SystemTime::UNIX_EPOCH)
-        .unwrap_or_default();
-    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+    Some(certificate.validity().not_after.to_datetime().into())
 }
 
 #[cfg(test)]

@@ -17,7 +17,6 @@ use super::report::{Check, Level};
 use crate::clock::rfc3339;
 use crate::duration::{approximate, scaled};
 use crate::pem;
-use crate::secrets::system_time;
 use crate::trust_anchors;
 
 /// The part of its life a certificate that is renewed in time never gets to.
@@ -44,8 +43,8 @@ impl Facts {
             subject: certificate.subject().to_string(),
             issuer: certificate.issuer().to_string(),
             names: names(&certificate),
-            not_before: system_time(validity.not_before.timestamp()),
-            not_after: system_time(validity.not_after.timestamp()),
+            not_before: validity.not_before.to_datetime().into(),
+            not_after: validity.not_after.to_datetime().into(),
         })
     }
 

@@ -17,7 +17,7 @@ use crate::compliance::Policy;
 use crate::pem;
 use crate::regular_file;
 pub use crate::trust_anchors::Roots;
-use crate::trust_anchors::{self, MAX_PEM, not_after, seconds};
+use crate::trust_anchors::{self, MAX_PEM, not_after};
 
 /// Files and name of the TLS connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -127,9 +127,7 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
         .ok_or_else(|| unusable(format!("no certificate in {} bytes", pem.len())))?;
     match not_after(leaf) {
         None => Err(unusable("its first certificate is no X.509".to_owned())),
-        Some(end) if end < seconds(SystemTime::now()) => {
-            Err("cert expired, using token instead".to_owned())
-        }
+        Some(end) if end < SystemTime::now() => Err("cert expired, using token instead".to_owned()),
         Some(_) => Ok(chain),
     }
 }

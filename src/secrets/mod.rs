@@ -45,7 +45,6 @@ use observe::{Dates, Snapshot};
 use renewal::{IssueError, Renewal};
 pub use trust::BundleError;
 use trust::MeshBundle;
-pub(crate) use x509::system_time;
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]

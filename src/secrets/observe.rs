@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::State;
 use super::metrics::seconds;
 use super::name::{DEFAULT, ROOT_CA};
-use super::x509::{self, system_time};
+use super::x509;
 use crate::clock::rfc3339;
 use crate::pem;
 
@@ -97,14 +97,14 @@ fn certificates(pem: &[u8], now: SystemTime) -> Vec<Certificate> {
 fn certificate(der: &[u8], now: SystemTime) -> Option<Certificate> {
     let certificate = x509::parse(der).ok()?;
     let validity = certificate.validity();
-    let not_after = system_time(validity.not_after.timestamp());
+    let not_after = validity.not_after.to_datetime().into();
     let mut spiffe_ids = x509::uris(&certificate);
     spiffe_ids.retain(|uri| uri.starts_with("spiffe://"));
     Some(Certificate {
         serial: certificate.raw_serial_as_string(),
         subject: certificate.subject().to_string(),
         spiffe_ids,
-        not_before: rfc3339(system_time(validity.not_before.timestamp())),
+        not_before: rfc3339(validity.not_before.to_datetime().into()),
         not_after: rfc3339(not_after),
         remaining_seconds: seconds(not_after, now),
     })

@@ -10,9 +10,7 @@ use tokio::sync::watch;
 
 use super::certificate::Roots;
 use super::x509;
-use crate::clock::Clock;
 use crate::pem;
-use crate::trust_anchors::seconds;
 
 /// The latest trust bundle of the mesh. Clones share it.
 #[derive(Clone, Debug, Default)]
@@ -72,10 +70,9 @@ pub(super) fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
 /// Swaps certificates of one name and key, as Envoy uses the first, even if it has expired: valid ones go
 /// first, then those that expire last. Returns whether any were swapped.
 pub(super) fn put_usable_first(roots: &mut [Vec<u8>]) -> bool {
-    let now = seconds(Clock::system().now());
     let issues = roots
         .iter()
-        .map(|root| x509::issue(root, now).unwrap_or_default());
+        .map(|root| x509::issue(root).unwrap_or_default());
     let (mut issues, mut swapped) = (Vec::from_iter(issues), false);
     for place in 0..roots.len() {
         let same = (place..roots.len()).filter(|at| issues[*at].0 == issues[place].0);

@@ -1,6 +1,6 @@
 //! Reads PEM and X.509: chains, bundles of roots and private keys.
 
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -49,8 +49,8 @@ pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, ChainError> {
         let certificate = parse(&der).map_err(broken)?;
         leaf.get_or_insert_with(|| Leaf {
             public_key: certificate.public_key().subject_public_key.data.to_vec(),
-            not_before: system_time(certificate.validity().not_before.timestamp()),
-            not_after: system_time(certificate.validity().not_after.timestamp()),
+            not_before: certificate.validity().not_before.to_datetime().into(),
+            not_after: certificate.validity().not_after.to_datetime().into(),
             uris: uris(&certificate),
         });
     }
@@ -81,16 +81,17 @@ pub(super) fn bundle(pem: &[u8]) -> impl Iterator<Item = Option<Vec<u8>>> {
     })
 }
 
-/// Name and key of a certificate, as far as Envoy compares them; whether it is valid, and its end in
-/// seconds since 1970.
-pub(super) fn issue(der: &[u8], now: i64) -> Option<(Vec<u8>, (bool, i64))> {
+/// Name and key of a certificate, as far as Envoy compares them; whether it is valid now, and its end
+/// in seconds since 1970.
+pub(super) fn issue(der: &[u8]) -> Option<(Vec<u8>, (bool, i64))> {
     let certificate = parse(der).ok()?;
     let name = certificate.subject().to_string().to_lowercase();
-    let validity = certificate.validity();
-    let [begin, end] = [validity.not_before, validity.not_after].map(|time| time.timestamp());
-    let is_valid = (begin..end).contains(&now);
     let holder = [name.as_bytes(), certificate.public_key().raw].concat();
-    Some((holder, (is_valid, end)))
+    let validity = certificate.validity();
+    Some((
+        holder,
+        (validity.is_valid(), validity.not_after.timestamp()),
+    ))
 }
 
 /// Writes certificates as PEM.
@@ -106,12 +107,6 @@ pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
         Ok((rest, _)) => Err(format!("a certificate with {} bytes behind it", rest.len())),
         Err(error) => Err(format!("no X.509 certificate ({error})")),
     }
-}
-
-pub(crate) fn system_time(unix: i64) -> SystemTime {
-    let since_epoch = Duration::from_secs(u64::try_from(unix).unwrap_or(0));
-    let time = SystemTime::UNIX_EPOCH.checked_add(since_epoch);
-    time.unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 /// The URIs of the subject alternative name; none where it cannot be read.
