@@ -88,7 +88,9 @@ impl Workload {
             .ok_or_else(|| not_certificates(chain.len(), roots_pem, missing))?;
         // One broken root would have Envoy refuse the chain.
         let (served, _) = Roots::from_file(roots_pem.as_bytes());
-        let chain = joined(chain, served.as_ref().unwrap_or(&roots).pem());
+        let served = served.as_ref().unwrap_or(&roots).pem();
+        // Elements without a line feed at their end are rewritten with one, as Envoy needs it.
+        let chain = [chain.concat().as_bytes(), served].concat();
         let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
         let certificate = Certificate::new(Zeroizing::new(chain), leaf, key_pem);
         let certificate = certificate.map_err(|error| match error {
@@ -119,19 +121,6 @@ fn not_certificates(index: usize, element: &str, error: ChainError) -> Certifica
         ChainError::Broken { found, .. } => found,
     };
     CertificateError::NotCertificates { index, found }
-}
-
-/// All elements in one piece, with a line break where one lacks it.
-fn joined(chain: &[String], roots: &[u8]) -> Vec<u8> {
-    let mut pem = Vec::new();
-    for element in chain {
-        pem.extend_from_slice(element.as_bytes());
-        if !element.ends_with('\n') {
-            pem.push(b'\n');
-        }
-    }
-    pem.extend_from_slice(roots);
-    pem
 }
 
 impl Certificate {
