@@ -35,6 +35,7 @@ pub(crate) use hosts::MAX_SILENCE;
 use status::{Record, Status};
 use worker::{Waiter, Worker};
 
+use crate::clock::rfc3339;
 use crate::dial::proxy::Proxy;
 use crate::metrics::Registry;
 
@@ -188,11 +189,14 @@ impl Istiod {
     /// The connection now, and the dials so far.
     pub fn status(&self) -> Status {
         let connection = worker::current(&self.shared.connected);
-        let about = connection.map(|connection| connection.about().clone());
-        let token_expires = self.shared.token.expiry();
-        self.shared
-            .record
-            .status(self.address(), about, token_expires)
+        let (dials, last_error) = self.shared.record.latest();
+        Status {
+            address: self.address().to_owned(),
+            connected: connection.map(|connection| connection.about().clone()),
+            dials,
+            last_error,
+            token_expires: self.shared.token.expiry().map(rfc3339),
+        }
     }
 
     /// Leaves a connection after UNAUTHENTICATED if it was opened without the client certificate,

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
@@ -100,20 +99,10 @@ impl Record {
         self.dials.lock().last_error = Some(Failure { at, error });
     }
 
-    pub(super) fn status(
-        &self,
-        address: &str,
-        connected: Option<Connected>,
-        token_expires: Option<SystemTime>,
-    ) -> Status {
+    /// How many there were, and the last error.
+    pub(super) fn latest(&self) -> (u64, Option<Failure>) {
         let dials = self.dials.lock();
-        Status {
-            address: address.to_owned(),
-            connected,
-            dials: dials.count,
-            last_error: dials.last_error.clone(),
-            token_expires: token_expires.map(rfc3339),
-        }
+        (dials.count, dials.last_error.clone())
     }
 }
 
