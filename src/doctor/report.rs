@@ -86,18 +86,14 @@ impl Check {
         }
     }
 
-    pub fn expected(self, expected: impl fmt::Display) -> Self {
-        Self {
-            expected: expected.to_string(),
-            ..self
-        }
+    pub fn expected(mut self, expected: impl fmt::Display) -> Self {
+        self.expected = expected.to_string();
+        self
     }
 
-    pub fn remedy(self, remedy: impl fmt::Display) -> Self {
-        Self {
-            remedy: remedy.to_string(),
-            ..self
-        }
+    pub fn remedy(mut self, remedy: impl fmt::Display) -> Self {
+        self.remedy = remedy.to_string();
+        self
     }
 }
 
