@@ -75,12 +75,8 @@ async fn examine(
         Some(proxy) => format!("connection to {name} by the proxy {}", proxy.host),
         None => format!("connection to {name}"),
     };
-    let one = Config {
-        others: Vec::new(),
-        ..config.clone()
-    };
     let left = until.saturating_duration_since(Instant::now());
-    let probe = match probe::open(&one, left).await {
+    let probe = match probe::open(config, left).await {
         Ok(probe) => probe,
         Err(cause) => {
             let check = Check::error(what, &cause).remedy(cause.remedy());
