@@ -219,11 +219,6 @@ impl<const N: usize> Gauges<N> {
     pub fn with(&self, values: [&str; N]) -> Gauge {
         Gauge(cell(&self.0, values))
     }
-
-    /// Removes a series.
-    pub fn forget(&self, values: [&str; N]) {
-        self.0.lock().remove(&values.map(str::to_owned).to_vec());
-    }
 }
 
 impl Counter {
