@@ -102,12 +102,6 @@ impl SystemRoots {
     }
 }
 
-impl Default for SystemRoots {
-    fn default() -> Self {
-        Self::new("", "")
-    }
-}
-
 /// The files of a directory, except second names of one in the same directory.
 fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let is_second_name = |path: &PathBuf| {

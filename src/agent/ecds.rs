@@ -259,7 +259,7 @@ mod tests {
             attempts: 1,
             max_bytes: 1000,
             credentials: Vec::new(),
-            roots: SystemRoots::default(),
+            roots: SystemRoots::new("", ""),
         };
         let config = Config {
             directory: directory.to_owned(),

@@ -232,7 +232,7 @@ fn roots_are_the_first_that_apply() {
     for (variables, xds, ca) in [
         (
             &[("XDS_ROOT_CA", "SYSTEM"), ("CA_ROOT_CA", "own.pem")][..],
-            System(SystemRoots::default()),
+            System(SystemRoots::new("", "")),
             file("own.pem"),
         ),
         (

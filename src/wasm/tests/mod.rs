@@ -41,7 +41,7 @@ fn config(directory: &Path) -> Config {
             attempts: 1,
             max_bytes: 100_000,
             credentials: Vec::new(),
-            roots: SystemRoots::default(),
+            roots: SystemRoots::new("", ""),
         },
         expiry: Duration::from_secs(3600),
         purge_interval: Duration::from_secs(3600),

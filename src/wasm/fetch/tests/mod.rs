@@ -30,7 +30,7 @@ fn config() -> Config {
         attempts: 3,
         max_bytes: 100_000,
         credentials: Vec::new(),
-        roots: SystemRoots::default(),
+        roots: SystemRoots::new("", ""),
     }
 }
 
