@@ -15,7 +15,7 @@ use zeroize::Zeroizing;
 
 use super::name::escaped;
 use super::trust;
-use super::x509::{self, ChainError, KeyError, Leaf};
+use super::x509::{self, Leaf, TextError};
 use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
 use crate::pem;
@@ -61,7 +61,7 @@ pub enum CertificateError {
         now: SystemTime,
     },
     #[error("the text of our private key {0}")]
-    Key(#[source] KeyError),
+    Key(#[source] TextError),
 }
 
 impl Workload {
@@ -83,7 +83,7 @@ impl Workload {
         let Some(leaf) = leaves.into_iter().next() else {
             return Err(CertificateError::TooShort { found: 1 });
         };
-        let missing = ChainError::Missing { bytes: 0 };
+        let missing = TextError::NoCertificate { bytes: 0 };
         let roots = Roots::merged([roots_pem.as_bytes()])
             .ok_or_else(|| not_certificates(chain.len(), roots_pem, missing))?;
         // One broken root would have Envoy refuse the chain.
@@ -94,7 +94,7 @@ impl Workload {
         let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
         let certificate = Certificate::new(Zeroizing::new(chain), leaf, key_pem);
         let certificate = certificate.map_err(|error| match error {
-            KeyError::Mismatch => CertificateError::ForeignKey,
+            TextError::ForeignKey => CertificateError::ForeignKey,
             other => CertificateError::Key(other),
         })?;
         Ok(Self {
@@ -113,12 +113,13 @@ impl Workload {
     }
 }
 
-fn not_certificates(index: usize, element: &str, error: ChainError) -> CertificateError {
+fn not_certificates(index: usize, element: &str, error: TextError) -> CertificateError {
     let found = match error {
-        ChainError::Missing { .. } => {
+        TextError::NoCertificate { .. } => {
             format!("\"{}\" ({} bytes)", escaped(element, 32), element.len())
         }
-        ChainError::Broken { found, .. } => found,
+        TextError::BrokenCertificate { found, .. } => found,
+        other => other.to_string(),
     };
     CertificateError::NotCertificates { index, found }
 }
@@ -129,9 +130,9 @@ impl Certificate {
         chain: Zeroizing<Vec<u8>>,
         leaf: Leaf,
         key_pem: Zeroizing<Vec<u8>>,
-    ) -> Result<Self, KeyError> {
+    ) -> Result<Self, TextError> {
         if x509::public_key(&key_pem)? != leaf.public_key {
-            return Err(KeyError::Mismatch);
+            return Err(TextError::ForeignKey);
         }
         Ok(Self {
             chain_pem: pem::readable::<CertificateDer>(chain).to_vec().into(),

@@ -20,31 +20,27 @@ pub(super) struct Leaf {
     pub(super) uris: Vec<String>,
 }
 
-/// Why a text is no certificate chain.
+/// Why a text is no certificate chain, or no private key for one. Errors tell nothing of what is in a
+/// key's text.
 #[derive(Debug, thiserror::Error)]
-pub enum ChainError {
+pub enum TextError {
     #[error("holds no certificate in {bytes} bytes, expected PEM")]
-    Missing { bytes: usize },
+    NoCertificate { bytes: usize },
     #[error("holds a broken certificate at {index}: {found}")]
-    Broken { index: usize, found: String },
-}
-
-/// Why a text is no private key for a certificate. Errors tell nothing of what the text holds.
-#[derive(Debug, thiserror::Error)]
-pub enum KeyError {
+    BrokenCertificate { index: usize, found: String },
     #[error("holds no private key in {bytes} bytes, expected PEM without a password")]
-    Missing { bytes: usize },
+    NoKey { bytes: usize },
     #[error("holds a private key of no kind that can be used: {0}")]
-    Unusable(#[source] rustls::Error),
+    UnusableKey(#[source] rustls::Error),
     #[error("holds a private key that does not belong to the certificate")]
-    Mismatch,
+    ForeignKey,
 }
 
 /// The first certificate of a chain; all others must be certificates as well.
-pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, ChainError> {
+pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, TextError> {
     let mut leaf = None;
     for (index, der) in pem::items::<CertificateDer>(chain).enumerate() {
-        let broken = |found| ChainError::Broken { index, found };
+        let broken = |found| TextError::BrokenCertificate { index, found };
         let der = der.map_err(|error| broken(error.to_string()))?;
         let certificate = parse(&der).map_err(broken)?;
         leaf.get_or_insert_with(|| Leaf {
@@ -54,19 +50,19 @@ pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, ChainError> {
             uris: uris(&certificate),
         });
     }
-    leaf.ok_or(ChainError::Missing { bytes: chain.len() })
+    leaf.ok_or(TextError::NoCertificate { bytes: chain.len() })
 }
 
 /// The public half of a private key.
-pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, KeyError> {
+pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, TextError> {
     let Ok(der) = pem::first::<PrivateKeyDer>(pem) else {
-        return Err(KeyError::Missing { bytes: pem.len() });
+        return Err(TextError::NoKey { bytes: pem.len() });
     };
     let der = Zeroizing::new(der);
-    let key = any_supported_type(&der).map_err(KeyError::Unusable)?;
+    let key = any_supported_type(&der).map_err(TextError::UnusableKey)?;
     let unusable = || {
         let problem = "it has no public key".to_owned();
-        KeyError::Unusable(rustls::Error::General(problem))
+        TextError::UnusableKey(rustls::Error::General(problem))
     };
     let public = key.public_key().ok_or_else(unusable)?;
     let (_, public) = SubjectPublicKeyInfo::from_der(&public).map_err(|_| unusable())?;

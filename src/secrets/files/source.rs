@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 use crate::pem;
 use crate::regular_file;
 use crate::secrets::certificate::{Certificate, Roots, Secret};
-use crate::secrets::x509::{self, ChainError, KeyError};
+use crate::secrets::x509::{self, TextError};
 
 /// The largest file read, many times the bundle of an operating system.
 const MAX_FILE: u64 = 4 << 20;
@@ -31,9 +31,7 @@ pub enum FileError {
     #[error("cannot read {path}: {source}", path = .path.display())]
     Unreadable { path: PathBuf, source: io::Error },
     #[error("{path} {source}", path = .path.display())]
-    Certificates { path: PathBuf, source: ChainError },
-    #[error("{path} {source}", path = .path.display())]
-    Key { path: PathBuf, source: KeyError },
+    Unusable { path: PathBuf, source: TextError },
     #[error("{most} secrets are read from files already")]
     TooMany { most: usize },
 }
@@ -49,8 +47,8 @@ impl Source {
             Self::Roots(path) => {
                 let file = read(path)?;
                 let (roots, broken) = Roots::from_file(&file);
-                let missing = ChainError::Missing { bytes: file.len() };
-                let roots = roots.ok_or_else(|| certificates(path, missing))?;
+                let missing = TextError::NoCertificate { bytes: file.len() };
+                let roots = roots.ok_or_else(|| unusable(path, missing))?;
                 Ok((Secret::Roots(roots), broken, pem::left_over(&file)))
             }
         }
@@ -82,10 +80,10 @@ impl FileError {
     pub fn is_absence(&self) -> bool {
         match self {
             Self::Unreadable { source, .. } => source.kind() == io::ErrorKind::NotFound,
-            Self::Certificates { source, .. } => {
-                matches!(source, ChainError::Missing { bytes: 0 })
-            }
-            Self::Key { source, .. } => matches!(source, KeyError::Missing { bytes: 0 }),
+            Self::Unusable { source, .. } => matches!(
+                source,
+                TextError::NoCertificate { bytes: 0 } | TextError::NoKey { bytes: 0 }
+            ),
             Self::TooMany { .. } => false,
         }
     }
@@ -94,20 +92,15 @@ impl FileError {
 fn pair(chain_path: &Path, key_path: &Path) -> Result<Content, FileError> {
     let (chain, key) = (read(chain_path)?, read(key_path)?);
     let left_over = pem::left_over(&chain).or_else(|| pem::left_over(&key));
-    let leaf = x509::leaf(&chain).map_err(|source| certificates(chain_path, source))?;
+    let leaf = x509::leaf(&chain).map_err(|error| unusable(chain_path, error))?;
     let certificate = Certificate::new(chain, leaf, key);
-    let certificate = certificate.map_err(|source| FileError::Key {
-        path: key_path.to_owned(),
-        source,
-    })?;
+    let certificate = certificate.map_err(|error| unusable(key_path, error))?;
     Ok((Secret::Certificate(Arc::new(certificate)), 0, left_over))
 }
 
-fn certificates(path: &Path, source: ChainError) -> FileError {
-    FileError::Certificates {
-        path: path.to_owned(),
-        source,
-    }
+fn unusable(path: &Path, source: TextError) -> FileError {
+    let path = path.to_owned();
+    FileError::Unusable { path, source }
 }
 
 /// The whole of a regular file. A pipe or device neither blocks nor fills memory.
