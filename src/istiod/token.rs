@@ -98,12 +98,9 @@ impl Reader {
                 let is_sent = problem.is_none() || !has_certificate;
                 (is_sent.then_some(token.header), problem)
             }
-            Err(problem) => {
-                let why = "failed to fetch token from file";
-                (
-                    None,
-                    Some(format!("{why}: {problem}; calling istiod without")),
-                )
+            Err(error) => {
+                let problem = format!("failed to fetch token from file: {error}");
+                (None, Some(problem + "; calling istiod without"))
             }
         };
         let mut last = self.problem.lock();
