@@ -63,13 +63,13 @@ impl Stream {
 
     /// The response that is due, if any.
     fn answer(&mut self) -> Option<DiscoveryResponse> {
-        let (options, crl) = (&self.service.sources.options, &self.crl.0);
+        let (sources, crl) = (&self.service.sources, &self.crl.0);
         let lookup = |name: &Name| {
             Some(Resource {
                 secret: self.secrets.get(name).available()?,
-                options,
+                options: &sources.options,
                 // A CRL is of one authority: other roots are used without.
-                crl: crl.clone().filter(|_| self.secrets.are_own_roots(name)),
+                crl: crl.clone().filter(|_| sources.files.are_own_roots(name)),
             })
         };
         let id = || ResponseId {
@@ -97,9 +97,9 @@ impl Stream {
     /// Reads the CRL if it belongs to a name and its file has changed. Returns how long to wait before the
     /// next look.
     async fn read_crl(&mut self) -> Duration {
-        let mut names = self.protocol.names();
-        let has_crl = names.any(|name| self.secrets.are_own_roots(name));
-        let path = self.service.sources.options.crl.as_ref();
+        let (mut names, sources) = (self.protocol.names(), &self.service.sources);
+        let has_crl = names.any(|name| sources.files.are_own_roots(name));
+        let path = sources.options.crl.as_ref();
         let Some(path) = path.filter(|_| has_crl) else {
             return Duration::MAX;
         };

@@ -72,11 +72,6 @@ impl Subscription {
         from_files.or_else(signed).unwrap_or(SecretState::Unsigned)
     }
 
-    /// Whether `name` stands for the trust anchors of the workload itself.
-    pub fn are_own_roots(&self, name: &Name) -> bool {
-        self.files.are_own_roots(name)
-    }
-
     /// Why the authority's latest answer brought no certificate.
     pub fn problem(&self) -> Option<Problem> {
         self.authority.as_ref()?.latest().problem
