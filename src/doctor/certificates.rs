@@ -11,12 +11,12 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{CertificateError, Error};
 use x509_parser::parse_x509_certificate;
-use x509_parser::prelude::{GeneralName, X509Certificate};
 
 use super::report::{Check, Level};
 use crate::clock::rfc3339;
 use crate::duration::{approximate, scaled};
 use crate::pem;
+use crate::secrets::names;
 use crate::trust_anchors;
 
 /// The part of its life a certificate that is renewed in time never gets to.
@@ -173,16 +173,6 @@ fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
         )),
         _ => Ok(()),
     }
-}
-
-fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
-    let names = certificate.subject_alternative_name().ok().flatten();
-    let names = names.map(|names| names.value.general_names.as_slice());
-    let text = |name: &GeneralName<'_>| match name {
-        GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
-        _ => None,
-    };
-    names.unwrap_or_default().iter().filter_map(text).collect()
 }
 
 #[cfg(test)]

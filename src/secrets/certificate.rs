@@ -151,7 +151,7 @@ impl Certificate {
     }
 
     pub(super) fn is_issued_to(&self, identity: &SpiffeId) -> bool {
-        self.leaf.uris.contains(&identity.to_string())
+        self.leaf.names.contains(&identity.to_string())
     }
 
     pub(super) fn not_before(&self) -> SystemTime {
@@ -168,7 +168,7 @@ impl Certificate {
         if !self.is_issued_to(identity) {
             unusual_fields.push(format!(
                 "it is issued to {:?}, we asked for {identity}",
-                self.leaf.uris
+                self.leaf.names
             ));
         }
         if self.not_after() <= now {
@@ -193,7 +193,7 @@ impl fmt::Debug for Certificate {
     /// Everything but the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Certificate")
-            .field("uris", &self.leaf.uris)
+            .field("names", &self.leaf.names)
             .field("not_after", &rfc3339(self.not_after()))
             .finish_non_exhaustive()
     }

@@ -45,6 +45,7 @@ use observe::{Dates, Snapshot};
 use renewal::{IssueError, Renewal};
 pub use trust::BundleError;
 use trust::MeshBundle;
+pub(crate) use x509::names;
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]

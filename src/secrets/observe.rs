@@ -98,7 +98,7 @@ fn certificate(der: &[u8], now: SystemTime) -> Option<Certificate> {
     let certificate = x509::parse(der).ok()?;
     let validity = certificate.validity();
     let not_after = validity.not_after.to_datetime().into();
-    let mut spiffe_ids = x509::uris(&certificate);
+    let mut spiffe_ids = x509::names(&certificate);
     spiffe_ids.retain(|uri| uri.starts_with("spiffe://"));
     Some(Certificate {
         serial: certificate.raw_serial_as_string(),

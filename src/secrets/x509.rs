@@ -16,8 +16,8 @@ pub(super) struct Leaf {
     pub(super) public_key: Vec<u8>,
     pub(super) not_before: SystemTime,
     pub(super) not_after: SystemTime,
-    /// The URIs of the subject alternative name.
-    pub(super) uris: Vec<String>,
+    /// The DNS names and URIs of the subject alternative name.
+    pub(super) names: Vec<String>,
 }
 
 /// Why a text is no certificate chain, or no private key for one. Errors tell nothing of what is in a
@@ -47,7 +47,7 @@ pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, TextError> {
             public_key: certificate.public_key().subject_public_key.data.to_vec(),
             not_before: certificate.validity().not_before.to_datetime().into(),
             not_after: certificate.validity().not_after.to_datetime().into(),
-            uris: uris(&certificate),
+            names: names(&certificate),
         });
     }
     leaf.ok_or(TextError::NoCertificate { bytes: chain.len() })
@@ -105,13 +105,13 @@ pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
     }
 }
 
-/// The URIs of the subject alternative name; none where it cannot be read.
-pub(super) fn uris(certificate: &X509Certificate<'_>) -> Vec<String> {
+/// The DNS names and URIs of the subject alternative name; none where it cannot be read.
+pub(crate) fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
     let names = certificate.subject_alternative_name().ok().flatten();
     let names = names.map(|names| names.value.general_names.as_slice());
-    let uri = |name: &GeneralName<'_>| match name {
-        GeneralName::URI(uri) => Some((*uri).to_owned()),
+    let text = |name: &GeneralName<'_>| match name {
+        GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
         _ => None,
     };
-    names.unwrap_or_default().iter().filter_map(uri).collect()
+    names.unwrap_or_default().iter().filter_map(text).collect()
 }
