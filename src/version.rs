@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::metrics::Registry;
+use crate::metrics::{Kind, Registry};
 use crate::problem::Problem;
 use crate::regular_file;
 
@@ -62,11 +62,12 @@ fn beside(program: &Path) -> Result<String, Problem> {
 
 /// Records the build as a metric. `istio` is the version told to istiod.
 pub fn publish(registry: &Registry, istio: &str) {
-    const LABELS: &[&str; 4] = &["version", "istio_version", "revision", "status"];
+    const LABELS: &[&str] = &["version", "istio_version", "revision", "status"];
     let help = "What this agent was built from; always 1.";
-    let builds = registry.gauges("istio_agent_build_info", help, LABELS);
-    let build = builds.with([AGENT_VERSION, istio, REVISION, STATUS]);
-    build.set(1.0);
+    let (name, istio) = ("istio_agent_build_info", istio.to_owned());
+    registry.computed(name, help, Kind::Gauge, LABELS, move |series| {
+        series(&[AGENT_VERSION, &istio, REVISION, STATUS], 1.0);
+    });
 }
 
 /// All of it in one line. `istio` is the version told to istiod.

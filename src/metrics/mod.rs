@@ -42,10 +42,6 @@ pub struct Histogram(Arc<Buckets>);
 #[derive(Clone, Debug)]
 pub struct Counters<const N: usize>(Cells);
 
-/// Gauges that differ in their labels.
-#[derive(Clone, Debug)]
-pub struct Gauges<const N: usize>(Cells);
-
 /// Writes the series of a family that is computed when it is read.
 pub type Collect = dyn Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync;
 
@@ -97,16 +93,7 @@ impl Registry {
     }
 
     pub fn gauge(&self, name: &'static str, help: &'static str) -> Gauge {
-        self.gauges::<0>(name, help, &[]).with([])
-    }
-
-    pub fn gauges<const N: usize>(
-        &self,
-        name: &'static str,
-        help: &'static str,
-        labels: &'static [&'static str; N],
-    ) -> Gauges<N> {
-        Gauges(self.cells(name, help, Kind::Gauge, labels))
+        Gauge(cell(&self.cells(name, help, Kind::Gauge, &[]), []))
     }
 
     /// `bounds` are the upper ends of the buckets, in growing order, without infinity.
@@ -212,12 +199,6 @@ impl fmt::Debug for Registry {
 impl<const N: usize> Counters<N> {
     pub fn with(&self, values: [&str; N]) -> Counter {
         Counter(cell(&self.0, values))
-    }
-}
-
-impl<const N: usize> Gauges<N> {
-    pub fn with(&self, values: [&str; N]) -> Gauge {
-        Gauge(cell(&self.0, values))
     }
 }
 

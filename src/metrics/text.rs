@@ -97,8 +97,9 @@ mod tests {
     #[test]
     fn values_of_labels_are_escaped() {
         let registry = Registry::default();
-        let gauges = registry.gauges("a", "A.", &["x", "y"]);
-        gauges.with(["\"\\\n", "é"]).set(-0.5);
+        registry.computed("a", "A.", Kind::Gauge, &["x", "y"], |series| {
+            series(&["\"\\\n", "é"], -0.5);
+        });
         assert!(
             registry
                 .render()
