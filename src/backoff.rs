@@ -17,11 +17,12 @@ pub struct Backoff {
 impl Backoff {
     /// Ceilings run `base`, `2 × base`, `4 × base`, … and stop at `cap`.
     pub const fn new(base: Duration, cap: Duration) -> Self {
-        Self {
-            base,
-            cap,
-            attempt: 0,
-        }
+        Self::after(0, base, cap)
+    }
+
+    /// Like [`Backoff::new`], after so many attempts.
+    pub const fn after(attempt: u32, base: Duration, cap: Duration) -> Self {
+        Self { base, cap, attempt }
     }
 
     /// The wait before the next attempt.
@@ -35,11 +36,6 @@ impl Backoff {
     pub fn ceiling(&self) -> Duration {
         let factor = 1u32.checked_shl(self.attempt).unwrap_or(u32::MAX);
         self.base.saturating_mul(factor).min(self.cap)
-    }
-
-    /// Moves the cap, for a wait whose urgency changes while it lasts.
-    pub fn set_cap(&mut self, cap: Duration) {
-        self.cap = cap;
     }
 
     /// Starts again at `base`.

@@ -78,7 +78,7 @@ impl<C: Ca> Renewal<C> {
     }
 
     async fn keep_fresh(&self) {
-        let mut retries = Retries::new();
+        let mut retries = Retries::default();
         let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
             let is_first = mesh.borrow_and_update().is_none();
@@ -92,7 +92,7 @@ impl<C: Ca> Renewal<C> {
                     let (workload, issued) = (Arc::new(workload), self.clock.now());
                     // A certificate without any lifetime left is renewed with backoff.
                     let pause = if workload.certificate.not_after() > issued {
-                        retries = Retries::new();
+                        retries = Retries::default();
                         Duration::ZERO
                     } else {
                         retries.next_wait(true, Some(Duration::MAX))

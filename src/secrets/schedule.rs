@@ -79,31 +79,19 @@ pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
 }
 
 /// The failures since the last success.
+#[derive(Default)]
 pub(super) struct Retries {
     pub(super) failures: u32,
-    backoff: Backoff,
 }
 
 impl Retries {
-    pub(super) fn new() -> Self {
-        Self {
-            failures: 0,
-            backoff: Backoff::new(RETRY_BASE, RETRY_BASE),
-        }
-    }
-
     /// How long to wait after one more failure, with `remaining` of the certificate's life. A failure
     /// that does not pass by itself is retried at the longest wait.
     pub(super) fn next_wait(&mut self, may_pass: bool, remaining: Option<Duration>) -> Duration {
-        self.failures = self.failures.saturating_add(1);
         let cap = retry_cap(remaining);
-        self.backoff.set_cap(cap);
-        let wait = self.backoff.next_wait();
-        let wait = if may_pass {
-            wait
-        } else {
-            Backoff::new(cap, cap).next_wait()
-        };
+        let base = if may_pass { RETRY_BASE } else { cap };
+        let wait = Backoff::after(self.failures, base, cap).next_wait();
+        self.failures = self.failures.saturating_add(1);
         wait.max(MIN_WAIT)
     }
 }
