@@ -59,15 +59,13 @@ enum Named {
 }
 
 /// What becomes of a line.
-#[derive(Debug, PartialEq)]
-enum Verdict {
-    Pass,
+enum Verdict<'l> {
     Drop,
-    /// The line instead, with its end.
-    Replace(String),
+    /// The line as it is on the page, without its end.
+    Show(Cow<'l, str>),
 }
 
-use Verdict::{Drop, Pass, Replace};
+use Verdict::{Drop, Show};
 
 impl Lines {
     pub(super) fn new(from: Format, to: Format, hidden: Vec<Hidden>) -> Self {
@@ -140,12 +138,15 @@ impl Lines {
             }
             self.malformed += u64::from(verdict.is_none());
             let end = begin + length + 1;
-            if verdict != Some(Pass) {
+            let is_unchanged =
+                matches!(&verdict, Some(Show(Cow::Borrowed(line))) if line.len() == length);
+            if !is_unchanged {
                 output.write(&page[passing..begin]);
                 passing = end;
-            }
-            if let Some(Replace(line)) = verdict {
-                output.write(line.as_bytes());
+                if let Some(Show(line)) = verdict {
+                    output.write(line.as_bytes());
+                    output.write(b"\n");
+                }
             }
             begin = end;
         }
@@ -154,7 +155,7 @@ impl Lines {
     }
 
     /// Decides about a line without its end. Returns None for a malformed one.
-    fn judge(&mut self, line: &[u8], seen: &mut Seen) -> Option<Verdict> {
+    fn judge<'l>(&mut self, line: &'l [u8], seen: &mut Seen) -> Option<Verdict<'l>> {
         if self.has_ended {
             return Some(Drop);
         }
@@ -163,19 +164,15 @@ impl Lines {
             .filter(|line| line.len() <= MAX_LINE)?;
         // Prometheus takes blanks before a name for a part of it.
         let text = line.trim_end_matches('\r').trim_start_matches(BLANKS);
-        let verdict = match text.as_bytes().first() {
-            None if self.to == Format::OpenMetrics => Drop,
-            None => Pass,
-            Some(b'#') => self.comment(text, seen)?,
-            Some(_) => self.sample(text, seen)?,
-        };
-        Some(match verdict {
-            Pass if text.len() < line.len() => Replace(format!("{text}\n")),
-            verdict => verdict,
-        })
+        match text.as_bytes().first() {
+            None if self.to == Format::OpenMetrics => Some(Drop),
+            None => Some(Show(text.into())),
+            Some(b'#') => self.comment(text, seen),
+            Some(_) => self.sample(text, seen),
+        }
     }
 
-    fn sample(&mut self, line: &str, seen: &mut Seen) -> Option<Verdict> {
+    fn sample<'l>(&mut self, line: &'l str, seen: &mut Seen) -> Option<Verdict<'l>> {
         let mut sample = Sample::parse(line, self.grammar, &mut self.names)?;
         if sample.name != self.names.metric {
             self.names.metric.clear();
@@ -200,20 +197,15 @@ impl Lines {
         }
         // The other format writes times otherwise, and text has no exemplars.
         let time = sample.rest.get(1..).and_then(|rest| rest.find(' '));
-        let rest = match time.filter(|_| self.from != self.to) {
-            Some(time) => &sample.rest[..=time],
-            None => sample.rest,
+        let length = match time.filter(|_| self.from != self.to) {
+            Some(time) => time + 1,
+            None => sample.rest.len(),
         };
-        let is_unchanged = sample.series.len() + rest.len() == line.len();
-        Some(if is_unchanged {
-            Pass
-        } else {
-            Replace(format!("{}{rest}\n", sample.series))
-        })
+        Some(Show(line[..sample.series.len() + length].into()))
     }
 
     /// Decides about a line that starts with `#`.
-    fn comment(&mut self, line: &str, seen: &mut Seen) -> Option<Verdict> {
+    fn comment<'l>(&mut self, line: &'l str, seen: &mut Seen) -> Option<Verdict<'l>> {
         let (keyword, rest) = word(&line[1..]);
         let is_metadata = line[1..].starts_with(BLANKS);
         match keyword {
@@ -226,7 +218,7 @@ impl Lines {
             _ if self.to == Format::OpenMetrics => return Some(Drop),
             // Prometheus reads no further than such a comment.
             _ if line.contains('\0') => return None,
-            _ => return Some(Pass),
+            _ => return Some(Show(line.into())),
         }
         let (name, text) = split_name(rest, ':')?;
         if self.is_hidden(name) {
@@ -248,11 +240,7 @@ impl Lines {
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
         let shown = format!("# {keyword} {quote}{shown}{quote} {text}");
-        Some(if shown == line {
-            Pass
-        } else {
-            Replace(shown + "\n")
-        })
+        Some(Show(shown.into()))
     }
 
     /// Name and text of a HELP, TYPE or UNIT line in the format of the page. Inside, None stands for a
