@@ -56,10 +56,7 @@ impl Proxy {
             return None;
         }
         let authority = rest.split(['/', '?', '#']).next()?;
-        let (user, address) = match authority.rsplit_once('@') {
-            Some((user, address)) => (Some(user), address),
-            None => (None, authority),
-        };
+        let (authorization, address) = split_user(authority);
         let with_port = match address.strip_suffix(':').unwrap_or(address) {
             bare if crate::address::parts(bare).is_none() => format!("{bare}:80"),
             with_port => with_port.to_owned(),
@@ -68,13 +65,7 @@ impl Proxy {
         Some(Self {
             host: host.to_owned(),
             port,
-            authorization: user.and_then(|user| {
-                let (name, password) = user.split_once(':').unwrap_or((user, ""));
-                let mut decoded: Vec<u8> = percent_decode_str(name).collect();
-                decoded.push(b':');
-                decoded.extend(percent_decode_str(password));
-                basic(&decoded)
-            }),
+            authorization,
         })
     }
 
@@ -109,7 +100,18 @@ impl Proxy {
     }
 }
 
-fn basic(credentials: &[u8]) -> Option<HeaderValue> {
+/// Splits the authority of a URL into a header with its user and password, and its host and port.
+pub(crate) fn split_user(authority: &str) -> (Option<HeaderValue>, &str) {
+    let Some((user, address)) = authority.rsplit_once('@') else {
+        return (None, authority);
+    };
+    let colon = if user.contains(':') { "" } else { ":" };
+    let decoded: Vec<u8> = percent_decode_str(&format!("{user}{colon}")).collect();
+    (basic(&decoded), address)
+}
+
+/// The header of the Basic scheme, of a user and a password joined by a colon. `Debug` does not show it.
+pub(crate) fn basic(credentials: &[u8]) -> Option<HeaderValue> {
     let text = format!("Basic {}", BASE64_STANDARD.encode(credentials));
     let mut value = HeaderValue::try_from(text).ok()?;
     value.set_sensitive(true);

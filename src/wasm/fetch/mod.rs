@@ -11,12 +11,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ::http::{HeaderValue, Uri};
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 use percent_encoding::percent_decode_str;
 
 use crate::address::Cidr;
-use crate::dial::proxy::Proxies;
+use crate::dial::proxy::{self, Proxies};
 use crate::trust_anchors::SystemRoots;
 use download::Plan;
 
@@ -100,23 +98,15 @@ impl Source {
         };
         let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
         let (authority, path) = rest.split_at(end);
-        let (user, host) = match authority.rsplit_once('@') {
-            Some((user, host)) => (Some(user), host),
-            None => (None, authority),
-        };
+        let (authorization, host) = proxy::split_user(authority);
         let uri = format!("{scheme}://{host}{path}").parse::<Uri>();
         let uri = uri.map_err(|error| unusable(error.to_string()))?;
         if uri.host().is_none_or(str::is_empty) {
             return Err(unusable("it has no host".to_owned()));
         }
-        let authorization = user.map(|user| {
-            let colon = if user.contains(':') { "" } else { ":" };
-            let decoded: Vec<u8> = percent_decode_str(&format!("{user}{colon}")).collect();
-            basic(&decoded)
-        });
         let image = (scheme == "oci").then(|| Reference::parse(host, uri.path()));
         Ok(Self {
-            authorization: authorization.transpose().map_err(unusable)?,
+            authorization,
             image: image.transpose().map_err(Error::Manifest)?,
             uri,
         })
@@ -228,11 +218,6 @@ fn sha256(digest: &str) -> Option<&str> {
     let digits = digest.strip_prefix("sha256:")?;
     let is_digit = |c: char| c.is_ascii_digit() || ('a'..='f').contains(&c);
     (digits.len() == 64 && digits.chars().all(is_digit)).then_some(digits)
-}
-
-/// The header of the Basic scheme, of a user and a password joined by a colon.
-fn basic(credentials: &[u8]) -> Result<HeaderValue, String> {
-    secret(format!("Basic {}", STANDARD.encode(credentials)))
 }
 
 fn secret(text: String) -> Result<HeaderValue, String> {

@@ -20,7 +20,8 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::download::{Download, Plan, hexadecimal, unusable};
-use super::{Config, Error, Reference, Source, basic, place, secret, sha256};
+use super::{Config, Error, Reference, Source, place, secret, sha256};
+use crate::dial::proxy::basic;
 use crate::json;
 use crate::lifecycle::with_causes;
 use crate::regular_file;
@@ -291,10 +292,8 @@ impl Entry {
             // Docker pads it.
             while password.pop_if(|byte| *byte == 0).is_some() {}
         }
-        match password.as_slice() {
-            b":" => Ok(None),
-            password => Ok(Some(Credentials::Password(basic(password)?))),
-        }
+        let password = Some(password).filter(|password| password != b":");
+        Ok(password.and_then(|password| Some(Credentials::Password(basic(&password)?))))
     }
 }
 
