@@ -47,7 +47,7 @@ use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
 use crate::{doctor, scope, sds, status};
-use reload::{Inputs, Load, Report, Settings};
+use reload::{Inputs, Report, Settings};
 use sds_socket::{Detected, SdsOwner};
 
 /// How long tasks may take to end once Envoy has exited.
@@ -112,7 +112,16 @@ impl Agent {
     ) -> Result<Self, BoxError> {
         let owner = detected.owner;
         let istio_version = istio_version(&config).to_owned();
-        let mut agent = Self::empty(config, settings.load, detected);
+        let runs_envoy = config.envoy.is_some();
+        let inputs = runs_envoy.then(|| Inputs::new(config.clone(), settings.load, detected));
+        let mut agent = Self {
+            inputs: inputs.map(Arc::new),
+            config,
+            supervisor: None,
+            metrics: Registry::default(),
+            tasks: Tasks::default(),
+            shutdown: CancellationToken::new(),
+        };
         version::publish(&agent.metrics, &istio_version);
         metrics::process::publish(&agent.metrics);
         let envoy = agent.envoy(stop)?;
@@ -127,7 +136,7 @@ impl Agent {
         let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
-        if let Some(port) = port {
+        if let (Some(port), Some(config)) = (port, agent.config.status.clone()) {
             let running = doctor::Running {
                 envoy: envoy.clone(),
                 istiod: istiod.clone(),
@@ -165,22 +174,10 @@ impl Agent {
                     ("/debug/config", effective(settings.report)),
                 ]),
             };
-            agent.status(port, sources)?;
+            let serving = status::new(config, port, sources, agent.shutdown.clone())?;
+            agent.spawn("status port", serving);
         }
         Ok(agent)
-    }
-
-    /// Without any module yet.
-    fn empty(config: Config, load: Load, detected: Detected) -> Self {
-        let runs_envoy = config.envoy.is_some();
-        Self {
-            inputs: runs_envoy.then(|| Arc::new(Inputs::new(config.clone(), load, detected))),
-            config,
-            supervisor: None,
-            metrics: Registry::default(),
-            tasks: Tasks::new(),
-            shutdown: CancellationToken::new(),
-        }
     }
 
     /// Prepares Envoy's supervisor, and the watch for changes that hot restart Envoy.
@@ -212,15 +209,6 @@ impl Agent {
         let (wasm, fetches) = Wasm::new(config, &self.metrics);
         self.spawn_until_shutdown("Wasm modules", fetches);
         Some(wasm)
-    }
-
-    fn status(&mut self, port: status::Listener, sources: status::Sources) -> Result<(), BoxError> {
-        let Some(config) = self.config.status.clone() else {
-            return Ok(());
-        };
-        let serving = status::new(config, port, sources, self.shutdown.clone())?;
-        self.spawn("status port", serving);
-        Ok(())
     }
 
     /// Answers requests for merged metrics.
@@ -288,12 +276,9 @@ impl Agent {
         name: &'static str,
         task: impl Future<Output = ()> + Send + 'static,
     ) {
-        let shutdown = self.shutdown.clone();
+        let until_shutdown = self.shutdown.clone().run_until_cancelled_owned(task);
         self.spawn(name, async move {
-            tokio::select! {
-                () = shutdown.cancelled() => {}
-                () = task => {}
-            }
+            until_shutdown.await;
         });
     }
 }
