@@ -141,10 +141,6 @@ pub struct Tasks {
 }
 
 impl Tasks {
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Starts `future` under `name`, which appears in the log when it ends.
     pub fn spawn<E>(
         &mut self,
@@ -196,7 +192,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn drain_waits_for_cancelled_tasks_and_aborts_the_rest() {
         let token = CancellationToken::new();
-        let mut tasks = Tasks::new();
+        let mut tasks = Tasks::default();
         let heeding = token.clone();
         tasks.spawn("heeds", async move {
             heeding.cancelled().await;
@@ -210,7 +206,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_failed_task_is_named() {
-        let mut tasks = Tasks::new();
+        let mut tasks = Tasks::default();
         tasks.spawn("relay", async { Err::<(), BoxError>("no".into()) });
         let ended = tasks.next_ended().await;
         assert_eq!(ended.name, "relay");

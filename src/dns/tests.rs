@@ -68,7 +68,7 @@ fn unserved() -> (Server, impl Future<Output = Result<(), Error>> + Send) {
     let (dns, serving) = built.expect("bound");
     let server = Server {
         dns,
-        tasks: Tasks::new(),
+        tasks: Tasks::default(),
         shutdown,
         registry,
     };

@@ -87,7 +87,7 @@ pub(super) async fn serve<F: Forward>(
     shared: Arc<Shared<F>>,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
-    let mut tasks = Tasks::new();
+    let mut tasks = Tasks::default();
     for (udp, tcp) in bound {
         let tcp = TcpListener::from_std(tcp).map_err(Error::Socket)?;
         tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone()));

@@ -28,7 +28,7 @@ pub(super) async fn serve<F: Forward>(
     listener: TcpListener,
     shared: Arc<Shared<F>>,
 ) -> io::Result<()> {
-    let mut connections = Tasks::new();
+    let mut connections = Tasks::default();
     loop {
         tokio::select! {
             ended = connections.next_ended() => {

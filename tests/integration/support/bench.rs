@@ -83,7 +83,7 @@ impl Bench {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         std::fs::write(path.join("root.pem"), control_plane.root_pem()).unwrap();
-        let mut tasks = Tasks::new();
+        let mut tasks = Tasks::default();
         let shutdown = CancellationToken::new();
         let registry = Registry::default();
         let mut configs = addresses.iter().map(|address| istiod_config(path, address));
