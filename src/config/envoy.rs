@@ -12,7 +12,7 @@ use super::{Loader, READABLE_YAML, below};
 use crate::bootstrap;
 use crate::compliance::Policy;
 use crate::dns::listen;
-use crate::envoy::command::{Command, IpVersion, LogLevels};
+use crate::envoy::command::{Command, LogLevels};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
@@ -185,7 +185,7 @@ impl Loader<'_> {
                 custom => custom.into(),
             },
             drain_time: self.proxy_config.drain_time(),
-            ip_version: if v6 { IpVersion::V6 } else { IpVersion::V4 },
+            is_ipv6: v6,
             file_flush_interval: time(self.proxy_config.file_flush_interval)
                 .unwrap_or(Duration::from_secs(1)),
             file_flush_min_size_kb: self.proxy_config.file_flush_min_size_kb,

@@ -12,7 +12,8 @@ pub struct Command {
     pub bootstrap: PathBuf,
     /// Envoy's own drain time; whole seconds are used.
     pub drain_time: Duration,
-    pub ip_version: IpVersion,
+    /// Family of the addresses Envoy binds by itself.
+    pub is_ipv6: bool,
     pub file_flush_interval: Duration,
     /// Zero is Envoy's own.
     pub file_flush_min_size_kb: u32,
@@ -55,13 +56,6 @@ pub enum Mode {
 const FIPS_CIPHERS: &str = "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256:\
                             ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384";
 
-/// Family of the addresses Envoy binds by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IpVersion {
-    V4,
-    V6,
-}
-
 /// Envoy's log levels, as its flags take them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LogLevels {
@@ -101,10 +95,7 @@ impl Command {
 
     /// Everything after the program's name, in pilot-agent's order.
     pub fn arguments(&self, mode: &Mode) -> Vec<String> {
-        let ip_version = match self.ip_version {
-            IpVersion::V4 => "v4",
-            IpVersion::V6 => "v6",
-        };
+        let ip_version = if self.is_ipv6 { "v6" } else { "v4" };
         let flush_interval = self.file_flush_interval.as_millis();
         let flush_size = Some(self.file_flush_min_size_kb).filter(|size| *size > 0);
         [
@@ -175,7 +166,7 @@ mod tests {
             binary: "/usr/local/bin/envoy".into(),
             bootstrap: "etc/istio/proxy/envoy-rev.json".into(),
             drain_time: Duration::from_secs(45),
-            ip_version: IpVersion::V4,
+            is_ipv6: false,
             file_flush_interval: Duration::from_secs(1),
             file_flush_min_size_kb: 0,
             log: LogLevels::split("warning", "misc:error").0,
@@ -243,7 +234,7 @@ mod tests {
     #[test]
     fn what_is_not_set_is_not_passed() {
         let bare = Command {
-            ip_version: IpVersion::V6,
+            is_ipv6: true,
             log: LogLevels::default(),
             skip_deprecated_logs: false,
             concurrency: None,

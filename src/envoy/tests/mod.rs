@@ -56,7 +56,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
             binary,
             bootstrap: directory.join("envoy-rev.json"),
             drain_time: Duration::from_secs(45),
-            ip_version: command::IpVersion::V4,
+            is_ipv6: false,
             file_flush_interval: Duration::from_secs(1),
             log: command::LogLevels::default(),
             skip_deprecated_logs: true,
