@@ -4,7 +4,6 @@
 //! bounds each with the timeout of its [`Probe`]. The [`Outcome`] is a status for the prober and the
 //! beginning of the body. One call is one probe; thresholds are the kubelet's.
 
-use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -104,6 +103,7 @@ pub struct Config {
 }
 
 /// Sends probes.
+#[derive(Debug)]
 pub struct Client {
     dialer: Dialer,
     http: http_client::Client,
@@ -143,12 +143,6 @@ impl Client {
         };
         let outcome = timeout_at(end, probing).await;
         outcome.map_err(|_| Error::Late(probe.timeout))?
-    }
-}
-
-impl fmt::Debug for Client {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Client").finish_non_exhaustive()
     }
 }
 
