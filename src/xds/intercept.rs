@@ -120,10 +120,6 @@ impl Interceptors {
         }
     }
 
-    pub(crate) fn subscribes(&self, index: usize) -> bool {
-        self.0[index].subscribes()
-    }
-
     pub(crate) fn get(&self, index: usize) -> &dyn Interceptor {
         &*self.0[index]
     }

@@ -280,7 +280,7 @@ impl<'a> Session<'a> {
                 }
                 // The present verdict only: one that waited for istiod may be no longer true.
                 health = changed(&mut self.health),
-                    if self.to_istiod.is_some() && self.state.is_subscribed() =>
+                    if self.to_istiod.is_some() && self.state.is_subscribed =>
                 {
                     // Not held, as it may be no longer true when another stream opens.
                     self.enqueue(self.state.health_report(&health));

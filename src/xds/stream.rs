@@ -32,8 +32,9 @@ pub(super) struct StreamState {
     observer: Observer,
     pub(super) requests: RequestReader,
     responses: ResponseReader,
-    /// Whether the agent's own subscriptions have been sent on this stream.
-    subscribed: bool,
+    /// Whether the agent's own subscriptions have been sent on this stream. Then istiod knows the node, and
+    /// other requests of the agent's own may follow.
+    pub(super) is_subscribed: bool,
     /// Whether istiod has sent a response, or a part of one.
     pub(super) is_answered: bool,
     /// Requests that are ready, each a frame.
@@ -67,7 +68,7 @@ impl StreamState {
             responses: ResponseReader::new(protocol, interceptors.clone()),
             interceptors,
             observer,
-            subscribed: false,
+            is_subscribed: false,
             is_answered: false,
             to_istiod: Vec::new(),
             to_envoy: VecDeque::new(),
@@ -88,23 +89,18 @@ impl StreamState {
             let services = services.and_then(|known| known.requested(&request, self.protocol));
             self.observer.requested(&request, services);
             self.recorder.requested(&request);
-            let first_listener = type_url == LISTENER && !self.subscribed;
+            let first_listener = type_url == LISTENER && !self.is_subscribed;
             if self.protocol == Protocol::Delta {
                 self.interceptors.requested(type_url, &request.frame);
             }
             self.to_istiod.push(request.frame);
             if first_listener {
-                self.subscribed = true;
+                self.is_subscribed = true;
                 let subscriptions = self.interceptors.subscriptions(self.protocol);
                 self.to_istiod.extend(subscriptions);
             }
         });
         read.map_err(|status| End::bad_request(&status))
-    }
-
-    /// Whether istiod knows the node, so that requests of the agent's own may follow.
-    pub(super) fn is_subscribed(&self) -> bool {
-        self.subscribed
     }
 
     /// A report of the health of the workload.
@@ -145,7 +141,7 @@ impl StreamState {
             // pilot-agent. What Envoy subscribes to may be a removal, which the interceptor has to see.
             Output::Captured(response)
                 if response.received.resources == 0
-                    && self.interceptors.subscribes(response.interceptor) => {}
+                    && self.interceptors.get(response.interceptor).subscribes() => {}
             Output::Captured(response) => self.captured.push_back(response),
         });
         read.map_err(|status| End::bad_response(&status))?;
