@@ -90,11 +90,11 @@ fn converted(
                 continue;
             }
             if converted.retry_at.is_none() {
-                return Outcome::Forward(rewritten);
+                return Outcome::Forward(rewritten, None);
             }
             let rest = message.clone();
             let outcome = self::converted(wasm, protocol, message, Some(converted));
-            return Outcome::ForwardAnd(rewritten, Later { outcome, rest });
+            return Outcome::Forward(rewritten, Some(Later { outcome, rest }));
         }
     })
 }
@@ -126,23 +126,19 @@ fn parts(message: &Bytes) -> Option<Vec<Bytes>> {
 fn one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
     Box::pin(async move {
         let (outcome, index, _) = select_all(parts.iter_mut().map(|part| &mut part.1)).await;
-        let message = match outcome {
-            Outcome::Forward(message) => {
-                drop(parts.swap_remove(index));
-                message
-            }
-            Outcome::ForwardAnd(message, later) => {
-                parts[index].1 = later.outcome;
-                message
-            }
-            refused => return refused,
+        let Outcome::Forward(message, later) = outcome else {
+            return outcome;
         };
+        match later {
+            Some(later) => parts[index].1 = later.outcome,
+            None => drop(parts.swap_remove(index)),
+        }
         if parts.is_empty() {
-            return Outcome::Forward(message);
+            return Outcome::Forward(message, None);
         }
         let rest: Vec<_> = parts.iter().map(|part| &part.0[..]).collect();
         let (rest, outcome) = (rest.concat().into(), one_by_one(parts));
-        Outcome::ForwardAnd(message, Later { outcome, rest })
+        Outcome::Forward(message, Some(Later { outcome, rest }))
     })
 }
 
@@ -350,7 +346,7 @@ mod tests {
     async fn forwarded(protocol: Protocol, message: &Bytes) -> Bytes {
         let outcome = Ecds(wasm()).intercept(protocol, message.clone()).await;
         match outcome {
-            Outcome::Forward(message) => message,
+            Outcome::Forward(message, None) => message,
             other => panic!("{other:?}"),
         }
     }
@@ -411,7 +407,7 @@ mod tests {
 
     async fn forwarded_first(ecds: &Ecds, message: &Bytes) -> (Bytes, Later) {
         match ecds.intercept(Protocol::Delta, message.clone()).await {
-            Outcome::ForwardAnd(message, later) => (message, later),
+            Outcome::Forward(message, Some(later)) => (message, later),
             other => panic!("{other:?}"),
         }
     }
@@ -457,7 +453,7 @@ mod tests {
                 .merge(Protocol::Delta, &later.rest, &newer)
                 .expect("merged");
             let outcome = ecds.intercept(Protocol::Delta, merged).await;
-            assert!(matches!(outcome, Outcome::Forward(found) if found == newer));
+            assert!(matches!(outcome, Outcome::Forward(found, None) if found == newer));
         }
     }
 
@@ -470,7 +466,7 @@ mod tests {
         let (_other, b) = hanging("b", Duration::from_millis(50));
         let response = delta("1", &[("a", a), ("b", b)], &[]);
         let (first, later) = forwarded_first(&ecds, &response).await;
-        let Outcome::ForwardAnd(second, _) = later.outcome.await else {
+        let Outcome::Forward(second, Some(_)) = later.outcome.await else {
             panic!("the modules are fetched again later");
         };
         let mut names = Vec::new();
@@ -549,7 +545,7 @@ mod tests {
             for message in [message.clone(), [&message[..], &rest].concat().into()] {
                 let outcome = Ecds(wasm()).intercept(protocol, message.clone());
                 match runtime.block_on(outcome) {
-                    Outcome::Forward(found) => prop_assert_eq!(found, message),
+                    Outcome::Forward(found, None) => prop_assert_eq!(found, message),
                     Outcome::Rejected(_) => {}
                     other => prop_assert!(false, "{:?}", other),
                 }

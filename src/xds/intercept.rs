@@ -32,11 +32,9 @@ pub(crate) const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation"
 pub enum Outcome {
     /// Consumed by the agent: istiod gets an ACK, Envoy gets nothing.
     Accepted,
-    /// This message goes to Envoy in its place. Envoy sends the ACK, with the nonce it carries.
-    Forward(Bytes),
-    /// The same; and what comes of the future is another outcome, unless a newer response of the type
-    /// comes first.
-    ForwardAnd(Bytes, Later),
+    /// This message goes to Envoy in its place. Envoy sends the ACK, with the nonce it carries. Another
+    /// outcome may follow, unless a newer response of the type comes first.
+    Forward(Bytes, Option<Later>),
     /// Not usable, for the reason given: istiod gets a NACK, Envoy gets nothing.
     Rejected(String),
 }

@@ -101,7 +101,7 @@ mod tests {
         fn intercept(&self, _: Protocol, message: Bytes) -> Intercepting {
             match message.starts_with(b"slow") {
                 true => Box::pin(pending()),
-                false => Box::pin(ready(Outcome::Forward(message))),
+                false => Box::pin(ready(Outcome::Forward(message, None))),
             }
         }
         fn merge(&self, _: Protocol, older: &Bytes, newer: &Bytes) -> Option<Bytes> {
@@ -139,7 +139,7 @@ mod tests {
             .expect("a task")
             .expect("an outcome");
         match outcome {
-            Outcome::Forward(message) => (response.received.nonce, message),
+            Outcome::Forward(message, _) => (response.received.nonce, message),
             other => panic!("{other:?}"),
         }
     }
@@ -182,7 +182,7 @@ mod tests {
             outcome,
             rest: Bytes::from_static(b"rest"),
         };
-        let forwarded = Outcome::Forward(Bytes::from_static(b"later"));
+        let forwarded = Outcome::Forward(Bytes::from_static(b"later"), None);
         interceptions.follow(captured("first"), later(Box::pin(ready(forwarded))));
         assert_eq!(next(&mut interceptions).await.1, "later");
         interceptions.follow(captured("first"), later(Box::pin(pending())));

@@ -34,12 +34,11 @@ use tonic::Status;
 
 use super::Protocol;
 use super::end::{self, End};
-use super::intercept::{Interceptors, Outcome};
+use super::intercept::Interceptors;
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
 use super::last_known_good::replay::Replay;
 use super::observe::{Observer, Services, Source};
-use super::response::Captured;
 use super::stream::StreamState;
 use crate::backoff::Backoff;
 use crate::clock::later;
@@ -276,7 +275,9 @@ impl<'a> Session<'a> {
                     let (response, outcome) = done.map_err(|panic| {
                         End::bad_response(&Status::internal(panic.to_string()))
                     })?;
-                    self.intercepted(response, outcome);
+                    if let Some(later) = self.state.intercepted(&response, outcome) {
+                        self.interceptions.follow(response, later);
+                    }
                 }
                 // The present verdict only: one that waited for istiod may be no longer true.
                 health = changed(&mut self.health),
@@ -309,16 +310,6 @@ impl<'a> Session<'a> {
                 && self.relay.is_envoy
                 && self.relay.istiod.has_others();
             self.owed_since = is_owed.then(|| self.owed_since.unwrap_or_else(Instant::now));
-        }
-    }
-
-    fn intercepted(&mut self, response: Captured, outcome: Outcome) {
-        match outcome {
-            Outcome::ForwardAnd(message, later) => {
-                self.state.intercepted(&response, Outcome::Forward(message));
-                self.interceptions.follow(response, later);
-            }
-            outcome => self.state.intercepted(&response, outcome),
         }
     }
 

@@ -9,7 +9,7 @@ use tonic::{Code, Status};
 
 use super::Protocol;
 use super::end::End;
-use super::intercept::{HEALTH, Interceptors, Outcome, frame, request};
+use super::intercept::{HEALTH, Interceptors, Later, Outcome, frame, request};
 use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
 use super::request::RequestReader;
@@ -149,8 +149,8 @@ impl StreamState {
         Ok(())
     }
 
-    /// Takes what an interceptor made of a response.
-    pub(super) fn intercepted(&mut self, captured: &Captured, outcome: Outcome) {
+    /// Takes what an interceptor made of a response. Returns what follows.
+    pub(super) fn intercepted(&mut self, captured: &Captured, outcome: Outcome) -> Option<Later> {
         let response = &captured.received;
         match outcome {
             Outcome::Accepted => {
@@ -167,12 +167,14 @@ impl StreamState {
                 );
                 self.answer(response, Some(&problem));
             }
-            Outcome::Forward(message) | Outcome::ForwardAnd(message, _) => {
+            Outcome::Forward(message, later) => {
                 self.recorder.replaced(response, &message, false);
                 self.between.push_back(frame(&message));
                 self.send_rewritten();
+                return later;
             }
         }
+        None
     }
 
     /// Sends the ACK or NACK of a response the agent consumed.
@@ -308,7 +310,7 @@ mod tests {
         assert_eq!(captured.message, own[5..]);
         state.read_responses(passing.slice(..80)).unwrap();
         let rewritten = Bytes::from_static(b"rewritten");
-        let outcome = Outcome::Forward(rewritten.clone());
+        let outcome = Outcome::Forward(rewritten.clone(), None);
         state.intercepted(&captured, outcome);
         assert_eq!(state.to_envoy, [passing.slice(..80)]);
         state.read_responses(passing.slice(80..)).unwrap();

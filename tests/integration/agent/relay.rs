@@ -556,7 +556,7 @@ impl Interceptor for Rewriting {
         let permits = self.0.clone();
         Box::pin(async move {
             permits.acquire().await.unwrap().forget();
-            Outcome::Forward(rewritten(&message))
+            Outcome::Forward(rewritten(&message), None)
         })
     }
 }
