@@ -52,7 +52,6 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     );
     tokio::task::spawn_blocking(writing);
     let config = Config {
-        socket: socket.to_owned(),
         max_request_bytes: 1 << 20,
         cluster_id: String::new(),
         kept: Some(kept),

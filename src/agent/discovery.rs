@@ -62,13 +62,12 @@ impl Agent {
             kept
         });
         let config = xds::Config {
-            socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
             kept,
         };
         // Applications of gRPC share the directory, and may have taken the name.
-        let listener = unix_socket::replace(&config.socket)?;
+        let listener = unix_socket::replace(&self.config.xds_socket)?;
         let of_others = match envoy {
             Some(_) => {
                 let name = "connection to istiod for clients other than Envoy";

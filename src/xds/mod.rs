@@ -20,13 +20,9 @@ pub mod server;
 mod stream;
 pub mod wire;
 
-use std::path::PathBuf;
-
 /// Settings of the relay.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where Envoy finds the discovery service: `<configPath>/XDS`.
-    pub socket: PathBuf,
     /// The largest request accepted from Envoy, in bytes (`ISTIO_GPRC_MAXRECVMSGSIZE`).
     ///
     /// The first delta request after a reconnect names everything Envoy holds and passes

@@ -98,12 +98,11 @@ impl Bench {
             Ok::<(), std::io::Error>(())
         });
         let config = istio_agent::xds::Config {
-            socket: path.join("XDS"),
             max_request_bytes,
             cluster_id: "Kubernetes".into(),
             kept: None,
         };
-        let listener = unix_socket::bind(&config.socket).unwrap();
+        let listener = unix_socket::bind(&path.join("XDS")).unwrap();
         let is_envoy = Arc::new(AtomicBool::new(true));
         let counts = is_envoy.clone();
         let health = watch::Sender::new(None);
