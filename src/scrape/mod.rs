@@ -74,6 +74,7 @@ pub struct Hidden {
 
 /// Serves the merged page. Clones share connections and counters.
 #[derive(Clone)]
+#[allow(missing_debug_implementations)]
 pub struct Scrape(Arc<Inner>);
 
 struct Inner {
@@ -83,12 +84,6 @@ struct Inner {
     client: Client,
     /// Identifies the scrapes of this agent.
     id: HeaderValue,
-}
-
-impl std::fmt::Debug for Scrape {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Scrape").field(&self.0.config).finish()
-    }
 }
 
 impl Scrape {

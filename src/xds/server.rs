@@ -9,7 +9,6 @@
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::fmt;
 use std::future::{Ready, ready};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -52,6 +51,7 @@ pub struct Upstream {
 
 /// The discovery service.
 #[derive(Clone)]
+#[allow(missing_debug_implementations)]
 pub struct Discovery(Arc<Inner>);
 
 struct Inner {
@@ -181,12 +181,6 @@ fn ended(status: &Status) -> ResponseBody {
     let trailers = Frame::trailers(end::trailers(status));
     let _ = sender.try_send(Ok(trailers)); // There is room for one.
     body
-}
-
-impl fmt::Debug for Discovery {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Discovery").field(&self.0.config).finish()
-    }
 }
 
 impl hyper::service::Service<Request<Incoming>> for Discovery {
