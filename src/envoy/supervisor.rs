@@ -7,10 +7,11 @@
 use std::io;
 use std::time::Duration;
 
+use futures_util::future::OptionFuture;
 use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use super::active::{Active, Counting};
 use super::admin::{Admin, DrainCall};
@@ -219,7 +220,7 @@ impl Supervisor {
         loop {
             self.publish();
             let (current, urgency) = (&mut self.current, self.requested.urgency);
-            let deadline = current.deadline;
+            let deadline = OptionFuture::from(current.deadline.map(sleep_until));
             tokio::select! {
                 biased;
                 ended = instance::ended(&mut current.instance) => return self.ended(ended?).await,
@@ -244,7 +245,7 @@ impl Supervisor {
                     // Every step has its deadline, so nothing hangs on the answer.
                     Err(error) => warn(&error, "going on without an answer from Envoy"),
                 },
-                () = reached(deadline) => {
+                Some(()) = deadline => {
                     self.current.deadline = None;
                     return Ok(Event::Deadline);
                 }
@@ -515,13 +516,6 @@ async fn more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> 
     }
     // There will be no further request.
     std::future::pending().await
-}
-
-pub(super) async fn reached(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep_until(deadline).await,
-        None => std::future::pending().await,
-    }
 }
 
 /// Whether neither the agent nor a request to Envoy itself has brought an end about.

@@ -15,17 +15,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::OptionFuture;
 use http::{Method as HttpMethod, Response};
 use serde_json::Value;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use super::admin::Admin;
 use super::command::Mode;
 use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Ended, Instance};
 use super::launch::{BaseId, Launch, Prepared, can_share};
-use super::supervisor::{Current, reached};
+use super::supervisor::Current;
 use super::{Error, machine as life};
 use crate::clock::{self, Clock};
 use crate::lifecycle::{BoxError, with_causes};
@@ -419,7 +420,7 @@ impl HotRestart {
 
     /// Waits for what is under way. May be dropped and called again.
     pub(super) async fn progress(&mut self) -> io::Result<Progress> {
-        let deadline = self.deadline;
+        let deadline = OptionFuture::from(self.deadline.map(sleep_until));
         tokio::select! {
             ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorEnded),
             ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentEnded),
@@ -427,7 +428,7 @@ impl HotRestart {
                 // The wait for a successor has its deadline.
                 Progress::Refused(error.to_string())
             })),
-            () = reached(deadline) => {
+            Some(()) = deadline => {
                 self.deadline = None;
                 Ok(Progress::Deadline)
             }
