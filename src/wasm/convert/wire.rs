@@ -4,7 +4,7 @@
 use bytes::{Buf, Bytes};
 pub(crate) use prost::DecodeError;
 use prost::encoding::{
-    DecodeContext, WireType, decode_key, decode_varint, encode_key, encode_varint, skip_field,
+    self, DecodeContext, WireType, decode_key, encode_key, encode_varint, skip_field,
 };
 
 /// A field as it was written.
@@ -22,15 +22,13 @@ pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
     while rest.has_remaining() {
         let begin = rest.clone();
         let (number, wire_type) = decode_key(&mut rest)?;
-        let mut content = None;
+        let (mut content, context) = (None, DecodeContext::default());
         if wire_type == WireType::LengthDelimited {
-            let mut after = rest.clone();
-            let length = decode_varint(&mut after)?;
-            skip_field(wire_type, number, &mut rest, DecodeContext::default())?;
-            // Skipping has shown that the content is whole.
-            content = usize::try_from(length).ok().map(|end| after.slice(..end));
+            // A slice of the message, not a copy.
+            let content = content.insert(Bytes::new());
+            encoding::bytes::merge(wire_type, content, &mut rest, context)?;
         } else {
-            skip_field(wire_type, number, &mut rest, DecodeContext::default())?;
+            skip_field(wire_type, number, &mut rest, context)?;
         }
         let record = begin.slice(..begin.len() - rest.len());
         fields.push(Field {
