@@ -42,20 +42,14 @@ pub(super) struct Lines {
     /// The length at which it is read again, if it has line feeds in quotes that are still open.
     awaited: usize,
     names: Names,
-    named: Named,
+    /// Whether samples of the last name are left out.
+    is_hidden: bool,
+    /// Whether an earlier source has samples of the last name.
+    is_known: bool,
     /// Whether `# EOF` was there.
     pub has_ended: bool,
     pub duplicates: u64,
     pub malformed: u64,
-}
-
-/// What applies to all samples of a name.
-#[derive(Clone, Copy)]
-enum Named {
-    Hidden,
-    /// An earlier source has samples of that name.
-    Known,
-    New,
 }
 
 /// What becomes of a line.
@@ -77,7 +71,8 @@ impl Lines {
             partial: Vec::new(),
             awaited: 0,
             names: Names::default(),
-            named: Named::New,
+            is_hidden: false,
+            is_known: false,
             has_ended: false,
             duplicates: 0,
             malformed: 0,
@@ -180,18 +175,13 @@ impl Lines {
             if !line.starts_with('{') {
                 self.names.metric.push_str(sample.name);
             }
-            self.named = match seen.name(sample.name) {
-                _ if self.is_hidden(sample.name) => Named::Hidden,
-                true => Named::Known,
-                false => Named::New,
-            };
+            self.is_known = seen.name(sample.name);
+            self.is_hidden = self.hides(sample.name);
         }
-        let is_known = match self.named {
-            Named::Hidden => return Some(Drop),
-            Named::New if !seen.remembers() => false,
-            Named::Known | Named::New => seen.series(&mut sample),
-        };
-        if is_known {
+        if self.is_hidden {
+            return Some(Drop);
+        }
+        if (self.is_known || seen.remembers()) && seen.series(&mut sample) {
             self.duplicates += 1;
             return Some(Drop);
         }
@@ -221,7 +211,7 @@ impl Lines {
             _ => return Some(Show(line.into())),
         }
         let (name, text) = split_name(rest, ':')?;
-        if self.is_hidden(name) {
+        if self.hides(name) {
             return Some(Drop);
         }
         let text = text
@@ -281,7 +271,7 @@ impl Lines {
         Some(Some(shown))
     }
 
-    fn is_hidden(&self, name: &str) -> bool {
+    fn hides(&self, name: &str) -> bool {
         let mut hidden = self.hidden.iter();
         hidden.any(|family| name.starts_with(family.start) && name.ends_with(family.end))
     }
