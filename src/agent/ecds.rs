@@ -150,8 +150,8 @@ async fn rewrite(
 ) -> Result<(Bytes, Converted), String> {
     let broken = |error| format!("discovery response from istiod: {error}");
     let fields = wire::fields(message).map_err(broken)?;
-    let (mut resources, mut places) = (Vec::new(), Vec::new());
-    for (place, field) in fields.iter().enumerate() {
+    let mut resources = Vec::new();
+    for field in &fields {
         if let (Protocol::Delta, REMOVED, Some(name)) = (protocol, field.number, &field.content) {
             wasm.forget(name);
         }
@@ -164,7 +164,6 @@ async fn rewrite(
         };
         // Without one it is refused.
         resources.push(any.unwrap_or_default());
-        places.push(place);
     }
     // In delta, other resources stay as they were.
     let converted = wasm.convert(&resources, protocol == Protocol::Sotw);
@@ -173,14 +172,12 @@ async fn rewrite(
         return Ok((message.clone(), converted));
     }
     let mut rewritten = Vec::with_capacity(message.len());
-    let mut changes = places.iter().zip(&converted.resources).peekable();
-    for (place, field) in fields.iter().enumerate() {
-        let change = changes.next_if(|(changed, _)| **changed == place);
-        match (
-            change.and_then(|(_, resource)| resource.clone()),
-            &field.content,
-        ) {
-            (Some(any), Some(content)) => {
+    let mut changes = converted.resources.iter();
+    for field in &fields {
+        let content = field.content.as_ref().filter(|_| field.number == RESOURCES);
+        let change = content.and_then(|content| Some((content, changes.next()?.clone()?)));
+        match change {
+            Some((content, any)) => {
                 let content = match protocol {
                     Protocol::Sotw => any,
                     Protocol::Delta => {
@@ -190,7 +187,7 @@ async fn rewrite(
                 };
                 wire::append(&mut rewritten, RESOURCES, &content);
             }
-            _ => rewritten.extend_from_slice(&field.record),
+            None => rewritten.extend_from_slice(&field.record),
         }
     }
     Ok((rewritten.into(), converted))
