@@ -48,7 +48,7 @@ use crate::version;
 use crate::wasm::Wasm;
 use crate::{doctor, scope, sds, status};
 use reload::{Inputs, Report, Settings};
-use sds_socket::{Detected, SdsOwner};
+use sds_socket::Detected;
 
 /// How long tasks may take to end once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -70,7 +70,7 @@ pub async fn run(mut config: Config, settings: Settings) -> Result<ExitCode, Box
         let port = status.map(|status| status::bind(status.port));
         let port = port.transpose()?;
         let mut detected = sds_socket::detect(&config).await?;
-        if detected.owner == SdsOwner::Agent && !config.authority_problems.is_empty() {
+        if detected.serves_workload && !config.authority_problems.is_empty() {
             return Err(Unusable(config.authority_problems).into());
         }
         let listener = detected.bind(&config)?;
@@ -110,7 +110,7 @@ impl Agent {
         milestones: Milestones,
         stop: &Stop,
     ) -> Result<Self, BoxError> {
-        let owner = detected.owner;
+        let serves_workload = detected.serves_workload;
         let istio_version = istio_version(&config).to_owned();
         let runs_envoy = config.envoy.is_some();
         let inputs = runs_envoy.then(|| Inputs::new(config.clone(), settings.load, detected));
@@ -129,7 +129,8 @@ impl Agent {
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let refusals = sds::Refusals::default();
-        let (secrets, files, pcds) = agent.secrets(&istiod, owner, listener, refusals.clone());
+        let (secrets, files, pcds) =
+            agent.secrets(&istiod, serves_workload, listener, refusals.clone());
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
@@ -142,7 +143,7 @@ impl Agent {
                 istiod: istiod.clone(),
                 secrets: secrets.clone(),
                 files,
-                serves_secrets: owner == SdsOwner::Agent,
+                serves_secrets: serves_workload,
                 discovery: discovery.clone(),
                 dns: dns.clone(),
                 forwarder,

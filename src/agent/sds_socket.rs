@@ -19,17 +19,11 @@ const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";
 /// Tells istiod that the agent serves files beside another process.
 const FILES: &str = "file-credential";
 
-/// The process that serves the workload's secrets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SdsOwner {
-    Agent,
-    Other,
-}
-
 /// The owner, and the node metadata that tells istiod.
 #[derive(Clone, Debug)]
 pub(super) struct Detected {
-    pub(super) owner: SdsOwner,
+    /// Whether the agent serves the workload's secrets, not another process.
+    pub(super) serves_workload: bool,
     metadata: Vec<&'static str>,
 }
 
@@ -41,7 +35,7 @@ impl Detected {
         if config.envoy.is_none() {
             return Ok(None);
         }
-        if self.owner == SdsOwner::Agent {
+        if self.serves_workload {
             return unix_socket::bind(&config.sds_socket).map(Some);
         }
         let bound = unix_socket::bind(Path::new(FILES_SOCKET));
@@ -66,14 +60,18 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, String> {
         tracing::info!("Credential SDS socket found");
         metadata.push("credential");
     }
-    let owner = owner(&config.sds_socket, config.secret_sources.absent_socket).await?;
-    if owner != SdsOwner::Agent {
+    let is_served = is_served(&config.sds_socket, config.secret_sources.absent_socket).await?;
+    if is_served {
         metadata.push(FILES);
     }
-    Ok(Detected { owner, metadata })
+    Ok(Detected {
+        serves_workload: !is_served,
+        metadata,
+    })
 }
 
-async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, String> {
+/// Whether another process serves the workload socket, or is to.
+async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, String> {
     // With `Wait` a dead socket may belong to a process that is about to start, and is left alone.
     let is_healthy = match absent {
         AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),
@@ -84,7 +82,7 @@ async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, String> 
             "Existing workload SDS socket found at {}. Default Istio SDS Server will only serve files",
             socket.display()
         ),
-        AbsentSocket::Serve => return Ok(SdsOwner::Agent),
+        AbsentSocket::Serve => return Ok(false),
         AbsentSocket::Fail => {
             return Err(format!(
                 "agent configured for non-default SDS socket path: {} but no socket found",
@@ -96,7 +94,7 @@ async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, String> 
             socket.display()
         ),
     }
-    Ok(SdsOwner::Other)
+    Ok(true)
 }
 
 /// Whether a process serves the socket. A dead socket is removed, so that it can be bound again.

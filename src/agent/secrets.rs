@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use super::Agent;
 use super::pcds::Pcds;
-use super::sds_socket::SdsOwner;
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::istiod::Istiod;
@@ -26,24 +25,24 @@ impl Agent {
     pub(super) fn secrets(
         &mut self,
         istiod: &Istiod,
-        owner: SdsOwner,
+        serves_workload: bool,
         listener: Option<Listener>,
         refusals: sds::Refusals,
     ) -> (Option<Secrets>, Files, Option<Pcds>) {
         let mut config = self.config.secret_sources.files.clone();
-        if owner == SdsOwner::Other {
+        if !serves_workload {
             config.workload = None;
         }
         let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("secrets from files", keeping);
-        let serves_workload = owner == SdsOwner::Agent;
         // Files that exist replace the authority.
         let signs = serves_workload
             && self.config.secret_sources.has_authority()
             && !(files.have(&Name::Default) && files.have(&Name::RootCa));
         let secrets = signs.then(|| self.renewal(istiod));
-        if serves_workload {
-            self.output(secrets.clone(), &files);
+        if serves_workload && let Some(config) = self.config.secrets.output.clone() {
+            let writing = output::run(config, secrets.clone(), files.clone());
+            self.spawn_until_shutdown("certificate output", writing);
         }
         let wants_roots = serves_workload && self.config.secrets.mesh_roots;
         let pcds = wants_roots.then(|| Pcds {
@@ -77,15 +76,6 @@ impl Agent {
             secrets::new(config.renewal, authority, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("certificate renewal", renewal);
         secrets
-    }
-
-    /// Writes the workload's secrets to a directory (`OUTPUT_CERTS`).
-    fn output(&mut self, secrets: Option<Secrets>, files: &Files) {
-        let Some(config) = self.config.secrets.output.clone() else {
-            return;
-        };
-        let writing = output::run(config, secrets, files.clone());
-        self.spawn_until_shutdown("certificate output", writing);
     }
 
     /// The users that may connect to the SDS socket; None for all.
