@@ -282,7 +282,8 @@ impl HotRestart {
         self.drop_calls();
         self.deadline = Some(clock::after(self.limits.live));
         self.calls.spawn(async move {
-            live_at(admin, restart_epoch).await;
+            let is_live = |answer: &Response<Bytes>| serves(answer) == Some(restart_epoch);
+            admin.until("/server_info", LIVE_PERIOD, is_live).await;
             Progress::Live
         });
         self.successor = Some(successor);
@@ -490,12 +491,6 @@ async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
         Ended::Code(0) => Ok(()),
         ended => Err(format!("Envoy rejected the bootstrap ({ended}): {reason}").into()),
     }
-}
-
-/// Returns when the Envoy of this restart epoch serves.
-async fn live_at(admin: Admin, epoch: u32) {
-    let is_live = |answer: &Response<Bytes>| serves(answer) == Some(epoch);
-    admin.until("/server_info", LIVE_PERIOD, is_live).await;
 }
 
 /// The restart epoch of an Envoy that serves.
