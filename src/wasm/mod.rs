@@ -59,9 +59,6 @@ pub(crate) struct Converted {
     pub(crate) retry_at: Option<Instant>,
 }
 
-/// A resource, and when to ask again for a module it does not get.
-type Replaced = (Bytes, Option<Instant>);
-
 impl Wasm {
     /// The future fetches modules and removes old ones. It never ends; dropping it ends all fetches.
     pub fn new(
@@ -156,7 +153,8 @@ impl Wasm {
         }
     }
 
-    async fn replace(&self, filter: &Filter) -> Result<Replaced, String> {
+    /// The resource in place of a filter, and when to ask again for a module that it does not get.
+    async fn replace(&self, filter: &Filter) -> Result<(Bytes, Option<Instant>), String> {
         let converted = self.module(filter).await;
         let result = converted.as_ref().err().map_or("success", |it| it.result);
         self.0.metrics.conversions.with([result]).inc();
