@@ -185,8 +185,8 @@ impl ResponseReader {
                 let fields = message.walker.finish().map_err(malformed)?;
                 (Consumer::Agent, fields)
             }
-            Some(Disposition::Withhold) => (Consumer::None, message.walker.into_fields()),
-            Some(Disposition::Pass) | None => (Consumer::Envoy, message.walker.into_fields()),
+            Some(Disposition::Withhold) => (Consumer::None, message.walker.fields),
+            Some(Disposition::Pass) | None => (Consumer::Envoy, message.walker.fields),
         };
         let type_url = match fields.type_url.is_empty() {
             true => fields.resource_type.unwrap_or_default(),
@@ -235,7 +235,7 @@ impl Message {
         if self.disposition.is_some() {
             return None;
         }
-        let fields = self.walker.fields();
+        let fields = &self.walker.fields;
         let type_url = match &fields.resource_type {
             Some(resource_type) => resource_type,
             None if !fields.type_url.is_empty() || self.left == 0 => &fields.type_url,

@@ -77,7 +77,8 @@ pub struct Walker {
     step: Step,
     /// The part of a header or of a kept string that earlier chunks had.
     held: Vec<u8>,
-    fields: Fields,
+    /// What has been read so far, of a message that may not be whole or well-formed.
+    pub(super) fields: Fields,
 }
 
 /// What the next byte belongs to.
@@ -117,15 +118,6 @@ impl Walker {
             name: Some(hasher()),
             ..Self::new(Protocol::Delta, length)
         }
-    }
-
-    pub fn fields(&self) -> &Fields {
-        &self.fields
-    }
-
-    /// What has been read so far, of a message that may not be whole or well-formed.
-    pub(super) fn into_fields(self) -> Fields {
-        self.fields
     }
 
     /// The fields of a message that was fed whole.

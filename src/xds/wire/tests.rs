@@ -71,7 +71,7 @@ fn knows_the_type_once_the_first_resource_has_begun() {
     let mut walker = Walker::new(Protocol::Sotw, bytes.len() as u64);
     walker.feed(&bytes[..64]).unwrap();
     assert_eq!(
-        walker.fields().resource_type.as_deref(),
+        walker.fields.resource_type.as_deref(),
         Some("type.googleapis.com/envoy.X")
     );
 }
