@@ -93,6 +93,8 @@ class Comparison:
         self.world, self.options = world, options
         self.page = Page(options.folder.with_suffix(".json"), bool(options.only))
         self.cluster = world.cluster
+        if missing := [program for program in ("dig", "dnsperf") if not shutil.which(program)]:
+            raise Failed(f"no {' and no '.join(missing)} in PATH")
         self.binaries = {GO: programs("istio") / "pilot-agent", OURS: options.agent.resolve()}
         self.envoy = options.envoy.resolve()
         self.enter()
@@ -187,7 +189,7 @@ once. A difference of less than 10 % counts as equal.
                     return f"ready after {alone.until(ready, 20):.1f} s"
                 except Failed:
                     code = alone.process.poll()
-                    return "not ready" if code is None else f"exits with {code}: `{alone.lines[-1][1][-160:].strip()}`"
+                    return "not ready" if code is None else f"exits with {code}: `{alone.lines[-1][1].strip()[:200]}`"
         self.page.text("faults", "start with a full disk", {agent: measure(agent) for agent in AGENTS})
 
     def token(self, expired=False):
