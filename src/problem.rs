@@ -5,11 +5,21 @@ use std::fmt;
 /// A setting that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct Problem {
+    pub kind: Kind,
     /// Variable, flag, member or file.
     pub subject: String,
     pub found: String,
     /// Empty where `found` is a sentence that says it all.
     pub expected: String,
+}
+
+/// The kinds of problems that `preflight` tells apart.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kind {
+    #[default]
+    Value,
+    RepeatedMember,
+    UnknownMember,
 }
 
 impl Problem {
@@ -27,6 +37,7 @@ impl Problem {
         expected: impl Into<String>,
     ) -> Self {
         Self {
+            kind: Kind::default(),
             subject: subject.into(),
             found: found.into(),
             expected: expected.into(),

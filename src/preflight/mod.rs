@@ -18,7 +18,7 @@ use crate::doctor::report::{Check, Level};
 use crate::json;
 use crate::lifecycle::BoxError;
 use crate::logging::printable;
-use crate::problem::{Diagnostics, Problem};
+use crate::problem::{Diagnostics, Kind, Problem};
 
 const PAGE: &str = include_str!("../../docs/differences.md");
 
@@ -226,7 +226,7 @@ impl Findings<'_> {
             }
         }
         for (name, why) in env.without_effect() {
-            if !why.starts_with("pilot-agent") {
+            if why != environment::UNUSED {
                 self.add(Check::ok(name, why), WITHOUT_EFFECT);
             }
         }
@@ -293,11 +293,10 @@ fn rows() -> impl Iterator<Item = [&'static str; 4]> {
 
 /// The row that a problem belongs to.
 fn row_of(problem: &Problem) -> Option<&'static str> {
-    let words: Vec<_> = problem.found.split(' ').collect();
-    match (words.as_slice(), problem.expected.as_str()) {
-        (["unknown", "member", ..], "") => return Some(UNKNOWN_MEMBER),
-        (["another", "member", ..] | ["member", ..], "") => return Some(REPEATED),
-        _ => {}
+    match problem.kind {
+        Kind::UnknownMember => return Some(UNKNOWN_MEMBER),
+        Kind::RepeatedMember => return Some(REPEATED),
+        Kind::Value => {}
     }
     let setting = format!("`{}`", problem.subject.split(' ').next()?);
     let row = rows().find(|[_, there, ..]| there.contains(&setting));

@@ -14,7 +14,8 @@ use prost_reflect::{
 };
 
 use super::yaml::{Node, Tree, line};
-use crate::problem::Diagnostics;
+use crate::problem::Kind::{RepeatedMember, UnknownMember};
+use crate::problem::{self, Diagnostics, Problem};
 use crate::{duration, spelling};
 
 const DURATION: &str = "google.protobuf.Duration";
@@ -98,11 +99,13 @@ impl Reader<'_> {
             }
             let path = self.joined(key);
             if is_known {
-                self.warn(node, format!("member {path} gives way to another; ignored"));
+                let text = format!("member {path} gives way to another; ignored");
+                self.warn(RepeatedMember, node, text);
             } else {
                 let names = message.fields().map(|field| field.json_name().to_owned());
                 let hint = spelling::hint(key, "", names);
-                self.warn(node, format!("unknown member {path}{hint}; ignored"));
+                let text = format!("unknown member {path}{hint}; ignored");
+                self.warn(UnknownMember, node, text);
             }
         }
         Some(given)
@@ -120,7 +123,8 @@ impl Reader<'_> {
             }
         }
         for key in repeated {
-            self.warn(last[key], format!("another member {key}; this one counts"));
+            let text = format!("another member {key}; this one counts");
+            self.warn(RepeatedMember, last[key], text);
         }
         Some(last)
     }
@@ -214,9 +218,10 @@ impl Reader<'_> {
         format!("{}{dot}{name}", self.path)
     }
 
-    fn warn(&mut self, node: &Node, text: String) {
+    fn warn(&mut self, kind: problem::Kind, node: &Node, text: String) {
         let subject = format!("{} line {}", self.origin, line(node));
-        self.notes.warn(subject, text, "");
+        let problem = Problem::new(subject, text, "");
+        self.notes.warnings.push(Problem { kind, ..problem });
     }
 
     fn refuse<T>(&mut self, node: &Node, expected: &str) -> Option<T> {

@@ -15,6 +15,9 @@ use crate::duration;
 use crate::problem::Problem;
 use crate::spelling;
 
+/// The reason of variables that have no effect in pilot-agent either.
+pub const UNUSED: &str = "pilot-agent does not use it either";
+
 #[derive(Clone, Default)]
 pub struct Environment(BTreeMap<String, OsString>);
 

@@ -5,7 +5,7 @@ use super::Counterpart::Same;
 use super::Row;
 use super::State::{self, Honoured, Refused, WithoutEffect};
 
-const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
+const UNUSED: State = WithoutEffect(super::UNUSED);
 const GO: State = WithoutEffect("this agent does not use the Go runtime");
 
 /// Variables of `istio-iptables` and of the script that starts the agent on a machine.
