@@ -1,8 +1,9 @@
-//! Says what this agent does otherwise than pilot-agent for pods that are described, not run.
+//! Reports, for pod manifests, where this agent differs from pilot-agent.
 //!
-//! Each difference has its row in `docs/differences.md`: a row is about the settings that its first cell
-//! names in backquotes, and about errors in those that its second cell names so. What that page says of
-//! all pods, whatever their settings, is not repeated for each.
+//! Each finding belongs to a row of [`differences::TABLE`]. Rows without a selector hold for all pods,
+//! and are not repeated for each.
+
+pub mod differences;
 
 use std::fmt;
 
@@ -18,18 +19,8 @@ use crate::doctor::report::{Check, Level};
 use crate::json;
 use crate::lifecycle::BoxError;
 use crate::logging::printable;
-use crate::problem::{Diagnostics, Kind, Problem};
-
-const PAGE: &str = include_str!("../../docs/differences.md");
-
-// First cells of rows that are not found by the name of a setting.
-const CONFIGURATION: &str = "configuration errors";
-const OPTIONS: &str = "ports, users, groups, interfaces, marks";
-const PROBE_TIMEOUT: &str = "probe without `timeoutSeconds`";
-const REPEATED: &str = "repeated members of ProxyConfig";
-const UNKNOWN_FLAG: &str = "unknown flags of `proxy`";
-const UNKNOWN_MEMBER: &str = "unknown members of ProxyConfig";
-const WITHOUT_EFFECT: &str = "variables without effect";
+use crate::problem::{self, Diagnostics, Problem};
+use differences::{Difference, Impact, Selector, TABLE};
 
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -45,20 +36,24 @@ pub struct Report {
 pub struct Checked {
     pub name: String,
     pub level: Level,
-    pub differences: Vec<Difference>,
+    pub differences: Vec<Found>,
 }
 
 #[derive(Debug, Serialize)]
-pub struct Difference {
+pub struct Found {
     pub container: String,
     #[serde(flatten)]
     pub check: Check,
-    /// The first cell of the row in `docs/differences.md`; empty for what was not checked.
+    /// The row's id; empty for a setting that was not compared.
     pub row: &'static str,
 }
 
 /// Reads Kubernetes objects, as YAML or JSON, and compares the settings of their pods.
 pub fn report(text: &str) -> Result<Report, BoxError> {
+    compare(text, TABLE)
+}
+
+fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
     // The text is the operator's own, and may be of thousands of pods.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
@@ -80,7 +75,8 @@ pub fn report(text: &str) -> Result<Report, BoxError> {
     if all.is_empty() {
         return Err("no pod and no template of pods in the text".into());
     }
-    let pods: Vec<_> = all.iter().filter_map(checked).collect();
+    let pods = all.iter().filter_map(|pod| checked(pod, table));
+    let pods: Vec<_> = pods.collect();
     Ok(Report {
         level: pods.iter().map(|pod| pod.level).fold(Level::Ok, Level::max),
         others: all.len() - pods.len(),
@@ -109,12 +105,12 @@ fn collect<'a>(object: &'a Value, found: &mut Vec<(String, &'a Value)>) {
 }
 
 /// The pod's differences; None if nothing of Istio's runs in it.
-fn checked((name, pod): &(String, &Value)) -> Option<Checked> {
+fn checked((name, pod): &(String, &Value), table: &[Difference]) -> Option<Checked> {
     let annotations = Pairs::deserialize(&pod["metadata"]["annotations"]).unwrap_or_default();
     let lists = ["initContainers", "containers"].iter();
     let lists = lists.filter_map(|list| pod["spec"][list].as_array());
     let found = lists.flatten();
-    let found = found.filter_map(|container| differences(container, &annotations));
+    let found = found.filter_map(|container| differences(container, &annotations, table));
     let differences = found.reduce(|all, more| all.into_iter().chain(more).collect())?;
     let levels = differences.iter().map(|found| found.check.level);
     Some(Checked {
@@ -125,7 +121,7 @@ fn checked((name, pod): &(String, &Value)) -> Option<Checked> {
 }
 
 /// The differences of a container that runs pilot-agent, or is named as such.
-fn differences(container: &Value, annotations: &Pairs) -> Option<Vec<Difference>> {
+fn differences(container: &Value, annotations: &Pairs, table: &[Difference]) -> Option<Vec<Found>> {
     let name = container["name"].as_str().unwrap_or_default();
     let words = ["command", "args"].map(|list| Vec::<String>::deserialize(&container[list]));
     let words = words.into_iter().flatten().flatten();
@@ -134,6 +130,7 @@ fn differences(container: &Value, annotations: &Pairs) -> Option<Vec<Difference>
     let first = |at: usize| words.get(at).map_or("", String::as_str);
     let mut findings = Findings {
         container: name,
+        table,
         found: Vec::new(),
     };
     let (env, unread) = variables(container);
@@ -145,13 +142,13 @@ fn differences(container: &Value, annotations: &Pairs) -> Option<Vec<Difference>
         findings.of_line(words, &env, annotations);
     } else if name == "istio-proxy" {
         let why = "not that of a sidecar or gateway, so it was not compared";
-        findings.add(Check::skipped("command line", why), "");
+        findings.add(Check::skipped("command line", why), None);
     } else {
         return None;
     }
     for name in unread {
         let why = "from a ConfigMap, a Secret or a file, which is not read";
-        findings.add(Check::skipped(name, why), "");
+        findings.add(Check::skipped(name, why), None);
     }
     Some(findings.found)
 }
@@ -180,16 +177,18 @@ fn variables(container: &Value) -> (Environment, Vec<&str>) {
 
 struct Findings<'a> {
     container: &'a str,
-    found: Vec<Difference>,
+    table: &'a [Difference],
+    found: Vec<Found>,
 }
 
-impl Findings<'_> {
+impl<'a> Findings<'a> {
     fn of_line(&mut self, words: Vec<String>, env: &Environment, annotations: &Pairs) {
         let program = ["pilot-agent".to_owned()].into_iter();
         let typed = match cli::parse(program.chain(words)) {
             Ok(typed) => typed,
             Err(Refused::Error(text) | Refused::Help(text)) => {
-                return self.add(Check::error("command line", text), CONFIGURATION);
+                let row = self.row(Selector::ConfigurationError);
+                return self.add(Check::error("command line", text), row);
             }
         };
         if let Some(Command::Proxy(flags)) = &typed.cli.command {
@@ -197,20 +196,26 @@ impl Findings<'_> {
         }
         match iptables::checked(&typed.flags, env) {
             Ok((arguments, notes)) => {
-                self.problems(&notes, OPTIONS);
+                self.problems(&notes, Selector::CaptureError);
                 let given = arguments.iter().filter_map(|flag| flag.split_once('='));
                 self.settings(&given.collect());
             }
-            Err(error) => self.add(Check::error("command line", error), CONFIGURATION),
+            Err(error) => {
+                let row = self.row(Selector::ConfigurationError);
+                self.add(Check::error("command line", error), row);
+            }
         }
     }
 
     fn proxy(&mut self, flags: &ProxyFlags, typed: &Typed, env: &Environment, annotations: &Pairs) {
         for flag in &typed.unknown_flags {
-            self.add(Check::warning("flag", flag), UNKNOWN_FLAG);
+            self.add(
+                Check::warning("flag", flag),
+                self.row(Selector::UnknownFlag),
+            );
         }
         let (mut given, notes) = described(flags, &typed.cli.log, env, annotations.clone());
-        self.problems(&notes, CONFIGURATION);
+        self.problems(&notes, Selector::ConfigurationError);
         let flags = typed.flags.iter().filter(|flag| flag.is_given);
         given.extend(flags.map(|flag| (format!("--{}", flag.name), flag.value.as_str().into())));
         let texts = annotations.iter().map(|(name, value)| (&**name, &**value));
@@ -221,24 +226,31 @@ impl Findings<'_> {
         let probers = probers.and_then(|text| json::read::<Map<_, Value>>(text).ok());
         for (path, prober) in probers.iter().flatten() {
             if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
-                let row = rows().find(|[name, ..]| *name == PROBE_TIMEOUT);
+                let row = self.row(Selector::ProbeWithoutTimeout);
                 row.into_iter().for_each(|row| self.treated(path, row));
             }
         }
         for (name, why) in env.without_effect() {
             if why != environment::UNUSED {
-                self.add(Check::ok(name, why), WITHOUT_EFFECT);
+                self.add(
+                    Check::ok(name, why),
+                    self.row(Selector::VariableWithoutEffect),
+                );
             }
         }
     }
 
-    /// Adds problems, with the row that names the setting, or else with this one.
-    fn problems(&mut self, notes: &Diagnostics, other: &'static str) {
+    /// Adds problems, with the row of the setting, or else with this one.
+    fn problems(&mut self, notes: &Diagnostics, other: Selector) {
         let errors = notes.problems.iter().map(|one| (Level::Error, one));
         let warnings = notes.warnings.iter().map(|one| (Level::Warning, one));
         for (level, problem) in errors.chain(warnings) {
             let check = Check::new(&problem.subject, level, problem.quoted());
-            let row = row_of(problem).unwrap_or(other);
+            let row = match problem.kind {
+                problem::Kind::RepeatedMember => self.row(Selector::RepeatedMember),
+                problem::Kind::UnknownMember => self.row(Selector::UnknownMember),
+                problem::Kind::Value => self.row_of_setting(problem).or(self.row(other)),
+            };
             self.add(check.expected(&problem.expected), row);
         }
     }
@@ -251,56 +263,50 @@ impl Findings<'_> {
             let text = value.map_or_else(String::new, |value| value.to_string().replace('"', ""));
             !["", "0", "false"].contains(&text.as_str())
         };
-        for row in rows() {
-            let settings = row[0].split('`').skip(1).step_by(2);
-            let settings = settings.map(|text| text.trim_start_matches("istio-iptables "));
-            let settings = settings.filter(|text| text.split(' ').all(has));
+        for row in self.table {
+            let settings = row.selectors.iter().filter_map(|selector| match selector {
+                Selector::Set(names) => names.split(' ').all(has).then_some(*names),
+                _ => None,
+            });
             let settings: Vec<_> = settings.collect();
-            let is_known = self.found.iter().any(|found| found.row == row[0]);
+            let is_known = self.found.iter().any(|found| found.row == row.id);
             if !settings.is_empty() && !is_known {
                 self.treated(&settings.join(", "), row);
             }
         }
     }
 
-    /// Adds what the row says, as a warning if it can surprise.
-    fn treated(&mut self, setting: &str, row: [&'static str; 4]) {
-        let [name, there, here, surprise] = row;
-        let found = format!("pilot-agent: {there}; here: {here}");
-        let check = match surprise {
-            "" => Check::ok(setting, found),
-            _ => Check::warning(setting, found).remedy(surprise),
+    /// Adds both behaviours, as a warning if the difference can surprise.
+    fn treated(&mut self, setting: &str, row: &Difference) {
+        let found = format!("{}; {}", row.pilot_agent, row.this_agent);
+        let check = match row.impact {
+            Impact::Benign => Check::ok(setting, found),
+            Impact::Surprising | Impact::Harmful => Check::warning(setting, found),
         };
-        self.add(check, name);
+        self.add(check.remedy(row.advice), Some(row));
     }
 
-    fn add(&mut self, check: Check, row: &'static str) {
-        self.found.push(Difference {
+    fn add(&mut self, check: Check, row: Option<&Difference>) {
+        self.found.push(Found {
             container: self.container.to_owned(),
             check,
-            row,
+            row: row.map_or("", |row| row.id),
         });
     }
-}
 
-/// The rows of the page: name, pilot-agent, here, and whom the difference can surprise, if anyone.
-fn rows() -> impl Iterator<Item = [&'static str; 4]> {
-    PAGE.lines().filter_map(|line| {
-        let cells: Vec<_> = line.strip_prefix("| ")?.split('|').map(str::trim).collect();
-        (cells.len() == 6).then(|| [cells[0], cells[1], cells[2], cells[4]])
-    })
-}
-
-/// The row that a problem belongs to.
-fn row_of(problem: &Problem) -> Option<&'static str> {
-    match problem.kind {
-        Kind::UnknownMember => return Some(UNKNOWN_MEMBER),
-        Kind::RepeatedMember => return Some(REPEATED),
-        Kind::Value => {}
+    fn row(&self, selector: Selector) -> Option<&'a Difference> {
+        let mut rows = self.table.iter();
+        rows.find(|row| row.selectors.contains(&selector))
     }
-    let setting = format!("`{}`", problem.subject.split(' ').next()?);
-    let row = rows().find(|[_, there, ..]| there.contains(&setting));
-    row.map(|[name, ..]| name)
+
+    /// The row for an error in the setting that the problem is about.
+    fn row_of_setting(&self, problem: &Problem) -> Option<&'a Difference> {
+        let setting = problem.subject.split(' ').next()?;
+        let is_about =
+            |selector: &Selector| matches!(selector, Selector::ErrorIn(name) if *name == setting);
+        let mut rows = self.table.iter();
+        rows.find(|row| row.selectors.iter().any(is_about))
+    }
 }
 
 impl fmt::Display for Report {
@@ -320,11 +326,13 @@ impl fmt::Display for Report {
         write!(
             f,
             "pods with errors: {errors}, with warnings: {warnings}, with neither: {ok}, without Istio: {}; \
-             [rows] are those of docs/differences.md",
+             [codes] are explained in docs/differences.md",
             self.others
         )
     }
 }
 
+#[cfg(test)]
+mod docs_tests;
 #[cfg(test)]
 mod tests;

@@ -2,9 +2,6 @@ use serde_json::json;
 
 use super::*;
 
-const FLAGS: &str = "`--log_stacktrace_level`, `--vklog`, `UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS`, of older releases `--log_rotate`, `--log_rotate_max_age`, `--log_rotate_max_backups`, `--log_rotate_max_size`";
-const TEMPLATE: &str = "own bootstrap template";
-
 /// A pod with these arguments of `proxy`, variables and annotations.
 fn pod(arguments: &[&str], variables: Value, annotations: Value) -> Value {
     let mut args = vec!["proxy", "sidecar", "--domain", "$(POD_NAMESPACE).svc"];
@@ -39,6 +36,37 @@ fn init(arguments: &[&str], variables: Value) -> Value {
     pod
 }
 
+/// The report. With every text of the table replaced it must have the same levels and rows.
+fn report(text: &str) -> Result<Report, BoxError> {
+    let edited = TABLE.iter().map(|row| Difference {
+        pilot_agent: "edited",
+        this_agent: "unknown member",
+        reason: "",
+        advice: if row.advice.is_empty() { "edited" } else { "" },
+        ..*row
+    });
+    let edited = compare(text, &Vec::from_iter(edited));
+    assert_eq!(outline(edited), outline(super::report(text)), "{text}");
+    super::report(text)
+}
+
+/// Levels and rows, without the texts of the table.
+fn outline(report: Result<Report, BoxError>) -> String {
+    let report = match report {
+        Ok(report) => report,
+        Err(error) => return error.to_string(),
+    };
+    let mut text = format!("{:?} {}", report.level, report.others);
+    for pod in report.pods {
+        text += &format!("\n{} {:?}", pod.name, pod.level);
+        for found in pod.differences {
+            let Check { name, level, .. } = found.check;
+            text += &format!("\n  {} {name} {level:?} {}", found.container, found.row);
+        }
+    }
+    text
+}
+
 fn found(pod: &Value) -> Vec<(Level, String, &'static str)> {
     let report = report(&pod.to_string()).expect("a pod");
     let differences = report.pods.into_iter().flat_map(|pod| pod.differences);
@@ -47,42 +75,70 @@ fn found(pod: &Value) -> Vec<(Level, String, &'static str)> {
 }
 
 #[test]
-fn rows_of_the_page_are_found_by_their_first_cells() {
-    let lines = PAGE.lines().filter(|line| line.starts_with("| "));
-    assert_eq!(lines.count(), rows().count());
-    for name in [
-        CONFIGURATION,
-        OPTIONS,
-        PROBE_TIMEOUT,
-        REPEATED,
-        UNKNOWN_FLAG,
-        UNKNOWN_MEMBER,
-        WITHOUT_EFFECT,
+fn no_text_of_the_table_changes_an_exit_code() {
+    for (variables, level) in [
+        (json!({"PROV_CERT": "/certs"}), Level::Ok),
+        (json!({"ISTIO_META_DNS_CAPTURE": "true"}), Level::Warning),
+        (json!({"ISTIO_BOOTSTRAP": "/own"}), Level::Error),
     ] {
-        assert!(rows().any(|row| row[0] == name), "{name}");
+        let pod = pod(&[], variables, json!({}));
+        assert_eq!(report(&pod.to_string()).expect("a pod").level, level);
     }
-    // A setting that is renamed would not be found any more.
-    for name in [
-        "BLOCKED_CIDRS_IN_WASM_FETCH",
-        "DNS_FORWARD_TIMEOUT",
-        "EXIT_ON_ZERO_ACTIVE_CONNECTIONS",
-        "FILE_MOUNTED_CERTS",
-        "HTTPS_PROXY",
-        "HTTP_PROXY",
-        "ISTIO_DUAL_STACK",
-        "ISTIO_META_DNS_CAPTURE",
-        "ISTIO_WASM_MAX_BINARY_SIZE_BYTES",
-        "OUTPUT_CERTS",
-        "PROV_CERT",
-        "UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS",
-        "WASM_HTTP_REQUEST_MAX_RETRIES",
-        "WASM_HTTP_REQUEST_TIMEOUT",
-        "WASM_INSECURE_REGISTRIES",
-        "WASM_MODULE_EXPIRY",
+}
+
+#[test]
+fn each_kind_of_finding_has_one_row() {
+    for kind in [
+        Selector::ConfigurationError,
+        Selector::CaptureError,
+        Selector::ProbeWithoutTimeout,
+        Selector::RepeatedMember,
+        Selector::UnknownFlag,
+        Selector::UnknownMember,
+        Selector::VariableWithoutEffect,
     ] {
-        let quoted = format!("`{name}`");
-        assert!(rows().any(|row| row[0].contains(&quoted)), "{name}");
-        assert!(environment::rows().any(|row| row.name == name), "{name}");
+        let rows = TABLE.iter().filter(|row| row.selectors.contains(&kind));
+        assert_eq!(rows.count(), 1, "{kind:?}");
+    }
+}
+
+/// A setting that is renamed would not be found any more.
+#[test]
+fn each_setting_of_the_table_exists_and_selects_its_row() {
+    let members = [
+        "terminationDrainDuration: 9s\nenvoyMetricsServiceAddress: a:1\ntracing: {stackdriver: {}}\n\
+         readinessProbe: {httpGet: {port: 1, scheme: HTTPS}}",
+        "tracing: {lightstep: {address: 'a:1', accessToken: t}}\nreadinessProbe: {tcpSocket: {port: 1}}",
+        "readinessProbe: {grpc: {port: 1}}",
+    ];
+    // Of a family, and of istio-iptables.
+    let others = ["ISTIO_META_DELTA_NDS", "ISTIO_OUTBOUND_OWNER_GROUPS"];
+    for row in TABLE {
+        for selector in row.selectors {
+            let Selector::Set(names) = selector else {
+                continue;
+            };
+            let flags: Vec<_> = names.split(' ').map(|name| format!("{name}=1")).collect();
+            let flags: Vec<_> = flags.iter().map(String::as_str).collect();
+            let pods = match names.split_at(2) {
+                ("--", name) if name.contains("log") => vec![pod(&flags, json!({}), json!({}))],
+                ("--", _) => vec![init(&flags, json!({}))],
+                _ if names.contains('/') => vec![pod(&[], json!({}), json!({*names: "1"}))],
+                _ if names.starts_with(char::is_uppercase) => {
+                    let mut rows = environment::rows();
+                    let is_known = rows.any(|row| row.name == *names) || others.contains(names);
+                    assert!(is_known, "{names}");
+                    vec![pod(&[], json!({*names: "1"}), json!({}))]
+                }
+                _ => members
+                    .map(|text| pod(&[], json!({"PROXY_CONFIG": text}), json!({})))
+                    .into(),
+            };
+            let mut found = pods.iter().flat_map(found);
+            let expected =
+                |(_, settings, id): (_, String, _)| id == row.id && settings.contains(names);
+            assert!(found.any(expected), "{names}");
+        }
     }
 }
 
@@ -192,7 +248,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Warning,
             "flag",
-            UNKNOWN_FLAG,
+            "UNKNOWN_FLAG",
         ),
         (
             &["--concurrency=x"],
@@ -200,7 +256,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Error,
             "command line",
-            CONFIGURATION,
+            "CONFIGURATION_ERROR",
         ),
         (
             &["--templateFile=/own"],
@@ -208,7 +264,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Error,
             "proxyBootstrapTemplatePath of --templateFile",
-            TEMPLATE,
+            "BOOTSTRAP_TEMPLATE",
         ),
         (
             &["--log_stacktrace_level=default:error"],
@@ -216,7 +272,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Ok,
             "--log_stacktrace_level",
-            FLAGS,
+            "FLAG_WITHOUT_EFFECT",
         ),
         (
             &["--log_rotate=/log"],
@@ -224,7 +280,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Ok,
             "--log_rotate",
-            FLAGS,
+            "FLAG_WITHOUT_EFFECT",
         ),
         (
             &[],
@@ -232,7 +288,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Error,
             "ISTIO_BOOTSTRAP",
-            TEMPLATE,
+            "BOOTSTRAP_TEMPLATE",
         ),
         (
             &[],
@@ -240,7 +296,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Ok,
             "OUTPUT_CERTS",
-            "`OUTPUT_CERTS`",
+            "OUTPUT_CERTS",
         ),
         (
             &[],
@@ -248,7 +304,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Ok,
             "PROV_CERT",
-            "expired token, with `PROV_CERT`",
+            "EXPIRED_TOKEN",
         ),
         (
             &[],
@@ -256,7 +312,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Ok,
             "GOMEMLIMIT",
-            WITHOUT_EFFECT,
+            "VARIABLE_WITHOUT_EFFECT",
         ),
         (
             &[],
@@ -264,7 +320,15 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Error,
             "CA_PROVIDER",
-            CONFIGURATION,
+            "CONFIGURATION_ERROR",
+        ),
+        (
+            &[],
+            json!({"ISTIO_META_LOAD_STATS_CONFIG_JSON": "{"}),
+            none(),
+            Error,
+            "ISTIO_META_LOAD_STATS_CONFIG_JSON",
+            "LOAD_STATISTICS",
         ),
         (
             &[],
@@ -272,7 +336,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Error,
             "WORKLOAD_RSA_KEY_SIZE",
-            "key of the workload",
+            "WORKLOAD_KEY",
         ),
         (
             &[],
@@ -280,7 +344,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Warning,
             "ISTIO_DELTA_XDS",
-            CONFIGURATION,
+            "CONFIGURATION_ERROR",
         ),
         (
             &[],
@@ -288,7 +352,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Warning,
             "/app-health/a/livez",
-            PROBE_TIMEOUT,
+            "PROBE_TIMEOUT",
         ),
         (
             &[],
@@ -296,7 +360,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Warning,
             "PROXY_CONFIG line 1",
-            "unknown members of ProxyConfig",
+            "UNKNOWN_MEMBER",
         ),
         (
             &[],
@@ -304,7 +368,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Warning,
             "PROXY_CONFIG line 2",
-            "repeated members of ProxyConfig",
+            "REPEATED_MEMBER",
         ),
         (
             &[],
@@ -312,7 +376,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Error,
             "statusPort of PROXY_CONFIG line 1",
-            CONFIGURATION,
+            "CONFIGURATION_ERROR",
         ),
         (
             &[],
@@ -320,7 +384,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Warning,
             "terminationDrainDuration",
-            "requests longer than `terminationDrainDuration`",
+            "IN_FLIGHT_REQUESTS",
         ),
         (
             &[],
@@ -328,7 +392,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             none(),
             Ok,
             "tracing.stackdriver",
-            "`tracing.stackdriver` outside Google Cloud",
+            "STACKDRIVER",
         ),
         (
             &[],
@@ -336,7 +400,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             json!({"proxy.istio.io/config": "frob: 1"}),
             Warning,
             "proxy.istio.io/config line 1",
-            "unknown members of ProxyConfig",
+            "UNKNOWN_MEMBER",
         ),
         (
             &[],
@@ -344,7 +408,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             json!({"status.sidecar.istio.io/port": "x"}),
             Warning,
             "status.sidecar.istio.io/port",
-            "a status port that is no number",
+            "STATUS_PORT_VALUE",
         ),
     ] {
         let pod = pod(arguments, variables, annotations);
@@ -364,7 +428,7 @@ fn a_bootstrap_override_is_no_difference() {
 fn each_kind_of_difference_of_traffic_capture_is_found() {
     use Level::{Error, Ok, Warning};
     let none = || json!({});
-    let options = "ports, users, groups, interfaces, marks";
+    let options = "CAPTURE_OPTIONS";
     for (arguments, variables, level, name, row) in [
         (
             &["-b", "80,http"][..],
@@ -386,30 +450,36 @@ fn each_kind_of_difference_of_traffic_capture_is_found() {
             none(),
             Warning,
             "--istio-inbound-interception-mode",
-            "an unknown interception mode",
+            "CAPTURE_MODE",
         ),
         (
             &["--reconcile"],
             none(),
             Ok,
             "--reconcile",
-            "rules that differ from what is wanted (`--reconcile`)",
+            "CAPTURE_RECONCILE",
         ),
         (
             &["--cni-mode"],
             none(),
             Ok,
             "--cni-mode",
-            "`--cni-mode`, `--network-namespace`",
+            "CAPTURE_CNI_FLAGS",
         ),
         (
             &["--cleanup-only"],
             none(),
             Warning,
             "--cleanup-only",
-            "`istio-iptables --cleanup-only`",
+            "CAPTURE_CLEANUP",
         ),
-        (&["--frob"], none(), Error, "command line", CONFIGURATION),
+        (
+            &["--frob"],
+            none(),
+            Error,
+            "command line",
+            "CONFIGURATION_ERROR",
+        ),
     ] {
         let pod = init(arguments, variables);
         assert_eq!(found(&pod), [(level, name.to_owned(), row)], "{pod}");
@@ -423,16 +493,16 @@ fn a_usual_pod_does_not_differ_and_each_line_of_another_has_its_row() {
         init(&["-p", "15001"], json!({}))["spec"]["initContainers"].take();
     let usual = report(&pod.to_string()).expect("a pod");
     assert_eq!((usual.level, usual.others), (Level::Ok, 0));
-    let last = "pods with errors: 0, with warnings: 0, with neither: 1, without Istio: 0; [rows] are those of docs/differences.md";
+    let last = "pods with errors: 0, with warnings: 0, with neither: 1, without Istio: 0; [codes] are explained in docs/differences.md";
     assert_eq!(usual.to_string(), format!("Pod shop/cart\n{last}"));
     pod["spec"]["containers"][1]["env"] = json!([{"name": "PROV_CERT", "value": "/certs"}]);
     let other = report(&pod.to_string()).expect("a pod");
-    let expected = "  istio-proxy: ok       PROV_CERT: pilot-agent: sent; here: not sent while the client certificate is in use [expired token, with `PROV_CERT`]";
+    let expected = "  istio-proxy: ok       PROV_CERT: pilot-agent sends an expired token; this agent does not send an expired token while the client certificate is in use [EXPIRED_TOKEN]";
     assert_eq!(other.to_string().lines().nth(1), Some(expected));
     let json = serde_json::to_value(&other).expect("JSON");
     let difference = &json["pods"][0]["differences"][0];
     assert_eq!(json["pods"][0]["name"], "Pod shop/cart");
-    assert_eq!(difference["row"], "expired token, with `PROV_CERT`");
+    assert_eq!(difference["row"], "EXPIRED_TOKEN");
     assert_eq!(
         (&difference["level"], &difference["container"]),
         (&json!("ok"), &json!("istio-proxy"))
