@@ -132,7 +132,7 @@ fn require_pod_settings(arguments: &[String]) -> Result<(), BoxError> {
         if !arguments.iter().any(|argument| argument.starts_with(flag)) {
             return Err(format!(
                 "{flag} is missing; give --verify and --explain the arguments of the init container \
-                 (istio-init or istio-validation), or those of the CNI plugin"
+                 (istio-init or istio-validation) or of the CNI plugin"
             )
             .into());
         }
