@@ -70,7 +70,10 @@ pub enum Command {
     #[command(name = "istio-iptables", mut_args(iptables::flags::with_variables))]
     Iptables(Box<iptables::IptablesFlags>),
     /// Removes traffic capture, like istio-iptables --cleanup-only.
-    #[command(name = "istio-clean-iptables")]
+    #[command(
+        name = "istio-clean-iptables",
+        mut_args(iptables::flags::with_variables)
+    )]
     CleanIptables(Box<iptables::IptablesFlags>),
 }
 

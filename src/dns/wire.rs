@@ -360,9 +360,12 @@ impl<'a> Writer<'a> {
     }
 
     /// Adds a record whose owner stands at an offset of the answer. Returns the offset of its data. If it does
-    /// not fit, the answer is truncated: this record and those that follow are left out.
+    /// not fit, the answer is truncated, and this record and all later ones are left out.
     pub(crate) fn record(&mut self, owner: usize, kind: u16, data: &[u8]) -> usize {
         let start = self.out.len();
+        if self.out[FLAGS] & TC != 0 {
+            return start;
+        }
         // The first owners stand in the first 700 bytes, and an offset has 14 bits.
         let fixed = [0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes);
         self.out.extend_from_slice(fixed.as_flattened());
@@ -372,7 +375,7 @@ impl<'a> Writer<'a> {
             .extend_from_slice(&(data.len() as u16).to_be_bytes());
         let data_at = self.out.len();
         self.out.extend_from_slice(data);
-        if self.out[FLAGS] & TC != 0 || self.out.len() > self.limit {
+        if self.out.len() > self.limit {
             self.out.truncate(start);
             self.out[FLAGS] |= TC;
         } else {

@@ -15,7 +15,7 @@ pub struct Difference {
     pub pilot_agent: &'static str,
     pub this_agent: &'static str,
     pub reason: &'static str,
-    /// Empty if the difference surprises nobody.
+    /// Empty if the impact is [`Impact::Benign`].
     pub advice: &'static str,
 }
 

@@ -1,33 +1,13 @@
 //! `docs/differences.md` lists the rows of the table.
 
 use std::collections::BTreeSet;
-use std::fs;
 
 use super::*;
-
-const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/differences.md");
-const BEGIN: &str = "<!-- differences: begin -->\n";
-const END: &str = "<!-- differences: end -->\n";
+use crate::config::environment::docs_tests::assert_generated;
 
 #[test]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "how a developer asks for an update"
-)]
 fn the_documentation_lists_every_difference_as_it_is() {
-    let page = fs::read_to_string(FILE).expect("docs/differences.md");
-    let (head, rest) = page.split_once(BEGIN).expect("where the list begins");
-    let (list, tail) = rest.split_once(END).expect("where the list ends");
-    let expected = list_of_differences();
-    if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        let updated = format!("{head}{BEGIN}{expected}{END}{tail}");
-        fs::write(FILE, updated).expect("written");
-    } else {
-        assert!(
-            list == expected,
-            "docs/differences.md is out of date: run this test with UPDATE_GOLDEN=1"
-        );
-    }
+    assert_generated("differences.md", "differences", &list_of_differences());
 }
 
 #[test]

@@ -230,7 +230,13 @@ impl Lines {
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
         let shown = format!("# {keyword} {quote}{shown}{quote} {text}");
-        Some(Show(shown.into()))
+        // An unchanged line is written together with its neighbours.
+        let is_unchanged = shown == line;
+        Some(Show(if is_unchanged {
+            line.into()
+        } else {
+            shown.into()
+        }))
     }
 
     /// Name and text of a HELP, TYPE or UNIT line in the format of the page. Inside, None stands for a

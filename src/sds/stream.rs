@@ -103,9 +103,9 @@ impl Stream {
         let Some(path) = path.filter(|_| has_crl) else {
             return Duration::MAX;
         };
-        let stamp = std::fs::metadata(path)
-            .and_then(|file| Ok((file.modified()?, file.len())))
-            .ok();
+        let found = tokio::fs::metadata(path).await;
+        let stamp = found.and_then(|file| Ok((file.modified()?, file.len())));
+        let stamp = stamp.ok();
         if stamp == self.crl_stamp {
             return CRL_POLL;
         }

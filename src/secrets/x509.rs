@@ -20,8 +20,7 @@ pub(super) struct Leaf {
     pub(super) names: Vec<String>,
 }
 
-/// Why a text is no certificate chain, or no private key for one. Errors tell nothing of what is in a
-/// key's text.
+/// An error in the text of a certificate chain or of its private key. It contains nothing of the key.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     #[error("holds no certificate in {bytes} bytes, expected PEM")]

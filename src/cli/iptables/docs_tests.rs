@@ -1,16 +1,11 @@
 //! `docs/settings.md` lists the variables of the command, and each of them counts.
 
-use std::fs;
-
 use clap::CommandFactory;
 
 use super::flags::variables;
 use super::*;
 use crate::cli::Cli;
-
-const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/settings.md");
-const BEGIN: &str = "<!-- istio-iptables: begin -->\n";
-const END: &str = "<!-- istio-iptables: end -->\n";
+use crate::config::environment::docs_tests::assert_generated;
 
 /// Variables, flag, default and meaning.
 fn settings() -> Vec<(Vec<String>, [String; 3])> {
@@ -30,14 +25,7 @@ fn settings() -> Vec<(Vec<String>, [String; 3])> {
 }
 
 #[test]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "how a developer asks for an update"
-)]
 fn the_documentation_lists_every_variable_as_it_is() {
-    let page = fs::read_to_string(FILE).expect("docs/settings.md");
-    let (head, rest) = page.split_once(BEGIN).expect("where the list begins");
-    let (list, tail) = rest.split_once(END).expect("where the list ends");
     let mut expected = "\n| variable | flag | default | meaning |\n|---|---|---|---|\n".to_owned();
     for (names, [flag, default, help]) in settings() {
         let names: Vec<_> = names.iter().rev().map(|name| format!("`{name}`")).collect();
@@ -46,14 +34,7 @@ fn the_documentation_lists_every_variable_as_it_is() {
         expected += &format!("| {names} | {flag} | {default} | {help}. |\n");
     }
     expected.push('\n');
-    if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        fs::write(FILE, format!("{head}{BEGIN}{expected}{END}{tail}")).expect("written");
-    } else {
-        assert!(
-            list == expected,
-            "docs/settings.md is out of date: run this test with UPDATE_GOLDEN=1"
-        );
-    }
+    assert_generated("settings.md", "istio-iptables", &expected);
 }
 
 #[test]

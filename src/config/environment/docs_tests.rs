@@ -1,32 +1,38 @@
 //! `docs/settings.md` lists the variables of the table.
 
 use std::fs;
+use std::path::Path;
 
 use super::*;
 
-const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/settings.md");
-const BEGIN: &str = "<!-- settings: begin -->\n";
-const END: &str = "<!-- settings: end -->\n";
-
-#[test]
+/// Compares the part of a page of `docs` between two comments with the text that is generated for it.
+/// `UPDATE_GOLDEN=1` writes the text to the page instead.
 #[expect(
     clippy::disallowed_methods,
     reason = "how a developer asks for an update"
 )]
-fn the_documentation_lists_every_variable_as_it_is() {
-    let page = fs::read_to_string(FILE).expect("docs/settings.md");
-    let (head, rest) = page.split_once(BEGIN).expect("where the list begins");
-    let (list, tail) = rest.split_once(END).expect("where the list ends");
-    let expected = list_of_variables();
+pub(crate) fn assert_generated(page: &str, part: &str, expected: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("docs")
+        .join(page);
+    let text = fs::read_to_string(&path).expect(page);
+    let [begin, end] = ["begin", "end"].map(|word| format!("<!-- {part}: {word} -->\n"));
+    let (head, rest) = text.split_once(&begin).expect("where the part begins");
+    let (found, tail) = rest.split_once(&end).expect("where the part ends");
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        let updated = format!("{head}{BEGIN}{expected}{END}{tail}");
-        fs::write(FILE, updated).expect("written");
+        let updated = format!("{head}{begin}{expected}{end}{tail}");
+        fs::write(path, updated).expect("written");
     } else {
         assert!(
-            list == expected,
-            "docs/settings.md is out of date: run this test with UPDATE_GOLDEN=1"
+            found == expected,
+            "docs/{page} is out of date: run this test with UPDATE_GOLDEN=1"
         );
     }
+}
+
+#[test]
+fn the_documentation_lists_every_variable_as_it_is() {
+    assert_generated("settings.md", "settings", &list_of_variables());
 }
 
 fn list_of_variables() -> String {

@@ -385,6 +385,6 @@ pub fn reference() -> String {
 }
 
 #[cfg(test)]
-mod docs_tests;
+pub(crate) mod docs_tests;
 #[cfg(test)]
 mod tests;

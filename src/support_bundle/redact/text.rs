@@ -12,9 +12,10 @@ pub(super) const REDACTED: &[u8] = b"[redacted]";
 /// Shorter ones are in texts by chance.
 const MIN_KNOWN: usize = 6;
 
-/// What is secret, applied one after the other: the group `secret`. A match without it is an exception.
-/// Behind ## is the form of a value, looked for at this place alone, so that no text is read again for each
-/// name before it, if the group `name` is that of a secret, or `header` not that of a standard header.
+/// The rules for secrets, applied in this order. The group `secret` is removed; a match without that group
+/// is an exception. A rule with `##` has two patterns: the first one finds a name, the second one matches the
+/// value that follows it. The second one applies only if the group `name` names a secret, or if the group
+/// `header` does not name a standard header. It is tried at the end of the name only, so the time is linear.
 const RULES: [&str; 29] = [
     r"(?P<secret>-{4,5} ?BEGIN(?: |\+|%20)[\w +%]{0,40}PRIVATE(?: |\+|%20)KEY(?: BLOCK)? ?-{4,5}.*?(?:-{4,5} ?END[^-]*-{4,5}|\z))",
     // "PRIVATE KEY" in base64.
