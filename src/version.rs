@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use crate::metrics::{Kind, Registry};
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 
 /// The release of Istio that this agent follows. istiod is told this version if the image names none.
@@ -44,7 +44,12 @@ fn beside(program: &Path) -> Result<String, Problem> {
     let path = program.with_file_name(OF_IMAGE);
     let unusable = |found: String| {
         let expected = format!("a version such as {FOLLOWED}, or no such file");
-        Problem::new(path.display().to_string(), found, expected)
+        Problem::value(
+            codes::FILE_INVALID,
+            path.display().to_string(),
+            &found,
+            expected,
+        )
     };
     let content = match regular_file::read(&path, MAX_LENGTH) {
         Ok(content) => content,

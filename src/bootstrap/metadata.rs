@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::json;
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 
 /// Brings a value into the form istiod reads; None if it is of another type. A value that is false or
 /// empty stays as written.
@@ -69,7 +69,9 @@ pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
                     .as_str()
                     .map_or_else(|| value.to_string(), str::to_owned);
                 let subject = format!("{name} of the node metadata");
-                problems.push(Problem::new(subject, found, expected));
+                let code = codes::SETTING_REPLACED;
+                let problem = Problem::value(code, subject, &found, expected);
+                problems.push(problem.consequence("the value is left out"));
             }
         }
     }

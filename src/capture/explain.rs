@@ -1,5 +1,6 @@
 //! Reads flows as `--explain` spells them, and says in words what the rules do with them.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
@@ -8,7 +9,7 @@ use super::config::{self, Config};
 use super::iptables::appended;
 use super::packet::{Decision, Direction, LOOPBACK, Packet, Trace};
 use super::rules::{DNS_PORT, Id, Protocol};
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 
 /// The fields of a flow.
 pub const GRAMMAR: &str = "out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or \
@@ -38,17 +39,17 @@ impl FromStr for Flow {
     fn from_str(text: &str) -> Result<Self, Problem> {
         let fields: Vec<_> = text.split(',').map(str::trim).collect();
         let [direction, protocol, fields @ ..] = fields.as_slice() else {
-            return Err(Problem::new("--explain", text, GRAMMAR));
+            return Err(problem("--explain", text, GRAMMAR));
         };
         let is_sent = match *direction {
             "out" => true,
             "in" => false,
-            other => return Err(problem("direction", other, "out or in")),
+            other => return Err(problem("the direction of --explain", other, "out or in")),
         };
         let protocol = match *protocol {
             "tcp" => Protocol::Tcp,
             "udp" => Protocol::Udp,
-            other => return Err(problem("protocol", other, "tcp or udp")),
+            other => return Err(problem("the protocol of --explain", other, "tcp or udp")),
         };
         let (sender, fields) = match fields {
             [user, fields @ ..] if is_sent => (Some(sender(user)?), fields),
@@ -58,14 +59,18 @@ impl FromStr for Flow {
         let (target, interface) = match &fields[usize::from(source.is_some())..] {
             [target] => (target, None),
             [target, interface] => (target, Some(self::interface(interface, is_sent)?)),
-            _ => return Err(Problem::new("--explain", text, GRAMMAR)),
+            _ => return Err(problem("--explain", text, GRAMMAR)),
         };
         let (destination, port) = target_of(target, is_sent)?;
         if let (Some(from), Some(to)) = (source, destination)
             && from.is_ipv4() != to.is_ipv4()
         {
             let expected = format!("an address of the same family as {to}");
-            return Err(problem("source", &from.to_string(), &expected));
+            return Err(problem(
+                "the source of --explain",
+                &from.to_string(),
+                expected,
+            ));
         }
         Ok(Self {
             sender,
@@ -78,8 +83,8 @@ impl FromStr for Flow {
     }
 }
 
-fn problem(field: &str, found: &str, expected: &str) -> Problem {
-    Problem::new(format!("the {field} of --explain"), found, expected)
+fn problem(subject: &str, found: &str, expected: impl Into<Cow<'static, str>>) -> Problem {
+    Problem::value(codes::ARGUMENT_INVALID, subject, found, expected)
 }
 
 fn sender(text: &str) -> Result<Sender, Problem> {
@@ -98,7 +103,7 @@ fn account(text: &str) -> Result<Id, Problem> {
     };
     let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
     let id = config::id(text).filter(is_single);
-    id.ok_or_else(|| problem("user", text, expected))
+    id.ok_or_else(|| problem("the user of --explain", text, expected))
 }
 
 fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
@@ -109,7 +114,7 @@ fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
     let is_name = !text.is_empty() && config::is_interface(text) && (is_sent || text != LOOPBACK);
     is_name
         .then(|| text.to_owned())
-        .ok_or_else(|| problem("interface", text, expected))
+        .ok_or_else(|| problem("the interface of --explain", text, expected))
 }
 
 fn target_of(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem> {
@@ -125,7 +130,7 @@ fn target_of(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem
     };
     let target = port.map(|port| (None, port)).or_else(whole);
     let target = target.filter(|(_, port)| *port != 0);
-    target.ok_or_else(|| problem("destination", text, expected))
+    target.ok_or_else(|| problem("the destination of --explain", text, expected))
 }
 
 /// Says where a packet ends, and because of which rules.

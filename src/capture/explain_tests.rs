@@ -77,8 +77,8 @@ fn a_wrong_flow_is_refused_with_what_was_found_and_expected() {
     ] {
         let error = text.parse::<Flow>().expect_err(text);
         let expected = match field {
-            "" => Problem::new("--explain", text, GRAMMAR),
-            field => problem(field, found, expected),
+            "" => problem("--explain", text, GRAMMAR),
+            field => problem(&format!("the {field} of --explain"), found, expected),
         };
         assert_eq!(error, expected, "{text}");
     }

@@ -109,6 +109,7 @@ pub(super) fn quoted(answer: &Response<Bytes>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::problem::codes;
 
     #[tokio::test]
     async fn files_that_are_not_read_in_time_are_not_checked_and_no_finding() {
@@ -116,7 +117,11 @@ mod tests {
         let (release, released) = std::sync::mpsc::channel::<()>();
         let read = move || {
             let _ = released.recv();
-            (None, Err(vec![Problem::new("a", "b", "c")]), Vec::new())
+            (
+                None,
+                Err(vec![Problem::new(codes::FILE_MISSING, "a", "b")]),
+                Vec::new(),
+            )
         };
         let read = doctor::run_within(Duration::from_millis(1), &ONE, read).await;
         let (port, config, before) = read.unwrap_or_else(unread);

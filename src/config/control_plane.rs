@@ -15,7 +15,7 @@ use crate::address;
 use crate::compliance::Policy;
 use crate::dial::proxy::{Proxies, Proxy};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 use crate::trust_anchors::SystemRoots;
 use crate::xds::last_known_good;
 
@@ -179,8 +179,9 @@ impl Loader<'_> {
     fn at_least(&mut self, variable: &Variable<Duration>, least: Duration) -> Duration {
         let found = self.get(variable);
         if found < least {
-            let expected = format!("at least {least:?}, which is used");
-            self.warn(variable.name, format!("{found:?}"), expected);
+            let (found, least) = (format!("{found:?}"), format!("{least:?}"));
+            let expected = format!("at least {least}");
+            self.warn(variable.name, &found, expected, format!("{least} is used"));
         }
         found.max(least)
     }
@@ -283,11 +284,15 @@ impl Loader<'_> {
         match self.is_file(&path) {
             true => {}
             false if is_needed => {
-                self.problem(&subject, &path, "an existing file of root certificates");
+                let expected = "an existing file of root certificates";
+                let problem = Problem::value(codes::FILE_MISSING, subject, &path, expected);
+                self.notes.add(problem);
             }
             false => {
-                let expected = "a file of root certificates by the first call";
-                self.warn(&subject, path, expected);
+                let expected = "a file of root certificates";
+                let problem = Problem::value(codes::FILE_MISSING, subject, &path, expected);
+                let consequence = "istiod cannot be verified until the file exists";
+                self.notes.warnings.push(problem.consequence(consequence));
             }
         }
         tls::Roots::File(file)
@@ -301,14 +306,18 @@ impl Loader<'_> {
 pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Policy {
     let name = env.get(&variables::COMPLIANCE_POLICY);
     let policy = Policy::parse(&name);
-    let expected = match policy {
-        None => Some("fips-140-2, fips-140-3 or pqc; none is in force"),
-        Some(policy) if policy.lacks_module() => {
-            Some("a build with FIPS=1; TLS is limited, by a module that is not a validated one")
-        }
+    let found = match policy {
+        None => Some(("fips-140-2, fips-140-3 or pqc", "no policy is in force")),
+        Some(policy) if policy.lacks_module() => Some((
+            "a build with FIPS=1",
+            "TLS is restricted, but its cryptographic module is not a validated one",
+        )),
         Some(_) => None,
     };
-    warnings.extend(expected.map(|expected| Problem::new("COMPLIANCE_POLICY", name, expected)));
+    warnings.extend(found.map(|(expected, consequence)| {
+        let code = codes::SETTING_REPLACED;
+        Problem::value(code, "COMPLIANCE_POLICY", &name, expected).consequence(consequence)
+    }));
     policy.unwrap_or_default()
 }
 
@@ -317,8 +326,9 @@ pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies
     let mut proxy = |variable: &Variable<String>| {
         let proxy = Proxy::parse(&of_either_case(env, variable)?);
         if proxy.is_none() {
-            let expected = "http://host:port; no proxy is used";
-            warnings.push(Problem::new(variable.name, "(not shown)", expected));
+            let (code, expected) = (codes::SETTING_REPLACED, "http://host:port");
+            let problem = Problem::value(code, variable.name, "(not shown)", expected);
+            warnings.push(problem.consequence("no proxy is used"));
         }
         proxy
     };

@@ -13,6 +13,7 @@ use super::merged::Merged;
 use super::pod::Pairs;
 use super::{NOWHERE, below, control_plane, statsd, validate};
 use crate::address;
+use crate::problem::{Problem, codes};
 use crate::proxy_config::proxy_config::ClusterName;
 use crate::regular_file::{self, MAX_SETTINGS};
 
@@ -69,8 +70,9 @@ impl Documents<'_> {
             Ok(text) => merged.merge_mesh(&origin, &text),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
-                let expected = "a readable MeshConfig file, or none";
-                merged.notes.problem(origin, error.to_string(), expected);
+                let problem = Problem::new(codes::FILE_UNREADABLE, origin, error.to_string());
+                let consequence = codes::FILE_MISSING.consequence;
+                merged.notes.add(problem.consequence(consequence));
             }
         }
         let variable = self.env.get(&environment::PROXY_CONFIG);
@@ -87,7 +89,12 @@ impl Documents<'_> {
             merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
             if address::split(address).is_none() {
                 let expected = "host:port with a port from 1 to 65535";
-                merged.problem("discoveryAddress", address, expected);
+                merged.problem(
+                    codes::SETTING_INVALID,
+                    "discoveryAddress",
+                    address,
+                    expected,
+                );
             }
         }
         let Some(text) = self.annotations.get(STATUS_PORT_ANNOTATION) else {
@@ -98,8 +105,12 @@ impl Documents<'_> {
             merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
         } else {
             // A typing error must not switch the status server off.
-            let expected = "a port, or 0 for no status server; leaving it out";
-            merged.notes.warn(STATUS_PORT_ANNOTATION, text, expected);
+            let (code, expected) = (
+                codes::STATUS_PORT_ANNOTATION,
+                "a port, or 0 for no status server",
+            );
+            let problem = Problem::value(code, STATUS_PORT_ANNOTATION, text, expected);
+            merged.notes.warnings.push(problem);
         }
     }
 
@@ -127,7 +138,7 @@ impl Documents<'_> {
         if !custom.is_empty() {
             if !below(self.root, &custom).is_file() {
                 let expected = "an existing file, Envoy's bootstrap";
-                merged.problem("customConfigFile", custom, expected);
+                merged.problem(codes::FILE_MISSING, "customConfigFile", &custom, expected);
             }
             return;
         }
@@ -143,11 +154,13 @@ impl Documents<'_> {
         };
         let member = merged.config.proxy_bootstrap_template_path.clone();
         if is_foreign(&member) {
-            merged.problem(MEMBER, member, expected);
+            merged.problem(codes::BOOTSTRAP_TEMPLATE_SET, MEMBER, &member, expected);
         }
         let variable = self.env.get(&environment::ISTIO_BOOTSTRAP);
         if is_foreign(&variable) {
-            merged.notes.problem("ISTIO_BOOTSTRAP", variable, expected);
+            let code = codes::BOOTSTRAP_TEMPLATE_SET;
+            let problem = Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected);
+            merged.notes.add(problem);
         }
     }
 }
@@ -163,8 +176,9 @@ fn set_threads(merged: &mut Merged, flag: u32, limit: u32) {
         (flag, _) => (flag, "--concurrency"),
     };
     if flag != 0 {
-        let expected = "concurrency of ProxyConfig, which this flag overrides";
-        merged.notes.warn(origin, flag.to_string(), expected);
+        let found = format!("{flag} overrides concurrency of ProxyConfig");
+        let problem = Problem::new(codes::FLAG_OVERRIDES_CONFIG, origin, found);
+        merged.notes.warnings.push(problem);
     }
     merged.config.concurrency = Some(i32::try_from(threads).unwrap_or(i32::MAX));
     merged.set_origin("concurrency", origin);

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Loader, READABLE_YAML, below};
+use super::{LEFT_OUT, Loader, below};
 use crate::bootstrap;
 use crate::compliance::Policy;
 use crate::dns::listen;
@@ -16,6 +16,7 @@ use crate::envoy::command::{Command, LogLevels};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
+use crate::problem::{Problem, codes};
 use crate::proxy_config::{time, yaml};
 use crate::regular_file::{self, MAX_SETTINGS};
 use crate::{duration, envoy};
@@ -78,8 +79,8 @@ impl Loader<'_> {
         let least = least.saturating_add(Duration::from_secs(1));
         if wanted < least {
             let name = variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME.name;
-            let expected = format!("more than the drain duration, using {least:?}");
-            self.warn(name, format!("{wanted:?}"), expected);
+            let (found, used) = (format!("{wanted:?}"), format!("{least:?} is used"));
+            self.warn(name, &found, "more than the drain duration", used);
         }
         Some(hot_restart::Limits {
             parent_shutdown: wanted.max(least),
@@ -159,8 +160,9 @@ impl Loader<'_> {
         let text = self.get(&variables::ISTIO_AGENT_ENVOY_RESTARTS);
         let budget = budget(&text);
         if budget.is_none() && !text.is_empty() {
-            let expected = "restarts in a duration, such as 3/10m, going on without restarts";
-            self.warn(variables::ISTIO_AGENT_ENVOY_RESTARTS.name, text, expected);
+            let expected = "restarts in a duration, such as 3/10m";
+            let name = variables::ISTIO_AGENT_ENVOY_RESTARTS.name;
+            self.warn(name, &text, expected, "Envoy is not restarted");
         }
         budget
     }
@@ -169,8 +171,8 @@ impl Loader<'_> {
         let level = &self.flags.proxy_log_level;
         let (log, dropped) = LogLevels::split(level, &self.flags.proxy_component_log_level);
         for part in dropped {
-            let expected = "a level or component:level, leaving it out";
-            self.warn("--proxyLogLevel", part, expected);
+            let expected = "a level or component:level";
+            self.warn("--proxyLogLevel", &part, expected, LEFT_OUT);
         }
         let threads = self.proxy_config.concurrency;
         let threads = threads.and_then(|threads| u32::try_from(threads).ok());
@@ -214,10 +216,12 @@ impl Loader<'_> {
             Ok(document) if document.is_object() => {
                 return Some(with_host_ip(&document.to_string(), &host_ip));
             }
-            Ok(_) => "a document that is no object".to_owned(),
+            Ok(_) => "the document is not a YAML or JSON object".to_owned(),
             Err(error) => error,
         };
-        self.warn("ISTIO_BOOTSTRAP_OVERRIDE", found, READABLE_YAML);
+        let subject = format!("{path} (ISTIO_BOOTSTRAP_OVERRIDE)");
+        let problem = Problem::new(codes::BOOTSTRAP_OVERRIDE_UNREADABLE, subject, found);
+        self.notes.warnings.push(problem);
         None
     }
 }

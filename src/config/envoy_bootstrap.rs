@@ -9,11 +9,12 @@ use std::time::Duration;
 use indexmap::IndexSet;
 use serde_json::{Number, Value};
 
-use super::Loader;
 use super::environment as variables;
 use super::pod::NodeType;
+use super::{LEFT_OUT, Loader};
 use crate::bootstrap::{self, StatsConfig, grpc, node, platform};
 use crate::compliance::Policy;
+use crate::problem::{Problem, codes};
 use crate::{duration, json};
 
 const PREFIX: &str = "sidecar.istio.io/";
@@ -33,8 +34,8 @@ impl Loader<'_> {
         let delta = self.get(&variables::ISTIO_DELTA_XDS) || waypoint;
         let metadata_discovery = node.is_true("METADATA_DISCOVERY") || waypoint;
         if metadata_discovery && !delta {
-            let expected = "true for the discovery of peers' metadata, going on without it";
-            self.warn("ISTIO_DELTA_XDS", "false", expected);
+            let consequence = "the metadata of peers is not discovered";
+            self.warn("ISTIO_DELTA_XDS", "false", "true", consequence);
         }
         let exit_on_zero_connections = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);
         let strips_fragment = &variables::HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED;
@@ -68,7 +69,10 @@ impl Loader<'_> {
         }
         let parsed = serde_json::from_str(text).ok().filter(Value::is_object);
         if parsed.is_none() {
-            self.problem(&format!("ISTIO_META_{NAME}"), text, "a JSON object");
+            let subject = format!("ISTIO_META_{NAME}");
+            let code = codes::LOAD_STATS_CONFIG_INVALID;
+            self.notes
+                .add(Problem::value(code, subject, text, "a JSON object"));
         }
         parsed
     }
@@ -87,8 +91,8 @@ impl Loader<'_> {
         let quota = self.get(&variables::GCP_QUOTA_PROJECT);
         let gcp = platform::known_google(&known, quota, self.get(&variables::GCP_ZONE));
         if gcp.is_none() && !known.is_empty() {
-            let expected = "project|number|cluster|location, going on without it";
-            self.warn("GCP_METADATA", known, expected);
+            let expected = "project|number|cluster|location";
+            self.warn("GCP_METADATA", &known, expected, LEFT_OUT);
         }
         platform::Config {
             choice: self.get(&variables::CLOUD_PLATFORM),
@@ -103,11 +107,11 @@ impl Loader<'_> {
     fn stats(&mut self, until_idle: bool) -> StatsConfig {
         let matcher = self.proxy_config.proxy_stats_matcher.clone();
         let matcher = matcher.unwrap_or_default();
-        let expected = "a duration from 1ms to less than 5m, leaving it out";
+        let expected = "a duration from 1ms to less than 5m";
         let flush = self.interval("statsFlushInterval", expected, |flush| {
             flush.is_zero() || (1..300_000).contains(&flush.as_millis())
         });
-        let expected = "a multiple of the flush interval, leaving it out";
+        let expected = "a multiple of the flush interval";
         let multiple_of = flush.unwrap_or(FLUSH).as_nanos();
         let eviction = self.interval("statsEvictionInterval", expected, |eviction| {
             eviction.as_nanos().is_multiple_of(multiple_of)
@@ -149,8 +153,8 @@ impl Loader<'_> {
         const NAME: &str = "statsHistogramBuckets";
         let text = self.stats_annotation(NAME).unwrap_or("{}").to_owned();
         json::read(&text).unwrap_or_else(|_| {
-            let expected = "a JSON object of lists of numbers, leaving it out";
-            self.warn(&format!("{PREFIX}{NAME}"), text, expected);
+            let expected = "a JSON object of lists of numbers";
+            self.warn(&format!("{PREFIX}{NAME}"), &text, expected, LEFT_OUT);
             BTreeMap::new()
         })
     }
@@ -159,13 +163,13 @@ impl Loader<'_> {
     fn interval(
         &mut self,
         annotation: &str,
-        expected: &str,
+        expected: &'static str,
         is_valid: impl Fn(&Duration) -> bool,
     ) -> Option<Duration> {
         let text = self.stats_annotation(annotation)?;
         let Some(interval) = duration::parse(text).filter(is_valid) else {
             let text = text.to_owned();
-            self.warn(&format!("{PREFIX}{annotation}"), text, expected);
+            self.warn(&format!("{PREFIX}{annotation}"), &text, expected, LEFT_OUT);
             return None;
         };
         (!interval.is_zero()).then_some(interval)

@@ -96,9 +96,9 @@ impl Loader<'_> {
     fn port(&mut self, kind: &str, given: u32) -> u16 {
         let port = u16::try_from(given).unwrap_or_default();
         if port == 0 {
-            let expected = "from 1 to 65535; the workload stays unhealthy";
-            let subject = format!("{MEMBER}.{kind}.port");
-            self.warn(&subject, given.to_string(), expected);
+            let (subject, given) = (format!("{MEMBER}.{kind}.port"), given.to_string());
+            let consequence = "the workload stays unhealthy";
+            self.warn(&subject, &given, "a port from 1 to 65535", consequence);
         }
         port
     }
@@ -111,8 +111,9 @@ impl Loader<'_> {
             if let (Ok(name), Ok(value)) = parsed {
                 headers.append(name, value);
             } else {
-                let expected = "a header that HTTP allows; it is not sent";
-                self.warn(&format!("{MEMBER}.httpGet.httpHeaders"), name, expected);
+                let subject = format!("{MEMBER}.httpGet.httpHeaders");
+                let consequence = "the header is not sent";
+                self.warn(&subject, &name, "a header that HTTP allows", consequence);
             }
         }
         headers.entry(header::USER_AGENT).or_insert(USER_AGENT);
@@ -129,8 +130,9 @@ impl Loader<'_> {
             Ok(0) => default,
             Ok(given) => given,
             Err(_) => {
-                let expected = format!("a positive number; {default} is used");
-                self.warn(&format!("{MEMBER}.{member}"), given.to_string(), expected);
+                let (subject, given) = (format!("{MEMBER}.{member}"), given.to_string());
+                let used = format!("{default} is used");
+                self.warn(&subject, &given, "a positive number", used);
                 default
             }
         }

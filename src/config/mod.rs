@@ -24,6 +24,7 @@ mod validate;
 mod wasm;
 mod workload;
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
@@ -33,8 +34,8 @@ use serde_json::Value;
 
 use crate::compliance::Policy;
 use crate::dial::proxy::Proxies;
-use crate::problem::Diagnostics;
 pub use crate::problem::Problem;
+use crate::problem::{Diagnostics, codes};
 use crate::proxy_config::ProxyConfig;
 use crate::xds::last_known_good;
 use crate::{bootstrap, istiod, logging, scrape};
@@ -95,14 +96,8 @@ pub struct Config {
     pub ignored: Vec<String>,
 }
 
-/// Expectations of a file that the agent can run without.
-const READABLE: &str = "a readable file, going on without it";
-const READABLE_YAML: &str = "a readable YAML or JSON file, going on without it";
-
-/// Whether the warning is about an existing file that could not be used.
-pub fn is_lost_file(warning: &Problem) -> bool {
-    [READABLE, READABLE_YAML].contains(&warning.expected.as_str())
-}
+/// The consequence of a value that cannot be used and has no default.
+const LEFT_OUT: &str = "the value is ignored";
 
 /// Every problem of a configuration, as one error.
 #[derive(Debug, thiserror::Error)]
@@ -244,8 +239,10 @@ impl<'a> Loader<'a> {
         } = documents.merge(flags);
         notes.warnings.splice(..0, warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
-            let expected = "a list of them, going on without";
-            notes.warn("network interfaces", error.to_string(), expected);
+            let (code, error) = (codes::INTERFACES_UNREADABLE, error.to_string());
+            notes
+                .warnings
+                .push(Problem::new(code, "network interfaces", error));
             Vec::new()
         });
         let warnings = &mut notes.warnings;
@@ -372,12 +369,18 @@ impl<'a> Loader<'a> {
         Path::new("./var/run/secrets/workload-spiffe-uds").join(name)
     }
 
-    fn problem(&mut self, subject: &str, found: &str, expected: impl Into<String>) {
+    fn problem(&mut self, subject: &str, found: &str, expected: impl Into<Cow<'static, str>>) {
         self.notes.problem(subject, found, expected);
     }
 
-    fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
-        self.notes.warn(subject, found, expected);
+    fn warn(
+        &mut self,
+        subject: &str,
+        found: &str,
+        expected: impl Into<Cow<'static, str>>,
+        consequence: impl Into<Cow<'static, str>>,
+    ) {
+        self.notes.warn(subject, found, expected, consequence);
     }
 }
 

@@ -4,15 +4,16 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::Loader;
 use super::control_plane::ISTIOD_NAME;
 use super::environment as variables;
 use super::pod::Pairs;
+use super::{LEFT_OUT, Loader};
 use crate::address;
 use crate::bootstrap::Ports;
 use crate::bootstrap::metadata::{self, is_empty};
 use crate::bootstrap::node::{Locality, Metadata, Node};
 use crate::bootstrap::platform::Platform;
+use crate::problem::{Problem, codes};
 use crate::proxy_config::proxy_config::{ClusterName, TracingServiceName};
 use crate::version;
 
@@ -178,7 +179,8 @@ impl Loader<'_> {
                 }
                 Err(error) => {
                     let subject = format!("ISTIO_METAJSON_{name}");
-                    self.notes.warn(subject, format!("{error}; left out"), "");
+                    let problem = Problem::new(codes::SETTING_REPLACED, subject, error.to_string());
+                    self.notes.warnings.push(problem.consequence(LEFT_OUT));
                 }
             }
         }

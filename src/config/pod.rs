@@ -11,7 +11,8 @@ use std::path::Path;
 
 use indexmap::IndexSet;
 
-use super::{Problem, READABLE};
+use super::Problem;
+use crate::problem::codes;
 use crate::regular_file;
 
 pub type Pairs = BTreeMap<String, String>;
@@ -85,14 +86,20 @@ pub fn addresses(
 ) -> Vec<IpAddr> {
     for name in excluded {
         if !interfaces.iter().any(|interface| interface.name == *name) {
-            let expected = "the name of an interface, leaving it out";
-            warnings.push(Problem::new(EXCLUDED_INTERFACES, *name, expected));
+            let expected = "the name of an interface";
+            let code = codes::INTERFACE_UNKNOWN;
+            warnings.push(Problem::value(code, EXCLUDED_INTERFACES, name, expected));
         }
     }
     let first = instance_ip.parse::<IpAddr>().ok();
     if first.is_none() && !instance_ip.is_empty() {
-        let expected = "an IP address, using those of the interfaces";
-        warnings.push(Problem::new("INSTANCE_IP", instance_ip, expected));
+        let problem = Problem::value(
+            codes::SETTING_REPLACED,
+            "INSTANCE_IP",
+            instance_ip,
+            "an IP address",
+        );
+        warnings.push(problem.consequence("the addresses of the interfaces are used"));
     }
     let reachable = interfaces.iter().filter(|own| !own.is_loopback);
     let mut found: Vec<_> = reachable.map(|own| own.address).collect();
@@ -126,7 +133,8 @@ pub fn pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pai
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
                 let subject = path.display().to_string();
-                warnings.push(Problem::new(subject, error.to_string(), READABLE));
+                let error = error.to_string();
+                warnings.push(Problem::new(codes::FILE_UNREADABLE, subject, error));
             }
             None
         }
@@ -145,8 +153,8 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
             }
             None => {
                 let subject = format!("{} line {}", path.display(), index + 1);
-                let expected = "key=\"value\", skipping the line";
-                warnings.push(Problem::new(subject, line, expected));
+                let expected = "key=\"value\"";
+                warnings.push(Problem::value(codes::FILE_LINE, subject, line, expected));
             }
         }
     }

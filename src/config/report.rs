@@ -9,9 +9,9 @@ use serde_json::{Map, Value, json};
 use super::environment::{Environment, Row, TABLE};
 use super::flags::{Flag, LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
-use super::pod::{self, EXCLUDED_INTERFACES, Pairs};
+use super::pod::{self, Pairs};
 use super::{Loader, NOWHERE, Problem};
-use crate::problem::Diagnostics;
+use crate::problem::{Code, Diagnostics, codes};
 
 /// The sections of settings, each with its value and origin, then the texts of warnings and problems.
 #[derive(Debug)]
@@ -61,17 +61,16 @@ pub fn report(
     }))
 }
 
-/// How subjects begin that files and interfaces decide.
-const OF_THE_MACHINE: [&str; 8] = [
-    "/",
-    "./",
-    "root file for istiod",
-    "GKE workload certificate files",
-    "customConfigFile",
-    "ISTIO_BOOTSTRAP_OVERRIDE",
-    EXCLUDED_INTERFACES,
+/// Problems that depend on the files and interfaces of the machine.
+const OF_THE_MACHINE: [&Code; 7] = [
+    codes::BOOTSTRAP_OVERRIDE_UNREADABLE,
+    codes::DNS_RESOLV_CONF_UNREADABLE,
+    codes::FILE_MISSING,
+    codes::FILE_UNREADABLE,
+    codes::INTERFACE_UNKNOWN,
+    codes::INTERFACES_UNREADABLE,
     // The flag overrides the configuration, as in pilot-agent.
-    "--concurrency",
+    codes::FLAG_OVERRIDES_CONFIG,
 ];
 
 /// The members of ProxyConfig that something sets for a pod that is described, not run, and what is wrong
@@ -91,10 +90,7 @@ pub fn described(
     let mut notes = loader.notes;
     notes.problems.append(&mut loader.authority_problems);
     for list in [&mut notes.problems, &mut notes.warnings] {
-        list.retain(|found| {
-            let mut machine = OF_THE_MACHINE.iter();
-            !machine.any(|start| found.subject.starts_with(start))
-        });
+        list.retain(|found| !OF_THE_MACHINE.contains(&found.code));
     }
     (members, notes)
 }

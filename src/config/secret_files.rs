@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::Loader;
 use super::environment as variables;
+use crate::problem::{Problem, codes};
 use crate::proxy_config::{private_key_provider::Provider, time};
 use crate::sds::SecretOptions;
 use crate::sds::key_provider::{KeyProvider, Kind};
@@ -78,7 +79,7 @@ impl Loader<'_> {
     fn workload_files(&mut self) -> Option<files::WorkloadFiles> {
         let mounted = self.get(&variables::FILE_MOUNTED_CERTS);
         if let (true, Some(client)) = (mounted, self.text(&variables::PROV_CERT)) {
-            let expected = "nothing beside FILE_MOUNTED_CERTS: the two are mutually exclusive";
+            let expected = "nothing, because FILE_MOUNTED_CERTS is set";
             self.problem("PROV_CERT", &client, expected);
         }
         if self.is_google() {
@@ -98,8 +99,10 @@ impl Loader<'_> {
             GOOGLE => {
                 let missing = self.missing(MOUNTED, GOOGLE_NAMES);
                 if !missing.is_empty() {
-                    let found = format!("without {}", missing.join(", "));
-                    self.problem("GKE workload certificate files", &found, "all in place");
+                    let (subject, found) = ("GKE workload certificates", missing.join(", "));
+                    let found = format!("files do not exist: {found}");
+                    self.notes
+                        .add(Problem::new(codes::FILE_MISSING, subject, found));
                 }
                 true
             }

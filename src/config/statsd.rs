@@ -25,11 +25,13 @@ pub(super) fn resolve(merged: &mut Merged) {
     resolve_by(Box::new(system), LIMIT, merged);
 }
 
+const WITHOUT: &str = "Envoy starts without statsd";
+
 fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
     let address = std::mem::take(&mut merged.config.statsd_udp_address);
     let Some((host, port)) = address::split(&address) else {
-        let expected = "host:port with a port from 1 to 65535; Envoy starts without statsd";
-        return merged.warn(NAME, address, expected);
+        let expected = "host:port with a port from 1 to 65535";
+        return merged.warn(NAME, &address, expected, WITHOUT);
     };
     if host.parse::<IpAddr>().is_ok() {
         merged.config.statsd_udp_address = address;
@@ -42,8 +44,8 @@ fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
             merged.set_origin(NAME, &origin);
         }
         Err(reason) => {
-            let expected = "a name that can be looked up, going on without statsd";
-            merged.warn(NAME, format!("{address}: {reason}"), expected);
+            let found = format!("{address}: {reason}");
+            merged.warn(NAME, &found, "a name that can be resolved", WITHOUT);
         }
     }
 }

@@ -10,6 +10,7 @@ use super::environment as variables;
 use super::pod::NodeType;
 use crate::bootstrap::{self, StatsConfig};
 use crate::probe;
+use crate::problem::{Problem, codes};
 use crate::scrape::targets::{self, Target};
 use crate::scrape::{self, Hidden};
 use crate::status::{self, Probers};
@@ -68,7 +69,8 @@ impl Loader<'_> {
         Probers::parse(&text).unwrap_or_else(|found| {
             for problem in found {
                 let name = variables::ISTIO_KUBE_APP_PROBERS.name;
-                self.problem(name, &problem, "");
+                self.notes
+                    .add(Problem::new(codes::SETTING_INVALID, name, problem));
             }
             Probers::default()
         })
@@ -94,7 +96,9 @@ impl Loader<'_> {
             return Vec::new();
         };
         targets::parse(json, status_port).unwrap_or_else(|error| {
-            self.problem(ANNOTATIONS, &format!("it has {error}"), "");
+            let error = format!("it has {error}");
+            self.notes
+                .add(Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error));
             Vec::new()
         })
     }
@@ -105,8 +109,9 @@ impl Loader<'_> {
         let watchdog = self.watchdog();
         let config = systemd::Config::new(&socket, watchdog);
         if config.is_none() {
-            let expected = "a path, or an abstract name after @; systemd is not notified";
-            self.warn(variables::NOTIFY_SOCKET.name, socket, expected);
+            let expected = "a path, or an abstract name after @";
+            let name = variables::NOTIFY_SOCKET.name;
+            self.warn(name, &socket, expected, "systemd is not notified");
         }
         config
     }
@@ -120,7 +125,7 @@ impl Loader<'_> {
         }
         let time = found.parse().ok().filter(|time| *time > 0);
         if time.is_none() {
-            self.warn(name, found, "microseconds; the watchdog is not answered");
+            self.warn(name, &found, "microseconds", "the watchdog is not answered");
         }
         time.map(Duration::from_micros)
     }

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::Loader;
 use super::environment::{self as variables, Value, Variable};
+use super::{LEFT_OUT, Loader};
 use crate::address::Cidr;
 use crate::wasm::{Config, FetchConfig};
 
@@ -57,8 +57,8 @@ impl Loader<'_> {
         let networks = self.list(&variable).into_iter().filter_map(|entry| {
             let network = Cidr::parse(&entry);
             if network.is_none() {
-                let expected = "networks such as 10.0.0.0/8, going on without";
-                self.warn(variable.name, entry, expected);
+                let expected = "networks such as 10.0.0.0/8";
+                self.warn(variable.name, &entry, expected, LEFT_OUT);
             }
             network
         });

@@ -8,6 +8,7 @@ use super::secret_files::is_same;
 use super::{Loader, SecretSources};
 use crate::ca::key::{Encoding, KeyType, RSA_SIZES};
 use crate::identity::SpiffeId;
+use crate::problem::{Problem, codes};
 use crate::sds::key_provider::Kind;
 use crate::secrets::{self, output};
 
@@ -65,8 +66,10 @@ impl Loader<'_> {
         let source = source.and_then(|files| files.chain.parent());
         if source.is_some_and(|source| is_same(source, &directory)) {
             let directory = directory.display();
-            let text = format!("nothing is written to {directory}: secrets are read from there");
-            self.warn(variables::OUTPUT_CERTS.name, text, "");
+            let text = format!("secrets are read from {directory}");
+            let problem = Problem::new(codes::SETTING_REPLACED, variables::OUTPUT_CERTS.name, text);
+            let consequence = "no files are written";
+            self.notes.warnings.push(problem.consequence(consequence));
             return None;
         }
         Some(output::Config {
@@ -103,10 +106,18 @@ impl Loader<'_> {
         let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
         let (name, found) = ("WORKLOAD_RSA_KEY_SIZE", bits.to_string());
         if !(2048..=8192).contains(&bits) {
-            self.problem(name, &found, "a number of bits from 2048 to 8192");
+            let expected = "a number of bits from 2048 to 8192";
+            let problem = Problem::value(codes::WORKLOAD_KEY_SIZE, name, &found, expected);
+            self.notes.add(problem);
         } else if !RSA_SIZES.contains(&bits) {
-            let expected = "2048, 3072, 4096 or 8192; the next larger one is used";
-            self.warn(name, found, expected);
+            let problem = Problem::value(
+                codes::WORKLOAD_KEY_SIZE,
+                name,
+                &found,
+                "2048, 3072, 4096 or 8192",
+            );
+            let problem = problem.consequence("the next larger size is used");
+            self.notes.warnings.push(problem);
         }
         KeyType::Rsa(bits)
     }
@@ -123,8 +134,8 @@ impl Loader<'_> {
         let ratio = self.get(variable);
         let used = ratio.clamp(0.0, 1.0);
         if used != ratio {
-            let expected = format!("a number from 0 to 1; {used} is used");
-            self.warn(variable.name, ratio.to_string(), expected);
+            let (found, used) = (ratio.to_string(), format!("{used} is used"));
+            self.warn(variable.name, &found, "a number from 0 to 1", used);
         }
         used
     }

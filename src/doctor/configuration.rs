@@ -5,25 +5,21 @@ use crate::config::{Config, Problem};
 use crate::logging;
 
 pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
-    let check = |level, problem: &Problem, remedy| {
-        let check = Check::new(&problem.subject, level, problem.quoted());
-        check.expected(&problem.expected).remedy(remedy)
-    };
     let config = match config {
         Ok(config) => config,
         Err(problems) => {
-            let remedy =
-                "the agent does not start with it; pilot-agent config says where it comes from";
             let errors = problems.iter();
-            return errors.map(|it| check(Level::Error, it, remedy)).collect();
+            return errors
+                .map(|problem| Check::problem(Level::Error, problem))
+                .collect();
         }
     };
-    let remedy = "it matters unless another process serves the workload's certificate";
-    let warnings = config.warnings.iter().map(|problem| (problem, ""));
-    let of_authority = config.authority_problems.iter().map(|it| (it, remedy));
+    let consequence = "the agent cannot request certificates, unless another process serves them";
+    let of_authority = config.authority_problems.iter().cloned();
+    let of_authority = of_authority.map(|problem| problem.consequence(consequence));
+    let warnings = config.warnings.iter().cloned().chain(of_authority);
     let mut checks: Vec<_> = warnings
-        .chain(of_authority)
-        .map(|(problem, remedy)| check(Level::Warning, problem, remedy))
+        .map(|problem| Check::problem(Level::Warning, &problem))
         .collect();
     if checks.is_empty() {
         checks.push(Check::ok("settings", "all can be used"));

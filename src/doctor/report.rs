@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::logging::printable;
+use crate::problem::{Problem, sentence};
 
 /// In characters.
 const MAX_TEXT: usize = 1000;
@@ -30,9 +31,14 @@ pub struct Group {
 pub struct Check {
     pub name: String,
     pub level: Level,
+    /// Empty for a check that passed or was not made.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub code: String,
     pub found: String,
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub expected: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub consequence: String,
     /// What to do.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub remedy: String,
@@ -81,8 +87,20 @@ impl Check {
             level,
             // An error may quote what another process has sent.
             found: found.to_string().chars().take(MAX_TEXT).collect(),
+            code: String::new(),
             expected: String::new(),
+            consequence: String::new(),
             remedy: String::new(),
+        }
+    }
+
+    pub fn problem(level: Level, problem: &Problem) -> Self {
+        Self {
+            code: problem.code.name.to_owned(),
+            expected: problem.expected.to_string(),
+            consequence: problem.consequence.to_string(),
+            remedy: problem.remedy.to_string(),
+            ..Self::new(&problem.subject, level, &problem.found)
         }
     }
 
@@ -139,15 +157,10 @@ impl fmt::Display for Check {
             Level::Warning => "warning",
             Level::Error => "error",
         };
-        let mut line = format!("{level:<8} {}: {}", self.name, self.found);
-        if !self.expected.is_empty() {
-            line += &format!("; expected {}", self.expected);
-        }
-        if !self.remedy.is_empty() {
-            line += &format!("; {}", self.remedy);
-        }
+        let follows = [self.consequence.as_str(), &self.remedy];
+        let line = sentence(&self.name, &self.found, &self.expected, follows, &self.code);
         // A certificate's name or an answer may hold anything.
-        f.write_str(&printable(&line))
+        write!(f, "{level:<8} {}", printable(&line))
     }
 }
 

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 
 /// The target of lines on changes of levels, which are logged at any level.
 pub(super) const CHANGES: &str = "istio_agent::logging::changes";
@@ -55,7 +55,9 @@ impl Levels {
         for entry in entries.filter(|entry| !entry.is_empty()) {
             let (scope, word) = entry.split_once(':').unwrap_or((DEFAULT, entry));
             let expected = "scope:level with a level of debug, info, warn, error, fatal or none";
-            let level = level(word).ok_or_else(|| Problem::new("log level", entry, expected))?;
+            let level = level(word).ok_or_else(|| {
+                Problem::value(codes::ARGUMENT_INVALID, "log level", entry, expected)
+            })?;
             for (name, current) in levels.scopes.get_mut() {
                 if *name == scope || scope == "all" {
                     current.lasting = level;
@@ -112,11 +114,13 @@ impl Levels {
     ) -> Result<(), Problem> {
         let level = level(word).filter(|level| *level != LevelFilter::OFF);
         let expected = "debug, info, warn or error";
-        let level = level.ok_or_else(|| Problem::new("the level", word, expected))?;
+        let level = level
+            .ok_or_else(|| Problem::value(codes::ARGUMENT_INVALID, "the level", word, expected))?;
         let is_meant = |name: &str| scope.is_none_or(|scope| scope == name);
         let named = scope.unwrap_or("all");
         if !self.scopes.read().keys().any(|name| is_meant(name)) {
-            return Err(Problem::new("the scope", named, "one of the list"));
+            let (code, expected) = (codes::ARGUMENT_INVALID, "one of the list");
+            return Err(Problem::value(code, "the scope", named, expected));
         }
         let until = period.map_or_else(String::new, |period| format!(" for {period:?}"));
         tracing::info!(target: CHANGES, "the log level of {named} becomes {word}{until}");

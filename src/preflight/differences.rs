@@ -4,6 +4,8 @@
 //! Each text is a sentence without capital and full stop, because `preflight` joins texts by semicolons.
 //! No text decides on a level: texts may be edited freely, ids may not.
 
+use crate::problem::{Code, codes};
+
 /// A row of the table.
 #[derive(Clone, Copy, Debug)]
 pub struct Difference {
@@ -34,16 +36,10 @@ pub enum Selector {
     /// A variable, flag, annotation or member of ProxyConfig with a value other than 0 and false. Several
     /// ones, separated by spaces, must all have such a value.
     Set(&'static str),
-    /// An error in the value of such a setting.
-    ErrorIn(&'static str),
-    /// An error in the command line, or in any other setting of `proxy`.
-    ConfigurationError,
-    /// An error of `istio-iptables` in any other setting.
-    CaptureError,
+    /// A problem with this code. Other problems belong to the row of `SETTING_INVALID`.
+    Problem(&'static Code),
     ProbeWithoutTimeout,
-    RepeatedMember,
     UnknownFlag,
-    UnknownMember,
     VariableWithoutEffect,
 }
 
@@ -63,14 +59,11 @@ macro_rules! differences {
     };
 }
 
-use Selector::{
-    CaptureError, ConfigurationError, ErrorIn, ProbeWithoutTimeout, RepeatedMember, Set,
-    UnknownFlag, UnknownMember, VariableWithoutEffect,
-};
+use Selector::{ProbeWithoutTimeout, Problem, Set, UnknownFlag, VariableWithoutEffect};
 
 differences! {
     "Certificates and identity" {
-    WORKLOAD_KEY: Harmful, [ErrorIn("WORKLOAD_RSA_KEY_SIZE")], "pilot-agent creates an RSA key of 2048 bits or of `WORKLOAD_RSA_KEY_SIZE`, unless `ECC_SIGNATURE_ALGORITHM` is set", "this agent creates an ECDSA P-256 key. It creates an RSA key if `WORKLOAD_RSA_KEY_SIZE` or `privateKeyProvider.qat` is set, or once the authority has rejected an ECDSA key that no setting asks for, unless the authority rejects RSA keys as well", "an ECDSA key takes microseconds to create, an RSA key tens of milliseconds", "peers that verify RSA keys only reject the certificate: set `WORKLOAD_RSA_KEY_SIZE`";
+    WORKLOAD_KEY: Harmful, [Problem(codes::WORKLOAD_KEY_SIZE)], "pilot-agent creates an RSA key of 2048 bits or of `WORKLOAD_RSA_KEY_SIZE`, unless `ECC_SIGNATURE_ALGORITHM` is set", "this agent creates an ECDSA P-256 key. It creates an RSA key if `WORKLOAD_RSA_KEY_SIZE` or `privateKeyProvider.qat` is set, or once the authority has rejected an ECDSA key that no setting asks for, unless the authority rejects RSA keys as well", "an ECDSA key takes microseconds to create, an RSA key tens of milliseconds", "peers that verify RSA keys only reject the certificate: set `WORKLOAD_RSA_KEY_SIZE`";
     ROOTS_MERGED: Benign, [], "pilot-agent passes on the roots of the authority unchanged, or merged with the roots of the mesh", "this agent always merges the roots and leaves out broken certificates", "Envoy rejects the whole bundle for one broken certificate";
     ROOTS_OF_ONE_KEY: Benign, [], "pilot-agent keeps roots with the same name and key, as renewed roots have, in the order of their texts or of their file", "this agent puts valid roots first, and of these the one that expires last", "Envoy uses the first root, and an expired one fails all mutual TLS";
     PEM_FORM: Benign, [], "if a line of a file contains more than the begin or end of a PEM block (files joined without a line feed, a byte order mark, indentation) or ends with CR, pilot-agent skips blocks or serves the file unchanged, and Envoy rejects it", "this agent reads all blocks, rewrites text that Envoy cannot read, and names text that is not PEM in the log", "a missing line feed does not cost a certificate";
@@ -129,12 +122,12 @@ differences! {
     SDS_READ_ONLY_ROOT: Benign, [], "next to another provider's SDS server and under a read-only root file system, pilot-agent tells istiod of a socket for files that does not exist", "this agent does not tell istiod of it", "istiod must not refer Envoy to this socket";
     }
     "Traffic capture" {
-    CAPTURE_OPTIONS: Surprising, [CaptureError], "pilot-agent passes ports, users, groups, interfaces and marks to iptables without a check", "this agent checks them, and names every problem before it builds a rule", "a typo is named, and no value becomes an option of iptables", "values that iptables accepts and Istio does not document are errors";
+    CAPTURE_OPTIONS: Surprising, [Problem(codes::CAPTURE_OPTION_INVALID), Problem(codes::CAPTURE_OPTION_REPLACED)], "pilot-agent passes ports, users, groups, interfaces and marks to iptables without a check", "this agent checks them, and names every problem before it builds a rule", "a typo is named, and no value becomes an option of iptables", "values that iptables accepts and Istio does not document are errors";
     CAPTURE_PORT_RANGES: Benign, [], "pilot-agent passes on port ranges, and iptables and nftables spell them differently", "this agent accepts `8000:9000` and `8000-9000` with both back ends, and no service names", "one setting works for both";
     CAPTURE_CNI_FLAGS: Benign, [Set("--cni-mode"), Set("--network-namespace")], "pilot-agent has `--cni-mode` and `--network-namespace` for the CNI plugin, which calls the same code", "this agent accepts both without effect", "the plugin is a separate program";
     CAPTURE_VALIDATION: Benign, [Set("--run-validation")], "pilot-agent's `--run-validation` does not open another connection after one that hangs", "this agent opens another connection each second", "the check sees rules that arrive late";
     CAPTURE_UNKNOWN_USER: Benign, [], "pilot-agent fails while it sets up rules if a user or group does not exist", "this agent checks users and groups first, also with `--skip-rule-apply` and `--dry-run`", "the error comes before any change";
-    CAPTURE_MODE: Benign, [ErrorIn("--istio-inbound-interception-mode")], "pilot-agent treats an unknown `--istio-inbound-interception-mode` as REDIRECT", "this agent does the same, with a warning", "a typo is visible";
+    CAPTURE_MODE: Benign, [Problem(codes::CAPTURE_MODE_UNKNOWN)], "pilot-agent treats an unknown `--istio-inbound-interception-mode` as REDIRECT", "this agent does the same, with a warning", "a typo is visible";
     CAPTURE_RECONCILE: Benign, [Set("--reconcile")], "pilot-agent fails if the existing rules differ from the wanted ones. With `--reconcile` it replaces them, and drops traffic meanwhile", "this agent always replaces rules that differ, each table at once", "a container that starts again is captured, and no packet is lost";
     CAPTURE_OTHER_VERSION: Benign, [], "pilot-agent leaves the rules of another Istio version in place", "this agent replaces them", "the old rules would capture traffic too";
     CAPTURE_RULE_ORDER: Benign, [], "pilot-agent does not compare the order of rules", "this agent compares the order too", "the first matching rule decides";
@@ -157,19 +150,19 @@ differences! {
     FLAG_WITHOUT_EFFECT: Benign, [Set("--log_stacktrace_level"), Set("--vklog"), Set("UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS"), Set("--log_rotate"), Set("--log_rotate_max_age"), Set("--log_rotate_max_backups"), Set("--log_rotate_max_size")], "these settings of pilot-agent, some of them of older releases, set stack traces, further logs, internal assertions and rotated log files", "this agent accepts them without effect", "this agent has none of these";
     NODE_TYPES: Benign, [], "pilot-agent accepts `proxy ztunnel` and `proxy agentgateway`", "this agent rejects both by name", "these proxies are separate programs";
     WAIT: Benign, [], "pilot-agent's `wait` pauses for one period before each check", "this agent's `wait` checks at once, and then after a tenth of the time waited. The period is the longest pause", "the other containers of the pod start sooner";
-    BOOTSTRAP_TEMPLATE: Harmful, [ErrorIn("proxyBootstrapTemplatePath"), ErrorIn("ISTIO_BOOTSTRAP")], "pilot-agent executes a custom bootstrap template in Go's template language (`proxyBootstrapTemplatePath`, `ISTIO_BOOTSTRAP`)", "this agent rejects it by name and does not start", "this agent does not contain that language", "pods with a custom template do not start: use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`";
-    CONFIGURATION_ERROR: Harmful, [ConfigurationError], "pilot-agent reports the first configuration error, and reads some values of the wrong form as zero", "this agent reports all errors at once, with member and line. A value of the wrong form is an error", "one restart is enough to find all errors", "a pod with such a value does not start: `preflight` lists the value";
-    STATUS_PORT_VALUE: Benign, [ErrorIn("status.sidecar.istio.io/port")], "pilot-agent switches the status port off if `status.sidecar.istio.io/port` is not a number", "this agent logs a warning and uses the configured port", "a typo does not make a pod unready";
+    BOOTSTRAP_TEMPLATE: Harmful, [Problem(codes::BOOTSTRAP_TEMPLATE_SET)], "pilot-agent executes a custom bootstrap template in Go's template language (`proxyBootstrapTemplatePath`, `ISTIO_BOOTSTRAP`)", "this agent rejects it by name and does not start", "this agent does not contain that language", "pods with a custom template do not start: use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`";
+    CONFIGURATION_ERROR: Harmful, [Problem(codes::SETTING_INVALID)], "pilot-agent reports the first configuration error, and reads some values of the wrong form as zero", "this agent reports all errors at once, with member and line. A value of the wrong form is an error", "one restart is enough to find all errors", "a pod with such a value does not start: `preflight` lists the value";
+    STATUS_PORT_VALUE: Benign, [Problem(codes::STATUS_PORT_ANNOTATION)], "pilot-agent switches the status port off if `status.sidecar.istio.io/port` is not a number", "this agent logs a warning and uses the configured port", "a typo does not make a pod unready";
     STATISTICS_INTERVALS: Benign, [Set("sidecar.istio.io/statsFlushInterval"), Set("sidecar.istio.io/statsEvictionInterval")], "pilot-agent writes the flush interval in Go's notation, which Envoy rejects below a second and from a minute on. It rounds the eviction interval down to seconds, and crashes at a flush interval of zero with an eviction interval", "this agent writes exact intervals in seconds, and does not crash", "Envoy accepts them";
     COLLECTOR_TLS: Benign, [], "for TLS of collectors without a CA, pilot-agent writes a form that Envoy rejects", "this agent writes the system's roots, or with `insecureSkipVerify` no verification", "Envoy accepts this form";
     METRICS_SERVICE_ADDRESS: Benign, [Set("envoyMetricsServiceAddress")], "pilot-agent crashes if `envoyMetricsServiceAddress` is set and `envoyMetricsService` is not", "this agent uses the address", "the setting is valid";
     STACKDRIVER: Benign, [Set("tracing.stackdriver")], "pilot-agent does not start with `tracing.stackdriver` outside Google Cloud", "this agent starts without a tracer, as both agents do inside Google Cloud", "the setting has no effect anywhere";
     IPV6_FIRST: Benign, [Set("ISTIO_DUAL_STACK")], "in a pod with two address families, IPv6 first, pilot-agent polls Envoy's admin port on `127.0.0.1`", "this agent polls it on `::1`", "Envoy's admin port listens on `::1`";
     BOOTSTRAP_FILES: Benign, [Set("tracing.lightstep")], "pilot-agent writes the bootstrap and the token of `tracing.lightstep` in place, readable by all, and leaves the token behind", "this agent moves complete files into place. The token has mode 0600 and is removed with the bootstrap", "other users do not read the token, and Envoy does not read half a file";
-    LOAD_STATISTICS: Benign, [ErrorIn("ISTIO_META_LOAD_STATS_CONFIG_JSON")], "pilot-agent copies `ISTIO_META_LOAD_STATS_CONFIG_JSON` to the bootstrap, and Envoy fails if the value is not valid JSON", "this agent reports an error that names the variable", "the cause is visible";
-    UNKNOWN_MEMBER: Benign, [UnknownMember], "pilot-agent silently ignores unknown members of ProxyConfig", "this agent ignores them, and names them in the log with their line and the nearest known member", "a typo is visible";
+    LOAD_STATISTICS: Benign, [Problem(codes::LOAD_STATS_CONFIG_INVALID)], "pilot-agent copies `ISTIO_META_LOAD_STATS_CONFIG_JSON` to the bootstrap, and Envoy fails if the value is not valid JSON", "this agent reports an error that names the variable", "the cause is visible";
+    UNKNOWN_MEMBER: Benign, [Problem(codes::MEMBER_UNKNOWN)], "pilot-agent silently ignores unknown members of ProxyConfig", "this agent ignores them, and names them in the log with their line and the nearest known member", "a typo is visible";
     MESH_FILE: Benign, [], "pilot-agent checks all members of the mesh file, as istiod does", "this agent reads `defaultConfig` only", "the other members are for istiod";
-    REPEATED_MEMBER: Benign, [RepeatedMember], "pilot-agent uses the last of repeated members of ProxyConfig", "this agent uses the last one too, and names it in the log", "a mistake is visible";
+    REPEATED_MEMBER: Benign, [Problem(codes::MEMBER_REPEATED)], "pilot-agent uses the last of repeated members of ProxyConfig", "this agent uses the last one too, and names it in the log", "a mistake is visible";
     STATSD_NAME: Benign, [], "pilot-agent tries to resolve the name of the statsd server for 15 s", "this agent tries for 2 s", "statistics do not delay the start";
     LOG_LEVELS: Benign, [], "pilot-agent sets log levels at its start", "this agent can also change levels while it runs (`/debug/logging`), also for a limited time. It refuses the level `none`, and logs each change", "an operator can examine a fault without a restart";
     LOG_LENGTH: Benign, [], "pilot-agent logs long texts, such as a `Location` header, in full", "this agent cuts the middle out of texts of more than 1 KiB, and names the number of missing bytes", "a client cannot fill the disk of the node";

@@ -46,7 +46,7 @@ fn table(rows: &[&Difference]) -> String {
     for row in rows {
         let settings = row.selectors.iter().filter_map(|selector| match selector {
             Selector::Set(names) => Some(format!("`{names}`")),
-            Selector::ErrorIn(name) => Some(format!("errors in `{name}`")),
+            Selector::Problem(code) => Some(format!("[`{0}`](problems.md)", code.name)),
             _ => None,
         });
         let settings: Vec<_> = settings.collect();
@@ -60,8 +60,8 @@ fn table(rows: &[&Difference]) -> String {
 }
 
 /// The text with capital and full stop. Names of programs and settings keep their first letter.
-fn sentence(text: &str) -> String {
-    let is_name = ["pilot-agent", "istiod", "rustls", "`"]
+pub(crate) fn sentence(text: &str) -> String {
+    let is_name = ["pilot-agent", "istiod", "rustls", "istioctl", "`"]
         .iter()
         .any(|name| text.starts_with(name));
     match text.split_at_checked(1) {

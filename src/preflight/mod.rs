@@ -19,7 +19,7 @@ use crate::doctor::report::{Check, Level};
 use crate::json;
 use crate::lifecycle::BoxError;
 use crate::logging::printable;
-use crate::problem::{self, Diagnostics, Problem};
+use crate::problem::{Diagnostics, codes};
 use differences::{Difference, Impact, Selector, TABLE};
 
 #[derive(Debug, Serialize)]
@@ -187,7 +187,7 @@ impl<'a> Findings<'a> {
         let typed = match cli::parse(program.chain(words)) {
             Ok(typed) => typed,
             Err(Refused::Error(text) | Refused::Help(text)) => {
-                let row = self.row(Selector::ConfigurationError);
+                let row = self.row(Selector::Problem(codes::SETTING_INVALID));
                 return self.add(Check::error("command line", text), row);
             }
         };
@@ -196,12 +196,12 @@ impl<'a> Findings<'a> {
         }
         match iptables::checked(&typed.flags, env) {
             Ok((arguments, notes)) => {
-                self.problems(&notes, Selector::CaptureError);
+                self.problems(&notes);
                 let given = arguments.iter().filter_map(|flag| flag.split_once('='));
                 self.settings(&given.collect());
             }
             Err(error) => {
-                let row = self.row(Selector::ConfigurationError);
+                let row = self.row(Selector::Problem(codes::SETTING_INVALID));
                 self.add(Check::error("command line", error), row);
             }
         }
@@ -215,7 +215,7 @@ impl<'a> Findings<'a> {
             );
         }
         let (mut given, notes) = described(flags, &typed.cli.log, env, annotations.clone());
-        self.problems(&notes, Selector::ConfigurationError);
+        self.problems(&notes);
         let flags = typed.flags.iter().filter(|flag| flag.is_given);
         given.extend(flags.map(|flag| (format!("--{}", flag.name), flag.value.as_str().into())));
         let texts = annotations.iter().map(|(name, value)| (&**name, &**value));
@@ -240,18 +240,13 @@ impl<'a> Findings<'a> {
         }
     }
 
-    /// Adds problems, with the row of the setting, or else with this one.
-    fn problems(&mut self, notes: &Diagnostics, other: Selector) {
+    fn problems(&mut self, notes: &Diagnostics) {
         let errors = notes.problems.iter().map(|one| (Level::Error, one));
         let warnings = notes.warnings.iter().map(|one| (Level::Warning, one));
         for (level, problem) in errors.chain(warnings) {
-            let check = Check::new(&problem.subject, level, problem.quoted());
-            let row = match problem.kind {
-                problem::Kind::RepeatedMember => self.row(Selector::RepeatedMember),
-                problem::Kind::UnknownMember => self.row(Selector::UnknownMember),
-                problem::Kind::Value => self.row_of_setting(problem).or(self.row(other)),
-            };
-            self.add(check.expected(&problem.expected), row);
+            let row = self.row(Selector::Problem(problem.code));
+            let row = row.or_else(|| self.row(Selector::Problem(codes::SETTING_INVALID)));
+            self.add(Check::problem(level, problem), row);
         }
     }
 
@@ -298,15 +293,6 @@ impl<'a> Findings<'a> {
         let mut rows = self.table.iter();
         rows.find(|row| row.selectors.contains(&selector))
     }
-
-    /// The row for an error in the setting that the problem is about.
-    fn row_of_setting(&self, problem: &Problem) -> Option<&'a Difference> {
-        let setting = problem.subject.split(' ').next()?;
-        let is_about =
-            |selector: &Selector| matches!(selector, Selector::ErrorIn(name) if *name == setting);
-        let mut rows = self.table.iter();
-        rows.find(|row| row.selectors.iter().any(is_about))
-    }
 }
 
 impl fmt::Display for Report {
@@ -333,6 +319,6 @@ impl fmt::Display for Report {
 }
 
 #[cfg(test)]
-mod docs_tests;
+pub(crate) mod docs_tests;
 #[cfg(test)]
 mod tests;

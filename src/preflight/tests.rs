@@ -89,12 +89,12 @@ fn no_text_of_the_table_changes_an_exit_code() {
 #[test]
 fn each_kind_of_finding_has_one_row() {
     for kind in [
-        Selector::ConfigurationError,
-        Selector::CaptureError,
+        Selector::Problem(codes::SETTING_INVALID),
+        Selector::Problem(codes::CAPTURE_OPTION_INVALID),
         Selector::ProbeWithoutTimeout,
-        Selector::RepeatedMember,
+        Selector::Problem(codes::MEMBER_REPEATED),
         Selector::UnknownFlag,
-        Selector::UnknownMember,
+        Selector::Problem(codes::MEMBER_UNKNOWN),
         Selector::VariableWithoutEffect,
     ] {
         let rows = TABLE.iter().filter(|row| row.selectors.contains(&kind));

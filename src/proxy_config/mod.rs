@@ -15,7 +15,7 @@ use std::time::Duration;
 use prost_reflect::{DescriptorError, DescriptorPool, DynamicMessage};
 use serde_json::{Map, Value};
 
-use crate::problem::Diagnostics;
+use crate::problem::{Diagnostics, Problem, codes};
 pub use crate::proto::istio_mesh_v1alpha1::*;
 use yaml::Node;
 
@@ -33,7 +33,8 @@ impl ProxyConfig {
         notes: &mut Diagnostics,
     ) -> BTreeMap<String, u64> {
         read(self, "ProxyConfig", origin, node, notes).unwrap_or_else(|error| {
-            notes.problem(origin, error.to_string(), "");
+            let problem = Problem::new(codes::SETTING_INVALID, origin, error.to_string());
+            notes.add(problem);
             BTreeMap::new()
         })
     }

@@ -14,8 +14,7 @@ use prost_reflect::{
 };
 
 use super::yaml::{Node, Tree, line};
-use crate::problem::Kind::{RepeatedMember, UnknownMember};
-use crate::problem::{self, Diagnostics, Problem};
+use crate::problem::{Code, Diagnostics, Problem, codes};
 use crate::{duration, spelling};
 
 const DURATION: &str = "google.protobuf.Duration";
@@ -99,13 +98,13 @@ impl Reader<'_> {
             }
             let path = self.joined(key);
             if is_known {
-                let text = format!("member {path} gives way to another; ignored");
-                self.warn(RepeatedMember, node, text);
+                let text = format!("member {path} gives way to another");
+                self.warn(codes::MEMBER_REPEATED, node, text);
             } else {
                 let names = message.fields().map(|field| field.json_name().to_owned());
                 let hint = spelling::hint(key, "", names);
-                let text = format!("unknown member {path}{hint}; ignored");
-                self.warn(UnknownMember, node, text);
+                let text = format!("unknown member {path}{hint}");
+                self.warn(codes::MEMBER_UNKNOWN, node, text);
             }
         }
         Some(given)
@@ -123,8 +122,8 @@ impl Reader<'_> {
             }
         }
         for key in repeated {
-            let text = format!("another member {key}; this one counts");
-            self.warn(RepeatedMember, last[key], text);
+            let text = format!("another member {key}");
+            self.warn(codes::MEMBER_REPEATED, last[key], text);
         }
         Some(last)
     }
@@ -197,7 +196,7 @@ impl Reader<'_> {
                 true => format!("{} (not shown)", tree.kind()),
                 false => tree.shown(),
             };
-            self.problem(node, found, &expected(kind))
+            self.problem(node, &found, expected(kind))
         })
     }
 
@@ -218,17 +217,16 @@ impl Reader<'_> {
         format!("{}{dot}{name}", self.path)
     }
 
-    fn warn(&mut self, kind: problem::Kind, node: &Node, text: String) {
+    fn warn(&mut self, code: &'static Code, node: &Node, text: String) {
         let subject = format!("{} line {}", self.origin, line(node));
-        let problem = Problem::new(subject, text, "");
-        self.notes.warnings.push(Problem { kind, ..problem });
+        self.notes.warnings.push(Problem::new(code, subject, text));
     }
 
-    fn refuse<T>(&mut self, node: &Node, expected: &str) -> Option<T> {
-        self.problem(node, node.value.shown(), expected)
+    fn refuse<T>(&mut self, node: &Node, expected: &'static str) -> Option<T> {
+        self.problem(node, &node.value.shown(), expected.into())
     }
 
-    fn problem<T>(&mut self, node: &Node, found: String, expected: &str) -> Option<T> {
+    fn problem<T>(&mut self, node: &Node, found: &str, expected: Cow<'static, str>) -> Option<T> {
         let of = if self.path.is_empty() { "" } else { " of " };
         let subject = format!("{}{of}{} line {}", self.path, self.origin, line(node));
         self.notes.problem(subject, found, expected);

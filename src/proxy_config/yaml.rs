@@ -9,7 +9,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Number;
 use serde_saphyr::{DuplicateKeyPolicy, Spanned};
 
-use crate::problem::{Diagnostics, Problem};
+use crate::problem::{Diagnostics, Problem, codes};
 
 pub type Node = Spanned<Tree>;
 
@@ -54,14 +54,17 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
         return None;
     };
     if let Some(rest) = error {
-        notes.warn(rest.subject, "after the first document, so not read", "");
+        let found = "another document after the first one";
+        notes
+            .warnings
+            .push(Problem::new(codes::FILE_LINE, rest.subject, found));
     }
     match node.value {
         Tree::Null => None,
         Tree::Map(_) => Some(node),
         ref other => {
             let at = format!("{origin} line {}", line(&node));
-            notes.problem(at, other.shown(), "a YAML or JSON object");
+            notes.problem(at, &other.shown(), "a YAML or JSON object");
             None
         }
     }
@@ -73,7 +76,11 @@ pub fn problem(origin: &str, error: &serde_saphyr::Error) -> Problem {
     let line = error.location().map_or(1, |at| at.line());
     let text = error.to_string();
     let reason = text.split(" at line ").next().unwrap_or_default();
-    Problem::new(format!("{origin} line {line}"), reason, "")
+    Problem::new(
+        codes::SETTING_INVALID,
+        format!("{origin} line {line}"),
+        reason,
+    )
 }
 
 impl Tree {

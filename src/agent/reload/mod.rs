@@ -10,12 +10,16 @@ use super::sds_socket::Detected;
 use serde_json::Value;
 
 use crate::bootstrap::{self, platform::Platform};
-use crate::config::{Config, Problem, Unusable, is_lost_file};
+use crate::config::{Config, Problem, Unusable};
 use crate::envoy::launch::Prepared;
 use crate::lifecycle::BoxError;
+use crate::problem::{Code, codes};
 use crate::regular_file::{self, MAX_SETTINGS};
 
 /// Reads the configuration anew. May block.
+/// Problems with files that Envoy can start without.
+const LOST_FILE: [&Code; 2] = [codes::BOOTSTRAP_OVERRIDE_UNREADABLE, codes::FILE_UNREADABLE];
+
 pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
 
 /// Gives the effective configuration as JSON. May block.
@@ -105,12 +109,12 @@ impl Inputs {
             return Err(fixed_error(what));
         }
         // A file that cannot be used is tolerated at the start, but not if it was good then.
-        let was_lost = |lost: &Problem| {
-            let same = |warning: &Problem| is_lost_file(warning) && warning.subject == lost.subject;
-            first.warnings.iter().any(same)
-        };
-        let lost = config.warnings.iter().filter(|w| is_lost_file(w));
-        match lost.into_iter().find(|lost| !was_lost(lost)) {
+        let lost = config.warnings.iter().find(|warning| {
+            let was_lost =
+                |first: &Problem| (first.code, &first.subject) == (warning.code, &warning.subject);
+            LOST_FILE.contains(&warning.code) && !first.warnings.iter().any(was_lost)
+        });
+        match lost {
             Some(lost) => Err(format!("{lost}, which was good when the agent started")),
             None => Ok(()),
         }

@@ -3,6 +3,7 @@
 //! Every item ends up in the input of a program that runs as root, so each has to be exactly what it
 //! claims to be. Items of lists may have blanks around them; empty items are left out.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -10,7 +11,7 @@ use std::ops::RangeInclusive;
 use clap::Args;
 
 use crate::address::Cidr;
-use crate::problem::{Diagnostics, Problem};
+use crate::problem::{Diagnostics, Problem, codes};
 
 const PROXY_UID: &str = "1337";
 
@@ -323,8 +324,13 @@ fn dns(settings: &Settings, host: &Host, items: &mut SettingsParser) -> Option<D
         (false, _) => None,
         (true, true) => Some(DnsCapture::All),
         (true, false) if host.nameservers.is_empty() => {
-            let expected = "a server in resolv.conf, or --capture-all-dns; DNS is not captured";
-            items.warn(("redirect_dns", "true"), expected);
+            let expected = "a server in resolv.conf, or --capture-all-dns";
+            let code = codes::CAPTURE_OPTION_REPLACED;
+            let problem = Problem::value(code, flag("redirect_dns"), "true", expected);
+            items
+                .0
+                .warnings
+                .push(problem.consequence("DNS is not captured"));
             None
         }
         (true, false) => Some(DnsCapture::Servers(host.nameservers.clone())),
@@ -344,18 +350,16 @@ type Setting<'a> = (&'a str, &'a str);
 struct SettingsParser(Diagnostics);
 
 impl SettingsParser {
-    fn problem(&mut self, (name, found): Setting<'_>, expected: &str) {
-        self.0.problem(flag(name), found, expected);
-    }
-
-    fn warn(&mut self, (name, found): Setting<'_>, expected: &str) {
-        self.0.warn(flag(name), found, expected);
+    fn problem(&mut self, (name, found): Setting<'_>, expected: impl Into<Cow<'static, str>>) {
+        let code = codes::CAPTURE_OPTION_INVALID;
+        self.0
+            .add(Problem::value(code, flag(name), found, expected));
     }
 
     fn each<T>(
         &mut self,
         (name, list): Setting<'_>,
-        expected: &str,
+        expected: &'static str,
         read: impl Fn(&str) -> Option<T>,
     ) -> Vec<T> {
         let items = list.split(',').map(str::trim);
@@ -365,7 +369,8 @@ impl SettingsParser {
                 Some(value) => found.push(value),
                 None => {
                     let subject = format!("an item of {}", flag(name));
-                    self.0.problem(subject, item, expected);
+                    let code = codes::CAPTURE_OPTION_INVALID;
+                    self.0.add(Problem::value(code, subject, item, expected));
                 }
             }
         }
@@ -383,7 +388,7 @@ impl SettingsParser {
             .filter(|found| *found != 0)
             .and_then(|found| found.try_into().ok())
             .unwrap_or_else(|| {
-                self.problem(setting, &format!("a number from 1 to {max}"));
+                self.problem(setting, format!("a number from 1 to {max}"));
                 T::default()
             })
     }
@@ -423,7 +428,11 @@ impl SettingsParser {
         match setting.1 {
             "TPROXY" => return Mode::Tproxy,
             "" | "REDIRECT" => {}
-            _ => self.warn(setting, "REDIRECT or TPROXY; it is taken as REDIRECT"),
+            found => {
+                let (code, subject) = (codes::CAPTURE_MODE_UNKNOWN, flag(setting.0));
+                let problem = Problem::value(code, subject, found, "REDIRECT or TPROXY");
+                self.0.warnings.push(problem);
+            }
         }
         Mode::Redirect
     }

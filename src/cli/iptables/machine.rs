@@ -11,7 +11,7 @@ use crate::capture::program;
 use crate::capture::rules::{Family, Id};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::lifecycle::BoxError;
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -100,7 +100,8 @@ pub(super) async fn resolve(config: &mut Config) -> Vec<Problem> {
         if let Id::Name(name) = id {
             let subject = format!("a {kind} of these arguments");
             let expected = format!("the name of a {kind} of this machine");
-            unknown.push(Problem::new(subject, name.as_str(), expected));
+            let code = codes::CAPTURE_OPTION_INVALID;
+            unknown.push(Problem::value(code, subject, name, expected));
         }
     }
     unknown

@@ -12,7 +12,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::duration;
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 use crate::spelling;
 
 /// The reason of variables that have no effect in pilot-agent either.
@@ -242,9 +242,10 @@ impl Environment {
         let known: Vec<_> = names.filter_map(|name| name.strip_prefix(PREFIX)).collect();
         self.with_prefix(PREFIX).filter_map(move |(name, _)| {
             let hint = spelling::hint(name, PREFIX, &known);
-            let text = format!("unknown variable{hint}; ignored");
+            let text = format!("unknown variable{hint}");
             let is_known = known.contains(&name);
-            (!is_known).then(|| Problem::new(format!("{PREFIX}{name}"), text, ""))
+            let subject = format!("{PREFIX}{name}");
+            (!is_known).then(|| Problem::new(codes::SETTING_UNKNOWN, subject, text))
         })
     }
 
@@ -263,8 +264,9 @@ impl Environment {
         TABLE.iter().filter_map(|row| {
             let found = self.0.get(row.name)?;
             let is_good = found.to_str().is_some_and(row.is_good);
-            let expected = format!("{}, using {:?}", row.expected, row.default);
-            (!is_good).then(|| Problem::new(row.name, found.to_string_lossy(), expected))
+            let (code, found) = (codes::SETTING_REPLACED, found.to_string_lossy());
+            let problem = || Problem::value(code, row.name, &found, row.expected);
+            (!is_good).then(|| problem().consequence(format!("{:?} is used", row.default)))
         })
     }
 

@@ -4,9 +4,10 @@
 //! `proxyMetadata`, which merges by key, and `proxyHeaders`, which keeps some of its members. `null`
 //! leaves what is there.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use crate::problem::Diagnostics;
+use crate::problem::{Code, Diagnostics, Problem};
 use crate::proxy_config::yaml::{self, Node, Tree};
 use crate::proxy_config::{AuthenticationPolicy, ProxyConfig, proxy_config::ClusterName};
 
@@ -108,14 +109,27 @@ impl Merged {
     }
 
     /// Reports a problem with the value at `path`.
-    pub(super) fn problem(&mut self, path: &str, found: impl Into<String>, expected: &str) {
+    pub(super) fn problem(
+        &mut self,
+        code: &'static Code,
+        path: &str,
+        found: &str,
+        expected: impl Into<Cow<'static, str>>,
+    ) {
         let subject = format!("{path} of {}", self.origins.of(path));
-        self.notes.problem(subject, found, expected);
+        self.notes
+            .add(Problem::value(code, subject, found, expected));
     }
 
-    pub(super) fn warn(&mut self, path: &str, found: impl Into<String>, expected: &str) {
+    pub(super) fn warn(
+        &mut self,
+        path: &str,
+        found: &str,
+        expected: &'static str,
+        consequence: &'static str,
+    ) {
         let subject = format!("{path} of {}", self.origins.of(path));
-        self.notes.warn(subject, found, expected);
+        self.notes.warn(subject, found, expected, consequence);
     }
 }
 

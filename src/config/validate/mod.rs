@@ -6,6 +6,7 @@ use std::fmt::Display;
 use serde_json::Value;
 
 use super::merged::Merged;
+use crate::problem::codes;
 use crate::{address, duration};
 
 const NOT_EMPTY: &str = "a string that is not empty";
@@ -39,8 +40,8 @@ pub(super) fn check(merged: &mut Merged) {
     rules.tracing_tls();
     let path = "proxyMetadata.ISTIO_META_DNS_AUTO_ALLOCATE";
     if rules.at(path).is_some() {
-        let expected = "nothing: istiod allocates addresses by itself";
-        merged.warn(path, "set", expected);
+        let consequence = "istiod allocates addresses itself";
+        merged.warn(path, "set", "nothing", consequence);
     }
 }
 
@@ -158,7 +159,8 @@ impl Rules<'_> {
 
     fn expect(&mut self, is_good: bool, path: &str, found: impl Display, expected: &str) {
         if !is_good {
-            self.merged.problem(path, found.to_string(), expected);
+            let (code, found) = (codes::SETTING_INVALID, found.to_string());
+            self.merged.problem(code, path, &found, expected.to_owned());
         }
     }
 }

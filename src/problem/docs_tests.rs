@@ -1,0 +1,40 @@
+//! `docs/problems.md` lists the codes of the table.
+
+use std::collections::BTreeSet;
+
+use super::codes::TABLE;
+use crate::config::environment::docs_tests::assert_generated;
+use crate::preflight::differences;
+use crate::preflight::docs_tests::sentence;
+
+#[test]
+fn the_documentation_lists_every_code_as_it_is() {
+    let mut text = String::new();
+    for codes in TABLE.chunk_by(|code, next| code.section == next.section) {
+        text += &format!("\n## {}\n\n", codes[0].section);
+        text += "| code | cause | consequence | what to do |\n|---|---|---|---|\n";
+        for code in codes {
+            let texts = [code.cause, code.consequence, code.remedy].map(sentence);
+            let line = format!("| `{}` | {}", code.name, texts.join(" | "));
+            text += &format!("{} |\n", line.trim_end());
+        }
+    }
+    assert_generated("problems.md", "codes", &(text + "\n"));
+}
+
+#[test]
+fn codes_are_unique_and_texts_can_be_joined() {
+    let codes = TABLE.iter().map(|code| code.name);
+    let rows = differences::TABLE.iter().map(|row| row.id);
+    let names: Vec<_> = codes.chain(rows).collect();
+    let unique: BTreeSet<_> = names.iter().collect();
+    assert_eq!(unique.len(), names.len());
+    for code in TABLE {
+        assert!(!code.cause.is_empty(), "{}", code.name);
+        for text in [code.cause, code.consequence, code.remedy] {
+            let is_name = text.starts_with("Envoy") || text.starts_with("ProxyConfig");
+            let is_capital = text.starts_with(char::is_uppercase);
+            assert!(is_name == is_capital && !text.ends_with('.'), "{text}");
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! A problem that an operator can act on, with a code. Every part of the agent reports problems in this form:
+//! log, exit errors, `doctor`, `config`, `preflight`, readiness, debug page and support bundle.
+//!
+//! Programs compare codes only. Texts are for people and may change.
+
+pub mod codes;
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+/// A kind of problem. Texts begin in lower case and have no full stop, because they are joined by semicolons.
+#[derive(Debug, Eq)]
+pub struct Code {
+    /// Unique and stable, because scripts and alerts search for it.
+    pub name: &'static str,
+    pub section: &'static str,
+    /// When the problem is reported, for the documentation.
+    pub cause: &'static str,
+    /// Empty if the cause or `found` says enough.
+    pub consequence: &'static str,
+    pub remedy: &'static str,
+}
+
+impl PartialEq for Code {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+/// A problem that was found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    #[serde(serialize_with = "name")]
+    pub code: &'static Code,
+    /// Variable, flag, member, file, peer or part of the agent.
+    pub subject: String,
+    /// A sentence without its subject, or a value in quotes.
+    pub found: String,
+    /// Empty unless `found` is a value.
+    pub expected: Cow<'static, str>,
+    pub consequence: Cow<'static, str>,
+    pub remedy: Cow<'static, str>,
+}
+
+impl Problem {
+    /// A problem that a sentence describes.
+    pub fn new(code: &'static Code, subject: impl Into<String>, found: impl Into<String>) -> Self {
+        Self {
+            code,
+            subject: subject.into(),
+            found: found.into(),
+            expected: "".into(),
+            consequence: code.consequence.into(),
+            remedy: code.remedy.into(),
+        }
+    }
+
+    /// A value other than expected.
+    pub fn value(
+        code: &'static Code,
+        subject: impl Into<String>,
+        found: &str,
+        expected: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self {
+            expected: expected.into(),
+            ..Self::new(code, subject, format!("{found:?}"))
+        }
+    }
+
+    /// Replaces the consequence of the code by a more exact one.
+    #[must_use]
+    pub fn consequence(self, consequence: impl Into<Cow<'static, str>>) -> Self {
+        let consequence = consequence.into();
+        Self {
+            consequence,
+            ..self
+        }
+    }
+
+    /// Replaces the remedy of the code by a more exact one.
+    #[must_use]
+    pub fn remedy(self, remedy: impl Into<Cow<'static, str>>) -> Self {
+        let remedy = remedy.into();
+        Self { remedy, ..self }
+    }
+}
+
+impl std::error::Error for Problem {}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let follows = [self.consequence.as_ref(), &self.remedy];
+        let code = self.code.name;
+        f.write_str(&sentence(
+            &self.subject,
+            &self.found,
+            &self.expected,
+            follows,
+            code,
+        ))
+    }
+}
+
+/// The text of a problem, without the parts that are empty.
+pub fn sentence(
+    subject: &str,
+    found: &str,
+    expected: &str,
+    follows: [&str; 2],
+    code: &str,
+) -> String {
+    let mut text = match expected {
+        "" => format!("{subject}: {found}"),
+        expected => format!("{subject} is {found}, expected {expected}"),
+    };
+    for part in follows.into_iter().filter(|part| !part.is_empty()) {
+        text += &format!("; {part}");
+    }
+    if !code.is_empty() {
+        text += &format!(" [{code}]");
+    }
+    text
+}
+
+fn name<S: Serializer>(code: &&'static Code, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(code.name)
+}
+
+/// The problems found while a configuration is read.
+#[derive(Debug, Default)]
+pub struct Diagnostics {
+    /// What makes the configuration unusable.
+    pub problems: Vec<Problem>,
+    /// What is left out, or replaced by a default.
+    pub warnings: Vec<Problem>,
+}
+
+impl Diagnostics {
+    /// Adds a value that makes the configuration unusable, once.
+    pub fn problem(
+        &mut self,
+        subject: impl Into<String>,
+        found: &str,
+        expected: impl Into<Cow<'static, str>>,
+    ) {
+        let problem = Problem::value(codes::SETTING_INVALID, subject, found, expected);
+        self.add(problem);
+    }
+
+    /// Adds what makes the configuration unusable, once.
+    pub fn add(&mut self, problem: Problem) {
+        if !self.problems.contains(&problem) {
+            self.problems.push(problem);
+        }
+    }
+
+    /// Adds a value that is left out, or replaced by another, as the consequence says.
+    pub fn warn(
+        &mut self,
+        subject: impl Into<String>,
+        found: &str,
+        expected: impl Into<Cow<'static, str>>,
+        consequence: impl Into<Cow<'static, str>>,
+    ) {
+        let warning = Problem::value(codes::SETTING_REPLACED, subject, found, expected);
+        self.warnings.push(warning.consequence(consequence));
+    }
+}
+
+#[cfg(test)]
+mod docs_tests;
