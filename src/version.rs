@@ -112,7 +112,9 @@ mod tests {
         ] {
             std::fs::write(folder.path().join(OF_IMAGE), content).expect("written");
             let found = beside(&program).map_err(|problem| problem.found);
-            let expected = expected.map(str::to_owned).map_err(str::to_owned);
+            let expected = expected
+                .map(str::to_owned)
+                .map_err(|found| format!("{found:?}"));
             assert_eq!(found, expected, "{content:?}");
         }
     }

@@ -210,7 +210,10 @@ impl Loader<'_> {
         let read = read.map_err(|error| error.to_string());
         let parsed = read.and_then(|text| {
             let parsed = serde_saphyr::from_str::<Value>(&text);
-            parsed.map_err(|error| yaml::problem(&path, &error).to_string())
+            parsed.map_err(|error| {
+                let (line, reason) = yaml::line_and_reason(&error);
+                format!("line {line}: {reason}")
+            })
         });
         let found = match parsed {
             Ok(document) if document.is_object() => {

@@ -8,6 +8,7 @@ use serde_json::json;
 use super::status_port;
 use super::tests::machine;
 use crate::envoy::shutdown::Drain;
+use crate::problem::codes;
 
 #[test]
 fn flags_reach_envoy_and_may_switch_it_off() {
@@ -312,7 +313,9 @@ fn the_override_of_the_bootstrap_is_read_or_left_out() {
     machine.file("over.yaml", "- 1\n");
     let config = machine.config();
     assert_eq!(config.envoy.expect("Envoy").command.override_json, None);
-    assert_eq!(config.warnings[0].subject, "ISTIO_BOOTSTRAP_OVERRIDE");
+    let warning = &config.warnings[0];
+    assert_eq!(warning.code, codes::BOOTSTRAP_OVERRIDE_UNREADABLE);
+    assert_eq!(warning.subject, "over.yaml (ISTIO_BOOTSTRAP_OVERRIDE)");
 }
 
 #[test]

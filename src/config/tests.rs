@@ -103,7 +103,7 @@ fn every_malformed_variable_is_reported_once_whether_its_feature_is_on_or_not() 
     let warnings = machine(&malformed).config().warnings;
     let found: Vec<_> = warnings
         .iter()
-        .filter(|warning| warning.found == "?")
+        .filter(|warning| warning.found == "\"?\"")
         .map(|warning| warning.subject.as_str())
         .collect();
     assert_eq!(found, names);
@@ -296,7 +296,7 @@ fn problems_of_the_authority_wait_where_another_process_may_serve_secrets() {
     machine.file("var/run/secrets/workload-spiffe-uds/socket", "");
     let problems = machine.config().authority_problems;
     assert_eq!(problems.len(), 1);
-    assert_eq!(problems[0].found, "gone.pem");
+    assert_eq!(problems[0].found, "\"gone.pem\"");
 }
 
 #[test]
@@ -359,10 +359,7 @@ fn of_equal_keys_in_a_document_the_last_counts_with_a_warning() {
     .config();
     let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
     assert_eq!(subjects, ["PROXY_CONFIG line 3", "PROXY_CONFIG line 2"]);
-    assert_eq!(
-        config.warnings[0].found,
-        "another member drainDuration; this one counts"
-    );
+    assert_eq!(config.warnings[0].found, "another member drainDuration");
     let envoy = config.envoy.expect("Envoy");
     assert_eq!(envoy.command.drain_time.as_secs(), 7);
 }
@@ -373,7 +370,7 @@ fn a_missing_root_file_is_a_problem_that_names_it() {
         .load("sidecar")
         .expect_err("a problem");
     assert_eq!(problems.len(), 1);
-    assert_eq!(problems[0].found, "gone.pem");
+    assert_eq!(problems[0].found, "\"gone.pem\"");
 }
 
 #[test]
@@ -410,7 +407,7 @@ fn interfaces_may_be_left_out_of_the_address_list() {
         .into_iter()
         .map(|w| w.found)
         .collect();
-    assert_eq!(subjects, ["net9", "none9"]);
+    assert_eq!(subjects, ["\"net9\"", "\"none9\""]);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::tests::machine;
 use crate::ca::key::{Encoding, KeyType};
+use crate::problem::Problem;
 
 #[test]
 fn a_grace_ratio_outside_0_to_1_is_clamped_with_a_warning() {
@@ -25,7 +26,7 @@ fn a_missing_root_is_one_problem_which_names_the_config_map() {
         .join("var/run/secrets/istio/root-cert.pem");
     std::fs::remove_file(root).expect("removed");
     let problems = machine.load("sidecar").expect_err("no root");
-    let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
+    let problems: Vec<_> = problems.iter().map(Problem::brief).collect();
     let expected = "root file for istiod (ConfigMap istio-ca-root-cert) is \
                     \"./var/run/secrets/istio/root-cert.pem\", expected an existing file of root \
                     certificates";

@@ -185,7 +185,7 @@ mod tests {
         let report = report(checks);
         assert_eq!(report.level, Level::Error);
         let expected = "node\nistiod\n  skipped  a: no agent\n  ok       b: found\n  \
-                        warning  c: late; expected soon\n  error    d\\n: a\\u001b[2Jb\\nc; mend it\n\
+                        warning  c is late, expected soon\n  error    d\\n: a\\u001b[2Jb\\nc; mend it\n\
                         errors: 1, warnings: 1";
         assert_eq!(report.to_string(), expected);
     }

@@ -64,10 +64,14 @@ impl Problem {
         found: &str,
         expected: impl Into<Cow<'static, str>>,
     ) -> Self {
-        Self {
-            expected: expected.into(),
-            ..Self::new(code, subject, format!("{found:?}"))
-        }
+        Self::new(code, subject, format!("{found:?}")).expected(expected)
+    }
+
+    /// Says what was expected in place of the value that was found.
+    #[must_use]
+    pub fn expected(self, expected: impl Into<Cow<'static, str>>) -> Self {
+        let expected = expected.into();
+        Self { expected, ..self }
     }
 
     /// Replaces the consequence of the code by a more exact one.
@@ -85,6 +89,14 @@ impl Problem {
     pub fn remedy(self, remedy: impl Into<Cow<'static, str>>) -> Self {
         let remedy = remedy.into();
         Self { remedy, ..self }
+    }
+}
+
+#[cfg(test)]
+impl Problem {
+    /// The problem without consequence, remedy and code.
+    pub fn brief(&self) -> String {
+        sentence(&self.subject, &self.found, &self.expected, ["", ""], "")
     }
 }
 

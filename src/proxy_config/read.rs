@@ -196,7 +196,7 @@ impl Reader<'_> {
                 true => format!("{} (not shown)", tree.kind()),
                 false => tree.shown(),
             };
-            self.problem(node, &found, expected(kind))
+            self.problem(node, found, expected(kind))
         })
     }
 
@@ -223,13 +223,14 @@ impl Reader<'_> {
     }
 
     fn refuse<T>(&mut self, node: &Node, expected: &'static str) -> Option<T> {
-        self.problem(node, &node.value.shown(), expected.into())
+        self.problem(node, node.value.shown(), expected.into())
     }
 
-    fn problem<T>(&mut self, node: &Node, found: &str, expected: Cow<'static, str>) -> Option<T> {
+    fn problem<T>(&mut self, node: &Node, found: String, expected: Cow<'static, str>) -> Option<T> {
         let of = if self.path.is_empty() { "" } else { " of " };
         let subject = format!("{}{of}{} line {}", self.path, self.origin, line(node));
-        self.notes.problem(subject, found, expected);
+        let problem = Problem::new(codes::SETTING_INVALID, subject, found);
+        self.notes.add(problem.expected(expected));
         None
     }
 }

@@ -48,7 +48,14 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
         first = Some(Node::deserialize(document)?);
         Ok(())
     });
-    let error = read.err().map(|error| problem(origin, &error));
+    let error = read.err().map(|error| {
+        let (line, reason) = line_and_reason(&error);
+        Problem::new(
+            codes::SETTING_INVALID,
+            format!("{origin} line {line}"),
+            reason,
+        )
+    });
     let Some(node) = first else {
         notes.problems.extend(error);
         return None;
@@ -64,32 +71,29 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
         Tree::Map(_) => Some(node),
         ref other => {
             let at = format!("{origin} line {}", line(&node));
-            notes.problem(at, &other.shown(), "a YAML or JSON object");
+            let problem = Problem::new(codes::SETTING_INVALID, at, other.shown());
+            notes.add(problem.expected("a YAML or JSON object"));
             None
         }
     }
 }
 
-/// The source, the line and the reason of an error, without the text around it.
-pub fn problem(origin: &str, error: &serde_saphyr::Error) -> Problem {
+/// The line and the reason of an error, without the text around it.
+pub fn line_and_reason(error: &serde_saphyr::Error) -> (u64, String) {
     let error = error.without_snippet();
     let line = error.location().map_or(1, |at| at.line());
     let text = error.to_string();
     let reason = text.split(" at line ").next().unwrap_or_default();
-    Problem::new(
-        codes::SETTING_INVALID,
-        format!("{origin} line {line}"),
-        reason,
-    )
+    (line, reason.to_owned())
 }
 
 impl Tree {
-    /// The value for an error: text as it is, anything else with its type.
+    /// The value for an error: text in quotes, anything else with its type.
     pub fn shown(&self) -> String {
         match self {
             Self::Bool(value) => format!("the boolean {value}"),
             Self::Number(number) => format!("the number {number}"),
-            Self::Text(text) => text.clone(),
+            Self::Text(text) => format!("{text:?}"),
             other => other.kind().to_owned(),
         }
     }
@@ -200,7 +204,7 @@ mod tests {
         let node = parse(text).expect("good").expect("an object");
         assert_eq!(
             shape(&node),
-            "{a=the number 1@2 b={c=[x@4 yes@5]@4 d=the boolean true@6}@4 7=null@7}@2"
+            "{a=the number 1@2 b={c=[\"x\"@4 \"yes\"@5]@4 d=the boolean true@6}@4 7=null@7}@2"
         );
     }
 
@@ -262,13 +266,10 @@ mod tests {
                 "it line 2: tabs disallowed within this context (block indentation)",
             ),
             ("{\"a\": 1", "it line 1: unclosed bracket '{'"),
-            (
-                "- 1",
-                "it line 1 is \"a list\", expected a YAML or JSON object",
-            ),
+            ("- 1", "it line 1 is a list, expected a YAML or JSON object"),
         ] {
             let problem = parse(text).expect_err(text);
-            assert_eq!(problem.to_string(), expected);
+            assert_eq!(problem.brief(), expected);
         }
     }
 

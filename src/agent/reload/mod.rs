@@ -115,7 +115,9 @@ impl Inputs {
             LOST_FILE.contains(&warning.code) && !first.warnings.iter().any(was_lost)
         });
         match lost {
-            Some(lost) => Err(format!("{lost}, which was good when the agent started")),
+            Some(lost) => Err(format!(
+                "could be used when the agent started, but cannot be used now: {lost}"
+            )),
             None => Ok(()),
         }
     }

@@ -138,9 +138,10 @@ async fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
     place.proxy_config("");
     fs::write(&over, "{").expect("written");
     let worse = refused(&inputs);
-    assert!(worse.starts_with("ISTIO_BOOTSTRAP_OVERRIDE is "), "{worse}");
+    let subject = format!("{} (ISTIO_BOOTSTRAP_OVERRIDE): line 1: ", over.display());
+    assert!(worse.contains(&subject), "{worse}");
     assert!(
-        worse.ends_with("which was good when the agent started"),
+        worse.starts_with("could be used when the agent started, "),
         "{worse}"
     );
     fs::write(&over, "{}").expect("written");
@@ -152,7 +153,7 @@ async fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
     inputs.prepare(1).expect("good but for a line");
     fs::remove_file(&labels).expect("removed");
     fs::create_dir(&labels).expect("made");
-    assert!(refused(&inputs).contains("labels is "), "no file");
+    assert!(refused(&inputs).contains("labels: "), "no file");
 }
 
 #[tokio::test]

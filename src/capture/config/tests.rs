@@ -21,7 +21,7 @@ pub(in crate::capture) fn checked(change: impl FnOnce(&mut Settings)) -> (Config
 
 fn problems(change: impl FnOnce(&mut Settings)) -> Vec<String> {
     let error = Config::check(&settings(change), &Host::default()).expect_err("problems");
-    error.0.iter().map(ToString::to_string).collect()
+    error.0.iter().map(Problem::brief).collect()
 }
 
 #[test]

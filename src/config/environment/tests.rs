@@ -78,10 +78,10 @@ fn unknown_variables_of_this_agent_are_named_with_the_nearest_one() {
         ("SOMETHING_ELSE", "1"),
     ];
     let found = Environment::from_iter(variables);
-    let found: Vec<_> = found.unknown().map(|problem| problem.to_string()).collect();
+    let found: Vec<_> = found.unknown().map(|problem| problem.brief()).collect();
     let expected = [
-        "ISTIO_AGENT_FROBNICATE: unknown variable; ignored",
-        "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?); ignored",
+        "ISTIO_AGENT_FROBNICATE: unknown variable",
+        "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?)",
     ];
     assert_eq!(found, expected);
 }
