@@ -102,7 +102,8 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             Ok(doctor::exit_code(report.level))
         }
         Some(Command::Preflight(flags)) => {
-            let report = preflight::report(&flags.read()?)?;
+            let mut report = preflight::report(&flags.read()?)?;
+            report.retain(flags.level);
             print_report(&report, flags.json)?;
             Ok(doctor::exit_code(report.level))
         }

@@ -12,6 +12,7 @@ use crate::bootstrap::{platform, show};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, Unusable};
+use crate::doctor::report::Level;
 use crate::lifecycle::BoxError;
 use crate::regular_file;
 
@@ -45,6 +46,9 @@ pub struct PreflightFlags {
     /// - means standard input.
     #[arg(default_value = "-")]
     pub file: String,
+    /// Leaves out findings below this level. The exit code does not change.
+    #[arg(long, value_enum, default_value_t = Level::Skipped)]
+    pub level: Level,
     /// Prints JSON.
     #[arg(long)]
     pub json: bool,
@@ -121,9 +125,13 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, &path, fifo, 0o600.into(), 0).expect("a FIFO");
         let file = path.display().to_string();
         let expected = format!("cannot read {file:?}: not a regular file");
-        let error = PreflightFlags { file, json: false }
-            .read()
-            .expect_err("a FIFO");
+        let error = PreflightFlags {
+            file,
+            level: Level::Skipped,
+            json: false,
+        }
+        .read()
+        .expect_err("a FIFO");
         assert_eq!(error.to_string(), expected);
     }
 }

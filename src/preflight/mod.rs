@@ -4,10 +4,14 @@
 //! and are not repeated for each.
 
 pub mod differences;
+mod pods;
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use indexmap::IndexMap;
+use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::cli::{self, Command, Refused, Typed, iptables};
@@ -21,25 +25,37 @@ use crate::lifecycle::BoxError;
 use crate::logging::printable;
 use crate::problem::{Diagnostics, codes};
 use differences::{Difference, Impact, Selector, TABLE};
+pub use pods::Owners;
+use pods::{Pods, Settings, add};
+
+/// The most owners that the text names for a finding.
+const MAX_OWNERS: usize = 5;
 
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// The worst of all pods.
     pub level: Level,
-    /// Those with a sidecar, a gateway or rules of traffic capture.
-    pub pods: Vec<Checked>,
-    /// The number of the others.
-    pub others: usize,
+    /// The worst level first.
+    pub findings: Vec<Finding>,
+    /// The numbers of pods by their worst finding.
+    pub errors: usize,
+    pub warnings: usize,
+    pub neither: usize,
+    /// The number of pods without a container of Istio.
+    pub without_istio: usize,
+    /// The number of pod templates without one: Istio's webhook injects the sidecar into pods only.
+    pub not_injected: usize,
 }
 
+/// A finding, and the pods that have it.
 #[derive(Debug, Serialize)]
-pub struct Checked {
-    pub name: String,
-    pub level: Level,
-    pub differences: Vec<Found>,
+pub struct Finding {
+    #[serde(flatten)]
+    pub found: Found,
+    pub owners: Owners,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Found {
     pub container: String,
     #[serde(flatten)]
@@ -63,116 +79,65 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
             max_total_scalar_bytes: usize::MAX,
         },
     };
-    let json = serde_json::from_str(text).map(|object: Value| vec![object]);
+    let json = serde_json::from_str(text).map(|pods: Pods| vec![pods]);
     let documents = json.or_else(|_| serde_saphyr::from_multiple_with_options(text, options));
-    let mut documents: Vec<_> =
+    let documents =
         documents.map_err(|error| format!("neither YAML nor JSON: {}", error.without_snippet()))?;
-    documents.retain_mut(json::remove_null);
-    let mut all = Vec::new();
-    for document in &documents {
-        collect(document, &mut all);
-    }
-    if all.is_empty() {
+    let pods = documents.into_iter().reduce(Pods::and).unwrap_or_default();
+    if pods.settings.is_empty() && pods.without_istio + pods.not_injected == 0 {
         return Err("no pod and no template of pods in the text".into());
     }
-    let pods = all.iter().filter_map(|pod| checked(pod, table));
-    let pods: Vec<_> = pods.collect();
-    Ok(Report {
-        level: pods.iter().map(|pod| pod.level).fold(Level::Ok, Level::max),
-        others: all.len() - pods.len(),
-        pods,
-    })
-}
-
-/// Adds the pod, or the template of pods, in an object or in each item of a list, with a name.
-fn collect<'a>(object: &'a Value, found: &mut Vec<(String, &'a Value)>) {
-    for item in object["items"].as_array().into_iter().flatten() {
-        collect(item, found);
-    }
-    let places = ["", "/spec/template", "/spec/jobTemplate/spec/template"];
-    let mut pods = places.iter().filter_map(|place| object.pointer(place));
-    if let Some(pod) = pods.find(|pod| pod["spec"]["containers"].is_array()) {
-        let metadata = &object["metadata"];
-        let kind = object["kind"].as_str().unwrap_or("Pod");
-        let name = metadata["name"].as_str();
-        let name = name.or(metadata["generateName"].as_str()).unwrap_or("?");
-        let name = match metadata["namespace"].as_str() {
-            Some(namespace) => format!("{kind} {namespace}/{name}"),
-            None => format!("{kind} {name}"),
-        };
-        found.push((name, pod));
-    }
-}
-
-/// The pod's differences; None if nothing of Istio's runs in it.
-fn checked((name, pod): &(String, &Value), table: &[Difference]) -> Option<Checked> {
-    let annotations = Pairs::deserialize(&pod["metadata"]["annotations"]).unwrap_or_default();
-    let lists = ["initContainers", "containers"].iter();
-    let lists = lists.filter_map(|list| pod["spec"][list].as_array());
-    let found = lists.flatten();
-    let found = found.filter_map(|container| differences(container, &annotations, table));
-    let differences = found.reduce(|all, more| all.into_iter().chain(more).collect())?;
-    let levels = differences.iter().map(|found| found.check.level);
-    Some(Checked {
-        name: name.clone(),
-        level: levels.fold(Level::Ok, Level::max),
-        differences,
-    })
-}
-
-/// The differences of a container that runs pilot-agent, or is named as such.
-fn differences(container: &Value, annotations: &Pairs, table: &[Difference]) -> Option<Vec<Found>> {
-    let name = container["name"].as_str().unwrap_or_default();
-    let words = ["command", "args"].map(|list| Vec::<String>::deserialize(&container[list]));
-    let words = words.into_iter().flatten().flatten();
-    let is_program = |word: &String| word.rsplit('/').next() == Some("pilot-agent");
-    let words: Vec<_> = words.skip_while(is_program).collect();
-    let first = |at: usize| words.get(at).map_or("", String::as_str);
-    let mut findings = Findings {
-        container: name,
-        table,
-        found: Vec::new(),
-    };
-    let (env, unread) = variables(container);
-    let is_compared = match first(0) {
-        "proxy" => name == "istio-proxy" && !["ztunnel", "agentgateway"].contains(&first(1)),
-        command => ["istio-iptables", "istio-clean-iptables"].contains(&command),
-    };
-    if is_compared {
-        findings.of_line(words, &env, annotations);
-    } else if name == "istio-proxy" {
-        let why = "not that of a sidecar or gateway, so it was not compared";
-        findings.add(Check::skipped("command line", why), None);
-    } else {
-        return None;
-    }
-    for name in unread {
-        let why = "from a ConfigMap, a Secret or a file, which is not read";
-        findings.add(Check::skipped(name, why), None);
-    }
-    Some(findings.found)
-}
-
-/// The variables with a value, and the names of those whose values other objects have. The pod's own names
-/// and addresses make no difference.
-fn variables(container: &Value) -> (Environment, Vec<&str>) {
-    let (mut values, mut unread) = (Pairs::new(), Vec::new());
-    for variable in container["env"].as_array().into_iter().flatten() {
-        let [name, value] = ["name", "value"].map(|one| variable[one].as_str().unwrap_or_default());
-        let from = &variable["valueFrom"];
-        if from.is_null() {
-            values.insert(name.to_owned(), value.to_owned());
-        } else if from["resourceFieldRef"].is_object() {
-            // Any number will do: none is compared.
-            values.insert(name.to_owned(), "1".to_owned());
-        } else if !from["fieldRef"].is_object() {
-            unread.push(name);
+    let (mut findings, mut counts) = (IndexMap::<Found, Owners>::new(), BTreeMap::new());
+    for (settings, owners) in &pods.settings {
+        let found = differences(settings, table);
+        let level = found
+            .iter()
+            .map(|found| found.check.level)
+            .fold(Level::Ok, Level::max);
+        *counts.entry(level).or_default() += owners.values().sum::<usize>();
+        for found in found {
+            add(findings.entry(found).or_default(), owners);
         }
     }
-    if !container["envFrom"].is_null() {
-        unread.push("envFrom");
-    }
-    (values.into_iter().collect(), unread)
+    let count = |level| counts.get(&level).copied().unwrap_or_default();
+    let findings = findings
+        .into_iter()
+        .map(|(found, owners)| Finding { found, owners });
+    let mut findings: Vec<_> = findings.collect();
+    findings.sort_by_key(|finding| Reverse(finding.found.check.level));
+    Ok(Report {
+        level: counts.keys().copied().fold(Level::Ok, Level::max),
+        findings,
+        errors: count(Level::Error),
+        warnings: count(Level::Warning),
+        neither: count(Level::Ok),
+        without_istio: pods.without_istio,
+        not_injected: pods.not_injected,
+    })
+}
+
+/// The differences of the containers of a pod.
+fn differences(settings: &Settings, table: &[Difference]) -> Vec<Found> {
+    let found = settings.containers.iter().flat_map(|container| {
+        let mut findings = Findings {
+            container: &container.name,
+            table,
+            found: Vec::new(),
+        };
+        if let Some(words) = &container.words {
+            let env = container.env.clone().into_iter().collect();
+            findings.of_line(words.clone(), &env, &settings.annotations);
+        } else {
+            let why = "not that of a sidecar or gateway, so it was not compared";
+            findings.add(Check::skipped("command line", why), None);
+        }
+        for name in &container.unread {
+            let why = "from a ConfigMap, a Secret or a file, which is not read";
+            findings.add(Check::skipped(name, why), None);
+        }
+        findings.found
+    });
+    found.collect()
 }
 
 struct Findings<'a> {
@@ -295,26 +260,47 @@ impl<'a> Findings<'a> {
     }
 }
 
+impl Report {
+    /// Leaves out findings below a level.
+    pub fn retain(&mut self, least: Level) {
+        self.findings
+            .retain(|finding| finding.found.check.level >= least);
+    }
+}
+
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for pod in &self.pods {
-            writeln!(f, "{}", printable(&pod.name))?;
-            for found in &pod.differences {
-                write!(f, "  {}: {}", printable(&found.container), found.check)?;
-                match found.row {
-                    "" => writeln!(f)?,
-                    row => writeln!(f, " [{row}]")?,
-                }
+        for Finding { found, owners } in &self.findings {
+            write!(f, "{}", found.check)?;
+            if !found.row.is_empty() && found.check.code.is_empty() {
+                write!(f, " [{}]", found.row)?;
             }
+            let pods: usize = owners.values().sum();
+            let named = owners.iter().take(MAX_OWNERS);
+            let mut named: Vec<_> = named
+                .map(|(owner, count)| format!("{owner} ({count})"))
+                .collect();
+            if owners.len() > MAX_OWNERS {
+                named.push(format!("{} others", owners.len() - MAX_OWNERS));
+            }
+            let (container, s) = (&found.container, if pods == 1 { "" } else { "s" });
+            let named = format!("{container} of {pods} pod{s}: {}", named.join(", "));
+            writeln!(f, "\n         {}", printable(&named))?;
         }
-        let at = |level| self.pods.iter().filter(|pod| pod.level == level).count();
-        let [errors, warnings, ok] = [Level::Error, Level::Warning, Level::Ok].map(at);
         write!(
             f,
-            "pods with errors: {errors}, with warnings: {warnings}, with neither: {ok}, without Istio: {}; \
-             [codes] are explained in docs/differences.md",
-            self.others
-        )
+            "pods with errors: {}, with warnings: {}, with neither: {}, without Istio: {}; [codes] are \
+             explained in docs/differences.md and docs/problems.md",
+            self.errors, self.warnings, self.neither, self.without_istio
+        )?;
+        match self.not_injected {
+            0 => Ok(()),
+            count => write!(
+                f,
+                "\nnot compared: {count} pod templates without a sidecar; inject them first, with `istioctl \
+                 kube-inject`, or pass pods of a cluster"
+            ),
+        }
     }
 }
 

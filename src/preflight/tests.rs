@@ -56,21 +56,22 @@ fn outline(report: Result<Report, BoxError>) -> String {
         Ok(report) => report,
         Err(error) => return error.to_string(),
     };
-    let mut text = format!("{:?} {}", report.level, report.others);
-    for pod in report.pods {
-        text += &format!("\n{} {:?}", pod.name, pod.level);
-        for found in pod.differences {
-            let Check { name, level, .. } = found.check;
-            text += &format!("\n  {} {name} {level:?} {}", found.container, found.row);
-        }
+    let mut text = format!("{:?} {}", report.level, report.without_istio);
+    for Finding { found, owners } in report.findings {
+        let Check { name, level, .. } = found.check;
+        text += &format!(
+            "\n{owners:?} {} {name} {level:?} {}",
+            found.container, found.row
+        );
     }
     text
 }
 
+/// The findings, sorted by level.
 fn found(pod: &Value) -> Vec<(Level, String, &'static str)> {
     let report = report(&pod.to_string()).expect("a pod");
-    let differences = report.pods.into_iter().flat_map(|pod| pod.differences);
-    let found = differences.map(|found| (found.check.level, found.check.name, found.row));
+    let found = report.findings.into_iter().map(|finding| finding.found);
+    let found = found.map(|found| (found.check.level, found.check.name, found.row));
     found.collect()
 }
 
@@ -204,10 +205,8 @@ fn control_characters_of_a_manifest_are_escaped() {
         !text.contains(|c: char| c.is_control() && c != '\n'),
         "{text:?}"
     );
-    assert!(
-        text.starts_with("Pod shop/cart\\u001b]0;x\\u0007\\nPod shop/other\n"),
-        "{text}"
-    );
+    let owner = "pod: Pod shop/cart\\u001b]0;x\\u0007\\nPod shop/other (1)\n";
+    assert!(text.contains(owner), "{text}");
     assert!(!text.contains("\n  x"), "{text}");
 }
 
@@ -492,20 +491,50 @@ fn a_usual_pod_does_not_differ_and_each_line_of_another_has_its_row() {
     pod["spec"]["initContainers"] =
         init(&["-p", "15001"], json!({}))["spec"]["initContainers"].take();
     let usual = report(&pod.to_string()).expect("a pod");
-    assert_eq!((usual.level, usual.others), (Level::Ok, 0));
-    let last = "pods with errors: 0, with warnings: 0, with neither: 1, without Istio: 0; [codes] are explained in docs/differences.md";
-    assert_eq!(usual.to_string(), format!("Pod shop/cart\n{last}"));
+    let counts = (usual.errors, usual.warnings, usual.neither);
+    assert_eq!((usual.level, counts), (Level::Ok, (0, 0, 1)));
+    let last = "pods with errors: 0, with warnings: 0, with neither: 1, without Istio: 0; [codes] are explained in docs/differences.md and docs/problems.md";
+    assert_eq!(usual.to_string(), last);
     pod["spec"]["containers"][1]["env"] = json!([{"name": "PROV_CERT", "value": "/certs"}]);
-    let other = report(&pod.to_string()).expect("a pod");
-    let expected = "  istio-proxy: ok       PROV_CERT: pilot-agent sends an expired token; this agent does not send an expired token while the client certificate is in use [EXPIRED_TOKEN]";
-    assert_eq!(other.to_string().lines().nth(1), Some(expected));
+    let mut other = report(&pod.to_string()).expect("a pod");
+    let expected = "ok       PROV_CERT: pilot-agent sends an expired token; this agent does not send an expired token while the client certificate is in use [EXPIRED_TOKEN]\n         istio-proxy of 1 pod: Pod shop/cart (1)\n";
+    assert!(other.to_string().starts_with(expected), "{other}");
     let json = serde_json::to_value(&other).expect("JSON");
-    let difference = &json["pods"][0]["differences"][0];
-    assert_eq!(json["pods"][0]["name"], "Pod shop/cart");
-    assert_eq!(difference["row"], "EXPIRED_TOKEN");
+    let finding = &json["findings"][0];
+    assert_eq!(finding["row"], "EXPIRED_TOKEN");
+    assert_eq!(finding["owners"], json!({"Pod shop/cart": 1}));
     assert_eq!(
-        (&difference["level"], &difference["container"]),
+        (&finding["level"], &finding["container"]),
         (&json!("ok"), &json!("istio-proxy"))
+    );
+    other.retain(Level::Warning);
+    assert_eq!(other.to_string(), last);
+}
+
+#[test]
+fn pods_of_an_owner_with_equal_settings_are_one_finding_with_their_number() {
+    let template = pod(&[], json!({"PROV_CERT": "/certs"}), json!({}));
+    let pods = (0..70).map(|at| {
+        let mut pod = template.clone();
+        let metadata = &mut pod["metadata"];
+        metadata["name"] = json!(format!("web-{at}"));
+        metadata["labels"] = json!({"pod-template-hash": "6d5c"});
+        metadata["annotations"] = json!({"example.com/address": at});
+        let owner = format!("web{}-6d5c", at / 10);
+        metadata["ownerReferences"] =
+            json!([{"kind": "ReplicaSet", "name": owner, "controller": true}]);
+        pod
+    });
+    let list = json!({"items": Vec::from_iter(pods), "kind": "List"});
+    let report = report(&list.to_string()).expect("pods");
+    assert_eq!(report.findings.len(), 1);
+    assert_eq!(report.findings[0].owners["Deployment shop/web3"], 10);
+    let text = report.to_string();
+    let owners = "\n         istio-proxy of 70 pods: Deployment shop/web0 (10), ";
+    assert!(text.contains(owners), "{text}");
+    assert!(
+        text.contains("Deployment shop/web4 (10), 2 others\n"),
+        "{text}"
     );
 }
 
@@ -528,14 +557,15 @@ fn what_was_not_compared_is_named() {
 
 #[test]
 fn pods_are_found_in_lists_streams_and_templates() {
-    let pod = pod(&[], json!({}), json!({}));
+    let pod = pod(&[], json!({"PROV_CERT": "/certs"}), json!({}));
     let template = json!({"metadata": pod["metadata"], "spec": pod["spec"]});
     let mut bare = pod.clone();
     bare.as_object_mut().expect("an object").remove("kind");
-    let native = json!({"kind": "Pod", "metadata": {"generateName": "native-"}, "spec": {
+    let mut native = json!({"kind": "Pod", "metadata": {"generateName": "native-"}, "spec": {
         "initContainers": [{"name": "istio-proxy", "restartPolicy": "Always", "command": ["/usr/local/bin/pilot-agent"], "args": ["proxy", "sidecar"]}],
         "containers": [{"name": "app"}],
     }});
+    native["spec"]["initContainers"][0]["env"] = json!([{"name": "PROV_CERT", "value": "/certs"}]);
     let all = [
         pod,
         json!({"kind": "Deployment", "metadata": {"name": "web"}, "spec": {"template": template}}),
@@ -543,22 +573,32 @@ fn pods_are_found_in_lists_streams_and_templates() {
         json!({"kind": "CronJob", "metadata": {"name": "night"}, "spec": {"jobTemplate": {"spec": {"template": template}}}}),
         json!({"kind": "Service", "metadata": {"name": "cart"}}),
         native,
+        json!({"kind": "Deployment", "metadata": {"name": "bare"}, "spec": {"template": {"spec": {"containers": [{"name": "app"}]}}}}),
         json!({"kind": "Pod", "metadata": {"name": "plain"}, "spec": {"containers": [{"name": "app"}]}}),
     ];
     let expected = [
-        "Pod shop/cart",
-        "Deployment web",
-        "Pod shop/cart",
-        "CronJob night",
-        "Pod native-",
+        ("CronJob night", 1),
+        ("Deployment web", 1),
+        ("Pod native-", 1),
+        ("Pod shop/cart", 2),
     ];
     let json = json!({"kind": "List", "items": all}).to_string();
     // JSON is YAML.
     let yaml = all.iter().map(|object| format!("---\n{object:#}\n"));
     for text in [json, yaml.collect::<String>() + "---\n"] {
         let report = report(&text).expect("pods");
-        let names: Vec<_> = report.pods.iter().map(|pod| pod.name.as_str()).collect();
-        assert_eq!((names.as_slice(), report.others), (&expected[..], 1));
+        let owners = &report.findings[0].owners;
+        let owners: Vec<_> = owners
+            .iter()
+            .map(|(owner, count)| (owner.as_str(), *count))
+            .collect();
+        assert_eq!(owners, expected);
+        assert_eq!((report.without_istio, report.not_injected), (1, 1));
+        assert!(
+            report
+                .to_string()
+                .contains("not compared: 1 pod templates without a sidecar")
+        );
     }
 }
 
@@ -568,16 +608,13 @@ fn a_text_without_pods_is_an_error() {
         ("a: [", "neither YAML nor JSON: "),
         ("{\"kind\": ", "neither YAML nor JSON: "),
         ("", "no pod and no template of pods in the text"),
-        ("words", "no pod and no template of pods in the text"),
-        ("- 1", "no pod and no template of pods in the text"),
+        ("words", "neither YAML nor JSON: "),
+        ("- 1", "neither YAML nor JSON: "),
         (
             "kind: Service\n---\nkind: ConfigMap",
             "no pod and no template of pods in the text",
         ),
-        (
-            "kind: List\nitems: [1]",
-            "no pod and no template of pods in the text",
-        ),
+        ("kind: List\nitems: [1]", "neither YAML nor JSON: "),
         (
             "kind: Pod\nmetadata: {name: a}",
             "no pod and no template of pods in the text",

@@ -52,10 +52,10 @@ fn standard_input_is_read_and_another_pipe_is_an_error_that_names_it() {
     });
     let (usage, pod) = (usage.to_string(), pod.to_string());
     for (words, input, said) in [
-        (&["preflight"][..], &pod, "Pod cart\n"),
-        (&["preflight", "-"], &pod, "Pod cart\n"),
-        (&["preflight", "/dev/stdin"], &pod, "Pod cart\n"),
-        (&["preflight", "/dev/fd/0"], &pod, "Pod cart\n"),
+        (&["preflight"][..], &pod, "with neither: 1,"),
+        (&["preflight", "-"], &pod, "with neither: 1,"),
+        (&["preflight", "/dev/stdin"], &pod, "with neither: 1,"),
+        (&["preflight", "/dev/fd/0"], &pod, "with neither: 1,"),
         (&["scope", "--merge", "-"], &usage, "kind: Sidecar\n"),
         (
             &["scope", "--merge", "/dev/stdin"],

@@ -1,0 +1,208 @@
+//! Reads pods and pod templates from manifests. Only the settings that are compared stay in memory, once for all
+//! pods with equal settings, because a cluster may have thousands of pods.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use indexmap::IndexMap;
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+
+use crate::config::pod::Pairs;
+use crate::json;
+
+/// Owners, such as a Deployment, with the number of their pods.
+pub type Owners = BTreeMap<String, usize>;
+
+#[derive(Debug, Default)]
+pub(super) struct Pods {
+    pub(super) settings: IndexMap<Settings, Owners>,
+    /// The number of pods without a container of Istio.
+    pub(super) without_istio: usize,
+    /// The number of templates without one.
+    pub(super) not_injected: usize,
+}
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub(super) struct Settings {
+    pub(super) annotations: Pairs,
+    pub(super) containers: Vec<Container>,
+}
+
+/// A container that runs pilot-agent, or is named as such.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub(super) struct Container {
+    pub(super) name: String,
+    /// The command and its arguments, without the program. None if another program runs.
+    pub(super) words: Option<Vec<String>>,
+    pub(super) env: Pairs,
+    /// Variables with a value from a ConfigMap, a Secret or a file.
+    pub(super) unread: Vec<String>,
+}
+
+impl Pods {
+    #[must_use]
+    pub(super) fn and(mut self, more: Self) -> Self {
+        for (settings, owners) in more.settings {
+            add(self.settings.entry(settings).or_default(), &owners);
+        }
+        self.without_istio += more.without_istio;
+        self.not_injected += more.not_injected;
+        self
+    }
+
+    /// The pod, or the template of pods, in an object.
+    fn of_object(object: &Value) -> Self {
+        let mut pods = Self::default();
+        let places = ["", "/spec/template", "/spec/jobTemplate/spec/template"];
+        let mut found = places.iter().filter_map(|place| object.pointer(place));
+        let Some(pod) = found.find(|pod| pod["spec"]["containers"].is_array()) else {
+            return pods;
+        };
+        let lists = ["initContainers", "containers"].iter();
+        let lists = lists.filter_map(|list| pod["spec"][list].as_array());
+        let containers: Vec<_> = lists.flatten().filter_map(Container::read).collect();
+        if !containers.is_empty() {
+            let annotations = Pairs::deserialize(&pod["metadata"]["annotations"]);
+            let mut annotations = annotations.unwrap_or_default();
+            annotations.retain(|name, _| name.contains("istio.io/"));
+            annotations.remove("sidecar.istio.io/status");
+            let settings = Settings {
+                annotations,
+                containers,
+            };
+            pods.settings.insert(settings, [(owner(object), 1)].into());
+        } else if std::ptr::eq(pod, object) {
+            pods.without_istio = 1;
+        } else {
+            pods.not_injected = 1;
+        }
+        pods
+    }
+}
+
+/// Adds the pods of each owner.
+pub(super) fn add(all: &mut Owners, more: &Owners) {
+    for (owner, count) in more {
+        *all.entry(owner.clone()).or_default() += count;
+    }
+}
+
+/// The object that an operator edits: the controller, or the object itself.
+fn owner(object: &Value) -> String {
+    let metadata = &object["metadata"];
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let mut owners = metadata["ownerReferences"].as_array().into_iter().flatten();
+    let (mut kind, mut name) = match owners.find(|owner| owner["controller"] == true) {
+        Some(owner) => (text(&owner["kind"]), text(&owner["name"])),
+        None => {
+            let name = text(&metadata["name"]);
+            (
+                text(&object["kind"]),
+                name.or_else(|| text(&metadata["generateName"])),
+            )
+        }
+    };
+    // A Deployment names its ReplicaSets after itself and the hash of the template.
+    let hash = text(&metadata["labels"]["pod-template-hash"]).unwrap_or_default();
+    let deployment = name
+        .as_ref()
+        .and_then(|name| name.strip_suffix(&format!("-{hash}")));
+    if let Some(deployment) = deployment
+        && kind.as_deref() == Some("ReplicaSet")
+    {
+        (kind, name) = (Some("Deployment".to_owned()), Some(deployment.to_owned()));
+    }
+    let (kind, name) = (
+        kind.unwrap_or_else(|| "Pod".to_owned()),
+        name.unwrap_or_else(|| "?".to_owned()),
+    );
+    match metadata["namespace"].as_str() {
+        Some(namespace) => format!("{kind} {namespace}/{name}"),
+        None => format!("{kind} {name}"),
+    }
+}
+
+impl Container {
+    fn read(container: &Value) -> Option<Self> {
+        let name = container["name"].as_str().unwrap_or_default();
+        let words = ["command", "args"].map(|list| Vec::<String>::deserialize(&container[list]));
+        let words = words.into_iter().flatten().flatten();
+        let is_program = |word: &String| word.rsplit('/').next() == Some("pilot-agent");
+        let words: Vec<_> = words.skip_while(is_program).collect();
+        let first = |at: usize| words.get(at).map_or("", String::as_str);
+        let is_compared = match first(0) {
+            "proxy" => name == "istio-proxy" && !["ztunnel", "agentgateway"].contains(&first(1)),
+            command => ["istio-iptables", "istio-clean-iptables"].contains(&command),
+        };
+        let (env, unread) = variables(container);
+        (is_compared || name == "istio-proxy").then(|| Self {
+            name: name.to_owned(),
+            words: is_compared.then_some(words),
+            env,
+            unread,
+        })
+    }
+}
+
+/// The variables with a value, and the names of those that other objects set. The pod's own names, addresses and
+/// limits make no difference.
+fn variables(container: &Value) -> (Pairs, Vec<String>) {
+    let (mut values, mut unread) = (Pairs::new(), Vec::new());
+    for variable in container["env"].as_array().into_iter().flatten() {
+        let [name, value] = ["name", "value"].map(|one| variable[one].as_str().unwrap_or_default());
+        let from = &variable["valueFrom"];
+        if from.is_null() {
+            values.insert(name.to_owned(), value.to_owned());
+        } else if !from["fieldRef"].is_object() && !from["resourceFieldRef"].is_object() {
+            unread.push(name.to_owned());
+        }
+    }
+    if !container["envFrom"].is_null() {
+        unread.push("envFrom".to_owned());
+    }
+    (values, unread)
+}
+
+/// Reads an object, a list of objects in `items`, or a sequence of them.
+impl<'de> Deserialize<'de> for Pods {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PodsVisitor)
+    }
+}
+
+struct PodsVisitor;
+
+impl<'de> Visitor<'de> for PodsVisitor {
+    type Value = Pods;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Kubernetes objects")
+    }
+
+    fn visit_unit<E>(self) -> Result<Pods, E> {
+        Ok(Pods::default())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut objects: A) -> Result<Pods, A::Error> {
+        let mut pods = Pods::default();
+        while let Some(more) = objects.next_element()? {
+            pods = pods.and(more);
+        }
+        Ok(pods)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Pods, A::Error> {
+        let (mut pods, mut object) = (Pods::default(), Map::new());
+        while let Some(name) = members.next_key::<String>()? {
+            if name == "items" {
+                pods = members.next_value()?;
+            } else {
+                object.insert(name, members.next_value()?);
+            }
+        }
+        let mut object = Value::Object(object);
+        json::remove_null(&mut object);
+        Ok(pods.and(Pods::of_object(&object)))
+    }
+}
