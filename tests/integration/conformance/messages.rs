@@ -197,19 +197,19 @@ fn broken_yaml_is_named_by_its_source_its_line_and_the_reason() {
         (
             "proxy",
             "a: [1, 2\nb: }",
-            format!("{unusable}PROXY_CONFIG line 2: {reason}\n"),
+            format!("{unusable}PROXY_CONFIG line 2: {reason}; the agent does not start; "),
         ),
         (
             "proxy --meshConfig=mesh",
             "",
             format!(
-                "{unusable}mesh line 3: while parsing a block mapping, did not find expected key\n"
+                "{unusable}mesh line 3: while parsing a block mapping, did not find expected key; the agent "
             ),
         ),
         (
             "proxy",
             "binaryPath: none",
-            format!("override line 2: {reason}\""),
+            format!("override (ISTIO_BOOTSTRAP_OVERRIDE): line 2: {reason}; Envoy starts without"),
         ),
     ] {
         let mut command = agent(folder.path(), line);
@@ -268,7 +268,7 @@ fn a_user_without_access_is_named_beside_the_owner() {
         ("proxy", "cannot bind ./proxy/XDS", "./proxy", 0o755),
         (
             "proxy --meshConfig=closed/mesh",
-            "closed/mesh is ",
+            "closed/mesh: ",
             "./closed",
             0o700,
         ),
