@@ -618,7 +618,12 @@ def the_agents_own_commands_and_pages_answer_in_a_pod(world):
             forward.terminate()
     expect("page", True, page.startswith("<!DOCTYPE html>") and f"{pod}.{world.namespace}" in page)
     expect("readiness", True, json.loads(overview)["ready"])
-    return f"{len(files)} files in the support bundle"
+    script = pathlib.Path(__file__).parents[2] / "deploy/kubernetes/doctor"
+    done = subprocess.run([script, "--kubectl", *world.command, "-n", world.namespace, "-l", f"app={CLIENTS[0]}",
+                           "--level", "error", "--json"], capture_output=True, check=False, timeout=120)
+    report = json.loads(done.stdout)
+    expect("errors of all sidecars, and pods without a report", ([], {}), (report["findings"], report["not_asked"]))
+    return f"{len(files)} files in the support bundle, {report['pods']} pods asked by the script"
 
 
 
