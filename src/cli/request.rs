@@ -6,7 +6,7 @@
 //! Only Istio's own ports and the status port of this pod, over which a native sidecar is drained, may
 //! be requested.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -14,7 +14,8 @@ use clap::Args;
 use http::{Method, Request, StatusCode};
 
 use super::unless_unread;
-use crate::http_client::{self, Client, http_url};
+use crate::http_client::{Client, http_url};
+use crate::lifecycle::BoxError;
 
 const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
 const LIMIT: Duration = Duration::from_secs(60);
@@ -39,64 +40,48 @@ pub struct RequestFlags {
     ignored: Vec<String>,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("debug port {found} is not in allowed list [15000 15004 15020 15021]")]
-    Port { found: i32 },
-    #[error("{found:?} is no HTTP method")]
-    Method { found: String },
-    #[error("received unsuccessful status code {}: {body}", .status.as_u16())]
-    Status { status: StatusCode, body: String },
-    #[error("no complete answer from port {port} within {LIMIT:?}")]
-    Late { port: i32 },
-    #[error(transparent)]
-    Http(#[from] http_client::Error),
-    #[error("cannot write the answer")]
-    Output(#[source] io::Error),
-}
-
 /// Sends the request and writes the body of its answer to `output`. `status_port` is called if the
 /// port is not one that every pod has.
 pub async fn run(
     flags: &RequestFlags,
     status_port: impl FnOnce() -> Option<u16>,
     output: &mut impl Write,
-) -> Result<(), Error> {
+) -> Result<(), BoxError> {
     let port = flags.debug_port;
     let is_own = || status_port().map(i32::from) == Some(port);
     if !PORTS.contains(&port) && !is_own() {
-        return Err(Error::Port { found: port });
+        let allowed = "is not in allowed list [15000 15004 15020 15021]";
+        return Err(format!("debug port {port} {allowed}").into());
     }
     let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
     let url = format!("http://localhost:{port}/{path}");
     let done = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
-    match done.map_err(|_| Error::Late { port })? {
-        Err(Error::Output(error)) => unless_unread(Err(error)).map_err(Error::Output),
-        done => done,
-    }
+    let seconds = LIMIT.as_secs();
+    done.map_err(|_| format!("no complete answer from port {port} within {seconds} s"))?
 }
 
-async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Result<(), Error> {
+async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Result<(), BoxError> {
     let mut request = Request::new(Bytes::from(flags.body.clone()));
     *request.uri_mut() = http_url(url)?;
-    let found = flags.method.clone();
-    let method = Method::from_bytes(found.as_bytes()).map_err(|_| Error::Method { found });
-    *request.method_mut() = method?;
+    let method = Method::from_bytes(flags.method.as_bytes());
+    *request.method_mut() =
+        method.map_err(|_| format!("{:?} is not an HTTP method", flags.method))?;
     let (head, mut body) = Client::default().send(request).await?.into_parts();
     let status = head.status;
     if status.as_u16() > 399 && status != StatusCode::NOT_FOUND {
         let mut quote = BytesMut::new();
         body.read_into(&mut quote, MAX_QUOTE).await?;
-        let body = String::from_utf8_lossy(&quote).into_owned();
-        return Err(Error::Status { status, body });
+        let (status, body) = (status.as_u16(), String::from_utf8_lossy(&quote));
+        return Err(format!("received unsuccessful status code {status}: {body}").into());
     }
     while let Some(chunk) = body.chunk().await {
-        output.write_all(&chunk?).map_err(Error::Output)?;
+        let written = output.write_all(&chunk?);
+        if written.is_err() {
+            return Ok(unless_unread(written)?);
+        }
     }
-    output
-        .write_all(b"\n")
-        .and_then(|()| output.flush())
-        .map_err(Error::Output)
+    let written = output.write_all(b"\n").and_then(|()| output.flush());
+    Ok(unless_unread(written)?)
 }
 
 #[cfg(test)]
@@ -115,7 +100,7 @@ mod tests {
     }
 
     /// What `request` prints and the server sees, when the server answers `answer`.
-    async fn exchange(answer: &'static str) -> (Result<(), Error>, String, String) {
+    async fn exchange(answer: &'static str) -> (Result<(), BoxError>, String, String) {
         let (url, server) = serve(vec![answer]).await;
         let url = format!("{url}drain");
         let (mut output, flags) = (Vec::new(), flags(15000, "drain"));
@@ -153,10 +138,8 @@ mod tests {
     #[tokio::test]
     async fn an_incomplete_answer_is_an_error() {
         let (result, ..) = exchange("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nO").await;
-        assert!(matches!(
-            result,
-            Err(Error::Http(http_client::Error::Broken { .. }))
-        ));
+        let error = result.expect_err("incomplete").to_string();
+        assert!(error.contains("before the end of the answer"), "{error}");
     }
 
     #[tokio::test]
@@ -164,7 +147,7 @@ mod tests {
         // Port 1 is reserved and refuses connections.
         let answer = run(&flags(1, "drain"), || Some(1), &mut Vec::new()).await;
         let error = answer.expect_err("no listener");
-        assert!(!matches!(error, Error::Port { .. }), "{error}");
+        assert!(error.to_string().starts_with("cannot connect"), "{error}");
     }
 
     #[tokio::test]
@@ -179,9 +162,6 @@ mod tests {
             );
         }
         let error = run(&flags(15000, "a b"), || None, &mut Vec::new()).await;
-        assert!(matches!(
-            error,
-            Err(Error::Http(http_client::Error::Url { .. }))
-        ));
+        assert!(error.is_err_and(|error| error.to_string().contains("expected http")));
     }
 }

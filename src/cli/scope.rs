@@ -1,6 +1,7 @@
 //! The `scope` command: the `Sidecar` resource for what this workload uses, as the running agent sees it,
 //! or for several pods whose use was printed as JSON.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -39,27 +40,13 @@ pub struct ScopeFlags {
     include_asked: bool,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("cannot read from {from} what pilot-agent scope --json prints")]
-    Usage { from: String, source: BoxError },
-    #[error("the files to merge are empty, expected what pilot-agent scope --json prints")]
-    Nothing,
-    #[error("the agent has no status port, so it cannot be asked")]
-    NoPort,
-    #[error(transparent)]
-    Advice(#[from] advice::Error),
-    #[error("cannot write JSON")]
-    Json(#[from] serde_json::Error),
-}
-
 /// What the command prints.
-pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String, Error> {
+pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String, BoxError> {
     let usage = if flags.merge.is_empty() {
-        let port = config::status_port(environment, ".".as_ref()).ok_or(Error::NoPort)?;
-        let from = format!("the answer of port {port}");
+        let port = config::status_port(environment, ".".as_ref())
+            .ok_or("the agent has no status port (statusPort is 0), so `scope` cannot ask it")?;
         let usage = of_agent(port).await;
-        usage.map_err(|source| Error::Usage { from, source })?
+        usage.map_err(|error| unusable(&format!("the answer of port {port}"), &*error))?
     } else {
         merged(&flags.merge, MAX_INPUT)?
     };
@@ -74,7 +61,7 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
 }
 
 /// What the pods of these files used together. The files have at most so many bytes in all.
-fn merged(paths: &[PathBuf], mut left: u64) -> Result<Usage, Error> {
+fn merged(paths: &[PathBuf], mut left: u64) -> Result<Usage, BoxError> {
     let mut merged = None;
     for (at, path) in paths.iter().enumerate() {
         let mut read = || {
@@ -83,9 +70,9 @@ fn merged(paths: &[PathBuf], mut left: u64) -> Result<Usage, Error> {
             let all = serde_json::Deserializer::from_str(&text).into_iter();
             Ok(all.collect::<Result<Vec<Usage>, _>>()?)
         };
-        for usage in read().map_err(|error: BoxError| Error::Usage {
-            from: format!("{:?}", &paths[at..]),
-            source: format!("{}: {error}", path.display()).into(),
+        for usage in read().map_err(|error: BoxError| {
+            let error = format!("{}: {error}", path.display());
+            unusable(&format!("{:?}", &paths[at..]), &error)
         })? {
             merged = Some(match merged {
                 Some(merged) => advice::merge(merged, usage)?,
@@ -93,7 +80,13 @@ fn merged(paths: &[PathBuf], mut left: u64) -> Result<Usage, Error> {
             });
         }
     }
-    merged.ok_or(Error::Nothing)
+    merged.ok_or_else(|| {
+        "the files of --merge are empty, expected output of `pilot-agent scope --json`".into()
+    })
+}
+
+fn unusable(source: &str, error: impl Display) -> BoxError {
+    format!("{source} is not output of `pilot-agent scope --json`: {error}").into()
 }
 
 async fn of_agent(port: u16) -> Result<Usage, BoxError> {
@@ -117,7 +110,6 @@ async fn of_agent(port: u16) -> Result<Usage, BoxError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lifecycle::with_causes;
 
     #[test]
     fn a_pipe_is_named_and_not_waited_for_and_what_is_too_much_is_said() {
@@ -132,9 +124,8 @@ mod tests {
         let merge = |names: &[&str], limit: usize| {
             let paths: Vec<_> = names.iter().map(|name| path(name)).collect();
             let found = merged(&paths, limit as u64);
-            found.map_err(|error| {
-                with_causes(&error).replace(directory.path().to_str().expect("text"), "")
-            })
+            let directory = directory.path().to_str().expect("text");
+            found.map_err(|error| error.to_string().replace(directory, ""))
         };
         let limit = 2 * usage.len();
         assert_eq!(merge(&["a", "b"], limit), Ok(Usage::default()));
@@ -152,7 +143,7 @@ mod tests {
         ] {
             let error = merge(names, limit).expect_err(unread);
             assert!(
-                error.starts_with(&format!("cannot read from {unread} what ")),
+                error.starts_with(&format!("{unread} is not output of ")),
                 "{error}"
             );
             assert!(error.ends_with(&format!(": {why}")), "{error}");

@@ -22,23 +22,13 @@ pub struct Keep {
     pub asked: bool,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("found pods of the namespaces {0:?} and {1:?}, expected those of one workload")]
-    Namespaces(String, String),
-    #[error(
-        "the pods {0:?} have no label in common by which a Sidecar could select them; without a selector \
-         it would apply to the whole namespace"
-    )]
-    NoLabels(Vec<String>),
-    #[error("found {0:?} to keep, expected <namespace>/<host>, such as istio-system/*")]
-    Keep(String),
-}
-
 /// Adds what another pod used, or the same one at another time.
-pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
+pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, String> {
     if other.namespace != merged.namespace {
-        return Err(Error::Namespaces(merged.namespace, other.namespace));
+        let (one, another) = (merged.namespace, other.namespace);
+        return Err(format!(
+            "the pods are in the namespaces {one} and {another}, expected pods of one workload"
+        ));
     }
     merged
         .labels
@@ -66,13 +56,19 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
 }
 
 /// The resource for what was used, with comments.
-pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, Error> {
+pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
     if let Some(wrong) = keep.hosts.iter().find(|host| !host.contains('/')) {
-        return Err(Error::Keep(wrong.clone()));
+        return Err(format!(
+            "--keep is {wrong:?}, expected <namespace>/<host>, such as istio-system/*"
+        ));
     }
     if usage.labels.is_empty() {
-        let names = usage.pods.iter().map(|pod| pod.name.clone());
-        return Err(Error::NoLabels(names.collect()));
+        let names: Vec<_> = usage.pods.iter().map(|pod| pod.name.as_str()).collect();
+        return Err(format!(
+            "the pods {} do not have a label in common, which a Sidecar resource needs to select them; without a \
+             selector it would apply to the whole namespace",
+            names.join(", ")
+        ));
     }
     let mut hosts: BTreeSet<_> = keep.hosts.iter().cloned().collect();
     let namespaces = keep.hosts.iter().filter_map(|host| host.strip_suffix("/*"));
