@@ -62,7 +62,7 @@ impl Config {
                 _ = alive.tick(), if self.period.is_some() => "WATCHDOG=1",
             };
             if let Err(error) = self.send(message).await {
-                tracing::warn!("cannot tell systemd {message}: {error}");
+                tracing::warn!("cannot send {message} to systemd: {error}");
             }
         }
     }

@@ -91,11 +91,11 @@ pub struct Body {
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("{found:?} is no address to ask, expected http://host[:port]/path")]
+    #[error("{found:?} is not a URL that can be requested, expected http://host[:port]/path")]
     Url { found: String },
     #[error(transparent)]
     Connect(#[from] dial::Error),
-    #[error("the proxy {}:{} gives no connection to {authority}", .proxy.host, .proxy.port)]
+    #[error("the proxy {}:{} refused a connection to {authority}", .proxy.host, .proxy.port)]
     Proxy {
         proxy: Proxy,
         authority: String,

@@ -293,7 +293,7 @@ async fn redirects_are_followed_as_configured() {
         (
             Redirects::Follow,
             &"https://h/".to_owned(),
-            "is no address to ask",
+            "is not a URL that can be requested",
         ),
     ] {
         let answer = format!("HTTP/1.1 302 Found\r\nlocation: {location}\r\n\r\nbody");
@@ -380,7 +380,7 @@ async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it
         });
         let error = fetch(&client, "https://modules.test/").await;
         let text = crate::lifecycle::with_causes(&error.expect_err("refused"));
-        let began = text.contains("gives no connection to modules.test: ");
+        let began = text.contains("refused a connection to modules.test: ");
         assert!(began && text.contains(expected), "{text}");
     }
 }
