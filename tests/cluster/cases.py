@@ -131,6 +131,12 @@ KINDS = {
     "tproxy": {"annotations": {"sidecar.istio.io/interceptionMode": "TPROXY"}},
     "read-only": {"app": READ_ONLY},
     "dns": {"annotations": config(ISTIO_META_DNS_CAPTURE="true")},
+    "hold": {"annotations": {"proxy.istio.io/config": json.dumps({"holdApplicationUntilProxyStarts": True})}},
+    "small": {"annotations": {"sidecar.istio.io/proxyCPU": "50m", "sidecar.istio.io/proxyCPULimit": "500m",
+                              "sidecar.istio.io/proxyMemoryLimit": "256Mi"}},
+    "stats": {"annotations": {"sidecar.istio.io/statsInclusionRegexps": ".*"}},
+    "ports": {"annotations": {"traffic.sidecar.istio.io/excludeOutboundPorts": "9",
+                              "traffic.sidecar.istio.io/excludeInboundPorts": "9"}},
 }
 
 
@@ -184,6 +190,15 @@ def identity(world, account="default"):
     return f"URI=spiffe://cluster.local/ns/{world.namespace}/sa/{account}"
 
 
+def expect_healthy(world, target, agent):
+    """The doctor has no finding in a pod that serves."""
+    if agent != OURS:
+        return
+    report = json.loads(world.exec(target, "pilot-agent", "doctor", "--json", container="istio-proxy", fails=True))
+    checks = [check for group in report["groups"] for check in group["checks"] if check["level"] in ("warning", "error")]
+    expect(f"findings of the doctor in {target}", [], checks)
+
+
 def kinds(world, agent, templates, keep=False):
     """Each kind serves the clients under load and calls one of them, and both sides are known by certificate."""
     for name, template in templates.items():
@@ -200,6 +215,7 @@ def kinds(world, agent, templates, keep=False):
         if name == "tproxy":
             address = world.get("pods", "-l", f"app={CLIENTS[0]}")["items"][0]["status"]["podIP"]
             expect("client's address behind TPROXY", address, world.call(CLIENTS[0], f"http://{name}:8080/")["from"])
+        expect_healthy(world, f"deploy/{name}", agent)
     for load in loads:
         load.__exit__(None)
     if not keep:
@@ -342,6 +358,7 @@ def gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_wit
         url = f"http://{gateway}:8080/"
         with Load(world, url, "outside") as load:
             world.until("its agent is this one", lambda: world.agent_of(f"deploy/{gateway}") == agent)
+            expect_healthy(world, f"deploy/{gateway}", agent)
             expect("account that calls", identity(world, account), world.call("outside", url)["caller"].rpartition(";")[2])
             world.restart(gateway)
         told.append(f"{gateway}: {load.expect_none_failed()}")
@@ -384,6 +401,7 @@ def a_machine_registers_itself_tells_its_health_and_has_traffic_both_ways(world,
         seen = json.loads(world.exec("pod/machine", "/application", "get", url))
         if identity(world) not in seen["caller"]:
             raise Failed(f"shop saw no certificate: {seen}")
+    expect_healthy(world, "pod/machine", agent)
     told = load.expect_none_failed()
     for state, wanted in (("no", "False"), ("yes", "True")):
         world.exec("pod/machine", "/application", "get", f"http://127.0.0.1:8080/health/{state}")
