@@ -150,7 +150,7 @@ impl Socket {
                 }
             }
         }
-        Err(io::Error::other("the kernel's answer does not end"))
+        Err(io::Error::other("endless answer of the kernel"))
     }
 }
 
@@ -190,7 +190,7 @@ fn outcome(payload: &[u8]) -> io::Result<()> {
     match error.kind() {
         _ if number >= 0 => Ok(()),
         kind @ io::ErrorKind::PermissionDenied => {
-            let text = "it takes the capability NET_ADMIN, which is missing";
+            let text = "this container lacks the capability NET_ADMIN";
             Err(io::Error::new(kind, text))
         }
         _ => Err(error),

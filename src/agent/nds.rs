@@ -40,9 +40,7 @@ impl Agent {
         let thread = std::thread::Builder::new().name("dns".to_owned());
         // The channel reports its end; a panic closes it.
         thread.spawn(serve).map_err(failed)?;
-        self.tasks.spawn("DNS server", async move {
-            ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
-        });
+        self.tasks.spawn("DNS server", async move { ended.await? });
         Ok(Some((dns, forwarder)))
     }
 }

@@ -22,11 +22,7 @@ pub async fn acquire() -> io::Result<File> {
             return Err(error.into());
         }
         if start.elapsed() > LIMIT {
-            let text = format!(
-                "another process has been changing rules for {} s",
-                LIMIT.as_secs()
-            );
-            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+            return Err(io::ErrorKind::TimedOut.into());
         }
         sleep(Duration::from_millis(20)).await;
     }

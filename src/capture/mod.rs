@@ -21,5 +21,18 @@ pub mod rules;
 pub mod validation;
 pub mod verify;
 
+use std::io;
+
+use crate::problem::{Code, Problem, codes};
+
+/// A problem with this code, unless a capability is missing.
+pub fn problem(code: &'static Code, subject: impl Into<String>, error: io::Error) -> Problem {
+    let code = match error.kind() {
+        io::ErrorKind::PermissionDenied => codes::CAPTURE_PERMISSION,
+        _ => code,
+    };
+    Problem::new(code, subject, error.to_string())
+}
+
 #[cfg(test)]
 mod differential_tests;

@@ -8,6 +8,8 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::Command;
 use tokio::time::timeout;
 
+use crate::problem::{Problem, codes};
+
 /// Where programs are if PATH does not say.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -16,13 +18,6 @@ const MAX_OUTPUT: u64 = 64 << 20;
 /// Longest part of a program's message in an error, in characters.
 const MAX_MESSAGE: usize = 2000;
 
-#[derive(Debug, thiserror::Error)]
-#[error("`{command}` {cause}")]
-pub struct Error {
-    command: String,
-    pub cause: io::Error,
-}
-
 /// Runs a program with this input. Returns what it printed; a status other than 0 is an error. A program
 /// that takes too long is killed.
 pub async fn run(
@@ -30,15 +25,19 @@ pub async fn run(
     arguments: &[&str],
     input: &str,
     limit: Duration,
-) -> Result<Vec<u8>, Error> {
+) -> Result<Vec<u8>, Problem> {
     let execution = timeout(limit, execute(program, arguments, input));
-    let late = || format!("did not end within {} s", limit.as_secs());
-    let result = execution
+    let late = format!("did not end within {} s", limit.as_secs());
+    let done = execution
         .await
-        .unwrap_or_else(|_| Err(io::Error::other(late())));
-    result.map_err(|cause| Error {
-        command: [&[program], arguments].concat().join(" "),
-        cause,
+        .unwrap_or_else(|_| Err(io::Error::other(late)));
+    done.map_err(|error| {
+        let command = [&[program], arguments].concat().join(" ");
+        let code = match error.kind() {
+            io::ErrorKind::NotFound => codes::CAPTURE_PROGRAM_MISSING,
+            _ => codes::CAPTURE_PROGRAM_FAILED,
+        };
+        Problem::new(code, format!("`{command}`"), error.to_string())
     })
 }
 
@@ -92,7 +91,7 @@ mod tests {
     async fn sh(script: &str, input: &str, limit: Duration) -> Result<String, String> {
         match run("sh", &["-c", script], input, limit).await {
             Ok(text) => Ok(String::from_utf8(text).expect("text")),
-            Err(error) => Err(error.cause.to_string()),
+            Err(problem) => Err(problem.found),
         }
     }
 
@@ -119,10 +118,11 @@ mod tests {
         assert_eq!(late, Err("did not end within 0 s".to_owned()));
         let missing = run("no-such-program", &["-x"], "", limit).await;
         let missing = missing.expect_err("an error");
-        assert_eq!(missing.cause.kind(), io::ErrorKind::NotFound);
+        assert_eq!(missing.code, codes::CAPTURE_PROGRAM_MISSING);
+        let expected = "cannot be run: No such file or directory (os error 2)";
         assert_eq!(
-            missing.to_string(),
-            "`no-such-program -x` cannot be run: No such file or directory (os error 2)"
+            (&*missing.subject, &*missing.found),
+            ("`no-such-program -x`", expected)
         );
     }
 }

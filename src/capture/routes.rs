@@ -9,6 +9,7 @@ use std::net::Ipv6Addr;
 use super::config::{Config, InboundPorts, Mode};
 use super::rules::Family;
 use crate::netlink::{DUMP, Socket, attribute, parts};
+use crate::problem::{Problem, codes};
 
 /// `lo` in every network namespace.
 const LO: u32 = 1;
@@ -28,7 +29,7 @@ struct Item {
 }
 
 /// Adds what the configuration needs, where it is missing.
-pub fn add(config: &Config) -> io::Result<()> {
+pub fn add(config: &Config) -> Result<(), Problem> {
     let socket = open()?;
     for item in items(config).iter().filter(|item| item.is_wanted) {
         // The kernel takes a rule any number of times.
@@ -45,7 +46,7 @@ pub fn add(config: &Config) -> io::Result<()> {
 }
 
 /// Removes what the configuration does not need: of rules and routes, those of its mark and table.
-pub fn remove(config: &Config) -> io::Result<()> {
+pub fn remove(config: &Config) -> Result<(), Problem> {
     let socket = open()?;
     for item in items(config).iter().filter(|item| !item.is_wanted) {
         // pilot-agent adds one more rule with each run.
@@ -64,7 +65,7 @@ pub fn remove(config: &Config) -> io::Result<()> {
 }
 
 /// Names what the configuration needs and the machine has not.
-pub fn missing(config: &Config) -> io::Result<Vec<(Family, String)>> {
+pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Problem> {
     let socket = open()?;
     let mut missing = Vec::new();
     for item in items(config).into_iter().filter(|item| item.is_wanted) {
@@ -76,13 +77,13 @@ pub fn missing(config: &Config) -> io::Result<Vec<(Family, String)>> {
     Ok(missing)
 }
 
-fn open() -> io::Result<Socket> {
+fn open() -> Result<Socket, Problem> {
     Socket::open(None).map_err(|error| failed("open", "a netlink socket", error))
 }
 
-fn failed(verb: &str, item: &str, error: io::Error) -> io::Error {
-    let text = format!("failed to configure routes: cannot {verb} {item}: {error}");
-    io::Error::new(error.kind(), text)
+fn failed(verb: &str, item: &str, error: io::Error) -> Problem {
+    let subject = format!("failed to configure routes: cannot {verb} {item}");
+    super::problem(codes::CAPTURE_ROUTES_FAILED, subject, error)
 }
 
 /// All that a configuration may need.
@@ -145,7 +146,7 @@ fn to_this_machine(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
 }
 
 impl Item {
-    fn is_there(&self, socket: &Socket) -> io::Result<bool> {
+    fn is_there(&self, socket: &Socket) -> Result<bool, Problem> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
         let listed = socket.ask(self.kind + 2, DUMP, &header);

@@ -15,6 +15,8 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::time::{interval, timeout};
 
 use super::rules::Family;
+use crate::duration::approximate;
+use crate::problem::{Problem, codes};
 
 /// Time between connections, and the limit of each.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -32,18 +34,9 @@ pub struct Probe {
     pub limit: Duration,
 }
 
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "iptables validation failed, the pod is not ready for Istio: {0}. It has to run as the user of \
-     --proxy-uid. With Istio CNI, the pod may have started before its node was ready: with \
-     cni.repair.deletePods=true it is deleted and starts again, otherwise delete it, so that it \
-     starts on a node where istio-cni runs"
-)]
-pub struct Error(String);
-
 impl Probe {
     /// Connects until a connection is captured, or the limit is reached.
-    pub async fn run(&self) -> Result<(), Error> {
+    pub async fn run(&self) -> Result<(), Problem> {
         let (here, destination): (IpAddr, IpAddr) = match self.family {
             Family::V4 => (Ipv4Addr::LOCALHOST.into(), [127, 0, 0, 6].into()),
             Family::V6 => (Ipv6Addr::LOCALHOST.into(), Ipv6Addr::from(6).into()),
@@ -51,9 +44,11 @@ impl Probe {
         let destination = SocketAddr::new(destination, self.destination);
         let addresses = self.ports.map(|port| SocketAddr::new(here, port));
         let names = format!("{} or {}", addresses[0], addresses[1]);
+        let code = codes::CAPTURE_VALIDATION_FAILED;
+        let failed = |found| Problem::new(code, "iptables validation failed", found);
         let listeners: Vec<_> = addresses.into_iter().filter_map(listen).collect();
         if listeners.is_empty() {
-            return Err(Error(format!("cannot listen on any of {names}")));
+            return Err(failed(format!("cannot listen on {names}")));
         }
         let arrivals = listeners
             .iter()
@@ -65,9 +60,10 @@ impl Probe {
             }
         };
         timeout(self.limit, captured).await.map_err(|_| {
-            let (user, limit) = (rustix::process::geteuid().as_raw(), self.limit);
-            Error(format!(
-                "no connection of user {user} to {destination} was redirected to {names} within {limit:?}"
+            let user = rustix::process::geteuid().as_raw();
+            let limit = approximate(self.limit.as_secs_f64());
+            failed(format!(
+                "no connection of user {user} to {destination} was redirected to {names} within {limit}"
             ))
         })
     }
@@ -86,7 +82,7 @@ impl Probe {
                 Ok(found) if found == self.destination => return,
                 Ok(found) => tracing::debug!("captured a connection to port {found}"),
                 Err(error) => {
-                    tracing::debug!("accepted no captured connection: {error}");
+                    tracing::debug!("cannot accept a captured connection: {error}");
                     tokio::time::sleep(PAUSE).await;
                 }
             }

@@ -13,7 +13,6 @@ use super::{Loader, below};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
 use crate::dns::{self, Policy, SearchDomains, listen};
-use crate::problem::{Problem, codes};
 
 /// The copy of a machine's resolv.conf while the original names the agent.
 const ORIGINAL: &str = "/var/lib/istio/resolv.conf";
@@ -87,12 +86,7 @@ impl Loader<'_> {
 
     /// Without resolvers, names of the mesh are still answered.
     fn resolv_conf(&mut self, path: &Path) -> ResolvConf {
-        ResolvConf::read(path).unwrap_or_else(|error| {
-            let (code, subject) = (
-                codes::DNS_RESOLV_CONF_UNREADABLE,
-                path.display().to_string(),
-            );
-            let problem = Problem::new(code, subject, error.to_string());
+        ResolvConf::read(path).unwrap_or_else(|problem| {
             self.notes.warnings.push(problem);
             ResolvConf::default()
         })

@@ -96,7 +96,6 @@ impl Loader<'_> {
             return Vec::new();
         };
         targets::parse(json, status_port).unwrap_or_else(|error| {
-            let error = format!("it has {error}");
             self.notes
                 .add(Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error));
             Vec::new()

@@ -18,7 +18,7 @@ pub fn address(said: &str, is_root: bool) -> &str {
     if said.ends_with(":53") && !is_root {
         tracing::error!(
             target: "dns",
-            "DNS_PROXY_ADDR is {said}, which only root may have, using {DEFAULT}"
+            "DNS_PROXY_ADDR is {said}, and only root may listen on port 53; {DEFAULT} is used"
         );
         return DEFAULT;
     }

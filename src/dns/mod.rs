@@ -24,8 +24,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::{Mutex, watch};
 
-use crate::lifecycle::CancellationToken;
+use crate::lifecycle::{BoxError, CancellationToken};
 use crate::metrics::Registry;
+use crate::problem::{Problem, codes};
 pub use answer::Policy;
 use asked::Asked;
 use metrics::Metrics;
@@ -64,19 +65,6 @@ pub struct Config {
     pub policy: Policy,
 }
 
-/// Why DNS cannot be answered.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("failed to start local DNS server: cannot listen on {protocol} {address}")]
-    Bind {
-        protocol: &'static str,
-        address: String,
-        source: io::Error,
-    },
-    #[error("cannot use the sockets of the DNS server")]
-    Socket(#[source] io::Error),
-}
-
 /// Takes name tables, and shows the last. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Dns {
@@ -95,7 +83,13 @@ pub fn new<F: Forward>(
     forwarder: F,
     registry: &Registry,
     shutdown: CancellationToken,
-) -> Result<(Dns, impl Future<Output = Result<(), Error>> + Send + use<F>), Error> {
+) -> Result<
+    (
+        Dns,
+        impl Future<Output = Result<(), BoxError>> + Send + use<F>,
+    ),
+    Problem,
+> {
     let (mut addresses, mut bound) = (Vec::new(), Vec::new());
     for address in &config.addresses {
         let (address, sockets) = bind(address)?;
@@ -161,9 +155,11 @@ impl Dns {
         table.map(|table| table.to_json())
     }
 
-    /// How many hosts the table has, if there is one.
-    pub fn hosts(&self) -> Option<usize> {
-        self.tables.borrow().as_ref().map(|table| table.hosts())
+    /// The number of hosts in the table.
+    pub fn hosts(&self) -> Result<usize, Problem> {
+        let hosts = self.tables.borrow().as_ref().map(|table| table.hosts());
+        let code = codes::DNS_NAME_TABLE_MISSING;
+        hosts.ok_or_else(|| Problem::new(code, "name table", "not received from istiod"))
     }
 
     /// The hosts of the table that were asked for.
@@ -181,17 +177,22 @@ impl Dns {
     }
 }
 
-/// Whether a DNS server answers at all. It is sent a message that no server forwards: a query of a kind
-/// that none knows.
-pub async fn answers(server: SocketAddr, limit: Duration) -> io::Result<()> {
+/// Checks that the agent's DNS server answers. The message is a query of a kind that no server forwards.
+pub async fn answers(server: SocketAddr, limit: Duration) -> Result<(), Problem> {
     const STATUS: u8 = 2 << 3;
-    let mut message = [0; wire::HEADER];
-    message[wire::FLAGS] = STATUS;
-    let socket = tokio::net::UdpSocket::bind(any_port(server)).await?;
-    socket.connect(server).await?;
-    socket.send(&message).await?;
-    tokio::time::timeout(limit, socket.recv(&mut message)).await??;
-    Ok(())
+    let asking = async {
+        let mut message = [0; wire::HEADER];
+        message[wire::FLAGS] = STATUS;
+        let socket = tokio::net::UdpSocket::bind(any_port(server)).await?;
+        socket.connect(server).await?;
+        socket.send(&message).await?;
+        socket.recv(&mut message).await.map(drop)
+    };
+    let answer = tokio::time::timeout(limit, asking).await;
+    let (code, subject) = (codes::DNS_SERVER_SILENT, format!("server {server}"));
+    let failed = |error: io::Error| Problem::new(code, subject, error.to_string());
+    let answer = answer.unwrap_or_else(|late| Err(late.into()));
+    answer.map_err(failed)
 }
 
 /// Where a client of `server` may bind.
@@ -203,27 +204,29 @@ fn any_port(server: SocketAddr) -> SocketAddr {
 }
 
 /// Binds both protocols to one port.
-fn bind(address: &str) -> Result<(SocketAddr, Bound), Error> {
-    let error = |protocol| {
-        let address = address.to_owned();
-        move |source| Error::Bind {
-            protocol,
-            address,
-            source,
+fn bind(address: &str) -> Result<(SocketAddr, Bound), Problem> {
+    let failed = |protocol| {
+        move |error: io::Error| {
+            let code = match error.kind() {
+                io::ErrorKind::AddrInUse => codes::DNS_PORT_TAKEN,
+                _ => codes::DNS_LISTEN_FAILED,
+            };
+            let found = format!("cannot listen on {protocol} {address}: {error}");
+            Problem::new(code, "failed to start local DNS server", found)
         }
     };
-    let udp = UdpSocket::bind(address).map_err(error("udp"))?;
-    let address = udp.local_addr().map_err(error("udp"))?;
-    let tcp = TcpListener::bind(address).map_err(error("tcp"))?;
-    udp.set_nonblocking(true).map_err(error("udp"))?;
-    tcp.set_nonblocking(true).map_err(error("tcp"))?;
+    let udp = UdpSocket::bind(address).map_err(failed("udp"))?;
+    let bound = udp.local_addr().map_err(failed("udp"))?;
+    let tcp = TcpListener::bind(bound).map_err(failed("tcp"))?;
+    udp.set_nonblocking(true).map_err(failed("udp"))?;
+    tcp.set_nonblocking(true).map_err(failed("tcp"))?;
     if let Err(error) = rustix::net::sockopt::set_socket_recv_buffer_size(&udp, RECEIVE_BUFFER) {
-        tracing::debug!(target: "dns", "the receive buffer of {address} stays as it is: {error}");
+        tracing::debug!(target: "dns", "cannot enlarge the receive buffer of {bound}: {error}");
     }
     for protocol in ["udp", "tcp"] {
-        tracing::info!(target: "dns", "Starting local {protocol} DNS server on {address}");
+        tracing::info!(target: "dns", "Starting local {protocol} DNS server on {bound}");
     }
-    Ok((address, (udp, tcp)))
+    Ok((bound, (udp, tcp)))
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ fn server() -> Server {
 }
 
 /// A server, and what serves it.
-fn unserved() -> (Server, impl Future<Output = Result<(), Error>> + Send) {
+fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
     let config = || Config {
         addresses: vec!["127.0.0.1:0".into(), "[::1]:0".into()],
         search_domains: domains(),
@@ -360,7 +360,8 @@ async fn an_address_in_use_is_an_error_that_names_it() {
         &Registry::default(),
         CancellationToken::new(),
     );
-    let error = error.err().expect("in use").to_string();
-    let expected = format!("failed to start local DNS server: cannot listen on udp {address}");
-    assert_eq!(error, expected);
+    let problem = error.err().expect("in use");
+    assert_eq!(problem.code, codes::DNS_PORT_TAKEN);
+    let expected = format!("failed to start local DNS server: cannot listen on udp {address}: ");
+    assert!(problem.to_string().starts_with(&expected), "{problem}");
 }

@@ -12,14 +12,14 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::report::Check;
+use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject};
 use crate::capture::layout::Layout;
 use crate::capture::packet::{Decision, Direction, Packet, simulate};
 use crate::capture::program::PATH;
 use crate::capture::rules::{Chain, Family, Protocol};
 use crate::capture::verify;
-use crate::lifecycle::with_causes;
+use crate::problem::{Code, Problem, codes};
 
 const NAME: &str = "rules";
 /// What is captured leads to these ports, unless the mesh configuration has others.
@@ -31,8 +31,6 @@ const CALLED: u16 = 15002;
 const PROXY: u32 = 1337;
 /// Of a connection over lo.
 const CONNECT_LIMIT: Duration = Duration::from_millis(300);
-const SET_UP: &str = "read the log of istio-init, or of istio-cni on the node, and delete the pod, so that it \
-                      starts with rules again";
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let node = &subject.config.bootstrap.node;
@@ -42,10 +40,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         .and_then(Value::as_str);
     let why = match mode {
         // Gateways are given a mode as well.
-        _ if !node.id.starts_with("sidecar~") => "only a sidecar's traffic is captured",
+        _ if !node.id.starts_with("sidecar~") => "only sidecars capture traffic",
         Some("REDIRECT" | "TPROXY") => "",
         Some(mode) => &format!("interception mode {mode}: traffic is not captured"),
-        None => "ISTIO_META_INTERCEPTION_MODE is not set: traffic may be captured or not",
+        None => "ISTIO_META_INTERCEPTION_MODE is not set, so traffic may be captured or not",
     };
     if !why.is_empty() {
         return vec![Check::skipped(NAME, why)];
@@ -63,40 +61,40 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
     let layout = match timeout(PROBE_LIMIT, verify::live(family, PATH)).await {
         Ok(Ok(layout)) => layout,
-        Ok(Err(error)) => return vec![called(family, with_causes(error.as_ref())).await],
-        Err(_) => {
-            let why = format!("the program that reads them takes more than {PROBE_LIMIT:?}");
-            return vec![called(family, why).await];
-        }
+        Ok(Err(problem)) => return vec![called(family, &problem.found).await],
+        Err(_) => return vec![called(family, "the program that reads them does not end").await],
     };
     let version = match family {
         Family::V4 => "IPv4",
         Family::V6 => "IPv6",
     };
     if !layout.is_captured() {
-        let found = format!("no chain of Istio for {version} in this network namespace");
-        let expected = format!("rules that lead to ports {OUTBOUND} and {INBOUND}");
-        let check = Check::error(NAME, found).expected(expected);
-        return vec![check.remedy(SET_UP)];
+        let found =
+            format!("no chain of Istio for {version} leads to ports {OUTBOUND} and {INBOUND}");
+        return vec![error(codes::CAPTURE_RULES_MISSING, found)];
     }
     let mut checks = ways(&layout, family, envoys_account(subject));
-    for rule in &layout.earlier_dns {
+    checks.extend(layout.earlier_dns.iter().map(|rule| {
         let found = format!("a DNS rule of an earlier version of Istio: {rule}");
-        checks.push(Check::error(NAME, found).remedy(SET_UP));
-    }
+        error(codes::CAPTURE_RULES_EARLIER, found)
+    }));
     checks.extend(dns(&layout, &captured_ports(subject, family)));
     if checks.is_empty() {
         let port = |chain| layout.redirects_to(chain).unwrap_or_default();
         let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect].map(port);
-        let found = format!("they lead to ports {outbound} and {inbound} for {version}");
+        let found = format!("lead to ports {outbound} and {inbound} for {version}");
         checks.push(Check::ok(NAME, found));
     }
     checks
 }
 
-/// Finds out by a connection, without the right to read rules, as istio-validation does: what Envoy's user
-/// sends over lo to an address of the pod is redirected to Envoy.
-async fn called(family: Family, why: String) -> Check {
+fn error(code: &'static Code, found: String) -> Check {
+    Check::problem(Level::Error, &Problem::new(code, NAME, found))
+}
+
+/// Opens a connection, where rules cannot be read, as istio-validation does: what Envoy's user sends over
+/// lo to an address of the pod is redirected to Envoy.
+async fn called(family: Family, why: &str) -> Check {
     let skipped = || Check::skipped(NAME, format!("cannot be read: {why}"));
     // Root's connections are not those of Envoy's user.
     if rustix::process::geteuid().is_root() {
@@ -108,12 +106,10 @@ async fn called(family: Family, why: String) -> Check {
     );
     match tokio::join!(connects(call), connects(envoy)) {
         (Ok(()), _) => Check::ok(NAME, format!("a call to {call} is redirected to Envoy")),
-        (Err(error), Ok(())) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            Check::error(NAME, format!("a call to {call} is not redirected to Envoy"))
-                .expected(format!(
-                    "rules that lead to Envoy, which listens on {envoy}"
-                ))
-                .remedy(SET_UP)
+        (Err(failed), Ok(())) if failed.kind() == io::ErrorKind::ConnectionRefused => {
+            let found =
+                format!("a call to {call} is not redirected to Envoy, which listens on {envoy}");
+            error(codes::CAPTURE_RULES_MISSING, found)
         }
         _ => skipped(),
     }
@@ -135,8 +131,7 @@ async fn connects(address: SocketAddr) -> io::Result<()> {
     connected.map_err(io::Error::from)?.map(drop)
 }
 
-/// Connections of Envoy that end elsewhere than any configuration has them end: to its own pod, and to
-/// other machines.
+/// Simulates connections of Envoy to its own pod and to other machines. Returns those that do not arrive.
 fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check> {
     let ends = |destination, interface: &str| {
         let packet = Packet {
@@ -150,26 +145,22 @@ fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check
             interface: interface.to_owned(),
         };
         let decision = simulate(layout, &packet).decision;
-        (decision, Check::error(NAME, format!("{packet} {decision}")))
+        (decision, format!("{packet} {decision}"))
     };
     let mut checks = Vec::new();
-    let (decision, check) = ends(address(family, true, CALLED), "lo");
+    let (decision, found) = ends(address(family, true, CALLED), "lo");
     // In TPROXY, Envoy runs as root: only its group's rules match, which mark the call for TPROXY.
     if !matches!(decision, Decision::Redirected(_) | Decision::Tproxied(_)) {
-        let expected = "that Envoy's calls to its own pod reach its inbound port";
-        checks.push(check.expected(expected).remedy(SET_UP));
+        let found = format!("{found}, expected Envoy's inbound port");
+        checks.push(error(codes::CAPTURE_RULES_CHANGED, found));
     }
     let outside = match family {
         Family::V4 => IpAddr::from([198, 51, 100, 7]),
         Family::V6 => IpAddr::from([0x2001, 0xdb8, 7, 0, 0, 0, 0, 7]),
     };
-    let (decision, check) = ends(SocketAddr::new(outside, 443), "eth0");
+    let (decision, found) = ends(SocketAddr::new(outside, 443), "eth0");
     if decision != Decision::Untouched {
-        let expected =
-            "that Envoy's connections go to their destination, or they come back to Envoy";
-        checks.push(check.expected(expected).remedy(
-            "set --proxy-uid of istio-init to the user of this container, or its runAsUser to 1337",
-        ));
+        checks.push(error(codes::CAPTURE_PROXY_UID, found));
     }
     checks
 }
@@ -197,7 +188,7 @@ fn captured_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
     own.map(SocketAddr::port).collect()
 }
 
-/// Whether DNS is captured for the agent that answers it, at these ports.
+/// Checks that DNS is captured for the agent, which answers at these ports.
 fn dns(layout: &Layout, own: &[u16]) -> Option<Check> {
     let found = match layout.redirects_to(Chain::OutputDns) {
         _ if own.is_empty() => return None,
@@ -205,8 +196,11 @@ fn dns(layout: &Layout, own: &[u16]) -> Option<Check> {
         Some(port) => format!("DNS queries are redirected to port {port}"),
         None => "DNS queries are not redirected".to_owned(),
     };
-    let expected = format!("that they are redirected to port {}, of the agent", own[0]);
-    Some(Check::error(NAME, found).expected(expected).remedy(SET_UP))
+    let found = format!(
+        "{found}, expected redirection to the agent's port {}",
+        own[0]
+    );
+    Some(error(codes::DNS_NOT_CAPTURED, found))
 }
 
 #[cfg(test)]
@@ -272,7 +266,7 @@ COMMIT
             ),
         ] {
             let ends = ends(&spoilt, 1337);
-            assert!(ends[0].ends_with("goes to its destination"), "{ends:?}");
+            assert!(ends[0].contains("goes to its destination"), "{ends:?}");
         }
     }
 
@@ -314,10 +308,16 @@ COMMIT
         let without = layout("", "");
         assert_eq!(dns(&without, &[]), None);
         let found = dns(&without, &[15053]).expect("an error").found;
-        assert_eq!(found, "DNS queries are not redirected");
+        assert!(
+            found.starts_with("DNS queries are not redirected"),
+            "{found}"
+        );
         let with = layout("COMMIT", &format!("{DNS}COMMIT"));
         assert_eq!(dns(&with, &[15053]), None);
         let found = dns(&with, &[5300]).expect("an error").found;
-        assert_eq!(found, "DNS queries are redirected to port 15053");
+        assert!(
+            found.starts_with("DNS queries are redirected to port 15053"),
+            "{found}"
+        );
     }
 }

@@ -4,16 +4,14 @@ use std::net::SocketAddr;
 
 use futures_util::future::join_all;
 
-use super::report::Check;
+use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Running, Subject, run_blocking};
 use crate::config::DnsParameters;
+use crate::dns::forward::Forwarder;
 use crate::dns::forward::resolv_conf::ResolvConf;
-use crate::dns::forward::{Forwarder, Unanswered, is_own};
 use crate::dns::{self, Transport};
 use crate::metrics::Registry;
-
-const RESOLVERS: &str = "name the resolvers of the cluster or the network in dnsConfig.nameservers of the \
-                         pod, or in a file of ISTIO_AGENT_RESOLV_CONF";
+use crate::problem::{Problem, codes};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(config) = &subject.config.dns else {
@@ -38,96 +36,71 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 /// The agent's own server.
 async fn server(address: SocketAddr) -> Check {
-    let name = format!("server {address}");
     match dns::answers(address, PROBE_LIMIT).await {
-        Ok(()) => Check::ok(name, "answers"),
-        Err(error) => Check::error(name, error)
-            .expected("an answer of the agent")
-            .remedy("restart the container: applications cannot resolve names"),
+        Ok(()) => Check::ok(format!("server {address}"), "answers"),
+        Err(problem) => Check::problem(Level::Error, &problem),
     }
 }
 
-/// What `resolv.conf` says, and whether the resolvers in it answer.
+/// Reads `resolv.conf`, and asks the resolvers in it.
 async fn resolvers(config: &DnsParameters, forwarder: &Forwarder) -> Vec<Check> {
     let path = config.forwarder.resolv_conf.clone();
     let name = path.display().to_string();
     let read = run_blocking(move || ResolvConf::read(&path)).await;
-    let found = match read.and_then(|read| read.map_err(|error| error.to_string())) {
-        Ok(found) => found,
-        Err(error) => {
-            let check = Check::error(name, error).expected("a file with the pod's resolvers");
-            return vec![check.remedy(RESOLVERS)];
-        }
+    let mut found = match read {
+        Ok(Ok(found)) => found,
+        Ok(Err(problem)) => return vec![Check::problem(Level::Error, &problem)],
+        Err(late) => return vec![Check::error(name, late)],
     };
-    let is_own = |server: &SocketAddr| is_own(&config.forwarder.own_addresses, *server);
-    let (own, servers): (Vec<_>, Vec<_>) = found.nameservers.iter().partition(|it| is_own(it));
-    let mut checks = vec![file(name, &found, &own, servers.len())];
+    let problems = found.without_own(
+        &config.forwarder.own_addresses,
+        &config.forwarder.resolv_conf,
+    );
+    let mut checks: Vec<_> = problems.iter().map(of_file).collect();
+    if checks.is_empty() {
+        let count = found.nameservers.len();
+        let search = found.search.join(" ");
+        let found = format!("{count} resolvers, search domains: {search}");
+        checks.push(Check::ok(name, found));
+    }
     let transport = match found.use_tcp {
         true => Transport::Tcp,
         false => Transport::Udp,
     };
     // Resolvers of a cluster answer in its domains without those of others.
     let domain = found.search.first().map_or("", String::as_str);
-    let answers = servers
-        .iter()
-        .map(|server| forwarder.probe(*server, transport, domain));
+    let servers = found.nameservers.iter();
+    let answers = servers.map(|server| forwarder.probe(*server, transport, domain));
     let answers = join_all(answers).await;
-    let has_any = answers.iter().any(Result::is_ok);
-    let answers = servers.iter().zip(answers);
+    let has_any = answers.iter().any(is_answer);
+    let answers = found.nameservers.iter().zip(answers);
     checks.extend(answers.map(|(server, answer)| resolver(*server, answer, has_any)));
     checks
 }
 
-/// The file itself, which names the agent's `own` addresses and so many others.
-fn file(name: String, found: &ResolvConf, own: &[SocketAddr], others: usize) -> Check {
-    let search = match found.search.as_slice() {
-        [] => "no search domain".to_owned(),
-        domains => format!("search domains {}", domains.join(" ")),
+fn of_file(problem: &Problem) -> Check {
+    let level = match problem.code == codes::DNS_RESOLVER_MISSING {
+        true => Level::Error,
+        false => Level::Warning,
     };
-    let check = match (own, others) {
-        ([], 0) => Check::error(name, "names no resolver").expected("nameserver lines"),
-        ([first, ..], 0) => {
-            let found = format!("a loop: its only resolver, {first}, is this agent");
-            Check::error(name, found).expected("resolvers to forward to")
-        }
-        ([first, ..], _) => {
-            Check::warning(name, format!("resolver {first} is this agent, left out"))
-                .expected("resolvers to forward to")
-        }
-        _ => return Check::ok(name, format!("{others} resolvers, {search}")),
-    };
-    check.remedy(RESOLVERS)
+    Check::problem(level, problem)
+}
+
+fn is_answer(answer: &Result<&'static str, Problem>) -> bool {
+    let refuses = |problem: &Problem| problem.code == codes::DNS_RESOLVER_REFUSES;
+    answer.as_ref().err().is_none_or(refuses)
 }
 
 /// What one resolver answers. While others do, it is asked last.
 fn resolver(
     server: SocketAddr,
-    answer: Result<&'static str, Unanswered>,
+    answer: Result<&'static str, Problem>,
     others_answer: bool,
 ) -> Check {
-    let name = format!("resolver {server}");
-    let error = match answer {
-        Ok(rcode @ ("SERVFAIL" | "REFUSED")) => {
-            return Check::warning(name, format!("answers {rcode}"))
-                .expected("NXDOMAIN to a name that does not exist")
-                .remedy("look at the log of that DNS server");
-        }
-        Ok(rcode) => return Check::ok(name, format!("answers {rcode}")),
-        Err(error) => error,
-    };
-    let check = match others_answer {
-        true => Check::warning(name, &error),
-        false => Check::error(name, &error),
-    };
-    let check = check.expected("an answer");
-    match error {
-        Unanswered::ForwardingLoop => check.remedy(
-            "a loop: queries of the agent must not be captured; see --proxy-uid of istio-init",
-        ),
-        Unanswered::Late | Unanswered::Failed(_) => check.remedy(format!(
-            "look at that DNS server and at network policies for UDP and TCP port {}",
-            server.port()
-        )),
+    match answer {
+        Ok(rcode) => Check::ok(format!("resolver {server}"), format!("answers {rcode}")),
+        Err(problem) if others_answer => Check::problem(Level::Warning, &problem),
+        Err(problem) => Check::problem(Level::Error, &problem),
     }
 }
 
@@ -137,20 +110,16 @@ fn name_table(running: Option<&Running>) -> Check {
         return Check::skipped(name, "known to a running agent only");
     };
     match dns.hosts() {
-        Some(hosts) => Check::ok(name, format!("{hosts} hosts")),
-        None => Check::error(name, "not received")
-            .expected("names of the mesh from istiod (NDS)")
-            .remedy(
-                "until then these names do not resolve; istiod sends them once Envoy is connected: \
-                 istioctl proxy-status",
-            ),
+        Ok(hosts) => Check::ok(name, format!("{hosts} hosts")),
+        Err(problem) => Check::problem(Level::Error, &problem),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
-    use crate::doctor::report::Level;
 
     fn address(text: &str) -> SocketAddr {
         text.parse().expect("an address")
@@ -158,55 +127,43 @@ mod tests {
 
     #[test]
     fn a_file_that_leaves_no_resolver_is_an_error() {
-        let us = address("127.0.0.1:15053");
-        for (text, own, others, level, words) in [
+        let own = address("127.0.0.1:15053");
+        let us = "nameserver [127.0.0.1]:15053\n";
+        let other = "nameserver 10.0.0.10\n";
+        let (is_agent, missing) = (codes::DNS_RESOLVER_INVALID, codes::DNS_RESOLVER_MISSING);
+        for (text, expected, worst) in [
             (
-                "search a.test b.test",
-                &[][..],
-                0,
-                Level::Error,
-                "names no resolver",
+                "search a.test b.test".to_owned(),
+                &[missing][..],
+                Some(Level::Error),
             ),
-            (
-                "",
-                &[us],
-                0,
-                Level::Error,
-                "a loop: its only resolver, 127.0.0.1:15053, is this agent",
-            ),
-            (
-                "",
-                &[us],
-                1,
-                Level::Warning,
-                "127.0.0.1:15053 is this agent",
-            ),
-            (
-                "search a.test b.test",
-                &[],
-                2,
-                Level::Ok,
-                "2 resolvers, search domains a.test b.test",
-            ),
+            (us.to_owned(), &[is_agent, missing], Some(Level::Error)),
+            (us.to_owned() + other, &[is_agent], Some(Level::Warning)),
+            (other.to_owned(), &[], None),
         ] {
-            let check = file("file".to_owned(), &ResolvConf::parse(text), own, others);
-            assert_eq!(check.level, level, "{check}");
-            assert!(check.found.contains(words), "{check}");
+            let problems = ResolvConf::parse(&text).without_own(&[own], Path::new("file"));
+            let codes: Vec<_> = problems.iter().map(|problem| problem.code).collect();
+            assert_eq!(codes, expected, "{text}");
+            let levels = problems.iter().map(|problem| of_file(problem).level);
+            assert_eq!(levels.max(), worst, "{text}");
         }
     }
 
     #[test]
     fn a_resolver_that_fails_is_an_error_if_no_other_answers() {
         let server = address("10.0.0.10:53");
+        let problem = |code| Err(Problem::new(code, "resolver", ""));
         let level = |answer, others| resolver(server, answer, others).level;
         assert_eq!(level(Ok("NXDOMAIN"), true), Level::Ok);
-        assert_eq!(level(Ok("SERVFAIL"), true), Level::Warning);
-        assert_eq!(level(Err(Unanswered::Late), true), Level::Warning);
-        assert_eq!(level(Err(Unanswered::Late), false), Level::Error);
-        let circle = resolver(server, Err(Unanswered::ForwardingLoop), false);
-        assert!(
-            circle.to_string().contains("leads back to this agent"),
-            "{circle}"
+        assert!(is_answer(&problem(codes::DNS_RESOLVER_REFUSES)));
+        assert!(!is_answer(&problem(codes::DNS_RESOLVER_SILENT)));
+        assert_eq!(
+            level(problem(codes::DNS_RESOLVER_SILENT), true),
+            Level::Warning
+        );
+        assert_eq!(
+            level(problem(codes::DNS_RESOLVER_SILENT), false),
+            Level::Error
         );
     }
 }

@@ -9,7 +9,8 @@ use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject, get};
 use crate::config::Config;
 use crate::lifecycle::with_causes;
-use crate::probe::{self, Kind, Probe};
+use crate::probe::{self, Probe};
+use crate::problem::{Problem, codes};
 
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
 
@@ -24,18 +25,13 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     const NAME: &str = "readiness";
     let config = subject.config;
     let Some(status) = &config.status else {
-        return vec![Check::skipped(
-            NAME,
-            "there is no status port (statusPort: 0)",
-        )];
+        return vec![Check::skipped(NAME, "statusPort is 0")];
     };
     let check = match ready(Ipv4Addr::LOCALHOST.into(), status.port).await {
         Ok(found) => Check::ok(NAME, found),
         // Another check says that no agent runs.
         Err(found) if subject.running.is_none() => Check::warning(NAME, found),
-        Err(found) => Check::error(NAME, found)
-            .expected("a ready Envoy")
-            .remedy("see the errors above"),
+        Err(found) => Check::problem(Level::Error, &unready(found).remedy("")),
     };
     let is_ready = check.level == Level::Ok;
     let mut checks = vec![check];
@@ -46,12 +42,14 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
         const NAME: &str = "readiness through Envoy";
         checks.push(match ready(config.bootstrap.admin_host(), port).await {
             Ok(found) => Check::ok(NAME, found),
-            Err(found) => Check::error(NAME, found)
-                .expected("200: the kubelet probes this port")
-                .remedy("restart the container if Envoy stays so"),
+            Err(found) => Check::problem(Level::Error, &unready(found)),
         });
     }
     checks
+}
+
+fn unready(found: String) -> Problem {
+    Problem::new(codes::READINESS_FAILED, "readiness", found)
 }
 
 /// What is found at a port, ready or not.
@@ -93,38 +91,33 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
         timeout: limit,
         ..probe.clone()
     };
-    let what = match &probe.kind {
-        Kind::Http { path, .. } => format!("HTTP {path} at port {}", probe.port),
-        Kind::Tcp => format!("TCP at port {}", probe.port),
-        Kind::Grpc { service } => format!("gRPC {service} at port {}", probe.port),
-    };
     let problem = match client.probe(&limited, headers).await {
         Ok(outcome) if (200..400).contains(&outcome.status.as_u16()) => {
-            return Check::ok(path, what);
+            return Check::ok(path, probe);
         }
-        Ok(outcome) => format!("{what}: status {}", outcome.status.as_u16()),
-        Err(probe::Error::Late(_)) if limit < probe.timeout => {
-            let kubelet = probe.timeout;
-            let found =
-                format!("{what}: no answer within {limit:?}, the kubelet waits for {kubelet:?}");
-            return Check::warning(path, found);
+        Ok(outcome) => {
+            let found = format!("status {}", outcome.status.as_u16());
+            Problem::new(codes::PROBE_STATUS, probe.to_string(), found)
         }
-        Err(error) => format!("{what}: {}", with_causes(&error)),
+        Err(problem) => problem,
     };
-    let (level, expected) = match path.rsplit('/').next() {
-        Some("livez") => (
-            Level::Error,
-            "success; the kubelet restarts the container otherwise",
-        ),
-        Some("readyz") => (Level::Error, "success; the pod is not ready otherwise"),
+    let (mut level, consequence) = match path.rsplit('/').next() {
+        Some("livez") => (Level::Error, "the kubelet restarts the container"),
+        Some("readyz") => (Level::Error, "the pod is not ready"),
         // It does not matter any more after one success.
         _ => (
             Level::Warning,
-            "success, unless the container has started already",
+            "the container is restarted, unless it has started already",
         ),
     };
-    let remedy = "see the application's log; the probe is that of its container in the pod";
-    Check::new(path, level, problem)
-        .expected(expected)
-        .remedy(remedy)
+    if problem.code == codes::PROBE_LATE && limit < probe.timeout {
+        level = Level::Warning;
+    }
+    let found = format!("{}: {}", problem.subject, problem.found);
+    let problem = Problem {
+        subject: path.to_owned(),
+        found,
+        ..problem
+    };
+    Check::problem(level, &problem.consequence(consequence))
 }

@@ -19,7 +19,7 @@ use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
 use crate::envoy::handle::{Report, State};
-use crate::lifecycle::{StopRequest, Urgency, with_causes};
+use crate::lifecycle::{StopRequest, Urgency};
 use crate::metrics::{Counters, Gauge, Registry};
 use crate::probe::{self, Client, Kind, Probe};
 
@@ -160,7 +160,7 @@ impl Checks {
             Check::Exec(command, limit) => run(command, *limit).await,
             Check::Probe(probe, headers) => {
                 let outcome = self.client.probe(probe, headers).await;
-                let status = outcome.map_err(|error| with_causes(&error))?.status;
+                let status = outcome.map_err(|problem| problem.to_string())?.status;
                 match status.as_u16() {
                     200..400 => Ok(()),
                     bad => Err(format!(

@@ -4,6 +4,7 @@
 //! bounds each with the timeout of its [`Probe`]. The [`Outcome`] is a status for the prober and the
 //! beginning of the body. One call is one probe; thresholds are the kubelet's.
 
+use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -15,9 +16,12 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 
 use crate::clock::after;
-use crate::dial::{self, Dialer};
+use crate::dial::Dialer;
+use crate::duration::approximate;
 use crate::executor::ConnectionTasks;
 use crate::http_client::{self, Redirects};
+use crate::lifecycle::{BoxError, with_causes};
+use crate::problem::{Problem, codes};
 use crate::proto::grpc_health_v1::HealthCheckRequest;
 use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
@@ -74,23 +78,6 @@ pub struct Outcome {
     pub body: Bytes,
 }
 
-/// Why there is no answer.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("no answer within {0:?}")]
-    Late(Duration),
-    #[error(transparent)]
-    Connect(#[from] dial::Error),
-    #[error(transparent)]
-    Http(#[from] http_client::Error),
-    #[error("the application does not speak HTTP/2")]
-    Handshake(#[source] hyper::Error),
-    #[error("the health check failed")]
-    Call(#[source] tonic::Status),
-    #[error("the application says {0}, expected SERVING")]
-    NotServing(String),
-}
-
 /// How probes are sent.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
@@ -123,7 +110,7 @@ impl Client {
     }
 
     /// Probes once. `headers` are sent with an HTTP request; gRPC sends the user agent among them.
-    pub async fn probe(&self, probe: &Probe, headers: &HeaderMap) -> Result<Outcome, Error> {
+    pub async fn probe(&self, probe: &Probe, headers: &HeaderMap) -> Result<Outcome, Problem> {
         let end = after(probe.timeout);
         let connect = || self.dialer.connect(&probe.host, probe.port);
         let probing = async {
@@ -136,13 +123,31 @@ impl Client {
                 Kind::Tcp => drop(connect().await?),
                 Kind::Grpc { service } => check(connect().await?, probe, service, headers).await?,
             }
-            Ok(Outcome {
+            Ok::<_, BoxError>(Outcome {
                 status: StatusCode::OK,
                 body: Bytes::new(),
             })
         };
-        let outcome = timeout_at(end, probing).await;
-        outcome.map_err(|_| Error::Late(probe.timeout))?
+        let (code, found) = match timeout_at(end, probing).await {
+            Ok(Ok(outcome)) => return Ok(outcome),
+            Ok(Err(error)) => (codes::PROBE_FAILED, with_causes(error.as_ref())),
+            Err(_) => {
+                let limit = approximate(probe.timeout.as_secs_f64());
+                (codes::PROBE_LATE, format!("no answer within {limit}"))
+            }
+        };
+        Err(Problem::new(code, probe.to_string(), found))
+    }
+}
+
+impl fmt::Display for Probe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.kind {
+            Kind::Http { path, .. } => write!(f, "HTTP {path}"),
+            Kind::Tcp => write!(f, "TCP"),
+            Kind::Grpc { service } => write!(f, "gRPC {service}"),
+        }?;
+        write!(f, " at port {}", self.port)
     }
 }
 
@@ -193,10 +198,16 @@ async fn get(
 }
 
 /// Succeeds when the service says that it serves. It is one call in plaintext on a connection of its own.
-async fn check(io: TcpStream, to: &Probe, service: &str, headers: &HeaderMap) -> Result<(), Error> {
+async fn check(
+    io: TcpStream,
+    to: &Probe,
+    service: &str,
+    headers: &HeaderMap,
+) -> Result<(), BoxError> {
     let tasks = ConnectionTasks::default();
     let handshake = handshake(tasks.executor(), TokioIo::new(io)).await;
-    let (mut sender, connection) = handshake.map_err(Error::Handshake)?;
+    let failed = |error| format!("the application does not speak HTTP/2: {error}");
+    let (mut sender, connection) = handshake.map_err(failed)?;
     // The call learns of an error.
     tasks.executor().spawn(async { drop(connection.await) });
     let mut request = tonic::Request::new(HealthCheckRequest {
@@ -214,13 +225,14 @@ async fn check(io: TcpStream, to: &Probe, service: &str, headers: &HeaderMap) ->
         .max_decoding_message_size(MAX_ANSWER)
         .check(request)
         .await
-        .map_err(Error::Call)?
+        .map_err(|status| format!("the health check failed: {status}"))?
         .into_inner();
-    match ServingStatus::try_from(answer.status) {
-        Ok(ServingStatus::Serving) => Ok(()),
-        Ok(other) => Err(Error::NotServing(other.as_str_name().to_owned())),
-        Err(_) => Err(Error::NotServing(answer.status.to_string())),
-    }
+    let found = match ServingStatus::try_from(answer.status) {
+        Ok(ServingStatus::Serving) => return Ok(()),
+        Ok(other) => other.as_str_name().to_owned(),
+        Err(_) => answer.status.to_string(),
+    };
+    Err(format!("the application answers {found}, expected SERVING").into())
 }
 
 #[cfg(test)]

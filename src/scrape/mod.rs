@@ -33,7 +33,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::clock::later;
 use crate::duration::scaled;
 use crate::http_client::{self, Client, Redirects};
-use crate::lifecycle::{BoxError, with_causes};
+use crate::lifecycle::BoxError;
 use crate::metrics::{Counter, Counters, Registry};
 use lines::Format;
 use negotiate::{SCRAPED_BY, TEXT_PAGE, TIMEOUT};
@@ -160,7 +160,7 @@ impl Inner {
             let seconds = seconds.filter(|seconds: &f64| *seconds > 0.0);
             if seconds.is_none() {
                 let timeout = self.config.timeout;
-                tracing::warn!("failed to parse timeout header {TIMEOUT}: {header:?}, expected seconds, using {timeout:?}");
+                tracing::warn!("failed to parse timeout header {TIMEOUT}: {header:?}, expected seconds; {timeout:?} is used");
             }
             seconds
         });
@@ -202,11 +202,9 @@ impl Inner {
 
     /// Logs and counts a failure.
     fn report(&self, source: &Source) {
-        if let Some(failure) = &source.failure {
+        if let Some(problem) = source.problem() {
             self.counts.failures.with([source.origin.name()]).inc();
-            let (origin, address) = (source.origin.name(), &source.address);
-            let why = with_causes(failure);
-            tracing::error!("failed scraping {origin} metrics from {address}: {why}");
+            tracing::error!("{problem}");
         }
     }
 }

@@ -14,10 +14,11 @@ use tokio::time::{Instant, timeout_at};
 use super::Inner;
 use super::lines::{Format, Lines};
 use super::seen::Seen;
-use super::source::{self, Failure, Origin, Source};
+use super::source::{self, Origin, Source};
 use crate::clock::after;
 use crate::duration::scaled;
 use crate::lifecycle::BoxError;
+use crate::problem::codes;
 
 /// How much is written together before it is sent.
 const CHUNK: usize = 32 << 10;
@@ -90,7 +91,7 @@ impl Page {
                 Ok(Some(chunk)) => chunk,
                 Ok(None) => break,
                 Err(_) => {
-                    source.fail(Failure::Late);
+                    source.fail(codes::SCRAPE_LATE, "timed out");
                     break;
                 }
             };
@@ -104,7 +105,7 @@ impl Page {
             lines.push(&chunk, &mut self.seen, &mut self.output);
             // A page that always has more is never late by the timer alone.
             if Instant::now() >= until {
-                source.fail(Failure::Late);
+                source.fail(codes::SCRAPE_LATE, "timed out");
                 break;
             }
         }
@@ -121,7 +122,7 @@ impl Page {
         let is_alone = self.scrape.config.targets.len() == 1;
         let lacks_end = source.format() == Format::OpenMetrics && !has_end;
         if source.failure.is_none() && lacks_end && is_alone {
-            source.fail(Failure::NoEnd);
+            source.fail(codes::SCRAPE_PAGE_INVALID, "no # EOF at the end");
         }
         self.scrape.report(&source);
         match source.failure.is_some() && source.content_type.is_some() {

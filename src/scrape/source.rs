@@ -21,6 +21,8 @@ use super::lines::Format;
 use super::negotiate::{TEXT_PAGE, content_type, is_gzip};
 use super::sent_by;
 use crate::http_client::{self, Body};
+use crate::lifecycle::with_causes;
+use crate::problem::{Code, Problem, codes};
 
 /// How much encoded data is decoded at a time: it may become a thousand times as much.
 const ENCODED: usize = 512;
@@ -30,23 +32,7 @@ const PORTION: usize = 32 << 10;
 const MAX_DECODED: u64 = 64 << 20;
 
 /// Why a source is not on the page, or not all of it.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
-    #[error(transparent)]
-    Fetch(#[from] http_client::Error),
-    #[error("found status {0}, expected 200")]
-    Status(StatusCode),
-    #[error("found the encoding {0:?}, expected gzip or none")]
-    Encoding(String),
-    #[error("the page was not there in time")]
-    Late,
-    #[error("the page was cut off after {0} bytes, the most that is read")]
-    TooLarge(u64),
-    #[error("the page is not the gzip it claims to be")]
-    Gzip(#[source] io::Error),
-    #[error("the page has no # EOF at its end")]
-    NoEnd,
-}
+pub(super) type Failure = (&'static Code, String);
 
 /// Where a part of the page comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,9 +116,17 @@ impl Source {
         (is_full, is_full && self.origin == Origin::Envoy)
     }
 
-    pub(super) fn fail(&mut self, failure: Failure) {
-        self.failure = Some(failure);
+    pub(super) fn fail(&mut self, code: &'static Code, found: impl Into<String>) {
+        self.failure = Some((code, found.into()));
         self.has_ended = true;
+    }
+
+    /// The problem of a page that has ended early.
+    pub(super) fn problem(&self) -> Option<Problem> {
+        let (code, found) = self.failure.as_ref()?;
+        let (origin, address) = (self.origin.name(), &self.address);
+        let subject = format!("failed scraping {origin} metrics from {address}");
+        Some(Problem::new(code, subject, found))
     }
 
     /// Sets aside what there is, as far as there is room.
@@ -161,7 +155,7 @@ impl Source {
                         return Poll::Ready(Some(chunk));
                     }
                 }
-                Some(Err(failure)) => self.fail(failure),
+                Some(Err((code, found))) => self.fail(code, found),
                 None => self.has_ended = true,
             }
         }
@@ -175,12 +169,17 @@ async fn read(
     mut limit: u64,
     parts: Sender<Result<Part, Failure>>,
 ) -> Result<(), Failure> {
-    let (head, mut body) = asking.await?.into_parts();
+    let broken = |error: http_client::Error| (codes::SCRAPE_FAILED, with_causes(&error));
+    let (head, mut body) = asking.await.map_err(broken)?.into_parts();
     if head.status != StatusCode::OK {
-        return Err(Failure::Status(head.status));
+        let found = format!("status {}, expected 200", head.status);
+        return Err((codes::SCRAPE_FAILED, found));
     }
+    let invalid = |found: String| (codes::SCRAPE_PAGE_INVALID, found);
+    let encoding = |found| invalid(format!("encoding {found:?}, expected gzip or none"));
+    let not_gzip = |error: io::Error| invalid(format!("invalid gzip body: {error}"));
     let mut gzip = None;
-    if is_gzip(&head.headers).map_err(Failure::Encoding)? {
+    if is_gzip(&head.headers).map_err(encoding)? {
         gzip = Some(MultiGzDecoder::new(Vec::new()));
         limit = limit.min(MAX_DECODED);
     }
@@ -196,23 +195,23 @@ async fn read(
         // Who receives parts also polls this.
         let _ = parts.send(Ok((content_type, chunk))).await;
         match is_too_large {
-            true => Err(Failure::TooLarge(limit)),
+            true => Err(invalid(format!("the page is cut off after {limit} bytes"))),
             false => Ok(()),
         }
     };
     send(Bytes::new()).await?;
-    while let Some(chunk) = body.chunk().await.transpose()? {
+    while let Some(chunk) = body.chunk().await.transpose().map_err(broken)? {
         let Some(gzip) = &mut gzip else {
             send(chunk).await?;
             continue;
         };
         for part in chunk.chunks(ENCODED) {
-            gzip.write_all(part).map_err(Failure::Gzip)?;
+            gzip.write_all(part).map_err(not_gzip)?;
             send(mem::take(gzip.get_mut()).into()).await?;
         }
     }
     if let Some(mut gzip) = gzip {
-        gzip.try_finish().map_err(Failure::Gzip)?;
+        gzip.try_finish().map_err(not_gzip)?;
         send(mem::take(gzip.get_mut()).into()).await?;
     }
     Ok(())

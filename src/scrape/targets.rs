@@ -24,18 +24,6 @@ pub struct Target {
     pub path: String,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("no JSON object of scrape, port, path and targets, all text: {0}")]
-    Json(#[source] serde_json::Error),
-    #[error("port {0:?}, which is no port from 1 to 65535")]
-    Port(String),
-    #[error("port {0}, which is the agent's own status port")]
-    Status(u16),
-    #[error("port {0}, which is reserved for Envoy and the agent")]
-    Reserved(u16),
-}
-
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct Annotations {
@@ -53,8 +41,11 @@ struct Entry {
 }
 
 /// Reads `ISTIO_PROMETHEUS_ANNOTATIONS`.
-pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, Error> {
-    let found: Option<Annotations> = json::read(text).map_err(Error::Json)?;
+pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, String> {
+    let failed = |error| {
+        format!("expected a JSON object of scrape, port, path and targets, all text: {error}")
+    };
+    let found: Option<Annotations> = json::read(text).map_err(failed)?;
     let mut found = found.unwrap_or_default();
     if found.scrape == "false" {
         return Ok(Vec::new());
@@ -70,14 +61,15 @@ pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, Error> {
     targets.map(|target| check(target, status_port)).collect()
 }
 
-fn check(target: &Entry, status_port: u16) -> Result<Target, Error> {
+fn check(target: &Entry, status_port: u16) -> Result<Target, String> {
     let number = target.port.parse::<NonZero<u16>>();
-    let port = number.map_err(|_| Error::Port(target.port.clone()))?.get();
+    let invalid = |_| format!("port {:?} is not a number from 1 to 65535", target.port);
+    let port = number.map_err(invalid)?.get();
     if port == status_port {
-        return Err(Error::Status(port));
+        return Err(format!("port {port} is the agent's own status port"));
     }
     if RESERVED.contains(&port) {
-        return Err(Error::Reserved(port));
+        return Err(format!("port {port} is reserved for Envoy and the agent"));
     }
     let path = match target.path.as_str() {
         "" => DEFAULT_PATH.to_owned(),
@@ -130,9 +122,9 @@ mod tests {
     #[test]
     fn what_cannot_be_asked_is_named() {
         for (json, expected) in [
-            ("", "no JSON object"),
-            ("[", "no JSON object"),
-            (r#"{"port":80}"#, "no JSON object"),
+            ("", "a JSON object"),
+            ("[", "a JSON object"),
+            (r#"{"port":80}"#, "a JSON object"),
             (r#"{"port":"http"}"#, "port \"http\""),
             (r#"{"port":"0"}"#, "port \"0\""),
             (r#"{"port":"65536"}"#, "port \"65536\""),
@@ -140,11 +132,11 @@ mod tests {
             (r#"{"port":"015099"}"#, "the agent's own"),
             (
                 r#"{"targets":[{"port":"1"},{"port":"015090"}]}"#,
-                "port 15090, which is reserved",
+                "port 15090 is reserved",
             ),
             (r#"{"targets":[{}]}"#, "port \"\""),
         ] {
-            let error = parse(json, 15099).expect_err(json).to_string();
+            let error = parse(json, 15099).expect_err(json);
             assert!(error.contains(expected), "{json}: {error}");
         }
     }

@@ -14,7 +14,6 @@ use serde_json::Value;
 
 use super::{Body, Config, reply};
 use crate::json;
-use crate::lifecycle::with_causes;
 use crate::probe::{Client, Kind, Probe};
 use crate::request_path;
 
@@ -110,9 +109,8 @@ impl AppProbes {
         let headers = self.headers(headers, prober.port);
         match self.client.probe(&probe, &headers).await {
             Ok(outcome) => reply::bytes(outcome.status, outcome.body),
-            Err(error) => {
-                let why = with_causes(&error);
-                tracing::error!(target: "probes", "Request to probe app failed: {why}, path = {path}");
+            Err(problem) => {
+                tracing::error!(target: "probes", "Request to probe app failed: {problem}, path = {path}");
                 reply::bytes(StatusCode::INTERNAL_SERVER_ERROR, Bytes::new())
             }
         }

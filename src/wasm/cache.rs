@@ -52,7 +52,7 @@ impl Cache {
             Err(error) => error,
         };
         let shown = path.display();
-        tracing::warn!(target: "wasm", "the Wasm module {shown} is not usable, fetching it again: {problem}");
+        tracing::warn!(target: "wasm", "the cached Wasm module {shown} cannot be used and is fetched again: {problem}");
         // Another one takes its place if it stays.
         let _ = fs::remove_file(&path);
         None
@@ -136,7 +136,7 @@ fn checked(path: &Path) -> io::Result<Module> {
     let size = file.metadata()?.len();
     // A device would have no end.
     if download::copy(&mut (&file).take(size), &mut io::sink())?.1 != sha256 {
-        return Err(io::Error::other("it was changed"));
+        return Err(io::Error::other("the file was modified"));
     }
     // On a disk that is read-only, the time of the last use is not known.
     let _ = file.set_modified(Clock::system().now());

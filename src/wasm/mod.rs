@@ -22,6 +22,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
 use crate::executor::ConnectionTasks;
 use crate::metrics::Registry;
+use crate::problem::{Problem, codes};
 use convert::Filter;
 pub(crate) use convert::wire;
 pub use fetch::Config as FetchConfig;
@@ -158,20 +159,23 @@ impl Wasm {
         let converted = self.module(filter).await;
         let result = converted.as_ref().err().map_or("success", |it| it.result);
         self.0.metrics.conversions.with([result]).inc();
-        let Unusable {
-            problem, retry_at, ..
-        } = match converted {
+        let unusable = match converted {
             Ok(resource) => return Ok((resource, None)),
             Err(unusable) => unusable,
         };
-        let name = &filter.name;
-        let policy = if filter.fails_open { "allow" } else { "deny" };
+        let (policy, consequence) = match filter.fails_open {
+            true => ("allow", "requests pass without the filter"),
+            false => ("deny", "all requests are refused with 403"),
+        };
+        let (code, found) = unusable.error;
+        let problem = Problem::new(code, format!("Wasm filter {}", filter.name), found);
+        let problem = problem.consequence(consequence);
         tracing::error!(
             target: "wasm",
-            "error in converting the wasm config to local: {name}: {problem}. applying {policy} RBAC filter"
+            "error in converting the wasm config to local: {problem}. applying {policy} RBAC filter"
         );
         let resource = filter.fallback().map_err(|error| error.to_string())?;
-        Ok((resource, retry_at))
+        Ok((resource, unusable.retry_at))
     }
 
     /// The resource with its module.
@@ -184,7 +188,8 @@ impl Wasm {
             ..Unusable::fetch(failure.error)
         })?;
         let rewritten = filter.with_module(&path.to_string_lossy());
-        rewritten.map_err(|error| Unusable::new("marshal_failure", error.to_string()))
+        let failed = |error: wire::DecodeError| (codes::WASM_CONFIGURATION, error.to_string());
+        rewritten.map_err(|error| Unusable::new("marshal_failure", failed(error)))
     }
 
     /// What is known now.
@@ -196,18 +201,16 @@ impl Wasm {
 impl Config {
     /// An error if the operator's rules refuse a module.
     fn permits(&self, request: &Request) -> Result<(), Unusable> {
-        if self.requires_digest && request.pinned.is_none() {
-            let rule =
-                "ISTIO_AGENT_WASM_REQUIRE_DIGEST is set, and the module is not pinned by a digest";
-            return Err(Unusable::fetch(rule));
-        }
         let mut allowed = self.allowed.iter();
-        if !self.allowed.is_empty() && !allowed.any(|prefix| request.source.is_within(prefix)) {
-            let url = request.source.redacted();
-            let rule = format!("ISTIO_AGENT_WASM_ALLOWED_REGISTRIES does not list {url}");
-            return Err(Unusable::fetch(rule));
-        }
-        Ok(())
+        let rule = if self.requires_digest && request.pinned.is_none() {
+            "is not pinned by a digest, and ISTIO_AGENT_WASM_REQUIRE_DIGEST is set"
+        } else if !self.allowed.is_empty() && !allowed.any(|it| request.source.is_within(it)) {
+            "is not listed in ISTIO_AGENT_WASM_ALLOWED_REGISTRIES"
+        } else {
+            return Ok(());
+        };
+        let found = format!("{} {rule}", request.source.redacted());
+        Err(Unusable::fetch((codes::WASM_NOT_ALLOWED, found)))
     }
 }
 

@@ -18,12 +18,14 @@ use tokio::time::{Instant, timeout};
 
 use super::Config;
 use super::cache::{Cache, Module};
-use super::fetch::Error;
+use super::fetch::{Error, RESULTS};
 use super::request::Request;
 use crate::backoff::Backoff;
 use crate::clock::after;
+use crate::duration::approximate;
 use crate::executor::Executor;
 use crate::metrics::{Counters, Gauge, Histogram, Registry};
+use crate::problem::codes;
 
 const MAX_FETCHES: usize = 4;
 /// Waits after failed fetches are drawn from zero to 2 s, 4 s, … 5 min, but last at least a second.
@@ -49,7 +51,7 @@ struct Resource {
 /// Why a resource is without its module.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
-    pub(super) error: String,
+    pub(super) error: Error,
     /// When to ask again.
     pub(super) retry_at: Instant,
     backoff: Backoff,
@@ -119,11 +121,11 @@ impl Modules {
             Ok(()) => self.find(name, request, request.key.clone()).await,
             Err(error) => Err(error),
         };
-        let gone = || Error::Refused("the module vanished from the cache".to_owned());
+        let gone = || (codes::WASM_CACHE, "the module vanished".to_owned());
         let found = found.and_then(|found| found.ok_or_else(gone));
         found.map(|module| module.path).map_err(|error| {
             let failure = Failure {
-                error: error.to_string(),
+                error,
                 retry_at: after(backoff.next_wait().max(MIN_WAIT)),
                 backoff,
             };
@@ -181,7 +183,7 @@ impl Modules {
         let mut result = self.join(name, request);
         let result = result.wait_for(Option::is_some).await;
         let fetched = result.ok().and_then(|fetched| fetched.clone());
-        fetched.unwrap_or_else(|| Err(Error::Download("the agent stops".to_owned())))
+        fetched.unwrap_or_else(|| Err((codes::WASM_DOWNLOAD_FAILED, "the agent stops".to_owned())))
     }
 
     fn join(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetching {
@@ -192,17 +194,20 @@ impl Modules {
         }
         let (done, result) = watch::channel(None);
         let url = request.source.redacted();
-        fetches.insert(request.fetch_id, (url, result.clone()));
+        fetches.insert(request.fetch_id, (url.clone(), result.clone()));
         let (modules, name, request) = (self.clone(), name.to_owned(), request.clone());
         self.executor.spawn(async move {
             // The semaphore is never closed.
             let _slot = modules.slots.acquire().await;
             let limit = request.time_limit;
             let fetched = timeout(limit, modules.fetch(&name, &request)).await;
-            let fetched = fetched
-                .unwrap_or_else(|_| Err(Error::Download(format!("not complete within {limit:?}"))));
-            if let Err(error) = &fetched
-                && let Some(result) = error.result()
+            let fetched = fetched.unwrap_or_else(|_| {
+                let limit = approximate(limit.as_secs_f64());
+                let found = format!("{url} is not complete within {limit}");
+                Err((codes::WASM_DOWNLOAD_FAILED, found))
+            });
+            if let Err((code, _)) = &fetched
+                && let Some((_, result)) = RESULTS.iter().find(|(counted, _)| counted == code)
             {
                 modules.metrics.fetches.with([result]).inc();
             }
@@ -267,7 +272,8 @@ impl Modules {
         let done = timeout(DISK_LIMIT, working).await.unwrap_or_else(late);
         done.map_err(|error| {
             let directory = self.config.directory.display();
-            Error::Refused(format!("cannot keep modules in {directory}: {error}"))
+            let found = format!("cannot store modules in {directory}: {error}");
+            (codes::WASM_CACHE, found)
         })
     }
 
@@ -318,7 +324,7 @@ impl Modules {
                 "age_seconds": resource.since.elapsed().as_secs_f64(),
                 "sha256": module.map(|module| &module.sha256),
                 "size_bytes": module.map(|module| module.size),
-                "error": failure.map(|failure| &failure.error),
+                "error": failure.map(|failure| &failure.error.1),
                 "retry_seconds": failure.map(|failure| left(failure.retry_at)),
             })
         });

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use zeroize::Zeroizing;
 
 use super::fetch::{Error, Reference, Source};
+use crate::problem::codes;
 
 pub(super) const PULL_SECRET: &str = "ISTIO_META_WASM_IMAGE_PULL_SECRET";
 pub(super) const PULL_POLICY: &str = "ISTIO_META_WASM_IMAGE_PULL_POLICY";
@@ -46,8 +47,8 @@ pub(crate) struct Request {
 pub(crate) struct Unusable {
     /// The result that is counted.
     pub(crate) result: &'static str,
-    pub(crate) problem: String,
-    /// When to ask again. None if that leads to nothing else.
+    pub(crate) error: Error,
+    /// When to ask again. None if another attempt would fail, too.
     pub(crate) retry_at: Option<Instant>,
 }
 
@@ -60,14 +61,14 @@ impl Request {
         variables: &HashMap<String, String>,
     ) -> Result<Self, Unusable> {
         let uri = remote.http_uri.ok_or_else(|| {
-            let problem = "wasm remote fetch does not have httpUri specified for config";
-            Unusable::new("miss_remote_fetch_hint", format!("{problem} {name}"))
+            let found =
+                format!("wasm remote fetch does not have httpUri specified for config {name}");
+            Unusable::new("miss_remote_fetch_hint", (codes::WASM_CONFIGURATION, found))
         })?;
         let pull_secret = variables.get(PULL_SECRET).cloned().map(Zeroizing::new);
         if pull_secret.as_ref().is_some_and(|secret| secret.is_empty()) {
-            return Err(Unusable::fetch(format!(
-                "{plugin}: missing image pulling secret"
-            )));
+            let found = format!("cannot fetch Wasm module {plugin}: missing image pulling secret");
+            return Err(Unusable::fetch((codes::WASM_CONFIGURATION, found)));
         }
         let source = Source::parse(&uri.uri).map_err(Unusable::fetch)?;
         let image = source.image.as_ref();
@@ -86,7 +87,7 @@ impl Request {
             ignores_version: match policy.map(String::as_str) {
                 _ if pinned.is_some() => true,
                 Some("IfNotPresent") => true,
-                // With each new version of the Kubernetes object it is fetched anew.
+                // It is fetched again for each new version of the Kubernetes object.
                 Some("Always") => false,
                 _ => !source.is_latest(),
             },
@@ -110,29 +111,29 @@ impl Request {
     /// An error unless one of these digests is the one that the module is pinned to.
     pub(super) fn compare(&self, found: &[String]) -> Result<(), Error> {
         match &self.pinned {
-            Some(expected) if !found.contains(expected) => Err(Error::Checksum {
-                url: self.source.redacted(),
-                found: found[0].clone(),
-                expected: expected.clone(),
-            }),
+            Some(expected) if !found.contains(expected) => {
+                let (url, found) = (self.source.redacted(), &found[0]);
+                let found = format!(
+                    "module downloaded from {url} has checksum {found}, which does not match: {expected}"
+                );
+                Err((codes::WASM_CHECKSUM, found))
+            }
             _ => Ok(()),
         }
     }
 }
 
 impl Unusable {
-    pub(super) fn new(result: &'static str, problem: String) -> Self {
-        let retry_at = None;
+    pub(super) fn new(result: &'static str, error: Error) -> Self {
         Self {
             result,
-            problem,
-            retry_at,
+            error,
+            retry_at: None,
         }
     }
 
-    pub(super) fn fetch(problem: impl fmt::Display) -> Self {
-        let problem = format!("cannot fetch Wasm module {problem}");
-        Self::new("fetch_failure", problem)
+    pub(super) fn fetch(error: Error) -> Self {
+        Self::new("fetch_failure", error)
     }
 }
 

@@ -4,7 +4,6 @@
 //! The tables are ours alone. They are of family inet: IPv4 and IPv6 share their chains.
 
 use std::collections::BTreeSet;
-use std::io;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -21,36 +20,25 @@ use super::rules::{
 };
 use crate::address::Cidr;
 use crate::netlink::nft_chains;
+use crate::problem::{Problem, codes};
 
 /// Time limit of `nft`.
 const LIMIT: Duration = Duration::from_secs(60);
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error(
-        "nativeNftables is enabled, but the nft binary is missing in the sidecar container image"
-    )]
-    Missing,
-    #[error(transparent)]
-    Program(program::Error),
-    #[error("`nft -j list ruleset` printed something else than a rule set")]
-    Malformed(#[from] serde_json::Error),
-}
-
 /// Replaces all our rules by these, at once.
-pub async fn apply(rules: &Rules) -> Result<(), Error> {
+pub async fn apply(rules: &Rules) -> Result<(), Problem> {
     carry_out(&transaction(rules)).await
 }
 
 /// Removes all our rules, at once, if there are any.
-pub async fn clean() -> Result<(), Error> {
+pub async fn clean() -> Result<(), Problem> {
     match has_tables() {
         true => carry_out(&removal()).await,
         false => Ok(()),
     }
 }
 
-async fn carry_out(text: &str) -> Result<(), Error> {
+async fn carry_out(text: &str) -> Result<(), Problem> {
     for line in text.lines() {
         tracing::info!("nft: {line}");
     }
@@ -68,16 +56,22 @@ pub fn has_tables() -> bool {
 }
 
 /// The rules in the kernel, as the packets of a family meet them.
-pub async fn live(family: Family) -> Result<Layout, Error> {
+pub async fn live(family: Family) -> Result<Layout, Problem> {
     let text = nft(&["-j", "list", "ruleset"], "").await?;
-    Ok(parse(&text, family)?)
+    parse(&text, family).map_err(|error| {
+        let found = format!("the output is not a rule set: {error}");
+        let code = codes::CAPTURE_RULES_UNREADABLE;
+        Problem::new(code, "`nft -j list ruleset`", found)
+    })
 }
 
-async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
+async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Problem> {
     let result = program::run("nft", arguments, input, LIMIT).await;
-    result.map_err(|error| match error.cause.kind() {
-        io::ErrorKind::NotFound => Error::Missing,
-        _ => Error::Program(error),
+    result.map_err(|mut problem| {
+        if problem.code == codes::CAPTURE_PROGRAM_MISSING {
+            problem.found = "nativeNftables is enabled, but the nft binary is missing in the sidecar container image".to_owned();
+        }
+        problem
     })
 }
 

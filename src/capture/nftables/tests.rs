@@ -125,7 +125,7 @@ fn a_rule_with_anything_else_is_foreign() {
 }
 
 #[test]
-fn output_that_is_no_rule_set_is_an_error_of_its_own() {
+fn output_that_is_not_a_rule_set_is_an_error() {
     for text in [
         "",
         "{}",
@@ -135,9 +135,7 @@ fn output_that_is_no_rule_set_is_an_error_of_its_own() {
         "{\"nftables\": [",
         "\u{0}",
     ] {
-        let error = Error::from(parse(text.as_bytes(), Family::V4).expect_err(text));
-        let expected = "`nft -j list ruleset` printed something else than a rule set";
-        assert_eq!(error.to_string(), expected);
+        assert!(parse(text.as_bytes(), Family::V4).is_err(), "{text}");
     }
 }
 

@@ -11,7 +11,7 @@ use super::iptables::{appended, jumps_to_istio, target};
 use super::layout::{Entry, Layout};
 use super::rules::{Chain, Criterion, Family, Match, Protocol, Rules, Table, Verdict};
 use super::{nftables, routes};
-use crate::lifecycle::BoxError;
+use crate::problem::Problem;
 
 /// Targets after which the next rule sees the packet, unchanged in all that ours look at.
 const PASSING: [&str; 10] = [
@@ -72,7 +72,7 @@ impl fmt::Display for Finding {
 
 /// The rules of a family that this machine has, however they were set up. `path` has the directories of
 /// programs, separated by colons.
-pub async fn live(family: Family, path: &str) -> Result<Layout, BoxError> {
+pub async fn live(family: Family, path: &str) -> Result<Layout, Problem> {
     Ok(match nftables::has_tables() {
         true => nftables::live(family).await?,
         false => apply::live(family, None, path).await?,
@@ -81,7 +81,7 @@ pub async fn live(family: Family, path: &str) -> Result<Layout, BoxError> {
 
 /// The differences of this machine's rules and routes from those of a configuration, by iptables or, if
 /// `is_native`, by nft. Changes nothing.
-pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, BoxError> {
+pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, Problem> {
     let config = request.config;
     let versions = [Rules::new(config), Rules::earlier(config)];
     let mut findings = Vec::new();

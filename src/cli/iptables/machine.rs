@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use super::IptablesFlags;
 use crate::address::Cidr;
+use crate::capture;
 use crate::capture::config::{Config, Host, OwnerGroups};
 use crate::capture::program;
 use crate::capture::rules::{Family, Id};
 use crate::dns::forward::resolv_conf::ResolvConf;
-use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
 use crate::regular_file;
 
@@ -21,18 +21,20 @@ const MAX_ACCOUNTS: u64 = 16 << 20;
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// What the machine says that this runs on, and the family of its first address.
-pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), BoxError> {
+pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), Problem> {
     let interfaces = interfaces()?;
     let addresses = interfaces.iter().map(if_addrs::Interface::ip);
-    let (first, has_v6) =
-        families(addresses, flags.dual_stack).ok_or("no valid local IP address found")?;
+    let none = || {
+        Problem::new(
+            codes::CAPTURE_NO_ADDRESS,
+            "pod",
+            "no valid local IP address found",
+        )
+    };
+    let (first, has_v6) = families(addresses, flags.dual_stack).ok_or_else(none)?;
     let settings = &flags.settings;
     let servers = match settings.redirect_dns && !settings.capture_all_dns {
-        true => {
-            ResolvConf::read(Path::new(RESOLV_CONF))
-                .map_err(|error| format!("failed to load {RESOLV_CONF}: {error}"))?
-                .nameservers
-        }
+        true => ResolvConf::read(Path::new(RESOLV_CONF))?.nameservers,
         false => Vec::new(),
     };
     let host = Host {
@@ -43,9 +45,9 @@ pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), BoxError> {
     Ok((host, first))
 }
 
-pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, BoxError> {
-    let failed = |error| format!("cannot list the addresses of this machine: {error}");
-    Ok(if_addrs::get_if_addrs().map_err(failed)?)
+pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, Problem> {
+    let failed = |error| capture::problem(codes::INTERFACES_UNREADABLE, "interfaces", error);
+    if_addrs::get_if_addrs().map_err(failed)
 }
 
 /// The text of a list of users (`passwd`) or groups (`group`); empty if it cannot be read.

@@ -11,20 +11,21 @@ use crate::capture::config::{Config, Host, Invalid, Mode};
 use crate::capture::iptables::apply::Request;
 use crate::capture::program::PATH;
 use crate::capture::rules::{Family, Rules};
-use crate::capture::validation::{self, Probe};
+use crate::capture::validation::Probe;
 use crate::capture::verify::{self, Finding};
-use crate::capture::{iptables, lock, nftables, routes};
+use crate::capture::{self, iptables, lock, nftables, routes};
 use crate::config::environment::Environment;
 use crate::config::flags::Flag;
 use crate::exit_code::ExitCode;
-use crate::lifecycle::{BoxError, with_causes};
-use crate::problem::Diagnostics;
+use crate::lifecycle::BoxError;
+use crate::problem::{Diagnostics, Problem, codes};
 use crate::replace_file::replace_file;
 pub use flags::IptablesFlags;
 
 /// The exit code of an error. The CNI plugin knows that of a validation.
 pub fn exit_code(error: &BoxError) -> ExitCode {
-    match error.is::<validation::Error>() {
+    let problem = error.downcast_ref::<Problem>();
+    match problem.is_some_and(|it| it.code == codes::CAPTURE_VALIDATION_FAILED) {
         true => ExitCode::NotCaptured,
         false => ExitCode::CaptureFailed,
     }
@@ -70,7 +71,7 @@ pub async fn run(
     };
     let (mut config, warnings) = match Config::check(&flags.settings, &host) {
         Err(invalid) if cleans => {
-            tracing::warn!("{invalid}; rules are removed without these settings");
+            tracing::warn!("{invalid}; the default settings are used to remove rules");
             Config::check(&IptablesFlags::read(&[])?.settings, &host)?
         }
         checked => checked?,
@@ -102,10 +103,12 @@ pub async fn run(
         path: environment.text("PATH").unwrap_or(PATH),
     };
     if flags.verify {
-        return verify(&request, flags.native_nftables).await;
+        return Ok(verify(&request, flags.native_nftables).await?);
     }
     if !flags.dry_run {
-        tracing::info!("Istio config: {}; {host:?}", arguments.join(" "));
+        let (has_v6, servers) = (host.has_v6, &host.nameservers);
+        let arguments = arguments.join(" ");
+        tracing::info!("Istio config: {arguments}; IPv6: {has_v6}; DNS servers: {servers:?}");
     }
     let text = match (flags.skip_rule_apply, flags.dry_run) {
         (true, _) => String::new(),
@@ -127,21 +130,17 @@ pub async fn run(
 
 /// Refuses arguments that capture nothing because they lack the settings of the pod. Those settings are
 /// arguments of another container, and without them every answer would be about other rules.
-fn require_pod_settings(arguments: &[String]) -> Result<(), BoxError> {
+fn require_pod_settings(arguments: &[String]) -> Result<(), Problem> {
     for flag in ["--istio-service-cidr", "--istio-inbound-ports"] {
         if !arguments.iter().any(|argument| argument.starts_with(flag)) {
-            return Err(format!(
-                "{flag} is missing; give --verify and --explain the arguments of the init container \
-                 (istio-init or istio-validation) or of the CNI plugin"
-            )
-            .into());
+            return Err(Problem::new(codes::CAPTURE_OPTION_MISSING, flag, "missing"));
         }
     }
     Ok(())
 }
 
-/// Says how the live rules differ from those of these arguments, and whether traffic may go elsewhere.
-async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitCode), BoxError> {
+/// Compares the live rules with the rules of these arguments.
+async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitCode), Problem> {
     let findings = verify::findings(request, is_native).await?;
     let affects_traffic = findings.iter().any(Finding::affects_traffic);
     let (summary, code) = match (findings.is_empty(), affects_traffic) {
@@ -150,7 +149,7 @@ async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitC
             ExitCode::Success,
         ),
         (false, false) => (
-            "Traffic is captured as these arguments ask; these differences do not keep it from that:",
+            "Traffic is captured as these arguments ask, in spite of these differences:",
             ExitCode::Success,
         ),
         (false, true) => (
@@ -163,10 +162,10 @@ async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitC
 }
 
 /// Sets rules and routes up, or removes them.
-async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, BoxError> {
+async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, Problem> {
     let config = request.config;
-    let locked = lock::acquire().await;
-    let _lock = locked.map_err(|error| format!("cannot lock {}: {error}", lock::NAMESPACE))?;
+    let failed = |error| capture::problem(codes::CAPTURE_LOCKED, lock::NAMESPACE, error);
+    let _lock = lock::acquire().await.map_err(failed)?;
     // Marked packets are lost without their routes, but these take none by themselves.
     if !flags.cleanup_only {
         routes::add(config)?;
@@ -174,10 +173,7 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, 
     if flags.native_nftables && !flags.cleanup_only {
         nftables::apply(&Rules::new(config)).await?;
         if let Err(error) = request.carry_out().await {
-            tracing::warn!(
-                "rules of iptables may be left: {}",
-                with_causes(error.as_ref())
-            );
+            tracing::warn!("rules of iptables may remain: {error}");
         }
     } else {
         let done = request.carry_out().await;
@@ -196,7 +192,7 @@ async fn dry_run(
     request: &Request<'_>,
     flags: &IptablesFlags,
     rules: &Rules,
-) -> Result<String, BoxError> {
+) -> Result<String, Problem> {
     let text = match (flags.native_nftables, flags.cleanup_only) {
         (_, true) if nftables::has_tables() => request.preview().await? + &nftables::removal(),
         (_, true) => request.preview().await?,
@@ -206,8 +202,9 @@ async fn dry_run(
     let path = &flags.dry_run_file_path;
     if !path.is_empty() {
         let written = replace_file(Path::new(path), text.as_bytes(), 0o644);
+        let code = codes::CAPTURE_OPTION_INVALID;
         written.map_err(|error| {
-            format!("cannot write {path:?}, which --dry-run-file-path names: {error}")
+            capture::problem(code, format!("--dry-run-file-path {path:?}"), error)
         })?;
     }
     Ok(text)

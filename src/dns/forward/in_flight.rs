@@ -50,23 +50,11 @@ pub(super) struct QuerySlot<'a> {
     pub(super) query: Arc<SharedQuery>,
 }
 
-/// Why a query is not forwarded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Refused {
-    #[error("too many queries wait for an answer")]
-    Full,
-    #[error("a query of our own came back to us")]
-    ForwardingLoop,
-}
+/// Why a query is not forwarded: the label that is counted, and a text.
+pub(super) type Refused = (&'static str, &'static str);
 
-impl Refused {
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Full => "full",
-            Self::ForwardingLoop => "circle",
-        }
-    }
-}
+const FULL: Refused = ("full", "too many queries are waiting for an answer");
+const FORWARDING_LOOP: Refused = ("circle", "DNS forwarding loop");
 
 impl InFlight {
     /// Takes a slot for a query that is to be forwarded over `transport`.
@@ -79,10 +67,10 @@ impl InFlight {
         let mut state = self.0.lock();
         let found = state.queries.get(&key);
         if found.is_some_and(|found| found.is_looping(query.id(), query.len())) {
-            return Err(Refused::ForwardingLoop);
+            return Err(FORWARDING_LOOP);
         }
         if state.waiting >= MAX_WAITING {
-            return Err(Refused::Full);
+            return Err(FULL);
         }
         state.waiting += 1;
         let query = state.queries.entry(key.clone()).or_default().clone();

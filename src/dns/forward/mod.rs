@@ -31,9 +31,7 @@ use tokio::time::Instant;
 use self::cache::{Cache, Found};
 use self::in_flight::InFlight;
 use self::message::{Query, Reply};
-pub use self::probe::Unanswered;
 use self::servers::Servers;
-pub(crate) use self::servers::is_own;
 use self::upstream::Upstream;
 use super::metrics::ForwardMetrics as Metrics;
 use super::{Forward, Transport};
@@ -127,9 +125,9 @@ impl Inner {
         };
         let slot = match self.in_flight.join(query, transport) {
             Ok(slot) => slot,
-            Err(reason) => {
+            Err((label, reason)) => {
                 tracing::debug!(target: "dns", "not forwarding a query: {reason}");
-                self.metrics.refused.with([reason.label()]).inc();
+                self.metrics.refused.with([label]).inc();
                 return None;
             }
         };

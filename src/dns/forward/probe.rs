@@ -9,6 +9,7 @@ use super::Forwarder;
 use super::message::Query;
 use crate::dns::metrics::{OTHER, RCODES};
 use crate::dns::{Transport, wire};
+use crate::problem::{Problem, codes};
 
 /// Packets get lost: a question is sent again after this.
 const TRY: Duration = Duration::from_millis(500);
@@ -17,47 +18,52 @@ const TRIES: u32 = 3;
 /// Longest domain that has room for a label of ours.
 const MAX_DOMAIN: usize = 200;
 
-/// Why a server does not answer.
-#[derive(Debug, thiserror::Error)]
-pub enum Unanswered {
-    #[error("no answer within {} ms", TRY.saturating_mul(TRIES).as_millis())]
-    Late,
-    /// The question came back to this agent.
-    #[error("leads back to this agent")]
-    ForwardingLoop,
-    #[error("{0}")]
-    Failed(String),
-}
-
 impl Forwarder {
-    /// The response code of a server's answer. The question is for a name that no client asks for, in
+    /// Returns the response code of a server's answer. The question is for a name that no client asks for, in
     /// `domain` if that is one: a question that comes back to this agent is known by it.
     pub async fn probe(
         &self,
         server: SocketAddr,
         transport: Transport,
         domain: &str,
-    ) -> Result<&'static str, Unanswered> {
-        let asked = Query::parse(question(domain).into());
-        let query = asked.ok_or_else(|| Unanswered::Failed("no question".to_owned()))?;
-        let slot = self.0.in_flight.join(&query, transport);
-        let slot = slot.map_err(|full| Unanswered::Failed(full.to_string()))?;
+    ) -> Result<&'static str, Problem> {
+        let problem =
+            |code, found: String| Err(Problem::new(code, format!("resolver {server}"), found));
+        let failed = |found: String| problem(codes::DNS_RESOLVER_UNREACHABLE, found);
+        let Some(query) = Query::parse(question(domain).into()) else {
+            return failed("no question".to_owned());
+        };
+        let slot = match self.0.in_flight.join(&query, transport) {
+            Ok(slot) => slot,
+            Err((_, full)) => return failed(full.to_owned()),
+        };
         for _ in 0..TRIES {
             let upstream = &self.0.upstream;
             let sent = upstream.send(&query, &slot.query, server, transport);
             let received = timeout(TRY, sent).await;
             if slot.query.has_returned() {
-                return Err(Unanswered::ForwardingLoop);
+                let found = "its queries come back to this agent".to_owned();
+                return problem(codes::DNS_LOOP, found);
             }
             match received {
                 Ok(Ok(reply)) => {
-                    return Ok(RCODES.get(usize::from(reply.rcode())).unwrap_or(&OTHER));
+                    let rcode = RCODES.get(usize::from(reply.rcode())).unwrap_or(&OTHER);
+                    return match *rcode {
+                        "SERVFAIL" | "REFUSED" => {
+                            problem(codes::DNS_RESOLVER_REFUSES, format!("answers {rcode}"))
+                        }
+                        _ => Ok(rcode),
+                    };
                 }
-                Ok(Err(error)) => return Err(Unanswered::Failed(error.to_string())),
+                Ok(Err(error)) => return failed(error.to_string()),
                 Err(_) => {}
             }
         }
-        Err(Unanswered::Late)
+        let limit = TRY.saturating_mul(TRIES).as_secs_f64();
+        problem(
+            codes::DNS_RESOLVER_SILENT,
+            format!("no answer within {limit:.1} s"),
+        )
     }
 }
 
@@ -87,24 +93,28 @@ mod tests {
     use super::super::tests::{Answer, Bench, Upstream};
     use super::*;
 
-    async fn probed(server: SocketAddr) -> Result<&'static str, String> {
+    async fn probed(server: SocketAddr) -> Result<&'static str, Problem> {
         let bench = Bench::new(&[]);
         let probe = bench.forwarder.probe(server, Transport::Udp, "a.test");
-        probe.await.map_err(|error| error.to_string())
+        probe.await
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_probe_says_what_a_server_answers_or_why_it_does_not() {
-        for (rcode, expected) in [(0, "NOERROR"), (2, "SERVFAIL"), (3, "NXDOMAIN")] {
+        let refuses = codes::DNS_RESOLVER_REFUSES;
+        for (rcode, expected) in [(0, Ok("NOERROR")), (2, Err(refuses)), (3, Ok("NXDOMAIN"))] {
             let server = Upstream::saying(move |_| Answer::rcode(rcode)).await;
-            assert_eq!(probed(server.address).await, Ok(expected));
+            assert_eq!(probed(server.address).await.map_err(|it| it.code), expected);
         }
         let silent = Upstream::silent().await;
-        let late = Err("no answer within 1500 ms".to_owned());
-        assert_eq!(probed(silent.address).await, late);
+        let late = probed(silent.address).await.expect_err("late");
+        assert_eq!(
+            (late.code, &*late.found),
+            (codes::DNS_RESOLVER_SILENT, "no answer within 1.5 s")
+        );
         assert_eq!(silent.seen().len(), 3);
-        let error = probed(unused_address().await).await.expect_err("refused");
-        assert!(error.contains("refused"), "{error}");
+        let refused = probed(unused_address().await).await.expect_err("refused");
+        assert_eq!(refused.code, codes::DNS_RESOLVER_UNREACHABLE);
     }
 
     #[tokio::test(start_paused = true)]

@@ -4,10 +4,10 @@
 //! out, the rest counts. Of repeated `search` and `domain` lines the last one counts. A server may
 //! have a port, written `[address]:port`. Source: resolv.conf(5), resolv.conf(5) of OpenBSD.
 
-use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::path::Path;
 
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 
 /// No file of this kind is this large.
@@ -30,9 +30,32 @@ pub struct ResolvConf {
 }
 
 impl ResolvConf {
-    pub fn read(path: &Path) -> io::Result<Self> {
-        let bytes = regular_file::read(path, MAX_BYTES)?;
+    pub fn read(path: &Path) -> Result<Self, Problem> {
+        let bytes = regular_file::read(path, MAX_BYTES).map_err(|error| {
+            let (code, path) = (codes::DNS_RESOLV_CONF_UNREADABLE, path.display());
+            Problem::new(code, path.to_string(), error.to_string())
+        })?;
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
+    }
+
+    /// Takes out the agent's `own` addresses. Returns the problems of the file at `path`, the worst last.
+    pub fn without_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
+        let problem = |code, found| Problem::new(code, path.display().to_string(), found);
+        let servers = self.nameservers.drain(..);
+        let (ours, others): (Vec<_>, Vec<_>) = servers.partition(|server| is_own(own, *server));
+        let ours = ours
+            .iter()
+            .map(|server| format!("resolver {server} is this agent"));
+        let unusable = self.unusable.iter().map(|line| format!("{line:?}"));
+        let unusable = unusable
+            .chain(ours)
+            .map(|it| problem(codes::DNS_RESOLVER_INVALID, it));
+        let none = "names no resolver other than this agent".to_owned();
+        let missing = problem(codes::DNS_RESOLVER_MISSING, none);
+        let missing = others.is_empty().then_some(missing);
+        let problems = unusable.chain(missing).collect();
+        self.nameservers = others;
+        problems
     }
 
     pub fn parse(text: &str) -> Self {
@@ -57,6 +80,19 @@ impl ResolvConf {
         }
         found
     }
+}
+
+/// Whether a server is this agent, which answers at its `own` addresses. One at an unspecified address
+/// is this machine, where the agent may listen on all addresses.
+fn is_own(own: &[SocketAddr], server: SocketAddr) -> bool {
+    let address = server.ip();
+    let is_here = address.is_loopback() || address.is_unspecified();
+    own.iter().any(|own| {
+        let is_same = own.ip() == address
+            || own.ip().is_unspecified() && is_here
+            || own.ip().is_loopback() && address.is_unspecified();
+        own.port() == server.port() && is_same
+    })
 }
 
 fn server(word: &str) -> Option<SocketAddr> {
@@ -166,8 +202,8 @@ mod tests {
         assert_eq!(found.nameservers.len(), 1);
         std::fs::write(file.path(), vec![b'#'; 70_000]).expect("written");
         let error = ResolvConf::read(file.path()).expect_err("too large");
-        assert_eq!(error.to_string(), "more than 65536 bytes");
+        assert_eq!(error.found, "more than 65536 bytes");
         let error = ResolvConf::read(Path::new("/")).expect_err("a directory");
-        assert_eq!(error.to_string(), "not a regular file");
+        assert_eq!(error.found, "not a regular file");
     }
 }

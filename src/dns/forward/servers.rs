@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use super::resolv_conf::ResolvConf;
 use crate::clock::later;
+use crate::problem::Problem;
 
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
@@ -39,7 +40,7 @@ pub(super) struct Servers {
 struct State {
     read_at: Option<Instant>,
     /// What the file said last, or why it could not be read.
-    found: Option<Result<ResolvConf, String>>,
+    found: Option<Result<ResolvConf, Problem>>,
     /// What is in force, with usable servers only.
     usable: Arc<ResolvConf>,
 }
@@ -56,7 +57,7 @@ impl Servers {
         let is_old = |read| now.duration_since(read) >= READ_AGAIN;
         if state.read_at.is_none_or(is_old) {
             state.read_at = Some(now);
-            let found = ResolvConf::read(&self.path).map_err(|error| error.to_string());
+            let found = ResolvConf::read(&self.path);
             if state.found.as_ref() != Some(&found) {
                 state.found = Some(found.clone());
                 self.take(&mut state, found);
@@ -66,45 +67,23 @@ impl Servers {
     }
 
     /// Takes what was found. The last servers stay in force if there are no new ones.
-    fn take(&self, state: &mut State, found: Result<ResolvConf, String>) {
-        let path = self.path.display();
-        let (found, problem) = match found {
-            Ok(found) => (found, "names no DNS server".to_owned()),
-            Err(error) => (ResolvConf::default(), error),
-        };
-        for line in &found.unusable {
-            tracing::warn!(target: "dns", "{path}: leaving out {line:?}, expected the address of one of at most 16 servers");
-        }
-        let (ours, nameservers): (Vec<_>, Vec<_>) = found
-            .nameservers
-            .iter()
-            .partition(|server| is_own(&self.own, **server));
-        for server in ours {
-            tracing::warn!(target: "dns", "{path}: leaving out {server}, which is this agent");
-        }
-        if nameservers.is_empty() {
-            tracing::warn!(target: "dns", "{path}: {problem}; keeping the DNS servers known so far");
-            return;
-        }
-        tracing::info!(target: "dns", "forwarding to the DNS servers {nameservers:?}");
-        state.usable = Arc::new(ResolvConf {
-            nameservers,
-            ..found
+    fn take(&self, state: &mut State, found: Result<ResolvConf, Problem>) {
+        let mut found = found.unwrap_or_else(|problem| {
+            tracing::warn!(target: "dns", "{problem}");
+            ResolvConf::default()
         });
+        for problem in found.without_own(&self.own, &self.path) {
+            tracing::warn!(target: "dns", "{problem}");
+        }
+        let servers = &found.nameservers;
+        if !servers.is_empty() {
+            let texts: Vec<_> = servers.iter().map(SocketAddr::to_string).collect();
+            tracing::info!(target: "dns", "forwarding to the DNS servers {}", texts.join(", "));
+            state.usable = Arc::new(found);
+        } else if !state.usable.nameservers.is_empty() {
+            tracing::warn!(target: "dns", "the DNS servers known so far are used");
+        }
     }
-}
-
-/// Whether a server is this agent, which answers at its `own` addresses. One at an unspecified address
-/// is this machine, and we may listen at all of its.
-pub(crate) fn is_own(own: &[SocketAddr], server: SocketAddr) -> bool {
-    let address = server.ip();
-    let is_here = address.is_loopback() || address.is_unspecified();
-    own.iter().any(|own| {
-        let is_same = own.ip() == address
-            || own.ip().is_unspecified() && is_here
-            || own.ip().is_loopback() && address.is_unspecified();
-        own.port() == server.port() && is_same
-    })
 }
 
 /// Which servers answer.
@@ -157,7 +136,7 @@ impl Health {
             return;
         }
         if state.until.is_none() {
-            tracing::info!(target: "dns", "upstream failure: DNS server {server} does not answer; asking it last");
+            tracing::info!(target: "dns", "upstream failure: DNS server {server} timed out repeatedly; it is asked last for {} s", PAUSE.as_secs());
         }
         state.until = Some(later(now, PAUSE));
     }

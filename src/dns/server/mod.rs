@@ -7,7 +7,6 @@
 mod tcp;
 mod udp;
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,8 +19,8 @@ use super::asked::Asked;
 use super::metrics::{Metrics, Source};
 use super::name_table::NameTable;
 use super::wire::{self, Question};
-use super::{Error, Forward, Transport};
-use crate::lifecycle::{CancellationToken, Tasks};
+use super::{Forward, Transport};
+use crate::lifecycle::{BoxError, CancellationToken, Tasks};
 
 /// Pause after a failure of a socket: what is missing is missing for a while.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -86,18 +85,16 @@ pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,
     shutdown: CancellationToken,
-) -> Result<(), Error> {
+) -> Result<(), BoxError> {
     let mut tasks = Tasks::default();
     for (udp, tcp) in bound {
-        let tcp = TcpListener::from_std(tcp).map_err(Error::Socket)?;
+        let tcp = TcpListener::from_std(tcp)?;
         tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone()));
         tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone()));
     }
     tokio::select! {
         // Heard here, as each loop would pay for listening with every query.
         () = shutdown.cancelled() => Ok(()),
-        ended = tasks.next_ended() => {
-            ended.result.map_err(|error| Error::Socket(io::Error::other(error)))
-        }
+        ended = tasks.next_ended() => ended.result,
     }
 }

@@ -43,7 +43,7 @@ pub(super) async fn serve<F: Forward>(
                     connections.spawn("DNS connection", answer(stream, shared.clone()));
                 }
                 Err(error) => {
-                    tracing::warn!(target: "dns", "cannot accept a connection, pausing: {error}");
+                    tracing::warn!(target: "dns", "cannot accept a DNS connection, next attempt in {} ms: {error}", PAUSE.as_millis());
                     sleep(PAUSE).await;
                 }
             },

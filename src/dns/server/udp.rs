@@ -60,7 +60,7 @@ pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>)
                 let mut readable = readable?;
                 let drained = server.drain(socket.get_ref());
                 if let (Err(error), false) = (&drained, is_failing) {
-                    tracing::warn!(target: "dns", "cannot receive queries, pausing: {error}");
+                    tracing::warn!(target: "dns", "cannot receive DNS queries, next attempt in {} ms: {error}", PAUSE.as_millis());
                 }
                 is_failing = drained.is_err();
                 match drained {

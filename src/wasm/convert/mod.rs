@@ -58,7 +58,7 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
     };
     let any = Any::decode(resource.clone()).map_err(|error| failed(&error))?;
     if any.type_url.rsplit('/').next() != Some(EXTENSION) {
-        let problem = format!("found a {:?}, expected {EXTENSION}", any.type_url);
+        let problem = format!("type {:?}, expected {EXTENSION}", any.type_url);
         return Err(failed(&problem));
     }
     let extension = core::TypedExtensionConfig::decode(any.value.as_slice());
@@ -122,7 +122,7 @@ fn wasm_of_struct(value: &[u8]) -> Result<Bytes, Box<dyn Error>> {
     let definitions = DescriptorPool::decode(DEFINITIONS)?;
     let definition = |name| {
         let found = definitions.get_message_by_name(name);
-        found.ok_or("this program has no definition of it")
+        found.ok_or("its definition is missing in this program")
     };
     let value = DynamicMessage::decode(definition("google.protobuf.Struct")?, value)?;
     let value = serde_json::to_value(&value)?;

@@ -18,6 +18,7 @@ use tokio_util::io::{InspectReader, SyncIoBridge};
 use super::Error;
 use crate::http_client::Body;
 use crate::lifecycle::with_causes;
+use crate::problem::codes;
 
 /// Most bytes between the network and the disk.
 const PIPE: usize = 256 << 10;
@@ -59,7 +60,10 @@ impl Plan {
         let written = writing.await.map_err(|error| error.to_string());
         match sent.and(written) {
             Ok(Ok(download)) => Ok(download),
-            Ok(Err(UnpackError::Invalid(problem))) => Err(Error::Invalid { url, problem }),
+            Ok(Err(UnpackError::Invalid(problem))) => {
+                let found = format!("fetched Wasm binary from {url} is invalid: {problem}");
+                Err((codes::WASM_INVALID, found))
+            }
             Ok(Err(broken)) => Err(unusable(&url, &with_causes(&broken))),
             Err(problem) => Err(unusable(&url, &problem)),
         }
@@ -148,9 +152,10 @@ impl Plan {
     }
 }
 
-/// The error of a module that came, but not as one.
+/// The error of a response that does not contain a whole module.
 pub(super) fn unusable(url: &str, problem: &str) -> Error {
-    Error::Download(format!("could not fetch Wasm binary from {url}: {problem}"))
+    let found = format!("could not fetch Wasm binary from {url}: {problem}");
+    (codes::WASM_DOWNLOAD_FAILED, found)
 }
 
 async fn send(mut body: Body, limit: u64, mut pipe: DuplexStream) -> Result<(), String> {

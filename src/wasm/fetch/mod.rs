@@ -15,6 +15,7 @@ use percent_encoding::percent_decode_str;
 
 use crate::address::Cidr;
 use crate::dial::proxy::{self, Proxies};
+use crate::problem::{Code, codes};
 use crate::trust_anchors::SystemRoots;
 use download::Plan;
 
@@ -51,37 +52,20 @@ pub(crate) struct Source {
     pub(crate) image: Option<Reference>,
 }
 
-/// Why a module could not be fetched, by the result that is counted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Error {
-    /// Not fetched: because of its URL, the configuration of this agent, or the disk.
-    #[error("{0}")]
-    Refused(String),
-    #[error("{0}")]
-    Download(String),
-    #[error("could not fetch Wasm OCI image: could not fetch manifest: {0}")]
-    Manifest(String),
-    #[error("module downloaded from {url} has checksum {found}, which does not match: {expected}")]
-    Checksum {
-        url: String,
-        found: String,
-        expected: String,
-    },
-    #[error("fetched Wasm binary from {url} is invalid: {problem}")]
-    Invalid { url: String, problem: String },
-}
+/// Why a module could not be fetched.
+pub(crate) type Error = (&'static Code, String);
 
-impl Error {
-    /// What is counted.
-    pub(crate) fn result(&self) -> Option<&'static str> {
-        match self {
-            Self::Refused(_) => None,
-            Self::Download(_) => Some("download_failure"),
-            Self::Manifest(_) => Some("manifest_failure"),
-            Self::Checksum { .. } => Some("checksum_mismatched"),
-            Self::Invalid { .. } => Some("fetch_failure"),
-        }
-    }
+/// The results that failed fetches are counted as. Other failures are not counted.
+pub(crate) const RESULTS: [(&Code, &str); 4] = [
+    (codes::WASM_DOWNLOAD_FAILED, "download_failure"),
+    (codes::WASM_MANIFEST_FAILED, "manifest_failure"),
+    (codes::WASM_CHECKSUM, "checksum_mismatched"),
+    (codes::WASM_INVALID, "fetch_failure"),
+];
+
+fn no_manifest(problem: String) -> Error {
+    let found = format!("could not fetch Wasm OCI image: could not fetch manifest: {problem}");
+    (codes::WASM_MANIFEST_FAILED, found)
 }
 
 impl Source {
@@ -90,11 +74,11 @@ impl Source {
         let scheme = scheme.to_ascii_lowercase();
         if !["http", "https", "oci"].contains(&scheme.as_str()) {
             let problem = "unsupported Wasm module downloading URL scheme";
-            return Err(Error::Refused(format!("{problem}: {scheme}")));
+            return Err((codes::WASM_CONFIGURATION, format!("{problem}: {scheme}")));
         }
         let unusable = |problem: String| {
-            let found = format!("{scheme}://…: {problem}");
-            Error::Refused(format!("fail to parse Wasm module fetch url: {found}"))
+            let found = format!("fail to parse Wasm module fetch url: {scheme}://…: {problem}");
+            (codes::WASM_CONFIGURATION, found)
         };
         let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
         let (authority, path) = rest.split_at(end);
@@ -107,7 +91,7 @@ impl Source {
         let image = (scheme == "oci").then(|| Reference::parse(host, uri.path()));
         Ok(Self {
             authorization,
-            image: image.transpose().map_err(Error::Manifest)?,
+            image: image.transpose().map_err(no_manifest)?,
             uri,
         })
     }

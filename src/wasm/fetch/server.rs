@@ -17,6 +17,7 @@ use crate::compliance::Policy;
 use crate::dial::{Dialer, Filter};
 use crate::http_client::{self, Body, Client, Redirects};
 use crate::lifecycle::with_causes;
+use crate::problem::codes;
 use crate::trust_anchors::{self, Roots};
 use crate::unverified_tls;
 
@@ -90,7 +91,7 @@ impl Config {
         let url = source.redacted();
         let failed = |problem| {
             let problem = format!("wasm module download from {url} failed: {problem}");
-            Error::Download(problem)
+            (codes::WASM_DOWNLOAD_FAILED, problem)
         };
         let request = get(source.uri.clone(), source.authorization.as_ref());
         let mut has_tls = source.uri.scheme_str() == Some("https");

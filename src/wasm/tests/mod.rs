@@ -345,8 +345,8 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
     let agent = start(config(directory.path()));
     let url = format!("http://{}/a", server.address);
     for (seconds, expected) in [
-        (0, "not complete within 0ns"),
-        (1, "not complete within 1s"),
+        (0, "not complete within 0 ms"),
+        (1, "not complete within 1.0 s"),
     ] {
         let plugin = Plugin {
             seconds,

@@ -22,7 +22,7 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
         (
             "--skip-rule-apply",
             0,
-            "Istio config: --skip-rule-apply=true; Host {",
+            "Istio config: --skip-rule-apply=true; IPv6: ",
         ),
         (
             "--dry-run -b 80,x",
@@ -37,12 +37,12 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
         (
             "--explain out,tcp,1337,10.0.0.5:443 -b *",
             1,
-            "--istio-service-cidr is missing; give --verify and --explain the arguments of the init container",
+            "--istio-service-cidr: missing; add the arguments of the container istio-init",
         ),
         (
             "--verify -i *",
             1,
-            "--istio-inbound-ports is missing; give --verify and --explain the arguments of the init container",
+            "--istio-inbound-ports: missing; add the arguments of the container istio-init",
         ),
         (
             "--explain out,sctp,1337,10.0.0.5:443",

@@ -12,7 +12,7 @@ use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Owner, Rules, Table};
-use crate::lifecycle::{BoxError, with_causes};
+use crate::problem::Problem;
 
 /// What to do, and what it depends on besides the configuration, whose users and groups are numbers.
 #[derive(Clone, Copy, Debug)]
@@ -35,30 +35,30 @@ struct Change {
 
 impl Request<'_> {
     /// Leaves exactly the rules of the configuration, or none; rules of others stay.
-    pub async fn carry_out(&self) -> Result<(), BoxError> {
+    pub async fn carry_out(&self) -> Result<(), Problem> {
         let changes = self.plan().await?;
         for (index, change) in changes.iter().enumerate() {
             if let Err(error) = change.programs.restore(&change.text, "--noflush").await {
                 if let Err(undoing) = undo(&changes[..=index]).await {
-                    tracing::error!("rules are set up in part, as undoing them failed: {undoing}");
+                    tracing::error!("rollback failed, rules are partially applied: {undoing}");
                 }
                 return Err(error);
             }
         }
         if changes.is_empty() {
-            tracing::info!("there is nothing to change in iptables");
+            tracing::info!("no iptables rule needs a change");
         }
         Ok(())
     }
 
     /// What would be given to which program.
-    pub async fn preview(&self) -> Result<String, BoxError> {
+    pub async fn preview(&self) -> Result<String, Problem> {
         let changes = self.plan().await?;
         let text = |Change { programs, text }| format!("{}-restore\n{text}", programs.name);
         Ok(changes.into_iter().map(text).collect())
     }
 
-    async fn plan(&self) -> Result<Vec<Change>, BoxError> {
+    async fn plan(&self) -> Result<Vec<Change>, Problem> {
         let mut changes = Vec::new();
         for family in [Family::V4, Family::V6] {
             let found = self.changes(family).await;
@@ -71,20 +71,20 @@ impl Request<'_> {
     pub(in crate::capture) fn if_needed<T: Default>(
         &self,
         family: Family,
-        found: Result<T, BoxError>,
-    ) -> Result<T, BoxError> {
+        found: Result<T, Problem>,
+    ) -> Result<T, Problem> {
         let has_istio = || Kernel::look(family).is_ok_and(|kernel| kernel.has_istio);
         let is_optional = family == Family::V6 && !self.config.has_v6;
         match found {
             Err(error) if is_optional && !(self.is_removal && has_istio()) => {
-                tracing::warn!("leaving IPv6 alone: {}", with_causes(error.as_ref()));
+                tracing::warn!("IPv6 rules stay unchanged: {error}");
                 Ok(T::default())
             }
             found => found,
         }
     }
 
-    async fn changes(&self, family: Family) -> Result<Vec<Change>, BoxError> {
+    async fn changes(&self, family: Family) -> Result<Vec<Change>, Problem> {
         let rules = Rules::new(self.config);
         let is_wanted = !self.is_removal && (family == Family::V4 || self.config.has_v6);
         let kernel = Kernel::look(family)?;
@@ -111,7 +111,7 @@ impl Request<'_> {
         family: Family,
         programs: Programs,
         rules: Option<&Rules>,
-    ) -> Result<Option<Change>, BoxError> {
+    ) -> Result<Option<Change>, Problem> {
         let saved = programs.parse(&programs.saved)?;
         let own = self.own(family, saved.layout().tproxy_mark()).of(&saved);
         let goal = rules.map(|rules| Layout::new(rules, family));
@@ -137,7 +137,7 @@ impl Request<'_> {
 }
 
 /// The rules of a family, as programs on `path` print them that see chains of ours, if any do.
-pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, BoxError> {
+pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, Problem> {
     let kernel = Kernel::look(family)?;
     let found = Programs::find(family, kind, path, kernel).await?;
     for programs in &found {
@@ -153,7 +153,7 @@ pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layo
 }
 
 /// Puts the tables of the changes back as they were.
-async fn undo(changes: &[Change]) -> Result<(), BoxError> {
+async fn undo(changes: &[Change]) -> Result<(), Problem> {
     for Change { programs, text, .. } in changes.iter().rev() {
         let now = programs.save().await?;
         if programs.parse(&now)? == programs.parse(&programs.saved)? {

@@ -12,10 +12,10 @@ use rustix::io::Errno;
 
 use super::saved::{ISTIO, Saved};
 use crate::capture::config::Kind;
-use crate::capture::program;
 use crate::capture::rules::Family;
-use crate::lifecycle::BoxError;
+use crate::capture::{problem, program};
 use crate::netlink::nft_chains;
+use crate::problem::{Problem, codes};
 
 /// How long a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";
@@ -53,8 +53,8 @@ impl Kernel {
         (!self.legacy || has(Kind::Legacy)) && (!self.has_istio || has(Kind::Nft))
     }
 
-    pub(super) fn look(family: Family) -> Result<Self, BoxError> {
-        let failed = |error| format!("cannot tell which tables the kernel has: {error}");
+    pub(super) fn look(family: Family) -> Result<Self, Problem> {
+        let failed = |error| problem(codes::CAPTURE_RULES_UNREADABLE, command(family), error);
         let (number, names) = match family {
             Family::V4 => (2, "/proc/thread-self/net/ip_tables_names"),
             Family::V6 => (10, "/proc/thread-self/net/ip6_tables_names"),
@@ -62,12 +62,12 @@ impl Kernel {
         let chains = match nft_chains() {
             Ok(chains) => Some(chains),
             Err(error) if is_not_supported(&error) => None,
-            Err(error) => return Err(failed(error).into()),
+            Err(error) => return Err(failed(error)),
         };
         let legacy = match fs::read(names) {
             Ok(names) => !names.is_empty(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
-            Err(error) => return Err(failed(error).into()),
+            Err(error) => return Err(failed(error)),
         };
         let mut of_family = chains.iter().flatten().filter(|(it, ..)| *it == number);
         Ok(Self {
@@ -90,9 +90,10 @@ fn is_not_supported(error: &io::Error) -> bool {
 }
 
 /// The error where there are no programs to see or set rules with.
-pub(super) fn missing(family: Family, path: &str) -> BoxError {
+pub(super) fn missing(family: Family, path: &str) -> Problem {
     let name = command(family);
-    format!("no {name}-save and {name}-restore of the right kind on PATH ({path})").into()
+    let found = format!("{name}-save and {name}-restore (nft or legacy) are not in PATH ({path})");
+    Problem::new(codes::CAPTURE_PROGRAM_MISSING, name, found)
 }
 
 impl Programs {
@@ -103,7 +104,7 @@ impl Programs {
         kind: Option<Kind>,
         path: &str,
         kernel: Kernel,
-    ) -> Result<Vec<Self>, BoxError> {
+    ) -> Result<Vec<Self>, Problem> {
         let name = command(family);
         let mut found: Vec<_> = ["-legacy", "-nft", ""]
             .iter()
@@ -145,17 +146,17 @@ impl Programs {
     }
 
     /// What `iptables-save` prints, with counters.
-    pub(super) async fn save(&self) -> Result<String, BoxError> {
+    pub(super) async fn save(&self) -> Result<String, Problem> {
         let text = self.run("save", &["--counters"], "").await?;
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
     /// Changes tables by the lines of a text. The option says what becomes of their other rules:
     /// `--noflush`, or `--counters` in place of them.
-    pub(super) async fn restore(&self, text: &str, option: &str) -> Result<(), BoxError> {
+    pub(super) async fn restore(&self, text: &str, option: &str) -> Result<(), Problem> {
         let arguments: &[_] = match self.kind {
             Some(Kind::Nft) => &[option],
-            // Versions of kind nft ignore it.
+            // Programs of kind nft ignore the option.
             _ => &[option, WAIT],
         };
         for line in text.lines() {
@@ -164,15 +165,16 @@ impl Programs {
         self.run("restore", arguments, text).await.map(drop)
     }
 
-    async fn run(&self, what: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, BoxError> {
+    async fn run(&self, what: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, Problem> {
         let program = format!("{}-{what}", self.name);
-        Ok(program::run(&program, arguments, input, LIMIT).await?)
+        program::run(&program, arguments, input, LIMIT).await
     }
 
-    pub(super) fn parse<'a>(&self, text: &'a str) -> Result<Saved<'a>, BoxError> {
+    pub(super) fn parse<'a>(&self, text: &'a str) -> Result<Saved<'a>, Problem> {
         Saved::parse(text).map_err(|line| {
             let line: String = line.chars().take(80).collect();
-            format!("`{}-save` printed {line:?}, expected rules", self.name).into()
+            let subject = format!("output of `{}-save`", self.name);
+            Problem::value(codes::CAPTURE_RULES_UNREADABLE, subject, &line, "rules")
         })
     }
 }

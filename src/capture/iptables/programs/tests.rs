@@ -80,19 +80,19 @@ async fn programs_that_misbehave_are_named_with_what_they_did() {
         ("exit 0", "cannot be run"),
         (
             "#!/bin/sh\necho garbage",
-            "`-save` printed \"garbage\", expected rules",
+            "output of `-save` is \"garbage\", expected rules",
         ),
         (
             "#!/bin/sh\necho '*nat'",
-            "`-save` printed \"*nat\", expected rules",
+            "output of `-save` is \"*nat\", expected rules",
         ),
         (
             "#!/bin/sh\necho 'iptables: no memory' >&2; exit 4",
-            "`-save --counters` failed (exit status: 4): iptables: no memory",
+            "`-save --counters`: failed (exit status: 4): iptables: no memory",
         ),
         (
             "#!/bin/sh\nkill -9 $$",
-            "`-save --counters` failed (signal: 9 (SIGKILL)): ",
+            "`-save --counters`: failed (signal: 9 (SIGKILL)): ",
         ),
         ("#!/bin/sh\nexec sleep 1000", "did not end within 40 s"),
     ] {

@@ -254,13 +254,13 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
     }
     let none = edit(&|remote| remote.http_uri = None).expect_err("no URI");
     assert_eq!(none.result, "miss_remote_fetch_hint");
-    assert!(none.problem.contains("config ns.plugin"), "{none:?}");
+    assert!(none.error.1.contains("config ns.plugin"), "{none:?}");
     let secret = environment(&[(PULL_SECRET, "")]);
     let none = found(&wasm(Some(remote()), Some(secret)))
         .module
         .expect_err("no secret");
     assert_eq!(
-        none.problem,
+        none.error.1,
         "cannot fetch Wasm module plugin: missing image pulling secret"
     );
 }

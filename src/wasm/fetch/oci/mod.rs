@@ -20,7 +20,7 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::download::{Download, Plan, hexadecimal, unusable};
-use super::{Config, Error, Reference, Source, place, secret, sha256};
+use super::{Config, Error, Reference, Source, no_manifest, place, secret, sha256};
 use crate::dial::proxy::basic;
 use crate::json;
 use crate::lifecycle::with_causes;
@@ -88,7 +88,7 @@ impl Config {
                 digests: iter::once(manifest.digest).chain(index).collect(),
             })
         };
-        fetching.await.map_err(Error::Manifest)
+        fetching.await.map_err(no_manifest)
     }
 
     /// Downloads the module of an image into `directory`.
@@ -157,7 +157,7 @@ struct Descriptor {
 impl Manifest {
     fn parse(bytes: &[u8]) -> Result<Self, String> {
         let parsed = json::read(bytes);
-        let mut manifest: Self = parsed.map_err(|error| format!("it is no manifest: {error}"))?;
+        let mut manifest: Self = parsed.map_err(|error| format!("not a manifest: {error}"))?;
         manifest.digest = hexadecimal(digest(&SHA256, bytes).as_ref());
         Ok(manifest)
     }
@@ -195,7 +195,7 @@ impl Manifest {
             )
         })?;
         if found.size > limit {
-            return Err(format!("the layer has {} bytes, over {limit}", found.size));
+            return Err(format!("layer of {} bytes, limit {limit}", found.size));
         }
         Ok((found.hexadecimal()?, found.size))
     }
@@ -395,8 +395,8 @@ mod tests {
     #[test]
     fn what_is_no_manifest_is_an_error_that_says_why() {
         for (document, expected) in [
-            ("<html>", "it is no manifest"),
-            ("null", "it is no manifest"),
+            ("<html>", "not a manifest"),
+            ("null", "not a manifest"),
             (
                 r#"{"schemaVersion":2,"layers":[{"mediaType":"x"}]}"#,
                 "missing field `digest`",
@@ -413,6 +413,6 @@ mod tests {
                 .expect_err("an error")
         };
         assert!(layer("sha256:../..", 7).contains("expected sha256 in hexadecimal"));
-        assert!(layer(&format!("sha256:{}", hex("a")), 8).contains("8 bytes, over 7"));
+        assert!(layer(&format!("sha256:{}", hex("a")), 8).contains("8 bytes, limit 7"));
     }
 }

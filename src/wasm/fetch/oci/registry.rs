@@ -127,11 +127,11 @@ impl Registry {
             return Err(format!("{refuses} over plain HTTP, and {listed}"));
         }
         let authorization = match (challenge(headers), &self.credentials) {
-            (None, _) => return Err(format!("{refuses} in no known way")),
+            (None, _) => return Err(format!("{refuses} by an unknown scheme")),
             (_, Some(Credentials::Token(token))) => token.clone(),
             (Some(Challenge::Basic), Some(Credentials::Password(password))) => password.clone(),
             (Some(Challenge::Basic), _) => {
-                return Err(format!("{refuses} by password, and there is none for it"));
+                return Err(format!("{refuses} by password, and none is configured"));
             }
             (
                 Some(Challenge::Bearer {
@@ -195,7 +195,7 @@ impl Registry {
 }
 
 fn url(text: &str) -> Result<Uri, String> {
-    text.parse().map_err(|_| format!("{text:?} is no URL"))
+    text.parse().map_err(|_| format!("{text:?} is not a URL"))
 }
 
 /// Parameters as in a URL's query.

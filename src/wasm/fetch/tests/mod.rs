@@ -48,7 +48,7 @@ fn sha256(bytes: &[u8]) -> String {
 async fn fetch(config: &Config, url: &str, secret: Option<&str>) -> Result<Vec<u8>, String> {
     let directory = tempfile::tempdir().expect("a directory");
     let fetched = fetch_into(config, url, secret, directory.path()).await;
-    let fetched = fetched.map_err(|error| error.to_string());
+    let fetched = fetched.map_err(|(_, found)| found);
     let module = fetched.map(|download| {
         let module = std::fs::read(download.file.path()).expect("a file");
         assert_eq!(
@@ -386,7 +386,7 @@ async fn a_directory_that_cannot_be_written_is_named() {
     let error = fetch_into(&config(), &url, None, missing)
         .await
         .expect_err("no directory");
-    let error = error.to_string();
+    let (_, error) = error;
     let parts = ["cannot write it to disk", "/nonexistent/modules/"];
     assert!(parts.iter().all(|part| error.contains(part)), "{error}");
 }

@@ -130,12 +130,7 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
             huge,
             "more than 4194304 bytes",
         ),
-        (
-            "no manifest",
-            "manifests",
-            ok(b"<html>"),
-            "it is no manifest",
-        ),
+        ("no manifest", "manifests", ok(b"<html>"), "not a manifest"),
         (
             "schema 1",
             "manifests",
@@ -206,7 +201,7 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
             "unknown scheme",
             "manifests",
             answer("401 No", "www-authenticate: Digest realm=\"a\"\r\n", b""),
-            "in no known way",
+            "by an unknown scheme",
         ),
         (
             "realm inside",

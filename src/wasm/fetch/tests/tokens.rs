@@ -72,7 +72,7 @@ async fn registries_get_the_credentials_of_the_pull_secret_in_the_way_they_ask_f
             &basic,
             "auths",
             "",
-            Err("asks for authorization by password, and there is none"),
+            Err("asks for authorization by password, and none is configured"),
         ),
         (
             &basic,

@@ -124,7 +124,10 @@ fn rules_are_set_up_once_and_removed_without_a_trace_on_rules_of_others() {
                 assert!(applied.contains(line), "{line} is gone: {applied}");
             }
             let printed = istio_iptables(kind, words);
-            assert!(printed.contains("there is nothing to change"), "{printed}");
+            assert!(
+                printed.contains("no iptables rule needs a change"),
+                "{printed}"
+            );
             assert_eq!(saved(kind), applied, "{kind}: {words}");
             istio_iptables(kind, &format!("{words} --force-apply"));
             assert_eq!(rules(&saved(kind)), rules(&applied), "{kind}: {words}");
@@ -716,7 +719,7 @@ fn only_a_pod_with_ipv6_needs_its_programs() {
     let (code, printed) = ended(command(SIDECAR).env("PATH", &path));
     assert_eq!(code, Some(1), "{printed}");
     let named =
-        format!("no ip6tables-save and ip6tables-restore of the right kind on PATH ({path})");
+        format!("ip6tables-save and ip6tables-restore (nft or legacy) are not in PATH ({path})");
     assert!(printed.contains(&named), "{printed}");
     assert_eq!(saved("nft"), before);
 }
@@ -749,7 +752,7 @@ fn programs_for_ipv6_that_fail_matter_only_to_those_who_want_or_have_its_rules()
         let run = |words: &str, expected| {
             let (code, printed) = ended(command(words).env("PATH", &path));
             assert_eq!(code, Some(expected), "{name}, {words}: {printed}");
-            let is_left_alone = printed.contains("leaving IPv6 alone: ");
+            let is_left_alone = printed.contains("IPv6 rules stay unchanged: ");
             assert_eq!(
                 is_left_alone,
                 expected == 0 && !script.is_empty(),
