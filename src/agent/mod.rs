@@ -147,6 +147,7 @@ impl Agent {
                 discovery: discovery.clone(),
                 dns: dns.clone(),
                 forwarder,
+                wasm: wasm.clone(),
             };
             let scope = scope::Sources {
                 node: agent.config.bootstrap.node.clone(),

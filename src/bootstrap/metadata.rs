@@ -68,10 +68,12 @@ pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
                 let found = value
                     .as_str()
                     .map_or_else(|| value.to_string(), str::to_owned);
-                let subject = format!("{name} of the node metadata");
-                let code = codes::SETTING_REPLACED;
-                let problem = Problem::value(code, subject, &found, expected);
-                problems.push(problem.consequence("the value is left out"));
+                let subject = match value.is_string() {
+                    true => format!("ISTIO_META_{name}"),
+                    false => format!("{name} of ISTIO_METAJSON_*"),
+                };
+                let code = codes::SETTING_INVALID;
+                problems.push(Problem::value(code, subject, &found, expected));
             }
         }
     }
@@ -190,9 +192,10 @@ mod tests {
             (json!({"CLUSTER_ID": 7}), "CLUSTER_ID"),
             (json!({"LABELS": {"a": 1}}), "LABELS"),
         ] {
-            assert_eq!(
-                checked(given),
-                Err(vec![format!("{name} of the node metadata")])
+            let subjects = checked(given).expect_err(name);
+            assert!(
+                subjects[0].contains(name) && subjects.len() == 1,
+                "{subjects:?}"
             );
         }
     }

@@ -74,7 +74,7 @@ impl Loader<'_> {
         }
     }
 
-    fn resolv_conf_path(&mut self, address: &str) -> PathBuf {
+    pub(super) fn resolv_conf_path(&mut self, address: &str) -> PathBuf {
         let named = self.env.is_set(&variables::ISTIO_AGENT_RESOLV_CONF);
         let original = self.root.join(ORIGINAL);
         if listen::is_machine_resolver(address) && !named && original.exists() {

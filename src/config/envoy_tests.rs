@@ -232,8 +232,8 @@ fn metadata_of_the_wrong_type_is_a_problem() {
     ]);
     let subjects = machine.subjects();
     for subject in [
-        "DNS_CAPTURE of the node metadata",
-        "NETWORK of the node metadata",
+        "ISTIO_META_DNS_CAPTURE",
+        "NETWORK of ISTIO_METAJSON_*",
         "ENVOY_SECURE_METRICS_PORT",
         "ISTIO_META_LOAD_STATS_CONFIG_JSON",
     ] {

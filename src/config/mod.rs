@@ -74,6 +74,8 @@ pub struct Config {
     pub grpc: Option<bootstrap::grpc::Config>,
     pub scrape: scrape::Config,
     pub dns: Option<DnsParameters>,
+    /// The file with the pod's resolvers.
+    pub resolv_conf: PathBuf,
     /// None if Envoy is left to fetch modules itself.
     pub wasm: Option<crate::wasm::Config>,
     /// The files that the bootstrap and Envoy depend on.
@@ -320,6 +322,7 @@ impl<'a> Loader<'a> {
             bootstrap,
             platform: self.platform(),
             dns: self.dns(),
+            resolv_conf: self.resolv_conf_path(""),
             wasm: self.wasm(),
             kept: self.kept(),
             inputs: self.inputs(),

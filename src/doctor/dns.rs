@@ -6,18 +6,23 @@ use futures_util::future::join_all;
 
 use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Running, Subject, run_blocking};
-use crate::config::DnsParameters;
-use crate::dns::forward::Forwarder;
 use crate::dns::forward::resolv_conf::ResolvConf;
+use crate::dns::forward::{self, Forwarder};
 use crate::dns::{self, Transport};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(config) = &subject.config.dns else {
-        let why = "the agent answers no DNS: neither ISTIO_META_DNS_CAPTURE of a sidecar nor \
-                   ISTIO_META_ENABLE_DNS_SERVER is true";
-        return vec![Check::skipped("DNS", why)];
+        // Applications ask these resolvers themselves. There may be none on a machine.
+        let config = forward::Config {
+            resolv_conf: subject.config.resolv_conf.clone(),
+            ..forward::Config::default()
+        };
+        let forwarder = Forwarder::new(config.clone(), &Registry::default());
+        let mut checks = resolvers(&config, &forwarder).await;
+        checks.retain(|check| check.code != codes::DNS_RESOLVER_MISSING.name);
+        return checks;
     };
     let own = subject.running.and_then(|running| running.dns.as_ref());
     let own = own.map(|dns| dns.addresses()).unwrap_or_default();
@@ -27,7 +32,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         forwarder.unwrap_or_else(|| Forwarder::new(config.forwarder.clone(), &Registry::default()));
     let (mut checks, of_resolvers) = tokio::join!(
         join_all(own.iter().map(|address| server(*address))),
-        resolvers(config, &forwarder)
+        resolvers(&config.forwarder, &forwarder)
     );
     checks.extend(of_resolvers);
     checks.push(name_table(subject.running));
@@ -43,8 +48,8 @@ async fn server(address: SocketAddr) -> Check {
 }
 
 /// Reads `resolv.conf`, and asks the resolvers in it.
-async fn resolvers(config: &DnsParameters, forwarder: &Forwarder) -> Vec<Check> {
-    let path = config.forwarder.resolv_conf.clone();
+async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check> {
+    let path = config.resolv_conf.clone();
     let name = path.display().to_string();
     let read = run_blocking(move || ResolvConf::read(&path)).await;
     let mut found = match read {
@@ -52,10 +57,7 @@ async fn resolvers(config: &DnsParameters, forwarder: &Forwarder) -> Vec<Check> 
         Ok(Err(problem)) => return vec![Check::problem(Level::Error, &problem)],
         Err(late) => return vec![Check::error(name, late)],
     };
-    let problems = found.without_own(
-        &config.forwarder.own_addresses,
-        &config.forwarder.resolv_conf,
-    );
+    let problems = found.without_own(&config.own_addresses, &config.resolv_conf);
     let mut checks: Vec<_> = problems.iter().map(of_file).collect();
     if checks.is_empty() {
         let count = found.nameservers.len();

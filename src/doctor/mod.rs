@@ -33,8 +33,9 @@ use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
+use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
-use report::{Check, Group, Report};
+use report::{Check, Group, Level, Report};
 
 /// How long a report takes at most.
 pub const LIMIT: Duration = Duration::from_millis(2200);
@@ -59,6 +60,7 @@ pub struct Running {
     pub discovery: Observer,
     pub dns: Option<Dns>,
     pub forwarder: Option<Forwarder>,
+    pub wasm: Option<Wasm>,
 }
 
 /// What the groups check: the configuration and, in the agent itself, its modules.
@@ -80,10 +82,11 @@ pub async fn report(
     };
     let subject = Subject { config, running };
     let others = async {
-        <[Group; 6]>::from(tokio::join!(
+        <[Group; 7]>::from(tokio::join!(
             group("certificate", certificate::checks(subject)),
             group("sockets", sockets::checks(subject)),
             group("Envoy", envoy::checks(subject)),
+            group("Wasm", async { missing_modules(subject) }),
             group("capture", capture::checks(subject)),
             group("DNS", dns::checks(subject)),
             group("probes", probes::checks(subject)),
@@ -103,6 +106,16 @@ pub fn report_of_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Che
         Group::new("configuration", configuration::checks(config)),
     ];
     Report::new(node.unwrap_or_default(), groups)
+}
+
+fn missing_modules(subject: Subject<'_>) -> Vec<Check> {
+    let wasm = subject.running.and_then(|running| running.wasm.as_ref());
+    let missing = wasm.into_iter().flat_map(Wasm::missing);
+    let checks = missing.map(|(passes, problem)| match passes {
+        true => Check::problem(Level::Warning, &problem),
+        false => Check::problem(Level::Error, &problem),
+    });
+    checks.collect()
 }
 
 /// Token and roots, then istiod with them.

@@ -4,9 +4,10 @@
 //! bounds each with the timeout of its [`Probe`]. The [`Outcome`] is a status for the prober and the
 //! beginning of the body. One call is one probe; thresholds are the kubelet's.
 
-use std::fmt;
+use std::error::Error as StdError;
 use std::net::IpAddr;
 use std::time::Duration;
+use std::{fmt, io};
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Request, StatusCode, Uri, header};
@@ -21,7 +22,7 @@ use crate::duration::approximate;
 use crate::executor::ConnectionTasks;
 use crate::http_client::{self, Redirects};
 use crate::lifecycle::{BoxError, with_causes};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem, codes};
 use crate::proto::grpc_health_v1::HealthCheckRequest;
 use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
@@ -130,13 +131,20 @@ impl Client {
         };
         let (code, found) = match timeout_at(end, probing).await {
             Ok(Ok(outcome)) => return Ok(outcome),
-            Ok(Err(error)) => (codes::PROBE_FAILED, with_causes(error.as_ref())),
+            Ok(Err(error)) => (code(error.as_ref()), with_causes(error.as_ref())),
             Err(_) => {
                 let limit = approximate(probe.timeout.as_secs_f64());
                 (codes::PROBE_LATE, format!("no answer within {limit}"))
             }
         };
         Err(Problem::new(code, probe.to_string(), found))
+    }
+}
+
+fn code(error: &(dyn StdError + 'static)) -> &'static Code {
+    match error.downcast_ref::<io::Error>().map(io::Error::kind) {
+        Some(io::ErrorKind::ConnectionRefused) => codes::PROBE_PORT_CLOSED,
+        _ => error.source().map_or(codes::PROBE_FAILED, code),
     }
 }
 

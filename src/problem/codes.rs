@@ -43,9 +43,9 @@ codes! {
     DNS_SERVER_SILENT: "the agent's DNS server does not answer", "applications cannot resolve names", "restart the container istio-proxy";
     DNS_RESOLVER_MISSING: "the pod has no resolver other than this agent", "only names of the mesh are resolved", "name the resolvers of the cluster in `dnsConfig.nameservers` of the pod, or in the file that `ISTIO_AGENT_RESOLV_CONF` names";
     DNS_RESOLVER_INVALID: "a nameserver line of the pod's resolvers is not an IP address, is this agent, or follows 16 others", "it is left out", "correct `dnsConfig.nameservers` of the pod, or the file that `ISTIO_AGENT_RESOLV_CONF` names";
-    DNS_RESOLVER_SILENT: "a resolver of the pod does not answer in time", "names outside the mesh may not be resolved", "check that DNS server, and that network policies allow UDP and TCP to its port";
-    DNS_RESOLVER_UNREACHABLE: "queries to a resolver of the pod cannot be sent, or are rejected", "names outside the mesh may not be resolved", "correct `dnsConfig.nameservers` of the pod, or start that DNS server";
-    DNS_RESOLVER_REFUSES: "a resolver of the pod answers SERVFAIL or REFUSED", "names outside the mesh may not be resolved", "read the log of that DNS server";
+    DNS_RESOLVER_SILENT: "a resolver of the pod does not answer in time", "applications may not resolve names", "check that DNS server, and that network policies allow UDP and TCP to its port";
+    DNS_RESOLVER_UNREACHABLE: "queries to a resolver of the pod cannot be sent, or are rejected", "applications may not resolve names", "correct `dnsConfig.nameservers` of the pod, or start that DNS server";
+    DNS_RESOLVER_REFUSES: "a resolver of the pod answers SERVFAIL or REFUSED", "applications may not resolve names", "read the log of that DNS server";
     DNS_LOOP: "the agent's own queries come back to it", "names outside the mesh are not resolved", "set `--proxy-uid` of istio-init to the user of the container istio-proxy, so that its queries are not captured";
     DNS_NAME_TABLE_MISSING: "istiod has not sent the names of the mesh (NDS)", "names that only the mesh knows are not resolved", "istiod sends them when Envoy is connected: compare `istioctl proxy-status`";
     DNS_NOT_CAPTURED: "the rules do not redirect DNS queries to the agent, although `ISTIO_META_DNS_CAPTURE` is true", "names that only the mesh knows are not resolved", "set `ISTIO_META_DNS_CAPTURE` in `proxyMetadata` of ProxyConfig, so that istio-init or istio-cni sees it, and delete the pod";
@@ -69,6 +69,7 @@ codes! {
     CAPTURE_PROXY_UID: "Envoy's own traffic is captured", "its connections come back to Envoy", "set `--proxy-uid` of istio-init to the user of the container istio-proxy, or `runAsUser` of the container to 1337";
     }
     "Probes and metrics" {
+    PROBE_PORT_CLOSED: "the application does not listen on the port of its probe", "the probe fails", "let the application listen on that port at all addresses (0.0.0.0), or correct the port of the probe in the pod, which `ISTIO_KUBE_APP_PROBERS` repeats";
     PROBE_LATE: "the application does not answer a probe in time", "the probe fails", "read the application's log, or raise `timeoutSeconds` of the probe";
     PROBE_STATUS: "the application answers a probe with a status other than 2xx and 3xx", "the probe fails", "read the application's log";
     PROBE_FAILED: "a probe of the application fails", "the probe fails", "read the application's log, and compare the probe in the pod with what the port serves";

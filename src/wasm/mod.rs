@@ -26,7 +26,7 @@ use crate::problem::{Problem, codes};
 use convert::Filter;
 pub(crate) use convert::wire;
 pub use fetch::Config as FetchConfig;
-use modules::{Metrics, Modules};
+use modules::{MAX_RESOURCES, Metrics, Modules};
 use request::{Request, Unusable};
 
 /// Settings of modules.
@@ -139,6 +139,9 @@ impl Wasm {
                 Ok(filter) => {
                     if filter.is_none() {
                         self.0.metrics.conversions.with(["no_remote_load"]).inc();
+                        let extension = wire::last(resource, 2).ok().flatten();
+                        let name = extension.and_then(|it| wire::last(&it, 1).ok()?);
+                        name.iter().for_each(|name| self.forget(name));
                     }
                     filters.push(filter);
                 }
@@ -160,20 +163,28 @@ impl Wasm {
         let result = converted.as_ref().err().map_or("success", |it| it.result);
         self.0.metrics.conversions.with([result]).inc();
         let unusable = match converted {
-            Ok(resource) => return Ok((resource, None)),
+            Ok(resource) => {
+                self.0.replaced.lock().remove(&filter.name);
+                return Ok((resource, None));
+            }
             Err(unusable) => unusable,
         };
         let (policy, consequence) = match filter.fails_open {
             true => ("allow", "requests pass without the filter"),
-            false => ("deny", "all requests are refused with 403"),
+            false => ("deny", "everything is refused, HTTP requests with 403"),
         };
         let (code, found) = unusable.error;
-        let problem = Problem::new(code, format!("Wasm filter {}", filter.name), found);
-        let problem = problem.consequence(consequence);
+        let url = filter.module.as_ref().map(|it| it.source.redacted());
+        let subject = format!("Wasm filter {} ({})", filter.name, url.unwrap_or_default());
+        let problem = Problem::new(code, subject, found).consequence(consequence);
         tracing::error!(
             target: "wasm",
             "error in converting the wasm config to local: {problem}. applying {policy} RBAC filter"
         );
+        let mut replaced = self.0.replaced.lock();
+        if replaced.len() < MAX_RESOURCES {
+            replaced.insert(filter.name.clone(), (filter.fails_open, problem));
+        }
         let resource = filter.fallback().map_err(|error| error.to_string())?;
         Ok((resource, unusable.retry_at))
     }
@@ -190,6 +201,11 @@ impl Wasm {
         let rewritten = filter.with_module(&path.to_string_lossy());
         let failed = |error: wire::DecodeError| (codes::WASM_CONFIGURATION, error.to_string());
         rewritten.map_err(|error| Unusable::new("marshal_failure", failed(error)))
+    }
+
+    /// The problems of missing modules, and whether requests pass without them.
+    pub fn missing(&self) -> Vec<(bool, Problem)> {
+        self.0.replaced.lock().values().cloned().collect()
     }
 
     /// What is known now.

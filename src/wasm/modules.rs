@@ -4,7 +4,7 @@
 //! time. A fetch goes on when those who asked for it are gone. A failed one is tried again after a
 //! wait that grows; until then, those who ask get its error.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::clock::after;
 use crate::duration::approximate;
 use crate::executor::Executor;
 use crate::metrics::{Counters, Gauge, Histogram, Registry};
-use crate::problem::codes;
+use crate::problem::{Problem, codes};
 
 const MAX_FETCHES: usize = 4;
 /// Waits after failed fetches are drawn from zero to 2 s, 4 s, … 5 min, but last at least a second.
@@ -70,6 +70,8 @@ pub(super) struct Modules {
     /// By [`Request::fetch_id`], with its URL. A fetch has ended when its channel is closed.
     fetches: Mutex<HashMap<u64, (String, Fetching)>>,
     pub(super) metrics: Metrics,
+    /// Filters that stand in for missing modules, by name: whether requests pass, and why.
+    pub(super) replaced: Mutex<BTreeMap<String, (bool, Problem)>>,
 }
 
 type Fetched = Result<(), Error>;
@@ -86,6 +88,7 @@ impl Modules {
             resources: Mutex::default(),
             fetches: Mutex::default(),
             metrics,
+            replaced: Mutex::default(),
         }
     }
 
@@ -93,6 +96,7 @@ impl Modules {
     /// may be removed then.
     pub(super) fn retain(&self, is_left: impl Fn(&str) -> bool) {
         self.resources.lock().retain(|name, _| is_left(name));
+        self.replaced.lock().retain(|name, _| is_left(name));
     }
 
     /// The file of the module that the resource `name` asks for.

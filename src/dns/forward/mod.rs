@@ -41,7 +41,7 @@ use crate::metrics::Registry;
 const STALE_WAIT: Duration = Duration::from_millis(1800);
 
 /// How queries are forwarded.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Config {
     pub resolv_conf: PathBuf,
     /// All servers are asked at once.

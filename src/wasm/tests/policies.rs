@@ -276,7 +276,7 @@ async fn a_bounded_number_of_resources_is_remembered() {
     let directory = tempfile::tempdir().expect("a directory");
     let agent = start(config(directory.path()));
     let url = format!("http://{}/a", server.address);
-    for index in 0..=modules::MAX_RESOURCES {
+    for index in 0..=MAX_RESOURCES {
         let name = &format!("plugin-{index}");
         let named = Plugin {
             name,
@@ -285,7 +285,7 @@ async fn a_bounded_number_of_resources_is_remembered() {
         agent.convert(&named).await;
     }
     let resources = agent.resources();
-    assert_eq!(resources.len(), modules::MAX_RESOURCES);
+    assert_eq!(resources.len(), MAX_RESOURCES);
     assert_eq!(resources[0]["name"], "plugin-1", "the oldest is forgotten");
     assert_eq!(server.heads().len(), 1);
 }
@@ -387,4 +387,44 @@ async fn four_modules_are_fetched_at_a_time() {
         .await
         .expect("a response");
     assert_eq!((converted.missing, most.load(Ordering::Relaxed)), (0, 4));
+}
+
+#[tokio::test]
+async fn a_filter_without_its_module_is_reported_until_it_has_one_or_is_forgotten() {
+    let server = Server::start(|_, count| match count {
+        0 => answer("404 Not Found", "", b""),
+        _ => ok(MODULE),
+    })
+    .await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let url = format!("http://user:hunter2@{}/a", server.address);
+    let missing = plugin(url.clone());
+    let codes = || {
+        let missing = agent.wasm.missing().into_iter();
+        missing.map(|(_, problem)| problem.code).collect::<Vec<_>>()
+    };
+    assert_eq!(agent.convert(&missing).await, DENY);
+    assert_eq!(codes(), [codes::WASM_DOWNLOAD_FAILED]);
+    let text = agent.wasm.missing()[0].1.to_string();
+    assert!(
+        text.contains("status code 404") && !text.contains("hunter2"),
+        "{text}"
+    );
+    let other = plugin(url + "?other");
+    assert_eq!(agent.module(&other).await, MODULE);
+    assert!(codes().is_empty());
+    let none = Plugin {
+        name: "none",
+        ..plugin("ftp://host/a")
+    };
+    assert_eq!(agent.convert(&none).await, DENY);
+    assert_eq!(codes(), [codes::WASM_CONFIGURATION]);
+    agent.wasm.forget(b"none");
+    assert!(codes().is_empty());
+    assert_eq!(agent.convert(&none).await, DENY);
+    let without_module = resource("none", "type.googleapis.com/any", Vec::new());
+    let converted = agent.wasm.convert(&[without_module], false).await;
+    assert_eq!(converted.expect("a response").resources, [None]);
+    assert!(codes().is_empty());
 }

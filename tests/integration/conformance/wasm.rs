@@ -18,6 +18,7 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
+use crate::conformance::doctor::{checks, diagnosed};
 use crate::conformance::proxy::Tinyproxy;
 use crate::support::envoy::Envoy;
 use crate::support::http::Server;
@@ -165,6 +166,66 @@ async fn modules_and_their_tokens_are_fetched_through_a_proxy() {
     );
     assert!(!plain.requests.borrow()[0].contains("roxy-"));
     assert!(!agent.log().contains("hush"), "{}", agent.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_doctor_names_each_missing_module_with_cause_and_remedy() {
+    let mut istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod)
+        .set("WASM_HTTP_REQUEST_MAX_RETRIES", "1")
+        .set(
+            "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES",
+            "127.0.0.1:1,127.0.0.1:2",
+        );
+    let _agent = place.start().await;
+    let urls = [
+        "http://127.0.0.1:1/a",
+        "oci://127.0.0.1:2/team/plugin:v1",
+        "http://127.0.0.1:3/a",
+    ];
+    let (mut envoy, _stream) = sent(&place, &mut istiod, &urls).await;
+    next_response(&mut envoy).await;
+    let (report, _) = diagnosed(&place);
+    for (code, words) in [
+        (
+            "WASM_DOWNLOAD_FAILED",
+            [
+                "127.0.0.1:1/a",
+                "Connection refused",
+                "`url` of the WasmPlugin",
+            ],
+        ),
+        (
+            "WASM_MANIFEST_FAILED",
+            [
+                "127.0.0.1:2/team/plugin",
+                "Connection refused",
+                "imagePullSecret",
+            ],
+        ),
+        (
+            "WASM_NOT_ALLOWED",
+            [
+                "127.0.0.1:3/a",
+                "is not listed",
+                "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES",
+            ],
+        ),
+    ] {
+        let checks = checks(&report);
+        let found = checks.iter().find(|check| check["code"] == code);
+        let found = found.unwrap_or_else(|| panic!("{code}: {report:#}"));
+        assert_eq!(found["level"], "error", "{found}");
+        assert_eq!(
+            found["consequence"], "everything is refused, HTTP requests with 403",
+            "{found}"
+        );
+        let found = found.to_string();
+        assert!(
+            words.iter().all(|words| found.contains(words)),
+            "{words:?}: {found}"
+        );
+    }
 }
 
 #[tokio::test]

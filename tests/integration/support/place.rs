@@ -45,6 +45,8 @@ impl Place {
         };
         place.write(ROOT, istiod.root_pem());
         place.write(TOKEN, token(istiod));
+        // The doctor asks no resolver of the machine.
+        place.write("resolv.conf", "");
         let status_port = json!(place.status_port);
         place
             .proxy("statusPort", status_port)
@@ -54,6 +56,7 @@ impl Place {
             .set("POD_NAMESPACE", "default")
             .set("SERVICE_ACCOUNT", "bench")
             .set("ISTIO_META_CLUSTER_ID", "Kubernetes")
+            .set("ISTIO_AGENT_RESOLV_CONF", "resolv.conf")
             .set("DISABLE_ENVOY", "true")
     }
 

@@ -20,7 +20,7 @@ const STALE_TTL: u32 = 5;
 const OVERHEAD: usize = 160;
 
 /// What is kept, and for how long.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     pub max_entries: usize,
     pub max_bytes: usize,

@@ -79,6 +79,21 @@ async fn each_fault_of_dns_is_the_first_error() {
             &["resolver", &at, "no answer", "port"],
         )
     });
+    rows.add("a resolver of applications that does not answer", async {
+        let istiod = answering_istiod().await;
+        let (at, silent) = resolver(true).await;
+        let place = Place::of(&istiod);
+        place.write("resolv.conf", format!("nameserver {at}\n"));
+        let at = at.replace(['[', ']'], "");
+        let says = [
+            &format!("resolver {at}"),
+            "no answer within 1.5 s",
+            "applications may not resolve names",
+            "network policies",
+            "DNS_RESOLVER_SILENT",
+        ];
+        SetUp::new(place, (istiod, silent), &says)
+    });
     rows.add("a name table that does not come", async {
         let istiod = answering_istiod().await;
         let (at, resolver) = resolver(false).await;

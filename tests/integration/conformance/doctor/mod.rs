@@ -208,6 +208,17 @@ async fn each_fault_of_configuration_and_files_is_the_first_error() {
         let place = Place::of(&istiod).proxy("drainDuration", json!("soon"));
         SetUp::new(place, istiod, &["drainDuration", "soon", "a duration"])
     });
+    rows.add("a value of another type", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod).set("ISTIO_META_DNS_CAPTURE", "yes please");
+        let says = &[
+            "ISTIO_META_DNS_CAPTURE",
+            "yes please",
+            "true or false",
+            "SETTING_INVALID",
+        ];
+        SetUp::new(place, istiod, says)
+    });
     let remove = |path: &'static str| {
         move |_: &LocalIstiod, place: &Place| std::fs::remove_file(place.path(path)).unwrap()
     };

@@ -343,16 +343,40 @@ fn a_failure_midway_leaves_the_rules_of_before() {
 }
 
 #[test]
-fn without_net_admin_the_capability_is_named() {
-    if !is_inside("without_net_admin_the_capability_is_named") {
+fn each_reason_why_no_rule_is_created_is_named_with_its_cure() {
+    if !is_inside("each_reason_why_no_rule_is_created_is_named_with_its_cure") {
         return;
     }
-    let (code, printed) = ended(command(SIDECAR).uid(AGENT).gid(AGENT));
-    assert_eq!(code, Some(1), "{printed}");
-    assert!(
-        printed.contains("it takes the capability NET_ADMIN"),
-        "{printed}"
-    );
+    let assert = |command: &mut Command, words: &[&str]| {
+        let (code, printed) = ended(command);
+        assert_eq!(code, Some(1), "{printed}");
+        for words in words {
+            assert!(printed.contains(words), "{words:?} is not in {printed}");
+        }
+    };
+    for address in ["10.1.1.1/24", "2001:db8::1/64"] {
+        namespace::run("ip", &["address", "delete", address, "dev", "lo"]);
+    }
+    let address = [
+        "no valid local IP address found",
+        "check the CNI plugin",
+        "[CAPTURE_NO_ADDRESS]",
+    ];
+    assert(&mut command(SIDECAR), &address);
+    namespace::add_address("10.1.1.1/24");
+    let permission = [
+        "lacks the capability NET_ADMIN",
+        "of the container istio-init",
+        "[CAPTURE_PERMISSION]",
+    ];
+    assert(command(SIDECAR).uid(AGENT).gid(AGENT), &permission);
+    let programs = [
+        "iptables-save and iptables-restore (nft or legacy) are not in PATH (/mnt/none)",
+        "install iptables",
+        "--native-nftables",
+        "[CAPTURE_PROGRAM_MISSING]",
+    ];
+    assert(command(SIDECAR).env("PATH", "/mnt/none"), &programs);
 }
 
 fn start(words: &str) -> Child {

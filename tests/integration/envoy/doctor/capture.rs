@@ -79,7 +79,7 @@ fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
         ],
     );
     let said = says(AGENT, "router", &[]);
-    assert!(said.starts_with("skipped: only a sidecar"), "{said}");
+    assert!(said.starts_with("skipped: only sidecars"), "{said}");
     let none = &[("ISTIO_META_INTERCEPTION_MODE", "NONE")];
     assert(0, none, &["skipped", "mode NONE"]);
     let dns = &[("ISTIO_META_DNS_CAPTURE", "true")];

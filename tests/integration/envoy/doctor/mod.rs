@@ -105,9 +105,14 @@ async fn pod(resources: &[Value], environment: &[(&str, &str)]) -> (Pod, Control
     (Pod::start(settings, &control_plane), control_plane)
 }
 
-/// One that is ready.
+/// One that is ready, without a resolver.
 async fn ready(environment: &[(&str, &str)]) -> (Pod, ControlPlane) {
-    let (pod, control_plane) = pod(&[answering("plain", free_port())], environment).await;
+    let none = (
+        "ISTIO_AGENT_RESOLV_CONF",
+        concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
+    );
+    let environment = [environment, &[none]].concat();
+    let (pod, control_plane) = pod(&[answering("plain", free_port())], &environment).await;
     is_ready(&pod).await;
     (pod, control_plane)
 }
@@ -324,7 +329,13 @@ async fn a_failed_probe_of_the_application_is_the_first_error() {
     let address = format!("127.0.0.1:{port}");
     let probers = json!({ "/app-health/cart/readyz": { "tcpSocket": { "port": port } } });
     let (pod, _control_plane) = ready(&[("ISTIO_KUBE_APP_PROBERS", &probers.to_string())]).await;
-    let says = ["/app-health/cart/readyz", &address, "the pod is not ready"];
+    let says = [
+        "/app-health/cart/readyz",
+        &address,
+        "the pod is not ready",
+        "ISTIO_KUBE_APP_PROBERS",
+        "PROBE_PORT_CLOSED",
+    ];
     Row::new("failed readiness probe", pod, &says)
         .assert()
         .await;
