@@ -5,6 +5,7 @@
 //! an anchor. Files are read anew each time.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 
 use crate::pem;
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 
 /// The certificates that are trusted, and what webpki needs of them.
@@ -37,6 +39,15 @@ pub enum Roots {
 pub struct SystemRoots {
     files: Vec<PathBuf>,
     directories: Vec<PathBuf>,
+}
+
+impl fmt::Display for Roots {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) => path.display().fmt(f),
+            Self::System(_) => f.write_str("the operating system"),
+        }
+    }
 }
 
 /// Many times the size of an operating system's bundle.
@@ -95,9 +106,9 @@ impl SystemRoots {
                 Err(error) => problems.push(format!("{}: {error}", directory.display())),
             }
         }
-        anchors.finish("the system").map_err(|left_out| {
+        anchors.finish("the operating system").map_err(|left_out| {
             let problems = problems.join("; ");
-            format!("no root certificates found on this system: {left_out}; {problems}")
+            format!("no root certificates found ({left_out}); {problems}")
         })
     }
 }
@@ -114,24 +125,30 @@ fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// The trust anchors, or why there are none.
-pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, String> {
-    let roots = roots.clone();
-    let read = tokio::task::spawn_blocking(move || read(&roots)).await;
-    read.map_err(|error| format!("cannot read root certificates: {error}"))?
+pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
+    let blocking = roots.clone();
+    let read = tokio::task::spawn_blocking(move || read(&blocking)).await;
+    read.unwrap_or_else(|panic| Err(unusable(roots, panic.to_string())))
 }
 
 /// Like [`load`]. Blocks.
-pub(crate) fn read(roots: &Roots) -> Result<Arc<TrustAnchors>, String> {
-    match roots {
-        Roots::File(path) => match regular_file::read(path, MAX_PEM) {
-            Ok(pem) => parse(path, &pem, SystemTime::now()).map(Arc::new),
-            Err(error) => Err(format!(
-                "cannot read root certificates from {}: {error}",
-                path.display()
-            )),
-        },
-        Roots::System(system) => system.read(SystemTime::now()).map(Arc::new),
-    }
+pub(crate) fn read(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
+    let now = SystemTime::now();
+    let read = match roots {
+        Roots::File(path) => regular_file::read(path, MAX_PEM)
+            .map_err(|error| error.to_string())
+            .and_then(|pem| parse(path, &pem, now)),
+        Roots::System(system) => system.read(now),
+    };
+    read.map(Arc::new).map_err(|why| unusable(roots, why))
+}
+
+pub(crate) fn unusable(roots: &Roots, why: String) -> Problem {
+    let code = match roots {
+        Roots::File(_) => codes::ISTIOD_ROOTS_UNUSABLE,
+        Roots::System(_) => codes::SYSTEM_ROOTS_UNUSABLE,
+    };
+    Problem::new(code, format!("root certificates of {roots}"), why)
 }
 
 /// The certificates so far, each once, and how many were not usable.
@@ -172,7 +189,7 @@ impl Anchors {
         }
         if self.broken + unusable + self.expired > 0 {
             tracing::warn!(
-                "left out root certificates of {source}: {left_out}; using the other {used}"
+                "root certificates of {source} are ignored: {left_out}; {used} are used"
             );
         }
         Ok(TrustAnchors {
@@ -182,7 +199,7 @@ impl Anchors {
     }
 }
 
-/// The trust anchors of a text, whose origin is `path` in errors.
+/// The trust anchors of a text, whose origin is `path` in warnings.
 pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnchors, String> {
     let mut anchors = Anchors::default();
     anchors.add(pem, now);
@@ -191,14 +208,13 @@ pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnc
     if let Some(left_over) = pem::left_over(pem) {
         tracing::warn!("{path} holds {left_over}; it is ignored");
     }
-    anchors.finish(&path.to_string()).map_err(|left_out| {
-        let found = match count {
-            0 if pem.trim_ascii().is_empty() => "is empty, expected PEM".to_owned(),
-            0 => format!("holds no certificate in {} bytes, expected PEM", pem.len()),
-            _ => format!("holds no certificate that can be used: {left_out}"),
-        };
-        format!("root certificate file {path} {found}")
-    })
+    anchors
+        .finish(&path.to_string())
+        .map_err(|left_out| match count {
+            0 if pem.trim_ascii().is_empty() => "the file is empty".to_owned(),
+            0 => format!("no PEM certificate in {} bytes", pem.len()),
+            _ => format!("no usable certificate ({left_out})"),
+        })
 }
 
 /// The end of a certificate's validity.
@@ -237,15 +253,15 @@ mod tests {
         for (pem, expected) in [
             ("", "is empty"),
             (" \n", "is empty"),
-            ("hello", "holds no certificate in 5 bytes"),
-            (&key, "holds no certificate in"),
+            ("hello", "no PEM certificate in 5 bytes"),
+            (&key, "no PEM certificate in"),
             (base64, "1 broken, 0 expired"),
             (der, "1 broken, 0 expired"),
             (&cut, "1 broken, 0 expired"),
             (&expired, "0 broken, 1 expired"),
         ] {
             let text = outcome(pem).unwrap_err();
-            assert!(text.contains(expected) && text.contains("/r"), "{text}");
+            assert!(text.contains(expected), "{text}");
         }
     }
 

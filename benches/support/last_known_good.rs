@@ -25,6 +25,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let (registry, shutdown) = (Registry::default(), CancellationToken::new());
     let config = istiod::Config {
         address: address.to_owned(),
+        setting: "discoveryAddress",
         others: Vec::new(),
         proxy: None,
         security: Security::Tls(tls::Config {

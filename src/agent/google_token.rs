@@ -8,6 +8,7 @@ use crate::bootstrap::platform;
 use crate::clock::Clock;
 use crate::config::GoogleToken;
 use crate::istiod::token;
+use crate::problem::{Problem, codes};
 use crate::replace_file::replace_file;
 
 /// A token with less life left is replaced.
@@ -30,13 +31,9 @@ pub(super) async fn keep_fresh(
                 retry.reset();
                 wait
             }
-            Err(error) => {
-                let wait = retry.next_wait().max(Duration::from_millis(100));
-                tracing::error!(
-                    target: "gcecred",
-                    "credential refresh failed: {error}; next attempt in {wait:?}"
-                );
-                wait
+            Err(problem) => {
+                tracing::error!(target: "gcecred", "credential refresh failed: {problem}");
+                retry.next_wait().max(Duration::from_millis(100))
             }
         };
         clock.sleep_until_due(clock.after(wait)).await;
@@ -48,14 +45,20 @@ async fn refresh(
     config: &GoogleToken,
     platform: &platform::Config,
     clock: &Clock,
-) -> Result<Duration, String> {
+) -> Result<Duration, Problem> {
+    let failed = |subject, found| Problem::new(codes::GOOGLE_TOKEN_MISSING, subject, found);
     let token = platform::google_identity(platform, &config.audience).await;
     let token = token.ok_or_else(|| {
-        let failed = "Failed to get vm identity token from metadata server";
-        format!("{failed}: no token for audience {:?}", config.audience)
+        let subject = "Failed to get vm identity token from metadata server";
+        failed(
+            subject,
+            format!("no token for audience {:?}", config.audience),
+        )
     })?;
-    replace_file(&config.path, token.as_bytes(), 0o640)
-        .map_err(|error| format!("Encountered error when writing vm identity token: {error}"))?;
+    replace_file(&config.path, token.as_bytes(), 0o640).map_err(|error| {
+        let subject = "Encountered error when writing vm identity token";
+        failed(subject, error.to_string())
+    })?;
     let claims = token::claims(token.as_bytes());
     let expiry = claims.and_then(|claims| claims.expiry());
     let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
@@ -118,7 +121,8 @@ mod tests {
         assert!((34..=35).contains(&minutes), "{minutes}");
         drop(listener);
         let error = refresh(&config, &platform, &clock).await.unwrap_err();
-        assert!(error.starts_with("Failed to get vm identity token"));
+        assert_eq!(error.code, codes::GOOGLE_TOKEN_MISSING);
+        assert!(error.subject.starts_with("Failed to get vm identity token"));
         assert_eq!(fs::read_to_string(&path).unwrap(), token);
     }
 }

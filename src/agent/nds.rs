@@ -63,10 +63,7 @@ impl Interceptor for Nds {
             };
             match taken {
                 Ok(()) => Outcome::Accepted,
-                Err(error) => {
-                    tracing::error!(target: "dns", "{error}, keeping the last one");
-                    Outcome::Rejected(error)
-                }
+                Err(error) => Outcome::Rejected(error),
             }
         })
     }

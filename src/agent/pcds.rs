@@ -59,10 +59,7 @@ impl Interceptor for Pcds {
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let outcome = match self.take(protocol, &message) {
             Ok(()) => Outcome::Accepted,
-            Err(error) => {
-                tracing::error!(target: "cache", "{error}, keeping the last one");
-                Outcome::Rejected(error)
-            }
+            Err(error) => Outcome::Rejected(error),
         };
         Box::pin(std::future::ready(outcome))
     }

@@ -9,8 +9,9 @@ use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, DnVal
 use yasna::Tag;
 use zeroize::Zeroizing;
 
-use super::key::{self, Encoding, KeyError, KeyType};
+use super::key::{self, Encoding, KeyType};
 use crate::identity::SpiffeId;
+use crate::lifecycle::BoxError;
 
 const SUBJECT_ALT_NAME: [u64; 4] = [2, 5, 29, 17];
 /// The choice of GeneralName that is a URI (RFC 5280, section 4.2.1.6).
@@ -31,7 +32,7 @@ pub fn generate(
     key_type: KeyType,
     encoding: Encoding,
     identity: &SpiffeId,
-) -> Result<Request, KeyError> {
+) -> Result<Request, BoxError> {
     let key = key::generate(key_type)?;
     let mut params = CertificateParams::default();
     params.distinguished_name = empty_organization()?;

@@ -13,6 +13,7 @@ use rustls::pki_types::PrivatePkcs8KeyDer;
 use x509_parser::asn1_rs::{Any, FromDer, Sequence, Tag};
 use zeroize::Zeroizing;
 
+use crate::lifecycle::BoxError;
 use crate::pem;
 
 /// The algorithm of a private key. ECDSA keys are made in microseconds, RSA keys in milliseconds, of
@@ -25,16 +26,7 @@ pub enum KeyType {
     Rsa(u32),
 }
 
-/// Why there is no key, or no request for it.
-#[derive(Debug, thiserror::Error)]
-pub enum KeyError {
-    #[error("cannot make an RSA key")]
-    Rsa,
-    #[error("the library wrote the new key in a form it does not document")]
-    Form,
-    #[error("cannot make a key and certificate request: {0}")]
-    Crypto(#[from] rcgen::Error),
-}
+const FORM: &str = "the library wrote the new key in a form it does not document";
 
 /// How a private key is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,14 +40,15 @@ pub enum Encoding {
 /// The sizes of RSA keys the library makes, in bits.
 pub const RSA_SIZES: [u32; 4] = [2048, 3072, 4096, 8192];
 
-pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, KeyError> {
+pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, BoxError> {
     let key = match key_type {
         KeyType::P256 => KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256),
         KeyType::P384 => KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384),
         KeyType::Rsa(bits) => {
             // rcgen does not make the largest size.
-            let key = rsa::KeyPair::generate(rsa_size(bits)).map_err(|_| KeyError::Rsa)?;
-            let pkcs8: Pkcs8V1Der<'_> = key.as_der().map_err(|_| KeyError::Form)?;
+            let key =
+                rsa::KeyPair::generate(rsa_size(bits)).map_err(|_| "cannot make an RSA key")?;
+            let pkcs8: Pkcs8V1Der<'_> = key.as_der().map_err(|_| FORM)?;
             let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8.as_ref());
             KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_RSA_SHA256)
         }
@@ -78,20 +71,19 @@ pub(super) fn encoded(
     key: &KeyPair,
     key_type: KeyType,
     encoding: Encoding,
-) -> Result<Zeroizing<String>, KeyError> {
+) -> Result<Zeroizing<String>, BoxError> {
     let pkcs8 = key.serialized_der();
     let algorithm = match (encoding, key_type) {
         (Encoding::Pkcs8, _) => return Ok(pem::encode("PRIVATE KEY", pkcs8)),
         (Encoding::Traditional, KeyType::Rsa(_)) => {
-            let inner = unwrapped(pkcs8).ok_or(KeyError::Form)?;
+            let inner = unwrapped(pkcs8).ok_or(FORM)?;
             return Ok(pem::encode("RSA PRIVATE KEY", inner));
         }
         (Encoding::Traditional, KeyType::P256) => &ECDSA_P256_SHA256_ASN1_SIGNING,
         (Encoding::Traditional, KeyType::P384) => &ECDSA_P384_SHA384_ASN1_SIGNING,
     };
-    let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| KeyError::Form)?;
-    let sec1: EcPrivateKeyRfc5915Der<'_> =
-        key.private_key().as_der().map_err(|_| KeyError::Form)?;
+    let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| FORM)?;
+    let sec1: EcPrivateKeyRfc5915Der<'_> = key.private_key().as_der().map_err(|_| FORM)?;
     Ok(pem::encode("EC PRIVATE KEY", sec1.as_ref()))
 }
 

@@ -12,6 +12,9 @@ use std::time::Duration;
 
 use tonic::Code;
 
+use crate::istiod::refusal::code_name;
+use crate::problem::Problem;
+
 /// A certificate authority; tests substitute one of their own.
 pub trait Ca: Send + Sync + 'static {
     /// Signs a PEM certificate request for `ttl`. The answer is PEM: the leaf first, the roots last.
@@ -22,15 +25,13 @@ pub trait Ca: Send + Sync + 'static {
     ) -> impl Future<Output = Result<Vec<String>, SignError>> + Send;
 }
 
-/// How much is kept of the text of an error, in characters.
-const MAX_MESSAGE: usize = 1024;
-
 /// Why the authority did not sign.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("create certificate: rpc error: code = {} desc = {message}", code_name(*.code))]
 pub struct SignError {
     pub code: Code,
     pub message: String,
+    pub problem: Problem,
 }
 
 impl SignError {
@@ -48,22 +49,5 @@ impl SignError {
                 | Code::Unimplemented
                 | Code::DataLoss
         )
-    }
-}
-
-/// The code as Go's gRPC library spells it: operators search logs for it.
-fn code_name(code: Code) -> String {
-    match code {
-        Code::Cancelled => "Canceled".to_owned(),
-        other => format!("{other:?}"),
-    }
-}
-
-impl From<tonic::Status> for SignError {
-    fn from(status: tonic::Status) -> Self {
-        Self {
-            code: status.code(),
-            message: status.message().chars().take(MAX_MESSAGE).collect(),
-        }
     }
 }

@@ -87,6 +87,7 @@ impl Loader<'_> {
                 timeout: self.at_least(&variables::GRPC_KEEPALIVE_TIMEOUT, MIN_TIMEOUT),
             },
             limits: Limits::default(),
+            setting: "discoveryAddress",
             others: Vec::new(),
         };
         let discovery = self.with_others(discovery, true);
@@ -131,6 +132,7 @@ impl Loader<'_> {
             proxy: self.proxy(&address),
             address,
             security,
+            setting: if named { "CA_ADDR" } else { discovery.setting },
             metadata: self.metadata("CA_HEADER_"),
             others: Vec::new(),
             ..discovery.clone()
@@ -151,6 +153,7 @@ impl Loader<'_> {
                 tls.server_name = self.server_name(&address, override_name);
             }
             other.address = address;
+            other.setting = "DISCOVERY_ADDRESS";
             other
         });
         let others = others.collect();

@@ -7,11 +7,11 @@ use super::report::{Check, Level};
 use super::{Running, Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
 use crate::config::Config;
-use crate::istiod::LOG;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
 use crate::secrets::{Secret, SecretState, Secrets, Subscription};
 
+const LOG: &str = "istiod logs why: kubectl logs -n istio-system deployment/istiod";
 const WORKLOAD: &str = "workload certificate";
 const MOUNTED: &str = "mount the files again, or have their issuer renew them";
 

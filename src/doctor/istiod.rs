@@ -4,15 +4,17 @@ use std::time::SystemTime;
 
 use futures_util::future::{OptionFuture, join_all};
 use tokio::time::{Instant, timeout_at};
-use tonic::Code;
+use tonic::Status;
 
 use super::certificates::Facts;
 use super::discovery;
 use super::report::{Check, Level};
-use super::token::{AUDIENCE, Found};
+use super::token::Found;
 use super::{PROBE_LIMIT, Subject};
+use crate::duration::approximate;
 use crate::istiod::probe::{self, Probe};
-use crate::istiod::{Config, LOG, Security};
+use crate::istiod::{Config, Security, refusal};
+use crate::problem::codes;
 use crate::xds::observe::Source;
 
 /// The checks, with what `found` says of token and roots.
@@ -28,14 +30,12 @@ pub(super) async fn checks(subject: Subject<'_>, found: &Found, until: Instant) 
     let planes = planes.map(async |plane| {
         let is_used = in_use.is_none_or(|address| *address == *plane.address);
         let asks = (stream.is_none() || !is_used).then_some(found);
-        let (checks, works) = examine(subject, &plane.address, plane, asks, until).await;
+        let (checks, works) = examine(subject, plane, asks, until).await;
         // What a running agent does not use serves nothing, whatever it answers.
         (checks, works && is_used)
     });
-    let authority = config.ca_istiod.as_ref().map(async |authority| {
-        let name = format!("{} (certificates)", authority.address);
-        examine(subject, &name, authority, None, until).await.0
-    });
+    let authority = config.ca_istiod.as_ref();
+    let authority = authority.map(async |it| examine(subject, it, None, until).await.0);
     let (planes, authority) = tokio::join!(join_all(planes), OptionFuture::from(authority));
     let works = stream.is_some() || planes.iter().any(|(_, works)| *works);
     let mut checks: Vec<_> = planes.into_iter().flat_map(|(checks, _)| checks).collect();
@@ -66,31 +66,25 @@ fn open_stream(subject: Subject<'_>) -> Option<Check> {
 /// discovery request with this token. Returns whether that was answered, too.
 async fn examine(
     subject: Subject<'_>,
-    name: &str,
     config: &Config,
     asks: Option<&Found>,
     until: Instant,
 ) -> (Vec<Check>, bool) {
-    let what = match &config.proxy {
-        Some(proxy) => format!("connection to {name} by the proxy {}", proxy.host),
-        None => format!("connection to {name}"),
-    };
     let left = until.saturating_duration_since(Instant::now());
     let probe = match probe::open(config, left).await {
         Ok(probe) => probe,
-        Err(cause) => {
-            let check = Check::error(what, &cause).remedy(cause.remedy());
-            return (vec![check], false);
-        }
+        Err(problem) => return (vec![Check::problem(Level::Error, &problem)], false),
     };
-    let mut checks = vec![connected(what, config, &probe)];
+    let mut checks = vec![connected(config, &probe)];
     let Some(found) = asks else {
         return (checks, false);
     };
-    let what = format!("discovery request to {name}");
     let check = match found.has_errors() {
-        true => Check::skipped(what, "not sent: istiod would refuse the token"),
-        false => ask(subject, what, config, probe, found, until).await,
+        true => Check::skipped(
+            "discovery request",
+            "not sent: istiod would refuse the token",
+        ),
+        false => ask(subject, config, probe, found, until).await,
     };
     let works = check.level == Level::Ok;
     checks.push(check);
@@ -98,7 +92,8 @@ async fn examine(
 }
 
 /// An open connection, and the certificate that istiod has shown.
-fn connected(what: String, config: &Config, probe: &Probe) -> Check {
+fn connected(config: &Config, probe: &Probe) -> Check {
+    let what = format!("connection to {}", config.subject());
     let about = probe.connection.about();
     let (Some(tls), Security::Tls(expected)) = (&about.tls, &config.security) else {
         return Check::ok(what, format!("{}, plaintext", about.peer));
@@ -121,7 +116,6 @@ fn connected(what: String, config: &Config, probe: &Probe) -> Check {
 /// Has istiod answer a request.
 async fn ask(
     subject: Subject<'_>,
-    what: String,
     config: &Config,
     probe: Probe,
     found: &Found,
@@ -129,28 +123,20 @@ async fn ask(
 ) -> Check {
     let node = &subject.config.bootstrap.node;
     let request = discovery::ask(probe, config, found.authorization.clone(), node);
-    let status = match timeout_at(until, request).await {
-        Ok(Ok(version)) => return Check::ok(what, format!("answered, version {version:?}")),
-        Ok(Err(status)) => status,
-        Err(_) => {
-            let check = Check::error(what, format!("no answer within {PROBE_LIMIT:?}"));
-            return check.expected("a response").remedy(LOG);
+    let answer = timeout_at(until, request).await.unwrap_or_else(|_| {
+        let limit = approximate(PROBE_LIMIT.as_secs_f64());
+        Err(Status::deadline_exceeded(format!(
+            "no answer within {limit}"
+        )))
+    });
+    match answer {
+        Ok(version) => {
+            let what = format!("discovery request to {}", config.subject());
+            Check::ok(what, format!("answered, version {version:?}"))
         }
-    };
-    let text = format!("{:?}: {}", status.code(), status.message());
-    let check = Check::error(what, text);
-    let audiences = &found.audiences;
-    let is_foreign = !audiences.is_empty() && !audiences.iter().any(|name| name == AUDIENCE);
-    match status.code() {
-        Code::Unauthenticated if is_foreign => check
-            .expected(format!("a token for {AUDIENCE}, not for {audiences:?}"))
-            .remedy("set the audience of the projected volume istio-token, or TOKEN_AUDIENCES of istiod"),
-        Code::Unauthenticated => check.expected("a response").remedy(format!(
-            "istiod does not accept the token: its API server may be another one, or not reachable; {LOG}"
-        )),
-        Code::PermissionDenied => check.expected("a response").remedy(format!(
-            "POD_NAMESPACE and SERVICE_ACCOUNT must be those of the token; {LOG}"
-        )),
-        _ => check.expected("a response").remedy(LOG),
+        Err(status) => {
+            let problem = refusal::explain(config, &found.token, codes::ISTIOD_ERROR, &status);
+            Check::problem(Level::Error, &problem)
+        }
     }
 }

@@ -1,28 +1,20 @@
 //! The token for istiod, and the roots istiod is verified with.
 
 use std::path::Path;
+use std::time::SystemTime;
 
 use futures_util::future::join_all;
 use http::HeaderValue;
 
 use super::report::{Check, Level};
 use super::{Subject, run_blocking};
-use crate::clock::{Clock, rfc3339};
+use crate::clock::rfc3339;
 use crate::config::Config;
 use crate::duration::approximate;
 use crate::istiod::Security;
-use crate::istiod::token::{self, Claims, Source};
+use crate::istiod::token::{self, Claims, Source, State};
+use crate::problem::codes::{ISTIOD_TOKEN_INVALID, ISTIOD_TOKEN_MISSING};
 use crate::trust_anchors::{self, Roots};
-
-/// What istiod expects unless its variable `TOKEN_AUDIENCES` says otherwise.
-pub(super) const AUDIENCE: &str = "istio-ca";
-
-const PROJECTED: &str = "mount the projected volume istio-token at /var/run/secrets/tokens, as \
-                         sidecar injection does, or copy a new token to the machine";
-const RENEWED: &str = "kubelet renews the file of a pod: look into its events; on a machine run \
-                       istioctl x workload entry configure again";
-const MOUNTED: &str = "mount the config map istio-ca-root-cert of the pod's namespace, which istiod \
-                       writes: kubectl get configmap istio-ca-root-cert";
 
 /// What the group found.
 #[derive(Default)]
@@ -30,8 +22,8 @@ pub(super) struct Found {
     pub(super) checks: Vec<Check>,
     /// As calls send it.
     pub(super) authorization: Option<HeaderValue>,
-    /// Those of a token.
-    pub(super) audiences: Vec<String>,
+    /// What is known of the token.
+    pub(super) token: State,
     /// Whether istiod cannot be verified.
     pub(super) has_no_roots: bool,
 }
@@ -78,25 +70,29 @@ async fn read_token(config: &Config) -> Found {
         }
         Source::File(path) => path.clone(),
     };
-    let (file, shown) = (path.clone(), path.display());
+    let file = path.clone();
     let read = run_blocking(move || token::read(&file)).await;
-    let mut check = match read.unwrap_or_else(|late| Err(format!("{shown}: {late}"))) {
-        Err(problem) => Check::error("token", problem)
-            .expected("a token")
-            .remedy(PROJECTED),
+    let read = read.unwrap_or_else(|late| Err(token::problem(ISTIOD_TOKEN_MISSING, &path, late)));
+    let (claims, problem) = match read {
         Ok(token) => {
             found.authorization = Some(token.header);
-            match token.claims {
-                Some(claims) => {
-                    found.audiences = claims.audiences().into_iter().map(str::to_owned).collect();
-                    life(&path, &claims)
-                }
-                None => Check::warning("token", format!("{shown} holds no JSON web token"))
-                    .expected("one signed by Kubernetes")
-                    .remedy(PROJECTED),
-            }
+            let expired = token
+                .claims
+                .as_ref()
+                .and_then(|claims| claims.expired(&path));
+            (token.claims, expired)
+        }
+        Err(problem) => (None, Some(problem)),
+    };
+    let mut check = match (&problem, &claims) {
+        (Some(problem), _) => Check::problem(Level::Error, problem),
+        (None, Some(claims)) => life(&path, claims),
+        (None, None) => {
+            let problem = token::problem(ISTIOD_TOKEN_INVALID, &path, "is not a JSON web token");
+            Check::problem(Level::Warning, &problem.consequence("istiod may refuse it"))
         }
     };
+    found.token = State { claims, problem };
     if check.level == Level::Error && tls.client.is_some() {
         check.level = Level::Skipped;
         check.found += "; the client certificate is used";
@@ -106,38 +102,26 @@ async fn read_token(config: &Config) -> Found {
 }
 
 fn life(path: &Path, claims: &Claims) -> Check {
-    let (path, now) = (path.display(), Clock::system().now());
+    let path = path.display();
     let Some(expiry) = claims.expiry() else {
         return Check::ok("token", format!("{path}, without expiry"));
     };
-    let at = rfc3339(expiry);
-    match expiry.duration_since(now) {
-        Ok(left) => {
-            let left = approximate(left.as_secs_f64());
-            Check::ok("token", format!("{path} expires in {left}, at {at}"))
-        }
-        Err(late) => {
-            let (ago, now) = (approximate(late.duration().as_secs_f64()), rfc3339(now));
-            let found = format!("{path} expired {ago} ago, at {at}; it is {now} here");
-            Check::error("token", found)
-                .expected("a token that is valid")
-                .remedy(RENEWED)
-        }
-    }
+    let left = expiry.duration_since(SystemTime::now()).unwrap_or_default();
+    let (left, at) = (approximate(left.as_secs_f64()), rfc3339(expiry));
+    Check::ok("token", format!("{path} expires in {left}, at {at}"))
 }
 
 async fn check_roots(roots: Roots) -> Check {
-    let name = "roots for istiod";
-    let text = match &roots {
-        Roots::File(path) => path.display().to_string(),
-        Roots::System(_) => "the system".to_owned(),
-    };
-    let read = run_blocking(move || trust_anchors::read(&roots)).await;
-    match read.unwrap_or_else(Err) {
+    let blocking = roots.clone();
+    let read = run_blocking(move || trust_anchors::read(&blocking)).await;
+    match read.unwrap_or_else(|late| Err(trust_anchors::unusable(&roots, late))) {
         Ok(anchors) => {
             let usable = anchors.store.len();
-            Check::ok(name, format!("{text}, usable certificates: {usable}"))
+            Check::ok(
+                "roots for istiod",
+                format!("{roots}, usable certificates: {usable}"),
+            )
         }
-        Err(problem) => Check::error(name, problem).expected("PEM").remedy(MOUNTED),
+        Err(problem) => Check::problem(Level::Error, &problem),
     }
 }

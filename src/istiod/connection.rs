@@ -120,13 +120,14 @@ pub(super) struct Driver {
 type Running =
     hyper::client::conn::http2::Connection<TokioIo<frames::Inspected<Box<dyn Io>>>, Body, Executor>;
 
-/// Speaks HTTP/2 on `io` and returns once the peer has answered in kind.
+/// Speaks HTTP/2 on `io` and returns once the peer has answered in kind. An error has a reason, and says
+/// whether that is an alert of TLS.
 pub(super) async fn open(
     io: Box<dyn Io>,
     about: Connected,
     config: Arc<Config>,
     executor: Executor,
-) -> Result<(Connection, Driver), String> {
+) -> Result<(Connection, Driver), (String, bool)> {
     let (io, mut peer) = frames::inspect(io);
     let (sender, mut running) = Builder::new(executor)
         .timer(TokioTimer::new())
@@ -137,7 +138,7 @@ pub(super) async fn open(
         .keep_alive_timeout(config.keepalive.timeout)
         .handshake(TokioIo::new(io))
         .await
-        .map_err(|error| error.to_string())?;
+        .map_err(|error| (error.to_string(), false))?;
     let ended = {
         let answered = peer.wait_for(|peer| *peer != Http2State::AwaitingSettings);
         tokio::select! {
@@ -149,11 +150,9 @@ pub(super) async fn open(
     let first = peer.borrow().clone();
     match first {
         Http2State::Ready if !ended => {}
-        Http2State::Ready | Http2State::AwaitingSettings => {
-            return Err("it closed the connection".to_owned());
-        }
-        Http2State::GoingAway => return Err("it sent GOAWAY at once".to_owned()),
-        Http2State::Closed(reason) => return Err(reason),
+        Http2State::Closed(reason, is_alert) => return Err((reason, is_alert)),
+        Http2State::GoingAway => return Err(("it sent GOAWAY at once".to_owned(), false)),
+        _ => return Err(("it closed the connection".to_owned(), false)),
     }
     let about = Arc::new(about);
     let left = CancellationToken::new();
@@ -187,7 +186,7 @@ impl Driver {
         };
         match (ended, &*self.peer.borrow()) {
             (Err(error), _) => error.to_string(),
-            (Ok(()), Http2State::Closed(reason)) => reason.clone(),
+            (Ok(()), Http2State::Closed(reason, _)) => reason.clone(),
             (Ok(()), Http2State::GoingAway) => "it sent GOAWAY".to_owned(),
             (Ok(()), _) => "no longer used".to_owned(),
         }

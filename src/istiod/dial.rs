@@ -3,13 +3,13 @@
 //! Every step is bounded: the whole by [`Limits::total`], one address by [`Limits::per_address`]
 //! while others are left to try. Retries are the worker's.
 
-use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use rustls::{CertificateError, ClientConfig};
+use rustls::pki_types::UnixTime;
+use rustls::{CertificateError, ClientConfig, Error};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
@@ -20,12 +20,12 @@ use super::tls;
 use super::{Config, Security};
 use crate::address;
 use crate::clock::{self, Clock, rfc3339};
+use crate::dial::proxy::Proxy;
 use crate::dial::{self, Dialer};
+use crate::duration::approximate;
 use crate::executor::Executor;
 use crate::lifecycle::with_causes;
-
-/// Where a refusal is explained.
-pub const LOG: &str = "istiod logs why: kubectl logs -n istio-system deployment/istiod";
+use crate::problem::{Code, Problem, codes};
 
 /// Bounds of dials.
 #[derive(Clone, Copy, Debug)]
@@ -48,129 +48,123 @@ impl Default for Limits {
 }
 
 /// Why a dial gave no connection.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("istiod at {address}: {source}")]
-pub struct DialError {
-    /// As configured.
-    pub address: String,
-    pub source: Arc<Cause>,
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub(super) problem: Problem,
+    /// Whether the time was up.
+    pub(super) is_silent: bool,
+    /// Whether the peer ended TLS, as it does when it refuses our certificate. With TLS 1.3 that comes
+    /// after the handshake.
+    is_alert: bool,
 }
 
-/// What went wrong in a dial.
-#[derive(Debug, thiserror::Error)]
-pub enum Cause {
-    #[error("{0}")]
-    Tls(String),
-    #[error("{address:?} is no address, expected host:port")]
-    Address { address: String },
-    #[error("{}", with_causes(.0))]
-    Connect(dial::Error),
-    #[error("timed out after {after:?} {doing}")]
-    TimedOut { doing: String, after: Duration },
-    #[error("the proxy {to} gives no connection to {address}: {source}")]
-    Proxy {
-        to: SocketAddr,
-        address: String,
-        source: io::Error,
-    },
-    #[error("TLS handshake with {to} as {name:?} failed: {source}")]
-    Handshake {
-        to: SocketAddr,
-        name: String,
-        source: io::Error,
-    },
-    #[error("{to} does not offer HTTP/2 over TLS (ALPN)")]
-    Alpn { to: SocketAddr },
-    #[error("{to} does not speak HTTP/2: {found}")]
-    NotHttp2 { to: SocketAddr, found: String },
-    #[error("the agent is stopping")]
-    Stopping,
-}
-
-impl Cause {
-    /// Whether the peer ended TLS, as it does when it refuses our certificate. With TLS 1.3 that
-    /// comes after the handshake.
-    fn is_alert(&self) -> bool {
-        const ALERT: &str = "received fatal alert";
-        match self {
-            Self::Handshake { source, .. } => source.to_string().contains(ALERT),
-            Self::NotHttp2 { found, .. } => found.contains(ALERT),
-            _ => false,
-        }
-    }
-
-    /// What an operator may do about it.
-    pub fn remedy(&self) -> &'static str {
-        const RUNNING: &str =
-            "is istiod ready, and is it its port? kubectl get pods,endpoints -n istio-system";
-        const NAME: &str = "look at the pod's resolvers in /etc/resolv.conf, and whether the service \
-                            is there: kubectl get service -n istio-system";
-        const POLICY: &str =
-            "a NetworkPolicy, a firewall or a security group may drop packets to it";
-        match self {
-            Self::Connect(dial::Error::Connect { source, .. }) => match source.kind() {
-                io::ErrorKind::ConnectionRefused => RUNNING,
-                io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable => {
-                    "the pod needs an address of that family, or the name others"
-                }
-                _ => POLICY,
-            },
-            Self::Connect(dial::Error::Resolve { .. } | dial::Error::NoAddress { .. }) => NAME,
-            Self::TimedOut { doing, .. } if doing.starts_with("resolving") => NAME,
-            Self::TimedOut { doing, .. } if doing.starts_with("connecting") => POLICY,
-            Self::TimedOut { .. } => RUNNING,
-            Self::Proxy { .. } => {
-                "allow it in the proxy, or name istiod in NO_PROXY so that it is dialed directly"
-            }
-            Self::Handshake { source, .. } => {
-                match source.get_ref().and_then(|error| error.downcast_ref()) {
-                    Some(rustls::Error::InvalidCertificate(refused)) => of_certificate(refused),
-                    Some(rustls::Error::InvalidMessage(_)) => {
-                        "it is not istiod's TLS port (15012); for plaintext (15010) set \
-                         controlPlaneAuthPolicy: NONE"
-                    }
-                    Some(rustls::Error::AlertReceived(_)) => LOG,
-                    // It says what to do.
-                    Some(rustls::Error::Other(_)) => "",
-                    _ => RUNNING,
-                }
-            }
-            Self::Alpn { .. } | Self::NotHttp2 { .. } => {
-                "it is not istiod's gRPC port (15012, or 15010 in plaintext): look at \
-                 discoveryAddress, and at load balancers between, which must pass HTTP/2"
-            }
-            Self::Tls(_) | Self::Address { .. } | Self::Connect(_) | Self::Stopping => "",
-        }
-    }
-
-    /// The cause without the address, which is another at another dial of the same name.
-    pub(super) fn without_address(&self) -> String {
-        match self {
-            Self::Connect(dial::Error::Connect { address: to, .. })
-            | Self::Handshake { to, .. }
-            | Self::Alpn { to }
-            | Self::NotHttp2 { to, .. } => self.to_string().replace(&to.to_string(), "istiod"),
-            Self::TimedOut { .. } => "timed out".to_owned(),
-            _ => self.to_string(),
+impl From<Problem> for Failure {
+    fn from(problem: Problem) -> Self {
+        let (is_silent, is_alert) = (false, false);
+        Self {
+            problem,
+            is_silent,
+            is_alert,
         }
     }
 }
 
-fn of_certificate(refused: &CertificateError) -> &'static str {
+/// A part of a dial, and the problem if it takes too long.
+type Step = (&'static Code, &'static str);
+
+const READ_FILES: Step = (codes::ISTIOD_TIMEOUT, "reading certificate files");
+const RESOLVE: Step = (codes::ISTIOD_NAME_NOT_RESOLVED, "resolving the name");
+const CONNECT: Step = (codes::ISTIOD_NOT_REACHABLE, "connecting");
+const TUNNEL: Step = (codes::ISTIOD_PROXY_UNREACHABLE, "waiting for the proxy");
+const HANDSHAKE: Step = (codes::ISTIOD_TIMEOUT, "in the TLS handshake");
+const SPEAK: Step = (codes::ISTIOD_TIMEOUT, "waiting for HTTP/2");
+
+/// The problem of a step before the connection, which the proxy may have, if there is one.
+fn unreachable(config: &Config, code: &'static Code, found: String) -> Problem {
+    match &config.proxy {
+        Some(Proxy { host, port, .. }) => config.problem(
+            codes::ISTIOD_PROXY_UNREACHABLE,
+            format!("by the proxy {host}:{port}: {found}"),
+        ),
+        None => config.problem(code, found),
+    }
+}
+
+fn not_connected(config: &Config, error: &dial::Error) -> Failure {
+    let code = match error {
+        dial::Error::Resolve { .. } | dial::Error::NoAddress { .. } => RESOLVE.0,
+        dial::Error::Connect { source, .. } => match source.kind() {
+            io::ErrorKind::ConnectionRefused => codes::ISTIOD_CONNECTION_REFUSED,
+            io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable => {
+                codes::ISTIOD_NO_ROUTE
+            }
+            _ => CONNECT.0,
+        },
+        _ => CONNECT.0,
+    };
+    unreachable(config, code, with_causes(error)).into()
+}
+
+/// `roots` are those that the certificate was verified with.
+fn not_encrypted(
+    config: &Config,
+    tls: &tls::Prepared,
+    to: SocketAddr,
+    error: &io::Error,
+) -> Failure {
     use CertificateError as E;
-    match refused {
-        E::NotValidForName | E::NotValidForNameContext { .. } => {
-            "set discoveryAddress to one of the certificate's names, or ISTIOD_SAN to the name expected"
-        }
-        E::NotValidYet | E::NotValidYetContext { .. } | E::Expired | E::ExpiredContext { .. } => {
-            "compare the clock of this machine (date -u) with that of others; else renew istiod's \
-             certificate, or the authority's that signed it"
-        }
-        _ => {
-            "compare the roots for istiod with the config map istio-ca-root-cert of its cluster; \
-             discoveryAddress may lead to another mesh, or through what ends TLS"
-        }
+    let cause = tls::error(error);
+    let is_alert = matches!(cause, Some(Error::AlertReceived(_)));
+    let (code, found) = match cause {
+        Some(Error::InvalidCertificate(refused)) => match refused {
+            E::NotValidForNameContext { presented, .. } => {
+                // Each is in Rust's notation, such as DnsName("istiod").
+                let names = presented.iter().filter_map(|name| {
+                    let name = name.trim_end_matches(['"', ')']);
+                    name.rsplit(['"', '(']).next()
+                });
+                let (names, expected) = (Vec::from_iter(names).join(", "), tls.name.to_str());
+                let found = format!("its certificate is not for {expected:?}, but for {names}");
+                (codes::ISTIOD_CERTIFICATE_NAME, found)
+            }
+            E::ExpiredContext { time, not_after } => {
+                let found = of_clocks("expired", *not_after, *time, "ago");
+                (codes::ISTIOD_CERTIFICATE_EXPIRED, found)
+            }
+            E::NotValidYetContext { time, not_before } => {
+                let found = of_clocks("is not valid before", *not_before, *time, "from now");
+                (codes::ISTIOD_CERTIFICATE_NOT_YET_VALID, found)
+            }
+            // Roots of two meshes may have one name.
+            E::UnknownIssuer | E::BadSignature => {
+                let found = format!("its certificate is not signed by a root of {}", tls.roots);
+                (codes::ISTIOD_CERTIFICATE_UNTRUSTED, found)
+            }
+            _ => (codes::ISTIOD_CERTIFICATE_UNUSABLE, refused.to_string()),
+        },
+        Some(Error::Other(cause)) => (codes::ISTIOD_CERTIFICATE_UNUSABLE, cause.to_string()),
+        Some(Error::InvalidMessage(_)) => (codes::ISTIOD_NOT_TLS, "it answered without TLS".into()),
+        None if error.kind() == io::ErrorKind::UnexpectedEof => (
+            codes::ISTIOD_TLS_REFUSED,
+            "it closed the connection".to_owned(),
+        ),
+        _ => (codes::ISTIOD_TLS_REFUSED, error.to_string()),
+    };
+    let problem = config.problem(code, format!("TLS handshake with {to} failed: {found}"));
+    Failure {
+        is_alert,
+        ..problem.into()
     }
+}
+
+/// What is wrong with a certificate whose date differs from this clock.
+fn of_clocks(what: &str, date: UnixTime, now: UnixTime, side: &str) -> String {
+    let apart = approximate(date.as_secs().abs_diff(now.as_secs()) as f64);
+    let [date, now] = [date, now].map(|time| {
+        let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(time.as_secs()));
+        at.map(rfc3339).unwrap_or_default()
+    });
+    format!("its certificate {what} {date}, {apart} {side}; it is {now} here")
 }
 
 /// Opens a connection. `dialer` remembers addresses that failed.
@@ -178,27 +172,27 @@ pub(super) async fn dial(
     config: &Arc<Config>,
     dialer: &Dialer,
     executor: Executor,
-) -> Result<(Connection, Driver), Cause> {
-    let total = Bound::new(config.limits.total);
+) -> Result<(Connection, Driver), Failure> {
+    let total = Bound::new(config, config.limits.total);
     let tls = match &config.security {
         Security::Plaintext => None,
         Security::Tls(tls) => {
-            let prepared = total.of("reading certificate files", tls::prepare(tls));
-            Some(prepared.await?.map_err(Cause::Tls)?)
+            let prepared = total.of(READ_FILES, tls::prepare(tls));
+            Some(prepared.await??)
         }
     };
-    let (host, port) = host_and_port(&config.address)?;
+    let (host, port) = host_and_port(config)?;
     let (next, next_port) = match &config.proxy {
         Some(proxy) => (proxy.host.as_str(), proxy.port),
         None => (host, port),
     };
-    let found = total.of("resolving the name", dial::resolve(next, next_port));
-    let mut candidates = dialer.candidates(found.await?.map_err(Cause::Connect)?);
-    let mut last = None;
-    while let Some((to, stream)) = total
-        .of(format!("connecting to {next}"), candidates.connect())
+    let found = total.of(RESOLVE, dial::resolve(next, next_port));
+    let found = found
         .await?
-    {
+        .map_err(|error| not_connected(config, &error))?;
+    let mut candidates = dialer.candidates(found);
+    let mut last = None;
+    while let Some((to, stream)) = total.of(CONNECT, candidates.connect()).await? {
         let bound = match candidates.is_empty() {
             true => total,
             false => total.at_most(config.limits.per_address),
@@ -211,31 +205,29 @@ pub(super) async fn dial(
         };
         match attempt.open(stream, tls.as_ref()).await {
             Ok(open) => return Ok(open),
-            Err(cause) => {
-                tracing::debug!(target: "xdsproxy", "istiod at {}: {cause}", config.address);
+            Err(failure) => {
+                tracing::debug!(target: "xdsproxy", "{}", failure.problem);
                 dialer.failed(to);
-                last = Some(cause);
+                last = Some(failure);
             }
         }
     }
     let host = next.to_owned();
     let failed = candidates.failed.pop();
-    Err(last.unwrap_or(Cause::Connect(
-        failed.unwrap_or(dial::Error::NoAddress { host }),
-    )))
+    let failed = failed.unwrap_or(dial::Error::NoAddress { host });
+    Err(last.unwrap_or_else(|| not_connected(config, &failed)))
 }
 
-fn host_and_port(address: &str) -> Result<(&str, u16), Cause> {
-    address::parts(address).ok_or_else(|| Cause::Address {
-        address: address.to_owned(),
-    })
+fn host_and_port(config: &Config) -> Result<(&str, u16), Problem> {
+    let code = codes::ISTIOD_ADDRESS_INVALID;
+    address::parts(&config.address).ok_or_else(|| config.problem(code, "it is not host:port"))
 }
 
 /// What is tried with one address.
 struct Attempt<'a> {
     config: &'a Arc<Config>,
     to: SocketAddr,
-    bound: Bound,
+    bound: Bound<'a>,
     executor: &'a Executor,
 }
 
@@ -246,7 +238,7 @@ impl Attempt<'_> {
         &self,
         stream: TcpStream,
         tls: Option<&tls::Prepared>,
-    ) -> Result<(Connection, Driver), Cause> {
+    ) -> Result<(Connection, Driver), Failure> {
         let stream = self.tunnel(stream).await?;
         let Some(tls) = tls else {
             return self.speak(Box::new(self.prepare(stream)?), None).await;
@@ -254,11 +246,11 @@ impl Attempt<'_> {
         let has_client = tls.without_client.is_some();
         let outcome = self.open_tls(stream, tls, &tls.config, has_client).await;
         match (outcome, &tls.without_client) {
-            (Err(cause), Some(without)) if cause.is_alert() => {
-                tracing::warn!("{cause}; leaving out the client certificate, using token instead");
-                let doing = format!("connecting to {}", self.to);
-                let stream = self.bound.of(doing, TcpStream::connect(self.to)).await?;
-                let stream = stream.map_err(|source| self.failed(source))?;
+            (Err(failure), Some(without)) if failure.is_alert => {
+                let (code, found) = (codes::CLIENT_CERTIFICATE_REFUSED, failure.problem.found);
+                tracing::warn!("{}", self.config.problem(code, found));
+                let stream = self.bound.of(CONNECT, TcpStream::connect(self.to)).await?;
+                let stream = stream.map_err(|error| self.failed(error))?;
                 let stream = self.tunnel(stream).await?;
                 self.open_tls(stream, tls, without, false).await
             }
@@ -267,17 +259,14 @@ impl Attempt<'_> {
     }
 
     /// Has the proxy, if there is one, lead the connection to istiod.
-    async fn tunnel(&self, mut stream: TcpStream) -> Result<TcpStream, Cause> {
+    async fn tunnel(&self, mut stream: TcpStream) -> Result<TcpStream, Failure> {
         if let Some(proxy) = &self.config.proxy {
-            let (to, address) = (self.to, &self.config.address);
-            let (host, port) = host_and_port(address)?;
-            let doing = format!("waiting for the proxy {to}");
+            let (host, port) = host_and_port(self.config)?;
             let led = proxy.tunnel(&mut stream, host, port);
-            let led = self.bound.of(doing, led).await?;
-            led.map_err(|source| Cause::Proxy {
-                to,
-                address: address.clone(),
-                source,
+            let led = self.bound.of(TUNNEL, led).await?;
+            led.map_err(|error| {
+                let found = format!("the proxy {} does not open a tunnel: {error}", self.to);
+                self.config.problem(codes::ISTIOD_PROXY_REFUSED, found)
             })?;
         }
         Ok(stream)
@@ -289,20 +278,16 @@ impl Attempt<'_> {
         tls: &tls::Prepared,
         config: &Arc<ClientConfig>,
         client_certificate: bool,
-    ) -> Result<(Connection, Driver), Cause> {
+    ) -> Result<(Connection, Driver), Failure> {
         let to = self.to;
         let stream = self.prepare(stream)?;
         let connecting = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
-        let doing = format!("in the TLS handshake with {to}");
-        let stream = self.bound.of(doing, connecting).await?;
-        let stream = stream.map_err(|source| Cause::Handshake {
-            to,
-            name: tls.name.to_str().into_owned(),
-            source,
-        })?;
+        let stream = self.bound.of(HANDSHAKE, connecting).await?;
+        let stream = stream.map_err(|error| not_encrypted(self.config, tls, to, &error))?;
         let (_, session) = stream.get_ref();
         if session.alpn_protocol() != Some(b"h2") {
-            return Err(Cause::Alpn { to });
+            let found = format!("{to} does not offer HTTP/2 over TLS (ALPN)");
+            return Err(self.config.problem(codes::ISTIOD_NOT_GRPC, found).into());
         }
         let negotiated = Tls::new(session, client_certificate);
         self.speak(Box::new(stream), Some(negotiated)).await
@@ -312,7 +297,7 @@ impl Attempt<'_> {
         &self,
         io: Box<dyn Io>,
         tls: Option<Tls>,
-    ) -> Result<(Connection, Driver), Cause> {
+    ) -> Result<(Connection, Driver), Failure> {
         let to = self.to;
         let about = Connected {
             peer: to.to_string(),
@@ -320,45 +305,57 @@ impl Attempt<'_> {
             tls,
         };
         let opening = connection::open(io, about, self.config.clone(), self.executor.clone());
-        let doing = format!("waiting for {to} to speak HTTP/2");
-        let opened = self.bound.of(doing, opening).await?;
-        opened.map_err(|found| Cause::NotHttp2 { to, found })
+        let opened = self.bound.of(SPEAK, opening).await?;
+        opened.map_err(|(found, is_alert)| {
+            let codes = [codes::ISTIOD_NOT_GRPC, codes::ISTIOD_TLS_REFUSED];
+            let found = format!("{to} does not speak HTTP/2: {found}");
+            let problem = self.config.problem(codes[usize::from(is_alert)], found);
+            Failure {
+                is_alert,
+                ..problem.into()
+            }
+        })
     }
 
     /// Unacknowledged bytes end the connection after the keepalive timeout, so a call on a connection
     /// that was cut while idle fails soon, although pings wait for their interval.
-    fn prepare(&self, stream: TcpStream) -> Result<TcpStream, Cause> {
+    fn prepare(&self, stream: TcpStream) -> Result<TcpStream, Failure> {
         let limit = self.config.keepalive.timeout.as_millis();
         let limit = u32::try_from(limit).unwrap_or(u32::MAX);
         stream
             .set_nodelay(true)
             .and_then(|()| Ok(rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?))
-            .map_err(|source| self.failed(source))?;
+            .map_err(|error| self.failed(error))?;
         Ok(stream)
     }
 
-    fn failed(&self, source: io::Error) -> Cause {
+    fn failed(&self, source: io::Error) -> Failure {
         let address = self.to;
-        Cause::Connect(dial::Error::Connect { address, source })
+        not_connected(self.config, &dial::Error::Connect { address, source })
     }
 }
 
 /// A moment by which something must be done, and how long that was from the start.
 #[derive(Clone, Copy)]
-struct Bound {
+struct Bound<'a> {
+    config: &'a Config,
     until: Instant,
     after: Duration,
 }
 
-impl Bound {
-    fn new(after: Duration) -> Self {
+impl<'a> Bound<'a> {
+    fn new(config: &'a Config, after: Duration) -> Self {
         let until = clock::after(after);
-        Self { until, after }
+        Self {
+            config,
+            until,
+            after,
+        }
     }
 
     /// This bound, or an earlier one that starts now.
     fn at_most(self, after: Duration) -> Self {
-        let other = Self::new(after);
+        let other = Self::new(self.config, after);
         if other.until < self.until {
             other
         } else {
@@ -366,11 +363,19 @@ impl Bound {
         }
     }
 
-    async fn of<T>(self, doing: impl Display, work: impl Future<Output = T>) -> Result<T, Cause> {
+    async fn of<T>(self, step: Step, work: impl Future<Output = T>) -> Result<T, Failure> {
         let done = tokio::time::timeout_at(self.until, work).await;
-        done.map_err(|_| Cause::TimedOut {
-            doing: doing.to_string(),
-            after: self.after,
+        done.map_err(|_| {
+            let after = approximate(self.after.as_secs_f64());
+            let found = format!("timed out after {after} {}", step.1);
+            let problem = match [RESOLVE, CONNECT].contains(&step) {
+                true => unreachable(self.config, step.0, found),
+                false => self.config.problem(step.0, found),
+            };
+            Failure {
+                is_silent: true,
+                ..problem.into()
+            }
         })
     }
 }

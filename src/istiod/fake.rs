@@ -356,6 +356,7 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
             least_between: Duration::ZERO,
             ..Limits::default()
         },
+        setting: "discoveryAddress",
         others: Vec::new(),
     }
 }

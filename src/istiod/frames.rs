@@ -10,6 +10,8 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, Join, ReadBuf, ReadHalf, WriteHalf};
 use tokio::sync::watch;
 
+use super::tls;
+
 const HEADER: usize = 9;
 const SETTINGS: u8 = 0x4;
 const GOAWAY: u8 = 0x7;
@@ -22,8 +24,8 @@ pub(super) enum Http2State {
     Ready,
     /// It sent GOAWAY: streams may finish, new ones are refused.
     GoingAway,
-    /// The connection is lost, for this reason.
-    Closed(String),
+    /// The connection is lost, for this reason, which may be an alert of TLS.
+    Closed(String, bool),
 }
 
 /// A byte stream whose incoming frames are inspected.
@@ -66,7 +68,7 @@ impl<T> Reader<T> {
 
     fn saw(&self, news: Http2State) {
         self.peer.send_if_modified(|peer| {
-            let changed = *peer != news && !matches!(peer, Http2State::Closed(_));
+            let changed = *peer != news && !matches!(peer, Http2State::Closed(..));
             if changed {
                 *peer = news;
             }
@@ -101,7 +103,7 @@ impl<T> Reader<T> {
             (false, _) => {
                 let found = self.header.escape_ascii();
                 let reason = format!("it answered \"{found}\" instead of HTTP/2");
-                self.saw(Http2State::Closed(reason));
+                self.saw(Http2State::Closed(reason, false));
             }
             (true, GOAWAY) => self.saw(Http2State::GoingAway),
             (true, _) => {}
@@ -119,16 +121,29 @@ impl<T: AsyncRead + Unpin> AsyncRead for Reader<T> {
         let this = self.get_mut();
         let before = buf.filled().len();
         let room = buf.remaining();
-        let result = ready!(Pin::new(&mut this.inner).poll_read(cx, buf));
+        let result = ready!(Pin::new(&mut this.inner).poll_read(cx, buf)).map_err(plain);
         match &result {
-            Err(error) => this.saw(Http2State::Closed(error.to_string())),
-            Ok(()) if buf.filled().len() > before => this.read(&buf.filled()[before..]),
-            Ok(()) if room > 0 => {
-                this.saw(Http2State::Closed("it closed the connection".to_owned()))
+            Err(error) => {
+                let alert = matches!(tls::error(error), Some(rustls::Error::AlertReceived(_)));
+                this.saw(Http2State::Closed(error.to_string(), alert));
             }
+            Ok(()) if buf.filled().len() > before => this.read(&buf.filled()[before..]),
+            Ok(()) if room > 0 => this.saw(Http2State::Closed(
+                "it closed the connection".to_owned(),
+                false,
+            )),
             Ok(()) => {}
         }
         Poll::Ready(result)
+    }
+}
+
+/// The error in plain words: the one of rustls refers to its manual.
+fn plain(error: io::Error) -> io::Error {
+    let text = "it closed the connection without notice, as a killed process does";
+    match error.kind() {
+        kind @ io::ErrorKind::UnexpectedEof => io::Error::new(kind, text),
+        _ => error,
     }
 }
 
@@ -178,7 +193,10 @@ mod tests {
 
     #[test]
     fn names_what_came_instead_of_http2() {
-        let expected = Http2State::Closed("it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned());
+        let expected = Http2State::Closed(
+            "it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned(),
+            false,
+        );
         assert_eq!(seen(b"HTTP/1.1 400 Bad Request\r\n", 5), [expected]);
     }
 
@@ -191,7 +209,7 @@ mod tests {
                 .await
                 .unwrap();
         }
-        let expected = Http2State::Closed("it closed the connection".to_owned());
+        let expected = Http2State::Closed("it closed the connection".to_owned(), false);
         assert_eq!(*seen.borrow(), expected);
     }
 }

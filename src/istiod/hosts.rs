@@ -13,6 +13,7 @@ use tokio::time::Instant;
 use super::Config;
 use crate::clock::after;
 use crate::duration::scaled;
+use crate::problem::Problem;
 
 const MAX_FAILURES: u32 = 3;
 /// How long a stream may go without its first response where there is another control plane.
@@ -66,7 +67,7 @@ impl Hosts {
     }
 
     /// A try with this one has failed. Returns whether another one is in use now.
-    pub(super) fn failed(&self, config: &Arc<Config>, is_silent: bool, problem: &str) -> bool {
+    pub(super) fn failed(&self, config: &Arc<Config>, is_silent: bool, problem: &Problem) -> bool {
         if !Arc::ptr_eq(config, self.current()) {
             return true;
         }
@@ -83,7 +84,7 @@ impl Hosts {
             ..State::default()
         };
         let (from, to) = (&config.address, &self.configs[in_use].address);
-        tracing::warn!(target: "xdsproxy", "istiod at {from} is not used: {problem}; using {to}");
+        tracing::warn!(target: "xdsproxy", "switching control plane from {from} to {to}: {problem}");
         true
     }
 

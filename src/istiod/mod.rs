@@ -10,6 +10,7 @@ pub(crate) mod fake;
 mod frames;
 mod hosts;
 pub mod probe;
+pub mod refusal;
 pub mod status;
 pub mod tls;
 pub mod token;
@@ -29,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
 pub use connection::Connection;
-pub use dial::{Cause, DialError, LOG, Limits};
+pub use dial::Limits;
 use hosts::Hosts;
 pub(crate) use hosts::MAX_SILENCE;
 use status::{Record, Status};
@@ -38,6 +39,7 @@ use worker::{Waiter, Worker};
 use crate::clock::rfc3339;
 use crate::dial::proxy::Proxy;
 use crate::metrics::Registry;
+use crate::problem::{self, Problem, codes};
 
 /// The body of a request to istiod.
 pub type Body = tonic::body::Body;
@@ -53,6 +55,8 @@ pub struct Config {
     pub proxy: Option<Proxy>,
     pub security: Security,
     pub token: token::Source,
+    /// What sets the address.
+    pub setting: &'static str,
     /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case.
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
@@ -108,7 +112,7 @@ impl fmt::Debug for Config {
 
 /// The future that owns the connection has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the connection to istiod is closed, as the agent stops")]
+#[error("the connection to istiod is closed because the agent is stopping")]
 pub struct Closed;
 
 /// A handle, and the future that owns the connection. That ends, and the connection with it, when
@@ -152,17 +156,17 @@ impl Istiod {
 
     /// Like [`Istiod::connection`], but gives up with the error of the dial that is under way or
     /// comes next.
-    pub async fn try_connection(&self) -> Result<Connection, DialError> {
-        match self.wait(true).await {
-            Some(answer) => answer,
-            None => Err(DialError {
-                address: self.address().to_owned(),
-                source: Arc::new(Cause::Stopping),
-            }),
-        }
+    pub async fn try_connection(&self) -> Result<Connection, Problem> {
+        self.wait(true).await.unwrap_or_else(|| {
+            let config = self.shared.hosts.current();
+            Err(config.problem(
+                codes::AGENT_STOPPING,
+                "not connected, because the agent is stopping",
+            ))
+        })
     }
 
-    async fn wait(&self, once: bool) -> Option<Result<Connection, DialError>> {
+    async fn wait(&self, once: bool) -> Option<Result<Connection, Problem>> {
         if let Some(connection) = worker::current(&self.shared.connected) {
             return Some(Ok(connection));
         }
@@ -190,12 +194,13 @@ impl Istiod {
     pub fn status(&self) -> Status {
         let connection = worker::current(&self.shared.connected);
         let (dials, last_error) = self.shared.record.latest();
+        let claims = self.shared.token.last().claims;
         Status {
             address: self.address().to_owned(),
             connected: connection.map(|connection| connection.about().clone()),
             dials,
             last_error,
-            token_expires: self.shared.token.expiry().map(rfc3339),
+            token_expires: claims.and_then(|claims| claims.expiry()).map(rfc3339),
         }
     }
 
@@ -237,7 +242,12 @@ impl Istiod {
 
     /// Records that a call on this connection has failed, or was not answered at all. Returns whether
     /// another control plane is in use now.
-    pub(crate) fn failed(&self, connection: &Connection, is_silent: bool, problem: &str) -> bool {
+    pub(crate) fn failed(
+        &self,
+        connection: &Connection,
+        is_silent: bool,
+        problem: &Problem,
+    ) -> bool {
         let Shared {
             hosts,
             record,
@@ -253,6 +263,16 @@ impl Istiod {
         };
         connected.send_if_modified(|current| current.take_if(is_left).is_some());
         has_moved
+    }
+
+    /// The problem with a call that ended with this status.
+    pub(crate) fn explain(
+        &self,
+        unimplemented: &'static problem::Code,
+        status: &tonic::Status,
+    ) -> Problem {
+        let (config, token) = (self.shared.hosts.current(), self.shared.token.last());
+        refusal::explain(config, &token, unimplemented, status)
     }
 
     /// Waits until the file of the token may have changed. Cancel safe.
@@ -275,6 +295,20 @@ impl Istiod {
 }
 
 impl Config {
+    /// The control plane, in problems.
+    pub fn subject(&self) -> String {
+        format!("istiod at {} ({})", self.address, self.setting)
+    }
+
+    /// A problem with this control plane.
+    pub(crate) fn problem(
+        &self,
+        code: &'static problem::Code,
+        found: impl Into<String>,
+    ) -> Problem {
+        Problem::new(code, self.subject(), found)
+    }
+
     /// Scheme and authority of every call, with a path.
     pub(crate) fn uri(&self, path: &'static str) -> Uri {
         let (scheme, authority) = match &self.security {

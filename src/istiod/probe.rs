@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use super::Config;
 use super::connection::Connection;
-use super::dial::{Cause, dial};
+use super::dial::dial;
 use crate::dial::Dialer;
 use crate::duration::scaled;
 use crate::executor::ConnectionTasks;
+use crate::problem::Problem;
 
 /// A connection of its own. It ends when this is dropped.
 #[derive(Debug)]
@@ -17,12 +18,13 @@ pub struct Probe {
 }
 
 /// Opens a connection as the agent does, but within `limit`.
-pub async fn open(config: &Config, limit: Duration) -> Result<Probe, Cause> {
+pub async fn open(config: &Config, limit: Duration) -> Result<Probe, Problem> {
     let tasks = ConnectionTasks::default();
     let mut config = config.clone();
     (config.limits.total, config.limits.per_address) = (limit, scaled(limit, 0.5));
     let config = config.into();
-    let (connection, driver) = dial(&config, &Dialer::default(), tasks.executor()).await?;
+    let dialed = dial(&config, &Dialer::default(), tasks.executor()).await;
+    let (connection, driver) = dialed.map_err(|failure| failure.problem)?;
     tasks.executor().spawn(async move {
         driver.run(|| {}).await; // A call on it fails with the reason.
     });

@@ -5,12 +5,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use serde_json::json;
 
 use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Counter, Registry};
+use crate::problem::Problem;
 
-/// How much of an error is kept, in characters: it may quote a certificate's names.
+/// How much of an error is kept, in characters: it may quote a certificate's names or istiod's answer.
 const MAX_ERROR: usize = 1024;
 
 /// The connection and the dials since the agent's start.
@@ -50,10 +52,18 @@ pub struct Tls {
     pub peer_certificate: Option<CertificateDer<'static>>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     pub at: String,
-    pub error: String,
+    pub problem: Problem,
+}
+
+impl Serialize for Failure {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { at, problem } = self;
+        let (code, error) = (problem.code.name, problem.to_string());
+        json!({ "at": at, "error": error, "code": code }).serialize(serializer)
+    }
 }
 
 /// The dials so far. Clones share it.
@@ -84,19 +94,20 @@ impl Record {
         self.dials.lock().count += 1;
     }
 
-    pub(super) fn dial_failed(&self, error: &str) {
+    pub(super) fn dial_failed(&self, problem: &Problem) {
         self.failures.inc();
-        self.failed(error);
+        self.failed(problem);
     }
 
     pub(super) fn answered(&self) {
         self.dials.lock().last_error = None;
     }
 
-    pub(super) fn failed(&self, error: &str) {
-        let error = error.chars().take(MAX_ERROR).collect();
+    pub(super) fn failed(&self, problem: &Problem) {
+        let mut problem = problem.clone();
+        problem.found = problem.found.chars().take(MAX_ERROR).collect();
         let at = rfc3339(Clock::system().now());
-        self.dials.lock().last_error = Some(Failure { at, error });
+        self.dials.lock().last_error = Some(Failure { at, problem });
     }
 
     /// How many there were, and the last error.

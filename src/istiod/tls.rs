@@ -3,6 +3,7 @@
 //! All files are read at each dial, so a rotated one is in force for the next connection. TLS 1.2 and
 //! 1.3 with a post-quantum key exchange first, unless a compliance policy says otherwise.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -15,6 +16,7 @@ use zeroize::Zeroizing;
 
 use crate::compliance::Policy;
 use crate::pem;
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 pub use crate::trust_anchors::Roots;
 use crate::trust_anchors::{self, MAX_PEM, not_after};
@@ -42,18 +44,30 @@ pub(super) struct Prepared {
     /// The same without the client certificate, where there is one: istiod may refuse it.
     pub(super) without_client: Option<Arc<ClientConfig>>,
     pub(super) name: ServerName<'static>,
+    pub(super) roots: Roots,
+}
+
+/// The error of rustls in an error of the stream, if there is one.
+pub(super) fn error(error: &io::Error) -> Option<&rustls::Error> {
+    error.get_ref()?.downcast_ref()
 }
 
 /// The error says why no handshake can be tried.
-pub(super) async fn prepare(config: &Config) -> Result<Prepared, String> {
+pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     let name = ServerName::try_from(config.server_name.clone()).map_err(|_| {
-        let found = &config.server_name;
-        format!("{found:?} is no server name, expected a DNS name or an IP address")
+        let (subject, found) = ("name in istiod's certificate", &config.server_name);
+        let expected = "a DNS name or an IP address";
+        Problem::value(codes::ISTIOD_SAN_INVALID, subject, found, expected)
     })?;
-    let roots = trust_anchors::load(&config.roots).await?;
+    let roots = config.roots.clone();
+    let anchors = trust_anchors::load(&roots).await?;
     let builder = config.policy.builder();
-    let builder = builder.map_err(|error| format!("cannot set up TLS: {error}"))?;
-    let builder = builder.dangerous().with_custom_certificate_verifier(roots);
+    let builder = builder.map_err(|error| {
+        let (code, subject) = (codes::TLS_UNUSABLE, "TLS to istiod");
+        Problem::new(code, subject, error.to_string())
+    })?;
+    let builder = builder.dangerous();
+    let builder = builder.with_custom_certificate_verifier(anchors);
     let anonymous = for_http2(builder.clone().with_no_client_auth());
     let client = match &config.client {
         Some(client) => client_pair(client).await?,
@@ -70,6 +84,7 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, String> {
         config,
         without_client,
         name,
+        roots,
     })
 }
 
@@ -79,7 +94,7 @@ fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
 }
 
 /// The pair, unless its certificate is unusable or has expired.
-async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, String> {
+async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, Problem> {
     let chain = match chain(&client.chain).await {
         Ok(chain) => chain,
         Err(problem) => {
@@ -87,17 +102,21 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
             return Ok(None);
         }
     };
-    let path = client.key.display();
     let pem = regular_file::read_blocking(client.key.clone(), MAX_PEM).await;
-    let pem = pem.map_err(|error| format!("cannot read the client key {path}: {error}"))?;
+    let pem = pem.map_err(|error| unusable(&client.key, error.to_string()))?;
     let key = pem::first::<PrivateKeyDer>(&pem)
-        .map_err(|error| format!("client key {path} is no PEM private key: {error}"))?;
+        .map_err(|error| unusable(&client.key, format!("no PEM private key: {error}")))?;
     // rustls' own pairing would leave a copy of the key in memory.
     let pair = certified(chain, &Zeroizing::new(key));
     pair.map(Some).map_err(|error| {
-        let path = client.chain.display();
-        format!("client certificate {path} cannot be used with its key: {error}")
+        let key = client.key.display();
+        unusable(&client.chain, format!("cannot be used with {key}: {error}"))
     })
+}
+
+fn unusable(path: &Path, why: String) -> Problem {
+    let subject = path.display().to_string();
+    Problem::new(codes::CLIENT_CERTIFICATE_UNUSABLE, subject, why)
 }
 
 fn certified(

@@ -2,8 +2,8 @@
 //!
 //! Without a usable token a call has no such header: a client certificate may be enough, and istiod
 //! decides. An expired token is not sent if the connection was opened with the client certificate;
-//! otherwise it is, as istiod's clock counts. The token is not verified; of its content, only the
-//! expiry is logged.
+//! otherwise it is, because istiod's clock counts. The token is not verified; of its content, only
+//! expiry, audience and service account are logged.
 
 use std::future::pending;
 use std::path::{Path, PathBuf};
@@ -17,10 +17,12 @@ use serde_json::{Map, Value};
 use zeroize::Zeroizing;
 
 use crate::clock::rfc3339;
+use crate::duration::approximate;
 use crate::file_watch::FileWatch;
+use crate::problem::{Code, Problem, codes};
 use crate::regular_file;
 
-/// Larger files are no tokens, but given by mistake.
+/// A larger file is not a token: the path is a mistake.
 const MAX_TOKEN: u64 = 64 * 1024;
 
 /// Where tokens come from.
@@ -38,9 +40,14 @@ pub(crate) const MOCK: &str = "Bearer test_token";
 #[derive(Debug)]
 pub(super) struct Reader {
     source: Source,
-    problem: Mutex<Option<String>>,
-    /// When the token read last expires.
-    expiry: Mutex<Option<SystemTime>>,
+    last: Mutex<State>,
+}
+
+/// What is known of the token that was read last.
+#[derive(Clone, Debug, Default)]
+pub struct State {
+    pub claims: Option<Claims>,
+    pub problem: Option<Problem>,
 }
 
 /// A header, and what the token in it says of itself.
@@ -51,16 +58,12 @@ pub(crate) struct Token {
 
 impl Reader {
     pub(super) fn new(source: Source) -> Self {
-        Self {
-            source,
-            problem: Mutex::default(),
-            expiry: Mutex::default(),
-        }
+        let last = Mutex::default();
+        Self { source, last }
     }
 
-    /// When the token that was read last expires.
-    pub(super) fn expiry(&self) -> Option<SystemTime> {
-        *self.expiry.lock()
+    pub(super) fn last(&self) -> State {
+        self.last.lock().clone()
     }
 
     /// Waits until the file may have changed; forever if there is none, or none can be watched.
@@ -82,56 +85,51 @@ impl Reader {
             Source::Mock => return Some(HeaderValue::from_static(MOCK)),
             Source::File(path) => path,
         };
-        let (header, problem) = match read(path) {
-            Ok(token) => {
-                let expiry = token.claims.as_ref().and_then(Claims::expiry);
-                *self.expiry.lock() = expiry;
-                let expired = expiry.filter(|end| *end <= SystemTime::now());
-                let problem = expired.map(|end| {
-                    let next = match has_certificate {
-                        true => "using the client certificate instead",
-                        false => "sent all the same, as there is no client certificate in use",
-                    };
-                    let path = path.display();
-                    format!("the token in {path} expired at {}; {next}", rfc3339(end))
-                });
+        let (header, claims, problem) = match read(path) {
+            Ok(Token { header, claims }) => {
+                let problem = claims.as_ref().and_then(|claims| claims.expired(path));
                 let is_sent = problem.is_none() || !has_certificate;
-                (is_sent.then_some(token.header), problem)
+                let problem = problem.map(|problem| match is_sent {
+                    true => problem
+                        .consequence("it is sent anyway, because there is no client certificate"),
+                    false => problem.consequence("the client certificate is used instead"),
+                });
+                (is_sent.then_some(header), claims, problem)
             }
-            Err(error) => {
-                let problem = format!("failed to fetch token from file: {error}");
-                (None, Some(problem + "; calling istiod without"))
-            }
+            Err(problem) => (None, None, Some(problem)),
         };
-        let mut last = self.problem.lock();
-        if *last != problem
-            && let Some(problem) = &problem
-        {
-            tracing::warn!("{problem}");
+        let mut last = self.last.lock();
+        let code = last.problem.as_ref().map(|problem| problem.code);
+        match &problem {
+            Some(problem) if code == Some(problem.code) => {}
+            Some(problem) if claims.is_some() => tracing::warn!("{problem}"),
+            Some(problem) => tracing::warn!("failed to fetch token from file: {problem}"),
+            None => {}
         }
-        *last = problem;
+        let state = State { claims, problem };
+        *last = state;
         header
     }
 }
 
 /// The token, or why there is none. Blocks.
-pub(crate) fn read(path: &Path) -> Result<Token, String> {
-    let content = regular_file::read(path, MAX_TOKEN);
-    let content = content.map_err(|error| format!("{}: {error}", path.display()))?;
-    let path = path.display();
-    let token = content.trim_ascii();
+pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
+    let token = regular_file::read(path, MAX_TOKEN);
+    let token =
+        token.map_err(|error| problem(codes::ISTIOD_TOKEN_MISSING, path, error.to_string()))?;
+    let token = token.trim_ascii();
+    let invalid = |found| problem(codes::ISTIOD_TOKEN_INVALID, path, found);
     if token.is_empty() {
-        return Err(format!("{path} is empty"));
+        return Err(invalid("the file is empty".to_owned()));
     }
-    let not_allowed = |position: usize| {
-        let byte = token[position];
-        format!("{path} has byte {byte:#04x} at position {position}, which no header may hold")
-    };
     if let Some(position) = token.iter().position(|byte| !byte.is_ascii_graphic()) {
-        return Err(not_allowed(position));
+        let byte = token[position];
+        let found = format!("byte {byte:#04x} at position {position} is not allowed in a header");
+        return Err(invalid(found));
     }
     let header = Zeroizing::new([b"Bearer ", token].concat());
-    let mut header = HeaderValue::from_bytes(&header).map_err(|_| not_allowed(0))?;
+    let header = HeaderValue::from_bytes(&header);
+    let mut header = header.map_err(|error| invalid(error.to_string()))?;
     header.set_sensitive(true);
     Ok(Token {
         header,
@@ -139,14 +137,28 @@ pub(crate) fn read(path: &Path) -> Result<Token, String> {
     })
 }
 
+pub(crate) fn problem(code: &'static Code, path: &Path, found: impl Into<String>) -> Problem {
+    Problem::new(code, format!("token {}", path.display()), found)
+}
+
 /// What a JSON web token says of itself. Nothing is verified.
-pub(crate) struct Claims(Map<String, Value>);
+#[derive(Clone, Debug)]
+pub struct Claims(Map<String, Value>);
 
 impl Claims {
     pub(crate) fn expiry(&self) -> Option<SystemTime> {
         let seconds = self.0.get("exp")?.as_f64()?;
         let since_epoch = Duration::try_from_secs_f64(seconds).ok()?;
         SystemTime::UNIX_EPOCH.checked_add(since_epoch)
+    }
+
+    /// The problem with a token that has expired by this clock.
+    pub(crate) fn expired(&self, path: &Path) -> Option<Problem> {
+        let (end, now) = (self.expiry()?, SystemTime::now());
+        let ago = approximate(now.duration_since(end).ok()?.as_secs_f64());
+        let [end, now] = [end, now].map(rfc3339);
+        let found = format!("expired {ago} ago, at {end}; it is {now} here");
+        Some(problem(codes::ISTIOD_TOKEN_EXPIRED, path, found))
     }
 
     /// One or several; none if the token does not say.
@@ -177,22 +189,18 @@ mod tests {
         std::fs::write(&path, content).unwrap();
         match read(&path) {
             Ok(token) => Ok(token.header.to_str().unwrap().to_owned()),
-            Err(problem) => Err(problem
-                .to_string()
-                .replace(path.to_str().unwrap(), "")
-                .trim_start_matches([':', ' '])
-                .to_owned()),
+            Err(problem) => Err(problem.found),
         }
     }
 
     #[test]
     fn trims_a_token_and_refuses_what_no_header_may_hold() {
-        let not_allowed = "has byte 0x0a at position 1, which no header may hold";
+        let not_allowed = "byte 0x0a at position 1 is not allowed in a header";
         let table: [(&[u8], Result<&str, &str>); 6] = [
             (b"abc", Ok("Bearer abc")),
             (b" \n abc.def-_=\r\n", Ok("Bearer abc.def-_=")),
-            (b"", Err("is empty")),
-            (b" \n\t", Err("is empty")),
+            (b"", Err("the file is empty")),
+            (b" \n\t", Err("the file is empty")),
             (b"a\nb", Err(not_allowed)),
             (&[b'x'; 65_537], Err("more than 65536 bytes")),
         ];
@@ -205,11 +213,16 @@ mod tests {
     #[test]
     fn a_missing_file_and_a_directory_give_no_header_and_are_named() {
         let dir = tempfile::tempdir().unwrap();
-        let text = |path: &Path| read(path).map(|_| ()).unwrap_err().to_string();
-        let missing = text(&dir.path().join("none"));
-        assert!(missing.contains("none: No such file"), "{missing}");
-        let directory = text(dir.path());
-        assert!(directory.ends_with("not a regular file"), "{directory}");
+        for (name, expected) in [("none", "No such file"), ("", "not a regular file")] {
+            let path = dir.path().join(name);
+            let problem = read(&path).map(drop).unwrap_err();
+            assert_eq!(problem.code, codes::ISTIOD_TOKEN_MISSING);
+            assert!(problem.found.contains(expected), "{problem}");
+            assert!(
+                problem.subject.contains(path.to_str().unwrap()),
+                "{problem}"
+            );
+        }
     }
 
     #[test]
@@ -288,7 +301,10 @@ mod tests {
             let found = reader.authorization(true).is_some();
             assert_eq!(found, with_certificate, "{claims}");
         }
-        assert_eq!(reader.expiry(), None);
+        assert_eq!(
+            reader.last().claims.and_then(|claims| claims.expiry()),
+            None
+        );
         let mock = Reader::new(Source::Mock).authorization(false).unwrap();
         assert_eq!(mock, MOCK);
     }

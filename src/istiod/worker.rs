@@ -16,14 +16,15 @@ use tokio::time::{Instant, sleep_until};
 
 use super::Config;
 use super::connection::{Connection, Driver};
-use super::dial::{Cause, DialError, dial};
+use super::dial::{Failure, dial};
 use super::hosts::Hosts;
 use super::status::{Connected, Record};
 use crate::backoff::Backoff;
 use crate::clock::{after, later};
 use crate::dial::Dialer;
-use crate::duration::scaled;
+use crate::duration::{approximate, scaled};
 use crate::executor::ConnectionTasks;
+use crate::problem::{Code, Problem};
 
 /// Upper bound of what the first wait adds to the least time between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -37,7 +38,7 @@ const MAX_WAIT: Duration = Duration::from_secs(1);
 pub(super) struct Waiter {
     /// Whether it gives up with the error of the next failed dial.
     pub(super) once: bool,
-    pub(super) reply: oneshot::Sender<Result<Connection, DialError>>,
+    pub(super) reply: oneshot::Sender<Result<Connection, Problem>>,
 }
 
 pub(super) struct Worker {
@@ -51,8 +52,8 @@ pub(super) struct Worker {
     not_before: Instant,
     dialer: Dialer,
     waiting: Vec<Waiter>,
-    /// The failure of each address that was logged last, while dials fail.
-    complaints: BTreeMap<String, String>,
+    /// The problem with each address that was logged last, while dials fail.
+    complaints: BTreeMap<String, &'static Code>,
 }
 
 impl Worker {
@@ -112,10 +113,10 @@ impl Worker {
                 }
                 self.connected(connection, driver);
             }
-            Err(cause) => {
-                self.record.dial_failed(&cause.to_string());
-                let (first, other) = (&first.address, &self.hosts.current().address);
-                tracing::debug!(target: "xdsproxy", "staying with istiod at {other}, as {first} fails: {cause}");
+            Err(Failure { problem, .. }) => {
+                let other = &self.hosts.current().address;
+                self.record.dial_failed(&problem);
+                tracing::debug!(target: "xdsproxy", "staying with istiod at {other}: {problem}");
                 self.hosts.postpone();
             }
         }
@@ -140,12 +141,15 @@ impl Worker {
             match self.dial(&config).await? {
                 Ok(_) if !Arc::ptr_eq(&config, self.hosts.current()) => {}
                 Ok((connection, driver)) => self.connected(connection, driver),
-                Err(cause) => self.failed(&config, cause),
+                Err(failure) => self.failed(&config, failure),
             }
         }
     }
 
-    async fn dial(&mut self, config: &Arc<Config>) -> Option<Result<(Connection, Driver), Cause>> {
+    async fn dial(
+        &mut self,
+        config: &Arc<Config>,
+    ) -> Option<Result<(Connection, Driver), Failure>> {
         self.record.dials();
         self.not_before = after(config.limits.least_between);
         let (dialer, executor) = (self.dialer.clone(), self.tasks.executor());
@@ -190,39 +194,38 @@ impl Worker {
         self.give(&connection);
     }
 
-    fn failed(&mut self, config: &Arc<Config>, cause: Cause) {
-        let error = DialError {
-            address: config.address.clone(),
-            source: Arc::new(cause),
-        };
-        let problem = error.source.to_string();
+    fn failed(&mut self, config: &Arc<Config>, failure: Failure) {
+        let Failure {
+            problem, is_silent, ..
+        } = failure;
         self.record.dial_failed(&problem);
-        let is_silent = matches!(*error.source, Cause::TimedOut { .. });
         let has_moved = self.hosts.failed(config, is_silent, &problem);
         if has_moved {
             self.backoff.reset();
         }
         let now = Instant::now();
         self.not_before = later(self.not_before.max(now), self.backoff.next_wait());
-        self.complain(&error, self.not_before.duration_since(now));
+        self.complain(
+            &config.address,
+            &problem,
+            self.not_before.duration_since(now),
+        );
         if has_moved {
             return; // All calls wait for the other one.
         }
         for waiter in self.waiting.extract_if(.., |waiter| waiter.once) {
-            let _ = waiter.reply.send(Err(error.clone())); // The call may be cancelled.
+            let _ = waiter.reply.send(Err(problem.clone())); // The call may be cancelled.
         }
     }
 
-    /// Logs an outage once as an error, further failures of the same cause at debug level.
-    fn complain(&mut self, error: &DialError, wait: Duration) {
-        let DialError { address, source } = error;
-        let text = format!("failed to connect to upstream {address}: {source}");
-        let complaint = source.without_address();
-        if self.complaints.get(address) == Some(&complaint) {
-            tracing::debug!(target: "xdsproxy", "{text}; next dial in {wait:?} at the earliest");
+    /// Logs an outage once as an error, further failures of the same kind at debug level.
+    fn complain(&mut self, address: &str, problem: &Problem, wait: Duration) {
+        let text = format!("failed to connect to upstream {address}: {problem}");
+        if self.complaints.insert(address.to_owned(), problem.code) == Some(problem.code) {
+            let wait = approximate(wait.as_secs_f64());
+            tracing::debug!(target: "xdsproxy", "{text}; the next dial is in {wait} or later");
         } else {
-            tracing::error!(target: "xdsproxy", "{text}; dialing again while needed");
-            self.complaints.insert(address.clone(), complaint);
+            tracing::error!(target: "xdsproxy", "{text}");
         }
     }
 }

@@ -20,6 +20,7 @@ use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError};
 use crate::clock::Clock;
 use crate::identity::SpiffeId;
+use crate::problem::{Problem, codes};
 use crate::secrets::Config;
 
 /// What the authority does with a request.
@@ -181,9 +182,12 @@ impl Ca for FakeAuthority {
             Answer::Signed | Answer::Waits => {}
             Answer::RefusesEcdsa(_) if key.is_rsa => {}
             Answer::Fails(code) | Answer::RefusesEcdsa(code) => {
+                let message = "told to fail".to_owned();
+                let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", message.clone());
                 return Err(SignError {
                     code,
-                    message: "told to fail".to_owned(),
+                    message,
+                    problem,
                 });
             }
             Answer::Empty => signed.clear(),

@@ -19,15 +19,16 @@ use super::observe::Dates;
 use super::schedule::{self, Retries};
 use super::trust::MeshBundle;
 use super::{Config, Problem, Roots, State};
-use crate::ca::key::{KeyError, KeyType};
+use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError, csr};
 use crate::clock::Clock;
+use crate::lifecycle::BoxError;
 
 /// Why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum IssueError {
     #[error("failed to generate private key and CSR")]
-    Request(#[from] KeyError),
+    Request(#[source] BoxError),
     #[error("key generation was interrupted")]
     Interrupted(#[from] tokio::task::JoinError),
     #[error(transparent)]
@@ -200,7 +201,8 @@ impl<C: Ca> Renewal<C> {
         let (key_type, encoding) = (*self.key_type.lock(), self.config.encoding);
         let identity = self.config.identity.clone();
         let generating = move || csr::generate(key_type, encoding, &identity);
-        let request = tokio::task::spawn_blocking(generating).await??;
+        let request = tokio::task::spawn_blocking(generating).await?;
+        let request = request.map_err(IssueError::Request)?;
         let answer = self.sign(&request.csr_pem, is_retry).await?;
         let now = self.clock.now();
         let mut workload = Workload::new(&answer, request.key_pem)?;

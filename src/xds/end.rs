@@ -2,11 +2,17 @@
 //!
 //! A status that istiod gave reaches Envoy as it came, details included.
 
+use std::fmt;
+
 use http::{HeaderMap, HeaderValue};
 use hyper::body::Incoming;
 use tonic::{Code, Status};
 
+use crate::duration::approximate;
 use crate::istiod::MAX_SILENCE;
+use crate::istiod::refusal::code_name;
+use crate::lifecycle::with_causes;
+use crate::problem::{Problem, codes};
 
 /// The headers that make up a gRPC status. Source: gRPC over HTTP/2, Status.
 const STATUS_HEADERS: [&str; 3] = ["grpc-status", "grpc-message", "grpc-status-details-bin"];
@@ -22,7 +28,8 @@ pub(crate) struct End {
     is_expected: bool,
     /// In one line, for the log and `/debug/xdsz`.
     reason: String,
-    code: Code,
+    /// Code and message.
+    status: Status,
     /// The status for Envoy; None if Envoy reads no more.
     trailers: Option<Box<HeaderMap>>,
 }
@@ -45,8 +52,8 @@ impl End {
         Self {
             side,
             is_expected,
-            reason: format!("{:?}: {message}", status.code()),
-            code: status.code(),
+            reason: format!("{}: {message}", code_name(status.code())),
+            status: Status::new(status.code(), message),
             trailers: Some(Box::new(trailers(status))),
         }
     }
@@ -75,10 +82,7 @@ impl End {
 
     /// The stream to istiod broke with this error: unavailable, unless its reset says more.
     pub(crate) fn broken(error: hyper::Error) -> Self {
-        let text = match std::error::Error::source(&error) {
-            Some(source) => format!("connection to istiod: {error}: {source}"),
-            None => format!("connection to istiod: {error}"),
-        };
+        let text = format!("the connection broke: {}", with_causes(&error));
         let is_expected = is_ordinary(&error);
         let code = match Status::from_error(Box::new(error)).code() {
             Code::Unknown | Code::Cancelled | Code::Internal => Code::Unavailable,
@@ -133,24 +137,26 @@ impl End {
         Self::ended("the first control plane answers again")
     }
 
-    /// Envoy has been served what is kept. It connects anew.
+    /// Envoy has the stored configuration. It connects again.
     pub(crate) fn handed_over() -> Self {
-        let why = "Envoy has what is kept: its next stream is relayed to istiod";
+        let why = "stored configuration served; Envoy's next stream goes to istiod";
         tracing::info!(target: "xdsproxy", "{why}");
         Self::new(Side::Agent, true, &Status::unavailable(why))
     }
 
     /// Istiod has not answered a request in time.
     pub(crate) fn unanswered() -> Self {
-        let why = format!("no answer to a request within {MAX_SILENCE:?}");
-        Self::bad_response(&Status::unavailable(why))
+        let limit = approximate(MAX_SILENCE.as_secs_f64());
+        let why = format!("no answer to a request within {limit}");
+        Self::bad_response(&Status::deadline_exceeded(why))
     }
 
-    /// What is kept cannot be served.
+    /// The stored configuration cannot be served.
     pub(crate) fn unusable(error: &std::io::Error) -> Self {
-        let why = format!("the kept configuration is not used: {error}; waiting for istiod");
-        tracing::warn!(target: "xdsproxy", "{why}");
-        Self::new(Side::Agent, true, &Status::unavailable(why))
+        let code = codes::KEPT_CONFIG_UNUSABLE;
+        let problem = Problem::new(code, "stored configuration", error.to_string());
+        tracing::warn!(target: "xdsproxy", "{problem}");
+        Self::new(Side::Agent, true, &Status::unavailable(problem.found))
     }
 
     /// What it counts as for istiod's stream and for Envoy's.
@@ -173,7 +179,12 @@ impl End {
 
     /// The code istiod ended the stream with, if it was istiod.
     pub(crate) fn code_of_istiod(&self) -> Option<Code> {
-        (self.side == Side::Istiod).then_some(self.code)
+        (self.side == Side::Istiod).then_some(self.status.code())
+    }
+
+    /// Code and message of the side that ended the streams.
+    pub(crate) fn status(&self) -> &Status {
+        &self.status
     }
 
     /// The status for Envoy; None if Envoy reads no more.
@@ -181,17 +192,17 @@ impl End {
         self.trailers.as_deref().cloned()
     }
 
-    /// Logs unexpected ends as warnings, the others at debug level.
-    pub(crate) fn log(&self, id: u32) {
-        let side = match self.side {
-            Side::Istiod => "upstream",
-            Side::Envoy => "downstream",
+    /// Logs unexpected ends as warnings, the others at debug level. `problem` is istiod's.
+    pub(crate) fn log(&self, id: u32, problem: &Problem) {
+        let (side, reason): (_, &dyn fmt::Display) = match self.side {
+            Side::Istiod if !self.is_expected => ("upstream", problem),
+            Side::Istiod => ("upstream", &self.reason),
+            Side::Envoy => ("downstream", &self.reason),
             Side::Agent => {
                 tracing::debug!(target: "xdsproxy", id, "upstream stopped");
                 return;
             }
         };
-        let reason = &self.reason;
         if self.is_expected {
             tracing::debug!(target: "xdsproxy", id, "{side} terminated with status {reason}");
         } else {
@@ -209,13 +220,14 @@ pub(crate) fn opened(response: http::Response<Incoming>) -> Result<Incoming, End
     if head.status != http::StatusCode::OK {
         return Err(End::bad_response(&Status::new(
             from_http(head.status),
-            format!("istiod answered with HTTP status {}", head.status),
+            format!("HTTP status {}", head.status),
         )));
     }
     match head.headers.get(http::header::CONTENT_TYPE) {
         Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => Ok(body),
         kind => Err(End::bad_response(&Status::unknown(format!(
-            "istiod answered with content type {kind:?}, expected application/grpc"
+            "content type {:?} instead of application/grpc",
+            String::from_utf8_lossy(kind.map_or(b"", HeaderValue::as_bytes))
         )))),
     }
 }

@@ -43,6 +43,7 @@ use super::stream::StreamState;
 use crate::backoff::Backoff;
 use crate::clock::later;
 use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
+use crate::problem::{Code, Problem, codes};
 
 /// How many bytes of requests are kept for an istiod that has not answered yet. A first round of
 /// requests is far smaller; what goes on sending all the same is made to wait for a stream of istiod,
@@ -152,12 +153,11 @@ impl IstiodSide {
 pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<ToEnvoy>) {
     relay.observer.stream_began(relay.id, relay.protocol);
     let end = Session::new(&relay, envoy, &to_envoy).run().await;
-    end.log(relay.id);
     if let Some(trailers) = end.trailers() {
         // An Envoy that reads no more does not block the relay.
         let sent = to_envoy.send_timeout(Ok(Frame::trailers(trailers)), Duration::from_secs(1));
         if sent.await.is_err() {
-            tracing::debug!(target: "xdsproxy", id = relay.id, "Envoy left without its status");
+            tracing::debug!(target: "xdsproxy", id = relay.id, "Envoy closed its stream before its status was sent");
         }
     }
     tracing::debug!(
@@ -197,7 +197,7 @@ struct Session<'a> {
     is_answered: bool,
     backoff: Backoff,
     /// Why istiod has not answered, as logged last.
-    problem: String,
+    logged: Option<&'static Code>,
     /// Since when istiod owes an answer, if there is another control plane.
     owed_since: Option<Instant>,
     interceptions: Interceptions,
@@ -233,7 +233,7 @@ impl<'a> Session<'a> {
             memory: None,
             is_answered: false,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
-            problem: String::new(),
+            logged: None,
             owed_since: None,
             interceptions: Interceptions::default(),
             health: relay.health.clone(),
@@ -242,9 +242,11 @@ impl<'a> Session<'a> {
 
     async fn run(mut self) -> End {
         let Err(end) = self.relay().await;
-        self.leave_istiod(&end, false);
+        let problem = self.problem(end.status());
+        self.leave_istiod(&end, &problem, false);
         let Relay { id, observer, .. } = self.relay;
         observer.stream_ended(*id, &end);
+        end.log(*id, &problem);
         end
     }
 
@@ -379,15 +381,15 @@ impl<'a> Session<'a> {
     /// ends else.
     fn istiod_done(&mut self, end: End, is_silent: bool) -> Result<(), End> {
         let end = self.state.istiod_done(end);
-        let has_moved = self.leave_istiod(&end, is_silent);
+        let problem = self.problem(end.status());
+        let has_moved = self.leave_istiod(&end, &problem, is_silent);
         if end.code_of_istiod().is_none() || self.held.is_none() || !self.relay.is_envoy {
             return Err(end);
         }
-        let (id, problem) = (self.relay.id, end.reason());
-        if self.problem != problem {
-            let text = format!("upstream terminated with unexpected error {problem}");
-            tracing::warn!(target: "xdsproxy", id, "{text}; holding Envoy's stream and trying again");
-            self.problem = problem;
+        if self.logged.replace(problem.code) != Some(problem.code) {
+            let problem = problem.consequence("Envoy's stream is held, and istiod is asked again");
+            let id = self.relay.id;
+            tracing::warn!(target: "xdsproxy", id, "upstream terminated with unexpected error {problem}");
         }
         let wait = match has_moved {
             true => Duration::ZERO,
@@ -399,9 +401,18 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
+    /// The problem with istiod's stream if it ends so.
+    fn problem(&self, status: &Status) -> Problem {
+        let unimplemented = match self.relay.protocol {
+            Protocol::Sotw => codes::ISTIOD_ERROR,
+            Protocol::Delta => codes::ISTIOD_WITHOUT_DELTA,
+        };
+        self.relay.istiod.explain(unimplemented, status)
+    }
+
     /// Records how istiod's stream ended, if there was one. Returns whether another control plane is in
     /// use now.
-    fn leave_istiod(&mut self, end: &End, is_silent: bool) -> bool {
+    fn leave_istiod(&mut self, end: &End, problem: &Problem, is_silent: bool) -> bool {
         let Some(connection) = self.connection.take() else {
             return false;
         };
@@ -410,7 +421,7 @@ impl<'a> Session<'a> {
         let code = end.code_of_istiod();
         istiod.leave_if_unauthenticated(&connection, code);
         let is_failure = code.is_some() && !self.is_answered;
-        is_failure && istiod.failed(&connection, is_silent, &end.reason())
+        is_failure && istiod.failed(&connection, is_silent, problem)
     }
 
     /// When Envoy is to be served what is kept, if istiod does not answer before.
@@ -428,8 +439,10 @@ impl<'a> Session<'a> {
         };
         let envoy = envoy.clone();
         if let Some(connection) = self.connection.take() {
-            let problem = "no response before kept configuration was served";
-            self.relay.istiod.failed(&connection, false, problem);
+            let status =
+                Status::deadline_exceeded("no answer before stored configuration was served");
+            let problem = self.problem(&status);
+            self.relay.istiod.failed(&connection, false, &problem);
         }
         let queue = self.queue();
         (self.held, self.held_bytes) = (None, 0);

@@ -14,6 +14,7 @@ use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
 use super::request::RequestReader;
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
+use crate::problem::{Problem, codes};
 
 /// The type whose first request the agent's own subscriptions follow.
 ///
@@ -158,14 +159,10 @@ impl StreamState {
                 self.answer(response, None);
             }
             Outcome::Rejected(problem) => {
-                tracing::warn!(
-                    target: "xdsproxy",
-                    id = self.id,
-                    "refusing {} {}: {problem}",
-                    response.type_url,
-                    response.nonce
-                );
                 self.answer(response, Some(&problem));
+                let found = format!("{} {} is refused", response.type_url, response.nonce);
+                let problem = Problem::new(codes::RESPONSE_REFUSED, problem, found);
+                tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
             }
             Outcome::Forward(message, later) => {
                 self.recorder.replaced(response, &message, false);

@@ -16,7 +16,10 @@ use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
 use super::{Ca, SignError};
+use crate::duration::approximate;
+use crate::istiod::refusal::MAX_MESSAGE;
 use crate::istiod::{Connection, Istiod};
+use crate::problem::codes;
 use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
 use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
 
@@ -50,40 +53,47 @@ impl IstioCa {
     }
 
     async fn connection(&self) -> Result<Connection, SignError> {
-        let connecting = timeout(self.limit, self.istiod.try_connection());
-        match connecting.await {
-            Ok(connected) => connected.map_err(|error| SignError {
+        match timeout(self.limit, self.istiod.try_connection()).await {
+            Ok(connected) => connected.map_err(|problem| SignError {
                 code: Code::Unavailable,
-                message: error.to_string(),
+                message: format!("{}: {}", problem.subject, problem.found),
+                problem,
             }),
-            Err(_) => Err(self.late("no connection to istiod at", self.limit)),
+            Err(_) => Err(self.error(&late("connection", self.limit))),
         }
     }
 
     async fn signed(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
         let connection = self.connection().await?;
-        let doublings = self.missed.load(Ordering::Relaxed).min(DOUBLINGS);
-        let limit = self.limit.saturating_mul(1 << doublings);
+        let missed = self.missed.load(Ordering::Relaxed);
+        let limit = self.limit.saturating_mul(1 << missed.min(DOUBLINGS));
         let call = self.create(connection.clone(), self.message(csr_pem, ttl), limit);
-        let Ok(answer) = timeout(limit, call).await else {
-            self.missed.fetch_add(1, Ordering::Relaxed);
-            let error = self.late("no answer from istiod at", limit);
-            self.istiod.failed(&connection, true, &error.message);
-            return Err(error);
+        let answer = timeout(limit, call).await;
+        let is_silent = answer.is_err();
+        let missed = missed.saturating_add(1) * u32::from(is_silent);
+        self.missed.store(missed, Ordering::Relaxed);
+        let status = match answer.unwrap_or_else(|_| Err(late("answer", limit))) {
+            Ok(answer) => {
+                self.istiod.answered(&connection);
+                return Ok(answer.cert_chain);
+            }
+            Err(status) => status,
         };
-        self.missed.store(0, Ordering::Relaxed);
-        let code = answer.as_ref().err().map(Status::code);
+        let code = Some(status.code());
         if self.istiod.leave_if_unauthenticated(&connection, code) {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
-        let chain = answer
-            .map(|answer| answer.cert_chain)
-            .map_err(SignError::from);
-        match &chain {
-            Ok(_) => self.istiod.answered(&connection),
-            Err(error) => drop(self.istiod.failed(&connection, false, &error.to_string())),
+        let error = self.error(&status);
+        self.istiod.failed(&connection, is_silent, &error.problem);
+        Err(error)
+    }
+
+    fn error(&self, status: &Status) -> SignError {
+        SignError {
+            code: status.code(),
+            message: status.message().chars().take(MAX_MESSAGE).collect(),
+            problem: self.istiod.explain(codes::ISTIOD_WITHOUT_CA, status),
         }
-        chain
     }
 
     async fn create(
@@ -114,13 +124,11 @@ impl IstioCa {
             }),
         }
     }
+}
 
-    fn late(&self, what: &str, limit: Duration) -> SignError {
-        SignError {
-            code: Code::DeadlineExceeded,
-            message: format!("{what} {} within {limit:?}", self.istiod.address()),
-        }
-    }
+fn late(what: &str, limit: Duration) -> Status {
+    let limit = approximate(limit.as_secs_f64());
+    Status::deadline_exceeded(format!("no {what} within {limit}"))
 }
 
 impl Ca for IstioCa {

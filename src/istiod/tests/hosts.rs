@@ -9,6 +9,11 @@ use crate::duration::scaled;
 use crate::istiod::fake::{Fake, plaintext, run};
 use crate::istiod::hosts::{Hosts, RETURN_AFTER};
 use crate::istiod::{Body, Config};
+use crate::problem::{Problem, codes};
+
+fn why() -> Problem {
+    Problem::new(codes::ISTIOD_ERROR, "istiod", "why")
+}
 
 fn several(addresses: &[impl std::fmt::Display]) -> Config {
     let mut configs = addresses.iter().map(plaintext);
@@ -30,15 +35,15 @@ async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_aft
         match failed {
             0 => hosts.answered(&current),
             _ => {
-                let has_moved = hosts.failed(&current, false, "why");
+                let has_moved = hosts.failed(&current, false, &why());
                 assert_eq!(has_moved, hosts.current().address != current.address);
             }
         }
     }
     assert_eq!(used, "aaaaaabbbccca");
     let first = hosts.first().clone();
-    assert!(!hosts.failed(&first, false, "why"));
-    assert!(hosts.failed(&first, false, "why"));
+    assert!(!hosts.failed(&first, false, &why()));
+    assert!(hosts.failed(&first, false, &why()));
     assert_eq!(hosts.current().address, "b:1");
     for _ in 0..2 {
         let wait = hosts.due().unwrap() - tokio::time::Instant::now();
@@ -54,7 +59,7 @@ async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_aft
 fn one_alone_is_used_however_often_it_fails_or_is_silent() {
     let hosts = Hosts::new(several(&["a:1"]));
     for is_silent in [false, true].repeat(5) {
-        assert!(!hosts.failed(&hosts.current().clone(), is_silent, "why"));
+        assert!(!hosts.failed(&hosts.current().clone(), is_silent, &why()));
         assert_eq!((&*hosts.current().address, hosts.due()), ("a:1", None));
     }
 }
@@ -65,14 +70,14 @@ fn a_silent_one_is_left_at_once_and_what_comes_of_one_that_was_left_does_not_cou
     let first = hosts.current().clone();
     // One that was left does not count against the one in use, nor an answer of it for that.
     for _ in 0..5 {
-        assert!(hosts.failed(&first, true, "no answer"));
+        assert!(hosts.failed(&first, true, &why()));
         assert_eq!(&*hosts.current().address, "b:1");
     }
     let second = hosts.current().clone();
-    assert!(!hosts.failed(&second, false, "why"));
-    assert!(!hosts.failed(&second, false, "why"));
+    assert!(!hosts.failed(&second, false, &why()));
+    assert!(!hosts.failed(&second, false, &why()));
     hosts.answered(&first);
-    assert!(hosts.failed(&second, false, "why"));
+    assert!(hosts.failed(&second, false, &why()));
     assert_eq!(&*hosts.current().address, "a:1");
 }
 

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
 use crate::dial::proxy::Proxy;
 use crate::metrics::Registry;
+use crate::problem::{Code, codes};
 
 use super::{Body, Closed, Config, Connection, Istiod, Limits, Security, token};
 
@@ -22,12 +23,14 @@ fn short(config: &mut Config) {
     config.limits.per_address = Duration::from_millis(100);
 }
 
-async fn failure(config: Config) -> String {
-    let address = config.address.clone();
+/// Dials, and compares the problem with its code and with words of it.
+async fn fails(config: Config, code: &'static Code, words: &str) {
     let (istiod, _tasks) = run(config);
-    let text = istiod.try_connection().await.unwrap_err().to_string();
-    let expected = format!("istiod at {address}: ");
-    text.strip_prefix(&expected).expect(&text).to_owned()
+    let problem = istiod.try_connection().await.unwrap_err();
+    assert_eq!(problem.code, code, "{problem}");
+    assert!(problem.to_string().contains(words), "{words:?}: {problem}");
+    let status = istiod.status().last_error;
+    assert_eq!(status.map(|failure| failure.problem), Some(problem));
 }
 
 async fn unused_address() -> SocketAddr {
@@ -93,7 +96,9 @@ async fn the_status_shows_the_connection_and_the_dials() {
     let error = istiod.try_connection().await.unwrap_err();
     let status = istiod.status();
     assert_eq!((status.connected, status.dials), (None, 1));
-    assert_eq!(status.last_error.unwrap().error, error.source.to_string());
+    let shown = serde_json::to_value(status.last_error.unwrap()).unwrap();
+    assert_eq!(shown["code"], "ISTIOD_ROOTS_UNUSABLE");
+    assert_eq!(shown["error"], error.to_string());
     let page = registry.render();
     assert!(page.ends_with("\nistio_agent_istiod_connection_failures 1\n"));
     files.write("root.pem", &authority.pem());
@@ -208,9 +213,10 @@ async fn leaves_a_connection_at_goaway_while_its_streams_finish() {
 async fn one_call_gets_the_error_of_a_refused_dial_and_another_waits() {
     let address = unused_address().await;
     let (istiod, _tasks) = run(plaintext(address));
-    let error = istiod.try_connection().await.unwrap_err().to_string();
-    let refused = format!("istiod at {address}: cannot connect to {address}: Connection refused");
-    assert!(error.starts_with(&refused), "{error}");
+    let problem = istiod.try_connection().await.unwrap_err();
+    assert_eq!(problem.code, codes::ISTIOD_CONNECTION_REFUSED);
+    let found = format!("cannot connect to {address}: Connection refused");
+    assert!(problem.found.starts_with(&found), "{problem}");
     let waiting = {
         let istiod = istiod.clone();
         async move { istiod.connection().await }
@@ -231,20 +237,25 @@ async fn a_silent_peer_times_out() {
     let roots = files.write("root.pem", &Authority::new("root").pem());
     let mut config = encrypted(address, &roots);
     short(&mut config);
-    let text = failure(config).await;
-    let expected = format!("timed out after 200ms in the TLS handshake with {address}");
-    assert_eq!(text, expected);
+    let (silent, unreachable) = (codes::ISTIOD_TIMEOUT, codes::ISTIOD_PROXY_UNREACHABLE);
+    fails(
+        config,
+        silent,
+        "timed out after 200 ms in the TLS handshake",
+    )
+    .await;
     let mut config = plaintext(address);
     short(&mut config);
-    let text = failure(config).await;
-    let expected = format!("timed out after 200ms waiting for {address} to speak HTTP/2");
-    assert_eq!(text, expected);
+    fails(config, silent, "timed out after 200 ms waiting for HTTP/2").await;
     let mut config = plaintext("istiod.test:15012");
     config.proxy = Proxy::parse(&address.to_string());
     short(&mut config);
-    let text = failure(config).await;
-    let expected = format!("timed out after 200ms waiting for the proxy {address}");
-    assert_eq!(text, expected);
+    fails(
+        config,
+        unreachable,
+        "timed out after 200 ms waiting for the proxy",
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -275,32 +286,32 @@ async fn blurt(listener: TcpListener, bytes: &'static [u8]) {
 async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
     let files = Files::new();
     let roots = files.write("root.pem", &Authority::new("root").pem());
-    let table: [(bool, &[u8], &str); 6] = [
+    let http = b"HTTP/1.1 400 Bad Request\r\n\r\n";
+    let alert = &[0x15, 3, 3, 0, 2, 2, 40];
+    let (refused, other) = (codes::ISTIOD_TLS_REFUSED, codes::ISTIOD_NOT_GRPC);
+    let table: [(bool, &[u8], _, &str); 6] = [
         (
             false,
-            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            http,
+            other,
             "it answered \"HTTP/1.1 \" instead of HTTP/2",
         ),
-        (false, b"hm", "it closed the connection"),
-        (false, b"", "it closed the connection"),
-        (
-            true,
-            b"HTTP/1.1 400 Bad Request\r\n\r\n",
-            "received corrupt message",
-        ),
-        (true, &[0x15, 3, 3, 0, 2, 2, 40], "received fatal alert"),
-        (true, b"", "failed: tls handshake eof"),
+        (false, b"hm", other, "it closed the connection"),
+        (false, b"", other, "it closed the connection"),
+        (true, http, codes::ISTIOD_NOT_TLS, "it answered without TLS"),
+        (true, alert, refused, "received fatal alert"),
+        (true, b"", refused, "it closed the connection"),
     ];
-    for (tls, bytes, expected) in table {
+    for (tls, bytes, code, expected) in table {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let mut tasks = JoinSet::new();
         tasks.spawn(blurt(listener, bytes));
-        let text = match tls {
-            true => failure(encrypted(address, &roots)).await,
-            false => failure(plaintext(address)).await,
+        let config = match tls {
+            true => encrypted(address, &roots),
+            false => plaintext(address),
         };
-        assert!(text.contains(expected), "{text}");
+        fails(config, code, expected).await;
     }
 }
 
@@ -402,7 +413,7 @@ async fn ends_when_stopped_or_when_all_handles_are_dropped() {
     });
     assert_eq!(istiod.connection().await.unwrap_err(), Closed);
     let error = istiod.try_connection().await.unwrap_err();
-    assert!(error.to_string().ends_with("the agent is stopping"));
+    assert_eq!(error.code, codes::AGENT_STOPPING);
 
     let (istiod, run) = super::new(
         plaintext(fake.address),

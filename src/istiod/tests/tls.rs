@@ -1,10 +1,11 @@
 use tokio::net::TcpListener;
 use tonic::Code;
 
-use super::{failure, until_gone};
+use super::{fails, until_gone};
 use crate::compliance::Policy;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
 use crate::istiod::{Config, Security, probe, tls};
+use crate::problem::codes;
 
 fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
     match &mut config.security {
@@ -18,20 +19,20 @@ async fn tells_what_is_wrong_with_a_root_file() {
     let fake = Fake::start(None).await;
     let files = Files::new();
     let expired = Authority::expired("old").pem();
+    let code = codes::ISTIOD_ROOTS_UNUSABLE;
     for (content, expected) in [
-        ("", "is empty"),
-        ("garbage", "holds no certificate in 7 bytes"),
-        (&expired, "0 broken, 1 expired"),
+        ("", "the file is empty"),
+        ("garbage", "no PEM certificate in 7 bytes"),
+        (&expired, "no usable certificate (0 broken, 1 expired)"),
     ] {
         let roots = files.write("root.pem", content);
-        let text = failure(encrypted(fake.address, &roots)).await;
-        assert!(text.contains(expected), "{text}");
-        assert!(text.contains("root.pem"), "{text}");
+        let expected = format!("{}: {expected}", roots.display());
+        fails(encrypted(fake.address, &roots), code, &expected).await;
     }
     std::fs::remove_file(files.write("root.pem", "")).unwrap();
     let missing = files.write("other", "").with_file_name("root.pem");
-    let text = failure(encrypted(fake.address, &missing)).await;
-    assert!(text.contains("root.pem: No such file"), "{text}");
+    let config = encrypted(fake.address, &missing);
+    fails(config, code, "root.pem: No such file").await;
     assert!(fake.seen().connections.is_empty());
 }
 
@@ -42,18 +43,21 @@ async fn refuses_a_certificate_for_another_name_or_of_another_root() {
     let fake = Fake::start(Some(tls)).await;
     let files = Files::new();
     let roots = files.write("root.pem", &authority.pem());
-    let text = failure(encrypted(fake.address, &roots)).await;
-    assert!(text.contains("not valid for name"), "{text}");
-    assert!(text.contains(NAME), "{text}");
+    let names = format!("its certificate is not for {NAME:?}, but for other.example");
+    let config = encrypted(fake.address, &roots);
+    fails(config, codes::ISTIOD_CERTIFICATE_NAME, &names).await;
     let roots = files.write("root.pem", &Authority::new("another").pem());
-    let text = failure(encrypted(fake.address, &roots)).await;
-    assert!(text.contains("UnknownIssuer"), "{text}");
+    let signed = format!(
+        "its certificate is not signed by a root of {}",
+        roots.display()
+    );
+    let config = encrypted(fake.address, &roots);
+    fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
     let mut config = encrypted(fake.address, &roots);
     if let Security::Tls(tls) = &mut config.security {
         tls.server_name = "not a name".to_owned();
     }
-    let text = failure(config).await;
-    assert!(text.contains("\"not a name\" is no server name"), "{text}");
+    fails(config, codes::ISTIOD_SAN_INVALID, "\"not a name\"").await;
 }
 
 #[tokio::test]
@@ -79,6 +83,7 @@ async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_si
             continue;
         }
         let cause = probe::open(&config, config.limits.total).await.unwrap_err();
+        assert_eq!(cause.code, codes::ISTIOD_CERTIFICATE_UNUSABLE);
         let text = cause.to_string();
         let certificate = "the certificate CN=istiod, issued by CN=middle, is a CA's (CA:TRUE)";
         assert!(text.contains(certificate), "{text}");
@@ -86,7 +91,6 @@ async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_si
             text.contains("isCA: false") && !text.contains("OtherError"),
             "{text}"
         );
-        assert_eq!(cause.remedy(), "");
     }
 }
 
@@ -98,11 +102,8 @@ async fn wants_http2_to_be_offered() {
     let fake = Fake::start(Some(tls)).await;
     let roots = Files::new();
     let roots_path = roots.write("root.pem", &authority.pem());
-    let text = failure(encrypted(fake.address, &roots_path)).await;
-    assert!(
-        text.ends_with("does not offer HTTP/2 over TLS (ALPN)"),
-        "{text}"
-    );
+    let (config, code) = (encrypted(fake.address, &roots_path), codes::ISTIOD_NOT_GRPC);
+    fails(config, code, "does not offer HTTP/2 over TLS (ALPN)").await;
 }
 
 #[tokio::test]
@@ -118,8 +119,8 @@ async fn a_rotated_root_file_is_all_the_next_dial_trusts() {
     let address = first.address;
     first.close();
     until_gone(&istiod).await;
-    let error = istiod.try_connection().await.unwrap_err().to_string();
-    assert!(error.contains("UnknownIssuer"), "{error}");
+    let problem = istiod.try_connection().await.unwrap_err();
+    assert_eq!(problem.code, codes::ISTIOD_CERTIFICATE_UNTRUSTED);
     drop(first);
     let tls = fake::server_tls(&new, NAME, Clients::Optional);
     let _second = loop {
@@ -183,16 +184,15 @@ async fn a_client_key_that_cannot_be_used_is_an_error() {
     let roots = files.write("root.pem", &authority.pem());
     let pair = authority.issue("workload");
     for (key, expected) in [
-        ("", "is no PEM private key"),
-        (&fake::key_pem(), "cannot be used with its key"),
+        ("", "no PEM private key"),
+        (&fake::key_pem(), "cannot be used with "),
     ] {
         let mut config = encrypted("127.0.0.1:1", &roots);
         *client(&mut config) = Some(tls::ClientCertificate {
             chain: files.write("cert-chain.pem", &pair.chain),
             key: files.write("key.pem", key),
         });
-        let text = failure(config).await;
-        assert!(text.contains(expected), "{text}");
+        fails(config, codes::CLIENT_CERTIFICATE_UNUSABLE, expected).await;
     }
 }
 

@@ -102,7 +102,7 @@ fn istiod(overview: &Overview) -> Shown {
         None => (BAD, "not connected"),
     };
     let failure = status.last_error.as_ref();
-    let note = failure.map(|failure| format!("{}: {}", failure.at, failure.error));
+    let note = failure.map(|failure| format!("{}: {}", failure.at, failure.problem));
     (class, words.to_owned(), note)
 }
 

@@ -116,7 +116,11 @@ fn hostile_overview() -> Overview {
     overview.istiod.token_expires = Some(hostile());
     overview.istiod.last_error = Some(Failure {
         at: hostile(),
-        error: hostile(),
+        problem: crate::problem::Problem::new(
+            crate::problem::codes::ISTIOD_ERROR,
+            hostile(),
+            hostile(),
+        ),
     });
     overview.certificates = Some(Certificates {
         secrets: vec![Secret {

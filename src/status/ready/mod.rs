@@ -163,7 +163,7 @@ impl Readiness {
             let configured = stats::is_configured(envoy.admin()).await;
             let problem = self.sources.istiod.status().last_error;
             configured.map_err(|missing| match problem {
-                Some(problem) => format!("{missing}; {}", problem.error),
+                Some(problem) => format!("{missing}; {}", problem.problem),
                 None => missing,
             })?;
             checks.is_configured = true;

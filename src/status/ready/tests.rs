@@ -11,6 +11,7 @@ use super::*;
 use crate::envoy::admin::Admin;
 use crate::lifecycle::Stop;
 use crate::metrics::Registry;
+use crate::problem::{Problem, codes};
 use crate::status::startup::Milestones;
 use tokio::sync::watch;
 
@@ -126,12 +127,9 @@ async fn what_istiod_answers_instead_of_configuration_is_named_until_it_answers(
     let pod = Pod::with(Some(istiod.clone())).await;
     pod.says("");
     let connection = istiod.connection().await.expect("a connection");
-    istiod.failed(
-        &connection,
-        false,
-        "Unauthenticated: authentication failure",
-    );
-    let expected = format!("{missing}; Unauthenticated: authentication failure");
+    let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", "authentication failure");
+    istiod.failed(&connection, false, &problem);
+    let expected = format!("{missing}; {problem}");
     assert_eq!(pod.missing().await, expected);
     istiod.answered(&connection);
     assert_eq!(pod.missing().await, missing);

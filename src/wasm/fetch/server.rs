@@ -130,7 +130,8 @@ impl Config {
         } else if self.is_insecure(authority) {
             Some(unverified_tls::config(false).map_err(unusable)?)
         } else {
-            let roots = trust_anchors::load(&Roots::System(self.roots.clone())).await?;
+            let roots = trust_anchors::load(&Roots::System(self.roots.clone())).await;
+            let roots = roots.map_err(|problem| problem.to_string())?;
             let builder = Policy::None.builder().map_err(unusable)?;
             let builder = builder.dangerous().with_custom_certificate_verifier(roots);
             let mut tls = builder.with_no_client_auth();

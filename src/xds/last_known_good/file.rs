@@ -158,7 +158,7 @@ impl TypeFile {
         let is_empty = self.header.place.is_empty();
         let is_last = self.tail() == self.header.place.end;
         if response.nonce != nonce {
-            return Err(io::Error::other("Envoy has not answered a response"));
+            return Err(io::Error::other("Envoy has skipped the ACK of a response"));
         } else if is_accepted && !(is_empty && coverage == Coverage::Part) {
             self.header.version = response.version;
             self.header.accepted = unix_seconds(now()) as u64;
@@ -168,7 +168,9 @@ impl TypeFile {
             let end = self.header.place.end + segment.length;
             self.header.place = end..end;
         } else if !is_last {
-            return Err(io::Error::other("a refused response has others behind it"));
+            return Err(io::Error::other(
+                "Envoy has rejected a response after later ones were stored",
+            ));
         }
         let most = self.header.first.saturating_mul(2) + BLOCK as u64;
         match is_last && self.header.length() > most {

@@ -168,7 +168,7 @@ impl LastKnownGood {
     /// What is kept for the Envoy of this process. It is kept for delta only.
     pub(super) fn envoy_cache(&self, pid: i32, protocol: Protocol) -> Option<EnvoyCache> {
         if protocol == Protocol::Sotw {
-            tracing::warn!(target: "xdsproxy", "SotW is not kept, expected ISTIO_DELTA_XDS=true");
+            tracing::warn!(target: "xdsproxy", "ISTIO_AGENT_KEEP_CONFIG needs delta xDS: set ISTIO_DELTA_XDS=true");
             return None;
         }
         let mut envoys = self.shared.envoys.lock();

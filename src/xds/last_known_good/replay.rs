@@ -18,6 +18,7 @@ use super::recorder::Subscription;
 use super::writer::{OTHER_NODE, named, open};
 use super::{DIRECTORY, EnvoyCache, LastKnownGood, NEEDED, Shared, TYPES};
 use crate::directory::Directory;
+use crate::duration::approximate;
 use crate::xds::end::End;
 use crate::xds::observe::{now, unix_seconds};
 use crate::xds::request::HEAD;
@@ -116,13 +117,14 @@ fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'stati
     }
     let age = Duration::from_secs(age);
     if age > config.max_age {
-        let problem = format!("it is {age:?} old, expected at most {:?}", config.max_age);
+        let [age, most] = [age, config.max_age].map(|it| approximate(it.as_secs_f64()));
+        let problem = format!("it is {age} old, and ISTIO_AGENT_KEEP_CONFIG_MAX_AGE is {most}");
         return Err(named(config, "", problem));
     }
+    let [age, after] = [age, config.after].map(|it| approximate(it.as_secs_f64()));
     tracing::warn!(
         target: "xdsproxy",
-        "istiod has not answered for {:?}: Envoy is served the configuration it accepted {age:?} ago",
-        config.after
+        "istiod has not answered for {after}: Envoy is served the configuration it accepted {age} ago"
     );
     shared.served.inc();
     Ok(types)

@@ -16,7 +16,7 @@ use crate::xds::response::Received;
 /// The most bytes kept, responses that wait for their ACK included.
 const MAX_BYTES: u64 = 1 << 30;
 
-pub(super) const OTHER_NODE: &str = "it is of another node";
+pub(super) const OTHER_NODE: &str = "it is stored for another node";
 
 /// An error with the file of the type that it is about, or with the directory.
 pub(super) fn named(config: &Config, type_url: Type, error: impl std::fmt::Display) -> io::Error {
@@ -105,7 +105,7 @@ impl Writer {
             // Of an older Envoy, which drains after a hot restart, or one that could not be kept.
             (_, None) => Ok(()),
             (WriteOp::Bytes(bytes), Some(_)) if size + bytes.len() as u64 > MAX_BYTES => {
-                let problem = format!("over {MAX_BYTES} bytes would be kept");
+                let problem = format!("more than {MAX_BYTES} bytes would be stored");
                 Err(io::Error::other(problem))
             }
             (WriteOp::Bytes(bytes), Some(file)) => file.write(&bytes),
@@ -147,7 +147,7 @@ impl Writer {
                     };
                     if let Some(why) = why {
                         let why = named(&self.shared.config, type_url, why);
-                        tracing::error!(target: "xdsproxy", "removing kept configuration: {why}");
+                        tracing::error!(target: "xdsproxy", "removing stored configuration: {why}");
                     }
                     (directory.create_file(file_name(type_url))?, None)
                 }
@@ -175,7 +175,7 @@ impl Writer {
         let error = named(&self.shared.config, type_url, error);
         tracing::error!(
             target: "xdsproxy",
-            "configuration cannot be kept in {error}; an Envoy that starts while istiod is unreachable waits for it"
+            "cannot store configuration in {error}; an Envoy that starts while istiod is unreachable will get none"
         );
         if let Some(directory) = self.directory.take() {
             for type_url in TYPES {

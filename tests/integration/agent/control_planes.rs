@@ -20,6 +20,7 @@ use istio_agent::ca::csr;
 use istio_agent::ca::istio::IstioCa;
 use istio_agent::ca::key::KeyType;
 use istio_agent::identity::SpiffeId;
+use istio_agent::problem::codes;
 use istio_agent::xds::Protocol;
 use local_istiod::{LocalIstiod, Options};
 use rustls::ServerConfig;
@@ -332,8 +333,14 @@ async fn a_refused_token_holds_the_stream_until_there_is_a_good_one() {
         bench.istiod.status().last_error.is_some()
     })
     .await;
-    let problem = bench.istiod.status().last_error.unwrap().error;
-    assert_eq!(problem, "istiod: Unauthenticated: authentication failure");
+    let problem = bench.istiod.status().last_error.unwrap().problem;
+    // The file holds two words.
+    assert_eq!(problem.code, codes::ISTIOD_TOKEN_INVALID);
+    assert!(
+        problem
+            .found
+            .contains("Unauthenticated: authentication failure")
+    );
     bench.write_token("default", "bench");
     let mut istiod = bench.accepted().await;
     soon(istiod.next_bytes()).await.unwrap().unwrap();

@@ -86,9 +86,9 @@ async fn a_silent_istiod_times_out() {
         recovers_from(
             Security::Tls,
             None,
-            "timed out after 10s in the TLS handshake"
+            "timed out after 10 s in the TLS handshake"
         ),
-        recovers_from(Security::Plaintext, None, "to speak HTTP/2"),
+        recovers_from(Security::Plaintext, None, "waiting for HTTP/2"),
     );
 }
 
@@ -127,7 +127,9 @@ async fn a_certificate_for_another_name_is_refused_until_a_right_one_is_served()
     let place = Place::of(&istiod);
     let agent = place.start().await;
     let mut envoy = ask_for_clusters(&place).await;
-    agent.logs(&format!("as {:?} failed: ", names[0])).await;
+    let name = format!("its certificate is not for {:?}, but for ", names[0]);
+    agent.logs(&name).await;
+    agent.logs("[ISTIOD_CERTIFICATE_NAME]").await;
     let mut istiod = restarted(istiod, |options| options.extra_names = names).await;
     answered(&mut envoy, &mut istiod).await;
 }

@@ -196,6 +196,7 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
         },
         proxy: None,
         limits: istiod::Limits::default(),
+        setting: "discoveryAddress",
         others: Vec::new(),
     }
 }

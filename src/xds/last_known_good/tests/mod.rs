@@ -277,7 +277,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
     let log = logged(|| begin(&mut first, 2, 2, "another node"));
     // Of the other types nothing was kept.
     let dropped = format!(
-        "removing kept configuration: {}: {OTHER_NODE}",
+        "removing stored configuration: {}: {OTHER_NODE}",
         path("Cluster")
     );
     assert_eq!(log.matches("removing").count(), 1, "{log}");
@@ -286,7 +286,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
 
     fs::write(path("Listener"), "damaged").unwrap();
     let log = logged(|| begin(&mut first, 3, 3, "another node"));
-    let damaged = format!("removing kept configuration: {}: ", path("Listener"));
+    let damaged = format!("removing stored configuration: {}: ", path("Listener"));
     assert!(log.contains(&damaged), "{log}");
 
     let log = logged(|| {
@@ -301,7 +301,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
         )
     });
     let failed = format!(
-        "cannot be kept in {}: Envoy has not answered",
+        "cannot store configuration in {}: Envoy has skipped",
         path("Cluster")
     );
     assert!(log.contains(&failed), "{log}");

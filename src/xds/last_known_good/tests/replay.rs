@@ -147,9 +147,9 @@ fn what_is_too_old_or_of_another_node_is_not_served() {
     replayed(parent.path(), day, vec![first.clone()]).unwrap();
     let old = refused(Duration::from_secs(99), first.clone());
     assert!(old.starts_with(&format!("{}: it is ", file(""))), "{old}");
-    assert!(old.ends_with("old, expected at most 99s"), "{old}");
+    assert!(old.ends_with("_MAX_AGE is 1 min 39 s"), "{old}");
     let stranger = frame(&DeltaDiscoveryRequest::default().encode_to_vec());
-    let of_another = format!("{}: it is of another node", file("Cluster"));
+    let of_another = format!("{}: it is stored for another node", file("Cluster"));
     assert_eq!(refused(day, stranger), of_another);
     fs::write(file("ClusterLoadAssignment"), "damaged").unwrap();
     let damaged = refused(day, first);

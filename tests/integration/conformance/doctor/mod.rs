@@ -230,7 +230,7 @@ async fn each_fault_of_configuration_and_files_is_the_first_error() {
         let token = istiod.mint_token("default", "bench", Duration::ZERO);
         place.write(TOKEN, token.unwrap());
     };
-    let says = &[TOKEN, " expired ", "kubelet renews"];
+    let says = &[TOKEN, "expired ", "the kubelet renews"];
     rows.add("an expired token", files(expired, says));
     let foreign = |istiod: &LocalIstiod, place: &Place| {
         let claims = Claims {
@@ -244,10 +244,15 @@ async fn each_fault_of_configuration_and_files_is_the_first_error() {
         };
         place.write(TOKEN, istiod.mint(&claims).unwrap());
     };
-    let says = &["discovery request", "Unauthenticated", "istio-ca", "vault"];
+    let says = &[
+        "ISTIOD_TOKEN_AUDIENCE",
+        "Unauthenticated",
+        "istio-ca",
+        "vault",
+    ];
     rows.add("a token for another audience", files(foreign, says));
     let garbage = |_: &LocalIstiod, place: &Place| place.write(ROOT, "no roots");
-    let says = &[ROOT, "holds no certificate", "istio-ca-root-cert"];
+    let says = &[ROOT, "ISTIOD_ROOTS_UNUSABLE", "istio-ca-root-cert"];
     rows.add("roots that are none", files(garbage, says));
     rows.all_name_their_cause().await;
 }
@@ -260,7 +265,7 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
         let place = Place::of(&istiod);
         place.write(ROOT, other.root_pem());
         let says = &[
-            "invalid peer certificate",
+            "ISTIOD_CERTIFICATE_UNTRUSTED",
             "istio-ca-root-cert",
             "another mesh",
         ];
@@ -274,7 +279,7 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
             istiod,
             &[
                 "istiod.invalid:15012",
-                "cannot find the address",
+                "ISTIOD_NAME_NOT_RESOLVED",
                 "resolv.conf",
             ],
         )
@@ -298,7 +303,7 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
         let first = TcpStream::connect(address).await.unwrap();
         let istiod = local_istiod().await;
         let place = Place::of(&istiod).proxy("discoveryAddress", json!(address.to_string()));
-        let says = &["timed out after", "connecting to", "NetworkPolicy"];
+        let says = &["timed out after", "ISTIOD_NOT_REACHABLE", "NetworkPolicy"];
         SetUp::new(place, (listener, first, istiod), says)
     });
     rows.add("a certificate for another name", async {
@@ -313,7 +318,7 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
     });
     let early =
         |params: &mut CertificateParams| params.not_before = rcgen::date_time_ymd(2090, 1, 1);
-    let says = &["not valid yet", "clock of this machine"];
+    let says = &["is not valid before 2090-01-01", "clock of this machine"];
     rows.add("a clock that is late", certificate(early, says));
     let late = |params: &mut CertificateParams| params.not_after = rcgen::date_time_ymd(2020, 1, 1);
     rows.add("an expired certificate", certificate(late, &["expired"]));
@@ -322,7 +327,7 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
     let http = |stream| answer(stream, "HTTP/1.1 400 Bad Request\r\n\r\n");
     rows.add(
         "a plain HTTP server",
-        instead(http, &["corrupt message", "15010"]),
+        instead(http, &["ISTIOD_NOT_TLS", "15010"]),
     );
     rows.add(
         "a silent server",
@@ -337,7 +342,7 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
         let place = place
             .proxy("discoveryAddress", json!("istiod.invalid:15012"))
             .set("HTTPS_PROXY", &format!("http://{address}"));
-        SetUp::new(place, proxy, &["by the proxy", "403", "NO_PROXY"])
+        SetUp::new(place, proxy, &["the proxy", "403", "NO_PROXY"])
     });
     rows.all_name_their_cause().await;
 }
@@ -349,7 +354,7 @@ async fn a_refusal_by_istiod_is_the_first_error() {
         let istiod = answering_istiod().await;
         let place = Place::of(&istiod);
         place.write(TOKEN, token(&local_istiod().await));
-        let says = &["discovery request", "Unauthenticated", "istiod logs why"];
+        let says = &["ISTIOD_UNAUTHENTICATED", "kubectl logs"];
         SetUp::new(place, istiod, says)
     });
     rows.add("an identity istiod does not admit", async {
@@ -363,9 +368,9 @@ async fn a_refusal_by_istiod_is_the_first_error() {
             pending::<()>().await;
         });
         let says = &[
-            "discovery request",
+            "ISTIOD_PERMISSION_DENIED",
             "no identities matched",
-            "SERVICE_ACCOUNT",
+            "TRUST_DOMAIN",
         ];
         SetUp::new(place, refusing, says)
     });
