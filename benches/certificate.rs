@@ -142,6 +142,7 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
         proxy: None,
         limits: istiod::Limits::default(),
         setting: "discoveryAddress",
+        identity: identity(),
         others: Vec::new(),
     };
     let (istiod, run) = istiod::new(config, &Registry::default(), CancellationToken::new());

@@ -26,6 +26,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let config = istiod::Config {
         address: address.to_owned(),
         setting: "discoveryAddress",
+        identity: istio_agent::identity::SpiffeId::new("cluster.local", "default", "bench"),
         others: Vec::new(),
         proxy: None,
         security: Security::Tls(tls::Config {

@@ -88,6 +88,7 @@ impl Loader<'_> {
             },
             limits: Limits::default(),
             setting: "discoveryAddress",
+            identity: self.identity(),
             others: Vec::new(),
         };
         let discovery = self.with_others(discovery, true);

@@ -25,6 +25,14 @@ pub struct WorkloadCertificate {
 }
 
 impl Loader<'_> {
+    pub(super) fn identity(&self) -> SpiffeId {
+        SpiffeId::new(
+            self.get(&variables::TRUST_DOMAIN),
+            self.namespace.clone(),
+            self.get(&variables::SERVICE_ACCOUNT),
+        )
+    }
+
     /// `node_id` is what renewals are spread by.
     pub(super) fn workload_certificate(
         &mut self,
@@ -34,11 +42,7 @@ impl Loader<'_> {
         let (key_type, falls_back_to_rsa) = self.key_type();
         WorkloadCertificate {
             renewal: secrets::Config {
-                identity: SpiffeId::new(
-                    self.get(&variables::TRUST_DOMAIN),
-                    self.namespace.clone(),
-                    self.get(&variables::SERVICE_ACCOUNT),
-                ),
+                identity: self.identity(),
                 key_type,
                 falls_back_to_rsa,
                 encoding: match self.get(&variables::PKCS8_KEY) {

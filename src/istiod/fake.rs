@@ -103,10 +103,15 @@ impl Authority {
     }
 
     pub(crate) fn issue_until(&self, name: &str, year: i32) -> Pair {
+        self.issue_for(name, [2000, year])
+    }
+
+    /// Valid from the one year to the other.
+    fn issue_for(&self, name: &str, years: [i32; 2]) -> Pair {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new([name.to_owned()]).unwrap();
-        params.not_before = date_time_ymd(2000, 1, 1);
-        params.not_after = date_time_ymd(year, 1, 1);
+        params.not_before = date_time_ymd(years[0], 1, 1);
+        params.not_after = date_time_ymd(years[1], 1, 1);
         let chain = params.signed_by(&key, &self.0).unwrap().pem();
         let key = key.serialize_pem();
         Pair { chain, key }
@@ -122,7 +127,17 @@ pub(crate) enum Clients {
 
 /// TLS of a server with a certificate of `authority` for `name`, which also vouches for clients.
 pub(crate) fn server_tls(authority: &Authority, name: &str, clients: Clients) -> ServerConfig {
-    let pair = authority.issue(name);
+    server_tls_for(authority, name, clients, [2000, 2999])
+}
+
+/// With a certificate that is valid from the one year to the other.
+pub(crate) fn server_tls_for(
+    authority: &Authority,
+    name: &str,
+    clients: Clients,
+    years: [i32; 2],
+) -> ServerConfig {
+    let pair = authority.issue_for(name, years);
     let chain = CertificateDer::from_pem_slice(pair.chain.as_bytes()).unwrap();
     let key = PrivateKeyDer::from_pem_slice(pair.key.as_bytes()).unwrap();
     let mut roots = rustls::RootCertStore::empty();
@@ -357,6 +372,7 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
             ..Limits::default()
         },
         setting: "discoveryAddress",
+        identity: crate::identity::SpiffeId::new("cluster.local", "shop", "cart"),
         others: Vec::new(),
     }
 }

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::Config;
 use crate::clock::after;
 use crate::duration::scaled;
-use crate::problem::Problem;
+use crate::problem::{Problem, Repetition};
 
 const MAX_FAILURES: u32 = 3;
 /// How long a stream may go without its first response where there is another control plane.
@@ -25,6 +25,8 @@ pub(super) struct Hosts {
     /// Not empty.
     configs: Vec<Arc<Config>>,
     state: Mutex<State>,
+    /// Switches since the last answer.
+    switches: Mutex<Repetition>,
 }
 
 #[derive(Debug, Default)]
@@ -43,6 +45,7 @@ impl Hosts {
         Self {
             configs: configs.map(Arc::new).collect(),
             state: Mutex::default(),
+            switches: Mutex::default(),
         }
     }
 
@@ -61,6 +64,7 @@ impl Hosts {
 
     /// A call on this one was answered as it should.
     pub(super) fn answered(&self, config: &Arc<Config>) {
+        self.switches.lock().end();
         if Arc::ptr_eq(config, self.current()) {
             self.state.lock().failures = 0;
         }
@@ -84,7 +88,11 @@ impl Hosts {
             ..State::default()
         };
         let (from, to) = (&config.address, &self.configs[in_use].address);
-        tracing::warn!(target: "xdsproxy", "switching control plane from {from} to {to}: {problem}");
+        let text = format!("switching control plane from {from} to {to}: {problem}");
+        match self.switches.lock().failed(problem) {
+            Some(count) => tracing::warn!(target: "xdsproxy", "{text}{count}"),
+            None => tracing::debug!(target: "xdsproxy", "{text}"),
+        }
         true
     }
 

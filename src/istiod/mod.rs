@@ -38,6 +38,7 @@ use worker::{Waiter, Worker};
 
 use crate::clock::rfc3339;
 use crate::dial::proxy::Proxy;
+use crate::identity::SpiffeId;
 use crate::metrics::Registry;
 use crate::problem::{self, Problem, codes};
 
@@ -57,6 +58,8 @@ pub struct Config {
     pub token: token::Source,
     /// What sets the address.
     pub setting: &'static str,
+    /// The caller, as the agent's settings name it.
+    pub identity: SpiffeId,
     /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case.
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,

@@ -33,23 +33,38 @@ pub fn explain(
         Code::DeadlineExceeded => codes::ISTIOD_NO_ANSWER,
         _ => codes::ISTIOD_ERROR,
     };
-    let is_unknown = code == codes::ISTIOD_UNAUTHENTICATED;
-    if let Some(problem) = token.problem.as_ref().filter(|_| is_unknown) {
+    let is_denied = code == codes::ISTIOD_PERMISSION_DENIED;
+    let is_about_caller = is_denied || code == codes::ISTIOD_UNAUTHENTICATED;
+    if let Some(problem) = token.problem.as_ref().filter(|_| is_about_caller) {
         let found = format!("{found}; the {}: {}", problem.subject, problem.found);
         return config.problem(problem.code, found);
     }
-    let audiences = token
-        .claims
-        .as_ref()
-        .map(Claims::audiences)
-        .unwrap_or_default();
-    match audiences.is_empty() || audiences.contains(&AUDIENCE) {
-        false if is_unknown => {
-            let audiences = audiences.join(", ");
-            let found = format!("{found}; the token is for {audiences}, not for {AUDIENCE}");
-            config.problem(codes::ISTIOD_TOKEN_AUDIENCE, found)
+    let (own, claims) = (&config.identity, token.claims.as_ref());
+    let account = claims.and_then(Claims::service_account);
+    if let Some((namespace, account)) = account.filter(|_| is_denied) {
+        for (setting, own, other) in [
+            ("POD_NAMESPACE", &own.namespace, namespace),
+            ("SERVICE_ACCOUNT", &own.service_account, account),
+        ] {
+            if own != other {
+                let found = format!("{found}; {setting} is {own:?}, and the token is for {other}");
+                let remedy = format!("set {setting} to {other}");
+                return config.problem(code, found).remedy(remedy);
+            }
         }
-        _ => config.problem(code, found),
+    }
+    let audiences = claims.map(Claims::audiences).unwrap_or_default();
+    if is_about_caller && !audiences.is_empty() && !audiences.contains(&AUDIENCE) {
+        let audiences = audiences.join(", ");
+        let found = format!("{found}; the token is for {audiences}, not for {AUDIENCE}");
+        return config.problem(codes::ISTIOD_TOKEN_AUDIENCE, found);
+    }
+    match is_denied {
+        true => config.problem(
+            code,
+            format!("{found}; TRUST_DOMAIN is {:?}", own.trust_domain),
+        ),
+        false => config.problem(code, found),
     }
 }
 
@@ -58,5 +73,141 @@ pub fn code_name(code: Code) -> String {
     match code {
         Code::Cancelled => "Canceled".to_owned(),
         other => format!("{other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::istiod::fake::plaintext;
+    use crate::istiod::token;
+
+    /// What is known of a token with these claims.
+    fn state(claims: &str) -> State {
+        let claims = token::claims(token::tests::jwt(claims).as_bytes());
+        let expired = claims
+            .as_ref()
+            .and_then(|it| it.expired(Path::new("/token")));
+        State {
+            claims,
+            problem: expired,
+        }
+    }
+
+    /// The caller of the configuration is cart in shop, of cluster.local.
+    #[test]
+    fn a_refused_call_names_its_cause_the_setting_and_a_cure() {
+        let (denied, unknown) = (Code::PermissionDenied, Code::Unauthenticated);
+        let of = |account: &str| {
+            format!(r#"{{"aud":["istio-ca"],"sub":"system:serviceaccount:{account}"}}"#)
+        };
+        let missing = token::read(Path::new("/nonexistent/token")).map(drop);
+        let missing = State {
+            problem: missing.err(),
+            claims: None,
+        };
+        let mut unset = plaintext("istiod:15012");
+        unset.identity.namespace.clear();
+        let token = state(&of("shop:cart"));
+        let status = Status::new(denied, "why");
+        let problem = explain(&unset, &token, codes::ISTIOD_ERROR, &status);
+        assert!(problem.found.contains("POD_NAMESPACE is \"\""), "{problem}");
+        assert_eq!(problem.remedy, "set POD_NAMESPACE to shop");
+        for (code, token, expected, found, remedy) in [
+            (
+                denied,
+                state(&of("other:cart")),
+                codes::ISTIOD_PERMISSION_DENIED,
+                "POD_NAMESPACE is \"shop\"",
+                "set POD_NAMESPACE to other",
+            ),
+            (
+                denied,
+                state(&of("shop:till")),
+                codes::ISTIOD_PERMISSION_DENIED,
+                "SERVICE_ACCOUNT is \"cart\"",
+                "set SERVICE_ACCOUNT to till",
+            ),
+            (
+                denied,
+                state(&of("shop:cart")),
+                codes::ISTIOD_PERMISSION_DENIED,
+                "TRUST_DOMAIN is \"cluster.local\"",
+                "kubectl get configmap istio",
+            ),
+            (
+                denied,
+                State::default(),
+                codes::ISTIOD_PERMISSION_DENIED,
+                "TRUST_DOMAIN is \"cluster.local\"",
+                "compare `TRUST_DOMAIN`",
+            ),
+            (
+                denied,
+                state(r#"{"aud":"vault"}"#),
+                codes::ISTIOD_TOKEN_AUDIENCE,
+                "for vault, not for istio-ca",
+                "TOKEN_AUDIENCES",
+            ),
+            (
+                unknown,
+                state(r#"{"aud":["a","b"]}"#),
+                codes::ISTIOD_TOKEN_AUDIENCE,
+                "for a, b, not",
+                "audience of the projected volume",
+            ),
+            (
+                unknown,
+                state(r#"{"exp":12}"#),
+                codes::ISTIOD_TOKEN_EXPIRED,
+                "expired ",
+                "date -u",
+            ),
+            (
+                unknown,
+                missing,
+                codes::ISTIOD_TOKEN_MISSING,
+                "/nonexistent/token: No such file",
+                "mount the projected volume",
+            ),
+            (
+                unknown,
+                state(&of("shop:cart")),
+                codes::ISTIOD_UNAUTHENTICATED,
+                "why",
+                "ISTIO_META_CLUSTER_ID",
+            ),
+            (
+                Code::Unimplemented,
+                State::default(),
+                codes::ISTIOD_WITHOUT_DELTA,
+                "Unimplemented",
+                "ISTIO_DELTA_XDS=false",
+            ),
+            (
+                Code::Unavailable,
+                state(r#"{"exp":12}"#),
+                codes::ISTIOD_UNAVAILABLE,
+                "why",
+                "kubectl get pods",
+            ),
+            (
+                Code::Internal,
+                State::default(),
+                codes::ISTIOD_ERROR,
+                "Internal: why",
+                "kubectl logs",
+            ),
+        ] {
+            let status = Status::new(code, "why");
+            let config = plaintext("istiod:15012");
+            let problem = explain(&config, &token, codes::ISTIOD_WITHOUT_DELTA, &status);
+            assert_eq!(problem.code, expected, "{problem}");
+            assert!(problem.subject.contains("discoveryAddress"), "{problem}");
+            assert!(problem.found.contains(found), "{found:?}: {problem}");
+            assert!(problem.remedy.contains(remedy), "{remedy:?}: {problem}");
+        }
     }
 }

@@ -161,6 +161,14 @@ impl Claims {
         Some(problem(codes::ISTIOD_TOKEN_EXPIRED, path, found))
     }
 
+    /// Namespace and name of a service account of Kubernetes.
+    pub(crate) fn service_account(&self) -> Option<(&str, &str)> {
+        let subject = self.0.get("sub")?.as_str()?;
+        subject
+            .strip_prefix("system:serviceaccount:")?
+            .split_once(':')
+    }
+
     /// One or several; none if the token does not say.
     pub(crate) fn audiences(&self) -> Vec<&str> {
         match self.0.get("aud") {
@@ -180,7 +188,7 @@ pub(crate) fn claims(token: &[u8]) -> Option<Claims> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     fn answer(content: &[u8]) -> Result<String, String> {
@@ -258,7 +266,7 @@ mod tests {
         changed.await;
     }
 
-    fn jwt(claims: &str) -> String {
+    pub(in crate::istiod) fn jwt(claims: &str) -> String {
         let claims = BASE64_URL_SAFE_NO_PAD.encode(claims);
         format!("e30.{claims}.sig")
     }

@@ -24,7 +24,7 @@ use crate::clock::{after, later};
 use crate::dial::Dialer;
 use crate::duration::{approximate, scaled};
 use crate::executor::ConnectionTasks;
-use crate::problem::{Code, Problem};
+use crate::problem::{Problem, Repetition};
 
 /// Upper bound of what the first wait adds to the least time between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -52,8 +52,8 @@ pub(super) struct Worker {
     not_before: Instant,
     dialer: Dialer,
     waiting: Vec<Waiter>,
-    /// The problem with each address that was logged last, while dials fail.
-    complaints: BTreeMap<String, &'static Code>,
+    /// The failed dials in a row of each address.
+    failures: BTreeMap<String, Repetition>,
 }
 
 impl Worker {
@@ -73,7 +73,7 @@ impl Worker {
             not_before: Instant::now(),
             dialer: Dialer::default(),
             waiting: Vec::new(),
-            complaints: BTreeMap::new(),
+            failures: BTreeMap::new(),
         }
     }
 
@@ -178,8 +178,12 @@ impl Worker {
         self.backoff.reset();
         // One that breaks at once is dialed again as after a first failure.
         self.not_before = later(self.not_before, scaled(FIRST_WAIT, fastrand::f64()));
-        self.complaints.clear();
         let address = connection.config.address.clone();
+        let failures = self.failures.remove(&address);
+        if let Some(failures) = failures.and_then(|mut failures| failures.end()) {
+            tracing::info!(target: "xdsproxy", "connected to istiod at {address} again; {failures}");
+        }
+        self.failures.clear();
         let about = connection.about();
         tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({about})");
         let identity = connection.identity();
@@ -218,14 +222,16 @@ impl Worker {
         }
     }
 
-    /// Logs an outage once as an error, further failures of the same kind at debug level.
+    /// Logs an outage as an error when it begins and then at growing intervals, other failures at debug
+    /// level.
     fn complain(&mut self, address: &str, problem: &Problem, wait: Duration) {
+        let failures = self.failures.entry(address.to_owned()).or_default();
         let text = format!("failed to connect to upstream {address}: {problem}");
-        if self.complaints.insert(address.to_owned(), problem.code) == Some(problem.code) {
+        if let Some(count) = failures.failed(problem) {
+            tracing::error!(target: "xdsproxy", "{text}{count}");
+        } else {
             let wait = approximate(wait.as_secs_f64());
             tracing::debug!(target: "xdsproxy", "{text}; the next dial is in {wait} or later");
-        } else {
-            tracing::error!(target: "xdsproxy", "{text}");
         }
     }
 }

@@ -4,10 +4,12 @@
 //! Programs compare codes only. Texts are for people and may change.
 
 pub mod codes;
+mod repetition;
 
 use std::borrow::Cow;
 use std::fmt;
 
+pub use repetition::Repetition;
 use serde::{Serialize, Serializer};
 
 /// A kind of problem. Texts begin in lower case and have no full stop, because they are joined by semicolons.

@@ -43,7 +43,7 @@ use super::stream::StreamState;
 use crate::backoff::Backoff;
 use crate::clock::later;
 use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Problem, Repetition, codes};
 
 /// How many bytes of requests are kept for an istiod that has not answered yet. A first round of
 /// requests is far smaller; what goes on sending all the same is made to wait for a stream of istiod,
@@ -196,8 +196,8 @@ struct Session<'a> {
     memory: Option<OwnedSemaphorePermit>,
     is_answered: bool,
     backoff: Backoff,
-    /// Why istiod has not answered, as logged last.
-    logged: Option<&'static Code>,
+    /// Streams in a row that istiod has not answered.
+    failures: Repetition,
     /// Since when istiod owes an answer, if there is another control plane.
     owed_since: Option<Instant>,
     interceptions: Interceptions,
@@ -233,7 +233,7 @@ impl<'a> Session<'a> {
             memory: None,
             is_answered: false,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
-            logged: None,
+            failures: Repetition::default(),
             owed_since: None,
             interceptions: Interceptions::default(),
             health: relay.health.clone(),
@@ -326,6 +326,10 @@ impl<'a> Session<'a> {
                     (self.held, self.held_bytes) = (None, 0);
                     self.relay.observer.istiod_answered(self.relay.id);
                     self.relay.istiod.answered(connection);
+                    if let Some(failures) = self.failures.end() {
+                        let id = self.relay.id;
+                        tracing::info!(target: "xdsproxy", id, "istiod answers again; {failures}");
+                    }
                 }
             }
             IstiodEvent::Opened(response) => {
@@ -386,10 +390,10 @@ impl<'a> Session<'a> {
         if end.code_of_istiod().is_none() || self.held.is_none() || !self.relay.is_envoy {
             return Err(end);
         }
-        if self.logged.replace(problem.code) != Some(problem.code) {
+        if let Some(count) = self.failures.failed(&problem) {
             let problem = problem.consequence("Envoy's stream is held, and istiod is asked again");
             let id = self.relay.id;
-            tracing::warn!(target: "xdsproxy", id, "upstream terminated with unexpected error {problem}");
+            tracing::warn!(target: "xdsproxy", id, "upstream terminated with unexpected error {problem}{count}");
         }
         let wait = match has_moved {
             true => Duration::ZERO,

@@ -229,6 +229,39 @@ async fn one_call_gets_the_error_of_a_refused_dial_and_another_waits() {
 }
 
 #[tokio::test]
+async fn an_address_that_cannot_be_reached_names_its_setting_and_a_dead_proxy_its_variable() {
+    let address = unused_address().await;
+    let mut authority = plaintext(address);
+    authority.setting = "CA_ADDR";
+    let subject = format!("istiod at {address} (CA_ADDR): ");
+    fails(
+        authority.clone(),
+        codes::ISTIOD_CONNECTION_REFUSED,
+        &subject,
+    )
+    .await;
+    authority.address = "istiod".to_owned();
+    fails(
+        authority.clone(),
+        codes::ISTIOD_ADDRESS_INVALID,
+        "host:port",
+    )
+    .await;
+    authority.address = "istiod.invalid:15012".to_owned();
+    fails(
+        authority.clone(),
+        codes::ISTIOD_NAME_NOT_RESOLVED,
+        "/etc/resolv.conf",
+    )
+    .await;
+    authority.proxy = Proxy::parse(&address.to_string());
+    let found = format!("by the proxy {address}: cannot connect to");
+    let code = codes::ISTIOD_PROXY_UNREACHABLE;
+    fails(authority.clone(), code, &found).await;
+    fails(authority, code, "correct `HTTPS_PROXY`").await;
+}
+
+#[tokio::test]
 async fn a_silent_peer_times_out() {
     // The kernel completes connections; the test accepts none.
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

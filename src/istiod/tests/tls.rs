@@ -53,11 +53,39 @@ async fn refuses_a_certificate_for_another_name_or_of_another_root() {
     );
     let config = encrypted(fake.address, &roots);
     fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
+    // The roots of two meshes may have the same name.
+    let roots = files.write("root.pem", &Authority::new("root").pem());
+    let config = encrypted(fake.address, &roots);
+    fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
     let mut config = encrypted(fake.address, &roots);
     if let Security::Tls(tls) = &mut config.security {
         tls.server_name = "not a name".to_owned();
     }
     fails(config, codes::ISTIOD_SAN_INVALID, "\"not a name\"").await;
+}
+
+#[tokio::test]
+async fn clocks_that_differ_are_named_with_both_dates() {
+    let authority = Authority::new("root");
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    for (years, code, expected) in [
+        (
+            [2000, 2020],
+            codes::ISTIOD_CERTIFICATE_EXPIRED,
+            "its certificate expired 2020-01-01T00:00:00Z, ",
+        ),
+        (
+            [2190, 2999],
+            codes::ISTIOD_CERTIFICATE_NOT_YET_VALID,
+            "its certificate is not valid before 2190-01-01T00:00:00Z, ",
+        ),
+    ] {
+        let tls = fake::server_tls_for(&authority, NAME, Clients::Optional, years);
+        let fake = Fake::start(Some(tls)).await;
+        fails(encrypted(fake.address, &roots), code, expected).await;
+        fails(encrypted(fake.address, &roots), code, "`date -u`").await;
+    }
 }
 
 #[tokio::test]

@@ -122,6 +122,37 @@ async fn an_ipv6_address_of_istiod_that_drops_syns_is_left_within_a_second_and_t
     }
 }
 
+/// The lines of a log that are warnings or errors, of the agent and of its Envoy.
+fn complaints(log: &str) -> Vec<&str> {
+    let is_complaint = |line: &&str| {
+        let level = line.split('\t').nth(1);
+        level.is_some_and(|level| ["warn", "error", "warning"].contains(&level))
+    };
+    log.lines().filter(is_complaint).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn thirty_seconds_without_istiod_take_at_most_fifteen_warnings_and_errors() {
+    let Some(binary) = envoy_binary() else { return };
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[],
+    };
+    let control_plane = ControlPlane::of(&resources(free_port(), 7001, "0")).await;
+    let starting = Pod::start(settings, &control_plane);
+    let dead = control_plane.kill().await;
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    let log = starting.agent.log();
+    let complaints = complaints(&log);
+    println!("{}", complaints.join("\n"));
+    assert!(
+        complaints.len() <= 15,
+        "{}: {complaints:#?}",
+        complaints.len()
+    );
+    drop(dead);
+}
+
 /// Kills the control plane and waits until Envoy has its routes from the next one.
 async fn restarted(control_plane: ControlPlane) -> ControlPlane {
     let mut control_plane = control_plane.kill().await.revive().await;

@@ -197,6 +197,7 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
         proxy: None,
         limits: istiod::Limits::default(),
         setting: "discoveryAddress",
+        identity: istio_agent::identity::SpiffeId::new("cluster.local", "default", "bench"),
         others: Vec::new(),
     }
 }
