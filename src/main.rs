@@ -1,13 +1,8 @@
-//! The program: reads the command line, starts logging, checks the configuration, runs the agent and
-//! exits with its code.
+//! The program: reads the command line, starts the log, loads the configuration, runs the agent, exits with its code.
 
 use std::convert::Infallible;
-#[cfg(target_env = "gnu")]
-use std::ffi::c_int;
 use std::io::{self, Write};
 use std::sync::Arc;
-#[cfg(target_env = "gnu")]
-use std::time::Duration;
 
 use istio_agent::agent::reload::Settings;
 use istio_agent::cli::{
@@ -36,16 +31,12 @@ fn main() -> std::process::ExitCode {
     code.into()
 }
 
-/// How often free memory goes back to the kernel.
-#[cfg(target_env = "gnu")]
-const TRIM_PERIOD: Duration = Duration::from_secs(30);
-
 // SAFETY: both take numbers.
 #[cfg(target_env = "gnu")]
 #[expect(unsafe_code, reason = "the standard library does not have them")]
 unsafe extern "C" {
-    safe fn mallopt(parameter: c_int, value: c_int) -> c_int;
-    safe fn malloc_trim(pad: usize) -> c_int;
+    safe fn mallopt(parameter: i32, value: i32) -> i32;
+    safe fn malloc_trim(pad: usize) -> i32;
 }
 
 /// Has all threads allocate from one arena, and large blocks go back to the kernel when they are freed.
@@ -53,17 +44,17 @@ unsafe extern "C" {
 /// do the same, but Envoy would inherit them.
 #[cfg(target_env = "gnu")]
 fn limit_malloc() {
-    const MMAP_THRESHOLD: c_int = -3;
-    const ARENA_MAX: c_int = -8;
+    const MMAP_THRESHOLD: i32 = -3;
+    const ARENA_MAX: i32 = -8;
     mallopt(ARENA_MAX, 1);
     mallopt(MMAP_THRESHOLD, 128 * 1024);
 }
 
-/// Gives back what is free between blocks in use, which glibc keeps (malloc_trim(3)). Never ends.
+/// Gives back free memory between blocks in use, which glibc keeps (malloc_trim(3)). Never ends.
 #[cfg(target_env = "gnu")]
 async fn trim_malloc() -> Infallible {
     loop {
-        tokio::time::sleep(TRIM_PERIOD).await;
+        tokio::time::sleep(std::time::Duration::from_secs(30)).await;
         malloc_trim(0);
     }
 }
@@ -87,9 +78,10 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Config(flags)) => {
             let (text, is_usable) = show::config(&flags, &log, &typed.flags, &environment);
             let printed = print(&text)?;
-            Ok(match is_usable {
-                true => printed,
-                false => ExitCode::CommandFailed,
+            Ok(if is_usable {
+                printed
+            } else {
+                ExitCode::CommandFailed
             })
         }
         Some(Command::Bootstrap(flags)) => {
@@ -191,10 +183,10 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
 }
 
 fn print_report(report: &(impl Serialize + ToString), as_json: bool) -> Result<ExitCode, BoxError> {
-    match as_json {
-        true => print(&serde_json::to_string_pretty(report)?),
-        false => print(&report.to_string()),
+    if as_json {
+        return print(&serde_json::to_string_pretty(report)?);
     }
+    print(&report.to_string())
 }
 
 fn print(text: &str) -> Result<ExitCode, BoxError> {

@@ -1,10 +1,28 @@
-//! Says in errors of the file system whose the file or directory is, where access to it is denied.
+//! Adds the owner and the mode to permission errors of the file system.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::process::geteuid;
+
+use crate::problem::{Problem, codes};
+
+/// The problem of a file, directory or socket that cannot be read or made: `action` failed.
+pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
+    let code = match error.kind() {
+        io::ErrorKind::PermissionDenied => codes::DIRECTORY_FORBIDDEN,
+        io::ErrorKind::ReadOnlyFilesystem => codes::DIRECTORY_READ_ONLY,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => codes::DISK_FULL,
+        _ => codes::FILE_UNUSABLE,
+    };
+    let path_text = path.display().to_string();
+    Problem::new(
+        code,
+        path_text,
+        format!("cannot {action}: {}", explained(path, error)),
+    )
+}
 
 /// The error of using `path`; where access was denied, with the owner of the path, or of the first
 /// directory above it that can be looked at, and with the user of this process.
@@ -14,6 +32,8 @@ pub(crate) fn explained(path: &Path, error: io::Error) -> io::Error {
         false => at,
     });
     let found = match error.kind() {
+        // An explained error stays as it is.
+        _ if error.get_ref().is_some() => None,
         io::ErrorKind::PermissionDenied => above.find_map(|at| Some((at, at.metadata().ok()?))),
         _ => None,
     };

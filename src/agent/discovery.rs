@@ -11,7 +11,8 @@ use crate::envoy::handle::Envoy;
 use crate::health::{self, Health};
 use crate::istiod::Istiod;
 use crate::lifecycle::Stop;
-use crate::unix_socket::{self, BindError};
+use crate::problem::Problem;
+use crate::unix_socket;
 use crate::wasm::Wasm;
 use crate::xds;
 use crate::xds::intercept::{Interceptor, Interceptors};
@@ -54,7 +55,7 @@ impl Agent {
         envoy: Option<&Envoy>,
         interceptors: Interceptors,
         health: Option<&Health>,
-    ) -> Result<Observer, BindError> {
+    ) -> Result<Observer, Problem> {
         let kept = self.config.kept.clone().map(|config| {
             let (kept, writing) = LastKnownGood::new(config, &self.metrics);
             // A disk that hangs delays nothing but this thread.

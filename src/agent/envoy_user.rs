@@ -1,9 +1,7 @@
-//! Gives an Envoy that runs as another user than the agent access to the agent's directories and
-//! files.
+//! Gives Envoy access to the agent's directories and files if it runs as another user.
 //!
-//! Directories the agent made are closed to others, as secrets are served in one of them: they get
-//! Envoy's group. Files written for Envoy become its own. Directories open to all users, or of
-//! another owner, stay as they are.
+//! The agent's directories are closed to others, because one of them serves secrets: they get Envoy's group. Files
+//! for Envoy get its owner. Directories that are open to all users, or have another owner, stay unchanged.
 
 use std::fs;
 use std::io;
@@ -44,7 +42,7 @@ fn enter(group: u32, directory: &Path) -> io::Result<()> {
 fn log(path: &Path, result: io::Result<()>) {
     if let Err(error) = result {
         let path = path.display();
-        tracing::warn!("cannot let Envoy's user into {path}, starting Envoy all the same: {error}");
+        tracing::warn!("cannot give Envoy's user access to {path}; starting Envoy anyway: {error}");
     }
 }
 

@@ -41,6 +41,7 @@ use crate::lifecycle::{
     self, BoxError, CancellationToken, Ended, Stop, StopRequest, Tasks, Urgency, with_causes,
 };
 use crate::metrics::{self, Registry};
+use crate::problem::{Problem, codes};
 use crate::scrape::Scrape;
 use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
@@ -53,9 +54,7 @@ use sds_socket::Detected;
 /// How long tasks may take to end once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-/// Runs the agent until Envoy has ended, or until it is asked to stop.
-///
-/// The configuration is read again before a hot restart, and to report it.
+/// Runs the agent until Envoy has exited, or until it is asked to stop. `settings` read the configuration again.
 pub async fn run(mut config: Config, settings: Settings) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
     if !config.may_dump_core {
@@ -87,7 +86,7 @@ pub async fn run(mut config: Config, settings: Settings) -> Result<ExitCode, Box
 }
 
 /// Runs Envoy, from the first poll until Envoy has ended.
-type Supervisor = Pin<Box<dyn Future<Output = Result<Exit, envoy::Error>> + Send>>;
+type Supervisor = Pin<Box<dyn Future<Output = Result<Exit, BoxError>> + Send>>;
 
 /// Everything the agent consists of, built and bound.
 struct Agent {
@@ -203,7 +202,7 @@ impl Agent {
         let Some(config) = self.config.wasm.clone() else {
             tracing::warn!(
                 target: "wasm",
-                "ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION is false: ECDS passes as it is. Envoy \
+                "ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION is false: ECDS is forwarded unchanged. Envoy \
                  cannot fetch the modules of WasmPlugins, and its configuration dump shows pull secrets"
             );
             return None;
@@ -246,7 +245,7 @@ impl Agent {
                 code = &mut envoy => break code,
                 ended = self.tasks.next_ended(), if broken.is_none() => {
                     let broken = broken.insert(must_not_end(ended));
-                    tracing::error!("{broken}; draining Envoy and stopping");
+                    tracing::error!("{broken}");
                     stop.request(Urgency::Drain, "a part of the agent ended");
                 }
             }
@@ -260,7 +259,7 @@ impl Agent {
         self.shutdown.cancel();
         let aborted = self.tasks.drain(STOP_LIMIT).await;
         if aborted > 0 {
-            tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were cut off");
+            tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were aborted");
         }
         result
     }
@@ -303,8 +302,7 @@ fn istio_version(config: &Config) -> &str {
     version.unwrap_or_default()
 }
 
-/// Runs Envoy; without Envoy, waits for a stop request. Other tasks run while the cloud's metadata
-/// service is asked.
+/// Runs Envoy, or waits for a stop request. Other tasks run while the cloud's metadata service is asked.
 async fn run_envoy(
     mut config: Config,
     inputs: Option<Arc<Inputs>>,
@@ -339,10 +337,10 @@ async fn run_envoy(
     })
 }
 
-/// The error of a task that ended by itself.
-fn must_not_end(ended: Ended) -> String {
+/// The problem of a task that ended by itself.
+fn must_not_end(ended: Ended) -> Problem {
     let error = ended.result.err();
     let why = error.map(|error| format!(": {}", with_causes(error.as_ref())));
-    let (name, why) = (ended.name, why.unwrap_or_default());
-    format!("the {name} ended, which it must not while the agent runs{why}")
+    let found = format!("exited unexpectedly{}", why.unwrap_or_default());
+    Problem::new(codes::TASK_EXITED, format!("task {}", ended.name), found)
 }

@@ -35,7 +35,7 @@ impl Agent {
 pub(super) fn bar_core_dumps() {
     let barred = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     if let Err(error) = barred {
-        tracing::warn!("core dumps cannot be barred: {error}; one would hold private keys");
+        tracing::warn!("cannot disable core dumps; they would contain private keys: {error}");
     }
 }
 
@@ -44,9 +44,6 @@ pub(super) fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let current = limit.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current, ..limit }) {
-        tracing::warn!(
-            "the limit of open files stays at {:?}: {error}",
-            limit.current
-        );
+        tracing::warn!("cannot raise the limit of open files: {error}");
     }
 }

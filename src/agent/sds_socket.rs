@@ -9,9 +9,9 @@ use std::path::Path;
 use crate::bootstrap::FILES_SOCKET;
 use crate::bootstrap::node::Node;
 use crate::config::{AbsentSocket, Config};
-use crate::lifecycle::with_causes;
+use crate::problem::Problem;
 use crate::unix_socket::probe::{self, Health};
-use crate::unix_socket::{self, BindError, Listener};
+use crate::unix_socket::{self, Listener};
 
 /// Where a gateway finds another process that serves its credentials.
 const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";
@@ -31,7 +31,7 @@ impl Detected {
     /// Binds the socket on which the agent serves secrets. Beside another process that is the one for
     /// files; if it cannot be bound, as under a read-only root, the agent goes on without it. None
     /// without Envoy, as there is no client.
-    pub(super) fn bind(&mut self, config: &Config) -> Result<Option<Listener>, BindError> {
+    pub(super) fn bind(&mut self, config: &Config) -> Result<Option<Listener>, Problem> {
         if config.envoy.is_none() {
             return Ok(None);
         }
@@ -41,7 +41,7 @@ impl Detected {
         let bound = unix_socket::bind(Path::new(FILES_SOCKET));
         Ok(bound
             .inspect_err(|error| {
-                tracing::warn!("no secrets from files are served: {}", with_causes(error));
+                tracing::warn!("no secrets from files are served: {}", error);
                 self.metadata.retain(|name| *name != FILES);
             })
             .ok())

@@ -1,14 +1,14 @@
 //! Files of the bootstrap on disk, each replaced whole.
 
 use std::fs;
-use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use super::config::Config;
 use super::document::document;
 use super::tracer::Tracer;
-use crate::permission::explained;
+use crate::permission;
+use crate::problem::Problem;
 use crate::replace_file::replace_file;
 
 /// A bootstrap on disk. Dropping it removes its files.
@@ -18,18 +18,13 @@ pub struct Written {
     pub files: Vec<PathBuf>,
 }
 
-/// An error that names the file.
-pub(super) fn failed(action: &str, path: &Path, error: &io::Error) -> io::Error {
-    io::Error::other(format!("cannot {action} {}: {error}", path.display()))
-}
-
 /// Writes the bootstrap and, for Lightstep, the file of its token.
-pub fn write(config: &Config) -> io::Result<Written> {
+pub fn write(config: &Config) -> Result<Written, Problem> {
     let mut written = Written { files: Vec::new() };
     let mut add = |path: PathBuf, text: &str, mode| {
         write_file(&path, text, mode)?;
         written.files.push(path);
-        io::Result::Ok(())
+        Ok(())
     };
     let tracer = Tracer::of(&config.node.proxy_config);
     if let Some(token) = tracer.and_then(|tracer| tracer.token) {
@@ -40,15 +35,16 @@ pub fn write(config: &Config) -> io::Result<Written> {
 }
 
 /// Replaces a file whole, in a directory that is made if missing (mode 0700).
-pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> io::Result<()> {
+pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> Result<(), Problem> {
     if let Some(directory) = path.parent().filter(|path| !path.as_os_str().is_empty()) {
         fs::DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(directory)
-            .map_err(|error| failed("create", directory, &explained(directory, error)))?;
+            .map_err(|error| permission::problem("create the directory", directory, error))?;
     }
-    replace_file(path, text.as_bytes(), mode).map_err(|error| failed("write", path, &error))
+    let written = replace_file(path, text.as_bytes(), mode);
+    written.map_err(|error| permission::problem("write the file", path, error))
 }
 
 impl Drop for Written {

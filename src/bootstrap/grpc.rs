@@ -3,7 +3,6 @@
 //! They find the file by `GRPC_XDS_BOOTSTRAP`. It names the agent's xDS socket and, if the agent writes
 //! certificates to files, their directory. The agent leaves it behind when it ends.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -11,6 +10,7 @@ use serde_json::{Value, json};
 use super::document::without_nulls;
 use super::file::write_file;
 use super::node::Node;
+use crate::problem::Problem;
 
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -19,7 +19,7 @@ pub struct Config {
     pub certificates: Option<PathBuf>,
 }
 
-pub fn write(config: &Config, node: &Node) -> io::Result<()> {
+pub fn write(config: &Config, node: &Node) -> Result<(), Problem> {
     let socket = &config.xds_socket;
     let socket = socket.strip_prefix("./").unwrap_or(socket);
     let document = without_nulls(json!({

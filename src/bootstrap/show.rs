@@ -7,22 +7,28 @@ use std::process::{Command, Stdio};
 
 use super::config::Config;
 use super::document::document;
-use super::file::{failed, write};
-use crate::permission::explained;
+use super::file::write;
+use crate::envoy::program;
+use crate::permission;
+use crate::problem::{Problem, codes};
 
 /// The document as text, unless it goes to `output`.
-pub fn show(config: &Config, output: Option<&Path>) -> io::Result<Option<String>> {
+pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, Problem> {
     let text = format!("{:#}", document(config));
     let Some(path) = output else {
         return Ok(Some(text));
     };
     let written = fs::write(path, text + "\n");
-    written.map_err(|error| failed("write", path, &explained(path, error)))?;
+    written.map_err(|error| permission::problem("write the file", path, error))?;
     Ok(None)
 }
 
 /// Has Envoy validate the bootstrap without running it. Envoy's output goes to standard error.
-pub fn validate(config: &Config, binary: &Path, override_json: Option<&str>) -> io::Result<()> {
+pub fn validate(
+    config: &Config,
+    binary: &Path,
+    override_json: Option<&str>,
+) -> Result<(), Problem> {
     let directory = std::env::temp_dir().join(format!("pilot-agent-{}", std::process::id()));
     let config = Config {
         directory,
@@ -44,11 +50,12 @@ pub fn validate(config: &Config, binary: &Path, override_json: Option<&str>) -> 
         .status();
     drop(written);
     let directory = &config.directory;
-    fs::remove_dir(directory).map_err(|error| failed("remove", directory, &error))?;
-    let status = status.map_err(|error| failed("run", binary, &error))?;
+    fs::remove_dir(directory)
+        .map_err(|error| permission::problem("remove the directory", directory, error))?;
+    let status = status.map_err(|error| program::problem(binary, &error))?;
     if status.success() {
         return Ok(());
     }
-    let refused = format!("Envoy refuses the bootstrap ({status})");
-    Err(io::Error::other(refused))
+    let found = format!("it refuses the bootstrap ({status})");
+    Err(Problem::new(codes::ENVOY_BOOTSTRAP_REFUSED, "Envoy", found))
 }

@@ -5,23 +5,20 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::report::Check;
+use super::report::{Check, Level};
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
+use crate::problem::{Problem, codes};
 use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
-
-const SHARED: &str = "find what shares the directory with this container, end it, and restart this \
-                      container";
 
 /// Which process is to listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
-    /// The agent of this process.
     This,
     /// An agent, if one runs.
     Agent,
-    /// Another one, such as a SPIRE agent.
+    /// Another process, such as a SPIRE agent.
     Other,
 }
 
@@ -32,11 +29,8 @@ enum Found {
     NoListener(&'static str),
     /// It cannot be looked at, is no socket, or does not let itself be connected to.
     Unusable(String),
-    Listener {
-        pid: i32,
-        process: String,
-        health: Health,
-    },
+    /// The process, with its name.
+    Listener(i32, String, Health),
 }
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
@@ -60,16 +54,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 async fn look(path: &Path) -> Found {
     let socket = path.to_owned();
     match run_blocking(move || listener(&socket)).await {
-        Ok(Ok((pid, process))) => Found::Listener {
-            pid,
-            process,
-            health: probe::health(path).await,
-        },
+        Ok(Ok((pid, process))) => Found::Listener(pid, process, probe::health(path).await),
         Ok(Err(error)) => match error.kind() {
             io::ErrorKind::NotFound => Found::NoListener("there is none"),
-            io::ErrorKind::ConnectionRefused => {
-                Found::NoListener("a stale file, no process listens")
-            }
+            io::ErrorKind::ConnectionRefused => Found::NoListener("stale, no process listens"),
             _ => Found::Unusable(error.to_string()),
         },
         Err(late) => Found::Unusable(late),
@@ -91,47 +79,30 @@ fn listener(path: &Path) -> io::Result<(i32, String)> {
 }
 
 fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
-    let path = path.display();
-    let (pid, process, health) = match found {
-        Found::Unusable(problem) => {
-            return Check::error(name, format!("{path}: {problem}"))
-                .expected("a socket, or nothing")
-                .remedy("remove it, or correct the volume that holds it");
+    let (path, own) = (path.display(), std::process::id());
+    let (code, found) = match (found, owner) {
+        (Found::Unusable(problem), _) => (codes::SOCKET_DIRECTORY, problem.clone()),
+        (Found::NoListener(why), Owner::Agent) => {
+            return Check::ok(name, format!("{path}: {why}, no agent runs"));
         }
-        Found::NoListener(why) => return unserved(name, format!("{path}: {why}"), owner),
-        Found::Listener {
-            pid,
-            process,
-            health,
-        } => (*pid, process, health),
-    };
-    let found = format!("{path}: process {pid} ({process}) listens");
-    let own = std::process::id();
-    let problem = match health {
-        Health::Busy => "its queue of connections is full".to_owned(),
-        Health::Dead(problem) => problem.to_string(),
-        Health::Absent => "it has just gone".to_owned(),
-        Health::Healthy if owner == Owner::This && u32::try_from(pid) != Ok(own) => {
-            return Check::error(name, found)
-                .expected(format!("process {own}, this agent"))
-                .remedy(SHARED);
+        (Found::NoListener(why), Owner::This) => (codes::SOCKET_TAKEN, (*why).to_owned()),
+        (Found::NoListener(why), Owner::Other) => (codes::SOCKET_NOT_SERVED, (*why).to_owned()),
+        (Found::Listener(pid, process, health), _) => {
+            let found = format!("process {pid} ({process}) listens");
+            match health {
+                Health::Healthy if owner == Owner::This && u32::try_from(*pid) != Ok(own) => (
+                    codes::SOCKET_TAKEN,
+                    format!("{found}, not this agent ({own})"),
+                ),
+                Health::Healthy => return Check::ok(name, format!("{path}: {found}")),
+                Health::Busy => (codes::SOCKET_HANGS, format!("{found}, its queue is full")),
+                Health::Dead(problem) => (codes::SOCKET_HANGS, format!("{found}: {problem}")),
+                Health::Absent => (codes::SOCKET_HANGS, "it has just gone".to_owned()),
+            }
         }
-        Health::Healthy => return Check::ok(name, found),
     };
-    Check::error(name, format!("{found}; {problem}"))
-        .expected("HTTP/2 settings in a second")
-        .remedy("restart the process if it stays so")
-}
-
-/// A socket without a process.
-fn unserved(name: &str, found: String, owner: Owner) -> Check {
-    match owner {
-        Owner::Agent => Check::ok(name, found).remedy("the agent binds it when it starts"),
-        Owner::This => Check::error(name, found).expected("this agent's socket").remedy(SHARED),
-        Owner::Other => Check::error(name, found)
-            .expected("another process that serves secrets, such as a SPIRE agent")
-            .remedy("check that process and the volume of the socket, or unset WORKLOAD_IDENTITY_SOCKET_FILE"),
-    }
+    let problem = Problem::new(code, name, format!("{path}: {found}"));
+    Check::problem(Level::Error, &problem)
 }
 
 #[cfg(test)]
@@ -142,11 +113,7 @@ mod tests {
     #[test]
     fn what_a_socket_means_depends_on_who_is_to_listen() {
         let own = i32::try_from(std::process::id()).expect("a pid");
-        let listener = |pid, name: &str, health| Found::Listener {
-            pid,
-            process: name.to_owned(),
-            health,
-        };
+        let listener = |pid, name: &str, health| Found::Listener(pid, name.to_owned(), health);
         let silent = || Health::Dead(io::ErrorKind::TimedOut.into());
         for (found, of_this, of_agent, of_other) in [
             (Found::NoListener("there is none"), Error, Ok, Error),

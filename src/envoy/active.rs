@@ -1,11 +1,10 @@
-//! Counts what an Envoy that shuts down still has under way, from its own gauges.
+//! Counts the active requests or connections of an Envoy that shuts down, from its gauges.
 //!
-//! Connections are its listeners', less the pod's own (health checks, scrapes, the admin port,
-//! Envoy's internal listeners), as pilot-agent counts them. Requests are those under way, bytes of
-//! responses not sent yet, and connections without HTTP: a listener's connections less the ones that
-//! speak HTTP, as only their two ends know whether such a one is idle. A tunnel is a connection
-//! within another. Of a sidecar only inbound requests count, by the names istiod gives, as only
-//! inbound listeners are drained. Envoy writes the colons of an IPv6 address as underscores.
+//! Connections are those of its listeners without the pod's own (health checks, scrapes, admin port, internal
+//! listeners), as in pilot-agent. Requests are active requests, unsent bytes of responses, and connections without
+//! HTTP, because only their two ends know whether they are idle. A tunnel is a connection within another. In a
+//! sidecar only inbound requests count, by istiod's names, because only inbound listeners are drained. Envoy writes
+//! the colons of an IPv6 address as underscores.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -49,8 +48,7 @@ pub(super) struct Counting {
     pub(super) internal_ports: Vec<u16>,
 }
 
-/// The statistics Envoy has to keep for [`Active::Requests`], as expressions for whole names; none
-/// of each worker.
+/// Expressions for the names of the statistics that [`Active::Requests`] needs; none is of a single worker.
 pub fn statistics(inbound_only: bool) -> [&'static str; 2] {
     match inbound_only {
         true => [
@@ -78,14 +76,13 @@ impl Active {
     fn name(self) -> &'static str {
         match self {
             Self::Connections => "active connections",
-            Self::Requests => "requests under way",
+            Self::Requests => "active requests",
         }
     }
 }
 
 impl Counting {
-    /// Counts at once and then after each period, and returns when none is left or when Envoy does
-    /// not tell. Reports each count that differs from the one before.
+    /// Counts in each period until none is left or Envoy has no count. Reports each count that has changed.
     pub(super) async fn until_none(self, admin: Admin, report: impl Fn(u64)) {
         let what = self.active.name();
         let (mut failures, mut last) = (0, None);
@@ -101,7 +98,7 @@ impl Counting {
                     }
                 }
                 Ok(statistics) => match self.count(&statistics) {
-                    None => return tracing::warn!("Envoy has no figures of its {what}"),
+                    None => return tracing::warn!("Envoy has no statistic for {what}"),
                     Some(0) => return tracing::info!("Envoy has no {what} left"),
                     Some(count) => {
                         failures = 0;

@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
+use serde_json::Value;
 use tokio::time::Instant;
 
 use super::warn;
 use crate::http_client;
+use crate::lifecycle::with_causes;
 
 /// Enough for every answer but a full `/config_dump`.
 const MAX_ANSWER: usize = 16 << 20;
@@ -78,8 +80,18 @@ impl Admin {
         Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
-    /// Drains Envoy's listeners, of a sidecar the inbound ones, as the workload may still call out. A
-    /// failure is logged.
+    /// Returns a page as JSON, or the reason why it cannot be read.
+    pub async fn page(&self, path: &str) -> Result<Value, String> {
+        let answer = self.request(Method::GET, path).await;
+        let answer = answer.map_err(|error| with_causes(&error))?;
+        let wrong = |found: String| format!("{path}: {found}, expected JSON of Envoy");
+        match answer.status().as_u16() {
+            200 => serde_json::from_slice(answer.body()).map_err(|error| wrong(error.to_string())),
+            other => Err(wrong(format!("status {other}"))),
+        }
+    }
+
+    /// Drains Envoy's listeners, or only the inbound ones: a workload may still call out. Logs a failure.
     pub(super) async fn drain(&self, how: DrainCall, inbound_only: bool) {
         let (what, options) = match how {
             DrainCall::Graceful => ("drain", &["graceful"][..]),
@@ -93,17 +105,16 @@ impl Admin {
             Ok(status) if status.is_success() => {}
             Ok(status) => tracing::warn!(
                 status = status.as_u16(),
-                "Envoy refused to {what} its listeners; going on all the same"
+                "Envoy refused to {what} its listeners; continuing anyway"
             ),
             Err(error) => warn(
                 &error,
-                &format!("failed to {what} listeners; going on all the same"),
+                &format!("failed to {what} listeners; continuing anyway"),
             ),
         }
     }
 
-    /// Asks Envoy to flush its logs and end. Returns if Envoy cannot be asked: its end is waited for
-    /// elsewhere, and may come before the answer.
+    /// Asks Envoy to flush its logs and exit. Returns if it cannot be asked: the supervisor waits for its exit.
     pub(super) async fn quit(&self) {
         match self.post("/quitquitquit").await {
             Ok(status) if !status.is_success() => tracing::warn!(
@@ -151,7 +162,6 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
-    use crate::lifecycle::with_causes;
 
     async fn admin(limit: Duration) -> (TcpListener, Admin) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");

@@ -1,8 +1,7 @@
 //! The record of a crash of Envoy.
 //!
-//! A [`Crash`] is logged, shown, and kept in a file beside the bootstrap for the agent of the next
-//! container. Only the agent's user can read the file, as Envoy's last lines may name secrets. It goes
-//! when an Envoy has ended as it was asked to.
+//! A [`Crash`] is logged, shown, and stored next to the bootstrap for the agent of the next container, until an Envoy
+//! exits on request. Only the agent's user can read the file, because Envoy's last lines may name secrets.
 
 use std::fmt;
 use std::fs;
@@ -12,6 +11,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::output::reason;
+use crate::duration::approximate;
+use crate::permission;
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 use crate::replace_file::replace_file;
 
@@ -29,8 +31,7 @@ pub struct Crash {
     pub code: Option<u8>,
     pub signal: Option<i32>,
     pub uptime_seconds: f64,
-    /// Whether the kernel killed it for want of memory. None where it was not killed, or the kernel does
-    /// not tell.
+    /// Whether the kernel killed it for lack of memory; None if it was not killed, or such kills are not counted.
     pub out_of_memory: Option<bool>,
     /// The last lines of standard error.
     pub stderr: Vec<String>,
@@ -38,39 +39,50 @@ pub struct Crash {
 
 impl Crash {
     /// The record an earlier agent has left in `directory`.
-    pub fn read(directory: &Path) -> io::Result<Option<Self>> {
+    pub fn read(directory: &Path) -> Result<Option<Self>, Problem> {
         let path = directory.join(NAME);
         let read = regular_file::read(&path, MAX_RECORD);
-        if_there(&path, read.and_then(|it| Ok(serde_json::from_slice(&it)?)))
+        if_exists(read.and_then(|read| Ok(serde_json::from_slice(&read)?)))
+            .map_err(|error| permission::problem("read the record of a crash", &path, error))
     }
 
-    pub(super) fn write(&self, directory: &Path) -> io::Result<()> {
+    /// Replaces the record by this crash, or removes it. A failure is logged.
+    pub(super) fn record(crash: Option<&Self>, directory: &Path) {
         let path = directory.join(NAME);
-        let written = replace_file(&path, &serde_json::to_vec_pretty(self)?, 0o600);
-        written.map_err(|error| named(&path, &error))
+        let done = match crash.map(serde_json::to_vec_pretty) {
+            Some(record) => record
+                .map_err(io::Error::from)
+                .and_then(|record| replace_file(&path, &record, 0o600)),
+            None => if_exists(fs::remove_file(&path)).map(|_| ()),
+        };
+        if let Err(error) = done {
+            let problem = permission::problem("replace the record of a crash", &path, error);
+            tracing::warn!("{problem}");
+        }
     }
 
-    pub(super) fn remove(directory: &Path) -> io::Result<()> {
-        let path = directory.join(NAME);
-        if_there(&path, fs::remove_file(&path)).map(|_| ())
+    pub fn problem(&self) -> Problem {
+        let code = match (self.out_of_memory, self.signal) {
+            (Some(true), _) => codes::ENVOY_OUT_OF_MEMORY,
+            (_, Some(_)) => codes::ENVOY_CRASHED,
+            _ => codes::ENVOY_BOOTSTRAP_REFUSED,
+        };
+        // Pilot-agent's line begins so.
+        Problem::new(code, "Envoy exited with error", self.to_string())
     }
 }
 
-/// A file that is not there is no error.
-fn if_there<T>(path: &Path, done: io::Result<T>) -> io::Result<Option<T>> {
+/// None if the file does not exist.
+fn if_exists<T>(done: io::Result<T>) -> io::Result<Option<T>> {
     match done {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        done => done.map(Some).map_err(|error| named(path, &error)),
+        done => done.map(Some),
     }
 }
 
-fn named(path: &Path, error: &io::Error) -> io::Error {
-    io::Error::other(format!("{}: {error}", path.display()))
-}
-
-/// How many processes of the agent's control group the kernel has killed for want of memory; none where
-/// it does not count them, as in version 1 of control groups. Kills for want of the machine's memory are
-/// counted elsewhere. A container that sees the machine's path may have its own group mounted at the top.
+/// Counts the processes of the agent's control group that the kernel has killed because the group's memory was used
+/// up (not the machine's); None if it does not count them, as in version 1 of control groups. A container that sees
+/// the machine's path may have its own group mounted at the top.
 pub(super) fn oom_kills(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
@@ -89,10 +101,11 @@ impl fmt::Display for Crash {
             (Some(signal), _) => write!(f, "signal {signal}")?,
             (None, code) => write!(f, "exit status {}", code.unwrap_or_default())?,
         }
-        write!(f, " after {:.1} s", self.uptime_seconds)?;
+        let uptime = approximate(self.uptime_seconds);
+        write!(f, " after {uptime}, at {}", self.when)?;
         match self.out_of_memory {
-            Some(true) => f.write_str(", killed by the kernel for want of memory"),
-            Some(false) => f.write_str(", not for want of memory"),
+            Some(true) => f.write_str(", killed by the kernel because memory was used up"),
+            Some(false) => f.write_str(", not killed for lack of memory"),
             None => Ok(()),
         }?;
         match reason(&self.stderr) {
@@ -125,7 +138,7 @@ mod tests {
     fn the_next_agent_finds_a_record_until_it_is_removed() {
         let directory = tempfile::tempdir().expect("a directory");
         assert_eq!(Crash::read(directory.path()).expect("nothing"), None);
-        crash().write(directory.path()).expect("written");
+        Crash::record(Some(&crash()), directory.path());
         let mode = fs::metadata(directory.path().join(NAME))
             .expect("a file")
             .permissions()
@@ -135,8 +148,8 @@ mod tests {
             Crash::read(directory.path()).expect("a record"),
             Some(crash())
         );
-        Crash::remove(directory.path()).expect("removed");
-        Crash::remove(directory.path()).expect("nothing to remove");
+        Crash::record(None, directory.path());
+        Crash::record(None, directory.path());
         assert_eq!(Crash::read(directory.path()).expect("nothing"), None);
     }
 
@@ -150,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_record_is_shown_as_a_sentence() {
-        let expected = "signal 9 after 3.2 s, killed by the kernel for want of memory";
+        let expected = "signal 9 after 3.2 s, at 2026-08-22T15:00:18Z, killed by the kernel because memory was used up";
         let killed = Crash {
             stderr: vec!["[info] exiting".to_owned()],
             ..crash()
@@ -163,7 +176,7 @@ mod tests {
             stderr: vec!["[critical] error".to_owned(), "cannot bind".to_owned()],
             ..crash()
         };
-        let expected = "exit status 1 after 3.2 s: cannot bind";
+        let expected = "exit status 1 after 3.2 s, at 2026-08-22T15:00:18Z: cannot bind";
         assert_eq!(taken.to_string(), expected);
     }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
+use crate::duration::approximate;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
@@ -43,11 +44,8 @@ impl Restarts {
         self.past
             .retain(|past| now.duration_since(*past) < budget.within);
         if self.past.len() >= budget.restarts {
-            tracing::error!(
-                "Envoy was restarted {} times within {:?}, which is all the budget allows",
-                self.past.len(),
-                budget.within
-            );
+            let (count, within) = (self.past.len(), approximate(budget.within.as_secs_f64()));
+            tracing::error!("Envoy was restarted {count} times within {within}, the limit");
             return None;
         }
         if self.past.is_empty() {

@@ -1,7 +1,6 @@
-//! What the rest of the agent can learn of Envoy and ask of it.
+//! Reports Envoy's state to the rest of the agent, and takes its orders.
 //!
-//! The supervisor publishes a [`Report`] with every change. Clones of [`Envoy`] read it, wait for the
-//! next, and order a drain or a restart.
+//! The supervisor publishes a [`Report`] with every change. Clones of [`Envoy`] read it and order a drain or restart.
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,6 +13,7 @@ use super::admin::Admin;
 use super::crash::Crash;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::metrics;
+use crate::problem::{Problem, codes};
 
 /// Where Envoy is on its way from start to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -113,6 +113,26 @@ pub enum Outcome {
     Failed,
     /// The Envoy that serves has ended first, drains, or is to end.
     Abandoned,
+}
+
+impl Report {
+    /// Tells why no Envoy takes traffic.
+    pub fn problem(&self) -> Option<Problem> {
+        let (code, found) = match (self.state, &self.last_crash) {
+            (State::Starting | State::Running, _) => return None,
+            (State::Initial, _) => (codes::ENVOY_NOT_STARTED, "it has not been started yet"),
+            (State::Draining | State::Stopping, _) => {
+                let cause = self
+                    .ending
+                    .as_ref()
+                    .map_or("a request to drain", |it| it.cause);
+                (codes::ENVOY_STOPPING, cause)
+            }
+            (State::Exited, None) => (codes::ENVOY_EXITED, "it exited with status 0"),
+            (State::Exited, Some(crash)) => return Some(crash.problem()),
+        };
+        Some(Problem::new(code, "Envoy", found))
+    }
 }
 
 impl Restart {

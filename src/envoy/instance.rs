@@ -1,15 +1,12 @@
-//! One Envoy of the agent: started, signalled and reaped here, the only place that knows its pid.
+//! One Envoy: started, signalled and reaped here, the only place that knows its pid.
 //!
-//! Envoy has no input, and leads a process group of its own, so that a terminal's signals reach the
-//! agent alone. When the agent is killed, the kernel sends Envoy SIGTERM, its parent-death signal. The
-//! kernel watches the *thread* that forked for this: [`Instance::start`] must run on the main thread,
-//! which lives as long as the program does; the runtime is single-threaded, so every future polled by
-//! it does.
+//! Envoy has no input, and its own process group, so a terminal's signals reach the agent alone. If the agent dies,
+//! the kernel sends Envoy SIGTERM. The kernel watches the *thread* that forked: [`Instance::start`] must run on the
+//! main thread, which polls all futures of the single-threaded runtime.
 
 use std::fmt;
 use std::io;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, SystemTime};
 
@@ -20,7 +17,10 @@ use super::crash::{Crash, oom_kills};
 use super::handle::{Epoch, Role};
 use super::launch::Launch;
 use super::output::Output;
+use super::program;
 use crate::clock::{self, Clock};
+use crate::duration::approximate;
+use crate::problem::{Problem, codes};
 
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
 
@@ -47,7 +47,7 @@ pub enum Ended {
 
 impl Instance {
     /// Starts Envoy. Call it on the main thread.
-    pub(super) fn start(launch: Launch, epoch: u32) -> io::Result<Self> {
+    pub(super) fn start(launch: Launch, epoch: u32) -> Result<Self, Problem> {
         let oom_kills = oom_kills("/".as_ref());
         let command = &launch.prepared.command;
         let (output, [stdout, stderr]) = Output::copy(command.user);
@@ -66,11 +66,12 @@ impl Instance {
         }
         // The kernel forgets this when the user changes, and code in between runs after that.
         end_with_parent(&mut start);
-        let child = start
-            .spawn()
-            .map_err(|error| start_error(&command.binary, error))?;
-        let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
-        let pid = pid.ok_or_else(|| io::Error::other("Envoy ended before it had an id"))?;
+        let started = start.spawn().and_then(|child| {
+            let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+            let pid = pid.ok_or_else(|| io::Error::other("it exited before its pid was known"));
+            Ok((child, pid?))
+        });
+        let (child, pid) = started.map_err(|error| program::problem(&command.binary, &error))?;
         Ok(Self {
             child,
             pid,
@@ -97,7 +98,7 @@ impl Instance {
             return;
         }
         if let Err(error) = rustix::process::kill_process(self.pid, signal) {
-            tracing::warn!(%error, ?signal, "cannot signal Envoy; waiting for its end");
+            tracing::warn!(%error, ?signal, "cannot signal Envoy; waiting until it exits");
         }
     }
 
@@ -110,8 +111,7 @@ impl Instance {
     pub(super) async fn end(mut self, limit: Duration) {
         self.kill();
         if tokio::time::timeout(limit, self.ended()).await.is_err() {
-            let pid = self.pid;
-            tracing::error!("Envoy {pid} did not end within {limit:?} of being killed; leaving it");
+            tracing::error!("{}", unkillable(limit));
         }
     }
 
@@ -176,17 +176,13 @@ fn end_with_parent(start: &mut tokio::process::Command) {
     }
 }
 
-fn start_error(binary: &Path, error: io::Error) -> io::Error {
-    let path = binary.display();
-    let problem = match error.kind() {
-        io::ErrorKind::NotFound if binary.exists() => format!(
-            "the Envoy binary {path} exists, but the loader or interpreter it names does not"
-        ),
-        io::ErrorKind::NotFound => format!("no Envoy binary at {path}"),
-        io::ErrorKind::PermissionDenied => format!("the Envoy binary {path} is not executable"),
-        _ => format!("cannot start Envoy from {path}: {error}"),
-    };
-    io::Error::other(problem)
+/// The problem of an Envoy that SIGKILL did not end in time.
+pub(super) fn unkillable(limit: Duration) -> Problem {
+    let found = format!(
+        "it did not exit within {} of SIGKILL",
+        approximate(limit.as_secs_f64())
+    );
+    Problem::new(codes::ENVOY_UNKILLABLE, "Envoy", found)
 }
 
 impl Ended {

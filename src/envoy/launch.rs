@@ -89,11 +89,9 @@ impl Launch {
     }
 }
 
-/// The base id that an Envoy shares with its successors, and their shared memory of that name.
-///
-/// The first Envoy picks a free number and writes it to a file; its successors are given the number.
-/// Envoy never removes the memory, so dropping this does, and the file, when no Envoy uses the base id
-/// any more.
+/// The base id that an Envoy shares with its successors, and their shared memory of that name. The first Envoy
+/// picks a free number and writes it to a file; its successors get the number. Envoy never removes the memory, so
+/// dropping this removes memory and file, after the last Envoy of the base id.
 #[derive(Debug)]
 pub(super) struct BaseId {
     pub(super) file: PathBuf,
@@ -105,8 +103,7 @@ pub(super) fn can_share() -> bool {
 }
 
 impl BaseId {
-    /// For a first Envoy that is about to be started, as this user where it is another than the
-    /// agent's.
+    /// Prepares the file for a first Envoy that runs as this user, if it is not the agent's.
     pub(super) fn new(file: PathBuf, user: Option<u32>) -> Self {
         remove(&file);
         if let Some(user) = user {
@@ -114,7 +111,7 @@ impl BaseId {
             let given =
                 fs::File::create_new(&file).and_then(|_| chown(&file, Some(user), Some(user)));
             if let Err(error) = given {
-                tracing::warn!(%error, path = %file.display(), "cannot give Envoy's user a file");
+                tracing::warn!(%error, path = %file.display(), "cannot give a file to Envoy's user");
             }
         }
         Self { file }
@@ -144,7 +141,7 @@ fn memory(id: u32) -> PathBuf {
 fn remove(path: &Path) {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(%error, path = %path.display(), "cannot remove what Envoy has left");
+            tracing::warn!(%error, path = %path.display(), "cannot remove a file of an Envoy that has exited");
         }
         _ => {}
     }

@@ -11,14 +11,15 @@ pub mod crash;
 pub mod crash_restart;
 pub mod handle;
 pub mod hot_restart;
+pub mod inspect;
 mod instance;
 pub mod launch;
 pub mod machine;
 mod output;
+pub(crate) mod program;
 pub mod shutdown;
 mod supervisor;
 
-use std::io;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -70,31 +71,8 @@ pub enum Exit {
     ByItself(Ended),
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error(transparent)]
-    Process(#[from] io::Error),
-    #[error(
-        "Envoy ended {after_ms} ms after its start with {ended}, expected it to stay; its own log says why{reason}"
-    )]
-    AtOnce {
-        ended: Ended,
-        after_ms: f64,
-        /// Of its log, with a colon before it; empty if there is none.
-        reason: String,
-    },
-    #[error("cannot prepare what Envoy starts from")]
-    Inputs {
-        #[source]
-        source: BoxError,
-    },
-    #[error("Envoy did not end within {0:?} of being killed")]
-    Unkillable(Duration),
-}
-
-/// The future starts Envoy and runs until its last end; `stop` shuts Envoy down, the more urgently
-/// the fewer steps that has. Poll it on the main thread, see [`instance`]. `prepare` gives what each
-/// Envoy starts from.
+/// The future starts Envoy with the inputs of `prepare` and runs until its last exit; a more urgent `stop` takes
+/// fewer steps. Poll it on the main thread, see [`instance`].
 pub fn new(
     config: Config,
     prepare: Prepare,
@@ -102,7 +80,7 @@ pub fn new(
     metrics: &Registry,
 ) -> (
     Envoy,
-    impl Future<Output = Result<Exit, Error>> + Send + 'static,
+    impl Future<Output = Result<Exit, BoxError>> + Send + 'static,
 ) {
     let admin = Admin::new(config.admin_host, config.admin_port, config.admin_call);
     let (publish, report) = watch::channel(Report::default());

@@ -1,12 +1,10 @@
-//! Copies what Envoy writes to the agent's own outputs, and keeps the end of its standard error for
-//! the record of a crash.
+//! Copies Envoy's output to the agent's, and keeps the end of its standard error for the record of a crash.
 //!
-//! A thread per output reads a pipe and writes what it read, byte for byte. A slow reader of the
-//! agent's output so makes Envoy wait, as without the pipe, and not the agent. An agent that is
-//! stopped makes Envoy wait, too, once the pipe is full; one that dies takes Envoy with it.
+//! A thread per output copies byte for byte. A slow reader of the agent's output makes Envoy wait, not the agent. A
+//! stopped agent makes Envoy wait once the pipe is full.
 //!
-//! Standard output, with the access logs, is Envoy's own where Envoy can open it as `/dev/stdout`. It
-//! cannot if that is a socket, such as the journal's, or belongs to another user.
+//! Envoy inherits standard output, with the access logs, if it can open it as `/dev/stdout`. It cannot if that is a
+//! socket, such as the journal's, or belongs to another user.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -115,7 +113,7 @@ fn is_openable(output: BorrowedFd<'_>) -> bool {
 fn or_inherit(pipe: io::Result<PipeWriter>) -> Stdio {
     pipe.map_or_else(
         |error| {
-            tracing::warn!("cannot copy what Envoy writes, it gets the agent's output: {error}");
+            tracing::warn!("cannot forward Envoy's output; Envoy inherits the agent's: {error}");
             Stdio::inherit()
         },
         Stdio::from,

@@ -1,10 +1,8 @@
-//! Owns Envoy's process: waits for events, has the machine decide, and does as it says.
+//! Owns Envoy's process: waits for events, lets the machine decide, and carries the decision out.
 //!
-//! Calls to Envoy's admin port run beside the waiting, so that neither a signal nor the end of Envoy
-//! waits for an answer. Each change is published in the report. An end of Envoy is a crash unless it is
-//! of the kind the agent was bringing about, or Envoy's status is 0.
+//! Calls to the admin port run next to the wait, so neither a signal nor Envoy's exit waits for an answer. An exit
+//! is a crash unless the agent caused it, or Envoy's status is 0.
 
-use std::io;
 use std::time::Duration;
 
 use futures_util::future::OptionFuture;
@@ -19,15 +17,16 @@ use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Order, Report, Role, State};
 use super::hot_restart::{HotRestart, Prepare};
-use super::instance::{self, Ended, Instance, KILLED};
+use super::instance::{self, Ended, Instance, KILLED, unkillable};
 use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
-use super::output::reason;
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
-use super::{Config, Error, Exit, warn};
+use super::{Config, Exit, warn};
 use crate::clock::{Clock, after};
-use crate::lifecycle::{StopRequest, Urgency};
+use crate::duration::{approximate, scaled};
+use crate::lifecycle::{BoxError, StopRequest, Urgency};
 use crate::metrics::{Counter, Registry};
+use crate::problem::Problem;
 
 /// How often connections and requests are counted.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -81,7 +80,7 @@ impl Current {
         }
     }
 
-    pub(super) fn spawn(&mut self, launch: Launch) -> io::Result<Instance> {
+    pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, Problem> {
         let instance = Instance::start(launch, self.count)?;
         self.count += 1;
         Ok(instance)
@@ -140,7 +139,7 @@ impl Supervisor {
         mut self,
         mut stop: watch::Receiver<StopRequest>,
         mut orders: mpsc::Receiver<Order>,
-    ) -> Result<Exit, Error> {
+    ) -> Result<Exit, BoxError> {
         tracing::info!("Starting proxy agent");
         let exit = self.until_end(&mut stop, &mut orders).await;
         self.publish();
@@ -157,7 +156,7 @@ impl Supervisor {
         &mut self,
         stop: &mut watch::Receiver<StopRequest>,
         orders: &mut mpsc::Receiver<Order>,
-    ) -> Result<Exit, Error> {
+    ) -> Result<Exit, BoxError> {
         self.read_last_crash();
         let requested = stop.borrow().clone();
         let mut event = match requested.urgency {
@@ -172,11 +171,12 @@ impl Supervisor {
             }
             match action {
                 Action::Leave => return Ok(self.exit()),
-                Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
+                Action::GiveUp => return Err(unkillable(self.config.limits.kill).into()),
                 Action::Nothing => {}
                 Action::Start => self.start()?,
                 Action::Pause => {
-                    tracing::warn!("starting Envoy again in {:?}", self.pause);
+                    let pause = approximate(self.pause.as_secs_f64());
+                    tracing::warn!("starting Envoy again in {pause}");
                     self.current.deadline = Some(after(self.pause));
                 }
                 Action::Drain => self.call_drain(DrainCall::Stay),
@@ -197,17 +197,16 @@ impl Supervisor {
         }
     }
 
-    /// Reads what an agent before this one has left.
+    /// Reads the record of the agent before this one.
     fn read_last_crash(&self) {
         match Crash::read(&self.config.directory) {
             Ok(None) => {}
             Ok(Some(crash)) => {
-                let when = &crash.when;
-                tracing::warn!("previous Envoy ended at {when} with {crash}");
+                tracing::warn!("in the previous container: {}", crash.problem());
                 self.publish
                     .send_modify(|report| report.last_crash = Some(crash));
             }
-            Err(error) => warn(&error, "going on without the record of the last crash"),
+            Err(problem) => tracing::warn!("{problem}"),
         }
     }
 
@@ -216,7 +215,7 @@ impl Supervisor {
         &mut self,
         stop: &mut watch::Receiver<StopRequest>,
         orders: &mut mpsc::Receiver<Order>,
-    ) -> Result<Event, Error> {
+    ) -> Result<Event, BoxError> {
         loop {
             self.publish();
             let (current, urgency) = (&mut self.current, self.requested.urgency);
@@ -243,7 +242,7 @@ impl Supervisor {
                 Some(answer) = current.calls.join_next() => match answer {
                     Ok(event) => return Ok(event),
                     // Every step has its deadline, so nothing hangs on the answer.
-                    Err(error) => warn(&error, "going on without an answer from Envoy"),
+                    Err(error) => warn(&error, "continuing without an answer from Envoy"),
                 },
                 Some(()) = deadline => {
                     self.current.deadline = None;
@@ -264,7 +263,7 @@ impl Supervisor {
         let (clock, plan) = (Clock::system(), self.current.machine.plan());
         let cause = self.requested.cause.unwrap_or("no reason was given");
         if is_planned {
-            tracing::info!("Envoy is to end ({cause}): {plan}");
+            tracing::info!("stopping Envoy ({cause}): {plan}");
         }
         let (waits_for, until) = (step.waits_for, clock.after(step.at_most));
         self.publish.send_modify(|report| match &mut report.ending {
@@ -287,7 +286,7 @@ impl Supervisor {
     }
 
     /// Starts the first Envoy, or another after one that has ended.
-    fn start(&mut self) -> Result<(), Error> {
+    fn start(&mut self) -> Result<(), BoxError> {
         if self.last_end.take().is_some() {
             self.restarts.inc();
         }
@@ -335,7 +334,7 @@ impl Supervisor {
         });
     }
 
-    async fn ended(&mut self, ended: Ended) -> Result<Event, Error> {
+    async fn ended(&mut self, ended: Ended) -> Result<Event, BoxError> {
         self.current.calls = JoinSet::new();
         self.current.deadline = None;
         self.pause = Duration::ZERO;
@@ -343,20 +342,25 @@ impl Supervisor {
         self.last_end = (!is_expected).then_some(ended);
         let crash = self.record_end(ended).await;
         self.hot_restart.serving_ended(&mut self.current);
-        let may_restart = is_expected || self.may_restart(ended, crash)?;
+        if let Some(crash) = crash {
+            let is_early = crash.uptime_seconds < self.config.early.as_secs_f64();
+            if is_early && crash.epoch == 0 && !is_expected {
+                // The next Envoy would end like it.
+                return Err(crash.problem().into());
+            }
+            tracing::error!("{}", crash.problem());
+        }
+        let may_restart = is_expected || self.may_restart(ended);
         Ok(Event::EnvoyExited { may_restart })
     }
 
-    /// Records a crash. The record goes when an Envoy ends as it was asked to.
+    /// Records a crash. An exit on request removes the record.
     async fn record_end(&mut self, ended: Ended) -> Option<Crash> {
         let mut envoy = self.current.instance.take()?;
         let directory = &self.config.directory;
         if is_crash(ended, self.current.machine.phase()) {
             let crash = envoy.crash(ended).await;
-            tracing::error!("Envoy crashed: {crash}");
-            if let Err(error) = crash.write(directory) {
-                warn(&error, "the next agent will not know of the crash");
-            }
+            Crash::record(Some(&crash), directory);
             let published = Some(crash.clone());
             self.publish
                 .send_modify(|report| report.last_crash = published);
@@ -365,34 +369,21 @@ impl Supervisor {
         envoy.output.last_lines().await;
         if self.current.machine.expects_the_end() {
             tracing::info!("Envoy exited normally");
-            if let Err(error) = Crash::remove(directory) {
-                warn(&error, "the next agent will name an old crash");
-            }
+            Crash::record(None, directory);
         }
         None
     }
 
-    /// Logs an end that was not requested, and takes another start out of the budget. A first Envoy
-    /// that ended early is an error: the next would end like it.
-    fn may_restart(&mut self, ended: Ended, crash: Option<Crash>) -> Result<bool, Error> {
+    /// Takes another start out of the budget after an end that was not requested.
+    fn may_restart(&mut self, ended: Ended) -> bool {
         if ended == Ended::Code(0) {
-            // Another than the agent has asked Envoy to end.
+            // Not the agent has asked Envoy to exit.
             tracing::warn!("Envoy exited by itself with status 0");
-            return Ok(false);
+            return false;
         }
-        let early = self.config.early.as_secs_f64();
-        if let Some(crash) = crash.filter(|it| it.epoch == 0 && it.uptime_seconds < early) {
-            let reason = reason(&crash.stderr);
-            return Err(Error::AtOnce {
-                ended,
-                after_ms: (crash.uptime_seconds * 1000.0).floor(),
-                reason: reason.map_or_else(String::new, |line| format!(": {line}")),
-            });
-        }
-        tracing::error!("Envoy exited with error: {ended}");
         let pause = self.budget.take();
         self.pause = pause.unwrap_or_default();
-        Ok(pause.is_some())
+        pause.is_some()
     }
 
     /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.
@@ -402,6 +393,7 @@ impl Supervisor {
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
             self.current.calls = JoinSet::new();
         }
+        let limit = approximate(at_most.as_secs_f64());
         match waits_for {
             Step::DrainCall => {
                 tracing::info!("Agent draining Proxy for termination");
@@ -412,9 +404,7 @@ impl Supervisor {
                 tracing::info!("Graceful termination period is {whole:?}, starting...");
             }
             Step::Connections => {
-                tracing::info!(
-                    "waiting for the end of Envoy's active connections, {at_most:?} at most"
-                );
+                tracing::info!("waiting up to {limit} for Envoy's active connections to close");
                 let until_none = self.until_none(Active::Connections, PERIOD);
                 self.current.call(waits_for, async move {
                     tokio::time::sleep(PERIOD).await;
@@ -422,35 +412,28 @@ impl Supervisor {
                 });
             }
             Step::LastRequests => {
-                tracing::info!(
-                    "closing Envoy's listeners; requests under way have {at_most:?} to end"
-                );
+                tracing::info!("closing Envoy's listeners; running requests have {limit} to end");
                 let last_requests = self.last_requests();
                 self.current.call(waits_for, last_requests);
             }
             Step::LongRequests => {
-                tracing::info!("the drain is over; requests still under way have {at_most:?} more");
+                tracing::info!("the drain is over; running requests have {limit} more to end");
                 let until_none = self.until_none(Active::Requests, PERIOD);
                 self.current.call(waits_for, until_none);
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
-                let limit = crate::duration::scaled(at_most, QUIT_CALL);
-                let admin = self.admin.within(limit);
+                let admin = self.admin.within(scaled(at_most, QUIT_CALL));
                 self.current
                     .call(waits_for, async move { admin.quit().await });
             }
             Step::Termination => {
                 tracing::info!("Terminating Envoy");
-                if let Some(envoy) = &self.current.instance {
-                    envoy.terminate();
-                }
+                self.current.instance.iter().for_each(Instance::terminate);
             }
             Step::Kill => {
-                tracing::warn!("Killing Envoy, which did not end in time or is to end at once");
-                if let Some(envoy) = &self.current.instance {
-                    envoy.kill();
-                }
+                tracing::warn!("Killing Envoy: it did not exit in time, or a kill was requested");
+                self.current.instance.iter().for_each(Instance::kill);
             }
         }
     }

@@ -36,6 +36,41 @@ codes! {
     BOOTSTRAP_TEMPLATE_SET: "a setting names a template for Envoy's bootstrap", "the agent does not start", "use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`; the agent does not read templates";
     LOAD_STATS_CONFIG_INVALID: "`ISTIO_META_LOAD_STATS_CONFIG_JSON` is not a JSON object", "the agent does not start", "";
     }
+    "Envoy" {
+    ENVOY_MISSING: "Envoy's path does not lead to a program", "Envoy does not start", "install Envoy there, or correct `binaryPath` of ProxyConfig";
+    ENVOY_NOT_EXECUTABLE: "the kernel does not run Envoy's program for the agent's user", "Envoy does not start", "`chmod 755` the file, and mount its volume without `noexec`";
+    ENVOY_WRONG_ARCHITECTURE: "Envoy's program is not a program for this machine", "Envoy does not start", "use an image whose Envoy is built for this architecture (`uname -m`, `file`)";
+    ENVOY_LOADER_MISSING: "the loader or interpreter that Envoy's program names does not exist", "Envoy does not start", "use an image with the C library that this Envoy was built for";
+    ENVOY_BOOTSTRAP_REFUSED: "Envoy exits because it cannot use its arguments or its bootstrap", "", "correct what Envoy's last lines name: bootstrap (`pilot-agent bootstrap`), `ISTIO_BOOTSTRAP_OVERRIDE`, `customConfigFile`, `--proxyLogLevel`, or Envoy's version";
+    ENVOY_CRASHED: "Envoy was ended by a signal that the agent did not send", "", "see Envoy's last lines (`kubectl logs --previous`); a backtrace in them is a bug of Envoy or of a filter";
+    ENVOY_OUT_OF_MEMORY: "the kernel killed Envoy because the container's memory was used up", "", "raise the memory limit of the container, or send Envoy fewer services (`pilot-agent scope` writes the Sidecar resource)";
+    ENVOY_UNKILLABLE: "Envoy did not exit after SIGKILL", "the agent exits without it", "restart the node if its disk or network file system hangs";
+    ENVOY_NOT_STARTED: "the agent has not started Envoy yet", "no traffic passes", "wait: the agent first asks the cloud's metadata service; set `CLOUD_PLATFORM=none` if it hangs";
+    ENVOY_STOPPING: "Envoy drains or stops", "it drains or stops: new connections are refused", "none if the pod is being deleted";
+    ENVOY_EXITED: "Envoy exited without an error, and the agent did not ask it to", "the agent exits, too", "find who called Envoy's `/quitquitquit` or sent SIGTERM";
+    ENVOY_HANGS: "Envoy's process runs, and its admin port does not answer", "", "restart the container; `proxyAdminPort` of ProxyConfig must be the admin port of Envoy's bootstrap";
+    HOT_RESTART_REFUSED: "the new inputs of Envoy cannot be used", "current Envoy keeps serving", "correct the inputs; the agent tries again when they change";
+    HOT_RESTART_FAILED: "the new Envoy ended or hung before it served", "current Envoy keeps serving; the next restart will be a full one", "";
+    RESOURCE_REFUSED: "Envoy refused resources of istiod", "Envoy uses the resources that it accepted before", "correct the resource that Envoy's reason names: `istioctl analyze`, EnvoyFilters, versions of istiod and Envoy";
+    LISTENER_WARMING: "listeners wait for a secret, a route or an extension", "these listeners do not serve", "for SdsApi: does the secret exist, and may the proxy's account read it; for RDS: does istiod send the route (`istioctl proxy-status`)";
+    CLUSTER_WARMING: "clusters wait for endpoints, a secret or a name", "requests to these clusters fail", "does istiod send their endpoints (`istioctl proxy-status`), do their secrets exist, are their names resolved";
+    SECRET_AWAITED: "Envoy waits for secrets", "listeners and clusters that use them do not work", "does the secret exist, and may the proxy's account read it; for default and ROOTCA see the workload certificate";
+    ENVOY_NOT_INSPECTED: "a page of Envoy's admin port is too large or too late", "that part is not checked", "run it again when the node is less busy";
+    PORT_TAKEN: "another process listens at a port that Envoy needs", "", "end that process, or move it to another port: 15000 to 15090 belong to the sidecar";
+    STATUS_PORT_TAKEN: "another process listens at the agent's status port", "the agent does not start", "end that process, or move the agent with `statusPort` of ProxyConfig";
+    TASK_EXITED: "a part of the agent exited unexpectedly", "the agent drains Envoy and exits", "report this as a bug, with `pilot-agent support-bundle`";
+    }
+    "Sockets and directories" {
+    SOCKET_PATH_TOO_LONG: "the path of a socket is longer than a socket address", "the agent does not start", "use a shorter `configPath` or `WORKLOAD_IDENTITY_SOCKET_FILE`";
+    SOCKET_TAKEN: "another process listens on a socket of the agent, or has removed it", "Envoy does not reach the agent", "find the process that shares the directory with this container, end it, and restart this container";
+    SOCKET_DIRECTORY: "a directory or a file is where a socket belongs", "", "remove it, or correct the volume that holds it";
+    SOCKET_HANGS: "the process behind a socket does not answer", "Envoy cannot use the socket", "restart the process if it stays so";
+    SOCKET_NOT_SERVED: "the process that is to serve the workload's secrets does not", "Envoy has no certificate", "check that process (such as a SPIRE agent) and the volume of the socket, or unset `WORKLOAD_IDENTITY_SOCKET_FILE`";
+    DIRECTORY_FORBIDDEN: "the agent may not use a file or directory, because it belongs to another user", "", "give the agent's user access (`fsGroup` of the pod, `chown`), or run the agent as the owner";
+    DIRECTORY_READ_ONLY: "a directory of the agent is read-only", "", "mount a writable volume there, such as the emptyDir of Istio's injection";
+    DISK_FULL: "the disk or the volume of a directory is full", "", "free space, or raise `sizeLimit` of the volume";
+    FILE_UNUSABLE: "a file, directory or socket cannot be read or made", "", "";
+    }
     "DNS" {
     DNS_RESOLV_CONF_UNREADABLE: "the file with the pod's resolvers cannot be used", "the pod's resolvers are unknown", "mount the file, or set `ISTIO_AGENT_RESOLV_CONF` to another file";
     DNS_PORT_TAKEN: "another process uses the address of the agent's DNS server", "the agent does not start", "stop that process, or set `DNS_PROXY_ADDR` to another address";

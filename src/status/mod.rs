@@ -126,25 +126,13 @@ pub struct Sources {
     pub pages: BTreeMap<&'static str, Page>,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("cannot listen on the status port {port}")]
-    Bind {
-        port: u16,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("cannot set up TLS for probes")]
-    Tls(#[from] rustls::Error),
-}
-
 /// Serves the port until `stop`, and records start-up milestones.
 pub fn new(
     config: Config,
     listener: Listener,
     sources: Sources,
     stop: CancellationToken,
-) -> Result<impl Future<Output = ()> + Send, Error> {
+) -> Result<impl Future<Output = ()> + Send, rustls::Error> {
     let router = Arc::new(Router::new(config, sources)?);
     Ok(async move {
         let watched = router.clone();
@@ -170,7 +158,7 @@ struct Router {
 }
 
 impl Router {
-    fn new(config: Config, sources: Sources) -> Result<Self, Error> {
+    fn new(config: Config, sources: Sources) -> Result<Self, rustls::Error> {
         let sources = Arc::new(sources);
         Ok(Self {
             debug: Access {

@@ -1,9 +1,7 @@
-//! Binds Unix sockets Envoy connects to, and serves gRPC on them.
+//! Binds Unix sockets for Envoy, and serves gRPC on them.
 //!
-//! A stale socket file is replaced; one another process listens on is left alone, unless [`replace`]
-//! is called. The file has mode
-//! 0666, as Envoy may run as another user; an [`access::Access`] decides by peer user which connections
-//! are served.
+//! A stale socket is replaced; only [`replace`] also takes one that another process listens on. The file has mode
+//! 0666, because Envoy may run as another user; an [`access::Access`] decides by the peer's user.
 
 pub mod access;
 mod authority;
@@ -29,7 +27,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::executor::ConnectionTasks;
 use crate::lifecycle::BoxError;
-use crate::permission::explained;
+use crate::permission;
+use crate::problem::{Code, Problem, codes};
 use access::Access;
 use authority::valid_authority;
 
@@ -39,10 +38,8 @@ const MAX_PATH: usize = 107;
 /// Pilot-agent's limit on streams of one connection.
 const MAX_CONCURRENT_STREAMS: u32 = 100_000;
 
-/// How much of a stream, and of all streams of a connection, may be sent ahead of being read.
-///
-/// h2 also takes from it how many tiny frames it lets pile up before it takes the peer for an
-/// attacker: at its default of 1 MiB some two thousand, which a burst of requests can reach.
+/// The bytes of a stream, and of a connection, that may be sent before they are read. They also limit how many tiny
+/// frames h2 queues before it takes the peer for an attacker: 2,000 by default, which a burst of requests can reach.
 const STREAM_WINDOW: u32 = 4 * 1024 * 1024;
 const CONNECTION_WINDOW: u32 = 8 * 1024 * 1024;
 
@@ -69,41 +66,24 @@ pub struct Listener {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Peer(Option<i32>);
 
-/// Why a socket cannot be bound.
-#[derive(Debug, thiserror::Error)]
-pub enum BindError {
-    #[error("socket path {path} has {length} bytes, more than the {MAX_PATH} a socket address holds", path = .path.display())]
-    PathTooLong { path: PathBuf, length: usize },
-    #[error("another process answers on {path}, its id is {pid}", path = .path.display())]
-    Live { path: PathBuf, pid: i32 },
-    #[error("{path} is a directory, expected a socket or nothing", path = .path.display())]
-    Directory { path: PathBuf },
-    #[error("cannot {action} {path}", path = .path.display())]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        source: io::Error,
-    },
-}
-
 /// Binds `path`, in a directory that is made if missing (mode 0750).
-pub fn bind(path: &Path) -> Result<Listener, BindError> {
+pub fn bind(path: &Path) -> Result<Listener, Problem> {
     let length = path.as_os_str().len();
     if length > MAX_PATH {
-        let path = path.to_owned();
-        return Err(BindError::PathTooLong { path, length });
+        let found = format!("it has {length} bytes, a socket address holds {MAX_PATH}");
+        return Err(problem(codes::SOCKET_PATH_TOO_LONG, path, found));
     }
     if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
         fs::DirBuilder::new()
             .recursive(true)
             .mode(0o750)
             .create(parent)
-            .map_err(failed(path, "create the directory of"))?;
+            .map_err(failed(path, "create the directory of the socket"))?;
     }
     remove_stale(path)?;
-    let listener = UnixListener::bind(path).map_err(failed(path, "bind"))?;
+    let listener = UnixListener::bind(path).map_err(failed(path, "bind the socket"))?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o666))
-        .map_err(failed(path, "set the mode of"))?;
+        .map_err(failed(path, "set the mode of the socket"))?;
     Ok(Listener {
         listener,
         path: path.to_owned(),
@@ -114,40 +94,40 @@ pub fn bind(path: &Path) -> Result<Listener, BindError> {
 }
 
 /// Like [`bind`], but a process that listens on `path` loses it, which is logged as an error.
-pub fn replace(path: &Path) -> Result<Listener, BindError> {
+pub fn replace(path: &Path) -> Result<Listener, Problem> {
     match bind(path) {
-        Err(live @ BindError::Live { .. }) => {
-            tracing::error!("{live}; it is replaced and gets no more connections");
-            fs::remove_file(path).map_err(failed(path, "remove the file of another process at"))?;
+        Err(taken) if taken.code == codes::SOCKET_TAKEN => {
+            tracing::error!("{}", taken.consequence("it gets no more connections"));
+            fs::remove_file(path).map_err(failed(path, "remove the socket of another process"))?;
             bind(path)
         }
         other => other,
     }
 }
 
-fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> BindError {
-    move |source| BindError::Io {
-        action,
-        path: path.to_owned(),
-        source: explained(path, source),
-    }
+fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> Problem {
+    move |error| permission::problem(action, path, error)
 }
 
-fn remove_stale(path: &Path) -> Result<(), BindError> {
+fn problem(code: &'static Code, path: &Path, found: impl Into<String>) -> Problem {
+    Problem::new(code, format!("socket {}", path.display()), found)
+}
+
+fn remove_stale(path: &Path) -> Result<(), Problem> {
     let kind = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata.file_type(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed(path, "look at")(error)),
+        Err(error) => return Err(failed(path, "look at the socket")(error)),
     };
     if kind.is_dir() {
-        let path = path.to_owned();
-        return Err(BindError::Directory { path });
+        let found = "a directory is in its place";
+        return Err(problem(codes::SOCKET_DIRECTORY, path, found));
     }
     if let (true, Ok(pid)) = (kind.is_socket(), listener(path)) {
-        let path = path.to_owned();
-        return Err(BindError::Live { path, pid });
+        let found = format!("process {pid} listens on it");
+        return Err(problem(codes::SOCKET_TAKEN, path, found));
     }
-    fs::remove_file(path).map_err(failed(path, "remove the stale file"))
+    fs::remove_file(path).map_err(failed(path, "remove the stale socket"))
 }
 
 /// The process that listens on `path`; 0 where the kernel does not tell, as of one in another
@@ -258,7 +238,7 @@ impl Listener {
         let permit = self.connections.clone().try_acquire_owned().ok();
         if permit.is_none() && !self.is_full {
             tracing::warn!(
-                "{} has the most connections it serves, {MAX_CONNECTIONS}; further ones are closed",
+                "{} serves {MAX_CONNECTIONS} connections, its limit; further connections are closed",
                 self.path.display()
             );
         }

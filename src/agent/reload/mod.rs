@@ -13,6 +13,7 @@ use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable};
 use crate::envoy::launch::Prepared;
 use crate::lifecycle::BoxError;
+use crate::permission::problem;
 use crate::problem::{Code, codes};
 use crate::regular_file::{self, MAX_SETTINGS};
 
@@ -77,10 +78,8 @@ impl Inputs {
         if config.has_custom_bootstrap {
             let path = &command.bootstrap;
             let read = is_compared.then(|| regular_file::read(path, MAX_SETTINGS));
-            let document = read.transpose().map_err(|error| {
-                let path = path.display();
-                format!("cannot read the bootstrap {path}: {error}")
-            })?;
+            let read = read.transpose();
+            let document = read.map_err(|error| problem("read the bootstrap", path, error))?;
             return Ok(Prepared::new(command, &document.unwrap_or_default(), None));
         }
         let mut bootstrap = config.bootstrap.clone();

@@ -1,10 +1,9 @@
-//! Replaces the Envoy that serves while it serves, by Envoy's hot restart.
+//! Replaces the current Envoy while it serves, by Envoy's hot restart.
 //!
-//! On request, what Envoy starts from is read anew. If it has changed, a successor starts beside the
-//! Envoy that serves; when the successor serves itself, the one before is its parent and finishes
-//! what it has begun. [`machine`] decides; [`HotRestart`] carries it out, and owns successor, parent
-//! and the check under way; the supervisor owns the Envoy that serves. Each step is logged, counted
-//! and published. [`watch`] orders restarts.
+//! On request, the inputs are read again. If they have changed, a successor starts next to the current Envoy; once
+//! it is live, the previous Envoy is its parent and finishes its requests. [`machine`] decides; [`HotRestart`]
+//! carries it out, and owns successor, parent and the running check. The supervisor owns the current Envoy. Each
+//! step is logged, counted and published. [`watch`] orders restarts.
 
 pub mod machine;
 pub mod watch;
@@ -26,11 +25,13 @@ use super::command::Mode;
 use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Ended, Instance};
 use super::launch::{BaseId, Launch, Prepared, can_share};
+use super::machine as life;
 use super::supervisor::Current;
-use super::{Error, machine as life};
 use crate::clock::{self, Clock};
+use crate::duration::approximate;
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
+use crate::problem::{Problem, codes};
 use machine::{Action, Event, Machine, Phase};
 
 /// How long it may take to notice that a successor serves, on a machine that is busy.
@@ -45,8 +46,7 @@ const FOLLOWS: Duration = Duration::from_secs(1);
 /// How often a successor is asked whether it serves.
 const LIVE_PERIOD: Duration = Duration::from_millis(25);
 
-/// What the Envoy of an epoch is started from: the first of what the agent was started with, others
-/// of what there is now. May block.
+/// Returns the inputs of an epoch: those of the agent's start for the first, the present ones for others. May block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
 
 /// How long the parts of a hot restart may take.
@@ -140,7 +140,7 @@ impl HotRestart {
             return;
         }
         if self.machine.phase() != Phase::Idle {
-            tracing::info!("Envoy is to be restarted ({reason}) after the change under way");
+            tracing::info!("Envoy will be restarted ({reason}) after the current change");
         }
         self.reason = reason;
         self.apply(Event::Wanted, current);
@@ -154,7 +154,7 @@ impl HotRestart {
                 shares_memory: self.serves(current),
             },
             life::Event::StopRequested(_) => {
-                self.abandon("Envoy is to end");
+                self.abandon("Envoy stops");
                 Event::Stop
             }
             _ if phase != life::Phase::Running => Event::Unready,
@@ -163,13 +163,12 @@ impl HotRestart {
         self.apply(event, current);
     }
 
-    /// An Envoy that was started after another has ended serves. Returns whether it shares memory with
-    /// a successor.
+    /// Concludes a full restart whose Envoy is live. Returns whether it can share memory with a successor.
     fn serves(&mut self, current: &Current) -> bool {
         let launch = current.launch.as_ref();
         let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
         if self.is_on && base_id.is_none() {
-            tracing::warn!("Envoys cannot share memory here: a restart will be a full one");
+            tracing::warn!("no shared memory, using full restarts");
         }
         let method = self.last.as_ref().and_then(|last| last.method);
         if method == Some(Method::Full) {
@@ -182,7 +181,7 @@ impl HotRestart {
     pub(super) fn serving_ended(&mut self, current: &mut Current) {
         // In phase Idle it ends for a full restart, which goes on.
         if self.machine.phase() != Phase::Idle {
-            self.abandon("the Envoy that serves has ended");
+            self.abandon("the current Envoy has exited");
         }
         self.apply(Event::ServingExited, current);
     }
@@ -212,14 +211,15 @@ impl HotRestart {
                 if current.machine.phase() == life::Phase::Running {
                     self.prepared = Some(prepared);
                 } else {
-                    self.abandon("the Envoy that serves drains or has ended");
+                    self.abandon("the current Envoy drains or has exited");
                 }
                 Event::Usable { is_live }
             }
             Progress::Live => Event::Live,
             Progress::Deadline => {
                 if self.successor.is_some() {
-                    let problem = format!("it did not serve within {:?}", self.limits.live);
+                    let limit = approximate(self.limits.live.as_secs_f64());
+                    let problem = format!("the new Envoy did not serve within {limit}");
                     self.conclude(Outcome::Failed, Some(problem));
                 }
                 Event::Deadline
@@ -227,7 +227,7 @@ impl HotRestart {
             Progress::SuccessorEnded(ended) => {
                 self.drop_calls();
                 let reason = reason(self.successor.take()).await;
-                let problem = format!("it ended before it served ({ended}): {reason}");
+                let problem = format!("the new Envoy exited before it served ({ended}): {reason}");
                 self.conclude(Outcome::Failed, Some(problem));
                 Event::SuccessorExited
             }
@@ -237,7 +237,7 @@ impl HotRestart {
                 let parent = self.parent.take();
                 let epoch = parent.as_ref().map_or(0, |parent| parent.epoch);
                 reason(parent).await;
-                tracing::info!("Envoy epoch {epoch} has left: {ended}");
+                tracing::info!("Envoy epoch {epoch} has exited: {ended}");
                 Event::ParentExited { early }
             }
         };
@@ -251,7 +251,7 @@ impl HotRestart {
             Action::Check => self.check(current),
             Action::Start => {
                 if let Err(error) = self.start_successor(current) {
-                    self.conclude(Outcome::Failed, Some(with_causes(&error)));
+                    self.conclude(Outcome::Failed, Some(error.to_string()));
                     return self.apply(Event::SuccessorExited, current);
                 }
             }
@@ -259,9 +259,7 @@ impl HotRestart {
             Action::KillParent => kill(self.parent.as_ref()),
             Action::Promote => return self.promote(current),
             Action::Replace(end_by) => {
-                tracing::warn!(
-                    "Envoy is replaced by a full restart: it ends, then the next starts"
-                );
+                tracing::warn!("full restart of Envoy: it stops before the next Envoy starts");
                 self.begin_restart(Method::Full);
                 return Some(life::Event::Replace(end_by));
             }
@@ -269,14 +267,14 @@ impl HotRestart {
         None
     }
 
-    fn start_successor(&mut self, current: &mut Current) -> io::Result<()> {
+    fn start_successor(&mut self, current: &mut Current) -> Result<(), Problem> {
         let prepared = self.prepared.take();
         let (Some(prepared), Some(serving)) = (prepared, &current.launch) else {
             return Ok(());
         };
         let launch = serving.successor(prepared, self.limits.parent_shutdown);
         let epoch = current.count;
-        tracing::info!("starting Envoy epoch {epoch}, which takes the sockets over (hot restart)");
+        tracing::info!("starting Envoy epoch {epoch}, which takes over the sockets (hot restart)");
         let successor = current.spawn(launch)?;
         let (admin, restart_epoch) = (self.admin, successor.launch.restart_epoch());
         self.drop_calls();
@@ -292,14 +290,12 @@ impl HotRestart {
     }
 
     /// The launch of an Envoy that takes over from none, with a base id where there can be one.
-    pub(super) fn next_launch(&mut self, current: &mut Current) -> Result<Launch, Error> {
+    pub(super) fn next_launch(&mut self, current: &mut Current) -> Result<Launch, BoxError> {
         let last = current.launch.take().map(|launch| launch.prepared);
         // What was found usable and not started beside another is started now.
         let prepared = match self.prepared.take().or(last) {
             Some(prepared) => prepared,
-            None => (self.prepare)(0)
-                .map_err(|source| Error::Inputs { source })?
-                .into(),
+            None => (self.prepare)(0)?.into(),
         };
         let base_id = self.machine.can_share.then(|| {
             let file = format!("envoy-base-id{}", current.count);
@@ -322,11 +318,11 @@ impl HotRestart {
         self.drop_calls();
         let (successor, parent) = (self.successor.take()?, current.instance.take()?);
         self.successor_serves();
-        let stay = self.stay();
+        let stay = approximate(self.stay().as_secs_f64());
         let (epoch, parent_epoch) = (successor.epoch, parent.epoch);
         self.parent = Some(parent);
         current.set(successor);
-        tracing::info!("Envoy epoch {epoch} serves; epoch {parent_epoch} leaves within {stay:?}");
+        tracing::info!("Envoy epoch {epoch} is live; epoch {parent_epoch} exits within {stay}");
         self.conclude(Outcome::Succeeded, None);
         let is_drained = current.machine.is_drained();
         is_drained.then_some(life::Event::DrainOrdered)
@@ -352,7 +348,7 @@ impl HotRestart {
         let last = self.last.take().filter(Restart::is_under_way);
         let now = Clock::system().now();
         let mut restart =
-            last.unwrap_or_else(|| Restart::begun("the Envoy before died before its time", now));
+            last.unwrap_or_else(|| Restart::begun("the previous Envoy exited too early", now));
         restart.method = Some(method);
         self.last = Some(restart);
     }
@@ -369,22 +365,22 @@ impl HotRestart {
             Outcome::Succeeded if restart.method == Some(Method::Hot) => "hot",
             Outcome::Succeeded => "full",
             Outcome::Unchanged => {
-                tracing::info!("nothing has changed for Envoy, which goes on");
+                tracing::info!("bootstrap unchanged, Envoy keeps running");
                 "unchanged"
             }
             Outcome::Refused => {
-                tracing::error!("Envoy is not restarted and serves on: {why}");
+                let subject = "hot restart rejected";
+                let problem = Problem::new(codes::HOT_RESTART_REFUSED, subject, why);
+                tracing::error!("{problem}");
                 "refused"
             }
             Outcome::Failed => {
-                tracing::error!(
-                    "the next Envoy has failed and the one before serves on: {why}; hot restart \
-                     cannot be used until a full restart"
-                );
+                let problem = Problem::new(codes::HOT_RESTART_FAILED, "hot restart failed", why);
+                tracing::error!("{problem}");
                 "failed"
             }
             Outcome::Abandoned => {
-                tracing::info!("the restart of Envoy under way is given up: {why}");
+                tracing::info!("hot restart abandoned: {why}");
                 "abandoned"
             }
         };
@@ -396,7 +392,7 @@ impl HotRestart {
     /// Checks what there is to start beside the Envoy that serves.
     fn check(&mut self, current: &Current) {
         let reason = self.reason;
-        tracing::info!("checking what Envoy would start from now ({reason})");
+        tracing::info!("validating new Envoy inputs ({reason})");
         self.last = Some(Restart::begun(reason, Clock::system().now()));
         let limit = self.limits.check;
         let serving = current.launch.clone();
@@ -407,7 +403,7 @@ impl HotRestart {
             let problem = match checked {
                 Ok(Ok(checked)) => return checked,
                 Ok(Err(error)) => with_causes(error.as_ref()),
-                Err(_) => format!("it took longer than {limit:?} to read and check"),
+                Err(_) => format!("not validated within {}", approximate(limit.as_secs_f64())),
             };
             Progress::Refused(problem)
         });
@@ -456,8 +452,8 @@ impl HotRestart {
     }
 }
 
-/// Checks what the Envoy of this epoch would start from, beside the one that serves: it is read outside
-/// the agent's thread, the new binary validates it, and the Envoy that serves is asked for its state.
+/// Validates the inputs of this epoch: reads them outside the agent's thread, has the new binary check them, and
+/// asks the current Envoy for its state.
 async fn check(
     prepare: Prepare,
     epoch: u32,

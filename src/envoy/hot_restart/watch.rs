@@ -64,7 +64,7 @@ async fn on_change(watch: io::Result<FileWatch>, files: &Arc<[PathBuf]>, envoy: 
     };
     let failed: io::Result<Infallible> = failed.await;
     let Err(error) = failed;
-    tracing::warn!(%error, "cannot watch what Envoy starts from; waiting for SIGHUP alone");
+    tracing::warn!(%error, "cannot watch Envoy's inputs; only SIGHUP restarts it");
 }
 
 #[cfg(test)]

@@ -1,9 +1,8 @@
 //! Envoy's life as a state machine without I/O: start, shutdown, and the next start.
 //!
-//! Asked to stop, Envoy goes through the steps of [`shutdown`](super::shutdown). The urgency of the
-//! request says with which step to begin; a more urgent one skips steps, and no event goes back. An
-//! Envoy that was drained before skips its drain. One that ends by itself is started again if the
-//! event says so.
+//! A shutdown follows the steps of [`shutdown`](super::shutdown). The urgency of the request decides the first step;
+//! a more urgent request skips steps, and no event goes back. An Envoy that was drained before skips its drain. The
+//! event of an exit says whether another Envoy may start.
 
 use super::handle::State;
 use super::shutdown::{Limits, Plan, PlannedStep, Step};

@@ -5,13 +5,21 @@ use super::*;
 #[tokio::test]
 async fn an_envoy_that_cannot_start_is_an_error_that_names_its_status() {
     let error = stage("exits-at-once").run(0).await.expect_err("no start");
-    assert!(error.to_string().contains("exit status 7"), "{error}");
-    let error = stage("crashes").run(0).await.expect_err("no start");
+    let refused = "[ENVOY_BOOTSTRAP_REFUSED]";
     let said = error.to_string();
     assert!(
-        said.contains("signal 11") && said.ends_with(": last words"),
+        said.contains("exit status 7") && said.ends_with(refused),
         "{said}"
     );
+    let error = stage("crashes").run(0).await.expect_err("no start");
+    let said = error.to_string();
+    for words in [
+        "Envoy exited with error: signal 11",
+        ": last words",
+        "[ENVOY_CRASHED]",
+    ] {
+        assert!(said.contains(words), "{said}");
+    }
 }
 
 #[tokio::test]
@@ -89,7 +97,8 @@ async fn a_missing_or_unusable_binary_is_named() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = |name: &str| directory.path().join(name);
     std::fs::write(path("data"), "no program").expect("written");
-    for (name, expected) in [("missing", "no Envoy binary"), ("data", "not executable")] {
+    let (missing, data) = ("ENVOY_MISSING", "ENVOY_NOT_EXECUTABLE");
+    for (name, expected) in [("missing", missing), ("data", data)] {
         let config = config(path(name), directory.path());
         let (_envoy, life) = started(config, &Stop::new(), &Registry::default());
         let error = life.await.expect_err("no start").to_string();

@@ -116,7 +116,7 @@ impl Stage {
     }
 
     /// Asks to stop `times` times once Envoy is up.
-    async fn run(&mut self, times: u8) -> Result<Exit, Error> {
+    async fn run(&mut self, times: u8) -> Result<Exit, BoxError> {
         let stop = Stop::new();
         let (_envoy, life) = self.start(&stop);
         let ask = async {
@@ -129,10 +129,10 @@ impl Stage {
     }
 }
 
-type Life = Pin<Box<dyn Future<Output = Result<Exit, Error>> + Send>>;
+type Life = Pin<Box<dyn Future<Output = Result<Exit, BoxError>> + Send>>;
 
 /// Runs Envoy until its end, which comes after what else is to happen.
-async fn beside(life: Life, story: impl Future<Output = ()>) -> Result<Exit, Error> {
+async fn beside(life: Life, story: impl Future<Output = ()>) -> Result<Exit, BoxError> {
     let story = async {
         story.await;
         std::future::pending().await

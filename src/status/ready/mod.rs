@@ -195,11 +195,10 @@ impl Readiness {
 /// The Envoy process, if there is one.
 fn alive(report: &Report) -> Result<Process, String> {
     match report.state {
-        State::Initial => Err("Envoy has not been started yet".to_owned()),
-        State::Exited => Err(match &report.last_crash {
-            Some(crash) => format!("Envoy has ended: {crash}"),
-            None => "Envoy has ended".to_owned(),
-        }),
+        State::Initial | State::Exited => Err(report
+            .problem()
+            .map(|it| it.to_string())
+            .unwrap_or_default()),
         State::Starting | State::Running | State::Draining | State::Stopping => {
             Ok((report.epoch, report.pid))
         }

@@ -25,8 +25,9 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Caller, Error, Router, reply};
+use super::{Caller, Router, reply};
 use crate::lifecycle::CancellationToken;
+use crate::problem::{Problem, codes};
 
 /// The kubelet, Prometheus and Envoy need a handful.
 const MAX_CONNECTIONS: usize = 256;
@@ -49,7 +50,7 @@ pub struct Listener {
 }
 
 /// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
-pub fn bind(port: u16) -> Result<Listener, Error> {
+pub fn bind(port: u16) -> Result<Listener, Problem> {
     tracing::info!("Opening status port {port}");
     use rustix::io::Errno;
     let v6 = TcpSocket::new_v6().and_then(|socket| {
@@ -62,7 +63,10 @@ pub fn bind(port: u16) -> Result<Listener, Error> {
         }
         _ => Err(error),
     });
-    let listener = listener.map_err(|source| Error::Bind { port, source })?;
+    let listener = listener.map_err(|error| {
+        let subject = format!("status port {port}");
+        Problem::new(codes::STATUS_PORT_TAKEN, subject, error.to_string())
+    })?;
     let unread = UNREAD;
     Ok(Listener { listener, unread })
 }

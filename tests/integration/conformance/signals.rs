@@ -112,7 +112,7 @@ async fn an_envoy_whose_admin_port_is_closed_is_terminated_after_its_drain_witho
         "Agent draining Proxy for termination",
         "Graceful termination period is 100ms",
         "closing Envoy's listeners",
-        "cannot count Envoy's requests under way",
+        "cannot count Envoy's active requests",
         "Asking Envoy to quit",
         "Terminating Envoy",
         "Envoy exited normally",

@@ -58,9 +58,10 @@ async fn a_discovery_socket_in_use_is_replaced_with_an_error_that_names_the_proc
     let us = std::process::id();
     agent
         .logs(&format!(
-            "another process answers on ./etc/istio/proxy/XDS, its id is {us}; it is replaced"
+            "socket ./etc/istio/proxy/XDS: process {us} listens on it"
         ))
         .await;
+    assert!(agent.log().contains("[SOCKET_TAKEN]"), "{}", agent.log());
     drop(other);
     until("the agent's own socket", || {
         UnixStream::connect(place.xds_socket()).is_ok()
@@ -76,7 +77,7 @@ async fn impossible_socket_paths_are_errors_that_name_them() {
     std::fs::create_dir_all(place.xds_socket()).unwrap();
     refuses_to_start(
         &place,
-        &["etc/istio/proxy/XDS is a directory, expected a socket"],
+        &["etc/istio/proxy/XDS: a directory", "[SOCKET_DIRECTORY]"],
     )
     .await;
 
@@ -84,21 +85,22 @@ async fn impossible_socket_paths_are_errors_that_name_them() {
     place.write("blocked", "a file");
     refuses_to_start(
         &place,
-        &["cannot create the directory of ./blocked/proxy/XDS"],
+        &["./blocked/proxy/XDS: cannot create the directory of the socket"],
     )
     .await;
 
     // Not even root can create files there.
     let place = Place::of(&istiod).proxy("configPath", json!("/sys/agent"));
-    refuses_to_start(&place, &["cannot create the directory of /sys/agent/XDS"]).await;
+    let says = ["/sys/agent/XDS: cannot create", "[DIRECTORY_FORBIDDEN]"];
+    refuses_to_start(&place, &says).await;
     let place = Place::of(&istiod).proxy("configPath", json!("/sys/kernel"));
-    refuses_to_start(&place, &["cannot bind /sys/kernel/XDS"]).await;
+    refuses_to_start(&place, &["/sys/kernel/XDS: cannot bind the socket"]).await;
 
     let long = format!("./{}", "x".repeat(120));
     let place = Place::of(&istiod).proxy("configPath", json!(long));
     refuses_to_start(
         &place,
-        &["has 126 bytes, more than the 107 a socket address holds"],
+        &["it has 126 bytes", "107", "[SOCKET_PATH_TOO_LONG]"],
     )
     .await;
 }
@@ -107,20 +109,20 @@ async fn impossible_socket_paths_are_errors_that_name_them() {
 async fn an_envoy_that_cannot_run_is_an_error_with_the_reason() {
     let istiod = local_istiod().await;
     let with = |path: &str| Place::with_envoy(&istiod).proxy("binaryPath", json!(path));
-    refuses_to_start(&with("/no/envoy"), &["no Envoy binary at /no/envoy"]).await;
+    refuses_to_start(&with("/no/envoy"), &["/no/envoy", "[ENVOY_MISSING]"]).await;
     let place = with("./envoy");
     place.write("envoy", "not executable");
-    refuses_to_start(&place, &["the Envoy binary ./envoy is not executable"]).await;
+    refuses_to_start(&place, &["./envoy", "[ENVOY_NOT_EXECUTABLE]"]).await;
     // Like an Envoy of another version, it refuses the arguments.
-    let stays = "expected it to stay; its own log says why";
+    let refused = "[ENVOY_BOOTSTRAP_REFUSED]";
     refuses_to_start(
         &with("/bin/ls"),
-        &["unrecognized option", "ms after its start with", stays],
+        &["unrecognized option", " ms, at ", refused],
     )
     .await;
-    refuses_to_start(&with("/bin/false"), &[stays]).await;
+    refuses_to_start(&with("/bin/false"), &[refused]).await;
     let crashing = Place::with_envoy(&istiod).set("FAKE_ENVOY_MODE", "crashes");
-    refuses_to_start(&crashing, &["signal 11", stays]).await;
+    refuses_to_start(&crashing, &["signal 11", "[ENVOY_CRASHED]"]).await;
     let empty = with("");
     refuses_to_start(&empty, &["binaryPath of PROXY_CONFIG"]).await;
 }
@@ -180,7 +182,7 @@ async fn an_agent_whose_dependencies_are_all_missing_stops_at_once() {
         "{:?}",
         terminated.elapsed()
     );
-    assert!(!log.contains("were cut off"), "{log}");
+    assert!(!log.contains("were aborted"), "{log}");
     drop((discovery.end().await, secrets.end().await));
 }
 

@@ -305,8 +305,11 @@ async fn a_status_port_in_use_ends_the_agent_before_envoy_starts() {
     let other = std::net::TcpListener::bind(("0.0.0.0", place.status_port())).unwrap();
     let (code, log) = place.ends().await;
     assert_eq!(code, 255, "{log}");
-    let expected = format!("cannot listen on the status port {}", place.status_port());
-    assert!(log.contains(&expected), "{log}");
+    let expected = format!("status port {}", place.status_port());
+    assert!(
+        log.contains(&expected) && log.contains("[STATUS_PORT_TAKEN]"),
+        "{log}"
+    );
     assert!(!place.path("etc/istio/proxy/arguments").exists());
     drop(other);
 }

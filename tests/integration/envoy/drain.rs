@@ -144,9 +144,9 @@ async fn no_response_is_lost_that_envoy_accepted_the_request_of() {
 async fn an_open_stream_holds_envoy_as_long_as_announced_and_an_idle_connection_not_at_all() {
     let Some(binary) = envoy_binary() else { return };
     for (open, expected) in [
-        ("idle", "Envoy has no requests under way left"),
-        ("request", "Envoy still has 1 requests under way"),
-        ("bytes", "Envoy still has 1 requests under way"),
+        ("idle", "Envoy has no active requests left"),
+        ("request", "Envoy still has 1 active requests"),
+        ("bytes", "Envoy still has 1 active requests"),
     ] {
         let (application, http, bytes) =
             (Backend::serving(answer_all).await, free_port(), free_port());
@@ -179,7 +179,7 @@ async fn an_open_stream_holds_envoy_as_long_as_announced_and_an_idle_connection_
         assert_eq!(status.code(), Some(0), "{open}: {status}");
         let log = pod.agent.log();
         assert!(log.contains("long_requests 500ms"), "{open}: {log}");
-        for words in ["Envoy has no requests under way left", "Envoy still has"] {
+        for words in ["Envoy has no active requests left", "Envoy still has"] {
             assert_eq!(
                 log.contains(words),
                 expected.contains(words),

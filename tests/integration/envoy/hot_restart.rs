@@ -225,14 +225,14 @@ async fn a_file_that_changes_is_noticed_and_one_that_does_not_changes_nothing() 
     let Some(binary) = envoy_binary() else { return };
     let stage = Stage::serving(&binary).await;
     stage.pod.agent.signal(Signal::HUP);
-    stage.logs("nothing has changed for Envoy").await;
+    stage.logs("bootstrap unchanged").await;
     stage.program(&binary.canonicalize().unwrap());
     stage
-        .logs("checking what Envoy would start from now (a file has changed)")
+        .logs("validating new Envoy inputs (a file has changed)")
         .await;
     eventually("a second verdict", async || {
         let log = stage.pod.agent.log();
-        let verdicts = log.matches("nothing has changed for Envoy").count();
+        let verdicts = log.matches("bootstrap unchanged").count();
         (verdicts == 2).then_some(())
     })
     .await;
@@ -249,7 +249,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
     fs::create_dir_all(stage.pod.path("in")).unwrap();
     for (bad, expected) in [
         // As at the start, when there was no such file.
-        ("{", "nothing has changed for Envoy"),
+        ("{", "bootstrap unchanged"),
         (
             r#"{"admin": {"address": 1}}"#,
             "Envoy rejected the bootstrap (exit status 1): [",
@@ -261,7 +261,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
     }
     let program = stage.programs.path().join("bad");
     fs::write(&program, "#!/bin/sh\nexit 7\n").unwrap();
-    for (mode, expected) in [(0o644, "is not executable"), (0o755, "exit status 7")] {
+    for (mode, expected) in [(0o644, "[ENVOY_NOT_EXECUTABLE]"), (0o755, "exit status 7")] {
         use std::os::unix::fs::PermissionsExt;
         fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
         stage.program(&program);
@@ -304,8 +304,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
     kill_process(next, Signal::KILL).unwrap();
     eventually("the failure in the log", async || {
         let log = stage.pod.agent.log();
-        log.contains("the next Envoy has failed and the one before serves on")
-            .then_some(())
+        log.contains("[HOT_RESTART_FAILED]").then_some(())
     })
     .await;
     load.assert_flawless();
@@ -316,7 +315,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
         0,
         "the first with another base id"
     );
-    stage.logs("replaced by a full restart").await;
+    stage.logs("full restart of Envoy").await;
     let last = stage.only_envoy().await;
     assert!(last != first && last != next);
     stage.serves().await;
@@ -333,7 +332,7 @@ async fn a_successor_killed_while_its_parent_leaves_ends_the_agent_and_the_paren
     let mut stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
     stage.change("a");
-    stage.logs("Envoy epoch 1 serves").await;
+    stage.logs("Envoy epoch 1 is live").await;
     let second = stage.other_than(first).await;
     kill_process(second, Signal::KILL).unwrap();
     let status = stage.pod.agent.end().await;
@@ -347,10 +346,10 @@ async fn a_successor_of_an_envoy_that_died_early_is_replaced_before_it_hangs() {
     let stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
     stage.change("a");
-    stage.logs("Envoy epoch 1 serves").await;
+    stage.logs("Envoy epoch 1 is live").await;
     let second = stage.other_than(first).await;
     kill_process(first, Signal::KILL).unwrap();
-    stage.logs("Envoy is replaced by a full restart").await;
+    stage.logs("full restart of Envoy").await;
     eventually("the end of the successor", async || {
         (!is_alive(second)).then_some(())
     })
@@ -379,8 +378,8 @@ async fn a_request_to_stop_abandons_a_successor_that_does_not_serve_without_a_fa
     let status = stage.pod.agent.end().await;
     assert_eq!(status.code(), Some(0), "{status}");
     let log = stage.pod.agent.log();
-    assert!(log.contains("is given up: Envoy is to end"), "{log}");
-    assert!(!log.contains("the next Envoy has failed"), "{log}");
+    assert!(log.contains("hot restart abandoned: Envoy stops"), "{log}");
+    assert!(!log.contains("[HOT_RESTART_FAILED]"), "{log}");
 }
 
 #[tokio::test]
@@ -388,7 +387,7 @@ async fn a_request_to_stop_ends_both_of_two_envoys() {
     let Some(binary) = envoy_binary() else { return };
     let stage = Stage::serving(&binary).await;
     stage.change("a");
-    stage.logs("Envoy epoch 1 serves").await;
+    stage.logs("Envoy epoch 1 is live").await;
     assert_eq!(stage.envoys().len(), 2);
     stage.ends_well().await;
 }

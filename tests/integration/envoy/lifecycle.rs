@@ -177,7 +177,7 @@ async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
         assert_eq!(record["pid"], envoy.as_raw_nonzero().get());
         assert_ne!(record["out_of_memory"], true);
         let log = pod.agent.log();
-        assert!(log.contains("Envoy crashed: signal"), "{log}");
+        assert!(log.contains("Envoy exited with error: signal"), "{log}");
         // The kernel's count says that it was not, where there is one; nothing says that it may have been.
         assert!(log.matches("of memory").count() <= 1, "{log}");
     }

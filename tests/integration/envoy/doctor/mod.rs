@@ -219,7 +219,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
             let (mut pod, control_plane) = ready(&[]).await;
             kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
             ended(&mut pod, None).await;
-            let says = ["last crash", "signal 11", "Caught Segmentation fault"];
+            let says = ["ENVOY_CRASHED", "signal 11", "Caught Segmentation fault"];
             Row::new("crashed Envoy", pod, &says).with(control_plane)
         }),
         Box::pin(async {
@@ -237,18 +237,18 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
                 .lines()
                 .map(str::to_owned)
                 .collect::<Vec<_>>();
-            log.retain(|line| line.contains("Envoy crashed: exit status 1"));
+            log.retain(|line| line.contains("Envoy exited with error: exit status 1"));
             assert!(
                 !log.is_empty() && log.iter().all(|line| line.contains(&why)),
                 "{log:?}"
             );
-            let says = ["last crash", "exit status 1", &why];
+            let says = ["ENVOY_BOOTSTRAP_REFUSED", "exit status 1", &why];
             Row::new("an admin port that is taken", pod, &says).with((control_plane, other))
         }),
         Box::pin(async {
             let (pod, control_plane) = ready(&[]).await;
             kill_process(pod.envoy_pid().unwrap(), Signal::STOP).unwrap();
-            let says = ["admin port", "no answer from 127.0.0.1:", "Envoy hangs"];
+            let says = ["admin port", "no answer from 127.0.0.1:", "ENVOY_HANGS"];
             Row::new("hung Envoy", pod, &says).with(control_plane)
         }),
     ];

@@ -1,7 +1,7 @@
-//! What Envoy waits for: listeners and clusters that warm, and secrets it has not received.
+//! Looks at Envoy's admin port for listeners and clusters that warm, and for secrets that Envoy waits for.
 //!
-//! A full configuration dump may have 100 MB, so only names are requested, of at most 1 MiB. What is
-//! found is looked for again, as an update warms for a moment.
+//! A full configuration dump may have 100 MB, so only names are requested. A finding is
+//! looked for again, because an update warms for a moment.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -9,49 +9,49 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use serde_json::Value;
 
-use super::super::report::Check;
-use super::{PROBE_LIMIT, page};
+use super::admin::Admin;
+use crate::problem::{Code, Problem, codes};
 
-/// Until what was found is looked for again.
+/// The pause before a finding is looked for again.
 const PAUSE: Duration = Duration::from_millis(300);
-/// A list of what waits.
-struct Wait {
-    name: &'static str,
-    page: &'static str,
-    names: fn(&Value) -> BTreeSet<String>,
-    remedy: &'static str,
-}
+
+/// A code, its subject, a page, and the names on the page.
+type Wait = (
+    &'static Code,
+    &'static str,
+    &'static str,
+    fn(&Value) -> BTreeSet<String>,
+);
 
 const WAITS: [Wait; 3] = [
-    Wait {
-        name: "warming listeners",
-        page: "/init_dump?mask=listener",
-        names: listeners,
-        remedy: "SdsApi: does the secret exist, may the proxy's account read it; RDS: does istiod send \
-                 the route (`istioctl proxy-status`)",
-    },
-    Wait {
-        name: "warming clusters",
-        page: "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name",
-        names: |dump| names(dump, "/cluster/name"),
-        remedy: "they wait for endpoints (EDS), a secret or a name: does istiod send them \
-                 (`istioctl proxy-status`)",
-    },
-    Wait {
-        name: "missing secrets",
-        page: "/config_dump?resource=dynamic_warming_secrets&mask=name",
-        names: |dump| names(dump, "/name"),
-        remedy: "does the secret exist, and may the proxy's account read it; for default and ROOTCA see \
-                 the certificate",
-    },
+    (
+        codes::LISTENER_WARMING,
+        "warming listeners",
+        "/init_dump?mask=listener",
+        listeners,
+    ),
+    (
+        codes::CLUSTER_WARMING,
+        "warming clusters",
+        "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name",
+        |dump| names(dump, "/cluster/name"),
+    ),
+    (
+        codes::SECRET_AWAITED,
+        "missing secrets",
+        "/config_dump?resource=dynamic_warming_secrets&mask=name",
+        |dump| names(dump, "/name"),
+    ),
 ];
 
-pub(super) async fn checks(admin: &str) -> Vec<Check> {
-    join_all(WAITS.iter().map(|wait| check(wait, admin))).await
+/// Lists what Envoy waits for. A page that cannot be read is a problem with another code.
+pub async fn waits(admin: Admin) -> Vec<Problem> {
+    let found = join_all(WAITS.iter().map(|wait| check(wait, admin))).await;
+    found.into_iter().flatten().collect()
 }
 
-async fn check(wait: &Wait, admin: &str) -> Check {
-    let look = async || page(admin, wait.page).await.map(|dump| (wait.names)(&dump));
+async fn check((code, subject, page, names): &Wait, admin: Admin) -> Option<Problem> {
+    let look = async || admin.page(page).await.map(|page| names(&page));
     let looking = async {
         let first = look().await?;
         if first.is_empty() {
@@ -60,14 +60,15 @@ async fn check(wait: &Wait, admin: &str) -> Check {
         tokio::time::sleep(PAUSE).await;
         Ok(&first & &look().await?)
     };
-    let found = tokio::time::timeout(PROBE_LIMIT, looking).await;
-    match found.unwrap_or_else(|_| Err(format!("no answer within {PROBE_LIMIT:?}"))) {
-        Ok(found) if found.is_empty() => Check::ok(wait.name, "none"),
-        Ok(found) => Check::error(wait.name, Vec::from_iter(found).join("; "))
-            .expected("none")
-            .remedy(wait.remedy),
-        // Too much is cut off there, and said so.
-        Err(why) => Check::warning(wait.name, why).expected("a list of them"),
+    let found = tokio::time::timeout(admin.limit, looking).await;
+    match found.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
+        Ok(found) if found.is_empty() => None,
+        Ok(found) => Some(Problem::new(
+            code,
+            *subject,
+            Vec::from_iter(found).join("; "),
+        )),
+        Err(why) => Some(Problem::new(codes::ENVOY_NOT_INSPECTED, *subject, why)),
     }
 }
 
