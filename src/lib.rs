@@ -71,6 +71,8 @@ pub mod backoff;
 
 mod permission;
 
+mod port;
+
 mod json;
 
 mod regular_file;

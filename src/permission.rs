@@ -4,6 +4,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use rustix::fs::{Access, access, statvfs};
 use rustix::process::geteuid;
 
 use crate::problem::{Problem, codes};
@@ -16,12 +17,19 @@ pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => codes::DISK_FULL,
         _ => codes::FILE_UNUSABLE,
     };
-    let path_text = path.display().to_string();
-    Problem::new(
-        code,
-        path_text,
-        format!("cannot {action}: {}", explained(path, error)),
-    )
+    let (subject, error) = (path.display().to_string(), explained(path, error));
+    Problem::new(code, subject, format!("cannot {action}: {error}"))
+}
+
+/// Fails if this process cannot write to `directory`, or to the first one above that exists.
+pub(crate) fn writable(directory: &Path) -> io::Result<()> {
+    let mut above = directory.ancestors().filter(|at| at.exists());
+    let at = above.next().unwrap_or(Path::new("."));
+    access(at, Access::WRITE_OK | Access::EXEC_OK)?;
+    match statvfs(at)?.f_bavail {
+        0 => Err(io::ErrorKind::StorageFull.into()),
+        _ => Ok(()),
+    }
 }
 
 /// The error of using `path`; where access was denied, with the owner of the path, or of the first

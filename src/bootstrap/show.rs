@@ -38,7 +38,8 @@ pub fn validate(
     let override_arguments = override_json
         .into_iter()
         .flat_map(|json| ["--config-yaml", json]);
-    let status = Command::new(binary)
+    let mut envoy = Command::new(binary);
+    envoy
         .args(["--mode", "validate", "--allow-unknown-static-fields"])
         .args(["--skip-deprecated-logs", "-l", "warning"])
         .arg("-c")
@@ -46,8 +47,8 @@ pub fn validate(
         .args(override_arguments)
         .stdin(Stdio::null())
         // Standard output is the bootstrap's.
-        .stdout(io::stderr())
-        .status();
+        .stdout(io::stderr());
+    let status = program::runnable(binary).and_then(|()| envoy.status());
     drop(written);
     let directory = &config.directory;
     fs::remove_dir(directory)

@@ -5,17 +5,16 @@ use super::{PROBE_LIMIT, Subject, run_blocking};
 use crate::envoy::admin::Admin;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::Report;
-use crate::envoy::{Config, inspect};
+use crate::envoy::{Config, inspect, program};
 use crate::problem::{Problem, codes};
+use crate::{permission, port, unix_socket};
 
 const ADMIN: &str = "admin port";
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(config) = &subject.config.envoy else {
-        return vec![Check::skipped(
-            "Envoy",
-            "the agent runs none (DISABLE_ENVOY)",
-        )];
+        let why = "the agent runs none (DISABLE_ENVOY)";
+        return vec![Check::skipped("Envoy", why)];
     };
     let handle = subject.running.and_then(|running| running.envoy.as_ref());
     let admin = match handle {
@@ -26,22 +25,31 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let process = async {
         match &report {
             Some(report) => process(report),
-            None => outside(config).await,
+            None => outside(subject.config, config).await,
         }
     };
-    let (mut checks, server, waits) =
-        tokio::join!(process, admin.page("/server_info"), inspect::waits(admin));
-    let refused = subject
-        .running
-        .map(|running| running.discovery.snapshot().refusals());
-    checks.extend(shown(refused.unwrap_or_default()));
+    let (mut checks, server, waits, endpoints, refusals) = tokio::join!(
+        process,
+        admin.page("/server_info"),
+        inspect::waits(admin),
+        inspect::endpoints(admin),
+        inspect::refusals(admin),
+    );
+    let discovery = subject.running.map(|running| running.discovery.snapshot());
+    let refused = discovery.map(|discovery| discovery.refusals());
+    checks.extend(shown(Level::Error, refused.unwrap_or_default()));
     match server {
         Ok(server) => {
             let text = |name| server[name].as_str().unwrap_or("unknown");
             // Commit, version, status, kind and TLS library.
             let version = text("version").split('/').nth(1).unwrap_or("unknown");
             let found = format!("{}: {}, version {version}", admin.address, text("state"));
-            checks.extend(shown(waits));
+            checks.extend(shown(Level::Error, waits));
+            checks.extend(shown(Level::Warning, endpoints));
+            match refusals {
+                Some(refusals) => checks.extend(shown(Level::Warning, refusals)),
+                None => checks.push(Check::skipped("handshakes and RBAC", inspect::NOT_COUNTED)),
+            }
             checks.push(Check::ok(ADMIN, found));
         }
         // Without a process that is a consequence.
@@ -56,15 +64,11 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     checks
 }
 
-fn shown(problems: Vec<Problem>) -> impl Iterator<Item = Check> {
-    problems.into_iter().map(|problem| {
-        let is_unknown = problem.code == codes::ENVOY_NOT_INSPECTED;
-        let level = if is_unknown {
-            Level::Warning
-        } else {
-            Level::Error
-        };
-        Check::problem(level, &problem)
+fn shown(level: Level, problems: Vec<Problem>) -> impl Iterator<Item = Check> {
+    problems.into_iter().map(move |problem| match problem.code {
+        code if code == codes::ENVOY_NOT_INSPECTED => Check::problem(Level::Warning, &problem),
+        code if code == codes::APPLICATION_PORT_CLOSED => Check::problem(Level::Error, &problem),
+        _ => Check::problem(level, &problem),
     })
 }
 
@@ -77,22 +81,45 @@ fn process(report: &Report) -> Vec<Check> {
     let memory = report.rss_bytes.unwrap_or_default() >> 20;
     let found = format!("pid {pid}, epoch {epoch}, {memory} MiB in memory");
     let crash = report.last_crash.as_ref().map(Crash::problem);
-    let crash = crash.map(|crash| Check::problem(Level::Warning, &crash));
-    [Check::ok("process", found)]
-        .into_iter()
-        .chain(crash)
-        .collect()
+    let mut checks = vec![Check::ok("process", found)];
+    checks.extend(crash.map(|crash| Check::problem(Level::Warning, &crash)));
+    checks
 }
 
-/// The record of the last crash, where no agent runs Envoy.
-async fn outside(config: &Config) -> Vec<Check> {
-    let directory = config.directory.clone();
-    match run_blocking(move || Crash::read(&directory)).await {
-        Ok(Ok(crash)) => crash
-            .iter()
-            .map(|crash| Check::problem(Level::Error, &crash.problem()))
-            .collect(),
-        Ok(Err(problem)) => vec![Check::problem(Level::Warning, &problem)],
-        Err(late) => vec![Check::error("last crash", late)],
+/// What prevents a start, and the record of the last crash, where no agent runs Envoy.
+async fn outside(config: &crate::config::Config, envoy: &Config) -> Vec<Check> {
+    let (config, envoy) = (config.clone(), envoy.clone());
+    match run_blocking(move || obstacles(&config, &envoy)).await {
+        Ok(found) => shown(Level::Error, found).collect(),
+        Err(late) => vec![Check::error("start of Envoy", late)],
     }
+}
+
+fn obstacles(config: &crate::config::Config, envoy: &Config) -> Vec<Problem> {
+    let crash = Crash::read(&envoy.directory).map(|crash| crash.map(|crash| crash.problem()));
+    let mut found = Vec::from_iter(crash.unwrap_or_else(Some));
+    // Another user's agent may run, and have the ports.
+    if unix_socket::listener(&config.xds_socket).is_ok() {
+        return found;
+    }
+    let program = &envoy.command.binary;
+    let failed = program::runnable(program).err();
+    found.extend(failed.map(|error| program::problem(program, &error)));
+    let status = config.status.as_ref().map_or(0, |status| status.port);
+    for (code, port) in [
+        (codes::STATUS_PORT_TAKEN, status),
+        (codes::PORT_TAKEN, envoy.admin_port),
+        (codes::PORT_TAKEN, config.bootstrap.ports.health),
+    ] {
+        let holder = port::holder(port);
+        found.extend(holder.map(|holder| Problem::new(code, format!("port {port}"), holder)));
+    }
+    for directory in [
+        &*envoy.directory,
+        config.sds_socket.parent().unwrap_or(&envoy.directory),
+    ] {
+        let failed = permission::writable(directory).err();
+        found.extend(failed.map(|error| permission::problem("write to it", directory, error)));
+    }
+    found
 }

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::output::reason;
 use crate::duration::approximate;
 use crate::permission;
+use crate::port;
 use crate::problem::{Problem, codes};
 use crate::regular_file;
 use crate::replace_file::replace_file;
@@ -65,6 +66,7 @@ impl Crash {
         let code = match (self.out_of_memory, self.signal) {
             (Some(true), _) => codes::ENVOY_OUT_OF_MEMORY,
             (_, Some(_)) => codes::ENVOY_CRASHED,
+            _ if reason(&self.stderr).and_then(port::taken).is_some() => codes::PORT_TAKEN,
             _ => codes::ENVOY_BOOTSTRAP_REFUSED,
         };
         // Pilot-agent's line begins so.

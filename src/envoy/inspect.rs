@@ -1,56 +1,54 @@
-//! Looks at Envoy's admin port for listeners and clusters that warm, and for secrets that Envoy waits for.
+//! Looks at Envoy's admin port for what Envoy waits for, calls that it refuses, and endpoints that it does not
+//! reach.
 //!
-//! A full configuration dump may have 100 MB, so only names are requested. A finding is
-//! looked for again, because an update warms for a moment.
+//! A full configuration dump may have 100 MB, so only names are requested.
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use http::Method;
 use serde_json::Value;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 
 use super::admin::Admin;
 use crate::problem::{Code, Problem, codes};
 
-/// The pause before a finding is looked for again.
+/// An update warms for a moment, so a finding is looked for again after this pause.
 const PAUSE: Duration = Duration::from_millis(300);
+/// Leaves time for other checks within the doctor's limit.
+const DIAL_LIMIT: Duration = Duration::from_millis(700);
+const MAX_DIALS: usize = 16;
 
-/// A code, its subject, a page, and the names on the page.
-type Wait = (
-    &'static Code,
-    &'static str,
-    &'static str,
-    fn(&Value) -> BTreeSet<String>,
-);
-
-const WAITS: [Wait; 3] = [
-    (
-        codes::LISTENER_WARMING,
-        "warming listeners",
-        "/init_dump?mask=listener",
-        listeners,
-    ),
-    (
-        codes::CLUSTER_WARMING,
-        "warming clusters",
-        "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name",
-        |dump| names(dump, "/cluster/name"),
-    ),
-    (
-        codes::SECRET_AWAITED,
-        "missing secrets",
-        "/config_dump?resource=dynamic_warming_secrets&mask=name",
-        |dump| names(dump, "/name"),
-    ),
-];
+const LISTENERS: &str = "/init_dump?mask=listener";
+const CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
+const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
+/// `^(listener|http)\..*(no_filter_chain_match|ssl\.(connection_error|fail_verify.*)|rbac\..*denied)$`
+const REFUSALS: &str = "/stats?filter=%5E(listener%7Chttp)%5C..*(no_filter_chain_match%7C\
+    ssl%5C.(connection_error%7Cfail_verify.*)%7Crbac%5C..*denied)%24";
+/// Says how Envoy gets the statistics of [`refusals`].
+pub const NOT_COUNTED: &str = "Envoy does not count them; it does with the annotation \
+    `sidecar.istio.io/statsInclusionRegexps: listener.*(no_filter_chain_match|ssl.*),http.*rbac.*denied`";
 
 /// Lists what Envoy waits for. A page that cannot be read is a problem with another code.
 pub async fn waits(admin: Admin) -> Vec<Problem> {
-    let found = join_all(WAITS.iter().map(|wait| check(wait, admin))).await;
+    let (listeners, clusters, secrets) = tokio::join!(
+        wait(admin, codes::LISTENER_WARMING, LISTENERS, listeners),
+        wait(admin, codes::CLUSTER_WARMING, CLUSTERS, names),
+        wait(admin, codes::SECRET_AWAITED, SECRETS, names),
+    );
+    let found = [listeners, clusters, secrets];
     found.into_iter().flatten().collect()
 }
 
-async fn check((code, subject, page, names): &Wait, admin: Admin) -> Option<Problem> {
+async fn wait(
+    admin: Admin,
+    code: &'static Code,
+    page: &str,
+    names: fn(&Value) -> BTreeSet<String>,
+) -> Option<Problem> {
     let look = async || admin.page(page).await.map(|page| names(&page));
     let looking = async {
         let first = look().await?;
@@ -60,16 +58,82 @@ async fn check((code, subject, page, names): &Wait, admin: Admin) -> Option<Prob
         tokio::time::sleep(PAUSE).await;
         Ok(&first & &look().await?)
     };
-    let found = tokio::time::timeout(admin.limit, looking).await;
-    match found.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
-        Ok(found) if found.is_empty() => None,
-        Ok(found) => Some(Problem::new(
-            code,
-            *subject,
-            Vec::from_iter(found).join("; "),
-        )),
-        Err(why) => Some(Problem::new(codes::ENVOY_NOT_INSPECTED, *subject, why)),
+    let found = timeout(admin.limit, looking).await;
+    let (code, found) = match found.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
+        Ok(found) if found.is_empty() => return None,
+        Ok(found) => (code, Vec::from_iter(found).join("; ")),
+        Err(why) => (codes::ENVOY_NOT_INSPECTED, why),
+    };
+    Some(Problem::new(code, code.cause, found))
+}
+
+/// Lists the calls to the pod that Envoy has refused since its start. None if it does not count them.
+pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
+    let answer = admin.request(Method::GET, REFUSALS).await.ok()?;
+    let page = String::from_utf8_lossy(answer.body());
+    let counts = page.lines().filter_map(|line| line.rsplit_once(": "));
+    let problems = counts.clone().filter(|(_, count)| *count != "0");
+    let problems = problems.map(|(name, count)| {
+        let code = match name {
+            _ if name.contains("filter_chain") => codes::INBOUND_NOT_MATCHED,
+            _ if name.contains(".ssl.") => codes::HANDSHAKES_FAILED,
+            _ => codes::RBAC_DENIED,
+        };
+        Problem::new(code, name, format!("{count} since Envoy's start"))
+    });
+    (counts.count() > 0).then(|| problems.collect())
+}
+
+/// Lists endpoints that neither Envoy nor the agent can connect to, and services without healthy ones. The agent
+/// dials because Envoy's count of failures never decreases.
+pub async fn endpoints(admin: Admin) -> Vec<Problem> {
+    let answer = admin.request(Method::GET, "/clusters").await;
+    // Another check reports that Envoy does not answer.
+    let page = answer.map(|answer| answer.into_body()).unwrap_or_default();
+    let page = String::from_utf8_lossy(&page);
+    let (failed, services) = read(&page);
+    let dials = join_all(failed.into_iter().take(MAX_DIALS).map(dial)).await;
+    let names = Vec::from_iter(services).join(", ");
+    let subject = "services without a healthy endpoint";
+    let unhealthy = (!names.is_empty()).then_some(names);
+    let unhealthy = unhealthy.map(|it| Problem::new(codes::NO_HEALTHY_ENDPOINT, subject, it));
+    dials.into_iter().flatten().chain(unhealthy).collect()
+}
+
+/// An endpoint with its cluster and the count of failed connections.
+type Failed<'a> = (&'a str, SocketAddr, &'a str);
+
+/// Reads lines such as `cluster::address::cx_connect_fail::1`. Also returns the services without a healthy
+/// endpoint among those whose endpoints istiod sends.
+fn read(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
+    let (mut failed, mut all, mut healthy) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+    for line in page.lines() {
+        let (rest, value) = line.rsplit_once("::").unwrap_or_default();
+        let (of, name) = rest.rsplit_once("::").unwrap_or_default();
+        let (cluster, address) = of.split_once("::").unwrap_or((of, ""));
+        match (name, address.parse()) {
+            ("cx_connect_fail", Ok(at)) if value != "0" => failed.push((cluster, at, value)),
+            ("health_flags", _) if !value.contains("failed") => _ = healthy.insert(cluster),
+            ("health_flags" | "eds_service_name", _) => _ = all.insert(cluster),
+            _ => {}
+        }
     }
+    all.retain(|name| name.starts_with("outbound|") && !healthy.contains(name));
+    (failed, all)
+}
+
+async fn dial((cluster, address, count): Failed<'_>) -> Option<Problem> {
+    let why = match timeout(DIAL_LIMIT, TcpStream::connect(address)).await {
+        Ok(Ok(_)) => return None,
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => "no answer".to_owned(),
+    };
+    let code = match cluster.starts_with("inbound|") {
+        true => codes::APPLICATION_PORT_CLOSED,
+        false => codes::UPSTREAM_UNREACHABLE,
+    };
+    let found = format!("{address}: {why}; failed connections of Envoy: {count}");
+    Some(Problem::new(code, cluster, found))
 }
 
 /// Each listener with what it waits for.
@@ -91,9 +155,11 @@ fn listener(manager: &str) -> &str {
     name.map_or(manager, |(name, _)| name)
 }
 
-fn names(dump: &Value, pointer: &str) -> BTreeSet<String> {
-    let names = entries(dump, "configs").filter_map(|config| config.pointer(pointer)?.as_str());
-    names.map(str::to_owned).collect()
+/// The names of clusters or secrets.
+fn names(dump: &Value) -> BTreeSet<String> {
+    let names =
+        entries(dump, "configs").filter_map(|it| it.pointer("/cluster/name").or(it.get("name")));
+    names.map(|name| text(name).to_owned()).collect()
 }
 
 fn entries<'v>(value: &'v Value, name: &str) -> impl Iterator<Item = &'v Value> {
@@ -137,5 +203,25 @@ mod tests {
         ] {
             listeners(&foreign);
         }
+    }
+
+    #[test]
+    fn endpoints_that_failed_and_services_without_a_healthy_one_are_read_in_both_families() {
+        let page = "outbound|80||a.b::observability_name::outbound|80||a.b\n\
+                    outbound|80||a.b::default_priority::max_connections::1024\n\
+                    outbound|80||a.b::eds_service_name::outbound|80||a.b\n\
+                    outbound|80||a.b::[fd00::1]:8080::cx_connect_fail::2\n\
+                    outbound|80||a.b::[fd00::1]:8080::health_flags::healthy\n\
+                    outbound|80||a.b::10.0.0.1:8080::cx_connect_fail::0\n\
+                    outbound|80||a.b::10.0.0.1:8080::health_flags::/failed_outlier_check\n\
+                    outbound|80||c.b::eds_service_name::outbound|80||c.b\n\
+                    outbound|80||d.b::10.0.0.1:8080::health_flags::/failed_eds_health\n\
+                    inbound|80||::eds_service_name::x\n\
+                    xds-grpc::./etc/istio/proxy/XDS::cx_connect_fail::1\nx\n::\n";
+        let (failed, services) = read(page);
+        let address = "[fd00::1]:8080".parse().expect("an address");
+        assert_eq!(failed, [("outbound|80||a.b", address, "2")]);
+        let services = Vec::from_iter(services);
+        assert_eq!(services, ["outbound|80||c.b", "outbound|80||d.b"]);
     }
 }

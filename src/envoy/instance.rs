@@ -20,6 +20,7 @@ use super::output::Output;
 use super::program;
 use crate::clock::{self, Clock};
 use crate::duration::approximate;
+use crate::port;
 use crate::problem::{Problem, codes};
 
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
@@ -66,7 +67,8 @@ impl Instance {
         }
         // The kernel forgets this when the user changes, and code in between runs after that.
         end_with_parent(&mut start);
-        let started = start.spawn().and_then(|child| {
+        let started = program::runnable(&command.binary).and_then(|()| {
+            let child = start.spawn()?;
             let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
             let pid = pid.ok_or_else(|| io::Error::other("it exited before its pid was known"));
             Ok((child, pid?))
@@ -122,6 +124,13 @@ impl Instance {
             Ended::Signal(signal) => (None, Some(signal)),
         };
         let has_grown = || Some(oom_kills("/".as_ref())? > self.oom_kills?);
+        // Later another process may have a port that was taken.
+        let stderr = self
+            .output
+            .last_lines()
+            .await
+            .into_iter()
+            .map(port::explained);
         Crash {
             when: clock::rfc3339(Clock::system().now()),
             epoch: self.epoch,
@@ -130,7 +139,7 @@ impl Instance {
             signal,
             uptime_seconds: uptime.as_secs_f64(),
             out_of_memory: (signal == Some(KILLED)).then(has_grown).flatten(),
-            stderr: self.output.last_lines().await,
+            stderr: stderr.collect(),
         }
     }
 

@@ -1,26 +1,111 @@
-//! Tells why the kernel does not run Envoy's program.
+//! Tells why the kernel does not run Envoy's program, before or after a try.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 
+use rustix::fs::Access;
+use rustix::io::Errno;
+
 use crate::problem::{Problem, codes};
+
+/// Fails as the kernel does, for a program of another architecture too: execvp(3), which the standard library
+/// calls, has `/bin/sh` run that as a script. A program without a slash is found in `PATH` and not checked.
+pub(crate) fn runnable(program: &Path) -> io::Result<()> {
+    if !program.as_os_str().as_encoded_bytes().contains(&b'/') {
+        return Ok(());
+    }
+    rustix::fs::access(program, Access::EXEC_OK)?;
+    let (Ok(own), Ok(found)) = (header("/proc/self/exe".as_ref()), header(program)) else {
+        return Ok(()); // The kernel also runs a file that this process may not read.
+    };
+    // Class and byte order, and at the end the machine, as in elf(5).
+    let is_native = own.get(..6) == found.get(..6) && own.get(18..) == found.get(18..);
+    match is_native || found.starts_with(b"#!") {
+        true => Ok(()),
+        false => Err(Errno::NOEXEC.into()),
+    }
+}
+
+fn header(program: &Path) -> io::Result<Vec<u8>> {
+    let mut header = Vec::new();
+    File::open(program)?.take(20).read_to_end(&mut header)?;
+    Ok(header)
+}
 
 /// The problem of a program that the kernel did not run.
 pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
     let (code, found) = match error.kind() {
-        io::ErrorKind::NotFound if program.exists() => (
-            codes::ENVOY_LOADER_MISSING,
-            "the loader or interpreter that it names does not exist".to_owned(),
-        ),
+        io::ErrorKind::NotFound if program.exists() => {
+            let found = "the loader or interpreter that it names does not exist";
+            (codes::ENVOY_LOADER_MISSING, found.to_owned())
+        }
         io::ErrorKind::NotFound => (codes::ENVOY_MISSING, "there is no such program".to_owned()),
+        _ if Errno::from_io_error(error) == Some(Errno::NOEXEC) => {
+            let found = format!("it is not a program for {}", std::env::consts::ARCH);
+            (codes::ENVOY_WRONG_ARCHITECTURE, found)
+        }
         _ => (
             codes::ENVOY_NOT_EXECUTABLE,
             format!("cannot run it: {error}"),
         ),
     };
-    Problem::new(
-        code,
-        format!("Envoy's program {}", program.display()),
-        found,
-    )
+    let subject = format!("Envoy's program {}", program.display());
+    Problem::new(code, subject, found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn each_program_that_the_kernel_does_not_run_has_its_code() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = fs::read("/proc/self/exe").unwrap();
+        // An ELF file of another machine: 42 is SuperH.
+        let foreign = [&own[..18], &[42, 0], &own[20..64]].concat();
+        for (name, content, mode, code) in [
+            ("missing", None, 0o755, Some(codes::ENVOY_MISSING)),
+            (
+                "plain",
+                Some(&b"x"[..]),
+                0o644,
+                Some(codes::ENVOY_NOT_EXECUTABLE),
+            ),
+            (
+                "foreign",
+                Some(&foreign),
+                0o755,
+                Some(codes::ENVOY_WRONG_ARCHITECTURE),
+            ),
+            (
+                "text",
+                Some(b"exit 0\n"),
+                0o755,
+                Some(codes::ENVOY_WRONG_ARCHITECTURE),
+            ),
+            (
+                "empty",
+                Some(b""),
+                0o755,
+                Some(codes::ENVOY_WRONG_ARCHITECTURE),
+            ),
+            ("script", Some(b"#!/bin/sh\n"), 0o755, None),
+            ("native", Some(&own[..64]), 0o755, None),
+        ] {
+            let path = directory.path().join(name);
+            if let Some(content) = content {
+                fs::write(&path, content).unwrap();
+                fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            }
+            let found = runnable(&path)
+                .err()
+                .map(|error| problem(&path, &error).code);
+            assert_eq!(found, code, "{name}");
+        }
+        assert!(runnable(Path::new("found-in-path")).is_ok());
+    }
 }

@@ -52,12 +52,18 @@ codes! {
     HOT_RESTART_REFUSED: "the new inputs of Envoy cannot be used", "current Envoy keeps serving", "correct the inputs; the agent tries again when they change";
     HOT_RESTART_FAILED: "the new Envoy ended or hung before it served", "current Envoy keeps serving; the next restart will be a full one", "";
     RESOURCE_REFUSED: "Envoy refused resources of istiod", "Envoy uses the resources that it accepted before", "correct the resource that Envoy's reason names: `istioctl analyze`, EnvoyFilters, versions of istiod and Envoy";
-    LISTENER_WARMING: "listeners wait for a secret, a route or an extension", "these listeners do not serve", "for SdsApi: does the secret exist, and may the proxy's account read it; for RDS: does istiod send the route (`istioctl proxy-status`)";
-    CLUSTER_WARMING: "clusters wait for endpoints, a secret or a name", "requests to these clusters fail", "does istiod send their endpoints (`istioctl proxy-status`), do their secrets exist, are their names resolved";
+    LISTENER_WARMING: "Envoy's listeners wait for a secret, a route or an extension", "these listeners do not serve", "for SdsApi: does the secret exist, and may the proxy's account read it; for RDS: does istiod send the route (`istioctl proxy-status`)";
+    CLUSTER_WARMING: "Envoy's clusters wait for endpoints, a secret or a name", "requests to these clusters fail", "does istiod send their endpoints (`istioctl proxy-status`), do their secrets exist, are their names resolved";
     SECRET_AWAITED: "Envoy waits for secrets", "listeners and clusters that use them do not work", "does the secret exist, and may the proxy's account read it; for default and ROOTCA see the workload certificate";
     ENVOY_NOT_INSPECTED: "a page of Envoy's admin port is too large or too late", "that part is not checked", "run it again when the node is less busy";
     PORT_TAKEN: "another process listens at a port that Envoy needs", "", "end that process, or move it to another port: 15000 to 15090 belong to the sidecar";
-    STATUS_PORT_TAKEN: "another process listens at the agent's status port", "the agent does not start", "end that process, or move the agent with `statusPort` of ProxyConfig";
+    STATUS_PORT_TAKEN: "the agent cannot listen at its status port", "the agent does not start", "end the process that has the port, or move the agent with `statusPort` of ProxyConfig (a port below 1024 takes NET_BIND_SERVICE)";
+    APPLICATION_PORT_CLOSED: "Envoy cannot connect to the application, because nothing listens at its port", "requests to the pod get 503 (UF)", "let the application listen at that port on the pod's address, or correct `targetPort` of the Service";
+    UPSTREAM_UNREACHABLE: "Envoy and the agent cannot connect to an endpoint of a service", "requests to it get 503 (UF)", "is the peer ready, does a NetworkPolicy or firewall block the port";
+    NO_HEALTHY_ENDPOINT: "services of the mesh have no endpoint, or none that is healthy", "requests to them get 503 (UH)", "start ready pods of them: do the selectors match (`kubectl get endpointslices`), are the pods ready, do they answer";
+    INBOUND_NOT_MATCHED: "Envoy closed inbound connections that no filter chain accepts", "the callers' connections are reset", "plain text under STRICT mTLS: give the caller a sidecar, or set PeerAuthentication to PERMISSIVE";
+    HANDSHAKES_FAILED: "handshakes (TLS) with Envoy failed", "the callers' connections are reset", "compare certificates, roots and trust domains of both sides";
+    RBAC_DENIED: "an AuthorizationPolicy denied requests", "the callers get 403", "see `istioctl experimental authz check` and the access log";
     TASK_EXITED: "a part of the agent exited unexpectedly", "the agent drains Envoy and exits", "report this as a bug, with `pilot-agent support-bundle`";
     }
     "Sockets and directories" {

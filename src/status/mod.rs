@@ -227,7 +227,7 @@ impl Router {
     async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
         // Without the log line of a probe.
         let ready = match path {
-            "/debug/" | "/debug/overview" => self.ready.check().await,
+            "/debug/" | "/debug/overview" => self.ready.explained().await,
             _ => Ok(()),
         };
         let (sources, alone) = (self.sources.clone(), self.page.clone().lock_owned().await);

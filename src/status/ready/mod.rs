@@ -1,9 +1,8 @@
-//! Readiness of the pod, and the reason if it is not ready.
+//! Checks whether the pod is ready, and names the cause if it is not.
 //!
-//! Envoy must run, have accepted clusters and listeners once, be live, and have a version of each secret
-//! that it asks for, unless it was not sent one; the agent must not be stopping. A check that an Envoy process has passed is not repeated for it, so a steady probe costs
-//! no request to Envoy; another process, told by epoch and pid, starts anew. Requests that arrive
-//! while Envoy's admin port is asked share the answer.
+//! Envoy must run, have accepted clusters and listeners once, be live, and have a version of each secret that it has
+//! refused; the agent must not be stopping. A check that an Envoy (epoch and pid) has passed is not repeated, so a
+//! steady probe sends no request to it. Concurrent probes share the answer of Envoy's admin port.
 
 mod bootstrap_file;
 mod stats;
@@ -17,8 +16,10 @@ use tokio::time::Instant;
 
 use super::{Sources, startup};
 use crate::envoy::handle::{Envoy, Report, State};
+use crate::envoy::inspect;
 use crate::lifecycle::Urgency;
 use crate::metrics::Gauge;
+use crate::problem::codes;
 use bootstrap_file::BootstrapFile;
 
 /// Pauses between two checks of an Envoy that starts: in the first [`START`], and later.
@@ -66,7 +67,7 @@ impl Readiness {
 
     /// Checks for a readiness probe, and logs a result that differs from the last.
     pub(super) async fn check_and_log(&self) -> Result<(), String> {
-        let ready = self.check().await;
+        let ready = self.explained().await;
         let logged = self.logged.lock().replace(ready.clone());
         match &ready {
             _ if logged.as_ref() == Some(&ready) => {}
@@ -74,6 +75,40 @@ impl Readiness {
             Err(missing) => tracing::warn!("Envoy proxy is NOT ready: {missing}"),
         }
         ready
+    }
+
+    /// Checks; a failure also names the cause that another part of the agent knows.
+    pub(super) async fn explained(&self) -> Result<(), String> {
+        let Err(missing) = self.check().await else {
+            return Ok(());
+        };
+        if self.not_terminating().is_err() {
+            return Err(missing);
+        }
+        let cause = self.cause().await.filter(|cause| !missing.contains(cause));
+        let cause = cause.map_or_else(String::new, |cause| format!("; {cause}"));
+        let missing = missing.trim_end();
+        Err(format!("{missing}{cause}; see `pilot-agent doctor`"))
+    }
+
+    /// None if Envoy has exited, which is the cause.
+    async fn cause(&self) -> Option<String> {
+        let sources = &self.sources;
+        let envoy = sources.envoy.as_ref()?;
+        alive(&envoy.report().borrow()).ok()?;
+        let istiod = sources.istiod.status().last_error;
+        let istiod = istiod.map(|failure| failure.problem.to_string());
+        let certificate = || Some(sources.secrets.as_ref()?.snapshot().problem?.error);
+        let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
+        let known = istiod.or_else(certificate).or_else(refused);
+        if known.is_some() {
+            return known;
+        }
+        let waits = inspect::waits(envoy.admin().within(LONG_PAUSE)).await;
+        let waits = waits
+            .first()
+            .filter(|it| it.code != codes::ENVOY_NOT_INSPECTED);
+        waits.map(ToString::to_string)
     }
 
     pub(super) async fn check(&self) -> Result<(), String> {
@@ -160,12 +195,7 @@ impl Readiness {
     /// Makes the checks that were not passed yet.
     async fn ask(&self, envoy: &Envoy, checks: &mut Checks) -> Result<(), String> {
         if !checks.is_configured {
-            let configured = stats::is_configured(envoy.admin()).await;
-            let problem = self.sources.istiod.status().last_error;
-            configured.map_err(|missing| match problem {
-                Some(problem) => format!("{missing}; {}", problem.problem),
-                None => missing,
-            })?;
+            stats::is_configured(envoy.admin()).await?;
             checks.is_configured = true;
             self.sources.milestones.mark(startup::CONFIG_RECEIVED);
         }

@@ -129,10 +129,21 @@ async fn what_istiod_answers_instead_of_configuration_is_named_until_it_answers(
     let connection = istiod.connection().await.expect("a connection");
     let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", "authentication failure");
     istiod.failed(&connection, false, &problem);
-    let expected = format!("{missing}; {problem}");
-    assert_eq!(pod.missing().await, expected);
+    let explained = async || pod.ready.explained().await.expect_err("not ready");
+    let doctor = "; see `pilot-agent doctor`";
+    let cause = &problem.to_string();
+    assert_eq!(explained().await, format!("{missing}; {cause}{doctor}"));
+    // The cause is not why an Envoy has ended, or why the agent stops.
+    pod.report
+        .send_modify(|report| report.state = State::Exited);
+    assert!(!explained().await.contains(cause));
+    pod.report.send_replace(started(0, 1));
     istiod.answered(&connection);
-    assert_eq!(pod.missing().await, missing);
+    assert_eq!(explained().await, format!("{missing}{doctor}"));
+    istiod.failed(&connection, false, &problem);
+    pod.stop.request(Urgency::Drain, "a test");
+    pod.says(CONFIGURED);
+    assert_eq!(explained().await, "server is terminated: a test");
 }
 
 #[tokio::test]

@@ -27,6 +27,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::{Caller, Router, reply};
 use crate::lifecycle::CancellationToken;
+use crate::port;
 use crate::problem::{Problem, codes};
 
 /// The kubelet, Prometheus and Envoy need a handful.
@@ -64,8 +65,9 @@ pub fn bind(port: u16) -> Result<Listener, Problem> {
         _ => Err(error),
     });
     let listener = listener.map_err(|error| {
+        let found = port::holder(port).unwrap_or_else(|| error.to_string());
         let subject = format!("status port {port}");
-        Problem::new(codes::STATUS_PORT_TAKEN, subject, error.to_string())
+        Problem::new(codes::STATUS_PORT_TAKEN, subject, found)
     })?;
     let unread = UNREAD;
     Ok(Listener { listener, unread })

@@ -226,8 +226,9 @@ async fn a_taken_port_is_an_error_that_names_it() {
     let taken = bind(0).expect("a port");
     let port = taken.port();
     let error = bind(port).expect_err("taken");
-    let expected = format!("cannot listen on the status port {port}");
-    assert_eq!(error.to_string(), expected);
+    assert_eq!(error.code, codes::STATUS_PORT_TAKEN);
+    let named = (error.subject.as_str(), error.found.contains("process "));
+    assert_eq!(named, (&*format!("status port {port}"), true), "{error}");
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! The problems of responses that Envoy has refused.
 
 use super::Snapshot;
+use crate::port;
 use crate::problem::{Problem, codes};
 
 impl Snapshot {
@@ -13,11 +14,11 @@ impl Snapshot {
             let last = of_type.last_response.as_ref();
             let version = last.map_or("", |last| &last.version);
             let found = format!("version {version} at {}: {}", nack.at, nack.reason);
-            Some(Problem::new(
-                codes::RESOURCE_REFUSED,
-                format!("NACK of {name}"),
-                found,
-            ))
+            let (code, subject) = match port::taken(&nack.reason) {
+                Some(port) => (codes::PORT_TAKEN, format!("port {port}")),
+                None => (codes::RESOURCE_REFUSED, format!("NACK of {name}")),
+            };
+            Some(Problem::new(code, subject, port::explained(found)))
         });
         problems.collect()
     }

@@ -1,0 +1,81 @@
+//! Finds the process that listens on a TCP port, for errors of a port that is taken.
+
+use std::fs;
+
+/// Describes who listens on `port`, with the process if this one may look at it. None if nobody does.
+pub(crate) fn holder(port: u16) -> Option<String> {
+    let lists = ["/proc/self/net/tcp", "/proc/self/net/tcp6"].map(fs::read_to_string);
+    let socket = lists.iter().flatten().find_map(|list| socket(list, port))?;
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let Some(pid) = pids.find(|pid| has_open(*pid, &socket)) else {
+        return Some("another process listens on it".to_owned());
+    };
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    Some(format!("process {pid} ({}) listens on it", name.trim()))
+}
+
+/// The socket that listens on `port` by a list of proc_net(5), where its state is 0A.
+fn socket(list: &str, port: u16) -> Option<String> {
+    let end = format!(":{port:04X}");
+    let mut lines = list
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let line = lines.find(|it| it.len() > 9 && it[1].ends_with(&end) && it[3] == "0A")?;
+    Some(format!("socket:[{}]", line[9]))
+}
+
+fn has_open(pid: u32, socket: &str) -> bool {
+    let files = fs::read_dir(format!("/proc/{pid}/fd"));
+    let files = files.into_iter().flatten().flatten();
+    let mut links = files.flat_map(|file| fs::read_link(file.path()));
+    links.any(|link| link.as_os_str() == socket)
+}
+
+/// Adds who listens on the port to an error of Envoy.
+pub(crate) fn explained(error: String) -> String {
+    let holder = taken(&error).and_then(holder);
+    holder.map_or(error.clone(), |holder| format!("{error}; {holder}"))
+}
+
+/// The port of an error of Envoy such as `cannot bind '127.0.0.1:15000': Address already in use`.
+pub(crate) fn taken(error: &str) -> Option<u16> {
+    let (before, _) = error.split_once("': Address already in use")?;
+    before.rsplit(':').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_process_that_listens_on_a_port_is_named() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let listener = std::net::TcpListener::bind(address).unwrap();
+            let port = listener.local_addr().unwrap().port();
+            let expected = format!("process {} (", std::process::id());
+            let found = holder(port).unwrap();
+            assert!(found.starts_with(&expected), "{found}");
+            drop(listener);
+            assert_eq!(holder(port), None);
+        }
+    }
+
+    #[test]
+    fn envoys_error_of_a_taken_port_names_the_port() {
+        for (error, port) in [
+            (
+                "cannot bind '127.0.0.1:15000': Address already in use",
+                Some(15000),
+            ),
+            (
+                "plain: cannot bind '[::]:15006': Address already in use",
+                Some(15006),
+            ),
+            ("cannot bind '/run/x': Address already in use", None),
+            ("cannot bind '127.0.0.1:80': Permission denied", None),
+        ] {
+            assert_eq!(taken(error), port, "{error}");
+        }
+    }
+}
