@@ -76,7 +76,7 @@ pub(crate) fn left_over(pem: &[u8]) -> Option<&'static str> {
     match std::str::from_utf8(pem) {
         _ if marks != [whole; 2] => Some("a part of a PEM block, expected whole ones"),
         Ok(text) if !text.contains(is_binary) => None,
-        _ => Some("bytes that are no text, expected PEM and comments"),
+        _ => Some("bytes that are not text, expected PEM and comments"),
     }
 }
 
@@ -270,7 +270,7 @@ mod tests {
             "-----END CERTIFICATE-----\n",
         );
         let part = Some("a part of a PEM block, expected whole ones");
-        let binary = Some("bytes that are no text, expected PEM and comments");
+        let binary = Some("bytes that are not text, expected PEM and comments");
         for (pem, expected, left) in [
             (format!("{a}{begin}MIIB\n"), [1, 1], part),
             (a[..a.len() - 3].to_owned(), [0, 1], part),

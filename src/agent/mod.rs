@@ -142,6 +142,7 @@ impl Agent {
                 istiod: istiod.clone(),
                 secrets: secrets.clone(),
                 files,
+                refusals: refusals.clone(),
                 serves_secrets: serves_workload,
                 discovery: discovery.clone(),
                 dns: dns.clone(),

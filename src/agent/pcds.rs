@@ -7,8 +7,9 @@ use bytes::Bytes;
 use prost::Message;
 
 use super::resource;
+use crate::problem::Problem;
+use crate::secrets::Secrets;
 use crate::secrets::files::Files;
-use crate::secrets::{BundleError, Secrets};
 use crate::xds::Protocol;
 use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
 
@@ -38,7 +39,7 @@ impl Pcds {
         self.trust(&bundle).map_err(|error| error.to_string())
     }
 
-    fn trust(&self, bundle: &str) -> Result<(), BundleError> {
+    fn trust(&self, bundle: &str) -> Result<(), Problem> {
         let what = match self.files.set_mesh_bundle(bundle)? {
             true => "update new",
             false => "skip for same",

@@ -9,7 +9,7 @@ use std::path::Path;
 use crate::bootstrap::FILES_SOCKET;
 use crate::bootstrap::node::Node;
 use crate::config::{AbsentSocket, Config};
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 use crate::unix_socket::probe::{self, Health};
 use crate::unix_socket::{self, Listener};
 
@@ -28,9 +28,9 @@ pub(super) struct Detected {
 }
 
 impl Detected {
-    /// Binds the socket on which the agent serves secrets. Beside another process that is the one for
-    /// files; if it cannot be bound, as under a read-only root, the agent goes on without it. None
-    /// without Envoy, as there is no client.
+    /// Binds the socket on which the agent serves secrets. If another process serves the workload's, that
+    /// is the one for files; if it cannot be bound, as under a read-only root, the agent continues without
+    /// it. None without Envoy, as there is no client.
     pub(super) fn bind(&mut self, config: &Config) -> Result<Option<Listener>, Problem> {
         if config.envoy.is_none() {
             return Ok(None);
@@ -41,7 +41,9 @@ impl Detected {
         let bound = unix_socket::bind(Path::new(FILES_SOCKET));
         Ok(bound
             .inspect_err(|error| {
-                tracing::warn!("no secrets from files are served: {}", error);
+                let (code, found) = (codes::SDS_SOCKET_UNUSABLE, error.found.clone());
+                let problem = Problem::new(code, "socket for secrets from files", found);
+                tracing::warn!("{problem}");
                 self.metadata.retain(|name| *name != FILES);
             })
             .ok())
@@ -54,7 +56,7 @@ impl Detected {
     }
 }
 
-pub(super) async fn detect(config: &Config) -> Result<Detected, String> {
+pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
     let mut metadata = Vec::new();
     if is_healthy(Path::new(CREDENTIALS)).await? {
         tracing::info!("Credential SDS socket found");
@@ -71,7 +73,7 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, String> {
 }
 
 /// Whether another process serves the workload socket, or is to.
-async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, String> {
+async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem> {
     // With `Wait` a dead socket may belong to a process that is about to start, and is left alone.
     let is_healthy = match absent {
         AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),
@@ -84,21 +86,21 @@ async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, String> 
         ),
         AbsentSocket::Serve => return Ok(false),
         AbsentSocket::Fail => {
-            return Err(format!(
-                "agent configured for non-default SDS socket path: {} but no socket found",
-                socket.display()
-            ));
+            let subject = "agent configured for non-default SDS socket path";
+            let found = format!("{} but no socket found", socket.display());
+            return Err(Problem::new(codes::SDS_SOCKET_MISSING, subject, found));
         }
-        AbsentSocket::Wait => tracing::warn!(
-            "no process serves secrets at {} yet; Envoy waits, and the agent serves only files",
-            socket.display()
-        ),
+        AbsentSocket::Wait => {
+            let code = codes::SDS_SOCKET_ABSENT;
+            let problem = Problem::new(code, socket.display().to_string(), code.cause);
+            tracing::warn!("{problem}");
+        }
     }
     Ok(true)
 }
 
 /// Whether a process serves the socket. A dead socket is removed, so that it can be bound again.
-async fn is_healthy(socket: &Path) -> Result<bool, String> {
+async fn is_healthy(socket: &Path) -> Result<bool, Problem> {
     let problem = match probe::health(socket).await {
         // A full queue also means that a process serves it.
         Health::Healthy | Health::Busy => return Ok(true),
@@ -110,10 +112,12 @@ async fn is_healthy(socket: &Path) -> Result<bool, String> {
         socket.display()
     );
     match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!(
-            "failed to check SDS socket: existing SDS socket could not be removed: {}: {error}",
-            socket.display()
-        )),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            let subject = "failed to check SDS socket";
+            let path = socket.display();
+            let found = format!("existing SDS socket could not be removed: {path}: {error}");
+            Err(Problem::new(codes::SDS_SOCKET_STALE, subject, found))
+        }
         _ => Ok(false),
     }
 }

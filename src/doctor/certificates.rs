@@ -14,17 +14,14 @@ use x509_parser::parse_x509_certificate;
 
 use super::report::{Check, Level};
 use crate::clock::rfc3339;
-use crate::duration::{approximate, scaled};
 use crate::pem;
-use crate::secrets::names;
+use crate::problem::{Problem, codes};
+use crate::secrets::{names, validity_problem};
 use crate::trust_anchors;
-
-/// The part of its life a certificate that is renewed in time never gets to.
-const LAST_TENTH: f64 = 0.1;
 
 const MAX_NAMES: usize = 8;
 
-const CLOCK: &str = "compare the clock of this machine (date -u) with that of others";
+pub(super) const ROOTS: &str = "roots of the mesh";
 
 pub(super) struct Facts {
     pub(super) subject: String,
@@ -54,32 +51,18 @@ impl Facts {
         certificates.filter_map(|der| Self::read(&der)).collect()
     }
 
-    /// Whether it is valid now; `what` it is, and `remedy` if it has expired.
-    pub(super) fn life(&self, what: &str, remedy: &str, now: SystemTime) -> Check {
-        let ends = format!("{self}, valid until {}", rfc3339(self.not_after));
-        if now < self.not_before {
-            let begins = rfc3339(self.not_before);
-            let found = format!("{self} is valid from {begins}, it is {} here", rfc3339(now));
-            return Check::error(what, found)
-                .expected("a clock that agrees with the authority's")
-                .remedy(CLOCK);
-        }
-        let Ok(left) = self.not_after.duration_since(now) else {
-            let found = format!(
-                "{self} expired at {}, it is {} here",
-                rfc3339(self.not_after),
-                rfc3339(now)
-            );
-            return Check::error(what, found).remedy(format!("{remedy}; {CLOCK}"));
+    /// Whether it is valid now, and `what` it is.
+    pub(super) fn life(&self, what: &str, now: SystemTime) -> Check {
+        let dates = [self.not_before, self.not_after];
+        let Some(problem) = validity_problem(what, &self.to_string(), dates, now) else {
+            let end = rfc3339(self.not_after);
+            return Check::ok(what, format!("{self}, valid until {end}"));
         };
-        let whole = self.not_after.duration_since(self.not_before);
-        match left < scaled(whole.unwrap_or_default(), LAST_TENTH) {
-            true => {
-                let left = approximate(left.as_secs_f64());
-                Check::warning(what, format!("{ends}, which is in {left}")).remedy(remedy)
-            }
-            false => Check::ok(what, ends),
-        }
+        let level = match problem.code == codes::CERTIFICATE_EXPIRES_SOON {
+            true => Level::Warning,
+            false => Level::Error,
+        };
+        Check::problem(level, &problem)
     }
 }
 
@@ -102,15 +85,9 @@ pub(super) fn latest(facts: &[Facts], now: SystemTime) -> Option<&Facts> {
 
 /// Whether a chain serves: its leaf is valid, and peers that trust `roots` accept it. Where it is not
 /// known whom peers trust, another certificate that is not valid is a warning.
-pub(super) fn chain(
-    what: &str,
-    chain: &[u8],
-    roots: Option<&[u8]>,
-    remedy: &str,
-    now: SystemTime,
-) -> Check {
+pub(super) fn chain(what: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemTime) -> Check {
     let facts = Facts::of_pem(chain);
-    let mut lives = facts.iter().map(|each| each.life(what, remedy, now));
+    let mut lives = facts.iter().map(|each| each.life(what, now));
     let leaf = lives.next();
     let leaf = leaf.unwrap_or_else(|| Check::error(what, "no certificate"));
     if leaf.level == Level::Error {
@@ -124,6 +101,14 @@ pub(super) fn chain(
     let Err(why) = verify(chain, roots, now) else {
         return leaf;
     };
+    let roots = Facts::of_pem(roots);
+    let mut signers = roots.iter();
+    let signer = signers.find(|root| facts.iter().any(|link| link.issuer == root.subject));
+    if let Some(signer) = signer.filter(|root| root.not_after < now) {
+        let found = signer.life("", now).found;
+        let problem = Problem::new(codes::ROOTS_EXPIRED, ROOTS, found);
+        return Check::problem(Level::Error, &problem);
+    }
     if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
         let found = format!("{}; Envoy may accept its chain: {limit}", leaf.found);
         return Check { found, ..leaf };
@@ -141,11 +126,11 @@ pub(super) fn chain(
         format!("{link} (issued by {issuer}, valid until {end})")
     });
     let links = Vec::from_iter(links).join(", ");
-    let roots = Facts::of_pem(roots).into_iter().take(MAX_NAMES);
+    let roots = roots.into_iter().take(MAX_NAMES);
     let roots = Vec::from_iter(roots.map(|root| root.subject)).join("; ");
-    Check::new(what, level, format!("{peers} refuse {links}: {why}"))
-        .expected(format!("a valid chain to a root of the mesh: {roots}"))
-        .remedy(remedy)
+    let found = format!("{peers} reject {links}: {why}; the mesh's roots are {roots}");
+    let problem = Problem::new(codes::CERTIFICATE_CHAIN_REJECTED, what, found);
+    Check::problem(level, &problem)
 }
 
 /// Verifies a chain as the client's and as the server's, as Envoy does. A SPIFFE identity has no DNS name
@@ -303,9 +288,9 @@ mod tests {
         match files.read() {
             [Ok(Secret::Certificate(pair)), Ok(Secret::Roots(roots))] => {
                 let now = SystemTime::now();
-                chain("it", pair.chain_pem(), Some(roots.pem()), "renew it", now)
+                chain("it", pair.chain_pem(), Some(roots.pem()), now)
             }
-            [Err(error), _] => Check::error("it", error),
+            [Err(problem), _] => Check::problem(Level::Error, &problem),
             other => panic!("{other:?}"),
         }
     }
@@ -336,19 +321,19 @@ mod tests {
                 Some("CN=old (issued by CN=root, valid until 2001-01-01"),
             ),
             (&leaf, &key, &root, Some("UnknownIssuer")),
-            (&good, &key, &other, Some("a root of the mesh: CN=other")),
+            (&good, &key, &other, Some("the mesh's roots are CN=other")),
             (
                 &(expired + &middle.pem()),
                 &key_of_expired,
                 &root,
-                Some("expired at 2001-01-01"),
+                Some("ago, at 2001-01-01"),
             ),
             (&good, &key, &namesake.pem(), Some("BadSignature")),
             (
                 &good,
                 &key_of_old,
                 &root,
-                Some("key.pem holds a private key that does not belong"),
+                Some("key.pem: the private key does not belong"),
             ),
             (
                 &(of_client + &middle.pem()),
@@ -409,7 +394,7 @@ mod tests {
             (
                 authority("workload", 2999, Some(&middle)).pem(),
                 Level::Error,
-                "peers refuse",
+                "peers reject",
             ),
             (
                 with(&[KeyCertSign], &[]),
@@ -426,9 +411,36 @@ mod tests {
         ] {
             let roots = root.pem();
             let roots = Some(roots.as_bytes());
-            let check = chain("it", shown.as_bytes(), roots, "", SystemTime::now());
+            let check = chain("it", shown.as_bytes(), roots, SystemTime::now());
             assert_eq!(check.level, level, "{check}");
             assert!(check.found.contains(words), "{check}");
+        }
+    }
+
+    #[test]
+    fn a_root_that_signed_the_chain_and_has_expired_is_the_problem_and_not_the_chain() {
+        let (root, other) = (
+            authority("root", 2001, None),
+            authority("other", 2999, None),
+        );
+        let [leaf, _] = workload(2999, &[], &root);
+        for roots in [root.pem(), root.pem() + &other.pem()] {
+            let check = chain(
+                "it",
+                leaf.as_bytes(),
+                Some(roots.as_bytes()),
+                SystemTime::now(),
+            );
+            assert_eq!(
+                (check.level, &*check.code),
+                (Level::Error, "ROOTS_EXPIRED"),
+                "{check}"
+            );
+            assert!(check.found.starts_with("CN=root expired "), "{check}");
+            assert!(
+                check.found.contains("ago, at 2001-01-01T00:00:00Z"),
+                "{check}"
+            );
         }
     }
 
@@ -440,7 +452,7 @@ mod tests {
         for (year, level) in [(2999, Level::Ok), (2001, Level::Warning)] {
             let middle = authority("middle", year, Some(&root));
             let [leaf, _] = workload(2999, &[], &middle);
-            let check = chain("it", (leaf + &middle.pem()).as_bytes(), None, "", now);
+            let check = chain("it", (leaf + &middle.pem()).as_bytes(), None, now);
             assert_eq!(check.level, level, "{check}");
         }
     }
@@ -459,12 +471,12 @@ mod tests {
         assert_eq!(facts.to_string(), "a.test");
         let day = |days: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(days * 86_400);
         for (now, level, words) in [
-            (day(18_000), Level::Error, "valid from 2020-01-01"),
+            (day(18_000), Level::Error, "valid in 262 d, from 2020-01-01"),
             (day(18_300), Level::Ok, "valid until 2030-01-01"),
-            (day(21_900), Level::Warning, "which is in 15 d"),
-            (day(22_000), Level::Error, "expired at 2030-01-01"),
+            (day(21_900), Level::Warning, "expires in 15 d"),
+            (day(22_000), Level::Error, "ago, at 2030-01-01"),
         ] {
-            let check = facts.life("it", "renew it", now);
+            let check = facts.life("it", now);
             assert_eq!(check.level, level, "{check}");
             assert!(check.found.contains(words), "{check}");
         }
@@ -477,7 +489,7 @@ mod tests {
             let at = at % der.len();
             der[at] = byte;
             if let Some(facts) = Facts::read(&der) {
-                facts.life("it", "renew it", SystemTime::UNIX_EPOCH);
+                facts.life("it", SystemTime::UNIX_EPOCH);
             }
         }
     }

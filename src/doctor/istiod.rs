@@ -105,9 +105,12 @@ fn connected(config: &Config, probe: &Probe) -> Check {
     let shown = tls.peer_certificate.as_ref();
     match shown.and_then(|der| Facts::read(der)) {
         Some(facts) => {
-            let life = facts.life(&what, remedy, SystemTime::now());
+            let life = facts.life(&what, SystemTime::now());
             let found = format!("{found}; {}", life.found);
-            Check { found, ..life }
+            match life.level {
+                Level::Ok => Check { found, ..life },
+                _ => Check { found, ..life }.remedy(remedy),
+            }
         }
         None => Check::ok(what, found),
     }

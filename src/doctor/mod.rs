@@ -31,6 +31,7 @@ use crate::dns::forward::Forwarder;
 use crate::envoy::handle::Envoy;
 use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
+use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::wasm::Wasm;
@@ -55,6 +56,7 @@ pub struct Running {
     /// None without an authority.
     pub secrets: Option<Secrets>,
     pub files: Files,
+    pub refusals: Refusals,
     /// Whether the SDS socket is the agent's, not another process'.
     pub serves_secrets: bool,
     pub discovery: Observer,

@@ -76,6 +76,37 @@ codes! {
     DIRECTORY_READ_ONLY: "a directory of the agent is read-only", "", "mount a writable volume there, such as the emptyDir of Istio's injection";
     DISK_FULL: "the disk or the volume of a directory is full", "", "free space, or raise `sizeLimit` of the volume";
     FILE_UNUSABLE: "a file, directory or socket cannot be read or made", "", "";
+    "Certificates and secrets" {
+    CERTIFICATE_REQUEST_FAILED: "istiod or another authority did not sign the certificate", "", "istiod logs why: kubectl logs -n istio-system deployment/istiod";
+    CERTIFICATE_ANSWER_UNUSABLE: "the authority's answer is not a certificate chain for the agent's key", "the answer is not used", "istiod logs which signer it uses: kubectl logs -n istio-system deployment/istiod";
+    CERTIFICATE_KEY_FAILED: "a private key or a certificate request cannot be made", "there is no new certificate", "correct `ECC_SIGNATURE_ALGORITHM`, `ECC_CURVE` or `WORKLOAD_RSA_KEY_SIZE`";
+    CERTIFICATE_NOT_ISSUED: "the authority has not answered the first certificate request yet", "Envoy waits for the certificate", "wait for the answer; if none comes, correct what is reported about istiod";
+    CERTIFICATE_EXPIRED: "a certificate has expired", "peers reject it", "renew the certificate; if it is new, set this machine's clock (compare `date -u`)";
+    CERTIFICATE_NOT_YET_VALID: "a certificate is not valid yet", "peers reject it", "set the clock of this machine or of the authority (compare `date -u`)";
+    CERTIFICATE_EXPIRES_SOON: "a certificate is in the last tenth of its life", "peers reject it once it has expired", "renew the certificate";
+    CERTIFICATE_CHAIN_REJECTED: "peers that trust the mesh's roots reject the certificate chain", "mutual TLS with them fails", "let a root of the mesh sign the chain; for one of istiod, compare the ConfigMap istio-ca-root-cert with istiod's CA";
+    CERTIFICATE_FOR_OTHER_IDENTITY: "the authority signed for another identity than the requested one", "the certificate is used, and policies see the other identity", "correct `TRUST_DOMAIN`, `POD_NAMESPACE` or `SERVICE_ACCOUNT`";
+    CERTIFICATE_CACHE_UNUSABLE: "the certificate of an earlier start cannot be used", "a new one is requested", "";
+    CERTIFICATE_CACHE_UNWRITABLE: "the certificate cannot be stored for the next start", "a restart requests a new one", "let the directory be in memory (emptyDir with `medium: Memory`), and let the agent's user own it";
+    CERTIFICATES_LEFT_OUT: "a file or bundle of certificates has a part that is not a certificate", "the part is left out", "remove the part from the file or bundle";
+    CLOCKS_DIFFER: "a new certificate is not valid by this clock", "it is used anyway", "compare the clocks (`date -u`) of this machine and of istiod's node";
+    MESH_BUNDLE_INVALID: "istiod sent a trust bundle that does not hold certificates", "", "correct `caCertificates` in istiod's MeshConfig";
+    OUTPUT_CERTS_UNWRITABLE: "the directory that `OUTPUT_CERTS` names cannot be written", "applications do not get the certificate", "mount a directory there that the agent's user can write, or correct `OUTPUT_CERTS`";
+    REVOCATION_LIST_EMPTY: "the file of certificate revocation lists is empty", "Envoy gets none until the file changes", "write a list into the file, or remove it";
+    REVOCATION_LIST_UNUSABLE: "the file of certificate revocation lists does not have a valid list of every authority that signed the workload's chain", "Envoy rejects all peers of that authority", "write a current list of every authority of the chain into the file, in PEM or DER (ConfigMap istio-ca-crl), or set `PILOT_ENABLE_CA_CRL=false`";
+    ROOTS_EXPIRED: "the root that signed the workload's chain has expired", "Envoy and its peers reject each other", "renew the root of the mesh (Secret cacerts), and restart istiod; if it is new, set this machine's clock (compare `date -u`)";
+    SDS_SOCKET_MISSING: "a setting names the SDS socket of another process, which does not exist", "the agent does not start", "start that process first, or set `ISTIO_AGENT_EXTERNAL_SDS=wait`";
+    SDS_SOCKET_STALE: "a socket that no process serves cannot be removed", "the agent does not start", "remove the socket, or let the agent's user write to its directory";
+    SDS_SOCKET_UNUSABLE: "the socket for secrets from files cannot be created", "Envoy does not get secrets from files", "let the agent's user write to its directory";
+    SDS_SOCKET_ABSENT: "no process serves the SDS socket yet", "Envoy waits, and the agent serves secrets from files only", "start the process that serves it (`ISTIO_AGENT_EXTERNAL_SDS`)";
+    SECRET_FILE_MISSING: "a file of a secret does not exist or is empty", "what uses the secret does not work", "mount the file (annotation `sidecar.istio.io/userVolumeMount`), or correct its path in the DestinationRule or Gateway; the workload's own files are those of `FILE_MOUNTED_CERTS`";
+    SECRET_FILE_UNREADABLE: "a file of a secret exists and cannot be read", "what uses the secret does not work", "let the agent's user read the file";
+    SECRET_FILE_UNUSABLE: "a file of a secret does not hold what it should", "", "write certificates in PEM, and the key of the first one, into the files";
+    SECRET_FILES_NOT_WATCHED: "the kernel does not report changes to the files of secrets", "the files are read every 5 s instead", "raise `fs.inotify.max_user_instances` and `fs.inotify.max_user_watches` on the node";
+    SECRET_FILES_TOO_MANY: "Envoy asks for more secrets from files than the agent reads", "what uses the secret does not work", "use fewer secrets from files";
+    SECRET_NAME_UNKNOWN: "Envoy asks for a secret by a name that the agent does not serve", "Envoy does not get it", "correct the name in the EnvoyFilter or bootstrap that uses it";
+    SECRET_UPDATE_REFUSED: "Envoy refused a new version of a secret", "Envoy keeps the version that it has", "correct the file or the key that Envoy's reason names";
+    SECRET_REFUSED: "Envoy refused a secret, and has no version of it", "the pod is not ready", "correct the file or the key that Envoy's reason names";
     }
     "DNS" {
     DNS_RESOLV_CONF_UNREADABLE: "the file with the pod's resolvers cannot be used", "the pod's resolvers are unknown", "mount the file, or set `ISTIO_AGENT_RESOLV_CONF` to another file";

@@ -4,6 +4,7 @@ use prost::Message;
 
 use super::Refusals;
 use crate::metrics::{Counter, Gauge, Kind, Registry};
+use crate::problem::{Problem, codes};
 
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
@@ -22,7 +23,13 @@ impl Metrics {
             "Number of secrets Envoy has refused without having another version of them",
             Kind::Gauge,
             &[],
-            move |report| report(&[], refused.lock().len() as f64),
+            move |report| {
+                let is_missing = |it: &&Problem| it.code == codes::SECRET_REFUSED;
+                report(
+                    &[],
+                    refused.lock().values().filter(is_missing).count() as f64,
+                );
+            },
         );
         let sds = |name, help| registry.counters(name, help, &["type"]).with(["sds"]);
         Self {

@@ -30,6 +30,7 @@ use tonic::{Status, Streaming};
 
 use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
+use crate::problem::Problem;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::unix_socket::Listener;
@@ -42,7 +43,7 @@ const MAX_REQUEST: usize = 4 * 1024 * 1024;
 
 /// The secrets that Envoy has refused without having another version of them, by the number of the
 /// stream.
-pub type Refusals = Arc<Mutex<BTreeMap<u64, String>>>;
+pub type Refusals = Arc<Mutex<BTreeMap<u64, Problem>>>;
 
 /// What is served.
 #[derive(Clone, Debug)]

@@ -14,6 +14,7 @@ use x509_parser::prelude::{CertificateRevocationList, FromDer};
 
 use super::key_provider::KeyProvider;
 use crate::pem;
+use crate::problem::{Code, codes};
 use crate::regular_file;
 use crate::secrets::Secret;
 use crate::secrets::name::Name;
@@ -41,8 +42,8 @@ pub(super) struct Resource<'a> {
     pub(super) crl: Option<DataSource>,
 }
 
-/// A CRL, and what follows from a file without one.
-pub(super) type Crl = (Option<DataSource>, Option<&'static str>);
+/// A CRL, and the problem of a file without one.
+pub(super) type Crl = (Option<DataSource>, Option<&'static Code>);
 
 /// Reads a CRL file. Envoy reads PEM in it itself, and is given PEM where it cannot read the file.
 pub(super) async fn read_crl(path: &Path) -> Crl {
@@ -50,16 +51,16 @@ pub(super) async fn read_crl(path: &Path) -> Crl {
         specifier: Some(Specifier::Filename(path.to_string_lossy().into())),
         ..Default::default()
     };
-    let (list, follows) = match regular_file::read_blocking(path.to_owned(), MAX_PEM).await {
+    let (list, code) = match regular_file::read_blocking(path.to_owned(), MAX_PEM).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return (None, None),
         Ok(content) if matches!(content.trim_ascii(), b"" | b"null") => {
-            return (None, Some("Envoy gets none until the file changes"));
+            return (None, Some(codes::REVOCATION_LIST_EMPTY));
         }
         Ok(der) if matches!(CertificateRevocationList::from_der(&der), Ok(([], _))) => {
             (inline(pem::encode("X509 CRL", &der).as_bytes()), None)
         }
         Ok(pem) if pem::first::<CertificateRevocationListDer>(&pem).is_err() => {
-            (file, Some("Envoy refuses all peers until the file changes"))
+            (file, Some(codes::REVOCATION_LIST_UNUSABLE))
         }
         Ok(pem) if pem::plain_blocks(&pem).is_none() => {
             let lists = pem::readable::<CertificateRevocationListDer>(pem);
@@ -67,7 +68,7 @@ pub(super) async fn read_crl(path: &Path) -> Crl {
         }
         _ => (file, None),
     };
-    (Some(list), follows)
+    (Some(list), code)
 }
 
 impl Resource<'_> {
@@ -150,11 +151,8 @@ mod tests {
             ..Default::default()
         };
         let named = (Some(named), None);
-        let empty = (None, Some("Envoy gets none until the file changes"));
-        let none = (
-            named.0.clone(),
-            Some("Envoy refuses all peers until the file changes"),
-        );
+        let empty = (None, Some(codes::REVOCATION_LIST_EMPTY));
+        let none = (named.0.clone(), Some(codes::REVOCATION_LIST_UNUSABLE));
         let given = (Some(inline(pem.as_bytes())), None);
         for (content, expected) in [
             (&b""[..], empty.clone()),

@@ -15,7 +15,8 @@ use tonic::{Code, Status};
 
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL};
-use crate::secrets::name::{Name, UnknownName, escaped};
+use crate::problem::{Problem, codes};
+use crate::secrets::name::{Name, escaped};
 
 /// The most names one stream may ask for, and the most unknown ones it may ask for in its life.
 const MAX_NAMES: usize = 10_000;
@@ -102,12 +103,14 @@ impl StateOfTheWorld {
                     let sent = before.remove(&name).flatten();
                     self.names.entry(name).or_insert(sent);
                 }
-                Err(error) => unserved.push((text, error)),
+                Err(problem) => unserved.push((text, problem)),
             }
         }
         // Unknown names alone end the stream.
         match unserved.first() {
-            Some((_, error)) if self.names.is_empty() => Err(Status::invalid_argument(error)),
+            Some((_, problem)) if self.names.is_empty() => {
+                Err(Status::invalid_argument(problem.to_string()))
+            }
             _ => self.report(&unserved),
         }
     }
@@ -209,34 +212,34 @@ impl StateOfTheWorld {
         let id = self.id;
         let names = Vec::from_iter(self.names.keys().map(Name::to_string)).join(", ");
         let names = escaped(&names, MAX_REASON);
-        let mut follows = "it keeps the version it has";
-        if !self.has_version && !names.is_empty() {
-            let refusal = format!("Envoy refuses {names}: {reason}");
-            self.metrics.refusals.lock().insert(id, refusal);
-            follows = "it has no version, and the pod is not ready";
+        let kind = match self.has_version {
+            true => codes::SECRET_UPDATE_REFUSED,
+            false => codes::SECRET_REFUSED,
+        };
+        let found = format!("Envoy refuses it: {reason}");
+        let problem = Problem::new(kind, format!("secret {names}"), found);
+        tracing::error!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}; {problem}");
+        if !names.is_empty() {
+            self.metrics.refusals.lock().insert(id, problem);
         }
-        tracing::error!(
-            target: "ads",
-            "ADS:SDS: ACK ERROR {id} {code}:{reason}; Envoy refuses {names}: {follows}"
-        );
     }
 
     /// The name, or why it is not served on this socket.
-    fn parse(&self, text: &str) -> Result<Name, String> {
-        let name = text
-            .parse()
-            .map_err(|error: UnknownName| error.to_string())?;
+    fn parse(&self, text: &str) -> Result<Name, Problem> {
+        let name = text.parse()?;
         match name {
-            Name::Default | Name::RootCa if !self.serves_workload => Err(format!(
-                "{name} is served on the workload's own socket, only secrets from files are on this one"
-            )),
+            Name::Default | Name::RootCa if !self.serves_workload => {
+                let found = "served on the workload's socket; this one serves secrets from files";
+                let code = codes::SECRET_NAME_UNKNOWN;
+                Err(Problem::new(code, name.to_string(), found))
+            }
             _ => Ok(name),
         }
     }
 
     /// Logs unserved names with the reason, each once.
-    fn report(&mut self, unserved: &[(&String, String)]) -> Result<(), Status> {
-        for (text, error) in unserved {
+    fn report(&mut self, unserved: &[(&String, Problem)]) -> Result<(), Status> {
+        for (text, problem) in unserved {
             let mut hasher = DefaultHasher::new();
             text.hash(&mut hasher);
             if !self.unknown.insert(hasher.finish()) {
@@ -247,7 +250,7 @@ impl StateOfTheWorld {
                     "more than {MAX_NAMES} unknown names on one stream"
                 )));
             }
-            tracing::warn!(target: "sds", "stream {}: {error}; left unanswered", self.id);
+            tracing::warn!(target: "sds", "stream {}: {problem}", self.id);
         }
         Ok(())
     }

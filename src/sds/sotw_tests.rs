@@ -18,6 +18,7 @@ use super::sotw::{Lookup, ResponseId, StateOfTheWorld};
 use super::{Refusals, SecretOptions};
 use crate::ca::{Ca, csr};
 use crate::metrics::Registry;
+use crate::problem::{Problem, codes};
 use crate::secrets::certificate::Workload;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
 use crate::secrets::name::Name;
@@ -35,7 +36,7 @@ async fn signed_by(authority: &FakeAuthority) -> State {
         roots: Some(workload.roots.clone()),
         workload: Some(Arc::new(workload)),
         dates: None,
-        problem: None,
+        failure: None,
     }
 }
 
@@ -312,7 +313,7 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
 }
 
 /// The reasons why the pod is not ready.
-fn refusals(stream: &Stream) -> Vec<String> {
+fn refusals(stream: &Stream) -> Vec<Problem> {
     stream.0.metrics.refusals.lock().values().cloned().collect()
 }
 
@@ -327,14 +328,14 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
     refused.error_detail.as_mut().expect("is set").message =
         format!("no\n\x1b[0m{}", "x".repeat(9_000));
     stream.apply(&refused).expect("is fine");
-    let [text] = &refusals(&stream)[..] else {
+    let [problem] = &refusals(&stream)[..] else {
         panic!("one refusal");
     };
-    assert!(
-        text.starts_with("Envoy refuses default: no\\n\\u{1b}[0mxxx"),
-        "{text}"
-    );
-    assert!(text.len() < 1_200, "{}", text.len());
+    assert_eq!(problem.code, codes::SECRET_REFUSED);
+    assert_eq!(problem.subject, "secret default");
+    let found = &problem.found;
+    assert!(found.contains("no\\n\\u{1b}[0mxxx"), "{found}");
+    assert!(found.len() < 1_200, "{}", found.len());
     assert!(
         registry
             .render()
@@ -345,7 +346,7 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
     assert_eq!(refusals(&stream).len(), 1);
     sent(&mut stream, &signed_by(&authority).await, "2");
     stream.apply(&request(&["default"], "2")).expect("is fine");
-    assert_eq!(refusals(&stream), [""; 0]);
+    assert_eq!(refusals(&stream), []);
     assert!(
         registry
             .render()
@@ -354,7 +355,10 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
     // A replacement that is refused leaves the version that was accepted.
     sent(&mut stream, &signed_by(&authority).await, "3");
     stream.apply(&refusal(&["default"], "3")).expect("is fine");
-    assert_eq!(refusals(&stream), [""; 0]);
+    let refused = Vec::from_iter(refusals(&stream).iter().map(|problem| problem.code));
+    assert_eq!(refused, [codes::SECRET_UPDATE_REFUSED]);
+    let page = registry.render();
+    assert!(page.contains("\nistio_agent_sds_refused_secrets 0\n"));
 }
 
 #[tokio::test]
@@ -366,7 +370,8 @@ async fn a_version_of_an_earlier_stream_counts_and_an_ended_stream_does_not() {
     stream.apply(&again).expect("is fine");
     sent(&mut stream, &state, "1");
     stream.apply(&refusal(&["default"], "1")).expect("is fine");
-    assert_eq!(refusals(&stream), [""; 0]);
+    let refused = Vec::from_iter(refusals(&stream).iter().map(|problem| problem.code));
+    assert_eq!(refused, [codes::SECRET_UPDATE_REFUSED]);
 
     let refused = async |end: fn(Stream) -> Option<Stream>| {
         let mut stream = subscribed(&["file-root:a", "default"], &signed().await);
@@ -393,7 +398,7 @@ async fn an_unknown_name_never_gets_the_key() {
     assert!(message.contains("\"kubernetes://x\""), "{message}");
     let long = "x".repeat(1_000_000);
     let (_, message) = ended(stream.apply(&request(&[&long], "")));
-    assert!(message.len() < 400, "{}", message.len());
+    assert!(message.len() < 600, "{}", message.len());
 
     let mut stream = fresh();
     let mixed = request(&["default", "Default", ""], "");

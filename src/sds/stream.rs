@@ -14,6 +14,7 @@ use super::Service;
 use super::resource::{self, Crl, Resource};
 use super::sotw::{ResponseId, StateOfTheWorld};
 use crate::clock::{Clock, rfc3339};
+use crate::problem::Problem;
 use crate::secrets::name::Name;
 use crate::secrets::{SecretState, Subscription};
 
@@ -50,12 +51,12 @@ impl Stream {
         self.secrets.want(self.protocol.names().cloned().collect());
         let mut names = self.protocol.unanswered();
         if names.any(|name| matches!(self.secrets.get(name), SecretState::Unsigned))
-            && let Some(problem) = self.secrets.problem()
+            && let Some(failure) = self.secrets.failure()
         {
             tracing::info!(
                 target: "sds",
                 "stream {} is held open until there is a certificate, next attempt at {}: {}",
-                self.protocol.id, rfc3339(problem.next_attempt), problem.cause()
+                self.protocol.id, rfc3339(failure.next_attempt), failure.problem
             );
         }
         Ok(())
@@ -110,12 +111,9 @@ impl Stream {
             return CRL_POLL;
         }
         let crl = resource::read_crl(path).await;
-        if let Some(follows) = crl.1.filter(|_| crl != self.crl) {
-            let path = path.display();
-            tracing::error!(
-                target: "sds",
-                "{path} holds no revocation list, expected one in PEM or DER; {follows}"
-            );
+        if let Some(code) = crl.1.filter(|_| crl != self.crl) {
+            let problem = Problem::new(code, path.display().to_string(), code.cause);
+            tracing::error!(target: "sds", "{problem}");
         }
         (self.crl, self.crl_stamp) = (crl, stamp);
         CRL_POLL

@@ -15,9 +15,11 @@ use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 use super::certificate::Workload;
+use crate::clock::rfc3339;
 use crate::directory::Directory;
 use crate::identity::SpiffeId;
 use crate::lifecycle::BoxError;
+use crate::problem::{Problem, codes};
 
 const DIRECTORY: &str = "istio-agent";
 const FILE: &str = "workload.json";
@@ -56,15 +58,13 @@ impl CertificateCache {
 
     /// The cached certificate, if it can be used, and when it was issued.
     pub(super) async fn restore(self, now: SystemTime) -> Option<(Workload, SystemTime)> {
-        let directory = self.parent.join(DIRECTORY);
+        let directory = self.subject();
         let loading = tokio::task::spawn_blocking(move || self.load(now)).await;
         let found = loading.unwrap_or_else(|error| Err(error.into()));
         found.unwrap_or_else(|error| {
-            tracing::warn!(
-                target: "cache",
-                "the workload certificate cached in {} is not used: {error}; asking for a new one",
-                directory.display()
-            );
+            let code = codes::CERTIFICATE_CACHE_UNUSABLE;
+            let problem = Problem::new(code, directory, error.to_string());
+            tracing::warn!(target: "cache", "{problem}");
             None
         })
     }
@@ -76,16 +76,19 @@ impl CertificateCache {
         answer: Vec<String>,
         issued: SystemTime,
     ) {
-        let directory = self.parent.join(DIRECTORY);
+        let directory = self.subject();
         let store = move || self.store(workload.certificate.key_pem(), answer, issued);
         let storing = tokio::task::spawn_blocking(store).await;
         if let Err(error) = storing.unwrap_or_else(|error| Err(error.into())) {
-            tracing::error!(
-                target: "cache",
-                "the workload certificate cannot be cached in {}: {error}; a restart asks for a new one",
-                directory.display()
-            );
+            let code = codes::CERTIFICATE_CACHE_UNWRITABLE;
+            let problem = Problem::new(code, directory, error.to_string());
+            tracing::error!(target: "cache", "{problem}");
         }
+    }
+
+    fn subject(&self) -> String {
+        let directory = self.parent.join(DIRECTORY);
+        format!("certificate cache {}", directory.display())
     }
 
     fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, BoxError> {
@@ -97,7 +100,7 @@ impl CertificateCache {
         let mut parts = text.splitn(2, |byte| *byte == b'\n');
         let header = serde_json::from_slice(parts.next().unwrap_or_default());
         let header: Header = header.map_err(|error| {
-            format!("{FILE} begins with no description of the certificate: {error}")
+            format!("{FILE} does not begin with a description of the certificate: {error}")
         })?;
         if header.identity != self.identity.to_string() || header.kind != self.kind {
             return Err(OTHER.into());
@@ -105,7 +108,11 @@ impl CertificateCache {
         // A key that is not UTF-8 fails as a key.
         let key_pem = String::from_utf8_lossy(parts.next().unwrap_or_default());
         let key_pem = Zeroizing::new(key_pem.into_owned());
-        let workload = Workload::new(&header.answer, key_pem)?.unexpired(now)?;
+        let workload = Workload::new(&header.answer, key_pem).map_err(|problem| problem.found)?;
+        let end = workload.certificate.not_after();
+        if end <= now {
+            return Err(format!("it expired at {}", rfc3339(end)).into());
+        }
         if !workload.certificate.is_issued_to(&self.identity) {
             return Err(OTHER.into());
         }

@@ -13,12 +13,14 @@ use bytes::Bytes;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
 
-use super::name::escaped;
 use super::trust;
-use super::x509::{self, Leaf, TextError};
+use super::x509::{self, Leaf};
 use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
 use crate::pem;
+use crate::problem::{Problem, codes};
+
+const SIGNED: &str = "new certificate";
 
 /// A secret as it is served. Clones share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,46 +48,27 @@ pub struct Certificate {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots(Bytes);
 
-/// Why an answer of the authority is not used.
-#[derive(Debug, thiserror::Error)]
-pub enum CertificateError {
-    #[error("invalid empty CertChain: found {found} elements, expected a leaf and the roots")]
-    TooShort { found: usize },
-    #[error("element {index} of the chain is {found}, expected certificates in PEM")]
-    NotCertificates { index: usize, found: String },
-    #[error("the leaf holds a public key that is not ours")]
-    ForeignKey,
-    #[error("the leaf expired at {}, it is now {}", rfc3339(*.not_after), rfc3339(*.now))]
-    Expired {
-        not_after: SystemTime,
-        now: SystemTime,
-    },
-    #[error("the text of our private key {0}")]
-    Key(#[source] TextError),
-}
-
 impl Workload {
     /// Checks an answer: PEM elements, the leaf first, the roots last.
-    pub fn new(
-        answer: &[String],
-        mut key_pem: Zeroizing<String>,
-    ) -> Result<Self, CertificateError> {
-        let [chain @ .., roots_pem] = answer else {
-            return Err(CertificateError::TooShort { found: 0 });
-        };
+    pub fn new(answer: &[String], mut key_pem: Zeroizing<String>) -> Result<Self, Problem> {
+        let none = String::new();
+        let (roots_pem, chain) = answer.split_last().unwrap_or((&none, &[]));
         let mut leaves = Vec::new();
         let elements = chain.iter().enumerate();
         // pilot-agent joins the elements: empty ones have no effect.
         for (index, element) in elements.filter(|(_, element)| !element.trim().is_empty()) {
-            let checked = x509::leaf(element.as_bytes());
-            leaves.push(checked.map_err(|error| not_certificates(index, element, error))?);
+            let leaf = x509::leaf(element.as_bytes());
+            leaves.push(leaf.map_err(|found| not_certificates(index, found))?);
         }
-        let Some(leaf) = leaves.into_iter().next() else {
-            return Err(CertificateError::TooShort { found: 1 });
-        };
-        let missing = TextError::NoCertificate { bytes: 0 };
-        let roots = Roots::merged([roots_pem.as_bytes()])
-            .ok_or_else(|| not_certificates(chain.len(), roots_pem, missing))?;
+        let leaf = leaves.into_iter().next().ok_or_else(|| {
+            let found = answer.len();
+            unusable(format!(
+                "invalid empty CertChain: found {found} elements, expected a leaf and the roots"
+            ))
+        })?;
+        let roots = Roots::merged([roots_pem.as_bytes()]);
+        let missing = || not_certificates(chain.len(), x509::no_certificate(roots_pem.as_bytes()));
+        let roots = roots.ok_or_else(missing)?;
         // One broken root would have Envoy refuse the chain.
         let (served, _) = Roots::from_file(roots_pem.as_bytes());
         let served = served.as_ref().unwrap_or(&roots).pem();
@@ -93,35 +76,20 @@ impl Workload {
         let chain = [chain.concat().as_bytes(), served].concat();
         let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
         let certificate = Certificate::new(Zeroizing::new(chain), leaf, key_pem);
-        let certificate = certificate.map_err(|error| match error {
-            TextError::ForeignKey => CertificateError::ForeignKey,
-            other => CertificateError::Key(other),
-        })?;
         Ok(Self {
-            certificate: Arc::new(certificate),
+            certificate: Arc::new(certificate.map_err(unusable)?),
             roots,
         })
     }
-
-    /// Refuses an expired certificate.
-    pub(super) fn unexpired(self, now: SystemTime) -> Result<Self, CertificateError> {
-        let not_after = self.certificate.not_after();
-        match not_after > now {
-            true => Ok(self),
-            false => Err(CertificateError::Expired { not_after, now }),
-        }
-    }
 }
 
-fn not_certificates(index: usize, element: &str, error: TextError) -> CertificateError {
-    let found = match error {
-        TextError::NoCertificate { .. } => {
-            format!("\"{}\" ({} bytes)", escaped(element, 32), element.len())
-        }
-        TextError::BrokenCertificate { found, .. } => found,
-        other => other.to_string(),
-    };
-    CertificateError::NotCertificates { index, found }
+fn unusable(found: String) -> Problem {
+    let code = codes::CERTIFICATE_ANSWER_UNUSABLE;
+    Problem::new(code, "answer of the certificate authority", found)
+}
+
+fn not_certificates(index: usize, found: String) -> Problem {
+    unusable(format!("element {index} of the chain: {found}"))
 }
 
 impl Certificate {
@@ -130,9 +98,9 @@ impl Certificate {
         chain: Zeroizing<Vec<u8>>,
         leaf: Leaf,
         key_pem: Zeroizing<Vec<u8>>,
-    ) -> Result<Self, TextError> {
+    ) -> Result<Self, String> {
         if x509::public_key(&key_pem)? != leaf.public_key {
-            return Err(TextError::ForeignKey);
+            return Err("the private key does not belong to the certificate".to_owned());
         }
         Ok(Self {
             chain_pem: pem::readable::<CertificateDer>(chain).to_vec().into(),
@@ -162,30 +130,32 @@ impl Certificate {
         self.leaf.not_after
     }
 
-    /// What is odd about the certificate without being a reason to refuse it.
-    pub(super) fn unusual_fields(&self, identity: &SpiffeId, now: SystemTime) -> Vec<String> {
-        let mut unusual_fields = Vec::new();
-        if !self.is_issued_to(identity) {
-            unusual_fields.push(format!(
-                "it is issued to {:?}, we asked for {identity}",
-                self.leaf.names
-            ));
-        }
-        if self.not_after() <= now {
-            unusual_fields.push(format!(
-                "it is valid until {}, it is now {}: the clocks differ",
-                rfc3339(self.not_after()),
-                rfc3339(now)
-            ));
-        }
-        if self.not_before() > now {
-            unusual_fields.push(format!(
-                "it is valid from {}, it is now {}: the clocks differ",
-                rfc3339(self.not_before()),
-                rfc3339(now)
-            ));
-        }
-        unusual_fields
+    pub(super) fn validity_problem(&self, subject: &str, now: SystemTime) -> Option<Problem> {
+        let names = self.leaf.names.join(", ");
+        x509::validity_problem(subject, &names, [self.not_before(), self.not_after()], now)
+    }
+
+    /// Reports a signed certificate that is not for the identity, or not valid. It may be used anyway.
+    pub(super) fn problems(&self, identity: &SpiffeId, now: SystemTime) -> Vec<Problem> {
+        let is_foreign = !self.is_issued_to(identity);
+        let foreign = is_foreign.then(|| {
+            let names = self.leaf.names.join(", ");
+            let found = format!("issued to {names}, requested for {identity}");
+            Problem::new(codes::CERTIFICATE_FOR_OTHER_IDENTITY, SIGNED, found)
+        });
+        foreign.into_iter().chain(self.clock_problem(now)).collect()
+    }
+
+    /// A certificate is signed for now, and withdrawn when it expires: if it is not valid, a clock is wrong.
+    pub(crate) fn clock_problem(&self, now: SystemTime) -> Option<Problem> {
+        let (what, date) = match (self.not_before(), self.not_after()) {
+            (_, end) if end <= now => ("already expired (valid until", end),
+            (begin, _) if begin > now => ("not valid yet (valid from", begin),
+            _ => return None,
+        };
+        let (date, now) = (rfc3339(date), rfc3339(now));
+        let found = format!("{what} {date}, now {now}): this clock or istiod's is wrong");
+        Some(Problem::new(codes::CLOCKS_DIFFER, SIGNED, found))
     }
 }
 

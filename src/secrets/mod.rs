@@ -29,23 +29,25 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
+use serde::{Serialize, Serializer};
+use serde_json::json;
 use tokio::sync::watch;
 
 use crate::ca::Ca;
 use crate::ca::key::{Encoding, KeyType};
-use crate::clock::Clock;
+use crate::clock::{Clock, rfc3339};
 use crate::identity::SpiffeId;
 use crate::metrics::Registry;
+use crate::problem::{Problem, codes};
 use cache::CertificateCache;
 pub use certificate::{Roots, Secret};
 pub use files::{SecretState, Subscription};
 use metrics::Metrics;
 use name::Name;
 use observe::{Dates, Snapshot};
-use renewal::{IssueError, Renewal};
-pub use trust::BundleError;
+use renewal::Renewal;
 use trust::MeshBundle;
-pub(crate) use x509::names;
+pub(crate) use x509::{names, validity_problem};
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]
@@ -69,6 +71,8 @@ pub struct Config {
     pub cache: Option<PathBuf>,
 }
 
+pub const WORKLOAD: &str = "workload certificate";
+
 /// The bounds an authority can live with.
 pub const MIN_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
 
@@ -90,15 +94,16 @@ pub struct State {
     /// The dates of the latest certificate, also once it has expired.
     pub dates: Option<Dates>,
     /// Why the latest attempt failed; None after a success.
-    pub problem: Option<Problem>,
+    pub failure: Option<Failure>,
 }
 
 /// A failed attempt and what happens next.
-#[derive(Clone, Debug)]
-pub struct Problem {
-    pub error: Arc<IssueError>,
-    /// How many attempts in a row have failed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Failure {
+    pub problem: Problem,
+    /// How many attempts in a row have failed, and since when.
     pub failures: u32,
+    pub since: SystemTime,
     pub next_attempt: SystemTime,
 }
 
@@ -136,10 +141,12 @@ pub fn new<C: Ca>(
     (secrets, renewal.run())
 }
 
-impl Problem {
-    /// The error and what caused it, in one line.
-    pub fn cause(&self) -> String {
-        crate::lifecycle::with_causes(&*self.error)
+impl Serialize for Failure {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (code, error) = (self.problem.code.name, self.problem.to_string());
+        let next = rfc3339(self.next_attempt);
+        json!({ "code": code, "error": error, "failures": self.failures, "next_attempt": next })
+            .serialize(serializer)
     }
 }
 
@@ -179,8 +186,28 @@ impl Secrets {
     }
 
     /// Replaces the mesh's trust bundle, PEM; an empty one is none.
-    pub fn set_mesh_bundle(&self, bundle: &str) -> Result<(), BundleError> {
+    pub fn set_mesh_bundle(&self, bundle: &str) -> Result<(), Problem> {
         self.mesh.replace(bundle).map(drop)
+    }
+
+    /// Why the latest attempt brought no certificate, or that none has ended yet. That the last certificate
+    /// has expired is worse.
+    pub fn problem(&self) -> Option<Problem> {
+        let state = self.latest();
+        let Some(failure) = state.failure else {
+            let code = codes::CERTIFICATE_NOT_ISSUED;
+            let is_first = state.workload.is_none();
+            return is_first.then(|| Problem::new(code, WORKLOAD, code.cause));
+        };
+        let (mut problem, failures) = (failure.problem, failure.failures);
+        let [since, next] = [failure.since, failure.next_attempt].map(rfc3339);
+        if let (Some(dates), None) = (state.dates, &state.workload) {
+            let end = rfc3339(dates.not_after);
+            problem.found = format!("expired at {end}; renewals fail: {}", problem.found);
+            (problem.code, problem.subject) = (codes::CERTIFICATE_EXPIRED, WORKLOAD.to_owned());
+        }
+        problem.found += &format!(" ({failures} failures since {since}, next attempt at {next})");
+        Some(problem)
     }
 
     /// For the debug page.

@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+use crate::problem::{Problem, codes};
+
 /// What Envoy may ask for.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Name {
@@ -31,16 +33,6 @@ const FILE_CERT: &str = "file-cert:";
 /// The word that stands for a path in `file-root:system`.
 const SYSTEM: &str = "system";
 
-/// A name that is not served.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error(
-    "unknown secret name \"{shown}\", expected default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>"
-)]
-pub struct UnknownName {
-    /// The name, escaped and cut at [`MAX_SHOWN`] bytes.
-    pub shown: String,
-}
-
 /// How many bytes of a foreign name appear in a message.
 const MAX_SHOWN: usize = 256;
 
@@ -60,16 +52,18 @@ impl fmt::Display for Name {
 }
 
 impl std::str::FromStr for Name {
-    type Err = UnknownName;
+    type Err = Problem;
 
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
+    fn from_str(text: &str) -> Result<Self, Problem> {
         let name = match text {
             ROOT_CA => Some(Self::RootCa),
             DEFAULT => Some(Self::Default),
             _ => file(text),
         };
-        name.ok_or_else(|| UnknownName {
-            shown: escaped(text, MAX_SHOWN),
+        name.ok_or_else(|| {
+            const KNOWN: &str = "default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>";
+            let found = format!("\"{}\", expected {KNOWN}", escaped(text, MAX_SHOWN));
+            Problem::new(codes::SECRET_NAME_UNKNOWN, "unknown secret name", found)
         })
     }
 }
@@ -176,19 +170,20 @@ mod tests {
             let text = format!("{prefix}{rest}{tilde}{more}");
             match text.parse::<Name>() {
                 Ok(name) => prop_assert_eq!(name.to_string(), text),
-                Err(error) => prop_assert!(error.shown.len() <= MAX_SHOWN + 3),
+                Err(problem) => prop_assert!(problem.found.len() <= MAX_SHOWN + 100),
             }
         }
     }
 
     #[test]
     fn a_foreign_name_is_shown_escaped_and_cut() {
-        let error = "a\nb".parse::<Name>().expect_err("is unknown");
-        assert_eq!(error.shown, "a\\nb");
+        let problem = "a\nb".parse::<Name>().expect_err("is unknown");
+        assert_eq!(problem.code, codes::SECRET_NAME_UNKNOWN);
+        assert!(problem.found.starts_with("\"a\\nb\","), "{problem}");
         for long in ["é".repeat(5_000), format!("a{}", "é".repeat(5_000))] {
-            let error = long.parse::<Name>().expect_err("is unknown");
-            assert!(error.shown.len() <= MAX_SHOWN + '…'.len_utf8());
-            assert!(error.shown.ends_with('…'));
+            let problem = long.parse::<Name>().expect_err("is unknown");
+            let (shown, _) = problem.found.split_once("…\", expected").expect("is cut");
+            assert!(shown.len() <= MAX_SHOWN + 1);
         }
     }
 }

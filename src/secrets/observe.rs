@@ -7,10 +7,10 @@ use std::time::SystemTime;
 use rustls::pki_types::CertificateDer;
 use serde::Serialize;
 
-use super::State;
 use super::metrics::seconds;
 use super::name::{DEFAULT, ROOT_CA};
 use super::x509;
+use super::{Failure, State};
 use crate::clock::rfc3339;
 use crate::pem;
 
@@ -22,7 +22,7 @@ const MAX_CERTIFICATES: usize = 100;
 pub struct Snapshot {
     pub secrets: Vec<Secret>,
     /// Why the latest attempt brought no certificate.
-    pub problem: Option<Problem>,
+    pub problem: Option<Failure>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -45,13 +45,6 @@ pub struct Certificate {
     pub not_after: String,
     /// Negative once it has expired.
     pub remaining_seconds: f64,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Problem {
-    pub error: String,
-    pub failures: u32,
-    pub next_attempt: String,
 }
 
 /// The dates of a certificate.
@@ -77,11 +70,7 @@ pub(super) fn snapshot(state: &State, now: SystemTime) -> Snapshot {
     };
     Snapshot {
         secrets: vec![secret(DEFAULT, chain), secret(ROOT_CA, roots)],
-        problem: state.problem.as_ref().map(|problem| Problem {
-            error: problem.cause(),
-            failures: problem.failures,
-            next_attempt: rfc3339(problem.next_attempt),
-        }),
+        problem: state.failure.clone(),
     }
 }
 

@@ -13,42 +13,20 @@ use tokio::time::Instant;
 use tonic::Code;
 
 use super::cache::CertificateCache;
-use super::certificate::{CertificateError, Workload};
+use super::certificate::Workload;
 use super::metrics::Metrics;
 use super::observe::Dates;
 use super::schedule::{self, Retries};
 use super::trust::MeshBundle;
-use super::{Config, Problem, Roots, State};
+use super::{Config, Failure, Roots, State};
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError, csr};
 use crate::clock::Clock;
-use crate::lifecycle::BoxError;
+use crate::duration::approximate;
+use crate::problem::{Problem, codes, sentence};
 
-/// Why an attempt brought no certificate.
-#[derive(Debug, thiserror::Error)]
-pub enum IssueError {
-    #[error("failed to generate private key and CSR")]
-    Request(#[source] BoxError),
-    #[error("key generation was interrupted")]
-    Interrupted(#[from] tokio::task::JoinError),
-    #[error(transparent)]
-    Sign(#[from] SignError),
-    #[error("create certificate: no answer within {SIGNING_LIMIT:?}")]
-    Silent,
-    #[error("unusable answer of the certificate authority")]
-    Certificate(#[from] CertificateError),
-}
-
-impl IssueError {
-    /// Whether the cause may pass by itself within seconds.
-    fn may_pass(&self) -> bool {
-        match self {
-            Self::Sign(error) => !error.is_lasting(),
-            Self::Silent | Self::Interrupted(_) => true,
-            Self::Request(_) | Self::Certificate(_) => false,
-        }
-    }
-}
+/// Why an attempt brought no certificate, with the error of the request if that has failed.
+type IssueError = (Problem, Option<SignError>);
 
 /// Limit of one request to the authority, far above the limit of its client.
 const SIGNING_LIMIT: Duration = Duration::from_secs(120);
@@ -104,12 +82,13 @@ impl<C: Ca> Renewal<C> {
                     }
                     self.wait_for_renewal(due, &mut mesh, is_first).await;
                 }
-                Err(error) => {
-                    let mut wait = retries.next_wait(error.may_pass(), self.remaining());
-                    if self.falls_back_to_rsa(&error, retries.failures) {
+                Err((problem, error)) => {
+                    let may_pass = error.as_ref().is_some_and(|error| !error.is_lasting());
+                    let mut wait = retries.next_wait(may_pass, self.remaining());
+                    if self.falls_back_to_rsa(error.as_ref(), retries.failures) {
                         wait = schedule::MIN_WAIT;
                     }
-                    self.report(error, retries.failures, wait);
+                    self.report(problem, error, retries.failures, wait);
                     self.clock.sleep_until_due(self.clock.after(wait)).await;
                 }
             }
@@ -142,9 +121,10 @@ impl<C: Ca> Renewal<C> {
     fn spread(&self) -> Duration {
         let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
         let wait = schedule::spread(self.remaining().unwrap_or_default(), drawn);
+        let within = approximate(wait.as_secs_f64());
         tracing::info!(
             target: "cache",
-            "the trust bundle of the mesh has changed, renewing in {wait:?} at the latest"
+            "the trust bundle of the mesh has changed, renewing the certificate in {within}"
         );
         wait
     }
@@ -189,7 +169,7 @@ impl<C: Ca> Renewal<C> {
             workload: Some(workload),
             roots: self.merged_roots(),
             dates: Some(dates),
-            problem: None,
+            failure: None,
         });
         due
     }
@@ -201,20 +181,22 @@ impl<C: Ca> Renewal<C> {
         let (key_type, encoding) = (*self.key_type.lock(), self.config.encoding);
         let identity = self.config.identity.clone();
         let generating = move || csr::generate(key_type, encoding, &identity);
-        let request = tokio::task::spawn_blocking(generating).await?;
-        let request = request.map_err(IssueError::Request)?;
-        let answer = self.sign(&request.csr_pem, is_retry).await?;
+        let request = tokio::task::spawn_blocking(generating).await;
+        let request = request.map_err(no_key)?.map_err(no_key)?;
+        let answer = self.sign(&request.csr_pem, is_retry).await;
+        let answer = answer.map_err(|error| (error.problem.clone(), Some(error)))?;
         let now = self.clock.now();
-        let mut workload = Workload::new(&answer, request.key_pem)?;
+        let workload = Workload::new(&answer, request.key_pem).map_err(|it| (it, None))?;
+        let certificate = &workload.certificate;
         // With none in hand an expired one is better: the clock may be ahead.
-        if self.remaining().is_some() {
-            workload = workload.unexpired(now)?;
-        }
-        for field in workload
-            .certificate
-            .unusual_fields(&self.config.identity, now)
+        if self.remaining().is_some()
+            && certificate.not_after() <= now
+            && let Some(problem) = certificate.clock_problem(now)
         {
-            tracing::warn!(target: "cache", "resource:default is used although {field}");
+            return Err((problem.consequence("the last one stays in use"), None));
+        }
+        for problem in certificate.problems(&self.config.identity, now) {
+            tracing::warn!(target: "cache", "{problem}");
         }
         tracing::info!(
             target: "cache",
@@ -226,30 +208,35 @@ impl<C: Ca> Renewal<C> {
         Ok((workload, answer))
     }
 
-    async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, IssueError> {
+    async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, SignError> {
         self.metrics.requested(is_retry);
         let started = Instant::now();
         let signed = self.ca.sign(csr_pem, self.config.ttl);
-        let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
-            Ok(answer) => answer.map_err(IssueError::Sign),
-            Err(_) => Err(IssueError::Silent),
-        };
+        let answer = tokio::time::timeout(SIGNING_LIMIT, signed).await;
+        let answer = answer.unwrap_or_else(|_| {
+            let limit = approximate(SIGNING_LIMIT.as_secs_f64());
+            let (code, message) = (Code::DeadlineExceeded, format!("no answer within {limit}"));
+            let kind = codes::CERTIFICATE_REQUEST_FAILED;
+            let problem = Problem::new(kind, "certificate request", &*message);
+            Err(SignError {
+                code,
+                message,
+                problem,
+            })
+        });
         self.metrics.answered(started.elapsed(), answer.is_ok());
         answer
     }
 
     /// Changes to RSA if the authority may have refused an ECDSA key that no setting asks for, and back
     /// if it refuses RSA as well. Returns whether RSA is next.
-    fn falls_back_to_rsa(&self, error: &IssueError, failures: u32) -> bool {
-        let IssueError::Sign(error) = error else {
-            return false;
-        };
+    fn falls_back_to_rsa(&self, error: Option<&SignError>, failures: u32) -> bool {
         let mut key_type = self.key_type.lock();
         let is_rsa = *key_type != self.config.key_type;
-        let is_refused = match error.code {
-            Code::InvalidArgument | Code::FailedPrecondition | Code::Unimplemented => true,
+        let is_refused = match error.map(|error| error.code) {
+            Some(Code::InvalidArgument | Code::FailedPrecondition | Code::Unimplemented) => true,
             // Some authorities answer with this code whatever their signer says.
-            Code::Internal => is_rsa || failures % (PERSISTENT + 1) == PERSISTENT,
+            Some(Code::Internal) => is_rsa || failures % (PERSISTENT + 1) == PERSISTENT,
             _ => false,
         };
         if !is_refused || !self.config.falls_back_to_rsa {
@@ -338,36 +325,45 @@ impl<C: Ca> Renewal<C> {
         (!left.is_zero()).then_some(left)
     }
 
-    fn report(&self, error: IssueError, failures: u32, wait: Duration) {
-        let problem = Problem {
-            error: Arc::new(error),
-            failures,
-            next_attempt: self.clock.after(wait),
-        };
-        let cause = problem.cause();
-        let served = match self.remaining() {
-            Some(left) => format!("the last certificate is served for {left:?}"),
+    fn report(&self, problem: Problem, error: Option<SignError>, failures: u32, wait: Duration) {
+        let served = match self.remaining().map(|left| approximate(left.as_secs_f64())) {
+            Some(left) => format!("the last certificate is served for {left}"),
             None => "there is no valid certificate".to_owned(),
         };
-        let next = format!("failure {failures} in a row, next attempt in {wait:?}; {served}");
-        if let IssueError::Sign(_) | IssueError::Silent = *problem.error {
+        let pause = approximate(wait.as_secs_f64());
+        let next = format!("failure {failures} in a row, next attempt in {pause}; {served}");
+        if error.is_some() {
             let attempt = failures.saturating_add(1);
             tracing::warn!(
                 target: "ca",
                 "ca request failed, starting attempt {attempt} in {wait:?}"
             );
         }
-        tracing::error!(target: "cache", "resource:default failed to sign: {cause}; {next}");
+        let text = error.map_or_else(|| problem.found.clone(), |error| error.to_string());
+        let (what, follows) = ("resource:default failed to sign", [&*next, &problem.remedy]);
+        let line = sentence(what, &text, "", follows, problem.code.name);
+        tracing::error!(target: "cache", "{line}");
         if self.state.borrow().roots.is_none() {
             tracing::warn!(
                 target: "sds",
-                "failed to warm certificate: failed to generate workload certificate: {cause}; \
-                 {next}"
+                "failed to warm certificate: failed to generate workload certificate: {text}"
             );
         }
+        let since = self.state.borrow().failure.as_ref().map(|it| it.since);
+        let failure = Failure {
+            problem,
+            failures,
+            since: since.unwrap_or_else(|| self.clock.now()),
+            next_attempt: self.clock.after(wait),
+        };
         self.state
-            .send_modify(|state| state.problem = Some(problem));
+            .send_modify(|state| state.failure = Some(failure));
     }
+}
+
+fn no_key(error: impl std::fmt::Display) -> IssueError {
+    let (code, found) = (codes::CERTIFICATE_KEY_FAILED, error.to_string());
+    (Problem::new(code, "private key and CSR", found), None)
 }
 
 fn left(until: SystemTime, now: SystemTime) -> Duration {

@@ -11,25 +11,20 @@ use tokio::sync::watch;
 use super::certificate::Roots;
 use super::x509;
 use crate::pem;
+use crate::problem::{Problem, codes};
 
 /// The latest trust bundle of the mesh. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct MeshBundle(watch::Sender<Option<Roots>>);
 
-/// A trust bundle without a certificate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the trust bundle of the mesh holds no certificate in {bytes} bytes, expected PEM")]
-pub struct BundleError {
-    bytes: usize,
-}
-
 impl MeshBundle {
     /// Replaces the bundle by another, PEM; an empty one is none. Returns whether it differs.
-    pub(super) fn replace(&self, bundle: &str) -> Result<bool, BundleError> {
+    pub(super) fn replace(&self, bundle: &str) -> Result<bool, Problem> {
         let roots = Roots::merged([bundle.as_bytes()]);
         if roots.is_none() && !bundle.trim().is_empty() {
-            let bytes = bundle.len();
-            return Err(BundleError { bytes });
+            let found = x509::no_certificate(bundle.as_bytes());
+            let code = codes::MESH_BUNDLE_INVALID;
+            return Err(Problem::new(code, "trust bundle of the mesh", found));
         }
         Ok(self.0.send_if_modified(|mesh| {
             let changed = *mesh != roots;
@@ -55,16 +50,19 @@ pub(super) fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
         for root in x509::bundle(text) {
             match root {
                 Some(der) => drop(roots.insert(der)),
-                None => tracing::warn!(target: "cache", "a broken root certificate is left out"),
+                None => left_out("a broken root certificate"),
             }
         }
-        if let Some(left_over) = pem::left_over(text) {
-            tracing::warn!(target: "cache", "a bundle of roots holds {left_over}; it is ignored");
-        }
+        pem::left_over(text).into_iter().for_each(left_out);
     }
     let mut roots = Vec::from_iter(roots);
     put_usable_first(&mut roots);
     x509::text(roots).trim_end().to_owned()
+}
+
+fn left_out(found: &str) {
+    let problem = Problem::new(codes::CERTIFICATES_LEFT_OUT, "root certificates", found);
+    tracing::warn!(target: "cache", "{problem}");
 }
 
 /// Swaps certificates of one name and key, as Envoy uses the first, even if it has expired: valid ones go

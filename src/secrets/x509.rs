@@ -8,7 +8,16 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use x509_parser::x509::SubjectPublicKeyInfo;
 use zeroize::Zeroizing;
 
+use super::metrics::seconds;
+use crate::clock::rfc3339;
+use crate::duration::approximate;
 use crate::pem;
+use crate::problem::{Problem, codes};
+
+/// The part of its life a certificate that is renewed in time never gets to.
+const LAST_TENTH: f64 = 0.1;
+
+const NO_PUBLIC_HALF: &str = "the private key does not have a public half";
 
 /// What matters of a leaf certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,26 +29,15 @@ pub(super) struct Leaf {
     pub(super) names: Vec<String>,
 }
 
-/// An error in the text of a certificate chain or of its private key. It contains nothing of the key.
-#[derive(Debug, thiserror::Error)]
-pub enum TextError {
-    #[error("holds no certificate in {bytes} bytes, expected PEM")]
-    NoCertificate { bytes: usize },
-    #[error("holds a broken certificate at {index}: {found}")]
-    BrokenCertificate { index: usize, found: String },
-    #[error("holds no private key in {bytes} bytes, expected PEM without a password")]
-    NoKey { bytes: usize },
-    #[error("holds a private key of no kind that can be used: {0}")]
-    UnusableKey(#[source] rustls::Error),
-    #[error("holds a private key that does not belong to the certificate")]
-    ForeignKey,
+pub(super) fn no_certificate(content: &[u8]) -> String {
+    format!("no certificate in {} bytes, expected PEM", content.len())
 }
 
 /// The first certificate of a chain; all others must be certificates as well.
-pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, TextError> {
+pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, String> {
     let mut leaf = None;
     for (index, der) in pem::items::<CertificateDer>(chain).enumerate() {
-        let broken = |found| TextError::BrokenCertificate { index, found };
+        let broken = |found| format!("certificate {} is broken: {found}", index + 1);
         let der = der.map_err(|error| broken(error.to_string()))?;
         let certificate = parse(&der).map_err(broken)?;
         leaf.get_or_insert_with(|| Leaf {
@@ -49,23 +47,45 @@ pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, TextError> {
             names: names(&certificate),
         });
     }
-    leaf.ok_or(TextError::NoCertificate { bytes: chain.len() })
+    leaf.ok_or_else(|| no_certificate(chain))
 }
 
-/// The public half of a private key.
-pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, TextError> {
-    let Ok(der) = pem::first::<PrivateKeyDer>(pem) else {
-        return Err(TextError::NoKey { bytes: pem.len() });
-    };
+/// The public half of a private key. Errors contain nothing of the key.
+pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, String> {
+    let bytes = pem.len();
+    let der = pem::first::<PrivateKeyDer>(pem)
+        .map_err(|_| format!("no private key in {bytes} bytes, expected PEM without a password"))?;
     let der = Zeroizing::new(der);
-    let key = any_supported_type(&der).map_err(TextError::UnusableKey)?;
-    let unusable = || {
-        let problem = "it has no public key".to_owned();
-        TextError::UnusableKey(rustls::Error::General(problem))
-    };
-    let public = key.public_key().ok_or_else(unusable)?;
-    let (_, public) = SubjectPublicKeyInfo::from_der(&public).map_err(|_| unusable())?;
+    let key = any_supported_type(&der)
+        .map_err(|error| format!("the private key is of a kind that is not supported: {error}"))?;
+    let public = key.public_key().ok_or(NO_PUBLIC_HALF)?;
+    let (_, public) = SubjectPublicKeyInfo::from_der(&public).map_err(|_| NO_PUBLIC_HALF)?;
     Ok(public.subject_public_key.data.to_vec())
+}
+
+/// The problem of a certificate that is not valid at `now`, or only for the last tenth of its life.
+pub(crate) fn validity_problem(
+    subject: &str,
+    holder: &str,
+    [begin, end]: [SystemTime; 2],
+    now: SystemTime,
+) -> Option<Problem> {
+    let (wait, left) = (seconds(begin, now), seconds(end, now));
+    let (code, what, date) = if wait > 0.0 {
+        let what = format!("is valid in {}, from", approximate(wait));
+        (codes::CERTIFICATE_NOT_YET_VALID, what, begin)
+    } else if left < 0.0 {
+        let what = format!("expired {} ago, at", approximate(-left));
+        (codes::CERTIFICATE_EXPIRED, what, end)
+    } else if left < seconds(end, begin) * LAST_TENTH {
+        let what = format!("expires in {}, at", approximate(left));
+        (codes::CERTIFICATE_EXPIRES_SOON, what, end)
+    } else {
+        return None;
+    };
+    let (date, now) = (rfc3339(date), rfc3339(now));
+    let found = format!("{holder} {what} {date}; the time here is {now}");
+    Some(Problem::new(code, subject, found))
 }
 
 /// The certificates of a bundle; None stands for a broken one.
@@ -99,8 +119,8 @@ pub(super) fn text(certificates: impl IntoIterator<Item = Vec<u8>>) -> String {
 pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
     match X509Certificate::from_der(der) {
         Ok(([], certificate)) => Ok(certificate),
-        Ok((rest, _)) => Err(format!("a certificate with {} bytes behind it", rest.len())),
-        Err(error) => Err(format!("no X.509 certificate ({error})")),
+        Ok((rest, _)) => Err(format!("{} bytes follow its end", rest.len())),
+        Err(error) => Err(format!("not an X.509 certificate ({error})")),
     }
 }
 

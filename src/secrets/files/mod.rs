@@ -21,11 +21,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::name::Name;
-use super::trust::{BundleError, MeshBundle};
+use super::trust::MeshBundle;
 use super::{Roots, Secret};
 use crate::clock::Clock;
 use crate::metrics::Registry;
-use source::{FileError, Source};
+use crate::problem::{Problem, codes};
+use source::Source;
 pub use subscription::{SecretState, Subscription};
 use table::{Entry, Table};
 use watcher::Watcher;
@@ -99,8 +100,9 @@ pub fn new(
 fn exists(state: &SecretState) -> bool {
     match state {
         SecretState::Unsigned | SecretState::Reading => false,
-        SecretState::Unusable(error) => {
-            !matches!(**error, FileError::Unreadable { .. }) && !error.is_absence()
+        SecretState::Unusable(problem) => {
+            let absent = [codes::SECRET_FILE_MISSING, codes::SECRET_FILE_UNREADABLE];
+            !absent.contains(&problem.code)
         }
         SecretState::Available(_) => true,
     }
@@ -108,7 +110,7 @@ fn exists(state: &SecretState) -> bool {
 
 impl WorkloadFiles {
     /// What the files hold now: the certificate with its key, and the roots. Blocks.
-    pub fn read(&self) -> [Result<Secret, FileError>; 2] {
+    pub fn read(&self) -> [Result<Secret, Problem>; 2] {
         let read = |source: Source| source.read().map(|(secret, ..)| secret);
         self.sources().map(read)
     }
@@ -148,7 +150,7 @@ impl Files {
 
     /// Replaces the mesh's trust bundle, PEM; an empty one is none. It joins `ROOTCA`, no other name.
     /// Returns whether it differs.
-    pub fn set_mesh_bundle(&self, bundle: &str) -> Result<bool, BundleError> {
+    pub fn set_mesh_bundle(&self, bundle: &str) -> Result<bool, Problem> {
         let is_new = self.mesh.replace(bundle)?;
         if is_new {
             self.table.changes.send_replace(());

@@ -11,9 +11,10 @@ use std::sync::Arc;
 use zeroize::Zeroizing;
 
 use crate::pem;
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 use crate::secrets::certificate::{Certificate, Roots, Secret};
-use crate::secrets::x509::{self, TextError};
+use crate::secrets::x509;
 
 /// The largest file read, many times the bundle of an operating system.
 const MAX_FILE: u64 = 4 << 20;
@@ -25,30 +26,19 @@ pub enum Source {
     Roots(PathBuf),
 }
 
-/// Why the files of a secret cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum FileError {
-    #[error("cannot read {path}: {source}", path = .path.display())]
-    Unreadable { path: PathBuf, source: io::Error },
-    #[error("{path} {source}", path = .path.display())]
-    Unusable { path: PathBuf, source: TextError },
-    #[error("{most} secrets are read from files already")]
-    TooMany { most: usize },
-}
-
 /// A secret, how many certificates are left out of roots, and what is not PEM.
 pub(super) type Content = (Secret, usize, Option<&'static str>);
 
 impl Source {
     /// Reads and checks the secret. Blocks.
-    pub(super) fn read(&self) -> Result<Content, FileError> {
+    pub(super) fn read(&self) -> Result<Content, Problem> {
         match self {
             Self::Pair { chain, key } => pair(chain, key),
             Self::Roots(path) => {
                 let file = read(path)?;
                 let (roots, broken) = Roots::from_file(&file);
-                let missing = TextError::NoCertificate { bytes: file.len() };
-                let roots = roots.ok_or_else(|| unusable(path, missing))?;
+                let missing = || unusable(path, file.len(), x509::no_certificate(&file));
+                let roots = roots.ok_or_else(missing)?;
                 Ok((Secret::Roots(roots), broken, pem::left_over(&file)))
             }
         }
@@ -75,38 +65,31 @@ impl fmt::Display for Source {
     }
 }
 
-impl FileError {
-    /// Whether there is no file, or nothing in it.
-    pub fn is_absence(&self) -> bool {
-        match self {
-            Self::Unreadable { source, .. } => source.kind() == io::ErrorKind::NotFound,
-            Self::Unusable { source, .. } => matches!(
-                source,
-                TextError::NoCertificate { bytes: 0 } | TextError::NoKey { bytes: 0 }
-            ),
-            Self::TooMany { .. } => false,
-        }
-    }
-}
-
-fn pair(chain_path: &Path, key_path: &Path) -> Result<Content, FileError> {
+fn pair(chain_path: &Path, key_path: &Path) -> Result<Content, Problem> {
     let (chain, key) = (read(chain_path)?, read(key_path)?);
-    let left_over = pem::left_over(&chain).or_else(|| pem::left_over(&key));
-    let leaf = x509::leaf(&chain).map_err(|error| unusable(chain_path, error))?;
+    let (left_over, bytes) = (pem::left_over(&chain), key.len());
+    let left_over = left_over.or_else(|| pem::left_over(&key));
+    let leaf = x509::leaf(&chain).map_err(|found| unusable(chain_path, chain.len(), found))?;
     let certificate = Certificate::new(chain, leaf, key);
-    let certificate = certificate.map_err(|error| unusable(key_path, error))?;
+    let certificate = certificate.map_err(|found| unusable(key_path, bytes, found))?;
     Ok((Secret::Certificate(Arc::new(certificate)), 0, left_over))
 }
 
-fn unusable(path: &Path, source: TextError) -> FileError {
-    let path = path.to_owned();
-    FileError::Unusable { path, source }
+fn unusable(path: &Path, bytes: usize, found: String) -> Problem {
+    let code = match bytes {
+        0 => codes::SECRET_FILE_MISSING,
+        _ => codes::SECRET_FILE_UNUSABLE,
+    };
+    Problem::new(code, path.display().to_string(), found)
 }
 
 /// The whole of a regular file. A pipe or device neither blocks nor fills memory.
-fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, FileError> {
-    regular_file::read(path, MAX_FILE).map_err(|source| FileError::Unreadable {
-        path: path.to_owned(),
-        source,
+fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, Problem> {
+    regular_file::read(path, MAX_FILE).map_err(|error| {
+        let code = match error.kind() {
+            io::ErrorKind::NotFound => codes::SECRET_FILE_MISSING,
+            _ => codes::SECRET_FILE_UNREADABLE,
+        };
+        Problem::new(code, path.display().to_string(), error.to_string())
     })
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::Files;
-use super::source::FileError;
 use super::table::Entry;
+use crate::problem::Problem;
 use crate::secrets::name::Name;
-use crate::secrets::{Problem, Secret, Secrets};
+use crate::secrets::{Failure, Secret, Secrets};
 
 /// Whether a secret can be had now.
 #[derive(Clone, Debug)]
@@ -19,7 +19,7 @@ pub enum SecretState {
     /// Its files are about to be read.
     Reading,
     /// Its files were never good so far.
-    Unusable(Arc<FileError>),
+    Unusable(Arc<Problem>),
     Available(Secret),
 }
 
@@ -73,8 +73,8 @@ impl Subscription {
     }
 
     /// Why the authority's latest answer brought no certificate.
-    pub fn problem(&self) -> Option<Problem> {
-        self.authority.as_ref()?.latest().problem
+    pub fn failure(&self) -> Option<Failure> {
+        self.authority.as_ref()?.latest().failure
     }
 
     /// Returns when a secret may have changed since the last return, be it one of the names or not.

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
-use super::source::{FileError, Source};
+use super::source::Source;
+use crate::problem::{Problem, codes};
 use crate::secrets::SecretState;
 
 /// More than the largest gateway has.
@@ -46,14 +47,18 @@ pub(super) struct Entry {
 pub(super) struct Content {
     pub(super) state: SecretState,
     /// What was last logged about files that cannot be used.
-    pub(super) problem: Option<String>,
+    pub(super) problem: Option<Problem>,
 }
 
 impl Table {
     pub(super) fn state(&self, source: &Source) -> SecretState {
         match self.inner.lock().entries.get(source) {
             Some(entry) => entry.content.lock().state.clone(),
-            None => SecretState::Unusable(Arc::new(FileError::TooMany { most: MAX_SOURCES })),
+            None => {
+                let found = format!("{MAX_SOURCES} secrets are read from files already");
+                let code = codes::SECRET_FILES_TOO_MANY;
+                SecretState::Unusable(Arc::new(Problem::new(code, source.to_string(), found)))
+            }
         }
     }
 

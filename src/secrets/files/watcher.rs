@@ -6,7 +6,6 @@
 //! be watched are read every few seconds. Files are read on threads, so that a file system that hangs
 //! holds up its own files only.
 
-use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,11 +15,12 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
-use super::source::{Content, FileError, Source};
+use super::source::{Content, Source};
 use super::table::{Entry, Table};
-use crate::clock::{Clock, after, rfc3339};
+use crate::clock::{Clock, after};
 use crate::file_watch::{Changed, FileWatch};
 use crate::metrics::{Counter, Registry};
+use crate::problem::{Problem, codes};
 use crate::secrets::{Secret, SecretState};
 
 /// How often files are read whatever inotify reports.
@@ -133,12 +133,10 @@ impl Watcher {
         affected.for_each(|entry| entry.changed.notify_one());
     }
 
-    fn report_unwatched(&self, what: impl Display, error: &io::Error) {
+    fn report_unwatched(&self, what: impl Into<String>, error: &io::Error) {
         self.watcher_failures.inc();
-        tracing::error!(
-            target: "cache",
-            "certificate watch error: {error}; {what}: read every {POLL_UNWATCHED:?} instead"
-        );
+        let problem = Problem::new(codes::SECRET_FILES_NOT_WATCHED, what, error.to_string());
+        tracing::error!(target: "cache", "certificate watch error: {problem}");
     }
 
     /// Runs a task for each source.
@@ -210,7 +208,7 @@ impl Watcher {
         match watched {
             Some(Ok(())) => true,
             Some(Err(error)) if were_watched => {
-                self.report_unwatched(source, &error);
+                self.report_unwatched(source.to_string(), &error);
                 false
             }
             Some(Err(_)) | None => false,
@@ -219,7 +217,7 @@ impl Watcher {
 
     /// Publishes what was read, if it differs, or that files cannot be used, unless they could be before.
     /// A failure is logged and counted once, and again when it is another one.
-    fn publish(&self, entry: &Entry, read: Result<Content, FileError>) {
+    fn publish(&self, entry: &Entry, read: Result<Content, Problem>) {
         let (source, mut content) = (&entry.source, entry.content.lock());
         let is_available = matches!(content.state, SecretState::Available(_));
         match read {
@@ -229,14 +227,11 @@ impl Watcher {
                     return;
                 }
                 tracing::info!(target: "cache", resource = %source, "read certificate from file");
+                let subject = source.to_string();
                 if let Secret::Certificate(certificate) = &secret
-                    && certificate.not_after() <= self.clock.now()
+                    && let Some(problem) = certificate.validity_problem(&subject, self.clock.now())
                 {
-                    tracing::warn!(
-                        target: "cache",
-                        "the certificate of {source} expired at {}; it is served as it is",
-                        rfc3339(certificate.not_after())
-                    );
+                    tracing::warn!(target: "cache", "{problem}");
                 }
                 if broken > 0 {
                     tracing::error!(
@@ -245,30 +240,30 @@ impl Watcher {
                     );
                 }
                 if let Some(left_over) = left_over {
-                    tracing::warn!(target: "cache", "{source} holds {left_over}; it is ignored");
+                    let problem = Problem::new(codes::CERTIFICATES_LEFT_OUT, subject, left_over);
+                    tracing::warn!(target: "cache", "{problem}");
                 }
                 content.state = SecretState::Available(secret);
             }
-            Err(error) => {
-                let text = error.to_string();
+            Err(mut problem) => {
                 // A file that need not exist is no failure until it has existed.
-                let is_failure = is_available || !entry.is_optional || !error.is_absence();
-                if is_failure && content.problem.as_ref() != Some(&text) {
-                    let next = match is_available {
-                        true => "what was read before stays in use",
-                        false => "requests for it wait until the files are good",
-                    };
+                let is_absent = problem.code == codes::SECRET_FILE_MISSING;
+                let is_failure = is_available || !entry.is_optional || !is_absent;
+                if is_available {
+                    problem = problem.consequence("the secret that was read before stays in use");
+                }
+                if is_failure && content.problem.as_ref() != Some(&problem) {
                     self.secret_failures.inc();
                     tracing::error!(
                         target: "cache",
-                        "resource:{source} failed to generate secret for proxy from file: {text}; {next}"
+                        "resource:{source} failed to generate secret for proxy from file: {problem}"
                     );
-                    content.problem = Some(text);
+                    content.problem = Some(problem.clone());
                 }
                 if is_available {
                     return;
                 }
-                content.state = SecretState::Unusable(Arc::new(error));
+                content.state = SecretState::Unusable(Arc::new(problem));
             }
         }
         drop(content);

@@ -19,7 +19,9 @@ use super::name::Name;
 use super::{Roots, Secret, Secrets, Subscription};
 use crate::backoff::Backoff;
 use crate::directory::Directory;
+use crate::duration::approximate;
 use crate::permission::explained;
+use crate::problem::{Problem, codes};
 
 /// The files, in the order in which they are written.
 pub const NAMES: [&str; 3] = ["key.pem", "cert-chain.pem", "root-cert.pem"];
@@ -58,17 +60,22 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
             continue;
         };
         let wait = retry.next_wait().max(Duration::from_millis(100));
-        let error = explained(&config.directory, error);
+        let (problem, next) = (problem(&config, error), approximate(wait.as_secs_f64()));
         tracing::error!(
             target: "cache",
-            "error when output the resource: {}: {error}; next attempt in {wait:?}",
-            config.directory.display()
+            "error when output the resource: {problem}; next attempt in {next}"
         );
         tokio::select! {
             () = secrets.changed() => {}
             () = tokio::time::sleep(wait) => {}
         }
     }
+}
+
+fn problem(config: &Config, error: io::Error) -> Problem {
+    let found = explained(&config.directory, error).to_string();
+    let subject = format!("OUTPUT_CERTS={}", config.directory.display());
+    Problem::new(codes::OUTPUT_CERTS_UNWRITABLE, subject, found)
 }
 
 /// Writes `contents`, in the order of [`NAMES`].

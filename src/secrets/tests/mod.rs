@@ -5,9 +5,10 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tonic::Code;
 
-use super::certificate::{Certificate, CertificateError, Workload};
+use super::certificate::{Certificate, Workload};
 use super::fake_authority::{Answer, FakeAuthority, clock, config};
 use super::*;
+use crate::problem::codes;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -114,12 +115,12 @@ async fn keeps_the_last_good_certificate_while_the_authority_is_down() {
     fixture.authority.set(Answer::Fails(Code::Unavailable));
     tokio::time::sleep(24 * HOUR - Duration::from_secs(10)).await;
     assert!(fixture.is_serving(&first));
-    assert!(fixture.secrets.latest().problem.is_some());
+    assert!(fixture.secrets.latest().failure.is_some());
     fixture.authority.set(Answer::Signed);
     let before = Instant::now();
     fixture.renewed(&first).await;
     assert!(before.elapsed() < Duration::from_secs(10));
-    assert!(fixture.secrets.latest().problem.is_none());
+    assert!(fixture.secrets.latest().failure.is_none());
 }
 
 #[tokio::test(start_paused = true)]
@@ -130,7 +131,7 @@ async fn withdraws_a_certificate_when_it_expires_and_finds_the_authority_again()
         fixture.authority.set(answer);
         let state = fixture.state_after(|state| state.workload.is_none()).await;
         assert!(fixture.clock.now() >= first.certificate.not_after());
-        assert!(state.problem.is_some_and(|problem| problem.failures > 100));
+        assert!(state.failure.is_some_and(|problem| problem.failures > 100));
         assert!(state.roots.is_some());
         fixture.authority.set(Answer::Signed);
         let before = Instant::now();
@@ -194,9 +195,13 @@ async fn a_ratio_of_one_renews_every_few_seconds_and_not_without_pause() {
 #[tokio::test(start_paused = true)]
 async fn never_asks_twice_at_a_time_and_gives_up_on_silence() {
     let mut fixture = start(config(), Answer::Waits);
-    let state = fixture.state_after(|state| state.problem.is_some()).await;
-    let error = state.problem.expect("is there").error;
-    assert!(matches!(*error, IssueError::Silent), "{error}");
+    let state = fixture.state_after(|state| state.failure.is_some()).await;
+    let problem = state.failure.expect("is there").problem;
+    assert_eq!(problem.code, codes::CERTIFICATE_REQUEST_FAILED);
+    assert!(
+        problem.found.contains("no answer within 2 min"),
+        "{problem}"
+    );
     assert_eq!(fixture.authority.requests(), 1);
     fixture.authority.set(Answer::Signed);
     fixture.first().await;
@@ -224,23 +229,34 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
 
 #[tokio::test(start_paused = true)]
 async fn refusals_name_what_was_found() {
-    for (answer, expected) in [
-        (Answer::Empty, "found 0 elements"),
-        (Answer::LeafOnly, "found 1 elements"),
+    const UNUSABLE: &crate::problem::Code = codes::CERTIFICATE_ANSWER_UNUSABLE;
+    for (answer, code, expected) in [
+        (Answer::Empty, UNUSABLE, "found 0 elements"),
+        (Answer::LeafOnly, UNUSABLE, "found 1 elements"),
         (
             Answer::GarbageLeaf,
-            "element 0 of the chain is \"no certificate\" (14 bytes), expected certificates in PEM",
+            UNUSABLE,
+            "element 0 of the chain: no certificate in 14 bytes, expected PEM",
         ),
-        (Answer::GarbageRoots, "element 1 of the chain"),
-        (Answer::ForeignKey, "a public key that is not ours"),
-        (Answer::Expired, "the leaf expired at 2026-02-02T"),
+        (Answer::GarbageRoots, UNUSABLE, "element 1 of the chain"),
+        (
+            Answer::ForeignKey,
+            UNUSABLE,
+            "does not belong to the certificate",
+        ),
+        (
+            Answer::Expired,
+            codes::CLOCKS_DIFFER,
+            "already expired (valid until 2026-02-02T",
+        ),
     ] {
         let mut fixture = start(config(), Answer::Signed);
         fixture.first().await;
         fixture.authority.set(answer);
-        let state = fixture.state_after(|state| state.problem.is_some()).await;
-        let message = state.problem.expect("is there").cause();
-        assert!(message.contains(expected), "{message}");
+        let state = fixture.state_after(|state| state.failure.is_some()).await;
+        let problem = state.failure.expect("is there").problem;
+        assert_eq!(problem.code, code, "{problem}");
+        assert!(problem.found.contains(expected), "{problem}");
     }
 }
 
@@ -255,12 +271,22 @@ async fn a_foreign_identity_and_a_clock_that_differs_are_odd_and_not_refused() {
     let behind = clock.now() - HOUR;
     let workload = Workload::new(&answer, request.key_pem).expect("is accepted");
     let certificate: &Certificate = &workload.certificate;
-    assert!(certificate.unusual_fields(&ours, clock.now()).is_empty());
-    assert_eq!(certificate.unusual_fields(&ours, behind).len(), 1);
     let ahead = clock.now() + HOUR;
-    assert_eq!(certificate.unusual_fields(&ours, ahead).len(), 1);
     let other = SpiffeId::new("cluster.local", "shop", "till");
-    assert_eq!(certificate.unusual_fields(&other, clock.now()).len(), 1);
+    for (identity, now, code) in [
+        (&ours, clock.now(), None),
+        (&ours, behind, Some(codes::CLOCKS_DIFFER)),
+        (&ours, ahead, Some(codes::CLOCKS_DIFFER)),
+        (
+            &other,
+            clock.now(),
+            Some(codes::CERTIFICATE_FOR_OTHER_IDENTITY),
+        ),
+    ] {
+        let problems = certificate.problems(identity, now).into_iter();
+        let found = Vec::from_iter(problems.map(|problem| problem.code));
+        assert_eq!(found, Vec::from_iter(code));
+    }
 }
 
 #[tokio::test]
@@ -320,10 +346,8 @@ async fn every_type_of_key_is_recognised_in_its_certificate() {
         Workload::new(&answer, request.key_pem).expect("matches its key");
         let other = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
             .expect("generates");
-        assert!(matches!(
-            Workload::new(&answer, other.key_pem),
-            Err(CertificateError::ForeignKey)
-        ));
+        let problem = Workload::new(&answer, other.key_pem).expect_err("is another key");
+        assert_eq!(problem.code, codes::CERTIFICATE_ANSWER_UNUSABLE);
     }
 }
 
@@ -343,7 +367,7 @@ impl Fixture {
 async fn certificate_requests_their_failures_and_retries_are_counted() {
     let mut fixture = start(config(), Answer::Fails(Code::Unavailable));
     fixture.assert_page(&[], &["num_", "cert_"]);
-    let failed = |state: &State| state.problem.as_ref().is_some_and(|p| p.failures == 2);
+    let failed = |state: &State| state.failure.as_ref().is_some_and(|p| p.failures == 2);
     fixture.state_after(failed).await;
     fixture.assert_page(
         &[
@@ -407,7 +431,7 @@ async fn the_snapshot_has_what_is_served_and_the_latest_problem_and_no_key() {
     assert!(empty.secrets.iter().all(|secret| !secret.served));
     fixture.first().await;
     fixture.authority.set(Answer::Fails(Code::PermissionDenied));
-    fixture.state_after(|state| state.problem.is_some()).await;
+    fixture.state_after(|state| state.failure.is_some()).await;
     let snapshot = fixture.secrets.snapshot();
     let [leaf, roots] = &snapshot.secrets[..] else {
         panic!("two secrets")
@@ -422,8 +446,12 @@ async fn the_snapshot_has_what_is_served_and_the_latest_problem_and_no_key() {
     assert_eq!(leaf.next_renewal.as_deref(), Some("2026-02-02T14:40:00Z"));
     assert_eq!(certificate.remaining_seconds.round(), 12.0 * 3600.0);
     assert_eq!(roots.certificates.len(), 1);
-    let problem = snapshot.problem.as_ref().expect("is reported");
-    assert!(problem.error.contains("told to fail"), "{problem:?}");
-    let json = serde_json::to_string(&snapshot).expect("is JSON");
-    assert!(!json.contains("PRIVATE KEY"), "{json}");
+    let json = serde_json::to_value(&snapshot).expect("is JSON");
+    let problem = &json["problem"];
+    let error = problem["error"].as_str().expect("is text");
+    assert!(error.contains("told to fail"), "{problem}");
+    assert_eq!(problem["code"], "ISTIOD_ERROR");
+    assert_eq!(problem["failures"], 1);
+    assert!(problem["next_attempt"].is_string());
+    assert!(!json.to_string().contains("PRIVATE KEY"), "{json}");
 }

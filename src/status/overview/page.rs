@@ -111,8 +111,8 @@ fn certificate(overview: &Overview) -> Shown {
     let Some(snapshot) = &overview.certificates else {
         return (PLAIN, "served by another process".to_owned(), None);
     };
-    let problem = snapshot.problem.as_ref();
-    let note = problem.map(|problem| format!("no new certificate: {}", problem.error));
+    let failure = snapshot.problem.as_ref();
+    let note = failure.map(|failure| format!("no new certificate: {}", failure.problem));
     let leaf = snapshot
         .secrets
         .first()

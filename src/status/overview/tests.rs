@@ -10,7 +10,8 @@ use crate::envoy::handle::State;
 use crate::envoy::shutdown::{Plan, Shutdown, Step};
 use crate::istiod::status::{Connected, Failure, Tls};
 use crate::logging::Entry;
-use crate::secrets::observe::{Certificate, Problem, Secret};
+use crate::problem::{Problem, codes};
+use crate::secrets::observe::{Certificate, Secret};
 use crate::xds::observe::{
     AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Source, StreamSnapshot, TypeSnapshot,
 };
@@ -116,11 +117,7 @@ fn hostile_overview() -> Overview {
     overview.istiod.token_expires = Some(hostile());
     overview.istiod.last_error = Some(Failure {
         at: hostile(),
-        problem: crate::problem::Problem::new(
-            crate::problem::codes::ISTIOD_ERROR,
-            hostile(),
-            hostile(),
-        ),
+        problem: Problem::new(codes::ISTIOD_ERROR, hostile(), hostile()),
     });
     overview.certificates = Some(Certificates {
         secrets: vec![Secret {
@@ -130,10 +127,11 @@ fn hostile_overview() -> Overview {
             next_renewal: Some(hostile()),
             certificates: vec![certificate(-90.0)],
         }],
-        problem: Some(Problem {
-            error: hostile(),
+        problem: Some(crate::secrets::Failure {
+            problem: Problem::new(codes::CERTIFICATE_REQUEST_FAILED, hostile(), hostile()),
             failures: 1,
-            next_attempt: hostile(),
+            since: SystemTime::UNIX_EPOCH,
+            next_attempt: SystemTime::UNIX_EPOCH,
         }),
     });
     overview.discovery.last_end = Some(EndSnapshot {

@@ -19,7 +19,7 @@ use crate::envoy::handle::{Envoy, Report, State};
 use crate::envoy::inspect;
 use crate::lifecycle::Urgency;
 use crate::metrics::Gauge;
-use crate::problem::codes;
+use crate::problem::{Problem, codes};
 use bootstrap_file::BootstrapFile;
 
 /// Pauses between two checks of an Envoy that starts: in the first [`START`], and later.
@@ -116,8 +116,9 @@ impl Readiness {
             self.envoy_is_ready(envoy).await?;
         }
         self.not_terminating()?;
-        if let Some(refusal) = self.sources.refusals.lock().values().next() {
-            return Err(refusal.clone());
+        let is_missing = |refused: &&Problem| refused.code == codes::SECRET_REFUSED;
+        if let Some(refusal) = self.sources.refusals.lock().values().find(is_missing) {
+            return Err(refusal.to_string());
         }
         if let Some(file) = &self.grpc {
             file.check()?;

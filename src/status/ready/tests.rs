@@ -190,10 +190,20 @@ async fn a_stopping_agent_is_not_ready() {
 #[tokio::test]
 async fn a_pod_without_a_secret_that_envoy_has_refused_is_not_ready_until_it_has_one() {
     let pod = Pod::new().await;
-    let reason = "Envoy refuses default: no".to_owned();
-    pod.refusals.lock().insert(7, reason.clone());
-    assert_eq!(pod.missing().await, reason);
-    pod.refusals.lock().clear();
+    let problem = Problem::new(
+        codes::SECRET_REFUSED,
+        "secret default",
+        "Envoy refuses it: no",
+    );
+    pod.refusals.lock().insert(7, problem.clone());
+    let kept = Problem::new(
+        codes::SECRET_UPDATE_REFUSED,
+        "secret ROOTCA",
+        "Envoy refuses it",
+    );
+    pod.refusals.lock().insert(3, kept.clone());
+    assert_eq!(pod.missing().await, problem.to_string());
+    pod.refusals.lock().remove(&7);
     assert_eq!(pod.ready.check().await, Ok(()));
 }
 

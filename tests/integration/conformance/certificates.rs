@@ -35,21 +35,21 @@ async fn unusable_answers_are_logged_and_never_served() {
     let cases = [
         (
             vec![foreign_leaf(), root.clone()],
-            "the leaf holds a public key that is not ours",
+            "the private key does not belong to the certificate",
         ),
         (vec![], "invalid empty CertChain"),
         (vec![foreign_leaf()], "invalid empty CertChain"),
         (
             vec!["no PEM".to_owned(), root.clone()],
-            "element 0 of the chain is \"no PEM\" (6 bytes)",
+            "element 0 of the chain: no certificate in 6 bytes, expected PEM",
         ),
         (
             vec![garbage.to_owned(), root],
-            "element 0 of the chain is no X.509 certificate",
+            "element 0 of the chain: certificate 1 is broken: not an X.509 certificate",
         ),
         (
             vec![foreign_leaf(), "no root".to_owned()],
-            "element 1 of the chain is \"no root\"",
+            "element 1 of the chain: no certificate in 7 bytes, expected PEM",
         ),
     ];
     istiod.answer_certificates_with(Some(cases[0].0.clone()));
@@ -84,7 +84,7 @@ async fn an_expired_leaf_is_served_with_a_warning_while_there_is_no_other() {
     let mut leaf = ask_for_secrets(&place, &["default"]).await;
     assert_eq!(only_secret(&mut leaf).await.name, "default");
     agent
-        .logs("resource:default is used although it is valid until 20")
+        .logs("new certificate: already expired (valid until 20")
         .await;
 }
 

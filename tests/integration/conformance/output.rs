@@ -80,7 +80,9 @@ async fn nothing_is_written_where_secrets_are_read() {
         place.write(&format!("etc/certs/{name}"), istiod.root_pem());
     }
     let agent = place.start().await;
-    agent.logs("nothing is written to etc/certs").await;
+    agent
+        .logs("OUTPUT_CERTS: secrets are read from etc/certs")
+        .await;
     for name in NAMES {
         let found = std::fs::read_to_string(place.path("etc/certs").join(name)).unwrap();
         assert_eq!(found, istiod.root_pem(), "{name}");

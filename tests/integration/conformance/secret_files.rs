@@ -129,14 +129,14 @@ async fn text_that_is_no_pem_is_named_in_the_log_without_its_content_and_comment
         served(&place, &[name]).await;
     }
     for expected in [
-        "file-cert:chain.pem~key.pem holds a part of a PEM block, expected whole ones; it is ignored",
-        "file-root:roots.pem holds bytes that are no text, expected PEM and comments; it is ignored",
+        "file-cert:chain.pem~key.pem: a part of a PEM block, expected whole ones; the part is left out",
+        "file-root:roots.pem: bytes that are not text, expected PEM and comments; the part is left out",
     ] {
         agent.logs(expected).await;
     }
     let log = agent.log();
     assert!(!log.contains(secret), "{log}");
-    assert!(!log.contains("good-key.pem holds"), "{log}");
+    assert!(!log.contains("good-key.pem: "), "{log}");
 }
 
 #[tokio::test]
@@ -145,12 +145,12 @@ async fn impossible_configurations_of_files_are_errors() {
     for (variables, expected) in [
         (
             &[("CA_PROVIDER", "GkeWorkloadCertificate")][..],
-            "GKE workload certificate files",
+            "GKE workload certificates: files do not exist",
         ),
         (&[("CA_PROVIDER", "Vault")], "CA_PROVIDER is \"Vault\""),
         (
             &[("FILE_MOUNTED_CERTS", "1"), ("PROV_CERT", "etc")],
-            "mutually exclusive",
+            "nothing, because FILE_MOUNTED_CERTS is set",
         ),
         (
             &[("ISTIO_AGENT_EXTERNAL_SDS", "maybe")],
@@ -287,7 +287,7 @@ async fn beside_an_external_sds_server_a_read_only_root_costs_only_secrets_from_
     let socket = place.sds_socket();
     let testing = async {
         let agent = place.start().await;
-        agent.logs("no secrets from files are served: ").await;
+        agent.logs("[SDS_SOCKET_UNUSABLE]").await;
         let bootstrap = place.path("etc/istio/proxy/envoy-rev.json");
         until("a bootstrap", || bootstrap.exists()).await;
         let bootstrap = std::fs::read_to_string(bootstrap).unwrap();
@@ -305,7 +305,7 @@ async fn an_external_sds_server_that_starts_late_is_waited_for_if_configured() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "wait");
     let agent = place.start().await;
-    agent.logs("no process serves secrets").await;
+    agent.logs("[SDS_SOCKET_ABSENT]").await;
     assert!(!place.sds_socket().exists() && place.path(FILES_SOCKET).exists());
     let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "fail");
     let (_, log) = place.ends().await;

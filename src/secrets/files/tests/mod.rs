@@ -139,13 +139,13 @@ async fn roots(subscription: &mut Subscription, name: &Name) -> Roots {
     }
 }
 
-async fn missing(subscription: &mut Subscription, name: &Name) -> String {
+async fn missing(subscription: &mut Subscription, name: &Name) -> Arc<Problem> {
     match once(subscription, name, |found| {
         matches!(found, SecretState::Unusable(_))
     })
     .await
     {
-        SecretState::Unusable(error) => error.to_string(),
+        SecretState::Unusable(problem) => problem,
         _ => panic!("is missing"),
     }
 }
@@ -159,11 +159,9 @@ async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
     let fixture = empty();
     let name = fixture.cert("cert", "key");
     let mut subscription = fixture.want(&[&name]);
-    assert!(
-        missing(&mut subscription, &name)
-            .await
-            .contains("cannot read")
-    );
+    let problem = missing(&mut subscription, &name).await;
+    assert_eq!(problem.code, codes::SECRET_FILE_MISSING);
+    assert_eq!(problem.subject, fixture.path("cert"));
     let ((first, first_key), (second, second_key)) = (generated(), generated());
     fixture.write("cert", &first);
     fixture.write("key", &first_key);
@@ -331,21 +329,22 @@ async fn odd_files_are_refused_with_a_reason_that_quotes_nothing_of_them() {
     .unwrap();
     for (chain, key, expected) in [
         ("cert", "other-key", "does not belong"),
-        ("cert", "secret", "holds no private key in 7 bytes"),
-        ("cert", "odd-key", "of no kind that can be used"),
-        ("cert", "cert", "holds no private key"),
-        ("key", "key", "holds no certificate"),
-        ("secret", "key", "holds no certificate"),
+        ("cert", "secret", "no private key in 7 bytes"),
+        ("cert", "odd-key", "of a kind that is not supported"),
+        ("cert", "cert", "no private key"),
+        ("key", "key", "no certificate"),
+        ("secret", "key", "no certificate"),
         ("directory", "key", "not a regular file"),
         ("pipe", "key", "not a regular file"),
-        ("cert/none", "key", "cannot read"),
+        ("cert/none", "key", "Not a directory"),
         ("huge", "key", "more than"),
     ] {
         let name = fixture.cert(chain, key);
         let mut subscription = fixture.want(&[&name]);
-        let reason = missing(&mut subscription, &name).await;
-        assert!(reason.contains(expected), "{chain} {key}: {reason}");
-        assert!(!reason.contains("hunter2"), "{reason}");
+        let problem = missing(&mut subscription, &name).await;
+        let found = &problem.found;
+        assert!(found.contains(expected), "{chain} {key}: {found}");
+        assert!(!problem.to_string().contains("hunter2"), "{problem}");
     }
 }
 

@@ -101,8 +101,12 @@ async fn the_files_in_use_are_bounded() {
     greedy.want(many.collect());
     let mut late = Subscription::new(None, &files);
     late.want(BTreeSet::from([Name::SystemRoots]));
-    let reason = missing(&mut late, &Name::SystemRoots).await;
-    assert!(reason.contains("10000 secrets are read"), "{reason}");
+    let problem = missing(&mut late, &Name::SystemRoots).await;
+    assert_eq!(problem.code, codes::SECRET_FILES_TOO_MANY);
+    assert!(
+        problem.found.contains("10000 secrets are read"),
+        "{problem}"
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -394,7 +394,7 @@ async fn a_refusal_by_istiod_is_the_first_error() {
         SetUp::new(
             place,
             (agent, istiod),
-            &["workload certificate", "not this one"],
+            &["certificate request", "not this one"],
         )
     });
     rows.all_name_their_cause().await;
@@ -440,16 +440,13 @@ async fn a_chain_that_peers_refuse_and_a_key_of_another_certificate_are_errors()
     for is_running in [false, true] {
         let says = &[
             "workload certificate",
-            "peers refuse",
+            "peers reject",
             "CN=middle",
             "2001-01-01",
         ];
         let expired = mounted(2001, true, is_running, says);
         rows.add("mounted files with an expired intermediate", expired);
-        let says = &[
-            "etc/certs/cert-chain.pem",
-            "does not belong to the certificate",
-        ];
+        let says = &["etc/certs/key.pem", "does not belong to the certificate"];
         rows.add(
             "a mounted key of another certificate",
             mounted(2999, false, is_running, says),
@@ -461,7 +458,7 @@ async fn a_chain_that_peers_refuse_and_a_key_of_another_certificate_are_errors()
         let place = Place::of(&istiod);
         let agent = place.start().await;
         agent.logs("generated new workload certificate").await;
-        let says = &["workload certificate", "peers refuse", "istiod logs why"];
+        let says = &["workload certificate", "peers reject", "istio-ca-root-cert"];
         SetUp::new(place, (agent, istiod), says)
     });
     rows.all_name_their_cause().await;
