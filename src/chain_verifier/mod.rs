@@ -116,22 +116,27 @@ fn algorithms() -> WebPkiSupportedAlgorithms {
     default_provider().signature_verification_algorithms
 }
 
-fn parse<'a>(der: &'a CertificateDer<'_>) -> Option<X509Certificate<'a>> {
+pub(crate) fn parse<'a>(der: &'a CertificateDer<'_>) -> Option<X509Certificate<'a>> {
     Some(X509Certificate::from_der(der).ok()?.1)
 }
 
 /// Checks that a root has signed the certificate, and may sign any certificate by the rules of Go.
 fn has_signed(root: &X509Certificate<'_>, certificate: &X509Certificate<'_>) -> bool {
-    let key = SubjectPublicKeyInfoDer::from(root.public_key().raw);
     let (message, signature) = (&certificate.tbs_certificate, &certificate.signature_value);
     root.subject() == certificate.issuer()
         && (root.is_ca() || root.version() == X509Version::V1)
         && (root.key_usage()).is_ok_and(|it| it.is_none_or(|it| it.value.key_cert_sign()))
         && matches!(root.get_extension_unique(&NAME_CONSTRAINTS), Ok(None))
-        && RawPublicKeyEntity::try_from(&key).is_ok_and(|key| {
-            let verify = |it| key.verify_signature(it, message.as_ref(), &signature.data);
-            algorithms().all.iter().any(|it| verify(*it).is_ok())
-        })
+        && verifies(root, message.as_ref(), &signature.data)
+}
+
+/// Verifies a signature with the key of a certificate.
+pub(crate) fn verifies(signer: &X509Certificate<'_>, message: &[u8], signature: &[u8]) -> bool {
+    let key = SubjectPublicKeyInfoDer::from(signer.public_key().raw);
+    RawPublicKeyEntity::try_from(&key).is_ok_and(|key| {
+        let verify = |it| key.verify_signature(it, message, signature);
+        algorithms().all.iter().any(|it| verify(*it).is_ok())
+    })
 }
 
 fn restricts_uris(issuer: &X509Certificate<'_>) -> bool {

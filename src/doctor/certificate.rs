@@ -2,17 +2,21 @@
 
 use std::time::SystemTime;
 
+use bytes::Bytes;
+use rustix::fs::{Access, access};
+
 use super::certificates::{Facts, ROOTS, chain, latest};
 use super::report::{Check, Level};
 use super::{Running, Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
 use crate::problem::{Problem, codes};
+use crate::sds::revocation_problem;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
-use crate::secrets::{Secret, SecretState, Secrets, Subscription, WORKLOAD};
+use crate::secrets::{Secret, SecretState, Secrets, Subscription, WORKLOAD, output};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let running = subject.running;
+    let (config, running) = (subject.config, subject.running);
     let served = running.map(|running| Subscription::new(running.secrets.clone(), &running.files));
     let authority = running.and_then(|running| running.secrets.as_ref());
     let (own, mut checks) = own(subject, served.as_ref()).await;
@@ -22,11 +26,12 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         Some(Secret::Roots(roots)) => Some(roots.pem().clone()),
         _ => None,
     };
+    let mut pem = Bytes::new();
     if let Some(Secret::Certificate(certificate)) = &certificate {
-        let pem = certificate.chain_pem();
+        pem = certificate.chain_pem().clone();
         let odd = authority.and_then(|_| certificate.clock_problem(now));
         let odd = odd.map(|problem| Check::problem(Level::Error, &problem));
-        checks.push(odd.unwrap_or_else(|| chain(WORKLOAD, pem, roots.as_deref(), now)));
+        checks.push(odd.unwrap_or_else(|| chain(WORKLOAD, &pem, roots.as_deref(), now)));
     }
     match authority {
         Some(authority) => checks.push(signed(authority, certificate.is_some())),
@@ -47,6 +52,20 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         let mut check = latest.life(ROOTS, now);
         check.found = format!("{} in use; {}", roots.len(), check.found);
         checks.push(check);
+    }
+    if running.is_none_or(|running| running.serves_secrets) {
+        let crl = config.secret_sources.options.crl.clone();
+        let output = config.secrets.output.clone();
+        let files = move || {
+            let denied = |it: output::Config| {
+                let error = access(&it.directory, Access::WRITE_OK).err()?;
+                Some(output::problem(&it, error.into()))
+            };
+            let lists = crl.and_then(|path| revocation_problem(&path, &pem));
+            [lists, output.and_then(denied)]
+        };
+        let problems = run_blocking(files).await.into_iter().flatten().flatten();
+        checks.extend(problems.map(|problem| by_code(&problem)));
     }
     if let Some(running) = running {
         checks.extend(running.refusals.lock().values().map(by_code));

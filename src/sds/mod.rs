@@ -36,13 +36,13 @@ use crate::secrets::files::Files;
 use crate::unix_socket::Listener;
 use metrics::Metrics;
 pub use resource::SecretOptions;
+pub(crate) use resource::revocation_problem;
 use stream::Stream;
 
 /// The largest request taken. Envoy's have a few hundred bytes.
 const MAX_REQUEST: usize = 4 * 1024 * 1024;
 
-/// The secrets that Envoy has refused without having another version of them, by the number of the
-/// stream.
+/// The secrets of which Envoy has refused the last version, by the number of the stream.
 pub type Refusals = Arc<Mutex<BTreeMap<u64, Problem>>>;
 
 /// What is served.

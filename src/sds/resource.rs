@@ -8,13 +8,15 @@ use envoy_types::pb::envoy::config::core::v3::{DataSource, data_source::Specifie
 use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3 as tls;
 use envoy_types::pb::google::protobuf::Any;
 use prost::Message;
-use rustls::pki_types::CertificateRevocationListDer;
+use rustls::pki_types::CertificateRevocationListDer as CrlDer;
 use tls::{CertificateValidationContext, TlsCertificate, secret};
-use x509_parser::prelude::{CertificateRevocationList, FromDer};
+use x509_parser::prelude::{ASN1Time, CertificateRevocationList as Crl, FromDer, X509Name};
 
 use super::key_provider::KeyProvider;
+use crate::chain_verifier::{parse, verifies};
+use crate::clock::rfc3339;
 use crate::pem;
-use crate::problem::{Code, codes};
+use crate::problem::{Problem, codes};
 use crate::regular_file;
 use crate::secrets::Secret;
 use crate::secrets::name::Name;
@@ -42,33 +44,62 @@ pub(super) struct Resource<'a> {
     pub(super) crl: Option<DataSource>,
 }
 
-/// A CRL, and the problem of a file without one.
-pub(super) type Crl = (Option<DataSource>, Option<&'static Code>);
-
 /// Reads a CRL file. Envoy reads PEM in it itself, and is given PEM where it cannot read the file.
-pub(super) async fn read_crl(path: &Path) -> Crl {
+pub(super) async fn read_crl(path: &Path) -> Option<DataSource> {
     let file = DataSource {
         specifier: Some(Specifier::Filename(path.to_string_lossy().into())),
         ..Default::default()
     };
-    let (list, code) = match regular_file::read_blocking(path.to_owned(), MAX_PEM).await {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return (None, None),
-        Ok(content) if matches!(content.trim_ascii(), b"" | b"null") => {
-            return (None, Some(codes::REVOCATION_LIST_EMPTY));
+    let read = regular_file::read_blocking(path.to_owned(), MAX_PEM).await;
+    Some(match read {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+        Ok(content) if matches!(content.trim_ascii(), b"" | b"null") => return None,
+        Ok(der) if matches!(Crl::from_der(&der), Ok(([], _))) => {
+            inline(pem::encode("X509 CRL", &der).as_bytes())
         }
-        Ok(der) if matches!(CertificateRevocationList::from_der(&der), Ok(([], _))) => {
-            (inline(pem::encode("X509 CRL", &der).as_bytes()), None)
+        Ok(pem) if pem::plain_blocks(&pem).is_none() && pem::first::<CrlDer>(&pem).is_ok() => {
+            inline(&pem::readable::<CrlDer>(pem))
         }
-        Ok(pem) if pem::first::<CertificateRevocationListDer>(&pem).is_err() => {
-            (file, Some(codes::REVOCATION_LIST_UNUSABLE))
-        }
-        Ok(pem) if pem::plain_blocks(&pem).is_none() => {
-            let lists = pem::readable::<CertificateRevocationListDer>(pem);
-            (inline(&lists), None)
-        }
-        _ => (file, None),
+        _ => file,
+    })
+}
+
+/// The problem of a CRL file for Envoy, which needs a valid list of every issuer in a peer's chain. Peers have
+/// the issuers of the workload's own chain. Blocks.
+pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
+    let file = regular_file::read(path, MAX_PEM).ok()?;
+    let ders = match Crl::from_der(&file) {
+        Ok(([], _)) => vec![CrlDer::from(&**file)],
+        _ => pem::items(&file).flatten().collect(),
     };
-    (Some(list), code)
+    let chain = Vec::from_iter(pem::items(chain).flatten());
+    let lists = Vec::from_iter(ders.iter().flat_map(|der| Crl::from_der(der)));
+    let links = Vec::from_iter(chain.iter().filter_map(parse));
+    let now = ASN1Time::now();
+    let is_valid = |list: &Crl<'_>, issuer: &X509Name<'_>| {
+        let (text, signature) = (list.tbs_cert_list.as_ref(), &list.signature_value.data);
+        let mut signers = links.iter().filter(|it| it.subject() == issuer).peekable();
+        list.issuer() == issuer
+            && (list.last_update() <= now && list.next_update().is_none_or(|end| end >= now))
+            // The chain may lack its root.
+            && (signers.peek().is_none() || signers.any(|it| verifies(it, text, signature)))
+    };
+    let mut issuers = links.iter().map(|link| link.issuer());
+    let missing = issuers.find(|issuer| !lists.iter().any(|(_, list)| is_valid(list, issuer)));
+    let mut found = match missing {
+        Some(issuer) => format!("no valid list of {issuer}"),
+        None if lists.is_empty() => "no list".to_owned(),
+        None => return None,
+    };
+    for (_, list) in &lists {
+        let end = list.next_update().unwrap_or(now).to_datetime().into();
+        found += &format!("; found one of {} until {}", list.issuer(), rfc3339(end));
+    }
+    let code = match file.trim_ascii() {
+        b"" | b"null" => codes::REVOCATION_LIST_EMPTY,
+        _ => codes::REVOCATION_LIST_UNUSABLE,
+    };
+    Some(Problem::new(code, path.display().to_string(), found))
 }
 
 impl Resource<'_> {
@@ -121,53 +152,130 @@ fn inline(bytes: &[u8]) -> DataSource {
 #[cfg(test)]
 mod tests {
     use rcgen::{
-        BasicConstraints, CertificateParams, CertificateRevocationListParams, IsCa, Issuer,
-        KeyIdMethod, KeyPair, SerialNumber, date_time_ymd,
+        BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer,
+        DnType, IsCa, Issuer, KeyIdMethod, KeyPair, SerialNumber, SigningKey, date_time_ymd,
     };
 
     use super::*;
 
-    #[tokio::test]
-    async fn a_file_without_a_list_counts_as_empty_and_a_list_in_der_becomes_pem() {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let list = CertificateRevocationListParams {
-            this_update: date_time_ymd(2026, 1, 1),
-            next_update: date_time_ymd(2126, 1, 1),
+    fn list_of<K: SigningKey>(issuer: &Issuer<'_, K>, years: [i32; 2]) -> [Vec<u8>; 2] {
+        let params = CertificateRevocationListParams {
+            this_update: date_time_ymd(years[0], 1, 1),
+            next_update: date_time_ymd(years[1], 1, 1),
             crl_number: SerialNumber::from(1_u64),
             issuing_distribution_point: None,
             revoked_certs: Vec::new(),
             key_identifier_method: KeyIdMethod::Sha256,
         };
-        let list = list.signed_by(&Issuer::new(params, KeyPair::generate().unwrap()));
-        let (pem, der) = list
-            .map(|list| (list.pem().unwrap(), list.der().to_vec()))
-            .unwrap();
+        let list = params.signed_by(issuer).unwrap();
+        [list.pem().unwrap().into_bytes(), list.der().to_vec()]
+    }
+
+    fn authority(name: &str) -> CertificateParams {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params
+    }
+
+    #[tokio::test]
+    async fn a_file_without_a_list_counts_as_empty_and_a_list_in_der_becomes_pem() {
+        let issuer = Issuer::new(authority("root"), KeyPair::generate().unwrap());
+        let [pem, der] = list_of(&issuer, [2026, 2126]);
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("crl.pem");
-        assert_eq!(read_crl(&path).await, (None, None));
-        let named = DataSource {
+        assert_eq!(read_crl(&path).await, None);
+        let named = Some(DataSource {
             specifier: Some(Specifier::Filename(path.display().to_string())),
             ..Default::default()
-        };
-        let named = (Some(named), None);
-        let empty = (None, Some(codes::REVOCATION_LIST_EMPTY));
-        let none = (named.0.clone(), Some(codes::REVOCATION_LIST_UNUSABLE));
-        let given = (Some(inline(pem.as_bytes())), None);
+        });
+        let given = Some(inline(&pem));
+        let text = String::from_utf8(pem.clone()).unwrap();
         for (content, expected) in [
-            (&b""[..], empty.clone()),
-            (b" \r\n", empty.clone()),
-            (b"null\n", empty.clone()),
-            (pem.as_bytes(), named),
+            (&b""[..], None),
+            (b" \r\n", None),
+            (b"null\n", None),
+            (&pem, named.clone()),
             (&der, given.clone()),
-            (pem.replace('\n', "\r").as_bytes(), given.clone()),
-            (format!("\u{feff}{pem}").as_bytes(), given),
-            (&[&der[..], b"x"].concat(), none.clone()),
-            (b"nullnull", none.clone()),
-            (b"0", none),
+            (text.replace('\n', "\r").as_bytes(), given.clone()),
+            (format!("\u{feff}{text}").as_bytes(), given),
+            (&[&der[..], b"x"].concat(), named.clone()),
+            (b"nullnull", named.clone()),
+            (b"0", named),
         ] {
             std::fs::write(&path, content).unwrap();
             assert_eq!(read_crl(&path).await, expected);
         }
+    }
+
+    #[test]
+    fn a_valid_list_of_every_issuer_is_needed_and_the_problem_names_the_issuer_that_lacks_one() {
+        let ca = |name: &str| {
+            CertifiedIssuer::self_signed(authority(name), KeyPair::generate().unwrap()).unwrap()
+        };
+        let (root, namesake, other) = (ca("root"), ca("root"), ca("other"));
+        let key = KeyPair::generate().unwrap();
+        let middle = CertifiedIssuer::signed_by(authority("middle"), key, &root).unwrap();
+        let leaf = CertificateParams::default();
+        let leaf = leaf.signed_by(&KeyPair::generate().unwrap(), &middle);
+        let chain = format!("{}{}{}", leaf.unwrap().pem(), middle.pem(), root.pem());
+        let [of_root, der] = list_of(&root, [2020, 2126]);
+        let of_middle = list_of(&middle, [2020, 2126])[0].clone();
+        let (expired, future) = (
+            list_of(&middle, [2020, 2021])[0].clone(),
+            list_of(&middle, [2120, 2126])[0].clone(),
+        );
+        let [foreign, same_name] =
+            [&other, &namesake].map(|it| list_of(it, [2020, 2126])[0].clone());
+        let join = |lists: &[&Vec<u8>]| lists.iter().copied().flatten().copied().collect();
+        let (empty, unusable) = (
+            codes::REVOCATION_LIST_EMPTY,
+            codes::REVOCATION_LIST_UNUSABLE,
+        );
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("crl.pem");
+        let found = |file: &Vec<u8>| {
+            std::fs::write(&path, file).unwrap();
+            revocation_problem(&path, chain.as_bytes())
+        };
+        assert_eq!(revocation_problem(&path, chain.as_bytes()), None);
+        for (file, code, words) in [
+            (b"null".to_vec(), empty, "no valid list of CN=middle"),
+            (b"x".to_vec(), unusable, "no valid list of CN=middle"),
+            (
+                join(&[&of_root, &expired]),
+                unusable,
+                "CN=middle; found one of CN=root until 2126-01-01T00:00:00Z; found one of CN=middle until 2021-01-01",
+            ),
+            (
+                join(&[&of_root, &future]),
+                unusable,
+                "no valid list of CN=middle;",
+            ),
+            (foreign, unusable, "found one of CN=other until"),
+            (
+                join(&[&of_middle, &same_name]),
+                unusable,
+                "no valid list of CN=root;",
+            ),
+            (der, unusable, "no valid list of CN=middle;"),
+            (of_middle.clone(), unusable, "no valid list of CN=root;"),
+        ] {
+            let problem = found(&file).expect(words);
+            assert_eq!(problem.code, code, "{problem}");
+            assert!(problem.found.contains(words), "{words}: {problem}");
+            assert_eq!(problem.subject, path.display().to_string());
+        }
+        for file in [
+            join(&[&of_root, &of_middle]),
+            join(&[&expired, &of_middle, &of_root, &future]),
+        ] {
+            assert_eq!(found(&file), None);
+        }
+        // Without a chain only a file without a list is reported.
+        assert_eq!(revocation_problem(&path, b""), None);
+        std::fs::write(&path, "x").unwrap();
+        let problem = revocation_problem(&path, b"").expect("has no list");
+        assert_eq!(problem.code, unusable);
     }
 }

@@ -7,25 +7,26 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
+use bytes::Bytes;
+use envoy_types::pb::envoy::config::core::v3::DataSource;
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use tonic::{Status, Streaming};
 
 use super::Service;
-use super::resource::{self, Crl, Resource};
+use super::resource::{self, Resource};
 use super::sotw::{ResponseId, StateOfTheWorld};
 use crate::clock::{Clock, rfc3339};
-use crate::problem::Problem;
 use crate::secrets::name::Name;
-use crate::secrets::{SecretState, Subscription};
+use crate::secrets::{Secret, SecretState, Subscription};
 
 /// The state of one stream.
 pub(super) struct Stream {
     protocol: StateOfTheWorld,
     service: Service,
     secrets: Subscription,
-    crl: Crl,
-    /// Time and length of the CRL file when it was read.
-    crl_stamp: Option<(SystemTime, u64)>,
+    crl: Option<DataSource>,
+    /// Time and length of the CRL file when it was read, and whether it could be compared with a chain.
+    crl_stamp: (Option<(SystemTime, u64)>, bool),
 }
 
 /// How often a CRL file is looked at.
@@ -40,8 +41,8 @@ impl Stream {
             protocol: StateOfTheWorld::new(id, metrics, sources.serves_workload),
             service: service.clone(),
             secrets: Subscription::new(sources.secrets.clone(), &sources.files),
-            crl: Crl::default(),
-            crl_stamp: None,
+            crl: None,
+            crl_stamp: (None, false),
         }
     }
 
@@ -64,7 +65,7 @@ impl Stream {
 
     /// The response that is due, if any.
     fn answer(&mut self) -> Option<DiscoveryResponse> {
-        let (sources, crl) = (&self.service.sources, &self.crl.0);
+        let (sources, crl) = (&self.service.sources, &self.crl);
         let lookup = |name: &Name| {
             Some(Resource {
                 secret: self.secrets.get(name).available()?,
@@ -100,19 +101,23 @@ impl Stream {
     async fn read_crl(&mut self) -> Duration {
         let (mut names, sources) = (self.protocol.names(), &self.service.sources);
         let has_crl = names.any(|name| sources.files.are_own_roots(name));
-        let path = sources.options.crl.as_ref();
+        let path = sources.options.crl.clone();
         let Some(path) = path.filter(|_| has_crl) else {
             return Duration::MAX;
         };
-        let found = tokio::fs::metadata(path).await;
+        let found = tokio::fs::metadata(&path).await;
         let stamp = found.and_then(|file| Ok((file.modified()?, file.len())));
-        let stamp = stamp.ok();
+        let chain = match self.secrets.get(&Name::Default) {
+            SecretState::Available(Secret::Certificate(own)) => own.chain_pem().clone(),
+            _ => Bytes::new(),
+        };
+        let stamp = (stamp.ok(), !chain.is_empty());
         if stamp == self.crl_stamp {
             return CRL_POLL;
         }
-        let crl = resource::read_crl(path).await;
-        if let Some(code) = crl.1.filter(|_| crl != self.crl) {
-            let problem = Problem::new(code, path.display().to_string(), code.cause);
+        let crl = resource::read_crl(&path).await;
+        let check = move || resource::revocation_problem(&path, &chain);
+        if let Ok(Some(problem)) = tokio::task::spawn_blocking(check).await {
             tracing::error!(target: "sds", "{problem}");
         }
         (self.crl, self.crl_stamp) = (crl, stamp);

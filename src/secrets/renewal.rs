@@ -85,10 +85,11 @@ impl<C: Ca> Renewal<C> {
                 Err((problem, error)) => {
                     let may_pass = error.as_ref().is_some_and(|error| !error.is_lasting());
                     let mut wait = retries.next_wait(may_pass, self.remaining());
-                    if self.falls_back_to_rsa(error.as_ref(), retries.failures) {
+                    let next_key = self.next_key(error.as_ref(), retries.failures);
+                    if !next_key.is_empty() && *self.key_type.lock() != self.config.key_type {
                         wait = schedule::MIN_WAIT;
                     }
-                    self.report(problem, error, retries.failures, wait);
+                    self.report((problem, error), (retries.failures, wait), next_key);
                     self.clock.sleep_until_due(self.clock.after(wait)).await;
                 }
             }
@@ -229,8 +230,8 @@ impl<C: Ca> Renewal<C> {
     }
 
     /// Changes to RSA if the authority may have refused an ECDSA key that no setting asks for, and back
-    /// if it refuses RSA as well. Returns whether RSA is next.
-    fn falls_back_to_rsa(&self, error: Option<&SignError>, failures: u32) -> bool {
+    /// if it refuses RSA as well. Returns a text for the log, empty without a change.
+    fn next_key(&self, error: Option<&SignError>, failures: u32) -> &'static str {
         let mut key_type = self.key_type.lock();
         let is_rsa = *key_type != self.config.key_type;
         let is_refused = match error.map(|error| error.code) {
@@ -240,21 +241,14 @@ impl<C: Ca> Renewal<C> {
             _ => false,
         };
         if !is_refused || !self.config.falls_back_to_rsa {
-            return false;
+            return "";
         }
-        let rsa = KeyType::Rsa(2048);
-        let (next, name) = if is_rsa {
-            (self.config.key_type, "an ECDSA key")
-        } else {
-            (rsa, "an RSA 2048 key")
-        };
-        *key_type = next;
-        tracing::warn!(
-            target: "cache",
-            "the authority may have refused the certificate request because of its key; the next request \
-             uses {name}, as ECC_SIGNATURE_ALGORITHM is not set"
-        );
-        !is_rsa
+        if is_rsa {
+            *key_type = self.config.key_type;
+            return " with an ECDSA key";
+        }
+        *key_type = KeyType::Rsa(2048);
+        " with an RSA 2048 key, because ECC_SIGNATURE_ALGORITHM is not set"
     }
 
     /// For a certificate taken into use at `issued`.
@@ -325,35 +319,40 @@ impl<C: Ca> Renewal<C> {
         (!left.is_zero()).then_some(left)
     }
 
-    fn report(&self, problem: Problem, error: Option<SignError>, failures: u32, wait: Duration) {
-        let served = match self.remaining().map(|left| approximate(left.as_secs_f64())) {
-            Some(left) => format!("the last certificate is served for {left}"),
-            None => "there is no valid certificate".to_owned(),
-        };
-        let pause = approximate(wait.as_secs_f64());
-        let next = format!("failure {failures} in a row, next attempt in {pause}; {served}");
-        if error.is_some() {
-            let attempt = failures.saturating_add(1);
-            tracing::warn!(
-                target: "ca",
-                "ca request failed, starting attempt {attempt} in {wait:?}"
-            );
+    /// Logs a failure, and its repetitions at growing intervals: a line of pilot-agent and one of ours.
+    fn report(&self, (problem, error): IssueError, (failures, wait): (u32, Duration), key: &str) {
+        let last = self.state.borrow().failure.clone();
+        let is_new = last.as_ref().is_none_or(|last| last.problem != problem);
+        if is_new || failures.is_power_of_two() {
+            let served = match self.remaining().map(|left| approximate(left.as_secs_f64())) {
+                Some(left) => format!("the last certificate is served for {left}"),
+                None => "there is no valid certificate".to_owned(),
+            };
+            let pause = approximate(wait.as_secs_f64());
+            let next =
+                format!("failure {failures} in a row, next attempt in {pause}{key}; {served}");
+            let text = error.as_ref().map(SignError::to_string);
+            let text = text.unwrap_or_else(|| problem.found.clone());
+            if self.state.borrow().roots.is_none() {
+                tracing::warn!(
+                    target: "sds",
+                    "failed to warm certificate: failed to generate workload certificate: {text}"
+                );
+            } else if error.is_some() {
+                let attempt = failures.saturating_add(1);
+                tracing::warn!(
+                    target: "ca",
+                    "ca request failed, starting attempt {attempt} in {wait:?}"
+                );
+            }
+            let (what, follows) = ("resource:default failed to sign", [&*next, &problem.remedy]);
+            let line = sentence(what, &text, "", follows, problem.code.name);
+            tracing::error!(target: "cache", "{line}");
         }
-        let text = error.map_or_else(|| problem.found.clone(), |error| error.to_string());
-        let (what, follows) = ("resource:default failed to sign", [&*next, &problem.remedy]);
-        let line = sentence(what, &text, "", follows, problem.code.name);
-        tracing::error!(target: "cache", "{line}");
-        if self.state.borrow().roots.is_none() {
-            tracing::warn!(
-                target: "sds",
-                "failed to warm certificate: failed to generate workload certificate: {text}"
-            );
-        }
-        let since = self.state.borrow().failure.as_ref().map(|it| it.since);
         let failure = Failure {
             problem,
             failures,
-            since: since.unwrap_or_else(|| self.clock.now()),
+            since: last.map_or_else(|| self.clock.now(), |last| last.since),
             next_attempt: self.clock.after(wait),
         };
         self.state

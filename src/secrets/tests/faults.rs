@@ -56,8 +56,10 @@ async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_goes_un
         let good = fixture.first().await;
         fixture.authority.set(fault);
         tokio::time::sleep(12 * HOUR + 15 * MINUTE).await;
-        log.take();
         let before = fixture.authority.requests();
+        let failures =
+            |fixture: &Fixture| fixture.secrets.latest().failure.map_or(0, |it| it.failures);
+        let failed = failures(&fixture);
         tokio::time::sleep(10 * MINUTE).await;
         assert!(fixture.is_serving(&good), "{fault:?}");
         let requests = fixture.authority.requests() - before;
@@ -65,12 +67,13 @@ async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_goes_un
             (2..=60).contains(&requests),
             "{fault:?}: {requests} in ten minutes"
         );
+        // A request may be running at either end.
+        let reported = (failures(&fixture) - failed) as usize;
+        assert!(reported.abs_diff(requests) <= 1, "{fault:?}: {reported}");
         let text = log.take();
-        // A request may be under way at either end.
-        let reported = text.matches("in a row, next attempt in ").count();
         assert!(
-            reported.abs_diff(requests) <= 1,
-            "{fault:?}: {requests} in {text}"
+            text.contains("failure 1 in a row, next attempt in "),
+            "{text}"
         );
         assert!(!text.contains("PRIVATE"));
 
@@ -444,4 +447,104 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
     let (first, last) = (usage[1], usage[9]);
     assert!(last.0 <= first.0 + 256, "{usage:?}");
     assert_eq!(last.1, first.1, "{usage:?}");
+}
+
+/// The lines of one log from several failures.
+async fn lines_of(failures: u32, answer: Answer, has_certificate: bool) -> Vec<String> {
+    let _another = tracing::Dispatch::new(tracing_subscriber::registry());
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false);
+    let subscriber = subscriber.with_writer(move || writer.clone());
+    let _logging = tracing::subscriber::set_default(subscriber.finish());
+    let first = match has_certificate {
+        true => Answer::Signed,
+        false => answer,
+    };
+    let mut fixture = start(config(), first);
+    if has_certificate {
+        fixture.first().await;
+        log.take();
+        fixture.authority.set(answer);
+    }
+    let reached = |state: &State| {
+        state
+            .failure
+            .as_ref()
+            .is_some_and(|it| it.failures == failures)
+    };
+    fixture.state_after(reached).await;
+    let lines = log.take();
+    let lines = lines.lines().filter(|line| !line.contains(" INFO "));
+    lines.map(str::to_owned).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failure_is_two_lines_and_its_repetitions_are_logged_at_growing_intervals() {
+    const OURS: &str = "resource:default failed to sign: ";
+    let refused = Answer::Fails(Code::Unavailable);
+    for (has_certificate, theirs) in [
+        (
+            false,
+            "failed to warm certificate: failed to generate workload certificate: create certificate: rpc error: code = Unavailable",
+        ),
+        (true, "ca request failed, starting attempt 2 in "),
+    ] {
+        let lines = lines_of(1, refused, has_certificate).await;
+        let [first, second] = &lines[..] else {
+            panic!("{lines:#?}");
+        };
+        assert!(first.contains(theirs), "{first}");
+        assert!(second.contains(OURS), "{second}");
+        assert!(
+            second.contains("failure 1 in a row, next attempt in "),
+            "{second}"
+        );
+        assert!(second.ends_with(']'), "{second}");
+        let lines = lines_of(20, refused, has_certificate).await;
+        let counts = Vec::from_iter(lines.iter().filter_map(|line| {
+            let (_, count) = line.split_once("; failure ")?;
+            count.split(' ').next()
+        }));
+        assert_eq!(counts, ["1", "2", "4", "8", "16"]);
+        assert_eq!(lines.len(), 10, "{lines:#?}");
+    }
+    let lines = lines_of(1, Answer::ForeignKey, true).await;
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    assert!(
+        lines[0].ends_with("[CERTIFICATE_ANSWER_UNUSABLE]"),
+        "{lines:#?}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_problem_names_the_cause_and_for_an_expired_certificate_when_and_since_when_renewals_fail()
+ {
+    let mut fixture = start(config(), Answer::Waits);
+    let code = |fixture: &Fixture| fixture.secrets.problem().map(|problem| problem.code);
+    assert_eq!(code(&fixture), Some(codes::CERTIFICATE_NOT_ISSUED));
+    fixture.authority.set(Answer::Signed);
+    fixture.first().await;
+    assert_eq!(code(&fixture), None);
+    fixture.authority.set(Answer::Fails(Code::PermissionDenied));
+    let state = fixture.state_after(|state| state.failure.is_some()).await;
+    let cause = state.failure.expect("has failed").problem;
+    let problem = fixture.secrets.problem().expect("has failed");
+    assert_eq!(
+        (problem.code, &problem.subject),
+        (cause.code, &cause.subject)
+    );
+    let since = "(1 failures since 2026-02-02T14:40:00Z, next attempt at 2026-02-02T14:4";
+    assert!(problem.found.contains(since), "{problem}");
+    fixture.state_after(|state| state.workload.is_none()).await;
+    let problem = fixture.secrets.problem().expect("has expired");
+    assert_eq!(problem.code, codes::CERTIFICATE_EXPIRED);
+    assert_eq!(problem.remedy, cause.remedy);
+    for words in [
+        "expired at 2026-02-03T02:40:00Z; renewals fail: ",
+        &cause.found,
+        "failures since 2026-02-02T14:40:00Z",
+    ] {
+        assert!(problem.found.contains(words), "{words}: {problem}");
+    }
 }

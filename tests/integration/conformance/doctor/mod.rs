@@ -385,6 +385,20 @@ async fn a_refusal_by_istiod_is_the_first_error() {
             &["running agent", "restart the container"],
         )
     });
+    rows.add("OUTPUT_CERTS without its directory", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod).set("OUTPUT_CERTS", "./absent");
+        let agent = place.start().await;
+        agent
+            .logs("error when output the resource: OUTPUT_CERTS=./absent: No such file")
+            .await;
+        let says = &[
+            "OUTPUT_CERTS_UNWRITABLE",
+            "OUTPUT_CERTS=./absent",
+            "mount a directory",
+        ];
+        SetUp::new(place, (agent, istiod), says)
+    });
     rows.add("a CSR that is refused", async {
         let istiod = answering_istiod().await;
         istiod.refuse_certificates(Some(Status::permission_denied("not this one")));
