@@ -408,7 +408,7 @@ async fn a_refusal_by_istiod_is_the_first_error() {
         SetUp::new(
             place,
             (agent, istiod),
-            &["certificate request", "not this one"],
+            &["ISTIOD_PERMISSION_DENIED", "not this one"],
         )
     });
     rows.all_name_their_cause().await;
