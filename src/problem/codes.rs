@@ -76,6 +76,7 @@ codes! {
     DIRECTORY_READ_ONLY: "a directory of the agent is read-only", "", "mount a writable volume there, such as the emptyDir of Istio's injection";
     DISK_FULL: "the disk or the volume of a directory is full", "", "free space, or raise `sizeLimit` of the volume";
     FILE_UNUSABLE: "a file, directory or socket cannot be read or made", "", "";
+    }
     "Certificates and secrets" {
     CERTIFICATE_REQUEST_FAILED: "istiod or another authority did not sign the certificate", "", "istiod logs why: kubectl logs -n istio-system deployment/istiod";
     CERTIFICATE_ANSWER_UNUSABLE: "the authority's answer is not a certificate chain for the agent's key", "the answer is not used", "istiod logs which signer it uses: kubectl logs -n istio-system deployment/istiod";

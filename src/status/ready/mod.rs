@@ -98,7 +98,17 @@ impl Readiness {
         alive(&envoy.report().borrow()).ok()?;
         let istiod = sources.istiod.status().last_error;
         let istiod = istiod.map(|failure| failure.problem.to_string());
-        let certificate = || Some(sources.secrets.as_ref()?.snapshot().problem?.error);
+        let certificate = || {
+            Some(
+                sources
+                    .secrets
+                    .as_ref()?
+                    .snapshot()
+                    .problem?
+                    .problem
+                    .to_string(),
+            )
+        };
         let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
         let known = istiod.or_else(certificate).or_else(refused);
         if known.is_some() {
