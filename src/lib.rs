@@ -59,6 +59,8 @@ pub mod proxy_config;
 
 pub mod exit_code;
 
+pub mod report;
+
 pub mod version;
 
 pub mod identity;

@@ -14,7 +14,6 @@ mod dns;
 mod envoy;
 mod istiod;
 mod probes;
-pub mod report;
 mod sockets;
 mod token;
 
@@ -32,6 +31,7 @@ use crate::envoy::handle::Envoy;
 use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
 use crate::sds::Refusals;
+pub use crate::report;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::wasm::Wasm;

@@ -58,7 +58,7 @@ pub enum Level {
 }
 
 impl Group {
-    pub(super) fn new(name: &str, checks: Vec<Check>) -> Self {
+    pub(crate) fn new(name: &str, checks: Vec<Check>) -> Self {
         let name = name.to_owned();
         Self { name, checks }
     }
@@ -119,7 +119,7 @@ impl Check {
 }
 
 impl Report {
-    pub(super) fn new(node: String, groups: Vec<Group>) -> Self {
+    pub(crate) fn new(node: String, groups: Vec<Group>) -> Self {
         let groups: Vec<_> = groups
             .into_iter()
             .filter(|g| !g.checks.is_empty())
