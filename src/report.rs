@@ -1,4 +1,4 @@
-//! What the checks found: one line each, as text or as JSON.
+//! The findings of `doctor` and `preflight`: one line each, as text or as JSON.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::problem::{Problem, sentence};
 const MAX_TEXT: usize = 1000;
 
 /// The answer of all checks.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Report {
     pub node: String,
     /// The worst of all checks.
@@ -20,7 +20,7 @@ pub struct Report {
     pub groups: Vec<Group>,
 }
 
-/// Checks of one subject, in the order in which one thing rests on the other.
+/// Checks of one subject. The groups are sorted by dependency.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Group {
     pub name: String,
@@ -32,7 +32,7 @@ pub struct Group {
 pub struct Check {
     pub name: String,
     pub level: Level,
-    /// Empty for a check that passed or was not made.
+    /// Empty if the check passed or was not made.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub code: String,
     pub found: String,
@@ -40,21 +40,43 @@ pub struct Check {
     pub expected: String,
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub consequence: String,
-    /// What to do.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub remedy: String,
 }
 
 #[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ValueEnum,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    ValueEnum,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// Not checked, and why not.
+    /// Not checked, with the reason.
+    #[default]
     Skipped,
     Ok,
     Warning,
     Error,
+}
+
+impl Level {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Skipped => "skipped",
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
 }
 
 impl Group {
@@ -74,12 +96,12 @@ impl Check {
         Self::new(name, Level::Skipped, why)
     }
 
-    /// What works, but may not for long, or not as configured.
+    /// A state that works, but may not for long, or not as configured.
     pub fn warning(name: impl Into<String>, found: impl fmt::Display) -> Self {
         Self::new(name, Level::Warning, found)
     }
 
-    /// What keeps the pod from being ready or from serving.
+    /// A state that keeps the pod from being ready or from serving.
     pub fn error(name: impl Into<String>, found: impl fmt::Display) -> Self {
         Self::new(name, Level::Error, found)
     }
@@ -105,6 +127,11 @@ impl Check {
             remedy: problem.remedy.to_string(),
             ..Self::new(&problem.subject, level, &problem.found)
         }
+    }
+
+    pub fn sentence(&self) -> String {
+        let follows = [self.consequence.as_str(), &self.remedy];
+        sentence(&self.name, &self.found, &self.expected, follows, &self.code)
     }
 
     pub fn expected(mut self, expected: impl fmt::Display) -> Self {
@@ -154,16 +181,9 @@ impl fmt::Display for Report {
 
 impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let level = match self.level {
-            Level::Ok => "ok",
-            Level::Skipped => "skipped",
-            Level::Warning => "warning",
-            Level::Error => "error",
-        };
-        let follows = [self.consequence.as_str(), &self.remedy];
-        let line = sentence(&self.name, &self.found, &self.expected, follows, &self.code);
-        // A certificate's name or an answer may hold anything.
-        write!(f, "{level:<8} {}", printable(&line))
+        let level = self.level.name();
+        // A certificate's name or an answer may contain anything.
+        write!(f, "{level:<8} {}", printable(&self.sentence()))
     }
 }
 

@@ -170,8 +170,8 @@ impl Agent {
                 wasm,
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
+                doctor: report::doctor(agent.config.clone(), running),
                 pages: BTreeMap::from([
-                    ("/debug/doctor", report::page(agent.config.clone(), running)),
                     ("/debug/scope", report::scope(scope)),
                     ("/debug/config", effective(settings.report)),
                 ]),

@@ -1,33 +1,35 @@
-//! The pages of the doctor and of what is used.
+//! The doctor's report, and the page of used services.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
 use crate::config::Config;
 use crate::doctor::{self, Running};
 use crate::lifecycle::with_causes;
+use crate::report::Report;
 use crate::scope;
-use crate::status::Page;
+use crate::status::{Doctor, Page};
 
 /// Makes one report at a time. Requests that wait for it get the same, so none waits for two.
-pub(super) fn page(config: Config, running: Running) -> Page {
+pub(super) fn doctor(config: Config, running: Running) -> Doctor {
     let subject = Arc::new((Ok(config), running));
     let last = Arc::new(Mutex::new(None));
-    Arc::new(move || {
+    Arc::new(move |age: Duration| {
         let (subject, last) = (subject.clone(), last.clone());
         let asked = Instant::now();
         Box::pin(async move {
             let mut last = last.lock().await;
             if let Some((made, report)) = &*last
-                && *made >= asked
+                && asked.saturating_duration_since(*made) <= age
             {
-                return Value::clone(report);
+                return Report::clone(report);
             }
             let (config, running) = &*subject;
-            let report = json!(doctor::report(config, Some(running), Vec::new()).await);
+            let report = doctor::report(config, Some(running), Vec::new()).await;
             *last = Some((Instant::now(), report.clone()));
             report
         })

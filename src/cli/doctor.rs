@@ -15,11 +15,12 @@ use crate::doctor::{self, get};
 use crate::exit_code::ExitCode;
 use crate::http_client;
 use crate::lifecycle::with_causes;
+use crate::problem::codes;
 use crate::support_bundle::PATIENCE;
 
 /// How long the agent's report may take.
 const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(200));
-/// What is quoted of an answer that is no report, in characters.
+/// The length of the quoted beginning of an answer that is not a report, in characters.
 const MAX_QUOTE: usize = 300;
 /// Where agents answer unless configured otherwise.
 const USUAL_PORT: u16 = 15020;
@@ -56,10 +57,10 @@ pub async fn report(flags: &ProxyFlags, log: &LogFlags, environment: &Environmen
     }
 }
 
-/// Stands for a configuration whose files were not read in time: that is no finding.
+/// Stands for a configuration whose files were not read in time, which is not a finding.
 fn unread(why: String) -> (Option<u16>, Result<Config, Vec<Problem>>, Vec<Check>) {
-    let check = Check::skipped("files of the configuration", why);
-    let check = check.remedy("run it again: the disk or the node is slow");
+    let late = Problem::new(codes::CHECKS_LATE, "configuration files", why);
+    let check = Check::problem(Level::Skipped, &late);
     (Some(USUAL_PORT), Err(Vec::new()), vec![check])
 }
 
@@ -74,32 +75,25 @@ pub fn exit_code(level: Level) -> ExitCode {
 
 /// The agent's report, or why there is none: an error if the agent hangs.
 async fn of_agent(port: u16) -> Result<Report, Check> {
-    let name = "running agent";
-    let outside = "what follows is checked from outside";
+    let name = format!("agent on port {port}");
     let url = format!("http://127.0.0.1:{port}/debug/doctor");
     let found = match get(&url, AGENT_LIMIT).await {
         Ok(answer) => match serde_json::from_slice(answer.body()) {
             Ok(report) if answer.status() == StatusCode::OK => return Ok(report),
-            _ => format!("port {port} answers {}", quoted(&answer)),
+            _ => Problem::new(codes::AGENT_UNKNOWN, name, quoted(&answer)),
         },
         Err(http_client::Error::Connect(error)) => {
-            return Err(Check::warning(name, with_causes(&error)).remedy(format!(
-                "{outside}; start the agent, or look in its log why it ended"
-            )));
+            Problem::new(codes::AGENT_NOT_RUNNING, name, with_causes(&error))
         }
         Err(error) => {
-            return Err(Check::error(name, with_causes(&error))
-                .expected("its report")
-                .remedy("run it again, and restart the container if it stays so"));
+            let silent = Problem::new(codes::AGENT_SILENT, name, with_causes(&error));
+            return Err(Check::problem(Level::Error, &silent));
         }
     };
-    Err(Check::warning(name, found).expected("its report").remedy(format!(
-        "{outside}; run it as root or as the agent's user; or the agent is of another version, or another \
-         process has its port"
-    )))
+    Err(Check::problem(Level::Warning, &found))
 }
 
-/// The status of an answer that is not known, and its beginning.
+/// Returns the status and the beginning of an unknown answer.
 pub(super) fn quoted(answer: &Response<Bytes>) -> String {
     let text = String::from_utf8_lossy(answer.body());
     let text: String = text.trim().chars().take(MAX_QUOTE).collect();
@@ -109,7 +103,6 @@ pub(super) fn quoted(answer: &Response<Bytes>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::codes;
 
     #[tokio::test]
     async fn files_that_are_not_read_in_time_are_not_checked_and_no_finding() {
@@ -129,7 +122,7 @@ mod tests {
         let report = doctor::report(&config, None, before).await;
         assert_eq!(report.level, Level::Skipped, "{report}");
         assert!(
-            report.to_string().contains("not finished within 1ms"),
+            report.to_string().contains("not finished within 1 ms"),
             "{report}"
         );
         assert_eq!(PATIENCE, Duration::from_secs(5));

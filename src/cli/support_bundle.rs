@@ -14,6 +14,7 @@ use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
 use crate::lifecycle::BoxError;
+use crate::problem::{Problem, codes};
 use crate::support_bundle::{self, PATIENCE, Sources};
 use crate::{logging, version};
 
@@ -26,26 +27,28 @@ pub struct SupportBundleFlags {
     pub output: Option<PathBuf>,
 }
 
-/// Opens the output, and has the log on standard error: standard output may be the bundle.
+/// Opens the output, and sends the log to standard error: standard output may be the bundle.
 pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
     let log = logging::Options::parse("", &["stderr".to_owned()], false, "")?;
     logging::init(log)?;
     let Some(path) = &flags.output else {
         if io::stdout().is_terminal() {
-            let text = "standard output is a terminal: redirect it, or name a file with --output";
-            return Err(text.into());
+            return Err(unusable("standard output", "is a terminal").into());
         }
         return Ok(Box::new(io::stdout()));
     };
-    // The bundle shows what the mesh is like: it is for its owner.
+    // The bundle describes the mesh, so only its owner may read it.
     let mut options = OpenOptions::new();
     let file = options.write(true).create_new(true).mode(0o600).open(path);
-    let expected = "expected a name that is free";
-    let file = file.map_err(|error| format!("cannot create {path:?}, {expected}: {error}"))?;
+    let file = file.map_err(|error| unusable(format!("--output {path:?}"), error))?;
     Ok(Box::new(file))
 }
 
-/// What the configuration in a directory says: where things are, and the file of the token.
+fn unusable(subject: impl Into<String>, found: impl ToString) -> Problem {
+    Problem::new(codes::BUNDLE_OUTPUT_UNUSABLE, subject, found.to_string())
+}
+
+/// Reads from the configuration in a directory where things are, and the path of the token.
 fn sources(
     flags: &ProxyFlags,
     log: &LogFlags,
@@ -82,7 +85,8 @@ pub async fn run(
     let (sources, token) = match timeout(PATIENCE, from_files).await {
         Ok(Ok(found)) => found,
         _ => {
-            tracing::warn!("the files of the configuration were not read within {PATIENCE:?}");
+            let (code, found) = (codes::BUNDLE_SETTINGS_LATE, "not read within 5 s");
+            tracing::warn!("{}", Problem::new(code, "configuration files", found));
             read("/dev/null")
         }
     };
@@ -94,5 +98,5 @@ pub async fn run(
     };
     let bundle = support_bundle::collect(&sources, secrets, doctor).await;
     let written = unless_unread(bundle.write(&mut to));
-    written.map_err(|error| format!("cannot write the bundle: {error}").into())
+    written.map_err(|error| unusable("support bundle", error).into())
 }

@@ -10,6 +10,7 @@ use clap::{ArgAction, ArgMatches, Args, Command};
 
 use super::environment::Value;
 use super::pod::NodeType;
+use crate::problem::Problem;
 use crate::{logging, spelling};
 
 /// Logging, for every command.
@@ -98,7 +99,7 @@ pub struct ProxyFlags {
 }
 
 impl LogFlags {
-    pub fn options(&self) -> Result<logging::Options, logging::Error> {
+    pub fn options(&self) -> Result<logging::Options, Problem> {
         logging::Levels::parse(&self.stacktrace_level)?;
         logging::Options::parse(&self.output_level, &self.target, self.as_json, &self.caller)
     }

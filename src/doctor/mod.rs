@@ -1,9 +1,9 @@
 //! Finds out what is wrong with a sidecar: checks configuration, token, istiod, certificates, sockets,
 //! Envoy, capture, DNS and probes, and says what to do.
 //!
-//! The checks run side by side, in the agent with what its modules know, or in a process of their own
-//! with what can be seen from outside. A report takes at most [`LIMIT`], whatever hangs. Nothing is
-//! changed, and neither keys nor tokens are reported.
+//! The checks run concurrently: in the agent, with the state of its modules, or in another process, with
+//! what can be seen from outside. A report takes at most [`LIMIT`], whatever hangs. The doctor changes
+//! nothing, and reports neither keys nor tokens.
 
 mod capture;
 mod certificate;
@@ -27,11 +27,13 @@ use crate::clock;
 use crate::config::{Config, Problem};
 use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
+use crate::duration::approximate;
 use crate::envoy::handle::Envoy;
 use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
-use crate::sds::Refusals;
+use crate::problem::codes;
 pub use crate::report;
+use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::wasm::Wasm;
@@ -72,7 +74,7 @@ struct Subject<'a> {
     running: Option<&'a Running>,
 }
 
-/// Checks the agent with this configuration, or that would have it. `before` are checks made already.
+/// Checks the agent with this configuration, or that would have it. `before` are checks that were made.
 pub async fn report(
     config: &Result<Config, Vec<Problem>>,
     running: Option<&Running>,
@@ -153,7 +155,7 @@ pub(crate) async fn run_within<T: Send + 'static>(
         .await
     };
     let done = tokio::time::timeout(limit, done).await;
-    let done = done.map_err(|_| format!("not finished within {limit:?}"))?;
+    let done = done.map_err(|_| unfinished(limit))?;
     done.map_err(|panic| panic.to_string())
 }
 
@@ -167,12 +169,16 @@ pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_cli
 
 /// Makes the checks of a group, within the limit.
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
-    let late = format!("not finished within {LIMIT:?}");
     let checks = tokio::time::timeout(LIMIT, checks).await;
-    Group::new(
-        name,
-        checks.unwrap_or_else(|_| vec![Check::error("checks", late)]),
-    )
+    let checks = checks.unwrap_or_else(|_| {
+        let late = Problem::new(codes::CHECKS_LATE, name, unfinished(LIMIT));
+        vec![Check::problem(Level::Error, &late)]
+    });
+    Group::new(name, checks)
+}
+
+fn unfinished(limit: Duration) -> String {
+    format!("not finished within {}", approximate(limit.as_secs_f64()))
 }
 
 #[cfg(test)]
@@ -195,7 +201,7 @@ mod tests {
                 released.recv()
             };
             let late = run_within(limit, &TWO, work).await.unwrap_err();
-            assert_eq!(late, "not finished within 50ms");
+            assert_eq!(late, "not finished within 50 ms");
             release
         }))
         .await;

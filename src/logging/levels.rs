@@ -13,6 +13,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
+use crate::duration::approximate;
 use crate::problem::{Problem, codes};
 
 /// The target of lines on changes of levels, which are logged at any level.
@@ -94,14 +95,15 @@ impl Levels {
         scopes.collect()
     }
 
-    /// Scopes of which not even errors are logged, but for that of libraries, of which nothing is logged
-    /// unless it is raised.
-    pub fn silent(&self) -> Vec<&'static str> {
+    /// Names the scopes whose errors are not logged. The scope of libraries is off unless it is raised.
+    pub fn silent(&self) -> Option<Problem> {
         let scopes = self.scopes.read();
         let silent = scopes
             .iter()
             .filter(|(scope, level)| level.current() == LevelFilter::OFF && **scope != LIBRARIES);
-        silent.map(|(scope, _)| *scope).collect()
+        let silent: Vec<_> = silent.map(|(scope, _)| *scope).collect();
+        let found = format!("none for {}", silent.join(", "));
+        (!silent.is_empty()).then(|| Problem::new(codes::LOG_SILENT, "log level", found))
     }
 
     /// Logs the change, then sets the level of a scope, or of all, to one that logs errors at least; with a
@@ -122,8 +124,9 @@ impl Levels {
             let (code, expected) = (codes::ARGUMENT_INVALID, "one of the list");
             return Err(Problem::value(code, "the scope", named, expected));
         }
-        let until = period.map_or_else(String::new, |period| format!(" for {period:?}"));
-        tracing::info!(target: CHANGES, "the log level of {named} becomes {word}{until}");
+        let until = period.map(|period| format!(" for {}", approximate(period.as_secs_f64())));
+        let until = until.unwrap_or_default();
+        tracing::info!(target: CHANGES, "log level of {named} set to {word}{until}");
         for (name, current) in &mut *self.scopes.write() {
             match period {
                 _ if !is_meant(name) => {}
@@ -149,7 +152,7 @@ impl Levels {
                 () = self.changed.notified() => continue,
                 () = sleep_until(next) => {}
             }
-            tracing::info!(target: CHANGES, "log levels set for a while go back to what they were");
+            tracing::info!(target: CHANGES, "temporary log levels expired");
             for level in self.scopes.write().values_mut() {
                 level.temporary.take_if(|(_, end)| *end <= next);
             }
@@ -288,11 +291,12 @@ mod tests {
     #[test]
     fn scopes_that_log_nothing_are_silent_but_for_that_of_libraries() {
         for (flag, expected) in [
-            ("", &[][..]),
-            ("sds:fatal,ca:none,dns:error", &["ca", "sds"]),
+            ("", None),
+            ("sds:fatal,ca:none,dns:error", Some("none for ca, sds")),
         ] {
             let levels = Levels::parse(flag).expect("levels");
-            assert_eq!(levels.silent(), expected, "{flag}");
+            let found = levels.silent().map(|problem| problem.found);
+            assert_eq!(found.as_deref(), expected, "{flag}");
         }
     }
 

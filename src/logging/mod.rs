@@ -24,7 +24,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::permission::explained;
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 pub use levels::Levels;
 use levels::{CHANGES, scope_of};
 use line::{Content, Line};
@@ -44,20 +44,6 @@ pub struct Options {
     callers: Vec<String>,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error(transparent)]
-    Level(#[from] Problem),
-    #[error("cannot open log target {target}")]
-    Target {
-        target: String,
-        #[source]
-        source: io::Error,
-    },
-    #[error("logging was set up before")]
-    Twice,
-}
-
 impl Options {
     /// Reads `--log_output_level`, `--log_target`, `--log_as_json` and `--log_caller`.
     pub fn parse(
@@ -65,7 +51,7 @@ impl Options {
         targets: &[String],
         json: bool,
         callers: &str,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, Problem> {
         let callers = callers.split(',').map(|scope| scope.trim().to_owned());
         Ok(Self {
             levels: Levels::parse(levels)?,
@@ -95,29 +81,30 @@ pub fn finish() {
     output::finish(FINISH_LIMIT);
 }
 
-/// Sets the log of this process up, which is possible once.
-pub fn init(options: Options) -> Result<(), Error> {
+/// Sets up the log of this process. A second call changes nothing.
+pub fn init(options: Options) -> Result<(), Problem> {
     let default = ["stdout".to_owned()];
     let targets = match options.targets.as_slice() {
         [] => &default,
         targets => targets,
     };
     let outputs = targets.iter().map(|target| {
-        let file = open(target).map_err(|source| Error::Target {
-            target: target.clone(),
-            source: explained(target.as_ref(), source),
+        let opened = open(target).map_err(|error| explained(target.as_ref(), error));
+        let file = opened.map_err(|error| {
+            let found = format!("cannot open {target}: {error}");
+            Problem::new(codes::LOG_TARGET_UNUSABLE, "--log_target", found)
         })?;
         Ok(Output::new(file, options.json))
     });
     let lines = Lines {
-        outputs: outputs.collect::<Result<_, Error>>()?,
+        outputs: outputs.collect::<Result<_, Problem>>()?,
         levels: LEVELS.get_or_init(|| options.levels),
         json: options.json,
         callers: options.callers,
         recent: &RECENT,
     };
-    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(lines))
-        .map_err(|_| Error::Twice)
+    let _ = tracing::subscriber::set_global_default(tracing_subscriber::registry().with(lines));
+    Ok(())
 }
 
 fn open(target: &str) -> io::Result<File> {
@@ -354,15 +341,15 @@ mod tests {
             levels.set(None, "warn", minute).expect("set");
             tracing::info!("not logged");
         });
-        assert_eq!(levels.silent(), [""; 0]);
+        assert_eq!(levels.silent(), None);
         let mut text = String::new();
         file.rewind().expect("rewound");
         file.read_to_string(&mut text).expect("text");
         let messages = text.lines().filter_map(|line| line.split_once('\t'));
         let messages: Vec<_> = messages.map(|(_, rest)| rest).collect();
         let expected = [
-            "info\tthe log level of sds becomes error",
-            "info\tthe log level of all becomes warn for 60s",
+            "info\tlog level of sds set to error",
+            "info\tlog level of all set to warn for 1 min",
         ];
         assert_eq!(messages, expected);
     }

@@ -19,6 +19,7 @@ use tracing::Level;
 
 use super::levels::DEFAULT;
 use super::line::{Content, Line};
+use crate::problem::{Problem, codes};
 
 const MAX_QUEUED: usize = 256 << 10;
 /// A pipe that polls as writable takes so many bytes at once.
@@ -113,7 +114,8 @@ impl Queue {
         let mut lines = std::mem::take(&mut self.lines);
         let dropped = std::mem::take(&mut self.dropped);
         if dropped > 0 {
-            let message = format!("{dropped} log lines were dropped, as the log was not read");
+            let found = format!("{dropped} lines dropped because its reader is too slow");
+            let message = Problem::new(codes::LOG_LINES_DROPPED, "log", found).to_string();
             let line = Line {
                 time: SystemTime::now(),
                 level: Level::WARN,
@@ -167,8 +169,11 @@ mod tests {
                     came += 1;
                 }
                 Some((_, note)) => {
-                    let (number, rest) = note.split_once(' ').expect("words");
-                    assert_eq!(rest, "log lines were dropped, as the log was not read");
+                    let number = note
+                        .strip_prefix("log: ")
+                        .and_then(|it| it.split(' ').next());
+                    let number = number.expect("words");
+                    assert!(note.ends_with("[LOG_LINES_DROPPED]"), "{note}");
                     dropped += number.parse::<usize>().expect("a number");
                 }
             }

@@ -199,4 +199,32 @@ codes! {
     RESPONSE_REFUSED: "the agent cannot use a response of istiod", "the last one stays in use", "`kubectl logs -n istio-system deployment/istiod` shows what it sends";
     KEPT_CONFIG_UNUSABLE: "stored configuration cannot be served", "Envoy waits for istiod", "delete the files of the directory in `ISTIO_AGENT_KEEP_CONFIG`";
     }
+    "Doctor" {
+    AGENT_NOT_RUNNING: "no process listens on the agent's status port", "the checks are made from outside", "start the agent, or look at the end of its log (`kubectl logs --previous`, `journalctl --unit istio-agent`)";
+    AGENT_SILENT: "the agent does not answer on its status port", "only the configuration is checked", "run `doctor` again; if the agent is still silent, restart the container";
+    AGENT_UNKNOWN: "the answer on the status port is not a doctor's report", "the checks are made from outside", "use the `pilot-agent` of the version that runs, or find the other process that has the port";
+    CHECKS_LATE: "some checks of the doctor did not finish in time", "their results are unknown", "run `doctor` again: the node, its disk or its network is slow";
+    }
+    "Status port" {
+    CALLER_REFUSED: "a user requests a page of the status port that is only for other users", "", "repeat the request as root or as the agent's user, or add the user to `ISTIO_AGENT_DEBUG_USERS` or `ISTIO_AGENT_CONTROL_USERS`";
+    CALLER_UNKNOWN: "the kernel does not report the user of a connection to the status port", "the request is refused", "set `ISTIO_AGENT_DEBUG_USERS=any` or `ISTIO_AGENT_CONTROL_USERS=any` to allow every user";
+    CALLER_FOREIGN: "a request to a debug page has a foreign `Host` or `Origin`, such as that of another web page", "the request is refused", "open the page at localhost or at an IP address";
+    STATUS_PORT_EXHAUSTED: "the agent cannot accept a connection to the status port", "the agent closes an idle connection; probes and scrapes can fail", "raise the limit of open files";
+    DRAIN_UNCONFIRMED: "Envoy did not confirm `/drain` in time", "the request is answered before Envoy drains", "`pilot-agent request --debug-port=15020 GET drain` shows the state of the drain";
+    }
+    "Logging" {
+    LOG_TARGET_UNUSABLE: "the agent cannot open a file that `--log_target` names", "the agent does not start", "correct `--log_target`, or the permissions of its directory";
+    LOG_SILENT: "the level of a scope is `none`", "errors of these scopes are not logged", "correct `--log_output_level`, or set a level at `/debug/logging`";
+    LOG_LINES_DROPPED: "the reader of the log is slower than the agent", "", "";
+    }
+    "Support bundle" {
+    BUNDLE_PORT_SILENT: "the agent or Envoy does not answer", "the bundle has no further pages of this port", "`pilot-agent doctor` names the cause";
+    BUNDLE_PAGE_MISSING: "the agent or Envoy answers with an error", "the page is not in the bundle", "";
+    BUNDLE_PART_CUT: "a page or file is too large, too slow, or not of its usual form", "the end is missing in the bundle", "";
+    BUNDLE_CONFIG_OF_COMMAND: "the agent does not answer", "the file has the configuration of the `support-bundle` command itself", "";
+    BUNDLE_BOOTSTRAP_MISSING: "no bootstrap file exists", "the bundle has no bootstrap", "if the agent runs elsewhere, run the command in its working directory";
+    BUNDLE_BOOTSTRAP_UNREADABLE: "a bootstrap file cannot be read", "the file is not in the bundle", "run the command as root or as the agent's user";
+    BUNDLE_SETTINGS_LATE: "the configuration files are not read in time", "the bundle has the configuration without these files", "";
+    BUNDLE_OUTPUT_UNUSABLE: "the support bundle cannot be written", "there is no bundle", "redirect standard output to a file, or give the name of a new file with `--output`";
+    }
 }

@@ -9,6 +9,7 @@ use ::http::{Method, Response, StatusCode};
 use serde_json::json;
 
 use super::{Body, reply};
+use crate::problem::{Problem, codes};
 use crate::{duration, logging};
 
 const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
@@ -25,33 +26,29 @@ pub(super) fn answer(head: &Parts) -> Response<Body> {
     reply::json(Some(json!(logging::levels().scopes())))
 }
 
-fn set(query: &str) -> Result<(), String> {
+fn set(query: &str) -> Result<(), Problem> {
+    const QUERY: &str = "level, scope and for, each with a value and once";
+    let invalid = codes::ARGUMENT_INVALID;
     let mut members = BTreeMap::from([("level", None), ("scope", None), ("for", None)]);
     for member in query.split('&').filter(|member| !member.is_empty()) {
         let (name, value) = member.split_once('=').unwrap_or_default();
         match members.get_mut(name) {
             Some(place @ None) => *place = Some(value),
             _ => {
-                return Err(format!(
-                    "the query has {member:?}, expected level, scope and for, each with a value and once"
-                ));
+                return Err(Problem::value(invalid, "the query", member, QUERY));
             }
         }
     }
-    let level = members["level"].ok_or("the query has no level")?;
+    let missing = || Problem::new(invalid, "the query", "does not have a level");
+    let level = members["level"].ok_or_else(missing)?;
     let scope = members["scope"].filter(|scope| *scope != "all");
     let period = members["for"].map(read_period).transpose()?;
-    logging::levels()
-        .set(scope, level, period)
-        .map_err(|error| error.to_string())
+    logging::levels().set(scope, level, period)
 }
 
-fn read_period(text: &str) -> Result<Duration, String> {
+fn read_period(text: &str) -> Result<Duration, Problem> {
     let period = duration::parse(text);
     let period = period.filter(|period| !period.is_zero() && *period <= MAX_PERIOD);
-    period.ok_or_else(|| {
-        format!(
-            "for is {text:?}, expected a duration such as 10m, more than 0 and at most {MAX_PERIOD:?}"
-        )
-    })
+    let expected = "a duration such as 10m, more than 0 and at most 24h";
+    period.ok_or_else(|| Problem::value(codes::ARGUMENT_INVALID, "for", text, expected))
 }

@@ -52,6 +52,8 @@ use crate::istiod::Istiod;
 use crate::lifecycle::{BoxError, CancellationToken, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
+use crate::problem::{Problem, codes};
+use crate::report::Report;
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
@@ -65,6 +67,8 @@ use reply::plain;
 pub use server::{Listener, bind};
 use startup::Milestones;
 
+/// The age of a report that the debug page may show again, because the page reloads itself.
+const REPORT_AGE: Duration = Duration::from_secs(10);
 /// Longer than Envoy's admin port may take to answer.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
@@ -73,6 +77,10 @@ pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 
 /// Makes a debug page that the wiring adds.
 pub type Page = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Value> + Send>> + Send + Sync>;
+
+/// Makes the doctor's report, or returns the last one if it is not older than this.
+pub type Doctor =
+    Arc<dyn Fn(Duration) -> Pin<Box<dyn Future<Output = Report> + Send>> + Send + Sync>;
 
 /// Answers a request for merged metrics.
 pub type Scrape = Arc<
@@ -122,6 +130,7 @@ pub struct Sources {
     pub wasm: Option<Wasm>,
     pub metrics: Registry,
     pub scrape: Scrape,
+    pub doctor: Doctor,
     /// Further debug pages, by path.
     pub pages: BTreeMap<&'static str, Page>,
 }
@@ -214,6 +223,7 @@ impl Router {
             }
             "/" => reply::refusal(StatusCode::NOT_FOUND, "404 page not found: see /debug/\n"),
             "/debug/logging" => logging::answer(&head),
+            "/debug/doctor" => reply::json(Some((self.sources.doctor)(Duration::ZERO).await)),
             page => match (self.sources.pages.get(page), debug_page(page)) {
                 (Some(make), _) => reply::json(Some(make().await)),
                 (None, Some(make)) => self.debug_page(page, make).await,
@@ -225,16 +235,19 @@ impl Router {
     /// Makes a debug page on another thread, as some take a while, one at a time: each thread has memory
     /// of its own, which glibc keeps.
     async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
-        // Without the log line of a probe.
-        let ready = match path {
-            "/debug/" | "/debug/overview" => self.ready.explained().await,
-            _ => Ok(()),
+        let known = match path {
+            "/debug/" | "/debug/overview" => {
+                // Without the log line of a probe.
+                let report = (self.sources.doctor)(REPORT_AGE);
+                tokio::join!(report, self.ready.check())
+            }
+            _ => (Report::default(), Ok(())),
         };
         let (sources, alone) = (self.sources.clone(), self.page.clone().lock_owned().await);
         let made = tokio::task::spawn_blocking(move || {
             // Until the end, also when the client has gone.
             let _alone = alone;
-            make(&sources, ready)
+            make(&sources, known)
         });
         made.await
             .unwrap_or_else(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
@@ -255,9 +268,9 @@ async fn drain(sources: &Sources) -> Response<Body> {
             .await
             .is_err()
     {
-        tracing::warn!(
-            "/drain: Envoy has not been told within {DRAIN_LIMIT:?}; answering all the same"
-        );
+        let found = "Envoy did not confirm the drain within 10 s";
+        let problem = Problem::new(codes::DRAIN_UNCONFIRMED, "/drain", found);
+        tracing::warn!("{problem}");
     }
     plain(StatusCode::OK, "OK")
 }
@@ -272,13 +285,13 @@ fn progress(sources: &Sources) -> Response<Body> {
     })))
 }
 
-/// Makes a page from the sources and, for the overview, the result of a readiness check.
-type DebugPage = fn(&Sources, Result<(), String>) -> Response<Body>;
+/// Makes a page from the sources and, for the overview, the doctor's report and the readiness.
+type DebugPage = fn(&Sources, (Report, Result<(), String>)) -> Response<Body>;
 
 fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
-        "/debug/" => |sources, ready| reply::html(Overview::new(sources, ready).html()),
-        "/debug/overview" => |sources, ready| reply::json(Some(Overview::new(sources, ready))),
+        "/debug/" => |sources, known| reply::html(Overview::new(sources, known).html()),
+        "/debug/overview" => |sources, known| reply::json(Some(Overview::new(sources, known))),
         "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::LAST_LINES.text()),
         "/debug/envoy" => |sources, _| reply::json(sources.envoy.as_ref().map(Envoy::snapshot)),
         "/debug/istiod" => |sources, _| reply::json(Some(sources.istiod.status())),

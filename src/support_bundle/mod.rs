@@ -1,10 +1,10 @@
-//! Collects what a report of a problem needs into one `.tar.gz`: the doctor's answer, configuration,
-//! bootstrap, pages of Envoy and of the agent, the rules of capture, versions.
+//! Collects the data for a bug report in one `.tar.gz`: the doctor's report, configuration, bootstrap,
+//! pages of Envoy and of the agent, the rules of traffic capture, versions.
 //!
-//! It works with a running agent and Envoy or without. What cannot be read is named in `errors.txt`, with
-//! the reason; what is too large or takes too long is cut off. Everything passes [`redact`], compressed
-//! at once, so that memory does not grow with what Envoy has: 16 MiB of a file are kept at most. It takes
-//! 20 s at most, until it is written, and up to 10 s before if files hang.
+//! A running agent and Envoy are not necessary. `errors.txt` names the parts that cannot be read, with the
+//! reason; large or slow parts are cut off. Everything passes [`redact`] and is compressed at once, so
+//! memory does not grow with Envoy's configuration: at most 16 MiB of a file are stored. The collection takes
+//! at most 20 s, and up to 10 s more at its start if files hang.
 
 mod redact;
 
@@ -32,6 +32,7 @@ use crate::capture::program;
 use crate::config::environment::{self, Environment};
 use crate::http_client::{Body, Client};
 use crate::lifecycle::with_causes;
+use crate::problem::{Code, Problem, codes};
 use crate::proxy_config::ProxyConfig;
 use crate::regular_file::{self, MAX_SETTINGS};
 use redact::Form::{self, Json, Lines, OwnJson};
@@ -89,8 +90,7 @@ pub struct Bundle {
     secrets: Arc<Secrets>,
     until: Instant,
     files: RefCell<Vec<File>>,
-    /// What is missing or cut off, and why.
-    problems: RefCell<Vec<String>>,
+    problems: RefCell<Vec<Problem>>,
 }
 
 /// A file, compressed as it arrives. What it has no room for is left out.
@@ -149,6 +149,7 @@ pub async fn collect(
     );
     let problems = bundle.problems.take();
     if !problems.is_empty() {
+        let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
         bundle.text("errors.txt", Lines, &problems.join("\n"));
     }
     bundle
@@ -160,7 +161,8 @@ impl Bundle {
             self.pages(port, &OF_AGENT).await;
         }
         if !self.files.borrow().iter().any(|file| file.name == CONFIG) {
-            self.problem(CONFIG, "of this command, not of the agent");
+            let found = "the agent did not answer";
+            self.problem(codes::BUNDLE_CONFIG_OF_COMMAND, CONFIG, found);
             self.text(CONFIG, OwnJson, &format!("{:#}", sources.config));
         }
     }
@@ -176,10 +178,13 @@ impl Bundle {
                 // An agent that answers no DNS has no name table.
                 Ok(answer) if answer.status() == StatusCode::NOT_FOUND && path == "/debug/ndsz" => {
                 }
-                Ok(answer) => self.problem(name, format!("the answer is {}", answer.status())),
+                Ok(answer) => {
+                    let found = format!("the answer is {}", answer.status());
+                    self.problem(codes::BUNDLE_PAGE_MISSING, name, found);
+                }
                 Err(error) => {
-                    let why = with_causes(&error);
-                    return self.problem(name, format!("{why}; no page after it is requested"));
+                    let found = with_causes(&error);
+                    return self.problem(codes::BUNDLE_PORT_SILENT, name, found);
                 }
             }
         }
@@ -203,7 +208,7 @@ impl Bundle {
         let written = spawn_blocking(move || File::write_from(name, &secrets, form, page)).await;
         match written {
             Ok(written) => self.add(written),
-            Err(panic) => self.problem(name, panic),
+            Err(panic) => self.problem(codes::BUNDLE_PAGE_MISSING, name, panic),
         }
     }
 
@@ -238,8 +243,8 @@ impl Bundle {
         let custom = Some(&config.custom_config_file).filter(|path| !path.is_empty());
         paths.extend(custom.map(Into::into));
         if paths.is_empty() {
-            let why = format!("{} has none that can be read", config.config_path);
-            self.problem("bootstrap", why);
+            let found = format!("no file envoy-rev*.json in {}", config.config_path);
+            self.problem(codes::BUNDLE_BOOTSTRAP_MISSING, "bootstrap", found);
         }
         for path in paths {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -248,9 +253,12 @@ impl Bundle {
             match in_time(self.until, read).await.and_then(|read| read) {
                 Ok(text) => match serde_saphyr::from_slice::<Value>(&text) {
                     Ok(document) => self.text(&name, Json, &format!("{document:#}")),
-                    Err(_) => self.problem(&name, "it is neither YAML nor JSON"),
+                    Err(_) => {
+                        let found = "the file is neither YAML nor JSON";
+                        self.problem(codes::BUNDLE_BOOTSTRAP_UNREADABLE, &name, found);
+                    }
                 },
-                Err(error) => self.problem(&name, error),
+                Err(error) => self.problem(codes::BUNDLE_BOOTSTRAP_UNREADABLE, &name, error),
             }
         }
     }
@@ -261,14 +269,15 @@ impl Bundle {
 
     fn add(&self, (file, copied): (File, io::Result<()>)) {
         if let Err(error) = copied {
-            self.problem(&file.name, with_causes(&error));
+            self.problem(codes::BUNDLE_PART_CUT, &file.name, with_causes(&error));
         }
         self.files.borrow_mut().push(file);
     }
 
-    fn problem(&self, name: &str, why: impl std::fmt::Display) {
-        tracing::warn!("not in the bundle, or not whole: {name}: {why}");
-        self.problems.borrow_mut().push(format!("{name}: {why}"));
+    fn problem(&self, code: &'static Code, name: &str, found: impl ToString) {
+        let problem = Problem::new(code, name, found.to_string());
+        tracing::warn!("{problem}");
+        self.problems.borrow_mut().push(problem);
     }
 
     /// Writes the archive. Its headers need the sizes, so the files are compressed once more.
@@ -306,7 +315,7 @@ impl File {
         // Also what came before an error.
         let copied = copied.and(to.flush());
         let (file, _) = to.into_parts();
-        let problem = format!("it has more than {} MiB compressed", MAX_COMPRESSED >> 20);
+        let problem = format!("more than {} MiB compressed", MAX_COMPRESSED >> 20);
         match file.is_full() {
             true => (file, Err(io::Error::other(problem))),
             false => (file, copied),
@@ -340,11 +349,11 @@ async fn output(command: &[&str]) -> String {
     format!("$ {}\n{}\n\n", command.join(" "), printed.trim())
 }
 
-/// What is ready at once does not count as late, unless the time for all is over.
+/// Something that is ready at once does not count as late, unless the time for all is over.
 async fn in_time<T>(until: Instant, future: impl Future<Output = T>) -> io::Result<T> {
     let left = until.saturating_duration_since(Instant::now());
-    let text = || format!("it did not answer within {PATIENCE:?}, or within {LIMIT:?} for all");
-    let late = || io::Error::other(text());
+    let text = "no answer within 5 s, or 20 s in all";
+    let late = || io::Error::other(text);
     match left.is_zero() {
         true => Err(late()),
         false => timeout(left.min(PATIENCE), future)

@@ -17,6 +17,7 @@ use tokio::sync::OnceCell;
 use tokio::time::timeout;
 
 use crate::netlink;
+use crate::problem::{Problem, codes};
 use crate::unix_socket::access::admitted;
 
 pub(super) const NOT_LOCAL: &str = "Only requests from localhost are allowed\n";
@@ -74,7 +75,7 @@ pub(super) struct Access {
 }
 
 impl Access {
-    /// What the caller is told if it is refused.
+    /// Returns the text for a caller that is refused.
     pub(super) async fn check(&self, caller: &Caller, head: &Parts) -> Result<(), String> {
         if !caller.is_local() || caller.address.ip() == ENVOY {
             return Err(NOT_LOCAL.to_owned());
@@ -84,16 +85,18 @@ impl Access {
             return Ok(());
         };
         let variable = self.variable;
-        match caller.user.get_or_try_init(|| caller.ask()).await {
-            Ok(user) if users.contains(user) => Ok(()),
-            Ok(user) => Err(format!(
-                "user {user} is refused, expected one of {users:?}, to which {variable} adds\n"
-            )),
-            Err(error) => Err(format!(
-                "refused, as the kernel does not tell the user of this connection ({error}); \
-                 {variable}=any admits all users\n"
-            )),
-        }
+        let problem = match caller.user.get_or_try_init(|| caller.ask()).await {
+            Ok(user) if users.contains(user) => return Ok(()),
+            Ok(user) => {
+                let users: Vec<_> = users.iter().map(ToString::to_string).collect();
+                let found = format!("only users {} may send this request", users.join(", "));
+                Problem::new(codes::CALLER_REFUSED, format!("user {user}"), found)
+                    .remedy(format!("{variable} allows others"))
+            }
+            Err(error) => Problem::new(codes::CALLER_UNKNOWN, "the kernel", error.to_string())
+                .remedy(format!("{variable}=any allows every user")),
+        };
+        Err(format!("{problem}\n"))
     }
 }
 
@@ -103,9 +106,7 @@ fn check_names(head: &Parts) -> Result<(), String> {
     let text = |name| headers(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
     let of_line = head.uri.authority().map(|name| name.as_str().into());
     if let Some(host) = text(HOST).chain(of_line).find(|host| !is_local_name(host)) {
-        return Err(format!(
-            "the host is {host:?}, expected localhost or an address\n"
-        ));
+        return Err(foreign("the host", &host, "localhost or an IP address"));
     }
     let own = head.headers.get(HOST);
     let is_own = |origin: &str| {
@@ -114,11 +115,14 @@ fn check_names(head: &Parts) -> Result<(), String> {
             .is_some_and(|it| own.is_some_and(|own| own == it))
     };
     match text(ORIGIN).find(|origin| !is_own(origin)) {
-        Some(origin) => Err(format!(
-            "the origin is {origin:?}, expected that of this port\n"
-        )),
+        Some(origin) => Err(foreign("the origin", &origin, "the origin of this port")),
         None => Ok(()),
     }
+}
+
+fn foreign(subject: &str, found: &str, expected: &'static str) -> String {
+    let problem = Problem::value(codes::CALLER_FOREIGN, subject, found, expected);
+    format!("{problem}\n")
 }
 
 fn is_local_name(host: &str) -> bool {

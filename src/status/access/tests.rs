@@ -134,7 +134,7 @@ async fn the_user_of_the_callers_socket_decides() {
             let is_control = line.starts_with("POST /drain") || line.starts_with("POST /quit");
             let variable = ["ISTIO_AGENT_DEBUG_USERS", "ISTIO_AGENT_CONTROL_USERS"];
             assert!(body.contains(variable[usize::from(is_control)]), "{case}");
-            assert!(body.contains(&format!("user {user} ")), "{case}");
+            assert!(body.contains(&format!("user {user}: ")), "{case}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The overview: a snapshot of Envoy, istiod, certificates, discovery and recent warnings, as JSON
-//! and as an HTML page.
+//! The overview: the doctor's report, and a snapshot of Envoy, istiod, certificates, discovery and recent
+//! warnings, as JSON and as an HTML page.
 //!
 //! Snapshots hold neither keys nor tokens.
 
@@ -11,10 +11,11 @@ use serde_json::Value;
 use super::Sources;
 use super::startup::Reached;
 use crate::clock::{Clock, rfc3339};
-use crate::envoy::handle::{Envoy, Report};
+use crate::envoy::handle::{self, Envoy};
 use crate::health::Health;
 use crate::istiod::status::Status;
 use crate::logging;
+use crate::report::Report;
 use crate::secrets::Secrets;
 use crate::secrets::observe::Snapshot as Certificates;
 use crate::version;
@@ -27,8 +28,9 @@ pub(super) struct Overview {
     ready: bool,
     /// Why the pod is not ready.
     missing: Option<String>,
+    doctor: Report,
     /// None if the agent runs without Envoy.
-    envoy: Option<Report>,
+    envoy: Option<handle::Report>,
     istiod: Status,
     /// None if another process serves certificates.
     certificates: Option<Certificates>,
@@ -57,8 +59,8 @@ struct Dns {
 }
 
 impl Overview {
-    /// What is known now. `ready` is the result of a readiness check.
-    pub(super) fn new(sources: &Sources, ready: Result<(), String>) -> Self {
+    /// Takes a snapshot. `ready` is the result of a readiness check.
+    pub(super) fn new(sources: &Sources, (doctor, ready): (Report, Result<(), String>)) -> Self {
         Self {
             now: rfc3339(Clock::system().now()),
             agent: Agent {
@@ -68,6 +70,7 @@ impl Overview {
             },
             ready: ready.is_ok(),
             missing: ready.err(),
+            doctor,
             envoy: sources.envoy.as_ref().map(Envoy::snapshot),
             istiod: sources.istiod.status(),
             certificates: sources.secrets.as_ref().map(Secrets::snapshot),

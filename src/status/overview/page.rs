@@ -1,18 +1,12 @@
-//! The overview as an HTML page: the states in colour and in words, then the JSON as tables. It has no
-//! scripts, needs no further files, and is reloaded every five seconds.
+//! The overview as an HTML page: the doctor's findings, then the JSON as tables. It has no scripts, needs
+//! no further files, and is reloaded every five seconds.
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use serde_json::{Value, json};
 
 use super::Overview;
 use crate::duration::approximate;
-use crate::xds::observe::Source;
-
-/// Classes of the style sheet.
-const GOOD: &str = "good";
-const WARN: &str = "warn";
-const BAD: &str = "bad";
-const PLAIN: &str = "plain";
+use crate::report::{Level, Report};
 
 /// Title, member of the overview, and path of the same as JSON.
 const SECTIONS: [(&str, &str, &str); 9] = [
@@ -27,18 +21,10 @@ const SECTIONS: [(&str, &str, &str); 9] = [
     ("Recent warnings", "warnings", "overview"),
 ];
 
-/// Class, words, and what is to be known besides.
-type Shown = (&'static str, String, Option<String>);
-
 pub(super) fn page(overview: &Overview) -> String {
     let agent = &overview.agent;
     let members = json!(overview);
-    let states = [
-        ("Pod", pod(overview)),
-        ("istiod", istiod(overview)),
-        ("Certificate", certificate(overview)),
-        ("Configuration", configuration(overview)),
-    ];
+    let state = if overview.ready { "ready" } else { "not ready" };
     let page = html! {
         (DOCTYPE)
         html lang="en" {
@@ -46,7 +32,7 @@ pub(super) fn page(overview: &Overview) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width,initial-scale=1";
                 meta http-equiv="refresh" content="5";
-                title { (pod(overview).1) ": " (agent.node) }
+                title { (state) ": " (agent.node) }
                 style { (PreEscaped(include_str!("style.css"))) }
             }
             body {
@@ -55,14 +41,8 @@ pub(super) fn page(overview: &Overview) -> String {
                     (agent.node) br;
                     (agent.version) ", up " (approximate(agent.uptime_seconds)) ", seen " (overview.now)
                 }
-                ul.states {
-                    @for (name, (class, words, note)) in &states {
-                        li {
-                            (name) " " b class=(class) { (words) }
-                            @if let Some(note) = note { " " small { (note) } }
-                        }
-                    }
-                }
+                p { b { (state) } @if let Some(missing) = &overview.missing { " " (missing) } }
+                (findings(&overview.doctor))
                 main {
                     @for (title, member, path) in SECTIONS {
                         @if !members[member].is_null() {
@@ -88,69 +68,19 @@ pub(super) fn page(overview: &Overview) -> String {
     page.into_string().replace(is_hidden, "\u{fffd}")
 }
 
-fn pod(overview: &Overview) -> Shown {
-    match overview.ready {
-        true => (GOOD, "ready".to_owned(), None),
-        false => (BAD, "not ready".to_owned(), overview.missing.clone()),
+fn findings(report: &Report) -> Markup {
+    let checks = report.groups.iter().flat_map(|group| &group.checks);
+    html! {
+        ul {
+            @for check in checks.filter(|check| check.level > Level::Ok) {
+                li { (level(check.level)) " " (check.sentence()) }
+            }
+        }
     }
 }
 
-fn istiod(overview: &Overview) -> Shown {
-    let status = &overview.istiod;
-    let (class, words) = match status.connected {
-        Some(_) => (GOOD, "connected"),
-        None => (BAD, "not connected"),
-    };
-    let failure = status.last_error.as_ref();
-    let note = failure.map(|failure| format!("{}: {}", failure.at, failure.problem));
-    (class, words.to_owned(), note)
-}
-
-/// The life left of the workload certificate.
-fn certificate(overview: &Overview) -> Shown {
-    let Some(snapshot) = &overview.certificates else {
-        return (PLAIN, "served by another process".to_owned(), None);
-    };
-    let failure = snapshot.problem.as_ref();
-    let note = failure.map(|failure| format!("no new certificate: {}", failure.problem));
-    let leaf = snapshot
-        .secrets
-        .first()
-        .and_then(|secret| secret.certificates.first());
-    let (class, words) = match leaf.map(|leaf| leaf.remaining_seconds) {
-        None => (BAD, "none yet".to_owned()),
-        Some(left) if left <= 0.0 => (BAD, format!("expired {} ago", approximate(-left))),
-        Some(left) if note.is_some() => (WARN, format!("{} left", approximate(left))),
-        Some(left) => (GOOD, format!("{} left", approximate(left))),
-    };
-    (class, words, note)
-}
-
-/// Whether Envoy has accepted the last response of every type.
-fn configuration(overview: &Overview) -> Shown {
-    let snapshot = &overview.discovery;
-    let types: Vec<_> = snapshot.types.values().collect();
-    let refused = types.iter().filter(|of_type| of_type.is_refused());
-    let reasons: Vec<_> = refused
-        .filter_map(|of_type| Some(of_type.last_nack.as_ref()?.reason.as_str()))
-        .collect();
-    if !reasons.is_empty() {
-        return (BAD, "NACK".to_owned(), Some(reasons.join("; ")));
-    }
-    let answers = types
-        .iter()
-        .filter_map(|of_type| of_type.last_response.as_ref());
-    let (class, words) = match answers.clone().any(|last| last.answered) {
-        true => (GOOD, "accepted"),
-        false => (WARN, "none yet"),
-    };
-    let note = match &snapshot.stream {
-        None => "no stream of Envoy",
-        Some(stream) if stream.source == Source::Kept => "last known good, istiod is unreachable",
-        Some(stream) if !stream.connected => "stream waits for istiod",
-        Some(_) => return (class, words.to_owned(), None),
-    };
-    (class, words.to_owned(), Some(note.to_owned()))
+fn level(level: Level) -> Markup {
+    html! { b class=(level.name()) { (level.name()) } }
 }
 
 /// A section: its members as rows, without those that are null.

@@ -40,7 +40,7 @@ const IDLE: Duration = Duration::from_secs(300);
 /// Longer than any scraper waits. The kernel measures it.
 const UNREAD: Duration = Duration::from_secs(60);
 const BACKLOG: u32 = 1024;
-/// How long answers under way may take when the port is closed.
+/// How long running requests may take when the port is closed.
 const SHUTDOWN_LIMIT: Duration = Duration::from_millis(500);
 
 /// The bound port.
@@ -80,7 +80,7 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then lets answers under way be finished.
+/// Serves until `stop`, then finishes running requests.
 pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: CancellationToken) {
     let Listener { listener, unread } = listener;
     let mut connections = Connections::default();
@@ -94,7 +94,8 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
                 }
                 Err(error) => {
                     // Most likely the file descriptors are used up: close one of our own.
-                    tracing::error!("failed to accept a connection to the status port: {error}");
+                    let (code, error) = (codes::STATUS_PORT_EXHAUSTED, error.to_string());
+                    tracing::error!("{}", Problem::new(code, "status port", error));
                     connections.close_most_idle();
                     sleep(Duration::from_millis(100)).await;
                 }
@@ -106,7 +107,6 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
         }
     }
     drop(listener);
-    // Each ends in its time.
     while connections.tasks.join_next().await.is_some() {}
     tracing::info!("Status server has successfully terminated");
 }
@@ -160,7 +160,7 @@ impl Connections {
         if let Some(id) = most_idle.map(|(id, _)| *id)
             && let Some((_, handle)) = self.open.remove(&id)
         {
-            tracing::debug!("closing a connection to the status port, as there are too many");
+            tracing::debug!("closing an idle connection because the status port has too many");
             handle.abort();
         }
     }

@@ -37,6 +37,6 @@ async fn log_levels_are_set_by_the_request_command_and_go_back_by_themselves() {
     assert!(agent.log()[before..].contains("\txdsproxy\t"));
     let path = "debug/logging?scope=xdsproxy&level=error&for=500ms";
     assert_eq!(request("POST", path), "error");
-    agent.logs("log levels set for a while go back").await;
+    agent.logs("temporary log levels expired").await;
     assert_eq!(request("GET", "debug/logging"), "debug");
 }

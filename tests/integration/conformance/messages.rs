@@ -274,7 +274,7 @@ fn a_user_without_access_is_named_beside_the_owner() {
         ),
         (
             "proxy --log_target=proxy/log",
-            "cannot open log target proxy/log",
+            "cannot open proxy/log",
             "proxy",
             0o755,
         ),

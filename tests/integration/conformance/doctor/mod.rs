@@ -382,7 +382,7 @@ async fn a_refusal_by_istiod_is_the_first_error() {
         SetUp::new(
             place,
             (istiod, hangs),
-            &["running agent", "restart the container"],
+            &["AGENT_SILENT", "restart the container"],
         )
     });
     rows.add("OUTPUT_CERTS without its directory", async {
