@@ -12,6 +12,8 @@ pub enum ExitCode {
     NotCaptured,
     /// `istio-iptables --verify` found that traffic may not go where it should.
     CaptureDiffers,
+    /// The agent does not let this user run `doctor`.
+    DoctorRefused,
     /// `doctor` found settings or states that may not work for long.
     DoctorWarnings,
     /// `doctor` found what keeps the pod from being ready or from serving.
@@ -29,6 +31,7 @@ impl From<ExitCode> for std::process::ExitCode {
             ExitCode::DoctorErrors => 2,
             ExitCode::NotCaptured => 126,
             ExitCode::CaptureDiffers => 3,
+            ExitCode::DoctorRefused => 4,
             ExitCode::Envoy(code) => code,
         })
     }

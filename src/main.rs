@@ -89,9 +89,10 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             text.map_or(Ok(ExitCode::Success), |text| print(text.trim_end()))
         }
         Some(Command::Doctor(flags)) => {
-            let report = block_on(doctor::report(&flags.proxy, &log, &environment))?;
-            print_report(&report, flags.json)?;
-            Ok(doctor::exit_code(report.level))
+            doctor::restart_with_unit(&environment);
+            let (text, code) = block_on(doctor::run(&flags, &log, &environment))?;
+            print(&text)?;
+            Ok(code)
         }
         Some(Command::Preflight(flags)) => {
             let mut report = preflight::report(&flags.read()?)?;

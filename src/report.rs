@@ -1,15 +1,24 @@
 //! The findings of `doctor` and `preflight`: one line each, as text or as JSON.
 
+use std::cmp::Reverse;
 use std::fmt;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::logging::printable;
+use crate::problem::codes::FOLLOWS;
 use crate::problem::{Problem, sentence};
 
 /// In characters.
 const MAX_TEXT: usize = 1000;
+
+/// Before the second and later lines of a finding.
+const INDENT: &str = "           ";
+/// The state of a pod that serves.
+pub const READY: &str = "ready";
+const NEXT_STEPS: &str = "if requests fail, read the response flags in Envoy's access log (UH: no healthy endpoint, \
+                          UF: no connection, NR: no route), and compare `istioctl proxy-config all POD`";
 
 /// The answer of all checks.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -17,6 +26,11 @@ pub struct Report {
     pub node: String,
     /// The worst of all checks.
     pub level: Level,
+    /// The state of the pod and the first problem. Empty in reports of older agents.
+    #[serde(default)]
+    pub verdict: String,
+    #[serde(default)]
+    pub remedy: String,
     pub groups: Vec<Group>,
 }
 
@@ -69,13 +83,9 @@ pub enum Level {
 }
 
 impl Level {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Skipped => "skipped",
-            Self::Ok => "ok",
-            Self::Warning => "warning",
-            Self::Error => "error",
-        }
+    pub fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or_else(String::new, |it| it.get_name().to_owned())
     }
 }
 
@@ -130,8 +140,18 @@ impl Check {
     }
 
     pub fn sentence(&self) -> String {
-        let follows = [self.consequence.as_str(), &self.remedy];
+        self.line([&self.consequence, &self.remedy])
+    }
+
+    fn line(&self, follows: [&str; 2]) -> String {
         sentence(&self.name, &self.found, &self.expected, follows, &self.code)
+    }
+
+    /// Tells whether the other finding is only a consequence of this one.
+    fn causes(&self, other: &Self) -> bool {
+        let has = |names: &[&str], it: &Self| names.iter().any(|name| it.code.starts_with(name));
+        let mut rows = FOLLOWS.iter();
+        rows.any(|(causes, follow)| has(causes, self) && has(follow, other))
     }
 
     pub fn expected(mut self, expected: impl fmt::Display) -> Self {
@@ -151,32 +171,103 @@ impl Report {
             .into_iter()
             .filter(|g| !g.checks.is_empty())
             .collect();
-        let levels = groups.iter().flat_map(|group| &group.checks);
-        let level = levels.map(|check| check.level).max();
+        let checks = groups.iter().flat_map(|group| &group.checks);
         Self {
             node,
-            level: level.unwrap_or(Level::Skipped),
+            level: checks.map(|it| it.level).max().unwrap_or_default(),
             groups,
+            ..Self::default()
         }
+    }
+
+    /// Adds verdict and remedy. `state` is that of the pod. If no check is an error, `unexplained` is one.
+    #[must_use]
+    pub fn judged(mut self, state: &str, unexplained: Option<&Problem>) -> Self {
+        if self.level < Level::Error
+            && let Some(problem) = unexplained
+        {
+            let check = Check::problem(Level::Error, problem);
+            self.groups.push(Group::new("readiness", vec![check]));
+            self.level = Level::Error;
+        }
+        let findings = self.findings();
+        let Some(first) = findings.first() else {
+            self.verdict = format!("{state}: no problem found");
+            NEXT_STEPS.clone_into(&mut self.remedy);
+            return self;
+        };
+        let worst = findings.iter().filter(|it| it.level == first.level).count();
+        let count = match (state, worst) {
+            (READY, 1) => format!(", with 1 {}", first.level.name()),
+            (READY, _) => format!(", with {worst} {}s", first.level.name()),
+            _ => String::new(),
+        };
+        let verdict = format!("{state}{count}: {}", first.line(["", ""]));
+        let remedy = match first.remedy.as_str() {
+            "" => format!("see {} in docs/problems.md", first.code),
+            remedy => remedy.to_owned(),
+        };
+        (self.verdict, self.remedy) = (verdict, remedy);
+        self
+    }
+
+    fn checks(&self) -> impl Iterator<Item = &Check> {
+        self.groups.iter().flat_map(|group| &group.checks)
+    }
+
+    /// The errors, then the warnings, each once and without consequences of others.
+    pub fn findings(&self) -> Vec<&Check> {
+        let mut all: Vec<_> = self.checks().filter(|it| it.level > Level::Ok).collect();
+        all.sort_by_key(|check| Reverse(check.level));
+        let mut found: Vec<&Check> = Vec::new();
+        for check in &all {
+            let mut causes = all.iter().take_while(|it| it.level >= check.level);
+            let is_known = |it: &&Check| (&it.code, &it.name) == (&check.code, &check.name);
+            if !causes.any(|it| it.causes(check))
+                && (check.code.is_empty() || !found.iter().any(is_known))
+            {
+                found.push(check);
+            }
+        }
+        found
+    }
+
+    /// Verdict, remedy and findings, or `all` checks, in lines of at most `width` characters.
+    pub fn text(&self, all: bool, width: usize) -> String {
+        let findings = self.findings();
+        let remedy = format!("what to do: {}", self.remedy);
+        let mut lines = vec![self.verdict.clone(), remedy, self.node.clone()];
+        match all {
+            true => lines.extend(self.groups.iter().flat_map(|group| {
+                let checks = group.checks.iter().map(|check| format!("  {check}"));
+                std::iter::once(group.name.clone()).chain(checks)
+            })),
+            false => lines.extend(findings.iter().map(ToString::to_string)),
+        }
+        let [errors, warnings] = [Level::Error, Level::Warning]
+            .map(|level| findings.iter().filter(|it| it.level == level).count());
+        let [passed, skipped] = [Level::Ok, Level::Skipped]
+            .map(|level| self.checks().filter(|it| it.level == level).count());
+        lines.push(format!(
+            "errors: {errors}, warnings: {warnings}, passed: {passed}, skipped: {skipped}"
+        ));
+        // Without a configuration the node is unknown.
+        let lines = lines.iter().filter(|line| !line.is_empty());
+        let lines: Vec<_> = lines.map(|line| wrapped(line, width)).collect();
+        lines.join("\n")
     }
 }
 
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}", printable(&self.node))?;
-        for group in &self.groups {
-            writeln!(f, "{}", group.name)?;
-            for check in &group.checks {
-                writeln!(f, "  {check}")?;
-            }
-        }
-        let count = |level| {
-            let checks = self.groups.iter().flat_map(|group| &group.checks);
-            checks.filter(|check| check.level == level).count()
-        };
-        let [errors, warnings] = [Level::Error, Level::Warning].map(count);
-        write!(f, "errors: {errors}, warnings: {warnings}")
+/// Breaks a line at spaces, or inside a word that is too long, and indents what follows.
+fn wrapped(line: &str, width: usize) -> String {
+    let (mut text, mut rest) = (String::new(), printable(line));
+    while let Some((end, _)) = rest.char_indices().nth(width) {
+        let space = rest[..end].rfind(' ').filter(|at| *at > INDENT.len());
+        let (line, more) = rest.split_at(space.unwrap_or(end));
+        text += &format!("{}\n", line.trim_end());
+        rest = format!("{INDENT}{}", more.trim_start());
     }
+    text + &rest
 }
 
 impl fmt::Display for Check {
@@ -190,27 +281,167 @@ impl fmt::Display for Check {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::problem::{Code, codes};
+
+    const WIDTH: usize = 120;
 
     fn report(checks: Vec<Check>) -> Report {
         let name = "istiod".to_owned();
         Report::new("node".to_owned(), vec![Group { name, checks }])
     }
 
+    fn problem(code: &'static Code, subject: &str, found: &str) -> Problem {
+        Problem::new(code, subject, found)
+            .consequence("")
+            .remedy("mend it")
+    }
+
+    fn error(code: &'static Code, subject: &str, found: &str) -> Check {
+        Check::problem(Level::Error, &problem(code, subject, found))
+    }
+
+    fn warning(code: &'static Code, subject: &str, found: &str) -> Check {
+        Check::problem(Level::Warning, &problem(code, subject, found))
+    }
+
     #[test]
-    fn a_report_has_the_level_of_its_worst_check_and_a_line_for_each() {
-        let mut checks = vec![Check::skipped("a", "no agent")];
-        assert_eq!(report(checks.clone()).level, Level::Skipped);
-        checks.push(Check::ok("b", "found"));
-        assert_eq!(report(checks.clone()).level, Level::Ok);
-        checks.push(Check::warning("c", "late").expected("soon"));
-        assert_eq!(report(checks.clone()).level, Level::Warning);
-        checks.push(Check::error("d\n", "a\u{1b}[2Jb\nc").remedy("mend it"));
-        let report = report(checks);
-        assert_eq!(report.level, Level::Error);
-        let expected = "node\nistiod\n  skipped  a: no agent\n  ok       b: found\n  \
-                        warning  c is late, expected soon\n  error    d\\n: a\\u001b[2Jb\\nc; mend it\n\
-                        errors: 1, warnings: 1";
-        assert_eq!(report.to_string(), expected);
+    fn verdict_and_remedy_are_the_first_lines_and_passed_checks_are_counted() {
+        let checks = vec![
+            Check::skipped("a", "no agent"),
+            Check::ok("b", "found"),
+            warning(codes::LOG_SILENT, "c", "none"),
+            error(codes::AGENT_UNKNOWN, "d\n", "a\u{1b}[2Jb\nc"),
+        ];
+        let found = report(checks).judged("not ready", None);
+        assert_eq!(found.level, Level::Error);
+        let begin =
+            "not ready: d\\n: a\\u001b[2Jb\\nc [AGENT_UNKNOWN]\nwhat to do: mend it\nnode\n";
+        let passed = "  skipped  a: no agent\n  ok       b: found\n";
+        let warning = "warning  c: none; mend it [LOG_SILENT]\n";
+        let error = "error    d\\n: a\\u001b[2Jb\\nc; mend it [AGENT_UNKNOWN]\n";
+        let end = "errors: 1, warnings: 1, passed: 1, skipped: 1";
+        let short = format!("{begin}{error}{warning}{end}");
+        assert_eq!(found.text(false, usize::MAX), short);
+        let long = format!("{begin}istiod\n{passed}  {warning}  {error}{end}");
+        assert_eq!(found.text(true, usize::MAX), long);
+    }
+
+    #[test]
+    fn the_verdict_is_the_state_with_the_first_of_the_worst_findings() {
+        let (one, two) = (
+            warning(codes::LOG_SILENT, "a", "one"),
+            warning(codes::LOG_SILENT, "b", "two"),
+        );
+        let three = error(codes::AGENT_UNKNOWN, "c", "three");
+        let missing = problem(codes::POD_NOT_READY, "pod", "no listener");
+        let ok = Check::ok("b", "found");
+        for (checks, state, unexplained, verdict, level) in [
+            (
+                vec![],
+                READY,
+                None,
+                "ready: no problem found",
+                Level::Skipped,
+            ),
+            (vec![ok], READY, None, "ready: no problem found", Level::Ok),
+            (
+                vec![one.clone()],
+                READY,
+                None,
+                "ready, with 1 warning: a: one [LOG_SILENT]",
+                Level::Warning,
+            ),
+            (
+                vec![one.clone(), two.clone()],
+                READY,
+                None,
+                "ready, with 2 warnings: a: one [LOG_SILENT]",
+                Level::Warning,
+            ),
+            (
+                vec![one.clone(), three.clone()],
+                READY,
+                None,
+                "ready, with 1 error: c: three [AGENT_UNKNOWN]",
+                Level::Error,
+            ),
+            (
+                vec![one.clone(), three],
+                "not ready",
+                Some(&missing),
+                "not ready: c: three [AGENT_UNKNOWN]",
+                Level::Error,
+            ),
+            (
+                vec![one],
+                "not ready",
+                Some(&missing),
+                "not ready: pod: no listener [POD_NOT_READY]",
+                Level::Error,
+            ),
+        ] {
+            let found = report(checks).judged(state, unexplained);
+            assert_eq!((found.verdict.as_str(), found.level), (verdict, level));
+            assert!(!found.remedy.is_empty());
+        }
+        let found = report(vec![]).judged(READY, None);
+        for words in ["access log", "response flags", "istioctl proxy-config"] {
+            assert!(found.remedy.contains(words), "{}", found.remedy);
+        }
+    }
+
+    #[test]
+    fn a_finding_is_listed_once_and_without_its_consequences() {
+        let (cause, consequence) = (codes::CAPTURE_RULES_MISSING, codes::DNS_NOT_CAPTURED);
+        let groups = [
+            vec![warning(cause, "a", "1"), warning(consequence, "b", "2")],
+            vec![error(cause, "a", "1"), error(cause, "c", "3")],
+            vec![error(cause, "a", "1"), error(consequence, "b", "4")],
+        ];
+        let groups = groups.map(|checks| Group::new("group", checks)).into();
+        let found = Report::new(String::new(), groups).judged("not ready", None);
+        let listed: Vec<_> = found
+            .findings()
+            .iter()
+            .map(|it| (it.level, &*it.found))
+            .collect();
+        assert_eq!(listed, [(Level::Error, "1"), (Level::Error, "3")]);
+        // JSON has all.
+        let json = serde_json::to_value(&found).expect("JSON");
+        assert_eq!(json["groups"][2]["checks"][1]["found"], "4");
+        // An error is not hidden by a warning.
+        let checks = vec![warning(cause, "a", "1"), error(consequence, "b", "2")];
+        assert_eq!(report(checks).findings().len(), 2);
+    }
+
+    #[test]
+    fn no_line_is_wider_than_the_terminal_and_no_word_is_lost() {
+        let words = "word ".repeat(80);
+        let long = "ü".repeat(300);
+        let checks = vec![
+            error(codes::AGENT_UNKNOWN, "a", &words),
+            error(codes::AGENT_UNKNOWN, "b", &long),
+            error(codes::AGENT_UNKNOWN, "c", &format!("{words}{long}{words}")),
+        ];
+        let found = report(checks).judged("not ready", None);
+        let text = found.text(true, WIDTH);
+        let width = text.lines().map(|line| line.chars().count()).max();
+        assert!(width <= Some(WIDTH), "{text}");
+        let letters = |text: &str| {
+            text.chars()
+                .filter(|it| !it.is_whitespace())
+                .collect::<String>()
+        };
+        assert_eq!(letters(&text), letters(&found.text(true, usize::MAX)));
+        let continued = text.lines().filter(|line| line.starts_with(INDENT));
+        assert!(continued.count() > 10, "{text}");
+    }
+
+    #[test]
+    fn the_report_of_an_older_agent_can_be_read() {
+        let old = r#"{"node":"a","level":"ok","groups":[]}"#;
+        let found: Report = serde_json::from_str(old).expect("a report");
+        assert_eq!(found.judged(READY, None).verdict, "ready: no problem found");
     }
 
     #[test]

@@ -197,7 +197,7 @@ class Workload:
 
     def diagnose(self):
         """The report of `pilot-agent doctor`, and its exit code: 0 without errors and warnings."""
-        command = [str(self.mesh.agent), "doctor"]
+        command = [str(self.mesh.agent), "doctor", "--verbose"]
         try:
             done = subprocess.run(command, cwd=self.folder, env=self.variables, timeout=10,
                                   capture_output=True, text=True)

@@ -50,7 +50,7 @@ pub enum Command {
     Config(show::ConfigFlags),
     /// Prints Envoy's bootstrap and starts nothing.
     Bootstrap(show::BootstrapFlags),
-    /// Finds out why this sidecar does not work. Exits with 1 for warnings, 2 for errors.
+    /// Finds out why this sidecar does not work. Exits with 1 for warnings, 2 for errors, 4 without permission.
     Doctor(doctor::DoctorFlags),
     /// Reports, for pod manifests, where this agent differs from pilot-agent. Exits with 1 for warnings, 2 for errors.
     Preflight(show::PreflightFlags),

@@ -93,8 +93,10 @@ pub async fn run(
     let secrets = support_bundle::known_secrets(environment, token).await;
     let secrets = secrets.map_err(|error| format!("cannot tell secrets apart: {error}"))?;
     let doctor = async {
-        let report = doctor::report(&flags.proxy, log, environment).await;
-        (report.to_string(), json!(report))
+        match doctor::report(&flags.proxy, log, environment).await {
+            Ok(report) => (report.text(true, usize::MAX), json!(report)),
+            Err(refused) => (refused.to_string(), json!(refused)),
+        }
     };
     let bundle = support_bundle::collect(&sources, secrets, doctor).await;
     let written = unless_unread(bundle.write(&mut to));

@@ -8,6 +8,7 @@ use tracing::Level;
 
 use super::levels::name;
 use super::line::{Line, timestamp};
+use crate::problem::codes::TABLE;
 
 /// How many warnings and errors are kept, and how much of each, in characters.
 const MAX_ENTRIES: usize = 50;
@@ -20,6 +21,8 @@ const MAX_BYTES: usize = 64 << 10;
 pub struct Entry {
     pub level: &'static str,
     pub scope: &'static str,
+    /// Of the problem that the line reports. Empty without one.
+    pub code: &'static str,
     /// With its labels.
     pub message: String,
     pub times: u64,
@@ -27,8 +30,8 @@ pub struct Entry {
     pub last: String,
 }
 
-/// The warnings and errors logged last. One that repeats moves to the end and is counted, so that it does
-/// not displace others.
+/// The warnings and errors logged last. Lines with the same code, or the same text if they have none, are
+/// one entry with a count, so that they do not displace others.
 #[derive(Debug)]
 pub(crate) struct Recent(Mutex<VecDeque<Entry>>);
 
@@ -44,9 +47,11 @@ impl Recent {
         }
         let (level, scope, time) = (name(line.level), line.scope, timestamp(line.time));
         let message: String = line.content.text(' ').chars().take(MAX_MESSAGE).collect();
+        let code = code(&message);
         let mut entries = self.0.lock();
         let is_same = |entry: &Entry| {
-            (entry.level, entry.scope, &*entry.message) == (level, scope, &*message)
+            (entry.level, entry.scope, entry.code) == (level, scope, code)
+                && (!code.is_empty() || entry.message == message)
         };
         let earlier = entries.iter().position(is_same);
         let earlier = earlier.and_then(|index| entries.remove(index));
@@ -58,6 +63,7 @@ impl Recent {
         entries.push_back(Entry {
             level,
             scope,
+            code,
             message,
             times: times + 1,
             first,
@@ -70,6 +76,13 @@ impl Recent {
         let entries = self.0.lock();
         entries.iter().rev().cloned().collect()
     }
+}
+
+/// The last code in a message. Labels may follow it.
+fn code(message: &str) -> &'static str {
+    let mut parts = message.rsplit('[').map(|part| part.split(']').next());
+    let code = parts.find_map(|name| TABLE.iter().find(|code| Some(code.name) == name));
+    code.map_or("", |code| code.name)
 }
 
 /// The lines logged last, as text.
@@ -134,6 +147,24 @@ mod tests {
             })
             .collect();
         assert_eq!(shown, [("a", 2, "01", "03"), ("b", 1, "02", "02")]);
+    }
+
+    #[test]
+    fn lines_with_the_same_code_are_one_entry_with_the_last_text() {
+        let recent = Recent::new();
+        for (message, time) in [
+            ("a: 1 s [LOG_SILENT]", 1),
+            ("[AGENT_SILENT] and [LOG_SILENT] next attempt [in 2 s]", 2),
+            ("a [UNKNOWN_CODE]", 3),
+            ("b [UNKNOWN_CODE]", 4),
+        ] {
+            add(&recent, message, time);
+        }
+        let entries = recent.entries();
+        let shown = entries.iter().map(|entry| (entry.code, entry.times));
+        let expected = [("", 1), ("", 1), ("LOG_SILENT", 2)];
+        assert_eq!(Vec::from_iter(shown), expected);
+        assert!(entries[2].message.ends_with("[in 2 s]"));
     }
 
     #[test]

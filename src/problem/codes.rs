@@ -200,9 +200,10 @@ codes! {
     KEPT_CONFIG_UNUSABLE: "stored configuration cannot be served", "Envoy waits for istiod", "delete the files of the directory in `ISTIO_AGENT_KEEP_CONFIG`";
     }
     "Doctor" {
-    AGENT_NOT_RUNNING: "no process listens on the agent's status port", "the checks are made from outside", "start the agent, or look at the end of its log (`kubectl logs --previous`, `journalctl --unit istio-agent`)";
+    AGENT_NOT_RUNNING: "no process listens on the agent's status port, and no check found the reason", "", "start the agent, or look at the end of its log (`kubectl logs --previous`, `journalctl --unit istio-agent`)";
     AGENT_SILENT: "the agent does not answer on its status port", "only the configuration is checked", "run `doctor` again; if the agent is still silent, restart the container";
     AGENT_UNKNOWN: "the answer on the status port is not a doctor's report", "the checks are made from outside", "use the `pilot-agent` of the version that runs, or find the other process that has the port";
+    POD_NOT_READY: "the agent reports that the pod is not ready, and no check found the reason", "the pod gets no traffic", "";
     CHECKS_LATE: "some checks of the doctor did not finish in time", "their results are unknown", "run `doctor` again: the node, its disk or its network is slow";
     }
     "Status port" {
@@ -228,3 +229,17 @@ codes! {
     BUNDLE_OUTPUT_UNUSABLE: "the support bundle cannot be written", "there is no bundle", "redirect standard output to a file, or give the name of a new file with `--output`";
     }
 }
+
+/// Causes, and consequences that are not findings while a cause exists. Beginnings of names stand for all codes
+/// with them.
+#[rustfmt::skip]
+pub const FOLLOWS: &[(&[&str], &[&str])] = &[
+    (&["ISTIOD_TOKEN_"], &["ISTIOD_UNAUTHENTICATED", "ISTIOD_PERMISSION_DENIED"]),
+    (&["ISTIOD_", "CLIENT_CERTIFICATE_", "SYSTEM_ROOTS_", "GOOGLE_TOKEN_"], &["CERTIFICATE_REQUEST_", "CERTIFICATE_NOT_ISSUED", "DNS_NAME_TABLE_"]),
+    (&["CERTIFICATE_REQUEST_", "CERTIFICATE_ANSWER_", "CERTIFICATE_KEY_"], &["CERTIFICATE_NOT_ISSUED"]),
+    (&["ISTIOD_", "CERTIFICATE_", "SECRET_FILE_", "SECRET_REFUSED", "SOCKET_"], &["SECRET_AWAITED"]),
+    (&["ISTIOD_", "ENVOY_", "CERTIFICATE_", "SECRET_"], &["READINESS_FAILED"]),
+    (&["PORT_TAKEN"], &["ENVOY_BOOTSTRAP_REFUSED"]),
+    (&["STATUS_PORT_TAKEN"], &["AGENT_UNKNOWN"]),
+    (&["CAPTURE_RULES_MISSING"], &["DNS_NOT_CAPTURED"]),
+];

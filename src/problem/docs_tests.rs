@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::codes::TABLE;
+use super::codes::{FOLLOWS, TABLE};
 use crate::config::environment::docs_tests::assert_generated;
 use crate::preflight::differences;
 use crate::preflight::docs_tests::sentence;
@@ -20,6 +20,28 @@ fn the_documentation_lists_every_code_as_it_is() {
         }
     }
     assert_generated("problems.md", "codes", &(text + "\n"));
+}
+
+#[test]
+fn causes_and_consequences_are_codes_and_form_no_cycle() {
+    let has = |names: &[&str], code: &str| names.iter().any(|name| code.starts_with(name));
+    for (causes, follow) in FOLLOWS {
+        for name in causes.iter().chain(*follow) {
+            assert!(TABLE.iter().any(|code| has(&[name], code.name)), "{name}");
+        }
+    }
+    // Each step leaves the codes that one of those left causes.
+    let mut left: Vec<_> = TABLE.iter().map(|code| code.name).collect();
+    for _ in TABLE {
+        let mut next = left.clone();
+        next.retain(|name| {
+            FOLLOWS.iter().any(|(causes, follow)| {
+                has(follow, name) && left.iter().any(|cause| has(causes, cause))
+            })
+        });
+        left = next;
+    }
+    assert_eq!(left, [""; 0]);
 }
 
 #[test]

@@ -15,7 +15,7 @@
 //! | `/debug/logging?level=…` | POST, PUT | users | sets levels, see [`logging`] |
 //! | `/debug/config` | any | users | JSON: the effective configuration, see [`crate::config::report`] |
 //! | `/debug/log` | any | users | the last lines of the log |
-//! | `/debug/doctor` | any | users | JSON: what is wrong, see [`crate::doctor`] |
+//! | `/debug/doctor` | any | users | what is wrong, as JSON, text or HTML, see `crate::doctor` |
 //! | `/debug/…` | any | users | JSON: parts of it, and the name table |
 //!
 //! Those from loopback may be limited to users; "users" are root, the agent's own and configured ones on
@@ -53,7 +53,7 @@ use crate::lifecycle::{BoxError, CancellationToken, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
 use crate::problem::{Problem, codes};
-use crate::report::Report;
+use crate::report::{READY, Report};
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
@@ -202,6 +202,7 @@ impl Router {
         {
             return reply::refusal(StatusCode::FORBIDDEN, why);
         }
+        let form = reply::preferred(&head.headers);
         match page.as_str() {
             "/healthz/ready" => match self.ready.check_and_log().await {
                 Ok(()) => plain(StatusCode::OK, ""),
@@ -223,7 +224,13 @@ impl Router {
             }
             "/" => reply::refusal(StatusCode::NOT_FOUND, "404 page not found: see /debug/\n"),
             "/debug/logging" => logging::answer(&head),
-            "/debug/doctor" => reply::json(Some((self.sources.doctor)(Duration::ZERO).await)),
+            "/debug/doctor" if form != "text/html" => {
+                let (report, _) = self.diagnosis(Duration::ZERO).await;
+                match form {
+                    "text/plain" => plain(StatusCode::OK, report.text(false, usize::MAX)),
+                    _ => reply::json(Some(report)),
+                }
+            }
             page => match (self.sources.pages.get(page), debug_page(page)) {
                 (Some(make), _) => reply::json(Some(make().await)),
                 (None, Some(make)) => self.debug_page(page, make).await,
@@ -232,15 +239,22 @@ impl Router {
         }
     }
 
+    /// Returns the doctor's report and the readiness, without the log line of a probe.
+    async fn diagnosis(&self, age: Duration) -> (Report, Result<(), String>) {
+        let ready = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
+        let (report, ready) = tokio::join!((self.sources.doctor)(age), ready);
+        let ready = ready.unwrap_or_else(|_| Err("Envoy's admin port does not answer".to_owned()));
+        let missing = ready.as_ref().err();
+        let missing = missing.map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
+        let state = missing.as_ref().map_or(READY, |_| "not ready");
+        (report.judged(state, missing.as_ref()), ready)
+    }
+
     /// Makes a debug page on another thread, as some take a while, one at a time: each thread has memory
     /// of its own, which glibc keeps.
     async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
         let known = match path {
-            "/debug/" | "/debug/overview" => {
-                // Without the log line of a probe.
-                let report = (self.sources.doctor)(REPORT_AGE);
-                tokio::join!(report, self.ready.check())
-            }
+            "/debug/" | "/debug/doctor" | "/debug/overview" => self.diagnosis(REPORT_AGE).await,
             _ => (Report::default(), Ok(())),
         };
         let (sources, alone) = (self.sources.clone(), self.page.clone().lock_owned().await);
@@ -290,7 +304,9 @@ type DebugPage = fn(&Sources, (Report, Result<(), String>)) -> Response<Body>;
 
 fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
-        "/debug/" => |sources, known| reply::html(Overview::new(sources, known).html()),
+        "/debug/" | "/debug/doctor" => {
+            |sources, known| reply::html(Overview::new(sources, known).html())
+        }
         "/debug/overview" => |sources, known| reply::json(Some(Overview::new(sources, known))),
         "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::LAST_LINES.text()),
         "/debug/envoy" => |sources, _| reply::json(sources.envoy.as_ref().map(Envoy::snapshot)),

@@ -1,10 +1,10 @@
 //! Answers: text, JSON, HTML and the errors all pages share.
 
 use ::http::header::{
-    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, LOCATION, REFERRER_POLICY,
+    ACCEPT, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, LOCATION, REFERRER_POLICY,
     X_CONTENT_TYPE_OPTIONS,
 };
-use ::http::{HeaderName, HeaderValue, Response, StatusCode};
+use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use serde::Serialize;
@@ -18,6 +18,15 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// A page that may run, load and send nothing, whatever got into it.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
+
+/// Returns the type that `Accept` names first, of three; JSON for tools that accept anything.
+pub(super) fn preferred(headers: &HeaderMap) -> &'static str {
+    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
+    let accept = accept.unwrap_or_default().to_ascii_lowercase();
+    let types = ["text/html", "text/plain", "application/json"].into_iter();
+    let named = types.filter_map(|name| Some((accept.find(name)?, name)));
+    named.min().map_or("application/json", |(_, name)| name)
+}
 
 fn with(
     status: StatusCode,

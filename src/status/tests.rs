@@ -174,7 +174,61 @@ async fn the_overview_is_html_and_json_and_says_whether_the_pod_is_ready() {
     assert_eq!(json["start_up"][0]["milestone"], "ready");
     let (status, html, _) = asked(&router, "GET /debug/", HERE).await;
     assert_eq!(status, 200);
-    assert!(html.contains("<b>ready</b>"), "{html}");
+    assert!(
+        html.contains("<p class=\"skipped\">ready: no problem found</p>"),
+        "{html}"
+    );
+    assert_eq!(json["doctor"]["verdict"], "ready: no problem found");
+}
+
+#[tokio::test]
+async fn the_doctors_report_has_the_type_that_the_caller_prefers() {
+    let router = router(&Stop::new(), false);
+    let browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
+    for (accept, expected) in [
+        ("*/*", "application/json"),
+        ("application/json", "application/json"),
+        (browser, "text/html; charset=utf-8"),
+        ("TEXT/HTML", "text/html; charset=utf-8"),
+        ("text/plain", "text/plain; charset=utf-8"),
+        ("text/plain, text/html;q=0.2", "text/plain; charset=utf-8"),
+        ("application/json, text/html", "application/json"),
+        ("image/png", "application/json"),
+        (";;,q=x,", "application/json"),
+    ] {
+        let request = Request::get("/debug/doctor").header("accept", accept);
+        let request = request.body(()).expect("a request");
+        let caller = Caller::of(HERE, Some(0));
+        let answer = router.answer(request, &caller).await;
+        assert_eq!(answer.headers()["content-type"], expected, "{accept}");
+        let body = answer
+            .into_body()
+            .collect()
+            .await
+            .expect("a body")
+            .to_bytes();
+        let text = String::from_utf8_lossy(&body).into_owned();
+        assert!(text.contains("ready: no problem found"), "{text}");
+    }
+    let (_, json, _) = asked(&router, "GET /debug/doctor", HERE).await;
+    let json: Value = serde_json::from_str(&json).expect("JSON");
+    assert_eq!(json["verdict"], "ready: no problem found");
+}
+
+#[tokio::test]
+async fn a_pod_that_is_not_ready_for_an_unknown_reason_is_an_error() {
+    let stop = Stop::new();
+    let router = router(&stop, false);
+    stop.request(Urgency::Drain, "a test");
+    let (_, json, _) = asked(&router, "GET /debug/doctor", HERE).await;
+    let json: Value = serde_json::from_str(&json).expect("JSON");
+    assert_eq!(json["level"], "error");
+    assert_eq!(json["groups"][0]["checks"][0]["code"], "POD_NOT_READY");
+    let verdict = json["verdict"].as_str().expect("a verdict");
+    assert!(
+        verdict.starts_with("not ready: pod: server is terminated: a test"),
+        "{verdict}"
+    );
 }
 
 #[tokio::test]

@@ -24,7 +24,6 @@ const SECTIONS: [(&str, &str, &str); 9] = [
 pub(super) fn page(overview: &Overview) -> String {
     let agent = &overview.agent;
     let members = json!(overview);
-    let state = if overview.ready { "ready" } else { "not ready" };
     let page = html! {
         (DOCTYPE)
         html lang="en" {
@@ -32,7 +31,7 @@ pub(super) fn page(overview: &Overview) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width,initial-scale=1";
                 meta http-equiv="refresh" content="5";
-                title { (state) ": " (agent.node) }
+                title { (overview.doctor.verdict) ": " (agent.node) }
                 style { (PreEscaped(include_str!("style.css"))) }
             }
             body {
@@ -41,8 +40,7 @@ pub(super) fn page(overview: &Overview) -> String {
                     (agent.node) br;
                     (agent.version) ", up " (approximate(agent.uptime_seconds)) ", seen " (overview.now)
                 }
-                p { b { (state) } @if let Some(missing) = &overview.missing { " " (missing) } }
-                (findings(&overview.doctor))
+                (diagnosis(&overview.doctor))
                 main {
                     @for (title, member, path) in SECTIONS {
                         @if !members[member].is_null() {
@@ -68,19 +66,24 @@ pub(super) fn page(overview: &Overview) -> String {
     page.into_string().replace(is_hidden, "\u{fffd}")
 }
 
-fn findings(report: &Report) -> Markup {
-    let checks = report.groups.iter().flat_map(|group| &group.checks);
+/// The doctor's verdict, its remedy, and the findings. The other checks are folded.
+fn diagnosis(report: &Report) -> Markup {
     html! {
-        ul {
-            @for check in checks.filter(|check| check.level > Level::Ok) {
-                li { (level(check.level)) " " (check.sentence()) }
+        p class=(report.level.name()) { (report.verdict) }
+        p { "What to do: " (report.remedy) }
+        ul { @for check in report.findings() { li { (line(check.level, &check.sentence())) } } }
+        details {
+            summary { "All checks" }
+            @for group in &report.groups {
+                h2 { (group.name) }
+                ul { @for check in &group.checks { li { (line(check.level, &check.sentence())) } } }
             }
         }
     }
 }
 
-fn level(level: Level) -> Markup {
-    html! { b class=(level.name()) { (level.name()) } }
+fn line(level: Level, text: &str) -> Markup {
+    html! { b class=(level.name()) { (level.name()) } " " (text) }
 }
 
 /// A section: its members as rows, without those that are null.
@@ -98,7 +101,7 @@ fn section(members: &Value) -> Markup {
 }
 
 /// A value in a row. Elements of lists, and objects in objects, begin a line.
-fn value(name: &str, value: &Value) -> Markup {
+pub(super) fn value(name: &str, value: &Value) -> Markup {
     match value {
         Value::Object(members) => html! {
             @for (name, member) in members.iter().filter(|(_, member)| !member.is_null()) {
@@ -115,6 +118,11 @@ fn value(name: &str, value: &Value) -> Markup {
         Value::Null => html! {},
         Value::Number(number) => match number.as_f64() {
             Some(seconds) if name.ends_with("_seconds") => html! { (approximate(seconds)) },
+            Some(ms) if name.ends_with("_ms") => html! { (approximate(ms / 1e3)) },
+            Some(bytes) if name.ends_with("bytes") && bytes < 1e6 => {
+                html! { (format!("{:.1} kB", bytes / 1e3)) }
+            }
+            Some(bytes) if name.ends_with("bytes") => html! { (format!("{:.1} MB", bytes / 1e6)) },
             _ => html! { (number.to_string()) },
         },
     }
@@ -123,5 +131,9 @@ fn value(name: &str, value: &Value) -> Markup {
 /// A member's name in words, and a type URL's last part.
 fn title(name: &str) -> String {
     let name = name.rsplit(['.', '/']).next().unwrap_or(name);
-    name.trim_end_matches("_seconds").replace('_', " ")
+    let mut units = ["_seconds", "_ms", "_bytes"].iter();
+    let name = units
+        .find_map(|unit| name.strip_suffix(unit))
+        .unwrap_or(name);
+    name.replace('_', " ")
 }

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
-use super::page::page;
+use serde_json::json;
+
+use super::page::{self, page};
 use super::*;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::State;
@@ -150,10 +152,12 @@ fn hostile_overview() -> Overview {
         reason: hostile(),
     });
     overview.envoy = Some(crashed());
-    overview.doctor = report(vec![Check::problem(Level::Error, &finding(HOSTILE))]);
+    overview.doctor =
+        report(vec![Check::problem(Level::Error, &finding(HOSTILE))]).judged("not ready", None);
     overview.warnings = vec![Entry {
         level: "warn",
         scope: "sds",
+        code: "",
         message: hostile(),
         times: 2,
         first: hostile(),
@@ -215,7 +219,7 @@ fn text_from_outside_is_never_markup() {
 #[test]
 fn characters_that_hide_or_turn_text_are_replaced() {
     let mut overview = empty();
-    overview.missing = Some("a\u{202e}b\0c\u{200f}d\u{2066}e\u{1b}f\ng ü".to_owned());
+    overview.agent.node = "a\u{202e}b\0c\u{200f}d\u{2066}e\u{1b}f\ng ü".to_owned();
     let html = page(&overview);
     let expected = "a\u{fffd}b\u{fffd}c\u{fffd}d\u{fffd}e\u{fffd}f\ng ü";
     assert!(html.contains(expected), "{html}");
@@ -235,17 +239,43 @@ fn the_page_loads_and_runs_nothing() {
 }
 
 #[test]
-fn findings_of_the_doctor_are_at_the_top() {
+fn the_doctors_verdict_remedy_and_findings_are_at_the_top() {
     let mut overview = empty();
     let problem = finding("expired 2 s ago");
-    overview.doctor = report(vec![
+    let checks = vec![
         Check::ok("token", "valid"),
         Check::problem(Level::Error, &problem),
-    ]);
+    ];
+    overview.doctor = report(checks).judged("not ready", None);
     let html = page(&overview);
     let (top, _) = html.split_once("<main>").expect("a main part");
-    assert!(top.contains("<b class=\"error\">error</b> "), "{top}");
-    assert!(top.contains(&problem.to_string()), "{top}");
+    let found = [
+        "<title>not ready: agent: expired 2 s ago [AGENT_SILENT]: node</title>",
+        "<p class=\"error\">not ready: agent: expired 2 s ago [AGENT_SILENT]</p>",
+        &format!("<p>What to do: {}</p>", problem.remedy),
+        &format!("<li><b class=\"error\">error</b> {problem}</li>"),
+        "<details><summary>All checks</summary>",
+        "<li><b class=\"ok\">ok</b> token: valid</li>",
+    ];
+    let places: Vec<_> = found.iter().map(|words| top.find(words)).collect();
+    assert!(
+        places.is_sorted() && places[0].is_some(),
+        "{places:?}: {top}"
+    );
+}
+
+#[test]
+fn every_figure_has_a_name_and_a_unit() {
+    for (name, number, expected) in [
+        ("age_seconds", json!(90.0), "1 min 30 s"),
+        ("after_ms", json!(0.103), "0 ms"),
+        ("rss_bytes", json!(50_000_000), "50.0 MB"),
+        ("bytes", json!(1500), "1.5 kB"),
+        ("times", json!(2), "2"),
+    ] {
+        let shown = page::value(name, &number).into_string();
+        assert_eq!(shown, expected, "{name}");
+    }
 }
 
 #[test]

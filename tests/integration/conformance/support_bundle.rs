@@ -159,7 +159,7 @@ fn a_bundle_goes_to_a_new_file_or_to_a_reader_and_to_no_terminal() {
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
-        text.contains("standard output: is a terminal; redirect standard output"),
+        text.contains("standard output: is a terminal; ") && text.contains("redirect"),
         "{text}"
     );
 }

@@ -21,6 +21,7 @@ use crate::support::{eventually, free_port};
 
 /// The widths of a phone and of a desktop, and the height of the page.
 const PHONE: &str = "390,844";
+const PHONE_WIDTH: u32 = 390;
 const WHOLE_PHONE: &str = "390,2600";
 const DESK: &str = "1280,1100";
 
@@ -53,7 +54,7 @@ impl Browser {
     }
 
     /// Its output for the page with these options.
-    async fn look(&self, options: &[String]) -> String {
+    async fn look(&self, options: &[String], url: &str) -> String {
         let mut command = Command::new(&self.binary);
         // The sandbox does not start as root, and small containers have little shared memory.
         command
@@ -61,7 +62,7 @@ impl Browser {
             .args(["--disable-gpu", "--hide-scrollbars", "--no-first-run"])
             .arg(format!("--user-data-dir={}", self.profile.path().display()))
             .args(options)
-            .arg(&self.url);
+            .arg(url);
         let mut process = Process::start(&mut command, &self.profile.path().join("browser.log"));
         let status = process.end().await;
         let log = process.log();
@@ -69,9 +70,26 @@ impl Browser {
         log
     }
 
+    /// The width that a document needs in a frame of a phone's width. The frame has no security policy, so
+    /// the page around it can measure.
+    async fn width_on_a_phone(&self, document: &str) -> u32 {
+        let page = self.profile.path().join("phone.html");
+        let document = document.replace('&', "&amp;").replace('"', "&quot;");
+        let frame = format!(
+            "<!DOCTYPE html><iframe style=\"width:{PHONE_WIDTH}px;height:800px;border:0\" \
+             srcdoc=\"{document}\"></iframe><script>onload = () => document.title = 'width ' + \
+             document.querySelector('iframe').contentDocument.documentElement.scrollWidth</script>"
+        );
+        std::fs::write(&page, frame).unwrap();
+        let url = format!("file://{}", page.display());
+        let log = self.look(&["--dump-dom".to_owned()], &url).await;
+        let width = log.split_once("<title>width ").expect(&log).1;
+        width.split('<').next().unwrap().parse().unwrap()
+    }
+
     /// The page as the browser has understood it.
     async fn document(&self) -> String {
-        let log = self.look(&["--dump-dom".to_owned()]).await;
+        let log = self.look(&["--dump-dom".to_owned()], &self.url).await;
         let start = log.find("<!DOCTYPE html>").expect(&log);
         log[start..].to_owned()
     }
@@ -96,7 +114,7 @@ impl Browser {
             ),
             format!("--screenshot={}", file.display()),
         ];
-        self.look(&options).await;
+        self.look(&options, &self.url).await;
         let image = std::fs::read(&file).unwrap();
         assert!(image.starts_with(b"\x89PNG"), "{}", file.display());
     }
@@ -140,7 +158,9 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     for section in SECTIONS {
         assert!(document.contains(&format!("<h2>{section}")), "{section}");
     }
-    assert!(document.contains("<b>ready</b>"));
+    assert!(document.contains("<title>ready"), "{document}");
+    assert!(document.contains("<summary>All checks</summary>"));
+    assert_eq!(browser.width_on_a_phone(&document).await, PHONE_WIDTH);
     for tls in ["</small> TLSv1_3", "</small> X25519MLKEM768"] {
         assert!(document.contains(tls), "{tls}: {document}");
     }
@@ -169,8 +189,23 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     })
     .await;
     pod.status(Method::POST, "/drain").await.unwrap();
+    becomes("a report of this state", &pod, |seen| {
+        let report = seen["doctor"].to_string();
+        report.contains("Connection refused") && report.contains("script")
+    })
+    .await;
     let document = browser.document().await;
-    for expected in ["NACK", "&lt;script&gt;", "signal 11", "not connected"] {
+    assert_eq!(browser.width_on_a_phone(&document).await, PHONE_WIDTH);
+    let (top, _) = document.split_once("<main>").unwrap();
+    for expected in [
+        "<title>ready, with ",
+        "What to do: ",
+        "Connection refused",
+        "&lt;script&gt;",
+    ] {
+        assert!(top.contains(expected), "{expected}: {document}");
+    }
+    for expected in ["signal 11", "All checks"] {
         assert!(document.contains(expected), "{expected}: {document}");
     }
     for markup in ["<script", "<img", "<title>run"] {
@@ -184,4 +219,8 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     browser
         .screenshot_in("troubled-desk-dark", DESK, "dark")
         .await;
+    // A browser that asks for the report gets the page as well.
+    let doctor = format!("{}doctor", browser.url);
+    let log = browser.look(&["--dump-dom".to_owned()], &doctor).await;
+    assert!(log.contains("<title>ready, with "), "{log}");
 }

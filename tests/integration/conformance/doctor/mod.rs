@@ -8,6 +8,7 @@ mod machine;
 use std::any::Any;
 use std::future::pending;
 use std::net::SocketAddr;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -516,7 +517,7 @@ async fn a_scope_of_the_log_that_is_off_is_a_warning() {
     let level = checks.iter().find(|check| check["name"] == "log level");
     let level = level.unwrap_or_else(|| panic!("{report:#}"));
     assert_eq!(level["level"], "warning");
-    assert_eq!(level["found"], "none, of ca");
+    assert_eq!(level["found"], "none for ca");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -554,8 +555,11 @@ async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works(
     let first = first.kill().await.listen.to_string();
     let place = Place::of(&second);
     let place = place.set("DISCOVERY_ADDRESS", &format!("{first}, {}", second.address));
-    let (report, code) = diagnosed(&place);
-    assert_eq!(code, 1, "{report:#}");
+    let (report, _) = diagnosed(&place);
+    let checks = checks(&report).into_iter();
+    let of_first = checks.filter(|check| check["name"].as_str().unwrap().contains(&first));
+    let levels: Vec<_> = of_first.map(|check| &check["level"]).collect();
+    assert_eq!(levels, ["warning"], "{report:#}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -580,11 +584,146 @@ async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
             assert!(is_well || !groups.contains(&name), "{name}: {check}");
         }
     }
-    let text = place.run(&["doctor"]);
+    let verdict = report["verdict"].as_str().unwrap();
+    assert!(!verdict.starts_with("no agent"), "{verdict}");
+    let text = place.run(&["doctor", "--verbose"]);
     let text = String::from_utf8_lossy(&text.stdout);
     assert!(
         !text.contains(token(&istiod).split('.').nth(1).unwrap()),
         "{text}"
     );
     assert!(text.contains("ok       discovery request to"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_an_agent_the_first_line_says_so_with_the_cause_and_the_second_what_to_do() {
+    let istiod = answering_istiod().await;
+    let mut place = Place::of(&istiod);
+    let state = format!("no agent answers on port {}: ", place.status_port());
+    // Of nothing that prevents the start, of files, and of settings.
+    for (says, code, remedy) in [
+        ("Connection refused", "AGENT_NOT_RUNNING", "start the agent"),
+        ("drainDuration", "SETTING_INVALID", "pilot-agent config"),
+    ] {
+        let output = block_in_place(|| place.run(&["doctor"]));
+        assert_eq!(output.status.code(), Some(2));
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let mut lines = text.lines();
+        let verdict = lines.next().unwrap();
+        assert!(
+            verdict.starts_with(&state) && verdict.contains(says),
+            "{text}"
+        );
+        assert!(verdict.ends_with(&format!(" [{code}]")), "{text}");
+        let second = lines.next().unwrap();
+        assert!(
+            second.starts_with("what to do: ") && second.contains(remedy),
+            "{text}"
+        );
+        let last = lines.last().unwrap();
+        assert!(last.starts_with("errors: 1, "), "{text}");
+        assert!(!text.contains("\nok "), "{text}");
+        place = place.proxy("drainDuration", json!("soon"));
+    }
+    let other = instead_of_the_agent(&place).await;
+    let (report, code) = diagnosed(&place);
+    assert_eq!(code, 2, "{report:#}");
+    let found = checks(&report)
+        .into_iter()
+        .find(|check| check["level"] == "error");
+    assert_eq!(found.unwrap()["code"], "AGENT_UNKNOWN", "{report:#}");
+    drop(other);
+}
+
+/// Another program on the status port.
+async fn instead_of_the_agent(place: &Place) -> JoinSet<()> {
+    let port = (std::net::Ipv4Addr::LOCALHOST, place.status_port());
+    let http = |stream| {
+        answer(
+            stream,
+            "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
+        )
+    };
+    listen(port.into(), http).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_caller_without_permission_gets_one_sentence_and_an_exit_code() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("Only root can be another user.");
+    }
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod);
+    let _agent = place.start().await;
+    // The folder of the build may be closed to other users.
+    let folder = tempfile::tempdir().unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(folder.path(), mode).unwrap();
+    let program = folder.path().join("pilot-agent");
+    std::fs::copy(env!("CARGO_BIN_EXE_pilot-agent"), &program).unwrap();
+    for flag in [None, Some("--json")] {
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--reuid=4321", "--regid=4321", "--clear-groups"])
+            .arg(&program)
+            .arg("doctor")
+            .args(flag)
+            .current_dir("/")
+            .env(
+                "PROXY_CONFIG",
+                json!({ "statusPort": place.status_port() }).to_string(),
+            );
+        let output = block_in_place(|| command.output().unwrap());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(output.status.code(), Some(4), "{text}");
+        let text = match flag {
+            None => text,
+            Some(_) => {
+                let json: Value = serde_json::from_str(&text).unwrap();
+                assert_eq!(json["code"], "CALLER_REFUSED");
+                json["found"].as_str().unwrap().to_owned()
+            }
+        };
+        for words in ["user 4321", "ISTIO_AGENT_DEBUG_USERS"] {
+            assert!(text.contains(words), "{text}");
+        }
+        assert!(text.trim_end().lines().count() == 1, "{text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_line_is_wider_than_a_terminal() {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod);
+    // `script` gives the command a terminal.
+    let place = place.started_by(&["sh", "-c", "exec script -qec \"$*\" /dev/null", "-"]);
+    let output = block_in_place(|| place.run(&["doctor", "--verbose"]));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.starts_with("no agent answers"), "{text}");
+    let widths = text.lines().map(|line| line.trim_end().chars().count());
+    assert!(widths.max() <= Some(120), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_a_machine_the_command_runs_with_the_settings_of_the_unit() {
+    if std::env::var_os("NETNS_TESTS").is_none() {
+        return eprintln!("A file system of its own takes root: run under NETNS_TESTS only.");
+    }
+    let istiod = answering_istiod().await;
+    // The script of a unit, which sets `PROV_CERT` and runs the command again.
+    let place = Place::of(&istiod);
+    let agent = env!("CARGO_BIN_EXE_pilot-agent");
+    let unit =
+        format!("#!/bin/sh\nexport PROXY_CONFIG='statusPort: 1'\npwd\nexec {agent} \"$@\"\n");
+    place.write("istio-agent/start", unit);
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(place.path("istio-agent/start"), mode).unwrap();
+    let script = "mount --bind . /usr/libexec; exec \"$@\"";
+    let place = place.started_by(&["unshare", "--mount", "sh", "-ec", script, "-"]);
+    let output = block_in_place(|| place.run(&["doctor"]));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        text.starts_with("/\nno agent answers on port 1: "),
+        "{text}"
+    );
 }
