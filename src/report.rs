@@ -106,16 +106,6 @@ impl Check {
         Self::new(name, Level::Skipped, why)
     }
 
-    /// A state that works, but may not for long, or not as configured.
-    pub fn warning(name: impl Into<String>, found: impl fmt::Display) -> Self {
-        Self::new(name, Level::Warning, found)
-    }
-
-    /// A state that keeps the pod from being ready or from serving.
-    pub fn error(name: impl Into<String>, found: impl fmt::Display) -> Self {
-        Self::new(name, Level::Error, found)
-    }
-
     pub fn new(name: impl Into<String>, level: Level, found: impl fmt::Display) -> Self {
         Self {
             name: name.into(),
@@ -152,16 +142,6 @@ impl Check {
         let has = |names: &[&str], it: &Self| names.iter().any(|name| it.code.starts_with(name));
         let mut rows = FOLLOWS.iter();
         rows.any(|(causes, follow)| has(causes, self) && has(follow, other))
-    }
-
-    pub fn expected(mut self, expected: impl fmt::Display) -> Self {
-        self.expected = expected.to_string();
-        self
-    }
-
-    pub fn remedy(mut self, remedy: impl fmt::Display) -> Self {
-        self.remedy = remedy.to_string();
-        self
     }
 }
 
@@ -446,7 +426,7 @@ mod tests {
 
     #[test]
     fn a_text_of_another_process_is_cut() {
-        let check = Check::error("a", "é".repeat(5000));
+        let check = Check::new("a", Level::Error, "é".repeat(5000));
         assert_eq!(check.found.chars().count(), MAX_TEXT);
     }
 }

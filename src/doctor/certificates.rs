@@ -89,7 +89,13 @@ pub(super) fn chain(what: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let facts = Facts::of_pem(chain);
     let mut lives = facts.iter().map(|each| each.life(what, now));
     let leaf = lives.next();
-    let leaf = leaf.unwrap_or_else(|| Check::error(what, "no certificate"));
+    let leaf = leaf.unwrap_or_else(|| {
+        let found = "there is no certificate in it";
+        Check::problem(
+            Level::Error,
+            &Problem::new(codes::SECRET_FILE_UNUSABLE, what, found),
+        )
+    });
     if leaf.level == Level::Error {
         return leaf;
     }

@@ -55,7 +55,7 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
     let mut found = match read {
         Ok(Ok(found)) => found,
         Ok(Err(problem)) => return vec![Check::problem(Level::Error, &problem)],
-        Err(late) => return vec![Check::error(name, late)],
+        Err(late) => return vec![super::late(name, late)],
     };
     let problems = found.without_own(&config.own_addresses, &config.resolv_conf);
     let mut checks: Vec<_> = problems.iter().map(of_file).collect();

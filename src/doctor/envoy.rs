@@ -91,7 +91,7 @@ async fn outside(config: &crate::config::Config, envoy: &Config) -> Vec<Check> {
     let (config, envoy) = (config.clone(), envoy.clone());
     match run_blocking(move || obstacles(&config, &envoy)).await {
         Ok(found) => shown(Level::Error, found).collect(),
-        Err(late) => vec![Check::error("start of Envoy", late)],
+        Err(late) => vec![super::late("start of Envoy", late)],
     }
 }
 

@@ -17,6 +17,9 @@ use crate::istiod::{Config, Security, refusal};
 use crate::problem::codes;
 use crate::xds::observe::Source;
 
+const RENEW: &str =
+    "renew istiod's certificate: kubectl rollout restart deployment istiod -n istio-system";
+
 /// The checks, with what `found` says of token and roots.
 pub(super) async fn checks(subject: Subject<'_>, found: &Found, until: Instant) -> Vec<Check> {
     if found.has_no_roots {
@@ -100,16 +103,16 @@ fn connected(config: &Config, probe: &Probe) -> Check {
     };
     let version = tls.version.as_deref().unwrap_or("TLS");
     let found = format!("{}, {version} as {}", about.peer, expected.server_name);
-    let remedy =
-        "renew istiod's certificate: kubectl rollout restart deployment istiod -n istio-system";
     let shown = tls.peer_certificate.as_ref();
     match shown.and_then(|der| Facts::read(der)) {
         Some(facts) => {
             let life = facts.life(&what, SystemTime::now());
             let found = format!("{found}; {}", life.found);
-            match life.level {
-                Level::Ok => Check { found, ..life },
-                _ => Check { found, ..life }.remedy(remedy),
+            let remedy = if life.level == Level::Ok { "" } else { RENEW }.to_owned();
+            Check {
+                found,
+                remedy,
+                ..life
             }
         }
         None => Check::ok(what, found),

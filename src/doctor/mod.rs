@@ -170,11 +170,12 @@ pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_cli
 /// Makes the checks of a group, within the limit.
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
     let checks = tokio::time::timeout(LIMIT, checks).await;
-    let checks = checks.unwrap_or_else(|_| {
-        let late = Problem::new(codes::CHECKS_LATE, name, unfinished(LIMIT));
-        vec![Check::problem(Level::Error, &late)]
-    });
+    let checks = checks.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]);
     Group::new(name, checks)
+}
+
+fn late(name: impl Into<String>, why: String) -> Check {
+    Check::problem(Level::Error, &Problem::new(codes::CHECKS_LATE, name, why))
 }
 
 fn unfinished(limit: Duration) -> String {

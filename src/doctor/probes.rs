@@ -30,7 +30,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     let check = match ready(Ipv4Addr::LOCALHOST.into(), status.port).await {
         Ok(found) => Check::ok(NAME, found),
         // Another check says that no agent runs.
-        Err(found) if subject.running.is_none() => Check::warning(NAME, found),
+        Err(found) if subject.running.is_none() => Check::skipped(NAME, found),
         Err(found) => Check::problem(Level::Error, &unready(found).remedy("")),
     };
     let is_ready = check.level == Level::Ok;
@@ -74,7 +74,7 @@ async fn application(config: &Config) -> Vec<Check> {
         ..status.probes
     }) {
         Ok(client) => client,
-        Err(error) => return vec![Check::error("application probes", with_causes(&error))],
+        Err(error) => return vec![Check::skipped("application probes", with_causes(&error))],
     };
     let probes = status.probers.probes().map(|(path, prober)| {
         let (client, mut headers) = (&client, prober.headers.clone());

@@ -23,7 +23,7 @@ use crate::doctor::report::{Check, Level};
 use crate::json;
 use crate::lifecycle::BoxError;
 use crate::logging::printable;
-use crate::problem::{Diagnostics, codes};
+use crate::problem::{Diagnostics, Problem, codes};
 use differences::{Difference, Impact, Selector, TABLE};
 pub use pods::Owners;
 use pods::{Pods, Settings, add};
@@ -153,7 +153,7 @@ impl<'a> Findings<'a> {
             Ok(typed) => typed,
             Err(Refused::Error(text) | Refused::Help(text)) => {
                 let row = self.row(Selector::Problem(codes::SETTING_INVALID));
-                return self.add(Check::error("command line", text), row);
+                return self.add(refused(text), row);
             }
         };
         if let Some(Command::Proxy(flags)) = &typed.cli.command {
@@ -167,7 +167,7 @@ impl<'a> Findings<'a> {
             }
             Err(error) => {
                 let row = self.row(Selector::Problem(codes::SETTING_INVALID));
-                self.add(Check::error("command line", error), row);
+                self.add(refused(error.to_string()), row);
             }
         }
     }
@@ -175,7 +175,7 @@ impl<'a> Findings<'a> {
     fn proxy(&mut self, flags: &ProxyFlags, typed: &Typed, env: &Environment, annotations: &Pairs) {
         for flag in &typed.unknown_flags {
             self.add(
-                Check::warning("flag", flag),
+                Check::new("flag", Level::Warning, flag),
                 self.row(Selector::UnknownFlag),
             );
         }
@@ -241,9 +241,10 @@ impl<'a> Findings<'a> {
         let found = format!("{}; {}", row.pilot_agent, row.this_agent);
         let check = match row.impact {
             Impact::Benign => Check::ok(setting, found),
-            Impact::Surprising | Impact::Harmful => Check::warning(setting, found),
+            Impact::Surprising | Impact::Harmful => Check::new(setting, Level::Warning, found),
         };
-        self.add(check.remedy(row.advice), Some(row));
+        let remedy = row.advice.to_owned();
+        self.add(Check { remedy, ..check }, Some(row));
     }
 
     fn add(&mut self, check: Check, row: Option<&Difference>) {
@@ -258,6 +259,11 @@ impl<'a> Findings<'a> {
         let mut rows = self.table.iter();
         rows.find(|row| row.selectors.contains(&selector))
     }
+}
+
+fn refused(text: String) -> Check {
+    let problem = Problem::new(codes::ARGUMENT_INVALID, "command line", text);
+    Check::problem(Level::Error, &problem)
 }
 
 impl Report {

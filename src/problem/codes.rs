@@ -100,7 +100,7 @@ codes! {
     SDS_SOCKET_STALE: "a socket that no process serves cannot be removed", "the agent does not start", "remove the socket, or let the agent's user write to its directory";
     SDS_SOCKET_UNUSABLE: "the socket for secrets from files cannot be created", "Envoy does not get secrets from files", "let the agent's user write to its directory";
     SDS_SOCKET_ABSENT: "no process serves the SDS socket yet", "Envoy waits, and the agent serves secrets from files only", "start the process that serves it (`ISTIO_AGENT_EXTERNAL_SDS`)";
-    SECRET_FILE_MISSING: "a file of a secret does not exist or is empty", "what uses the secret does not work", "mount the file (annotation `sidecar.istio.io/userVolumeMount`), or correct its path in the DestinationRule or Gateway; the workload's own files are those of `FILE_MOUNTED_CERTS`";
+    SECRET_FILE_MISSING: "a file of a secret does not exist or is empty", "what uses the secret does not work", "mount the file (annotation `sidecar.istio.io/userVolumeMount`), or correct its path in the DestinationRule or Gateway; `FILE_MOUNTED_CERTS` means the workload's own files";
     SECRET_FILE_UNREADABLE: "a file of a secret exists and cannot be read", "what uses the secret does not work", "let the agent's user read the file";
     SECRET_FILE_UNUSABLE: "a file of a secret does not hold what it should", "", "write certificates in PEM, and the key of the first one, into the files";
     SECRET_FILES_NOT_WATCHED: "the kernel does not report changes to the files of secrets", "the files are read every 5 s instead", "raise `fs.inotify.max_user_instances` and `fs.inotify.max_user_watches` on the node";
@@ -128,7 +128,7 @@ codes! {
     CAPTURE_OPTION_REPLACED: "the value of an option of `istio-iptables` cannot be used", "another value is used", "";
     CAPTURE_MODE_UNKNOWN: "the option `--istio-inbound-interception-mode` is unknown", "the mode REDIRECT is used", "";
     CAPTURE_OPTION_MISSING: "`--verify` or `--explain` lacks an option that names the pod's rules", "", "add the arguments of the container istio-init or istio-validation, or of the CNI plugin";
-    CAPTURE_NO_ADDRESS: "the pod has no IP address other than those of loopback", "no rule is created", "check the CNI plugin: `kubectl get pod -o wide` shows the address";
+    CAPTURE_NO_ADDRESS: "the pod has loopback addresses only", "no rule is created", "check the CNI plugin: `kubectl get pod -o wide` shows the address";
     CAPTURE_PERMISSION: "the container lacks the capability `NET_ADMIN`", "the rules cannot be read or changed", "add `NET_ADMIN` and `NET_RAW` to the capabilities of the container istio-init, or use Istio's CNI plugin";
     CAPTURE_PROGRAM_MISSING: "a program that reads or changes rules is not installed", "the rules cannot be read or changed", "install iptables (nft or legacy) in the image, or use `--native-nftables` with nft";
     CAPTURE_PROGRAM_FAILED: "a program that reads or changes rules fails", "", "its message names the cause; usual ones are a missing capability `NET_ADMIN` or kernel module";
