@@ -213,18 +213,20 @@ impl<C: Ca> Renewal<C> {
         self.metrics.requested(is_retry);
         let started = Instant::now();
         let signed = self.ca.sign(csr_pem, self.config.ttl);
-        let answer = tokio::time::timeout(SIGNING_LIMIT, signed).await;
-        let answer = answer.unwrap_or_else(|_| {
-            let limit = approximate(SIGNING_LIMIT.as_secs_f64());
-            let (code, message) = (Code::DeadlineExceeded, format!("no answer within {limit}"));
-            let kind = codes::CERTIFICATE_REQUEST_FAILED;
-            let problem = Problem::new(kind, "certificate request", &*message);
-            Err(SignError {
-                code,
-                message,
-                problem,
-            })
-        });
+        let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
+            Ok(answer) => answer,
+            Err(_) => {
+                let limit = approximate(SIGNING_LIMIT.as_secs_f64());
+                let (code, message) = (Code::DeadlineExceeded, format!("no answer within {limit}"));
+                let kind = codes::CERTIFICATE_REQUEST_FAILED;
+                let problem = Problem::new(kind, "certificate request", &*message);
+                Err(SignError {
+                    code,
+                    message,
+                    problem,
+                })
+            }
+        };
         self.metrics.answered(started.elapsed(), answer.is_ok());
         answer
     }
