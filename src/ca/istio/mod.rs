@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use prost_types::value::Kind;
 use tokio::time::timeout;
 use tonic::metadata::MetadataMap;
@@ -19,7 +20,7 @@ use super::{Ca, SignError};
 use crate::duration::approximate;
 use crate::istiod::refusal::MAX_MESSAGE;
 use crate::istiod::{Connection, Istiod};
-use crate::problem::codes;
+use crate::problem::{Repetition, codes};
 use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
 use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
 
@@ -38,6 +39,7 @@ pub struct IstioCa {
     limit: Duration,
     /// Consecutive calls without an answer.
     missed: Arc<AtomicU32>,
+    failures: Arc<Mutex<Repetition>>,
 }
 
 impl IstioCa {
@@ -49,6 +51,7 @@ impl IstioCa {
             cert_signer,
             limit,
             missed: Arc::default(),
+            failures: Arc::default(),
         }
     }
 
@@ -133,7 +136,17 @@ fn late(what: &str, limit: Duration) -> Status {
 
 impl Ca for IstioCa {
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        self.signed(csr_pem, ttl).await
+        let signed = self.signed(csr_pem, ttl).await;
+        let mut failures = self.failures.lock();
+        match &signed {
+            Ok(_) => drop(failures.end()),
+            Err(error) => {
+                if let Some(count) = failures.failed(&error.problem) {
+                    tracing::error!(target: "citadelclient", "failed to sign CSR: {error}{count}");
+                }
+            }
+        }
+        signed
     }
 }
 
