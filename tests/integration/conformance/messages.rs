@@ -265,7 +265,7 @@ fn a_user_without_access_is_named_beside_the_owner() {
         )
     };
     for (line, failed, path, mode) in [
-        ("proxy", "cannot bind ./proxy/XDS", "./proxy", 0o755),
+        ("proxy", "./proxy/XDS: cannot bind the socket", "./proxy", 0o755),
         (
             "proxy --meshConfig=closed/mesh",
             "closed/mesh: ",
@@ -280,7 +280,7 @@ fn a_user_without_access_is_named_beside_the_owner() {
         ),
         (
             "bootstrap --output=proxy/out",
-            "cannot write proxy/out",
+            "proxy/out: cannot write the file",
             "proxy",
             0o755,
         ),

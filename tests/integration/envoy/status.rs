@@ -80,7 +80,7 @@ async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why
         environment: &[("PROXY_CONFIG", &provider.to_string())],
     };
     let pod = Pod::start(settings, &control_plane);
-    let expected = "Envoy refuses default: ";
+    let expected = "[SECRET_REFUSED]";
     eventually("the reason", async || {
         let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
         assert_eq!(status, 503, "{body}");

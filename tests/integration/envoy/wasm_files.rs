@@ -157,7 +157,7 @@ async fn modules_are_left_to_envoy_with_a_warning_if_that_is_asked_for() {
     let text = relay.send(resource).await;
     assert!(text.contains(&sent), "{text}");
     let log = relay.pod.agent.log();
-    let warning = "ECDS passes as it is. Envoy cannot fetch the modules of WasmPlugins, and its \
+    let warning = "ECDS is forwarded unchanged. Envoy cannot fetch the modules of WasmPlugins, and its \
                    configuration dump shows pull secrets";
     assert!(log.contains(warning), "{log}");
 }
