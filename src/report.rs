@@ -174,6 +174,13 @@ impl Report {
         let Some(first) = findings.first() else {
             self.verdict = format!("{state}: no problem found");
             NEXT_STEPS.clone_into(&mut self.remedy);
+            // What other pods have to cure may be why requests fail.
+            let note = self.checks().find(|check| !check.code.is_empty()).cloned();
+            if let Some(note) = note {
+                let text = note.line(["", ""]);
+                self.verdict = format!("{state}: no problem found in this pod; {text}");
+                self.remedy = format!("{}; otherwise {NEXT_STEPS}", note.remedy);
+            }
             return self;
         };
         let worst = findings.iter().filter(|it| it.level == first.level).count();

@@ -68,6 +68,8 @@ fn shown(level: Level, problems: Vec<Problem>) -> impl Iterator<Item = Check> {
     problems.into_iter().map(move |problem| match problem.code {
         code if code == codes::ENVOY_NOT_INSPECTED => Check::problem(Level::Warning, &problem),
         code if code == codes::APPLICATION_PORT_CLOSED => Check::problem(Level::Error, &problem),
+        // Most meshes have such services, such as one that is scaled to zero.
+        code if code == codes::NO_HEALTHY_ENDPOINT => Check::problem(Level::Ok, &problem),
         _ => Check::problem(level, &problem),
     })
 }

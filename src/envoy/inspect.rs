@@ -93,7 +93,9 @@ pub async fn endpoints(admin: Admin) -> Vec<Problem> {
     let page = String::from_utf8_lossy(&page);
     let (failed, services) = read(&page);
     let dials = join_all(failed.into_iter().take(MAX_DIALS).map(dial)).await;
-    let names = Vec::from_iter(services).join(", ");
+    let hosts = services.iter().filter_map(|name| name.rsplit('|').next());
+    let hosts: BTreeSet<_> = hosts.collect();
+    let names = Vec::from_iter(hosts).join(", ");
     let subject = "services without a healthy endpoint";
     let unhealthy = (!names.is_empty()).then_some(names);
     let unhealthy = unhealthy.map(|it| Problem::new(codes::NO_HEALTHY_ENDPOINT, subject, it));

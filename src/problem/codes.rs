@@ -93,7 +93,7 @@ codes! {
     CLOCKS_DIFFER: "a new certificate is not valid by this clock", "it is used anyway", "compare the clocks (`date -u`) of this machine and of istiod's node";
     MESH_BUNDLE_INVALID: "istiod sent a trust bundle that does not hold certificates", "", "correct `caCertificates` in istiod's MeshConfig";
     OUTPUT_CERTS_UNWRITABLE: "the directory that `OUTPUT_CERTS` names cannot be written", "applications do not get the certificate", "mount a directory there that the agent's user can write, or correct `OUTPUT_CERTS`";
-    REVOCATION_LIST_EMPTY: "the file of certificate revocation lists is empty", "Envoy gets none until the file changes", "write a list into the file, or remove it";
+    REVOCATION_LIST_EMPTY: "the file of certificate revocation lists does not have a list", "Envoy gets none until the file changes", "write a list into the file, or remove it";
     REVOCATION_LIST_UNUSABLE: "the file of certificate revocation lists does not have a valid list of every authority that signed the workload's chain", "Envoy rejects all peers of that authority", "write a current list of every authority of the chain into the file, in PEM or DER (ConfigMap istio-ca-crl), or set `PILOT_ENABLE_CA_CRL=false`";
     ROOTS_EXPIRED: "the root that signed the workload's chain has expired", "Envoy and its peers reject each other", "renew the root of the mesh (Secret cacerts), and restart istiod; if it is new, set this machine's clock (compare `date -u`)";
     SDS_SOCKET_MISSING: "a setting names the SDS socket of another process, which does not exist", "the agent does not start", "start that process first, or set `ISTIO_AGENT_EXTERNAL_SDS=wait`";

@@ -68,6 +68,10 @@ pub(super) async fn read_crl(path: &Path) -> Option<DataSource> {
 /// the issuers of the workload's own chain. Blocks.
 pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
     let file = regular_file::read(path, MAX_PEM).ok()?;
+    // istiod's file is empty until an operator configures a list.
+    if file.trim_ascii().is_empty() {
+        return None;
+    }
     let ders = match Crl::from_der(&file) {
         Ok(([], _)) => vec![CrlDer::from(&**file)],
         _ => pem::items(&file).flatten().collect(),
@@ -96,7 +100,7 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
         found += &format!("; found one of {} until {}", list.issuer(), rfc3339(end));
     }
     let code = match file.trim_ascii() {
-        b"" | b"null" => codes::REVOCATION_LIST_EMPTY,
+        b"null" => codes::REVOCATION_LIST_EMPTY,
         _ => codes::REVOCATION_LIST_UNUSABLE,
     };
     Some(Problem::new(code, path.display().to_string(), found))

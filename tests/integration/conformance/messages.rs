@@ -265,7 +265,12 @@ fn a_user_without_access_is_named_beside_the_owner() {
         )
     };
     for (line, failed, path, mode) in [
-        ("proxy", "./proxy/XDS: cannot bind the socket", "./proxy", 0o755),
+        (
+            "proxy",
+            "./proxy/XDS: cannot bind the socket",
+            "./proxy",
+            0o755,
+        ),
         (
             "proxy --meshConfig=closed/mesh",
             "closed/mesh: ",
