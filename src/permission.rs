@@ -26,10 +26,12 @@ pub(crate) fn writable(directory: &Path) -> io::Result<()> {
     let mut above = directory.ancestors().filter(|at| at.exists());
     let at = above.next().unwrap_or(Path::new("."));
     access(at, Access::WRITE_OK | Access::EXEC_OK)?;
-    match statvfs(at)?.f_bavail {
-        0 => Err(io::ErrorKind::StorageFull.into()),
-        _ => Ok(()),
+    let volume = statvfs(at)?;
+    // A tmpfs without a limit reports no blocks at all.
+    if volume.f_bavail == 0 && volume.f_blocks > 0 {
+        return Err(io::ErrorKind::StorageFull.into());
     }
+    Ok(())
 }
 
 /// The error of using `path`; where access was denied, with the owner of the path, or of the first

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-/// Describes who listens on `port`, with the process if this one may look at it. None if nobody does.
+/// Describes the process that listens on `port`, if this process may look at it. None if no process listens.
 pub(crate) fn holder(port: u16) -> Option<String> {
     let lists = ["/proc/self/net/tcp", "/proc/self/net/tcp6"].map(fs::read_to_string);
     let socket = lists.iter().flatten().find_map(|list| socket(list, port))?;

@@ -160,7 +160,7 @@ impl Report {
         }
     }
 
-    /// Adds verdict and remedy. `state` is that of the pod. If no check is an error, `unexplained` is one.
+    /// Adds verdict and remedy. `state` describes the pod. `unexplained` becomes an error if no check is an error.
     #[must_use]
     pub fn judged(mut self, state: &str, unexplained: Option<&Problem>) -> Self {
         if self.level < Level::Error
@@ -175,7 +175,8 @@ impl Report {
             self.verdict = format!("{state}: no problem found");
             NEXT_STEPS.clone_into(&mut self.remedy);
             // What other pods have to cure may be why requests fail.
-            let note = self.checks().find(|check| !check.code.is_empty()).cloned();
+            let is_note = |check: &&Check| check.level == Level::Ok && !check.code.is_empty();
+            let note = self.checks().find(is_note).cloned();
             if let Some(note) = note {
                 let text = note.line(["", ""]);
                 self.verdict = format!("{state}: no problem found in this pod; {text}");

@@ -68,9 +68,10 @@ pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
                 let found = value
                     .as_str()
                     .map_or_else(|| value.to_string(), str::to_owned);
-                let subject = match value.is_string() {
-                    true => format!("ISTIO_META_{name}"),
-                    false => format!("{name} of ISTIO_METAJSON_*"),
+                let subject = if value.is_string() {
+                    format!("ISTIO_META_{name}")
+                } else {
+                    format!("{name} of ISTIO_METAJSON_*")
                 };
                 let code = codes::SETTING_INVALID;
                 problems.push(Problem::value(code, subject, &found, expected));

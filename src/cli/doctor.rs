@@ -109,9 +109,10 @@ pub async fn report(
     if problem.code != codes::AGENT_NOT_RUNNING {
         before.push(Check::problem(Level::Error, &problem));
     }
-    let report = match problem.code == codes::AGENT_SILENT {
-        true => doctor::report_of_settings(&config, before),
-        false => doctor::report(&config, None, before).await,
+    let report = if problem.code == codes::AGENT_SILENT {
+        doctor::report_of_settings(&config, before)
+    } else {
+        doctor::report(&config, None, before).await
     };
     Ok(report.judged(&state, Some(&problem)))
 }

@@ -100,7 +100,7 @@ async fn called(subject: Subject<'_>, family: Family, why: &str) -> Check {
     let skipped = || Check::skipped(NAME, format!("cannot be read: {why}"));
     let mut addresses = subject.config.bootstrap.node.addresses.iter();
     let is_first = addresses.next().is_some_and(IpAddr::is_ipv6) == (family == Family::V6);
-    // Root's connections are not those of Envoy's user. The second family of a pod may have no route to the address.
+    // Rules treat root's connections differently. The second family of a pod may have no route to the address.
     if rustix::process::geteuid().is_root() || !is_first {
         return skipped();
     }

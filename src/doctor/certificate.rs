@@ -76,9 +76,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 fn by_code(problem: &Problem) -> Check {
     let harmless = [codes::REVOCATION_LIST_EMPTY, codes::SECRET_UPDATE_REFUSED];
-    let level = match harmless.contains(&problem.code) {
-        true => Level::Warning,
-        false => Level::Error,
+    let level = if harmless.contains(&problem.code) {
+        Level::Warning
+    } else {
+        Level::Error
     };
     Check::problem(level, problem)
 }

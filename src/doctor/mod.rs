@@ -115,9 +115,9 @@ pub fn report_of_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Che
 fn missing_modules(subject: Subject<'_>) -> Vec<Check> {
     let wasm = subject.running.and_then(|running| running.wasm.as_ref());
     let missing = wasm.into_iter().flat_map(Wasm::missing);
-    let checks = missing.map(|(passes, problem)| match passes {
-        true => Check::problem(Level::Warning, &problem),
-        false => Check::problem(Level::Error, &problem),
+    let checks = missing.map(|(passes, problem)| {
+        let level = if passes { Level::Warning } else { Level::Error };
+        Check::problem(level, &problem)
     });
     checks.collect()
 }

@@ -1,7 +1,7 @@
 //! Counts the active requests or connections of an Envoy that shuts down, from its gauges.
 //!
-//! Connections are those of its listeners without the pod's own (health checks, scrapes, admin port, internal
-//! listeners), as in pilot-agent. Requests are active requests, unsent bytes of responses, and connections without
+//! The connections of the pod's own listeners (health checks, scrapes, admin port, internal listeners) do not count, as
+//! in pilot-agent. Requests are active requests, unsent bytes of responses, and connections without
 //! HTTP, because only their two ends know whether they are idle. A tunnel is a connection within another. In a
 //! sidecar only inbound requests count, by istiod's names, because only inbound listeners are drained. Envoy writes
 //! the colons of an IPv6 address as underscores.

@@ -14,6 +14,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::admin::Admin;
+use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
 
 /// An update warms for a moment, so a finding is looked for again after this pause.
@@ -87,10 +88,14 @@ pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
 /// Lists endpoints that neither Envoy nor the agent can connect to, and services without healthy ones. The agent
 /// dials because Envoy's count of failures never decreases.
 pub async fn endpoints(admin: Admin) -> Vec<Problem> {
-    let answer = admin.request(Method::GET, "/clusters").await;
-    // Another check reports that Envoy does not answer.
-    let page = answer.map(|answer| answer.into_body()).unwrap_or_default();
-    let page = String::from_utf8_lossy(&page);
+    let answer = match admin.request(Method::GET, "/clusters").await {
+        Ok(answer) => answer,
+        Err(error) => {
+            let (code, error) = (codes::ENVOY_NOT_INSPECTED, with_causes(&error));
+            return vec![Problem::new(code, "endpoints of Envoy's clusters", error)];
+        }
+    };
+    let page = String::from_utf8_lossy(answer.body());
     let (failed, services) = read(&page);
     let dials = join_all(failed.into_iter().take(MAX_DIALS).map(dial)).await;
     let hosts = services.iter().filter_map(|name| name.rsplit('|').next());
@@ -130,9 +135,10 @@ async fn dial((cluster, address, count): Failed<'_>) -> Option<Problem> {
         Ok(Err(error)) => error.to_string(),
         Err(_) => "no answer".to_owned(),
     };
-    let code = match cluster.starts_with("inbound|") {
-        true => codes::APPLICATION_PORT_CLOSED,
-        false => codes::UPSTREAM_UNREACHABLE,
+    let code = if cluster.starts_with("inbound|") {
+        codes::APPLICATION_PORT_CLOSED
+    } else {
+        codes::UPSTREAM_UNREACHABLE
     };
     let found = format!("{address}: {why}; failed connections of Envoy: {count}");
     Some(Problem::new(code, cluster, found))

@@ -59,13 +59,12 @@ pub fn explain(
         let found = format!("{found}; the token is for {audiences}, not for {AUDIENCE}");
         return config.problem(codes::ISTIOD_TOKEN_AUDIENCE, found);
     }
-    match is_denied {
-        true => config.problem(
-            code,
-            format!("{found}; TRUST_DOMAIN is {:?}", own.trust_domain),
-        ),
-        false => config.problem(code, found),
-    }
+    let found = if is_denied {
+        format!("{found}; TRUST_DOMAIN is {:?}", own.trust_domain)
+    } else {
+        found
+    };
+    config.problem(code, found)
 }
 
 /// The code as Go's gRPC library spells it: operators search logs for it.

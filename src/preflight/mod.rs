@@ -128,7 +128,7 @@ fn differences(settings: &Settings, table: &[Difference]) -> Vec<Found> {
             let env = container.env.clone().into_iter().collect();
             findings.of_line(words.clone(), &env, &settings.annotations);
         } else {
-            let why = "not that of a sidecar or gateway, so it was not compared";
+            let why = "it is not a command line of a sidecar or gateway, so it was not compared";
             findings.add(Check::skipped("command line", why), None);
         }
         for name in &container.unread {

@@ -209,7 +209,7 @@ codes! {
     "Status port" {
     CALLER_REFUSED: "a user requests a page of the status port that is only for other users", "", "repeat the request as root or as the agent's user, or add the user to `ISTIO_AGENT_DEBUG_USERS` or `ISTIO_AGENT_CONTROL_USERS`";
     CALLER_UNKNOWN: "the kernel does not report the user of a connection to the status port", "the request is refused", "set `ISTIO_AGENT_DEBUG_USERS=any` or `ISTIO_AGENT_CONTROL_USERS=any` to allow every user";
-    CALLER_FOREIGN: "a request to a debug page has a foreign `Host` or `Origin`, such as that of another web page", "the request is refused", "open the page at localhost or at an IP address";
+    CALLER_FOREIGN: "another web page sends a request to a debug page (foreign `Host` or `Origin`)", "the request is refused", "open the page at localhost or at an IP address";
     STATUS_PORT_EXHAUSTED: "the agent cannot accept a connection to the status port", "the agent closes an idle connection; probes and scrapes can fail", "raise the limit of open files";
     DRAIN_UNCONFIRMED: "Envoy did not confirm `/drain` in time", "the request is answered before Envoy drains", "`pilot-agent request --debug-port=15020 GET drain` shows the state of the drain";
     }

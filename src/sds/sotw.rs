@@ -212,9 +212,10 @@ impl StateOfTheWorld {
         let id = self.id;
         let names = Vec::from_iter(self.names.keys().map(Name::to_string)).join(", ");
         let names = escaped(&names, MAX_REASON);
-        let kind = match self.has_version {
-            true => codes::SECRET_UPDATE_REFUSED,
-            false => codes::SECRET_REFUSED,
+        let kind = if self.has_version {
+            codes::SECRET_UPDATE_REFUSED
+        } else {
+            codes::SECRET_REFUSED
         };
         let found = format!("Envoy refuses it: {reason}");
         let problem = Problem::new(kind, format!("secret {names}"), found);

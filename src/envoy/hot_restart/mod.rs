@@ -46,7 +46,8 @@ const FOLLOWS: Duration = Duration::from_secs(1);
 /// How often a successor is asked whether it serves.
 const LIVE_PERIOD: Duration = Duration::from_millis(25);
 
-/// Returns the inputs of an epoch: those of the agent's start for the first, the present ones for others. May block.
+/// Returns the inputs of an epoch: for the first one the inputs of the agent's start, otherwise the current inputs. May
+/// block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
 
 /// How long the parts of a hot restart may take.

@@ -25,6 +25,8 @@ use bootstrap_file::BootstrapFile;
 /// Pauses between two checks of an Envoy that starts: in the first [`START`], and later.
 const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
+/// The age of the agent from which a failed check looks for what Envoy waits for.
+const LOOKS_AFTER: Duration = Duration::from_secs(5);
 const START: Duration = Duration::from_secs(30);
 
 pub(super) struct Readiness {
@@ -98,20 +100,11 @@ impl Readiness {
         alive(&envoy.report().borrow()).ok()?;
         let istiod = sources.istiod.status().last_error;
         let istiod = istiod.map(|failure| failure.problem.to_string());
-        let certificate = || {
-            Some(
-                sources
-                    .secrets
-                    .as_ref()?
-                    .snapshot()
-                    .problem?
-                    .problem
-                    .to_string(),
-            )
-        };
+        let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
         let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
         let known = istiod.or_else(certificate).or_else(refused);
-        if known.is_some() {
+        // A look at Envoy takes up to a second, and `pilot-agent wait` asks ten times a second at the start.
+        if known.is_some() || sources.milestones.elapsed() < LOOKS_AFTER {
             return known;
         }
         let waits = inspect::waits(envoy.admin().within(LONG_PAUSE)).await;
