@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -125,11 +126,17 @@ def config(**metadata):
 
 NATIVE, USUAL = {"sidecar.istio.io/nativeSidecar": "true"}, {"sidecar.istio.io/nativeSidecar": "false"}
 READ_ONLY = {"securityContext": {"readOnlyRootFilesystem": True, "runAsUser": 1000, "runAsNonRoot": True}}
+# All that Kubernetes' Pod Security Standard `restricted` asks of a container.
+RESTRICTED = {"securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsUser": 1000,
+                                  "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}}
 KINDS = {
     "usual": {"annotations": USUAL},
     "native": {"annotations": NATIVE},
     "tproxy": {"annotations": {"sidecar.istio.io/interceptionMode": "TPROXY"}},
     "read-only": {"app": READ_ONLY},
+    "restricted": {"app": RESTRICTED, "spec": {"securityContext": {
+        "fsGroup": 2000, "seccompProfile": {"type": "RuntimeDefault"}}}},
+    "sotw": {"annotations": config(ISTIO_DELTA_XDS="false")},
     "dns": {"annotations": config(ISTIO_META_DNS_CAPTURE="true")},
     "hold": {"annotations": {"proxy.istio.io/config": json.dumps({"holdApplicationUntilProxyStarts": True})}},
     "small": {"annotations": {"sidecar.istio.io/proxyCPU": "50m", "sidecar.istio.io/proxyCPULimit": "500m",
@@ -199,6 +206,23 @@ def expect_healthy(world, target, agent):
     expect(f"findings of the doctor in {target}", [], checks)
 
 
+@case(3)
+def the_doctor_finds_nothing_on_a_busy_node(world, agent=OURS):
+    world.deploy("busy", agent)
+    world.rolled_out("busy")
+    hogs = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2 * os.cpu_count())]
+    try:
+        with Load(world, "http://busy:8080/", *CLIENTS) as load:
+            for _ in range(5):
+                expect_healthy(world, "deploy/busy", agent)
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    world.kubectl("delete", "deploy/busy", "--wait=false")
+    return load.expect_none_failed()
+
+
 def kinds(world, agent, templates, keep=False):
     """Each kind serves the clients under load and calls one of them, and both sides are known by certificate."""
     for name, template in templates.items():
@@ -259,6 +283,7 @@ def probes_of_all_four_kinds_are_rewritten_and_tell_the_applications_state(world
         for state, wanted in (("no", "false"), ("yes", "true")):
             world.exec("pod/probed", "/application", "get", f"http://127.0.0.1:8080/health/{state}")
             world.kubectl("wait", f"--for=condition=Ready={wanted}", "pod/probed", "--timeout=20s")
+        expect_healthy(world, "pod/probed", agent)
         expect("restarts", [0, 0], [one["restartCount"] for one in world.get("pod/probed")["status"]["containerStatuses"]
                                     if one["name"] != "istio-proxy"])
     finally:
@@ -449,6 +474,7 @@ def wasm_modules_by_http_and_from_a_registry_run_and_a_wrong_digest_fails_open_o
         for mark, digest in digests.items():
             plugin(world, mark, digest)
         world.until("both modules run", lambda: run() == ["http", "oci"])
+        expect_healthy(world, "deploy/filtered", agent)
         plugin(world, "http", "0" * 64, "FAIL_OPEN")
         world.until("requests pass by the module that is wrong", lambda: run() == ["oci"])
     plugin(world, "oci", "0" * 64)
@@ -524,6 +550,7 @@ def last_known_good_configuration_serves_while_istiod_is_unreachable(world, agen
         "sidecar.istio.io/userVolumeMount": json.dumps({"istio-agent": {"mountPath": "/var/run/istio-agent"}})}
     url = shop(world, "kept", agent, annotations=annotations)
     pod = world.pods("kept")[0]
+    expect_healthy(world, "deploy/kept", agent)
     with Load(world, url, *CLIENTS) as before:
         world.scale_istiod(0)
     try:
@@ -660,6 +687,7 @@ def a_client_of_grpc_without_envoy_calls_with_mutual_tls_and_no_request_fails(wo
     with Load(world, url, "proxyless") as load:
         world.restart("strict")
     expect("agent", agent, world.agent_of("deploy/proxyless"))
+    expect_healthy(world, "deploy/proxyless", agent)
     expect("security", "tls", world.call("proxyless", url)["security"])
     world.kubectl("delete", "deploy/proxyless", "deploy/strict", "--wait=false")
     return load.expect_none_failed()
