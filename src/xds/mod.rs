@@ -13,6 +13,7 @@ mod interceptions;
 pub mod last_known_good;
 mod metrics;
 pub mod observe;
+mod phase;
 pub(crate) mod relay;
 pub mod request;
 pub mod response;

@@ -12,37 +12,34 @@
 //! After UNAUTHENTICATED on a connection without our client certificate, the next stream uses a new
 //! connection.
 
-use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::future::{Future, pending};
-use std::pin::{Pin, pin};
+use std::future::pending;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::OptionFuture;
-use http::HeaderMap;
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
-use tokio::time::{Instant, sleep, sleep_until};
-use tokio_stream::StreamExt;
+use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::Protocol;
-use super::end::{self, End};
+use super::end::End;
 use super::intercept::Interceptors;
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
-use super::last_known_good::replay::Replay;
 use super::observe::{Observer, Services, Source};
+use super::phase::{Event, Phase, Requests};
 use super::stream::StreamState;
 use crate::backoff::Backoff;
 use crate::clock::later;
-use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
+use crate::istiod::{Istiod, MAX_SILENCE};
 use crate::problem::{Problem, Repetition, codes};
 
 /// How many bytes of requests are kept for an istiod that has not answered yet. A first round of
@@ -96,59 +93,6 @@ pub(crate) struct Relay {
     pub stop: CancellationToken,
 }
 
-/// Istiod's side of the relay, from dialing to the stream's end.
-enum IstiodSide {
-    Connecting(Pin<Box<dyn Future<Output = Result<Connection, Closed>> + Send>>),
-    Opening(Pin<Box<dyn Future<Output = Result<http::Response<Incoming>, hyper::Error>> + Send>>),
-    Open(Incoming),
-    /// What is kept answers in istiod's place.
-    Kept(Replay),
-}
-
-/// What came from istiod.
-enum IstiodEvent {
-    Connected(Connection),
-    Opened(http::Response<Incoming>),
-    Data(Bytes),
-}
-
-impl IstiodSide {
-    /// Connects after a wait, which another token ends.
-    fn connect(istiod: Istiod, wait: Duration) -> Self {
-        Self::Connecting(Box::pin(async move {
-            tokio::select! {
-                () = sleep(wait) => {}
-                () = istiod.token_changed(), if !wait.is_zero() => {}
-            }
-            istiod.connection().await
-        }))
-    }
-
-    /// Waits for the next event or the end. Cancel safe.
-    async fn next(&mut self) -> Result<IstiodEvent, End> {
-        match self {
-            Self::Connecting(connection) => match connection.await {
-                Ok(connection) => Ok(IstiodEvent::Connected(connection)),
-                // The agent stops.
-                Err(Closed) => Err(End::stopped()),
-            },
-            Self::Opening(response) => {
-                let response = response.await.map_err(End::broken)?;
-                Ok(IstiodEvent::Opened(response))
-            }
-            Self::Open(body) => {
-                let frame = body.frame().await.transpose().map_err(End::broken)?;
-                match frame.map(Frame::into_data) {
-                    Some(Ok(bytes)) => Ok(IstiodEvent::Data(bytes)),
-                    Some(Err(frame)) => Err(End::istiod(frame.into_trailers().unwrap_or_default())),
-                    None => Err(End::istiod(HeaderMap::new())),
-                }
-            }
-            Self::Kept(replay) => replay.next().await.map(IstiodEvent::Data),
-        }
-    }
-}
-
 /// Runs the relay until either stream has ended, and ends the other.
 pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<ToEnvoy>) {
     relay.observer.stream_began(relay.id, relay.protocol);
@@ -176,30 +120,16 @@ struct Session<'a> {
     envoy: Incoming,
     to_envoy: &'a mpsc::Sender<ToEnvoy>,
     waits_since: Instant,
-    istiod: IstiodSide,
-    /// What istiod's stream is on, once there is one.
-    connection: Option<Connection>,
-    /// Whether istiod's stream should move to another connection.
-    left: Pin<Box<dyn Future<Output = ()> + Send>>,
+    phase: Phase,
     /// Requests and responses form a loop: istiod may not read requests while it waits for a large
     /// response to be taken, and Envoy may not take it before its requests are through. One of the
     /// hops must not wait, or all do. So those of Envoy do not wait for room here, but in the queue.
-    /// None while istiod has no stream.
-    to_istiod: Option<mpsc::Sender<Bytes>>,
-    /// Requests that wait for istiod, and their memory.
-    queue: VecDeque<Bytes>,
-    queued: usize,
-    /// All requests, for the next stream of istiod, until it has answered; and their memory.
-    held: Option<Vec<Bytes>>,
-    held_bytes: usize,
+    queue: Requests,
     /// The shared memory that is taken.
     memory: Option<OwnedSemaphorePermit>,
-    is_answered: bool,
     backoff: Backoff,
     /// Streams in a row that istiod has not answered.
     failures: Repetition,
-    /// Since when istiod owes an answer, if there is another control plane.
-    owed_since: Option<Instant>,
     interceptions: Interceptions,
     /// Marked as changed with each stream of istiod, which so begins with the present verdict.
     health: Option<Health>,
@@ -216,25 +146,18 @@ impl<'a> Session<'a> {
             relay.kept.clone(),
         );
         state.services = relay.is_envoy.then(Services::default);
+        let istiod = relay.istiod.clone();
         Self {
             relay,
             state,
             envoy,
             to_envoy,
             waits_since: Instant::now(),
-            istiod: IstiodSide::connect(relay.istiod.clone(), Duration::ZERO),
-            connection: None,
-            left: Box::pin(pending()),
-            to_istiod: None,
-            queue: VecDeque::new(),
-            queued: 0,
-            held: Some(Vec::new()),
-            held_bytes: 0,
+            phase: Phase::connecting(Requests::default(), istiod, Duration::ZERO),
+            queue: Requests::default(),
             memory: None,
-            is_answered: false,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
             failures: Repetition::default(),
-            owed_since: None,
             interceptions: Interceptions::default(),
             health: relay.health.clone(),
         }
@@ -243,7 +166,7 @@ impl<'a> Session<'a> {
     async fn run(mut self) -> End {
         let Err(end) = self.relay().await;
         let problem = self.problem(end.status());
-        self.leave_istiod(&end, &problem, false);
+        self.record_end(&self.phase, &end, &problem, false);
         let Relay { id, observer, .. } = self.relay;
         observer.stream_ended(*id, &end);
         end.log(*id, &problem);
@@ -255,11 +178,16 @@ impl<'a> Session<'a> {
         let mut envoy_gone = pin!(self.to_envoy.closed());
         loop {
             let due = self.due();
-            let to_istiod = self.to_istiod.clone().map(mpsc::Sender::reserve_owned);
-            let silent_at = self.owed_since.map(|since| later(since, MAX_SILENCE));
+            let requests = self.phase.requests().cloned();
+            let to_istiod = requests.map(mpsc::Sender::reserve_owned);
+            let is_open = to_istiod.is_some();
+            let silent_at = self
+                .phase
+                .owed_since()
+                .map(|since| later(since, MAX_SILENCE));
+            let wants_responses = self.state.wants_responses();
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
-                () = &mut self.left => return Err(End::moved()),
                 () = &mut envoy_gone => return Err(End::envoy_gone(None)),
                 frame = self.envoy.frame(), if self.wants_requests() => match frame {
                     Some(Ok(frame)) => {
@@ -282,21 +210,17 @@ impl<'a> Session<'a> {
                     }
                 }
                 // The present verdict only: one that waited for istiod may be no longer true.
-                health = changed(&mut self.health),
-                    if self.to_istiod.is_some() && self.state.is_subscribed =>
-                {
+                health = changed(&mut self.health), if is_open && self.state.is_subscribed => {
                     // Not held, as it may be no longer true when another stream opens.
-                    self.enqueue(self.state.health_report(&health));
+                    self.queue.push(self.state.health_report(&health));
                 }
                 // It is closed only when istiod's stream has ended, which is about to be seen.
-                Some(Ok(room)) = OptionFuture::from(to_istiod), if self.queued > 0 => {
-                    let request = self.queue.pop_front().unwrap_or_default();
-                    self.queued -= memory(&request);
-                    room.send(request);
+                Some(Ok(room)) = OptionFuture::from(to_istiod), if self.queue.memory() > 0 => {
+                    room.send(self.queue.pop().unwrap_or_default());
                 }
-                Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_kept(),
-                event = self.istiod.next(), if self.state.wants_responses() => {
-                    self.owed_since = None;
+                Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_last_known_good(),
+                event = self.phase.next(wants_responses) => {
+                    self.phase.owe(false);
                     let done = event.and_then(|event| self.istiod_event(event));
                     done.or_else(|end| self.istiod_done(end, false))?;
                 }
@@ -307,23 +231,18 @@ impl<'a> Session<'a> {
             self.state.recorder.flush().await;
             self.pass_on();
             self.bound_memory()?;
-            let is_owed = self.connection.is_some()
-                && self.held_bytes > 0
-                && self.relay.is_envoy
-                && self.relay.istiod.has_others();
-            self.owed_since = is_owed.then(|| self.owed_since.unwrap_or_else(Instant::now));
+            let may_owe = self.relay.is_envoy && self.relay.istiod.has_others();
+            self.phase.owe(may_owe);
         }
     }
 
-    fn istiod_event(&mut self, event: IstiodEvent) -> Result<(), End> {
+    fn istiod_event(&mut self, event: Event) -> Result<(), End> {
         match event {
-            IstiodEvent::Data(bytes) => {
+            Event::Data(bytes) => {
                 self.state.read_responses(bytes)?;
                 if self.state.is_answered
-                    && !std::mem::replace(&mut self.is_answered, true)
-                    && let Some(connection) = &self.connection
+                    && let Some(connection) = self.phase.answered()
                 {
-                    (self.held, self.held_bytes) = (None, 0);
                     self.relay.observer.istiod_answered(self.relay.id);
                     self.relay.istiod.answered(connection);
                     if let Some(failures) = self.failures.end() {
@@ -332,76 +251,69 @@ impl<'a> Session<'a> {
                     }
                 }
             }
-            IstiodEvent::Opened(response) => {
-                self.istiod = IstiodSide::Open(end::opened(response)?);
-            }
-            IstiodEvent::Connected(connection) => {
+            Event::Opened => {}
+            Event::Connected(connection) => {
                 self.health.iter_mut().for_each(Health::mark_changed);
-                let queue = self.queue();
-                self.istiod = open(self.relay, connection.clone(), queue);
-                self.left = Box::pin(connection.left());
-                self.connection = Some(connection);
+                self.phase.connected(self.relay, connection);
+                self.queue = self.phase.held().cloned().unwrap_or_default();
             }
         }
         Ok(())
     }
 
-    /// The requests of a new stream: those held, and all that follow.
-    fn queue(&mut self) -> mpsc::Receiver<Bytes> {
-        self.queue = self.held.iter().flatten().cloned().collect();
-        self.queued = self.held_bytes;
-        let (sender, queue) = mpsc::channel(1);
-        self.to_istiod = Some(sender);
-        queue
-    }
-
-    fn enqueue(&mut self, request: Bytes) {
-        self.queued += memory(&request);
-        self.queue.push_back(request);
-    }
-
     /// Whether there is room for requests.
     fn wants_requests(&self) -> bool {
         match self.relay.shared {
-            Some(_) => self.queued < MAX_WAITING,
-            None => self.to_istiod.is_some() || self.held_bytes < MAX_HELD,
+            Some(_) => self.queue.memory() < MAX_WAITING,
+            None => self.phase.requests().is_some() || self.held() < MAX_HELD,
         }
+    }
+
+    /// Returns the memory of the requests that are held for another stream of istiod.
+    fn held(&self) -> usize {
+        self.phase.held().map_or(0, Requests::memory)
     }
 
     /// Fails if requests need more memory than they may.
     fn bound_memory(&mut self) -> Result<(), End> {
-        let needed = self.queued.max(self.held_bytes) + self.state.requests.held.len();
+        let queued = self.queue.memory();
+        let needed = queued.max(self.held()) + self.state.requests.held.len();
         self.memory = None;
         let shared = self.relay.shared.clone();
         self.memory = shared.and_then(|it| it.try_acquire_many_owned(needed as u32).ok());
-        if self.memory.is_some() || self.relay.shared.is_none() && self.queued <= MAX_QUEUED {
+        if self.memory.is_some() || self.relay.shared.is_none() && queued <= MAX_QUEUED {
             return Ok(());
         }
         let problem = format!("more than {MAX_QUEUED} bytes of requests wait for istiod");
         Err(End::bad_request(&Status::resource_exhausted(problem)))
     }
 
-    /// Istiod's stream has ended, or is silent. Envoy's is held if istiod has never answered on it, and
-    /// ends else.
+    /// Connects again if Envoy's stream can be held, which takes that istiod has not answered on its own
+    /// stream. Otherwise both end.
     fn istiod_done(&mut self, end: End, is_silent: bool) -> Result<(), End> {
         let end = self.state.istiod_done(end);
         let problem = self.problem(end.status());
-        let has_moved = self.leave_istiod(&end, &problem, is_silent);
-        if end.code_of_istiod().is_none() || self.held.is_none() || !self.relay.is_envoy {
+        let mut phase = std::mem::replace(&mut self.phase, Phase::Ended);
+        let has_moved = self.record_end(&phase, &end, &problem, is_silent);
+        let is_istiods = end.code_of_istiod().is_some();
+        let held = phase
+            .held_mut()
+            .filter(|_| is_istiods && self.relay.is_envoy);
+        let Some(held) = held.map(std::mem::take) else {
             return Err(end);
-        }
+        };
         if let Some(count) = self.failures.failed(&problem) {
             let problem = problem.consequence("Envoy's stream is held, and istiod is asked again");
             let id = self.relay.id;
             tracing::warn!(target: "xdsproxy", id, "upstream terminated with unexpected error {problem}{count}");
         }
-        let wait = match has_moved {
-            true => Duration::ZERO,
-            false => self.backoff.next_wait(),
+        let wait = if has_moved {
+            Duration::ZERO
+        } else {
+            self.backoff.next_wait()
         };
-        self.istiod = IstiodSide::connect(self.relay.istiod.clone(), wait);
+        self.phase = Phase::connecting(held, self.relay.istiod.clone(), wait);
         self.state.restart();
-        (self.to_istiod, self.left) = (None, Box::pin(pending()));
         Ok(())
     }
 
@@ -414,44 +326,45 @@ impl<'a> Session<'a> {
         self.relay.istiod.explain(unimplemented, status)
     }
 
-    /// Records how istiod's stream ended, if there was one. Returns whether another control plane is in
-    /// use now.
-    fn leave_istiod(&mut self, end: &End, problem: &Problem, is_silent: bool) -> bool {
-        let Some(connection) = self.connection.take() else {
+    /// Records how istiod's stream ended, if there was one in this phase. Returns whether another control
+    /// plane is in use now.
+    fn record_end(&self, phase: &Phase, end: &End, problem: &Problem, is_silent: bool) -> bool {
+        let Some(connection) = phase.connection() else {
             return false;
         };
         let istiod = &self.relay.istiod;
         self.relay.observer.istiod_ended(end);
         let code = end.code_of_istiod();
-        istiod.leave_if_unauthenticated(&connection, code);
-        let is_failure = code.is_some() && !self.is_answered;
-        is_failure && istiod.failed(&connection, is_silent, problem)
+        istiod.leave_if_unauthenticated(connection, code);
+        let is_failure = code.is_some() && matches!(phase, Phase::AwaitingFirstResponse { .. });
+        is_failure && istiod.failed(connection, is_silent, problem)
     }
 
-    /// When Envoy is to be served what is kept, if istiod does not answer before.
+    /// When Envoy is to be served last known good configuration, if istiod does not answer before.
     fn due(&self) -> Option<Instant> {
-        let envoy = self.relay.kept.as_ref().filter(|_| self.held.is_some())?;
+        let envoy = self
+            .relay
+            .kept
+            .as_ref()
+            .filter(|_| self.phase.held().is_some())?;
         Some(later(self.waits_since, envoy.patience()?))
     }
 
-    /// Answers Envoy from what is kept, if anything is.
-    fn serve_kept(&mut self) {
+    /// Answers Envoy with last known good configuration, if there is any.
+    fn serve_last_known_good(&mut self) {
         let kept = self.relay.kept.as_ref();
         let Some(envoy) = kept.filter(|envoy| envoy.can_be_served()) else {
             self.waits_since = Instant::now();
             return;
         };
-        let envoy = envoy.clone();
-        if let Some(connection) = self.connection.take() {
+        if let Some(connection) = self.phase.connection() {
             let status =
                 Status::deadline_exceeded("no answer before stored configuration was served");
             let problem = self.problem(&status);
-            self.relay.istiod.failed(&connection, false, &problem);
+            self.relay.istiod.failed(connection, false, &problem);
         }
-        let queue = self.queue();
-        (self.held, self.held_bytes) = (None, 0);
-        self.left = Box::pin(pending());
-        self.istiod = IstiodSide::Kept(Replay::start(envoy, queue));
+        self.queue = self.phase.held().cloned().unwrap_or_default();
+        self.phase = Phase::serving(envoy.clone());
         self.state.recorder.stop();
         self.state.source = Source::Kept;
         self.relay.observer.serves_kept(self.relay.id);
@@ -467,14 +380,13 @@ impl<'a> Session<'a> {
     /// Passes on what is ready.
     fn pass_on(&mut self) {
         for request in std::mem::take(&mut self.state.to_istiod) {
-            if let Some(held) = &mut self.held {
-                self.held_bytes += memory(&request);
+            if let Some(held) = self.phase.held_mut() {
                 held.push(request.clone());
             }
-            self.enqueue(request);
+            self.queue.push(request);
         }
-        if self.to_istiod.is_some() && self.held_bytes > MAX_HELD {
-            (self.held, self.held_bytes) = (None, 0);
+        if self.held() > MAX_HELD {
+            self.phase.release();
         }
         self.interceptions
             .start(&mut self.state, self.relay.protocol);
@@ -488,11 +400,6 @@ impl<'a> Session<'a> {
     }
 }
 
-/// The memory of a request. A flood of small ones is mostly handles.
-fn memory(request: &Bytes) -> usize {
-    request.len() + size_of::<Bytes>()
-}
-
 /// The next verdict. Cancel safe.
 async fn changed(health: &mut Option<Health>) -> Result<(), String> {
     if let Some(receiver) = health {
@@ -503,24 +410,4 @@ async fn changed(health: &mut Option<Health>) -> Result<(), String> {
         }
     }
     pending().await
-}
-
-/// Opens the stream to istiod. Its head may come only with the first response, so nothing waits for
-/// it.
-fn open(relay: &Relay, mut connection: Connection, queue: mpsc::Receiver<Bytes>) -> IstiodSide {
-    let sent = relay.observer.metrics.requests.clone();
-    let frames = ReceiverStream::new(queue).map(move |request| {
-        sent.inc();
-        Ok::<_, Infallible>(Frame::data(request))
-    });
-    let body = crate::istiod::Body::new(StreamBody::new(frames));
-    let request = relay.istiod.request(relay.protocol.path(), body);
-    tracing::info!(
-        target: "xdsproxy",
-        id = relay.id,
-        "connected to {}upstream XDS server: {}",
-        relay.protocol.log_prefix(),
-        relay.istiod.address()
-    );
-    IstiodSide::Opening(Box::pin(async move { connection.send(request).await }))
 }
