@@ -32,7 +32,8 @@ pub struct Crash {
     pub code: Option<u8>,
     pub signal: Option<i32>,
     pub uptime_seconds: f64,
-    /// Whether the kernel killed it for lack of memory; None if it was not killed, or such kills are not counted.
+    /// Whether the kernel killed it for lack of memory; None if it was not killed, or the
+    /// kernel's count cannot be read.
     pub out_of_memory: Option<bool>,
     /// The last lines of standard error.
     pub stderr: Vec<String>,
@@ -82,18 +83,26 @@ fn if_exists<T>(done: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// Counts the processes of the agent's control group that the kernel has killed because the group's memory was used
-/// up (not the machine's); None if it does not count them, as in version 1 of control groups. A container that sees
-/// the machine's path may have its own group mounted at the top.
+/// Counts the processes of the agent's control group that the kernel has killed because memory was used up; None if
+/// the count cannot be read. A container that sees the machine's path may have its own group mounted at the top.
 pub(super) fn oom_kills(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
-    let top = root.join("sys/fs/cgroup");
-    let own = top.join(path.trim_start_matches('/'));
-    [own, top].into_iter().find_map(|directory| {
-        let events = fs::read_to_string(directory.join("memory.events")).ok()?;
-        let mut lines = events.lines();
-        lines.find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
+    // Version 2 of control groups has no list of controllers. A machine may have both versions.
+    let versions = [
+        ("", "", "memory.events"),
+        ("memory", "memory", "memory.oom_control"),
+    ];
+    versions.into_iter().find_map(|(controllers, mount, file)| {
+        let path = groups.lines().find_map(|line| {
+            let (found, path) = line.split_once(':')?.1.split_once(':')?;
+            (found == controllers).then_some(path.trim_start_matches('/'))
+        })?;
+        let top = root.join("sys/fs/cgroup").join(mount);
+        [top.join(path), top].into_iter().find_map(|directory| {
+            let counts = fs::read_to_string(directory.join(file)).ok()?;
+            let mut lines = counts.lines();
+            lines.find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
+        })
     })
 }
 
@@ -198,6 +207,16 @@ mod tests {
             (
                 "0::/of/the/machine\n",
                 "sys/fs/cgroup/memory.events",
+                "oom_kill N\n",
+            ),
+            (
+                "2:cpu:/pod/cpu\n4:memory:/pod/envoy\n0::/\n",
+                "sys/fs/cgroup/memory/pod/envoy/memory.oom_control",
+                "oom_kill_disable 0\nunder_oom 0\noom_kill N\n",
+            ),
+            (
+                "4:memory:/of/the/machine\n",
+                "sys/fs/cgroup/memory/memory.oom_control",
                 "oom_kill N\n",
             ),
         ] {
