@@ -159,7 +159,8 @@ impl Loader<'_> {
     fn restarts(&mut self) -> Option<Budget> {
         let text = self.get(&variables::ISTIO_AGENT_ENVOY_RESTARTS);
         let budget = budget(&text);
-        if budget.is_none() && !text.is_empty() {
+        let is_off = text.is_empty() || text.split('/').next() == Some("0");
+        if budget.is_none() && !is_off {
             let expected = "restarts in a duration, such as 3/10m";
             let name = variables::ISTIO_AGENT_ENVOY_RESTARTS.name;
             self.warn(name, &text, expected, "Envoy is not restarted");

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::status_port;
 use super::tests::machine;
+use crate::envoy::crash_restart::Budget;
 use crate::envoy::shutdown::Drain;
 use crate::problem::codes;
 
@@ -62,7 +63,6 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
         let envoy = config.envoy.expect("Envoy");
         assert_eq!(envoy.limits.drain, expected, "{variables:?}");
         assert_eq!(envoy.internal_ports, [15021, 15090]);
-        assert_eq!(envoy.restarts, None);
     }
     let set = "ISTIO_AGENT_LAST_REQUESTS";
     let grace = "TERMINATION_GRACE_PERIOD_SECONDS";
@@ -81,10 +81,32 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
         assert_eq!(limits.long_requests, seconds(outlast), "{variables:?}");
         assert_eq!(counts > 0, outlast > 0, "{variables:?}");
     }
-    let config = machine(&[("ISTIO_AGENT_ENVOY_RESTARTS", "often")]).config();
-    let envoy = config.envoy.expect("Envoy");
+    let envoy = machine(&[]).config().envoy.expect("Envoy");
     assert_eq!(envoy.limits.drain, Drain::For(seconds(5)));
-    assert_eq!(config.warnings[0].subject, "ISTIO_AGENT_ENVOY_RESTARTS");
+}
+
+#[test]
+fn a_crashed_envoy_is_restarted_three_times_in_ten_minutes_unless_the_setting_says_otherwise() {
+    let budget = |restarts, seconds| {
+        let within = Duration::from_secs(seconds);
+        Some(Budget { restarts, within })
+    };
+    let name = "ISTIO_AGENT_ENVOY_RESTARTS";
+    for (variables, expected, warnings) in [
+        (&[][..], budget(3, 600), 0),
+        (&[(name, "1/1h")], budget(1, 3600), 0),
+        (&[(name, "")], None, 0),
+        (&[(name, "0")], None, 0),
+        (&[(name, "0/10m")], None, 0),
+        (&[(name, "often")], None, 1),
+        (&[(name, "3")], None, 1),
+    ] {
+        let config = machine(variables).config();
+        let restarts = config.envoy.expect("Envoy").restarts;
+        assert_eq!(restarts, expected, "{variables:?}");
+        let found: Vec<_> = config.warnings.iter().map(|it| &*it.subject).collect();
+        assert_eq!(found, vec![name; warnings], "{variables:?}");
+    }
 }
 
 #[test]

@@ -1,11 +1,13 @@
-//! The budget of restarts for an Envoy that ended by itself, and the pause before each.
+//! Decides whether an Envoy that ended by itself is started again: which ends count as a crash, and the budget of
+//! restarts with the pause before each.
 //!
-//! The pause grows, with jitter, and is short again when the budget is whole again.
+//! The first restart follows at once. Later pauses grow, with jitter, until the budget is whole again.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::instance::{Ended, INTERRUPTED, KILLED, TERMINATED};
 use crate::backoff::Backoff;
 use crate::duration::approximate;
 
@@ -37,8 +39,17 @@ impl Restarts {
         }
     }
 
-    /// Takes one restart out of the budget and returns the pause before it. None if none is left.
-    pub(super) fn take(&mut self) -> Option<Duration> {
+    /// Takes one restart out of the budget and returns the pause before it. None if Envoy is not to be started again.
+    pub(super) fn take(
+        &mut self,
+        ended: Ended,
+        out_of_memory: Option<bool>,
+        has_served: bool,
+    ) -> Option<Duration> {
+        if let Some(why) = obstacle(ended, out_of_memory, has_served) {
+            tracing::warn!("not restarting Envoy: {why}");
+            return None;
+        }
         let budget = self.budget?;
         let now = Instant::now();
         self.past
@@ -48,11 +59,28 @@ impl Restarts {
             tracing::error!("Envoy was restarted {count} times within {within}, the limit");
             return None;
         }
-        if self.past.is_empty() {
-            self.backoff.reset();
-        }
+        let is_first = self.past.is_empty();
         self.past.push(now);
+        if is_first {
+            self.backoff.reset();
+            return Some(Duration::ZERO);
+        }
         Some(self.backoff.next_wait())
+    }
+}
+
+/// Returns why this end is no crash that another Envoy would survive.
+fn obstacle(ended: Ended, out_of_memory: Option<bool>, has_served: bool) -> Option<&'static str> {
+    match (ended, out_of_memory) {
+        (Ended::Code(0), _) => Some("it exited by itself with status 0"),
+        (Ended::Signal(TERMINATED | INTERRUPTED), _) => Some("another process asked it to exit"),
+        _ if !has_served => Some("it has not served"),
+        (Ended::Signal(KILLED), Some(true)) => Some("memory was used up"),
+        // A restart in place would hide a memory limit that is too low.
+        (Ended::Signal(KILLED), None) => {
+            Some("memory may have been used up: the kernel's count of kills cannot be read")
+        }
+        _ => None,
     }
 }
 
@@ -60,30 +88,65 @@ impl Restarts {
 mod tests {
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn allows_as_many_restarts_as_the_budget_in_any_stretch() {
-        let within = Duration::from_secs(600);
-        let mut restarts = Restarts::new(Some(Budget {
-            restarts: 2,
-            within,
-        }));
-        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
-        tokio::time::advance(Duration::from_secs(300)).await;
-        assert!(
-            restarts
-                .take()
-                .is_some_and(|pause| pause <= FIRST_PAUSE * 2)
-        );
-        assert!(restarts.take().is_none());
-        tokio::time::advance(Duration::from_secs(300)).await;
-        assert!(restarts.take().is_some());
-        assert!(restarts.take().is_none());
-        tokio::time::advance(within).await;
-        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
+    const CRASH: Ended = Ended::Signal(11);
+
+    fn restarts(restarts: usize, within: Duration) -> Restarts {
+        Restarts::new(Some(Budget { restarts, within }))
+    }
+
+    /// Another crash of an Envoy that has served.
+    fn crash(restarts: &mut Restarts) -> Option<Duration> {
+        restarts.take(CRASH, None, true)
+    }
+
+    #[test]
+    fn only_an_envoy_that_served_and_crashed_is_started_again() {
+        let (signal, code) = (Ended::Signal, Ended::Code);
+        let (used_up, enough, unknown) = (Some(true), Some(false), None);
+        for (ended, out_of_memory, expected) in [
+            (code(0), unknown, false),
+            (code(1), unknown, true),
+            (code(139), unknown, true),
+            (signal(TERMINATED), unknown, false),
+            (signal(INTERRUPTED), unknown, false),
+            (signal(KILLED), enough, true),
+            (signal(KILLED), used_up, false),
+            (signal(KILLED), unknown, false),
+            (CRASH, unknown, true),
+            (CRASH, used_up, true),
+            (signal(6), unknown, true),
+        ] {
+            for (has_served, left) in [(true, 1), (true, 0), (false, 1), (false, 0)] {
+                let mut restarts = restarts(left, Duration::from_secs(600));
+                let pause = restarts.take(ended, out_of_memory, has_served);
+                let expected = expected && has_served && left > 0;
+                let case = format!("{ended}, {out_of_memory:?}, {has_served}, {left}");
+                assert_eq!(pause, expected.then_some(Duration::ZERO), "{case}");
+            }
+            let mut off = Restarts::new(None);
+            assert_eq!(off.take(ended, out_of_memory, true), None, "{ended}");
+        }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn without_a_budget_there_is_no_restart() {
-        assert!(Restarts::new(None).take().is_none());
+    async fn allows_as_many_restarts_as_the_budget_in_any_stretch_and_the_first_at_once() {
+        let within = Duration::from_secs(600);
+        let mut restarts = restarts(2, within);
+        assert_eq!(crash(&mut restarts), Some(Duration::ZERO));
+        tokio::time::advance(Duration::from_secs(300)).await;
+        assert!(crash(&mut restarts).is_some_and(|pause| pause <= FIRST_PAUSE));
+        assert_eq!(crash(&mut restarts), None);
+        tokio::time::advance(Duration::from_secs(300)).await;
+        assert!(crash(&mut restarts).is_some());
+        assert_eq!(crash(&mut restarts), None);
+        tokio::time::advance(within).await;
+        assert_eq!(crash(&mut restarts), Some(Duration::ZERO));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_that_is_no_crash_takes_nothing_out_of_the_budget() {
+        let mut restarts = restarts(1, Duration::from_secs(600));
+        assert_eq!(restarts.take(Ended::Code(0), None, true), None);
+        assert_eq!(crash(&mut restarts), Some(Duration::ZERO));
     }
 }

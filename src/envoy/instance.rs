@@ -23,7 +23,9 @@ use crate::duration::approximate;
 use crate::port;
 use crate::problem::{Problem, codes};
 
+pub(super) const INTERRUPTED: i32 = Signal::INT.as_raw();
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
+pub(super) const TERMINATED: i32 = Signal::TERM.as_raw();
 
 /// A running Envoy, and what it was started from. Dropping it kills it.
 #[derive(Debug)]

@@ -1,12 +1,12 @@
 //! Owns Envoy's process: waits for events, lets the machine decide, and carries the decision out.
 //!
 //! Calls to the admin port run next to the wait, so neither a signal nor Envoy's exit waits for an answer. An exit
-//! is a crash unless the agent caused it, or Envoy's status is 0.
+//! is a crash unless the agent caused it, or Envoy's status is 0; [`crash_restart`](super::crash_restart) decides
+//! whether another Envoy follows.
 
 use std::time::Duration;
 
 use futures_util::future::OptionFuture;
-use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
@@ -17,7 +17,7 @@ use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Order, Report, Role, State};
 use super::hot_restart::{HotRestart, Prepare};
-use super::instance::{self, Ended, Instance, KILLED, unkillable};
+use super::instance::{self, Ended, Instance, KILLED, TERMINATED, unkillable};
 use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
@@ -34,7 +34,6 @@ const PERIOD: Duration = Duration::from_secs(1);
 const LAST_PERIOD: Duration = Duration::from_millis(100);
 /// Half the time for quitting is for the answer, the rest for the end that follows it.
 const QUIT_CALL: f64 = 0.5;
-const TERMINATED: i32 = Signal::TERM.as_raw();
 
 pub(super) struct Supervisor {
     config: Config,
@@ -126,7 +125,7 @@ impl Supervisor {
             publish,
             restarts: metrics.counter(
                 "istio_agent_envoy_restarts_total",
-                "Starts of Envoy after one that ended by itself.",
+                "Starts of Envoy after one that crashed.",
             ),
             drains: metrics.counter(
                 "istio_agent_envoy_drains_total",
@@ -337,20 +336,27 @@ impl Supervisor {
     async fn ended(&mut self, ended: Ended) -> Result<Event, BoxError> {
         self.current.calls = JoinSet::new();
         self.current.deadline = None;
-        self.pause = Duration::ZERO;
+        let has_served = self.current.machine.phase() > Phase::Starting;
         let is_expected = self.current.machine.expects_the_end();
         self.last_end = (!is_expected).then_some(ended);
         let crash = self.record_end(ended).await;
         self.hot_restart.serving_ended(&mut self.current);
+        let out_of_memory = crash.as_ref().and_then(|crash| crash.out_of_memory);
         if let Some(crash) = crash {
             let is_early = crash.uptime_seconds < self.config.early.as_secs_f64();
-            if is_early && crash.epoch == 0 && !is_expected {
+            if is_early && !has_served && crash.epoch == 0 && !is_expected {
                 // The next Envoy would end like it.
                 return Err(crash.problem().into());
             }
             tracing::error!("{}", crash.problem());
         }
-        let may_restart = is_expected || self.may_restart(ended);
+        let pause = if is_expected {
+            Some(Duration::ZERO)
+        } else {
+            self.budget.take(ended, out_of_memory, has_served)
+        };
+        self.pause = pause.unwrap_or_default();
+        let may_restart = pause.is_some();
         Ok(Event::EnvoyExited { may_restart })
     }
 
@@ -372,18 +378,6 @@ impl Supervisor {
             Crash::record(None, directory);
         }
         None
-    }
-
-    /// Takes another start out of the budget after an end that was not requested.
-    fn may_restart(&mut self, ended: Ended) -> bool {
-        if ended == Ended::Code(0) {
-            // Not the agent has asked Envoy to exit.
-            tracing::warn!("Envoy exited by itself with status 0");
-            return false;
-        }
-        let pause = self.budget.take();
-        self.pause = pause.unwrap_or_default();
-        pause.is_some()
     }
 
     /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.

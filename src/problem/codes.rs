@@ -42,7 +42,7 @@ codes! {
     ENVOY_WRONG_ARCHITECTURE: "Envoy's program is not a program for this machine", "Envoy does not start", "use an image whose Envoy is built for this architecture (`uname -m`, `file`)";
     ENVOY_LOADER_MISSING: "the loader or interpreter that Envoy's program names does not exist", "Envoy does not start", "use an image with the C library that this Envoy was built for";
     ENVOY_BOOTSTRAP_REFUSED: "Envoy exits because it cannot use its arguments or its bootstrap", "", "correct what Envoy's last lines name: bootstrap (`pilot-agent bootstrap`), `ISTIO_BOOTSTRAP_OVERRIDE`, `customConfigFile`, `--proxyLogLevel`, or Envoy's version";
-    ENVOY_CRASHED: "Envoy was ended by a signal that the agent did not send", "", "see Envoy's last lines (`kubectl logs --previous`); a backtrace in them is a bug of Envoy or of a filter";
+    ENVOY_CRASHED: "Envoy was ended by a signal that the agent did not send", "", "see Envoy's last lines (`kubectl logs`, with `--previous` if the container has restarted); a backtrace in them is a bug of Envoy or of a filter";
     ENVOY_OUT_OF_MEMORY: "the kernel killed Envoy because the container's memory was used up", "", "raise the memory limit of the container, or send Envoy fewer services (`pilot-agent scope` writes the Sidecar resource)";
     ENVOY_UNKILLABLE: "Envoy did not exit after SIGKILL", "the agent exits without it", "restart the node if its disk or network file system hangs";
     ENVOY_NOT_STARTED: "the agent has not started Envoy yet", "no traffic passes", "wait: the agent first asks the cloud's metadata service; set `CLOUD_PLATFORM=none` if it hangs";

@@ -162,7 +162,7 @@ variables! {
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Maximum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits the drain.", Own;
     ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "Time that in-flight requests have after the drain; 0s ends them immediately. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits it; if that is unset too, drain and in-flight requests together take at most 25s.", Own;
     TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "Termination grace period of the pod, which limits the drain and the in-flight requests after it; 0 means unknown.", Own;
-    ISTIO_AGENT_ENVOY_RESTARTS: String = "", "How often the agent restarts a crashed Envoy within a time, such as 3/10m. If empty, the agent exits when Envoy exits.", Own;
+    ISTIO_AGENT_ENVOY_RESTARTS: String = "3/10m", "How often the agent restarts a crashed Envoy within a time. If 0 or empty, the agent exits when Envoy exits.", Own;
     ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot-restarts Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;
     ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time that a replaced Envoy has for its open requests; it must exceed the drain duration.", Own;
     GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for proxyless gRPC applications. If empty, none is written.", Same;

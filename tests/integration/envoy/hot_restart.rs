@@ -31,6 +31,11 @@ struct Stage {
 
 impl Stage {
     async fn serving(envoy: &Path) -> Self {
+        Self::serving_with(envoy, "0").await
+    }
+
+    /// Allows restarts of an Envoy that crashed.
+    async fn serving_with(envoy: &Path, restarts: &str) -> Self {
         let (backend, port) = (Backend::start().await, free_port());
         let control_plane = ControlPlane::of(&[
             cluster("books"),
@@ -44,6 +49,7 @@ impl Stage {
         std::os::unix::fs::symlink(envoy, &program).unwrap();
         let environment = [
             ("ISTIO_AGENT_HOT_RESTART", "true"),
+            ("ISTIO_AGENT_ENVOY_RESTARTS", restarts),
             ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", STAY),
             ("ISTIO_BOOTSTRAP_OVERRIDE", OVERRIDE),
             ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
@@ -338,6 +344,23 @@ async fn a_successor_killed_while_its_parent_leaves_ends_the_agent_and_the_paren
     let status = stage.pod.agent.end().await;
     assert_eq!(status.code(), Some(137), "{status}");
     assert!(!is_alive(first));
+}
+
+#[tokio::test]
+async fn a_successor_that_crashed_while_its_parent_leaves_is_restarted_and_the_parent_ends() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving_with(&binary, "1/1h").await;
+    let first = stage.only_envoy().await;
+    stage.change("a");
+    stage.logs("Envoy epoch 1 is live").await;
+    let second = stage.other_than(first).await;
+    kill_process(second, Signal::SEGV).unwrap();
+    stage.logs("starting Envoy again").await;
+    stage.serves().await;
+    let third = stage.only_envoy().await;
+    assert!(third != first && third != second);
+    assert_eq!(stage.runs_on("a").await, 0);
+    stage.ends_well().await;
 }
 
 #[tokio::test]

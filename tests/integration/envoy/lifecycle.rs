@@ -1,11 +1,14 @@
 //! Agent and Envoy end together, whichever ends first.
 
-use std::path::Path;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use http::Method;
 use rustix::process::{Pid, Signal};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
@@ -57,6 +60,16 @@ pub async fn until_it_is_no_failed_start(pod: &Pod) {
         let info: Value = serde_json::from_str(&info).unwrap();
         let uptime = info["uptime_current_epoch"].as_str().unwrap();
         (!["0s", "1s"].contains(&uptime)).then_some(())
+    })
+    .await;
+}
+
+/// The agent asks Envoy for its state from time to time.
+async fn until_the_agent_knows_that_it_serves(pod: &Pod) {
+    eventually("a running Envoy", async || {
+        let page = pod.status(Method::GET, "/debug/overview").await?;
+        let page: Value = serde_json::from_str(&page).unwrap();
+        (page["envoy"]["state"] == "running").then_some(())
     })
     .await;
 }
@@ -163,10 +176,13 @@ async fn envoy_reopens_its_access_logs_at_sigusr1_which_the_agent_ignores() {
 }
 
 #[tokio::test]
-async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
+async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status_where_restarts_are_off() {
     let Some(binary) = envoy_binary() else { return };
-    for (signal, expected) in [(Signal::SEGV, 128 + 11), (Signal::KILL, 128 + 9)] {
-        let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+    for (signal, expected, restarts) in [(Signal::SEGV, 128 + 11, "0"), (Signal::KILL, 128 + 9, "")]
+    {
+        let environment = [("ISTIO_AGENT_ENVOY_RESTARTS", restarts)];
+        let (mut pod, envoy, _port, _backend, _control_plane) =
+            serving_with(&binary, &environment).await;
         until_it_is_no_failed_start(&pod).await;
         rustix::process::kill_process(envoy, signal).unwrap();
         let status = pod.agent.end().await;
@@ -184,7 +200,7 @@ async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
 }
 
 #[tokio::test]
-async fn an_envoy_that_crashed_serves_again_where_restarts_are_allowed() {
+async fn an_envoy_that_crashed_serves_again_as_often_as_the_budget_allows() {
     let Some(binary) = envoy_binary() else { return };
     let environment = [("ISTIO_AGENT_ENVOY_RESTARTS", "1/1h")];
     let started = Instant::now();
@@ -209,6 +225,172 @@ async fn an_envoy_that_crashed_serves_again_where_restarts_are_allowed() {
     rustix::process::kill_process(second, Signal::KILL).unwrap();
     let status = pod.agent.end().await;
     assert_eq!(status.code(), Some(128 + 9), "the budget was for one");
+}
+
+#[tokio::test]
+async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_default() {
+    let Some(binary) = envoy_binary() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let failing = directory.path().join("envoy");
+    let script = format!(
+        "#!/bin/sh\n{} \"$@\" &\ntrap 'kill -KILL $!; exit 1' USR2\nwait\n",
+        binary.display()
+    );
+    std::fs::write(&failing, script).unwrap();
+    std::fs::set_permissions(&failing, Permissions::from_mode(0o755)).unwrap();
+    for (binary, signal, says) in [
+        (&binary, Signal::ABORT, "signal 6"),
+        (&binary, Signal::KILL, "signal 9"),
+        (&failing, Signal::USR2, "exit status 1"),
+    ] {
+        let (mut pod, envoy, port, _backend, _control_plane) = serving(binary).await;
+        until_the_agent_knows_that_it_serves(&pod).await;
+        rustix::process::kill_process(envoy, signal).unwrap();
+        eventually("the end of the first", async || {
+            (!is_alive(envoy)).then_some(())
+        })
+        .await;
+        if pod.agent.log().contains("count of kills cannot be read") {
+            // Nothing tells it from a kill for lack of memory here.
+            assert_eq!(pod.agent.end().await.code(), Some(128 + 9));
+            continue;
+        }
+        eventually("a route in force again", async || get(port).await.ok()).await;
+        assert_ne!(pod.envoy_pid().unwrap(), envoy);
+        let log = pod.agent.log();
+        assert!(
+            log.contains(&format!("Envoy exited with error: {says}")),
+            "{log}"
+        );
+        let metrics = pod.status(Method::GET, "/stats/prometheus").await.unwrap();
+        assert!(
+            metrics.contains("istio_agent_envoy_restarts_total 1\n"),
+            "{says}"
+        );
+    }
+}
+
+/// As `pkill envoy` at the end of a job.
+#[tokio::test]
+async fn an_envoy_that_is_asked_to_exit_by_others_is_not_restarted_and_ends_the_agent_well() {
+    let Some(binary) = envoy_binary() else { return };
+    for signal in [Some(Signal::TERM), Some(Signal::INT), None] {
+        let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+        until_the_agent_knows_that_it_serves(&pod).await;
+        match signal {
+            Some(signal) => rustix::process::kill_process(envoy, signal).unwrap(),
+            None => {
+                let asked = pod.envoy.request(Method::POST, "/quitquitquit").await;
+                asked.unwrap();
+            }
+        }
+        let status = pod.agent.end().await;
+        assert_eq!(status.code(), Some(0), "{signal:?}: {status}");
+        let log = pod.agent.log();
+        assert!(!log.contains("starting Envoy again"), "{log}");
+    }
+}
+
+/// A control group of the test's own, in version 1, with a limit of memory.
+struct Memory(PathBuf);
+
+impl Memory {
+    fn of(bytes: u64) -> Option<Self> {
+        let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap();
+        let (_, path) = groups
+            .lines()
+            .find_map(|line| line.split_once(":memory:/"))?;
+        let group = Path::new("/sys/fs/cgroup/memory").join(path);
+        let group = group.join(format!("istio-agent-{}", std::process::id()));
+        std::fs::create_dir(&group).ok()?;
+        let group = Self(group);
+        std::fs::write(group.0.join("memory.limit_in_bytes"), bytes.to_string()).unwrap();
+        Some(group)
+    }
+
+    fn takes(&self, process: Pid) {
+        let pid = process.as_raw_nonzero().to_string();
+        std::fs::write(self.0.join("cgroup.procs"), pid).unwrap();
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0); // A test that failed has left processes.
+    }
+}
+
+#[tokio::test]
+async fn an_envoy_that_the_kernel_kills_for_lack_of_memory_is_not_restarted() {
+    let Some(binary) = envoy_binary() else { return };
+    let Some(memory) = Memory::of(400 << 20) else {
+        eprintln!("No control group of memory can be made: this test is not run.");
+        return;
+    };
+    let (mut pod, first, port, _backend, _control_plane) = serving(&binary).await;
+    until_the_agent_knows_that_it_serves(&pod).await;
+    memory.takes(pod.agent.pid());
+    rustix::process::kill_process(first, Signal::KILL).unwrap();
+    eventually("another Envoy", async || {
+        pod.envoy_pid().filter(|envoy| *envoy != first)
+    })
+    .await;
+    eventually("a route in force again", async || get(port).await.ok()).await;
+    until_the_agent_knows_that_it_serves(&pod).await;
+    // The kernel picks Envoy when another process of the group takes more than there is.
+    let envoy = pod.envoy_pid().unwrap().as_raw_nonzero();
+    std::fs::write(format!("/proc/{envoy}/oom_score_adj"), "1000").unwrap();
+    let script = "echo $$ > \"$0/cgroup.procs\" && exec tail /dev/zero";
+    let mut greedy = Command::new("sh");
+    greedy.args(["-c", script]).arg(&memory.0);
+    let mut greedy = greedy.spawn().unwrap();
+    let status = pod.agent.end().await;
+    let _ = greedy.kill(); // The kernel may have killed it by now.
+    greedy.wait().unwrap();
+    assert_eq!(status.code(), Some(128 + 9), "{status}");
+    let log = pod.agent.log();
+    for says in [
+        "[ENVOY_OUT_OF_MEMORY]",
+        "not restarting Envoy: memory was used up",
+    ] {
+        assert!(log.contains(says), "{says}: {log}");
+    }
+}
+
+#[tokio::test]
+async fn an_envoy_that_crashes_before_it_serves_ends_the_agent_with_its_signal() {
+    let Some(binary) = envoy_binary() else { return };
+    let control_plane = ControlPlane::of(&[]).await;
+    let nowhere = json!({ "discoveryAddress": format!("127.0.0.1:{}", free_port()) }).to_string();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("PROXY_CONFIG", &nowhere)],
+    };
+    let mut pod = Pod::start(settings, &control_plane);
+    until_it_is_no_failed_start(&pod).await;
+    let envoy = pod.envoy_pid().unwrap();
+    rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(128 + 11), "{status}");
+    let log = pod.agent.log();
+    assert!(
+        log.contains("not restarting Envoy: it has not served"),
+        "{log}"
+    );
+}
+
+#[tokio::test]
+async fn an_envoy_that_crashes_in_a_drain_is_not_restarted() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
+    until_the_agent_knows_that_it_serves(&pod).await;
+    pod.agent.signal(Signal::TERM);
+    asks_clients_to_leave(port).await;
+    rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    let log = pod.agent.log();
+    assert!(!log.contains("starting Envoy again"), "{log}");
 }
 
 #[tokio::test]

@@ -220,7 +220,8 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
             .with(control_plane)
         }),
         Box::pin(async {
-            let (mut pod, control_plane) = ready(&[]).await;
+            let restarts = ("ISTIO_AGENT_ENVOY_RESTARTS", "0");
+            let (mut pod, control_plane) = ready(&[restarts]).await;
             kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
             ended(&mut pod, None).await;
             let says = ["ENVOY_CRASHED", "signal 11", "Caught Segmentation fault"];
