@@ -25,6 +25,9 @@ pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
 pub(crate) fn writable(directory: &Path) -> io::Result<()> {
     let mut above = directory.ancestors().filter(|at| at.exists());
     let at = above.next().unwrap_or(Path::new("."));
+    if !at.is_dir() {
+        return Err(io::ErrorKind::NotADirectory.into());
+    }
     access(at, Access::WRITE_OK | Access::EXEC_OK)?;
     let volume = statvfs(at)?;
     // A tmpfs without a limit reports no blocks at all.

@@ -145,8 +145,11 @@ impl Loader<'_> {
     }
 
     /// The connection, which goes to another control plane of `DISCOVERY_ADDRESS` while this one fails.
-    fn with_others(&mut self, config: Config, override_name: bool) -> Config {
+    fn with_others(&mut self, mut config: Config, override_name: bool) -> Config {
         let addresses = addresses(&self.get(&variables::DISCOVERY_ADDRESS));
+        if !addresses.is_empty() {
+            config.setting = variables::DISCOVERY_ADDRESS.name;
+        }
         let others = addresses.into_iter().skip(1).map(|address| {
             let mut other = config.clone();
             other.proxy = self.proxy(&address);
@@ -154,7 +157,6 @@ impl Loader<'_> {
                 tls.server_name = self.server_name(&address, override_name);
             }
             other.address = address;
-            other.setting = "DISCOVERY_ADDRESS";
             other
         });
         let others = others.collect();

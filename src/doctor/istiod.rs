@@ -47,6 +47,13 @@ pub(super) async fn checks(subject: Subject<'_>, found: &Found, until: Instant) 
         let failed = checks.iter_mut().filter(|it| it.level == Level::Error);
         failed.for_each(|check| check.level = Level::Warning);
     }
+    // Only Envoy's requests are incremental, so the doctor's own is answered.
+    let failed = subject
+        .running
+        .and_then(|running| running.istiod.status().last_error);
+    let failed =
+        failed.filter(|it| it.problem.code == codes::ISTIOD_WITHOUT_DELTA && stream.is_none());
+    checks.extend(failed.map(|failed| Check::problem(Level::Error, &failed.problem)));
     checks.extend(stream);
     checks.extend(authority.into_iter().flatten());
     checks

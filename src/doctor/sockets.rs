@@ -1,4 +1,5 @@
-//! The sockets of discovery and secrets: which process listens, and whether it answers.
+//! The sockets of discovery and secrets: which process listens, and whether it answers. The directory of stored
+//! configuration.
 
 use std::fs;
 use std::io;
@@ -9,8 +10,8 @@ use super::report::{Check, Level};
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
 use crate::problem::{Problem, codes};
-use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
+use crate::{permission, unix_socket};
 
 /// Which process is to listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +48,18 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let mut checks = vec![check("XDS socket", &config.xds_socket, &xds, of_xds)];
     if config.envoy.is_some() {
         checks.push(check("SDS socket", &config.sds_socket, &sds, of_sds));
+    }
+    if let Some(kept) = &config.kept {
+        let directory = kept.directory.clone();
+        let subject = format!("ISTIO_AGENT_KEEP_CONFIG={}", directory.display());
+        let written = run_blocking(move || {
+            let found = directory.metadata();
+            let written = found.and_then(|_| permission::writable(&directory));
+            written.map_err(|error| permission::explained(&directory, error).to_string())
+        });
+        let failed = written.await.and_then(|written| written).err();
+        let problem = failed.map(|why| Problem::new(codes::KEPT_CONFIG_UNWRITABLE, subject, why));
+        checks.extend(problem.map(|it| Check::problem(Level::Warning, &it)));
     }
     checks
 }
@@ -89,8 +102,9 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
         (Found::NoListener(why), Owner::Other) => (codes::SOCKET_NOT_SERVED, (*why).to_owned()),
         (Found::Listener(pid, process, health), _) => {
             let found = format!("process {pid} ({process}) listens");
+            let is_foreign = owner == Owner::This && u32::try_from(*pid) != Ok(own);
             match health {
-                Health::Healthy if owner == Owner::This && u32::try_from(*pid) != Ok(own) => (
+                _ if is_foreign => (
                     codes::SOCKET_TAKEN,
                     format!("{found}, not this agent ({own})"),
                 ),

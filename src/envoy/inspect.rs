@@ -80,7 +80,8 @@ pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
             _ if name.contains(".ssl.") => codes::HANDSHAKES_FAILED,
             _ => codes::RBAC_DENIED,
         };
-        Problem::new(code, name, format!("{count} since Envoy's start"))
+        let found = format!("{}: {count} since Envoy's start", code.cause);
+        Problem::new(code, name, found)
     });
     (counts.count() > 0).then(|| problems.collect())
 }

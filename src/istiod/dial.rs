@@ -84,7 +84,7 @@ fn unreachable(config: &Config, code: &'static Code, found: String) -> Problem {
     match &config.proxy {
         Some(Proxy { host, port, .. }) => config.problem(
             codes::ISTIOD_PROXY_UNREACHABLE,
-            format!("by the proxy {host}:{port}: {found}"),
+            format!("by the proxy {host}:{port} (HTTPS_PROXY): {found}"),
         ),
         None => config.problem(code, found),
     }
@@ -265,7 +265,8 @@ impl Attempt<'_> {
             let led = proxy.tunnel(&mut stream, host, port);
             let led = self.bound.of(TUNNEL, led).await?;
             led.map_err(|error| {
-                let found = format!("the proxy {} does not open a tunnel: {error}", self.to);
+                let proxy = format!("the proxy {} (HTTPS_PROXY)", self.to);
+                let found = format!("{proxy} does not open a tunnel: {error}");
                 self.config.problem(codes::ISTIOD_PROXY_REFUSED, found)
             })?;
         }

@@ -19,8 +19,8 @@ codes! {
     "Settings" {
     SETTING_INVALID: "the value of a setting cannot be used", "the agent does not start", "`pilot-agent config` shows where the value comes from";
     SETTING_REPLACED: "the value of a setting cannot be used or is overridden", "another value is used", "";
-    SETTING_UNKNOWN: "a variable that begins with `ISTIO_AGENT_` is unknown", "the variable is ignored", "";
-    MEMBER_UNKNOWN: "ProxyConfig has no such member", "the member is ignored", "";
+    SETTING_UNKNOWN: "a variable that begins with `ISTIO_AGENT_` is unknown", "the variable is ignored", "correct its name, or remove it";
+    MEMBER_UNKNOWN: "ProxyConfig has no such member", "the member is ignored", "correct its name, or remove it";
     MEMBER_REPEATED: "a member of ProxyConfig occurs twice", "the last one counts", "";
     FLAG_OVERRIDES_CONFIG: "a flag overrides a member of ProxyConfig", "the flag is used", "";
     FILE_MISSING: "a setting names a file that does not exist", "the agent does not start", "mount the file, or correct the setting";
@@ -197,6 +197,7 @@ codes! {
     ISTIOD_ERROR: "istiod refuses a call for another reason", "", "`kubectl logs -n istio-system deployment/istiod` gives the reason";
     GOOGLE_TOKEN_MISSING: "the token of Google's metadata service cannot be read or stored", "", "give the machine a service account, and the agent write access to the token file";
     RESPONSE_REFUSED: "the agent cannot use a response of istiod", "the last one stays in use", "`kubectl logs -n istio-system deployment/istiod` shows what it sends";
+    KEPT_CONFIG_UNWRITABLE: "the directory that `ISTIO_AGENT_KEEP_CONFIG` names cannot be written", "a restarted container waits for istiod", "mount a directory there that the agent's user can write, or correct `ISTIO_AGENT_KEEP_CONFIG`";
     KEPT_CONFIG_UNUSABLE: "stored configuration cannot be served", "Envoy waits for istiod", "delete the files of the directory in `ISTIO_AGENT_KEEP_CONFIG`";
     }
     "Doctor" {
@@ -242,4 +243,5 @@ pub const FOLLOWS: &[(&[&str], &[&str])] = &[
     (&["PORT_TAKEN"], &["ENVOY_BOOTSTRAP_REFUSED"]),
     (&["STATUS_PORT_TAKEN"], &["AGENT_UNKNOWN"]),
     (&["CAPTURE_RULES_MISSING"], &["DNS_NOT_CAPTURED"]),
+    (&["CAPTURE_PROXY_UID"], &["CAPTURE_RULES_CHANGED"]),
 ];

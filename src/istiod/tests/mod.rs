@@ -255,7 +255,7 @@ async fn an_address_that_cannot_be_reached_names_its_setting_and_a_dead_proxy_it
     )
     .await;
     authority.proxy = Proxy::parse(&address.to_string());
-    let found = format!("by the proxy {address}: cannot connect to");
+    let found = format!("by the proxy {address} (HTTPS_PROXY): cannot connect to");
     let code = codes::ISTIOD_PROXY_UNREACHABLE;
     fails(authority.clone(), code, &found).await;
     fails(authority, code, "correct `HTTPS_PROXY`").await;

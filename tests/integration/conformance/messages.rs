@@ -124,17 +124,17 @@ fn a_misspelt_command_flag_variable_or_member_has_the_nearest_name_beside_it() {
         (
             "proxy",
             255,
-            "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?); the variable is ignored [SETTING_UNKNOWN]",
+            "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?); the variable is ignored; correct its name, or remove it [SETTING_UNKNOWN]",
         ),
         (
             "proxy",
             255,
-            "PROXY_CONFIG line 2: unknown member discoveryAdress (discoveryAddress?); the member is ignored [MEMBER_UNKNOWN]",
+            "PROXY_CONFIG line 2: unknown member discoveryAdress (discoveryAddress?); the member is ignored; correct its name, or remove it [MEMBER_UNKNOWN]",
         ),
         (
             "config",
             0,
-            "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?); the variable is ignored [SETTING_UNKNOWN]",
+            "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?); the variable is ignored; correct its name, or remove it [SETTING_UNKNOWN]",
         ),
     ] {
         let mut command = agent(folder.path(), line);
