@@ -52,6 +52,7 @@ pub(super) struct Authority {
     other_roots: watch::Sender<Option<String>>,
     trust_domain: String,
     longest: Duration,
+    ahead: Duration,
     signed: AtomicU64,
 }
 
@@ -119,13 +120,20 @@ impl Root {
 }
 
 impl Authority {
-    /// `longest` bounds lifetimes without an error, so that a demo can rotate every few seconds.
-    pub(super) fn new(roots: Vec<Arc<Root>>, trust_domain: String, longest: Duration) -> Self {
+    /// `longest` bounds lifetimes without an error, so that a demo can rotate every few seconds. The clock
+    /// by which workload certificates are issued is `ahead`.
+    pub(super) fn new(
+        roots: Vec<Arc<Root>>,
+        trust_domain: String,
+        longest: Duration,
+        ahead: Duration,
+    ) -> Self {
         Self {
             roots: watch::Sender::new(roots),
             other_roots: watch::Sender::default(),
             trust_domain,
             longest,
+            ahead,
             signed: AtomicU64::new(0),
         }
     }
@@ -217,7 +225,7 @@ impl Authority {
     ) -> Result<Issued, AuthorityError> {
         let roots = self.roots();
         let root = roots.last().ok_or(AuthorityError::Root)?;
-        let now = SystemTime::now();
+        let now = SystemTime::now() + self.ahead;
         let not_after = (now + ttl).min(root.not_after);
         let lifetime = not_after
             .duration_since(now)
@@ -287,7 +295,12 @@ mod tests {
 
     fn authority(longest: Duration) -> Authority {
         let root = Arc::new(Root::generate("cluster.local").unwrap());
-        Authority::new(vec![root], "cluster.local".to_owned(), longest)
+        Authority::new(
+            vec![root],
+            "cluster.local".to_owned(),
+            longest,
+            Duration::ZERO,
+        )
     }
 
     fn request(uri: &str) -> String {

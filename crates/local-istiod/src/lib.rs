@@ -79,6 +79,8 @@ pub struct Options {
     pub extra_names: Vec<String>,
     /// Lifetimes above it are shortened to it.
     pub max_cert_ttl: Duration,
+    /// How far the clock by which it issues certificates is ahead.
+    pub clock_ahead: Duration,
     /// Fresh ones if none.
     pub keys: Option<Keys>,
     /// What discovery serves. Without it streams are scripted.
@@ -130,6 +132,7 @@ impl Default for Options {
             trust_domain: "cluster.local".to_owned(),
             extra_names: Vec::new(),
             max_cert_ttl: Duration::from_secs(90 * 24 * 3600),
+            clock_ahead: Duration::ZERO,
             keys: None,
             snapshots: None,
             events: Events::default(),
@@ -149,6 +152,7 @@ impl LocalIstiod {
             keys.roots.clone(),
             options.trust_domain.clone(),
             options.max_cert_ttl,
+            options.clock_ahead,
         ));
         let tls = tls(&options, &authority)?;
         let (script, scripted) = watch::channel(None);

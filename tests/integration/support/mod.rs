@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod control_plane;
 pub mod envoy;
+pub mod faults;
 pub mod http;
 pub mod names;
 pub mod namespace;
@@ -18,15 +19,18 @@ pub mod tls;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::panic::Location;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
-use local_istiod::{LocalIstiod, Options, Stream};
+use local_istiod::{LocalIstiod, Options, Snapshot, Stream, Variant};
 use prost::Message;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tonic::{Code, Status};
 
 use envoy::Envoy;
 use place::Place;
@@ -42,6 +46,16 @@ pub const PATIENCE: Duration = Duration::from_secs(40);
 /// A control plane that expects streams to be scripted.
 pub async fn local_istiod() -> LocalIstiod {
     LocalIstiod::start(options()).await.unwrap()
+}
+
+/// A control plane that answers discovery requests.
+pub async fn answering_istiod() -> LocalIstiod {
+    let (_, snapshots) = watch::channel(Arc::new(Snapshot::default()));
+    let options = Options {
+        snapshots: Some(snapshots),
+        ..options()
+    };
+    LocalIstiod::start(options).await.unwrap()
 }
 
 /// Each control plane has its own address, so that no other process takes its port while it is away.
@@ -101,6 +115,31 @@ pub async fn next_response(envoy: &mut Envoy) -> DiscoveryResponse {
 /// The next stream the control plane accepted.
 pub async fn accepted(istiod: &mut LocalIstiod) -> Stream {
     soon(istiod.streams.recv()).await.expect("a stream")
+}
+
+/// Has a control plane end streams with this status. If that is UNIMPLEMENTED, it answers streams that are not
+/// incremental.
+pub fn refusing(mut istiod: LocalIstiod, status: Status) -> JoinSet<()> {
+    let mut refusing = JoinSet::new();
+    refusing.spawn(async move {
+        let istiod = &mut istiod;
+        let mut answered = Vec::new();
+        while let Some(mut stream) = istiod.streams.recv().await {
+            let is_known = stream.variant == Variant::StateOfTheWorld;
+            if !is_known || status.code() != Code::Unimplemented {
+                stream.end(status.clone()).await;
+                continue;
+            }
+            let request: DiscoveryRequest = stream.next().await.unwrap().unwrap();
+            let answer = DiscoveryResponse {
+                type_url: request.type_url,
+                ..DiscoveryResponse::default()
+            };
+            stream.send(&answer).await.unwrap();
+            answered.push(stream);
+        }
+    });
+    refusing
 }
 
 /// Asks for clusters until a stream comes through to istiod and back.

@@ -155,7 +155,7 @@ impl Place {
     }
 
     /// The agent's program by its starter, with its environment.
-    fn command(&self) -> Command {
+    pub fn command(&self) -> Command {
         let agent = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
         let mut words = self.starter.iter().map(Into::into).chain([agent]);
         let mut command = Command::new(words.next().unwrap());

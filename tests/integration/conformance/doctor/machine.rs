@@ -8,10 +8,11 @@ use serde_json::json;
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
 use tokio::task::JoinSet;
 
-use crate::conformance::doctor::{Rows, SetUp, answering_istiod, checks, diagnosed};
+use crate::conformance::doctor::{checks, diagnosed};
+use crate::support::faults::{Fault, Faults, Says};
 use crate::support::http::ask;
 use crate::support::place::{FAKE_ENVOY, Place};
-use crate::support::{free_port, options, until};
+use crate::support::{answering_istiod, free_port, options, until};
 
 /// A place that answers DNS at `address`, and takes these resolvers.
 fn with_dns(istiod: &LocalIstiod, address: &str, resolvers: &[String]) -> Place {
@@ -48,61 +49,85 @@ async fn resolver(is_silent: bool) -> (String, JoinSet<()>) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_fault_of_dns_is_the_first_error() {
-    let mut rows = Rows::default();
-    rows.add("a resolver that is the agent", async {
+async fn each_fault_of_dns_is_named_with_its_cure() {
+    let mut faults = Faults::default();
+    faults.add("a resolver that is the agent", async {
         let istiod = answering_istiod().await;
         let port = free_port();
         let own = [format!("[127.0.0.1]:{port}")];
         let place = with_dns(&istiod, &format!("127.0.0.1:{port}"), &own);
-        SetUp::new(
-            place,
-            istiod,
-            &["names no resolver other than this agent", "dnsConfig"],
-        )
+        let says: Says = (
+            "DNS_RESOLVER_MISSING",
+            &["resolv.conf", "no resolver other than this agent"],
+            &["dnsConfig.nameservers", "ISTIO_AGENT_RESOLV_CONF"],
+        );
+        Fault::new(place, says).with(istiod)
     });
-    rows.add("no resolver", async {
+    faults.add("no resolver", async {
         let istiod = answering_istiod().await;
         let place = with_dns(&istiod, "127.0.0.1:15053", &[]);
-        SetUp::new(place, istiod, &["resolv.conf", "names no resolver"])
+        let says: Says = (
+            "DNS_RESOLVER_MISSING",
+            &["resolv.conf", "names no resolver"],
+            &["dnsConfig.nameservers"],
+        );
+        Fault::new(place, says).with(istiod)
     });
-    rows.add("resolvers that do not answer", async {
+    faults.add("resolvers that do not answer", async {
         let istiod = answering_istiod().await;
         let (at, silent) = resolver(true).await;
         let other = UdpSocket::bind("127.0.0.1:0").await.unwrap().local_addr();
         let closed = format!("[127.0.0.1]:{}", other.unwrap().port());
         let place = with_dns(&istiod, "127.0.0.1:15053", &[at.clone(), closed]);
         let at = at.replace(['[', ']'], "");
-        SetUp::new(
-            place,
-            (istiod, silent),
-            &["resolver", &at, "no answer", "port"],
-        )
+        let says: Says = (
+            "DNS_RESOLVER_SILENT",
+            &["resolver", &at, "no answer"],
+            &["check that DNS server", "network policies"],
+        );
+        Fault::new(place, says).with((istiod, silent))
     });
-    rows.add("a resolver of applications that does not answer", async {
+    faults.add("a resolver of applications that does not answer", async {
         let istiod = answering_istiod().await;
         let (at, silent) = resolver(true).await;
         let place = Place::of(&istiod);
         place.write("resolv.conf", format!("nameserver {at}\n"));
-        let at = at.replace(['[', ']'], "");
-        let says = [
-            &format!("resolver {at}"),
-            "no answer within 1.5 s",
-            "applications may not resolve names",
-            "network policies",
+        let at = format!("resolver {}", at.replace(['[', ']'], ""));
+        let says: Says = (
             "DNS_RESOLVER_SILENT",
-        ];
-        SetUp::new(place, (istiod, silent), &says)
+            &[&at, "no answer within 1.5 s"],
+            &["network policies"],
+        );
+        Fault::new(place, says).with((istiod, silent))
     });
-    rows.add("a name table that does not come", async {
+    faults.add("a resolver with a closed port", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        let at = format!("127.0.0.1:{}", free_port());
+        place.write(
+            "resolv.conf",
+            format!("nameserver {}\n", at.replace("127.0.0.1", "[127.0.0.1]")),
+        );
+        let says: Says = (
+            "DNS_RESOLVER_UNREACHABLE",
+            &["resolver", &at],
+            &["dnsConfig.nameservers"],
+        );
+        Fault::new(place, says).with(istiod)
+    });
+    faults.add("a name table that does not arrive", async {
         let istiod = answering_istiod().await;
         let (at, resolver) = resolver(false).await;
         let place = with_dns(&istiod, &format!("127.0.0.1:{}", free_port()), &[at]);
         let agent = place.start().await;
-        let says = &["name table", "not received", "istioctl proxy-status"];
-        SetUp::new(place, (agent, istiod, resolver), says)
+        let says: Says = (
+            "DNS_NAME_TABLE_MISSING",
+            &["name table", "not received"],
+            &["istioctl proxy-status"],
+        );
+        Fault::new(place, says).with((agent, istiod, resolver))
     });
-    rows.all_name_their_cause().await;
+    faults.are_named().await;
 }
 
 /// A place of programs that run in namespaces which a script prepares.
@@ -123,6 +148,69 @@ async fn a_virtual_address_of_the_loopback_interface_is_not_the_nodes() {
     let (report, _) = diagnosed(&place.set("INSTANCE_IP", ""));
     let node = report["node"].as_str().unwrap();
     assert!(node.starts_with("sidecar~127.0.0.1~"), "{node}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
+    if std::env::var_os("NETNS_TESTS").is_none() {
+        return eprintln!("A file system of its own takes root: run under NETNS_TESTS only.");
+    }
+    const MOUNT: &str = "mkdir -p etc/istio/proxy; mount -t tmpfs tmpfs etc/istio/proxy -o";
+    const FORBIDDEN: &str = "touch agent; mount --bind \"$1\" agent; shift; chmod 755 .; \
+        mkdir -p etc/istio/proxy; exec setpriv --reuid 1337 --regid 1337 --clear-groups ./agent \"$@\"; #";
+    let rows: [(_, _, Says); 3] = [
+        (
+            "a read-only directory",
+            format!("{MOUNT} ro"),
+            (
+                "DIRECTORY_READ_ONLY",
+                &["etc/istio/proxy", "cannot write"],
+                &["mount a writable volume", "emptyDir"],
+            ),
+        ),
+        (
+            "a full disk",
+            format!("{MOUNT} size=4k; head -c 9k /dev/zero >etc/istio/proxy/full || true"),
+            (
+                "DISK_FULL",
+                &["etc/istio/proxy", "cannot write"],
+                &["free space", "sizeLimit"],
+            ),
+        ),
+        (
+            "a directory of root",
+            FORBIDDEN.to_owned(),
+            (
+                "DIRECTORY_FORBIDDEN",
+                &["etc/istio/proxy", "belongs to user 0", "runs as user 1337"],
+                &["fsGroup", "chown"],
+            ),
+        ),
+    ];
+    let mut faults = Faults::default();
+    for (name, script, says) in rows {
+        faults.add(name, async move {
+            let (place, istiod) = in_namespace(&["--mount"], &script).await;
+            let place = place
+                .set("DISABLE_ENVOY", "false")
+                .proxy("binaryPath", json!("/bin/true"));
+            Fault::new(place, says).with(istiod)
+        });
+    }
+    faults.add("kept configuration in a read-only directory", async {
+        let script = "mkdir -p kept; mount -t tmpfs tmpfs kept -o ro";
+        let (place, istiod) = in_namespace(&["--mount"], script).await;
+        let place = place.set("ISTIO_AGENT_KEEP_CONFIG", "kept");
+        let agent = place.start().await;
+        agent.logs("generated new workload certificate").await;
+        let says: Says = (
+            "KEPT_CONFIG_UNWRITABLE",
+            &["ISTIO_AGENT_KEEP_CONFIG=kept", "Read-only file system"],
+            &["mount a directory"],
+        );
+        Fault::new(place, says).with((agent, istiod)).warns()
+    });
+    faults.are_named().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

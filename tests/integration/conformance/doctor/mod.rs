@@ -1,78 +1,31 @@
-//! `pilot-agent doctor` against set-ups with one fault each: the first error of its report names the
-//! cause, with and without a running agent.
-//!
-//! A row is a [`SetUp`]; all of a test are made and examined side by side.
+//! `pilot-agent doctor` against set-ups with one fault each, with and without a running agent.
 
+mod certificates;
 mod machine;
 
-use std::any::Any;
 use std::future::pending;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use local_istiod::{Claims, Keys, LocalIstiod, Options, Snapshot};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
+use local_istiod::{Claims, Keys, LocalIstiod, Options};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use rustls::ServerConfig;
 use rustls::pki_types::PrivateKeyDer;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::watch;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tonic::Status;
 
+use crate::support::faults::{Fault, Faults, Says};
 use crate::support::place::{Place, ROOT, TOKEN, token};
-use crate::support::{accepted, ask_for_clusters, local_istiod, options, relays, until};
-
-/// A set-up with one fault.
-pub struct SetUp {
-    place: Place,
-    /// What the first error of its report contains, all of them.
-    says: Vec<String>,
-    /// What must live until the report is there, such as a control plane or an agent.
-    keeps: Box<dyn Any + Send>,
-}
-
-/// The set-ups of a test, being made and examined.
-#[derive(Default)]
-pub struct Rows(JoinSet<()>);
-
-impl Rows {
-    pub fn add(
-        &mut self,
-        name: &'static str,
-        set_up: impl Future<Output = SetUp> + Send + 'static,
-    ) {
-        self.0.spawn(async move {
-            let SetUp { place, says, keeps } = set_up.await;
-            let (report, code) = diagnosed(&place);
-            let text = format!("{name}: {report:#}");
-            assert_eq!(code, 2, "{text}");
-            let checks = checks(&report);
-            let first = checks.iter().find(|check| check["level"] == "error");
-            let first = first.unwrap_or_else(|| panic!("{text}")).to_string();
-            for words in says {
-                assert!(
-                    first.contains(&words),
-                    "{words:?} is not in {first}\n{text}"
-                );
-            }
-            drop(keeps);
-        });
-    }
-
-    pub async fn all_name_their_cause(mut self) {
-        let mut failed = 0;
-        while let Some(row) = self.0.join_next().await {
-            failed += usize::from(row.is_err());
-        }
-        assert_eq!(failed, 0, "rows failed, see above");
-    }
-}
+use crate::support::{
+    accepted, answering_istiod, ask_for_clusters, local_istiod, options, refusing, relays, until,
+};
 
 /// The report of `pilot-agent doctor --json`, and its exit code. It takes less than 3 s.
 pub fn diagnosed(place: &Place) -> (Value, i32) {
@@ -92,43 +45,31 @@ pub fn checks(report: &Value) -> Vec<&Value> {
     checks.collect()
 }
 
-impl SetUp {
-    pub fn new(place: Place, keeps: impl Any + Send, says: &[&str]) -> Self {
-        Self {
-            place,
-            says: says.iter().map(|&words| words.to_owned()).collect(),
-            keeps: Box::new(keeps),
-        }
-    }
-}
-
-/// A control plane that answers discovery requests.
-pub async fn answering_istiod() -> LocalIstiod {
-    let (_, snapshots) = watch::channel(Arc::new(Snapshot::default()));
-    let options = Options {
-        snapshots: Some(snapshots),
-        ..options()
-    };
-    LocalIstiod::start(options).await.unwrap()
-}
-
-/// A set-up of files: what `spoil` does to it, and what the report says.
-async fn files(spoil: impl FnOnce(&LocalIstiod, &Place), says: &[&str]) -> SetUp {
+/// A set-up of files that `spoil` has changed.
+async fn files(spoil: impl FnOnce(&LocalIstiod, &Place), says: Says<'_>) -> Fault {
     let istiod = answering_istiod().await;
     let place = Place::of(&istiod);
     spoil(&istiod, &place);
-    SetUp::new(place, istiod, says)
+    Fault::new(place, says).with(istiod)
 }
 
 /// A set-up in which something else than istiod listens on its address.
 async fn instead<F: Future<Output = ()> + Send + 'static>(
     talk: impl Fn(TcpStream) -> F + Send + 'static,
-    says: &[&str],
-) -> SetUp {
+    says: Says<'_>,
+) -> Fault {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let address = istiod.kill().await.listen;
-    SetUp::new(place, listen(address, talk).await, says)
+    Fault::new(place, says).with(listen(address, talk).await)
+}
+
+/// A set-up whose istiod does not admit the caller.
+async fn denied(change: impl FnOnce(Place) -> Place, says: Says<'_>) -> Fault {
+    let istiod = local_istiod().await;
+    let place = change(Place::of(&istiod));
+    let status = Status::permission_denied("no identities matched");
+    Fault::new(place, says).with(refusing(istiod, status))
 }
 
 /// Serves connections until dropped.
@@ -172,16 +113,19 @@ async fn answer(mut stream: TcpStream, answer: &'static str) {
     pending().await
 }
 
-/// A set-up whose istiod shows this certificate, trusted as it is its own root.
-async fn certificate(change: impl FnOnce(&mut CertificateParams), says: &[&str]) -> SetUp {
+/// A set-up whose istiod shows this certificate, which a trusted root has signed.
+async fn certificate(change: impl FnOnce(&mut CertificateParams), says: Says<'_>) -> Fault {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let address = istiod.kill().await.listen;
     let mut params = CertificateParams::new([address.ip().to_string()]).unwrap();
     change(&mut params);
     let key = KeyPair::generate().unwrap();
-    let leaf = params.self_signed(&key).unwrap();
-    place.write(ROOT, leaf.pem());
+    let mut of_root = CertificateParams::default();
+    of_root.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let root = CertifiedIssuer::self_signed(of_root, KeyPair::generate().unwrap()).unwrap();
+    let leaf = params.signed_by(&key, &root).unwrap();
+    place.write(ROOT, root.pem());
     let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let config = ServerConfig::builder_with_provider(provider)
@@ -198,41 +142,123 @@ async fn certificate(change: impl FnOnce(&mut CertificateParams), says: &[&str])
             pending().await
         }
     };
-    SetUp::new(place, listen(address, talk).await, says)
+    Fault::new(place, says).with(listen(address, talk).await)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_fault_of_configuration_and_files_is_the_first_error() {
-    let mut rows = Rows::default();
-    rows.add("unusable PROXY_CONFIG", async {
-        let istiod = local_istiod().await;
-        let place = Place::of(&istiod).proxy("drainDuration", json!("soon"));
-        SetUp::new(place, istiod, &["drainDuration", "soon", "a duration"])
+async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
+    let mut faults = Faults::default();
+    faults.add(
+        "no agent",
+        files(
+            |_, _| {},
+            (
+                "AGENT_NOT_RUNNING",
+                &["no agent answers on port", "refused"],
+                &["start the agent"],
+            ),
+        ),
+    );
+    faults.add("an agent that hangs", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        let port = (Ipv4Addr::LOCALHOST, place.status_port());
+        let hangs = listen(port.into(), silent).await;
+        let says = (
+            "AGENT_SILENT",
+            &["agent", "no answer"][..],
+            &["restart the container"][..],
+        );
+        Fault::new(place, says).with((istiod, hangs))
     });
-    rows.add("a value of another type", async {
-        let istiod = local_istiod().await;
-        let place = Place::of(&istiod).set("ISTIO_META_DNS_CAPTURE", "yes please");
-        let says = &[
-            "ISTIO_META_DNS_CAPTURE",
-            "yes please",
-            "true or false",
-            "SETTING_INVALID",
-        ];
-        SetUp::new(place, istiod, says)
+    faults.add("another program in place of the agent", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        let port = (Ipv4Addr::LOCALHOST, place.status_port());
+        let http = |stream| {
+            answer(
+                stream,
+                "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
+            )
+        };
+        let other = listen(port.into(), http).await;
+        let port = format!("port {}", place.status_port());
+        let says = (
+            "AGENT_UNKNOWN",
+            &[&*port, "404 Not Found"][..],
+            &["the other process"][..],
+        );
+        Fault::new(place, says).with((istiod, other))
     });
+    let setting = async |change: fn(Place) -> Place, says: Says<'static>| {
+        let istiod = local_istiod().await;
+        Fault::new(change(Place::of(&istiod)), says).with(istiod)
+    };
+    faults.add(
+        "a member of another type",
+        setting(
+            |place| place.proxy("drainDuration", json!("soon")),
+            (
+                "SETTING_INVALID",
+                &["drainDuration", "soon", "a duration"],
+                &["pilot-agent config"],
+            ),
+        ),
+    );
+    faults.add(
+        "a variable of another type",
+        setting(
+            |place| place.set("ISTIO_META_DNS_CAPTURE", "yes please"),
+            (
+                "SETTING_INVALID",
+                &["ISTIO_META_DNS_CAPTURE", "yes please", "true or false"],
+                &["pilot-agent config"],
+            ),
+        ),
+    );
+    faults.add(
+        "an address that is none",
+        setting(
+            |place| place.proxy("discoveryAddress", json!("istiod")),
+            (
+                "SETTING_INVALID",
+                &["discoveryAddress", "istiod", "host:port"],
+                &["pilot-agent config"],
+            ),
+        ),
+    );
     let remove = |path: &'static str| {
         move |_: &LocalIstiod, place: &Place| std::fs::remove_file(place.path(path)).unwrap()
     };
-    let says = &[ROOT, "an existing file of root certificates"];
-    rows.add("no roots at the start", files(remove(ROOT), says));
-    let says = &[TOKEN, "No such file", "projected volume"];
-    rows.add("no token", files(remove(TOKEN), says));
+    let write = |path: &'static str, text: &'static str| {
+        move |_: &LocalIstiod, place: &Place| place.write(path, text)
+    };
+    let says: Says = ("FILE_MISSING", &[ROOT], &["mount the file"]);
+    faults.add("no roots at the start", files(remove(ROOT), says));
+    let says: Says = ("ISTIOD_ROOTS_UNUSABLE", &[ROOT], &["istio-ca-root-cert"]);
+    faults.add("roots that are none", files(write(ROOT, "no roots"), says));
+    let says: Says = (
+        "ISTIOD_TOKEN_MISSING",
+        &[TOKEN, "No such file"],
+        &["projected volume istio-token"],
+    );
+    faults.add("no token", files(remove(TOKEN), says));
+    let says: Says = (
+        "ISTIOD_TOKEN_INVALID",
+        &[TOKEN, "empty"],
+        &["projected volume istio-token"],
+    );
+    faults.add("an empty token", files(write(TOKEN, ""), says));
     let expired = |istiod: &LocalIstiod, place: &Place| {
         let token = istiod.mint_token("default", "bench", Duration::ZERO);
         place.write(TOKEN, token.unwrap());
     };
-    let says = &[TOKEN, "expired ", "the kubelet renews"];
-    rows.add("an expired token", files(expired, says));
+    let says: Says = (
+        "ISTIOD_TOKEN_EXPIRED",
+        &[TOKEN, "expired "],
+        &["the kubelet renews", "date -u"],
+    );
+    faults.add("an expired token", files(expired, says));
     let foreign = |istiod: &LocalIstiod, place: &Place| {
         let claims = Claims {
             audiences: vec!["vault".to_owned()],
@@ -245,57 +271,106 @@ async fn each_fault_of_configuration_and_files_is_the_first_error() {
         };
         place.write(TOKEN, istiod.mint(&claims).unwrap());
     };
-    let says = &[
+    let says: Says = (
         "ISTIOD_TOKEN_AUDIENCE",
-        "Unauthenticated",
-        "istio-ca",
-        "vault",
-    ];
-    rows.add("a token for another audience", files(foreign, says));
-    let garbage = |_: &LocalIstiod, place: &Place| place.write(ROOT, "no roots");
-    let says = &[ROOT, "ISTIOD_ROOTS_UNUSABLE", "istio-ca-root-cert"];
-    rows.add("roots that are none", files(garbage, says));
-    rows.all_name_their_cause().await;
+        &["Unauthenticated", "for vault", "istio-ca"],
+        &["istio-token", "TOKEN_AUDIENCES"],
+    );
+    faults.add("a token for another audience", files(foreign, says));
+    faults.add("a token that istiod does not know", async {
+        let other = token(&local_istiod().await);
+        let write = |_: &LocalIstiod, place: &Place| place.write(TOKEN, other);
+        let says: Says = (
+            "ISTIOD_UNAUTHENTICATED",
+            &["discoveryAddress", "Unauthenticated"],
+            &["kubectl logs", "ISTIO_META_CLUSTER_ID"],
+        );
+        files(write, says).await
+    });
+    faults.add("OUTPUT_CERTS without its directory", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod).set("OUTPUT_CERTS", "./absent");
+        let agent = place.start().await;
+        agent
+            .logs("error when output the resource: OUTPUT_CERTS=./absent: No such file")
+            .await;
+        let says: Says = (
+            "OUTPUT_CERTS_UNWRITABLE",
+            &["OUTPUT_CERTS=./absent", "No such file"],
+            &["mount a directory"],
+        );
+        Fault::new(place, says).with((agent, istiod))
+    });
+    faults.add(
+        "kept configuration in a directory that does not work",
+        async {
+            let istiod = answering_istiod().await;
+            let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CONFIG", "./absent");
+            let agent = place.start().await;
+            agent.logs("generated new workload certificate").await;
+            let says: Says = (
+                "KEPT_CONFIG_UNWRITABLE",
+                &["ISTIO_AGENT_KEEP_CONFIG=./absent", "No such file"],
+                &["mount a directory"],
+            );
+            Fault::new(place, says).with((agent, istiod)).warns()
+        },
+    );
+    faults.add("a misspelt variable", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CONFIGURATION", "/tmp");
+        let agent = place.start().await;
+        agent.logs("generated new workload certificate").await;
+        let says: Says = (
+            "SETTING_UNKNOWN",
+            &["ISTIO_AGENT_KEEP_CONFIGURATION", "ISTIO_AGENT_KEEP_CONFIG?"],
+            &["correct its name, or remove it"],
+        );
+        Fault::new(place, says).with((agent, istiod)).warns()
+    });
+    faults.are_named().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
-    let mut rows = Rows::default();
-    rows.add("roots of another mesh", async {
-        let (istiod, other) = (answering_istiod().await, local_istiod().await);
-        let place = Place::of(&istiod);
-        place.write(ROOT, other.root_pem());
-        let says = &[
-            "ISTIOD_CERTIFICATE_UNTRUSTED",
-            "istio-ca-root-cert",
-            "another mesh",
-        ];
-        SetUp::new(place, istiod, says)
+async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
+    let mut faults = Faults::default();
+    faults.add("roots of another mesh", async {
+        let other = local_istiod().await;
+        let write = |_: &LocalIstiod, place: &Place| place.write(ROOT, other.root_pem());
+        files(
+            write,
+            (
+                "ISTIOD_CERTIFICATE_UNTRUSTED",
+                &["discoveryAddress"],
+                &["istio-ca-root-cert", "another mesh"],
+            ),
+        )
+        .await
     });
-    rows.add("a name that does not resolve", async {
+    faults.add("a name that does not resolve", async {
         let istiod = local_istiod().await;
         let place = Place::of(&istiod).proxy("discoveryAddress", json!("istiod.invalid:15012"));
-        SetUp::new(
-            place,
-            istiod,
-            &[
-                "istiod.invalid:15012",
-                "ISTIOD_NAME_NOT_RESOLVED",
-                "resolv.conf",
-            ],
-        )
+        let says: Says = (
+            "ISTIOD_NAME_NOT_RESOLVED",
+            &["discoveryAddress", "istiod.invalid:15012"],
+            &["/etc/resolv.conf", "kubectl get service"],
+        );
+        Fault::new(place, says).with(istiod)
     });
-    rows.add("no listener", async {
+    faults.add("no listener", async {
         let istiod = local_istiod().await;
         let place = Place::of(&istiod);
         let listen = istiod.kill().await.listen.to_string();
-        SetUp::new(
+        Fault::new(
             place,
-            (),
-            &[&listen, "Connection refused", "is istiod ready"],
+            (
+                "ISTIOD_CONNECTION_REFUSED",
+                &["discoveryAddress", &listen],
+                &["kubectl get pods"],
+            ),
         )
     });
-    rows.add("packets are dropped", async {
+    faults.add("packets are dropped", async {
         // The queue of a listener that accepts nothing is full after one connection.
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind(options().listen).unwrap();
@@ -304,37 +379,61 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
         let first = TcpStream::connect(address).await.unwrap();
         let istiod = local_istiod().await;
         let place = Place::of(&istiod).proxy("discoveryAddress", json!(address.to_string()));
-        let says = &["timed out after", "ISTIOD_NOT_REACHABLE", "NetworkPolicy"];
-        SetUp::new(place, (listener, first, istiod), says)
+        let says: Says = (
+            "ISTIOD_NOT_REACHABLE",
+            &["discoveryAddress", "timed out after"],
+            &["kubectl get networkpolicy"],
+        );
+        Fault::new(place, says).with((listener, first, istiod))
     });
-    rows.add("a certificate for another name", async {
+    faults.add("a certificate for another name", async {
         let istiod = LocalIstiod::start(Options {
             extra_names: Vec::new(),
             ..options()
         });
         let istiod = istiod.await.unwrap();
         let name = istiod.address.ip().to_string();
-        let says = &["istiod.istio-system.svc", &name, "ISTIOD_SAN"];
-        SetUp::new(Place::of(&istiod), istiod, says)
+        let says: Says = (
+            "ISTIOD_CERTIFICATE_NAME",
+            &["istiod.istio-system.svc", &name],
+            &["ISTIOD_SAN"],
+        );
+        Fault::new(Place::of(&istiod), says).with(istiod)
     });
     let early =
         |params: &mut CertificateParams| params.not_before = rcgen::date_time_ymd(2090, 1, 1);
-    let says = &["is not valid before 2090-01-01", "clock of this machine"];
-    rows.add("a clock that is late", certificate(early, says));
+    let says: Says = (
+        "ISTIOD_CERTIFICATE_NOT_YET_VALID",
+        &["is not valid before 2090-01-01"],
+        &["clock of this machine", "date -u"],
+    );
+    faults.add("a clock that is late", certificate(early, says));
     let late = |params: &mut CertificateParams| params.not_after = rcgen::date_time_ymd(2020, 1, 1);
-    rows.add("an expired certificate", certificate(late, &["expired"]));
-    let says = &["does not offer HTTP/2", "15012"];
-    rows.add("TLS without HTTP/2", certificate(|_| {}, says));
+    let says: Says = (
+        "ISTIOD_CERTIFICATE_EXPIRED",
+        &["expired", "2020-01-01"],
+        &["date -u", "kubectl rollout restart deployment/istiod"],
+    );
+    faults.add(
+        "an expired certificate of istiod, or a clock that is ahead",
+        certificate(late, says),
+    );
+    let says: Says = ("ISTIOD_NOT_GRPC", &["does not offer HTTP/2"], &["15012"]);
+    faults.add("TLS without HTTP/2", certificate(|_| {}, says));
     let http = |stream| answer(stream, "HTTP/1.1 400 Bad Request\r\n\r\n");
-    rows.add(
-        "a plain HTTP server",
-        instead(http, &["ISTIOD_NOT_TLS", "15010"]),
+    let says: Says = (
+        "ISTIOD_NOT_TLS",
+        &["discoveryAddress", "TLS"],
+        &["15012", "controlPlaneAuthPolicy: NONE"],
     );
-    rows.add(
-        "a silent server",
-        instead(silent, &["in the TLS handshake", "kubectl get pods"]),
+    faults.add("a plain HTTP server", instead(http, says));
+    let says: Says = (
+        "ISTIOD_TIMEOUT",
+        &["discoveryAddress", "in the TLS handshake"],
+        &["kubectl get pods"],
     );
-    rows.add("a proxy that refuses", async {
+    faults.add("a silent server", instead(silent, says));
+    faults.add("a proxy that refuses", async {
         let istiod = local_istiod().await;
         let place = Place::of(&istiod);
         let address = istiod.kill().await.listen;
@@ -343,167 +442,124 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
         let place = place
             .proxy("discoveryAddress", json!("istiod.invalid:15012"))
             .set("HTTPS_PROXY", &format!("http://{address}"));
-        SetUp::new(place, proxy, &["the proxy", "403", "NO_PROXY"])
+        let says: Says = (
+            "ISTIOD_PROXY_REFUSED",
+            &["istiod.invalid:15012", "403", "HTTPS_PROXY"],
+            &["NO_PROXY"],
+        );
+        Fault::new(place, says).with(proxy)
     });
-    rows.all_name_their_cause().await;
+    faults.add("a dead proxy", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod);
+        let address = istiod.kill().await.listen;
+        let place = place
+            .proxy("discoveryAddress", json!("istiod.invalid:15012"))
+            .set("HTTPS_PROXY", &format!("http://{address}"));
+        Fault::new(
+            place,
+            (
+                "ISTIOD_PROXY_UNREACHABLE",
+                &["HTTPS_PROXY", &address.to_string(), "refused"],
+                &["correct `HTTPS_PROXY`", "NO_PROXY"],
+            ),
+        )
+    });
+    for is_running in [false, true] {
+        faults.add(
+            "a wrong CA_ADDR beside a right discoveryAddress",
+            async move {
+                let istiod = answering_istiod().await;
+                let dead = local_istiod().await.kill().await.listen.to_string();
+                let place = Place::of(&istiod).set("CA_ADDR", &dead);
+                let agent = if is_running {
+                    Some(place.start().await)
+                } else {
+                    None
+                };
+                if let Some(agent) = &agent {
+                    agent.logs("ISTIOD_CONNECTION_REFUSED").await;
+                }
+                Fault::new(
+                    place,
+                    (
+                        "ISTIOD_CONNECTION_REFUSED",
+                        &["CA_ADDR", &dead],
+                        &["is the port right"],
+                    ),
+                )
+                .with((istiod, agent))
+            },
+        );
+    }
+    faults.are_named().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refusal_by_istiod_is_the_first_error() {
-    let mut rows = Rows::default();
-    rows.add("a token istiod does not know", async {
-        let istiod = answering_istiod().await;
-        let place = Place::of(&istiod);
-        place.write(TOKEN, token(&local_istiod().await));
-        let says = &["ISTIOD_UNAUTHENTICATED", "kubectl logs"];
-        SetUp::new(place, istiod, says)
-    });
-    rows.add("an identity istiod does not admit", async {
-        let mut istiod = local_istiod().await;
-        let place = Place::of(&istiod);
-        let mut refusing = JoinSet::new();
-        refusing.spawn(async move {
-            let stream = accepted(&mut istiod).await;
-            let status = Status::permission_denied("no identities matched");
-            stream.end(status).await;
-            pending::<()>().await;
-        });
-        let says = &[
-            "ISTIOD_PERMISSION_DENIED",
-            "no identities matched",
-            "TRUST_DOMAIN",
-        ];
-        SetUp::new(place, refusing, says)
-    });
-    rows.add("an agent that hangs", async {
-        let istiod = answering_istiod().await;
-        let place = Place::of(&istiod);
-        let port = (std::net::Ipv4Addr::LOCALHOST, place.status_port());
-        let hangs = listen(port.into(), silent).await;
-        SetUp::new(
-            place,
-            (istiod, hangs),
-            &["AGENT_SILENT", "restart the container"],
-        )
-    });
-    rows.add("OUTPUT_CERTS without its directory", async {
-        let istiod = answering_istiod().await;
-        let place = Place::of(&istiod).set("OUTPUT_CERTS", "./absent");
-        let agent = place.start().await;
-        agent
-            .logs("error when output the resource: OUTPUT_CERTS=./absent: No such file")
-            .await;
-        let says = &[
-            "OUTPUT_CERTS_UNWRITABLE",
-            "OUTPUT_CERTS=./absent",
-            "mount a directory",
-        ];
-        SetUp::new(place, (agent, istiod), says)
-    });
-    rows.add("a CSR that is refused", async {
+async fn each_refusal_by_istiod_is_named_with_its_cure() {
+    const DENIED: &str = "ISTIOD_PERMISSION_DENIED";
+    let mut faults = Faults::default();
+    let of = |name, value: &'static str| move |place: Place| place.set(name, value);
+    let says: Says = (
+        DENIED,
+        &["POD_NAMESPACE is \"shop\"", "token is for default"],
+        &["set POD_NAMESPACE to default"],
+    );
+    faults.add(
+        "a namespace other than the token's",
+        denied(of("POD_NAMESPACE", "shop"), says),
+    );
+    let says: Says = (
+        DENIED,
+        &["POD_NAMESPACE is \"\"", "token is for default"],
+        &["set POD_NAMESPACE to default"],
+    );
+    faults.add("no namespace", denied(of("POD_NAMESPACE", ""), says));
+    let says: Says = (
+        DENIED,
+        &["SERVICE_ACCOUNT is \"cart\"", "token is for bench"],
+        &["set SERVICE_ACCOUNT to bench"],
+    );
+    faults.add(
+        "an account other than the token's",
+        denied(of("SERVICE_ACCOUNT", "cart"), says),
+    );
+    let says: Says = (
+        DENIED,
+        &["TRUST_DOMAIN is \"other.test\"", "no identities matched"],
+        &["compare `TRUST_DOMAIN`", "kubectl get configmap istio"],
+    );
+    faults.add(
+        "another trust domain",
+        denied(of("TRUST_DOMAIN", "other.test"), says),
+    );
+    faults.add("a CSR that is refused", async {
         let istiod = answering_istiod().await;
         istiod.refuse_certificates(Some(Status::permission_denied("not this one")));
         let place = Place::of(&istiod);
         let agent = place.start().await;
         agent.logs("not this one").await;
-        SetUp::new(
-            place,
-            (agent, istiod),
-            &["ISTIOD_PERMISSION_DENIED", "not this one"],
-        )
-    });
-    rows.all_name_their_cause().await;
-}
-
-/// Files of a workload whose intermediate is valid until `year`, with the key of another one or its own.
-fn mount(place: &Place, year: i32, is_own_key: bool) {
-    let authority = |name: &str, year| {
-        let mut params = CertificateParams::default();
-        params.distinguished_name.push(DnType::CommonName, name);
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.not_after = rcgen::date_time_ymd(year, 1, 1);
-        params
-    };
-    let [root, middle, key, other] = std::array::from_fn(|_| KeyPair::generate().unwrap());
-    let root = CertifiedIssuer::self_signed(authority("root", 2999), root).unwrap();
-    let middle = CertifiedIssuer::signed_by(authority("middle", year), middle, &root).unwrap();
-    let leaf = CertificateParams::new(["workload.test".to_owned()]).unwrap();
-    let leaf = leaf.signed_by(&key, &middle).unwrap();
-    place.write("etc/certs/cert-chain.pem", leaf.pem() + &middle.pem());
-    place.write("etc/certs/root-cert.pem", root.pem());
-    let key = if is_own_key { key } else { other };
-    place.write("etc/certs/key.pem", key.serialize_pem());
-}
-
-/// A set-up with files of the workload in place of an authority.
-async fn mounted(year: i32, is_own_key: bool, is_running: bool, says: &[&str]) -> SetUp {
-    let istiod = answering_istiod().await;
-    let place = Place::of(&istiod)
-        .set("FILE_MOUNTED_CERTS", "true")
-        .set("XDS_ROOT_CA", ROOT);
-    mount(&place, year, is_own_key);
-    let agent = match is_running {
-        true => Some(place.start().await),
-        false => None,
-    };
-    SetUp::new(place, (istiod, agent), says)
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_chain_that_peers_refuse_and_a_key_of_another_certificate_are_errors() {
-    let mut rows = Rows::default();
-    for is_running in [false, true] {
-        let says = &[
-            "workload certificate",
-            "peers reject",
-            "CN=middle",
-            "2001-01-01",
-        ];
-        let expired = mounted(2001, true, is_running, says);
-        rows.add("mounted files with an expired intermediate", expired);
-        let says = &["etc/certs/key.pem", "does not belong to the certificate"];
-        rows.add(
-            "a mounted key of another certificate",
-            mounted(2999, false, is_running, says),
+        let says: Says = (
+            DENIED,
+            &["not this one", "TRUST_DOMAIN"],
+            &["compare `TRUST_DOMAIN`"],
         );
-    }
-    rows.add("an authority whose roots are others", async {
+        Fault::new(place, says).with((agent, istiod))
+    });
+    faults.add("an istiod that does not sign", async {
         let istiod = answering_istiod().await;
-        istiod.publish_roots(Some(local_istiod().await.root_pem()));
+        istiod.refuse_certificates(Some(Status::unimplemented("unknown service")));
         let place = Place::of(&istiod);
         let agent = place.start().await;
-        agent.logs("generated new workload certificate").await;
-        let says = &["workload certificate", "peers reject", "istio-ca-root-cert"];
-        SetUp::new(place, (agent, istiod), says)
+        agent.logs("unknown service").await;
+        let says: Says = (
+            "ISTIOD_WITHOUT_CA",
+            &["discoveryAddress", "Unimplemented"],
+            &["CA_ADDR"],
+        );
+        Fault::new(place, says).with((agent, istiod))
     });
-    rows.all_name_their_cause().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn mounted_files_that_peers_accept_are_in_order_and_a_bad_rotation_is_a_warning() {
-    let istiod = answering_istiod().await;
-    let place = Place::of(&istiod)
-        .set("FILE_MOUNTED_CERTS", "true")
-        .set("XDS_ROOT_CA", ROOT);
-    mount(&place, 2999, true);
-    let level = || {
-        let (report, _) = diagnosed(&place);
-        let groups = report["groups"].as_array().unwrap().iter();
-        let mut group = groups.filter(|group| group["name"] == "certificate");
-        let checks = group.next().unwrap()["checks"].as_array().unwrap().clone();
-        let worst = ["error", "warning", "ok"];
-        let has = |level: &&&str| checks.iter().any(|check| check["level"] == **level);
-        (*worst.iter().find(has).unwrap(), format!("{report:#}"))
-    };
-    assert_eq!(level().0, "ok", "{}", level().1);
-    let _agent = place.start().await;
-    assert_eq!(level().0, "ok", "{}", level().1);
-    // What was read before is served until the agent ends.
-    place.write(
-        "etc/certs/key.pem",
-        KeyPair::generate().unwrap().serialize_pem(),
-    );
-    assert_eq!(level().0, "warning", "{}", level().1);
+    faults.are_named().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -522,8 +578,8 @@ async fn a_scope_of_the_log_that_is_off_is_a_warning() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works() {
-    let mut rows = Rows::default();
-    rows.add("the next one accepts the stream and says nothing", async {
+    let mut faults = Faults::default();
+    faults.add("the next one accepts the stream and says nothing", async {
         let keys = Keys::generate("cluster.local").unwrap();
         let start = || {
             LocalIstiod::start(Options {
@@ -547,10 +603,14 @@ async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works(
         let first = first.kill().await.listen.to_string();
         let envoy = ask_for_clusters(&place).await;
         let stream = accepted(&mut second).await;
-        let says = &[&first, "Connection refused"];
-        SetUp::new(place, (agent, envoy, stream, second), says)
+        let says: Says = (
+            "ISTIOD_CONNECTION_REFUSED",
+            &["DISCOVERY_ADDRESS", &first],
+            &["kubectl get pods"],
+        );
+        Fault::new(place, says).with((agent, envoy, stream, second))
     });
-    rows.all_name_their_cause().await;
+    faults.are_named().await;
     let (first, second) = (local_istiod().await, answering_istiod().await);
     let first = first.kill().await.listen.to_string();
     let place = Place::of(&second);
@@ -593,58 +653,6 @@ async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
         "{text}"
     );
     assert!(text.contains("ok       discovery request to"), "{text}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn without_an_agent_the_first_line_says_so_with_the_cause_and_the_second_what_to_do() {
-    let istiod = answering_istiod().await;
-    let mut place = Place::of(&istiod);
-    let state = format!("no agent answers on port {}: ", place.status_port());
-    // Of nothing that prevents the start, of files, and of settings.
-    for (says, code, remedy) in [
-        ("Connection refused", "AGENT_NOT_RUNNING", "start the agent"),
-        ("drainDuration", "SETTING_INVALID", "pilot-agent config"),
-    ] {
-        let output = block_in_place(|| place.run(&["doctor"]));
-        assert_eq!(output.status.code(), Some(2));
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let mut lines = text.lines();
-        let verdict = lines.next().unwrap();
-        assert!(
-            verdict.starts_with(&state) && verdict.contains(says),
-            "{text}"
-        );
-        assert!(verdict.ends_with(&format!(" [{code}]")), "{text}");
-        let second = lines.next().unwrap();
-        assert!(
-            second.starts_with("what to do: ") && second.contains(remedy),
-            "{text}"
-        );
-        let last = lines.last().unwrap();
-        assert!(last.starts_with("errors: 1, "), "{text}");
-        assert!(!text.contains("\nok "), "{text}");
-        place = place.proxy("drainDuration", json!("soon"));
-    }
-    let other = instead_of_the_agent(&place).await;
-    let (report, code) = diagnosed(&place);
-    assert_eq!(code, 2, "{report:#}");
-    let found = checks(&report)
-        .into_iter()
-        .find(|check| check["level"] == "error");
-    assert_eq!(found.unwrap()["code"], "AGENT_UNKNOWN", "{report:#}");
-    drop(other);
-}
-
-/// Another program on the status port.
-async fn instead_of_the_agent(place: &Place) -> JoinSet<()> {
-    let port = (std::net::Ipv4Addr::LOCALHOST, place.status_port());
-    let http = |stream| {
-        answer(
-            stream,
-            "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
-        )
-    };
-    listen(port.into(), http).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -12,6 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
+use crate::support::faults::{Fault, Says};
 use crate::support::namespace::{self, AGENT};
 
 const KINDS: [&str; 2] = ["legacy", "nft"];
@@ -342,41 +343,41 @@ fn a_failure_midway_leaves_the_rules_of_before() {
     }
 }
 
-#[test]
-fn each_reason_why_no_rule_is_created_is_named_with_its_cure() {
+#[tokio::test]
+async fn each_reason_why_no_rule_is_created_is_named_with_its_cure() {
     if !is_inside("each_reason_why_no_rule_is_created_is_named_with_its_cure") {
         return;
     }
-    let assert = |command: &mut Command, words: &[&str]| {
-        let (code, printed) = ended(command);
-        assert_eq!(code, Some(1), "{printed}");
-        for words in words {
-            assert!(printed.contains(words), "{words:?} is not in {printed}");
-        }
-    };
     for address in ["10.1.1.1/24", "2001:db8::1/64"] {
         namespace::run("ip", &["address", "delete", address, "dev", "lo"]);
     }
-    let address = [
-        "no valid local IP address found",
-        "check the CNI plugin",
-        "[CAPTURE_NO_ADDRESS]",
-    ];
-    assert(&mut command(SIDECAR), &address);
+    let says: Says = (
+        "CAPTURE_NO_ADDRESS",
+        &["no valid local IP address found"],
+        &["check the CNI plugin"],
+    );
+    Fault::failing(command(SIDECAR), says)
+        .judge("no address")
+        .await;
     namespace::add_address("10.1.1.1/24");
-    let permission = [
-        "lacks the capability NET_ADMIN",
-        "of the container istio-init",
-        "[CAPTURE_PERMISSION]",
-    ];
-    assert(command(SIDECAR).uid(AGENT).gid(AGENT), &permission);
-    let programs = [
-        "iptables-save and iptables-restore (nft or legacy) are not in PATH (/mnt/none)",
-        "install iptables",
-        "--native-nftables",
-        "[CAPTURE_PROGRAM_MISSING]",
-    ];
-    assert(command(SIDECAR).env("PATH", "/mnt/none"), &programs);
+    let says: Says = (
+        "CAPTURE_PERMISSION",
+        &["lacks the capability NET_ADMIN"],
+        &["NET_RAW", "of the container istio-init"],
+    );
+    let mut unprivileged = command(SIDECAR);
+    unprivileged.uid(AGENT).gid(AGENT);
+    Fault::failing(unprivileged, says)
+        .judge("no NET_ADMIN")
+        .await;
+    let says: Says = (
+        "CAPTURE_PROGRAM_MISSING",
+        &["iptables-save and iptables-restore (nft or legacy) are not in PATH (/mnt/none)"],
+        &["install iptables", "--native-nftables"],
+    );
+    let mut lacking = command(SIDECAR);
+    lacking.env("PATH", "/mnt/none");
+    Fault::failing(lacking, says).judge("no iptables").await;
 }
 
 fn start(words: &str) -> Child {

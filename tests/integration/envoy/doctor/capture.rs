@@ -2,54 +2,67 @@
 
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::Command;
 
+use local_istiod::LocalIstiod;
 use serde_json::Value;
 
 use crate::envoy::capture::{istio_iptables, text};
+use crate::support::answering_istiod;
+use crate::support::faults::{Fault, Says};
 use crate::support::namespace::{self, AGENT};
+use crate::support::place::Place;
 
-/// What the doctor says about the rules as this user, beside this kind of node.
-fn says(user: u32, kind: &str, variables: &[(&str, &str)]) -> String {
+/// A place where this user runs the programs.
+fn place(istiod: &LocalIstiod, user: u32, variables: &[(&str, &str)]) -> Place {
     let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
-    let place = tempfile::tempdir().unwrap();
-    let root = place.path().join("var/run/secrets/istio");
-    std::fs::create_dir_all(&root).unwrap();
-    std::fs::write(root.join("root-cert.pem"), "").unwrap();
-    std::fs::write(place.path().join("resolv.conf"), "nameserver 10.9.0.53\n").unwrap();
-    let (id, mut command) = (user.to_string(), Command::new("setpriv"));
-    command
-        .args(["--reuid", &id, "--regid", &id, "--clear-groups"])
-        .args(["--inh-caps", "-all", "--"])
-        .arg(program)
-        .args(["doctor", kind, "--json"])
-        .current_dir(place.path())
-        .env("PROXY_CONFIG", r#"{"discoveryAddress": "127.0.0.1:1"}"#)
-        .env("ISTIO_META_INTERCEPTION_MODE", "REDIRECT")
-        .env("ISTIO_AGENT_RESOLV_CONF", "resolv.conf")
-        .envs(variables.iter().copied());
+    let script = format!(
+        "shift; exec setpriv --reuid {user} --regid {user} --clear-groups --inh-caps -all -- \
+         {} \"$@\"",
+        program.display()
+    );
+    let place = Place::of(istiod)
+        .set("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        .set("ISTIO_META_INTERCEPTION_MODE", "REDIRECT");
+    let variables = variables.iter();
+    let place = variables.fold(place, |place, (name, value)| place.set(name, value));
+    place.write("resolv.conf", "nameserver 10.9.0.53\n");
     // The place is of root, and for it alone.
-    std::os::unix::fs::chown(place.path(), Some(user), None).unwrap();
-    let output = command.output().unwrap();
+    std::os::unix::fs::chown(place.path("."), Some(user), None).unwrap();
+    place.started_by(&["sh", "-ec", &script, "-"])
+}
+
+/// What the doctor says about the rules beside this kind of node.
+fn says(place: &Place, kind: &str) -> String {
+    let output = place.run(&["doctor", kind, "--json"]);
     let report: Value =
         serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", text(&output)));
     let groups = report["groups"].as_array().unwrap();
     let group = groups.iter().find(|group| group["name"] == "capture");
     let check = &group.unwrap_or_else(|| panic!("{report:#}"))["checks"][0];
-    ["level", "found", "expected", "remedy"]
-        .map(|member| check[member].as_str().unwrap_or_default())
-        .join(": ")
+    let [level, found] = ["level", "found"].map(|member| check[member].as_str());
+    format!(
+        "{}: {}",
+        level.unwrap_or_default(),
+        found.unwrap_or_default()
+    )
 }
 
-#[test]
-fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
+#[tokio::test(flavor = "multi_thread")]
+async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
     const TEST: &str =
         "doctor::capture::the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user";
+    const MISSING: &str = "CAPTURE_RULES_MISSING";
+    const CURE: &[&str] = &["log of the container istio-init", "delete the pod"];
     if !namespace::is_inside(TEST) {
         return;
     }
+    let istiod = answering_istiod().await;
+    let place = |user, variables: &[_]| place(&istiod, user, variables);
+    let judge = async |name, user, variables: &[_], says: Says<'_>| {
+        Fault::new(place(user, variables), says).judge(name).await;
+    };
     let assert = |user, variables: &[_], words: &[&str]| {
-        let said = says(user, "sidecar", variables);
+        let said = says(&place(user, variables), "sidecar");
         assert!(
             words.iter().all(|words| said.contains(words)),
             "{words:?}: {said}"
@@ -60,25 +73,21 @@ fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
         assert!(output.status.success(), "{}", text(&output));
     };
     namespace::add_address("10.9.0.1/24");
-    let missing = [
-        "error",
-        "no chain of Istio",
-        "15001 and 15006",
-        "istio-init",
-    ];
-    assert(0, &[], &missing);
+    let no_chain: Says = (
+        MISSING,
+        &["rules", "no chain of Istio", "15001 and 15006"],
+        CURE,
+    );
+    judge("no rules", 0, &[], no_chain).await;
     assert(AGENT, &[], &["skipped", "cannot be read", "NET_ADMIN"]);
     let envoy = TcpListener::bind("127.0.0.1:15006").unwrap();
-    assert(
-        AGENT,
-        &[],
-        &[
-            "error",
-            "127.0.0.6:15002 is not redirected",
-            "127.0.0.1:15006",
-        ],
+    let not_redirected: Says = (
+        MISSING,
+        &["127.0.0.6:15002 is not redirected", "127.0.0.1:15006"],
+        CURE,
     );
-    let said = says(AGENT, "router", &[]);
+    judge("no rules, without NET_ADMIN", AGENT, &[], not_redirected).await;
+    let said = says(&place(AGENT, &[]), "router");
     assert!(said.starts_with("skipped: only sidecars"), "{said}");
     let none = &[("ISTIO_META_INTERCEPTION_MODE", "NONE")];
     assert(0, none, &["skipped", "mode NONE"]);
@@ -90,20 +99,29 @@ fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
             assert(0, &[], &["ok", "lead to ports 15001 and 15006"]);
             assert(AGENT, &[], &["ok", "127.0.0.6:15002 is redirected"]);
         }
-        assert(
-            0,
-            dns,
-            &["error", "DNS queries are not redirected", "port 15053"],
+        let not_captured: Says = (
+            "DNS_NOT_CAPTURED",
+            &["DNS queries are not redirected", "port 15053"],
+            &["set `ISTIO_META_DNS_CAPTURE`", "delete the pod"],
         );
+        judge("rules without DNS", 0, dns, not_captured).await;
         iptables(&format!("-u 1337 --redirect-dns --capture-all-dns {usual}"));
         assert(0, dns, &["ok"]);
         iptables(&format!("-u 2000 {usual}"));
-        assert(0, &[], &["error", "user 1337", "goes to its destination"]);
-        assert(AGENT, &[], &["error", "is not redirected"]);
-        iptables(&format!(
-            "-u 1337 {} {back_end}",
-            "-p 15011 -z 15006 -i * -b *"
-        ));
+        let own: Says = (
+            "CAPTURE_PROXY_UID",
+            &["user 1337"],
+            &["--proxy-uid", "runAsUser"],
+        );
+        judge("rules for another user", 0, &[], own).await;
+        judge(
+            "rules for another user, without NET_ADMIN",
+            AGENT,
+            &[],
+            not_redirected,
+        )
+        .await;
+        iptables(&format!("-u 1337 -p 15011 -z 15006 -i * -b * {back_end}"));
         assert(0, &[], &["ok", "lead to ports 15011 and 15006"]);
         iptables(&format!("--cleanup-only {back_end}"));
     }
@@ -114,5 +132,10 @@ fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
     let words = format!("-t nat -A OUTPUT {rule}");
     namespace::run("iptables", &words.split(' ').collect::<Vec<_>>());
     let named = format!("an earlier version of Istio: nat: -A OUTPUT {rule}");
-    assert(0, &[], &["error", &named]);
+    let earlier: Says = (
+        "CAPTURE_RULES_EARLIER",
+        &[&named],
+        &["pilot-agent istio-clean-iptables"],
+    );
+    judge("a rule of an earlier version", 0, &[], earlier).await;
 }

@@ -1,23 +1,258 @@
-//! Faults of peers, ports and programs: each has its code, and words that name the cause.
+//! Faults of sockets, ports, programs and endpoints.
 
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 
-use futures_util::future::{LocalBoxFuture, join_all};
 use http::Method;
-use rustix::process::Signal;
+use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
-use super::{checks, diagnosed, ended, envoy_says, is_ready, pod, ready};
+use super::{ended, envoy_says, is_ready, nack, pod, ready};
 use crate::support::control_plane::ControlPlane;
+use crate::support::faults::{Fault, Faults, Says};
 use crate::support::http::{Backend, try_ask};
 use crate::support::pod::Pod;
 use crate::support::programs::envoy_binary;
-use crate::support::resources::{
-    answering, cluster, endpoints, listener, routes, secured_listener,
-};
+use crate::support::resources::{answering, cluster, endpoints, listener, routes};
 use crate::support::{eventually, free_port};
+
+const XDS: &str = "etc/istio/proxy/XDS";
+const SDS: &str = "var/run/secrets/workload-spiffe-uds/socket";
+
+/// Another process' socket in place of the agent's.
+fn replaced(pod: &Pod, path: &str) -> UnixListener {
+    fs::remove_file(pod.path(path)).unwrap();
+    UnixListener::bind(pod.path(path)).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
+    if envoy_binary().is_none() {
+        return;
+    }
+    let mut faults = Faults::default();
+    faults.add("XDS of another process", async {
+        let (pod, control_plane) = ready(&[]).await;
+        let other = replaced(&pod, XDS);
+        let own = format!("process {}", std::process::id());
+        Fault::new(
+            pod,
+            (
+                "SOCKET_TAKEN",
+                &["XDS socket", XDS, &own],
+                &["end it", "restart this container"],
+            ),
+        )
+        .with((control_plane, other))
+    });
+    faults.add("a stale SDS", async {
+        let (pod, control_plane) = ready(&[]).await;
+        drop(replaced(&pod, SDS));
+        let says: Says = (
+            "SOCKET_TAKEN",
+            &["SDS socket", SDS, "stale"],
+            &["restart this container"],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
+    faults.add("no SDS of another process", async {
+        let external = ("WORKLOAD_IDENTITY_SOCKET_FILE", "spire");
+        let (mut pod, control_plane) = pod(&[], &[external]).await;
+        ended(&mut pod, None).await;
+        let says: Says = (
+            "SOCKET_NOT_SERVED",
+            &["SDS socket", "workload-spiffe-uds/spire", "there is none"],
+            &["SPIRE", "unset `WORKLOAD_IDENTITY_SOCKET_FILE`"],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
+    faults.add("a directory as XDS", async {
+        let (mut pod, control_plane) = ready(&[]).await;
+        ended(&mut pod, Some(Signal::TERM)).await;
+        fs::create_dir(pod.path(XDS)).unwrap();
+        let says: Says = (
+            "SOCKET_DIRECTORY",
+            &["XDS socket", XDS, "a directory"],
+            &["remove it"],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
+    const CRASH: Says = (
+        "ENVOY_CRASHED",
+        &["Envoy exited", "signal 11", "Caught Segmentation fault"],
+        &["kubectl logs", "--previous"],
+    );
+    faults.add("a crashed Envoy", async {
+        let (mut pod, control_plane) = ready(&[("ISTIO_AGENT_ENVOY_RESTARTS", "0")]).await;
+        kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
+        ended(&mut pod, None).await;
+        Fault::new(pod, CRASH).with(control_plane)
+    });
+    faults.add("an Envoy that has crashed and was restarted", async {
+        let (pod, control_plane) = ready(&[]).await;
+        let first = pod.envoy_pid();
+        kill_process(first.unwrap(), Signal::SEGV).unwrap();
+        let next = async || pod.envoy_pid().filter(|next| Some(*next) != first);
+        eventually("another Envoy", next).await;
+        is_ready(&pod).await;
+        Fault::new(pod, CRASH).with(control_plane).warns()
+    });
+    faults.add("an Envoy that hangs", async {
+        let (pod, control_plane) = ready(&[]).await;
+        kill_process(pod.envoy_pid().unwrap(), Signal::STOP).unwrap();
+        let says: Says = (
+            "ENVOY_HANGS",
+            &["admin port", "no answer from 127.0.0.1:"],
+            &["restart the container"],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
+    faults.add("a bootstrap that Envoy refuses", async {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        std::io::Write::write_all(&mut file, br#"{"stats_flush_interval": "soon"}"#).unwrap();
+        let path = file.path().to_str().unwrap().to_owned();
+        let (mut pod, control_plane) = pod(&[], &[("ISTIO_BOOTSTRAP_OVERRIDE", &path)]).await;
+        ended(&mut pod, None).await;
+        let says: Says = (
+            "ENVOY_BOOTSTRAP_REFUSED",
+            &["Envoy exited", "stats_flush_interval"],
+            &["ISTIO_BOOTSTRAP_OVERRIDE"],
+        );
+        Fault::new(pod, says).with((control_plane, file))
+    });
+    for (name, path, why) in [
+        ("no bootstrap override", "etc/missing.json", "No such file"),
+        (
+            "a bootstrap override of another format",
+            "agent.log",
+            "(ISTIO_BOOTSTRAP_OVERRIDE): line ",
+        ),
+    ] {
+        faults.add(name, async move {
+            let (pod, control_plane) = ready(&[("ISTIO_BOOTSTRAP_OVERRIDE", path)]).await;
+            let says: Says = (
+                "BOOTSTRAP_OVERRIDE_UNREADABLE",
+                &[path, "(ISTIO_BOOTSTRAP_OVERRIDE): ", why],
+                &["mount the file", "correct its path or its content"],
+            );
+            Fault::new(pod, says).with(control_plane).warns()
+        });
+    }
+    faults.are_named().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_program_that_is_not_an_envoy_is_named_with_its_cure() {
+    let place = tempfile::tempdir().unwrap();
+    let own = fs::read(env!("CARGO_BIN_EXE_pilot-agent")).unwrap();
+    let foreign = [&own[..18], &[42, 0], &own[20..64]].concat();
+    let mut faults = Faults::default();
+    for (name, content, mode, code, cure) in [
+        ("no Envoy", None, 0, "ENVOY_MISSING", "`binaryPath`"),
+        (
+            "an Envoy without mode",
+            Some(&b""[..]),
+            0o644,
+            "ENVOY_NOT_EXECUTABLE",
+            "chmod 755",
+        ),
+        (
+            "an Envoy for another machine",
+            Some(&foreign),
+            0o755,
+            "ENVOY_WRONG_ARCHITECTURE",
+            "uname -m",
+        ),
+    ] {
+        let program = place.path().join(code);
+        if let Some(content) = content {
+            fs::write(&program, content).unwrap();
+            fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
+        }
+        faults.add(name, async move {
+            let control_plane = ControlPlane::of(&[]).await;
+            let settings = super::Settings {
+                envoy: Some(&program),
+                environment: &[],
+            };
+            let mut pod = Pod::start(settings, &control_plane);
+            assert_eq!(pod.agent.end().await.code(), Some(255));
+            let log = pod.agent.log();
+            let mut lines = log.lines();
+            let error = lines.find(|line| line.starts_with("Error: ")).unwrap();
+            assert!(error.contains(&format!("[{code}]")), "{error}");
+            Fault::new(pod, (code, &[program.to_str().unwrap()], &[cure])).with(control_plane)
+        });
+    }
+    faults.are_named().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
+    if envoy_binary().is_none() {
+        return;
+    }
+    // A child that another test has just forked holds the socket too, until it runs its program.
+    const HOLDER: &str = "process ";
+    const CURE: &[&str] = &["end that process", "15000 to 15090"];
+    let mut faults = Faults::default();
+    faults.add("a port of a listener, such as 15006", async {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let (pod, control_plane) = ready(&[]).await;
+        control_plane.set(&[answering("inbound", port)]).await;
+        nack(&pod).await;
+        let port = format!("port {port}");
+        Fault::new(pod, ("PORT_TAKEN", &[&port, HOLDER, "inbound"], CURE))
+            .with((control_plane, taken))
+    });
+    faults.add("the port of Envoy's readiness, 15021", async {
+        let taken = TcpListener::bind("0.0.0.0:0").unwrap();
+        let port = taken.local_addr().unwrap().port().to_string();
+        let (mut pod, control_plane) = pod(&[], &[("ENVOY_STATUS_PORT", &port)]).await;
+        ended(&mut pod, None).await;
+        let log = pod.agent.log();
+        let error = log.lines().find(|line| line.contains("[PORT_TAKEN]"));
+        let error = error.unwrap_or_else(|| panic!("{log}"));
+        for words in ["Envoy exited with error: ", &port, HOLDER] {
+            assert!(error.contains(words), "{words}: {error}");
+        }
+        Fault::new(pod, ("PORT_TAKEN", &[&port, HOLDER], CURE)).with((control_plane, taken))
+    });
+    faults.add("the status port, 15020", async {
+        let (mut pod, control_plane) = ready(&[]).await;
+        ended(&mut pod, Some(Signal::TERM)).await;
+        let taken = TcpListener::bind(("127.0.0.1", pod.status_port)).unwrap();
+        let taken = Backend::naming_clients(taken);
+        let port = format!("port {}", pod.status_port);
+        let says = (
+            "STATUS_PORT_TAKEN",
+            &[&*port, HOLDER][..],
+            &["end the process", "`statusPort`"][..],
+        );
+        Fault::new(pod, says).with((control_plane, taken))
+    });
+    faults.add("the admin port, 15000", async {
+        let other = Backend::start().await;
+        let admin = json!({ "proxyAdminPort": other.port }).to_string();
+        let (mut pod, control_plane) = pod(&[], &[("PROXY_CONFIG", &admin)]).await;
+        ended(&mut pod, None).await;
+        let port = other.port.to_string();
+        let why = format!("cannot bind '127.0.0.1:{port}': Address already in use");
+        let log = pod.agent.log();
+        let mut errors = log
+            .lines()
+            .filter(|line| line.contains("Envoy exited with error: "));
+        assert!(
+            errors.all(|line| line.contains(&why)) && log.contains(&why),
+            "{log}"
+        );
+        Fault::new(pod, ("PORT_TAKEN", &[&port, HOLDER], CURE)).with((control_plane, other))
+    });
+    faults.are_named().await;
+}
 
 /// A cluster with one endpoint at this port of the pod.
 fn fixed(name: &str, port: u16, health: &str) -> Value {
@@ -45,200 +280,66 @@ async fn calling(mut resources: Vec<Value>, name: &str) -> (Pod, ControlPlane) {
     (pod, control_plane)
 }
 
-/// The check with this code contains these words, and the exit code is that of its level.
-async fn assert_found(pod: &Pod, code: &str, words: &[&str]) {
-    let (report, exit) = diagnosed(pod).await;
-    let text = format!("{code}: {report:#}\n{}", pod.agent.log());
-    let found = checks(&report)
-        .into_iter()
-        .find(|(_, check)| check["code"] == code);
-    let (_, check) = found.unwrap_or_else(|| panic!("{text}"));
-    let shown = check.to_string();
-    for words in words {
-        assert!(shown.contains(words), "{words:?} is not in {shown}\n{text}");
-    }
-    assert!(
-        !check["remedy"].as_str().unwrap_or_default().is_empty(),
-        "{text}"
-    );
-    let least = match check["level"].as_str() {
-        Some("error") => 2,
-        Some("warning") => 1,
-        _ => 0,
-    };
-    assert!(exit.is_some_and(|exit| exit >= least), "{exit:?} {text}");
-    let verdict = report["verdict"].as_str().unwrap_or_default();
-    assert!(exit != Some(0) || verdict.contains(words[0]), "{text}");
-}
-
 #[tokio::test(flavor = "multi_thread")]
-async fn each_fault_of_an_endpoint_has_its_code() {
+async fn each_fault_of_an_endpoint_is_named_with_its_cure() {
     if envoy_binary().is_none() {
         return;
     }
-    let closed = free_port();
-    let at_closed = format!("127.0.0.1:{closed}");
-    let (inbound, outbound) = ("inbound|8080||", "outbound|80||cart.shop");
-    let mut empty = cluster(outbound);
-    empty["eds_cluster_config"]["service_name"] = json!(outbound);
-    let lost = fixed(outbound, closed, "HEALTHY");
-    let unhealthy = fixed(outbound, closed, "UNHEALTHY");
-    let rows: [(&str, &str, Vec<Value>, &[&str]); 4] = [
+    const INBOUND: &str = "inbound|8080||";
+    const OUTBOUND: &str = "outbound|80||cart.shop";
+    let mut faults = Faults::default();
+    for (name, of, code, cure) in [
         (
+            "a closed port of the application",
+            INBOUND,
             "APPLICATION_PORT_CLOSED",
-            inbound,
-            vec![fixed(inbound, closed, "HEALTHY")],
-            &[inbound, &at_closed, "refused", "targetPort"],
+            "targetPort",
         ),
         (
+            "an upstream that cannot be reached",
+            OUTBOUND,
             "UPSTREAM_UNREACHABLE",
-            outbound,
-            vec![lost],
-            &[outbound, &at_closed, "refused"],
+            "NetworkPolicy",
         ),
-        (
-            "NO_HEALTHY_ENDPOINT",
-            outbound,
-            vec![unhealthy],
-            &["cart.shop"],
-        ),
-        (
-            "NO_HEALTHY_ENDPOINT",
-            outbound,
-            vec![empty, endpoints(outbound, &[])],
-            &["cart.shop", "selector"],
-        ),
-    ];
-    join_all(rows.map(|(code, name, resources, words)| async move {
-        let (pod, _control_plane) = calling(resources, name).await;
-        assert_found(&pod, code, words).await;
-    }))
-    .await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn each_refused_call_is_found_where_envoy_counts_it_and_named_where_it_does_not() {
-    if envoy_binary().is_none() {
-        return;
-    }
-    let port = free_port();
-    let mut strict = secured_listener("strict", port);
-    strict["filter_chains"][0]["filter_chain_match"] = json!({ "transport_protocol": "tls" });
-    strict["listener_filters"] = json!([{
-        "name": "envoy.filters.listener.tls_inspector",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector",
-        },
-    }]);
-    let matcher = json!({ "inclusionRegexps": [r"listener\..*(no_filter_chain_match|ssl\..*)"] });
-    let counting = json!({ "proxyStatsMatcher": matcher }).to_string();
-    for (environment, code) in [
-        (
-            &[("PROXY_CONFIG", &*counting)][..],
-            Some("INBOUND_NOT_MATCHED"),
-        ),
-        (&[], None),
     ] {
-        let (pod, _control_plane) = pod(&[strict.clone()], environment).await;
-        is_ready(&pod).await;
-        try_ask(port, "GET /", "").await;
-        match code {
-            Some(code) => {
-                assert_found(
-                    &pod,
-                    code,
-                    &[&port.to_string(), "STRICT", "PeerAuthentication"],
-                )
-                .await
-            }
-            None => {
-                let (report, exit) = diagnosed(&pod).await;
-                let text = report.to_string();
-                assert!(text.contains("statsInclusionRegexps"), "{report:#}");
-                assert_eq!(exit, Some(0), "{report:#}");
-            }
-        }
+        faults.add(name, async move {
+            let closed = free_port();
+            let (pod, control_plane) = calling(vec![fixed(of, closed, "HEALTHY")], of).await;
+            let at = format!("127.0.0.1:{closed}");
+            let fault = Fault::new(pod, (code, &[of, &at, "refused"], &[cure])).with(control_plane);
+            if of == INBOUND { fault } else { fault.warns() }
+        });
     }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn each_port_that_is_taken_is_named_with_its_process() {
-    if envoy_binary().is_none() {
-        return;
+    faults.add("a closed port of a probe", async {
+        let port = free_port();
+        let probers = json!({ "/app-health/cart/readyz": { "tcpSocket": { "port": port } } });
+        let (pod, control_plane) = ready(&[("ISTIO_KUBE_APP_PROBERS", &probers.to_string())]).await;
+        let address = format!("127.0.0.1:{port}");
+        let says = (
+            "PROBE_PORT_CLOSED",
+            &["/app-health/cart/readyz", &*address][..],
+            &["let the application listen", "ISTIO_KUBE_APP_PROBERS"][..],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
+    let mut empty = cluster(OUTBOUND);
+    empty["eds_cluster_config"]["service_name"] = json!(OUTBOUND);
+    let none = vec![empty, endpoints(OUTBOUND, &[])];
+    // Envoy calls it, as all are unhealthy.
+    let application = Backend::start().await;
+    let unhealthy = vec![fixed(OUTBOUND, application.port, "UNHEALTHY")];
+    for (name, resources) in [("no healthy upstream", unhealthy), ("no upstream", none)] {
+        faults.add(name, async {
+            let (pod, control_plane) = calling(resources, OUTBOUND).await;
+            let says: Says = (
+                "NO_HEALTHY_ENDPOINT",
+                &["cart.shop"],
+                &["kubectl get endpointslices"],
+            );
+            Fault::new(pod, says).with(control_plane).noted()
+        });
     }
-    // A child that another test has just forked holds the socket too, until it runs its program.
-    let us = "process ".to_owned();
-    let rows: [LocalBoxFuture<'_, ()>; 3] = [
-        Box::pin(async {
-            let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-            let port = taken.local_addr().unwrap().port();
-            let (pod, control_plane) = ready(&[]).await;
-            control_plane.set(&[answering("inbound", port)]).await;
-            let look = async || {
-                let page = pod.status(Method::GET, "/debug/xdsz").await?;
-                page.contains("\"last_nack\":{").then_some(())
-            };
-            eventually("a NACK", look).await;
-            let port = format!("port {port}");
-            assert_found(&pod, "PORT_TAKEN", &[&port, &us, "inbound"]).await;
-        }),
-        Box::pin(async {
-            let taken = TcpListener::bind("0.0.0.0:0").unwrap();
-            let port = taken.local_addr().unwrap().port().to_string();
-            let (mut pod, _control_plane) = pod(&[], &[("ENVOY_STATUS_PORT", &port)]).await;
-            ended(&mut pod, None).await;
-            let log = pod.agent.log();
-            let error = log.lines().find(|line| line.contains("[PORT_TAKEN]"));
-            let error = error.unwrap_or_else(|| panic!("{log}"));
-            for words in ["Envoy exited with error: ", &port, &us] {
-                assert!(error.contains(words), "{words}: {error}");
-            }
-            assert_found(&pod, "PORT_TAKEN", &[&port, &us]).await;
-        }),
-        Box::pin(async {
-            let (mut pod, _control_plane) = ready(&[]).await;
-            ended(&mut pod, Some(Signal::TERM)).await;
-            let taken = TcpListener::bind(("127.0.0.1", pod.status_port)).unwrap();
-            let _taken = Backend::naming_clients(taken);
-            let port = format!("port {}", pod.status_port);
-            assert_found(&pod, "STATUS_PORT_TAKEN", &[&port, &us, "statusPort"]).await;
-        }),
-    ];
-    join_all(rows).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn what_prevents_a_start_is_an_error_of_the_agent_and_of_the_doctor() {
-    let place = tempfile::tempdir().unwrap();
-    let own = fs::read(env!("CARGO_BIN_EXE_pilot-agent")).unwrap();
-    let foreign = place.path().join("foreign");
-    fs::write(&foreign, [&own[..18], &[42, 0], &own[20..64]].concat()).unwrap();
-    let plain = place.path().join("plain");
-    fs::write(&plain, "").unwrap();
-    fs::set_permissions(&foreign, fs::Permissions::from_mode(0o755)).unwrap();
-    let missing = place.path().join("missing");
-    for (program, code) in [
-        (&missing, "ENVOY_MISSING"),
-        (&plain, "ENVOY_NOT_EXECUTABLE"),
-        (&foreign, "ENVOY_WRONG_ARCHITECTURE"),
-    ] {
-        let control_plane = ControlPlane::of(&[]).await;
-        let envoy = Some(program.as_path());
-        let settings = super::Settings {
-            envoy,
-            environment: &[],
-        };
-        let mut pod = Pod::start(settings, &control_plane);
-        let status = pod.agent.end().await;
-        assert_eq!(status.code(), Some(255));
-        let log = pod.agent.log();
-        let error = log
-            .lines()
-            .find(|line| line.starts_with("Error: "))
-            .unwrap();
-        assert!(error.contains(&format!("[{code}]")), "{error}");
-        assert_found(&pod, code, &[program.to_str().unwrap()]).await;
-    }
+    faults.are_named().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
