@@ -38,6 +38,11 @@ pub fn scaled(duration: Duration, factor: f64) -> Duration {
 }
 
 /// A duration in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
+pub fn rounded(duration: Duration) -> String {
+    approximate(duration.as_secs_f64())
+}
+
+/// Like [`rounded`], of seconds.
 pub fn approximate(seconds: f64) -> String {
     const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
     if seconds < 1.0 {

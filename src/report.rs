@@ -97,18 +97,18 @@ impl Group {
 }
 
 impl Check {
-    pub fn ok(name: impl Into<String>, found: impl fmt::Display) -> Self {
+    pub fn ok(name: impl ToString, found: impl ToString) -> Self {
         Self::new(name, Level::Ok, found)
     }
 
     /// A check that was not made.
-    pub fn skipped(name: impl Into<String>, why: impl fmt::Display) -> Self {
+    pub fn skipped(name: impl ToString, why: impl ToString) -> Self {
         Self::new(name, Level::Skipped, why)
     }
 
-    pub fn new(name: impl Into<String>, level: Level, found: impl fmt::Display) -> Self {
+    pub fn new(name: impl ToString, level: Level, found: impl ToString) -> Self {
         Self {
-            name: name.into(),
+            name: name.to_string(),
             level,
             // An error may quote what another process has sent.
             found: found.to_string().chars().take(MAX_TEXT).collect(),

@@ -92,7 +92,7 @@ async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem>
         }
         AbsentSocket::Wait => {
             let code = codes::SDS_SOCKET_ABSENT;
-            let problem = Problem::new(code, socket.display().to_string(), code.cause);
+            let problem = Problem::new(code, socket.display(), code.cause);
             tracing::warn!("{problem}");
         }
     }

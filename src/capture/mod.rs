@@ -26,12 +26,12 @@ use std::io;
 use crate::problem::{Code, Problem, codes};
 
 /// A problem with this code, unless a capability is missing.
-pub fn problem(code: &'static Code, subject: impl Into<String>, error: io::Error) -> Problem {
+pub fn problem(code: &'static Code, subject: impl ToString, error: io::Error) -> Problem {
     let code = match error.kind() {
         io::ErrorKind::PermissionDenied => codes::CAPTURE_PERMISSION,
         _ => code,
     };
-    Problem::new(code, subject, error.to_string())
+    Problem::new(code, subject, error)
 }
 
 #[cfg(test)]

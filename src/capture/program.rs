@@ -37,7 +37,7 @@ pub async fn run(
             io::ErrorKind::NotFound => codes::CAPTURE_PROGRAM_MISSING,
             _ => codes::CAPTURE_PROGRAM_FAILED,
         };
-        Problem::new(code, format!("`{command}`"), error.to_string())
+        Problem::new(code, format!("`{command}`"), error)
     })
 }
 

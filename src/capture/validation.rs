@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::time::{interval, timeout};
 
 use super::rules::Family;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::problem::{Problem, codes};
 
 /// Time between connections, and the limit of each.
@@ -61,7 +61,7 @@ impl Probe {
         };
         timeout(self.limit, captured).await.map_err(|_| {
             let user = rustix::process::geteuid().as_raw();
-            let limit = approximate(self.limit.as_secs_f64());
+            let limit = rounded(self.limit);
             failed(format!(
                 "no connection of user {user} to {destination} was redirected to {names} within {limit}"
             ))

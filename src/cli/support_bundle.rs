@@ -44,8 +44,8 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
     Ok(Box::new(file))
 }
 
-fn unusable(subject: impl Into<String>, found: impl ToString) -> Problem {
-    Problem::new(codes::BUNDLE_OUTPUT_UNUSABLE, subject, found.to_string())
+fn unusable(subject: impl ToString, found: impl ToString) -> Problem {
+    Problem::new(codes::BUNDLE_OUTPUT_UNUSABLE, subject, found)
 }
 
 /// Reads from the configuration in a directory where things are, and the path of the token.

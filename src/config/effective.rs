@@ -70,7 +70,7 @@ impl Documents<'_> {
             Ok(text) => merged.merge_mesh(&origin, &text),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
-                let problem = Problem::new(codes::FILE_UNREADABLE, origin, error.to_string());
+                let problem = Problem::new(codes::FILE_UNREADABLE, origin, error);
                 let consequence = codes::FILE_MISSING.consequence;
                 merged.notes.add(problem.consequence(consequence));
             }

@@ -179,7 +179,7 @@ impl Loader<'_> {
                 }
                 Err(error) => {
                     let subject = format!("ISTIO_METAJSON_{name}");
-                    let problem = Problem::new(codes::SETTING_REPLACED, subject, error.to_string());
+                    let problem = Problem::new(codes::SETTING_REPLACED, subject, error);
                     self.notes.warnings.push(problem.consequence(LEFT_OUT));
                 }
             }

@@ -190,7 +190,7 @@ pub async fn answers(server: SocketAddr, limit: Duration) -> Result<(), Problem>
     };
     let answer = tokio::time::timeout(limit, asking).await;
     let (code, subject) = (codes::DNS_SERVER_SILENT, format!("server {server}"));
-    let failed = |error: io::Error| Problem::new(code, subject, error.to_string());
+    let failed = |error: io::Error| Problem::new(code, subject, error);
     let answer = answer.unwrap_or_else(|late| Err(late.into()));
     answer.map_err(failed)
 }

@@ -11,7 +11,7 @@ use super::discovery;
 use super::report::{Check, Level};
 use super::token::Found;
 use super::{PROBE_LIMIT, Subject};
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::istiod::probe::{self, Probe};
 use crate::istiod::{Config, Security, refusal};
 use crate::problem::codes;
@@ -137,7 +137,7 @@ async fn ask(
     let node = &subject.config.bootstrap.node;
     let request = discovery::ask(probe, config, found.authorization.clone(), node);
     let answer = timeout_at(until, request).await.unwrap_or_else(|_| {
-        let limit = approximate(PROBE_LIMIT.as_secs_f64());
+        let limit = rounded(PROBE_LIMIT);
         Err(Status::deadline_exceeded(format!(
             "no answer within {limit}"
         )))

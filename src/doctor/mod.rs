@@ -27,7 +27,7 @@ use crate::clock;
 use crate::config::{Config, Problem};
 use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::envoy::handle::Envoy;
 use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
@@ -174,12 +174,12 @@ async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
     Group::new(name, checks)
 }
 
-fn late(name: impl Into<String>, why: String) -> Check {
+fn late(name: impl ToString, why: impl ToString) -> Check {
     Check::problem(Level::Error, &Problem::new(codes::CHECKS_LATE, name, why))
 }
 
 fn unfinished(limit: Duration) -> String {
-    format!("not finished within {}", approximate(limit.as_secs_f64()))
+    format!("not finished within {}", rounded(limit))
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::report::{Check, Level};
 use super::{Subject, run_blocking};
 use crate::clock::rfc3339;
 use crate::config::Config;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::istiod::Security;
 use crate::istiod::token::{self, Claims, Source, State};
 use crate::problem::codes::{ISTIOD_TOKEN_INVALID, ISTIOD_TOKEN_MISSING};
@@ -107,7 +107,7 @@ fn life(path: &Path, claims: &Claims) -> Check {
         return Check::ok("token", format!("{path}, without expiry"));
     };
     let left = expiry.duration_since(SystemTime::now()).unwrap_or_default();
-    let (left, at) = (approximate(left.as_secs_f64()), rfc3339(expiry));
+    let (left, at) = (rounded(left), rfc3339(expiry));
     Check::ok("token", format!("{path} expires in {left}, at {at}"))
 }
 

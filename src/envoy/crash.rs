@@ -71,7 +71,7 @@ impl Crash {
             _ => codes::ENVOY_BOOTSTRAP_REFUSED,
         };
         // Pilot-agent's line begins so.
-        Problem::new(code, "Envoy exited with error", self.to_string())
+        Problem::new(code, "Envoy exited with error", self)
     }
 }
 

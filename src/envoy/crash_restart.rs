@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::instance::{Ended, INTERRUPTED, KILLED, TERMINATED};
 use crate::backoff::Backoff;
-use crate::duration::approximate;
+use crate::duration::rounded;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
@@ -55,7 +55,7 @@ impl Restarts {
         self.past
             .retain(|past| now.duration_since(*past) < budget.within);
         if self.past.len() >= budget.restarts {
-            let (count, within) = (self.past.len(), approximate(budget.within.as_secs_f64()));
+            let (count, within) = (self.past.len(), rounded(budget.within));
             tracing::error!("Envoy was restarted {count} times within {within}, the limit");
             return None;
         }

@@ -19,7 +19,7 @@ use super::launch::Launch;
 use super::output::Output;
 use super::program;
 use crate::clock::{self, Clock};
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::port;
 use crate::problem::{Problem, codes};
 
@@ -189,10 +189,7 @@ fn end_with_parent(start: &mut tokio::process::Command) {
 
 /// The problem of an Envoy that SIGKILL did not end in time.
 pub(super) fn unkillable(limit: Duration) -> Problem {
-    let found = format!(
-        "it did not exit within {} of SIGKILL",
-        approximate(limit.as_secs_f64())
-    );
+    let found = format!("it did not exit within {} of SIGKILL", rounded(limit));
     Problem::new(codes::ENVOY_UNKILLABLE, "Envoy", found)
 }
 

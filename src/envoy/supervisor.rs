@@ -23,7 +23,7 @@ use super::machine::{Action, Event, Machine, Phase};
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Exit, warn};
 use crate::clock::{Clock, after};
-use crate::duration::{approximate, scaled};
+use crate::duration::{rounded, scaled};
 use crate::lifecycle::{BoxError, StopRequest, Urgency};
 use crate::metrics::{Counter, Registry};
 use crate::problem::Problem;
@@ -174,7 +174,7 @@ impl Supervisor {
                 Action::Nothing => {}
                 Action::Start => self.start()?,
                 Action::Pause => {
-                    let pause = approximate(self.pause.as_secs_f64());
+                    let pause = rounded(self.pause);
                     tracing::warn!("starting Envoy again in {pause}");
                     self.current.deadline = Some(after(self.pause));
                 }
@@ -387,7 +387,7 @@ impl Supervisor {
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
             self.current.calls = JoinSet::new();
         }
-        let limit = approximate(at_most.as_secs_f64());
+        let limit = rounded(at_most);
         match waits_for {
             Step::DrainCall => {
                 tracing::info!("Agent draining Proxy for termination");

@@ -22,7 +22,7 @@ use crate::address;
 use crate::clock::{self, Clock, rfc3339};
 use crate::dial::proxy::Proxy;
 use crate::dial::{self, Dialer};
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::executor::Executor;
 use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
@@ -159,7 +159,7 @@ fn not_encrypted(
 
 /// What is wrong with a certificate whose date differs from this clock.
 fn of_clocks(what: &str, date: UnixTime, now: UnixTime, side: &str) -> String {
-    let apart = approximate(date.as_secs().abs_diff(now.as_secs()) as f64);
+    let apart = rounded(Duration::from_secs(date.as_secs().abs_diff(now.as_secs())));
     let [date, now] = [date, now].map(|time| {
         let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(time.as_secs()));
         at.map(rfc3339).unwrap_or_default()
@@ -367,7 +367,7 @@ impl<'a> Bound<'a> {
     async fn of<T>(self, step: Step, work: impl Future<Output = T>) -> Result<T, Failure> {
         let done = tokio::time::timeout_at(self.until, work).await;
         done.map_err(|_| {
-            let after = approximate(self.after.as_secs_f64());
+            let after = rounded(self.after);
             let found = format!("timed out after {after} {}", step.1);
             let problem = match [RESOLVE, CONNECT].contains(&step) {
                 true => unreachable(self.config, step.0, found),

@@ -304,11 +304,7 @@ impl Config {
     }
 
     /// A problem with this control plane.
-    pub(crate) fn problem(
-        &self,
-        code: &'static problem::Code,
-        found: impl Into<String>,
-    ) -> Problem {
+    pub(crate) fn problem(&self, code: &'static problem::Code, found: impl ToString) -> Problem {
         Problem::new(code, self.subject(), found)
     }
 

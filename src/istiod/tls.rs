@@ -64,7 +64,7 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     let builder = config.policy.builder();
     let builder = builder.map_err(|error| {
         let (code, subject) = (codes::TLS_UNUSABLE, "TLS to istiod");
-        Problem::new(code, subject, error.to_string())
+        Problem::new(code, subject, error)
     })?;
     let builder = builder.dangerous();
     let builder = builder.with_custom_certificate_verifier(anchors);

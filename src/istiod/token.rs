@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 use zeroize::Zeroizing;
 
 use crate::clock::rfc3339;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::file_watch::FileWatch;
 use crate::problem::{Code, Problem, codes};
 use crate::regular_file;
@@ -137,7 +137,7 @@ pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
     })
 }
 
-pub(crate) fn problem(code: &'static Code, path: &Path, found: impl Into<String>) -> Problem {
+pub(crate) fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
     Problem::new(code, format!("token {}", path.display()), found)
 }
 
@@ -155,7 +155,7 @@ impl Claims {
     /// The problem with a token that has expired by this clock.
     pub(crate) fn expired(&self, path: &Path) -> Option<Problem> {
         let (end, now) = (self.expiry()?, SystemTime::now());
-        let ago = approximate(now.duration_since(end).ok()?.as_secs_f64());
+        let ago = rounded(now.duration_since(end).ok()?);
         let [end, now] = [end, now].map(rfc3339);
         let found = format!("expired {ago} ago, at {end}; it is {now} here");
         Some(problem(codes::ISTIOD_TOKEN_EXPIRED, path, found))

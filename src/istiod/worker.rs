@@ -22,7 +22,7 @@ use super::status::{Connected, Record};
 use crate::backoff::Backoff;
 use crate::clock::{after, later};
 use crate::dial::Dialer;
-use crate::duration::{approximate, scaled};
+use crate::duration::{rounded, scaled};
 use crate::executor::ConnectionTasks;
 use crate::problem::{Problem, Repetition};
 
@@ -230,7 +230,7 @@ impl Worker {
         if let Some(count) = failures.failed(problem) {
             tracing::error!(target: "xdsproxy", "{text}{count}");
         } else {
-            let wait = approximate(wait.as_secs_f64());
+            let wait = rounded(wait);
             tracing::debug!(target: "xdsproxy", "{text}; the next dial is in {wait} or later");
         }
     }

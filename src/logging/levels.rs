@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::problem::{Problem, codes};
 
 /// The target of lines on changes of levels, which are logged at any level.
@@ -124,7 +124,7 @@ impl Levels {
             let (code, expected) = (codes::ARGUMENT_INVALID, "one of the list");
             return Err(Problem::value(code, "the scope", named, expected));
         }
-        let until = period.map(|period| format!(" for {}", approximate(period.as_secs_f64())));
+        let until = period.map(|period| format!(" for {}", rounded(period)));
         let until = until.unwrap_or_default();
         tracing::info!(target: CHANGES, "log level of {named} set to {word}{until}");
         for (name, current) in &mut *self.scopes.write() {

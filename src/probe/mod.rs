@@ -18,7 +18,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::clock::after;
 use crate::dial::Dialer;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::executor::ConnectionTasks;
 use crate::http_client::{self, Redirects};
 use crate::lifecycle::{BoxError, with_causes};
@@ -133,11 +133,11 @@ impl Client {
             Ok(Ok(outcome)) => return Ok(outcome),
             Ok(Err(error)) => (code(error.as_ref()), with_causes(error.as_ref())),
             Err(_) => {
-                let limit = approximate(probe.timeout.as_secs_f64());
+                let limit = rounded(probe.timeout);
                 (codes::PROBE_LATE, format!("no answer within {limit}"))
             }
         };
-        Err(Problem::new(code, probe.to_string(), found))
+        Err(Problem::new(code, probe, found))
     }
 }
 

@@ -48,11 +48,11 @@ pub struct Problem {
 
 impl Problem {
     /// A problem that a sentence describes.
-    pub fn new(code: &'static Code, subject: impl Into<String>, found: impl Into<String>) -> Self {
+    pub fn new(code: &'static Code, subject: impl ToString, found: impl ToString) -> Self {
         Self {
             code,
-            subject: subject.into(),
-            found: found.into(),
+            subject: subject.to_string(),
+            found: found.to_string(),
             expected: "".into(),
             consequence: code.consequence.into(),
             remedy: code.remedy.into(),
@@ -62,7 +62,7 @@ impl Problem {
     /// A value other than expected.
     pub fn value(
         code: &'static Code,
-        subject: impl Into<String>,
+        subject: impl ToString,
         found: &str,
         expected: impl Into<Cow<'static, str>>,
     ) -> Self {
@@ -71,34 +71,23 @@ impl Problem {
 
     /// Says what was expected in place of the value that was found.
     #[must_use]
-    pub fn expected(self, expected: impl Into<Cow<'static, str>>) -> Self {
-        let expected = expected.into();
-        Self { expected, ..self }
+    pub fn expected(mut self, expected: impl Into<Cow<'static, str>>) -> Self {
+        self.expected = expected.into();
+        self
     }
 
     /// Replaces the consequence of the code by a more exact one.
     #[must_use]
-    pub fn consequence(self, consequence: impl Into<Cow<'static, str>>) -> Self {
-        let consequence = consequence.into();
-        Self {
-            consequence,
-            ..self
-        }
+    pub fn consequence(mut self, consequence: impl Into<Cow<'static, str>>) -> Self {
+        self.consequence = consequence.into();
+        self
     }
 
     /// Replaces the remedy of the code by a more exact one.
     #[must_use]
-    pub fn remedy(self, remedy: impl Into<Cow<'static, str>>) -> Self {
-        let remedy = remedy.into();
-        Self { remedy, ..self }
-    }
-}
-
-#[cfg(test)]
-impl Problem {
-    /// The problem without consequence, remedy and code.
-    pub fn brief(&self) -> String {
-        sentence(&self.subject, &self.found, &self.expected, ["", ""], "")
+    pub fn remedy(mut self, remedy: impl Into<Cow<'static, str>>) -> Self {
+        self.remedy = remedy.into();
+        self
     }
 }
 
@@ -156,7 +145,7 @@ impl Diagnostics {
     /// Adds a value that makes the configuration unusable, once.
     pub fn problem(
         &mut self,
-        subject: impl Into<String>,
+        subject: impl ToString,
         found: &str,
         expected: impl Into<Cow<'static, str>>,
     ) {
@@ -174,13 +163,21 @@ impl Diagnostics {
     /// Adds a value that is left out, or replaced by another, as the consequence says.
     pub fn warn(
         &mut self,
-        subject: impl Into<String>,
+        subject: impl ToString,
         found: &str,
         expected: impl Into<Cow<'static, str>>,
         consequence: impl Into<Cow<'static, str>>,
     ) {
         let warning = Problem::value(codes::SETTING_REPLACED, subject, found, expected);
         self.warnings.push(warning.consequence(consequence));
+    }
+}
+
+#[cfg(test)]
+impl Problem {
+    /// The problem without consequence, remedy and code.
+    pub fn brief(&self) -> String {
+        sentence(&self.subject, &self.found, &self.expected, ["", ""], "")
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Problem;
-use crate::duration::approximate;
+use crate::duration::rounded;
 
 /// How long a problem lasts before it is logged again; then twice as long, and so on.
 const FIRST: Duration = Duration::from_secs(60);
@@ -27,7 +27,7 @@ impl Repetition {
         if is_due {
             *due = lasted.saturating_mul(2).max(FIRST);
         }
-        let lasted = approximate(lasted.as_secs_f64());
+        let lasted = rounded(lasted);
         is_due.then(|| match count {
             1 => String::new(),
             _ => format!(" (failure {count} in {lasted})"),
@@ -39,7 +39,7 @@ impl Repetition {
         let ended = std::mem::take(&mut self.0);
         let began = ended.values().map(|(began, ..)| *began).min()?;
         let count: u64 = ended.values().map(|(.., count)| count).sum();
-        let lasted = approximate(began.elapsed().as_secs_f64());
+        let lasted = rounded(began.elapsed());
         Some(format!("failures: {count} in {lasted}"))
     }
 }

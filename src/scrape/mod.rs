@@ -31,7 +31,7 @@ use tokio::sync::mpsc::{Sender, channel};
 use tokio::time::{Instant, timeout_at};
 
 use crate::clock::later;
-use crate::duration::{approximate, scaled};
+use crate::duration::{rounded, scaled};
 use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::BoxError;
 use crate::metrics::{Counter, Counters, Registry};
@@ -159,7 +159,7 @@ impl Inner {
             let seconds = header.to_str().ok().and_then(|text| text.trim().parse().ok());
             let seconds = seconds.filter(|seconds: &f64| *seconds > 0.0);
             if seconds.is_none() {
-                let timeout = approximate(self.config.timeout.as_secs_f64());
+                let timeout = rounded(self.config.timeout);
                 tracing::warn!("failed to parse timeout header {TIMEOUT}: {header:?}, expected seconds; {timeout} is used");
             }
             seconds

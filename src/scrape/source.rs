@@ -116,8 +116,8 @@ impl Source {
         (is_full, is_full && self.origin == Origin::Envoy)
     }
 
-    pub(super) fn fail(&mut self, code: &'static Code, found: impl Into<String>) {
-        self.failure = Some((code, found.into()));
+    pub(super) fn fail(&mut self, code: &'static Code, found: impl ToString) {
+        self.failure = Some((code, found.to_string()));
         self.has_ended = true;
     }
 

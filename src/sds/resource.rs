@@ -103,7 +103,7 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
         b"null" => codes::REVOCATION_LIST_EMPTY,
         _ => codes::REVOCATION_LIST_UNUSABLE,
     };
-    Some(Problem::new(code, path.display().to_string(), found))
+    Some(Problem::new(code, path.display(), found))
 }
 
 impl Resource<'_> {

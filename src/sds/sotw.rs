@@ -232,7 +232,7 @@ impl StateOfTheWorld {
             Name::Default | Name::RootCa if !self.serves_workload => {
                 let found = "served on the workload's socket; this one serves secrets from files";
                 let code = codes::SECRET_NAME_UNKNOWN;
-                Err(Problem::new(code, name.to_string(), found))
+                Err(Problem::new(code, name, found))
             }
             _ => Ok(name),
         }

@@ -63,7 +63,7 @@ impl CertificateCache {
         let found = loading.unwrap_or_else(|error| Err(error.into()));
         found.unwrap_or_else(|error| {
             let code = codes::CERTIFICATE_CACHE_UNUSABLE;
-            let problem = Problem::new(code, directory, error.to_string());
+            let problem = Problem::new(code, directory, error);
             tracing::warn!(target: "cache", "{problem}");
             None
         })
@@ -81,7 +81,7 @@ impl CertificateCache {
         let storing = tokio::task::spawn_blocking(store).await;
         if let Err(error) = storing.unwrap_or_else(|error| Err(error.into())) {
             let code = codes::CERTIFICATE_CACHE_UNWRITABLE;
-            let problem = Problem::new(code, directory, error.to_string());
+            let problem = Problem::new(code, directory, error);
             tracing::error!(target: "cache", "{problem}");
         }
     }

@@ -22,7 +22,7 @@ use super::{Config, Failure, Roots, State};
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError, csr};
 use crate::clock::Clock;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::problem::{Problem, codes, sentence};
 
 /// Why an attempt brought no certificate, with the error of the request if that has failed.
@@ -122,7 +122,7 @@ impl<C: Ca> Renewal<C> {
     fn spread(&self) -> Duration {
         let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
         let wait = schedule::spread(self.remaining().unwrap_or_default(), drawn);
-        let within = approximate(wait.as_secs_f64());
+        let within = rounded(wait);
         tracing::info!(
             target: "cache",
             "the trust bundle of the mesh has changed, renewing the certificate in {within}"
@@ -216,7 +216,7 @@ impl<C: Ca> Renewal<C> {
         let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
             Ok(answer) => answer,
             Err(_) => {
-                let limit = approximate(SIGNING_LIMIT.as_secs_f64());
+                let limit = rounded(SIGNING_LIMIT);
                 let (code, message) = (Code::DeadlineExceeded, format!("no answer within {limit}"));
                 let kind = codes::CERTIFICATE_REQUEST_FAILED;
                 let problem = Problem::new(kind, "certificate request", &*message);
@@ -326,11 +326,11 @@ impl<C: Ca> Renewal<C> {
         let last = self.state.borrow().failure.clone();
         let is_new = last.as_ref().is_none_or(|last| last.problem != problem);
         if is_new || failures.is_power_of_two() {
-            let served = match self.remaining().map(|left| approximate(left.as_secs_f64())) {
+            let served = match self.remaining().map(rounded) {
                 Some(left) => format!("the last certificate is served for {left}"),
                 None => "there is no valid certificate".to_owned(),
             };
-            let pause = approximate(wait.as_secs_f64());
+            let pause = rounded(wait);
             let next =
                 format!("failure {failures} in a row, next attempt in {pause}{key}; {served}");
             let text = error.as_ref().map(SignError::to_string);

@@ -275,7 +275,7 @@ impl Bundle {
     }
 
     fn problem(&self, code: &'static Code, name: &str, found: impl ToString) {
-        let problem = Problem::new(code, name, found.to_string());
+        let problem = Problem::new(code, name, found);
         tracing::warn!("{problem}");
         self.problems.borrow_mut().push(problem);
     }

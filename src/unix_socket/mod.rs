@@ -109,7 +109,7 @@ fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> Problem {
     move |error| permission::problem(action, path, error)
 }
 
-fn problem(code: &'static Code, path: &Path, found: impl Into<String>) -> Problem {
+fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
     Problem::new(code, format!("socket {}", path.display()), found)
 }
 

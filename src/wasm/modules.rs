@@ -22,7 +22,7 @@ use super::fetch::{Error, RESULTS};
 use super::request::Request;
 use crate::backoff::Backoff;
 use crate::clock::after;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::executor::Executor;
 use crate::metrics::{Counters, Gauge, Histogram, Registry};
 use crate::problem::{Problem, codes};
@@ -206,7 +206,7 @@ impl Modules {
             let limit = request.time_limit;
             let fetched = timeout(limit, modules.fetch(&name, &request)).await;
             let fetched = fetched.unwrap_or_else(|_| {
-                let limit = approximate(limit.as_secs_f64());
+                let limit = rounded(limit);
                 let found = format!("{url} is not complete within {limit}");
                 Err((codes::WASM_DOWNLOAD_FAILED, found))
             });

@@ -8,7 +8,7 @@ use http::{HeaderMap, HeaderValue};
 use hyper::body::Incoming;
 use tonic::{Code, Status};
 
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::istiod::MAX_SILENCE;
 use crate::istiod::refusal::code_name;
 use crate::lifecycle::with_causes;
@@ -146,7 +146,7 @@ impl End {
 
     /// Istiod has not answered a request in time.
     pub(crate) fn unanswered() -> Self {
-        let limit = approximate(MAX_SILENCE.as_secs_f64());
+        let limit = rounded(MAX_SILENCE);
         let why = format!("no answer to a request within {limit}");
         Self::bad_response(&Status::deadline_exceeded(why))
     }
@@ -154,7 +154,7 @@ impl End {
     /// The stored configuration cannot be served.
     pub(crate) fn unusable(error: &std::io::Error) -> Self {
         let code = codes::KEPT_CONFIG_UNUSABLE;
-        let problem = Problem::new(code, "stored configuration", error.to_string());
+        let problem = Problem::new(code, "stored configuration", error);
         tracing::warn!(target: "xdsproxy", "{problem}");
         Self::new(Side::Agent, true, &Status::unavailable(problem.found))
     }

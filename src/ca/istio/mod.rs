@@ -17,7 +17,7 @@ use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
 use super::{Ca, SignError};
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::istiod::refusal::MAX_MESSAGE;
 use crate::istiod::{Connection, Istiod};
 use crate::problem::{Repetition, codes};
@@ -130,7 +130,7 @@ impl IstioCa {
 }
 
 fn late(what: &str, limit: Duration) -> Status {
-    let limit = approximate(limit.as_secs_f64());
+    let limit = rounded(limit);
     Status::deadline_exceeded(format!("no {what} within {limit}"))
 }
 

@@ -33,14 +33,14 @@ impl ResolvConf {
     pub fn read(path: &Path) -> Result<Self, Problem> {
         let bytes = regular_file::read(path, MAX_BYTES).map_err(|error| {
             let (code, path) = (codes::DNS_RESOLV_CONF_UNREADABLE, path.display());
-            Problem::new(code, path.to_string(), error.to_string())
+            Problem::new(code, path, error)
         })?;
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
 
     /// Takes out the agent's `own` addresses. Returns the problems of the file at `path`, the worst last.
     pub fn without_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
-        let problem = |code, found| Problem::new(code, path.display().to_string(), found);
+        let problem = |code, found| Problem::new(code, path.display(), found);
         let servers = self.nameservers.drain(..);
         let (ours, others): (Vec<_>, Vec<_>) = servers.partition(|server| is_own(own, *server));
         let ours = ours

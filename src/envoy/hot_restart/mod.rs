@@ -28,7 +28,7 @@ use super::launch::{BaseId, Launch, Prepared, can_share};
 use super::machine as life;
 use super::supervisor::Current;
 use crate::clock::{self, Clock};
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
 use crate::problem::{Problem, codes};
@@ -219,7 +219,7 @@ impl HotRestart {
             Progress::Live => Event::Live,
             Progress::Deadline => {
                 if self.successor.is_some() {
-                    let limit = approximate(self.limits.live.as_secs_f64());
+                    let limit = rounded(self.limits.live);
                     let problem = format!("the new Envoy did not serve within {limit}");
                     self.conclude(Outcome::Failed, Some(problem));
                 }
@@ -319,7 +319,7 @@ impl HotRestart {
         self.drop_calls();
         let (successor, parent) = (self.successor.take()?, current.instance.take()?);
         self.successor_serves();
-        let stay = approximate(self.stay().as_secs_f64());
+        let stay = rounded(self.stay());
         let (epoch, parent_epoch) = (successor.epoch, parent.epoch);
         self.parent = Some(parent);
         current.set(successor);
@@ -404,7 +404,7 @@ impl HotRestart {
             let problem = match checked {
                 Ok(Ok(checked)) => return checked,
                 Ok(Err(error)) => with_causes(error.as_ref()),
-                Err(_) => format!("not validated within {}", approximate(limit.as_secs_f64())),
+                Err(_) => format!("not validated within {}", rounded(limit)),
             };
             Progress::Refused(problem)
         });

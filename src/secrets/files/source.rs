@@ -80,7 +80,7 @@ fn unusable(path: &Path, bytes: usize, found: String) -> Problem {
         0 => codes::SECRET_FILE_MISSING,
         _ => codes::SECRET_FILE_UNUSABLE,
     };
-    Problem::new(code, path.display().to_string(), found)
+    Problem::new(code, path.display(), found)
 }
 
 /// The whole of a regular file. A pipe or device neither blocks nor fills memory.
@@ -90,6 +90,6 @@ fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, Problem> {
             io::ErrorKind::NotFound => codes::SECRET_FILE_MISSING,
             _ => codes::SECRET_FILE_UNREADABLE,
         };
-        Problem::new(code, path.display().to_string(), error.to_string())
+        Problem::new(code, path.display(), error)
     })
 }

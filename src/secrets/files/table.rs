@@ -57,7 +57,7 @@ impl Table {
             None => {
                 let found = format!("{MAX_SOURCES} secrets are read from files already");
                 let code = codes::SECRET_FILES_TOO_MANY;
-                SecretState::Unusable(Arc::new(Problem::new(code, source.to_string(), found)))
+                SecretState::Unusable(Arc::new(Problem::new(code, source, found)))
             }
         }
     }

@@ -133,9 +133,9 @@ impl Watcher {
         affected.for_each(|entry| entry.changed.notify_one());
     }
 
-    fn report_unwatched(&self, what: impl Into<String>, error: &io::Error) {
+    fn report_unwatched(&self, what: impl ToString, error: &io::Error) {
         self.watcher_failures.inc();
-        let problem = Problem::new(codes::SECRET_FILES_NOT_WATCHED, what, error.to_string());
+        let problem = Problem::new(codes::SECRET_FILES_NOT_WATCHED, what, error);
         tracing::error!(target: "cache", "certificate watch error: {problem}");
     }
 

@@ -19,7 +19,7 @@ use super::name::Name;
 use super::{Roots, Secret, Secrets, Subscription};
 use crate::backoff::Backoff;
 use crate::directory::Directory;
-use crate::duration::approximate;
+use crate::duration::rounded;
 use crate::permission::explained;
 use crate::problem::{Problem, codes};
 
@@ -60,7 +60,7 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
             continue;
         };
         let wait = retry.next_wait().max(Duration::from_millis(100));
-        let (problem, next) = (problem(&config, error), approximate(wait.as_secs_f64()));
+        let (problem, next) = (problem(&config, error), rounded(wait));
         tracing::error!(
             target: "cache",
             "error when output the resource: {problem}; next attempt in {next}"

@@ -93,7 +93,7 @@ impl Access {
                 Problem::new(codes::CALLER_REFUSED, format!("user {user}"), found)
                     .remedy(format!("{variable} allows others"))
             }
-            Err(error) => Problem::new(codes::CALLER_UNKNOWN, "the kernel", error.to_string())
+            Err(error) => Problem::new(codes::CALLER_UNKNOWN, "the kernel", error)
                 .remedy(format!("{variable}=any allows every user")),
         };
         Err(format!("{problem}\n"))
