@@ -1,20 +1,34 @@
 //! The findings of `doctor` and `preflight`: one line each, as text or as JSON.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::logging::printable;
-use crate::problem::codes::FOLLOWS;
-use crate::problem::{Problem, sentence};
+use crate::problem::codes::{self, FOLLOWS};
+use crate::problem::{Code, Problem, sentence};
 
 /// In characters.
 const MAX_TEXT: usize = 1000;
 
 /// Before the second and later lines of a finding.
 const INDENT: &str = "           ";
+/// Problems that are warnings unless a check knows more.
+const WARNINGS: [&Code; 10] = [
+    codes::CERTIFICATE_EXPIRES_SOON,
+    codes::DNS_RESOLVER_INVALID,
+    codes::ENVOY_NOT_INSPECTED,
+    codes::HANDSHAKES_FAILED,
+    codes::INBOUND_NOT_MATCHED,
+    codes::LOG_SILENT,
+    codes::RBAC_DENIED,
+    codes::REVOCATION_LIST_EMPTY,
+    codes::SECRET_UPDATE_REFUSED,
+    codes::UPSTREAM_UNREACHABLE,
+];
 /// The state of a pod that serves.
 pub const READY: &str = "ready";
 const NEXT_STEPS: &str = "if requests fail, read the response flags in Envoy's access log (UH: no healthy endpoint, \
@@ -42,7 +56,7 @@ pub struct Group {
 }
 
 /// One line.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Check {
     pub name: String,
     pub level: Level,
@@ -112,11 +126,19 @@ impl Check {
             level,
             // An error may quote what another process has sent.
             found: found.to_string().chars().take(MAX_TEXT).collect(),
-            code: String::new(),
-            expected: String::new(),
-            consequence: String::new(),
-            remedy: String::new(),
+            ..Self::default()
         }
+    }
+
+    /// A problem with the level of its code.
+    pub fn of(problem: &Problem) -> Self {
+        let level = match problem.code {
+            // Most meshes have such services, such as one that is scaled to zero.
+            code if code == codes::NO_HEALTHY_ENDPOINT => Level::Ok,
+            code if WARNINGS.contains(&code) => Level::Warning,
+            _ => Level::Error,
+        };
+        Self::problem(level, problem)
     }
 
     pub fn problem(level: Level, problem: &Problem) -> Self {
@@ -140,62 +162,56 @@ impl Check {
     /// Tells whether the other finding is only a consequence of this one.
     fn causes(&self, other: &Self) -> bool {
         let has = |names: &[&str], it: &Self| names.iter().any(|name| it.code.starts_with(name));
-        let mut rows = FOLLOWS.iter();
-        rows.any(|(causes, follow)| has(causes, self) && has(follow, other))
+        FOLLOWS
+            .iter()
+            .any(|(causes, follow)| has(causes, self) && has(follow, other))
     }
 }
 
 impl Report {
     pub(crate) fn new(node: String, groups: Vec<Group>) -> Self {
-        let groups: Vec<_> = groups
-            .into_iter()
-            .filter(|g| !g.checks.is_empty())
-            .collect();
-        let checks = groups.iter().flat_map(|group| &group.checks);
-        Self {
+        let groups = groups.into_iter().filter(|it| !it.checks.is_empty());
+        let mut report = Self {
             node,
-            level: checks.map(|it| it.level).max().unwrap_or_default(),
-            groups,
+            groups: groups.collect(),
             ..Self::default()
-        }
+        };
+        let levels = report.checks().map(|it| it.level);
+        report.level = levels.max().unwrap_or_default();
+        report
     }
 
     /// Adds verdict and remedy. `state` describes the pod. `unexplained` becomes an error if no check is an error.
     #[must_use]
     pub fn judged(mut self, state: &str, unexplained: Option<&Problem>) -> Self {
-        if self.level < Level::Error
-            && let Some(problem) = unexplained
-        {
-            let check = Check::problem(Level::Error, problem);
+        if let Some(problem) = unexplained.filter(|_| self.level < Level::Error) {
+            let check = Check::of(problem);
             self.groups.push(Group::new("readiness", vec![check]));
             self.level = Level::Error;
         }
         let findings = self.findings();
-        let Some(first) = findings.first() else {
-            self.verdict = format!("{state}: no problem found");
-            NEXT_STEPS.clone_into(&mut self.remedy);
-            // What other pods have to cure may be why requests fail.
-            let is_note = |check: &&Check| check.level == Level::Ok && !check.code.is_empty();
-            let note = self.checks().find(is_note).cloned();
-            if let Some(note) = note {
-                let text = note.line(["", ""]);
-                self.verdict = format!("{state}: no problem found in this pod; {text}");
-                self.remedy = format!("{}; otherwise {NEXT_STEPS}", note.remedy);
-            }
-            return self;
+        // What other pods have to cure may be why requests fail.
+        let is_note = |check: &&Check| check.level == Level::Ok && !check.code.is_empty();
+        (self.verdict, self.remedy) = if let Some(first) = findings.first() {
+            let (name, text) = (first.level.name(), first.line(["", ""]));
+            let worst = findings.iter().filter(|it| it.level == first.level);
+            let count = match (state, worst.count()) {
+                (READY, 1) => format!(", with 1 {name}"),
+                (READY, worst) => format!(", with {worst} {name}s"),
+                _ => String::new(),
+            };
+            let remedy = match first.remedy.as_str() {
+                "" => format!("see {} in docs/problems.md", first.code),
+                remedy => remedy.to_owned(),
+            };
+            (format!("{state}{count}: {text}"), remedy)
+        } else if let Some(note) = self.checks().find(is_note) {
+            let (remedy, text) = (&note.remedy, note.line(["", ""]));
+            let verdict = format!("{state}: no problem found in this pod; {text}");
+            (verdict, format!("{remedy}; otherwise {NEXT_STEPS}"))
+        } else {
+            (format!("{state}: no problem found"), NEXT_STEPS.to_owned())
         };
-        let worst = findings.iter().filter(|it| it.level == first.level).count();
-        let count = match (state, worst) {
-            (READY, 1) => format!(", with 1 {}", first.level.name()),
-            (READY, _) => format!(", with {worst} {}s", first.level.name()),
-            _ => String::new(),
-        };
-        let verdict = format!("{state}{count}: {}", first.line(["", ""]));
-        let remedy = match first.remedy.as_str() {
-            "" => format!("see {} in docs/problems.md", first.code),
-            remedy => remedy.to_owned(),
-        };
-        (self.verdict, self.remedy) = (verdict, remedy);
         self
     }
 
@@ -207,17 +223,13 @@ impl Report {
     pub fn findings(&self) -> Vec<&Check> {
         let mut all: Vec<_> = self.checks().filter(|it| it.level > Level::Ok).collect();
         all.sort_by_key(|check| Reverse(check.level));
-        let mut found: Vec<&Check> = Vec::new();
-        for check in &all {
+        let mut known = BTreeSet::new();
+        let checks = all.iter().copied().filter(|check| {
             let mut causes = all.iter().take_while(|it| it.level >= check.level);
-            let is_known = |it: &&Check| (&it.code, &it.name) == (&check.code, &check.name);
-            if !causes.any(|it| it.causes(check))
-                && (check.code.is_empty() || !found.iter().any(is_known))
-            {
-                found.push(check);
-            }
-        }
-        found
+            let is_known = !check.code.is_empty() && !known.insert((&check.code, &check.name));
+            !is_known && !causes.any(|it| it.causes(check))
+        });
+        checks.collect()
     }
 
     /// Verdict, remedy and findings, or `all` checks, in lines of at most `width` characters.
@@ -225,12 +237,13 @@ impl Report {
         let findings = self.findings();
         let remedy = format!("what to do: {}", self.remedy);
         let mut lines = vec![self.verdict.clone(), remedy, self.node.clone()];
-        match all {
-            true => lines.extend(self.groups.iter().flat_map(|group| {
-                let checks = group.checks.iter().map(|check| format!("  {check}"));
-                std::iter::once(group.name.clone()).chain(checks)
-            })),
-            false => lines.extend(findings.iter().map(ToString::to_string)),
+        if all {
+            for group in &self.groups {
+                lines.push(group.name.clone());
+                lines.extend(group.checks.iter().map(|check| format!("  {check}")));
+            }
+        } else {
+            lines.extend(findings.iter().map(ToString::to_string));
         }
         let [errors, warnings] = [Level::Error, Level::Warning]
             .map(|level| findings.iter().filter(|it| it.level == level).count());

@@ -107,7 +107,7 @@ pub async fn report(
         Err(problem) => problem,
     };
     if problem.code != codes::AGENT_NOT_RUNNING {
-        before.push(Check::problem(Level::Error, &problem));
+        before.push(Check::of(&problem));
     }
     let report = if problem.code == codes::AGENT_SILENT {
         doctor::report_of_settings(&config, before)

@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::report::{Check, Level};
+use super::report::Check;
 use super::{PROBE_LIMIT, Subject};
 use crate::capture::layout::Layout;
 use crate::capture::packet::{Decision, Direction, Packet, simulate};
@@ -91,7 +91,7 @@ async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
 }
 
 fn error(code: &'static Code, found: String) -> Check {
-    Check::problem(Level::Error, &Problem::new(code, NAME, found))
+    Check::of(&Problem::new(code, NAME, found))
 }
 
 /// Opens a connection, where rules cannot be read, as istio-validation does: what Envoy's user sends over

@@ -30,7 +30,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     if let Some(Secret::Certificate(certificate)) = &certificate {
         pem = certificate.chain_pem().clone();
         let odd = authority.and_then(|_| certificate.clock_problem(now));
-        let odd = odd.map(|problem| Check::problem(Level::Error, &problem));
+        let odd = odd.as_ref().map(Check::of);
         checks.push(odd.unwrap_or_else(|| chain(WORKLOAD, &pem, roots.as_deref(), now)));
     }
     match authority {
@@ -65,23 +65,13 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             [lists, output.and_then(denied)]
         };
         let problems = run_blocking(files).await.into_iter().flatten().flatten();
-        checks.extend(problems.map(|problem| by_code(&problem)));
+        checks.extend(problems.map(|problem| Check::of(&problem)));
     }
     if let Some(running) = running {
-        checks.extend(running.refusals.lock().values().map(by_code));
+        checks.extend(running.refusals.lock().values().map(Check::of));
         checks.extend(of_files(&running.files, now));
     }
     checks
-}
-
-fn by_code(problem: &Problem) -> Check {
-    let harmless = [codes::REVOCATION_LIST_EMPTY, codes::SECRET_UPDATE_REFUSED];
-    let level = if harmless.contains(&problem.code) {
-        Level::Warning
-    } else {
-        Level::Error
-    };
-    Check::problem(level, problem)
 }
 
 /// The workload's certificate and its roots, as served, or as their files hold them where no agent
@@ -126,7 +116,7 @@ fn signed(secrets: &Secrets, is_served: bool) -> Check {
         (Some(problem), _) if is_served || problem.code == codes::CERTIFICATE_NOT_ISSUED => {
             Check::problem(Level::Warning, &problem)
         }
-        (Some(problem), _) => Check::problem(Level::Error, &problem),
+        (Some(problem), _) => Check::of(&problem),
         (None, Some(dates)) => Check::ok("renewal", format!("next at {}", rfc3339(dates.due))),
         (None, None) => Check::ok("renewal", "none has failed"),
     }
@@ -140,7 +130,7 @@ fn of_files(files: &Files, now: SystemTime) -> Vec<Check> {
             let name = format!("secret {name}");
             Some(chain(&name, pair.chain_pem(), None, now))
         }
-        SecretState::Unusable(problem) => Some(by_code(&problem)),
+        SecretState::Unusable(problem) => Some(Check::of(&problem)),
         _ => None,
     });
     checks.collect()

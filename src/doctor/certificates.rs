@@ -58,11 +58,7 @@ impl Facts {
             let end = rfc3339(self.not_after);
             return Check::ok(what, format!("{self}, valid until {end}"));
         };
-        let level = match problem.code == codes::CERTIFICATE_EXPIRES_SOON {
-            true => Level::Warning,
-            false => Level::Error,
-        };
-        Check::problem(level, &problem)
+        Check::of(&problem)
     }
 }
 
@@ -88,13 +84,9 @@ pub(super) fn latest(facts: &[Facts], now: SystemTime) -> Option<&Facts> {
 pub(super) fn chain(what: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemTime) -> Check {
     let facts = Facts::of_pem(chain);
     let mut lives = facts.iter().map(|each| each.life(what, now));
-    let leaf = lives.next();
-    let leaf = leaf.unwrap_or_else(|| {
+    let leaf = lives.next().unwrap_or_else(|| {
         let found = "there is no certificate in it";
-        Check::problem(
-            Level::Error,
-            &Problem::new(codes::SECRET_FILE_UNUSABLE, what, found),
-        )
+        Check::of(&Problem::new(codes::SECRET_FILE_UNUSABLE, what, found))
     });
     if leaf.level == Level::Error {
         return leaf;
@@ -112,8 +104,7 @@ pub(super) fn chain(what: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let signer = signers.find(|root| facts.iter().any(|link| link.issuer == root.subject));
     if let Some(signer) = signer.filter(|root| root.not_after < now) {
         let found = signer.life("", now).found;
-        let problem = Problem::new(codes::ROOTS_EXPIRED, ROOTS, found);
-        return Check::problem(Level::Error, &problem);
+        return Check::of(&Problem::new(codes::ROOTS_EXPIRED, ROOTS, found));
     }
     if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
         let found = format!("{}; Envoy may accept its chain: {limit}", leaf.found);
@@ -296,7 +287,7 @@ mod tests {
                 let now = SystemTime::now();
                 chain("it", pair.chain_pem(), Some(roots.pem()), now)
             }
-            [Err(problem), _] => Check::problem(Level::Error, &problem),
+            [Err(problem), _] => Check::of(&problem),
             other => panic!("{other:?}"),
         }
     }

@@ -17,8 +17,7 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
     if checks.is_empty() {
         checks.push(Check::ok("settings", "all can be used"));
     }
-    let silent = logging::levels().silent();
-    checks.extend(silent.map(|problem| Check::problem(Level::Warning, &problem)));
+    checks.extend(logging::levels().silent().as_ref().map(Check::of));
     if !config.ignored.is_empty() {
         let without_effect = config.ignored.join(", ");
         checks.push(Check::ok("settings without effect", without_effect));

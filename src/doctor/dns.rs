@@ -43,7 +43,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 async fn server(address: SocketAddr) -> Check {
     match dns::answers(address, PROBE_LIMIT).await {
         Ok(()) => Check::ok(format!("server {address}"), "answers"),
-        Err(problem) => Check::problem(Level::Error, &problem),
+        Err(problem) => Check::of(&problem),
     }
 }
 
@@ -54,11 +54,11 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
     let read = run_blocking(move || ResolvConf::read(&path)).await;
     let mut found = match read {
         Ok(Ok(found)) => found,
-        Ok(Err(problem)) => return vec![Check::problem(Level::Error, &problem)],
+        Ok(Err(problem)) => return vec![Check::of(&problem)],
         Err(late) => return vec![super::late(name, late)],
     };
     let problems = found.without_own(&config.own_addresses, &config.resolv_conf);
-    let mut checks: Vec<_> = problems.iter().map(of_file).collect();
+    let mut checks: Vec<_> = problems.iter().map(Check::of).collect();
     if checks.is_empty() {
         let count = found.nameservers.len();
         let search = found.search.join(" ");
@@ -80,14 +80,6 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
     checks
 }
 
-fn of_file(problem: &Problem) -> Check {
-    let level = match problem.code == codes::DNS_RESOLVER_MISSING {
-        true => Level::Error,
-        false => Level::Warning,
-    };
-    Check::problem(level, problem)
-}
-
 fn is_answer(answer: &Result<&'static str, Problem>) -> bool {
     let refuses = |problem: &Problem| problem.code == codes::DNS_RESOLVER_REFUSES;
     answer.as_ref().err().is_none_or(refuses)
@@ -102,7 +94,7 @@ fn resolver(
     match answer {
         Ok(rcode) => Check::ok(format!("resolver {server}"), format!("answers {rcode}")),
         Err(problem) if others_answer => Check::problem(Level::Warning, &problem),
-        Err(problem) => Check::problem(Level::Error, &problem),
+        Err(problem) => Check::of(&problem),
     }
 }
 
@@ -113,7 +105,7 @@ fn name_table(running: Option<&Running>) -> Check {
     };
     match dns.hosts() {
         Ok(hosts) => Check::ok(name, format!("{hosts} hosts")),
-        Err(problem) => Check::problem(Level::Error, &problem),
+        Err(problem) => Check::of(&problem),
     }
 }
 
@@ -146,7 +138,7 @@ mod tests {
             let problems = ResolvConf::parse(&text).without_own(&[own], Path::new("file"));
             let codes: Vec<_> = problems.iter().map(|problem| problem.code).collect();
             assert_eq!(codes, expected, "{text}");
-            let levels = problems.iter().map(|problem| of_file(problem).level);
+            let levels = problems.iter().map(|problem| Check::of(problem).level);
             assert_eq!(levels.max(), worst, "{text}");
         }
     }

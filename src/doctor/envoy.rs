@@ -35,19 +35,17 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         inspect::endpoints(admin),
         inspect::refusals(admin),
     );
-    let discovery = subject.running.map(|running| running.discovery.snapshot());
-    let refused = discovery.map(|discovery| discovery.refusals());
-    checks.extend(shown(Level::Error, refused.unwrap_or_default()));
+    let refused = subject.running.map(|it| it.discovery.snapshot().refusals());
+    checks.extend(refused.iter().flatten().map(Check::of));
     match server {
         Ok(server) => {
             let text = |name| server[name].as_str().unwrap_or("unknown");
             // Commit, version, status, kind and TLS library.
             let version = text("version").split('/').nth(1).unwrap_or("unknown");
             let found = format!("{}: {}, version {version}", admin.address, text("state"));
-            checks.extend(shown(Level::Error, waits));
-            checks.extend(shown(Level::Warning, endpoints));
+            checks.extend(waits.iter().chain(&endpoints).map(Check::of));
             match refusals {
-                Some(refusals) => checks.extend(shown(Level::Warning, refusals)),
+                Some(refusals) => checks.extend(refusals.iter().map(Check::of)),
                 None => checks.push(Check::skipped("handshakes and RBAC", inspect::NOT_COUNTED)),
             }
             checks.push(Check::ok(ADMIN, found));
@@ -56,28 +54,15 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         Err(why) if report.is_none_or(|report| report.problem().is_some()) => {
             checks.push(Check::skipped(ADMIN, why));
         }
-        Err(why) => {
-            let problem = Problem::new(codes::ENVOY_HANGS, ADMIN, why);
-            checks.push(Check::problem(Level::Error, &problem));
-        }
+        Err(why) => checks.push(Check::of(&Problem::new(codes::ENVOY_HANGS, ADMIN, why))),
     }
     checks
-}
-
-fn shown(level: Level, problems: Vec<Problem>) -> impl Iterator<Item = Check> {
-    problems.into_iter().map(move |problem| match problem.code {
-        code if code == codes::ENVOY_NOT_INSPECTED => Check::problem(Level::Warning, &problem),
-        code if code == codes::APPLICATION_PORT_CLOSED => Check::problem(Level::Error, &problem),
-        // Most meshes have such services, such as one that is scaled to zero.
-        code if code == codes::NO_HEALTHY_ENDPOINT => Check::problem(Level::Ok, &problem),
-        _ => Check::problem(level, &problem),
-    })
 }
 
 /// Envoy as its supervisor sees it.
 fn process(report: &Report) -> Vec<Check> {
     if let Some(problem) = report.problem() {
-        return vec![Check::problem(Level::Error, &problem)];
+        return vec![Check::of(&problem)];
     }
     let (pid, epoch) = (report.pid.unwrap_or_default(), report.epoch);
     let memory = report.rss_bytes.unwrap_or_default() >> 20;
@@ -92,7 +77,7 @@ fn process(report: &Report) -> Vec<Check> {
 async fn outside(config: &crate::config::Config, envoy: &Config) -> Vec<Check> {
     let (config, envoy) = (config.clone(), envoy.clone());
     match run_blocking(move || obstacles(&config, &envoy)).await {
-        Ok(found) => shown(Level::Error, found).collect(),
+        Ok(found) => found.iter().map(Check::of).collect(),
         Err(late) => vec![super::late("start of Envoy", late)],
     }
 }
@@ -105,8 +90,9 @@ fn obstacles(config: &crate::config::Config, envoy: &Config) -> Vec<Problem> {
         return found;
     }
     let program = &envoy.command.binary;
-    let failed = program::runnable(program).err();
-    found.extend(failed.map(|error| program::problem(program, &error)));
+    if let Err(error) = program::runnable(program) {
+        found.push(program::problem(program, &error));
+    }
     let status = config.status.as_ref().map_or(0, |status| status.port);
     for (code, port) in [
         (codes::STATUS_PORT_TAKEN, status),
@@ -116,12 +102,11 @@ fn obstacles(config: &crate::config::Config, envoy: &Config) -> Vec<Problem> {
         let holder = port::holder(port);
         found.extend(holder.map(|holder| Problem::new(code, format!("port {port}"), holder)));
     }
-    for directory in [
-        &*envoy.directory,
-        config.sds_socket.parent().unwrap_or(&envoy.directory),
-    ] {
-        let failed = permission::writable(directory).err();
-        found.extend(failed.map(|error| permission::problem("write to it", directory, error)));
+    let sockets = config.sds_socket.parent().unwrap_or(&envoy.directory);
+    for directory in [&*envoy.directory, sockets] {
+        if let Err(error) = permission::writable(directory) {
+            found.push(permission::problem("write to it", directory, error));
+        }
     }
     found
 }

@@ -83,7 +83,7 @@ async fn examine(
     let left = until.saturating_duration_since(Instant::now());
     let probe = match probe::open(config, left).await {
         Ok(probe) => probe,
-        Err(problem) => return (vec![Check::problem(Level::Error, &problem)], false),
+        Err(problem) => return (vec![Check::of(&problem)], false),
     };
     let mut checks = vec![connected(config, &probe)];
     let Some(found) = asks else {
@@ -149,7 +149,7 @@ async fn ask(
         }
         Err(status) => {
             let problem = refusal::explain(config, &found.token, codes::ISTIOD_ERROR, &status);
-            Check::problem(Level::Error, &problem)
+            Check::of(&problem)
         }
     }
 }

@@ -175,7 +175,7 @@ async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
 }
 
 fn late(name: impl ToString, why: impl ToString) -> Check {
-    Check::problem(Level::Error, &Problem::new(codes::CHECKS_LATE, name, why))
+    Check::of(&Problem::new(codes::CHECKS_LATE, name, why))
 }
 
 fn unfinished(limit: Duration) -> String {

@@ -31,7 +31,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
         Ok(found) => Check::ok(NAME, found),
         // Another check says that no agent runs.
         Err(found) if subject.running.is_none() => Check::skipped(NAME, found),
-        Err(found) => Check::problem(Level::Error, &unready(found).remedy("")),
+        Err(found) => Check::of(&unready(found).remedy("")),
     };
     let is_ready = check.level == Level::Ok;
     let mut checks = vec![check];
@@ -42,7 +42,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
         const NAME: &str = "readiness through Envoy";
         checks.push(match ready(config.bootstrap.admin_host(), port).await {
             Ok(found) => Check::ok(NAME, found),
-            Err(found) => Check::problem(Level::Error, &unready(found)),
+            Err(found) => Check::of(&unready(found)),
         });
     }
     checks

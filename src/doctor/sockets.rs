@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::report::{Check, Level};
+use super::report::Check;
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
 use crate::problem::{Problem, codes};
@@ -116,7 +116,7 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
         }
     };
     let problem = Problem::new(code, name, format!("{path}: {found}"));
-    Check::problem(Level::Error, &problem)
+    Check::of(&problem)
 }
 
 #[cfg(test)]

@@ -85,7 +85,7 @@ async fn read_token(config: &Config) -> Found {
         Err(problem) => (None, Some(problem)),
     };
     let mut check = match (&problem, &claims) {
-        (Some(problem), _) => Check::problem(Level::Error, problem),
+        (Some(problem), _) => Check::of(problem),
         (None, Some(claims)) => life(&path, claims),
         (None, None) => {
             let problem = token::problem(ISTIOD_TOKEN_INVALID, &path, "is not a JSON web token");
@@ -122,6 +122,6 @@ async fn check_roots(roots: Roots) -> Check {
                 format!("{roots}, usable certificates: {usable}"),
             )
         }
-        Err(problem) => Check::problem(Level::Error, &problem),
+        Err(problem) => Check::of(&problem),
     }
 }

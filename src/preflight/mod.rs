@@ -263,7 +263,7 @@ impl<'a> Findings<'a> {
 
 fn refused(text: String) -> Check {
     let problem = Problem::new(codes::ARGUMENT_INVALID, "command line", text);
-    Check::problem(Level::Error, &problem)
+    Check::of(&problem)
 }
 
 impl Report {

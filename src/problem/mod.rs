@@ -13,7 +13,7 @@ pub use repetition::Repetition;
 use serde::{Serialize, Serializer};
 
 /// A kind of problem. Texts begin in lower case and have no full stop, because they are joined by semicolons.
-#[derive(Debug, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Code {
     /// Unique and stable, because scripts and alerts search for it.
     pub name: &'static str,
@@ -23,12 +23,6 @@ pub struct Code {
     /// Empty if the cause or `found` says enough.
     pub consequence: &'static str,
     pub remedy: &'static str,
-}
-
-impl PartialEq for Code {
-    fn eq(&self, other: &Self) -> bool {
-        self.name == other.name
-    }
 }
 
 /// A problem that was found.
@@ -95,15 +89,10 @@ impl std::error::Error for Problem {}
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let follows = [self.consequence.as_ref(), &self.remedy];
-        let code = self.code.name;
-        f.write_str(&sentence(
-            &self.subject,
-            &self.found,
-            &self.expected,
-            follows,
-            code,
-        ))
+        let follows = [&*self.consequence, &*self.remedy];
+        let Self { subject, found, .. } = self;
+        let text = sentence(subject, found, &self.expected, follows, self.code.name);
+        f.write_str(&text)
     }
 }
 
