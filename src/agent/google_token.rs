@@ -46,18 +46,16 @@ async fn refresh(
     platform: &platform::Config,
     clock: &Clock,
 ) -> Result<Duration, Problem> {
-    let failed = |subject, found| Problem::new(codes::GOOGLE_TOKEN_MISSING, subject, found);
+    let code = codes::GOOGLE_TOKEN_MISSING;
     let token = platform::google_identity(platform, &config.audience).await;
     let token = token.ok_or_else(|| {
         let subject = "Failed to get vm identity token from metadata server";
-        failed(
-            subject,
-            format!("no token for audience {:?}", config.audience),
-        )
+        let found = format!("no token for audience {:?}", config.audience);
+        Problem::new(code, subject, found)
     })?;
     replace_file(&config.path, token.as_bytes(), 0o640).map_err(|error| {
         let subject = "Encountered error when writing vm identity token";
-        failed(subject, error.to_string())
+        Problem::new(code, subject, error)
     })?;
     let claims = token::claims(token.as_bytes());
     let expiry = claims.and_then(|claims| claims.expiry());

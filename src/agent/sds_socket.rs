@@ -41,9 +41,8 @@ impl Detected {
         let bound = unix_socket::bind(Path::new(FILES_SOCKET));
         Ok(bound
             .inspect_err(|error| {
-                let (code, found) = (codes::SDS_SOCKET_UNUSABLE, error.found.clone());
-                let problem = Problem::new(code, "socket for secrets from files", found);
-                tracing::warn!("{problem}");
+                let (code, subject) = (codes::SDS_SOCKET_UNUSABLE, "socket for secrets from files");
+                tracing::warn!("{}", Problem::new(code, subject, &error.found));
                 self.metadata.retain(|name| *name != FILES);
             })
             .ok())
@@ -92,8 +91,7 @@ async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem>
         }
         AbsentSocket::Wait => {
             let code = codes::SDS_SOCKET_ABSENT;
-            let problem = Problem::new(code, socket.display(), code.cause);
-            tracing::warn!("{problem}");
+            tracing::warn!("{}", Problem::new(code, socket.display(), code.cause));
         }
     }
     Ok(true)
@@ -113,8 +111,7 @@ async fn is_healthy(socket: &Path) -> Result<bool, Problem> {
     );
     match std::fs::remove_file(socket) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            let subject = "failed to check SDS socket";
-            let path = socket.display();
+            let (subject, path) = ("failed to check SDS socket", socket.display());
             let found = format!("existing SDS socket could not be removed: {path}: {error}");
             Err(Problem::new(codes::SDS_SOCKET_STALE, subject, found))
         }

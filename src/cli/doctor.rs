@@ -53,8 +53,7 @@ pub fn restart_with_unit(environment: &Environment) {
     // A failed `exec` has changed the directory, so the script must exist. It does not in a pod.
     if Path::new(UNIT).exists() && environment.text(OF_UNIT).is_none() {
         let words = std::env::args_os().skip_while(|word| word != "doctor");
-        let mut command = Command::new(UNIT);
-        let _ = command
+        let _ = Command::new(UNIT)
             .args(words)
             .env(OF_UNIT, "1")
             .current_dir("/")
@@ -70,14 +69,18 @@ pub async fn run(
 ) -> (String, ExitCode) {
     let is_terminal = io::stdout().is_terminal();
     let width = if is_terminal { WIDTH } else { usize::MAX };
-    let report = report(&flags.proxy, log, environment).await;
-    let refused = ExitCode::DoctorRefused;
-    let code = report.as_ref().map_or(refused, |it| exit_code(it.level));
-    let text = match report {
-        Ok(report) if flags.json => format!("{:#}", json!(report)),
-        Ok(report) => report.text(flags.verbose, width),
-        Err(refusal) if flags.json => format!("{:#}", json!(refusal)),
-        Err(refusal) => refusal.to_string(),
+    let (json, text, code) = match report(&flags.proxy, log, environment).await {
+        Ok(it) => (
+            json!(it),
+            it.text(flags.verbose, width),
+            exit_code(it.level),
+        ),
+        Err(refusal) => (json!(refusal), refusal.to_string(), ExitCode::DoctorRefused),
+    };
+    let text = if flags.json {
+        format!("{json:#}")
+    } else {
+        text
     };
     (text, code)
 }

@@ -4,10 +4,11 @@
 //! checked that do not depend on them.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use rustix::process::{getegid, geteuid};
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -34,11 +35,8 @@ const CONNECT_LIMIT: Duration = Duration::from_millis(300);
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let node = &subject.config.bootstrap.node;
-    let mode = node
-        .metadata
-        .get("INTERCEPTION_MODE")
-        .and_then(Value::as_str);
-    let why = match mode {
+    let mode = node.metadata.get("INTERCEPTION_MODE");
+    let why = match mode.and_then(Value::as_str) {
         // Gateways are given a mode as well.
         _ if !node.id.starts_with("sidecar~") => "only sidecars capture traffic",
         Some("REDIRECT" | "TPROXY") => "",
@@ -98,16 +96,14 @@ fn error(code: &'static Code, found: String) -> Check {
 /// lo to an address of the pod is redirected to Envoy.
 async fn called(subject: Subject<'_>, family: Family, why: &str) -> Check {
     let skipped = || Check::skipped(NAME, format!("cannot be read: {why}"));
-    let mut addresses = subject.config.bootstrap.node.addresses.iter();
-    let is_first = addresses.next().is_some_and(IpAddr::is_ipv6) == (family == Family::V6);
+    let mut own = subject.config.bootstrap.node.addresses.iter();
+    let is_first = own.next().is_some_and(IpAddr::is_ipv6) == (family == Family::V6);
     // Rules treat root's connections differently. The second family of a pod may have no route to the address.
-    if rustix::process::geteuid().is_root() || !is_first {
+    if geteuid().is_root() || !is_first {
         return skipped();
     }
-    let (call, envoy) = (
-        address(family, true, CALLED),
-        address(family, false, INBOUND),
-    );
+    let [own, called, _] = addresses(family);
+    let (call, envoy) = ((called, CALLED).into(), (own, INBOUND).into());
     match tokio::join!(connects(call), connects(envoy)) {
         (Ok(()), _) => Check::ok(NAME, format!("a call to {call} is redirected to Envoy")),
         (Err(failed), Ok(())) if failed.kind() == io::ErrorKind::ConnectionRefused => {
@@ -119,15 +115,13 @@ async fn called(subject: Subject<'_>, family: Family, why: &str) -> Check {
     }
 }
 
-/// Loopback, or the address at which Envoy calls applications.
-fn address(family: Family, is_passthrough: bool, port: u16) -> SocketAddr {
-    let ip = match (family, is_passthrough) {
-        (Family::V4, false) => Ipv4Addr::LOCALHOST.into(),
-        (Family::V4, true) => Ipv4Addr::new(127, 0, 0, 6).into(),
-        (Family::V6, false) => Ipv6Addr::LOCALHOST.into(),
-        (Family::V6, true) => IpAddr::from(Ipv6Addr::from(6)),
-    };
-    SocketAddr::new(ip, port)
+/// Loopback, the address at which Envoy calls applications, and one outside of the pod.
+fn addresses(family: Family) -> [IpAddr; 3] {
+    const OUTSIDE: [u16; 8] = [0x2001, 0xdb8, 7, 0, 0, 0, 0, 7];
+    match family {
+        Family::V4 => [[127, 0, 0, 1], [127, 0, 0, 6], [198, 51, 100, 7]].map(IpAddr::from),
+        Family::V6 => [1.into(), 6.into(), Ipv6Addr::from(OUTSIDE)].map(IpAddr::V6),
+    }
 }
 
 async fn connects(address: SocketAddr) -> io::Result<()> {
@@ -137,32 +131,29 @@ async fn connects(address: SocketAddr) -> io::Result<()> {
 
 /// Simulates connections of Envoy to its own pod and to other machines. Returns those that do not arrive.
 fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check> {
-    let ends = |destination, interface: &str| {
+    let [own, called, outside] = addresses(family);
+    let ends = |destination: (IpAddr, u16), interface: &str| {
         let packet = Packet {
             direction: Direction::Out {
                 user: user.into(),
                 group: group.into(),
             },
             protocol: Protocol::Tcp,
-            source: SocketAddr::new(address(family, false, 0).ip(), 0),
-            destination,
+            source: (own, 0).into(),
+            destination: destination.into(),
             interface: interface.to_owned(),
         };
         let decision = simulate(layout, &packet).decision;
         (decision, format!("{packet} {decision}"))
     };
     let mut checks = Vec::new();
-    let (decision, found) = ends(address(family, true, CALLED), "lo");
+    let (decision, found) = ends((called, CALLED), "lo");
     // In TPROXY, Envoy runs as root: only its group's rules match, which mark the call for TPROXY.
     if !matches!(decision, Decision::Redirected(_) | Decision::Tproxied(_)) {
         let found = format!("{found}, expected Envoy's inbound port");
         checks.push(error(codes::CAPTURE_RULES_CHANGED, found));
     }
-    let outside = match family {
-        Family::V4 => IpAddr::from([198, 51, 100, 7]),
-        Family::V6 => IpAddr::from([0x2001, 0xdb8, 7, 0, 0, 0, 0, 7]),
-    };
-    let (decision, found) = ends(SocketAddr::new(outside, 443), "eth0");
+    let (decision, found) = ends((outside, 443), "eth0");
     if decision != Decision::Untouched {
         checks.push(error(codes::CAPTURE_PROXY_UID, found));
     }
@@ -174,10 +165,7 @@ fn envoys_account(subject: Subject<'_>) -> (u32, u32) {
     let envoy = subject.config.envoy.as_ref();
     match (envoy.and_then(|envoy| envoy.command.user), subject.running) {
         (Some(user), _) => (user, user),
-        (None, Some(_)) => (
-            rustix::process::geteuid().as_raw(),
-            rustix::process::getegid().as_raw(),
-        ),
+        (None, Some(_)) => (geteuid().as_raw(), getegid().as_raw()),
         (None, None) => (PROXY, PROXY),
     }
 }
@@ -200,10 +188,8 @@ fn dns(layout: &Layout, own: &[u16]) -> Option<Check> {
         Some(port) => format!("DNS queries are redirected to port {port}"),
         None => "DNS queries are not redirected".to_owned(),
     };
-    let found = format!(
-        "{found}, expected redirection to the agent's port {}",
-        own[0]
-    );
+    let own = own[0];
+    let found = format!("{found}, expected redirection to the agent's port {own}");
     Some(error(codes::DNS_NOT_CAPTURED, found))
 }
 

@@ -65,9 +65,10 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
         let found = format!("{count} resolvers, search domains: {search}");
         checks.push(Check::ok(name, found));
     }
-    let transport = match found.use_tcp {
-        true => Transport::Tcp,
-        false => Transport::Udp,
+    let transport = if found.use_tcp {
+        Transport::Tcp
+    } else {
+        Transport::Udp
     };
     // Resolvers of a cluster answer in its domains without those of others.
     let domain = found.search.first().map_or("", String::as_str);

@@ -89,12 +89,11 @@ async fn examine(
     let Some(found) = asks else {
         return (checks, false);
     };
-    let check = match found.has_errors() {
-        true => Check::skipped(
-            "discovery request",
-            "not sent: istiod would refuse the token",
-        ),
-        false => ask(subject, config, probe, found, until).await,
+    let check = if found.has_errors() {
+        let why = "not sent: istiod would refuse the token";
+        Check::skipped("discovery request", why)
+    } else {
+        ask(subject, config, probe, found, until).await
     };
     let works = check.level == Level::Ok;
     checks.push(check);
@@ -111,19 +110,15 @@ fn connected(config: &Config, probe: &Probe) -> Check {
     let version = tls.version.as_deref().unwrap_or("TLS");
     let found = format!("{}, {version} as {}", about.peer, expected.server_name);
     let shown = tls.peer_certificate.as_ref();
-    match shown.and_then(|der| Facts::read(der)) {
-        Some(facts) => {
-            let life = facts.life(&what, SystemTime::now());
-            let found = format!("{found}; {}", life.found);
-            let remedy = if life.level == Level::Ok { "" } else { RENEW }.to_owned();
-            Check {
-                found,
-                remedy,
-                ..life
-            }
-        }
-        None => Check::ok(what, found),
+    let Some(facts) = shown.and_then(|der| Facts::read(der)) else {
+        return Check::ok(what, found);
+    };
+    let mut life = facts.life(&what, SystemTime::now());
+    life.found = format!("{found}; {}", life.found);
+    if life.level != Level::Ok {
+        RENEW.clone_into(&mut life.remedy);
     }
+    life
 }
 
 /// Has istiod answer a request.
@@ -137,16 +132,12 @@ async fn ask(
     let node = &subject.config.bootstrap.node;
     let request = discovery::ask(probe, config, found.authorization.clone(), node);
     let answer = timeout_at(until, request).await.unwrap_or_else(|_| {
-        let limit = rounded(PROBE_LIMIT);
-        Err(Status::deadline_exceeded(format!(
-            "no answer within {limit}"
-        )))
+        let late = format!("no answer within {}", rounded(PROBE_LIMIT));
+        Err(Status::deadline_exceeded(late))
     });
+    let what = format!("discovery request to {}", config.subject());
     match answer {
-        Ok(version) => {
-            let what = format!("discovery request to {}", config.subject());
-            Check::ok(what, format!("answered, version {version:?}"))
-        }
+        Ok(version) => Check::ok(what, format!("answered, version {version:?}")),
         Err(status) => {
             let problem = refusal::explain(config, &found.token, codes::ISTIOD_ERROR, &status);
             Check::of(&problem)

@@ -58,10 +58,10 @@ async fn ready(host: IpAddr, port: u16) -> Result<String, String> {
     let answer = get(&url, PROBE_LIMIT).await;
     let answer = answer.map_err(|error| with_causes(&error))?;
     let (status, reason) = (answer.status(), String::from_utf8_lossy(answer.body()));
-    match status.is_success() {
-        true => Ok(format!("port {port}: ready")),
-        false => Err(format!("port {port}: {status} {}", reason.trim())),
+    if status.is_success() {
+        return Ok(format!("port {port}: ready"));
     }
+    Err(format!("port {port}: {status} {}", reason.trim()))
 }
 
 /// Each probe of the application once; hooks are not called.
@@ -86,19 +86,12 @@ async fn application(config: &Config) -> Vec<Check> {
 }
 
 async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &HeaderMap) -> Check {
-    let limit = probe.timeout.min(PROBE_LIMIT);
-    let limited = Probe {
-        timeout: limit,
-        ..probe.clone()
-    };
-    let problem = match client.probe(&limited, headers).await {
-        Ok(outcome) if (200..400).contains(&outcome.status.as_u16()) => {
-            return Check::ok(path, probe);
-        }
-        Ok(outcome) => {
-            let found = format!("status {}", outcome.status.as_u16());
-            Problem::new(codes::PROBE_STATUS, probe.to_string(), found)
-        }
+    let mut limited = probe.clone();
+    limited.timeout = probe.timeout.min(PROBE_LIMIT);
+    let outcome = client.probe(&limited, headers).await;
+    let mut problem = match outcome.map(|outcome| outcome.status.as_u16()) {
+        Ok(200..400) => return Check::ok(path, probe),
+        Ok(status) => Problem::new(codes::PROBE_STATUS, probe, format!("status {status}")),
         Err(problem) => problem,
     };
     let (mut level, consequence) = match path.rsplit('/').next() {
@@ -110,14 +103,10 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
             "the container is restarted, unless it has started already",
         ),
     };
-    if problem.code == codes::PROBE_LATE && limit < probe.timeout {
+    if problem.code == codes::PROBE_LATE && limited.timeout < probe.timeout {
         level = Level::Warning;
     }
-    let found = format!("{}: {}", problem.subject, problem.found);
-    let problem = Problem {
-        subject: path.to_owned(),
-        found,
-        ..problem
-    };
+    problem.found = format!("{}: {}", problem.subject, problem.found);
+    path.clone_into(&mut problem.subject);
     Check::problem(level, &problem.consequence(consequence))
 }

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::report::Check;
+use super::report::{Check, Level};
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
 use crate::problem::{Problem, codes};
@@ -23,29 +23,17 @@ enum Owner {
     Other,
 }
 
-/// What is at the path of a socket.
-#[derive(Debug)]
-enum Found {
-    /// Nothing, or what a process that has ended left.
-    NoListener(&'static str),
-    /// It cannot be looked at, is no socket, or does not let itself be connected to.
-    Unusable(String),
-    /// The process, with its name.
-    Listener(i32, String, Health),
-}
+/// The process that listens, its name, and whether it answers.
+type Listener = (i32, String, Health);
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let config = subject.config;
     let (xds, sds) = tokio::join!(look(&config.xds_socket), look(&config.sds_socket));
-    let (of_xds, of_sds) = match subject.running {
-        None if config.secret_sources.absent_socket == AbsentSocket::Serve => {
-            (Owner::Agent, Owner::Agent)
-        }
-        None => (Owner::Agent, Owner::Other),
-        Some(running) if running.serves_secrets => (Owner::This, Owner::This),
-        Some(_) => (Owner::This, Owner::Other),
-    };
-    let mut checks = vec![check("XDS socket", &config.xds_socket, &xds, of_xds)];
+    let owner = subject.running.map_or(Owner::Agent, |_| Owner::This);
+    let serves = config.secret_sources.absent_socket == AbsentSocket::Serve;
+    let serves = subject.running.map_or(serves, |it| it.serves_secrets);
+    let of_sds = if serves { owner } else { Owner::Other };
+    let mut checks = vec![check("XDS socket", &config.xds_socket, &xds, owner)];
     if config.envoy.is_some() {
         checks.push(check("SDS socket", &config.sds_socket, &sds, of_sds));
     }
@@ -64,17 +52,11 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     checks
 }
 
-async fn look(path: &Path) -> Found {
+async fn look(path: &Path) -> io::Result<Listener> {
     let socket = path.to_owned();
-    match run_blocking(move || listener(&socket)).await {
-        Ok(Ok((pid, process))) => Found::Listener(pid, process, probe::health(path).await),
-        Ok(Err(error)) => match error.kind() {
-            io::ErrorKind::NotFound => Found::NoListener("there is none"),
-            io::ErrorKind::ConnectionRefused => Found::NoListener("stale, no process listens"),
-            _ => Found::Unusable(error.to_string()),
-        },
-        Err(late) => Found::Unusable(late),
-    }
+    let found = run_blocking(move || listener(&socket)).await;
+    let (pid, process) = found.map_err(io::Error::other)??;
+    Ok((pid, process, probe::health(path).await))
 }
 
 /// The process that listens, and its name. Blocks while the disk does.
@@ -91,16 +73,10 @@ fn listener(path: &Path) -> io::Result<(i32, String)> {
     Ok((pid, name.trim().to_owned()))
 }
 
-fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
+fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) -> Check {
     let (path, own) = (path.display(), std::process::id());
-    let (code, found) = match (found, owner) {
-        (Found::Unusable(problem), _) => (codes::SOCKET_DIRECTORY, problem.clone()),
-        (Found::NoListener(why), Owner::Agent) => {
-            return Check::ok(name, format!("{path}: {why}, no agent runs"));
-        }
-        (Found::NoListener(why), Owner::This) => (codes::SOCKET_TAKEN, (*why).to_owned()),
-        (Found::NoListener(why), Owner::Other) => (codes::SOCKET_NOT_SERVED, (*why).to_owned()),
-        (Found::Listener(pid, process, health), _) => {
+    let (code, found) = match found {
+        Ok((pid, process, health)) => {
             let found = format!("process {pid} ({process}) listens");
             let is_foreign = owner == Owner::This && u32::try_from(*pid) != Ok(own);
             match health {
@@ -114,9 +90,29 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
                 Health::Absent => (codes::SOCKET_HANGS, "it has just gone".to_owned()),
             }
         }
+        Err(error) => {
+            let found = match error.kind() {
+                io::ErrorKind::NotFound => "there is none",
+                io::ErrorKind::ConnectionRefused => "stale, no process listens",
+                _ => "",
+            };
+            let code = match owner {
+                _ if found.is_empty() => codes::SOCKET_DIRECTORY,
+                Owner::Agent => return Check::ok(name, format!("{path}: {found}, no agent runs")),
+                Owner::This => codes::SOCKET_TAKEN,
+                Owner::Other => codes::SOCKET_NOT_SERVED,
+            };
+            (
+                code,
+                if found.is_empty() {
+                    error.to_string()
+                } else {
+                    found.to_owned()
+                },
+            )
+        }
     };
-    let problem = Problem::new(code, name, format!("{path}: {found}"));
-    Check::of(&problem)
+    Check::of(&Problem::new(code, name, format!("{path}: {found}")))
 }
 
 #[cfg(test)]
@@ -127,11 +123,11 @@ mod tests {
     #[test]
     fn what_a_socket_means_depends_on_who_is_to_listen() {
         let own = i32::try_from(std::process::id()).expect("a pid");
-        let listener = |pid, name: &str, health| Found::Listener(pid, name.to_owned(), health);
+        let listener = |pid, name: &str, health| io::Result::Ok((pid, name.to_owned(), health));
         let silent = || Health::Dead(io::ErrorKind::TimedOut.into());
         for (found, of_this, of_agent, of_other) in [
-            (Found::NoListener("there is none"), Error, Ok, Error),
-            (Found::Unusable("a file".to_owned()), Error, Error, Error),
+            (Err(io::ErrorKind::NotFound.into()), Error, Ok, Error),
+            (Err(io::Error::other("a file")), Error, Error, Error),
             (listener(own, "pilot-agent", Health::Healthy), Ok, Ok, Ok),
             (
                 listener(0, "of another container", Health::Busy),

@@ -76,11 +76,9 @@ async fn read_token(config: &Config) -> Found {
     let (claims, problem) = match read {
         Ok(token) => {
             found.authorization = Some(token.header);
-            let expired = token
-                .claims
-                .as_ref()
-                .and_then(|claims| claims.expired(&path));
-            (token.claims, expired)
+            let claims = token.claims;
+            let expired = claims.as_ref().and_then(|claims| claims.expired(&path));
+            (claims, expired)
         }
         Err(problem) => (None, Some(problem)),
     };
@@ -116,11 +114,8 @@ async fn check_roots(roots: Roots) -> Check {
     let read = run_blocking(move || trust_anchors::read(&blocking)).await;
     match read.unwrap_or_else(|late| Err(trust_anchors::unusable(&roots, late))) {
         Ok(anchors) => {
-            let usable = anchors.store.len();
-            Check::ok(
-                "roots for istiod",
-                format!("{roots}, usable certificates: {usable}"),
-            )
+            let found = format!("{roots}, usable certificates: {}", anchors.store.len());
+            Check::ok("roots for istiod", found)
         }
         Err(problem) => Check::of(&problem),
     }

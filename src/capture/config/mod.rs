@@ -327,10 +327,8 @@ fn dns(settings: &Settings, host: &Host, items: &mut SettingsParser) -> Option<D
             let expected = "a server in resolv.conf, or --capture-all-dns";
             let code = codes::CAPTURE_OPTION_REPLACED;
             let problem = Problem::value(code, flag("redirect_dns"), "true", expected);
-            items
-                .0
-                .warnings
-                .push(problem.consequence("DNS is not captured"));
+            let problem = problem.consequence("DNS is not captured");
+            items.0.warnings.push(problem);
             None
         }
         (true, false) => Some(DnsCapture::Servers(host.nameservers.clone())),
