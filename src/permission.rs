@@ -17,8 +17,8 @@ pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => codes::DISK_FULL,
         _ => codes::FILE_UNUSABLE,
     };
-    let (subject, error) = (path.display().to_string(), explained(path, error));
-    Problem::new(code, subject, format!("cannot {action}: {error}"))
+    let error = explained(path, error);
+    Problem::new(code, path.display(), format!("cannot {action}: {error}"))
 }
 
 /// Fails if this process cannot write to `directory`, or to the first one above that exists.
@@ -40,17 +40,15 @@ pub(crate) fn writable(directory: &Path) -> io::Result<()> {
 /// The error of using `path`; where access was denied, with the owner of the path, or of the first
 /// directory above it that can be looked at, and with the user of this process.
 pub(crate) fn explained(path: &Path, error: io::Error) -> io::Error {
+    // An explained error stays as it is.
+    if error.kind() != io::ErrorKind::PermissionDenied || error.get_ref().is_some() {
+        return error;
+    }
     let mut above = path.ancestors().map(|at| match at.as_os_str().is_empty() {
         true => Path::new("."),
         false => at,
     });
-    let found = match error.kind() {
-        // An explained error stays as it is.
-        _ if error.get_ref().is_some() => None,
-        io::ErrorKind::PermissionDenied => above.find_map(|at| Some((at, at.metadata().ok()?))),
-        _ => None,
-    };
-    let Some((at, found)) = found else {
+    let Some((at, found)) = above.find_map(|at| Some((at, at.metadata().ok()?))) else {
         return error;
     };
     let (owner, mode, us) = (found.uid(), found.mode() & 0o7777, geteuid());

@@ -18,11 +18,11 @@ pub(crate) fn holder(port: u16) -> Option<String> {
 /// The socket that listens on `port` by a list of proc_net(5), where its state is 0A.
 fn socket(list: &str, port: u16) -> Option<String> {
     let end = format!(":{port:04X}");
-    let mut lines = list
-        .lines()
-        .map(|line| line.split_whitespace().collect::<Vec<_>>());
-    let line = lines.find(|it| it.len() > 9 && it[1].ends_with(&end) && it[3] == "0A")?;
-    Some(format!("socket:[{}]", line[9]))
+    list.lines().find_map(|line| {
+        let mut words = line.split_whitespace();
+        let (address, state, inode) = (words.nth(1)?, words.nth(1)?, words.nth(5)?);
+        (address.ends_with(&end) && state == "0A").then(|| format!("socket:[{inode}]"))
+    })
 }
 
 fn has_open(pid: u32, socket: &str) -> bool {

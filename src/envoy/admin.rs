@@ -80,15 +80,21 @@ impl Admin {
         Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
-    /// Returns a page as JSON, or the reason why it cannot be read.
-    pub async fn page(&self, path: &str) -> Result<Value, String> {
+    /// Returns the text of a page, or the reason why there is none.
+    pub async fn text(&self, path: &str) -> Result<String, String> {
         let answer = self.request(Method::GET, path).await;
         let answer = answer.map_err(|error| with_causes(&error))?;
-        let wrong = |found: String| format!("{path}: {found}, expected JSON of Envoy");
         match answer.status().as_u16() {
-            200 => serde_json::from_slice(answer.body()).map_err(|error| wrong(error.to_string())),
-            other => Err(wrong(format!("status {other}"))),
+            200 => Ok(String::from_utf8_lossy(answer.body()).into_owned()),
+            other => Err(format!("unexpected status {other}")),
         }
+    }
+
+    /// Returns a page as JSON, or the reason why it cannot be read.
+    pub async fn page(&self, path: &str) -> Result<Value, String> {
+        let text = self.text(path).await?;
+        let wrong = |error| format!("{path}: {error}, expected JSON of Envoy");
+        serde_json::from_str(&text).map_err(wrong)
     }
 
     /// Drains Envoy's listeners, or only the inbound ones: a workload may still call out. Logs a failure.

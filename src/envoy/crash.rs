@@ -58,8 +58,8 @@ impl Crash {
             None => if_exists(fs::remove_file(&path)).map(|_| ()),
         };
         if let Err(error) = done {
-            let problem = permission::problem("replace the record of a crash", &path, error);
-            tracing::warn!("{problem}");
+            let action = "replace the record of a crash";
+            tracing::warn!("{}", permission::problem(action, &path, error));
         }
     }
 

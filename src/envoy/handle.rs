@@ -122,11 +122,8 @@ impl Report {
             (State::Starting | State::Running, _) => return None,
             (State::Initial, _) => (codes::ENVOY_NOT_STARTED, "it has not been started yet"),
             (State::Draining | State::Stopping, _) => {
-                let cause = self
-                    .ending
-                    .as_ref()
-                    .map_or("a request to drain", |it| it.cause);
-                (codes::ENVOY_STOPPING, cause)
+                let cause = self.ending.as_ref().map(|it| it.cause);
+                (codes::ENVOY_STOPPING, cause.unwrap_or("a request to drain"))
             }
             (State::Exited, None) => (codes::ENVOY_EXITED, "it exited with status 0"),
             (State::Exited, Some(crash)) => return Some(crash.problem()),

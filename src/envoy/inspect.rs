@@ -8,13 +8,11 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use http::Method;
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::admin::Admin;
-use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
 
 /// An update warms for a moment, so a finding is looked for again after this pause.
@@ -35,13 +33,12 @@ pub const NOT_COUNTED: &str = "Envoy does not count them; it does with the annot
 
 /// Lists what Envoy waits for. A page that cannot be read is a problem with another code.
 pub async fn waits(admin: Admin) -> Vec<Problem> {
-    let (listeners, clusters, secrets) = tokio::join!(
+    let waits = join_all([
         wait(admin, codes::LISTENER_WARMING, LISTENERS, listeners),
         wait(admin, codes::CLUSTER_WARMING, CLUSTERS, names),
         wait(admin, codes::SECRET_AWAITED, SECRETS, names),
-    );
-    let found = [listeners, clusters, secrets];
-    found.into_iter().flatten().collect()
+    ]);
+    waits.await.into_iter().flatten().collect()
 }
 
 async fn wait(
@@ -70,8 +67,7 @@ async fn wait(
 
 /// Lists the calls to the pod that Envoy has refused since its start. None if it does not count them.
 pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
-    let answer = admin.request(Method::GET, REFUSALS).await.ok()?;
-    let page = String::from_utf8_lossy(answer.body());
+    let page = admin.text(REFUSALS).await.ok()?;
     let counts = page.lines().filter_map(|line| line.rsplit_once(": "));
     let problems = counts.clone().filter(|(_, count)| *count != "0");
     let problems = problems.map(|(name, count)| {
@@ -89,23 +85,28 @@ pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
 /// Lists endpoints that neither Envoy nor the agent can connect to, and services without healthy ones. The agent
 /// dials because Envoy's count of failures never decreases.
 pub async fn endpoints(admin: Admin) -> Vec<Problem> {
-    let answer = match admin.request(Method::GET, "/clusters").await {
-        Ok(answer) => answer,
-        Err(error) => {
-            let (code, error) = (codes::ENVOY_NOT_INSPECTED, with_causes(&error));
-            return vec![Problem::new(code, "endpoints of Envoy's clusters", error)];
+    let page = match admin.text("/clusters").await {
+        Ok(page) => page,
+        Err(why) => {
+            let (code, subject) = (codes::ENVOY_NOT_INSPECTED, "endpoints of Envoy's clusters");
+            return vec![Problem::new(code, subject, why)];
         }
     };
-    let page = String::from_utf8_lossy(answer.body());
     let (failed, services) = read(&page);
     let dials = join_all(failed.into_iter().take(MAX_DIALS).map(dial)).await;
-    let hosts = services.iter().filter_map(|name| name.rsplit('|').next());
-    let hosts: BTreeSet<_> = hosts.collect();
-    let names = Vec::from_iter(hosts).join(", ");
-    let subject = "services without a healthy endpoint";
-    let unhealthy = (!names.is_empty()).then_some(names);
-    let unhealthy = unhealthy.map(|it| Problem::new(codes::NO_HEALTHY_ENDPOINT, subject, it));
-    dials.into_iter().flatten().chain(unhealthy).collect()
+    let mut found: Vec<_> = dials.into_iter().flatten().collect();
+    if !services.is_empty() {
+        let (code, names) = (
+            codes::NO_HEALTHY_ENDPOINT,
+            Vec::from_iter(services).join(", "),
+        );
+        found.push(Problem::new(
+            code,
+            "services without a healthy endpoint",
+            names,
+        ));
+    }
+    found
 }
 
 /// An endpoint with its cluster and the count of failed connections.
@@ -127,7 +128,8 @@ fn read(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
         }
     }
     all.retain(|name| name.starts_with("outbound|") && !healthy.contains(name));
-    (failed, all)
+    let hosts = all.iter().filter_map(|name| name.rsplit('|').next());
+    (failed, hosts.collect())
 }
 
 async fn dial((cluster, address, count): Failed<'_>) -> Option<Problem> {
@@ -166,8 +168,8 @@ fn listener(manager: &str) -> &str {
 
 /// The names of clusters or secrets.
 fn names(dump: &Value) -> BTreeSet<String> {
-    let names =
-        entries(dump, "configs").filter_map(|it| it.pointer("/cluster/name").or(it.get("name")));
+    let configs = entries(dump, "configs");
+    let names = configs.filter_map(|it| it.pointer("/cluster/name").or(it.get("name")));
     names.map(|name| text(name).to_owned()).collect()
 }
 
@@ -231,6 +233,6 @@ mod tests {
         let address = "[fd00::1]:8080".parse().expect("an address");
         assert_eq!(failed, [("outbound|80||a.b", address, "2")]);
         let services = Vec::from_iter(services);
-        assert_eq!(services, ["outbound|80||c.b", "outbound|80||d.b"]);
+        assert_eq!(services, ["c.b", "d.b"]);
     }
 }

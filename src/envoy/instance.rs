@@ -127,12 +127,7 @@ impl Instance {
         };
         let has_grown = || Some(oom_kills("/".as_ref())? > self.oom_kills?);
         // Later another process may have a port that was taken.
-        let stderr = self
-            .output
-            .last_lines()
-            .await
-            .into_iter()
-            .map(port::explained);
+        let stderr = self.output.last_lines().await.into_iter();
         Crash {
             when: clock::rfc3339(Clock::system().now()),
             epoch: self.epoch,
@@ -141,7 +136,7 @@ impl Instance {
             signal,
             uptime_seconds: uptime.as_secs_f64(),
             out_of_memory: (signal == Some(KILLED)).then(has_grown).flatten(),
-            stderr: stderr.collect(),
+            stderr: stderr.map(port::explained).collect(),
         }
     }
 

@@ -5,10 +5,7 @@
 
 use std::time::Duration;
 
-use ::http::{Method, StatusCode};
-
 use crate::envoy::admin::Admin;
-use crate::lifecycle::with_causes;
 
 const CONFIGURED_LIMIT: Duration = Duration::from_secs(1);
 const LIVE_LIMIT: Duration = Duration::from_secs(3);
@@ -34,14 +31,8 @@ pub(super) async fn is_live(admin: Admin) -> Result<(), String> {
 }
 
 async fn ask(admin: Admin, what: &str, path: &str, limit: Duration) -> Result<String, String> {
-    let why = match admin.within(limit).request(Method::GET, path).await {
-        Ok(answer) if answer.status() == StatusCode::OK => {
-            return Ok(String::from_utf8_lossy(answer.body()).into_owned());
-        }
-        Ok(answer) => format!("unexpected status {}", answer.status().as_u16()),
-        Err(error) => with_causes(&error),
-    };
-    Err(format!("failed to get {what} stats: {why}"))
+    let text = admin.within(limit).text(path).await;
+    text.map_err(|why| format!("failed to get {what} stats: {why}"))
 }
 
 fn has_updates(body: &str) -> Result<(), String> {

@@ -5,7 +5,6 @@
 //! has its ACK when a request carries its nonce: from Envoy, or from the agent for what it consumes.
 
 mod record;
-mod refusals;
 mod services;
 #[cfg(test)]
 mod tests;

@@ -12,6 +12,8 @@ use tokio::time::Instant;
 
 use super::{Source, beginning, cut, now};
 use crate::clock::rfc3339;
+use crate::port;
+use crate::problem::{Problem, codes};
 use crate::xds::last_known_good::KeptSnapshot;
 use crate::xds::response::{Consumer, Received};
 
@@ -94,17 +96,34 @@ pub struct NackSnapshot {
 }
 
 impl TypeSnapshot {
-    /// Whether the last response has a NACK. Times have whole seconds; of an ACK and a NACK within one,
-    /// the one of this version is the last.
-    pub fn is_refused(&self) -> bool {
-        let (Some(response), Some(nack)) = (&self.last_response, &self.last_nack) else {
-            return false;
-        };
+    /// The NACK of the last response, if there is one, and the version. Times have whole seconds; of an ACK
+    /// and a NACK within one, the one of this version is the last.
+    fn refusal(&self) -> Option<(&str, &NackSnapshot)> {
+        let (response, nack) = (self.last_response.as_ref()?, self.last_nack.as_ref()?);
         let is_last = self.last_ack.as_ref().is_none_or(|ack| {
             let is_of_this = nack.version.as_ref() == Some(&response.version);
             nack.at > ack.at || (nack.at == ack.at && is_of_this && ack.version != response.version)
         });
-        response.answered && is_last
+        (response.answered && is_last).then_some((&*response.version, nack))
+    }
+}
+
+impl Snapshot {
+    /// The types whose last response was refused, with Envoy's reason, which names the resources.
+    pub fn refusals(&self) -> Vec<Problem> {
+        let problems = self.types.iter().filter_map(|(url, of_type)| {
+            let (version, nack) = of_type.refusal()?;
+            let found = format!("version {version} at {}: {}", nack.at, nack.reason);
+            let (code, subject) = match port::taken(&nack.reason) {
+                Some(port) => (codes::PORT_TAKEN, format!("port {port}")),
+                None => {
+                    let name = url.rsplit(['.', '/']).next()?;
+                    (codes::RESOURCE_REFUSED, format!("NACK of {name}"))
+                }
+            };
+            Some(Problem::new(code, subject, port::explained(found)))
+        });
+        problems.collect()
     }
 }
 
