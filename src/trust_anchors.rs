@@ -128,7 +128,7 @@ fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
 pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     let blocking = roots.clone();
     let read = tokio::task::spawn_blocking(move || read(&blocking)).await;
-    read.unwrap_or_else(|panic| Err(unusable(roots, panic.to_string())))
+    read.unwrap_or_else(|panic| Err(unusable(roots, panic)))
 }
 
 /// Like [`load`]. Blocks.
@@ -143,7 +143,7 @@ pub(crate) fn read(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     read.map(Arc::new).map_err(|why| unusable(roots, why))
 }
 
-pub(crate) fn unusable(roots: &Roots, why: String) -> Problem {
+pub(crate) fn unusable(roots: &Roots, why: impl ToString) -> Problem {
     let code = match roots {
         Roots::File(_) => codes::ISTIOD_ROOTS_UNUSABLE,
         Roots::System(_) => codes::SYSTEM_ROOTS_UNUSABLE,

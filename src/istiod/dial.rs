@@ -60,11 +60,10 @@ pub(super) struct Failure {
 
 impl From<Problem> for Failure {
     fn from(problem: Problem) -> Self {
-        let (is_silent, is_alert) = (false, false);
         Self {
             problem,
-            is_silent,
-            is_alert,
+            is_silent: false,
+            is_alert: false,
         }
     }
 }
@@ -81,13 +80,11 @@ const SPEAK: Step = (codes::ISTIOD_TIMEOUT, "waiting for HTTP/2");
 
 /// The problem of a step before the connection, which the proxy may have, if there is one.
 fn unreachable(config: &Config, code: &'static Code, found: String) -> Problem {
-    match &config.proxy {
-        Some(Proxy { host, port, .. }) => config.problem(
-            codes::ISTIOD_PROXY_UNREACHABLE,
-            format!("by the proxy {host}:{port} (HTTPS_PROXY): {found}"),
-        ),
-        None => config.problem(code, found),
-    }
+    let Some(Proxy { host, port, .. }) = &config.proxy else {
+        return config.problem(code, found);
+    };
+    let found = format!("by the proxy {host}:{port} (HTTPS_PROXY): {found}");
+    config.problem(codes::ISTIOD_PROXY_UNREACHABLE, found)
 }
 
 fn not_connected(config: &Config, error: &dial::Error) -> Failure {
@@ -105,7 +102,7 @@ fn not_connected(config: &Config, error: &dial::Error) -> Failure {
     unreachable(config, code, with_causes(error)).into()
 }
 
-/// `roots` are those that the certificate was verified with.
+/// The failure of a handshake.
 fn not_encrypted(
     config: &Config,
     tls: &tls::Prepared,
@@ -176,20 +173,15 @@ pub(super) async fn dial(
     let total = Bound::new(config, config.limits.total);
     let tls = match &config.security {
         Security::Plaintext => None,
-        Security::Tls(tls) => {
-            let prepared = total.of(READ_FILES, tls::prepare(tls));
-            Some(prepared.await??)
-        }
+        Security::Tls(tls) => Some(total.of(READ_FILES, tls::prepare(tls)).await??),
     };
     let (host, port) = host_and_port(config)?;
     let (next, next_port) = match &config.proxy {
         Some(proxy) => (proxy.host.as_str(), proxy.port),
         None => (host, port),
     };
-    let found = total.of(RESOLVE, dial::resolve(next, next_port));
-    let found = found
-        .await?
-        .map_err(|error| not_connected(config, &error))?;
+    let found = total.of(RESOLVE, dial::resolve(next, next_port)).await?;
+    let found = found.map_err(|error| not_connected(config, &error))?;
     let mut candidates = dialer.candidates(found);
     let mut last = None;
     while let Some((to, stream)) = total.of(CONNECT, candidates.connect()).await? {
@@ -346,10 +338,9 @@ struct Bound<'a> {
 
 impl<'a> Bound<'a> {
     fn new(config: &'a Config, after: Duration) -> Self {
-        let until = clock::after(after);
         Self {
             config,
-            until,
+            until: clock::after(after),
             after,
         }
     }
@@ -369,9 +360,10 @@ impl<'a> Bound<'a> {
         done.map_err(|_| {
             let after = rounded(self.after);
             let found = format!("timed out after {after} {}", step.1);
-            let problem = match [RESOLVE, CONNECT].contains(&step) {
-                true => unreachable(self.config, step.0, found),
-                false => self.config.problem(step.0, found),
+            let problem = if [RESOLVE, CONNECT].contains(&step) {
+                unreachable(self.config, step.0, found)
+            } else {
+                self.config.problem(step.0, found)
             };
             Failure {
                 is_silent: true,

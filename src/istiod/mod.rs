@@ -251,19 +251,16 @@ impl Istiod {
         is_silent: bool,
         problem: &Problem,
     ) -> bool {
-        let Shared {
-            hosts,
-            record,
-            connected,
-            ..
-        } = &*self.shared;
-        record.failed(problem);
+        let shared = &self.shared;
+        shared.record.failed(problem);
+        let hosts = &shared.hosts;
         let has_moved = hosts.failed(&connection.config, is_silent, problem);
         // Streams on it may finish.
         let is_left = |current: &mut Connection| match has_moved {
             true => Arc::ptr_eq(&current.config, &connection.config),
             false => is_silent && current.is(&connection.identity()),
         };
+        let connected = &shared.connected;
         connected.send_if_modified(|current| current.take_if(is_left).is_some());
         has_moved
     }

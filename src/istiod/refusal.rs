@@ -20,11 +20,8 @@ pub fn explain(
     unimplemented: &'static problem::Code,
     status: &Status,
 ) -> Problem {
-    let found = format!(
-        "{}: {:.MAX_MESSAGE$}",
-        code_name(status.code()),
-        status.message()
-    );
+    let message = status.message();
+    let mut found = format!("{}: {message:.MAX_MESSAGE$}", code_name(status.code()));
     let code = match status.code() {
         Code::Unauthenticated => codes::ISTIOD_UNAUTHENTICATED,
         Code::PermissionDenied => codes::ISTIOD_PERMISSION_DENIED,
@@ -59,11 +56,9 @@ pub fn explain(
         let found = format!("{found}; the token is for {audiences}, not for {AUDIENCE}");
         return config.problem(codes::ISTIOD_TOKEN_AUDIENCE, found);
     }
-    let found = if is_denied {
-        format!("{found}; TRUST_DOMAIN is {:?}", own.trust_domain)
-    } else {
-        found
-    };
+    if is_denied {
+        found += &format!("; TRUST_DOMAIN is {:?}", own.trust_domain);
+    }
     config.problem(code, found)
 }
 

@@ -62,11 +62,8 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     let roots = config.roots.clone();
     let anchors = trust_anchors::load(&roots).await?;
     let builder = config.policy.builder();
-    let builder = builder.map_err(|error| {
-        let (code, subject) = (codes::TLS_UNUSABLE, "TLS to istiod");
-        Problem::new(code, subject, error)
-    })?;
-    let builder = builder.dangerous();
+    let unusable = |error| Problem::new(codes::TLS_UNUSABLE, "TLS to istiod", error);
+    let builder = builder.map_err(unusable)?.dangerous();
     let builder = builder.with_custom_certificate_verifier(anchors);
     let anonymous = for_http2(builder.clone().with_no_client_auth());
     let client = match &config.client {
@@ -103,7 +100,7 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
         }
     };
     let pem = regular_file::read_blocking(client.key.clone(), MAX_PEM).await;
-    let pem = pem.map_err(|error| unusable(&client.key, error.to_string()))?;
+    let pem = pem.map_err(|error| unusable(&client.key, error))?;
     let key = pem::first::<PrivateKeyDer>(&pem)
         .map_err(|error| unusable(&client.key, format!("no PEM private key: {error}")))?;
     // rustls' own pairing would leave a copy of the key in memory.
@@ -114,9 +111,8 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
     })
 }
 
-fn unusable(path: &Path, why: String) -> Problem {
-    let subject = path.display().to_string();
-    Problem::new(codes::CLIENT_CERTIFICATE_UNUSABLE, subject, why)
+fn unusable(path: &Path, why: impl ToString) -> Problem {
+    Problem::new(codes::CLIENT_CERTIFICATE_UNUSABLE, path.display(), why)
 }
 
 fn certified(

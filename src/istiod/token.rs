@@ -106,8 +106,7 @@ impl Reader {
             Some(problem) => tracing::warn!("failed to fetch token from file: {problem}"),
             None => {}
         }
-        let state = State { claims, problem };
-        *last = state;
+        *last = State { claims, problem };
         header
     }
 }
@@ -115,10 +114,9 @@ impl Reader {
 /// The token, or why there is none. Blocks.
 pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
     let token = regular_file::read(path, MAX_TOKEN);
-    let token =
-        token.map_err(|error| problem(codes::ISTIOD_TOKEN_MISSING, path, error.to_string()))?;
+    let token = token.map_err(|error| problem(codes::ISTIOD_TOKEN_MISSING, path, error))?;
     let token = token.trim_ascii();
-    let invalid = |found| problem(codes::ISTIOD_TOKEN_INVALID, path, found);
+    let invalid = |found: String| problem(codes::ISTIOD_TOKEN_INVALID, path, found);
     if token.is_empty() {
         return Err(invalid("the file is empty".to_owned()));
     }
@@ -164,9 +162,8 @@ impl Claims {
     /// Namespace and name of a service account of Kubernetes.
     pub(crate) fn service_account(&self) -> Option<(&str, &str)> {
         let subject = self.0.get("sub")?.as_str()?;
-        subject
-            .strip_prefix("system:serviceaccount:")?
-            .split_once(':')
+        let account = subject.strip_prefix("system:serviceaccount:")?;
+        account.split_once(':')
     }
 
     /// One or several; none if the token does not say.

@@ -199,21 +199,16 @@ impl Worker {
     }
 
     fn failed(&mut self, config: &Arc<Config>, failure: Failure) {
-        let Failure {
-            problem, is_silent, ..
-        } = failure;
+        let problem = failure.problem;
         self.record.dial_failed(&problem);
-        let has_moved = self.hosts.failed(config, is_silent, &problem);
+        let has_moved = self.hosts.failed(config, failure.is_silent, &problem);
         if has_moved {
             self.backoff.reset();
         }
         let now = Instant::now();
         self.not_before = later(self.not_before.max(now), self.backoff.next_wait());
-        self.complain(
-            &config.address,
-            &problem,
-            self.not_before.duration_since(now),
-        );
+        let wait = self.not_before.duration_since(now);
+        self.complain(&config.address, &problem, wait);
         if has_moved {
             return; // All calls wait for the other one.
         }
