@@ -44,12 +44,7 @@ fn beside(program: &Path) -> Result<String, Problem> {
     let path = program.with_file_name(OF_IMAGE);
     let unusable = |found: String| {
         let expected = format!("a version such as {FOLLOWED}, or no such file");
-        Problem::value(
-            codes::FILE_INVALID,
-            path.display().to_string(),
-            &found,
-            expected,
-        )
+        Problem::value(codes::FILE_INVALID, path.display(), &found, expected)
     };
     let content = match regular_file::read(&path, MAX_LENGTH) {
         Ok(content) => content,

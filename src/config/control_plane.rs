@@ -321,8 +321,7 @@ pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Poli
         Some(_) => None,
     };
     warnings.extend(found.map(|(expected, consequence)| {
-        let code = codes::SETTING_REPLACED;
-        Problem::value(code, "COMPLIANCE_POLICY", &name, expected).consequence(consequence)
+        Problem::replaced("COMPLIANCE_POLICY", &name, expected, consequence)
     }));
     policy.unwrap_or_default()
 }
@@ -332,9 +331,9 @@ pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies
     let mut proxy = |variable: &Variable<String>| {
         let proxy = Proxy::parse(&of_either_case(env, variable)?);
         if proxy.is_none() {
-            let (code, expected) = (codes::SETTING_REPLACED, "http://host:port");
-            let problem = Problem::value(code, variable.name, "(not shown)", expected);
-            warnings.push(problem.consequence("no proxy is used"));
+            let (expected, used) = ("http://host:port", "no proxy is used");
+            let (name, found) = (variable.name, "(not shown)");
+            warnings.push(Problem::replaced(name, found, expected, used));
         }
         proxy
     };

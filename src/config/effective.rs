@@ -71,8 +71,8 @@ impl Documents<'_> {
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
                 let problem = Problem::new(codes::FILE_UNREADABLE, origin, error);
-                let consequence = codes::FILE_MISSING.consequence;
-                merged.notes.add(problem.consequence(consequence));
+                let problem = problem.consequence(codes::FILE_MISSING.consequence);
+                merged.notes.add(problem);
             }
         }
         let variable = self.env.get(&environment::PROXY_CONFIG);
@@ -88,13 +88,8 @@ impl Documents<'_> {
             merged.config.discovery_address.clone_from(address);
             merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
             if address::split(address).is_none() {
-                let expected = "host:port with a port from 1 to 65535";
-                merged.problem(
-                    codes::SETTING_INVALID,
-                    "discoveryAddress",
-                    address,
-                    expected,
-                );
+                let (code, path) = (codes::SETTING_INVALID, "discoveryAddress");
+                merged.problem(code, path, address, "host:port with a port from 1 to 65535");
             }
         }
         let Some(text) = self.annotations.get(STATUS_PORT_ANNOTATION) else {
@@ -105,10 +100,8 @@ impl Documents<'_> {
             merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
         } else {
             // A typing error must not switch the status server off.
-            let (code, expected) = (
-                codes::STATUS_PORT_ANNOTATION,
-                "a port, or 0 for no status server",
-            );
+            let expected = "a port, or 0 for no status server";
+            let code = codes::STATUS_PORT_ANNOTATION;
             let problem = Problem::value(code, STATUS_PORT_ANNOTATION, text, expected);
             merged.notes.warnings.push(problem);
         }

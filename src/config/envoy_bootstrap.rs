@@ -71,8 +71,8 @@ impl Loader<'_> {
         if parsed.is_none() {
             let subject = format!("ISTIO_META_{NAME}");
             let code = codes::LOAD_STATS_CONFIG_INVALID;
-            self.notes
-                .add(Problem::value(code, subject, text, "a JSON object"));
+            let problem = Problem::value(code, subject, text, "a JSON object");
+            self.notes.add(problem);
         }
         parsed
     }

@@ -241,10 +241,9 @@ impl<'a> Loader<'a> {
         } = documents.merge(flags);
         notes.warnings.splice(..0, warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
-            let (code, error) = (codes::INTERFACES_UNREADABLE, error.to_string());
-            notes
-                .warnings
-                .push(Problem::new(code, "network interfaces", error));
+            let code = codes::INTERFACES_UNREADABLE;
+            let problem = Problem::new(code, "network interfaces", error);
+            notes.warnings.push(problem);
             Vec::new()
         });
         let warnings = &mut notes.warnings;

@@ -86,20 +86,14 @@ pub fn addresses(
 ) -> Vec<IpAddr> {
     for name in excluded {
         if !interfaces.iter().any(|interface| interface.name == *name) {
-            let expected = "the name of an interface";
-            let code = codes::INTERFACE_UNKNOWN;
+            let (code, expected) = (codes::INTERFACE_UNKNOWN, "the name of an interface");
             warnings.push(Problem::value(code, EXCLUDED_INTERFACES, name, expected));
         }
     }
     let first = instance_ip.parse::<IpAddr>().ok();
     if first.is_none() && !instance_ip.is_empty() {
-        let problem = Problem::value(
-            codes::SETTING_REPLACED,
-            "INSTANCE_IP",
-            instance_ip,
-            "an IP address",
-        );
-        warnings.push(problem.consequence("the addresses of the interfaces are used"));
+        let (name, used) = ("INSTANCE_IP", "the addresses of the interfaces are used");
+        warnings.push(Problem::replaced(name, instance_ip, "an IP address", used));
     }
     let reachable = interfaces.iter().filter(|own| !own.is_loopback);
     let mut found: Vec<_> = reachable.map(|own| own.address).collect();
@@ -132,9 +126,8 @@ pub fn pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pai
         Ok(text) => Some(parse_pairs(&text, &path, warnings)),
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
-                let subject = path.display().to_string();
-                let error = error.to_string();
-                warnings.push(Problem::new(codes::FILE_UNREADABLE, subject, error));
+                let code = codes::FILE_UNREADABLE;
+                warnings.push(Problem::new(code, path.display(), error));
             }
             None
         }

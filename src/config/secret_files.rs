@@ -99,10 +99,9 @@ impl Loader<'_> {
             GOOGLE => {
                 let missing = self.missing(MOUNTED, GOOGLE_NAMES);
                 if !missing.is_empty() {
-                    let (subject, found) = ("GKE workload certificates", missing.join(", "));
-                    let found = format!("files do not exist: {found}");
-                    self.notes
-                        .add(Problem::new(codes::FILE_MISSING, subject, found));
+                    let found = format!("files do not exist: {}", missing.join(", "));
+                    let (code, subject) = (codes::FILE_MISSING, "GKE workload certificates");
+                    self.notes.add(Problem::new(code, subject, found));
                 }
                 true
             }

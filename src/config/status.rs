@@ -69,8 +69,8 @@ impl Loader<'_> {
         Probers::parse(&text).unwrap_or_else(|found| {
             for problem in found {
                 let name = variables::ISTIO_KUBE_APP_PROBERS.name;
-                self.notes
-                    .add(Problem::new(codes::SETTING_INVALID, name, problem));
+                let problem = Problem::new(codes::SETTING_INVALID, name, problem);
+                self.notes.add(problem);
             }
             Probers::default()
         })
@@ -96,8 +96,8 @@ impl Loader<'_> {
             return Vec::new();
         };
         targets::parse(json, status_port).unwrap_or_else(|error| {
-            self.notes
-                .add(Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error));
+            let problem = Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error);
+            self.notes.add(problem);
             Vec::new()
         })
     }

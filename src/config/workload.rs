@@ -70,10 +70,10 @@ impl Loader<'_> {
         let source = source.and_then(|files| files.chain.parent());
         if source.is_some_and(|source| is_same(source, &directory)) {
             let directory = directory.display();
-            let text = format!("secrets are read from {directory}");
-            let problem = Problem::new(codes::SETTING_REPLACED, variables::OUTPUT_CERTS.name, text);
-            let consequence = "no files are written";
-            self.notes.warnings.push(problem.consequence(consequence));
+            let (code, name) = (codes::SETTING_REPLACED, variables::OUTPUT_CERTS.name);
+            let problem = Problem::new(code, name, format!("secrets are read from {directory}"));
+            let problem = problem.consequence("no files are written");
+            self.notes.warnings.push(problem);
             return None;
         }
         Some(output::Config {
@@ -114,12 +114,8 @@ impl Loader<'_> {
             let problem = Problem::value(codes::WORKLOAD_KEY_SIZE, name, &found, expected);
             self.notes.add(problem);
         } else if !RSA_SIZES.contains(&bits) {
-            let problem = Problem::value(
-                codes::WORKLOAD_KEY_SIZE,
-                name,
-                &found,
-                "2048, 3072, 4096 or 8192",
-            );
+            let expected = "2048, 3072, 4096 or 8192";
+            let problem = Problem::value(codes::WORKLOAD_KEY_SIZE, name, &found, expected);
             let problem = problem.consequence("the next larger size is used");
             self.notes.warnings.push(problem);
         }

@@ -63,6 +63,17 @@ impl Problem {
         Self::new(code, subject, format!("{found:?}")).expected(expected)
     }
 
+    /// A value of a setting that is left out, or replaced by another, as the consequence says.
+    pub fn replaced(
+        subject: impl ToString,
+        found: &str,
+        expected: impl Into<Cow<'static, str>>,
+        consequence: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        let code = codes::SETTING_REPLACED;
+        Self::value(code, subject, found, expected).consequence(consequence)
+    }
+
     /// Says what was expected in place of the value that was found.
     #[must_use]
     pub fn expected(mut self, expected: impl Into<Cow<'static, str>>) -> Self {
@@ -157,8 +168,8 @@ impl Diagnostics {
         expected: impl Into<Cow<'static, str>>,
         consequence: impl Into<Cow<'static, str>>,
     ) {
-        let warning = Problem::value(codes::SETTING_REPLACED, subject, found, expected);
-        self.warnings.push(warning.consequence(consequence));
+        let warning = Problem::replaced(subject, found, expected, consequence);
+        self.warnings.push(warning);
     }
 }
 

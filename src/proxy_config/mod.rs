@@ -33,8 +33,7 @@ impl ProxyConfig {
         notes: &mut Diagnostics,
     ) -> BTreeMap<String, u64> {
         read(self, "ProxyConfig", origin, node, notes).unwrap_or_else(|error| {
-            let problem = Problem::new(codes::SETTING_INVALID, origin, error);
-            notes.add(problem);
+            notes.add(Problem::new(codes::SETTING_INVALID, origin, error));
             BTreeMap::new()
         })
     }

@@ -50,11 +50,8 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
     });
     let error = read.err().map(|error| {
         let (line, reason) = line_and_reason(&error);
-        Problem::new(
-            codes::SETTING_INVALID,
-            format!("{origin} line {line}"),
-            reason,
-        )
+        let subject = format!("{origin} line {line}");
+        Problem::new(codes::SETTING_INVALID, subject, reason)
     });
     let Some(node) = first else {
         notes.problems.extend(error);
@@ -62,9 +59,8 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
     };
     if let Some(rest) = error {
         let found = "another document after the first one";
-        notes
-            .warnings
-            .push(Problem::new(codes::FILE_LINE, rest.subject, found));
+        let problem = Problem::new(codes::FILE_LINE, rest.subject, found);
+        notes.warnings.push(problem);
     }
     match node.value {
         Tree::Null => None,

@@ -24,14 +24,11 @@ const LIMIT: Duration = Duration::from_secs(10);
 pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), Problem> {
     let interfaces = interfaces()?;
     let addresses = interfaces.iter().map(if_addrs::Interface::ip);
-    let none = || {
-        Problem::new(
-            codes::CAPTURE_NO_ADDRESS,
-            "pod",
-            "no valid local IP address found",
-        )
-    };
-    let (first, has_v6) = families(addresses, flags.dual_stack).ok_or_else(none)?;
+    let families = families(addresses, flags.dual_stack);
+    let (first, has_v6) = families.ok_or_else(|| {
+        let found = "no valid local IP address found";
+        Problem::new(codes::CAPTURE_NO_ADDRESS, "pod", found)
+    })?;
     let settings = &flags.settings;
     let servers = match settings.redirect_dns && !settings.capture_all_dns {
         true => ResolvConf::read(Path::new(RESOLV_CONF))?.nameservers,

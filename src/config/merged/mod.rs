@@ -117,8 +117,8 @@ impl Merged {
         expected: impl Into<Cow<'static, str>>,
     ) {
         let subject = format!("{path} of {}", self.origins.of(path));
-        self.notes
-            .add(Problem::value(code, subject, found, expected));
+        let problem = Problem::value(code, subject, found, expected);
+        self.notes.add(problem);
     }
 
     pub(super) fn warn(
