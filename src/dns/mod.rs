@@ -65,6 +65,9 @@ pub struct Config {
     pub policy: Policy,
 }
 
+/// How the server ends.
+type Served = Result<(), BoxError>;
+
 /// Takes name tables, and shows the last. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Dns {
@@ -83,13 +86,7 @@ pub fn new<F: Forward>(
     forwarder: F,
     registry: &Registry,
     shutdown: CancellationToken,
-) -> Result<
-    (
-        Dns,
-        impl Future<Output = Result<(), BoxError>> + Send + use<F>,
-    ),
-    Problem,
-> {
+) -> Result<(Dns, impl Future<Output = Served> + Send + use<F>), Problem> {
     let (mut addresses, mut bound) = (Vec::new(), Vec::new());
     for address in &config.addresses {
         let (address, sockets) = bind(address)?;
@@ -189,10 +186,9 @@ pub async fn answers(server: SocketAddr, limit: Duration) -> Result<(), Problem>
         socket.recv(&mut message).await.map(drop)
     };
     let answer = tokio::time::timeout(limit, asking).await;
+    let answer = answer.unwrap_or_else(|late| Err(io::Error::from(late)));
     let (code, subject) = (codes::DNS_SERVER_SILENT, format!("server {server}"));
-    let failed = |error: io::Error| Problem::new(code, subject, error);
-    let answer = answer.unwrap_or_else(|late| Err(late.into()));
-    answer.map_err(failed)
+    answer.map_err(|error| Problem::new(code, subject, error))
 }
 
 /// Where a client of `server` may bind.

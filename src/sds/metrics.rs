@@ -25,10 +25,8 @@ impl Metrics {
             &[],
             move |report| {
                 let is_missing = |it: &&Problem| it.code == codes::SECRET_REFUSED;
-                report(
-                    &[],
-                    refused.lock().values().filter(is_missing).count() as f64,
-                );
+                let missing = refused.lock().values().filter(is_missing).count();
+                report(&[], missing as f64);
             },
         );
         let sds = |name, help| registry.counters(name, help, &["type"]).with(["sds"]);

@@ -231,8 +231,7 @@ impl StateOfTheWorld {
         match name {
             Name::Default | Name::RootCa if !self.serves_workload => {
                 let found = "served on the workload's socket; this one serves secrets from files";
-                let code = codes::SECRET_NAME_UNKNOWN;
-                Err(Problem::new(code, name, found))
+                Err(Problem::new(codes::SECRET_NAME_UNKNOWN, name, found))
             }
             _ => Ok(name),
         }

@@ -62,8 +62,7 @@ impl CertificateCache {
         let loading = tokio::task::spawn_blocking(move || self.load(now)).await;
         let found = loading.unwrap_or_else(|error| Err(error.into()));
         found.unwrap_or_else(|error| {
-            let code = codes::CERTIFICATE_CACHE_UNUSABLE;
-            let problem = Problem::new(code, directory, error);
+            let problem = Problem::new(codes::CERTIFICATE_CACHE_UNUSABLE, directory, error);
             tracing::warn!(target: "cache", "{problem}");
             None
         })
@@ -80,8 +79,7 @@ impl CertificateCache {
         let store = move || self.store(workload.certificate.key_pem(), answer, issued);
         let storing = tokio::task::spawn_blocking(store).await;
         if let Err(error) = storing.unwrap_or_else(|error| Err(error.into())) {
-            let code = codes::CERTIFICATE_CACHE_UNWRITABLE;
-            let problem = Problem::new(code, directory, error);
+            let problem = Problem::new(codes::CERTIFICATE_CACHE_UNWRITABLE, directory, error);
             tracing::error!(target: "cache", "{problem}");
         }
     }

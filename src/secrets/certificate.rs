@@ -61,9 +61,9 @@ impl Workload {
             leaves.push(leaf.map_err(|found| not_certificates(index, found))?);
         }
         let leaf = leaves.into_iter().next().ok_or_else(|| {
-            let found = answer.len();
+            let (expected, found) = ("expected a leaf and the roots", answer.len());
             unusable(format!(
-                "invalid empty CertChain: found {found} elements, expected a leaf and the roots"
+                "invalid empty CertChain: found {found} elements, {expected}"
             ))
         })?;
         let roots = Roots::merged([roots_pem.as_bytes()]);
@@ -84,8 +84,8 @@ impl Workload {
 }
 
 fn unusable(found: String) -> Problem {
-    let code = codes::CERTIFICATE_ANSWER_UNUSABLE;
-    Problem::new(code, "answer of the certificate authority", found)
+    let subject = "answer of the certificate authority";
+    Problem::new(codes::CERTIFICATE_ANSWER_UNUSABLE, subject, found)
 }
 
 fn not_certificates(index: usize, found: String) -> Problem {

@@ -216,14 +216,12 @@ impl<C: Ca> Renewal<C> {
         let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
             Ok(answer) => answer,
             Err(_) => {
-                let limit = rounded(SIGNING_LIMIT);
-                let (code, message) = (Code::DeadlineExceeded, format!("no answer within {limit}"));
-                let kind = codes::CERTIFICATE_REQUEST_FAILED;
-                let problem = Problem::new(kind, "certificate request", &*message);
+                let message = format!("no answer within {}", rounded(SIGNING_LIMIT));
+                let (code, subject) = (codes::CERTIFICATE_REQUEST_FAILED, "certificate request");
                 Err(SignError {
-                    code,
+                    code: Code::DeadlineExceeded,
+                    problem: Problem::new(code, subject, &message),
                     message,
-                    problem,
                 })
             }
         };
@@ -330,9 +328,8 @@ impl<C: Ca> Renewal<C> {
                 Some(left) => format!("the last certificate is served for {left}"),
                 None => "there is no valid certificate".to_owned(),
             };
-            let pause = rounded(wait);
-            let next =
-                format!("failure {failures} in a row, next attempt in {pause}{key}; {served}");
+            let next = format!("next attempt in {}{key}; {served}", rounded(wait));
+            let next = format!("failure {failures} in a row, {next}");
             let text = error.as_ref().map(SignError::to_string);
             let text = text.unwrap_or_else(|| problem.found.clone());
             if self.state.borrow().roots.is_none() {
@@ -363,8 +360,8 @@ impl<C: Ca> Renewal<C> {
 }
 
 fn no_key(error: impl std::fmt::Display) -> IssueError {
-    let (code, found) = (codes::CERTIFICATE_KEY_FAILED, error.to_string());
-    (Problem::new(code, "private key and CSR", found), None)
+    let (code, subject) = (codes::CERTIFICATE_KEY_FAILED, "private key and CSR");
+    (Problem::new(code, subject, error), None)
 }
 
 fn left(until: SystemTime, now: SystemTime) -> Duration {

@@ -27,43 +27,39 @@ impl Forwarder {
         transport: Transport,
         domain: &str,
     ) -> Result<&'static str, Problem> {
-        let problem =
-            |code, found: String| Err(Problem::new(code, format!("resolver {server}"), found));
-        let failed = |found: String| problem(codes::DNS_RESOLVER_UNREACHABLE, found);
-        let Some(query) = Query::parse(question(domain).into()) else {
-            return failed("no question".to_owned());
-        };
-        let slot = match self.0.in_flight.join(&query, transport) {
-            Ok(slot) => slot,
-            Err((_, full)) => return failed(full.to_owned()),
-        };
+        let problem = |code, found: &str| Problem::new(code, format!("resolver {server}"), found);
+        let failed = |found: &str| problem(codes::DNS_RESOLVER_UNREACHABLE, found);
+        let query = Query::parse(question(domain).into());
+        let query = query.ok_or_else(|| failed("no question"))?;
+        let slot = self.0.in_flight.join(&query, transport);
+        let slot = slot.map_err(|(_, full)| failed(full))?;
         for _ in 0..TRIES {
             let upstream = &self.0.upstream;
             let sent = upstream.send(&query, &slot.query, server, transport);
             let received = timeout(TRY, sent).await;
             if slot.query.has_returned() {
-                let found = "its queries come back to this agent".to_owned();
-                return problem(codes::DNS_LOOP, found);
+                let found = "its queries come back to this agent";
+                return Err(problem(codes::DNS_LOOP, found));
             }
-            match received {
-                Ok(Ok(reply)) => {
-                    let rcode = RCODES.get(usize::from(reply.rcode())).unwrap_or(&OTHER);
-                    return match *rcode {
-                        "SERVFAIL" | "REFUSED" => {
-                            problem(codes::DNS_RESOLVER_REFUSES, format!("answers {rcode}"))
-                        }
-                        _ => Ok(rcode),
-                    };
+            let Ok(received) = received else {
+                continue;
+            };
+            let rcode = usize::from(
+                received
+                    .map_err(|error| failed(&error.to_string()))?
+                    .rcode(),
+            );
+            return match *RCODES.get(rcode).unwrap_or(&OTHER) {
+                rcode @ ("SERVFAIL" | "REFUSED") => {
+                    let found = format!("answers {rcode}");
+                    Err(problem(codes::DNS_RESOLVER_REFUSES, &found))
                 }
-                Ok(Err(error)) => return failed(error.to_string()),
-                Err(_) => {}
-            }
+                rcode => Ok(rcode),
+            };
         }
         let limit = TRY.saturating_mul(TRIES).as_secs_f64();
-        problem(
-            codes::DNS_RESOLVER_SILENT,
-            format!("no answer within {limit:.1} s"),
-        )
+        let found = format!("no answer within {limit:.1} s");
+        Err(problem(codes::DNS_RESOLVER_SILENT, &found))
     }
 }
 

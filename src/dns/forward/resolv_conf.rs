@@ -31,31 +31,28 @@ pub struct ResolvConf {
 
 impl ResolvConf {
     pub fn read(path: &Path) -> Result<Self, Problem> {
-        let bytes = regular_file::read(path, MAX_BYTES).map_err(|error| {
-            let (code, path) = (codes::DNS_RESOLV_CONF_UNREADABLE, path.display());
-            Problem::new(code, path, error)
-        })?;
+        let code = codes::DNS_RESOLV_CONF_UNREADABLE;
+        let bytes = regular_file::read(path, MAX_BYTES)
+            .map_err(|error| Problem::new(code, path.display(), error))?;
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
 
     /// Takes out the agent's `own` addresses. Returns the problems of the file at `path`, the worst last.
     pub fn without_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
-        let problem = |code, found| Problem::new(code, path.display(), found);
-        let servers = self.nameservers.drain(..);
-        let (ours, others): (Vec<_>, Vec<_>) = servers.partition(|server| is_own(own, *server));
-        let ours = ours
-            .iter()
-            .map(|server| format!("resolver {server} is this agent"));
         let unusable = self.unusable.iter().map(|line| format!("{line:?}"));
-        let unusable = unusable
-            .chain(ours)
+        let mut found: Vec<_> = unusable.collect();
+        let ours = self
+            .nameservers
+            .extract_if(.., |server| is_own(own, *server));
+        found.extend(ours.map(|server| format!("resolver {server} is this agent")));
+        let problem = |code, found| Problem::new(code, path.display(), found);
+        let invalid = found
+            .into_iter()
             .map(|it| problem(codes::DNS_RESOLVER_INVALID, it));
         let none = "names no resolver other than this agent".to_owned();
         let missing = problem(codes::DNS_RESOLVER_MISSING, none);
-        let missing = others.is_empty().then_some(missing);
-        let problems = unusable.chain(missing).collect();
-        self.nameservers = others;
-        problems
+        let missing = self.nameservers.is_empty().then_some(missing);
+        invalid.chain(missing).collect()
     }
 
     pub fn parse(text: &str) -> Self {

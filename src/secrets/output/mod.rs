@@ -73,7 +73,7 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
 }
 
 pub fn problem(config: &Config, error: io::Error) -> Problem {
-    let found = explained(&config.directory, error).to_string();
+    let found = explained(&config.directory, error);
     let subject = format!("OUTPUT_CERTS={}", config.directory.display());
     Problem::new(codes::OUTPUT_CERTS_UNWRITABLE, subject, found)
 }
