@@ -90,10 +90,8 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
     let (mut findings, mut counts) = (IndexMap::<Found, Owners>::new(), BTreeMap::new());
     for (settings, owners) in &pods.settings {
         let found = differences(settings, table);
-        let level = found
-            .iter()
-            .map(|found| found.check.level)
-            .fold(Level::Ok, Level::max);
+        let levels = found.iter().map(|found| found.check.level);
+        let level = levels.fold(Level::Ok, Level::max);
         *counts.entry(level).or_default() += owners.values().sum::<usize>();
         for found in found {
             add(findings.entry(found).or_default(), owners);
@@ -151,10 +149,7 @@ impl<'a> Findings<'a> {
         let program = ["pilot-agent".to_owned()].into_iter();
         let typed = match cli::parse(program.chain(words)) {
             Ok(typed) => typed,
-            Err(Refused::Error(text) | Refused::Help(text)) => {
-                let row = self.row(Selector::Problem(codes::SETTING_INVALID));
-                return self.add(refused(text), row);
-            }
+            Err(Refused::Error(text) | Refused::Help(text)) => return self.refused(text),
         };
         if let Some(Command::Proxy(flags)) = &typed.cli.command {
             return self.proxy(flags, &typed, env, annotations);
@@ -165,19 +160,14 @@ impl<'a> Findings<'a> {
                 let given = arguments.iter().filter_map(|flag| flag.split_once('='));
                 self.settings(&given.collect());
             }
-            Err(error) => {
-                let row = self.row(Selector::Problem(codes::SETTING_INVALID));
-                self.add(refused(error.to_string()), row);
-            }
+            Err(error) => self.refused(error),
         }
     }
 
     fn proxy(&mut self, flags: &ProxyFlags, typed: &Typed, env: &Environment, annotations: &Pairs) {
         for flag in &typed.unknown_flags {
-            self.add(
-                Check::new("flag", Level::Warning, flag),
-                self.row(Selector::UnknownFlag),
-            );
+            let check = Check::new("flag", Level::Warning, flag);
+            self.add(check, self.row(Selector::UnknownFlag));
         }
         let (mut given, notes) = described(flags, &typed.cli.log, env, annotations.clone());
         self.problems(&notes);
@@ -197,10 +187,8 @@ impl<'a> Findings<'a> {
         }
         for (name, why) in env.without_effect() {
             if why != environment::UNUSED {
-                self.add(
-                    Check::ok(name, why),
-                    self.row(Selector::VariableWithoutEffect),
-                );
+                let row = self.row(Selector::VariableWithoutEffect);
+                self.add(Check::ok(name, why), row);
             }
         }
     }
@@ -209,10 +197,19 @@ impl<'a> Findings<'a> {
         let errors = notes.problems.iter().map(|one| (Level::Error, one));
         let warnings = notes.warnings.iter().map(|one| (Level::Warning, one));
         for (level, problem) in errors.chain(warnings) {
-            let row = self.row(Selector::Problem(problem.code));
-            let row = row.or_else(|| self.row(Selector::Problem(codes::SETTING_INVALID)));
-            self.add(Check::problem(level, problem), row);
+            self.problem(level, problem);
         }
+    }
+
+    fn problem(&mut self, level: Level, problem: &Problem) {
+        let row = self.row(Selector::Problem(problem.code));
+        let row = row.or_else(|| self.row(Selector::Problem(codes::SETTING_INVALID)));
+        self.add(Check::problem(level, problem), row);
+    }
+
+    fn refused(&mut self, found: impl ToString) {
+        let problem = Problem::new(codes::ARGUMENT_INVALID, "command line", found);
+        self.problem(Level::Error, &problem);
     }
 
     /// Adds the rows of settings that have another effect here.
@@ -239,12 +236,13 @@ impl<'a> Findings<'a> {
     /// Adds both behaviours, as a warning if the difference can surprise.
     fn treated(&mut self, setting: &str, row: &Difference) {
         let found = format!("{}; {}", row.pilot_agent, row.this_agent);
-        let check = match row.impact {
-            Impact::Benign => Check::ok(setting, found),
-            Impact::Surprising | Impact::Harmful => Check::new(setting, Level::Warning, found),
+        let level = match row.impact {
+            Impact::Benign => Level::Ok,
+            Impact::Surprising | Impact::Harmful => Level::Warning,
         };
-        let remedy = row.advice.to_owned();
-        self.add(Check { remedy, ..check }, Some(row));
+        let mut check = Check::new(setting, level, found);
+        row.advice.clone_into(&mut check.remedy);
+        self.add(check, Some(row));
     }
 
     fn add(&mut self, check: Check, row: Option<&Difference>) {
@@ -261,16 +259,10 @@ impl<'a> Findings<'a> {
     }
 }
 
-fn refused(text: String) -> Check {
-    let problem = Problem::new(codes::ARGUMENT_INVALID, "command line", text);
-    Check::of(&problem)
-}
-
 impl Report {
     /// Leaves out findings below a level.
     pub fn retain(&mut self, least: Level) {
-        self.findings
-            .retain(|finding| finding.found.check.level >= least);
+        self.findings.retain(|it| it.found.check.level >= least);
     }
 }
 
@@ -283,9 +275,8 @@ impl fmt::Display for Report {
             }
             let pods: usize = owners.values().sum();
             let named = owners.iter().take(MAX_OWNERS);
-            let mut named: Vec<_> = named
-                .map(|(owner, count)| format!("{owner} ({count})"))
-                .collect();
+            let named = named.map(|(owner, count)| format!("{owner} ({count})"));
+            let mut named = Vec::from_iter(named);
             if owners.len() > MAX_OWNERS {
                 named.push(format!("{} others", owners.len() - MAX_OWNERS));
             }

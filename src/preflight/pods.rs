@@ -91,32 +91,22 @@ pub(super) fn add(all: &mut Owners, more: &Owners) {
 /// The object that an operator edits: the controller, or the object itself.
 fn owner(object: &Value) -> String {
     let metadata = &object["metadata"];
-    let text = |value: &Value| value.as_str().map(str::to_owned);
     let mut owners = metadata["ownerReferences"].as_array().into_iter().flatten();
-    let (mut kind, mut name) = match owners.find(|owner| owner["controller"] == true) {
-        Some(owner) => (text(&owner["kind"]), text(&owner["name"])),
+    let (kind, name) = match owners.find(|owner| owner["controller"] == true) {
+        Some(owner) => (&owner["kind"], owner["name"].as_str()),
         None => {
-            let name = text(&metadata["name"]);
-            (
-                text(&object["kind"]),
-                name.or_else(|| text(&metadata["generateName"])),
-            )
+            let name = metadata["name"].as_str();
+            (&object["kind"], name.or(metadata["generateName"].as_str()))
         }
     };
+    let (mut kind, mut name) = (kind.as_str().unwrap_or("Pod"), name.unwrap_or("?"));
     // A Deployment names its ReplicaSets after itself and the hash of the template.
-    let hash = text(&metadata["labels"]["pod-template-hash"]).unwrap_or_default();
-    let deployment = name
-        .as_ref()
-        .and_then(|name| name.strip_suffix(&format!("-{hash}")));
-    if let Some(deployment) = deployment
-        && kind.as_deref() == Some("ReplicaSet")
+    let hash = metadata["labels"]["pod-template-hash"].as_str();
+    if let Some(deployment) = name.strip_suffix(&format!("-{}", hash.unwrap_or_default()))
+        && kind == "ReplicaSet"
     {
-        (kind, name) = (Some("Deployment".to_owned()), Some(deployment.to_owned()));
+        (kind, name) = ("Deployment", deployment);
     }
-    let (kind, name) = (
-        kind.unwrap_or_else(|| "Pod".to_owned()),
-        name.unwrap_or_else(|| "?".to_owned()),
-    );
     match metadata["namespace"].as_str() {
         Some(namespace) => format!("{kind} {namespace}/{name}"),
         None => format!("{kind} {name}"),
