@@ -56,9 +56,8 @@ impl Levels {
         for entry in entries.filter(|entry| !entry.is_empty()) {
             let (scope, word) = entry.split_once(':').unwrap_or((DEFAULT, entry));
             let expected = "scope:level with a level of debug, info, warn, error, fatal or none";
-            let level = level(word).ok_or_else(|| {
-                Problem::value(codes::ARGUMENT_INVALID, "log level", entry, expected)
-            })?;
+            let invalid = || Problem::value(codes::ARGUMENT_INVALID, "log level", entry, expected);
+            let level = level(word).ok_or_else(invalid)?;
             for (name, current) in levels.scopes.get_mut() {
                 if *name == scope || scope == "all" {
                     current.lasting = level;
@@ -114,18 +113,15 @@ impl Levels {
         word: &str,
         period: Option<Duration>,
     ) -> Result<(), Problem> {
+        let (code, expected) = (codes::ARGUMENT_INVALID, "debug, info, warn or error");
         let level = level(word).filter(|level| *level != LevelFilter::OFF);
-        let expected = "debug, info, warn or error";
-        let level = level
-            .ok_or_else(|| Problem::value(codes::ARGUMENT_INVALID, "the level", word, expected))?;
+        let level = level.ok_or_else(|| Problem::value(code, "the level", word, expected))?;
         let is_meant = |name: &str| scope.is_none_or(|scope| scope == name);
         let named = scope.unwrap_or("all");
         if !self.scopes.read().keys().any(|name| is_meant(name)) {
-            let (code, expected) = (codes::ARGUMENT_INVALID, "one of the list");
-            return Err(Problem::value(code, "the scope", named, expected));
+            return Err(Problem::value(code, "the scope", named, "one of the list"));
         }
-        let until = period.map(|period| format!(" for {}", rounded(period)));
-        let until = until.unwrap_or_default();
+        let until = period.map_or_else(String::new, |it| format!(" for {}", rounded(it)));
         tracing::info!(target: CHANGES, "log level of {named} set to {word}{until}");
         for (name, current) in &mut *self.scopes.write() {
             match period {

@@ -34,9 +34,7 @@ fn set(query: &str) -> Result<(), Problem> {
         let (name, value) = member.split_once('=').unwrap_or_default();
         match members.get_mut(name) {
             Some(place @ None) => *place = Some(value),
-            _ => {
-                return Err(Problem::value(invalid, "the query", member, QUERY));
-            }
+            _ => return Err(Problem::value(invalid, "the query", member, QUERY)),
         }
     }
     let missing = || Problem::new(invalid, "the query", "does not have a level");

@@ -250,14 +250,13 @@ impl Bundle {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let name = format!("bootstrap/{name}");
             let read = regular_file::read_blocking(path, MAX_SETTINGS);
-            match in_time(self.until, read).await.and_then(|read| read) {
-                Ok(text) => match serde_saphyr::from_slice::<Value>(&text) {
-                    Ok(document) => self.text(&name, Json, &format!("{document:#}")),
-                    Err(_) => {
-                        let found = "the file is neither YAML nor JSON";
-                        self.problem(codes::BUNDLE_BOOTSTRAP_UNREADABLE, &name, found);
-                    }
-                },
+            let read = in_time(self.until, read).await.and_then(|read| read);
+            let parsed = read.and_then(|text| {
+                let invalid = |_| io::Error::other("the file is neither YAML nor JSON");
+                serde_saphyr::from_slice::<Value>(&text).map_err(invalid)
+            });
+            match parsed {
+                Ok(document) => self.text(&name, Json, &format!("{document:#}")),
                 Err(error) => self.problem(codes::BUNDLE_BOOTSTRAP_UNREADABLE, &name, error),
             }
         }

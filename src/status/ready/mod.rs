@@ -108,10 +108,9 @@ impl Readiness {
             return known;
         }
         let waits = inspect::waits(envoy.admin().within(LONG_PAUSE)).await;
-        let waits = waits
-            .first()
-            .filter(|it| it.code != codes::ENVOY_NOT_INSPECTED);
-        waits.map(ToString::to_string)
+        let mut waits = waits.iter();
+        let wait = waits.find(|it| it.code != codes::ENVOY_NOT_INSPECTED);
+        wait.map(ToString::to_string)
     }
 
     pub(super) async fn check(&self) -> Result<(), String> {
@@ -163,10 +162,8 @@ impl Readiness {
             if is_there && self.envoy_is_ready(envoy).await.is_ok() {
                 return;
             }
-            let pause = match since.elapsed() < START {
-                true => PAUSE,
-                false => LONG_PAUSE,
-            };
+            let is_start = since.elapsed() < START;
+            let pause = if is_start { PAUSE } else { LONG_PAUSE };
             tokio::select! {
                 changed = report.changed() => if changed.is_err() {
                     return; // Envoy's supervisor has ended.
@@ -216,26 +213,19 @@ impl Readiness {
 
     fn not_terminating(&self) -> Result<(), String> {
         let asked = self.sources.stop.requested().borrow().clone();
-        match asked.urgency {
-            Urgency::Run => Ok(()),
-            _ => {
-                let cause = asked.cause.unwrap_or("asked to stop");
-                Err(format!("server is terminated: {cause}"))
-            }
+        if asked.urgency == Urgency::Run {
+            return Ok(());
         }
+        let cause = asked.cause.unwrap_or("asked to stop");
+        Err(format!("server is terminated: {cause}"))
     }
 }
 
 /// The Envoy process, if there is one.
 fn alive(report: &Report) -> Result<Process, String> {
-    match report.state {
-        State::Initial | State::Exited => Err(report
-            .problem()
-            .map(|it| it.to_string())
-            .unwrap_or_default()),
-        State::Starting | State::Running | State::Draining | State::Stopping => {
-            Ok((report.epoch, report.pid))
-        }
+    match (report.state, report.problem()) {
+        (State::Initial | State::Exited, Some(problem)) => Err(problem.to_string()),
+        _ => Ok((report.epoch, report.pid)),
     }
 }
 
