@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use serde::Serializer;
 #[cfg(test)]
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -155,6 +156,11 @@ pub(crate) fn rfc3339(time: SystemTime) -> String {
     let mut timestamp = prost_types::Timestamp::from(time);
     timestamp.nanos = 0;
     timestamp.to_string()
+}
+
+/// Serializes a moment as [`rfc3339`].
+pub(crate) fn in_utc<S: Serializer>(moment: &SystemTime, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&rfc3339(*moment))
 }
 
 /// Returns at `deadline`, or earlier when the clock was set; the caller looks again.

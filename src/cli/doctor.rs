@@ -69,20 +69,15 @@ pub async fn run(
 ) -> (String, ExitCode) {
     let is_terminal = io::stdout().is_terminal();
     let width = if is_terminal { WIDTH } else { usize::MAX };
-    let (json, text, code) = match report(&flags.proxy, log, environment).await {
-        Ok(it) => (
-            json!(it),
-            it.text(flags.verbose, width),
-            exit_code(it.level),
-        ),
-        Err(refusal) => (json!(refusal), refusal.to_string(), ExitCode::DoctorRefused),
+    let report = report(&flags.proxy, log, environment).await;
+    let level = report.as_ref().map(|it| it.level);
+    let text = match &report {
+        Ok(report) if flags.json => format!("{:#}", json!(report)),
+        Ok(report) => report.text(flags.verbose, width),
+        Err(refusal) if flags.json => format!("{:#}", json!(refusal)),
+        Err(refusal) => refusal.to_string(),
     };
-    let text = if flags.json {
-        format!("{json:#}")
-    } else {
-        text
-    };
-    (text, code)
+    (text, level.map_or(ExitCode::DoctorRefused, exit_code))
 }
 
 /// Returns the report of the running agent, or of this process if none runs, or that the agent refuses the

@@ -85,7 +85,7 @@ pub async fn report(
         return report;
     };
     let subject = Subject { config, running };
-    let others = async {
+    let ([token, istiod], others) = tokio::join!(control_plane(subject), async {
         <[Group; 7]>::from(tokio::join!(
             group("certificate", certificate::checks(subject)),
             group("sockets", sockets::checks(subject)),
@@ -95,11 +95,11 @@ pub async fn report(
             group("DNS", dns::checks(subject)),
             group("probes", probes::checks(subject)),
         ))
-    };
-    let (control_plane, others) = tokio::join!(control_plane(subject), others);
-    let groups = report.groups.drain(..);
-    let groups = groups.chain(control_plane).chain(others);
-    Report::new(report.node, groups.collect())
+    });
+    report
+        .groups
+        .extend([token, istiod].into_iter().chain(others));
+    Report::new(report.node, report.groups)
 }
 
 /// Checks the configuration only, which takes no time.

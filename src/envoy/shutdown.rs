@@ -76,13 +76,13 @@ pub struct Plan(pub Vec<PlannedStep>);
 pub struct Shutdown {
     /// The reason of the first request.
     pub cause: &'static str,
-    #[serde(serialize_with = "in_utc")]
+    #[serde(serialize_with = "clock::in_utc")]
     pub since: SystemTime,
     /// As it was when the shutdown began, or when a more urgent request made it shorter.
     pub plan: Plan,
     pub waits_for: Step,
     /// When the step under way is over at the latest.
-    #[serde(serialize_with = "in_utc")]
+    #[serde(serialize_with = "clock::in_utc")]
     pub until: SystemTime,
     /// The last count of what the step waits for: connections, or requests.
     pub connections: Option<u64>,
@@ -165,10 +165,6 @@ impl fmt::Display for Step {
 
 fn in_seconds<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_f64(time.as_secs_f64())
-}
-
-fn in_utc<S: Serializer>(moment: &SystemTime, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(&clock::rfc3339(*moment))
 }
 
 pub(super) fn in_utc_if_any<S: Serializer>(

@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
-use serde::{Serialize, Serializer};
-use serde_json::json;
+use serde::Serialize;
 
 use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Counter, Registry};
-use crate::problem::Problem;
+use crate::problem::{self, Problem};
 
 /// How much of an error is kept, in characters: it may quote a certificate's names or istiod's answer.
 const MAX_ERROR: usize = 1024;
@@ -52,18 +51,11 @@ pub struct Tls {
     pub peer_certificate: Option<CertificateDer<'static>>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Failure {
     pub at: String,
+    #[serde(flatten, serialize_with = "problem::error")]
     pub problem: Problem,
-}
-
-impl Serialize for Failure {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { at, problem } = self;
-        let (code, error) = (problem.code.name, problem.to_string());
-        json!({ "at": at, "error": error, "code": code }).serialize(serializer)
-    }
 }
 
 /// The dials so far. Clones share it.

@@ -7,6 +7,7 @@ pub mod codes;
 mod repetition;
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 
 pub use repetition::Repetition;
@@ -130,6 +131,12 @@ pub fn sentence(
 
 fn name<S: Serializer>(code: &&'static Code, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(code.name)
+}
+
+/// Serializes a problem as a text, and its code.
+pub fn error<S: Serializer>(problem: &Problem, serializer: S) -> Result<S::Ok, S::Error> {
+    let (code, error) = (problem.code.name, problem.to_string());
+    BTreeMap::from([("code", code), ("error", &error)]).serialize(serializer)
 }
 
 /// The problems found while a configuration is read.

@@ -29,16 +29,15 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
-use serde::{Serialize, Serializer};
-use serde_json::json;
+use serde::Serialize;
 use tokio::sync::watch;
 
 use crate::ca::Ca;
 use crate::ca::key::{Encoding, KeyType};
-use crate::clock::{Clock, rfc3339};
+use crate::clock::{Clock, in_utc, rfc3339};
 use crate::identity::SpiffeId;
 use crate::metrics::Registry;
-use crate::problem::{Problem, codes};
+use crate::problem::{self, Problem, codes};
 use cache::CertificateCache;
 pub use certificate::{Roots, Secret};
 pub use files::{SecretState, Subscription};
@@ -98,12 +97,15 @@ pub struct State {
 }
 
 /// A failed attempt and what happens next.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Failure {
+    #[serde(flatten, serialize_with = "problem::error")]
     pub problem: Problem,
     /// How many attempts in a row have failed, and since when.
     pub failures: u32,
+    #[serde(skip)]
     pub since: SystemTime,
+    #[serde(serialize_with = "in_utc")]
     pub next_attempt: SystemTime,
 }
 
@@ -139,15 +141,6 @@ pub fn new<C: Ca>(
         cache,
     };
     (secrets, renewal.run())
-}
-
-impl Serialize for Failure {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let (code, error) = (self.problem.code.name, self.problem.to_string());
-        let next = rfc3339(self.next_attempt);
-        json!({ "code": code, "error": error, "failures": self.failures, "next_attempt": next })
-            .serialize(serializer)
-    }
 }
 
 impl State {

@@ -229,7 +229,7 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
 
 #[tokio::test(start_paused = true)]
 async fn refusals_name_what_was_found() {
-    const UNUSABLE: &crate::problem::Code = codes::CERTIFICATE_ANSWER_UNUSABLE;
+    const UNUSABLE: &problem::Code = codes::CERTIFICATE_ANSWER_UNUSABLE;
     for (answer, code, expected) in [
         (Answer::Empty, UNUSABLE, "found 0 elements"),
         (Answer::LeafOnly, UNUSABLE, "found 1 elements"),
