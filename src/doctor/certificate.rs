@@ -33,21 +33,18 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         let odd = odd.as_ref().map(Check::of);
         checks.push(odd.unwrap_or_else(|| chain(WORKLOAD, &pem, roots.as_deref(), now)));
     }
-    match authority {
-        Some(authority) => checks.push(signed(authority, certificate.is_some())),
-        None if checks.is_empty() => {
-            let why = match running {
-                Some(_) => "another process serves it",
-                None => "known to a running agent only",
-            };
-            checks.push(Check::skipped(WORKLOAD, why));
-        }
-        None => {}
+    if let Some(authority) = authority {
+        checks.push(signed(authority, certificate.is_some()));
+    } else if checks.is_empty() {
+        let why = running.map_or(
+            "known to a running agent only",
+            |_| "another process serves it",
+        );
+        checks.push(Check::skipped(WORKLOAD, why));
     }
     let roots = Facts::of_pem(roots.as_deref().unwrap_or_default());
-    let is_reported = checks
-        .iter()
-        .any(|check| check.code == codes::ROOTS_EXPIRED.name);
+    let mut reported = checks.iter().map(|check| check.code.as_str());
+    let is_reported = reported.any(|code| code == codes::ROOTS_EXPIRED.name);
     if let Some(latest) = latest(&roots, now).filter(|_| !is_reported) {
         let mut check = latest.life(ROOTS, now);
         check.found = format!("{} in use; {}", roots.len(), check.found);

@@ -21,11 +21,10 @@ pub(crate) fn runnable(program: &Path) -> io::Result<()> {
     };
     // Class and byte order, and at the end the machine, as in elf(5).
     let is_native = own.get(..6) == found.get(..6) && own.get(18..) == found.get(18..);
-    if is_native || found.starts_with(b"#!") {
-        Ok(())
-    } else {
-        Err(Errno::NOEXEC.into())
+    if !is_native && !found.starts_with(b"#!") {
+        return Err(Errno::NOEXEC.into());
     }
+    Ok(())
 }
 
 fn header(program: &Path) -> io::Result<Vec<u8>> {

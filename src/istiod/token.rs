@@ -89,11 +89,12 @@ impl Reader {
             Ok(Token { header, claims }) => {
                 let problem = claims.as_ref().and_then(|claims| claims.expired(path));
                 let is_sent = problem.is_none() || !has_certificate;
-                let problem = problem.map(|problem| match is_sent {
-                    true => problem
-                        .consequence("it is sent anyway, because there is no client certificate"),
-                    false => problem.consequence("the client certificate is used instead"),
-                });
+                let follows = if is_sent {
+                    "it is sent anyway, because there is no client certificate"
+                } else {
+                    "the client certificate is used instead"
+                };
+                let problem = problem.map(|problem| problem.consequence(follows));
                 (is_sent.then_some(header), claims, problem)
             }
             Err(problem) => (None, None, Some(problem)),

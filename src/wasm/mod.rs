@@ -172,9 +172,10 @@ impl Wasm {
             }
             Err(unusable) => unusable,
         };
-        let (policy, consequence) = match filter.fails_open {
-            true => ("allow", "requests pass without the filter"),
-            false => ("deny", "everything is refused, HTTP requests with 403"),
+        let (policy, consequence) = if filter.fails_open {
+            ("allow", "requests pass without the filter")
+        } else {
+            ("deny", "everything is refused, HTTP requests with 403")
         };
         let (code, found) = unusable.error;
         let url = filter.module.as_ref().map(|it| it.source.redacted());

@@ -25,9 +25,10 @@ pub use flags::IptablesFlags;
 /// The exit code of an error. The CNI plugin knows that of a validation.
 pub fn exit_code(error: &BoxError) -> ExitCode {
     let problem = error.downcast_ref::<Problem>();
-    match problem.is_some_and(|it| it.code == codes::CAPTURE_VALIDATION_FAILED) {
-        true => ExitCode::NotCaptured,
-        false => ExitCode::CaptureFailed,
+    if problem.is_some_and(|it| it.code == codes::CAPTURE_VALIDATION_FAILED) {
+        ExitCode::NotCaptured
+    } else {
+        ExitCode::CaptureFailed
     }
 }
 
