@@ -5,7 +5,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use rustix::fs::{Access, access};
 
-use super::certificates::{Facts, ROOTS, chain, latest};
+use super::certificates::{ROOTS, chain, latest};
 use super::report::{Check, Level};
 use super::{Running, Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
@@ -13,7 +13,7 @@ use crate::problem::{Problem, codes};
 use crate::sds::revocation_problem;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
-use crate::secrets::{Secret, SecretState, Secrets, Subscription, WORKLOAD, output};
+use crate::secrets::{Facts, Secret, SecretState, Secrets, Subscription, WORKLOAD, output};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let (config, running) = (subject.config, subject.running);

@@ -1,6 +1,5 @@
 //! What an operator wants to know of a certificate.
 
-use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -16,59 +15,25 @@ use super::report::{Check, Level};
 use crate::clock::rfc3339;
 use crate::pem;
 use crate::problem::{Problem, codes};
-use crate::secrets::{names, validity_problem};
+use crate::secrets::{Facts, MAX_NAMES};
 use crate::trust_anchors;
-
-const MAX_NAMES: usize = 8;
 
 pub(super) const ROOTS: &str = "roots of the mesh";
 
-pub(super) struct Facts {
-    pub(super) subject: String,
-    pub(super) issuer: String,
-    /// Subject alternative names: DNS and URI.
-    pub(super) names: Vec<String>,
-    pub(super) not_before: SystemTime,
-    pub(super) not_after: SystemTime,
-}
-
 impl Facts {
-    pub(super) fn read(der: &[u8]) -> Option<Self> {
-        let (_, certificate) = parse_x509_certificate(der).ok()?;
-        let validity = certificate.validity();
-        Some(Self {
-            subject: certificate.subject().to_string(),
-            issuer: certificate.issuer().to_string(),
-            names: names(&certificate),
-            not_before: validity.not_before.to_datetime().into(),
-            not_after: validity.not_after.to_datetime().into(),
-        })
-    }
-
     /// The certificates of a PEM file; broken ones are left out.
     pub(super) fn of_pem(pem: &[u8]) -> Vec<Self> {
         let certificates = pem::items::<CertificateDer>(pem).flatten();
-        certificates.filter_map(|der| Self::read(&der)).collect()
+        certificates.flat_map(|der| Self::read(&der)).collect()
     }
 
     /// Whether it is valid now, and `what` it is.
     pub(super) fn life(&self, what: &str, now: SystemTime) -> Check {
-        let dates = [self.not_before, self.not_after];
-        let Some(problem) = validity_problem(what, &self.to_string(), dates, now) else {
+        let Some(problem) = self.validity_problem(what, now) else {
             let end = rfc3339(self.not_after);
             return Check::ok(what, format!("{self}, valid until {end}"));
         };
         Check::of(&problem)
-    }
-}
-
-impl fmt::Display for Facts {
-    /// By its names, or its subject where it has none.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.names.get(..MAX_NAMES).unwrap_or(&self.names) {
-            [] => f.write_str(&self.subject),
-            names => f.write_str(&names.join(", ")),
-        }
     }
 }
 
@@ -485,7 +450,7 @@ mod tests {
             let mut der = certificate();
             let at = at % der.len();
             der[at] = byte;
-            if let Some(facts) = Facts::read(&der) {
+            if let Ok(facts) = Facts::read(&der) {
                 facts.life("it", SystemTime::UNIX_EPOCH);
             }
         }

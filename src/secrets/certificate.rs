@@ -14,7 +14,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
 
 use super::trust;
-use super::x509::{self, Leaf};
+use super::x509::{self, Facts};
 use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
 use crate::pem;
@@ -41,7 +41,7 @@ pub struct Workload {
 pub struct Certificate {
     chain_pem: Bytes,
     key_pem: Zeroizing<Vec<u8>>,
-    leaf: Leaf,
+    leaf: Facts,
 }
 
 /// Trust anchors as PEM; there is at least one.
@@ -96,7 +96,7 @@ impl Certificate {
     /// `leaf` is that of `chain`, whose elements are checked.
     pub(super) fn new(
         chain: Zeroizing<Vec<u8>>,
-        leaf: Leaf,
+        leaf: Facts,
         key_pem: Zeroizing<Vec<u8>>,
     ) -> Result<Self, String> {
         if x509::public_key(&key_pem)? != leaf.public_key {
@@ -131,8 +131,7 @@ impl Certificate {
     }
 
     pub(super) fn validity_problem(&self, subject: &str, now: SystemTime) -> Option<Problem> {
-        let names = self.leaf.names.join(", ");
-        x509::validity_problem(subject, &names, [self.not_before(), self.not_after()], now)
+        self.leaf.validity_problem(subject, now)
     }
 
     /// Reports a signed certificate that is not for the identity, or not valid. It may be used anyway.

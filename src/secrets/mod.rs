@@ -46,7 +46,7 @@ use name::Name;
 use observe::{Dates, Snapshot};
 use renewal::Renewal;
 use trust::MeshBundle;
-pub(crate) use x509::{names, validity_problem};
+pub(crate) use x509::{Facts, MAX_NAMES};
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]

@@ -1,5 +1,6 @@
 //! Reads PEM and X.509: chains, bundles of roots and private keys.
 
+use std::fmt;
 use std::time::SystemTime;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
@@ -14,19 +15,69 @@ use crate::duration::approximate;
 use crate::pem;
 use crate::problem::{Problem, codes};
 
+/// The most names of a certificate in a text.
+pub(crate) const MAX_NAMES: usize = 8;
 /// The part of its life a certificate that is renewed in time never gets to.
 const LAST_TENTH: f64 = 0.1;
 
 const NO_PUBLIC_HALF: &str = "the private key does not have a public half";
 
-/// What matters of a leaf certificate.
+/// What matters of a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Leaf {
+pub(crate) struct Facts {
+    pub(crate) subject: String,
+    pub(crate) issuer: String,
     pub(super) public_key: Vec<u8>,
-    pub(super) not_before: SystemTime,
-    pub(super) not_after: SystemTime,
+    pub(crate) not_before: SystemTime,
+    pub(crate) not_after: SystemTime,
     /// The DNS names and URIs of the subject alternative name.
-    pub(super) names: Vec<String>,
+    pub(crate) names: Vec<String>,
+}
+
+impl Facts {
+    pub(crate) fn read(der: &[u8]) -> Result<Self, String> {
+        let certificate = parse(der)?;
+        let validity = certificate.validity();
+        Ok(Self {
+            subject: certificate.subject().to_string(),
+            issuer: certificate.issuer().to_string(),
+            public_key: certificate.public_key().subject_public_key.data.to_vec(),
+            not_before: validity.not_before.to_datetime().into(),
+            not_after: validity.not_after.to_datetime().into(),
+            names: names(&certificate),
+        })
+    }
+
+    /// The problem of a certificate that is not valid at `now`, or only for the last tenth of its life.
+    pub(crate) fn validity_problem(&self, subject: &str, now: SystemTime) -> Option<Problem> {
+        let (begin, end) = (self.not_before, self.not_after);
+        let (wait, left) = (seconds(begin, now), seconds(end, now));
+        let (code, what, date) = if wait > 0.0 {
+            let what = format!("is valid in {}, from", approximate(wait));
+            (codes::CERTIFICATE_NOT_YET_VALID, what, begin)
+        } else if left < 0.0 {
+            let what = format!("expired {} ago, at", approximate(-left));
+            (codes::CERTIFICATE_EXPIRED, what, end)
+        } else if left < seconds(end, begin) * LAST_TENTH {
+            let what = format!("expires in {}, at", approximate(left));
+            (codes::CERTIFICATE_EXPIRES_SOON, what, end)
+        } else {
+            return None;
+        };
+        let (date, now) = (rfc3339(date), rfc3339(now));
+        let found = format!("{self} {what} {date}; the time here is {now}");
+        Some(Problem::new(code, subject, found))
+    }
+}
+
+impl fmt::Display for Facts {
+    /// By its names, or its subject where it has none.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.names.get(..MAX_NAMES).unwrap_or(&self.names) {
+            [] => f.write_str(&self.subject),
+            names => f.write_str(&names.join(", ")),
+        }
+    }
 }
 
 pub(super) fn no_certificate(content: &[u8]) -> String {
@@ -34,18 +85,13 @@ pub(super) fn no_certificate(content: &[u8]) -> String {
 }
 
 /// The first certificate of a chain; all others must be certificates as well.
-pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, String> {
+pub(super) fn leaf(chain: &[u8]) -> Result<Facts, String> {
     let mut leaf = None;
     for (index, der) in pem::items::<CertificateDer>(chain).enumerate() {
         let broken = |found| format!("certificate {} is broken: {found}", index + 1);
         let der = der.map_err(|error| broken(error.to_string()))?;
-        let certificate = parse(&der).map_err(broken)?;
-        leaf.get_or_insert_with(|| Leaf {
-            public_key: certificate.public_key().subject_public_key.data.to_vec(),
-            not_before: certificate.validity().not_before.to_datetime().into(),
-            not_after: certificate.validity().not_after.to_datetime().into(),
-            names: names(&certificate),
-        });
+        let facts = Facts::read(&der).map_err(broken)?;
+        leaf.get_or_insert(facts);
     }
     leaf.ok_or_else(|| no_certificate(chain))
 }
@@ -61,31 +107,6 @@ pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, String> {
     let public = key.public_key().ok_or(NO_PUBLIC_HALF)?;
     let (_, public) = SubjectPublicKeyInfo::from_der(&public).map_err(|_| NO_PUBLIC_HALF)?;
     Ok(public.subject_public_key.data.to_vec())
-}
-
-/// The problem of a certificate that is not valid at `now`, or only for the last tenth of its life.
-pub(crate) fn validity_problem(
-    subject: &str,
-    holder: &str,
-    [begin, end]: [SystemTime; 2],
-    now: SystemTime,
-) -> Option<Problem> {
-    let (wait, left) = (seconds(begin, now), seconds(end, now));
-    let (code, what, date) = if wait > 0.0 {
-        let what = format!("is valid in {}, from", approximate(wait));
-        (codes::CERTIFICATE_NOT_YET_VALID, what, begin)
-    } else if left < 0.0 {
-        let what = format!("expired {} ago, at", approximate(-left));
-        (codes::CERTIFICATE_EXPIRED, what, end)
-    } else if left < seconds(end, begin) * LAST_TENTH {
-        let what = format!("expires in {}, at", approximate(left));
-        (codes::CERTIFICATE_EXPIRES_SOON, what, end)
-    } else {
-        return None;
-    };
-    let (date, now) = (rfc3339(date), rfc3339(now));
-    let found = format!("{holder} {what} {date}; the time here is {now}");
-    Some(Problem::new(code, subject, found))
 }
 
 /// The certificates of a bundle; None stands for a broken one.
@@ -125,7 +146,7 @@ pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
 }
 
 /// The DNS names and URIs of the subject alternative name; none where it cannot be read.
-pub(crate) fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
+pub(super) fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
     let names = certificate.subject_alternative_name().ok().flatten();
     let names = names.map(|names| names.value.general_names.as_slice());
     let text = |name: &GeneralName<'_>| match name {
