@@ -41,7 +41,7 @@ pub struct Workload {
 pub struct Certificate {
     chain_pem: Bytes,
     key_pem: Zeroizing<Vec<u8>>,
-    leaf: Facts,
+    pub(super) leaf: Facts,
 }
 
 /// Trust anchors as PEM; there is at least one.
@@ -122,16 +122,8 @@ impl Certificate {
         self.leaf.names.contains(&identity.to_string())
     }
 
-    pub(super) fn not_before(&self) -> SystemTime {
-        self.leaf.not_before
-    }
-
     pub fn not_after(&self) -> SystemTime {
         self.leaf.not_after
-    }
-
-    pub(super) fn validity_problem(&self, subject: &str, now: SystemTime) -> Option<Problem> {
-        self.leaf.validity_problem(subject, now)
     }
 
     /// Reports a signed certificate that is not for the identity, or not valid. It may be used anyway.
@@ -147,7 +139,7 @@ impl Certificate {
 
     /// A certificate is signed for now, and withdrawn when it expires: if it is not valid, a clock is wrong.
     pub(crate) fn clock_problem(&self, now: SystemTime) -> Option<Problem> {
-        let (what, date) = match (self.not_before(), self.not_after()) {
+        let (what, date) = match (self.leaf.not_before, self.leaf.not_after) {
             (_, end) if end <= now => ("already expired (valid until", end),
             (begin, _) if begin > now => ("not valid yet (valid from", begin),
             _ => return None,

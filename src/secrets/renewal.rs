@@ -161,7 +161,7 @@ impl<C: Ca> Renewal<C> {
             tokio::time::sleep(ROOTS_AHEAD).await;
         }
         let dates = Dates {
-            not_before: workload.certificate.not_before(),
+            not_before: workload.certificate.leaf.not_before,
             not_after: workload.certificate.not_after(),
             issued,
             due,
@@ -264,7 +264,7 @@ impl<C: Ca> Renewal<C> {
         let mut not_after = workload.certificate.not_after();
         if not_after <= issued {
             // By its own clock the certificate is new, or the authority is wrong and may mend soon.
-            let life = left(not_after, workload.certificate.not_before());
+            let life = left(not_after, workload.certificate.leaf.not_before);
             let end = issued.checked_add(life.min(schedule::MAX_DOUBTFUL));
             not_after = end.unwrap_or(issued);
         }

@@ -227,9 +227,11 @@ impl Watcher {
                     return;
                 }
                 tracing::info!(target: "cache", resource = %source, "read certificate from file");
-                let subject = source.to_string();
+                let (subject, now) = (source.to_string(), self.clock.now());
                 if let Secret::Certificate(certificate) = &secret
-                    && let Some(problem) = certificate.validity_problem(&subject, self.clock.now())
+                    && let Some(problem) = certificate
+                        .leaf
+                        .validity_problem(&subject, self.clock.now())
                 {
                     tracing::warn!(target: "cache", "{problem}");
                 }

@@ -6,7 +6,7 @@
 mod page;
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::Sources;
 use super::startup::Reached;
@@ -36,7 +36,7 @@ pub(super) struct Overview {
     certificates: Option<Certificates>,
     discovery: Discovery,
     /// None if the agent does not answer DNS.
-    dns: Option<Dns>,
+    dns: Option<Value>,
     /// None if the workload is not checked.
     health: Option<Health>,
     /// None if Envoy fetches Wasm modules itself.
@@ -51,11 +51,6 @@ struct Agent {
     node: String,
     version: String,
     uptime_seconds: f64,
-}
-
-#[derive(Debug, Serialize)]
-struct Dns {
-    ready: bool,
 }
 
 impl Overview {
@@ -75,9 +70,10 @@ impl Overview {
             istiod: sources.istiod.status(),
             certificates: sources.secrets.as_ref().map(Secrets::snapshot),
             discovery: sources.discovery.snapshot(),
-            dns: sources.dns.as_ref().map(|dns| Dns {
-                ready: dns.is_ready(),
-            }),
+            dns: sources
+                .dns
+                .as_ref()
+                .map(|dns| json!({ "ready": dns.is_ready() })),
             health: sources.health.clone(),
             wasm: sources.wasm.as_ref().map(crate::wasm::Wasm::snapshot),
             start_up: sources.milestones.reached(),

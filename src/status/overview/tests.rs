@@ -314,7 +314,7 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
         }),
         ..handle::Report::default()
     });
-    overview.dns = Some(Dns { ready: false });
+    overview.dns = Some(json!({ "ready": false }));
     overview.discovery.stream = Some(StreamSnapshot {
         id: 2,
         protocol: "delta",
