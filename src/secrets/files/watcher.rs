@@ -229,9 +229,7 @@ impl Watcher {
                 tracing::info!(target: "cache", resource = %source, "read certificate from file");
                 let (subject, now) = (source.to_string(), self.clock.now());
                 if let Secret::Certificate(certificate) = &secret
-                    && let Some(problem) = certificate
-                        .leaf
-                        .validity_problem(&subject, self.clock.now())
+                    && let Some(problem) = certificate.leaf.validity_problem(&subject, now)
                 {
                     tracing::warn!(target: "cache", "{problem}");
                 }

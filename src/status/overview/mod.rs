@@ -56,6 +56,7 @@ struct Agent {
 impl Overview {
     /// Takes a snapshot. `ready` is the result of a readiness check.
     pub(super) fn new(sources: &Sources, (doctor, ready): (Report, Result<(), String>)) -> Self {
+        let dns = sources.dns.as_ref();
         Self {
             now: rfc3339(Clock::system().now()),
             agent: Agent {
@@ -70,10 +71,7 @@ impl Overview {
             istiod: sources.istiod.status(),
             certificates: sources.secrets.as_ref().map(Secrets::snapshot),
             discovery: sources.discovery.snapshot(),
-            dns: sources
-                .dns
-                .as_ref()
-                .map(|dns| json!({ "ready": dns.is_ready() })),
+            dns: dns.map(|dns| json!({ "ready": dns.is_ready() })),
             health: sources.health.clone(),
             wasm: sources.wasm.as_ref().map(crate::wasm::Wasm::snapshot),
             start_up: sources.milestones.reached(),
