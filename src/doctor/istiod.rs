@@ -89,7 +89,7 @@ async fn examine(
     let Some(found) = asks else {
         return (checks, false);
     };
-    let check = if found.has_errors() {
+    let check = if found.checks.iter().any(|it| it.level == Level::Error) {
         let why = "not sent: istiod would refuse the token";
         Check::skipped("discovery request", why)
     } else {

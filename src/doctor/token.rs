@@ -46,13 +46,6 @@ pub(super) async fn read(subject: Subject<'_>) -> Found {
     found
 }
 
-impl Found {
-    /// Whether istiod would refuse what the agent shows.
-    pub(super) fn has_errors(&self) -> bool {
-        self.checks.iter().any(|check| check.level == Level::Error)
-    }
-}
-
 async fn read_token(config: &Config) -> Found {
     let mut found = Found::default();
     let Security::Tls(tls) = &config.istiod.security else {
