@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::fs::{AtFlags, Mode, OFlags, mkdirat, open, openat, unlinkat};
+use rustix::fs::{AtFlags, Mode, OFlags, mkdirat, open, openat, renameat, unlinkat};
 use rustix::io::Errno;
 use zeroize::Zeroizing;
 
@@ -81,6 +81,11 @@ impl Directory {
         self.remove_file(name)?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         Ok(openat(&self.0, name, flags, Mode::RUSR | Mode::WUSR)?.into())
+    }
+
+    /// Replaces the file `name` by the file `from`.
+    pub(crate) fn rename(&self, from: &str, name: &str) -> io::Result<()> {
+        Ok(renameat(&self.0, from, &self.0, name)?)
     }
 
     /// Removes the file or link `name`, if there is one.

@@ -1,42 +1,38 @@
-//! One file for each type: the responses that Envoy has accepted, and behind them those that wait for
-//! its answer.
+//! The file of a type, and the responses that change it.
 //!
-//! It begins with a [`Header`] of fixed size, which says where the accepted responses are. They follow
-//! one another as they came, without gRPC heads. Together they are a message as well, in which a later
-//! resource replaces an earlier one of the same name, as in Envoy. The header is written in one page
-//! once all it refers to is in the file, so that a kill leaves the state before or the state after. What
-//! no longer counts is given back to the file system as a hole.
+//! A file has a [`Header`] of fixed size, and then fields of discovery responses: resources, and names of
+//! removed ones. Together they are a message as well, in which a later resource replaces an earlier one of
+//! the same name, as in Envoy. The header says how many bytes count. It is written in one page when all of
+//! them are in the file, so that a kill leaves the state before or the state after. A file that has twice
+//! its size is replaced by one with the resources in force.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
-use std::io;
+use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
 use bytes::Bytes;
 use crc32fast::Hasher;
-use prost::Message;
-use rustix::fs::{FallocateFlags, fallocate};
 use serde::{Deserialize, Serialize};
 
-use super::writer::Coverage;
+use crate::directory::Directory;
 use crate::xds::observe::{now, unix_seconds};
 use crate::xds::response::Received;
-use crate::xds::wire::{Walker, digest};
+use crate::xds::wire::Walker;
 
 /// How much is copied at once.
 pub(super) const BLOCK: usize = 64 * 1024;
 
 /// Bytes of the header: a checksum, JSON and spaces.
-const HEADER: u64 = 4096;
+pub(super) const HEADER: u64 = 4096;
 const SUM: usize = size_of::<u32>();
 
 /// How many responses may wait for their ACK.
-const MAX_PENDING: usize = 64;
+const MAX_UNANSWERED: usize = 64;
 
-/// Stands among the names of removed resources before and behind those that are all that remains. No
-/// resource is named so, as it is not UTF-8.
-const RETAINED: &[u8] = &[0xff];
+/// Bytes of fields that are written at once.
+const MAX_CHANGED: usize = 2 << 20;
 
 /// What counts of a file. One of another form, with other members, is not used.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -47,10 +43,10 @@ pub(super) struct Header {
     pub(super) version: String,
     /// When it was accepted, in seconds of Unix time.
     pub(super) accepted: u64,
-    /// Where the responses are. Without any, nothing is kept.
-    pub(super) place: Range<u64>,
+    /// Bytes of the fields.
+    pub(super) length: u64,
     crc: u32,
-    /// The length of the first response, which has all there was.
+    /// Bytes of the fields when the file was new.
     first: u64,
 }
 
@@ -80,149 +76,249 @@ impl Header {
         file.write_all_at(&bytes, 0)
     }
 
-    pub(super) fn length(&self) -> u64 {
-        self.place.end.saturating_sub(self.place.start)
+    /// Writes bytes behind those that count. They count once the header is written.
+    fn append(&mut self, file: &File, bytes: &[u8]) -> io::Result<()> {
+        file.write_all_at(bytes, HEADER + self.length)?;
+        let mut crc = Hasher::new_with_initial_len(self.crc, self.length);
+        crc.update(bytes);
+        self.crc = crc.finalize();
+        self.length += bytes.len() as u64;
+        Ok(())
     }
 }
 
-/// A response behind those that count.
+/// A response, or the beginning of one, that Envoy has not answered.
 #[derive(Debug, Default)]
-struct Segment {
+struct Message {
+    /// All before what is in memory.
+    spilled: Option<File>,
+    pieces: Vec<Bytes>,
+    /// Bytes in memory.
+    held: usize,
     length: u64,
-    crc: Hasher,
 }
 
-/// The file of a type, open for changes.
-#[derive(Debug)]
+impl Message {
+    /// Reads the fields, with the digests of their names.
+    fn fields(&self, mut each: impl FnMut(u64, Vec<u8>) -> io::Result<()>) -> io::Result<()> {
+        let (mut walker, mut found) = (Walker::of_names(self.length), Vec::new());
+        // What is behind the last field that was found.
+        let (mut rest, mut at) = (Vec::new(), 0);
+        let mut read = |bytes: &[u8]| {
+            let walked = walker.find(bytes, |it| found.push(it));
+            walked.map_err(io::Error::other)?;
+            let mut taken = 0;
+            for field in found.drain(..) {
+                let end = (field.place.end - at) as usize;
+                rest.extend_from_slice(&bytes[taken..end]);
+                taken = end;
+                let length = (field.place.end - field.place.start) as usize;
+                rest.drain(..rest.len() - length);
+                each(field.name, std::mem::take(&mut rest))?;
+            }
+            rest.extend_from_slice(&bytes[taken..]);
+            at += bytes.len() as u64;
+            Ok(())
+        };
+        if let Some(file) = &self.spilled {
+            let length = self.length - self.held as u64;
+            blocks(file, 0..length, &mut read)?;
+        }
+        self.pieces.iter().try_for_each(|bytes| read(bytes))?;
+        walker.finish().map(drop).map_err(io::Error::other)
+    }
+}
+
+/// The file of a type, and what is to be written to it.
+#[derive(Debug, Default)]
 pub(super) struct TypeFile {
-    file: File,
+    name: &'static str,
+    /// None while nothing is kept.
+    pub(super) file: Option<File>,
+    /// The file that is to replace it.
+    new: Option<File>,
+    /// Of the file, or of the new one.
     pub(super) header: Header,
-    /// In the order in which they follow what counts.
-    pending: VecDeque<(Received, Coverage, Segment)>,
-    /// The response that passes.
-    passing: Segment,
+    /// What Envoy held when the stream began, until the first response.
+    pub(super) held: Option<HashSet<u64>>,
+    passing: Message,
+    /// Those that have passed, and the resources before them that remain, if others do not.
+    unanswered: VecDeque<(Received, Message, Option<HashSet<u64>>)>,
+    /// The resources of the file that remain, if others do not.
+    retained: Option<HashSet<u64>>,
+    /// Accepted fields that are not in the file, by the digests of their names, and their bytes.
+    changes: HashMap<u64, Vec<u8>>,
+    changed: usize,
 }
 
 impl TypeFile {
-    /// Continues a file, or begins one for a node without a header.
-    pub(super) fn new(file: File, header: Option<Header>, identity: &str) -> io::Result<Self> {
+    /// Continues a file, or begins one.
+    pub(super) fn new(name: &'static str, found: Option<(File, Header)>, identity: &str) -> Self {
+        let (file, header) = found.unzip();
         let empty = || Header {
             identity: identity.to_owned(),
-            place: HEADER..HEADER,
             ..Header::default()
         };
-        let header = header.unwrap_or_else(empty);
-        header.write(&file)?;
-        Ok(Self {
+        Self {
+            name,
             file,
-            header,
-            pending: VecDeque::new(),
-            passing: Segment::default(),
-        })
+            header: header.unwrap_or_else(empty),
+            ..Self::default()
+        }
     }
 
-    /// Where the next bytes go.
-    fn tail(&self) -> u64 {
-        let pending = self.pending.iter().map(|(.., segment)| segment.length);
-        self.header.place.end + pending.sum::<u64>() + self.passing.length
+    /// Bytes of responses in memory.
+    pub(super) fn held(&self) -> usize {
+        let unanswered = self.unanswered.iter().map(|(_, message, _)| message.held);
+        self.passing.held + unanswered.sum::<usize>()
     }
 
     /// Bytes that count, or may from their ACK.
     pub(super) fn size(&self) -> u64 {
-        self.tail() - self.header.place.start
+        let unanswered = self.unanswered.iter().map(|(_, message, _)| message.length);
+        self.header.length + self.passing.length + unanswered.sum::<u64>()
     }
 
-    /// Writes bytes of the response that passes.
-    pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(bytes, self.tail())?;
+    /// Takes bytes of the response that passes.
+    pub(super) fn passes(&mut self, bytes: Bytes) {
         self.passing.length += bytes.len() as u64;
-        self.passing.crc.update(bytes);
+        self.passing.held += bytes.len();
+        self.passing.pieces.push(bytes);
+    }
+
+    /// Moves what has passed of a response to a file without a name.
+    pub(super) fn spill(&mut self, directory: &Directory) -> io::Result<()> {
+        let message = &mut self.passing;
+        if message.spilled.is_none() {
+            let name = temporary(self.name);
+            message.spilled = Some(directory.create_file(&name)?);
+            directory.remove_file(&name)?;
+        }
+        if let Some(file) = &mut message.spilled {
+            let mut pieces = message.pieces.drain(..);
+            pieces.try_for_each(|bytes| file.write_all(&bytes))?;
+        }
+        message.held = 0;
         Ok(())
     }
 
     /// The response has passed, and waits for its ACK.
-    pub(super) fn passed(&mut self, response: Received, coverage: Coverage) -> io::Result<()> {
-        let passed = std::mem::take(&mut self.passing);
-        self.pending.push_back((response, coverage, passed));
-        match self.pending.len() {
-            ..=MAX_PENDING => Ok(()),
+    pub(super) fn passed(&mut self, received: Received, is_all: bool) -> io::Result<()> {
+        let held = self.held.take();
+        let retained = if is_all { Some(HashSet::new()) } else { held };
+        let message = std::mem::take(&mut self.passing);
+        self.unanswered.push_back((received, message, retained));
+        match self.unanswered.len() {
+            ..=MAX_UNANSWERED => Ok(()),
             _ => Err(io::Error::other("too many responses wait for their ACK")),
         }
     }
 
     /// Envoy has answered a response, which it does in their order.
-    pub(super) fn answered(&mut self, nonce: &str, is_accepted: bool) -> io::Result<()> {
-        let Some((response, coverage, segment)) = self.pending.pop_front() else {
+    pub(super) fn answered(
+        &mut self,
+        directory: &Directory,
+        nonce: &str,
+        is_accepted: bool,
+    ) -> io::Result<()> {
+        let Some((received, message, retained)) = self.unanswered.pop_front() else {
             return Ok(());
         };
-        let is_empty = self.header.place.is_empty();
-        let is_last = self.tail() == self.header.place.end;
-        if response.nonce != nonce {
+        if received.nonce != nonce {
             return Err(io::Error::other("Envoy has skipped the ACK of a response"));
-        } else if is_accepted && !(is_empty && coverage == Coverage::Part) {
-            self.header.version = response.version;
-            self.header.accepted = unix_seconds(now()) as u64;
-            self.commit(segment, coverage == Coverage::All)?;
-        } else if is_empty {
-            // Of a part alone, the rest is missing.
-            let end = self.header.place.end + segment.length;
-            self.header.place = end..end;
-        } else if !is_last {
-            return Err(io::Error::other(
-                "Envoy has rejected a response after later ones were stored",
-            ));
         }
+        // With less than Envoy held it is a part. Of a part alone, the rest is missing.
+        let held = retained.as_ref().map(HashSet::len);
+        let is_whole = held.is_some_and(|held| received.resources as usize >= held);
+        if !is_accepted || self.file.is_none() && !is_whole {
+            return Ok(());
+        }
+        self.retained = retained;
+        if let Some(retained) = self.retained.as_mut().filter(|it| !it.is_empty()) {
+            // Those in the response are replaced.
+            message.fields(|name, _| {
+                retained.remove(&name);
+                Ok(())
+            })?;
+        }
+        message.fields(|name, field| {
+            self.changed += field.len();
+            self.changes.insert(name, field);
+            match self.changed {
+                ..MAX_CHANGED => Ok(()),
+                _ => self.append(directory),
+            }
+        })?;
+        self.header.version = received.version;
+        self.header.accepted = unix_seconds(now()) as u64;
+        self.commit(directory)
+    }
+
+    /// Lets the changes count.
+    fn commit(&mut self, directory: &Directory) -> io::Result<()> {
+        self.append(directory)?;
+        if let Some(new) = self.new.take() {
+            self.header.first = self.header.length;
+            self.header.write(&new)?;
+            directory.rename(&temporary(self.name), self.name)?;
+            self.file = Some(new);
+        } else if let Some(file) = &self.file {
+            self.header.write(file)?;
+        }
+        Ok(())
+    }
+
+    /// Writes changes behind what counts, to a new file if only some of before remain or at twice the size.
+    fn append(&mut self, directory: &Directory) -> io::Result<()> {
         let most = self.header.first.saturating_mul(2) + BLOCK as u64;
-        match is_last && self.header.length() > most {
-            true => self.compact(),
-            false => Ok(()),
+        let length = self.header.length + self.changed as u64;
+        let is_large = self.new.is_none() && length > most;
+        if self.retained.is_some() || self.file.is_none() && self.new.is_none() || is_large {
+            self.renew(directory)?;
         }
-    }
-
-    fn compact(&mut self) -> io::Result<()> {
-        let index = Index::read(&self.header, self.file.try_clone()?)?;
-        let places = index.resources.values().cloned().collect();
-        // Without resources it has this.
-        self.write(&retained(std::iter::empty()))?;
-        index.copy(places, |block| self.write(block))?;
-        let compact = std::mem::take(&mut self.passing);
-        self.commit(compact, true)
-    }
-
-    /// Lets the segment behind what counts count as well, or alone.
-    fn commit(&mut self, segment: Segment, is_all: bool) -> io::Result<()> {
-        let header = &mut self.header;
-        if is_all || header.place.is_empty() {
-            header.place.start = header.place.end;
-            (header.crc, header.first) = (0, segment.length);
+        let Some(file) = self.new.as_ref().or(self.file.as_ref()) else {
+            return Ok(());
+        };
+        let mut block = Vec::with_capacity(BLOCK.min(self.changed));
+        for (_, field) in self.changes.drain() {
+            if block.len() + field.len() > BLOCK {
+                self.header.append(file, &block)?;
+                block.clear();
+            }
+            block.extend_from_slice(&field);
         }
-        let mut crc = Hasher::new_with_initial_len(header.crc, header.length());
-        crc.combine(&segment.crc);
-        header.crc = crc.finalize();
-        header.place.end += segment.length;
-        self.file.sync_data()?;
-        header.write(&self.file)
+        self.changed = 0;
+        self.header.append(file, &block)
     }
 
-    /// Gives back what is before the responses that count.
-    pub(super) fn punch_hole(&self) {
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let length = self.header.place.start.saturating_sub(HEADER);
-        // Without holes the file grows until it is too large.
-        let _ = fallocate(&self.file, flags, HEADER, length);
+    /// Begins a new file with the resources that remain.
+    fn renew(&mut self, directory: &Directory) -> io::Result<()> {
+        let new = directory.create_file(&temporary(self.name))?;
+        let header = Header {
+            length: 0,
+            crc: 0,
+            ..self.header.clone()
+        };
+        let old = std::mem::replace(&mut self.header, header);
+        let retained = self.retained.take();
+        if let Some(file) = self.new.take().or(self.file.take())
+            && retained.as_ref().is_none_or(|names| !names.is_empty())
+        {
+            let mut index = Index::read(&old, file)?;
+            let places = index.resources.drain().filter(|(name, _)| {
+                !self.changes.contains_key(name)
+                    && retained.as_ref().is_none_or(|names| names.contains(name))
+            });
+            let places = places.map(|(_, place)| place).collect();
+            index.copy(places, |block| self.header.append(&new, block))?;
+        }
+        self.new = Some(new);
+        Ok(())
     }
 }
 
-/// What has only the resources of these names remain of those before it: the beginning of a response.
-pub(super) fn retained(names: impl Iterator<Item = Bytes>) -> Bytes {
-    #[derive(Clone, PartialEq, Message)]
-    struct Removed {
-        #[prost(bytes = "bytes", repeated, tag = "6")]
-        names: Vec<Bytes>,
-    }
-    let mark = || std::iter::once(Bytes::from_static(RETAINED));
-    let names = mark().chain(names).chain(mark()).collect();
-    Removed { names }.encode_to_vec().into()
+pub(super) fn temporary(name: &str) -> String {
+    format!("{name}.tmp")
 }
 
 /// The resources in force of a type.
@@ -237,28 +333,22 @@ impl Index {
     /// Reads what counts of a file, and compares its checksum.
     pub(super) fn read(header: &Header, file: File) -> io::Result<Self> {
         let mut resources = HashMap::new();
-        let (mark, mut retained) = (digest(RETAINED), None::<HashSet<_>>);
-        let (mut walker, mut crc) = (Walker::of_names(header.length()), Hasher::new());
-        let start = header.place.start;
-        blocks(&file, header.place.clone(), |block| {
-            crc.update(block);
-            let walked = walker.find(block, |found| {
-                if !found.is_removed {
-                    let place = start + found.place.start..start + found.place.end;
-                    resources.insert(found.name, place);
-                } else if found.name == mark {
-                    match retained.take() {
-                        None => retained = Some(HashSet::new()),
-                        Some(names) => resources.retain(|name, _| names.contains(name)),
-                    }
-                } else if let Some(names) = &mut retained {
-                    names.insert(found.name);
-                } else {
-                    resources.remove(&found.name);
-                }
-            });
-            walked.map_err(io::Error::other)
-        })?;
+        let (mut walker, mut crc) = (Walker::of_names(header.length), Hasher::new());
+        blocks(
+            &file,
+            HEADER..HEADER.saturating_add(header.length),
+            |block| {
+                crc.update(block);
+                let walked = walker.find(block, |found| {
+                    let place = HEADER + found.place.start..HEADER + found.place.end;
+                    match found.is_removed {
+                        true => resources.remove(&found.name),
+                        false => resources.insert(found.name, place),
+                    };
+                });
+                walked.map_err(io::Error::other)
+            },
+        )?;
         walker.finish().map_err(io::Error::other)?;
         match crc.finalize() == header.crc {
             true => Ok(Self { file, resources }),

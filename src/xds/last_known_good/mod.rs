@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::mpsc;
 
@@ -91,8 +91,6 @@ struct Shared {
     envoys: Mutex<BTreeMap<i32, Envoy>>,
     /// Whether a recorder has found the writer too slow, until the writer goes on.
     is_stalled: AtomicBool,
-    /// Locked while Envoy is served.
-    reading: RwLock<()>,
     failures: Counter,
     served: Counter,
 }
@@ -124,7 +122,6 @@ impl LastKnownGood {
             types: Mutex::default(),
             envoys: Mutex::default(),
             is_stalled: AtomicBool::new(false),
-            reading: RwLock::default(),
             failures: registry.counter(
                 "istio_agent_xds_kept_failures_total",
                 "Streams that could not be kept, and kept configuration that could not be served",
@@ -139,7 +136,7 @@ impl LastKnownGood {
             (
                 "istio_agent_xds_kept_bytes",
                 "Bytes of discovery responses kept for an Envoy that istiod does not answer",
-                Header::length,
+                |header| header.length,
             ),
             (
                 "istio_agent_xds_kept_timestamp_seconds",
@@ -188,7 +185,7 @@ impl LastKnownGood {
             let accepted = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.accepted));
             let snapshot = KeptSnapshot {
                 version: header.version.clone(),
-                bytes: header.length(),
+                bytes: header.length,
                 at: rfc3339(accepted.unwrap_or(SystemTime::UNIX_EPOCH)),
             };
             ((*type_url).to_owned(), snapshot)

@@ -4,8 +4,7 @@
 //! up to [`PATIENCE`]. After that neither this stream is recorded any more, nor another without delay
 //! until the disk has recovered, and what is kept is deleted.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -15,12 +14,13 @@ use bytes::Bytes;
 use prost::Message;
 use tokio::time::{Instant, timeout};
 
-use super::file::{BLOCK, retained};
-use super::writer::{Coverage, WriteOp};
+use super::file::BLOCK;
+use super::writer::WriteOp;
 use super::{EXTENSION, EnvoyCache, TYPES, Type};
 use crate::xds::request::{HEAD, Request};
 use crate::xds::response::Received;
 use crate::xds::stream::LISTENER;
+use crate::xds::wire;
 
 /// How long a response waits for the disk in all.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -70,8 +70,8 @@ pub(crate) struct Recorder {
     envoy: Option<EnvoyCache>,
     is_recording: bool,
     stream: u32,
-    /// How many resources of a type that it has asked for Envoy had when the stream began.
-    held: HashMap<Type, usize>,
+    /// The types that it has asked for.
+    subscribed: HashSet<Type>,
     /// The type of the response that passes, if it is kept, and how much of its gRPC head is to come.
     passing: Option<(Type, usize)>,
     /// For the writer.
@@ -113,7 +113,7 @@ impl Recorder {
         let Some(subscription) = subscription.filter(|_| self.is_recording) else {
             return;
         };
-        if self.held.is_empty()
+        if self.subscribed.is_empty()
             && let Some(identity) = subscription.identity()
         {
             let begin = WriteOp::Begin(identity, envoy.generation);
@@ -125,14 +125,10 @@ impl Recorder {
         if !request.nonce.is_empty() {
             self.answered(type_url, &request.nonce, request.nack.is_none());
         }
-        if let Entry::Vacant(first) = self.held.entry(type_url) {
-            first.insert(subscription.held.len());
-            if !subscription.held.is_empty() {
-                // What a reconnecting Envoy has not named is removed with the first response.
-                let names = subscription.held.into_iter().map(|held| held.name);
-                let bytes = WriteOp::Bytes(retained(names));
-                self.pending.push((type_url, bytes));
-            }
+        if self.subscribed.insert(type_url) {
+            let held = subscription.held.iter().map(|it| wire::digest(&it.name));
+            let subscribed = WriteOp::Subscribed(held.collect());
+            self.pending.push((type_url, subscribed));
         }
     }
 
@@ -175,14 +171,7 @@ impl Recorder {
     }
 
     fn complete(&mut self, type_url: Type, received: &Received, is_all: bool) {
-        // Later responses are none with all that Envoy had.
-        let coverage = match self.held.insert(type_url, usize::MAX) {
-            _ if is_all => Coverage::All,
-            None | Some(0) => Coverage::All,
-            Some(held) if received.resources as usize >= held => Coverage::Initial,
-            _ => Coverage::Part,
-        };
-        let complete = WriteOp::Complete(received.clone(), coverage);
+        let complete = WriteOp::Complete(received.clone(), is_all);
         self.pending.push((type_url, complete));
     }
 

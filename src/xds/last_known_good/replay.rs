@@ -66,7 +66,6 @@ pub(super) fn answer(
     mut requests: mpsc::Receiver<Bytes>,
     out: &mpsc::Sender<io::Result<Bytes>>,
 ) -> io::Result<()> {
-    let _reading = kept.shared.reading.read();
     let mut types = None;
     while let Some(request) = requests.blocking_recv() {
         let request = Subscription::decode(request.slice(HEAD..))?;
@@ -96,10 +95,10 @@ fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'stati
     let identity = first.identity();
     for type_url in TYPES {
         let of_type = |error| named(config, type_url, error);
-        let (file, header) = open(&directory, type_url).map_err(of_type)?;
-        if header.place.is_empty() {
-            continue;
-        }
+        let (file, header) = match open(&directory, type_url) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            found => found.map_err(of_type)?,
+        };
         if identity.as_ref() != Some(&header.identity) {
             return Err(named(config, type_url, OTHER_NODE));
         }

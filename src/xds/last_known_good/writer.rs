@@ -1,6 +1,6 @@
 //! Writes what passes on the newest stream to disk, on a thread of its own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
@@ -8,13 +8,15 @@ use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 
-use super::file::{Header, TypeFile};
+use super::file::{Header, TypeFile, temporary};
 use super::{Config, DIRECTORY, Shared, TYPES, Type};
 use crate::directory::Directory;
 use crate::xds::response::Received;
 
 /// The most bytes kept, responses that wait for their ACK included.
 const MAX_BYTES: u64 = 1 << 30;
+/// The most bytes of responses in memory.
+const MAX_HELD: usize = 2 << 20;
 
 pub(super) const OTHER_NODE: &str = "it is stored for another node";
 
@@ -29,26 +31,18 @@ pub(super) fn named(config: &Config, type_url: Type, error: impl std::fmt::Displ
 pub(super) enum WriteOp {
     /// The first request has come, of any type: of which node, and of which generation its Envoy is.
     Begin(String, usize),
+    /// The first request of the type has come: the digests of the names that Envoy holds.
+    Subscribed(HashSet<u64>),
     /// Bytes of a response.
     Bytes(Bytes),
-    Complete(Received, Coverage),
+    /// A response has passed; whether it is all there is of its type, whatever Envoy holds.
+    Complete(Received, bool),
     /// Envoy has answered the response of this nonce, and accepted it or not.
     Answered(String, bool),
 }
 
 /// A stream, and what it has to tell of which types.
 pub(super) type Batch = (u32, Vec<(Type, WriteOp)>);
-
-/// What a response holds of the resources of its type.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Coverage {
-    /// All. It takes the place of what is kept.
-    All,
-    /// The first of a stream, with as many as Envoy held. It is kept where nothing is, else added.
-    Initial,
-    /// What has changed. It is added to what is kept; alone it is not kept.
-    Part,
-}
 
 /// Opens the file of a type, and reads what counts of it.
 pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<(File, Header)> {
@@ -71,7 +65,7 @@ pub(super) struct Writer {
     stream: Option<u32>,
     /// None if it cannot be used.
     directory: Option<Directory>,
-    files: BTreeMap<Type, TypeFile>,
+    pub(super) files: BTreeMap<Type, TypeFile>,
 }
 
 impl Writer {
@@ -99,23 +93,32 @@ impl Writer {
     fn apply(&mut self, stream: u32, type_url: Type, op: WriteOp) -> io::Result<()> {
         let is_recorded = self.stream == Some(stream);
         let size = self.files.values().map(TypeFile::size).sum::<u64>();
+        let held = self.files.values().map(TypeFile::held).sum::<usize>();
         let file = self.files.get_mut(type_url).filter(|_| is_recorded);
-        match (op, file) {
+        match (op, file.zip(self.directory.as_ref())) {
             (WriteOp::Begin(identity, generation), _) => self.begin(stream, &identity, generation),
             // Of an older Envoy, which drains after a hot restart, or one that could not be kept.
             (_, None) => Ok(()),
+            (WriteOp::Subscribed(held), Some((file, _))) => {
+                file.held = Some(held);
+                Ok(())
+            }
             (WriteOp::Bytes(bytes), Some(_)) if size + bytes.len() as u64 > MAX_BYTES => {
                 let problem = format!("more than {MAX_BYTES} bytes would be stored");
                 Err(io::Error::other(problem))
             }
-            (WriteOp::Bytes(bytes), Some(file)) => file.write(&bytes),
-            (WriteOp::Complete(response, coverage), Some(file)) => file.passed(response, coverage),
-            (WriteOp::Answered(nonce, is_accepted), Some(file)) => {
-                file.answered(&nonce, is_accepted)?;
-                // Places in the file that are being served stay as they are.
-                if self.shared.reading.try_write().is_some() {
-                    file.punch_hole();
+            (WriteOp::Bytes(bytes), Some((file, directory))) => {
+                let is_large = held + bytes.len() > MAX_HELD;
+                file.passes(bytes);
+                if is_large {
+                    file.spill(directory)
+                } else {
+                    Ok(())
                 }
+            }
+            (WriteOp::Complete(response, is_all), Some((file, _))) => file.passed(response, is_all),
+            (WriteOp::Answered(nonce, is_accepted), Some((file, directory))) => {
+                file.answered(directory, &nonce, is_accepted)?;
                 self.publish();
                 Ok(())
             }
@@ -133,11 +136,12 @@ impl Writer {
         let directory = Directory::private(&self.shared.config.directory, DIRECTORY, true)?;
         let directory = self.directory.insert(directory);
         for type_url in TYPES {
-            let (file, header) = match open(directory, type_url) {
-                Ok((file, header)) if header.identity == identity => (file, Some(header)),
+            let name = file_name(type_url);
+            directory.remove_file(&temporary(name))?;
+            let found = match open(directory, type_url) {
+                Ok(found) if found.1.identity == identity => Some(found),
                 found => {
                     let why = match found {
-                        Ok((_, header)) if header.place.is_empty() => None,
                         Ok(_) => Some(OTHER_NODE.to_owned()),
                         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
                         Err(error) => {
@@ -149,10 +153,11 @@ impl Writer {
                         let why = named(&self.shared.config, type_url, why);
                         tracing::error!(target: "xdsproxy", "removing stored configuration: {why}");
                     }
-                    (directory.create_file(file_name(type_url))?, None)
+                    directory.remove_file(name)?;
+                    None
                 }
             };
-            let file = TypeFile::new(file, header, identity)?;
+            let file = TypeFile::new(name, found, identity);
             self.files.insert(type_url, file);
         }
         self.stream = Some(stream);
@@ -161,10 +166,7 @@ impl Writer {
     }
 
     fn publish(&self) {
-        let kept = self
-            .files
-            .iter()
-            .filter(|(_, file)| !file.header.place.is_empty());
+        let kept = self.files.iter().filter(|(_, file)| file.file.is_some());
         let headers = kept.map(|(type_url, file)| (*type_url, file.header.clone()));
         *self.shared.types.lock() = headers.collect();
     }

@@ -11,9 +11,9 @@ use proptest::prelude::*;
 
 use super::super::DIRECTORY;
 use super::super::file::{Header, Index};
-use super::super::writer::Coverage;
 use super::{
-    CLUSTER, IDENTITY, Resources, assert_kept, file, keep, kept, resources, response, writer,
+    CLUSTER, Coverage, IDENTITY, PART, Resources, assert_kept, file, keep, kept, resources,
+    response, writer,
 };
 use crate::xds::intercept::frame;
 
@@ -92,7 +92,7 @@ fn no_name_in_a_file_and_none_of_an_earlier_format_is_a_path() {
         fs::write(directory.join("manifest"), format!("{sum:08x}\n{json}")).unwrap();
         // A header of the present format with more members.
         let header = serde_json::json!({"identity": name, "version": name, "accepted": 0,
-            "place": {"start": 0, "end": u64::MAX}, "crc": 0, "first": u64::MAX, "name": name, "file": name});
+            "length": u64::MAX, "crc": 0, "first": u64::MAX, "name": name, "file": name});
         let text = format!("{:4092}", header.to_string());
         let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
         fs::write(file(parent.path()), [&sum, text.as_bytes()].concat()).unwrap();
@@ -113,9 +113,8 @@ proptest! {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("0");
         for content in [&bytes[..], &frame(&bytes)] {
-            let place = 4096..4096 + content.len();
             let header = serde_json::json!({"identity": "", "version": "", "accepted": 0,
-                "place": place, "crc": crc32fast::hash(content), "first": 0});
+                "length": content.len(), "crc": crc32fast::hash(content), "first": 0});
             let text = format!("{:4092}", header.to_string());
             let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
             fs::write(&path, [&sum, text.as_bytes(), content].concat()).unwrap();
@@ -164,7 +163,7 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
             };
             keep(&mut writer, "whole", &whole, coverage);
             for part in 0..3 {
-                let content = resources(&[("part", &format!("{number} {part}"))]);
+                let content = resources(&[(PART, &format!("{number} {part}"))]);
                 let part = response("part", &content, &[]);
                 keep(&mut writer, "part", &part, Coverage::Part);
             }
@@ -200,7 +199,7 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
             assert_eq!(newest, 0);
             continue;
         };
-        found.remove("part");
+        found.remove(PART);
         let number: u64 = found["0"][..8].trim().parse().unwrap();
         assert!(found == generation(number), "a mixture");
         assert!(number >= newest, "{number} after {newest}");

@@ -3,7 +3,7 @@ mod disk;
 mod recorder;
 mod replay;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -16,11 +16,12 @@ use proptest::prelude::*;
 use prost::Message;
 
 use super::file::Index;
-use super::writer::{Coverage, OTHER_NODE, WriteOp};
+use super::writer::{OTHER_NODE, WriteOp};
 use super::*;
 use crate::directory::Directory;
 use crate::xds::intercept::frame;
 use crate::xds::response::{Consumer, Received};
+use crate::xds::wire::digest;
 
 const IDENTITY: &str = "node";
 
@@ -99,13 +100,33 @@ fn received(nonce: &str, bytes: &Bytes) -> Received {
     }
 }
 
+/// What a response holds of the resources of its type.
+#[derive(Clone, Copy, PartialEq)]
+enum Coverage {
+    /// All, whatever Envoy held.
+    All,
+    /// The first of a stream, to an Envoy that held [`PART`].
+    Initial,
+    /// What has changed.
+    Part,
+}
+
+const PART: &str = "part";
+
+/// The first request of a stream, of an Envoy that holds these.
+fn subscribed(names: &[&str]) -> WriteOp {
+    WriteOp::Subscribed(names.iter().map(|it| digest(it.as_bytes())).collect())
+}
+
 /// A response that has passed.
 fn passed(nonce: &str, bytes: &Bytes, coverage: Coverage) -> Vec<WriteOp> {
-    vec![
+    let first = (coverage == Coverage::Initial).then(|| subscribed(&[PART]));
+    let rest = [
         WriteOp::Bytes(bytes.slice(5..8)),
         WriteOp::Bytes(bytes.slice(8..)),
-        WriteOp::Complete(received(nonce, bytes), coverage),
-    ]
+        WriteOp::Complete(received(nonce, bytes), coverage == Coverage::All),
+    ];
+    first.into_iter().chain(rest).collect()
 }
 
 fn answered(nonce: &str, is_accepted: bool) -> Vec<WriteOp> {
@@ -126,9 +147,6 @@ fn kept(parent: &Path) -> io::Result<Option<Resources>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         found => found?,
     };
-    if header.place.is_empty() {
-        return Ok(None);
-    }
     let index = Index::read(&header, file)?;
     let mut found = Resources::new();
     for place in index.resources.values() {
@@ -141,8 +159,10 @@ fn kept(parent: &Path) -> io::Result<Option<Resources>> {
         let message = DeltaDiscoveryResponse::decode(&record[..])?;
         let any = message.resources[0].resource.clone().unwrap();
         let named = Named::decode(&any.value[..])?;
-        let digest = crate::xds::wire::digest(named.name.as_bytes());
-        assert_eq!(index.resources.get(&digest), Some(place));
+        assert_eq!(
+            index.resources.get(&digest(named.name.as_bytes())),
+            Some(place)
+        );
         found.insert(named.name, named.content);
     }
     Ok(Some(found))
@@ -183,7 +203,7 @@ fn a_response_counts_from_its_ack_and_never_after_a_nack_or_the_streams_end() {
 }
 
 #[test]
-fn a_refused_response_does_not_count_and_with_others_behind_it_nothing_is_kept() {
+fn a_refused_response_does_not_count_and_those_behind_it_do() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let one = |name: &str| response(name, &resources(&[(name, name)]), &[]);
@@ -203,7 +223,7 @@ fn a_refused_response_does_not_count_and_with_others_behind_it_nothing_is_kept()
     take(&mut writer, 1, vec![WriteOp::Bytes(passing.slice(5..9))]);
     take(&mut writer, 1, answered("c", true));
     let rest = WriteOp::Bytes(passing.slice(9..));
-    let complete = WriteOp::Complete(received("d", &passing), Coverage::Part);
+    let complete = WriteOp::Complete(received("d", &passing), false);
     take(&mut writer, 1, vec![rest, complete]);
     take(&mut writer, 1, answered("d", true));
     let expected = resources(&[("a", "a"), ("c", "c"), ("d", "d")]);
@@ -214,8 +234,10 @@ fn a_refused_response_does_not_count_and_with_others_behind_it_nothing_is_kept()
         take(&mut writer, 1, passed(nonce, &one(nonce), Coverage::Part));
     }
     take(&mut writer, 1, answered("e", false));
-    assert_kept(parent.path(), None);
-    assert_eq!(writer.shared.failures.get(), 1);
+    take(&mut writer, 1, answered("f", true));
+    let expected = resources(&[("a", "a"), ("c", "c"), ("d", "d"), ("f", "f")]);
+    assert_kept(parent.path(), Some(&expected));
+    assert_eq!(writer.shared.failures.get(), 0);
 }
 
 #[test]
@@ -295,7 +317,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
             3,
             vec![
                 WriteOp::Bytes(bytes.slice(5..)),
-                WriteOp::Complete(received("1", &bytes), Coverage::All),
+                WriteOp::Complete(received("1", &bytes), true),
                 WriteOp::Answered("2".to_owned(), true),
             ],
         )
@@ -334,22 +356,69 @@ fn an_older_envoy_of_another_node_does_not_alter_what_a_newer_one_has_accepted()
 }
 
 #[test]
-fn the_space_of_what_no_longer_counts_is_given_back_unless_it_is_being_served() {
-    let parent = tempfile::tempdir_in("/dev/shm").unwrap();
+fn a_file_is_replaced_at_twice_its_size_and_one_that_is_being_served_stays_as_it_was() {
+    let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
-    let large = resources(&[("a", &"1".repeat(1 << 20))]);
-    let bytes = response("1", &large, &[]);
-    let size = || file(parent.path()).metadata().unwrap().blocks() * 512;
-    let shared = writer.shared.clone();
-    let guard = shared.reading.read();
-    for _ in 0..3 {
-        keep(&mut writer, "1", &bytes, Coverage::All);
+    let of = |name: &str, mark: &str| resources(&[(name, &mark.repeat(1 << 17))]);
+    let mut all = of("a", "0");
+    all.extend(of("b", "0"));
+    keep(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
+    let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
+    let (served, header) = writer::open(&directory, CLUSTER).unwrap();
+    let index = Index::read(&header, served).unwrap();
+    let numbers: HashSet<_> = (1..10)
+        .map(|number| {
+            let mark = number.to_string();
+            let bytes = response(&mark, &of("a", &mark), &[]);
+            keep(&mut writer, &mark, &bytes, Coverage::Part);
+            all.extend(of("a", &mark));
+            assert_kept(parent.path(), Some(&all));
+            let found = file(parent.path()).metadata().unwrap();
+            assert!(found.len() < 5 << 17, "{}", found.len());
+            found.ino()
+        })
+        .collect();
+    assert!((2..9).contains(&numbers.len()), "{numbers:?}");
+    let mut before = Vec::new();
+    let places = index.resources.values().cloned().collect();
+    index
+        .copy(places, |block| {
+            before.extend_from_slice(block);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(before.iter().filter(|it| **it == b'0').count(), 2 << 17);
+    assert_eq!(
+        fs::read_dir(parent.path().join(DIRECTORY)).unwrap().count(),
+        1
+    );
+}
+
+#[test]
+fn a_response_of_any_size_is_kept_whole_and_most_of_it_is_not_in_memory() {
+    for pieces in [100, 1 << 16, 3 << 20] {
+        let parent = tempfile::tempdir().unwrap();
+        let mut writer = writer(parent.path());
+        let many = |mark: &str| {
+            (0..3000)
+                .map(|i| (format!("name {i}"), mark.repeat(2000)))
+                .collect()
+        };
+        let one = resources(&[("large", &"1".repeat(5 << 20))]);
+        for (nonce, content) in [("1", many("1")), ("2", one), ("3", many("2"))] {
+            let bytes = response(nonce, &content, &["name 3000".to_owned()]).slice(5..);
+            for piece in bytes.chunks(pieces) {
+                let piece = WriteOp::Bytes(bytes.slice_ref(piece));
+                take(&mut writer, 1, vec![piece]);
+                let held = writer.files[CLUSTER].held();
+                assert!(held <= 3 << 20, "{held}");
+            }
+            let complete = WriteOp::Complete(received(nonce, &bytes), true);
+            take(&mut writer, 1, vec![complete]);
+            take(&mut writer, 1, answered(nonce, true));
+            assert_kept(parent.path(), Some(&content));
+        }
     }
-    assert!(size() > 3 << 20);
-    drop(guard);
-    keep(&mut writer, "1", &bytes, Coverage::All);
-    assert!(size() < 2 << 20, "{}", size());
-    assert_kept(parent.path(), Some(&large));
 }
 
 /// The names a response changes and those it removes, whether it replaces all, and its answer.
@@ -376,8 +445,9 @@ proptest! {
             let nonce = number.to_string();
             let bytes = response(&nonce, &changed, &removed);
             if number % 5 == 4 {
-                let names = (0..8).map(|it| name(&it).into());
-                take(&mut writer, 1, vec![WriteOp::Bytes(file::retained(names))]);
+                let names: Vec<_> = (0..8).map(|it| name(&it)).collect();
+                let names: Vec<_> = names.iter().map(String::as_str).collect();
+                take(&mut writer, 1, vec![subscribed(&names)]);
                 if let (true, Some(model)) = (is_accepted, &mut model) {
                     model.retain(|it, _| (0..8).any(|other| name(&other) == *it));
                 }
@@ -395,7 +465,7 @@ proptest! {
         }
         if let Some(model) = model {
             let live: usize = model.iter().map(|(name, content)| name.len() + content.len() + 200).sum();
-            let found = writer.shared.types.lock()[CLUSTER].length();
+            let found = writer.shared.types.lock()[CLUSTER].length;
             prop_assert!(found <= 2 * live as u64 + 90_000, "{found} bytes for {live}");
         }
     }
