@@ -47,12 +47,14 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let (kept, writing) = LastKnownGood::new(
         last_known_good::Config {
             directory: directory.to_owned(),
+            max_bytes: 1 << 30,
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),
         },
         &registry,
+        shutdown.clone(),
     );
-    tokio::task::spawn_blocking(writing);
+    tokio::spawn(writing);
     let config = Config {
         max_request_bytes: 1 << 20,
         cluster_id: String::new(),

@@ -57,9 +57,8 @@ impl Agent {
         health: Option<&Health>,
     ) -> Result<Observer, Problem> {
         let kept = self.config.kept.clone().map(|config| {
-            let (kept, writing) = LastKnownGood::new(config, &self.metrics);
-            // A disk that hangs delays nothing but this thread.
-            tokio::task::spawn_blocking(writing);
+            let (kept, writing) = LastKnownGood::new(config, &self.metrics, self.shutdown.clone());
+            self.spawn("stored configuration", writing);
             kept
         });
         let config = xds::Config {

@@ -109,6 +109,9 @@ impl Loader<'_> {
     pub(super) fn kept(&mut self) -> Option<last_known_good::Config> {
         Some(last_known_good::Config {
             directory: self.text(&variables::ISTIO_AGENT_KEEP_CONFIG)?.into(),
+            max_bytes: self
+                .get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES)
+                .into(),
             max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
             after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),
         })

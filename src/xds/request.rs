@@ -139,12 +139,16 @@ struct DeltaFields {
 
 /// The reason in a `google.rpc.Status`.
 #[derive(Clone, PartialEq, prost::Message)]
-struct ErrorDetail {
+pub(super) struct ErrorDetail {
     #[prost(bytes = "bytes", tag = "2")]
     message: Bytes,
 }
 
 impl ErrorDetail {
+    pub(super) fn text(self) -> String {
+        String::from_utf8_lossy(&self.message).into_owned()
+    }
+
     /// Its beginning, without dumps of resources.
     fn reason(self) -> String {
         let reason = without_dumps(&String::from_utf8_lossy(&self.message));

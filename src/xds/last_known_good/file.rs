@@ -19,20 +19,29 @@ use serde::{Deserialize, Serialize};
 use crate::directory::Directory;
 use crate::xds::observe::{now, unix_seconds};
 use crate::xds::response::Received;
-use crate::xds::wire::Walker;
+use crate::xds::wire::{Walker, digest};
 
 /// How much is copied at once.
 pub(super) const BLOCK: usize = 64 * 1024;
 
 /// Bytes of the header: a checksum, JSON and spaces.
-pub(super) const HEADER: u64 = 4096;
+const HEADER: u64 = 4096;
 const SUM: usize = size_of::<u32>();
 
 /// How many responses may wait for their ACK.
 const MAX_UNANSWERED: usize = 64;
 
-/// Bytes of fields that are written at once.
-const MAX_CHANGED: usize = 2 << 20;
+/// Bytes of accepted fields that wait to be written.
+pub(super) const MAX_CHANGED: usize = 2 << 20;
+
+/// Before the names in Envoy's reason if it has refused single resources, and applied the others. Names
+/// and their reasons are separated by commas or lines.
+const REFUSED: [&str; 2] = [
+    "Error adding/updating cluster(s) ",
+    "Error adding/updating listener(s) ",
+];
+/// Ends a reason that Envoy has cut.
+const CUT: &str = "(truncated)";
 
 /// What counts of a file. One of another form, with other members, is not used.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -41,8 +50,8 @@ pub(super) struct Header {
     pub(super) identity: String,
     /// Of the last response.
     pub(super) version: String,
-    /// When it was accepted, in seconds of Unix time.
-    pub(super) accepted: u64,
+    /// When istiod's stream was last open, in seconds of Unix time.
+    pub(super) current: u64,
     /// Bytes of the fields.
     pub(super) length: u64,
     crc: u32,
@@ -100,7 +109,7 @@ struct Message {
 
 impl Message {
     /// Reads the fields, with the digests of their names.
-    fn fields(&self, mut each: impl FnMut(u64, Vec<u8>) -> io::Result<()>) -> io::Result<()> {
+    fn fields(&self, mut each: impl FnMut(u64, Box<[u8]>) -> io::Result<()>) -> io::Result<()> {
         let (mut walker, mut found) = (Walker::of_names(self.length), Vec::new());
         // What is behind the last field that was found.
         let (mut rest, mut at) = (Vec::new(), 0);
@@ -114,7 +123,7 @@ impl Message {
                 taken = end;
                 let length = (field.place.end - field.place.start) as usize;
                 rest.drain(..rest.len() - length);
-                each(field.name, std::mem::take(&mut rest))?;
+                each(field.name, std::mem::take(&mut rest).into())?;
             }
             rest.extend_from_slice(&bytes[taken..]);
             at += bytes.len() as u64;
@@ -139,6 +148,8 @@ pub(super) struct TypeFile {
     new: Option<File>,
     /// Of the file, or of the new one.
     pub(super) header: Header,
+    /// Whether Envoy, or the agent, subscribes to the type on the stream.
+    pub(super) is_subscribed: bool,
     /// What Envoy held when the stream began, until the first response.
     pub(super) held: Option<HashSet<u64>>,
     passing: Message,
@@ -147,8 +158,10 @@ pub(super) struct TypeFile {
     /// The resources of the file that remain, if others do not.
     retained: Option<HashSet<u64>>,
     /// Accepted fields that are not in the file, by the digests of their names, and their bytes.
-    changes: HashMap<u64, Vec<u8>>,
-    changed: usize,
+    changes: HashMap<u64, Box<[u8]>>,
+    pub(super) changed: usize,
+    /// Whether something waits to be written, if only a version.
+    pub(super) is_changed: bool,
 }
 
 impl TypeFile {
@@ -167,16 +180,20 @@ impl TypeFile {
         }
     }
 
+    fn messages(&self) -> impl Iterator<Item = &Message> {
+        let unanswered = self.unanswered.iter().map(|(_, message, _)| message);
+        unanswered.chain([&self.passing])
+    }
+
     /// Bytes of responses in memory.
     pub(super) fn held(&self) -> usize {
-        let unanswered = self.unanswered.iter().map(|(_, message, _)| message.held);
-        self.passing.held + unanswered.sum::<usize>()
+        self.messages().map(|message| message.held).sum()
     }
 
     /// Bytes that count, or may from their ACK.
     pub(super) fn size(&self) -> u64 {
-        let unanswered = self.unanswered.iter().map(|(_, message, _)| message.length);
-        self.header.length + self.passing.length + unanswered.sum::<u64>()
+        let waiting: u64 = self.messages().map(|message| message.length).sum();
+        self.header.length + self.changed as u64 + waiting
     }
 
     /// Takes bytes of the response that passes.
@@ -204,6 +221,7 @@ impl TypeFile {
 
     /// The response has passed, and waits for its ACK.
     pub(super) fn passed(&mut self, received: Received, is_all: bool) -> io::Result<()> {
+        self.is_subscribed = true;
         let held = self.held.take();
         let retained = if is_all { Some(HashSet::new()) } else { held };
         let message = std::mem::take(&mut self.passing);
@@ -214,14 +232,14 @@ impl TypeFile {
         }
     }
 
-    /// Envoy has answered a response, which it does in their order.
+    /// Envoy has answered a response, which it does in their order, and says why if it has refused it.
     pub(super) fn answered(
         &mut self,
         directory: &Directory,
         nonce: &str,
-        is_accepted: bool,
+        refusal: Option<&str>,
     ) -> io::Result<()> {
-        let Some((received, message, retained)) = self.unanswered.pop_front() else {
+        let Some((received, message, mut retained)) = self.unanswered.pop_front() else {
             return Ok(());
         };
         if received.nonce != nonce {
@@ -230,33 +248,62 @@ impl TypeFile {
         // With less than Envoy held it is a part. Of a part alone, the rest is missing.
         let held = retained.as_ref().map(HashSet::len);
         let is_whole = held.is_some_and(|held| received.resources as usize >= held);
-        if !is_accepted || self.file.is_none() && !is_whole {
+        if self.file.is_none() && !self.is_changed && !is_whole {
             return Ok(());
         }
-        self.retained = retained;
-        if let Some(retained) = self.retained.as_mut().filter(|it| !it.is_empty()) {
-            // Those in the response are replaced.
+        let (named, mut refused) = (refusal.map(named).unwrap_or_default(), HashSet::new());
+        if refusal.is_some() || held.is_some_and(|held| held > 0) {
             message.fields(|name, _| {
-                retained.remove(&name);
+                // What is replaced does not remain, and what is refused does.
+                if named.contains(&name) {
+                    refused.insert(name);
+                } else if let Some(retained) = &mut retained {
+                    retained.remove(&name);
+                }
                 Ok(())
             })?;
         }
-        message.fields(|name, field| {
-            self.changed += field.len();
-            self.changes.insert(name, field);
-            match self.changed {
-                ..MAX_CHANGED => Ok(()),
-                _ => self.append(directory),
+        if refusal.is_some() && refused.is_empty() {
+            return Ok(());
+        }
+        if let Some(mut retained) = retained {
+            retained.extend(&refused);
+            self.changes.retain(|name, _| retained.contains(name));
+            self.changed = self.changes.values().map(|it| it.len()).sum();
+            if let Some(before) = &self.retained {
+                retained.retain(|name| before.contains(name));
             }
-        })?;
+            self.retained = Some(retained);
+        }
         self.header.version = received.version;
-        self.header.accepted = unix_seconds(now()) as u64;
-        self.commit(directory)
+        self.is_changed = true;
+        let mut is_written = false;
+        message.fields(|name, field| {
+            if refused.contains(&name) {
+                return Ok(());
+            }
+            self.changed += field.len();
+            let before = self.changes.insert(name, field);
+            self.changed -= before.map_or(0, |before| before.len());
+            if self.changed < MAX_CHANGED {
+                return Ok(());
+            }
+            is_written = true;
+            self.append(directory)
+        })?;
+        if is_written {
+            self.commit(directory)
+        } else {
+            Ok(())
+        }
     }
 
     /// Lets the changes count.
-    fn commit(&mut self, directory: &Directory) -> io::Result<()> {
-        self.append(directory)?;
+    pub(super) fn commit(&mut self, directory: &Directory) -> io::Result<()> {
+        if std::mem::take(&mut self.is_changed) {
+            self.append(directory)?;
+        }
+        self.header.current = unix_seconds(now()) as u64;
         if let Some(new) = self.new.take() {
             self.header.first = self.header.length;
             self.header.write(&new)?;
@@ -280,7 +327,7 @@ impl TypeFile {
             return Ok(());
         };
         let mut block = Vec::with_capacity(BLOCK.min(self.changed));
-        for (_, field) in self.changes.drain() {
+        for (_, field) in std::mem::take(&mut self.changes) {
             if block.len() + field.len() > BLOCK {
                 self.header.append(file, &block)?;
                 block.clear();
@@ -317,6 +364,16 @@ impl TypeFile {
     }
 }
 
+/// The digests of the names in Envoy's reason, if it is about single resources and not cut. Texts beside
+/// them may be taken for names.
+fn named(reason: &str) -> HashSet<u64> {
+    let names = REFUSED.iter().find_map(|it| reason.strip_prefix(it));
+    let names = names.filter(|it| !it.ends_with(CUT));
+    let parts = names.into_iter().flat_map(|it| it.split([',', '\n']));
+    let names = parts.filter_map(|part| part.trim_start().split_once(": "));
+    names.map(|(name, _)| digest(name.as_bytes())).collect()
+}
+
 pub(super) fn temporary(name: &str) -> String {
     format!("{name}.tmp")
 }
@@ -334,21 +391,18 @@ impl Index {
     pub(super) fn read(header: &Header, file: File) -> io::Result<Self> {
         let mut resources = HashMap::new();
         let (mut walker, mut crc) = (Walker::of_names(header.length), Hasher::new());
-        blocks(
-            &file,
-            HEADER..HEADER.saturating_add(header.length),
-            |block| {
-                crc.update(block);
-                let walked = walker.find(block, |found| {
-                    let place = HEADER + found.place.start..HEADER + found.place.end;
-                    match found.is_removed {
-                        true => resources.remove(&found.name),
-                        false => resources.insert(found.name, place),
-                    };
-                });
-                walked.map_err(io::Error::other)
-            },
-        )?;
+        let place = HEADER..HEADER.saturating_add(header.length);
+        blocks(&file, place, |block| {
+            crc.update(block);
+            let walked = walker.find(block, |found| {
+                let place = HEADER + found.place.start..HEADER + found.place.end;
+                match found.is_removed {
+                    true => resources.remove(&found.name),
+                    false => resources.insert(found.name, place),
+                };
+            });
+            walked.map_err(io::Error::other)
+        })?;
         walker.finish().map_err(io::Error::other)?;
         match crc.finalize() == header.crc {
             true => Ok(Self { file, resources }),

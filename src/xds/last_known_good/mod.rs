@@ -1,10 +1,11 @@
 //! Keeps the last known good configuration on disk, that is what Envoy has accepted, and answers a new
 //! Envoy from it while istiod is unreachable.
 //!
-//! A [`Recorder`] beside each delta stream hands what passes to the [`writer`]'s thread, which keeps it
-//! in a [`file`] for each type. It counts once Envoy (or, of what the agent consumes, the agent) has
-//! accepted it. A failure deletes all that is kept, and the next stream is recorded anew. [`replay`]
-//! answers requests in istiod's place. Secrets are never kept, nor is what comes by SotW.
+//! A [`Recorder`] beside each delta stream hands what passes to the [`writer`], which keeps it in a
+//! [`file`] for each type. It counts once Envoy (or, of what the agent consumes, the agent) has accepted
+//! it, and a few seconds later it is written. A failure deletes all that is kept, and the next stream is
+//! recorded anew. [`replay`] answers requests in istiod's place. Secrets are never kept, nor is what comes
+//! by SotW.
 
 mod file;
 mod recorder;
@@ -17,9 +18,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
+use futures_util::future::OptionFuture;
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
 
 use crate::clock::rfc3339;
 use crate::metrics::{Counter, Kind, Registry};
@@ -57,14 +62,16 @@ const MIN_PATIENCE: Duration = Duration::from_millis(100);
 /// As it came it may hold pull secrets of Wasm modules.
 const EXTENSION: Type = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
-/// Batches that wait for the writer. Each has about [`file::BLOCK`] bytes, and messages that the
+/// Batches that wait for the writer. Each has about [`recorder::HANDOVER`] bytes, and messages that the
 /// agent consumes.
-const MAX_BATCHES: usize = 8;
+const MAX_BATCHES: usize = 4;
 
 /// Where configuration is kept, and when it is served.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub directory: PathBuf,
+    /// What needs more is not kept.
+    pub max_bytes: u64,
     /// Older configuration is not served.
     pub max_age: Duration,
     /// How long a new Envoy waits for istiod before it is served what is kept.
@@ -110,13 +117,17 @@ pub(crate) struct EnvoyCache {
 pub struct KeptSnapshot {
     pub version: String,
     pub bytes: u64,
-    /// When the last response was accepted.
+    /// When the stream to istiod was last known to be open.
     pub at: String,
 }
 
 impl LastKnownGood {
-    /// A handle, and the work of the writer's thread, which ends when all handles are gone.
-    pub fn new(config: Config, registry: &Registry) -> (Self, impl FnOnce() + Send + use<>) {
+    /// A handle, and the writing, which ends at the shutdown or when all handles are gone, once all is written.
+    pub fn new(
+        config: Config,
+        registry: &Registry,
+        shutdown: CancellationToken,
+    ) -> (Self, impl Future<Output = ()> + Send + use<>) {
         let shared = Arc::new(Shared {
             config,
             types: Mutex::default(),
@@ -140,8 +151,8 @@ impl LastKnownGood {
             ),
             (
                 "istio_agent_xds_kept_timestamp_seconds",
-                "When the last discovery response that is kept was accepted, as seconds of Unix time",
-                |header| header.accepted,
+                "When the stream to istiod was last known to be open, as seconds of Unix time",
+                |header| header.current,
             ),
         ];
         for (name, help, value) in families {
@@ -154,9 +165,30 @@ impl LastKnownGood {
         }
         let (batches, mut received) = mpsc::channel(MAX_BATCHES);
         let mut writer = Writer::new(shared.clone());
-        let writing = move || {
-            while let Some(batch) = received.blocking_recv() {
-                writer.take(batch);
+        let writing = async move {
+            loop {
+                let due = OptionFuture::from(writer.due().map(sleep_until));
+                let batch = tokio::select! {
+                    () = shutdown.cancelled(), if !received.is_closed() => {
+                        received.close();
+                        continue;
+                    }
+                    batch = received.recv() => batch,
+                    Some(()) = due => Some(Batch::default()),
+                };
+                let is_last = batch.is_none();
+                // A disk that hangs delays nothing but this thread.
+                let written = spawn_blocking(move || {
+                    writer.take(batch.unwrap_or_default());
+                    if is_last || writer.due().is_some_and(|due| due <= Instant::now()) {
+                        writer.write(is_last);
+                    }
+                    writer
+                });
+                writer = match written.await {
+                    Ok(writer) if !is_last => writer,
+                    _ => return,
+                };
             }
         };
         (Self { shared, batches }, writing)
@@ -182,11 +214,11 @@ impl LastKnownGood {
     pub(super) fn snapshot(&self) -> BTreeMap<String, KeptSnapshot> {
         let types = self.shared.types.lock();
         let snapshot = |(type_url, header): (&Type, &Header)| {
-            let accepted = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.accepted));
+            let current = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.current));
             let snapshot = KeptSnapshot {
                 version: header.version.clone(),
                 bytes: header.length,
-                at: rfc3339(accepted.unwrap_or(SystemTime::UNIX_EPOCH)),
+                at: rfc3339(current.unwrap_or(SystemTime::UNIX_EPOCH)),
             };
             ((*type_url).to_owned(), snapshot)
         };

@@ -1,6 +1,6 @@
 //! Hands what passes on a stream of Envoy to the writer.
 //!
-//! The bytes are those Envoy gets, not copied, up to [`BLOCK`] at once. A slow disk delays a response by
+//! The bytes are those Envoy gets, not copied, up to [`HANDOVER`] at once. A slow disk delays a response by
 //! up to [`PATIENCE`]. After that neither this stream is recorded any more, nor another without delay
 //! until the disk has recovered, and what is kept is deleted.
 
@@ -14,13 +14,15 @@ use bytes::Bytes;
 use prost::Message;
 use tokio::time::{Instant, timeout};
 
-use super::file::BLOCK;
 use super::writer::WriteOp;
 use super::{EXTENSION, EnvoyCache, TYPES, Type};
-use crate::xds::request::{HEAD, Request};
+use crate::xds::request::{ErrorDetail, HEAD, Request};
 use crate::xds::response::Received;
 use crate::xds::stream::LISTENER;
 use crate::xds::wire;
+
+/// How much the writer is given at once.
+pub(super) const HANDOVER: usize = 256 * 1024;
 
 /// How long a response waits for the disk in all.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -38,6 +40,8 @@ pub(super) struct Subscription {
     /// The resources that Envoy has when the stream begins.
     #[prost(message, repeated, tag = "5")]
     pub(super) held: Vec<Held>,
+    #[prost(message, optional, tag = "7")]
+    refusal: Option<ErrorDetail>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -65,7 +69,7 @@ impl Subscription {
 }
 
 /// What passes on one stream. Without an Envoy for which configuration is kept, it does nothing.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Recorder {
     envoy: Option<EnvoyCache>,
     is_recording: bool,
@@ -88,8 +92,11 @@ impl Recorder {
             is_recording: envoy.is_some(),
             envoy,
             stream,
+            subscribed: HashSet::new(),
+            passing: None,
+            pending: Vec::new(),
+            bytes: 0,
             patience: PATIENCE,
-            ..Self::default()
         }
     }
 
@@ -123,7 +130,8 @@ impl Recorder {
             return;
         };
         if !request.nonce.is_empty() {
-            self.answered(type_url, &request.nonce, request.nack.is_none());
+            let refusal = subscription.refusal.map(ErrorDetail::text);
+            self.answered(type_url, &request.nonce, refusal);
         }
         if self.subscribed.insert(type_url) {
             let held = subscription.held.iter().map(|it| wire::digest(&it.name));
@@ -166,7 +174,7 @@ impl Recorder {
             .push((type_url, WriteOp::Bytes(message.clone())));
         self.complete(type_url, received, is_all);
         if is_all {
-            self.answered(type_url, &received.nonce, true);
+            self.answered(type_url, &received.nonce, None);
         }
     }
 
@@ -175,15 +183,19 @@ impl Recorder {
         self.pending.push((type_url, complete));
     }
 
-    fn answered(&mut self, type_url: Type, nonce: &str, is_accepted: bool) {
-        let answered = WriteOp::Answered(nonce.to_owned(), is_accepted);
+    fn answered(&mut self, type_url: Type, nonce: &str, refusal: Option<String>) {
+        let answered = WriteOp::Answered(nonce.to_owned(), refusal);
         self.pending.push((type_url, answered));
     }
 
     /// Gives the writer what it is to write. A writer without room for it is given up.
     pub(crate) async fn flush(&mut self) {
         let last = self.pending.last();
-        let is_part = matches!(last, None | Some((_, WriteOp::Bytes(_)))) && self.bytes < BLOCK;
+        let is_part = matches!(
+            last,
+            None | Some((_, WriteOp::Bytes(_) | WriteOp::Complete(..)))
+        );
+        let is_part = is_part && self.bytes < HANDOVER;
         let Some(EnvoyCache { kept, .. }) = self.envoy.as_ref().filter(|_| !is_part) else {
             return;
         };
@@ -199,9 +211,20 @@ impl Recorder {
             room.send((self.stream, std::mem::take(&mut self.pending)));
             return;
         }
-        is_stalled.store(true, Ordering::Relaxed);
+        // Without a writer, the agent stops.
+        is_stalled.fetch_or(room.is_err(), Ordering::Relaxed);
         drop(room);
         self.stop();
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
+            self.pending.push(("", WriteOp::End));
+            let batch = (self.stream, std::mem::take(&mut self.pending));
+            let _ = envoy.kept.batches.try_send(batch); // Without it, the configuration looks older.
+        }
     }
 }
 

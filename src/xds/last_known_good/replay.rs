@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use super::file::{BLOCK, Index};
 use super::recorder::Subscription;
 use super::writer::{OTHER_NODE, named, open};
-use super::{DIRECTORY, EnvoyCache, LastKnownGood, NEEDED, Shared, TYPES};
+use super::{Config, DIRECTORY, EnvoyCache, LastKnownGood, NEEDED, Shared, TYPES};
 use crate::directory::Directory;
 use crate::duration::approximate;
 use crate::xds::end::End;
@@ -73,8 +73,9 @@ pub(super) fn answer(
             Some(types) => types,
             None => types.insert(open_all(&kept.shared, &request)?),
         };
-        if let Some(kept) = types.get_mut(&*request.type_url) {
-            kept.answer(&request, out)?;
+        if let Some(of_type) = types.get_mut(&*request.type_url) {
+            check_age(&kept.shared.config, of_type.age)?;
+            of_type.answer(&request, out)?;
         }
     }
     Ok(())
@@ -83,13 +84,15 @@ pub(super) fn answer(
 /// One kept type, and the stream's subscription to it.
 struct Type {
     version: String,
+    /// Since istiod's stream was last open.
+    age: Duration,
     index: Index,
     is_subscribed: bool,
 }
 
 /// Reads and checks all that is kept, for the node in the first request.
 fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'static str, Type>> {
-    let (mut types, mut age, config) = (HashMap::new(), u64::MAX, &shared.config);
+    let (mut types, config) = (HashMap::new(), &shared.config);
     let directory = Directory::private(&config.directory, DIRECTORY, false);
     let directory = directory.map_err(|error| named(config, "", error))?;
     let identity = first.identity();
@@ -102,31 +105,39 @@ fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'stati
         if identity.as_ref() != Some(&header.identity) {
             return Err(named(config, type_url, OTHER_NODE));
         }
-        age = age.min((unix_seconds(now()) as u64).saturating_sub(header.accepted));
+        let age = (unix_seconds(now()) as u64).saturating_sub(header.current);
         let index = Index::read(&header, file).map_err(of_type)?;
         let kept = Type {
             version: header.version,
+            age: Duration::from_secs(age),
             index,
             is_subscribed: false,
         };
         types.insert(type_url, kept);
     }
-    if !NEEDED.iter().all(|it| types.contains_key(it)) {
+    let ages = NEEDED.map(|it| types.get(it).map(|kept: &Type| kept.age));
+    let [Some(clusters), Some(listeners)] = ages else {
         return Err(named(config, "", "it has no clusters or no listeners"));
-    }
-    let age = Duration::from_secs(age);
-    if age > config.max_age {
-        let [age, most] = [age, config.max_age].map(|it| approximate(it.as_secs_f64()));
-        let problem = format!("it is {age} old, and ISTIO_AGENT_KEEP_CONFIG_MAX_AGE is {most}");
-        return Err(named(config, "", problem));
-    }
+    };
+    let age = clusters.max(listeners);
+    check_age(config, age)?;
     let [age, after] = [age, config.after].map(|it| approximate(it.as_secs_f64()));
     tracing::warn!(
         target: "xdsproxy",
-        "istiod has not answered for {after}: Envoy is served the configuration it accepted {age} ago"
+        "istiod has not answered for {after}: Envoy is served the configuration it had {age} ago"
     );
     shared.served.inc();
     Ok(types)
+}
+
+/// Fails for what is too old. The types to which Envoy subscribes are known one by one.
+fn check_age(config: &Config, age: Duration) -> io::Result<()> {
+    if age <= config.max_age {
+        return Ok(());
+    }
+    let [age, most] = [age, config.max_age].map(|it| approximate(it.as_secs_f64()));
+    let problem = format!("it is {age} old, and ISTIO_AGENT_KEEP_CONFIG_MAX_AGE is {most}");
+    Err(named(config, "", problem))
 }
 
 impl Type {

@@ -1,22 +1,30 @@
-//! Writes what passes on the newest stream to disk, on a thread of its own.
+//! Writes what Envoy has accepted on the newest stream to disk, every few seconds.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::time::Instant;
 
-use super::file::{Header, TypeFile, temporary};
+use super::file::{Header, MAX_CHANGED, TypeFile, temporary};
 use super::{Config, DIRECTORY, Shared, TYPES, Type};
+use crate::clock::later;
 use crate::directory::Directory;
 use crate::xds::response::Received;
 
-/// The most bytes kept, responses that wait for their ACK included.
-const MAX_BYTES: u64 = 1 << 30;
-/// The most bytes of responses in memory.
-const MAX_HELD: usize = 2 << 20;
+/// The most bytes in memory: of responses that wait for their ACK, and with those that wait to be written.
+const MAX_UNANSWERED: usize = 2 << 20;
+const MAX_HELD: usize = 3 << 20;
+
+/// How long changes wait to be written, together.
+const DELAY: Duration = Duration::from_secs(5);
+
+/// How often files say that they are current, without changes.
+const REFRESH: Duration = Duration::from_secs(3600);
 
 pub(super) const OTHER_NODE: &str = "it is stored for another node";
 
@@ -37,8 +45,10 @@ pub(super) enum WriteOp {
     Bytes(Bytes),
     /// A response has passed; whether it is all there is of its type, whatever Envoy holds.
     Complete(Received, bool),
-    /// Envoy has answered the response of this nonce, and accepted it or not.
-    Answered(String, bool),
+    /// Envoy has answered the response of this nonce, and says why if it has refused it.
+    Answered(String, Option<String>),
+    /// The stream has ended.
+    End,
 }
 
 /// A stream, and what it has to tell of which types.
@@ -66,6 +76,10 @@ pub(super) struct Writer {
     /// None if it cannot be used.
     directory: Option<Directory>,
     pub(super) files: BTreeMap<Type, TypeFile>,
+    /// When files were last said to be current, if istiod has answered on the stream, which is open.
+    refreshed: Option<Instant>,
+    /// When changes began to wait.
+    changed: Option<Instant>,
 }
 
 impl Writer {
@@ -76,7 +90,16 @@ impl Writer {
             stream: None,
             directory: None,
             files: BTreeMap::new(),
+            refreshed: None,
+            changed: None,
         }
+    }
+
+    /// When files are to be written.
+    pub(super) fn due(&self) -> Option<Instant> {
+        let refresh = self.refreshed.map(|at| later(at, REFRESH));
+        let changed = self.changed.map(|at| later(at, DELAY));
+        refresh.into_iter().chain(changed).min()
     }
 
     pub(super) fn take(&mut self, (stream, ops): Batch) {
@@ -84,44 +107,91 @@ impl Writer {
             self.fail("", "the disk is too slow");
         }
         for (type_url, op) in ops {
-            if let Err(error) = self.apply(stream, type_url, op) {
+            let applied = self.apply(stream, type_url, op);
+            if let Err(error) = applied.and_then(|()| self.bound(type_url)) {
                 self.fail(type_url, error);
             }
+        }
+        let waits = self.files.values().any(|file| file.is_changed);
+        self.changed = waits.then(|| self.changed.unwrap_or_else(Instant::now));
+    }
+
+    /// Writes what has changed, and at most once in a while what is only current still.
+    pub(super) fn write(&mut self, is_refresh: bool) {
+        let refreshed = self.refreshed;
+        let is_refresh = refreshed.is_some_and(|at| is_refresh || at.elapsed() >= REFRESH);
+        if is_refresh {
+            self.refreshed = Some(Instant::now());
+        }
+        self.changed = None;
+        let Some(directory) = &self.directory else {
+            return;
+        };
+        let due = |(_, file): &(&Type, &mut TypeFile)| {
+            file.is_changed || is_refresh && file.is_subscribed
+        };
+        let mut due = self.files.iter_mut().filter(due);
+        let failed = due.find_map(|(of, file)| Some((*of, file.commit(directory).err()?)));
+        match failed {
+            Some((type_url, error)) => self.fail(type_url, error),
+            None => self.publish(),
         }
     }
 
     fn apply(&mut self, stream: u32, type_url: Type, op: WriteOp) -> io::Result<()> {
         let is_recorded = self.stream == Some(stream);
-        let size = self.files.values().map(TypeFile::size).sum::<u64>();
-        let held = self.files.values().map(TypeFile::held).sum::<usize>();
         let file = self.files.get_mut(type_url).filter(|_| is_recorded);
         match (op, file.zip(self.directory.as_ref())) {
             (WriteOp::Begin(identity, generation), _) => self.begin(stream, &identity, generation),
+            (WriteOp::End, _) => {
+                if is_recorded {
+                    self.write(true);
+                    self.refreshed = None;
+                }
+                Ok(())
+            }
             // Of an older Envoy, which drains after a hot restart, or one that could not be kept.
             (_, None) => Ok(()),
             (WriteOp::Subscribed(held), Some((file, _))) => {
-                file.held = Some(held);
+                (file.held, file.is_subscribed) = (Some(held), true);
                 Ok(())
             }
-            (WriteOp::Bytes(bytes), Some(_)) if size + bytes.len() as u64 > MAX_BYTES => {
-                let problem = format!("more than {MAX_BYTES} bytes would be stored");
-                Err(io::Error::other(problem))
-            }
-            (WriteOp::Bytes(bytes), Some((file, directory))) => {
-                let is_large = held + bytes.len() > MAX_HELD;
+            (WriteOp::Bytes(bytes), Some((file, _))) => {
                 file.passes(bytes);
-                if is_large {
-                    file.spill(directory)
-                } else {
-                    Ok(())
-                }
-            }
-            (WriteOp::Complete(response, is_all), Some((file, _))) => file.passed(response, is_all),
-            (WriteOp::Answered(nonce, is_accepted), Some((file, directory))) => {
-                file.answered(directory, &nonce, is_accepted)?;
-                self.publish();
                 Ok(())
             }
+            (WriteOp::Complete(response, is_all), Some((file, _))) => {
+                self.refreshed.get_or_insert_with(Instant::now);
+                file.passed(response, is_all)
+            }
+            (WriteOp::Answered(nonce, refusal), Some((file, directory))) => {
+                file.answered(directory, &nonce, refusal.as_deref())
+            }
+        }
+    }
+
+    /// Has no more in memory than may be, and deletes all if the disk would hold too much.
+    fn bound(&mut self, type_url: Type) -> io::Result<()> {
+        let files = || self.files.values();
+        let held: usize = files().map(TypeFile::held).sum();
+        let changed: usize = files().map(|file| file.changed).sum();
+        // The largest is there twice while it is replaced.
+        let largest = files().map(|file| file.header.length).max();
+        let size = files().map(TypeFile::size).sum::<u64>() + largest.unwrap_or_default();
+        let most = self.shared.config.max_bytes;
+        if size > most {
+            tracing::info!(
+                target: "xdsproxy",
+                "configuration is not stored: it needs more than {most} bytes (ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES)"
+            );
+            self.delete();
+        }
+        if changed > MAX_CHANGED || changed > 0 && held + changed > MAX_HELD {
+            self.write(false);
+        }
+        match self.files.get_mut(type_url).zip(self.directory.as_ref()) {
+            Some((file, directory)) if held > MAX_UNANSWERED => file.spill(directory),
+            _ => Ok(()),
         }
     }
 
@@ -132,7 +202,9 @@ impl Writer {
             return Ok(());
         }
         self.generation = generation;
+        self.write(false);
         self.files.clear();
+        self.refreshed = None;
         let directory = Directory::private(&self.shared.config.directory, DIRECTORY, true)?;
         let directory = self.directory.insert(directory);
         for type_url in TYPES {
@@ -179,12 +251,17 @@ impl Writer {
             target: "xdsproxy",
             "cannot store configuration in {error}; an Envoy that starts while istiod is unreachable will get none"
         );
+        self.delete();
+    }
+
+    fn delete(&mut self) {
         if let Some(directory) = self.directory.take() {
-            for type_url in TYPES {
-                let _ = directory.remove_file(file_name(type_url)); // Else the last that counts stays.
+            for name in TYPES.map(file_name) {
+                let _ = directory.remove_file(name); // Else the last that counts stays.
+                let _ = directory.remove_file(&temporary(name));
             }
         }
-        self.stream = None;
+        (self.stream, self.refreshed) = (None, None);
         self.files.clear();
         self.publish();
     }

@@ -19,6 +19,8 @@ use crate::support::resources::{
 };
 use crate::support::{eventually, free_port};
 
+const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+
 /// In memory, as certificates must be.
 fn memory() -> TempDir {
     tempfile::tempdir_in("/dev/shm").unwrap()
@@ -253,6 +255,40 @@ async fn an_envoy_that_refuses_what_was_kept_is_handed_over() {
     let _control_plane = dead.revive().await;
     eventually("an answer", async || get(port).await.ok()).await;
     assert_eq!(source(&workload.pod).await, "istiod");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_a_refused_response_the_accepted_listeners_are_kept_and_the_old_one_of_the_refused() {
+    let Some(binary) = envoy_binary() else { return };
+    let [refused, old, new] = [free_port(), free_port(), free_port()];
+    let all = [answering("refused", refused), answering("accepted", old)];
+    let control_plane = ControlPlane::of(&all).await;
+    let mut workload = workload(&binary, &control_plane).await;
+    keeps(&workload.pod, &["Listener", "Cluster"]).await;
+    control_plane
+        .set(&[
+            logged(
+                answering("refused", refused),
+                "/missing/access.log",
+                "line\n",
+            ),
+            answering("accepted", new),
+        ])
+        .await;
+    eventually("an answer", async || get(new).await.ok()).await;
+    let _dead = control_plane.kill().await;
+    // It is written when the stream has ended.
+    eventually("the last version", async || {
+        let found = xdsz(&workload.pod).await?;
+        let last = &found["types"][LISTENER]["last_response"];
+        (last["version"] == found["kept"][LISTENER]["version"]).then_some(())
+    })
+    .await;
+    workload.pod.kill_and_restart(|| ()).await;
+    for port in [refused, new] {
+        eventually("an answer", async || get(port).await.ok()).await;
+    }
+    get(old).await.unwrap_err();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -91,7 +91,7 @@ fn no_name_in_a_file_and_none_of_an_earlier_format_is_a_path() {
         let sum = crc32fast::hash(json.to_string().as_bytes());
         fs::write(directory.join("manifest"), format!("{sum:08x}\n{json}")).unwrap();
         // A header of the present format with more members.
-        let header = serde_json::json!({"identity": name, "version": name, "accepted": 0,
+        let header = serde_json::json!({"identity": name, "version": name, "current": 0,
             "length": u64::MAX, "crc": 0, "first": u64::MAX, "name": name, "file": name});
         let text = format!("{:4092}", header.to_string());
         let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
@@ -113,7 +113,7 @@ proptest! {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("0");
         for content in [&bytes[..], &frame(&bytes)] {
-            let header = serde_json::json!({"identity": "", "version": "", "accepted": 0,
+            let header = serde_json::json!({"identity": "", "version": "", "current": 0,
                 "length": content.len(), "crc": crc32fast::hash(content), "first": 0});
             let text = format!("{:4092}", header.to_string());
             let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();

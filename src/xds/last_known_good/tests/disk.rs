@@ -50,6 +50,8 @@ fn on_a_full_disk_nothing_is_kept_until_there_is_space() {
         keep_one(&mut writer, "2", &"2".repeat(4 << 20));
         assert_kept(parent, None);
         assert_eq!(writer.shared.failures.get(), 1, "{options}");
+        let directory = fs::read_dir(parent.join(DIRECTORY)).unwrap();
+        assert_eq!(directory.count(), 0);
         assert!(mount.mount("remount,size=100m,nr_inodes=100"));
         begin(&mut writer, 1, 1, IDENTITY);
         keep_one(&mut writer, "3", "3");

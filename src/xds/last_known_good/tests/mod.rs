@@ -1,5 +1,6 @@
 mod damage;
 mod disk;
+mod pace;
 mod recorder;
 mod replay;
 
@@ -66,10 +67,11 @@ fn response(nonce: &str, changed: &Resources, removed: &[String]) -> Bytes {
 fn handle(parent: &Path) -> LastKnownGood {
     let config = Config {
         directory: parent.to_owned(),
+        max_bytes: 1 << 30,
         max_age: Duration::MAX,
         after: Duration::from_secs(5),
     };
-    LastKnownGood::new(config, &Registry::default()).0
+    LastKnownGood::new(config, &Registry::default(), CancellationToken::new()).0
 }
 
 /// A writer that records stream 1.
@@ -84,8 +86,14 @@ fn begin(writer: &mut Writer, stream: u32, generation: usize, identity: &str) {
     writer.take((stream, vec![("", begin)]));
 }
 
-/// Hands operations of clusters in.
+/// Hands operations of clusters in, and has what counts written.
 fn take(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
+    hand_in(writer, stream, ops);
+    writer.write(false);
+}
+
+/// Hands operations of clusters in.
+fn hand_in(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
     writer.take((stream, ops.into_iter().map(|op| (CLUSTER, op)).collect()));
 }
 
@@ -130,7 +138,8 @@ fn passed(nonce: &str, bytes: &Bytes, coverage: Coverage) -> Vec<WriteOp> {
 }
 
 fn answered(nonce: &str, is_accepted: bool) -> Vec<WriteOp> {
-    vec![WriteOp::Answered(nonce.into(), is_accepted)]
+    let refusal = (!is_accepted).then(|| "the reason".to_owned());
+    vec![WriteOp::Answered(nonce.into(), refusal)]
 }
 
 /// Has a response kept.
@@ -257,6 +266,7 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
             .chain(ops().map(|op| (LISTENER, op)))
     };
     writer.take((1, both().collect()));
+    writer.write(false);
     assert_eq!(writer.shared.types.lock().len(), 2);
     // A recorder has waited long enough.
     writer.shared.is_stalled.store(true, Ordering::Relaxed);
@@ -267,6 +277,7 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     assert_eq!(writer.shared.failures.get(), 1);
     begin(&mut writer, 2, 1, IDENTITY);
     writer.take((2, both().collect()));
+    writer.write(false);
     assert_kept(parent.path(), Some(&first));
     assert_eq!(writer.shared.failures.get(), 1);
 }
@@ -318,7 +329,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
             vec![
                 WriteOp::Bytes(bytes.slice(5..)),
                 WriteOp::Complete(received("1", &bytes), true),
-                WriteOp::Answered("2".to_owned(), true),
+                WriteOp::Answered("2".to_owned(), None),
             ],
         )
     });
@@ -421,20 +432,36 @@ fn a_response_of_any_size_is_kept_whole_and_most_of_it_is_not_in_memory() {
     }
 }
 
-/// The names a response changes and those it removes, whether it replaces all, and its answer.
-type Step = (Vec<u8>, Vec<u8>, bool, bool);
+/// The names a response changes and those it removes, whether it replaces all, which of it Envoy refuses, and
+/// whether it is written at once.
+type Step = (Vec<u8>, Vec<u8>, bool, Refused, bool);
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Refused {
+    None,
+    /// The even names, with a reason that names them.
+    Some,
+    All,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let names = || prop::collection::vec(any::<u8>(), 0..40);
+    let refused = prop_oneof![Just(Refused::None), Just(Refused::Some), Just(Refused::All)];
+    (names(), names(), any::<bool>(), refused, any::<bool>())
+}
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
     fn what_is_kept_is_the_sum_of_what_was_accepted(
-        steps in prop::collection::vec(any::<Step>(), 1..20),
-        restart in 0usize..20,
+        steps in prop::collection::vec(step(), 1..30),
+        restart in 0usize..30,
     ) {
         let parent = tempfile::tempdir().unwrap();
         let (mut writer, mut model) = (writer(parent.path()), None::<Resources>);
-        for (number, (changed, removed, replaces, is_accepted)) in steps.into_iter().enumerate() {
+        for (number, (changed, removed, replaces, refused, is_written)) in steps.into_iter().enumerate() {
             if number == restart {
+                writer.write(false);
                 writer = tests::writer(parent.path());
             }
             let name = |it: &u8| format!("name {}", it % 16);
@@ -444,25 +471,42 @@ proptest! {
             removed.retain(|it| !changed.contains_key(it));
             let nonce = number.to_string();
             let bytes = response(&nonce, &changed, &removed);
-            if number % 5 == 4 {
+            let reconnects = number % 5 == 4;
+            if reconnects {
                 let names: Vec<_> = (0..8).map(|it| name(&it)).collect();
                 let names: Vec<_> = names.iter().map(String::as_str).collect();
-                take(&mut writer, 1, vec![subscribed(&names)]);
-                if let (true, Some(model)) = (is_accepted, &mut model) {
-                    model.retain(|it, _| (0..8).any(|other| name(&other) == *it));
-                }
+                hand_in(&mut writer, 1, vec![subscribed(&names)]);
             }
             let coverage = if replaces { Coverage::All } else { Coverage::Part };
-            take(&mut writer, 1, passed(&nonce, &bytes, coverage));
-            take(&mut writer, 1, answered(&nonce, is_accepted));
-            if is_accepted && replaces {
-                model = Some(changed);
-            } else if let (true, Some(model)) = (is_accepted, &mut model) {
-                model.extend(changed);
+            hand_in(&mut writer, 1, passed(&nonce, &bytes, coverage));
+            let is_refused = |it: &String| refused == Refused::All
+                || refused == Refused::Some && (0..16).step_by(2).any(|even| name(&even) == *it);
+            let named: Vec<_> = changed.keys().filter(|it| is_refused(it)).map(|it| format!("{it}: bad")).collect();
+            let refusal = match refused {
+                Refused::None => None,
+                Refused::Some => Some(format!("Error adding/updating cluster(s) {}", named.join(", "))),
+                Refused::All => Some("bad".to_owned()),
+            };
+            hand_in(&mut writer, 1, vec![WriteOp::Answered(nonce, refusal)]);
+            let is_nothing = refused == Refused::All || refused == Refused::Some && named.is_empty();
+            if !is_nothing && (replaces || model.is_some()) {
+                let model = model.get_or_insert_default();
+                let is_retained = |it: &String| match (replaces, reconnects) {
+                    (false, false) => true,
+                    (false, true) => (0..8).any(|other| name(&other) == *it),
+                    (true, _) => false,
+                };
+                model.retain(|it, _| is_retained(it) || changed.contains_key(it) && is_refused(it));
+                model.extend(changed.into_iter().filter(|(it, _)| !is_refused(it)));
                 model.retain(|it, _| !removed.contains(it));
             }
-            prop_assert_eq!(kept(parent.path()).unwrap(), model.clone());
+            if is_written {
+                writer.write(false);
+                prop_assert_eq!(kept(parent.path()).unwrap(), model.clone());
+            }
         }
+        writer.write(false);
+        prop_assert_eq!(kept(parent.path()).unwrap(), model.clone());
         if let Some(model) = model {
             let live: usize = model.iter().map(|(name, content)| name.len() + content.len() + 200).sum();
             let found = writer.shared.types.lock()[CLUSTER].length;

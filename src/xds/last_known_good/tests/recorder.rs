@@ -14,17 +14,18 @@ use super::*;
 use crate::xds::Protocol;
 use crate::xds::request::RequestReader;
 
-#[test]
-fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
+#[tokio::test(start_paused = true)]
+async fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
     const TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
     let parent = tempfile::tempdir().unwrap();
     let config = Config {
         directory: parent.path().to_owned(),
+        max_bytes: 1 << 30,
         max_age: Duration::MAX,
         after: Duration::MAX,
     };
-    let (kept_handle, writing) = LastKnownGood::new(config, &Registry::default());
-    let thread = std::thread::spawn(writing);
+    let (kept_handle, writing) =
+        LastKnownGood::new(config, &Registry::default(), CancellationToken::new());
     let mut recorder = Recorder::new(kept_handle.envoy_cache(1, Protocol::Delta), 1);
     let clusters = resources(&[("a", "1"), ("b", "2")]);
     let bytes = response("1", &clusters, &[]);
@@ -43,12 +44,9 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
     recorder.passes(&bytes.slice(2..));
     recorder.passed(&received(CLUSTER));
     request(&mut recorder, CLUSTER, "1", &[]);
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .build();
-    runtime.unwrap().block_on(recorder.flush());
+    recorder.flush().await;
     drop((recorder, kept_handle));
-    thread.join().unwrap();
+    writing.await;
     assert_kept(parent.path(), Some(&clusters));
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
     let (_, header) = writer::open(&directory, TABLE).unwrap();
@@ -126,6 +124,7 @@ async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
     while let Ok(batch) = batches.try_recv() {
         writer.take(batch);
     }
+    writer.write(false);
     assert_kept(parent.path(), None);
     let clusters = resources(&[("a", "1")]);
     let bytes = response("1", &clusters, &[]);
@@ -137,7 +136,21 @@ async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
     request(&mut next, CLUSTER, "1", &[]);
     next.flush().await;
     writer.take(batches.try_recv().unwrap());
+    writer.write(false);
     assert_kept(parent.path(), Some(&clusters));
+}
+
+#[tokio::test]
+async fn a_writer_that_has_stopped_is_not_a_slow_disk() {
+    let parent = tempfile::tempdir().unwrap();
+    let (envoy, batches) = envoy(parent.path());
+    let shared = envoy.kept.shared.clone();
+    drop(batches);
+    let mut recorder = Recorder::new(Some(envoy), 1);
+    request(&mut recorder, CLUSTER, "", &[]);
+    recorder.flush().await;
+    assert!(recorder.pending.is_empty());
+    assert!(!shared.is_stalled.load(Ordering::Relaxed));
 }
 
 /// The operations of a stream whose Envoy names these resources when it begins.

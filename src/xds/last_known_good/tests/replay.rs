@@ -39,6 +39,7 @@ fn store(parent: &Path) {
         let ops = ops.chain(answered("1", true));
         writer.take((1, ops.map(|op| (type_url, op)).collect()));
     }
+    writer.write(false);
 }
 
 /// The type, version and resources.
@@ -48,10 +49,11 @@ type Answer = (String, String, Resources);
 fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Result<Vec<Answer>> {
     let config = Config {
         directory: parent.to_owned(),
+        max_bytes: 1 << 30,
         max_age,
         after: Duration::ZERO,
     };
-    let (kept, _) = LastKnownGood::new(config, &Registry::default());
+    let (kept, _) = LastKnownGood::new(config, &Registry::default(), CancellationToken::new());
     let (sender, queue) = mpsc::channel(1000);
     requests
         .into_iter()
@@ -130,21 +132,35 @@ fn what_is_too_old_or_of_another_node_is_not_served() {
         format!("{}: {missing}", file(""))
     );
     store(parent.path());
-    for entry in fs::read_dir(parent.path().join(DIRECTORY)).unwrap() {
-        let path = entry.unwrap().path();
-        let mut content = fs::read(&path).unwrap();
+    // The endpoints are older than the rest.
+    let endpoints = request(ENDPOINTS, &["a"], "");
+    for (name, seconds) in [
+        ("Cluster", 100),
+        ("Listener", 50),
+        ("ClusterLoadAssignment", 200),
+    ] {
+        let mut content = fs::read(file(name)).unwrap();
         let mut header: serde_json::Value = serde_json::from_slice(&content[4..4096]).unwrap();
-        header["accepted"] = header["accepted"]
+        header["current"] = header["current"]
             .as_u64()
             .unwrap()
-            .saturating_sub(100)
+            .saturating_sub(seconds)
             .into();
         let text = format!("{:4092}", header.to_string());
         let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
         content[..4096].copy_from_slice(&[&sum, text.as_bytes()].concat());
-        fs::write(&path, content).unwrap();
+        fs::write(file(name), content).unwrap();
     }
-    replayed(parent.path(), day, vec![first.clone()]).unwrap();
+    let both = vec![first.clone(), endpoints];
+    assert_eq!(replayed(parent.path(), day, both.clone()).unwrap().len(), 2);
+    let least = Duration::from_secs(150);
+    assert_eq!(
+        replayed(parent.path(), least, vec![first.clone()])
+            .unwrap()
+            .len(),
+        1
+    );
+    replayed(parent.path(), least, both).unwrap_err();
     let old = refused(Duration::from_secs(99), first.clone());
     assert!(old.starts_with(&format!("{}: it is ", file(""))), "{old}");
     assert!(old.ends_with("_MAX_AGE is 1 min 39 s"), "{old}");

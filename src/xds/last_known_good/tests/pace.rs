@@ -1,0 +1,183 @@
+//! When files are written, and what of a refused response.
+
+use std::os::unix::fs::FileExt as _;
+
+use tokio::time::{Instant, advance};
+
+use super::*;
+
+fn one(name: &str, mark: &str) -> Bytes {
+    response(mark, &resources(&[(name, mark)]), &[])
+}
+
+/// Has a response accepted.
+fn accept(writer: &mut Writer, nonce: &str, bytes: &Bytes, coverage: Coverage) {
+    hand_in(writer, 1, passed(nonce, bytes, coverage));
+    hand_in(writer, 1, answered(nonce, true));
+}
+
+#[tokio::test(start_paused = true)]
+async fn changes_of_five_seconds_are_written_together_each_resource_once() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut writer = writer(parent.path());
+    let both = resources(&[("a", "0"), ("b", "0")]);
+    keep(&mut writer, "0", &response("0", &both, &[]), Coverage::All);
+    let length = file(parent.path()).metadata().unwrap().len();
+    let start = Instant::now();
+    for number in 1..50 {
+        let mark = number.to_string();
+        accept(&mut writer, &mark, &one("a", &mark), Coverage::Part);
+        assert_eq!(writer.due(), Some(start + Duration::from_secs(5)));
+        advance(Duration::from_millis(100)).await;
+    }
+    assert_kept(parent.path(), Some(&both));
+    let removed = response("50", &Resources::new(), &["b".to_owned()]);
+    accept(&mut writer, "50", &removed, Coverage::Part);
+    writer.write(false);
+    assert_kept(parent.path(), Some(&resources(&[("a", "49")])));
+    let added = file(parent.path()).metadata().unwrap().len() - length;
+    assert!(added < 200, "{added}");
+    assert!(writer.due() > Some(start + Duration::from_secs(1000)));
+}
+
+#[test]
+fn more_than_two_megabytes_are_not_made_to_wait() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut writer = writer(parent.path());
+    let of = |name: &str| resources(&[(name, &"1".repeat(600 << 10))]);
+    let mut all = of("0");
+    accept(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
+    for name in ["1", "2", "3"] {
+        assert_kept(parent.path(), None);
+        all.extend(of(name));
+        let bytes = response(name, &of(name), &[]);
+        accept(&mut writer, name, &bytes, Coverage::Part);
+    }
+    assert_kept(parent.path(), Some(&all));
+}
+
+#[test]
+fn what_needs_more_than_the_limit_is_not_kept_which_is_no_failure() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut handle = handle(parent.path());
+    Arc::get_mut(&mut handle.shared).unwrap().config.max_bytes = 200_000;
+    let mut writer = Writer::new(handle.shared.clone());
+    let of = |bytes: usize| resources(&[("a", &"1".repeat(bytes))]);
+    for (bytes, is_kept) in [(90_000, true), (210_000, false), (90_000, true)] {
+        begin(&mut writer, 1, 1, IDENTITY);
+        let log = logged(|| {
+            keep(
+                &mut writer,
+                "1",
+                &response("1", &of(bytes), &[]),
+                Coverage::All,
+            )
+        });
+        assert_kept(parent.path(), is_kept.then(|| of(bytes)).as_ref());
+        assert_eq!(
+            log.contains("needs more than 200000 bytes"),
+            !is_kept,
+            "{log}"
+        );
+        let directory = fs::read_dir(parent.path().join(DIRECTORY)).unwrap();
+        assert_eq!(directory.count(), usize::from(is_kept));
+    }
+    assert_eq!(writer.shared.failures.get(), 0);
+}
+
+/// What is kept after one of `a`, `b` and `c` each is changed in a response that is refused so.
+fn kept_after(reason: &str, coverage: Coverage) -> Resources {
+    let parent = tempfile::tempdir().unwrap();
+    let mut writer = writer(parent.path());
+    let before = resources(&[("a", "0"), ("b", "0"), ("c", "0"), ("gone", "0")]);
+    keep(
+        &mut writer,
+        "0",
+        &response("0", &before, &[]),
+        Coverage::All,
+    );
+    let changed = resources(&[("a", "1"), ("b", "1"), ("c", "1")]);
+    hand_in(
+        &mut writer,
+        1,
+        passed("1", &response("1", &changed, &[]), coverage),
+    );
+    let refused = WriteOp::Answered("1".to_owned(), Some(reason.to_owned()));
+    take(&mut writer, 1, vec![refused]);
+    assert_eq!(writer.shared.failures.get(), 0);
+    kept(parent.path()).unwrap().unwrap()
+}
+
+#[test]
+fn of_a_refused_response_what_the_reason_does_not_name_is_kept() {
+    let cluster = "Error adding/updating cluster(s) ";
+    let listener = "Error adding/updating listener(s) ";
+    let none = ["a", "b", "c"];
+    for (reason, refused) in [
+        (format!("{cluster}b: no such thing: c"), &["b"][..]),
+        (format!("{cluster}a: bad, c: worse, really"), &["a", "c"]),
+        (
+            format!("{listener}c: bad\nmore of it\na: worse\n"),
+            &["a", "c"],
+        ),
+        // Those of other responses, of none, and those that may be missing.
+        (format!("{cluster}other: bad"), &none),
+        (format!("{cluster}a: bad...(truncated)"), &none),
+        ("a: bad".to_owned(), &none),
+        (String::new(), &none),
+    ] {
+        for coverage in [Coverage::Part, Coverage::All] {
+            let version = |name| if refused.contains(&name) { "0" } else { "1" };
+            let mut expected = resources(&none.map(|name| (name, version(name))));
+            // A first response that is refused as a whole is none.
+            if coverage == Coverage::Part || refused == none {
+                expected.insert("gone".into(), "0".into());
+            }
+            assert_eq!(kept_after(&reason, coverage), expected, "{reason}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn files_say_each_hour_and_at_the_end_of_the_stream_that_they_are_current() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut writer = writer(parent.path());
+    keep(&mut writer, "1", &one("a", "1"), Coverage::All);
+    // A header that is not written again stays damaged.
+    let mut is_refreshed = |op: Option<WriteOp>| {
+        let opened = fs::File::options().write(true).open(file(parent.path()));
+        opened.unwrap().write_all_at(&[0], 4095).unwrap();
+        hand_in(&mut writer, 1, op.into_iter().collect());
+        if writer.due().is_some_and(|due| due <= Instant::now()) {
+            writer.write(false);
+        }
+        kept(parent.path()).is_ok()
+    };
+    assert!(!is_refreshed(None));
+    advance(Duration::from_secs(3599)).await;
+    assert!(!is_refreshed(None));
+    advance(Duration::from_secs(1)).await;
+    assert!(is_refreshed(None));
+    assert!(!is_refreshed(None));
+    assert!(is_refreshed(Some(WriteOp::End)));
+    advance(Duration::from_secs(7200)).await;
+    assert!(!is_refreshed(None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_waits_is_written_when_the_agent_stops() {
+    let parent = tempfile::tempdir().unwrap();
+    let shutdown = CancellationToken::new();
+    let config = handle(parent.path()).shared.config.clone();
+    let (handle, writing) = LastKnownGood::new(config, &Registry::default(), shutdown.clone());
+    let ops = passed("1", &one("a", "1"), Coverage::All).into_iter();
+    let ops = ops.chain(answered("1", true)).map(|op| (CLUSTER, op));
+    let first = ("", WriteOp::Begin(IDENTITY.to_owned(), 1));
+    let batch = (1, std::iter::once(first).chain(ops).collect());
+    handle.batches.send(batch).await.unwrap();
+    let start = Instant::now();
+    shutdown.cancel();
+    writing.await;
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    assert_kept(parent.path(), Some(&resources(&[("a", "1")])));
+}
