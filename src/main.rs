@@ -14,7 +14,7 @@ use istio_agent::config::environment::Environment;
 use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
-use istio_agent::{agent, logging, preflight};
+use istio_agent::{agent, logging, preflight, proxy_config};
 use serde::Serialize;
 
 fn main() -> std::process::ExitCode {
@@ -50,19 +50,15 @@ fn limit_malloc() {
     mallopt(MMAP_THRESHOLD, 128 * 1024);
 }
 
-/// Gives back free memory between blocks in use, which glibc keeps (malloc_trim(3)). Never ends.
-#[cfg(target_env = "gnu")]
-async fn trim_malloc() -> Infallible {
+/// Frees memory that only start and changes of the configuration need. Never ends.
+async fn free_memory() -> Infallible {
     loop {
         tokio::time::sleep(std::time::Duration::from_secs(30)).await;
+        proxy_config::release_definitions();
+        // glibc keeps free memory between blocks in use (malloc_trim(3)); other allocators do not.
+        #[cfg(target_env = "gnu")]
         malloc_trim(0);
     }
-}
-
-/// Other allocators do without.
-#[cfg(not(target_env = "gnu"))]
-async fn trim_malloc() -> Infallible {
-    std::future::pending().await
 }
 
 fn run(typed: Typed) -> Result<ExitCode, BoxError> {
@@ -167,7 +163,7 @@ fn proxy(
     block_on(async {
         tokio::select! {
             ended = agent::run(config, Settings { load, report }) => ended,
-            never = trim_malloc() => match never {},
+            never = free_memory() => match never {},
         }
     })?
 }

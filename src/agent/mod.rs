@@ -266,6 +266,8 @@ impl Agent {
     }
 
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        // Boxed, because each future around it would be twice as large as what it awaits.
+        let task = Box::pin(task);
         self.tasks.spawn(name, async move {
             task.await;
             Ok::<(), BoxError>(())
@@ -278,6 +280,7 @@ impl Agent {
         name: &'static str,
         task: impl Future<Output = ()> + Send + 'static,
     ) {
+        let task = Box::pin(task);
         let until_shutdown = self.shutdown.clone().run_until_cancelled_owned(task);
         self.spawn(name, async move {
             until_shutdown.await;

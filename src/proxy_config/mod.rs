@@ -9,9 +9,9 @@ pub mod yaml;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
-use std::sync::LazyLock;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use prost_reflect::{DescriptorError, DescriptorPool, DynamicMessage};
 use serde_json::{Map, Value};
 
@@ -19,10 +19,23 @@ use crate::problem::{Diagnostics, Problem, codes};
 pub use crate::proto::istio_mesh_v1alpha1::*;
 use yaml::Node;
 
-static DEFINITIONS: LazyLock<Result<DescriptorPool, DescriptorError>> = LazyLock::new(|| {
-    let file = include_bytes!(concat!(env!("OUT_DIR"), "/proxy_config.fds"));
-    DescriptorPool::decode(file.as_slice())
-});
+const DEFINITIONS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/proxy_config.fds"));
+
+/// The decoded definitions, which take a quarter of a megabyte, while configurations are read.
+static DECODED: Mutex<Option<DescriptorPool>> = Mutex::new(None);
+
+/// Frees the definitions. They are decoded again for the next configuration.
+pub fn release_definitions() {
+    *DECODED.lock() = None;
+}
+
+fn definitions() -> Result<DescriptorPool, DescriptorError> {
+    let mut decoded = DECODED.lock();
+    if let Some(definitions) = &*decoded {
+        return Ok(definitions.clone());
+    }
+    Ok(decoded.insert(DescriptorPool::decode(DEFINITIONS)?).clone())
+}
 
 impl ProxyConfig {
     /// Reads the members `node` sets; the others stay. Returns the lines of those members, by their paths.
@@ -140,8 +153,7 @@ fn read<M: prost::Message + Default>(
 }
 
 fn dynamic(message: &impl prost::Message, name: &str) -> Result<DynamicMessage, Box<dyn Error>> {
-    let definitions = DEFINITIONS.as_ref()?;
-    let found = definitions.get_message_by_name(&format!("istio.mesh.v1alpha1.{name}"));
+    let found = definitions()?.get_message_by_name(&format!("istio.mesh.v1alpha1.{name}"));
     let mut dynamic = DynamicMessage::new(found.ok_or("this program has no definition of it")?);
     dynamic.transcode_from(message)?;
     Ok(dynamic)
