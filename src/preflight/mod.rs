@@ -7,7 +7,7 @@ pub mod differences;
 mod pods;
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 use indexmap::IndexMap;
@@ -26,7 +26,7 @@ use crate::logging::printable;
 use crate::problem::{Diagnostics, Problem, codes};
 use differences::{Difference, Impact, Selector, TABLE};
 pub use pods::Owners;
-use pods::{Pods, Settings, add};
+use pods::{Container, Pods, Settings, add};
 
 /// The most owners that the text names for a finding.
 const MAX_OWNERS: usize = 5;
@@ -88,8 +88,22 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
         return Err("no pod and no template of pods in the text".into());
     }
     let (mut findings, mut counts) = (IndexMap::<Found, Owners>::new(), BTreeMap::new());
-    for (settings, owners) in &pods.settings {
-        let found = differences(settings, table);
+    // The init containers of most pods are the same.
+    let mut compared = HashMap::new();
+    for (
+        Settings {
+            annotations,
+            containers,
+        },
+        owners,
+    ) in &pods.settings
+    {
+        let found = containers.iter().flat_map(|container| {
+            let compared = compared.entry((container, annotations));
+            let new = || differences(container, annotations, table);
+            compared.or_insert_with(new).clone()
+        });
+        let found: Vec<_> = found.collect();
         let levels = found.iter().map(|found| found.check.level);
         let level = levels.fold(Level::Ok, Level::max);
         *counts.entry(level).or_default() += owners.values().sum::<usize>();
@@ -114,28 +128,25 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
     })
 }
 
-/// The differences of the containers of a pod.
-fn differences(settings: &Settings, table: &[Difference]) -> Vec<Found> {
-    let found = settings.containers.iter().flat_map(|container| {
-        let mut findings = Findings {
-            container: &container.name,
-            table,
-            found: Vec::new(),
-        };
-        if let Some(words) = &container.words {
-            let env = container.env.clone().into_iter().collect();
-            findings.of_line(words.clone(), &env, &settings.annotations);
-        } else {
-            let why = "it is not a command line of a sidecar or gateway, so it was not compared";
-            findings.add(Check::skipped("command line", why), None);
-        }
-        for name in &container.unread {
-            let why = "from a ConfigMap, a Secret or a file, which is not read";
-            findings.add(Check::skipped(name, why), None);
-        }
-        findings.found
-    });
-    found.collect()
+/// The differences of a container of a pod with these annotations.
+fn differences(container: &Container, annotations: &Pairs, table: &[Difference]) -> Vec<Found> {
+    let mut findings = Findings {
+        container: &container.name,
+        table,
+        found: Vec::new(),
+    };
+    if let Some(words) = &container.words {
+        let env = container.env.clone().into_iter().collect();
+        findings.of_line(words.clone(), &env, annotations);
+    } else {
+        let why = "it is not a command line of a sidecar or gateway, so it was not compared";
+        findings.add(Check::skipped("command line", why), None);
+    }
+    for name in &container.unread {
+        let why = "from a ConfigMap, a Secret or a file, which is not read";
+        findings.add(Check::skipped(name, why), None);
+    }
+    findings.found
 }
 
 struct Findings<'a> {
