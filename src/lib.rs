@@ -73,6 +73,8 @@ pub mod backoff;
 
 mod permission;
 
+pub mod volume;
+
 mod port;
 
 mod json;

@@ -10,6 +10,7 @@ use istio_agent::istiod::{self, Keepalive, Limits, Security, tls, token};
 use istio_agent::lifecycle::CancellationToken;
 use istio_agent::metrics::Registry;
 use istio_agent::unix_socket;
+use istio_agent::volume::Volume;
 use istio_agent::xds::Config;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::last_known_good::{self, LastKnownGood};
@@ -46,7 +47,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
     let (kept, writing) = LastKnownGood::new(
         last_known_good::Config {
-            directory: directory.to_owned(),
+            volume: Volume::named(directory),
             max_bytes: 1 << 30,
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),

@@ -108,7 +108,7 @@ impl Loader<'_> {
 
     pub(super) fn kept(&mut self) -> Option<last_known_good::Config> {
         Some(last_known_good::Config {
-            directory: self.text(&variables::ISTIO_AGENT_KEEP_CONFIG)?.into(),
+            volume: self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG)?,
             max_bytes: self
                 .get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES)
                 .into(),

@@ -37,6 +37,7 @@ use crate::dial::proxy::Proxies;
 pub use crate::problem::Problem;
 use crate::problem::{Diagnostics, codes};
 use crate::proxy_config::ProxyConfig;
+use crate::volume::Volume;
 use crate::xds::last_known_good;
 use crate::{bootstrap, istiod, logging, scrape};
 pub use control_plane::GoogleToken;
@@ -99,6 +100,9 @@ pub struct Config {
 }
 
 /// The consequence of a value that cannot be used and has no default.
+/// Files that container runtimes create.
+const CONTAINER_MARKS: [&str; 2] = ["/.dockerenv", "/run/.containerenv"];
+
 const LEFT_OUT: &str = "the value is ignored";
 
 /// Every problem of a configuration, as one error.
@@ -340,6 +344,17 @@ impl<'a> Loader<'a> {
     /// The variable unless it is empty.
     fn text(&self, variable: &environment::Variable<String>) -> Option<String> {
         Some(self.get(variable)).filter(|text| !text.is_empty())
+    }
+
+    /// The directory that a variable names, unless it is empty.
+    fn volume(&self, variable: &environment::Variable<String>) -> Option<Volume> {
+        let is_container = self.env.is_set(&environment::KUBERNETES_SERVICE_HOST)
+            || CONTAINER_MARKS.iter().any(|path| Path::new(path).exists());
+        Some(Volume {
+            directory: self.text(variable)?.into(),
+            is_default: !self.env.is_set(variable),
+            is_machine: !is_container,
+        })
     }
 
     /// The entries of a list with commas.

@@ -54,9 +54,7 @@ impl Loader<'_> {
                 grace_jitter: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO_JITTER),
                 least_pause: secrets::MIN_PAUSE,
                 spread_by: node_id.to_owned(),
-                cache: self
-                    .text(&variables::ISTIO_AGENT_KEEP_CERTS)
-                    .map(Into::into),
+                cache: self.volume(&variables::ISTIO_AGENT_KEEP_CERTS),
             },
             cert_signer: self.get(&variables::ISTIO_META_CERT_SIGNER),
             output: self.output(sources),

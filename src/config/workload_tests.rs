@@ -1,6 +1,6 @@
 //! The workload's certificate and its authority.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::tests::machine;
 use crate::ca::key::{Encoding, KeyType};
@@ -102,7 +102,22 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
     let config = machine(&[]).config();
     let secrets = &config.secrets;
     assert_eq!(secrets.renewal.encoding, Encoding::Traditional);
-    assert!(secrets.renewal.cache.is_none() && secrets.output.is_none() && !secrets.mesh_roots);
+    assert!(secrets.output.is_none() && !secrets.mesh_roots);
+    let volumes = [
+        secrets.renewal.cache.clone(),
+        config.kept.clone().map(|kept| kept.volume),
+    ];
+    let volumes = volumes.map(|volume| volume.expect("a default"));
+    assert!(volumes.iter().all(|volume| volume.is_default));
+    let directories = volumes.map(|volume| volume.directory);
+    let defaults = ["./etc/istio/proxy", "./var/lib/istio/data"];
+    assert_eq!(directories, defaults.map(PathBuf::from));
+    let off = machine(&[
+        ("ISTIO_AGENT_KEEP_CERTS", ""),
+        ("ISTIO_AGENT_KEEP_CONFIG", ""),
+    ]);
+    let off = off.config();
+    assert!(off.kept.is_none() && off.secrets.renewal.cache.is_none());
     assert!(config.google_token.is_none() && !config.may_dump_core);
     for (in_kubernetes, readable_by_all) in [("", false), ("10.0.0.1", true)] {
         let config = machine(&[
@@ -120,10 +135,9 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
         assert_eq!(output.directory, Path::new("./certs"));
         assert_eq!(output.readable_by_all, readable_by_all);
         assert_eq!(secrets.renewal.encoding, Encoding::Pkcs8);
-        assert_eq!(
-            secrets.renewal.cache.as_deref(),
-            Some(Path::new("/run/keep"))
-        );
+        let cache = secrets.renewal.cache.expect("is asked for");
+        assert_eq!(cache.directory, Path::new("/run/keep"));
+        assert!(!cache.is_default);
         assert!(secrets.mesh_roots);
         assert_eq!(config.google_token.expect("is asked for").audience, "td");
     }

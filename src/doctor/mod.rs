@@ -15,6 +15,7 @@ mod envoy;
 mod istiod;
 mod probes;
 mod sockets;
+mod stored;
 mod token;
 
 use std::time::Duration;
@@ -86,7 +87,7 @@ pub async fn report(
     };
     let subject = Subject { config, running };
     let ([token, istiod], others) = tokio::join!(control_plane(subject), async {
-        <[Group; 7]>::from(tokio::join!(
+        <[Group; 8]>::from(tokio::join!(
             group("certificate", certificate::checks(subject)),
             group("sockets", sockets::checks(subject)),
             group("Envoy", envoy::checks(subject)),
@@ -94,6 +95,7 @@ pub async fn report(
             group("capture", capture::checks(subject)),
             group("DNS", dns::checks(subject)),
             group("probes", probes::checks(subject)),
+            group("next container", stored::checks(subject)),
         ))
     });
     report

@@ -1,17 +1,16 @@
-//! The sockets of discovery and secrets: which process listens, and whether it answers. The directory of stored
-//! configuration.
+//! The sockets of discovery and secrets: which process listens, and whether it answers.
 
 use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::report::{Check, Level};
+use super::report::Check;
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
 use crate::problem::{Problem, codes};
+use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
-use crate::{permission, unix_socket};
 
 /// Which process is to listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,18 +35,6 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let mut checks = vec![check("XDS socket", &config.xds_socket, &xds, owner)];
     if config.envoy.is_some() {
         checks.push(check("SDS socket", &config.sds_socket, &sds, of_sds));
-    }
-    if let Some(kept) = &config.kept {
-        let directory = kept.directory.clone();
-        let subject = format!("ISTIO_AGENT_KEEP_CONFIG={}", directory.display());
-        let written = run_blocking(move || {
-            let found = directory.metadata();
-            let written = found.and_then(|_| permission::writable(&directory));
-            written.map_err(|error| permission::explained(&directory, error).to_string())
-        });
-        let failed = written.await.and_then(|written| written).err();
-        let problem = failed.map(|why| Problem::new(codes::KEPT_CONFIG_UNWRITABLE, subject, why));
-        checks.extend(problem.map(|it| Check::problem(Level::Warning, &it)));
     }
     checks
 }

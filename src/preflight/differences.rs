@@ -26,7 +26,7 @@ pub enum Impact {
     /// No case is known in which the difference surprises an operator.
     Benign,
     Surprising,
-    /// One of the ten rows that come first on the page.
+    /// One of the twelve rows that come first on the page.
     Harmful,
 }
 
@@ -71,14 +71,14 @@ differences! {
     OUTPUT_CERTS: Benign, [Set("OUTPUT_CERTS")], "pilot-agent writes and renames the files of `OUTPUT_CERTS` one after the other, and only while an SDS client asks for secrets", "this agent writes all files before it renames them, and does so on every rotation", "other readers of the directory see each rotation too";
     EXPIRED_TOKEN: Benign, [Set("PROV_CERT")], "pilot-agent sends an expired token", "this agent does not send an expired token while the client certificate is in use", "istiod does not have to reject it";
     CLIENT_CERTIFICATE_REJECTED: Benign, [], "if istiod rejects the client certificate in the handshake, pilot-agent does not get a connection", "this agent connects without the certificate and sends the token", "a machine survives the retirement of a root";
-    CERTIFICATE_OVER_RESTART: Benign, [], "pilot-agent requests a certificate after each restart of the container", "this agent uses its stored certificate if `ISTIO_AGENT_KEEP_CERTS` is set", "a container can restart while istiod is unreachable";
+    CERTIFICATE_OVER_RESTART: Harmful, [], "pilot-agent requests a certificate after each restart of the container", "this agent stores key and certificate in `./etc/istio/proxy/istio-agent` (mode 0700) if that is in memory, and uses them after a restart", "a container can restart while istiod is unreachable", "root and the agent's user can read the key there, as they can from the SDS socket: an empty `ISTIO_AGENT_KEEP_CERTS` switches it off, also in `proxyMetadata` of MeshConfig";
     CORE_DUMPS: Surprising, [], "a core dump of pilot-agent contains keys", "this agent does not dump core", "keys do not reach the disk of the node", "a crash of the agent leaves no core dump: `ISTIO_AGENT_CORE_DUMP` allows it";
     CERTIFICATE_ATTEMPTS: Benign, [], "pilot-agent makes up to five attempts for a request, 0.1 to 0.8 s apart, and each stream of Envoy repeats them", "this agent makes one attempt for all streams, and retries with one backoff", "several streams do not multiply the load";
     CERTIFICATE_TIMEOUT: Benign, [], "pilot-agent waits without limit for the response to a certificate request", "this agent cancels the request after 10 s, and the next ones after 20, 40 and 80 s", "the agent leaves an istiod that hangs, and a slow signer has time";
     CERTIFICATE_RENEWAL: Benign, [], "pilot-agent drops the certificate from its cache when it is time to renew it", "this agent keeps the certificate until the new one arrives or the old one expires", "a short outage of the control plane has no effect";
     }
     "Discovery and istiod" {
-    CONFIGURATION_OVER_RESTART: Benign, [], "under pilot-agent, a restarted Envoy has no configuration until istiod sends it", "this agent serves stored configuration while istiod is unreachable, if `ISTIO_AGENT_KEEP_CONFIG` is set and discovery is delta", "a container that restarts during an outage serves";
+    CONFIGURATION_OVER_RESTART: Harmful, [], "under pilot-agent, a restarted Envoy has no configuration until istiod sends it", "this agent stores what Envoy has accepted in `./var/lib/istio/data/istio-agent-config` (mode 0700) if a disk volume is mounted there, and serves it while istiod is unreachable, if discovery is delta", "a container that restarts during an outage serves", "credentials that an EnvoyFilter contains inline are on the node's disk until the pod is deleted, and up to 64 MB count against its ephemeral storage: an empty `ISTIO_AGENT_KEEP_CONFIG` switches it off, also in `proxyMetadata` of MeshConfig";
     ISTIO_VERSION: Benign, [], "pilot-agent reports the version of its binary to istiod", "this agent reports the version of the image, from the file `pilot-agent.istio-version` next to the binary. Without the file it reports 1.31.0", "istiod decides by the version what Envoy understands";
     CONNECTION_AFTER_REJECTION: Benign, [], "pilot-agent closes the connection after a failed certificate request and dials again", "this agent keeps the connection, unless the request got no answer or the connection lacks the client certificate", "the connection works";
     ISTIOD_UNREACHABLE: Benign, [], "while istiod is unreachable or answers discovery with an error, pilot-agent ends Envoy's stream, and Envoy backs off for up to 30 s", "this agent holds Envoy's stream open until istiod's first response. It sends the requests again within 4 s, and at once when the token changes", "Envoy gets its configuration as soon as istiod is back";

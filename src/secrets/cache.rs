@@ -6,7 +6,6 @@
 //! configured, and it has not expired.
 
 use std::io;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -20,12 +19,10 @@ use crate::directory::Directory;
 use crate::identity::SpiffeId;
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
+use crate::volume::{Content, is_in_memory};
 
-const DIRECTORY: &str = "istio-agent";
+const DIRECTORY: &str = Content::Certificate.directory();
 const FILE: &str = "workload.json";
-
-/// File systems in memory, as `statfs` names them.
-const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
 const OTHER: &str = "it is for another identity or another kind of key";
 
@@ -125,7 +122,9 @@ impl CertificateCache {
         issued: SystemTime,
     ) -> Result<(), BoxError> {
         let directory = Directory::private(&self.parent, DIRECTORY, true)?;
-        check_in_memory(&directory)?;
+        if !is_in_memory(&directory)? {
+            return Err("it is on a disk, expected a file system in memory".into());
+        }
         let since_epoch = issued.duration_since(SystemTime::UNIX_EPOCH);
         let header = serde_json::to_vec(&Header {
             identity: self.identity.to_string(),
@@ -136,15 +135,4 @@ impl CertificateCache {
         let text = Zeroizing::new([&header, &b"\n"[..], key_pem].concat());
         Ok(directory.replace_files(&[(FILE, &text)], 0o600)?)
     }
-}
-
-fn check_in_memory(directory: impl AsFd) -> io::Result<()> {
-    let file_system = rustix::fs::fstatfs(directory)?;
-    // The type is a small number in a word whose width depends on the machine.
-    if IN_MEMORY.contains(&(file_system.f_type as u64 & 0xffff_ffff)) {
-        return Ok(());
-    }
-    Err(io::Error::other(
-        "it is on a disk, expected a file system in memory",
-    ))
 }

@@ -24,7 +24,6 @@ mod x509;
 
 use std::future::Future;
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -38,6 +37,7 @@ use crate::clock::{Clock, in_utc, rfc3339};
 use crate::identity::SpiffeId;
 use crate::metrics::Registry;
 use crate::problem::{self, Problem, codes};
+use crate::volume::{Content, Volume};
 use cache::CertificateCache;
 pub use certificate::{Roots, Secret};
 pub use files::{SecretState, Subscription};
@@ -67,7 +67,7 @@ pub struct Config {
     /// What renewals are spread by, such as the name of the pod.
     pub spread_by: String,
     /// A directory in memory that holds key and certificate across restarts.
-    pub cache: Option<PathBuf>,
+    pub cache: Option<Volume>,
 }
 
 pub const WORKLOAD: &str = "workload certificate";
@@ -125,9 +125,11 @@ pub fn new<C: Ca>(
         clock: clock.clone(),
     };
     metrics::publish(&secrets, registry);
-    let cache = config.cache.as_ref().map(|parent| {
+    let cache = config.cache.as_ref();
+    let cache = cache.filter(|volume| volume.is_used(Content::Certificate));
+    let cache = cache.map(|volume| {
         let kind = format!("{:?} {:?}", config.key_type, config.encoding);
-        CertificateCache::new(parent, &config.identity, kind)
+        CertificateCache::new(&volume.directory, &config.identity, kind)
     });
     let renewal = Renewal {
         key_type: Mutex::new(config.key_type),

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import tarfile
 import tempfile
@@ -354,14 +355,24 @@ def a_pod_whose_application_never_starts_is_deleted_without_delay(world, agent=O
 OUTSIDE = {"sidecar.istio.io/inject": "false"}
 
 
+def injected_gateway(world, name, agent, host):
+    """A gateway with a plain-text port that leads to a service."""
+    world.deploy(name, agent, annotations={"inject.istio.io/templates": "gateway"},
+                 spec={"containers": [{"name": "istio-proxy", "image": "auto", "imagePullPolicy": "IfNotPresent"}]})
+    world.apply(
+        resource("networking.istio.io/v1", "Gateway", name, selector={"app": name}, servers=[
+            {"hosts": ["*"], "port": {"name": "http", "number": 8080, "protocol": "HTTP"}}]),
+        resource("networking.istio.io/v1", "VirtualService", name, hosts=["*"], gateways=[name], http=[
+            {"route": [{"destination": {"host": host, "port": {"number": 8080}}}]}]))
+
+
 @case(5)
 def gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_without_a_failed_request(world, agent=OURS):
     if not world.kubectl("get", "gatewayclass/istio", fails=True):
         raise Skipped("needs the Gateway API")
     shop(world, "shop", GO)
     world.deploy("outside", GO, labels=OUTSIDE)
-    world.deploy("gateway", agent, annotations={"inject.istio.io/templates": "gateway"},
-                 spec={"containers": [{"name": "istio-proxy", "image": "auto", "imagePullPolicy": "IfNotPresent"}]})
+    injected_gateway(world, "gateway", agent, "shop")
     # istiod makes its Deployment and Service, with what is noted at the Gateway itself.
     api = resource("gateway.networking.k8s.io/v1", "Gateway", "api", gatewayClassName="istio",
                    listeners=[{"name": "http", "port": 8080, "protocol": "HTTP"}])
@@ -369,10 +380,6 @@ def gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_wit
         "sidecar.istio.io/proxyImage": world.images[agent] or world.mesh_image()}}
     world.apply(
         api,
-        resource("networking.istio.io/v1", "Gateway", "gateway", selector={"app": "gateway"}, servers=[
-            {"hosts": ["*"], "port": {"name": "http", "number": 8080, "protocol": "HTTP"}}]),
-        resource("networking.istio.io/v1", "VirtualService", "gateway", hosts=["*"], gateways=["gateway"], http=[
-            {"route": [{"destination": {"host": "shop", "port": {"number": 8080}}}]}]),
         resource("gateway.networking.k8s.io/v1", "HTTPRoute", "api", parentRefs=[{"name": "api"}],
                  rules=[{"backendRefs": [{"name": "shop", "port": 8080}]}]))
     world.kubectl("wait", "--for=create", "deploy/api-istio", "--timeout=30s")
@@ -545,28 +552,92 @@ def module(mark):
 
 @case(8, gate=True, own=True)
 def last_known_good_configuration_serves_while_istiod_is_unreachable(world, agent=OURS):
-    annotations = config(ISTIO_AGENT_KEEP_CONFIG="/var/run/istio-agent", ISTIO_AGENT_KEEP_CERTS="/var/run/istio-agent") | {
-        "sidecar.istio.io/userVolume": json.dumps({"istio-agent": {"emptyDir": {"medium": "Memory", "sizeLimit": "128Mi"}}}),
-        "sidecar.istio.io/userVolumeMount": json.dumps({"istio-agent": {"mountPath": "/var/run/istio-agent"}})}
-    url = shop(world, "kept", agent, annotations=annotations)
-    pod = world.pods("kept")[0]
-    expect_healthy(world, "deploy/kept", agent)
-    with Load(world, url, *CLIENTS) as before:
+    """Of a usual sidecar, a native one and a gateway, which have nothing but the annotation of the image."""
+    sidecars = {"kept-usual": USUAL, "kept-native": NATIVE}
+    for name, annotations in sidecars.items():
+        world.deploy(name, agent, annotations=annotations)
+    shop(world, "shop", GO)
+    world.deploy("outside", GO, labels=OUTSIDE)
+    injected_gateway(world, "kept-gateway", agent, "shop")
+    callers = {"kept-usual": CLIENTS[0], "kept-native": CLIENTS[1], "kept-gateway": "outside"}
+    world.rolled_out("outside", *callers)
+
+    def loads(stack):
+        return [stack.enter_context(Load(world, f"http://{name}:8080/", client)) for name, client in callers.items()]
+    with contextlib.ExitStack() as stack:
+        before = loads(stack)
+        for name in callers:
+            expect_healthy(world, f"deploy/{name}", agent)
+        # What Envoy has accepted is on the disk after 5 s at most.
+        time.sleep(6)
         world.scale_istiod(0)
+    took = {}
     try:
-        world.kill(pod, "istio-proxy")
-        begun = time.monotonic()
-        world.until("the pod serves again", lambda: world.call(CLIENTS[0], url), 60)
-        took = time.monotonic() - begun
-        with Load(world, url, *CLIENTS) as after:
+        for name, client in callers.items():
+            world.kill(world.pods(name)[0], "istio-proxy")
+            begun = time.monotonic()
+            world.until(f"{name} serves again", lambda: world.call(client, f"http://{name}:8080/"), 60)
+            took[name] = time.monotonic() - begun
+        with contextlib.ExitStack() as stack:
+            after = loads(stack)
             world.scale_istiod(1)
             # The stream is handed over, and configuration flows again.
             world.deploy("later", GO)
             world.rolled_out("later")
-            world.until("the kept pod knows a new service", lambda: world.call("kept", "http://later:8080/"))
+            for name in sidecars:
+                world.until(f"{name} knows a new service", lambda: world.call(name, "http://later:8080/"))
     finally:
         world.scale_istiod(1)
-    return f"{before.expect_none_failed()}; served {took:.1f} s after the kill; {after.expect_none_failed()}"
+        world.kubectl("delete", "deploy", "--wait=false", "later", "outside", *callers, fails=True)
+        world.kubectl("delete", "gateways.networking.istio.io/kept-gateway", "virtualservices/kept-gateway", fails=True)
+    served = ", ".join(f"{name} served {seconds:.1f} s after the kill" for name, seconds in took.items())
+    return "; ".join([load.expect_none_failed() for load in before] + [served] + [load.expect_none_failed() for load in after])
+
+
+@case(8, gate=True, own=True)
+def a_crashed_envoy_restarts_in_its_container_until_its_budget_is_used_up(world, agent=OURS):
+    told = []
+    for kind, annotations in {"usual": USUAL, "native": NATIVE}.items():
+        name = f"crashed-{kind}"
+        url = shop(world, name, agent, annotations=annotations)
+        pod = world.pods(name)[0]
+        for number in range(4):
+            with Load(world, url, CLIENTS[0]) as load:
+                os.kill(world.process(pod, "envoy"), signal.SIGSEGV)
+                time.sleep(5)
+            seen = load.told[CLIENTS[0]]
+            if number == 0:
+                told.append(f"{kind}: cut for {seen['seconds']:.2f} s, {len(seen['failed'])} of {seen['sent']} requests failed")
+            restarts = world.container(pod, "istio-proxy")["restartCount"]
+            expect(f"restarts of the {kind} container after crash {number + 1}", int(number == 3), restarts)
+        world.kubectl("delete", f"deploy/{name}", "--wait=false")
+    return "; ".join(told)
+
+
+@case(8, gate=True, own=True)
+def a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit(world, agent=OURS):
+    """As scripts of jobs do: `pkill envoy` in a shared process namespace, or a request to the status port."""
+    url = shop(world, "shop", GO)
+    hold = {"proxy.istio.io/config": json.dumps({"holdApplicationUntilProxyStarts": True})}
+    for way in ("pkill", "quitquitquit"):
+        name = f"job-{way}"
+        template = world.template(name, agent, annotations=USUAL | hold, spec={
+            "restartPolicy": "Never", "containers": [{"name": "app", "image": world.application, "args": ["get", url]}]})
+        world.apply({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name},
+                     "spec": {"backoffLimit": 0, "template": template}})
+        try:
+            pod = world.until("there is a pod", lambda: world.pods(name))[0]
+            world.until("the application has ended", lambda: world.container(pod, "app")["state"].get("terminated"))
+            envoy = world.process(pod, "envoy")
+            if way == "pkill":
+                os.kill(envoy, signal.SIGTERM)
+            else:
+                subprocess.run(["nsenter", f"--net=/proc/{envoy}/ns/net", "curl", "--silent", "--fail", "-X", "POST",
+                                "http://127.0.0.1:15020/quitquitquit"], check=True, timeout=10, capture_output=True)
+            world.kubectl("wait", "--for=condition=complete", f"job/{name}", "--timeout=60s")
+        finally:
+            world.kubectl("delete", f"job/{name}", "--wait=false")
+    return "both"
 
 
 @case(1, gate=True)
@@ -645,8 +716,7 @@ def same_of_both(world, pods, *words):
 @case(10)
 def the_agents_own_commands_and_pages_answer_in_a_pod(world):
     pod = world.pods(CLIENTS[0])[0]
-    expect("findings of the doctor", "errors: 0, warnings: 0", ", ".join(world.exec(
-        pod, "pilot-agent", "doctor", container="istio-proxy").splitlines()[-1].split(", ")[:2]))
+    expect_healthy(world, f"pod/{pod}", OURS)
     command = [*world.command, "-n", world.namespace]
     bundle = subprocess.run([*command, "exec", pod, "-c", "istio-proxy", "--", "pilot-agent", "support-bundle"],
                             capture_output=True, check=True, timeout=60).stdout

@@ -345,14 +345,7 @@ class Pod:
         self.address = world.get(f"pod/{name}")["status"]["podIP"]
 
     def process(self, program="pilot-agent"):
-        container = self.world.container(self.name, "istio-proxy")["containerID"].partition("://")[2]
-        for folder in pathlib.Path("/proc").glob("[0-9]*"):
-            try:
-                if (folder / "comm").read_text().strip() == program and container in (folder / "cgroup").read_text():
-                    return int(folder.name)
-            except OSError:
-                continue
-        raise Failed(f"no {program} in {self.name}")
+        return self.world.process(self.name, program)
 
     def private(self, program):
         maps = pathlib.Path(f"/proc/{self.process(program)}/smaps_rollup").read_text()

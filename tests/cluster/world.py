@@ -1,6 +1,7 @@
 """What cases share: kubectl, applications with either agent beside them, and load that counts failures."""
 
 import json
+import pathlib
 import shutil
 import subprocess
 import time
@@ -149,6 +150,17 @@ class World:
         """Kills a container's first process, as the kernel does for want of memory."""
         name = self.container(pod, container)["containerID"].partition("://")[2]
         self.cluster.inside("ctr", "--namespace", "k8s.io", "task", "kill", "--signal", "SIGKILL", name)
+
+    def process(self, pod, program):
+        """The process of a program in a sidecar's container, as this machine numbers it."""
+        container = self.container(pod, "istio-proxy")["containerID"].partition("://")[2]
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                if (folder / "comm").read_text().strip() == program and container in (folder / "cgroup").read_text():
+                    return int(folder.name)
+            except OSError:
+                continue
+        raise Failed(f"no {program} in {pod}")
 
     def describe(self, folder):
         """Keeps what says why a case has failed."""

@@ -172,11 +172,11 @@ variables! {
     CREDENTIAL_FETCHER_TYPE: String = "JWT", "Source of tokens: JWT (a file), GoogleComputeEngine or Mock.", Same;
     PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes additional root certificates from istiod's ProxyConfig.", Same;
     KUBERNETES_SERVICE_HOST: String = "", "Set by Kubernetes. If set, files in OUTPUT_CERTS are world-readable.", Same;
-    ISTIO_AGENT_KEEP_CONFIG: String = "", "Directory that stores the last known good configuration (delta xDS only), so that it survives a restart of the container. If empty, nothing is stored.", Own;
+    ISTIO_AGENT_KEEP_CONFIG: String = "./var/lib/istio/data", "Directory that stores the last known good configuration (delta xDS only), so that it survives a restart of the container. The default is used if it is on a disk volume with 10 % free space, or on a machine. If empty, nothing is stored.", Own;
     ISTIO_AGENT_KEEP_CONFIG_AFTER: Duration = "5s", "Time that a new Envoy waits for istiod before the agent serves the last known good configuration.", Own;
     ISTIO_AGENT_KEEP_CONFIG_MAX_AGE: Duration = "24h", "The last known good configuration is not served if the stream to istiod was last open longer ago than this.", Own;
     ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES: u32 = "67108864", "Maximum size of the stored configuration on disk, in bytes. If it needs more, nothing is stored.", Own;
-    ISTIO_AGENT_KEEP_CERTS: String = "", "In-memory directory that stores key and certificate, so that they survive a restart of the container. If empty, nothing is stored.", Own;
+    ISTIO_AGENT_KEEP_CERTS: String = "./etc/istio/proxy", "In-memory directory that stores key and certificate, so that they survive a restart of the container. The default is used if it is a volume in memory. If empty, nothing is stored.", Own;
     ISTIO_AGENT_CORE_DUMP: bool = "false", "Allows the agent to dump core and to be debugged, which exposes its keys.", Own;
     ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS queries in sidecars; also sent as node metadata.", Same;
     ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS queries in nodes of any type.", Same;

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use super::*;
 use crate::secrets::cache::CertificateCache;
+use crate::volume::Volume;
 
 fn directory() -> Option<tempfile::TempDir> {
     let memory = Path::new("/dev/shm");
@@ -16,7 +17,7 @@ fn directory() -> Option<tempfile::TempDir> {
 
 fn caching(directory: &tempfile::TempDir) -> Config {
     Config {
-        cache: Some(directory.path().to_owned()),
+        cache: Some(Volume::named(directory.path())),
         ..config()
     }
 }

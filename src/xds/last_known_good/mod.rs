@@ -13,7 +13,6 @@ pub(super) mod replay;
 mod writer;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
@@ -34,9 +33,10 @@ use writer::{Batch, Writer};
 
 use super::Protocol;
 use super::stream::LISTENER;
+use crate::volume::{Content, Volume};
 
 /// The directory below the configured one.
-const DIRECTORY: &str = "istio-agent-config";
+const DIRECTORY: &str = Content::Configuration.directory();
 
 /// The types that are kept. What follows the last dot is the name of the file.
 const TYPES: [Type; 8] = [
@@ -69,7 +69,7 @@ const MAX_BATCHES: usize = 4;
 /// Where configuration is kept, and when it is served.
 #[derive(Clone, Debug)]
 pub struct Config {
-    pub directory: PathBuf,
+    pub volume: Volume,
     /// What needs more is not kept.
     pub max_bytes: u64,
     /// Older configuration is not served.
@@ -197,7 +197,9 @@ impl LastKnownGood {
     /// What is kept for the Envoy of this process. It is kept for delta only.
     pub(super) fn envoy_cache(&self, pid: i32, protocol: Protocol) -> Option<EnvoyCache> {
         if protocol == Protocol::Sotw {
-            tracing::warn!(target: "xdsproxy", "ISTIO_AGENT_KEEP_CONFIG needs delta xDS: set ISTIO_DELTA_XDS=true");
+            if !self.shared.config.volume.is_default {
+                tracing::warn!(target: "xdsproxy", "ISTIO_AGENT_KEEP_CONFIG needs delta xDS: set ISTIO_DELTA_XDS=true");
+            }
             return None;
         }
         let mut envoys = self.shared.envoys.lock();

@@ -93,7 +93,7 @@ struct Type {
 /// Reads and checks all that is kept, for the node in the first request.
 fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'static str, Type>> {
     let (mut types, config) = (HashMap::new(), &shared.config);
-    let directory = Directory::private(&config.directory, DIRECTORY, false);
+    let directory = Directory::private(&config.volume.directory, DIRECTORY, false);
     let directory = directory.map_err(|error| named(config, "", error))?;
     let identity = first.identity();
     for type_url in TYPES {

@@ -30,7 +30,11 @@ pub(super) const OTHER_NODE: &str = "it is stored for another node";
 
 /// An error with the file of the type that it is about, or with the directory.
 pub(super) fn named(config: &Config, type_url: Type, error: impl std::fmt::Display) -> io::Error {
-    let path = config.directory.join(DIRECTORY).join(file_name(type_url));
+    let path = config
+        .volume
+        .directory
+        .join(DIRECTORY)
+        .join(file_name(type_url));
     io::Error::other(format!("{}: {error}", path.display()))
 }
 
@@ -205,7 +209,7 @@ impl Writer {
         self.write(false);
         self.files.clear();
         self.refreshed = None;
-        let directory = Directory::private(&self.shared.config.directory, DIRECTORY, true)?;
+        let directory = Directory::private(&self.shared.config.volume.directory, DIRECTORY, true)?;
         let directory = self.directory.insert(directory);
         for type_url in TYPES {
             let name = file_name(type_url);

@@ -64,6 +64,8 @@ struct Table {
     /// By their numbers.
     open: BTreeMap<u32, StreamSnapshot>,
     last_end: Option<EndSnapshot>,
+    /// Since when Envoy has served stored configuration, as istiod has not answered since.
+    served_since: Option<SystemTime>,
 }
 
 type Value = fn(&Type) -> Option<f64>;
@@ -115,6 +117,18 @@ impl Observer {
                 }
             });
         }
+        if kept.is_some() {
+            let table = table.clone();
+            let (name, help) = (
+                "istio_agent_xds_kept_served_since_timestamp_seconds",
+                "Since when Envoy has served stored configuration, as seconds of Unix time",
+            );
+            registry.computed(name, help, Kind::Gauge, &[], move |series| {
+                if let Some(since) = table.lock().served_since {
+                    series(&[], unix_seconds(since));
+                }
+            });
+        }
         let metrics = Metrics::new(registry);
         Self {
             table,
@@ -129,6 +143,7 @@ impl Observer {
         let table = self.table.lock();
         Snapshot {
             kept,
+            served_since: table.served_since.map(rfc3339),
             streams: table.streams,
             stream: table.open.values().next_back().cloned(),
             last_end: table.last_end.clone(),
@@ -162,6 +177,7 @@ impl Observer {
 
     pub(super) fn istiod_answered(&self, id: u32) {
         self.change(id, |stream| stream.connected = true);
+        self.table.lock().served_since = None;
     }
 
     /// Istiod's stream has ended.
@@ -172,6 +188,7 @@ impl Observer {
     /// From now on what is kept answers.
     pub(super) fn serves_kept(&self, id: u32) {
         self.change(id, |stream| stream.source = Source::Kept);
+        self.table.lock().served_since.get_or_insert_with(now);
     }
 
     pub(super) fn stream_ended(&self, id: u32, end: &End) {

@@ -33,6 +33,9 @@ pub struct Snapshot {
     /// What is kept on disk, by type URL.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<BTreeMap<String, KeptSnapshot>>,
+    /// Since when Envoy has served what is kept, as istiod has not answered since.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub served_since: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]

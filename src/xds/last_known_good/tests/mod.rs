@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryResponse, Resource};
@@ -66,7 +66,7 @@ fn response(nonce: &str, changed: &Resources, removed: &[String]) -> Bytes {
 
 fn handle(parent: &Path) -> LastKnownGood {
     let config = Config {
-        directory: parent.to_owned(),
+        volume: Volume::named(parent),
         max_bytes: 1 << 30,
         max_age: Duration::MAX,
         after: Duration::from_secs(5),

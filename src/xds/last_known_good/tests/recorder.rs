@@ -19,7 +19,7 @@ async fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_i
     const TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
     let parent = tempfile::tempdir().unwrap();
     let config = Config {
-        directory: parent.path().to_owned(),
+        volume: Volume::named(parent.path()),
         max_bytes: 1 << 30,
         max_age: Duration::MAX,
         after: Duration::MAX,

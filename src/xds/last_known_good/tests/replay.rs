@@ -48,7 +48,7 @@ type Answer = (String, String, Resources);
 /// The answers to these requests.
 fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Result<Vec<Answer>> {
     let config = Config {
-        directory: parent.to_owned(),
+        volume: Volume::named(parent),
         max_bytes: 1 << 30,
         max_age,
         after: Duration::ZERO,

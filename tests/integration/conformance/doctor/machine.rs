@@ -208,7 +208,7 @@ async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
             &["ISTIO_AGENT_KEEP_CONFIG=kept", "Read-only file system"],
             &["mount a directory"],
         );
-        Fault::new(place, says).with((agent, istiod)).warns()
+        Fault::new(place, says).with((agent, istiod))
     });
     faults.are_named().await;
 }

@@ -313,7 +313,7 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
                 &["ISTIO_AGENT_KEEP_CONFIG=./absent", "No such file"],
                 &["mount a directory"],
             );
-            Fault::new(place, says).with((agent, istiod)).warns()
+            Fault::new(place, says).with((agent, istiod))
         },
     );
     faults.add("a misspelt variable", async {
