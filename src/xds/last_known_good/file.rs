@@ -425,8 +425,22 @@ impl Index {
             }
             is_next
         });
-        let mut places = places.into_iter();
-        places.try_for_each(|place| blocks(&self.file, place, &mut each))
+        // Resources are small, and may all be apart.
+        let mut copied = Vec::with_capacity(BLOCK);
+        for place in places {
+            blocks(&self.file, place, |block| {
+                if copied.len() + block.len() > BLOCK {
+                    each(&copied)?;
+                    copied.clear();
+                }
+                copied.extend_from_slice(block);
+                Ok(())
+            })?;
+        }
+        if copied.is_empty() {
+            return Ok(());
+        }
+        each(&copied)
     }
 }
 
