@@ -43,7 +43,7 @@ impl Requests {
         Some(frame)
     }
 
-    /// Memory in bytes.
+    /// Returns the memory of the requests in bytes.
     pub(super) fn memory(&self) -> usize {
         self.memory
     }
@@ -54,14 +54,14 @@ fn memory(request: &Bytes) -> usize {
     request.len() + size_of::<Bytes>()
 }
 
-/// Who answers Envoy, and what belongs to that.
+/// The phase of a session: which side answers Envoy.
 pub(super) enum Phase {
-    /// Nobody: the agent dials istiod. Istiod's stream will begin with the requests that are held.
+    /// The agent dials istiod, and no side answers. The stream to istiod will begin with the held requests.
     Connecting {
         held: Requests,
         dial: BoxFuture<Result<Connection, Closed>>,
     },
-    /// Istiod has not answered yet. The requests are held for another stream, unless they became too large.
+    /// Istiod has not answered yet. The requests are held for the next stream, unless they became too large.
     AwaitingFirstResponse {
         held: Option<Requests>,
         stream: IstiodStream,
@@ -73,11 +73,11 @@ pub(super) enum Phase {
         replay: Replay,
         requests: mpsc::Sender<Bytes>,
     },
-    /// Nobody: istiod's stream has ended, and Envoy's is about to.
+    /// Istiod's stream has ended, and Envoy's is about to.
     Ended,
 }
 
-/// A stream of istiod.
+/// A stream to istiod.
 pub(super) struct IstiodStream {
     connection: Connection,
     /// Completes when the stream should move to another connection.
@@ -167,7 +167,7 @@ impl Phase {
         }
     }
 
-    /// Where requests go to, once somebody takes them.
+    /// Returns the queue of requests, once there is a stream that takes them.
     pub(super) fn requests(&self) -> Option<&mpsc::Sender<Bytes>> {
         match self {
             Self::AwaitingFirstResponse { stream, .. } | Self::Relaying(stream) => {
@@ -178,7 +178,7 @@ impl Phase {
         }
     }
 
-    /// All requests, as long as another stream of istiod can begin with them.
+    /// Returns all requests, as long as another stream of istiod can begin with them.
     pub(super) fn held(&self) -> Option<&Requests> {
         match self {
             Self::Connecting { held, .. } => Some(held),
