@@ -276,6 +276,13 @@ async fn of_a_refused_response_the_accepted_listeners_are_kept_and_the_old_one_o
         ])
         .await;
     eventually("an answer", async || get(new).await.ok()).await;
+    // Of a response that Envoy has not answered before the stream ends, nothing is kept.
+    eventually("Envoy's refusal", async || {
+        let found = xdsz(&workload.pod).await?;
+        let refusal = &found["types"][LISTENER]["last_nack"];
+        (!refusal.is_null()).then_some(())
+    })
+    .await;
     let _dead = control_plane.kill().await;
     // It is written when the stream has ended.
     eventually("the last version", async || {
