@@ -627,7 +627,9 @@ def a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit(worl
                      "spec": {"backoffLimit": 0, "template": template}})
         try:
             pod = world.until("there is a pod", lambda: world.pods(name))[0]
-            world.until("the application has ended", lambda: world.container(pod, "app")["state"].get("terminated"))
+            world.until("the application has ended", lambda: any(
+                one["name"] == "app" and "terminated" in one["state"]
+                for one in world.get(f"pod/{pod}")["status"].get("containerStatuses", [])))
             envoy = world.process(pod, "envoy")
             if way == "pkill":
                 os.kill(envoy, signal.SIGTERM)
