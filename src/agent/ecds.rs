@@ -78,20 +78,13 @@ fn converted(
             if let Some(retry_at) = last.as_ref().and_then(|last| last.retry_at) {
                 sleep_until(retry_at).await;
             }
-            // Envoy may have unsubscribed from the filters since.
-            if last
-                .as_ref()
-                .is_some_and(|last| !wasm.replaces_any(&last.missing))
-            {
-                return Outcome::Unwanted(None);
-            }
             let (rewritten, converted) = match rewrite(&wasm, protocol, &message).await {
                 Ok(rewritten) => rewritten,
                 Err(problem) => return Outcome::Rejected(problem),
             };
             let is_progress = last
                 .as_ref()
-                .is_none_or(|last| converted.missing.len() < last.missing.len());
+                .is_none_or(|last| converted.missing < last.missing);
             if !is_progress {
                 last = Some(converted);
                 continue;
@@ -133,25 +126,19 @@ fn parts(message: &Bytes) -> Option<Vec<Bytes>> {
 fn one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
     Box::pin(async move {
         let (outcome, index, _) = select_all(parts.iter_mut().map(|part| &mut part.1)).await;
-        let (message, later) = match outcome {
-            Outcome::Forward(message, later) => (Some(message), later),
-            Outcome::Unwanted(later) => (None, later),
-            refused => return refused,
+        let Outcome::Forward(message, later) = outcome else {
+            return outcome;
         };
         match later {
             Some(later) => parts[index].1 = later.outcome,
             None => drop(parts.swap_remove(index)),
         }
-        let rest: Vec<_> = parts.iter().map(|part| &part.0[..]).collect();
-        let rest = rest.concat().into();
-        let later = (!parts.is_empty()).then(|| Later {
-            outcome: one_by_one(parts),
-            rest,
-        });
-        match message {
-            Some(message) => Outcome::Forward(message, later),
-            None => Outcome::Unwanted(later),
+        if parts.is_empty() {
+            return Outcome::Forward(message, None);
         }
+        let rest: Vec<_> = parts.iter().map(|part| &part.0[..]).collect();
+        let (rest, outcome) = (rest.concat().into(), one_by_one(parts));
+        Outcome::Forward(message, Some(Later { outcome, rest }))
     })
 }
 
@@ -465,26 +452,6 @@ mod tests {
             let outcome = ecds.intercept(Protocol::Delta, merged).await;
             assert!(matches!(outcome, Outcome::Forward(found, None) if found == newer));
         }
-    }
-
-    #[tokio::test]
-    async fn a_missing_module_is_not_fetched_again_once_envoy_has_unsubscribed() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let (wasm, _fetches) = start(directory.path());
-        let ecds = Ecds(wasm);
-        let (_one, a) = hanging("a", Duration::from_millis(50));
-        let (_other, b) = hanging("b", Duration::from_millis(50));
-        let response = delta("1", &[("a", a), ("b", b.clone())], &[]);
-        let (_, later) = forwarded_first(&ecds, &response).await;
-        let Outcome::Forward(_, Some(later)) = later.outcome.await else {
-            panic!("the modules are fetched again later");
-        };
-        ecds.unsubscribed(&["a".to_owned()]);
-        let Outcome::Unwanted(Some(later)) = later.outcome.await else {
-            panic!("only the other module is fetched again");
-        };
-        assert_eq!(later.rest, delta("1", &[("b", b)], &[]));
-        assert_eq!(ecds.0.missing().len(), 1);
     }
 
     #[tokio::test]

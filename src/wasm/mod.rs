@@ -55,8 +55,8 @@ pub struct Wasm(Arc<Modules>);
 pub(crate) struct Converted {
     /// In place of each resource; None where it stays as it is.
     pub(crate) resources: Vec<Option<Bytes>>,
-    /// Names of the filters whose modules may be had later, and when to convert the resources again for that.
-    pub(crate) missing: Vec<String>,
+    /// How many modules may be had later, and when to convert the resources again for that.
+    pub(crate) missing: usize,
     pub(crate) retry_at: Option<Instant>,
 }
 
@@ -121,13 +121,10 @@ impl Wasm {
             None => Ok(None),
         });
         let mut converted = Converted::default();
-        for (replaced, filter) in join_all(replacing).await.into_iter().zip(&filters) {
+        for replaced in join_all(replacing).await {
             let (resource, retry_at) = replaced?.unzip();
             let retry_at = retry_at.flatten();
-            let missing = filter.iter().filter(|_| retry_at.is_some());
-            converted
-                .missing
-                .extend(missing.map(|filter| filter.name.clone()));
+            converted.missing += usize::from(retry_at.is_some());
             converted.retry_at = converted.retry_at.into_iter().chain(retry_at).min();
             converted.resources.push(resource);
         }
@@ -205,12 +202,6 @@ impl Wasm {
         let rewritten = filter.with_module(&path.to_string_lossy());
         let failed = |error: wire::DecodeError| (codes::WASM_CONFIGURATION, error.to_string());
         rewritten.map_err(|error| Unusable::new("marshal_failure", failed(error)))
-    }
-
-    /// Tells whether another filter still stands in for one of these.
-    pub(crate) fn replaces_any(&self, names: &[String]) -> bool {
-        let replaced = self.0.replaced.lock();
-        names.iter().any(|name| replaced.contains_key(name))
     }
 
     /// The problems of missing modules, and whether requests pass without them.

@@ -35,8 +35,6 @@ pub enum Outcome {
     /// This message goes to Envoy in its place. Envoy sends the ACK, with the nonce it carries. Another
     /// outcome may follow, unless a newer response of the type comes first.
     Forward(Bytes, Option<Later>),
-    /// Nothing is sent: Envoy has unsubscribed from the resources since. Another outcome may follow.
-    Unwanted(Option<Later>),
     /// Not usable, for the reason given: istiod gets a NACK, Envoy gets nothing.
     Rejected(String),
 }

@@ -164,7 +164,6 @@ impl StreamState {
                 let problem = Problem::new(codes::RESPONSE_REFUSED, problem, found);
                 tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
             }
-            Outcome::Unwanted(later) => return later,
             Outcome::Forward(message, later) => {
                 self.recorder.replaced(response, &message, false);
                 self.between.push_back(frame(&message));

@@ -674,6 +674,34 @@ def a_sidecar_is_upgraded_in_place_and_its_application_runs_on(world, agent=OURS
     return f"cut for {longest:.2f} s: {counts} failed"
 
 
+@case(10)
+def the_agents_own_commands_and_pages_answer_in_a_pod(world):
+    pod = world.pods(CLIENTS[0])[0]
+    expect_healthy(world, f"pod/{pod}", OURS)
+    command = [*world.command, "-n", world.namespace]
+    bundle = subprocess.run([*command, "exec", pod, "-c", "istio-proxy", "--", "pilot-agent", "support-bundle"],
+                            capture_output=True, check=True, timeout=60).stdout
+    with tarfile.open(fileobj=io.BytesIO(bundle)) as tar:
+        files = {pathlib.PurePath(name).name for name in tar.getnames()}
+    if missing := {"doctor.txt", "overview.json", "config_dump.json", "log.txt"} - files:
+        raise Failed(f"the support bundle lacks {missing}")
+    with subprocess.Popen([*command, "port-forward", pod, "18020:15020"], stdout=subprocess.PIPE) as forward:
+        forward.stdout.readline()
+        try:
+            page, overview = (world.kubectl("--server", "http://127.0.0.1:18020", "get", "--raw", f"/debug/{path}")
+                              for path in ("", "overview"))
+        finally:
+            forward.terminate()
+    expect("page", True, page.startswith("<!DOCTYPE html>") and f"{pod}.{world.namespace}" in page)
+    expect("readiness", True, json.loads(overview)["ready"])
+    script = pathlib.Path(__file__).parents[2] / "deploy/kubernetes/doctor"
+    done = subprocess.run([script, "--kubectl", *world.command, "-n", world.namespace, "-l", f"app={CLIENTS[0]}",
+                           "--level", "error", "--json"], capture_output=True, check=False, timeout=120)
+    report = json.loads(done.stdout)
+    expect("errors of all sidecars, and pods without a report", ([], {}), (report["findings"], report["not_asked"]))
+    return f"{len(files)} files in the support bundle, {report['pods']} pods asked by the script"
+
+
 # Of one pod, or of one build: serial numbers, times and Istio's version.
 OWN = re.compile(r"\b[0-9a-f]{32}\b|\d{4}-\d\d-\d\dT\S+|\(RDS .*\)|unknown|\b1\.\d+\.\d+")
 
@@ -715,36 +743,6 @@ def same_of_both(world, pods, *words):
         # The original destination of a connection is an endpoint for some seconds.
         return sorted(OWN.sub("", line).split() for line in text.splitlines() if not re.search(r"HEALTHY.* inbound\|", line))
     world.until(f"istioctl {' '.join(words)} says the same of both", lambda: (one := said(pods[0])) and one == said(pods[1]))
-
-
-@case(10)
-def the_agents_own_commands_and_pages_answer_in_a_pod(world):
-    pod = world.pods(CLIENTS[0])[0]
-    # A listener with the extension of the case before is drained for 45 s.
-    world.until("the doctor finds nothing", lambda: expect_healthy(world, f"pod/{pod}", OURS) or True, 90)
-    command = [*world.command, "-n", world.namespace]
-    bundle = subprocess.run([*command, "exec", pod, "-c", "istio-proxy", "--", "pilot-agent", "support-bundle"],
-                            capture_output=True, check=True, timeout=60).stdout
-    with tarfile.open(fileobj=io.BytesIO(bundle)) as tar:
-        files = {pathlib.PurePath(name).name for name in tar.getnames()}
-    if missing := {"doctor.txt", "overview.json", "config_dump.json", "log.txt"} - files:
-        raise Failed(f"the support bundle lacks {missing}")
-    with subprocess.Popen([*command, "port-forward", pod, "18020:15020"], stdout=subprocess.PIPE) as forward:
-        forward.stdout.readline()
-        try:
-            page, overview = (world.kubectl("--server", "http://127.0.0.1:18020", "get", "--raw", f"/debug/{path}")
-                              for path in ("", "overview"))
-        finally:
-            forward.terminate()
-    expect("page", True, page.startswith("<!DOCTYPE html>") and f"{pod}.{world.namespace}" in page)
-    expect("readiness", True, json.loads(overview)["ready"])
-    script = pathlib.Path(__file__).parents[2] / "deploy/kubernetes/doctor"
-    done = subprocess.run([script, "--kubectl", *world.command, "-n", world.namespace, "-l", f"app={CLIENTS[0]}",
-                           "--level", "error", "--json"], capture_output=True, check=False, timeout=120)
-    report = json.loads(done.stdout)
-    expect("errors of all sidecars, and pods without a report", ([], {}), (report["findings"], report["not_asked"]))
-    return f"{len(files)} files in the support bundle, {report['pods']} pods asked by the script"
-
 
 
 @case(11)
