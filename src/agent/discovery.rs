@@ -13,7 +13,6 @@ use crate::istiod::Istiod;
 use crate::lifecycle::Stop;
 use crate::problem::Problem;
 use crate::unix_socket;
-use crate::volume::Content;
 use crate::wasm::Wasm;
 use crate::xds;
 use crate::xds::intercept::{Interceptor, Interceptors};
@@ -57,9 +56,7 @@ impl Agent {
         interceptors: Interceptors,
         health: Option<&Health>,
     ) -> Result<Observer, Problem> {
-        let kept = self.config.kept.clone();
-        let kept = kept.filter(|config| config.volume.is_used(Content::Configuration));
-        let kept = kept.map(|config| {
+        let kept = self.config.kept.clone().map(|config| {
             let (kept, writing) = LastKnownGood::new(config, &self.metrics, self.shutdown.clone());
             self.spawn("stored configuration", writing);
             kept

@@ -396,10 +396,11 @@ impl Index {
             crc.update(block);
             let walked = walker.find(block, |found| {
                 let place = HEADER + found.place.start..HEADER + found.place.end;
-                match found.is_removed {
-                    true => resources.remove(&found.name),
-                    false => resources.insert(found.name, place),
-                };
+                if found.is_removed {
+                    resources.remove(&found.name);
+                } else {
+                    resources.insert(found.name, place);
+                }
             });
             walked.map_err(io::Error::other)
         })?;

@@ -2,10 +2,9 @@
 //! Envoy from it while istiod is unreachable.
 //!
 //! A [`Recorder`] beside each delta stream hands what passes to the [`writer`], which keeps it in a
-//! [`file`] for each type. It counts once Envoy (or, of what the agent consumes, the agent) has accepted
-//! it, and a few seconds later it is written. A failure deletes all that is kept, and the next stream is
-//! recorded anew. [`replay`] answers requests in istiod's place. Secrets are never kept, nor is what comes
-//! by SotW.
+//! [`file`] for each type. A response is written a few seconds after Envoy has accepted it, or the agent, if the
+//! agent consumes its type. A failure deletes all files, and recording starts again with the next stream.
+//! [`replay`] answers requests in istiod's place. Secrets and responses of SotW are never stored.
 
 mod file;
 mod recorder;
@@ -165,7 +164,14 @@ impl LastKnownGood {
         }
         let (batches, mut received) = mpsc::channel(MAX_BATCHES);
         let mut writer = Writer::new(shared.clone());
+        let volume = shared.config.volume.clone();
         let writing = async move {
+            // A disk that hangs must not delay the start.
+            let prepared = spawn_blocking(move || volume.is_used(Content::Configuration));
+            if !prepared.await.unwrap_or_default() {
+                received.close();
+                return shutdown.cancelled().await;
+            }
             loop {
                 let due = OptionFuture::from(writer.due().map(sleep_until));
                 let batch = tokio::select! {
@@ -212,8 +218,11 @@ impl LastKnownGood {
         })
     }
 
-    /// What is kept, by type URL.
-    pub(super) fn snapshot(&self) -> BTreeMap<String, KeptSnapshot> {
+    /// What is kept, by type URL; None if the directory is not used.
+    pub(super) fn snapshot(&self) -> Option<BTreeMap<String, KeptSnapshot>> {
+        if self.batches.is_closed() {
+            return None;
+        }
         let types = self.shared.types.lock();
         let snapshot = |(type_url, header): (&Type, &Header)| {
             let current = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.current));
@@ -224,7 +233,7 @@ impl LastKnownGood {
             };
             ((*type_url).to_owned(), snapshot)
         };
-        types.iter().map(snapshot).collect()
+        Some(types.iter().map(snapshot).collect())
     }
 }
 

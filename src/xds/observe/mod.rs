@@ -139,7 +139,7 @@ impl Observer {
 
     /// What has been recorded so far.
     pub fn snapshot(&self) -> Snapshot {
-        let kept = self.kept.as_ref().map(LastKnownGood::snapshot);
+        let kept = self.kept.as_ref().and_then(LastKnownGood::snapshot);
         let table = self.table.lock();
         Snapshot {
             kept,

@@ -406,7 +406,7 @@ fn a_file_is_replaced_at_twice_its_size_and_one_that_is_being_served_stays_as_it
 }
 
 #[test]
-fn a_response_of_any_size_is_kept_whole_and_most_of_it_is_not_in_memory() {
+fn a_response_of_any_size_is_stored_completely_and_held_mostly_on_disk() {
     for pieces in [100, 1 << 16, 3 << 20] {
         let parent = tempfile::tempdir().unwrap();
         let mut writer = writer(parent.path());

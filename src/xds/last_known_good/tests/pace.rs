@@ -120,7 +120,7 @@ fn of_a_refused_response_what_the_reason_does_not_name_is_kept() {
             format!("{listener}c: bad\nmore of it\na: worse\n"),
             &["a", "c"],
         ),
-        // Those of other responses, of none, and those that may be missing.
+        // Names of another response, names in a reason that is cut, and reasons without names.
         (format!("{cluster}other: bad"), &none),
         (format!("{cluster}a: bad...(truncated)"), &none),
         ("a: bad".to_owned(), &none),
