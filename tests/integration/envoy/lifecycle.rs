@@ -65,7 +65,7 @@ pub async fn until_it_is_no_failed_start(pod: &Pod) {
 }
 
 /// The agent asks Envoy for its state from time to time.
-async fn until_the_agent_knows_that_it_serves(pod: &Pod) {
+pub async fn until_the_agent_knows_that_it_serves(pod: &Pod) {
     eventually("a running Envoy", async || {
         let page = pod.status(Method::GET, "/debug/overview").await?;
         let page: Value = serde_json::from_str(&page).unwrap();
@@ -207,7 +207,7 @@ async fn an_envoy_that_crashed_serves_again_as_often_as_the_budget_allows() {
     let (mut pod, envoy, port, _backend, _control_plane) =
         serving_with(&binary, &environment).await;
     let start = started.elapsed();
-    until_it_is_no_failed_start(&pod).await;
+    until_the_agent_knows_that_it_serves(&pod).await;
     let crashed = Instant::now();
     rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
     eventually("the end of the first", async || {

@@ -10,7 +10,7 @@ use http::Method;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::envoy::lifecycle::until_it_is_no_failed_start;
+use crate::envoy::lifecycle::until_the_agent_knows_that_it_serves;
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::Backend;
 use crate::support::pod::{Pod, Settings};
@@ -168,7 +168,7 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     browser.screenshot("well-phone-whole", WHOLE_PHONE).await;
     browser.screenshot("well-desk", DESK).await;
 
-    until_it_is_no_failed_start(&pod).await;
+    until_the_agent_knows_that_it_serves(&pod).await;
     rustix::process::kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
     becomes("another Envoy", &pod, |seen| {
         seen["envoy"]["epoch"] == 1 && seen["ready"] == true

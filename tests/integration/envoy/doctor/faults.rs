@@ -10,6 +10,7 @@ use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
 use super::{ended, envoy_says, is_ready, nack, pod, ready};
+use crate::envoy::lifecycle::until_the_agent_knows_that_it_serves;
 use crate::support::control_plane::ControlPlane;
 use crate::support::faults::{Fault, Faults, Says};
 use crate::support::http::{Backend, try_ask};
@@ -92,6 +93,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
     });
     faults.add("an Envoy that has crashed and was restarted", async {
         let (pod, control_plane) = ready(&[]).await;
+        until_the_agent_knows_that_it_serves(&pod).await;
         let first = pod.envoy_pid();
         kill_process(first.unwrap(), Signal::SEGV).unwrap();
         let next = async || pod.envoy_pid().filter(|next| Some(*next) != first);
