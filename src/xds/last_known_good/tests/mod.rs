@@ -156,7 +156,7 @@ fn kept(parent: &Path) -> io::Result<Option<Resources>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         found => found?,
     };
-    let index = Index::read(&header, file)?;
+    let index = Index::read(&header, file.into())?;
     let mut found = Resources::new();
     for place in index.resources.values() {
         let mut record = Vec::new();
@@ -376,7 +376,7 @@ fn a_file_is_replaced_at_twice_its_size_and_one_that_is_being_served_stays_as_it
     keep(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
     let (served, header) = writer::open(&directory, CLUSTER).unwrap();
-    let index = Index::read(&header, served).unwrap();
+    let index = Index::read(&header, served.into()).unwrap();
     let numbers: HashSet<_> = (1..10)
         .map(|number| {
             let mark = number.to_string();
@@ -432,9 +432,20 @@ fn a_response_of_any_size_is_stored_completely_and_held_mostly_on_disk() {
     }
 }
 
-/// The names a response changes and those it removes, whether it replaces all, which of it Envoy refuses, and
-/// whether it is written at once.
-type Step = (Vec<u8>, Vec<u8>, bool, Refused, bool);
+/// A response of a random history, what Envoy answers, and what happens meanwhile.
+#[derive(Clone, Debug)]
+struct Step {
+    changed: Vec<u8>,
+    removed: Vec<u8>,
+    /// Whether it is all there is of the type.
+    replaces: bool,
+    refused: Refused,
+    /// Whether its bytes do not stay in memory.
+    is_spilled: bool,
+    /// Whether Envoy answers it only after the next response.
+    is_late: bool,
+    is_written: bool,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Refused {
@@ -447,11 +458,88 @@ enum Refused {
 fn step() -> impl Strategy<Value = Step> {
     let names = || prop::collection::vec(any::<u8>(), 0..40);
     let refused = prop_oneof![Just(Refused::None), Just(Refused::Some), Just(Refused::All)];
-    (names(), names(), any::<bool>(), refused, any::<bool>())
+    (names(), names(), refused, any::<[bool; 4]>()).prop_map(
+        |(changed, removed, refused, [replaces, is_spilled, is_late, is_written])| Step {
+            changed,
+            removed,
+            replaces,
+            refused,
+            is_spilled,
+            is_late,
+            is_written,
+        },
+    )
+}
+
+/// A response of which Envoy has not said whether it accepts it.
+struct Unanswered {
+    nonce: String,
+    changed: Resources,
+    removed: Vec<String>,
+    /// The names that remain if the response does not name them; all if it is None.
+    retained: Option<Vec<String>>,
+    refused: Refused,
+}
+
+impl Unanswered {
+    fn is_refused(&self, name: &str) -> bool {
+        let is_even = || {
+            (0..16)
+                .step_by(2)
+                .any(|even| format!("name {even}") == name)
+        };
+        self.refused == Refused::All || self.refused == Refused::Some && is_even()
+    }
+
+    /// Has Envoy answer, and returns what it holds then.
+    fn answer(self, writer: &mut Writer, before: Option<Resources>) -> Option<Resources> {
+        let changed = self.changed.keys();
+        let named: Vec<_> = changed
+            .filter(|name| self.is_refused(name))
+            .map(|name| format!("{name}: bad"))
+            .collect();
+        let refusal = match self.refused {
+            Refused::None => None,
+            Refused::Some => Some(format!(
+                "Error adding/updating cluster(s) {}",
+                named.join(", ")
+            )),
+            Refused::All => Some("bad".to_owned()),
+        };
+        hand_in(
+            writer,
+            1,
+            vec![WriteOp::Answered(self.nonce.clone(), refusal)],
+        );
+        let is_whole = self.retained.as_ref().is_some_and(Vec::is_empty);
+        let is_nothing = match self.refused {
+            Refused::None => false,
+            Refused::Some => named.is_empty(),
+            Refused::All => true,
+        };
+        if is_nothing || !is_whole && before.is_none() {
+            return before;
+        }
+        let mut after = before.unwrap_or_default();
+        after.retain(|name, _| {
+            let is_retained = self
+                .retained
+                .as_ref()
+                .is_none_or(|retained| retained.contains(name));
+            is_retained || self.changed.contains_key(name) && self.is_refused(name)
+        });
+        let accepted = self
+            .changed
+            .iter()
+            .filter(|(name, _)| !self.is_refused(name));
+        after.extend(accepted.map(|(name, content)| (name.clone(), content.clone())));
+        after.retain(|name, _| !self.removed.contains(name));
+        Some(after)
+    }
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(120))]
     #[test]
     fn what_is_kept_is_the_sum_of_what_was_accepted(
         steps in prop::collection::vec(step(), 1..30),
@@ -459,51 +547,56 @@ proptest! {
     ) {
         let parent = tempfile::tempdir().unwrap();
         let (mut writer, mut model) = (writer(parent.path()), None::<Resources>);
-        for (number, (changed, removed, replaces, refused, is_written)) in steps.into_iter().enumerate() {
+        let mut unanswered = Vec::<Unanswered>::new();
+        for (number, step) in steps.into_iter().enumerate() {
+            let reconnects = number % 5 == 4;
+            if number == restart || reconnects {
+                for response in unanswered.drain(..) {
+                    model = response.answer(&mut writer, model);
+                }
+            }
             if number == restart {
                 writer.write(false);
                 writer = tests::writer(parent.path());
             }
             let name = |it: &u8| format!("name {}", it % 16);
-            let changed: Resources = changed.iter()
+            let changed: Resources = step.changed.iter()
                 .map(|it| (name(it), number.to_string().repeat(usize::from(*it)))).collect();
-            let mut removed: Vec<_> = removed.iter().map(name).collect();
+            let mut removed: Vec<_> = step.removed.iter().map(name).collect();
             removed.retain(|it| !changed.contains_key(it));
             let nonce = number.to_string();
             let bytes = response(&nonce, &changed, &removed);
-            let reconnects = number % 5 == 4;
+            let held: Vec<_> = (0..8).map(|it| name(&it)).collect();
             if reconnects {
-                let names: Vec<_> = (0..8).map(|it| name(&it)).collect();
-                let names: Vec<_> = names.iter().map(String::as_str).collect();
+                let names: Vec<_> = held.iter().map(String::as_str).collect();
                 hand_in(&mut writer, 1, vec![subscribed(&names)]);
             }
-            let coverage = if replaces { Coverage::All } else { Coverage::Part };
-            hand_in(&mut writer, 1, passed(&nonce, &bytes, coverage));
-            let is_refused = |it: &String| refused == Refused::All
-                || refused == Refused::Some && (0..16).step_by(2).any(|even| name(&even) == *it);
-            let named: Vec<_> = changed.keys().filter(|it| is_refused(it)).map(|it| format!("{it}: bad")).collect();
-            let refusal = match refused {
-                Refused::None => None,
-                Refused::Some => Some(format!("Error adding/updating cluster(s) {}", named.join(", "))),
-                Refused::All => Some("bad".to_owned()),
-            };
-            hand_in(&mut writer, 1, vec![WriteOp::Answered(nonce, refusal)]);
-            let is_nothing = refused == Refused::All || refused == Refused::Some && named.is_empty();
-            if !is_nothing && (replaces || model.is_some()) {
-                let model = model.get_or_insert_default();
-                let is_retained = |it: &String| match (replaces, reconnects) {
-                    (false, false) => true,
-                    (false, true) => (0..8).any(|other| name(&other) == *it),
-                    (true, _) => false,
-                };
-                model.retain(|it, _| is_retained(it) || changed.contains_key(it) && is_refused(it));
-                model.extend(changed.into_iter().filter(|(it, _)| !is_refused(it)));
-                model.retain(|it, _| !removed.contains(it));
+            let mut ops = passed(&nonce, &bytes, if step.replaces { Coverage::All } else { Coverage::Part });
+            let complete = ops.split_off(1);
+            hand_in(&mut writer, 1, ops);
+            if step.is_spilled {
+                let directory = writer.directory.as_ref().unwrap();
+                writer.files.get_mut(CLUSTER).unwrap().spill(directory).unwrap();
             }
-            if is_written {
+            hand_in(&mut writer, 1, complete);
+            let retained = match (step.replaces, reconnects) {
+                (true, _) => Some(Vec::new()),
+                (false, true) => Some(held),
+                (false, false) => None,
+            };
+            unanswered.push(Unanswered { nonce, changed, removed, retained, refused: step.refused });
+            if !step.is_late || unanswered.len() > 3 {
+                for response in unanswered.drain(..) {
+                    model = response.answer(&mut writer, model);
+                }
+            }
+            if step.is_written {
                 writer.write(false);
                 prop_assert_eq!(kept(parent.path()).unwrap(), model.clone());
             }
+        }
+        for response in unanswered {
+            model = response.answer(&mut writer, model);
         }
         writer.write(false);
         prop_assert_eq!(kept(parent.path()).unwrap(), model.clone());
