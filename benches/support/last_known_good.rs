@@ -51,6 +51,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
             max_bytes: 1 << 30,
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),
+            on_nack: true,
         },
         &registry,
         shutdown.clone(),

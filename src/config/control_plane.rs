@@ -114,6 +114,7 @@ impl Loader<'_> {
                 .into(),
             max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
             after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),
+            on_nack: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_ON_NACK),
         })
     }
 

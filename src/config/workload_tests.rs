@@ -118,6 +118,10 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
     ]);
     let off = off.config();
     assert!(off.kept.is_none() && off.secrets.renewal.cache.is_none());
+    for (value, is_on) in [("", true), ("true", true), ("false", false)] {
+        let config = machine(&[("ISTIO_AGENT_KEEP_CONFIG_ON_NACK", value)]).config();
+        assert_eq!(config.kept.map(|kept| kept.on_nack), Some(is_on), "{value}");
+    }
     assert!(config.google_token.is_none() && !config.may_dump_core);
     for (in_kubernetes, readable_by_all) in [("", false), ("10.0.0.1", true)] {
         let config = machine(&[

@@ -75,6 +75,8 @@ pub struct Config {
     pub max_age: Duration,
     /// How long a new Envoy waits for istiod before it is served what is kept.
     pub after: Duration,
+    /// Whether a new Envoy that refuses resources of istiod is sent the stored versions of these.
+    pub on_nack: bool,
 }
 
 /// A handle to what is kept.

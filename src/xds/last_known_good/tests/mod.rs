@@ -70,6 +70,7 @@ fn handle(parent: &Path) -> LastKnownGood {
         max_bytes: 1 << 30,
         max_age: Duration::MAX,
         after: Duration::from_secs(5),
+        on_nack: true,
     };
     LastKnownGood::new(config, &Registry::default(), CancellationToken::new()).0
 }

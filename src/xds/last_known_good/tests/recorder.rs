@@ -23,6 +23,7 @@ async fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_i
         max_bytes: 1 << 30,
         max_age: Duration::MAX,
         after: Duration::MAX,
+        on_nack: true,
     };
     let (kept_handle, writing) =
         LastKnownGood::new(config, &Registry::default(), CancellationToken::new());

@@ -52,6 +52,7 @@ fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Resul
         max_bytes: 1 << 30,
         max_age,
         after: Duration::ZERO,
+        on_nack: true,
     };
     let (kept, _) = LastKnownGood::new(config, &Registry::default(), CancellationToken::new());
     let (sender, queue) = mpsc::channel(1000);
