@@ -8,10 +8,9 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
-use std::io;
+use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::sync::Arc;
 
 use bytes::Bytes;
 use crc32fast::Hasher;
@@ -100,8 +99,8 @@ impl Header {
 /// A response, or the beginning of one, that Envoy has not answered.
 #[derive(Debug, Default)]
 struct Message {
-    /// What is not in memory any more is behind what counts of a file. With this header it would count.
-    spilled: Option<(Arc<File>, Header)>,
+    /// All before what is in memory.
+    spilled: Option<File>,
     pieces: Vec<Bytes>,
     /// Bytes in memory.
     held: usize,
@@ -109,23 +108,6 @@ struct Message {
 }
 
 impl Message {
-    /// Writes what is in memory behind what has been spilled.
-    fn spill(&mut self) -> io::Result<()> {
-        if let Some((file, header)) = &mut self.spilled {
-            self.held = 0;
-            let mut pieces = self.pieces.drain(..);
-            pieces.try_for_each(|bytes| header.append(file, &bytes))?;
-        }
-        Ok(())
-    }
-
-    /// Returns the file and where it is in the file, if it is not in memory.
-    fn place(&self) -> Option<(&Arc<File>, Range<u64>)> {
-        let (file, header) = self.spilled.as_ref()?;
-        let begin = header.length + self.held as u64 - self.length;
-        Some((file, begin..header.length))
-    }
-
     /// Reads the fields, with the digests of their names.
     fn fields(&self, mut each: impl FnMut(u64, Box<[u8]>) -> io::Result<()>) -> io::Result<()> {
         let (mut walker, mut found) = (Walker::of_names(self.length), Vec::new());
@@ -147,8 +129,9 @@ impl Message {
             at += bytes.len() as u64;
             Ok(())
         };
-        if let Some((file, place)) = self.place() {
-            blocks(file, HEADER + place.start..HEADER + place.end, &mut read)?;
+        if let Some(file) = &self.spilled {
+            let length = self.length - self.held as u64;
+            blocks(file, 0..length, &mut read)?;
         }
         self.pieces.iter().try_for_each(|bytes| read(bytes))?;
         walker.finish().map(drop).map_err(io::Error::other)
@@ -160,9 +143,9 @@ impl Message {
 pub(super) struct TypeFile {
     name: &'static str,
     /// None while nothing is kept.
-    pub(super) file: Option<Arc<File>>,
+    pub(super) file: Option<File>,
     /// The file that is to replace it.
-    new: Option<Arc<File>>,
+    new: Option<File>,
     /// Of the file, or of the new one.
     pub(super) header: Header,
     /// Whether Envoy, or the agent, subscribes to the type on the stream.
@@ -191,7 +174,7 @@ impl TypeFile {
         };
         Self {
             name,
-            file: file.map(Arc::new),
+            file,
             header: header.unwrap_or_else(empty),
             ..Self::default()
         }
@@ -220,30 +203,20 @@ impl TypeFile {
         self.passing.pieces.push(bytes);
     }
 
-    /// The file to which changes are written.
-    fn current(&self) -> Option<&Arc<File>> {
-        self.new.as_ref().or(self.file.as_ref())
-    }
-
-    fn is_spilled_here(&self, message: &Message) -> bool {
-        let spilled = message.place().zip(self.current());
-        spilled.is_some_and(|((file, _), current)| Arc::ptr_eq(file, current))
-    }
-
-    /// Moves what has passed of a response out of memory, to where its ACK lets it count.
+    /// Moves what has passed of a response to a file without a name.
     pub(super) fn spill(&mut self, directory: &Directory) -> io::Result<()> {
-        if self.passing.spilled.is_none() {
-            let mut unanswered = self.unanswered.iter();
-            let last = unanswered.rfind(|(_, message, _)| self.is_spilled_here(message));
-            self.passing.spilled = match last {
-                Some((_, last, _)) => last.spilled.clone(),
-                None => {
-                    self.append(directory)?;
-                    self.current().cloned().zip(Some(self.header.clone()))
-                }
-            };
+        let message = &mut self.passing;
+        if message.spilled.is_none() {
+            let name = temporary(self.name);
+            message.spilled = Some(directory.create_file(&name)?);
+            directory.remove_file(&name)?;
         }
-        self.passing.spill()
+        if let Some(file) = &mut message.spilled {
+            let mut pieces = message.pieces.drain(..);
+            pieces.try_for_each(|bytes| file.write_all(&bytes))?;
+        }
+        message.held = 0;
+        Ok(())
     }
 
     /// The response has passed, and waits for its ACK.
@@ -251,7 +224,6 @@ impl TypeFile {
         self.is_subscribed = true;
         let held = self.held.take();
         let retained = if is_all { Some(HashSet::new()) } else { held };
-        self.passing.spill()?;
         let message = std::mem::take(&mut self.passing);
         self.unanswered.push_back((received, message, retained));
         match self.unanswered.len() {
@@ -305,20 +277,6 @@ impl TypeFile {
         }
         self.header.version = received.version;
         self.is_changed = true;
-        if self.is_spilled_here(&message) {
-            let is_next = message.place().map(|(_, place)| place.start) == Some(self.header.length);
-            let is_whole = refusal.is_none() && self.retained.is_none() && self.changes.is_empty();
-            if let Some((_, header)) = message.spilled.as_ref().filter(|_| is_next && is_whole) {
-                (self.header.length, self.header.crc) = (header.length, header.crc);
-                return if self.is_large() {
-                    self.commit(directory)
-                } else {
-                    Ok(())
-                };
-            }
-            // Writing behind what counts would overwrite it.
-            self.renew(directory)?;
-        }
         let mut is_written = false;
         message.fields(|name, field| {
             if refused.contains(&name) {
@@ -342,12 +300,11 @@ impl TypeFile {
 
     /// Lets the changes count.
     pub(super) fn commit(&mut self, directory: &Directory) -> io::Result<()> {
-        let is_changed = std::mem::take(&mut self.is_changed);
-        if is_changed {
+        if std::mem::take(&mut self.is_changed) {
             self.append(directory)?;
         }
         self.header.current = unix_seconds(now()) as u64;
-        if let Some(new) = self.new.take_if(|_| is_changed) {
+        if let Some(new) = self.new.take() {
             self.header.first = self.header.length;
             self.header.write(&new)?;
             directory.rename(&temporary(self.name), self.name)?;
@@ -360,29 +317,25 @@ impl TypeFile {
 
     /// Writes changes behind what counts, to a new file if only some of before remain or at twice the size.
     fn append(&mut self, directory: &Directory) -> io::Result<()> {
-        let is_in_the_way = self.changed > 0 && self.messages().any(|it| self.is_spilled_here(it));
-        if self.retained.is_some() || self.current().is_none() || self.is_large() || is_in_the_way {
+        let most = self.header.first.saturating_mul(2) + BLOCK as u64;
+        let length = self.header.length + self.changed as u64;
+        let is_large = self.new.is_none() && length > most;
+        if self.retained.is_some() || self.file.is_none() && self.new.is_none() || is_large {
             self.renew(directory)?;
         }
-        let Some(file) = self.current().cloned() else {
+        let Some(file) = self.new.as_ref().or(self.file.as_ref()) else {
             return Ok(());
         };
         let mut block = Vec::with_capacity(BLOCK.min(self.changed));
         for (_, field) in std::mem::take(&mut self.changes) {
             if block.len() + field.len() > BLOCK {
-                self.header.append(&file, &block)?;
+                self.header.append(file, &block)?;
                 block.clear();
             }
             block.extend_from_slice(&field);
         }
         self.changed = 0;
-        self.header.append(&file, &block)
-    }
-
-    /// Whether the file has twice its size with the changes.
-    fn is_large(&self) -> bool {
-        let most = self.header.first.saturating_mul(2) + BLOCK as u64;
-        self.new.is_none() && self.header.length + self.changed as u64 > most
+        self.header.append(file, &block)
     }
 
     /// Begins a new file with the resources that remain.
@@ -406,7 +359,7 @@ impl TypeFile {
             let places = places.map(|(_, place)| place).collect();
             index.copy(places, |block| self.header.append(&new, block))?;
         }
-        self.new = Some(Arc::new(new));
+        self.new = Some(new);
         Ok(())
     }
 }
@@ -428,14 +381,14 @@ pub(super) fn temporary(name: &str) -> String {
 /// The resources in force of a type.
 #[derive(Debug)]
 pub(super) struct Index {
-    file: Arc<File>,
+    file: File,
     /// Where they are, tag included, by the digest of their names.
     pub(super) resources: HashMap<u64, Range<u64>>,
 }
 
 impl Index {
     /// Reads what counts of a file, and compares its checksum.
-    pub(super) fn read(header: &Header, file: Arc<File>) -> io::Result<Self> {
+    pub(super) fn read(header: &Header, file: File) -> io::Result<Self> {
         let mut resources = HashMap::new();
         let (mut walker, mut crc) = (Walker::of_names(header.length), Hasher::new());
         let place = HEADER..HEADER.saturating_add(header.length);

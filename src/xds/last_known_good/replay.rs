@@ -106,7 +106,7 @@ fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'stati
             return Err(named(config, type_url, OTHER_NODE));
         }
         let age = (unix_seconds(now()) as u64).saturating_sub(header.current);
-        let index = Index::read(&header, file.into()).map_err(of_type)?;
+        let index = Index::read(&header, file).map_err(of_type)?;
         let kept = Type {
             version: header.version,
             age: Duration::from_secs(age),

@@ -17,7 +17,7 @@ use crate::directory::Directory;
 use crate::xds::response::Received;
 
 /// The most bytes in memory: of responses that wait for their ACK, and with those that wait to be written.
-const MAX_UNANSWERED: usize = 1 << 20;
+const MAX_UNANSWERED: usize = 2 << 20;
 const MAX_HELD: usize = 3 << 20;
 
 /// How long changes wait to be written, together.

@@ -120,7 +120,7 @@ proptest! {
             fs::write(&path, [&sum, text.as_bytes(), content].concat()).unwrap();
             let file = fs::File::open(&path).unwrap();
             let header = Header::read(&file).unwrap();
-            let _ = Index::read(&header, file.into());
+            let _ = Index::read(&header, file);
         }
     }
 }

@@ -157,7 +157,7 @@ fn kept(parent: &Path) -> io::Result<Option<Resources>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         found => found?,
     };
-    let index = Index::read(&header, file.into())?;
+    let index = Index::read(&header, file)?;
     let mut found = Resources::new();
     for place in index.resources.values() {
         let mut record = Vec::new();
@@ -377,7 +377,7 @@ fn a_file_is_replaced_at_twice_its_size_and_one_that_is_being_served_stays_as_it
     keep(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
     let (served, header) = writer::open(&directory, CLUSTER).unwrap();
-    let index = Index::read(&header, served.into()).unwrap();
+    let index = Index::read(&header, served).unwrap();
     let numbers: HashSet<_> = (1..10)
         .map(|number| {
             let mark = number.to_string();
