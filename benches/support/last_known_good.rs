@@ -53,6 +53,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
             after: Duration::from_secs(3600),
             on_nack: true,
         },
+        None,
         &registry,
         shutdown.clone(),
     );

@@ -57,7 +57,9 @@ impl Agent {
         health: Option<&Health>,
     ) -> Result<Observer, Problem> {
         let kept = self.config.kept.clone().map(|config| {
-            let (kept, writing) = LastKnownGood::new(config, &self.metrics, self.shutdown.clone());
+            let (registry, shutdown) = (&self.metrics, self.shutdown.clone());
+            let admin = envoy.map(Envoy::admin);
+            let (kept, writing) = LastKnownGood::new(config, admin, registry, shutdown);
             self.spawn("stored configuration", writing);
             kept
         });

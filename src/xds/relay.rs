@@ -25,6 +25,7 @@ use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
+use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -34,6 +35,7 @@ use super::end::End;
 use super::intercept::Interceptors;
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
+use super::last_known_good::after_nack::StoredStream;
 use super::observe::{Observer, Services, Source};
 use super::phase::{Event, Phase, Requests};
 use super::stream::StreamState;
@@ -133,6 +135,7 @@ struct Session<'a> {
     interceptions: Interceptions,
     /// Marked as changed with each stream of istiod, which so begins with the present verdict.
     health: Option<Health>,
+    stored: StoredStream,
 }
 
 impl<'a> Session<'a> {
@@ -147,6 +150,7 @@ impl<'a> Session<'a> {
         );
         state.services = relay.is_envoy.then(Services::default);
         let istiod = relay.istiod.clone();
+        let stored = state.recorder.stored_versions();
         Self {
             relay,
             state,
@@ -160,6 +164,7 @@ impl<'a> Session<'a> {
             failures: Repetition::default(),
             interceptions: Interceptions::default(),
             health: relay.health.clone(),
+            stored,
         }
     }
 
@@ -219,6 +224,10 @@ impl<'a> Session<'a> {
                     room.send(self.queue.pop().unwrap_or_default());
                 }
                 Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_last_known_good(),
+                Some(stored) = self.stored.next(), if self.state.stored.is_none() => {
+                    self.state.stored = Some(stored);
+                    self.state.send_stored();
+                }
                 event = self.phase.next(wants_responses) => {
                     self.phase.owe(false);
                     let done = event.and_then(|event| self.istiod_event(event));

@@ -7,13 +7,20 @@ use bytes::{Bytes, BytesMut};
 use prost::Message;
 use tonic::Status;
 
-use super::Protocol;
+use super::wire::decode_header;
+use super::{Protocol, intercept};
 
 /// The length of a gRPC frame's head: a flag byte and a 32-bit length.
 pub(crate) const HEAD: usize = 5;
 
 /// How much is kept of the reason of a NACK, which may list every resource of a response.
 const MAX_REASON: usize = 1024;
+
+/// Fields of a `DeltaDiscoveryRequest`.
+const SUBSCRIBE: u32 = 3;
+const UNSUBSCRIBE: u32 = 4;
+const NONCE: u32 = 6;
+const ERROR_DETAIL: u32 = 7;
 
 /// How a dump of a resource begins and ends in a reason of Envoy's.
 const DUMP: &str = "goo.gle/debug";
@@ -149,12 +156,32 @@ impl ErrorDetail {
         String::from_utf8_lossy(&self.message).into_owned()
     }
 
-    /// Its beginning, without dumps of resources.
     fn reason(self) -> String {
-        let reason = without_dumps(&String::from_utf8_lossy(&self.message));
-        let kept = reason.len().min(MAX_REASON);
-        String::from_utf8_lossy(&reason.as_bytes()[..kept]).into_owned()
+        shortened(&String::from_utf8_lossy(&self.message))
     }
+}
+
+/// Returns the beginning of a reason, without dumps of resources.
+pub(super) fn shortened(reason: &str) -> String {
+    let reason = without_dumps(reason);
+    let kept = reason.len().min(MAX_REASON);
+    String::from_utf8_lossy(&reason.as_bytes()[..kept]).into_owned()
+}
+
+/// Removes nonce and error from a delta request, a frame. Returns None if it has no names to subscribe or
+/// unsubscribe.
+pub(super) fn without_answer(frame: &Bytes) -> Option<Bytes> {
+    let (mut rest, mut message, mut has_names) = (frame.get(HEAD..)?, Vec::new(), false);
+    while !rest.is_empty() {
+        let field = rest;
+        let (number, _, length) = decode_header(&mut rest)?;
+        rest = rest.get(usize::try_from(length).ok()?..)?;
+        if !matches!(number, NONCE | ERROR_DETAIL) {
+            has_names |= matches!(number, SUBSCRIBE | UNSUBSCRIBE);
+            message.extend_from_slice(&field[..field.len() - rest.len()]);
+        }
+    }
+    has_names.then(|| intercept::frame(&message))
 }
 
 /// Why Envoy refuses a resource, without dumps of it: they are long, and may hold credentials.

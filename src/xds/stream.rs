@@ -10,9 +10,10 @@ use tonic::{Code, Status};
 use super::Protocol;
 use super::end::End;
 use super::intercept::{HEALTH, Interceptors, Later, Outcome, frame, request};
+use super::last_known_good::after_nack::{NONCE, Stored};
 use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
-use super::request::RequestReader;
+use super::request::{Request, RequestReader, without_answer};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 use crate::problem::{Problem, codes};
 
@@ -49,6 +50,8 @@ pub(super) struct StreamState {
     /// Where responses come from.
     pub(super) source: Source,
     pub(super) recorder: Recorder,
+    /// Stored versions that wait for the end of a passing message.
+    pub(super) stored: Option<Stored>,
     /// None for clients other than Envoy.
     pub(super) services: Option<Services>,
 }
@@ -77,13 +80,26 @@ impl StreamState {
             captured: VecDeque::new(),
             source: Source::Istiod,
             recorder: Recorder::new(kept, id),
+            stored: None,
             services: None,
         }
     }
 
     /// Takes bytes of requests from Envoy.
     pub(super) fn read_requests(&mut self, bytes: Bytes) -> Result<(), End> {
-        let read = self.requests.feed(bytes, |request| {
+        let read = self.requests.feed(bytes, |mut request| {
+            if request.nonce == NONCE {
+                self.recorder.stored_answered(&request);
+                let Some(frame) = without_answer(&request.frame) else {
+                    return;
+                };
+                request = Request {
+                    frame,
+                    nonce: String::new(),
+                    nack: None,
+                    ..request
+                };
+            }
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
             let services = self.services.as_mut();
@@ -147,6 +163,7 @@ impl StreamState {
         });
         read.map_err(|status| End::bad_response(&status))?;
         self.send_rewritten();
+        self.send_stored();
         Ok(())
     }
 
@@ -192,6 +209,16 @@ impl StreamState {
     /// Whether there is room for more of istiod's responses.
     pub(super) fn wants_responses(&self) -> bool {
         self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED
+    }
+
+    /// Sends stored versions, unless a message is just passing or istiod has sent others.
+    pub(super) fn send_stored(&mut self) {
+        if !self.responses.passing()
+            && let Some(stored) = self.stored.take()
+            && let Some(frame) = self.recorder.stored(stored)
+        {
+            self.to_envoy.push_back(frame);
+        }
     }
 
     /// How the streams end when Envoy has closed its half.

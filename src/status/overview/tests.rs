@@ -52,6 +52,7 @@ fn empty() -> Overview {
             last_end: None,
             types: BTreeMap::new(),
             kept: None,
+            after_nack: BTreeMap::new(),
             served_since: None,
         },
         dns: None,

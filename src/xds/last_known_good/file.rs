@@ -11,13 +11,19 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use crc32fast::Hasher;
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
+use super::Type;
+use super::after_nack::{Missing, PATIENCE};
+use crate::clock::after;
 use crate::directory::Directory;
 use crate::xds::observe::{now, unix_seconds};
+use crate::xds::request::shortened;
 use crate::xds::response::Received;
 use crate::xds::wire::{Walker, digest};
 
@@ -108,8 +114,11 @@ struct Message {
 }
 
 impl Message {
-    /// Reads the fields, with the digests of their names.
-    fn fields(&self, mut each: impl FnMut(u64, Box<[u8]>) -> io::Result<()>) -> io::Result<()> {
+    /// Reads the fields, with the digests of their names and whether they remove a resource.
+    fn fields(
+        &self,
+        mut each: impl FnMut(u64, bool, Box<[u8]>) -> io::Result<()>,
+    ) -> io::Result<()> {
         let (mut walker, mut found) = (Walker::of_names(self.length), Vec::new());
         // What is behind the last field that was found.
         let (mut rest, mut at) = (Vec::new(), 0);
@@ -123,7 +132,11 @@ impl Message {
                 taken = end;
                 let length = (field.place.end - field.place.start) as usize;
                 rest.drain(..rest.len() - length);
-                each(field.name, std::mem::take(&mut rest).into())?;
+                each(
+                    field.name,
+                    field.is_removed,
+                    std::mem::take(&mut rest).into(),
+                )?;
             }
             rest.extend_from_slice(&bytes[taken..]);
             at += bytes.len() as u64;
@@ -136,6 +149,14 @@ impl Message {
         self.pieces.iter().try_for_each(|bytes| read(bytes))?;
         walker.finish().map(drop).map_err(io::Error::other)
     }
+}
+
+/// A resource of which Envoy may have no version.
+#[derive(Clone, Debug)]
+pub(super) struct MissingResource {
+    /// When the stream is asked to send the stored version; None once it has looked for one.
+    pub(super) due: Option<Instant>,
+    pub(super) reason: Arc<str>,
 }
 
 /// The file of a type, and what is to be written to it.
@@ -162,6 +183,11 @@ pub(super) struct TypeFile {
     pub(super) changed: usize,
     /// Whether something waits to be written, if only a version.
     pub(super) is_changed: bool,
+    /// How many responses Envoy has answered on the stream.
+    answered: u32,
+    /// Resources of which Envoy may have no version, by the digests of their names: it has refused them, or
+    /// istiod has not sent them.
+    pub(super) missing: HashMap<u64, MissingResource>,
 }
 
 impl TypeFile {
@@ -245,26 +271,43 @@ impl TypeFile {
         if received.nonce != nonce {
             return Err(io::Error::other("Envoy has skipped the ACK of a response"));
         }
+        self.answered += 1;
         // With less than Envoy held it is a part. Of a part alone, the rest is missing.
         let held = retained.as_ref().map(HashSet::len);
         let is_whole = held.is_some_and(|held| received.resources as usize >= held);
         if self.file.is_none() && !self.is_changed && !is_whole {
             return Ok(());
         }
-        let (named, mut refused) = (refusal.map(named).unwrap_or_default(), HashSet::new());
-        if refusal.is_some() || held.is_some_and(|held| held > 0) {
-            message.fields(|name, _| {
-                // What is replaced does not remain, and what is refused does.
-                if named.contains(&name) {
-                    refused.insert(name);
-                } else if let Some(retained) = &mut retained {
-                    retained.remove(&name);
-                }
+        let mut fields = Vec::new();
+        if refusal.is_some() || held.is_some_and(|held| held > 0) || !self.missing.is_empty() {
+            message.fields(|name, is_removed, _| {
+                fields.push((name, is_removed));
                 Ok(())
             })?;
         }
-        if refusal.is_some() && refused.is_empty() {
+        let named = refusal.map(named).unwrap_or_default();
+        let names = fields.iter().map(|(name, _)| *name);
+        let refused: HashSet<_> = names.filter(|name| named.contains(name)).collect();
+        let is_refused = refusal.is_some() && refused.is_empty();
+        let reason = refusal.map(|it| Arc::<str>::from(shortened(it)));
+        for (name, is_removed) in &fields {
+            match &reason {
+                Some(reason) if refused.contains(name) || is_refused && !is_removed => {
+                    let (due, reason) = (Some(Instant::now()), reason.clone());
+                    self.missing.insert(*name, MissingResource { due, reason });
+                }
+                _ if is_refused => {}
+                _ => _ = self.missing.remove(name),
+            }
+        }
+        if is_refused {
             return Ok(());
+        }
+        // What is replaced does not remain, and what is refused does.
+        if let Some(retained) = &mut retained {
+            fields
+                .iter()
+                .for_each(|(name, _)| _ = retained.remove(name));
         }
         if let Some(mut retained) = retained {
             retained.extend(&refused);
@@ -278,7 +321,7 @@ impl TypeFile {
         self.header.version = received.version;
         self.is_changed = true;
         let mut is_written = false;
-        message.fields(|name, field| {
+        message.fields(|name, _, field| {
             if refused.contains(&name) {
                 return Ok(());
             }
@@ -296,6 +339,55 @@ impl TypeFile {
         } else {
             Ok(())
         }
+    }
+
+    /// Lets the resources of the file remain, whatever the responses name that Envoy has not answered.
+    pub(super) fn retain_all(&mut self) {
+        if self.file.is_some() {
+            (self.held, self.retained) = (None, None);
+            let unanswered = self.unanswered.iter_mut();
+            unanswered.for_each(|(_, _, retained)| *retained = None);
+        }
+    }
+
+    /// Notes names that Envoy has subscribed to, and others from which it has unsubscribed.
+    pub(super) fn subscribed(&mut self, names: &[u64], unsubscribed: &[u64], reason: &Arc<str>) {
+        for name in unsubscribed {
+            self.missing.remove(name);
+        }
+        for name in names {
+            let missing = || MissingResource {
+                due: Some(after(PATIENCE)),
+                reason: reason.clone(),
+            };
+            self.missing.entry(*name).or_insert_with(missing);
+        }
+    }
+
+    /// Returns when stored versions are to be looked for. Newer ones may be in responses that Envoy has not
+    /// answered.
+    pub(super) fn missing_due(&self) -> Option<Instant> {
+        let is_quiet = self.unanswered.is_empty() && self.passing.length == 0;
+        let due = self.missing.values().filter_map(|it| it.due).min();
+        due.filter(|_| is_quiet)
+    }
+
+    /// Returns the resources whose stored versions are to be looked for now. They are due again later, unless
+    /// the stream has looked for them.
+    pub(super) fn due_missing(&mut self, type_url: Type) -> Option<Missing> {
+        let now = Instant::now();
+        self.missing_due().filter(|due| *due <= now)?;
+        let due = self.missing.iter_mut();
+        let due = due.filter(|(_, it)| it.due.is_some_and(|due| due <= now));
+        let names = due.map(|(name, it)| {
+            it.due = Some(after(PATIENCE));
+            (*name, it.reason.clone())
+        });
+        Some(Missing {
+            type_url,
+            answered: self.answered,
+            names: names.collect(),
+        })
     }
 
     /// Lets the changes count.
@@ -366,7 +458,7 @@ impl TypeFile {
 
 /// The digests of the names in Envoy's reason, if it is about single resources and not cut. Texts beside
 /// them may be taken for names.
-fn named(reason: &str) -> HashSet<u64> {
+pub(super) fn named(reason: &str) -> HashSet<u64> {
     let names = REFUSED.iter().find_map(|it| reason.strip_prefix(it));
     let names = names.filter(|it| !it.ends_with(CUT));
     let parts = names.into_iter().flat_map(|it| it.split([',', '\n']));

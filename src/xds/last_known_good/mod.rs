@@ -4,8 +4,9 @@
 //! A [`Recorder`] beside each delta stream hands what passes to the [`writer`], which keeps it in a
 //! [`file`] for each type. A response is written a few seconds after Envoy has accepted it, or the agent, if the
 //! agent consumes its type. A failure deletes all files, and recording starts again with the next stream.
-//! [`replay`] answers requests in istiod's place. Secrets and responses of SotW are never stored.
+//! [`replay`] answers requests in istiod's place, and [`after_nack`] sends what istiod's is refused of. Secrets and responses of SotW are never stored.
 
+pub(crate) mod after_nack;
 mod file;
 mod recorder;
 pub(super) mod replay;
@@ -25,7 +26,9 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::clock::rfc3339;
+use crate::envoy::admin::Admin;
 use crate::metrics::{Counter, Kind, Registry};
+pub use after_nack::StoredResource;
 use file::Header;
 pub(super) use recorder::Recorder;
 use writer::{Batch, Writer};
@@ -40,9 +43,9 @@ const DIRECTORY: &str = Content::Configuration.directory();
 /// The types that are kept. What follows the last dot is the name of the file.
 const TYPES: [Type; 8] = [
     CLUSTER,
-    "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+    ENDPOINTS,
     LISTENER,
-    "type.googleapis.com/envoy.config.route.v3.RouteConfiguration",
+    ROUTES,
     EXTENSION,
     "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig",
     "type.googleapis.com/istio.networking.nds.v1.NameTable",
@@ -53,6 +56,10 @@ const TYPES: [Type; 8] = [
 type Type = &'static str;
 
 const CLUSTER: Type = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+const ENDPOINTS: Type = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const ROUTES: Type = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
+/// Envoy asks for resources of these types by their names.
+const BY_NAME: [Type; 3] = [ENDPOINTS, ROUTES, EXTENSION];
 /// Without these an Envoy serves nothing.
 const NEEDED: [Type; 2] = [CLUSTER, LISTENER];
 /// Until it is seen again whether anything is kept.
@@ -93,6 +100,10 @@ type Envoy = (usize, Arc<AtomicBool>);
 #[derive(Debug)]
 struct Shared {
     config: Config,
+    /// Envoy's admin port, if Envoy gets stored versions of resources that it refuses.
+    admin: Option<Admin>,
+    /// Resources that Envoy has in their stored versions, as it has refused those of istiod.
+    after_nack: Mutex<BTreeMap<Type, Vec<StoredResource>>>,
     /// What is kept.
     types: Mutex<BTreeMap<Type, Header>>,
     /// By the ids of their processes.
@@ -126,10 +137,13 @@ impl LastKnownGood {
     /// A handle, and the writing, which ends at the shutdown or when all handles are gone, once all is written.
     pub fn new(
         config: Config,
+        admin: Option<Admin>,
         registry: &Registry,
         shutdown: CancellationToken,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
         let shared = Arc::new(Shared {
+            admin: admin.filter(|_| config.on_nack),
+            after_nack: Mutex::default(),
             config,
             types: Mutex::default(),
             envoys: Mutex::default(),
@@ -164,6 +178,20 @@ impl LastKnownGood {
                 }
             });
         }
+        let after_nack = shared.clone();
+        registry.computed(
+            "istio_agent_xds_kept_after_nack",
+            "Resources that Envoy has in the stored version, as it has refused istiod's",
+            Kind::Gauge,
+            &["type"],
+            move |series| {
+                let after_nack = after_nack.after_nack.lock();
+                for type_url in [CLUSTER, LISTENER].iter().chain(&BY_NAME) {
+                    let resources = after_nack.get(type_url).map_or(0, Vec::len);
+                    series(&[type_url], resources as f64);
+                }
+            },
+        );
         let (batches, mut received) = mpsc::channel(MAX_BATCHES);
         let mut writer = Writer::new(shared.clone());
         let volume = shared.config.volume.clone();
@@ -218,6 +246,15 @@ impl LastKnownGood {
             generation,
             is_over,
         })
+    }
+
+    /// Returns the resources that Envoy has in their stored versions, as it has refused those of istiod.
+    pub(super) fn after_nack(&self) -> BTreeMap<String, Vec<StoredResource>> {
+        let after_nack = self.shared.after_nack.lock();
+        let owned = after_nack
+            .iter()
+            .map(|(type_url, it)| ((*type_url).to_owned(), it.clone()));
+        owned.collect()
     }
 
     /// What is kept, by type URL; None if the directory is not used.

@@ -4,7 +4,7 @@
 //! up to [`PATIENCE`]. After that neither this stream is recorded any more, nor another without delay
 //! until the disk has recovered, and what is kept is deleted.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -12,10 +12,12 @@ use aws_lc_rs::digest::{SHA256, digest};
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::Bytes;
 use prost::Message;
+use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
+use super::after_nack::{self, Missing, Stored, StoredStream};
 use super::writer::WriteOp;
-use super::{EXTENSION, EnvoyCache, TYPES, Type};
+use super::{BY_NAME, EXTENSION, EnvoyCache, TYPES, Type};
 use crate::xds::request::{ErrorDetail, HEAD, Request};
 use crate::xds::response::Received;
 use crate::xds::stream::LISTENER;
@@ -37,6 +39,8 @@ pub(super) struct Subscription {
     /// Those added.
     #[prost(bytes = "bytes", repeated, tag = "3")]
     pub(super) names: Vec<Bytes>,
+    #[prost(bytes = "bytes", repeated, tag = "4")]
+    unsubscribed: Vec<Bytes>,
     /// The resources that Envoy has when the stream begins.
     #[prost(message, repeated, tag = "5")]
     pub(super) held: Vec<Held>,
@@ -84,10 +88,19 @@ pub(crate) struct Recorder {
     bytes: usize,
     /// What is left of [`PATIENCE`].
     patience: Duration,
+    /// How many responses of a type have begun.
+    begun: HashMap<Type, u32>,
+    /// Requests of the writer for stored versions.
+    missing: (mpsc::Sender<Missing>, Option<mpsc::Receiver<Missing>>),
+    /// Stored versions that Envoy has not answered.
+    unanswered: VecDeque<Stored>,
+    /// Whether Envoy has got a stored version on the stream, and may subscribe to what it needs.
+    has_stored: bool,
 }
 
 impl Recorder {
     pub(crate) fn new(envoy: Option<EnvoyCache>, stream: u32) -> Self {
+        let missing = mpsc::channel(after_nack::MAX_WAITING);
         Self {
             is_recording: envoy.is_some(),
             envoy,
@@ -97,6 +110,48 @@ impl Recorder {
             pending: Vec::new(),
             bytes: 0,
             patience: PATIENCE,
+            begun: HashMap::new(),
+            missing: (missing.0, Some(missing.1)),
+            unanswered: VecDeque::new(),
+            has_stored: false,
+        }
+    }
+
+    /// Returns the stored versions of resources that Envoy lacks, as they are found.
+    pub(crate) fn stored_versions(&mut self) -> StoredStream {
+        match self.envoy.as_ref().zip(self.missing.1.take()) {
+            Some((envoy, missing)) => after_nack::stored(envoy.kept.shared.clone(), missing),
+            None => Box::pin(tokio_stream::pending()),
+        }
+    }
+
+    /// Returns the response with stored versions, unless istiod has sent others meanwhile.
+    pub(crate) fn stored(&mut self, stored: Stored) -> Option<Bytes> {
+        let type_url = stored.missing.type_url;
+        let begun = self.begun.get(type_url).copied().unwrap_or_default();
+        if !self.is_recording || begun != stored.missing.answered {
+            return None;
+        }
+        let names = stored.missing.names.keys().copied().collect();
+        self.pending.push((type_url, WriteOp::LookedUp(names)));
+        let frame = stored.frame.clone()?;
+        self.has_stored = true;
+        self.unanswered.push_back(stored);
+        Some(frame)
+    }
+
+    /// Takes Envoy's answer to the oldest response with stored versions of a type.
+    pub(crate) fn stored_answered(&mut self, request: &Request) {
+        let mut unanswered = self.unanswered.iter();
+        let index = unanswered.position(|it| it.missing.type_url == request.type_url);
+        let stored = index.and_then(|index| self.unanswered.remove(index));
+        let refusal = Subscription::decode(request.frame.slice(HEAD..)).ok();
+        let refusal = refusal.and_then(|it| it.refusal).map(ErrorDetail::text);
+        if let Some((envoy, stored)) = self.envoy.as_ref().zip(stored) {
+            envoy
+                .kept
+                .shared
+                .stored_answered(stored, refusal.as_deref());
         }
     }
 
@@ -123,7 +178,7 @@ impl Recorder {
         if self.subscribed.is_empty()
             && let Some(identity) = subscription.identity()
         {
-            let begin = WriteOp::Begin(identity, envoy.generation);
+            let begin = WriteOp::Begin(identity, envoy.generation, self.missing.0.clone());
             self.pending.push(("", begin));
         }
         let Some(type_url) = kept(&request.type_url) else {
@@ -132,6 +187,12 @@ impl Recorder {
         if !request.nonce.is_empty() {
             let refusal = subscription.refusal.map(ErrorDetail::text);
             self.answered(type_url, &request.nonce, refusal);
+        }
+        if self.has_stored && BY_NAME.contains(&type_url) {
+            let [names, unsubscribed] = [&subscription.names, &subscription.unsubscribed]
+                .map(|names| names.iter().map(|name| wire::digest(name)).collect());
+            let changed = WriteOp::Changed(names, unsubscribed);
+            self.pending.push((type_url, changed));
         }
         if self.subscribed.insert(type_url) {
             let held = subscription.held.iter().map(|it| wire::digest(&it.name));
@@ -144,6 +205,9 @@ impl Recorder {
     pub(crate) fn begins(&mut self, type_url: &str) {
         let kept = kept(type_url).filter(|it| self.is_recording && *it != EXTENSION);
         self.passing = kept.map(|type_url| (type_url, HEAD));
+        if let Some(type_url) = kept {
+            *self.begun.entry(type_url).or_default() += 1;
+        }
         self.patience = PATIENCE;
     }
 
@@ -170,6 +234,7 @@ impl Recorder {
         let Some(type_url) = kept(&received.type_url).filter(|_| self.is_recording) else {
             return;
         };
+        *self.begun.entry(type_url).or_default() += 1;
         self.pending
             .push((type_url, WriteOp::Bytes(message.clone())));
         self.complete(type_url, received, is_all);

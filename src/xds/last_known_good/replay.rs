@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -158,21 +159,33 @@ impl Type {
         if places.is_empty() && !is_all {
             return Ok(());
         }
-        let rest = DeltaDiscoveryResponse {
-            system_version_info: self.version.clone(),
-            type_url: request.type_url.clone(),
-            nonce: "kept".to_owned(),
-            ..Default::default()
-        };
-        let rest = rest.encode_to_vec();
-        let length: u64 = places.iter().map(|place| place.end - place.start).sum();
-        let length = u32::try_from(length + rest.len() as u64).map_err(io::Error::other)?;
-        let mut send = |bytes: &[u8]| {
+        let (version, type_url) = (&self.version, &request.type_url);
+        respond(&self.index, places, type_url, version, "kept", |bytes| {
             let sent = out.blocking_send(Ok(Bytes::copy_from_slice(bytes)));
             sent.map_err(|_| io::Error::other("the stream has ended"))
-        };
-        send(&[&[0], &length.to_be_bytes()[..]].concat())?;
-        self.index.copy(places, &mut send)?;
-        rest.chunks(BLOCK).try_for_each(send)
+        })
     }
+}
+
+/// Sends a response with the resources at these places, framed for gRPC.
+pub(super) fn respond(
+    index: &Index,
+    places: Vec<Range<u64>>,
+    type_url: &str,
+    version: &str,
+    nonce: &str,
+    mut send: impl FnMut(&[u8]) -> io::Result<()>,
+) -> io::Result<()> {
+    let rest = DeltaDiscoveryResponse {
+        system_version_info: version.to_owned(),
+        type_url: type_url.to_owned(),
+        nonce: nonce.to_owned(),
+        ..Default::default()
+    };
+    let rest = rest.encode_to_vec();
+    let length: u64 = places.iter().map(|place| place.end - place.start).sum();
+    let length = u32::try_from(length + rest.len() as u64).map_err(io::Error::other)?;
+    send(&[&[0], &length.to_be_bytes()[..]].concat())?;
+    index.copy(places, &mut send)?;
+    rest.chunks(BLOCK).try_for_each(send)
 }

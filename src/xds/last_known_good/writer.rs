@@ -8,11 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::after_nack::{Missing, PATIENCE};
 use super::file::{Header, MAX_CHANGED, TypeFile, temporary};
-use super::{Config, DIRECTORY, Shared, TYPES, Type};
-use crate::clock::later;
+use super::{BY_NAME, Config, DIRECTORY, Shared, TYPES, Type};
+use crate::clock::{after, later};
 use crate::directory::Directory;
 use crate::xds::response::Received;
 
@@ -25,6 +27,9 @@ const DELAY: Duration = Duration::from_secs(5);
 
 /// How often files say that they are current, without changes.
 const REFRESH: Duration = Duration::from_secs(3600);
+
+/// Why Envoy has no version of what a stored resource needs.
+const NOT_SENT: &str = "istiod has not sent it within 5 s";
 
 pub(super) const OTHER_NODE: &str = "it is stored for another node";
 
@@ -41,8 +46,9 @@ pub(super) fn named(config: &Config, type_url: Type, error: impl std::fmt::Displ
 /// What a stream has to tell the writer of a type.
 #[derive(Debug)]
 pub(super) enum WriteOp {
-    /// The first request has come, of any type: of which node, and of which generation its Envoy is.
-    Begin(String, usize),
+    /// The first request has come, of any type: of which node, of which generation its Envoy
+    /// is, and where the stream is asked for stored versions.
+    Begin(String, usize, mpsc::Sender<Missing>),
     /// The first request of the type has come: the digests of the names that Envoy holds.
     Subscribed(HashSet<u64>),
     /// Bytes of a response.
@@ -51,6 +57,10 @@ pub(super) enum WriteOp {
     Complete(Received, bool),
     /// Envoy has answered the response of this nonce, and says why if it has refused it.
     Answered(String, Option<String>),
+    /// Envoy has subscribed to names and unsubscribed from others, of a type that it asks for by name.
+    Changed(Vec<u64>, Vec<u64>),
+    /// The stream has looked for stored versions of these resources.
+    LookedUp(Vec<u64>),
     /// The stream has ended.
     End,
 }
@@ -84,6 +94,8 @@ pub(super) struct Writer {
     refreshed: Option<Instant>,
     /// When changes began to wait.
     changed: Option<Instant>,
+    /// Where the stream is asked for stored versions.
+    missing: Option<mpsc::Sender<Missing>>,
 }
 
 impl Writer {
@@ -96,6 +108,7 @@ impl Writer {
             files: BTreeMap::new(),
             refreshed: None,
             changed: None,
+            missing: None,
         }
     }
 
@@ -103,7 +116,18 @@ impl Writer {
     pub(super) fn due(&self) -> Option<Instant> {
         let refresh = self.refreshed.map(|at| later(at, REFRESH));
         let changed = self.changed.map(|at| later(at, DELAY));
-        refresh.into_iter().chain(changed).min()
+        let missing = self.files.values().filter_map(TypeFile::missing_due);
+        refresh.into_iter().chain(changed).chain(missing).min()
+    }
+
+    /// Asks the stream for the stored versions of resources of which Envoy may have no version.
+    fn ask(&mut self) {
+        let files = self.files.iter_mut();
+        let missing = files.filter_map(|(type_url, file)| file.due_missing(type_url));
+        if let Some(stream) = &self.missing {
+            // Without room they are asked for again later.
+            missing.for_each(|missing| _ = stream.try_send(missing));
+        }
     }
 
     pub(super) fn take(&mut self, (stream, ops): Batch) {
@@ -112,10 +136,21 @@ impl Writer {
         }
         for (type_url, op) in ops {
             let applied = self.apply(stream, type_url, op);
+            // Stored resources may need others, which istiod has not sent.
+            if self.files.values().any(|file| !file.missing.is_empty()) {
+                let by_name = BY_NAME.iter();
+                by_name.for_each(|it| {
+                    self.files
+                        .get_mut(it)
+                        .into_iter()
+                        .for_each(TypeFile::retain_all)
+                });
+            }
             if let Err(error) = applied.and_then(|()| self.bound(type_url)) {
                 self.fail(type_url, error);
             }
         }
+        self.ask();
         let waits = self.files.values().any(|file| file.is_changed);
         self.changed = waits.then(|| self.changed.unwrap_or_else(Instant::now));
     }
@@ -146,7 +181,9 @@ impl Writer {
         let is_recorded = self.stream == Some(stream);
         let file = self.files.get_mut(type_url).filter(|_| is_recorded);
         match (op, file.zip(self.directory.as_ref())) {
-            (WriteOp::Begin(identity, generation), _) => self.begin(stream, &identity, generation),
+            (WriteOp::Begin(identity, generation, missing), _) => {
+                self.begin(stream, &identity, generation, missing)
+            }
             (WriteOp::End, _) => {
                 if is_recorded {
                     self.write(true);
@@ -156,7 +193,9 @@ impl Writer {
             }
             // Of an older Envoy, which drains after a hot restart, or one that could not be kept.
             (_, None) => Ok(()),
-            (WriteOp::Subscribed(held), Some((file, _))) => {
+            (WriteOp::Subscribed(mut held), Some((file, _))) => {
+                // Envoy does not name what it has refused, whichever version it has.
+                held.extend(file.missing.keys());
                 (file.held, file.is_subscribed) = (Some(held), true);
                 Ok(())
             }
@@ -169,7 +208,28 @@ impl Writer {
                 file.passed(response, is_all)
             }
             (WriteOp::Answered(nonce, refusal), Some((file, directory))) => {
-                file.answered(directory, &nonce, refusal.as_deref())
+                let answered = file.answered(directory, &nonce, refusal.as_deref());
+                if self.shared.admin.is_none() {
+                    file.missing.clear();
+                }
+                let is_missing = |name| file.missing.contains_key(&name);
+                self.shared.end_after_nack(type_url, is_missing);
+                answered
+            }
+            (WriteOp::Changed(names, unsubscribed), Some((file, _))) => {
+                let reason = Arc::from(NOT_SENT);
+                file.subscribed(&names, &unsubscribed, &reason);
+                let is_missing = |name| file.missing.contains_key(&name);
+                self.shared.end_after_nack(type_url, is_missing);
+                Ok(())
+            }
+            (WriteOp::LookedUp(names), Some((file, _))) => {
+                for name in names {
+                    if let Some(missing) = file.missing.get_mut(&name) {
+                        missing.due = None;
+                    }
+                }
+                Ok(())
             }
         }
     }
@@ -201,13 +261,24 @@ impl Writer {
 
     /// Records a stream, unless a newer Envoy has had one. What is kept for another node, or cannot be
     /// used, is removed.
-    fn begin(&mut self, stream: u32, identity: &str, generation: usize) -> io::Result<()> {
+    fn begin(
+        &mut self,
+        stream: u32,
+        identity: &str,
+        generation: usize,
+        missing: mpsc::Sender<Missing>,
+    ) -> io::Result<()> {
         if generation < self.generation {
             return Ok(());
         }
-        self.generation = generation;
         self.write(false);
-        self.files.clear();
+        let mut before = std::mem::take(&mut self.files);
+        if generation > self.generation {
+            before.clear();
+            self.shared.after_nack.lock().clear();
+        }
+        self.generation = generation;
+        self.missing = Some(missing);
         self.refreshed = None;
         let directory = Directory::private(&self.shared.config.volume.directory, DIRECTORY, true)?;
         let directory = self.directory.insert(directory);
@@ -233,7 +304,12 @@ impl Writer {
                     None
                 }
             };
-            let file = TypeFile::new(name, found, identity);
+            let mut file = TypeFile::new(name, found, identity);
+            let missing = before.remove(type_url).map(|before| before.missing);
+            file.missing = missing.unwrap_or_default();
+            // istiod may send them first on this stream.
+            let due = file.missing.values_mut().filter_map(|it| it.due.as_mut());
+            due.for_each(|due| *due = after(PATIENCE));
             self.files.insert(type_url, file);
         }
         self.stream = Some(stream);
@@ -267,6 +343,7 @@ impl Writer {
         }
         (self.stream, self.refreshed) = (None, None);
         self.files.clear();
+        self.shared.after_nack.lock().clear();
         self.publish();
     }
 }

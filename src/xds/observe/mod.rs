@@ -140,9 +140,11 @@ impl Observer {
     /// What has been recorded so far.
     pub fn snapshot(&self) -> Snapshot {
         let kept = self.kept.as_ref().and_then(LastKnownGood::snapshot);
+        let after_nack = self.kept.as_ref().map(LastKnownGood::after_nack);
         let table = self.table.lock();
         Snapshot {
             kept,
+            after_nack: after_nack.unwrap_or_default(),
             served_since: table.served_since.map(rfc3339),
             streams: table.streams,
             stream: table.open.values().next_back().cloned(),

@@ -14,7 +14,7 @@ use super::{Source, beginning, cut, now};
 use crate::clock::rfc3339;
 use crate::port;
 use crate::problem::{Problem, codes};
-use crate::xds::last_known_good::KeptSnapshot;
+use crate::xds::last_known_good::{KeptSnapshot, StoredResource, after_nack};
 use crate::xds::response::{Consumer, Received};
 
 /// How many responses of a type may wait for their ACK before the oldest is forgotten.
@@ -33,6 +33,9 @@ pub struct Snapshot {
     /// What is kept on disk, by type URL.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<BTreeMap<String, KeptSnapshot>>,
+    /// Resources that Envoy has in the stored version, as it has refused istiod's, by type URL.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub after_nack: BTreeMap<String, Vec<StoredResource>>,
     /// Since when Envoy has served what is kept, as istiod has not answered since.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub served_since: Option<String>,
@@ -114,6 +117,8 @@ impl TypeSnapshot {
 impl Snapshot {
     /// The types whose last response was refused, with Envoy's reason, which names the resources.
     pub fn refusals(&self) -> Vec<Problem> {
+        let stored = self.after_nack.iter();
+        let stored = stored.map(|(type_url, it)| after_nack::problem(type_url, it));
         let problems = self.types.iter().filter_map(|(url, of_type)| {
             let (version, nack) = of_type.refusal()?;
             let found = format!("version {version} at {}: {}", nack.at, nack.reason);
@@ -126,7 +131,7 @@ impl Snapshot {
             };
             Some(Problem::new(code, subject, port::explained(found)))
         });
-        problems.collect()
+        stored.chain(problems).collect()
     }
 }
 

@@ -72,7 +72,7 @@ fn handle(parent: &Path) -> LastKnownGood {
         after: Duration::from_secs(5),
         on_nack: true,
     };
-    LastKnownGood::new(config, &Registry::default(), CancellationToken::new()).0
+    LastKnownGood::new(config, None, &Registry::default(), CancellationToken::new()).0
 }
 
 /// A writer that records stream 1.
@@ -83,7 +83,7 @@ fn writer(parent: &Path) -> Writer {
 }
 
 fn begin(writer: &mut Writer, stream: u32, generation: usize, identity: &str) {
-    let begin = WriteOp::Begin(identity.to_owned(), generation);
+    let begin = WriteOp::Begin(identity.to_owned(), generation, mpsc::channel(1).0);
     writer.take((stream, vec![("", begin)]));
 }
 

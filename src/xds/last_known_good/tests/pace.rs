@@ -169,10 +169,14 @@ async fn what_waits_is_written_when_the_agent_stops() {
     let parent = tempfile::tempdir().unwrap();
     let shutdown = CancellationToken::new();
     let config = handle(parent.path()).shared.config.clone();
-    let (handle, writing) = LastKnownGood::new(config, &Registry::default(), shutdown.clone());
+    let (handle, writing) =
+        LastKnownGood::new(config, None, &Registry::default(), shutdown.clone());
     let ops = passed("1", &one("a", "1"), Coverage::All).into_iter();
     let ops = ops.chain(answered("1", true)).map(|op| (CLUSTER, op));
-    let first = ("", WriteOp::Begin(IDENTITY.to_owned(), 1));
+    let first = (
+        "",
+        WriteOp::Begin(IDENTITY.to_owned(), 1, mpsc::channel(1).0),
+    );
     let batch = (1, std::iter::once(first).chain(ops).collect());
     handle.batches.send(batch).await.unwrap();
     let start = Instant::now();

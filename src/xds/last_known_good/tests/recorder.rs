@@ -26,7 +26,7 @@ async fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_i
         on_nack: true,
     };
     let (kept_handle, writing) =
-        LastKnownGood::new(config, &Registry::default(), CancellationToken::new());
+        LastKnownGood::new(config, None, &Registry::default(), CancellationToken::new());
     let mut recorder = Recorder::new(kept_handle.envoy_cache(1, Protocol::Delta), 1);
     let clusters = resources(&[("a", "1"), ("b", "2")]);
     let bytes = response("1", &clusters, &[]);

@@ -54,7 +54,8 @@ fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Resul
         after: Duration::ZERO,
         on_nack: true,
     };
-    let (kept, _) = LastKnownGood::new(config, &Registry::default(), CancellationToken::new());
+    let (kept, _) =
+        LastKnownGood::new(config, None, &Registry::default(), CancellationToken::new());
     let (sender, queue) = mpsc::channel(1000);
     requests
         .into_iter()
