@@ -594,6 +594,115 @@ def last_known_good_configuration_serves_while_istiod_is_unreachable(world, agen
     return "; ".join([load.expect_none_failed() for load in before] + [served] + [load.expect_none_failed() for load in after])
 
 
+REFUSED = "virtualInbound"
+
+
+@case(8, gate=True, own=True)
+def a_restarted_container_serves_while_istiod_sends_a_listener_that_envoy_refuses(world, agent=OURS):
+    """Pilot-agent's pod, which runs beside this agent's, does not. A new pod, which has nothing stored, names the listener."""
+    names = {one: f"refused-{one}" for one in (agent, GO)}
+    for one, name in names.items():
+        world.deploy(name, one, annotations=USUAL, labels={"team": "refused"})
+    world.rolled_out(*names.values())
+    pods = {one: world.pods(name)[0] for one, name in names.items()}
+    urls = {one: f"http://{name}:8080/" for one, name in names.items()}
+    pod, url = pods[agent], urls[agent]
+    world.until("the listeners are stored", lambda: agent == GO or any("Listener" in kind for kind in stored(world, pod)))
+    try:
+        with contextlib.ExitStack() as stack:
+            before = [stack.enter_context(Load(world, one, *CLIENTS)) for one in urls.values()]
+            world.apply(broken_filter())
+            seen = {one: world.until(f"Envoy of {one} refuses the listener", lambda: refusals(world, one)) for one in pods.values()}
+            # The listener in force has no such rule, and the one with it is refused.
+            world.apply(resource(
+                "security.istio.io/v1", "AuthorizationPolicy", "refused", selector={"matchLabels": {"team": "refused"}},
+                action="DENY", rules=[{"to": [{"operation": {"paths": ["/denied"], "ports": ["8080"]}}]}]))
+            for one, earlier in seen.items():
+                world.until(f"Envoy of {one} refuses it again", lambda: refusals(world, one) > earlier)
+        heard = nacks_in_istiods_log(world, pod)
+        for one in pods.values():
+            world.kill(one, "istio-proxy")
+        begun = time.monotonic()
+        world.until(f"{names[agent]} serves again", lambda: world.call(CLIENTS[0], url), 60)
+        took = time.monotonic() - begun
+        with Load(world, url, *CLIENTS) as after:
+            world.until("istiod gets the NACK of the new Envoy", lambda: nacks_in_istiods_log(world, pod) > heard)
+            world.until("the doctor says that the stored listener serves", lambda: "RESOURCE_REFUSED_STORED_SERVED" in findings(world, pod))
+            expect("resources after a NACK, by the metric", 1, served_after_nack(world, pod))
+            expect("the old policy is in force", True, serves(world, f"{url}denied"))
+            world.kubectl("scale", f"deploy/{names[agent]}", "--replicas=2")
+            new = world.until("there is a new pod", lambda: [one for one in world.pods(names[agent]) if one != pod])[0]
+            world.until("the doctor of the new pod names the listener", lambda: "RESOURCE_REFUSED" in findings(world, new))
+            world.until("pilot-agent's new Envoy refuses the listener", lambda: (
+                world.container(pods[GO], "istio-proxy")["restartCount"] and refusals(world, pods[GO])))
+            for one in (new, pods[GO]):
+                expect(f"readiness of {one}", False, world.container(one, "istio-proxy")["ready"])
+            expect("pilot-agent's pod serves", False, serves(world, urls[GO]))
+            world.kubectl("delete", "envoyfilters/refused")
+            world.rolled_out(*names.values())
+            for one in (pod, new, pods[GO]):
+                address = world.get(f"pod/{one}")["status"]["podIP"]
+                world.until(f"the new policy is in force in {one}", lambda: refused(world, f"http://{address}:8080/denied"))
+            for one in (pod, new):
+                world.until(f"the doctor of {one} finds no refusal", lambda: not findings(world, one))
+                expect("resources after a NACK, by the metric", 0, served_after_nack(world, one))
+    finally:
+        world.kubectl("delete", "--ignore-not-found", "envoyfilters/refused", "authorizationpolicies/refused", fails=True)
+        world.kubectl("delete", "deploy", "--wait=false", *names.values(), fails=True)
+    return "; ".join([load.expect_none_failed() for load in before] + [
+        f"served {took:.1f} s after the kill", after.expect_none_failed()])
+
+
+def broken_filter():
+    """An EnvoyFilter that istiod accepts; only Envoy compiles its script, and refuses the listener of inbound traffic."""
+    types = "type.googleapis.com/envoy.extensions.filters.http"
+    manager = {"name": "envoy.filters.network.http_connection_manager", "subFilter": {"name": "envoy.filters.http.router"}}
+    return resource(
+        "networking.istio.io/v1alpha3", "EnvoyFilter", "refused", workloadSelector={"labels": {"team": "refused"}}, configPatches=[{
+            "applyTo": "HTTP_FILTER", "match": {"context": "SIDECAR_INBOUND", "listener": {"filterChain": {"filter": manager}}},
+            "patch": {"operation": "INSERT_BEFORE", "value": {"name": "broken", "typed_config": {
+                "@type": f"{types}.lua.v3.Lua", "default_source_code": {"inline_string": "function envoy_on_request("}}}}}])
+
+
+def agents_page(world, target, path):
+    return world.exec(target, "pilot-agent", "request", "--debug-port=15020", "GET", path, container="istio-proxy")
+
+
+def stored(world, pod):
+    """The types of resources that the agent has stored."""
+    return json.loads(agents_page(world, f"pod/{pod}", "debug/xdsz")).get("kept", {})
+
+
+def served_after_nack(world, pod):
+    page = agents_page(world, f"pod/{pod}", "metrics/agent")
+    return sum(float(value) for value in re.findall(r"^istio_agent_xds_kept_after_nack\{.*\} (\S+)$", page, re.MULTILINE))
+
+
+def refusals(world, pod):
+    """How many responses with listeners this Envoy has refused."""
+    page = world.admin(f"pod/{pod}", "stats?filter=listener_manager.lds.update_rejected")
+    return sum(int(count) for count in re.findall(r"update_rejected: (\d+)", page))
+
+
+def nacks_in_istiods_log(world, pod):
+    log = world.kubectl("logs", "-n", "istio-system", "deploy/istiod", "--since=15m")
+    return sum("ACK ERROR" in line and pod in line and REFUSED in line for line in log.splitlines())
+
+
+def findings(world, pod):
+    """The codes of the doctor's findings about the listener that Envoy refuses."""
+    report = json.loads(world.exec(f"pod/{pod}", "pilot-agent", "doctor", "--json", container="istio-proxy", fails=True))
+    checks = [check for group in report["groups"] for check in group["checks"]]
+    return {check["code"] for check in checks if check.get("code") and REFUSED in json.dumps(check)}
+
+
+def serves(world, url):
+    try:
+        return bool(world.call(CLIENTS[0], url))
+    except Failed:
+        return False
+
+
 @case(8, gate=True, own=True)
 def a_crashed_envoy_restarts_in_its_container_until_its_budget_is_used_up(world, agent=OURS):
     told = []
@@ -874,7 +983,7 @@ def clusters(world, pod):
 def sent_to(world, pod):
     """Clusters, MB that Envoy has allocated, and bytes of discovery after a service's change."""
     def pushed():
-        page = world.exec(f"deploy/{pod}", "pilot-agent", "request", "--debug-port=15020", "GET", "metrics/agent", container="istio-proxy")
+        page = agents_page(world, f"deploy/{pod}", "metrics/agent")
         return sum(int(float(value)) for value in re.findall(r"^istio_agent_xds_push_bytes_total\{.*\} (\S+)$", page, re.MULTILINE))
     allocated = int(json.loads(world.admin(f"deploy/{pod}", "memory"))["allocated"]) / 1e6
     before = pushed()
