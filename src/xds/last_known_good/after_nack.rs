@@ -116,7 +116,7 @@ async fn look(shared: Arc<Shared>, missing: Missing) -> Option<Stored> {
 }
 
 /// Reads the stored versions of what Envoy does not hold.
-fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io::Result<Stored> {
+pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io::Result<Stored> {
     let mut stored = Stored {
         missing,
         frame: None,

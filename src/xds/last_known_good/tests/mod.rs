@@ -1,3 +1,4 @@
+mod after_nack;
 mod damage;
 mod disk;
 mod pace;

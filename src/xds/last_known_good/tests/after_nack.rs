@@ -1,0 +1,161 @@
+//! Histories of pushes, refusals and restarts, in which Envoy gets stored versions.
+
+use super::super::after_nack::{Missing, Stored, read};
+use super::*;
+
+/// A push of istiod: the resources with a version that Envoy accepts or not, and whether Envoy refuses all if
+/// there is one that it does not accept.
+#[derive(Clone, Debug)]
+enum Event {
+    Push {
+        names: Vec<(u8, bool)>,
+        is_refused_whole: bool,
+        /// Whether istiod's next response begins before the stored versions are found.
+        is_overtaken: bool,
+    },
+    /// Envoy and the agent start again.
+    Restart,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let push = (
+        prop::collection::vec((0u8..8, any::<bool>()), 1..8),
+        any::<[bool; 2]>(),
+    );
+    prop_oneof![
+        5 => push.prop_map(|(names, [is_refused_whole, is_overtaken])| Event::Push { names, is_refused_whole, is_overtaken }),
+        1 => Just(Event::Restart),
+    ]
+}
+
+/// An Envoy with its agent.
+struct Pod<'a> {
+    parent: &'a Path,
+    writer: Writer,
+    missing: mpsc::Receiver<Missing>,
+    responses: u32,
+    envoy: Resources,
+}
+
+impl<'a> Pod<'a> {
+    fn start(parent: &'a Path) -> Self {
+        let mut shared = handle(parent).shared;
+        let address = ([127, 0, 0, 1], 1).into();
+        let limit = Duration::from_secs(1);
+        Arc::get_mut(&mut shared).unwrap().admin = Some(Admin { address, limit });
+        let mut writer = Writer::new(shared);
+        let (sender, missing) = mpsc::channel(16);
+        let begin = WriteOp::Begin(IDENTITY.to_owned(), 1, sender);
+        writer.take((
+            1,
+            vec![("", begin), (CLUSTER, WriteOp::Subscribed(HashSet::new()))],
+        ));
+        Self {
+            parent,
+            writer,
+            missing,
+            responses: 0,
+            envoy: Resources::new(),
+        }
+    }
+
+    /// Relays a push. Returns the reason if Envoy refuses it, and the resources that it accepts.
+    fn push(&mut self, changed: &Resources, bad: &[String], is_whole: bool) -> Resources {
+        self.responses += 1;
+        let nonce = self.responses.to_string();
+        let bytes = response(&nonce, changed, &[]);
+        hand_in(&mut self.writer, 1, passed(&nonce, &bytes, Coverage::Part));
+        let named: Vec<_> = bad.iter().map(|name| format!("{name}: bad")).collect();
+        let (refusal, mut accepted) = match (bad.is_empty(), is_whole) {
+            (true, _) => (None, changed.clone()),
+            (false, true) => (Some("bad".to_owned()), Resources::new()),
+            (false, false) => {
+                let reason = format!("Error adding/updating cluster(s) {}", named.join(", "));
+                (Some(reason), changed.clone())
+            }
+        };
+        accepted.retain(|name, _| !bad.contains(name));
+        self.envoy.extend(accepted.clone());
+        hand_in(&mut self.writer, 1, vec![WriteOp::Answered(nonce, refusal)]);
+        accepted
+    }
+
+    /// Sends the stored versions that the writer asks for, unless a response has begun meanwhile.
+    fn send_stored(&mut self, is_overtaken: bool) -> Resources {
+        let mut sent = Resources::new();
+        while let Ok(missing) = self.missing.try_recv() {
+            assert_eq!(missing.answered, self.responses);
+            if is_overtaken {
+                continue;
+            }
+            self.writer.write(false);
+            let held = self
+                .envoy
+                .keys()
+                .map(|name| digest(name.as_bytes()))
+                .collect();
+            let Stored {
+                missing,
+                frame,
+                resources,
+            } = read(&self.writer.shared, missing, &held).unwrap();
+            let names = missing.names.keys().copied().collect();
+            hand_in(&mut self.writer, 1, vec![WriteOp::LookedUp(names)]);
+            let stored = kept(self.parent).unwrap().unwrap_or_default();
+            assert_eq!(frame.is_some(), !resources.is_empty());
+            for resource in resources {
+                assert!(
+                    !self.envoy.contains_key(&resource.name),
+                    "Envoy has {}",
+                    resource.name
+                );
+                sent.insert(resource.name.clone(), stored[&resource.name].clone());
+            }
+        }
+        self.envoy.extend(sent.clone());
+        sent
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+    #[test]
+    fn envoy_has_the_version_that_was_accepted_last_of_each_resource(events in prop::collection::vec(event(), 1..30)) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let _guard = runtime.enter();
+        let parent = tempfile::tempdir().unwrap();
+        let mut pod = Pod::start(parent.path());
+        let name = |it: u8| format!("name {it}");
+        // What istiod sends of each name, and whether Envoy refuses it.
+        let mut istiod: BTreeMap<_, _> = (0..8).map(|it| (name(it), ("first".to_owned(), false))).collect();
+        let all = |istiod: &BTreeMap<String, (String, bool)>| istiod.keys().cloned().collect::<HashSet<_>>();
+        let mut accepted = Resources::new();
+        let mut names_to_send = all(&istiod);
+        for (number, event) in events.into_iter().enumerate() {
+            let Event::Push { names, is_refused_whole, is_overtaken } = event else {
+                pod.writer.write(false);
+                pod = Pod::start(parent.path());
+                // The first response to a new Envoy has everything.
+                names_to_send = all(&istiod);
+                continue;
+            };
+            if number > 0 {
+                istiod.extend(names.iter().map(|(it, is_bad)| (name(*it), (number.to_string(), *is_bad))));
+                names_to_send.extend(names.iter().map(|(it, _)| name(*it)));
+            }
+            let sent = std::mem::take(&mut names_to_send);
+            let changed: Resources = sent.iter().map(|name| (name.clone(), istiod[name].0.clone())).collect();
+            let bad: Vec<_> = sent.into_iter().filter(|name| istiod[name].1).collect();
+            accepted.extend(pod.push(&changed, &bad, is_refused_whole));
+            pod.send_stored(is_overtaken);
+            pod.writer.write(false);
+            let stored = kept(parent.path()).unwrap().unwrap_or_default();
+            for name in changed.keys().filter(|name| !is_overtaken && stored.contains_key(*name)) {
+                prop_assert!(pod.envoy.contains_key(name), "Envoy lacks {name}");
+            }
+            for (name, content) in &pod.envoy {
+                prop_assert_eq!(Some(content), accepted.get(name), "{}", name);
+            }
+        }
+    }
+}
