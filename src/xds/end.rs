@@ -140,7 +140,6 @@ impl End {
     /// Envoy has the stored configuration. It connects again.
     pub(crate) fn handed_over() -> Self {
         let why = "stored configuration served; Envoy's next stream goes to istiod";
-        tracing::info!(target: "xdsproxy", "{why}");
         Self::new(Side::Agent, true, &Status::unavailable(why))
     }
 
@@ -153,10 +152,7 @@ impl End {
 
     /// The stored configuration cannot be served.
     pub(crate) fn unusable(error: &std::io::Error) -> Self {
-        let code = codes::KEPT_CONFIG_UNUSABLE;
-        let problem = Problem::new(code, "stored configuration", error);
-        tracing::warn!(target: "xdsproxy", "{problem}");
-        Self::new(Side::Agent, true, &Status::unavailable(problem.found))
+        Self::new(Side::Agent, true, &Status::unavailable(error.to_string()))
     }
 
     /// What it counts as for istiod's stream and for Envoy's.

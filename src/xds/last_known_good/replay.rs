@@ -20,6 +20,7 @@ use super::writer::{OTHER_NODE, named, open};
 use super::{Config, DIRECTORY, EnvoyCache, LastKnownGood, NEEDED, Shared, TYPES};
 use crate::directory::Directory;
 use crate::duration::approximate;
+use crate::problem::{Problem, codes};
 use crate::xds::end::End;
 use crate::xds::observe::{now, unix_seconds};
 use crate::xds::request::HEAD;
@@ -56,8 +57,17 @@ impl Replay {
     pub(crate) async fn next(&mut self) -> Result<Bytes, End> {
         match timeout(SETTLING, self.0.recv()).await {
             Ok(Some(Ok(bytes))) => Ok(bytes),
-            Ok(Some(Err(error))) => Err(End::unusable(&error)),
-            Ok(None) | Err(_) => Err(End::handed_over()),
+            Ok(Some(Err(error))) => {
+                let code = codes::KEPT_CONFIG_UNUSABLE;
+                let problem = Problem::new(code, "stored configuration", &error);
+                tracing::warn!(target: "xdsproxy", "{problem}");
+                Err(End::unusable(&error))
+            }
+            Ok(None) | Err(_) => {
+                let end = End::handed_over();
+                tracing::info!(target: "xdsproxy", "{}", end.status().message());
+                Err(end)
+            }
         }
     }
 }
