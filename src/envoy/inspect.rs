@@ -65,53 +65,34 @@ async fn wait(
     Some(Problem::new(code, code.cause, found))
 }
 
-/// Where a type's resources are in `/config_dump`, warming ones as well, and where an entry has the name.
-const DUMPS: [(&str, &[&str], &str); 5] = [
-    (
-        "Cluster",
-        &["dynamic_active_clusters", "dynamic_warming_clusters"],
-        "cluster.name",
-    ),
-    (
-        "ClusterLoadAssignment",
-        &["dynamic_endpoint_configs"],
-        "endpoint_config.cluster_name",
-    ),
-    ("Listener", &["dynamic_listeners"], "name"),
-    (
-        "RouteConfiguration",
-        &["dynamic_route_configs"],
-        "route_config.name",
-    ),
-    (
-        "TypedExtensionConfig",
-        &["ecds_filters"],
-        "ecds_filter.name",
-    ),
-];
-
 /// Names the resources of a type of which Envoy has a version, in force or warming.
 pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String>, String> {
-    let kind = type_url.rsplit('.').next().unwrap_or(type_url);
-    let mut held = BTreeSet::new();
-    let (_, dumps, name) = (DUMPS.iter().find(|(of, ..)| *of == kind))
-        .ok_or_else(|| format!("{type_url} is not in a configuration dump"))?;
-    let states = if kind == "Listener" {
-        ",active_state.version_info,warming_state.version_info"
-    } else {
-        ""
+    let (dumps, name, states): (&[_], _, _) = match type_url.rsplit('.').next() {
+        Some("Cluster") => {
+            let dumps = &["dynamic_active_clusters", "dynamic_warming_clusters"];
+            (dumps, "cluster.name", "")
+        }
+        Some("ClusterLoadAssignment") => {
+            let name = "endpoint_config.cluster_name";
+            (&["dynamic_endpoint_configs"], name, "")
+        }
+        // A listener of which Envoy has refused every version is there with an error only.
+        Some("Listener") => {
+            let states = ",active_state.version_info,warming_state.version_info";
+            (&["dynamic_listeners"], "name", states)
+        }
+        Some("RouteConfiguration") => (&["dynamic_route_configs"], "route_config.name", ""),
+        Some("TypedExtensionConfig") => (&["ecds_filters"], "ecds_filter.name", ""),
+        _ => return Err(format!("{type_url} is not in a configuration dump")),
     };
-    for dump in *dumps {
+    let pointer = format!("/{}", name.replace('.', "/"));
+    let mut held = BTreeSet::new();
+    for dump in dumps {
         let path = format!("/config_dump?include_eds&resource={dump}&mask={name}{states}");
         let page = admin.page(&path).await?;
-        let pointer = format!("/{}", name.replace('.', "/"));
-        // A listener of which Envoy has refused every version has an error only.
         let entries = entries(&page, "configs").filter(|entry| {
-            states.is_empty()
-                || entry
-                    .get("active_state")
-                    .or(entry.get("warming_state"))
-                    .is_some()
+            let mut found = ["active_state", "warming_state"].iter();
+            states.is_empty() || found.any(|state| entry.get(state).is_some())
         });
         let names = entries.filter_map(|entry| entry.pointer(&pointer)?.as_str());
         held.extend(names.map(str::to_owned));

@@ -12,7 +12,7 @@ use crate::duration::rounded;
 use crate::istiod::MAX_SILENCE;
 use crate::istiod::refusal::code_name;
 use crate::lifecycle::with_causes;
-use crate::problem::{Problem, codes};
+use crate::problem::Problem;
 
 /// The headers that make up a gRPC status. Source: gRPC over HTTP/2, Status.
 const STATUS_HEADERS: [&str; 3] = ["grpc-status", "grpc-message", "grpc-status-details-bin"];

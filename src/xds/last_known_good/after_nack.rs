@@ -19,7 +19,7 @@ use tokio::task::spawn_blocking;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::file::{Index, named};
+use super::file::{Index, TypeFile, named};
 use super::replay::respond;
 use super::{DIRECTORY, Shared, Type, writer};
 use crate::clock::rfc3339;
@@ -190,13 +190,15 @@ impl Shared {
     }
 
     /// Forgets resources of which Envoy has istiod's version, or that istiod has removed.
-    pub(super) fn end_after_nack(&self, type_url: Type, is_missing: impl Fn(u64) -> bool) {
+    pub(super) fn end_after_nack(&self, type_url: Type, file: &TypeFile) {
         let mut after_nack = self.after_nack.lock();
         let Some(of_type) = after_nack.get_mut(type_url) else {
             return;
         };
         let ended: Vec<_> = of_type
-            .extract_if(.., |it| !is_missing(digest(it.name.as_bytes())))
+            .extract_if(.., |it| {
+                !file.missing.contains_key(&digest(it.name.as_bytes()))
+            })
             .collect();
         if of_type.is_empty() {
             after_nack.remove(type_url);

@@ -4,7 +4,8 @@
 //! A [`Recorder`] beside each delta stream hands what passes to the [`writer`], which keeps it in a
 //! [`file`] for each type. A response is written a few seconds after Envoy has accepted it, or the agent, if the
 //! agent consumes its type. A failure deletes all files, and recording starts again with the next stream.
-//! [`replay`] answers requests in istiod's place, and [`after_nack`] sends what istiod's is refused of. Secrets and responses of SotW are never stored.
+//! [`replay`] answers requests in istiod's place, and [`after_nack`] sends stored versions of resources that a
+//! new Envoy has refused. Secrets and responses of SotW are never stored.
 
 pub(crate) mod after_nack;
 mod file;
@@ -60,7 +61,7 @@ const ENDPOINTS: Type = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoa
 const ROUTES: Type = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
 /// Envoy asks for resources of these types by their names.
 const BY_NAME: [Type; 3] = [ENDPOINTS, ROUTES, EXTENSION];
-/// Without these an Envoy serves nothing.
+/// Envoy asks for all resources of these types, and serves nothing without them.
 const NEEDED: [Type; 2] = [CLUSTER, LISTENER];
 /// Until it is seen again whether anything is kept.
 const MIN_PATIENCE: Duration = Duration::from_millis(100);

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::after_nack::{Missing, PATIENCE};
 use super::file::{Header, MAX_CHANGED, TypeFile, temporary};
-use super::{BY_NAME, Config, DIRECTORY, Shared, TYPES, Type};
+use super::{BY_NAME, Config, DIRECTORY, NEEDED, Shared, TYPES, Type};
 use crate::clock::{after, later};
 use crate::directory::Directory;
 use crate::xds::response::Received;
@@ -138,13 +138,9 @@ impl Writer {
             let applied = self.apply(stream, type_url, op);
             // Stored resources may need others, which istiod has not sent.
             if self.files.values().any(|file| !file.missing.is_empty()) {
-                let by_name = BY_NAME.iter();
-                by_name.for_each(|it| {
-                    self.files
-                        .get_mut(it)
-                        .into_iter()
-                        .for_each(TypeFile::retain_all)
-                });
+                let files = self.files.iter_mut();
+                let by_name = files.filter(|(type_url, _)| BY_NAME.contains(type_url));
+                by_name.for_each(|(_, file)| file.retain_all());
             }
             if let Err(error) = applied.and_then(|()| self.bound(type_url)) {
                 self.fail(type_url, error);
@@ -209,18 +205,17 @@ impl Writer {
             }
             (WriteOp::Answered(nonce, refusal), Some((file, directory))) => {
                 let answered = file.answered(directory, &nonce, refusal.as_deref());
-                if self.shared.admin.is_none() {
+                let is_of_envoy = NEEDED.contains(&type_url) || BY_NAME.contains(&type_url);
+                if self.shared.admin.is_none() || !is_of_envoy {
                     file.missing.clear();
                 }
-                let is_missing = |name| file.missing.contains_key(&name);
-                self.shared.end_after_nack(type_url, is_missing);
+                self.shared.end_after_nack(type_url, file);
                 answered
             }
             (WriteOp::Changed(names, unsubscribed), Some((file, _))) => {
                 let reason = Arc::from(NOT_SENT);
                 file.subscribed(&names, &unsubscribed, &reason);
-                let is_missing = |name| file.missing.contains_key(&name);
-                self.shared.end_after_nack(type_url, is_missing);
+                self.shared.end_after_nack(type_url, file);
                 Ok(())
             }
             (WriteOp::LookedUp(names), Some((file, _))) => {
