@@ -346,6 +346,36 @@ mod tests {
     }
 
     #[test]
+    fn without_nonce_and_error_only_a_request_with_names_remains() {
+        let answer = DeltaDiscoveryRequest {
+            type_url: "t".into(),
+            response_nonce: "n".into(),
+            error_detail: Some(Default::default()),
+            ..Default::default()
+        };
+        let names = vec!["a".to_owned()];
+        for (subscribed, unsubscribed) in [(&names, &vec![]), (&vec![], &names), (&names, &names)] {
+            let changed = DeltaDiscoveryRequest {
+                resource_names_subscribe: subscribed.clone(),
+                resource_names_unsubscribe: unsubscribed.clone(),
+                ..answer.clone()
+            };
+            let expected = DeltaDiscoveryRequest {
+                response_nonce: String::new(),
+                error_detail: None,
+                ..changed.clone()
+            };
+            // A field of a later Envoy stays.
+            let [mut sent, mut expected] = [changed, expected].map(|it| it.encode_to_vec());
+            for message in [&mut sent, &mut expected] {
+                prost::encoding::uint64::encode(3000, &300, message);
+            }
+            assert_eq!(without_answer(&frame(&sent)), Some(frame(&expected)));
+        }
+        assert_eq!(without_answer(&frame(&answer.encode_to_vec())), None);
+    }
+
+    #[test]
     fn a_lying_length_costs_only_what_was_sent() {
         let mut reader = RequestReader::new(Protocol::Delta, 1 << 30);
         let head = Bytes::from_static(&[0, 0x20, 0, 0, 0, 1, 2, 3]);
