@@ -37,6 +37,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -86,6 +87,8 @@ pub struct Options {
     /// What discovery serves. Without it streams are scripted.
     pub snapshots: Option<watch::Receiver<Arc<Snapshot>>>,
     pub events: Events,
+    /// Gets a copy of each request that is read from a discovery stream.
+    pub requests: Option<mpsc::UnboundedSender<Bytes>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,6 +139,7 @@ impl Default for Options {
             keys: None,
             snapshots: None,
             events: Events::default(),
+            requests: None,
         }
     }
 }
@@ -310,6 +314,7 @@ fn services(
             accepted,
             stopping: stopping.clone(),
             events: options.events.clone(),
+            requests: options.requests.clone(),
         },
         certificates: IstioCertificateServiceServer::new(certificates),
     }

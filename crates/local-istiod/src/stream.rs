@@ -40,6 +40,7 @@ pub struct Stream {
     /// The caller's identity; none without TLS.
     pub caller: Option<SpiffeId>,
     requests: Streaming<Bytes>,
+    copies: Option<mpsc::UnboundedSender<Bytes>>,
     responses: mpsc::Sender<Result<Bytes, Status>>,
 }
 
@@ -51,7 +52,11 @@ pub struct Gone;
 impl Stream {
     /// The next request as it came; `None` once the client has closed its half.
     pub async fn next_bytes(&mut self) -> Result<Option<Bytes>, Status> {
-        self.requests.message().await
+        let request = self.requests.message().await?;
+        if let Some((copies, request)) = self.copies.as_ref().zip(request.as_ref()) {
+            let _ = copies.send(request.clone()); // The receiver may be gone.
+        }
+        Ok(request)
     }
 
     /// The next request, decoded.
@@ -95,6 +100,7 @@ pub(super) struct Acceptor {
     pub(super) accepted: mpsc::Sender<Stream>,
     pub(super) stopping: CancellationToken,
     pub(super) events: Events,
+    pub(super) requests: Option<mpsc::UnboundedSender<Bytes>>,
 }
 
 impl Acceptor {
@@ -134,6 +140,7 @@ impl Acceptor {
             headers,
             caller,
             requests,
+            copies: self.requests.clone(),
             responses,
         };
         self.accepted

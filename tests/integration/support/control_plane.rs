@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use bytes::Bytes;
+use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
 use local_istiod::{Claims, Event, Events, Keys, LocalIstiod, Options, Resource, Snapshot, follow};
+use prost::Message;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 
@@ -24,14 +27,19 @@ pub struct ControlPlane {
     pub istiod: LocalIstiod,
     pub keys: Keys,
     events: mpsc::UnboundedReceiver<Event>,
+    requests: Requests,
     snapshots: watch::Sender<Arc<Snapshot>>,
 }
+
+/// Requests on streams that are served: what is not read yet, and those of the newest stream.
+struct Requests(mpsc::UnboundedReceiver<Bytes>, Vec<DeltaDiscoveryRequest>);
 
 /// A control plane that is dead for the moment.
 pub struct Dead {
     options: Options,
     keys: Keys,
     events: mpsc::UnboundedReceiver<Event>,
+    requests: Requests,
     snapshots: watch::Sender<Arc<Snapshot>>,
 }
 
@@ -54,6 +62,7 @@ impl ControlPlane {
         life: Duration,
     ) -> Self {
         let (sender, events) = mpsc::unbounded_channel();
+        let (copies, requests) = mpsc::unbounded_channel();
         let keys = Keys::generate("cluster.local").unwrap();
         let options = Options {
             // Below the ports of outgoing connections, so that it is still free at a restart.
@@ -62,12 +71,14 @@ impl ControlPlane {
             keys: Some(keys.clone()),
             snapshots: served,
             events: Events::to(sender),
+            requests: Some(copies),
             ..Options::default()
         };
         let dead = Dead {
             options,
             keys,
             events,
+            requests: Requests(requests, Vec::new()),
             snapshots,
         };
         dead.revive().await
@@ -98,9 +109,9 @@ impl ControlPlane {
         self.snapshots.send_replace(snapshot(resources).await);
     }
 
+    /// Adds a resource, also one that is withheld.
     pub fn add(&self, resource: Resource) {
-        self.snapshots
-            .send_modify(|snapshot| drop(Arc::make_mut(snapshot).insert("common", resource)));
+        add(&self.snapshots, resource);
     }
 
     /// The next event of a kind; those before it are skipped.
@@ -126,11 +137,34 @@ impl ControlPlane {
         None
     }
 
+    /// The requests on the newest stream, which is a delta stream. Fails if one before has what does not come from
+    /// Envoy's answer to a response of this control plane.
+    pub fn requests(&mut self) -> &[DeltaDiscoveryRequest] {
+        let Requests(copies, requests) = &mut self.requests;
+        while let Ok(bytes) = copies.try_recv() {
+            let request = DeltaDiscoveryRequest::decode(bytes).unwrap();
+            if request.node.is_some() {
+                requests.clear();
+            }
+            let (of, nonce) = (&request.type_url, &request.response_nonce);
+            let is_same =
+                |it: &DeltaDiscoveryRequest| it.type_url == *of && it.response_nonce == *nonce;
+            let is_again = !nonce.is_empty() && requests.iter().any(is_same);
+            assert!(!is_again, "two answers to one response: {request:?}");
+            let is_refusal = request.error_detail.is_some();
+            assert!(!is_refusal || !nonce.is_empty(), "{request:?}");
+            assert!(!nonce.starts_with("kept"), "{request:?}");
+            requests.push(request);
+        }
+        requests
+    }
+
     pub async fn kill(self) -> Dead {
         Dead {
             options: self.istiod.kill().await,
             keys: self.keys,
             events: self.events,
+            requests: self.requests,
             snapshots: self.snapshots,
         }
     }
@@ -141,12 +175,17 @@ impl Dead {
         self.snapshots.send_replace(snapshot(resources).await);
     }
 
+    pub fn add(&self, resource: Resource) {
+        add(&self.snapshots, resource);
+    }
+
     /// The same again, at the same address.
     pub async fn revive(self) -> ControlPlane {
         ControlPlane {
             istiod: LocalIstiod::start(self.options).await.unwrap(),
             keys: self.keys,
             events: self.events,
+            requests: self.requests,
             snapshots: self.snapshots,
         }
     }
@@ -169,6 +208,10 @@ impl Dead {
 pub fn only(pod: &str, mut resource: Value) -> Value {
     resource[ONLY] = json!(pod);
     resource
+}
+
+fn add(snapshots: &watch::Sender<Arc<Snapshot>>, resource: Resource) {
+    snapshots.send_modify(|snapshot| drop(Arc::make_mut(snapshot).insert("common", resource)));
 }
 
 async fn snapshot(resources: &[Value]) -> Arc<Snapshot> {

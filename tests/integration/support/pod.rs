@@ -136,6 +136,13 @@ impl Pod {
 
     /// Kills agent and Envoy, as the kernel does where memory is short, and starts the agent again.
     pub async fn kill_and_restart(&mut self, while_down: impl FnOnce()) {
+        self.kill().await;
+        while_down();
+        self.restart(&[]);
+    }
+
+    /// Kills agent and Envoy.
+    pub async fn kill(&mut self) {
         let envoy = self.envoy_pid();
         self.agent.signal(Signal::KILL);
         self.agent.end().await;
@@ -143,7 +150,11 @@ impl Pod {
             envoy.is_none_or(|envoy| !is_alive(envoy)).then_some(())
         })
         .await;
-        while_down();
+    }
+
+    /// Starts an agent that has ended again, with these variables too.
+    pub fn restart(&mut self, environment: &[(&str, &str)]) {
+        self.started.envs(environment.iter().copied());
         let log = self.path("agent.log");
         self.agent = Process::start(&mut self.started, &log);
     }

@@ -71,6 +71,9 @@ impl Protocol for Subscriptions {
             let watch = Watch::begin(&request);
             self.watches.insert(type_url.clone(), watch);
             let asked: Vec<_> = request.resource_names_subscribe;
+            if is_withheld(resources, type_url, &asked) {
+                return None;
+            }
             return Some(self.push(type_url, resources, &Again::Nothing, &asked));
         };
         if !request.response_nonce.is_empty() {
@@ -82,7 +85,7 @@ impl Protocol for Subscriptions {
         }
         watch.change(&request);
         let asked = request.resource_names_subscribe;
-        if asked.is_empty() {
+        if asked.is_empty() || is_withheld(resources, type_url, &asked) {
             return None;
         }
         Some(self.push(type_url, resources, &Again::Names(&asked), &asked))
@@ -203,6 +206,7 @@ impl Watch {
         let differs = |name: &str, version: &String| self.has.get(name) != Some(version);
         selected
             .iter()
+            .filter(|(_, resource)| !resource.is_withheld())
             .filter(|(name, resource)| match again {
                 Again::Everything => true,
                 Again::Names(names) if names.iter().any(|again| again == *name) => true,
@@ -224,4 +228,12 @@ impl Watch {
             .cloned()
             .collect()
     }
+}
+
+/// Whether names are asked for, and nothing is said about any.
+fn is_withheld(resources: &Resources, type_url: &str, asked: &[String]) -> bool {
+    let of_type = resources.get(type_url);
+    let found = |name| of_type.and_then(|it| it.get(name));
+    let mut asked_for = asked.iter().map(found);
+    !asked.is_empty() && asked_for.all(|it| it.is_some_and(|it| it.is_withheld()))
 }

@@ -145,6 +145,23 @@ mod delta_protocol {
     }
 
     #[test]
+    fn says_nothing_about_a_resource_that_is_withheld() {
+        let mut snapshot = Snapshot::default();
+        for name in ["a", "b"] {
+            snapshot.insert("common", Resource::withheld(name, ENDPOINTS));
+        }
+        let withheld = snapshot.of_node([]);
+        let mut stream = delta::Subscriptions::new(Report::default());
+        assert!(stream.request(ask(ENDPOINTS, &["a"]), &withheld).is_none());
+        assert!(stream.request(ask(ENDPOINTS, &["b"]), &withheld).is_none());
+        let answer = stream.request(ask(ENDPOINTS, &["a", "none"]), &withheld);
+        assert_eq!(answer.unwrap().removed_resources, ["none"]);
+        let sent = resources(&[(ENDPOINTS, "a", b"a"), (ENDPOINTS, "b", b"b")]);
+        assert_eq!(names(&stream.update(&sent)[0]), ["a", "b"]);
+        assert!(stream.update(&withheld).is_empty());
+    }
+
+    #[test]
     fn does_not_resend_what_a_reconnected_envoy_has() {
         let all = resources(&[(CLUSTERS, "a", b"a"), (CLUSTERS, "b", b"b")]);
         let mut stream = delta::Subscriptions::new(Report::default());

@@ -19,7 +19,7 @@ use super::located::{Located, Node};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resource {
     pub name: String,
-    /// Follows from the content.
+    /// Follows from the content. Without one, a delta stream neither gets nor misses the resource.
     pub version: String,
     pub any: Any,
 }
@@ -62,6 +62,18 @@ impl Resource {
                 value,
             },
         }
+    }
+
+    /// A resource that a delta stream neither gets nor hears to be missing.
+    pub fn withheld(name: impl Into<String>, type_url: impl Into<String>) -> Self {
+        Self {
+            version: String::new(),
+            ..Self::new(name, type_url, Vec::new())
+        }
+    }
+
+    pub(super) fn is_withheld(&self) -> bool {
+        self.version.is_empty()
     }
 }
 
