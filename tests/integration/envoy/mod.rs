@@ -18,6 +18,7 @@ mod memory;
 mod names;
 mod outages;
 mod page;
+mod refused_resources;
 mod scope;
 mod secret_files;
 mod status;

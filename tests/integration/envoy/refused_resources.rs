@@ -1,0 +1,780 @@
+//! A new Envoy that refuses resources of istiod is served their stored versions.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
+use http::Method;
+use local_istiod::{Event, Resource};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::support::control_plane::ControlPlane;
+use crate::support::http::{Backend, Fresh, Load, get, header};
+use crate::support::pod::{Pod, Settings, ask};
+use crate::support::programs::envoy_binary;
+use crate::support::resources::{answering, cluster, endpoints, listener, routes};
+use crate::support::{CLUSTER, LISTENER, eventually, free_port};
+
+const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const ROUTES: &str = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
+
+/// The problem in the log.
+const CODE: &str = "[RESOURCE_REFUSED_STORED_SERVED]";
+
+const METRIC: &str = "istio_agent_xds_kept_after_nack";
+
+/// A resource in a version, which shows in Envoy's dump.
+fn of(version: &str, mut resource: Value) -> Value {
+    resource["metadata"] = json!({ "filter_metadata": { "version": { "is": version } } });
+    resource
+}
+
+/// A resource of the same name that Envoy can decode, but not create.
+fn refused(mut resource: Value) -> Value {
+    let doubled = match resource["@type"].as_str() {
+        Some(LISTENER) => "filter_chains",
+        Some(ROUTES) => "virtual_hosts",
+        _ => {
+            resource["type"] = json!("ORIGINAL_DST");
+            resource["eds_cluster_config"] = Value::Null;
+            return resource;
+        }
+    };
+    let items = resource[doubled].as_array_mut().unwrap();
+    items.push(items[0].clone());
+    resource
+}
+
+/// A cluster for which Envoy refuses the whole response.
+fn invalid(mut cluster: Value) -> Value {
+    cluster["connect_timeout"] = json!("-1s");
+    cluster
+}
+
+/// A listener that routes to a cluster. Envoy refuses it if the cluster is missing.
+fn routing(name: &str, port: u16, to: &str) -> Value {
+    let mut listener = answering(name, port);
+    let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
+    let route = &mut manager["route_config"]["virtual_hosts"][0]["routes"][0];
+    route["direct_response"] = Value::Null;
+    route["route"] = json!({ "cluster": to });
+    listener
+}
+
+/// The type, name and version of a resource that has a version.
+fn identified(resource: &Value) -> Option<[String; 3]> {
+    let version = resource.pointer("/metadata/filter_metadata/version/is")?;
+    let fields = [&resource["@type"], &resource["name"], version];
+    Some(fields.map(|it| it.as_str().unwrap().to_owned()))
+}
+
+/// A pod whose first Envoy has stored configuration. The next one gets other configuration from istiod.
+struct Stage {
+    pod: Pod,
+    istiod: ControlPlane,
+    /// Number of Envoys of the newest agent.
+    envoys: usize,
+    _store: TempDir,
+}
+
+impl Stage {
+    /// None if there is no Envoy.
+    async fn restarted(stored: &[Value], pushed: &[Value]) -> Option<Self> {
+        Self::restarted_with(&[], &[], stored, pushed, &[]).await
+    }
+
+    /// A stage with variables for both agents, and for the second one. After the restart istiod neither sends nor
+    /// removes the `withheld` resources.
+    async fn restarted_with(
+        environment: &[(&str, &str)],
+        second: &[(&str, &str)],
+        stored: &[Value],
+        pushed: &[Value],
+        withheld: &[(&str, &str)],
+    ) -> Option<Self> {
+        let envoy = envoy_binary()?;
+        let istiod = ControlPlane::of(stored).await;
+        let (mut pod, store) = serving(&envoy, environment, &istiod).await;
+        holds(&pod, stored).await;
+        eventually("ACKs", async || {
+            let types = xdsz(&pod).await?["types"].clone();
+            let is_acked =
+                |it: &Value| types[it["@type"].as_str()?]["last_response"]["answered"].as_bool();
+            stored
+                .iter()
+                .all(|it| is_acked(it) == Some(true))
+                .then_some(())
+        })
+        .await;
+        // Everything is written when the stream ends.
+        let dead = istiod.kill().await;
+        eventually("stored configuration", async || {
+            let found = xdsz(&pod).await?;
+            let is_stored = |it: &Value| {
+                let of_type = it["@type"].as_str().unwrap();
+                let last = &found["types"][of_type]["last_response"]["version"];
+                found["kept"][of_type]["version"] == *last
+            };
+            stored.iter().all(is_stored).then_some(())
+        })
+        .await;
+        pod.kill().await;
+        dead.set(pushed).await;
+        for (type_url, name) in withheld {
+            dead.add(Resource::withheld(*name, *type_url));
+        }
+        let istiod = dead.revive().await;
+        pod.restart(second);
+        Some(Self {
+            pod,
+            istiod,
+            envoys: 1,
+            _store: store,
+        })
+    }
+
+    /// Waits for the NACK of a type, and sees that it has Envoy's own words. Returns Envoy's reason.
+    async fn is_refused(&mut self, type_url: &str) -> String {
+        let is_nack =
+            |event: &Event| matches!(event, Event::Nacked { type_url: of, .. } if of == type_url);
+        // Its nonce is that of the last response.
+        let Event::Nacked { error, .. } = self.istiod.event("a NACK", is_nack).await else {
+            panic!("another event");
+        };
+        let nacks = self
+            .istiod
+            .requests()
+            .iter()
+            .filter(|it| it.type_url == type_url);
+        let status = nacks
+            .filter_map(|it| it.error_detail.as_ref())
+            .next_back()
+            .unwrap();
+        assert_eq!(status.message, error);
+        error
+    }
+
+    /// Waits until exactly these resources are served in stored versions, by type URL and name, and the agent
+    /// reports nothing else.
+    async fn reports(&self, refused: Names<'_>) {
+        for type_url in [CLUSTER, ENDPOINTS, LISTENER, ROUTES] {
+            let names = refused.iter().find(|(of, _)| *of == type_url);
+            let names: BTreeSet<_> = names
+                .into_iter()
+                .flat_map(|it| it.1.iter().copied())
+                .collect();
+            eventually(&format!("{names:?} of {type_url}"), async || {
+                let found = xdsz(&self.pod).await?;
+                let list = found["after_nack"][type_url].as_array();
+                let found: BTreeSet<_> = list
+                    .into_iter()
+                    .flatten()
+                    .map(|it| it["name"].as_str().unwrap())
+                    .collect();
+                (found == names).then_some(())
+            })
+            .await;
+            eventually(&format!("{METRIC} of {type_url}"), async || {
+                let page = self.pod.status(Method::GET, "/stats/prometheus").await?;
+                let series = format!("{METRIC}{{type=\"{type_url}\"}} ");
+                let value = page.lines().find_map(|it| it.strip_prefix(&*series));
+                (value.map_or(0, |it| it.parse().unwrap()) == names.len()).then_some(())
+            })
+            .await;
+        }
+        let log = self.pod.agent.log();
+        let errors: Vec<_> = log.lines().filter(|it| it.contains(CODE)).collect();
+        for (type_url, names) in refused {
+            let kind = type_url.rsplit('.').next().unwrap();
+            let begin = format!("\terror\txdsproxy\t{kind} ");
+            let is_of_type = |it: &&&str| it.contains(&begin);
+            let of_type: Vec<_> = errors.iter().filter(is_of_type).collect();
+            assert_eq!(of_type.len(), self.envoys, "{kind}: {errors:#?}");
+            let named = names.iter().filter(|it| of_type[0].contains(**it)).count();
+            assert!(named >= names.len().min(5), "{errors:#?}");
+        }
+    }
+
+    /// Waits until Envoy uses exactly these resources, after it refused those of istiod, and the ports answer.
+    /// Returns Envoy's reasons.
+    async fn serves_stored(
+        &mut self,
+        held: &[Value],
+        refused: Names<'_>,
+        ports: &[u16],
+    ) -> Vec<String> {
+        let mut reasons = Vec::new();
+        for (type_url, _) in refused {
+            reasons.push(self.is_refused(type_url).await);
+        }
+        holds(&self.pod, held).await;
+        for port in ports {
+            answers(*port).await;
+        }
+        is_ready(&self.pod).await;
+        self.reports(refused).await;
+        reasons
+    }
+
+    /// Sees that the agent has sent no stored version, and sends none when istiod pushes these resources.
+    async fn sends_nothing(&mut self, pushed: &[Value]) {
+        self.istiod.set(pushed).await;
+        holds(&self.pod, pushed).await;
+        eventually("as many answers to istiod as of Envoy", async || {
+            let stats = ask(
+                &self.pod.envoy,
+                "/stats?filter=listener_manager.lds.update_",
+            )
+            .await?;
+            let number = |name: &str| {
+                let name = format!("listener_manager.lds.update_{name}: ");
+                let mut values = stats.lines().filter_map(|it| it.strip_prefix(&*name));
+                values.next()?.parse::<usize>().ok()
+            };
+            let requests = self.istiod.requests().iter();
+            let is_answer = |it: &&DeltaDiscoveryRequest| {
+                it.type_url == LISTENER && !it.response_nonce.is_empty()
+            };
+            let answers = requests.filter(is_answer).count();
+            (number("success")? + number("rejected")? == answers).then_some(())
+        })
+        .await;
+        self.reports(&[]).await;
+        let log = self.pod.agent.log();
+        assert!(!log.contains(CODE), "{log}");
+    }
+
+    /// Sees that istiod got no request that an Envoy without an agent would not send.
+    fn ends(mut self) {
+        self.istiod.requests();
+    }
+}
+
+async fn serving(
+    envoy: &Path,
+    environment: &[(&str, &str)],
+    istiod: &ControlPlane,
+) -> (Pod, TempDir) {
+    let store = tempfile::tempdir().unwrap();
+    // On a slow machine istiod takes long to answer. The test is not about an outage.
+    let of_store = [
+        ("ISTIO_AGENT_KEEP_CONFIG", store.path().to_str().unwrap()),
+        ("ISTIO_AGENT_KEEP_CONFIG_AFTER", "60s"),
+    ];
+    let settings = Settings {
+        envoy: Some(envoy),
+        environment: &[&of_store, environment].concat(),
+    };
+    (Pod::serving(settings, istiod).await, store)
+}
+
+async fn xdsz(pod: &Pod) -> Option<Value> {
+    serde_json::from_str(&pod.status(Method::GET, "/debug/xdsz").await?).ok()
+}
+
+/// Waits until these are all resources with a version that Envoy uses.
+async fn holds(pod: &Pod, expected: &[Value]) {
+    let expected: BTreeSet<_> = expected.iter().filter_map(identified).collect();
+    let (mut last, what) = (BTreeSet::new(), format!("{expected:#?}"));
+    eventually(&what, async || {
+        let dump: Value = serde_json::from_str(&ask(&pod.envoy, "/config_dump").await?).ok()?;
+        let mut found = BTreeSet::new();
+        for section in dump["configs"].as_array()? {
+            for (list, place) in [
+                ("dynamic_active_clusters", "/cluster"),
+                ("dynamic_listeners", "/active_state/listener"),
+                ("dynamic_route_configs", "/route_config"),
+            ] {
+                let items = section[list].as_array().into_iter().flatten();
+                found.extend(items.filter_map(|it| identified(it.pointer(place)?)));
+            }
+        }
+        if found != last {
+            eprintln!("Envoy has {found:#?}");
+        }
+        last.clone_from(&found);
+        (found == expected).then_some(())
+    })
+    .await;
+}
+
+async fn answers(port: u16) -> String {
+    eventually("an answer", async || get(port).await.ok()).await
+}
+
+async fn is_ready(pod: &Pod) {
+    let path = "/healthz/ready";
+    eventually("readiness", async || pod.status(Method::GET, path).await).await;
+}
+
+/// Type URLs, and names of their resources.
+type Names<'a> = &'a [(&'a str, &'a [&'a str])];
+
+/// Sees that an Envoy to which istiod sends the `pushed` resources uses those `held`, and that the stored versions
+/// of the `refused` ones are reported. Returns Envoy's reasons too.
+async fn stored_are_served(
+    [stored, pushed, held]: [&[Value]; 3],
+    refused: Names<'_>,
+    ports: &[u16],
+) -> Option<(Stage, Vec<String>)> {
+    let mut stage = Stage::restarted(stored, pushed).await?;
+    let mut reasons = stage.serves_stored(held, refused, ports).await;
+    // A refusal removes nothing from the store.
+    stage.pod.kill_and_restart(|| ()).await;
+    reasons.extend(stage.serves_stored(held, refused, ports).await);
+    Some((stage, reasons))
+}
+
+#[tokio::test]
+async fn a_refused_listener_is_served_in_its_stored_version_and_others_in_the_new_one() {
+    let [a, b, c] = [free_port(), free_port(), free_port()];
+    let old = answering("a", a);
+    let resources = [
+        of("1", old.clone()),
+        of("1", answering("b", b)),
+        of("2", refused(old)),
+        of("2", answering("b", b)),
+        of("2", answering("c", c)),
+    ];
+    let [a1, b1, _, b2, c2] = resources.clone();
+    let held = [a1.clone(), b2, c2];
+    let all: [&[_]; 3] = [&[a1, b1], &resources[2..], &held];
+    let names: Names<'_> = &[(LISTENER, &["a"])];
+    let Some((stage, reasons)) = stored_are_served(all, names, &[a, b, c]).await else {
+        return;
+    };
+    let log = stage.pod.agent.log();
+    assert!(log.contains(&reasons[0]), "{}: {log}", reasons[0]);
+    let found = xdsz(&stage.pod).await.unwrap();
+    let reported = &found["after_nack"][LISTENER][0];
+    let reason = reported["reason"].as_str().unwrap();
+    let is_envoys =
+        reason.contains("a: error adding listener") && reasons[0].contains(reason.trim());
+    assert!(is_envoys, "{reason:?} of {reasons:?}");
+    for time in ["since", "current"] {
+        assert!(reported[time].is_string(), "{reported}");
+    }
+    stage.ends();
+}
+
+#[tokio::test]
+async fn a_refused_cluster_is_served_in_its_stored_version_with_istiods_endpoints() {
+    let (backend, port) = (Backend::start().await, free_port());
+    let books = cluster("books");
+    let rest = |version: &str| {
+        [
+            of(version, cluster("other")),
+            of(version, listener("web", port, "all")),
+            of(version, routes("all", "books", version)),
+            endpoints("books", &[backend.port]),
+        ]
+    };
+    let of_version =
+        |version: &str, books: Value| [&[of(version, books)][..], &rest(version)].concat();
+    let all = [
+        &*of_version("1", books.clone()),
+        &of_version("2", refused(books.clone())),
+        &[&[of("1", books)][..], &rest("2")].concat(),
+    ];
+    let names: Names<'_> = &[(CLUSTER, &["books"])];
+    if let Some((stage, _)) = stored_are_served(all, names, &[port]).await {
+        stage.ends();
+    }
+}
+
+#[tokio::test]
+async fn a_refused_route_configuration_is_served_in_its_stored_version() {
+    let (backend, port) = (Backend::start().await, free_port());
+    let rest = |version: &str| {
+        [
+            of(version, cluster("books")),
+            of(version, listener("web", port, "all")),
+            endpoints("books", &[backend.port]),
+        ]
+    };
+    let all = routes("all", "books", "stored");
+    let with = |version: &str, all: Value| [&[all][..], &rest(version)].concat();
+    let resources = [
+        &*with("1", of("1", all.clone())),
+        &with("2", of("2", refused(all.clone()))),
+        &with("2", of("1", all)),
+    ];
+    let names: Names<'_> = &[(ROUTES, &["all"])];
+    if let Some((stage, _)) = stored_are_served(resources, names, &[port]).await {
+        assert_eq!(header(&answers(port).await, "x-mark"), Some("stored"));
+        stage.ends();
+    }
+}
+
+#[tokio::test]
+async fn routes_in_a_response_with_a_refused_one_are_served() {
+    let (backend, port, other) = (Backend::start().await, free_port(), free_port());
+    let with = |version: &str, all: Value| {
+        [
+            of(version, all),
+            of("1", routes("more", "books", "more")),
+            of(version, cluster("books")),
+            of(version, listener("web", port, "all")),
+            of(version, listener("more", other, "more")),
+            endpoints("books", &[backend.port]),
+        ]
+    };
+    let all = routes("all", "books", "stored");
+    let mut held = with("2", all.clone());
+    held[0] = of("1", all.clone());
+    let resources = [with("1", all.clone()), with("2", refused(all))];
+    let Some(mut stage) = Stage::restarted(&resources[0], &resources[1]).await else {
+        return;
+    };
+    stage.is_refused(ROUTES).await;
+    holds(&stage.pod, &held).await;
+    answers(port).await;
+    answers(other).await;
+    stage.ends();
+}
+
+#[tokio::test]
+async fn all_resources_of_a_response_that_is_refused_as_a_whole_come_from_the_store() {
+    let (backend, port) = (Backend::start().await, free_port());
+    let with = |version: &str, clusters: &[Value]| {
+        let rest = [
+            of(version, listener("web", port, "all")),
+            of(version, routes("all", "books", version)),
+            endpoints("books", &[backend.port]),
+            endpoints("slow", &[backend.port]),
+            endpoints("new", &[backend.port]),
+        ];
+        [clusters, &rest].concat()
+    };
+    let old = ["books", "slow"].map(|it| of("1", cluster(it)));
+    let new = [
+        of("2", cluster("books")),
+        of("2", cluster("new")),
+        of("2", invalid(cluster("slow"))),
+    ];
+    let resources = [&*with("1", &old), &with("2", &new), &with("2", &old)];
+    let names: Names<'_> = &[(CLUSTER, &["books", "slow"])];
+    let Some((stage, _)) = stored_are_served(resources, names, &[port]).await else {
+        return;
+    };
+    // Istiod sends the cluster that it repairs. It believes that Envoy has the others.
+    let clusters = |version| ["books", "new", "slow"].map(|it| of(version, cluster(it)));
+    stage.istiod.set(&with("2", &clusters("2"))).await;
+    stage.reports(&[(CLUSTER, &["books"])]).await;
+    let current = with("3", &clusters("3"));
+    stage.istiod.set(&current).await;
+    holds(&stage.pod, &current).await;
+    stage.reports(&[]).await;
+    stage.ends();
+}
+
+#[tokio::test]
+async fn all_listeners_whose_names_are_cut_from_the_reason_come_from_the_store() {
+    let port = free_port();
+    let names: Vec<_> = (10..60)
+        .map(|it| format!("{it}-{}", "long".repeat(30)))
+        .collect();
+    let many = |version: &str| {
+        let listeners = names.iter().zip(1..).map(|(name, port)| {
+            let mut listener = answering(name, port);
+            listener["bind_to_port"] = json!(false);
+            of(version, listener)
+        });
+        listeners.collect::<Vec<_>>()
+    };
+    let old = many("1");
+    let new: Vec<_> = many("2").into_iter().map(refused).collect();
+    let [web1, web2] = ["1", "2"].map(|it| [of(it, answering("web", port))]);
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    let refused: Names<'_> = &[(LISTENER, &names)];
+    let resources = [
+        &*[&old[..], &web1].concat(),
+        &[&new[..], &web2].concat(),
+        &[&old[..], &web2].concat(),
+    ];
+    let Some((stage, reasons)) = stored_are_served(resources, refused, &[port]).await else {
+        return;
+    };
+    assert!(reasons[0].contains("(truncated)"), "{}", reasons[0]);
+    stage.ends();
+}
+
+#[tokio::test]
+async fn stored_clusters_reach_envoy_before_the_stored_listeners_that_need_them() {
+    let (backend, port) = (Backend::start().await, free_port());
+    let books = cluster("books");
+    let web = routing("web", port, "books");
+    let endpoints = endpoints("books", &[backend.port]);
+    let old = [
+        of("1", books.clone()),
+        of("1", web.clone()),
+        endpoints.clone(),
+    ];
+    let new = [of("2", refused(books)), of("2", refused(web)), endpoints];
+    let names: Names<'_> = &[(CLUSTER, &["books"]), (LISTENER, &["web"])];
+    if let Some((stage, _)) = stored_are_served([&old, &new, &old], names, &[port]).await {
+        stage.ends();
+    }
+}
+
+#[tokio::test]
+async fn what_stored_resources_need_and_istiod_does_not_mention_comes_from_the_store() {
+    let (backend, port) = (Backend::start().await, free_port());
+    let (books, web) = (cluster("books"), listener("web", port, "all"));
+    let all = |version| of(version, routes("all", "books", version));
+    let endpoints = endpoints("books", &[backend.port]);
+    let old = [
+        of("1", books.clone()),
+        of("1", web.clone()),
+        all("1"),
+        endpoints.clone(),
+    ];
+    let new = [of("2", refused(books)), of("2", refused(web))];
+    let withheld = [(ROUTES, "all"), (ENDPOINTS, "books")];
+    let Some(mut stage) = Stage::restarted_with(&[], &[], &old, &new, &withheld).await else {
+        return;
+    };
+    let refused: Names<'_> = &[(CLUSTER, &["books"]), (LISTENER, &["web"])];
+    let needed: Names<'_> = &[(ENDPOINTS, &["books"]), (ROUTES, &["all"])];
+    for (type_url, _) in refused {
+        stage.is_refused(type_url).await;
+    }
+    holds(&stage.pod, &old).await;
+    answers(port).await;
+    stage.reports(&[refused, needed].concat()).await;
+    // From now on istiod sends them.
+    let [books, web] = new;
+    let sent = [books, web, all("2"), endpoints];
+    stage.istiod.set(&sent).await;
+    let held = [old[0].clone(), old[1].clone(), all("2")];
+    holds(&stage.pod, &held).await;
+    stage.reports(refused).await;
+    stage.ends();
+}
+
+#[tokio::test]
+async fn names_in_the_answer_to_a_stored_response_reach_istiod_without_nonce_and_error() {
+    let (backend, port) = (Backend::start().await, free_port());
+    // Envoy's first six requests leave at once: the last of them refuses the routes. The next one waits for
+    // four seconds. It answers the stored routes, and subscribes to those of the second listener.
+    let limits = json!({ "max_tokens": 6, "fill_rate": 0.25 });
+    let limits =
+        json!({ "dynamic_resources": { "ads_config": { "rate_limit_settings": limits } } });
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs::write(file.path(), limits.to_string()).unwrap();
+    let environment = [("ISTIO_BOOTSTRAP_OVERRIDE", file.path().to_str().unwrap())];
+    let all = routes("all", "books", "stored");
+    let endpoints = &endpoints("books", &[backend.port])["endpoints"];
+    let mut books = of("1", cluster("books"));
+    books["type"] = json!("STATIC");
+    books["eds_cluster_config"] = Value::Null;
+    books["load_assignment"] = json!({ "cluster_name": "books", "endpoints": endpoints });
+    let web = of("1", listener("web", port, "all"));
+    let mut resources = vec![of("1", all.clone()), books, web];
+    let stored = resources.clone();
+    resources[0] = of("2", refused(all));
+    let Some(mut stage) = Stage::restarted_with(&environment, &[], &stored, &resources, &[]).await
+    else {
+        return;
+    };
+    stage.is_refused(ROUTES).await;
+    answers(port).await;
+    // Envoy uses the stored routes, and its answer waits.
+    stage.reports(&[]).await;
+    let second = free_port();
+    let more = [
+        of("2", listener("second", second, "more")),
+        of("2", routes("more", "books", "new")),
+    ];
+    stage.istiod.set(&[&resources[..], &more].concat()).await;
+    answers(second).await;
+    holds(&stage.pod, &[&stored[..], &more].concat()).await;
+    stage.reports(&[(ROUTES, &["all"])]).await;
+    stage.ends();
+}
+
+/// A stage whose Envoy serves a stored listener beside one of istiod's, and the ports of both.
+async fn with_a_stored_listener(
+    environment: &[(&str, &str)],
+) -> Option<(Stage, [Value; 2], [u16; 2])> {
+    let ports = [free_port(), free_port()];
+    let [a, b] = [answering("a", ports[0]), answering("b", ports[1])];
+    let stored = [of("1", a.clone()), of("1", b.clone())];
+    let pushed = [of("2", refused(a)), of("2", b)];
+    let mut stage = Stage::restarted_with(environment, &[], &stored, &pushed, &[]).await?;
+    let held = [stored[0].clone(), pushed[1].clone()];
+    stage.serves_stored(&held, REFUSED, &ports).await;
+    Some((stage, held, ports))
+}
+
+const REFUSED: Names<'_> = &[(LISTENER, &["a"])];
+
+#[tokio::test]
+async fn a_listener_that_istiod_repairs_is_current_again() {
+    let Some((mut stage, held, [port, _])) = with_a_stored_listener(&[]).await else {
+        return;
+    };
+    // Other content that is refused too is not logged.
+    let [a1, b2] = held.clone();
+    stage
+        .istiod
+        .set(&[of("3", refused(answering("a", port))), b2.clone()])
+        .await;
+    stage.serves_stored(&held, REFUSED, &[port]).await;
+    let repaired = [of("4", answering("a", port)), b2.clone()];
+    stage.istiod.set(&repaired).await;
+    holds(&stage.pod, &repaired).await;
+    stage.reports(&[]).await;
+    let line = "Envoy no longer has the stored version of Listener a: ";
+    stage.pod.agent.logs(line).await;
+    // An Envoy that has accepted istiod's version keeps it by itself.
+    stage.istiod.set(&[of("5", refused(a1)), b2]).await;
+    stage.is_refused(LISTENER).await;
+    holds(&stage.pod, &repaired).await;
+    stage.reports(&[]).await;
+    let log = stage.pod.agent.log();
+    assert_eq!(log.matches(CODE).count(), 1, "{log}");
+    assert_eq!(log.matches(line).count(), 1, "{log}");
+    stage.ends();
+}
+
+#[tokio::test]
+async fn a_listener_that_istiod_removes_is_closed() {
+    let Some((stage, held, [port, _])) = with_a_stored_listener(&[]).await else {
+        return;
+    };
+    stage.istiod.set(&held[1..]).await;
+    holds(&stage.pod, &held[1..]).await;
+    eventually("a closed port", async || get(port).await.err()).await;
+    stage.reports(&[]).await;
+    stage
+        .pod
+        .agent
+        .logs("Envoy no longer has the stored version of Listener a: ")
+        .await;
+    stage.ends();
+}
+
+#[tokio::test]
+async fn an_outage_of_istiod_changes_nothing_for_a_stored_listener() {
+    let Some((mut stage, held, ports)) = with_a_stored_listener(&[]).await else {
+        return;
+    };
+    let istiod = stage.istiod.kill().await;
+    answers(ports[0]).await;
+    stage.istiod = istiod.revive().await;
+    stage.serves_stored(&held, REFUSED, &ports).await;
+    let repaired = held.map(|it| of("3", it));
+    stage.istiod.set(&repaired).await;
+    holds(&stage.pod, &repaired).await;
+    stage.reports(&[]).await;
+    stage.ends();
+}
+
+#[tokio::test]
+async fn the_next_envoy_of_a_hot_restart_is_served_the_stored_listener_too() {
+    let environment = [
+        ("ISTIO_AGENT_HOT_RESTART", "true"),
+        ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", "3s"),
+        ("ISTIO_BOOTSTRAP_OVERRIDE", "override.json"),
+        ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
+    ];
+    let Some((mut stage, held, ports)) = with_a_stored_listener(&environment).await else {
+        return;
+    };
+    stage
+        .pod
+        .replace("override.json", r#"{"stats_flush_interval": "7s"}"#);
+    stage.envoys = 2;
+    let load = Load::default().with(Fresh(ports[1]));
+    eventually("the next Envoy", async || {
+        let info: Value =
+            serde_json::from_str(&ask(&stage.pod.envoy, "/server_info").await?).ok()?;
+        let is_next = info["command_line_options"]["restart_epoch"] == 1 && info["state"] == "LIVE";
+        is_next.then_some(())
+    })
+    .await;
+    stage.serves_stored(&held, REFUSED, &ports).await;
+    load.assert_flawless();
+    stage.ends();
+}
+
+#[tokio::test]
+async fn an_envoy_that_has_a_listener_keeps_it_without_the_agent() {
+    let Some(envoy) = envoy_binary() else { return };
+    let port = free_port();
+    let a = answering("a", port);
+    let first = [of("1", a.clone())];
+    let istiod = ControlPlane::of(&first).await;
+    let (pod, store) = serving(&envoy, &[], &istiod).await;
+    holds(&pod, &first).await;
+    let mut stage = Stage {
+        pod,
+        istiod,
+        envoys: 1,
+        _store: store,
+    };
+    stage.istiod.set(&[of("2", refused(a.clone()))]).await;
+    stage.is_refused(LISTENER).await;
+    holds(&stage.pod, &first).await;
+    answers(port).await;
+    stage.sends_nothing(&[of("3", a)]).await;
+    stage.ends();
+}
+
+#[tokio::test]
+async fn nothing_is_sent_without_a_stored_version_that_may_be_used() {
+    const OFF: &[(&str, &str)] = &[("ISTIO_AGENT_KEEP_CONFIG_ON_NACK", "false")];
+    // The node's name is another one.
+    const OTHER: &[(&str, &str)] = &[("POD_NAME", "cart-2")];
+    for (second, is_stored) in [(OFF, true), (OTHER, true), (&[], false)] {
+        let [port, free] = [free_port(), free_port()];
+        let [a, b] = [answering("a", free), answering("b", port)];
+        let stored = [of("1", b.clone()), of("1", a.clone())];
+        let stored = if is_stored { &stored } else { &stored[..1] };
+        let pushed = [of("2", b.clone()), of("2", refused(a.clone()))];
+        let stage = Stage::restarted_with(&[], second, stored, &pushed, &[]).await;
+        let Some(mut stage) = stage else { return };
+        stage.is_refused(LISTENER).await;
+        holds(&stage.pod, &pushed[..1]).await;
+        answers(port).await;
+        get(free).await.unwrap_err();
+        stage.sends_nothing(&[of("3", b), of("3", a)]).await;
+        stage.ends();
+    }
+}
+
+#[tokio::test]
+async fn an_envoy_that_was_served_the_store_in_an_outage_keeps_its_listener() {
+    let Some((mut stage, held, ports)) = with_a_stored_listener(&[]).await else {
+        return;
+    };
+    let istiod = stage.istiod.kill().await;
+    eventually("stored configuration", async || {
+        let found = xdsz(&stage.pod).await?;
+        let last = &found["types"][LISTENER]["last_response"]["version"];
+        (found["kept"][LISTENER]["version"] == *last).then_some(())
+    })
+    .await;
+    stage.pod.kill().await;
+    stage
+        .pod
+        .restart(&[("ISTIO_AGENT_KEEP_CONFIG_AFTER", "0s")]);
+    holds(&stage.pod, &held).await;
+    stage.istiod = istiod.revive().await;
+    stage.is_refused(LISTENER).await;
+    holds(&stage.pod, &held).await;
+    for port in ports {
+        answers(port).await;
+    }
+    let repaired = held.map(|it| of("3", it));
+    stage.istiod.set(&repaired).await;
+    holds(&stage.pod, &repaired).await;
+    stage.reports(&[]).await;
+    // Envoy has accepted the stored version before, so it keeps it without the agent.
+    let log = stage.pod.agent.log();
+    assert!(!log.contains(CODE), "{log}");
+    stage.ends();
+}
