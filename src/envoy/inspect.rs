@@ -74,9 +74,13 @@ pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String
         }
         Some("ClusterLoadAssignment") => {
             let name = "endpoint_config.cluster_name";
-            (&["dynamic_endpoint_configs"], name, "")
+            (
+                &["dynamic_endpoint_configs"],
+                name,
+                ",endpoint_config.endpoints",
+            )
         }
-        // A listener of which Envoy has refused every version is there with an error only.
+        // A resource of which Envoy has refused every version is there without these.
         Some("Listener") => {
             let states = ",active_state.version_info,warming_state.version_info";
             (&["dynamic_listeners"], "name", states)
@@ -91,8 +95,13 @@ pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String
         let path = format!("/config_dump?include_eds&resource={dump}&mask={name}{states}");
         let page = admin.page(&path).await?;
         let entries = entries(&page, "configs").filter(|entry| {
-            let mut found = ["active_state", "warming_state"].iter();
-            states.is_empty() || found.any(|state| entry.get(state).is_some())
+            let mut found = [
+                "/active_state",
+                "/warming_state",
+                "/endpoint_config/endpoints",
+            ]
+            .iter();
+            states.is_empty() || found.any(|state| entry.pointer(state).is_some())
         });
         let names = entries.filter_map(|entry| entry.pointer(&pointer)?.as_str());
         held.extend(names.map(str::to_owned));

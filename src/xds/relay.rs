@@ -191,6 +191,7 @@ impl<'a> Session<'a> {
                 .owed_since()
                 .map(|since| later(since, MAX_SILENCE));
             let wants_responses = self.state.wants_responses();
+            let clusters_due = self.state.recorder.clusters_due;
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
                 () = &mut envoy_gone => return Err(End::envoy_gone(None)),
@@ -224,6 +225,9 @@ impl<'a> Session<'a> {
                     room.send(self.queue.pop().unwrap_or_default());
                 }
                 Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_last_known_good(),
+                Some(()) = OptionFuture::from(clusters_due.map(sleep_until)) => {
+                    self.state.recorder.clusters_due = None;
+                }
                 Some(stored) = self.stored.next(), if self.state.stored.is_none() => {
                     self.state.stored = Some(stored);
                     self.state.send_stored();

@@ -208,7 +208,8 @@ impl StreamState {
 
     /// Whether there is room for more of istiod's responses.
     pub(super) fn wants_responses(&self) -> bool {
-        self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED
+        let waits = self.recorder.clusters_due.is_some();
+        self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED && !waits
     }
 
     /// Sends stored versions, unless a message is just passing or istiod has sent others.

@@ -141,7 +141,7 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
         frame.put_slice(bytes);
         Ok(())
     })?;
-    let current = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.current));
+    let current = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.missing_current()));
     let current = rfc3339(current.unwrap_or(SystemTime::UNIX_EPOCH));
     let names = Names::decode(&frame[HEAD..])?.resources;
     let resources = names.into_iter().map(|Name { name }| StoredResource {
@@ -151,6 +151,7 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
         current: current.clone(),
     });
     stored.resources = resources.collect();
+    stored.resources.sort_by(|a, b| a.name.cmp(&b.name));
     stored.frame = Some(frame.into());
     Ok(stored)
 }
@@ -217,6 +218,7 @@ impl Shared {
 pub(crate) fn problem(type_url: &str, resources: &[StoredResource]) -> Problem {
     let first = resources.first();
     let (reason, current) = first.map_or(("", ""), |it| (&it.reason, &it.current));
+    let reason = reason.trim_end_matches([' ', '\n', ':']);
     let found = format!("{reason}; stored version current at {current}");
     let code = codes::RESOURCE_REFUSED_STORED_SERVED;
     Problem::new(code, subject(type_url, resources), found)

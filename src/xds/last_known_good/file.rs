@@ -58,6 +58,8 @@ pub(super) struct Header {
     pub(super) version: String,
     /// When istiod's stream was last open, in seconds of Unix time.
     pub(super) current: u64,
+    /// The same for the resources that Envoy has refused since; None if there are none.
+    refused: Option<u64>,
     /// Bytes of the fields.
     pub(super) length: u64,
     crc: u32,
@@ -74,6 +76,11 @@ impl Header {
             true => Ok(serde_json::from_slice(json)?),
             false => Err(io::Error::other("the checksum of its header is wrong")),
         }
+    }
+
+    /// Returns when resources that Envoy lacks were last current, in seconds of Unix time.
+    pub(super) fn missing_current(&self) -> u64 {
+        self.refused.unwrap_or(self.current)
     }
 
     fn write(&self, file: &File) -> io::Result<()> {
@@ -300,6 +307,8 @@ impl TypeFile {
                 _ => _ = self.missing.remove(name),
             }
         }
+        let refused_since = self.header.refused.unwrap_or(self.header.current);
+        self.header.refused = (!self.missing.is_empty()).then_some(refused_since);
         if is_refused {
             return Ok(());
         }

@@ -17,7 +17,8 @@ use tokio::time::{Instant, timeout};
 
 use super::after_nack::{self, Missing, Stored, StoredStream};
 use super::writer::WriteOp;
-use super::{BY_NAME, EXTENSION, EnvoyCache, TYPES, Type};
+use super::{BY_NAME, CLUSTER, EXTENSION, EnvoyCache, TYPES, Type};
+use crate::clock::after;
 use crate::xds::request::{ErrorDetail, HEAD, Request};
 use crate::xds::response::Received;
 use crate::xds::stream::LISTENER;
@@ -25,6 +26,9 @@ use crate::xds::wire;
 
 /// How much the writer is given at once.
 pub(super) const HANDOVER: usize = 256 * 1024;
+
+/// How long istiod's responses wait for stored clusters after Envoy has refused some.
+const CLUSTERS_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long a response waits for the disk in all.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -96,6 +100,8 @@ pub(crate) struct Recorder {
     unanswered: VecDeque<Stored>,
     /// Whether Envoy has got a stored version on the stream, and may subscribe to what it needs.
     has_stored: bool,
+    /// Until when istiod's responses wait for stored clusters, which listeners may need.
+    pub(crate) clusters_due: Option<Instant>,
 }
 
 impl Recorder {
@@ -114,6 +120,7 @@ impl Recorder {
             missing: (missing.0, Some(missing.1)),
             unanswered: VecDeque::new(),
             has_stored: false,
+            clusters_due: None,
         }
     }
 
@@ -131,6 +138,9 @@ impl Recorder {
         let begun = self.begun.get(type_url).copied().unwrap_or_default();
         if !self.is_recording || begun != stored.missing.answered {
             return None;
+        }
+        if type_url == CLUSTER {
+            self.clusters_due = None;
         }
         let names = stored.missing.names.keys().copied().collect();
         self.pending.push((type_url, WriteOp::LookedUp(names)));
@@ -185,6 +195,14 @@ impl Recorder {
             return;
         };
         if !request.nonce.is_empty() {
+            let shared = &envoy.kept.shared;
+            if subscription.refusal.is_some()
+                && type_url == CLUSTER
+                && shared.admin.is_some()
+                && shared.types.lock().contains_key(CLUSTER)
+            {
+                self.clusters_due = Some(after(CLUSTERS_PATIENCE));
+            }
             let refusal = subscription.refusal.map(ErrorDetail::text);
             self.answered(type_url, &request.nonce, refusal);
         }

@@ -409,6 +409,31 @@ async fn a_refused_route_configuration_is_served_in_its_stored_version() {
 }
 
 #[tokio::test]
+async fn refused_endpoints_are_served_in_their_stored_version() {
+    let (backend, port) = (Backend::start().await, free_port());
+    let rest = |version: &str| {
+        [
+            of(version, cluster("books")),
+            of(version, listener("web", port, "all")),
+            of(version, routes("all", "books", version)),
+        ]
+    };
+    let books = endpoints("books", &[backend.port]);
+    let mut invalid = books.clone();
+    let address = "/endpoints/0/lb_endpoints/0/endpoint/address/socket_address";
+    *invalid.pointer_mut(address).unwrap() = json!({ "address": "127.0.0.1", "port_value": 70000 });
+    let resources = [
+        &*[&rest("1")[..], &[books]].concat(),
+        &[&rest("2")[..], &[invalid]].concat(),
+        &rest("2"),
+    ];
+    let names: Names<'_> = &[(ENDPOINTS, &["books"])];
+    if let Some((stage, _)) = stored_are_served(resources, names, &[port]).await {
+        stage.ends();
+    }
+}
+
+#[tokio::test]
 async fn routes_in_a_response_with_a_refused_one_are_served() {
     let (backend, port, other) = (Backend::start().await, free_port(), free_port());
     let with = |version: &str, all: Value| {
@@ -515,6 +540,22 @@ async fn stored_clusters_reach_envoy_before_the_stored_listeners_that_need_them(
     let new = [of("2", refused(books)), of("2", refused(web)), endpoints];
     let names: Names<'_> = &[(CLUSTER, &["books"]), (LISTENER, &["web"])];
     if let Some((stage, _)) = stored_are_served([&old, &new, &old], names, &[port]).await {
+        stage.ends();
+    }
+}
+
+#[tokio::test]
+async fn stored_clusters_reach_envoy_before_listeners_of_istiod_that_need_them() {
+    let (backend, port) = (Backend::start().await, free_port());
+    let (books, web) = (cluster("books"), routing("web", port, "books"));
+    let endpoints = endpoints("books", &[backend.port]);
+    let [books1, web1] = [&books, &web].map(|it| of("1", it.clone()));
+    let [books2, web2] = [refused(books), web].map(|it| of("2", it));
+    let old = [books1.clone(), web1, endpoints.clone()];
+    let new = [books2, web2.clone(), endpoints];
+    let names: Names<'_> = &[(CLUSTER, &["books"])];
+    let held = [books1, web2];
+    if let Some((stage, _)) = stored_are_served([&old, &new, &held], names, &[port]).await {
         stage.ends();
     }
 }
@@ -776,5 +817,29 @@ async fn an_envoy_that_was_served_the_store_in_an_outage_keeps_its_listener() {
     // Envoy has accepted the stored version before, so it keeps it without the agent.
     let log = stage.pod.agent.log();
     assert!(!log.contains(CODE), "{log}");
+    stage.ends();
+}
+
+#[tokio::test]
+async fn a_stored_version_is_no_longer_current_once_istiod_has_replaced_it() {
+    let Some((mut stage, held, ports)) = with_a_stored_listener(&[]).await else {
+        return;
+    };
+    let current =
+        async |pod: &Pod| xdsz(pod).await.unwrap()["after_nack"][LISTENER][0]["current"].clone();
+    let before = current(&stage.pod).await;
+    let [a, b] = held;
+    let (refused, accepted) = (of("3", refused(a.clone())), of("3", b));
+    stage.istiod.set(&[refused, accepted.clone()]).await;
+    stage.is_refused(LISTENER).await;
+    eventually("a later time in the store", async || {
+        let found = xdsz(&stage.pod).await?;
+        let later = found["kept"][LISTENER]["at"].as_str()? > before.as_str()?;
+        later.then_some(())
+    })
+    .await;
+    stage.pod.kill_and_restart(|| ()).await;
+    stage.serves_stored(&[a, accepted], REFUSED, &ports).await;
+    assert_eq!(current(&stage.pod).await, before);
     stage.ends();
 }
