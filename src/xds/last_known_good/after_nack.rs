@@ -30,7 +30,7 @@ use crate::xds::observe::now;
 use crate::xds::request::HEAD;
 use crate::xds::wire::digest;
 
-/// The nonce of responses with stored versions. Those of istiod are UUIDs.
+/// The nonce of responses with stored versions. istiod uses UUIDs.
 pub(crate) const NONCE: &str = "kept-after-nack";
 
 /// Time that istiod has to send what a stored resource needs.
@@ -115,7 +115,7 @@ async fn look(shared: Arc<Shared>, missing: Missing) -> Option<Stored> {
     }
 }
 
-/// Reads the stored versions of what Envoy does not hold.
+/// Reads the stored versions of resources that Envoy does not have.
 pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io::Result<Stored> {
     let mut stored = Stored {
         missing,

@@ -103,7 +103,7 @@ struct Shared {
     config: Config,
     /// Envoy's admin port, if Envoy gets stored versions of resources that it refuses.
     admin: Option<Admin>,
-    /// Resources that Envoy has in their stored versions, as it has refused those of istiod.
+    /// Resources of which Envoy has the stored version, because it refused istiod's.
     after_nack: Mutex<BTreeMap<Type, Vec<StoredResource>>>,
     /// What is kept.
     types: Mutex<BTreeMap<Type, Header>>,
@@ -249,7 +249,7 @@ impl LastKnownGood {
         })
     }
 
-    /// Returns the resources that Envoy has in their stored versions, as it has refused those of istiod.
+    /// Returns the resources of which Envoy has the stored version, because it refused istiod's.
     pub(super) fn after_nack(&self) -> BTreeMap<String, Vec<StoredResource>> {
         let after_nack = self.shared.after_nack.lock();
         let owned = after_nack

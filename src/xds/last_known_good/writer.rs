@@ -28,7 +28,7 @@ const DELAY: Duration = Duration::from_secs(5);
 /// How often files say that they are current, without changes.
 const REFRESH: Duration = Duration::from_secs(3600);
 
-/// Why Envoy has no version of what a stored resource needs.
+/// The reason for a resource that a stored one needs.
 const NOT_SENT: &str = "istiod has not sent it within 5 s";
 
 pub(super) const OTHER_NODE: &str = "it is stored for another node";
