@@ -88,7 +88,7 @@ impl StreamState {
     /// Takes bytes of requests from Envoy.
     pub(super) fn read_requests(&mut self, bytes: Bytes) -> Result<(), End> {
         let read = self.requests.feed(bytes, |mut request| {
-            if request.nonce == NONCE {
+            if request.nonce == NONCE && self.protocol == Protocol::Delta {
                 self.recorder.stored_answered(&request);
                 let Some(frame) = without_answer(&request.frame) else {
                     return;
@@ -208,7 +208,8 @@ impl StreamState {
 
     /// Whether there is room for more of istiod's responses.
     pub(super) fn wants_responses(&self) -> bool {
-        let waits = self.recorder.clusters_due.is_some();
+        // Stored clusters follow a passing message.
+        let waits = self.recorder.clusters_due.is_some() && !self.responses.passing();
         self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED && !waits
     }
 

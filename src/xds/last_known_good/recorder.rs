@@ -133,7 +133,7 @@ impl Recorder {
     }
 
     /// Returns the response with stored versions, unless istiod has sent others meanwhile.
-    pub(crate) fn stored(&mut self, stored: Stored) -> Option<Bytes> {
+    pub(crate) fn stored(&mut self, mut stored: Stored) -> Option<Bytes> {
         let type_url = stored.missing.type_url;
         let begun = self.begun.get(type_url).copied().unwrap_or_default();
         if !self.is_recording || begun != stored.missing.answered {
@@ -144,7 +144,7 @@ impl Recorder {
         }
         let names = stored.missing.names.keys().copied().collect();
         self.pending.push((type_url, WriteOp::LookedUp(names)));
-        let frame = stored.frame.clone()?;
+        let frame = stored.frame.take()?;
         self.has_stored = true;
         self.unanswered.push_back(stored);
         Some(frame)
