@@ -23,7 +23,7 @@ aarch64 := aarch64-unknown-linux-gnu
 # AARCH64=1 builds image, packages and release for aarch64, too.
 both := $(filter-out 0,$(AARCH64))
 
-.PHONY: help envoy build local-istiod image image-aarch64 release-aarch64 cluster compare cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build local-istiod image image-aarch64 release-aarch64 cluster compare istio-tests cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -100,6 +100,10 @@ cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kube
 compare: image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --layout $(or $(LAYOUT),$(target)/image/oci) \
 	  --agent $(target)/release/pilot-agent --envoy "$$(deploy/envoy/get-envoy)" --write docs/comparison.md $(if $(filter-out 0,$(KEEP)),--keep)
+
+istio-tests: $(if $(LAYOUT),,image) ## Runs Istio's integration tests with this agent (as root), or with pilot-agent: AGENT=go. SUITE=security runs a part.
+	@python3 -B tests/istio/main.py --folder $(target)/istio-tests --layout $(or $(LAYOUT),$(target)/image/oci) \
+	  --agent $(or $(AGENT),ours) --suite "$(SUITE)" $(if $(filter-out 0,$(WRITE)),--write)
 
 cluster-stop: ## Stops the cluster that `make cluster KEEP=1` left running.
 	@python3 -B deploy/cluster/cluster.py $(target)/cluster

@@ -54,7 +54,9 @@ class Cluster:
             (self.folder / "programs" / program.name).symlink_to(program)
         (self.folder / "istiod").symlink_to(control_plane)
         self.certificates()
-        images(Layout(self.folder / "images"), agent, istio, control_plane, tools)
+        layout = Layout(self.folder / "images")
+        layout.add("localhost/pause:1", {"/pause": tools / "pause"}, Entrypoint=["/pause"])
+        self.images(layout, agent, istio, control_plane, tools)
         for program in (kubernetes / "kubectl", istio / "istioctl"):
             wrapper = self.folder / program.name
             wrapper.write_text(f"#!/bin/sh\nexec nsenter --target $(cat {self.folder}/pid) --net --wd=\"$PWD\" "
@@ -62,6 +64,15 @@ class Cluster:
             wrapper.chmod(0o755)
         self.boot()
         self.install(istio)
+
+    def images(self, layout, agent, istio, control_plane, tools):
+        """Adds the images of applications, agents and istiod."""
+        add_istiod(layout, "localhost/istiod:1", control_plane)
+        layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
+        for name in OURS_NAMES:
+            layout.add(name, {}, agent)
+        for name in GO_NAMES:
+            layout.add(name, go_agent(istio), agent)
 
     def openssl(self, *words):
         subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
@@ -159,18 +170,13 @@ class Cluster:
             shutil.rmtree(self.folder / folder, ignore_errors=True)
 
 
-def images(layout, agent, istio, control_plane, tools):
-    layout.add("localhost/pause:1", {"/pause": tools / "pause"}, Entrypoint=["/pause"])
-    add_istiod(layout, "localhost/istiod:1", control_plane)
-    layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
-    for name in OURS_NAMES:
-        layout.add(name, {}, agent)
-    # Go's agent looks for iptables by these names.
+def go_agent(istio):
+    """Files of Go's agent in an image, which replace this agent's."""
+    # It looks for iptables by these names.
     links = {f"/usr/sbin/{family}{action}": "xtables-nft-multi" for family in ("iptables", "ip6tables")
              for action in ("", "-save", "-restore")}
-    for name in GO_NAMES:
-        layout.add(name, {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
-                          "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **links}, agent)
+    return {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
+            "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **links}
 
 
 def istiod_image(name):

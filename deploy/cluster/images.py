@@ -24,8 +24,8 @@ class Layout:
         (self.folder / "blobs/sha256" / digest).write_bytes(data)
         return {"mediaType": TYPE + kind, "digest": f"sha256:{digest}", "size": len(data)}
 
-    def add(self, name, files, base=None, **config):
-        """An image of files by their paths, a string being a link; on another layout's image if there is one."""
+    def add(self, name, files, base=None, archive=None, **config):
+        """An image of files by their paths, a string being a link; on another layout's image and an archive if there are such."""
         layers, whole = [], {"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": []}}
         if base:
             read = lambda one: json.loads((base / "blobs" / one["digest"].replace(":", "/")).read_text())
@@ -34,8 +34,8 @@ class Layout:
             for one in layers:
                 place = pathlib.Path("blobs") / one["digest"].replace(":", "/")
                 shutil.copyfile(base / place, self.folder / place)
-        if files:
-            layers = [*layers, self.blob("layer.v1.tar", layer(files))]
+        for data in (*([archive.read_bytes()] if archive else []), *([layer(files)] if files else [])):
+            layers = [*layers, self.blob("layer.v1.tar", data)]
             whole["rootfs"]["diff_ids"].append(layers[-1]["digest"])
             whole.pop("history", None)
         whole["config"] |= config

@@ -13,52 +13,69 @@ MODULES = pathlib.Path(__file__).resolve().parent / "programs"
 CACHE = pathlib.Path(os.environ.get("ISTIO_AGENT_CACHE") or pathlib.Path(
     os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "istio-agent")
 MODULE = {"kubernetes": "k8s.io/kubernetes", "istio": "istio.io/istio", "tools": "go.etcd.io/etcd/server/v3"}
+# The packages of Istio's integration tests that run.
+ISTIO_TESTS = [
+    "security", "security/ca_custom_root", "security/cacert_rotation", "security/crl", "security/ecc_signature_algorithm",
+    "security/external_sds_provider", "security/file_mounted_certs", "security/filebased_tls_origination",
+    "security/https_jwt", "security/pqc", "security/remote_jwks", "security/sds_ingress/quic",
+    "pilot", "pilot/nftables", "helm"]
+# Go's command for a stage is `go build`, or `go test -c` after "test".
 STAGES = {
     "kubernetes": [["-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={version}", "tool"]],
     "istio": [["-tags=agent,disable_pgv", "istio.io/istio/pilot/cmd/pilot-agent"],
               ["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery",
                "istio.io/istio/istioctl/cmd/istioctl"]],
     "istio/april": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],
+    # The tags and -trimpath are those of istiod, so most packages come from Go's cache. A link takes 1.4 GB.
+    "istio/tests": [["-tags=vtprotobuf,disable_pgv", *(f"istio.io/istio/{path}" for path in (
+                        "pkg/test/echo/cmd/client", "pkg/test/echo/cmd/server", "samples/extauthz/cmd/extauthz",
+                        "samples/jwt-server/src")), "helm.sh/helm/v4/cmd/helm"],
+                    ["test", "-p=1", "-vet=off", "-tags=integ,vtprotobuf,disable_pgv",
+                     *(f"istio.io/istio/tests/integration/{path}" for path in ISTIO_TESTS)]],
     "tools": [["./...", "tool"]],
 }
 ISTIODS = ["istio", "istio/april"]
 # What the charts, Go's agent and the Gateway API need of Istio's module.
 ISTIO_FILES = ["manifests", "tools/packaging/common/envoy_bootstrap.json",
                "tests/integration/pilot/testdata/gateway-api-crd.yaml"]
+# The tests read files of the whole module.
+FILES = {"istio": ISTIO_FILES, "istio/april": ISTIO_FILES, "istio/tests": [""]}
 
 
 def programs(name):
     """The folder with the programs of a module; they are built if that has not been done."""
     folder, _, variant = name.partition("/")
     module = MODULES / folder
-    mod = module / f"{variant or 'go'}.mod"
+    mod = module / f"{variant}.mod"
+    mod = mod if mod.exists() else module / "go.mod"
     version = re.search(rf"^(?:require )?\t?{MODULE[folder]} (v\S+)", mod.read_text(), re.MULTILINE)[1]
     sources = (mod, mod.with_suffix(".sum"), *sorted(module.glob("*/*.go")))
     pinned = b"".join(path.read_bytes() for path in sources)
     digest = hashlib.sha256(pinned + repr(STAGES[name]).encode()).hexdigest()[:8]
     built = CACHE / f"{folder}-{version}-{digest}"
     if not built.exists():
-        build(module, mod, version, STAGES[name], built)
+        build(name, mod, version, built)
     return built
 
 
-def build(module, mod, version, stages, built):
+def build(name, mod, version, built):
     say(f"building {built.name}; this happens once on a machine, and can take minutes")
     go = shutil.which("go", path=f"{os.environ['PATH']}:/usr/local/go/bin") or sys.exit(
         "cluster: Go is needed, to build Kubernetes and istiod")
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = pathlib.Path(tempfile.mkdtemp(prefix=f"{built.name}.", dir=CACHE))
     environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -mod=readonly"}
-    in_module = {"cwd": module, "env": environment, "check": True}
+    in_module = {"cwd": mod.parent, "env": environment, "check": True}
     try:
-        for flags in stages:
+        for flags in STAGES[name]:
+            command, flags = (["test", "-c"], flags[1:]) if flags[0] == "test" else (["build"], flags)
             flags = [flag.format(version=version) for flag in flags]
-            subprocess.run([go, "build", f"-modfile={mod}", "-trimpath", "-ldflags=-s -w",
+            subprocess.run([go, *command, f"-modfile={mod}", "-trimpath", "-ldflags=-s -w",
                             "-o", f"{fresh}/", *flags], **in_module)
-        if module.name == "istio":
+        if files := FILES.get(name):
             source = subprocess.run([go, "list", f"-modfile={mod}", "-m", "-f", "{{.Dir}}", "istio.io/istio"],
                                     capture_output=True, text=True, **in_module).stdout.strip()
-            for file in ISTIO_FILES:
+            for file in files:
                 subprocess.run(["cp", "-r", "--no-preserve=mode", f"{source}/{file}", fresh], check=True)
         fresh.chmod(0o755)
         fresh.rename(built)
