@@ -58,6 +58,16 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         );
         Fault::new(pod, says).with(control_plane)
     });
+    faults.add("no SDS of another process that is waited for", async {
+        let external = ("ISTIO_AGENT_EXTERNAL_SDS", "wait");
+        let (pod, control_plane) = ready(&[external]).await;
+        let says: Says = (
+            "SOCKET_NOT_SERVED",
+            &["SDS socket", SDS, "there is none"],
+            &["SPIRE", "unset `ISTIO_AGENT_EXTERNAL_SDS`"],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
     faults.add("no SDS of another process", async {
         let external = ("WORKLOAD_IDENTITY_SOCKET_FILE", "spire");
         let (mut pod, control_plane) = pod(&[], &[external]).await;
@@ -65,7 +75,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         let says: Says = (
             "SOCKET_NOT_SERVED",
             &["SDS socket", "workload-spiffe-uds/spire", "there is none"],
-            &["SPIRE", "unset `WORKLOAD_IDENTITY_SOCKET_FILE`"],
+            &["SPIRE", "`WORKLOAD_IDENTITY_SOCKET_FILE`"],
         );
         Fault::new(pod, says).with(control_plane)
     });
