@@ -12,7 +12,8 @@ import tempfile
 MODULES = pathlib.Path(__file__).resolve().parent / "programs"
 CACHE = pathlib.Path(os.environ.get("ISTIO_AGENT_CACHE") or pathlib.Path(
     os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "istio-agent")
-MODULE = {"kubernetes": "k8s.io/kubernetes", "istio": "istio.io/istio", "tools": "go.etcd.io/etcd/server/v3"}
+MODULE = {"kubernetes": "k8s.io/kubernetes", "istio": "istio.io/istio", "tools": "go.etcd.io/etcd/server/v3",
+          "spire": "github.com/spiffe/spire"}
 # The packages of Istio's integration tests that run.
 ISTIO_TESTS = [
     "security", "security/ca_custom_root", "security/cacert_rotation", "security/crl", "security/ecc_signature_algorithm",
@@ -33,6 +34,7 @@ STAGES = {
                     ["test", "-p=1", "-vet=off", "-tags=integ,vtprotobuf,disable_pgv",
                      *(f"istio.io/istio/tests/integration/{path}" for path in ISTIO_TESTS)]],
     "tools": [["./...", "tool"]],
+    "spire": [["tool"]],
 }
 ISTIODS = ["istio", "istio/april"]
 # What the charts, Go's agent and the Gateway API need of Istio's module.
@@ -64,7 +66,9 @@ def build(name, mod, version, built):
         "cluster: Go is needed, to build Kubernetes and istiod")
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = pathlib.Path(tempfile.mkdtemp(prefix=f"{built.name}.", dir=CACHE))
-    environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -mod=readonly"}
+    # SPIRE's server can use SQLite only through C.
+    cgo = "1" if name == "spire" else "0"
+    environment = os.environ | {"CGO_ENABLED": cgo, "GOFLAGS": "-buildvcs=false -mod=readonly"}
     in_module = {"cwd": mod.parent, "env": environment, "check": True}
     try:
         for flags in STAGES[name]:
@@ -85,3 +89,7 @@ def build(name, mod, version, built):
 
 def say(text):
     print(f"cluster: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    print(programs(*sys.argv[1:]))

@@ -21,6 +21,7 @@ mod page;
 mod refused_resources;
 mod scope;
 mod secret_files;
+mod spire;
 mod status;
 mod support_bundle;
 mod wasm;

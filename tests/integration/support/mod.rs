@@ -15,6 +15,7 @@ pub mod python;
 pub mod registry;
 pub mod resources;
 pub mod scraped;
+pub mod spire;
 pub mod tls;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};

@@ -20,7 +20,7 @@ use crate::support::resources::answering;
 use crate::support::{eventually, free_port};
 
 /// The report of the command, within three seconds, and its exit code.
-async fn diagnosed(pod: &Pod) -> (Value, Option<i32>) {
+pub async fn diagnosed(pod: &Pod) -> (Value, Option<i32>) {
     let mut command = pod.command_as_agent();
     command.args(["doctor", "--json"]);
     let began = Instant::now();
@@ -33,7 +33,7 @@ async fn diagnosed(pod: &Pod) -> (Value, Option<i32>) {
 }
 
 /// All checks with the names of their groups.
-fn checks(report: &Value) -> Vec<(&str, &Value)> {
+pub fn checks(report: &Value) -> Vec<(&str, &Value)> {
     let mut all = Vec::new();
     for group in report["groups"].as_array().unwrap() {
         let checks = group["checks"].as_array().unwrap().iter();
