@@ -72,7 +72,7 @@ def main():
 
 
 def run_part(options, built, part, rows):
-    """Runs tests of one package until each passed or was repeated, and notes the results. Returns what is worse than with pilot-agent."""
+    """Runs tests of one package and notes the results. Returns what fails with this agent and passes with pilot-agent."""
     package, names = rows[0]["package"], [row["test"] for row in rows]
     results = {options.agent: repeated(options, built, part, package, options.agent, names)}
     failed = [name for name in names if results[options.agent][name] == FAIL]
@@ -82,8 +82,8 @@ def run_part(options, built, part, rows):
         for row in rows:
             if row["test"] in found:
                 row[agent] = summary(row["test"], found)
-    return [name for name, result in results["ours"].items() if result == FAIL and results["go"].get(name) == PASS
-            ] if len(results) == 2 else []
+    go = results.get("go", {})
+    return [name for name in leaves(results.get("ours", {})) if go.get(name, go.get(name.partition("/")[0])) == PASS]
 
 
 def repeated(options, built, part, package, agent, names):
@@ -92,17 +92,18 @@ def repeated(options, built, part, package, agent, names):
     for attempt in range(1 + REPEATED):
         begun = time.monotonic()
         found = run(options, built, package, agent, left, options.folder / f"{part}.{agent}.{attempt}.log")
-        best |= {name: result for name, result in found.items() if best.get(name) != PASS}
+        failed = leaves(found)
+        best |= {name: result for name, result in found.items()
+                 if best.get(name) != PASS and (result != FAIL or name in failed)}
         left = [name for name in left if found[name] == FAIL]
         counts = ", ".join(f"{sum(found[name] == result for name in names if name in found)} {result}" for result in (PASS, FAIL, SKIP))
         print(f"{part} with {AGENTS[agent]}: {counts} in {(time.monotonic() - begun) / 60:.1f} min"
-              + "".join(f"\n  fails: {name}" for name in leaves(found)), flush=True)
+              + "".join(f"\n  fails: {name}" for name in failed), flush=True)
         if not left:
             break
-    # A test passes if each of its subtests passed in some run.
+    # If only subtests of a test failed, it passes once each of them has passed in some run.
     for name in names:
-        if best[name] == FAIL and any(one.startswith(f"{name}/") for one in best) and not leaves(best, name):
-            best[name] = PASS
+        best.setdefault(name, FAIL if leaves(best, f"{name}/") else PASS)
     return best
 
 
@@ -113,8 +114,8 @@ def leaves(found, name=""):
 
 
 def summary(name, found):
-    subtests = [one for one in leaves(found, f"{name}/")]
-    return f"fail ({len(subtests)} subtests)" if found[name] == FAIL and subtests else found[name]
+    subtests = len(leaves(found, f"{name}/"))
+    return f"{FAIL} ({subtests} subtests)" if subtests else found[name]
 
 
 class Bare(Cluster):
