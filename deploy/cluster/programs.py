@@ -26,7 +26,7 @@ STAGES = {
     "istio": [["-tags=agent,disable_pgv", "istio.io/istio/pilot/cmd/pilot-agent"],
               ["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery",
                "istio.io/istio/istioctl/cmd/istioctl"]],
-    "istio/april": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],
+    "istio/1.30": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],
     # The tags and -trimpath are those of istiod, so most packages come from Go's cache. A link takes 1.4 GB.
     "istio/tests": [["-tags=vtprotobuf,disable_pgv", *(f"istio.io/istio/{path}" for path in (
                         "pkg/test/echo/cmd/client", "pkg/test/echo/cmd/server", "samples/extauthz/cmd/extauthz",
@@ -36,12 +36,12 @@ STAGES = {
     "tools": [["./...", "tool"]],
     "spire": [["tool"]],
 }
-ISTIODS = ["istio", "istio/april"]
+ISTIODS = ["istio", "istio/1.30"]
 # What the charts, Go's agent and the Gateway API need of Istio's module.
 ISTIO_FILES = ["manifests", "tools/packaging/common/envoy_bootstrap.json",
                "tests/integration/pilot/testdata/gateway-api-crd.yaml"]
 # The tests read files of the whole module.
-FILES = {"istio": ISTIO_FILES, "istio/april": ISTIO_FILES, "istio/tests": [""]}
+FILES = {"istio": ISTIO_FILES, "istio/1.30": ISTIO_FILES, "istio/tests": [""]}
 
 
 def programs(name):
