@@ -119,9 +119,10 @@ demo-stop: ## Stops the demo that `make demo KEEP=1` left running.
 
 # Most tests wait most of the time, so twice as many tests as cores run at once.
 test: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
-test: ## Runs all tests, also with a real Envoy.
-	@ENVOY_BIN="$$(deploy/envoy/get-envoy)"; \
-	export ENVOY_BIN; \
+test: ## Runs all tests, also with a real Envoy. ENVOY=1.39 uses that release, and tests hot restarts from and to the usual one.
+	@OTHER_ENVOY_BIN="$(if $(ENVOY),$$(ENVOY= deploy/envoy/get-envoy))"; \
+	ENVOY_BIN="$$(deploy/envoy/get-envoy)"; \
+	export ENVOY_BIN OTHER_ENVOY_BIN; \
 	cargo test --locked $(features)
 
 fuzz: ## Feeds random bytes to every parser of foreign input, for FUZZ_SECONDS each (default: 60).

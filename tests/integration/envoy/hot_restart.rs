@@ -226,6 +226,35 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     assert!(!memory.exists(), "{}", memory.display());
 }
 
+/// `OTHER_ENVOY_BIN` is an Envoy of another release.
+#[tokio::test]
+async fn an_envoy_of_another_release_takes_over_and_back_and_no_request_fails() {
+    let Some(binary) = envoy_binary() else { return };
+    let Some(other) = variable("OTHER_ENVOY_BIN").map(PathBuf::from) else {
+        eprintln!("OTHER_ENVOY_BIN is not set. This test is not run.");
+        return;
+    };
+    let stage = Stage::serving(&binary).await;
+    let load = Load::default()
+        .with(Fresh(stage.port))
+        .with(Polite(stage.port, None));
+    for (epoch, program) in [(1, &other), (2, &binary)] {
+        let before = stage.info().await.unwrap()["version"].clone();
+        stage.program(program);
+        stage.pod.agent.signal(Signal::HUP);
+        let info = eventually("an Envoy of another version", async || {
+            let info = stage.info().await?;
+            (info["state"] == "LIVE" && info["version"] != before).then_some(info)
+        })
+        .await;
+        assert_eq!(info["command_line_options"]["restart_epoch"], epoch);
+        stage.only_envoy().await;
+    }
+    load.assert_flawless();
+    drop(load);
+    stage.ends_well().await;
+}
+
 #[tokio::test]
 async fn a_file_that_changes_is_noticed_and_one_that_does_not_changes_nothing() {
     let Some(binary) = envoy_binary() else { return };
