@@ -16,8 +16,9 @@ const RETRY_BASE: Duration = Duration::from_millis(500);
 /// No two attempts are closer than this.
 pub(super) const MIN_WAIT: Duration = Duration::from_millis(100);
 
-/// The longest a renewal is put off that new roots of the mesh ask for.
-const MAX_SPREAD: Duration = Duration::from_secs(600);
+/// The longest delay of a renewal after a change of the mesh's trust bundle. It is short because an operator who rotates
+/// roots removes the old root soon after, and a certificate that the old one has signed is then refused.
+const MAX_SPREAD: Duration = Duration::from_secs(30);
 
 /// The life taken for that of a certificate which has expired when it comes, at most.
 pub(super) const MAX_DOUBTFUL: Duration = Duration::from_secs(120);
@@ -169,7 +170,7 @@ mod tests {
         let early = places.iter().filter(|place| **place < 0.1).count();
         assert!((50..150).contains(&early), "{early}");
         assert_ne!(drawn("pod", 0.3), drawn("pod", 0.4));
-        assert_eq!(spread(24 * HOUR, 1.0), 10 * MINUTE);
+        assert_eq!(spread(24 * HOUR, 1.0), Duration::from_secs(30));
         assert_eq!(spread(MINUTE, 0.5), Duration::from_secs(3));
     }
 

@@ -77,7 +77,8 @@ async fn an_envoy_in_a_wrapper_reports_the_health_and_its_configuration_is_kept(
     let Some(binary) = envoy_binary() else { return };
     let directory = tempfile::tempdir().unwrap();
     let wrapper = directory.path().join("wrapper");
-    let script = format!("#!/bin/sh\n{} \"$@\" &\nwait\n", binary.display());
+    let program = binary.display();
+    let script = format!("#!/bin/sh\nsetpriv --pdeathsig KILL {program} \"$@\" &\nwait\n");
     std::fs::write(&wrapper, script).unwrap();
     std::fs::set_permissions(&wrapper, PermissionsExt::from_mode(0o755)).unwrap();
     let mut control_plane = ControlPlane::of(&[answering("inbound", free_port())]).await;

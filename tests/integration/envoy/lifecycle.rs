@@ -233,7 +233,7 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
     let directory = tempfile::tempdir().unwrap();
     let failing = directory.path().join("envoy");
     let script = format!(
-        "#!/bin/sh\n{} \"$@\" &\ntrap 'kill -KILL $!; exit 1' USR2\nwait\n",
+        "#!/bin/sh\nsetpriv --pdeathsig KILL {} \"$@\" &\ntrap 'kill -KILL $!; exit 1' USR2\nwait\n",
         binary.display()
     );
     std::fs::write(&failing, script).unwrap();
