@@ -115,25 +115,17 @@ pub fn wanted(rules: &Rules, family: Family) -> Layout {
     Layout::shared(&shared(rules), family)
 }
 
-/// The rules for chains that both families share. What differs from iptables:
-///
-/// - without rules for IPv6, its packets leave our chains at once, as rules without an address would
-///   capture them;
-/// - a jump for the servers of one family is for both, once: the rules behind it have addresses;
-/// - only TCP packets are dropped as invalid, as in Istio.
+/// What a machine has of a family after [`apply`], and then what it has after pilot-agent or Istio's CNI
+/// plugin, whose rules without an address are for IPv6 as well in pods without it.
+pub fn versions(rules: &Rules, family: Family) -> Vec<Layout> {
+    let versions = [shared(rules), of_both(rules)];
+    versions.map(|it| Layout::shared(&it, family)).into()
+}
+
+/// The rules for chains that both families share. Without rules for IPv6, its packets leave our chains at
+/// once, as rules without an address would capture them.
 fn shared(rules: &Rules) -> Vec<Rule> {
-    let mut shared = Vec::<Rule>::new();
-    for rule in rules.all() {
-        let mut rule = rule.clone();
-        if rule.matches.is_empty() && rule.family.take().is_some() && shared.contains(&rule) {
-            continue;
-        }
-        if rule.matches.contains(&Match::Is(Criterion::StateInvalid)) {
-            let tcp = Criterion::Protocol(Protocol::Tcp);
-            rule.matches.push(Match::Is(tcp));
-        }
-        shared.push(rule);
-    }
+    let mut shared = of_both(rules);
     if !rules.has_v6() {
         let chains = shared.iter().map(|rule| (rule.table, rule.chain));
         let builtin: BTreeSet<_> = chains.filter(|(_, chain)| chain.is_builtin()).collect();
@@ -145,6 +137,26 @@ fn shared(rules: &Rules) -> Vec<Rule> {
             matches: Vec::new(),
             verdict: Verdict::Return,
         }));
+    }
+    shared
+}
+
+/// The rules in terms of chains that both families share. What differs from iptables:
+///
+/// - a jump for the servers of one family is for both, once: the rules behind it have addresses;
+/// - only TCP packets are dropped as invalid, as in Istio.
+fn of_both(rules: &Rules) -> Vec<Rule> {
+    let mut shared = Vec::<Rule>::new();
+    for rule in rules.all() {
+        let mut rule = rule.clone();
+        if rule.matches.is_empty() && rule.family.take().is_some() && shared.contains(&rule) {
+            continue;
+        }
+        if rule.matches.contains(&Match::Is(Criterion::StateInvalid)) {
+            let tcp = Criterion::Protocol(Protocol::Tcp);
+            rule.matches.push(Match::Is(tcp));
+        }
+        shared.push(rule);
     }
     shared
 }

@@ -38,7 +38,7 @@ pub enum Kind {
     Others,
     /// A chain of another Istio version.
     UnknownChain,
-    /// The rules are those of another Istio version.
+    /// The rules are those of pilot-agent or of another Istio version.
     Version,
     /// A route, or what it needs, is missing.
     Route,
@@ -59,7 +59,7 @@ impl fmt::Display for Finding {
             Kind::Order => "rules are in another order",
             Kind::Others => "a rule of others comes first and may take traffic",
             Kind::UnknownChain => "a chain is not of this version of Istio",
-            Kind::Version => "the rules are of another version of Istio",
+            Kind::Version => "the rules are of pilot-agent or another version of Istio",
             Kind::Route => "captured packets have no route",
         };
         let family = match self.family {
@@ -88,8 +88,8 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
     for family in [Family::V4, Family::V6] {
         let (wanted, found) = match is_native {
             true => {
-                let wanted = nftables::wanted(&versions[0], family);
-                (vec![wanted], nftables::live(family).await?)
+                let wanted = nftables::versions(&versions[0], family);
+                (wanted, nftables::live(family).await?)
             }
             false => {
                 let wanted = versions.iter().map(|rules| Layout::new(rules, family));

@@ -37,7 +37,8 @@ pub struct IptablesFlags {
     /// Time limit of --run-validation.
     #[arg(long, value_name = "DURATION", value_parser = time, default_value = "5s")]
     pub probe_timeout: Duration,
-    /// Checks the configuration and sets up nothing.
+    /// Checks the configuration and sets up nothing. With --verify and --explain, the rules are the rules of
+    /// Istio's CNI plugin.
     #[arg(long)]
     pub skip_rule_apply: bool,
     /// Opens a connection to check that traffic is captured, and exits with 126 if not. Run it as --proxy-uid.

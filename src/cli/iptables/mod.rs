@@ -7,7 +7,7 @@ mod machine;
 use std::net::Ipv4Addr;
 use std::path::Path;
 
-use crate::capture::config::{Config, Host, Invalid, Mode};
+use crate::capture::config::{Config, Host, Invalid, Mode, Settings};
 use crate::capture::iptables::apply::Request;
 use crate::capture::program::PATH;
 use crate::capture::rules::{Family, Rules};
@@ -60,10 +60,7 @@ pub async fn run(
     environment: &Environment,
 ) -> Result<(String, ExitCode), BoxError> {
     let arguments = flags::arguments(given, environment);
-    let mut flags = IptablesFlags::read(&arguments)?;
-    if flags.verify || flags.explain.is_some() {
-        require_pod_settings(&arguments)?;
-    }
+    let mut flags = read(&arguments)?;
     flags.cleanup_only |= is_cleanup;
     let cleans = flags.cleanup_only && !flags.verify && flags.explain.is_none();
     let (host, family) = match cleans {
@@ -129,11 +126,46 @@ pub async fn run(
     Ok((text, ExitCode::Success))
 }
 
+/// Reads the flags. Those of `--verify` and `--explain` are about the rules of a pod.
+fn read(arguments: &[String]) -> Result<IptablesFlags, BoxError> {
+    let mut flags = IptablesFlags::read(arguments)?;
+    if flags.verify || flags.explain.is_some() {
+        require_pod_settings(arguments)?;
+        if flags.skip_rule_apply {
+            follow_cni_plugin(&mut flags.settings, arguments);
+        }
+    }
+    Ok(flags)
+}
+
+/// Changes the settings of istio-validation, which does not set up rules, to the settings with which
+/// Istio's CNI plugin sets up the rules of the same pod.
+fn follow_cni_plugin(settings: &mut Settings, arguments: &[String]) {
+    // The template puts two ports before the ports of the annotation. The plugin reads the annotation.
+    let given: Vec<_> = settings.istio_local_exclude_ports.split(',').collect();
+    let annotated = given.strip_prefix(&["15090", "15021"]).unwrap_or(&given);
+    let mut ports = Vec::new();
+    for port in annotated.iter().chain(&["15020", "15021", "15090"]) {
+        if !ports.contains(port) {
+            ports.push(*port);
+        }
+    }
+    settings.istio_local_exclude_ports = ports.join(",");
+    if !is_given(arguments, "--istio-local-outbound-ports-exclude") {
+        "15020".clone_into(&mut settings.istio_local_outbound_ports_exclude);
+    }
+    settings.capture_all_dns = true;
+}
+
+fn is_given(arguments: &[String], flag: &str) -> bool {
+    arguments.iter().any(|argument| argument.starts_with(flag))
+}
+
 /// Refuses arguments that capture nothing because they lack the settings of the pod. Those settings are
 /// arguments of another container, and without them every answer would be about other rules.
 fn require_pod_settings(arguments: &[String]) -> Result<(), Problem> {
     for flag in ["--istio-service-cidr", "--istio-inbound-ports"] {
-        if !arguments.iter().any(|argument| argument.starts_with(flag)) {
+        if !is_given(arguments, flag) {
             return Err(Problem::new(codes::CAPTURE_OPTION_MISSING, flag, "missing"));
         }
     }

@@ -106,6 +106,55 @@ fn rules_are_those_of_the_golden_files() {
     assert!(count >= 20, "{count} golden files");
 }
 
+/// A file has the arguments and variables of istio-validation, and the rules of its pod, as
+/// `iptables-save` or `nft -j list ruleset` printed them. Istio's CNI plugin set them up.
+#[test]
+fn the_rules_of_the_cni_plugin_are_those_that_the_arguments_of_istio_validation_ask_for() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture-cni");
+    for name in ["usual", "annotations", "tproxy"] {
+        for (suffix, is_native) in [("", false), ("-nftables", true)] {
+            let file = fs::read_to_string(folder.join(name.to_owned() + suffix)).expect(name);
+            let mut lines = file.splitn(3, '\n');
+            let mut header = |start| lines.next().and_then(|line: &str| line.strip_prefix(start));
+            let line = header("# ").expect("arguments").to_owned() + " --verify";
+            let variables = header("# variables: ").expect("variables").split(' ');
+            let environment = variables.filter_map(|it| it.split_once('=')).collect();
+            let saved = lines.next().expect("rules");
+            let flags = read(&flags::arguments(&given(&line), &environment)).expect("flags");
+            let (config, _) = Config::check(&flags.settings, &Host::default()).expect("settings");
+            let rules = Rules::new(&config);
+            for family in [Family::V4, Family::V6] {
+                let (versions, found) = match is_native {
+                    true => {
+                        let found = nftables::parse(saved.as_bytes(), family).expect("rules");
+                        (nftables::versions(&rules, family), found)
+                    }
+                    false if family == Family::V4 => {
+                        let found = Saved::parse(saved).expect("rules").layout();
+                        (vec![Layout::new(&rules, family)], found)
+                    }
+                    // The pods have no address of IPv6.
+                    false => continue,
+                };
+                let findings = verify::compare(&versions, &found, family);
+                let is_named = is_native && family == Family::V6;
+                assert_eq!(
+                    findings.len(),
+                    usize::from(is_named),
+                    "{name}: {findings:#?}"
+                );
+                assert!(
+                    !findings.iter().any(Finding::affects_traffic),
+                    "{findings:#?}"
+                );
+                // What is missing is still found.
+                let without = verify::compare(&versions, &Layout::default(), family);
+                assert!(without.iter().any(Finding::affects_traffic), "{name}");
+            }
+        }
+    }
+}
+
 #[test]
 fn rules_are_read_from_a_kernel_as_they_were_written() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
