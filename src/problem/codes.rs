@@ -130,9 +130,9 @@ codes! {
     CAPTURE_MODE_UNKNOWN: "the option `--istio-inbound-interception-mode` is unknown", "the mode REDIRECT is used", "";
     CAPTURE_OPTION_MISSING: "`--verify` or `--explain` lacks an option that names the pod's rules", "", "add the arguments of the container istio-init or istio-validation, or of the CNI plugin";
     CAPTURE_NO_ADDRESS: "the pod has loopback addresses only", "no rule is created", "check the CNI plugin: `kubectl get pod -o wide` shows the address";
-    CAPTURE_PERMISSION: "the container lacks the capability `NET_ADMIN`", "the rules cannot be read or changed", "add `NET_ADMIN` and `NET_RAW` to the capabilities of the container istio-init, or use Istio's CNI plugin";
+    CAPTURE_PERMISSION: "the container lacks the capability `NET_ADMIN`", "the rules cannot be read or changed", "add `NET_ADMIN` and `NET_RAW` to the capabilities of the container istio-init, or use Istio's CNI plugin. For `--verify`, use a debug container with both";
     CAPTURE_PROGRAM_MISSING: "a program that reads or changes rules is not installed", "the rules cannot be read or changed", "install iptables (nft or legacy) in the image, or use `--native-nftables` with nft";
-    CAPTURE_PROGRAM_FAILED: "a program that reads or changes rules fails", "", "its message names the cause; usual ones are a missing capability `NET_ADMIN` or kernel module";
+    CAPTURE_PROGRAM_FAILED: "a program that reads or changes rules fails", "", "its message names the cause; usual ones are a missing capability, `NET_ADMIN` or `NET_RAW`, or a missing kernel module";
     CAPTURE_RULES_UNREADABLE: "the rules or tables cannot be read", "", "";
     CAPTURE_ROUTES_FAILED: "the routes of captured traffic cannot be set up", "no rule is created", "";
     CAPTURE_LOCKED: "another process changes the rules of this pod", "no rule is created", "stop that process, or wait for its end";

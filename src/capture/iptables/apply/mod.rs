@@ -139,7 +139,14 @@ impl Request<'_> {
 /// The rules of a family, as programs on `path` print them that see chains of ours, if any do.
 pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, Problem> {
     let kernel = Kernel::look(family)?;
-    let found = Programs::find(family, kind, path, kernel).await?;
+    let found = match Programs::find(family, kind, path, kernel).await {
+        // Legacy tables cannot be read without NET_RAW, which the sidecar lacks in mode TPROXY. A program
+        // that looks for rules creates these tables.
+        Err(_) if kind.is_none() && kernel.has_istio => {
+            Programs::find(family, Some(Kind::Nft), path, kernel).await
+        }
+        found => found,
+    }?;
     for programs in &found {
         let layout = programs.parse(&programs.saved)?.layout();
         if layout.is_captured() {

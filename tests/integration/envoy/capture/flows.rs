@@ -109,6 +109,29 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
     assert!(!said.contains("IPv6: a rule"), "{said}");
 }
 
+/// As in the sidecar in mode TPROXY, which is root. Istio's CNI plugin asks both kinds of iptables for rules.
+#[test]
+fn verify_without_net_raw_reads_nft_where_empty_legacy_tables_exist() {
+    const TEST: &str =
+        "capture::flows::verify_without_net_raw_reads_nft_where_empty_legacy_tables_exist";
+    if !namespace::is_inside(TEST) {
+        return;
+    }
+    namespace::add_address("10.9.0.1/24");
+    let words = "-i * -b * -m TPROXY --force-iptables-binary nft";
+    let output = istio_iptables(0, words);
+    assert!(output.status.success(), "{}", text(&output));
+    namespace::run("iptables-legacy", &["-t", "nat", "-S"]);
+    let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
+    let output = Command::new("setpriv")
+        .args(["--inh-caps", "-all", "--bounding-set", "-all,+net_admin"])
+        .arg(program)
+        .args("istio-iptables -i * -b * -m TPROXY --verify".split(' '))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+}
+
 #[test]
 fn verify_names_missing_routes_and_rules_of_others_with_comments() {
     const TEST: &str =
