@@ -18,6 +18,9 @@ CONFIG = HERE / "config"
 # Two names of each agent's image, for a change from one to the other.
 OURS_NAMES, GO_NAMES = (tuple(f"localhost/agent-{agent}:{tag}" for tag in (1, 2)) for agent in ("ours", "go"))
 APPLICATION = "localhost/application:1"
+# Go's programs look for iptables by these names.
+IPTABLES = {f"/usr/sbin/{family}{action}": "xtables-nft-multi" for family in ("iptables", "ip6tables")
+            for action in ("", "-save", "-restore")}
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30")
 COMMANDS = {"containerd": "containerd", "ctr": "containerd", "runc": "runc", "unshare": "util-linux",
             "nsenter": "util-linux", "ip": "iproute2", "iptables": "iptables", "openssl": "openssl",
@@ -66,13 +69,15 @@ class Cluster:
         self.install(istio)
 
     def images(self, layout, agent, istio, control_plane, tools):
-        """Adds the images of applications, agents and istiod."""
+        """Adds the images of applications, agents, istiod and its CNI plugin."""
         add_istiod(layout, "localhost/istiod:1", control_plane)
         layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
         for name in OURS_NAMES:
             layout.add(name, {}, agent)
         for name in GO_NAMES:
             layout.add(name, go_agent(istio), agent)
+        layout.add("localhost/install-cni:1", {"/usr/local/bin/install-cni": istio / "install-cni",
+                                               "/opt/cni/bin/istio-cni": istio / "istio-cni", **IPTABLES}, agent)
 
     def openssl(self, *words):
         subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
@@ -122,16 +127,24 @@ class Cluster:
         self.set_mesh()
         self.run("-n", "istio-system", "rollout", "status", "deploy/istiod", "--timeout=120s")
 
-    def set_mesh(self, *values, istiod=None):
-        """Applies the charts of an istiod, else of the one at the start, with config/istio.yaml and other values."""
+    def set_mesh(self, *values, istiod=None, cni=False):
+        """Applies the charts of an istiod, else of the one at the start, with config/istio.yaml and other values; the
+        chart istio-cni if `cni`."""
         if istiod:
             values = (*values, f"pilot.image={istiod_image(istiod)}")
         words = [word for value in values for word in ("--set", f"values.{value}")]
         manifests = (programs(istiod) if istiod else self.folder / "istiod") / "manifests"
         rendered = subprocess.run(
             [self.folder / "istioctl", "manifest", "generate", "--manifests", manifests,
-             "--filename", CONFIG / "istio.yaml", *words], check=True, capture_output=True, text=True).stdout
+             "--filename", CONFIG / "istio.yaml", "--set", f"components.cni.enabled={str(cni).lower()}", *words],
+            check=True, capture_output=True, text=True).stdout
         self.run("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
+
+    def remove_cni(self):
+        """Ends the node's plugin, which removes itself from the node."""
+        self.run("-n", "istio-system", "delete", "--cascade=foreground", "--timeout=60s",
+                 "-l", "operator.istio.io/component=Cni",
+                 "daemonsets,configmaps,serviceaccounts,clusterroles,clusterrolebindings")
 
     def another_istiod(self):
         """The istiod that it was not started with, built and known to the node."""
@@ -172,11 +185,8 @@ class Cluster:
 
 def go_agent(istio):
     """Files of Go's agent in an image, which replace this agent's."""
-    # It looks for iptables by these names.
-    links = {f"/usr/sbin/{family}{action}": "xtables-nft-multi" for family in ("iptables", "ip6tables")
-             for action in ("", "-save", "-restore")}
     return {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
-            "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **links}
+            "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **IPTABLES}
 
 
 def istiod_image(name):

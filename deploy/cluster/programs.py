@@ -23,7 +23,8 @@ ISTIO_TESTS = [
 # Go's command for a stage is `go build`, or `go test -c` after "test".
 STAGES = {
     "kubernetes": [["-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={version}", "tool"]],
-    "istio": [["-tags=agent,disable_pgv", "istio.io/istio/pilot/cmd/pilot-agent"],
+    "istio": [["-tags=agent,disable_pgv", "istio.io/istio/pilot/cmd/pilot-agent",
+               "istio.io/istio/cni/cmd/install-cni", "istio.io/istio/cni/cmd/istio-cni"],
               ["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery",
                "istio.io/istio/istioctl/cmd/istioctl"]],
     "istio/1.30": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],

@@ -117,8 +117,12 @@ def service(name, port, **spec):
     return resource("v1", "Service", name, ports=[{"name": "http", "port": port}], **spec)
 
 
+def containers(pod):
+    return [one for part in ("initContainers", "containers") for one in pod["spec"].get(part, [])]
+
+
 def images_of(pod):
-    return [one["image"] for part in ("initContainers", "containers") for one in pod["spec"].get(part, [])]
+    return [one["image"] for one in containers(pod)]
 
 
 def config(**metadata):
@@ -179,8 +183,9 @@ def native_nftables_capture_traffic(world, agent=OURS):
         world.until("the webhook asks for iptables", lambda: "--native-nftables" not in json.dumps(world.injected()))
 
 
-@case(3, own=True)
-def the_proxy_runs_as_another_user(world, agent=OURS):
+@contextlib.contextmanager
+def another_user(world):
+    """The proxy of new pods runs as the user that OpenShift's annotations give it while the block runs."""
     # Only then the annotations of a namespace say which user the proxy runs as.
     world.kubectl("set", "env", *ISTIOD, "PLATFORM=openshift")
     world.kubectl("annotate", "--overwrite", f"namespace/{world.namespace}",
@@ -188,10 +193,120 @@ def the_proxy_runs_as_another_user(world, agent=OURS):
                   "openshift.io/sa.scc.supplemental-groups=1000750000/10001")
     try:
         world.until("the webhook takes the user", lambda: "1000760000" in json.dumps(world.injected()))
-        return kinds(world, agent, {"user": {}})
+        yield
     finally:
         world.cluster.set_mesh()
         world.rolled_out_istiod()
+
+
+@case(3, own=True)
+def the_proxy_runs_as_another_user(world, agent=OURS):
+    with another_user(world):
+        return kinds(world, agent, {"user": {}})
+
+
+CNI = ("-n", "istio-system", "daemonset/istio-cni-node")
+
+
+@contextlib.contextmanager
+def cni(world, *values):
+    """Istio's CNI plugin captures the traffic of new pods while the block runs."""
+    try:
+        install_cni(world, *values)
+        world.until("the webhook injects istio-validation", lambda: "istio-validation" in json.dumps(world.injected()))
+        yield
+    finally:
+        world.cluster.remove_cni()
+        world.cluster.set_mesh()
+        world.until("the webhook injects istio-init", lambda: "istio-init" in json.dumps(world.injected()))
+
+
+def install_cni(world, *values):
+    world.cluster.set_mesh(*values, cni=True)
+    world.kubectl("rollout", "status", *CNI, "--timeout=60s")
+
+
+def by_cni(world, agent, templates):
+    """Each kind has traffic by the plugin's rules, and no capabilities unless it is TPROXY."""
+    told = kinds(world, agent, templates, keep=True)
+    for name, template in templates.items():
+        pod = world.get(f"pod/{world.pods(name)[0]}")
+        added = [one["securityContext"]["capabilities"].get("add") for one in containers(pod) if one["name"] != "app"]
+        wanted = [None, ["NET_ADMIN"]] if name == "tproxy" else [None, None]
+        expect(f"capabilities of istio-validation and istio-proxy in {name}", wanted, added)
+        if template.get("agent", agent) == OURS:
+            verify_rules(world, pod)
+    world.kubectl("delete", "deploy", "--wait=false", *templates)
+    return told
+
+
+CNI_KINDS = {"cni-usual": KINDS["usual"], "cni-native": KINDS["native"], "cni-dns": {
+    "annotations": KINDS["dns"]["annotations"] | KINDS["ports"]["annotations"]}}
+
+
+@case(3, gate=True, own=True)
+def istios_cni_plugin_captures_traffic_of_pods_without_privileges(world, agent=OURS):
+    with cni(world):
+        return by_cni(world, agent, CNI_KINDS)
+
+
+@case(3, own=True)
+def istios_cni_plugin_captures_traffic_by_nftables_of_either_agent_of_tproxy_and_of_another_user(world, agent=OURS):
+    others = {"cni-other": {"agent": GO if agent == OURS else OURS}, "tproxy": KINDS["tproxy"]}
+    told = []
+    with cni(world):
+        told.append(by_cni(world, agent, others))
+        with another_user(world):
+            told.append(by_cni(world, agent, {"cni-user": {}}))
+    with cni(world, "global.nativeNftables=true"):
+        told.append(by_cni(world, agent, CNI_KINDS | others))
+    return "; ".join(told)
+
+
+def verify_rules(world, pod):
+    """Compares the rules of a pod, as docs/operations/traffic-capture.md says."""
+    validation = next(one for one in containers(pod) if one["name"] == "istio-validation")
+    name = f"pod/{pod['metadata']['name']}"
+    root = {"securityContext": {"runAsUser": 0, "runAsNonRoot": False}}
+    world.kubectl("debug", name, "-c", "verify", f"--image={validation['image']}", "--profile=netadmin",
+                  "--custom=/dev/stdin", "--target=istio-proxy",
+                  *(f"--env={one['name']}={one['value']}" for one in validation.get("env", [])),
+                  "--", "pilot-agent", *validation["args"], "--verify", input=json.dumps(root))
+    ended = world.until("--verify has ended", lambda: [
+        one["state"]["terminated"] for one in world.get(name)["status"].get("ephemeralContainerStatuses", [])
+        if "terminated" in one["state"]])
+    if ended[0]["exitCode"]:
+        raise Failed(f"--verify in {name}: {world.kubectl('logs', name, '-c', 'verify')}")
+
+
+@case(3, own=True)
+def istios_cni_plugin_labels_repairs_and_deletes_pods_whose_istio_validation_has_failed(world, agent=OURS):
+    with cni(world):
+        world.kubectl("delete", "--cascade=foreground", *CNI)
+        world.deploy("early", agent)
+        early = world.until("istio-validation has failed", lambda: broken(world))
+        install_cni(world, "cni.repair.repairPods=false", "cni.repair.labelPods=true")
+        world.kubectl("wait", "--for=jsonpath={.metadata.labels.cni\\.istio\\.io/uninitialized}=true",
+                      f"pod/{early}", "--timeout=30s")
+        world.kubectl("delete", "--cascade=foreground", *CNI)
+        install_cni(world)
+        world.rolled_out("early")
+        expect("pods after the repair", [early], world.pods("early"))
+        expect_healthy(world, "deploy/early", agent)
+        world.kubectl("delete", "--cascade=foreground", *CNI)
+        world.kubectl("rollout", "restart", "deploy/early")
+        early = world.until("istio-validation has failed", lambda: broken(world))
+        install_cni(world, "cni.repair.repairPods=false", "cni.repair.deletePods=true")
+        world.rolled_out("early")
+        expect("whether the pod is deleted", False, early in world.pods("early"))
+        world.kubectl("delete", "deploy/early", "--wait=false")
+
+
+def broken(world):
+    """The pod whose istio-validation has exited as the plugin's repair controller expects it, if there is one."""
+    return next((pod["metadata"]["name"] for pod in world.get("pods", "-l", "app=early")["items"]
+                 for one in pod["status"].get("initContainerStatuses", [])
+                 if one["name"] == "istio-validation" and one["lastState"].get("terminated", {}).get("exitCode") == 126), None)
 
 
 def identity(world, account="default"):
@@ -227,7 +342,7 @@ def the_doctor_finds_nothing_on_a_busy_node(world, agent=OURS):
 def kinds(world, agent, templates, keep=False):
     """Each kind serves the clients under load and calls one of them, and both sides are known by certificate."""
     for name, template in templates.items():
-        world.deploy(name, agent, **template)
+        world.deploy(name, **{"agent": agent} | template)
     world.rolled_out(*templates)
     loads = [Load(world, f"http://{name}:8080/", CLIENTS[number % 2]) for number, name in enumerate(templates)]
     for load in loads:
@@ -240,7 +355,7 @@ def kinds(world, agent, templates, keep=False):
         if name == "tproxy":
             address = world.get("pods", "-l", f"app={CLIENTS[0]}")["items"][0]["status"]["podIP"]
             expect("client's address behind TPROXY", address, world.call(CLIENTS[0], f"http://{name}:8080/")["from"])
-        expect_healthy(world, f"deploy/{name}", agent)
+        expect_healthy(world, f"deploy/{name}", templates[name].get("agent", agent))
     for load in loads:
         load.__exit__(None)
     if not keep:
