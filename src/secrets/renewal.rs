@@ -17,7 +17,7 @@ use super::certificate::Workload;
 use super::metrics::Metrics;
 use super::observe::Dates;
 use super::schedule::{self, Retries};
-use super::trust::MeshBundle;
+use super::trust::{Bundle, MeshBundle};
 use super::{Config, Failure, Roots, State};
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError, csr};
@@ -60,12 +60,12 @@ impl<C: Ca> Renewal<C> {
         let mut retries = Retries::default();
         let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
-            let is_first = mesh.borrow_and_update().is_none();
+            let is_first = mesh.borrow_and_update().roots.is_none();
             self.wait_for_renewal(due, &mut mesh, is_first).await;
         }
         loop {
             // The authority may not know of what comes while it answers.
-            let is_first = mesh.borrow_and_update().is_none();
+            let is_first = mesh.borrow_and_update().roots.is_none();
             match self.issue(retries.failures > 0).await {
                 Ok((workload, answer)) => {
                     let (workload, issued) = (Arc::new(workload), self.clock.now());
@@ -101,7 +101,7 @@ impl<C: Ca> Renewal<C> {
     async fn wait_for_renewal(
         &self,
         mut due: SystemTime,
-        mesh: &mut watch::Receiver<Option<Roots>>,
+        mesh: &mut watch::Receiver<Bundle>,
         mut is_first: bool,
     ) {
         loop {

@@ -15,7 +15,15 @@ use crate::problem::{Problem, codes};
 
 /// The latest trust bundle of the mesh. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct MeshBundle(watch::Sender<Option<Roots>>);
+pub(super) struct MeshBundle(watch::Sender<Bundle>);
+
+#[derive(Debug, Default)]
+pub(super) struct Bundle {
+    /// PEM as istiod sent it. A change of it alone renews certificates, as with pilot-agent: Istio's rotation of roots
+    /// adds a copy of a root to the bundle for this purpose.
+    pem: String,
+    pub(super) roots: Option<Roots>,
+}
 
 impl MeshBundle {
     /// Replaces the bundle by another, PEM; an empty one is none. Returns whether it differs.
@@ -27,17 +35,20 @@ impl MeshBundle {
             return Err(Problem::new(code, "trust bundle of the mesh", found));
         }
         Ok(self.0.send_if_modified(|mesh| {
-            let changed = *mesh != roots;
-            *mesh = roots;
+            let changed = mesh.pem != bundle;
+            *mesh = Bundle {
+                pem: bundle.to_owned(),
+                roots,
+            };
             changed
         }))
     }
 
     pub(super) fn latest(&self) -> Option<Roots> {
-        self.0.borrow().clone()
+        self.0.borrow().roots.clone()
     }
 
-    pub(super) fn subscribe(&self) -> watch::Receiver<Option<Roots>> {
+    pub(super) fn subscribe(&self) -> watch::Receiver<Bundle> {
         self.0.subscribe()
     }
 }
