@@ -131,7 +131,8 @@ class Bare(Cluster):
                 "/usr/local/bin/server": tests / "server", "/usr/local/bin/client": tests / "client",
                 "/cert.crt": keys / "cert-chain.pem", "/cert.key": keys / "key.pem"},
                 Entrypoint=["/usr/local/bin/server"], User="1338", Env=["PATH=/usr/local/bin"])
-            layout.add(f"{HUB}/app_sidecar_ubuntu_noble:{tag}", files, agent, machine(tests), Entrypoint=[], Cmd=[], User="1338")
+            layout.add(f"{HUB}/app_sidecar_ubuntu_noble:{tag}", files, agent, machine(tests),
+                       Entrypoint=[], Cmd=[], User="1338", Env=["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"])
             for image in (f"{HUB}/ext-authz:{tag}", "registry.istio.io/testing/ext-authz:latest"):
                 layout.add(image, {"/extauthz": tests / "extauthz"}, Entrypoint=["/extauthz"])
         layout.add("registry.istio.io/testing/jwt-server:0.8", {"/jwt-server": tests / "src"}, Entrypoint=["/jwt-server"])
