@@ -38,6 +38,7 @@ EDITS = [
         PILOT_ENABLE_METADATA_EXCHANGE: "false"
 """),
     ("pkg/test/framework/components/echo/kube/templates/vm_deployment.yaml", "            - SYS_RESOURCE # Required for core dumps\n", ""),
+    ("manifests/charts/gateway/values.yaml", 'imagePullPolicy: ""', "imagePullPolicy: IfNotPresent"),
     ("samples/extauthz/ext-authz.yaml", "imagePullPolicy: Always", "imagePullPolicy: IfNotPresent"),
     ("samples/extauthz/local-ext-authz.yaml", "imagePullPolicy: Always", "imagePullPolicy: IfNotPresent"),
 ]
@@ -138,6 +139,8 @@ class Bare(Cluster):
         layout.add("registry.istio.io/testing/jwt-server:0.8", {"/jwt-server": tests / "src"}, Entrypoint=["/jwt-server"])
 
     def install(self, istio):
+        # Some tests expect it from the test of conformance, which is a part alone.
+        self.run("apply", "--server-side", "-f", istio / "gateway-api-crd.yaml")
         self.inside("ip", "route", "add", "10.98.0.0/16", "dev", "node")
 
 
