@@ -136,6 +136,7 @@ class Bare(Cluster):
                        Entrypoint=[], Cmd=[], User="1338", Env=["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"])
             for image in (f"{HUB}/ext-authz:{tag}", "registry.istio.io/testing/ext-authz:latest"):
                 layout.add(image, {"/extauthz": tests / "extauthz"}, Entrypoint=["/extauthz"])
+        layout.add("docker.io/envoyproxy/envoy:v1.21.0", {}, agent, Entrypoint=["/usr/local/bin/envoy", "-c", "/etc/envoy/envoy.yaml"])
         layout.add("registry.istio.io/testing/jwt-server:0.8", {"/jwt-server": tests / "src"}, Entrypoint=["/jwt-server"])
 
     def install(self, istio):
