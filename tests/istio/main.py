@@ -1,7 +1,7 @@
-"""Istio's own integration tests with this agent in the proxies, see `make istio-tests` in the Makefile.
+"""Istio's own integration tests with this agent in the proxies: see `make istio-tests` in the Makefile.
 
-tests.csv lists all tests of the packages that run, and the last results. A test that fails is repeated, then run with
-pilot-agent. If it fails only with this agent, the command fails.
+tests.csv lists the tests, why some of them are not run, and the last results. A test that fails is repeated, then run
+with pilot-agent. If it fails only with this agent, the command fails.
 """
 
 import argparse
@@ -29,7 +29,8 @@ HUB = "localhost/it"
 AGENTS = {"ours": "this agent", "go": "pilot-agent"}
 REPEATED = 2
 PASS, FAIL, SKIP = "pass", "fail", "skip"
-# What the tests install lacks Istio's extensions of Envoy; the machine may lack a capability; no image is pulled.
+# Changes of Istio's files, because Envoy has no extensions of Istio here, the node pulls no images, and root may lack
+# the capability SYS_RESOURCE.
 EDITS = [
     ("tests/integration/base.yaml", "    pilot:\n", "    telemetry:\n      enabled: false\n    pilot:\n"),
     ("tests/integration/base.yaml", "      env:\n", """      env:
@@ -218,7 +219,7 @@ def run(options, built, package, agent, names, log):
         with addresses(cluster), open(log, "w", encoding="utf-8") as output:
             subprocess.run(
                 ["nsenter", "--target", str(cluster.first()), "--net", f"--wd={source}/tests/integration/{package}",
-                 built / f"{package.rsplit('/')[-1]}.test", "-test.v", "-test.timeout=40m", f"-test.run=^({'|'.join(names)})$",
+                 built / f"{package.rsplit('/')[-1]}.test", "-test.v", "-test.timeout=30m", f"-test.run=^({'|'.join(names)})$",
                  f"--istio.test.kube.config={cluster.folder}/kubeconfig", f"--istio.test.hub={HUB}", f"--istio.test.tag={agent}",
                  "--istio.test.pullpolicy=IfNotPresent", f"--istio.test.skipVM={package != 'pilot'}", "--istio.test.ci", "--istio.test.maxDumps=3",
                  f"--istio.test.work_dir={options.folder}/work"],
