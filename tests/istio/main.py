@@ -29,17 +29,18 @@ HUB = "localhost/it"
 AGENTS = {"ours": "this agent", "go": "pilot-agent"}
 REPEATED = 2
 PASS, FAIL, SKIP = "pass", "fail", "skip"
+CHARTS = "manifests/charts"
 # Changes of Istio's files, because Envoy has no extensions of Istio here, the node pulls no images, and root may lack
 # the capability SYS_RESOURCE.
 EDITS = [
-    ("tests/integration/base.yaml", "    pilot:\n", "    telemetry:\n      enabled: false\n    pilot:\n"),
-    ("tests/integration/base.yaml", "      env:\n", """      env:
-        PILOT_DISABLE_MX_ALPN: "true"
-        PILOT_ENABLE_ALPN_FILTER: "false"
-        PILOT_ENABLE_METADATA_EXCHANGE: "false"
+    (f"{CHARTS}/istio-control/istio-discovery/values.yaml", "  telemetry:\n    enabled: true\n", "  telemetry:\n    enabled: false\n"),
+    (f"{CHARTS}/istio-control/istio-discovery/values.yaml", "  env: {}\n", """  env:
+    PILOT_DISABLE_MX_ALPN: "true"
+    PILOT_ENABLE_ALPN_FILTER: "false"
+    PILOT_ENABLE_METADATA_EXCHANGE: "false"
 """),
     ("pkg/test/framework/components/echo/kube/templates/vm_deployment.yaml", "            - SYS_RESOURCE # Required for core dumps\n", ""),
-    ("manifests/charts/gateway/values.yaml", 'imagePullPolicy: ""', "imagePullPolicy: IfNotPresent"),
+    (f"{CHARTS}/gateway/values.yaml", 'imagePullPolicy: ""', "imagePullPolicy: IfNotPresent"),
     ("samples/extauthz/ext-authz.yaml", "imagePullPolicy: Always", "imagePullPolicy: IfNotPresent"),
     ("samples/extauthz/local-ext-authz.yaml", "imagePullPolicy: Always", "imagePullPolicy: IfNotPresent"),
 ]
