@@ -28,7 +28,7 @@ STAGES = {
               ["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery",
                "istio.io/istio/istioctl/cmd/istioctl"]],
     "istio/1.30": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],
-    # The tags and -trimpath are those of istiod, so most packages come from Go's cache. A link takes 1.4 GB.
+    # With the tags and -trimpath of istiod, most packages come from Go's cache. A link takes 1.4 GB.
     "istio/tests": [["-tags=vtprotobuf,disable_pgv", *(f"istio.io/istio/{path}" for path in (
                         "pkg/test/echo/cmd/client", "pkg/test/echo/cmd/server", "samples/extauthz/cmd/extauthz",
                         "samples/jwt-server/src")), "helm.sh/helm/v4/cmd/helm"],

@@ -38,7 +38,7 @@ pub enum Kind {
     Others,
     /// A chain of another Istio version.
     UnknownChain,
-    /// The rules are those of pilot-agent or of another Istio version.
+    /// The rules are pilot-agent's or of another Istio version.
     Version,
     /// A route, or what it needs, is missing.
     Route,

@@ -126,7 +126,7 @@ pub async fn run(
     Ok((text, ExitCode::Success))
 }
 
-/// Reads the flags. Those of `--verify` and `--explain` are about the rules of a pod.
+/// Reads the flags. `--verify` and `--explain` need the settings of a pod.
 fn read(arguments: &[String]) -> Result<IptablesFlags, BoxError> {
     let mut flags = IptablesFlags::read(arguments)?;
     if flags.verify || flags.explain.is_some() {
