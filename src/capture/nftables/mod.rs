@@ -118,14 +118,14 @@ pub fn wanted(rules: &Rules, family: Family) -> Layout {
 /// What a machine has of a family after [`apply`], and then what it has after pilot-agent or Istio's CNI
 /// plugin, whose rules without an address are for IPv6 as well in pods without it.
 pub fn versions(rules: &Rules, family: Family) -> Vec<Layout> {
-    let versions = [shared(rules), of_both(rules)];
+    let versions = [shared(rules), for_both_families(rules)];
     versions.map(|it| Layout::shared(&it, family)).into()
 }
 
 /// The rules for chains that both families share. Without rules for IPv6, its packets leave our chains at
 /// once, as rules without an address would capture them.
 fn shared(rules: &Rules) -> Vec<Rule> {
-    let mut shared = of_both(rules);
+    let mut shared = for_both_families(rules);
     if !rules.has_v6() {
         let chains = shared.iter().map(|rule| (rule.table, rule.chain));
         let builtin: BTreeSet<_> = chains.filter(|(_, chain)| chain.is_builtin()).collect();
@@ -145,7 +145,7 @@ fn shared(rules: &Rules) -> Vec<Rule> {
 ///
 /// - a jump for the servers of one family is for both, once: the rules behind it have addresses;
 /// - only TCP packets are dropped as invalid, as in Istio.
-fn of_both(rules: &Rules) -> Vec<Rule> {
+fn for_both_families(rules: &Rules) -> Vec<Rule> {
     let mut shared = Vec::<Rule>::new();
     for rule in rules.all() {
         let mut rule = rule.clone();

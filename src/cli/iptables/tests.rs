@@ -124,17 +124,15 @@ fn the_rules_of_the_cni_plugin_are_those_that_the_arguments_of_istio_validation_
             let (config, _) = Config::check(&flags.settings, &Host::default()).expect("settings");
             let rules = Rules::new(&config);
             for family in [Family::V4, Family::V6] {
-                let (versions, found) = match is_native {
-                    true => {
-                        let found = nftables::parse(saved.as_bytes(), family).expect("rules");
-                        (nftables::versions(&rules, family), found)
-                    }
-                    false if family == Family::V4 => {
-                        let found = Saved::parse(saved).expect("rules").layout();
-                        (vec![Layout::new(&rules, family)], found)
-                    }
+                let (versions, found) = if is_native {
+                    let found = nftables::parse(saved.as_bytes(), family).expect("rules");
+                    (nftables::versions(&rules, family), found)
+                } else if family == Family::V4 {
+                    let found = Saved::parse(saved).expect("rules").layout();
+                    (vec![Layout::new(&rules, family)], found)
+                } else {
                     // The pods have no address of IPv6.
-                    false => continue,
+                    continue;
                 };
                 let findings = verify::compare(&versions, &found, family);
                 let is_named = is_native && family == Family::V6;
