@@ -20,21 +20,30 @@ fn a_page_of_100_000_lines_costs_less_than_2_mb() {
     let half = server::page(server::TEXT, server::large("half", 50_000));
     let rest = server::page(server::TEXT, server::large("rest", 50_000));
     for ports in [[small, large, 0], [large, other, 0], [small, half, rest]] {
-        let child = Command::new(std::env::current_exe().expect("this program"))
-            .args([
-                "--exact",
-                "scrape::memory::scrapes_alone",
-                "--ignored",
-                "--nocapture",
-            ])
-            .env(PORTS, ports.map(|port| port.to_string()).join(" "))
-            .env(SMALL, small.to_string())
-            .output()
-            .expect("started");
-        let said = String::from_utf8_lossy(&child.stdout);
-        println!("{said}");
-        assert!(said.contains("1 passed"), "{ports:?}");
+        // The kernel counts pages per CPU and adds them up in batches, so each reading may be
+        // hundreds of KiB off: a page that costs too much does so in every process.
+        assert!(
+            (0..3).any(|_| scrapes_within_limit(ports, small)),
+            "{ports:?}"
+        );
     }
+}
+
+fn scrapes_within_limit(ports: [u16; 3], small: u16) -> bool {
+    let child = Command::new(std::env::current_exe().expect("this program"))
+        .args([
+            "--exact",
+            "scrape::memory::scrapes_alone",
+            "--ignored",
+            "--nocapture",
+        ])
+        .env(PORTS, ports.map(|port| port.to_string()).join(" "))
+        .env(SMALL, small.to_string())
+        .output()
+        .expect("started");
+    let said = String::from_utf8_lossy(&child.stdout);
+    println!("{said}");
+    said.contains("1 passed")
 }
 
 #[test]
