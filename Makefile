@@ -103,7 +103,7 @@ compare: image build ## Compares pilot-agent and this agent in such a cluster (a
 
 istio-tests: $(if $(LAYOUT),,image) ## Runs Istio's integration tests with this agent (as root), or with pilot-agent: AGENT=go. SUITE=security runs a part.
 	@python3 -B tests/istio/main.py --folder $(target)/istio-tests --layout $(or $(LAYOUT),$(target)/image/oci) \
-	  --agent $(or $(AGENT),ours) --suite "$(SUITE)" $(if $(filter-out 0,$(WRITE)),--write)
+	  --agent $(or $(AGENT),ours) --suite "$(SUITE)" --repeat $(or $(REPEAT),2) $(if $(filter-out 0,$(WRITE)),--write)
 
 cluster-stop: ## Stops the cluster that `make cluster KEEP=1` left running.
 	@python3 -B deploy/cluster/cluster.py $(target)/cluster

@@ -27,7 +27,6 @@ from programs import programs, say
 LIST = HERE / "tests.csv"
 HUB = "localhost/it"
 AGENTS = {"ours": "this agent", "go": "pilot-agent"}
-REPEATED = 2
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 CHARTS = "manifests/charts"
 # Changes of Istio's files, because Envoy has no extensions of Istio here, the node pulls no images, and root may lack
@@ -52,6 +51,7 @@ def main():
     parser.add_argument("--layout", type=pathlib.Path, required=True, help="the agent's image, an OCI layout")
     parser.add_argument("--agent", choices=AGENTS, default="ours", help="go runs all tests with pilot-agent")
     parser.add_argument("--suite", default="", help="runs the parts whose names begin with this")
+    parser.add_argument("--repeat", type=int, default=2, help="how often a test that fails is repeated with each agent")
     parser.add_argument("--write", action="store_true", help="writes the results to tests.csv")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -90,9 +90,9 @@ def run_part(options, built, part, rows):
 
 
 def repeated(options, built, part, package, agent, names):
-    """The best result of each test and subtest in up to three runs."""
+    """The best result of each test and subtest in all runs."""
     best, left = {}, names
-    for attempt in range(1 + REPEATED):
+    for attempt in range(1 + options.repeat):
         begun = time.monotonic()
         found = run(options, built, package, agent, left, options.folder / f"{part}.{agent}.{attempt}.log")
         failed = leaves(found)
@@ -138,7 +138,6 @@ class Bare(Cluster):
                        Entrypoint=[], Cmd=[], User="1338", Env=["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"])
             for image in (f"{HUB}/ext-authz:{tag}", "registry.istio.io/testing/ext-authz:latest"):
                 layout.add(image, {"/extauthz": tests / "extauthz"}, Entrypoint=["/extauthz"])
-        layout.add("docker.io/envoyproxy/envoy:v1.21.0", {}, agent, Entrypoint=["/usr/local/bin/envoy", "-c", "/etc/envoy/envoy.yaml"])
         layout.add("registry.istio.io/testing/jwt-server:0.8", {"/jwt-server": tests / "src"}, Entrypoint=["/jwt-server"])
 
     def install(self, istio):
