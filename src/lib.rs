@@ -33,6 +33,8 @@ pub mod istiod;
 
 pub mod envoy;
 
+pub mod standby;
+
 pub mod status;
 
 pub mod health;

@@ -9,6 +9,7 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use nix::sys::signal::SigSet;
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -47,6 +48,9 @@ impl Urgency {
         }
     }
 }
+
+/// The cause of a stop that the pod's owner has asked for.
+pub const QUIT: &str = "/quitquitquit called";
 
 /// What the agent has been asked for so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -115,6 +119,7 @@ pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send
     }
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
+    stopping().thread_unblock()?;
     Ok(async move {
         loop {
             let cause = tokio::select! {
@@ -125,6 +130,16 @@ pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send
             stop.escalate(cause);
         }
     })
+}
+
+/// Keeps SIGTERM and SIGINT until the next program that this process runs has called [`signals`]: the kernel discards
+/// a signal that the first process of a container does not handle.
+pub fn hold_signals() -> io::Result<()> {
+    Ok(stopping().thread_block()?)
+}
+
+fn stopping() -> SigSet {
+    SigSet::from_iter([nix::sys::signal::SIGTERM, nix::sys::signal::SIGINT])
 }
 
 /// How one task ended.

@@ -14,6 +14,8 @@ use istio_agent::config::environment::Environment;
 use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
+use istio_agent::standby::wait::Next;
+use istio_agent::standby::{self, Standby};
 use istio_agent::{agent, logging, preflight, proxy_config};
 use serde::Serialize;
 
@@ -111,6 +113,13 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             block_on(request::run(&flags, status_port, &mut io::stdout()))??;
             Ok(ExitCode::Success)
         }
+        Some(Command::Standby(_)) => {
+            logging::init(log.options()?)?;
+            match block_on(standby::wait::run(&environment))?? {
+                Next::Serve(record) => Err(standby::wait::serve(&record, &environment).into()),
+                Next::Exit(code) => Ok(ExitCode::Envoy(code)),
+            }
+        }
         Some(Command::Wait(flags)) => {
             logging::init(log.options()?)?;
             block_on(wait::run(&flags))??;
@@ -149,6 +158,7 @@ fn proxy(
     unknown: Vec<String>,
 ) -> Result<ExitCode, BoxError> {
     version::announce(&environment)?;
+    let standby = Standby::enter(&environment)?;
     let given = Arc::new((flags, log, all, environment));
     let read = given.clone();
     let load = move || config::load(&read.0, &read.1, &read.3, ".".as_ref());
@@ -162,7 +172,7 @@ fn proxy(
     let (load, report) = (Arc::new(load), Arc::new(report));
     block_on(async {
         tokio::select! {
-            ended = agent::run(config, Settings { load, report }) => ended,
+            ended = agent::run(config, Settings { load, report }, standby) => ended,
             never = free_memory() => match never {},
         }
     })?

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 from images import Layout
@@ -15,6 +16,7 @@ from programs import ISTIODS, programs, say
 
 HERE = pathlib.Path(__file__).resolve().parent
 CONFIG = HERE / "config"
+STANDBY = HERE.parent / "kubernetes" / "standby.yaml"
 # Two names of each agent's image, for a change from one to the other.
 OURS_NAMES, GO_NAMES = (tuple(f"localhost/agent-{agent}:{tag}" for tag in (1, 2)) for agent in ("ours", "go"))
 APPLICATION = "localhost/application:1"
@@ -136,9 +138,16 @@ class Cluster:
         manifests = (programs(istiod) if istiod else self.folder / "istiod") / "manifests"
         rendered = subprocess.run(
             [self.folder / "istioctl", "manifest", "generate", "--manifests", manifests,
-             "--filename", CONFIG / "istio.yaml", "--set", f"components.cni.enabled={str(cni).lower()}", *words],
+             "--filename", CONFIG / "istio.yaml", "--filename", self.templates(), "--set", f"components.cni.enabled={str(cni).lower()}", *words],
             check=True, capture_output=True, text=True).stdout
         self.run("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
+
+    def templates(self):
+        """The values with the injection template `standby`, as istioctl reads them."""
+        values = textwrap.indent(STANDBY.read_text(), "    ")
+        file = self.folder / "standby.yaml"
+        file.write_text(f"apiVersion: install.istio.io/v1alpha1\nkind: IstioOperator\nspec:\n  values:\n{values}")
+        return file
 
     def remove_cni(self):
         """Ends the node's plugin, which removes itself from the node."""

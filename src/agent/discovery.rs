@@ -69,7 +69,8 @@ impl Agent {
             kept,
         };
         // Applications of gRPC share the directory, and may have taken the name.
-        let listener = unix_socket::replace(&self.config.xds_socket)?;
+        let listener = unix_socket::replace(&self.config.bootstrap.xds_socket)?;
+        unix_socket::link(&self.config.xds_socket, &listener)?;
         let of_others = match envoy {
             Some(_) => {
                 let name = "connection to istiod for clients other than Envoy";

@@ -22,12 +22,15 @@ mod secrets;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio::net::TcpStream;
 use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 
 use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
@@ -38,11 +41,12 @@ use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{
-    self, BoxError, CancellationToken, Ended, Stop, StopRequest, Tasks, Urgency, with_causes,
+    self, BoxError, CancellationToken, Ended, QUIT, Stop, StopRequest, Tasks, Urgency, with_causes,
 };
 use crate::metrics::{self, Registry};
 use crate::problem::{Problem, codes};
 use crate::scrape::Scrape;
+use crate::standby::Standby;
 use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
@@ -51,11 +55,18 @@ use crate::{doctor, scope, sds, status};
 use reload::{Inputs, Report, Settings};
 use sds_socket::Detected;
 
+/// How long the Envoy of an agent that was killed may take to end, and how often the agent looks for it.
+const FORMER_ENVOY: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(10);
 /// How long tasks may take to end once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Runs the agent until Envoy has exited, or until it is asked to stop. `settings` read the configuration again.
-pub async fn run(mut config: Config, settings: Settings) -> Result<ExitCode, BoxError> {
+pub async fn run(
+    mut config: Config,
+    settings: Settings,
+    standby: Option<Standby>,
+) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
     if !config.may_dump_core {
         process::bar_core_dumps();
@@ -73,11 +84,11 @@ pub async fn run(mut config: Config, settings: Settings) -> Result<ExitCode, Box
             return Err(Unusable(config.authority_problems).into());
         }
         let listener = detected.bind(&config)?;
-        detected.add_to(&mut config.bootstrap.node);
+        detected.add_to(&mut config.bootstrap, &config.sds_socket);
         let agent = Agent::build(
             config, port, detected, listener, settings, milestones, &stop,
         )?;
-        agent.run(stop).await
+        agent.run(stop, standby).await
     };
     tokio::select! {
         code = running => code,
@@ -237,8 +248,9 @@ impl Agent {
         istiod
     }
 
-    async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
-        let run = run_envoy(self.config, self.inputs, self.supervisor, stop.requested());
+    async fn run(mut self, stop: Stop, standby: Option<Standby>) -> Result<ExitCode, BoxError> {
+        let requests = stop.requested();
+        let run = run_envoy(self.config, self.inputs, self.supervisor, requests, standby);
         let mut envoy = pin!(run);
         let mut broken = None;
         let mut result = loop {
@@ -312,6 +324,7 @@ async fn run_envoy(
     inputs: Option<Arc<Inputs>>,
     supervisor: Option<Supervisor>,
     mut stop: watch::Receiver<StopRequest>,
+    standby: Option<Standby>,
 ) -> Result<ExitCode, BoxError> {
     tokio::select! {
         found = platform::discover(&config.platform) => config.bootstrap.node.platform = found,
@@ -332,13 +345,36 @@ async fn run_envoy(
         let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
         envoy_user::admit(user, &[], directories);
     }
-    Ok(match supervisor.await? {
+    if let (Some(_), Some(envoy)) = (&standby, &config.envoy) {
+        until_port_is_free((envoy.admin_host, envoy.admin_port).into()).await;
+    }
+    let exit = supervisor.await?;
+    let code = match exit {
         Exit::Requested => {
             tracing::info!("Agent has successfully terminated");
             ExitCode::Success
         }
         Exit::ByItself(ended) => ExitCode::Envoy(ended.code()),
-    })
+    };
+    let is_on_purpose = match exit {
+        Exit::Requested => stop.borrow().cause == Some(QUIT),
+        Exit::ByItself(ended) => ended.code() == 0,
+    };
+    if let Some(standby) = standby.filter(|_| is_on_purpose) {
+        standby.record_end(code);
+    }
+    Ok(code)
+}
+
+/// Waits for the end of the Envoy whose agent was killed. The kernel ends it, which takes a moment.
+async fn until_port_is_free(port: SocketAddr) {
+    let is_free = async {
+        while TcpStream::connect(port).await.is_ok() {
+            sleep(PAUSE).await;
+        }
+    };
+    // If it is still taken then, Envoy says so.
+    let _ = timeout(FORMER_ENVOY, is_free).await;
 }
 
 /// The problem of a task that ended by itself.

@@ -6,8 +6,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::bootstrap::FILES_SOCKET;
-use crate::bootstrap::node::Node;
+use crate::bootstrap::{self, FILES_SOCKET};
 use crate::config::{AbsentSocket, Config};
 use crate::problem::{Problem, codes};
 use crate::unix_socket::probe::{self, Health};
@@ -36,7 +35,9 @@ impl Detected {
             return Ok(None);
         }
         if self.serves_workload {
-            return unix_socket::bind(&config.sds_socket).map(Some);
+            let own = unix_socket::bind(&config.bootstrap.sds_socket)?;
+            unix_socket::link(&config.sds_socket, &own)?;
+            return Ok(Some(own));
         }
         let bound = unix_socket::bind(Path::new(FILES_SOCKET));
         Ok(bound
@@ -48,9 +49,14 @@ impl Detected {
             .ok())
     }
 
-    pub(super) fn add_to(&self, node: &mut Node) {
+    /// Describes the sockets to Envoy: whose socket has the workload's secrets, and the node metadata.
+    pub(super) fn add_to(&self, bootstrap: &mut bootstrap::Config, sds_socket: &Path) {
+        if !self.serves_workload {
+            sds_socket.clone_into(&mut bootstrap.sds_socket);
+        }
         for name in &self.metadata {
-            node.metadata.insert((*name).to_owned(), "true".into());
+            let metadata = &mut bootstrap.node.metadata;
+            metadata.insert((*name).to_owned(), "true".into());
         }
     }
 }

@@ -23,6 +23,7 @@ use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::environment;
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
+use crate::standby::wait::StandbyFlags;
 
 const FAILING_POD: &str =
     "To find out why a pod fails: kubectl exec POD -c istio-proxy -- pilot-agent doctor";
@@ -60,6 +61,8 @@ pub enum Command {
     SupportBundle(support_bundle::SupportBundleFlags),
     /// Sends an HTTP request to a port of the agent or of Envoy.
     Request(request::RequestFlags),
+    /// Waits until no other container of the pod runs Envoy, and then runs it as that one did.
+    Standby(StandbyFlags),
     /// Waits until Envoy is ready.
     Wait(wait::WaitFlags),
     /// Prints build information.

@@ -71,7 +71,8 @@ impl Loader<'_> {
     }
 
     fn hot_restart(&mut self) -> Option<hot_restart::Limits> {
-        if !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
+        let has_standby = !self.get(&variables::ISTIO_AGENT_STANDBY).is_empty();
+        if !has_standby && !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
             return None;
         }
         let wanted = self.get(&variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME);

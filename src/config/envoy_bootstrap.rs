@@ -15,7 +15,7 @@ use super::{LEFT_OUT, Loader};
 use crate::bootstrap::{self, StatsConfig, grpc, node, platform};
 use crate::compliance::Policy;
 use crate::problem::{Problem, codes};
-use crate::{duration, json};
+use crate::{duration, json, unix_socket};
 
 const PREFIX: &str = "sidecar.istio.io/";
 /// Envoy's default flush interval.
@@ -37,14 +37,18 @@ impl Loader<'_> {
             let consequence = "the metadata of peers is not discovered";
             self.warn("ISTIO_DELTA_XDS", "false", "true", consequence);
         }
+        let container = self.get(&variables::ISTIO_AGENT_STANDBY);
         let exit_on_zero_connections = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);
         let strips_fragment = &variables::HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED;
         bootstrap::Config {
-            directory: self.proxy_config.config_path.clone().into(),
+            directory: match container.as_str() {
+                "" => self.proxy_config.config_path.clone().into(),
+                container => Path::new(&self.proxy_config.config_path).join(container),
+            },
             revision: None,
             ports,
-            xds_socket: xds_socket.to_owned(),
-            sds_socket: sds_socket.to_owned(),
+            xds_socket: unix_socket::of_container(xds_socket, &container),
+            sds_socket: unix_socket::of_container(sds_socket, &container),
             delta,
             metadata_discovery: metadata_discovery && delta,
             dual_stack: self.get(&variables::ISTIO_DUAL_STACK),

@@ -49,7 +49,7 @@ use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::istiod::Istiod;
-use crate::lifecycle::{BoxError, CancellationToken, Stop, Urgency};
+use crate::lifecycle::{BoxError, CancellationToken, QUIT, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
 use crate::problem::{Problem, codes};
@@ -271,7 +271,7 @@ impl Router {
 /// Ends the agent once the answer has been sent.
 fn quit(stop: &Stop) -> Response<Body> {
     let stop = stop.clone();
-    let quit = move || stop.request(Urgency::Terminate, "/quitquitquit called");
+    let quit = move || stop.request(Urgency::Terminate, QUIT);
     plain(StatusCode::OK, "OK").map(|body| reply::followed(body, quit))
 }
 

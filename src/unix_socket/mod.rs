@@ -10,7 +10,7 @@ pub mod probe;
 use std::convert::Infallible;
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -91,6 +91,29 @@ pub fn bind(path: &Path) -> Result<Listener, Problem> {
         connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
         is_full: false,
     })
+}
+
+/// The socket of this container, if two containers of a pod bind one each and `path` leads to one of them.
+pub fn of_container(path: &Path, container: &str) -> PathBuf {
+    let mut own = path.as_os_str().to_owned();
+    if !container.is_empty() {
+        own.push("-");
+        own.push(container);
+    }
+    own.into()
+}
+
+/// Has `path` lead to the listener's socket, if that has another name. What was there is replaced.
+pub fn link(path: &Path, listener: &Listener) -> Result<(), Problem> {
+    let own = &listener.path;
+    let (Some(target), true) = (own.file_name(), path != own) else {
+        return Ok(());
+    };
+    let temporary = own.with_extension("link");
+    remove_stale(&temporary)?;
+    symlink(target, &temporary)
+        .and_then(|()| fs::rename(temporary, path))
+        .map_err(failed(path, "link the socket"))
 }
 
 /// Like [`bind`], but a process that listens on `path` loses it, which is logged as an error.

@@ -900,6 +900,53 @@ def a_sidecar_is_upgraded_in_place_and_its_application_runs_on(world, agent=OURS
     return f"cut for {longest:.2f} s: {counts} failed"
 
 
+STANDBY = {"inject.istio.io/templates": "sidecar,standby"}
+# What the template `standby` must follow: the same in both containers.
+SAME = ("image", "imagePullPolicy", "resources", "restartPolicy", "securityContext", "volumeMounts")
+
+
+@case(9, own=True)
+def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world):
+    """Next to pilot-agent, whose container restarts."""
+    for name, agent, annotations in (("standby", OURS, NATIVE | STANDBY), ("alone", GO, NATIVE)):
+        shop(world, name, agent, annotations=annotations)
+    pods = {name: world.pods(name)[0] for name in ("standby", "alone")}
+    told = []
+    for what, end in (("killed", world.kill), ("replaced", lambda pod, container: world.kubectl(
+            "set", "image", f"pod/{pod}", f"{container}={world.other_image(OURS if pod == pods['standby'] else GO)}"))):
+        for name, pod in pods.items():
+            started = world.container(pod, "istio-proxy")
+            with Load(world, f"http://{name}:8080/", *CLIENTS) as load:
+                end(pod, "istio-proxy")
+                world.until("the container is another one", lambda: (
+                    now := world.container(pod, "istio-proxy"))["ready"] and now["containerID"] != started["containerID"])
+                time.sleep(2)
+            seen = load.told.values()
+            told.append(f"{name} {what}: cut for {max(one['seconds'] for one in seen):.2f} s, "
+                        f"{sum(len(one['failed']) for one in seen)} of {sum(one['sent'] for one in seen)} requests failed")
+            expect("restarts of the application", 0, world.container(pod, "app")["restartCount"])
+    expect_healthy(world, "deploy/standby", OURS)
+    world.kubectl("delete", "deploy", "--wait=false", *pods)
+    return "; ".join(told)
+
+
+@case(9, own=True)
+def the_template_of_the_standby_fits_istios_own(world):
+    """What istiod's webhook makes of pods, which the API server validates."""
+    volume = {"sidecar.istio.io/userVolume": '{"more":{"emptyDir":{}}}',
+              "sidecar.istio.io/userVolumeMount": '{"more":{"mountPath":"/more"}}'}
+    limits = {"sidecar.istio.io/proxyCPU": "20m", "sidecar.istio.io/proxyMemoryLimit": "1Gi"}
+    for annotations in ({}, volume, limits, {"sidecar.istio.io/interceptionMode": "TPROXY"},
+                        {"sidecar.istio.io/capNetBindService": "true"}, {"sidecar.istio.io/bootstrapOverride": "none"}):
+        for kind in (USUAL, NATIVE):
+            pod = world.injected(OURS, annotations=annotations | kind | STANDBY)
+            both = {one["name"]: one for one in containers(pod)}
+            for key in SAME:
+                proxy, standby = (both[name].get(key) for name in ("istio-proxy", "istio-standby"))
+                expect(f"{key} with {annotations}", proxy, standby)
+    return "both containers have the same mounts, user and limits"
+
+
 @case(10)
 def the_agents_own_commands_and_pages_answer_in_a_pod(world):
     pod = world.pods(CLIENTS[0])[0]

@@ -108,9 +108,9 @@ class World:
         return next(one for part in ("containerStatuses", "initContainerStatuses")
                     for one in status.get(part, []) if one["name"] == name)
 
-    def injected(self):
-        """A pod without annotations, as the webhook returns it; nothing is created."""
-        template = self.template("injected", GO)
+    def injected(self, agent=GO, **template):
+        """A pod as the webhook returns it; nothing is created."""
+        template = self.template("injected", agent, **template)
         return json.loads(self.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", input=json.dumps(
             {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
              "metadata": template["metadata"] | {"name": "injected"}})))

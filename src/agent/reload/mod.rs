@@ -84,7 +84,7 @@ impl Inputs {
         }
         let mut bootstrap = config.bootstrap.clone();
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
-        self.detected.add_to(&mut bootstrap.node);
+        self.detected.add_to(&mut bootstrap, &config.sds_socket);
         let document = is_compared.then(|| bootstrap::document(&bootstrap).to_string());
         bootstrap.revision = is_compared.then_some(epoch);
         let written = bootstrap::write(&bootstrap)?;

@@ -65,7 +65,7 @@ impl Place {
         let load = self.load();
         let mut config = load().expect("a good configuration");
         let detected = detect(&config).await.expect("detected");
-        detected.add_to(&mut config.bootstrap.node);
+        detected.add_to(&mut config.bootstrap, &config.sds_socket);
         Inputs::new(config, load, detected)
     }
 }

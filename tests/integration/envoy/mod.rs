@@ -22,6 +22,7 @@ mod refused_resources;
 mod scope;
 mod secret_files;
 mod spire;
+mod standby;
 mod status;
 mod support_bundle;
 mod wasm;

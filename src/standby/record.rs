@@ -1,0 +1,151 @@
+//! What the agent that serves leaves for its standby: what it was started with, and that it ends on purpose.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+use crate::config::environment::Environment;
+use crate::directory::Directory;
+use crate::exit_code::ExitCode;
+
+const RECORD: &str = "serving.json";
+pub(super) const END: &str = "end.json";
+
+/// What the agent that serves was started with. Variables may hold secrets: only the agents' user may read it.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Record {
+    /// Without the program.
+    pub arguments: Vec<String>,
+    /// All of them, because Envoy inherits them.
+    pub variables: BTreeMap<String, String>,
+}
+
+/// An end that the pod's owner or Envoy wanted, in contrast to a crash or a container that is replaced.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct End {
+    pub(super) code: u8,
+    /// Nanoseconds since the machine started.
+    at: u64,
+}
+
+impl Record {
+    pub(super) fn of_process(environment: &Environment) -> Self {
+        let variables = environment.with_prefix("");
+        let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let words = std::env::args_os().skip(1);
+        Self {
+            arguments: words
+                .map(|word| word.to_string_lossy().into_owned())
+                .collect(),
+            variables: variables.collect(),
+        }
+    }
+
+    pub(super) fn write(&self, directory: &Directory) -> io::Result<()> {
+        directory.replace_files(&[(RECORD, &serde_json::to_vec(self)?)], 0o600)
+    }
+
+    /// None if no agent has served yet.
+    pub(super) fn read(directory: &Directory) -> io::Result<Option<Self>> {
+        read(directory, RECORD)
+    }
+
+    /// The environment of a standby with these variables that takes over: those of its own container win, such as
+    /// limits and this container's name.
+    pub(super) fn environment(&self, own: &Environment) -> BTreeMap<String, String> {
+        let mut variables = self.variables.clone();
+        let own = own.with_prefix("");
+        variables.extend(own.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        variables
+    }
+}
+
+impl End {
+    pub(super) fn now(code: ExitCode) -> Self {
+        Self {
+            code: code.number(),
+            at: since_boot(),
+        }
+    }
+
+    pub(super) fn write(&self, directory: &Directory) -> io::Result<()> {
+        directory.replace_files(&[(END, &serde_json::to_vec(self)?)], 0o600)
+    }
+
+    /// The end of the former agent, if it was recorded after `start`: a process that started later must not end with
+    /// it.
+    pub(super) fn after(start: u64, directory: &Directory) -> io::Result<Option<Self>> {
+        let end: Option<Self> = read(directory, END)?;
+        Ok(end.filter(|end| end.at > start))
+    }
+}
+
+fn read<T: for<'de> Deserialize<'de>>(directory: &Directory, name: &str) -> io::Result<Option<T>> {
+    match directory.read_private(name) {
+        Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The same clock in all containers of a machine (clock_gettime(2), CLOCK_BOOTTIME).
+pub(super) fn since_boot() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    // Neither is negative.
+    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_of_the_standbys_own_container_win() {
+        let variables = [("ISTIO_CPU_LIMIT", "2"), ("POD_NAME", "cart-1")];
+        let record = Record {
+            arguments: vec!["proxy".to_owned()],
+            variables: variables
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .into(),
+        };
+        let own = [
+            ("ISTIO_CPU_LIMIT", "1"),
+            ("ISTIO_AGENT_STANDBY", "istio-standby"),
+        ];
+        let merged = record.environment(&own.into_iter().collect());
+        let merged: Vec<_> = merged
+            .iter()
+            .map(|(name, value)| (&**name, &**value))
+            .collect();
+        assert_eq!(merged, [own[1], own[0], variables[1]]);
+    }
+
+    #[test]
+    fn an_end_counts_only_for_a_process_that_was_running() {
+        let place = tempfile::tempdir().unwrap();
+        let directory = Directory::private(place.path(), "private", true).unwrap();
+        assert_eq!(End::after(0, &directory).unwrap(), None);
+        let before = since_boot();
+        let end = End::now(ExitCode::Envoy(3));
+        end.write(&directory).unwrap();
+        assert_eq!(End::after(before, &directory).unwrap(), Some(end));
+        assert_eq!(End::after(since_boot(), &directory).unwrap(), None);
+    }
+
+    #[test]
+    fn a_record_is_for_its_user_only_and_a_broken_one_is_an_error() {
+        let place = tempfile::tempdir().unwrap();
+        let directory = Directory::private(place.path(), "private", true).unwrap();
+        assert_eq!(Record::read(&directory).unwrap(), None);
+        let record = Record::of_process(&[("TOKEN", "secret")].into_iter().collect());
+        record.write(&directory).unwrap();
+        assert_eq!(Record::read(&directory).unwrap(), Some(record));
+        let file = place.path().join("private").join(RECORD);
+        let mode = std::os::unix::fs::MetadataExt::mode(&file.metadata().unwrap());
+        assert_eq!(mode & 0o777, 0o600);
+        std::fs::write(file, "{").unwrap();
+        assert!(Record::read(&directory).is_err());
+    }
+}
