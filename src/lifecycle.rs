@@ -15,6 +15,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 pub use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 /// Any error a task may end with.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -140,6 +142,35 @@ pub fn hold_signals() -> io::Result<()> {
 
 fn stopping() -> SigSet {
     SigSet::from_iter([nix::sys::signal::SIGTERM, nix::sys::signal::SIGINT])
+}
+
+/// Has listeners stop accepting and finish what they have accepted, because another agent goes on with their sockets.
+#[derive(Clone, Debug, Default)]
+pub struct Retirement {
+    begun: CancellationToken,
+    accepting: TaskTracker,
+}
+
+impl Retirement {
+    /// Held by a listener while it accepts.
+    pub fn accepting(&self) -> TaskTrackerToken {
+        self.accepting.token()
+    }
+
+    pub async fn begun(&self) {
+        self.begun.cancelled().await;
+    }
+
+    pub fn has_begun(&self) -> bool {
+        self.begun.is_cancelled()
+    }
+
+    /// Returns once nothing accepts any more.
+    pub async fn begin(&self) {
+        self.begun.cancel();
+        self.accepting.close();
+        self.accepting.wait().await;
+    }
 }
 
 /// How one task ended.

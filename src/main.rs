@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use istio_agent::agent::reload::Settings;
@@ -14,6 +15,7 @@ use istio_agent::config::environment::Environment;
 use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
+use istio_agent::standby::record::Record;
 use istio_agent::standby::wait::Next;
 use istio_agent::standby::{self, Standby};
 use istio_agent::{agent, logging, preflight, proxy_config};
@@ -115,7 +117,8 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         }
         Some(Command::Standby(_)) => {
             logging::init(log.options()?)?;
-            match block_on(standby::wait::run(&environment))?? {
+            let envoy = |record: &Record| envoy_of(record, &environment);
+            match block_on(standby::wait::run(&environment, envoy))?? {
                 Next::Serve(record) => Err(standby::wait::serve(&record, &environment).into()),
                 Next::Exit(code) => Ok(ExitCode::Envoy(code)),
             }
@@ -158,7 +161,8 @@ fn proxy(
     unknown: Vec<String>,
 ) -> Result<ExitCode, BoxError> {
     version::announce(&environment)?;
-    let standby = Standby::enter(&environment)?;
+    let envoy = config::proxy_config(&flags, &environment, ".".as_ref()).binary_path;
+    let standby = block_on(Standby::enter(&environment, envoy.as_ref()))??;
     let given = Arc::new((flags, log, all, environment));
     let read = given.clone();
     let load = move || config::load(&read.0, &read.1, &read.3, ".".as_ref());
@@ -176,6 +180,20 @@ fn proxy(
             never = free_memory() => match never {},
         }
     })?
+}
+
+/// The program of Envoy that an agent with this record and our environment runs.
+fn envoy_of(record: &Record, own: &Environment) -> PathBuf {
+    let words = std::iter::once("pilot-agent".to_owned()).chain(record.arguments.clone());
+    let flags = match cli::parse(words).map(|typed| typed.cli.command) {
+        Ok(Some(Command::Proxy(flags))) => flags,
+        // The agent with this record names the problem.
+        _ => return PathBuf::new(),
+    };
+    let environment = record.environment(own).into_iter().collect();
+    config::proxy_config(&flags, &environment, ".".as_ref())
+        .binary_path
+        .into()
 }
 
 /// Runs on this thread: the parent-death signal ends Envoy with the thread that started it.

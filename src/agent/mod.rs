@@ -10,8 +10,10 @@ mod discovery;
 mod ecds;
 mod envoy_user;
 mod google_token;
+mod handover;
 mod nds;
 mod pcds;
+mod ports;
 mod process;
 pub mod reload;
 mod report;
@@ -23,35 +25,41 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
 use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
+use crate::envoy::hot_restart::Adopted;
 use crate::envoy::hot_restart::watch::changes;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{
-    self, BoxError, CancellationToken, Ended, QUIT, Stop, StopRequest, Tasks, Urgency, with_causes,
+    self, BoxError, CancellationToken, Ended, QUIT, Retirement, Stop, StopRequest, Tasks, Urgency,
+    with_causes,
 };
 use crate::metrics::{self, Registry};
 use crate::problem::{Problem, codes};
 use crate::scrape::Scrape;
-use crate::standby::Standby;
+use crate::standby::{Role, Standby};
 use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
+use crate::xds::last_known_good::LastKnownGood;
 use crate::{doctor, scope, sds, status};
+use handover::{Holder, Successor};
+use ports::{Given, Ports};
 use reload::{Inputs, Report, Settings};
 use sds_socket::Detected;
 
@@ -65,7 +73,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(2);
 pub async fn run(
     mut config: Config,
     settings: Settings,
-    standby: Option<Standby>,
+    standby: Option<(Standby, Role)>,
 ) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
     if !config.may_dump_core {
@@ -75,20 +83,37 @@ pub async fn run(
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
     let running = async {
-        // First, as what follows may take a while; it is served once all modules are built.
-        let status = config.status.as_ref();
-        let port = status.map(|status| status::bind(status.port));
-        let port = port.transpose()?;
+        let (standby, role) = standby.unzip();
+        let (give, given) = ports::channel();
+        let give = if role == Some(Role::Succeeds) {
+            Some(give)
+        } else {
+            // First, as what follows may take a while; they are served once all modules are built.
+            give.give(Ports::bind(&config)?)?;
+            None
+        };
         let mut detected = sds_socket::detect(&config).await?;
         if detected.serves_workload && !config.authority_problems.is_empty() {
             return Err(Unusable(config.authority_problems).into());
         }
         let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap, &config.sds_socket);
-        let agent = Agent::build(
-            config, port, detected, listener, settings, milestones, &stop,
+        let bound = (given, listener);
+        let mut agent = Agent::build(
+            config, bound, detected, settings, milestones, &stop, standby,
         )?;
-        agent.run(stop, standby).await
+        match give.zip(agent.standby.clone()) {
+            Some((give, standby)) => {
+                agent.successor = Some(Successor {
+                    standby,
+                    stop: stop.clone(),
+                    give,
+                    config: agent.config.clone(),
+                });
+            }
+            None => handover::link(&agent.config)?,
+        }
+        agent.run(stop).await
     };
     tokio::select! {
         code = running => code,
@@ -104,21 +129,26 @@ struct Agent {
     config: Config,
     /// What Envoys start from, unless the agent runs none.
     inputs: Option<Arc<Inputs>>,
-    supervisor: Option<Supervisor>,
+    supervisor: Option<(Envoy, Supervisor)>,
+    standby: Option<Standby>,
+    /// What takes over from an agent in another container, if this one is to.
+    successor: Option<Successor>,
+    adopted: Adopted,
     metrics: Registry,
     tasks: Tasks,
+    retirement: Retirement,
     shutdown: CancellationToken,
 }
 
 impl Agent {
     fn build(
         config: Config,
-        port: Option<status::Listener>,
+        (given, listener): (Given, Option<unix_socket::Listener>),
         detected: Detected,
-        listener: Option<unix_socket::Listener>,
         settings: Settings,
         milestones: Milestones,
         stop: &Stop,
+        standby: Option<Standby>,
     ) -> Result<Self, BoxError> {
         let serves_workload = detected.serves_workload;
         let istio_version = istio_version(&config).to_owned();
@@ -128,14 +158,18 @@ impl Agent {
             inputs: inputs.map(Arc::new),
             config,
             supervisor: None,
+            standby,
+            successor: None,
+            adopted: Adopted::default(),
             metrics: Registry::default(),
             tasks: Tasks::default(),
+            retirement: Retirement::default(),
             shutdown: CancellationToken::new(),
         };
         version::publish(&agent.metrics, &istio_version);
         metrics::process::publish(&agent.metrics);
         let envoy = agent.envoy(stop)?;
-        let (dns, forwarder) = agent.dns()?.unzip();
+        let (dns, forwarder) = agent.dns(given.dns)?.unzip();
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let refusals = sds::Refusals::default();
@@ -144,10 +178,12 @@ impl Agent {
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
-        let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
+        let (discovery, kept) =
+            agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
+        agent.hand_over(envoy.as_ref(), kept, given.to_pass_on, stop);
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
-        if let (Some(port), Some(config)) = (port, agent.config.status.clone()) {
+        if let Some(config) = agent.config.status.clone() {
             let running = doctor::Running {
                 envoy: envoy.clone(),
                 istiod: istiod.clone(),
@@ -171,6 +207,7 @@ impl Agent {
                 istio_version,
                 milestones,
                 stop: stop.clone(),
+                hand_over: report::hand_over(agent.standby.clone()),
                 envoy,
                 istiod,
                 secrets,
@@ -187,7 +224,8 @@ impl Agent {
                     ("/debug/config", effective(settings.report)),
                 ]),
             };
-            let serving = status::new(config, port, sources, agent.shutdown.clone())?;
+            let (retirement, shutdown) = (agent.retirement.clone(), agent.shutdown.clone());
+            let serving = status::new(config, given.status, sources, retirement, shutdown)?;
             agent.spawn("status port", serving);
         }
         Ok(agent)
@@ -200,13 +238,39 @@ impl Agent {
         };
         let prepare = Arc::new(move |epoch| inputs.prepare(epoch));
         let is_replaced = config.hot_restart.is_some();
-        let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
-        self.supervisor = Some(Box::pin(supervisor));
+        let adopted = self.adopted.clone();
+        let (envoy, supervisor) = envoy::new(config, prepare, stop, adopted, &self.metrics);
+        self.supervisor = Some((envoy.clone(), Box::pin(supervisor)));
         if is_replaced {
             let changes = changes(envoy.clone(), &self.config.inputs)?;
             self.spawn_until_shutdown("watch for changes", changes);
         }
         Ok(Some(envoy))
+    }
+
+    /// Passes the pod on to the agent in another container, if that is to take over.
+    fn hand_over(
+        &mut self,
+        envoy: Option<&Envoy>,
+        kept: Option<LastKnownGood>,
+        sockets: oneshot::Receiver<Vec<OwnedFd>>,
+        stop: &Stop,
+    ) {
+        let (Some(standby), Some(envoy), Some(config)) =
+            (self.standby.clone(), envoy, &self.config.envoy)
+        else {
+            return;
+        };
+        let holder = Holder {
+            standby,
+            envoy: envoy.clone(),
+            program: config.command.binary.clone(),
+            kept,
+            retirement: self.retirement.clone(),
+            stop: stop.clone(),
+            results: handover::results(&self.metrics),
+        };
+        self.spawn_until_shutdown("handover", holder.serve(sockets));
     }
 
     /// Fetches Wasm modules, if Envoy is not to do so.
@@ -248,9 +312,15 @@ impl Agent {
         istiod
     }
 
-    async fn run(mut self, stop: Stop, standby: Option<Standby>) -> Result<ExitCode, BoxError> {
-        let requests = stop.requested();
-        let run = run_envoy(self.config, self.inputs, self.supervisor, requests, standby);
+    async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
+        let run = run_envoy(
+            self.config,
+            self.inputs,
+            self.supervisor,
+            stop.requested(),
+            self.standby.clone(),
+            self.successor.map(|successor| (successor, self.adopted)),
+        );
         let mut envoy = pin!(run);
         let mut broken = None;
         let mut result = loop {
@@ -274,7 +344,12 @@ impl Agent {
         if aborted > 0 {
             tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were aborted");
         }
-        result
+        let is_told_to_stop =
+            (stop.requested().borrow().cause).is_some_and(|cause| cause != handover::FAILED);
+        match self.standby.filter(|it| !it.has_lock() && !is_told_to_stop) {
+            Some(standby) => Err(standby.wait().into()),
+            None => result,
+        }
     }
 
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
@@ -283,6 +358,21 @@ impl Agent {
         self.tasks.spawn(name, async move {
             task.await;
             Ok::<(), BoxError>(())
+        });
+    }
+
+    /// Spawns a task that does not end by itself, and that another agent goes on with.
+    fn spawn_until_retired(
+        &mut self,
+        name: &'static str,
+        task: impl Future<Output = ()> + Send + 'static,
+    ) {
+        let (retirement, task) = (self.retirement.clone(), Box::pin(task));
+        self.spawn_until_shutdown(name, async move {
+            tokio::select! {
+                () = task => {}
+                () = retirement.begun() => std::future::pending().await,
+            }
         });
     }
 
@@ -322,9 +412,10 @@ fn istio_version(config: &Config) -> &str {
 async fn run_envoy(
     mut config: Config,
     inputs: Option<Arc<Inputs>>,
-    supervisor: Option<Supervisor>,
+    supervisor: Option<(Envoy, Supervisor)>,
     mut stop: watch::Receiver<StopRequest>,
     standby: Option<Standby>,
+    successor: Option<(Successor, Adopted)>,
 ) -> Result<ExitCode, BoxError> {
     tokio::select! {
         found = platform::discover(&config.platform) => config.bootstrap.node.platform = found,
@@ -333,10 +424,10 @@ async fn run_envoy(
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
-    if let Some(inputs) = inputs {
+    if let Some(inputs) = &inputs {
         inputs.set_platform(config.bootstrap.node.platform.clone());
     }
-    let Some(supervisor) = supervisor else {
+    let Some((envoy, supervisor)) = supervisor else {
         // An error means that all senders are gone, which ends the agent as well.
         let _ = stop.wait_for(|stop| stop.urgency != Urgency::Run).await;
         return Ok(ExitCode::Success);
@@ -345,19 +436,29 @@ async fn run_envoy(
         let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
         envoy_user::admit(user, &[], directories);
     }
-    if let (Some(_), Some(envoy)) = (&standby, &config.envoy) {
-        until_port_is_free((envoy.admin_host, envoy.admin_port).into()).await;
-    }
-    let exit = supervisor.await?;
+    let exit = match successor {
+        Some((successor, adopted)) => {
+            let prepare = move || inputs.map(|inputs| inputs.prepare(0)).transpose();
+            successor.run(prepare, &adopted, envoy, supervisor).await?
+        }
+        None => {
+            if let (Some(_), Some(envoy)) = (&standby, &config.envoy) {
+                until_port_is_free((envoy.admin_host, envoy.admin_port).into()).await;
+            }
+            supervisor.await?
+        }
+    };
     let code = match exit {
         Exit::Requested => {
             tracing::info!("Agent has successfully terminated");
             ExitCode::Success
         }
+        Exit::Superseded => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::Envoy(ended.code()),
     };
     let is_on_purpose = match exit {
         Exit::Requested => stop.borrow().cause == Some(QUIT),
+        Exit::Superseded => false,
         Exit::ByItself(ended) => ended.code() == 0,
     };
     if let Some(standby) = standby.filter(|_| is_on_purpose) {

@@ -18,13 +18,22 @@ const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 
 impl Agent {
     /// Answers DNS on its own thread, so that no other work delays an answer.
-    pub(super) fn dns(&mut self) -> Result<Option<(Dns, Forwarder)>, BoxError> {
+    pub(super) fn dns(
+        &mut self,
+        sockets: oneshot::Receiver<Vec<dns::Bound>>,
+    ) -> Result<Option<(Dns, Forwarder)>, BoxError> {
         let Some(config) = self.config.dns.clone() else {
             return Ok(None);
         };
         let forwarder = Forwarder::new(config.forwarder, &self.metrics);
-        let (shutdown, forward) = (self.shutdown.clone(), forwarder.clone());
-        let (dns, serving) = dns::new(config.server, forward, &self.metrics, shutdown)?;
+        let (dns, serving) = dns::new(
+            config.server,
+            sockets,
+            forwarder.clone(),
+            &self.metrics,
+            self.retirement.clone(),
+            self.shutdown.clone(),
+        );
         let (done, ended) = oneshot::channel();
         let failed =
             |error: io::Error| format!("cannot start the thread of the DNS server: {error}");

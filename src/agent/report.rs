@@ -12,7 +12,8 @@ use crate::doctor::{self, Running};
 use crate::lifecycle::with_causes;
 use crate::report::Report;
 use crate::scope;
-use crate::status::{Doctor, Page};
+use crate::standby::Standby;
+use crate::status::{Doctor, HandOver, Page};
 
 /// Makes one report at a time. Requests that wait for it get the same, so none waits for two.
 pub(super) fn doctor(config: Config, running: Running) -> Doctor {
@@ -33,6 +34,15 @@ pub(super) fn doctor(config: Config, running: Running) -> Doctor {
             *last = Some((Instant::now(), report.clone()));
             report
         })
+    })
+}
+
+/// Has the standby take over.
+pub(super) fn hand_over(standby: Option<Standby>) -> HandOver {
+    Arc::new(move || {
+        let standby = standby.as_ref().ok_or("this pod has no standby")?;
+        let other = standby.order_handover().ok_or("no standby is connected")?;
+        Ok(other.name)
     })
 }
 

@@ -35,9 +35,7 @@ impl Detected {
             return Ok(None);
         }
         if self.serves_workload {
-            let own = unix_socket::bind(&config.bootstrap.sds_socket)?;
-            unix_socket::link(&config.sds_socket, &own)?;
-            return Ok(Some(own));
+            return unix_socket::bind(&config.bootstrap.sds_socket).map(Some);
         }
         let bound = unix_socket::bind(Path::new(FILES_SOCKET));
         Ok(bound
@@ -79,6 +77,10 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
 
 /// Whether another process serves the workload socket, or is to.
 async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem> {
+    // Agents of the pod link it to the socket of the one that serves.
+    if socket.is_symlink() {
+        return Ok(false);
+    }
     // With `Wait` a dead socket may belong to a process that is about to start, and is left alone.
     let is_healthy = match absent {
         AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),

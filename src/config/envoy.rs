@@ -34,6 +34,8 @@ const EARLY: Duration = Duration::from_secs(1);
 const NEXT_LIVE: Duration = Duration::from_secs(45);
 /// The limit for the validation of a bootstrap, which may resolve names.
 const CHECK: Duration = Duration::from_secs(15);
+/// The time of a parent whose successor is in another container.
+const HANDOVER: Duration = Duration::from_secs(600);
 /// The user and group exempt from traffic capture.
 const UNCAPTURED: u32 = 1337;
 /// The part of a pod's grace period kept for the shutdown after the wait for connections.
@@ -75,7 +77,11 @@ impl Loader<'_> {
         if !has_standby && !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
             return None;
         }
-        let wanted = self.get(&variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME);
+        let time = &variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME;
+        let wanted = match self.env.is_set(time) || !has_standby {
+            true => self.get(time),
+            false => HANDOVER,
+        };
         let least = self.proxy_config.drain_time();
         let least = least.saturating_add(Duration::from_secs(1));
         if wanted < least {

@@ -18,13 +18,13 @@ mod wire;
 use std::future::Future;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::{Mutex, watch};
+use tokio::sync::{Mutex, oneshot, watch};
 
-use crate::lifecycle::{BoxError, CancellationToken};
+use crate::lifecycle::{BoxError, CancellationToken, Retirement};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
 pub use answer::Policy;
@@ -32,7 +32,7 @@ use asked::Asked;
 use metrics::Metrics;
 use name_table::NameTable;
 pub use search_domains::SearchDomains;
-use server::Bound;
+pub use server::Bound;
 
 /// How many bytes of queries the kernel may hold while the thread is elsewhere. It gives what it
 /// may, which is twice the default where nothing is configured.
@@ -74,32 +74,34 @@ pub struct Dns {
     tables: watch::Sender<Option<Arc<NameTable>>>,
     search_domains: SearchDomains,
     metrics: Metrics,
-    addresses: Vec<SocketAddr>,
+    /// Empty until it has its sockets.
+    addresses: Arc<OnceLock<Vec<SocketAddr>>>,
     asked: Asked,
     /// Held while an index is built: updates of streams that have ended must not pile up.
     building: Arc<Mutex<()>>,
 }
 
-/// Binds everything, and returns what serves there until `shutdown`.
+/// Binds all addresses.
+pub fn bind(config: &Config) -> Result<Vec<Bound>, Problem> {
+    config.addresses.iter().map(|it| bind_both(it)).collect()
+}
+
+/// Returns a handle, and what serves on the sockets from when they are given until `shutdown`.
 pub fn new<F: Forward>(
     config: Config,
+    sockets: oneshot::Receiver<Vec<Bound>>,
     forwarder: F,
     registry: &Registry,
+    retirement: Retirement,
     shutdown: CancellationToken,
-) -> Result<(Dns, impl Future<Output = Served> + Send + use<F>), Problem> {
-    let (mut addresses, mut bound) = (Vec::new(), Vec::new());
-    for address in &config.addresses {
-        let (address, sockets) = bind(address)?;
-        addresses.push(address);
-        bound.push(sockets);
-    }
+) -> (Dns, impl Future<Output = Served> + Send + use<F>) {
     let metrics = Metrics::new(registry);
     let (tables, receiver) = watch::channel(None);
     let dns = Dns {
         tables,
         search_domains: config.search_domains,
         metrics: metrics.clone(),
-        addresses,
+        addresses: Arc::default(),
         asked: Asked::default(),
         building: Arc::default(),
     };
@@ -110,7 +112,17 @@ pub fn new<F: Forward>(
         asked: dns.asked.clone(),
         tables: receiver,
     };
-    Ok((dns, server::serve(bound, Arc::new(shared), shutdown)))
+    let addresses = dns.addresses.clone();
+    let serving = async move {
+        let Some(Ok(bound)) = shutdown.run_until_cancelled(sockets).await else {
+            return Ok(());
+        };
+        let found: Result<_, _> = bound.iter().map(|(udp, _)| udp.local_addr()).collect();
+        // They come once.
+        let _ = addresses.set(found?);
+        server::serve(bound, Arc::new(shared), retirement, shutdown).await
+    };
+    (dns, serving)
 }
 
 impl Dns {
@@ -170,7 +182,7 @@ impl Dns {
 
     /// Where it listens.
     pub fn addresses(&self) -> &[SocketAddr] {
-        &self.addresses
+        self.addresses.get().map_or(&[], Vec::as_slice)
     }
 }
 
@@ -200,7 +212,7 @@ fn any_port(server: SocketAddr) -> SocketAddr {
 }
 
 /// Binds both protocols to one port.
-fn bind(address: &str) -> Result<(SocketAddr, Bound), Problem> {
+fn bind_both(address: &str) -> Result<Bound, Problem> {
     let failed = |protocol| {
         move |error: io::Error| {
             let code = match error.kind() {
@@ -222,7 +234,7 @@ fn bind(address: &str) -> Result<(SocketAddr, Bound), Problem> {
     for protocol in ["udp", "tcp"] {
         tracing::info!(target: "dns", "Starting local {protocol} DNS server on {bound}");
     }
-    Ok((bound, (udp, tcp)))
+    Ok((udp, tcp))
 }
 
 #[cfg(test)]

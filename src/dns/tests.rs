@@ -41,8 +41,11 @@ impl Forward for Resolver {
 struct Server {
     dns: Dns,
     tasks: Tasks,
+    retirement: Retirement,
     shutdown: CancellationToken,
     registry: Registry,
+    /// Its sockets, for another agent.
+    duplicates: Vec<Bound>,
 }
 
 fn server() -> Server {
@@ -63,16 +66,43 @@ fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
     };
     let (registry, shutdown) = (Registry::default(), CancellationToken::new());
     // The number the kernel picks for UDP may be taken for TCP.
-    let built = || new(config(), Resolver, &registry, shutdown.clone()).ok();
-    let built = std::iter::repeat_with(built).take(9).flatten().next();
-    let (dns, serving) = built.expect("bound");
+    let bound = std::iter::repeat_with(|| bind(&config()).ok());
+    let bound = bound.take(9).flatten().next().expect("bound");
+    let addresses = bound.iter().map(|(udp, _)| udp.local_addr());
+    let addresses: Result<_, _> = addresses.collect();
+    let retirement = Retirement::default();
+    let duplicates = bound
+        .iter()
+        .map(|(udp, tcp)| Ok((udp.try_clone()?, tcp.try_clone()?)));
+    let duplicates = duplicates.collect::<io::Result<_>>().expect("duplicates");
+    let (dns, serving) = serving(config(), bound, &registry, &retirement, &shutdown);
+    // Tests use them before it serves.
+    dns.addresses
+        .set(addresses.expect("addresses"))
+        .expect("unset");
     let server = Server {
         dns,
         tasks: Tasks::default(),
+        retirement,
         shutdown,
         registry,
+        duplicates,
     };
     (server, serving)
+}
+
+/// What serves on these sockets.
+fn serving(
+    config: Config,
+    bound: Vec<Bound>,
+    registry: &Registry,
+    retirement: &Retirement,
+    shutdown: &CancellationToken,
+) -> (Dns, impl Future<Output = Served> + Send + use<>) {
+    let (give, sockets) = oneshot::channel();
+    give.send(bound).expect("a receiver");
+    let (retirement, shutdown) = (retirement.clone(), shutdown.clone());
+    new(config, sockets, Resolver, registry, retirement, shutdown)
 }
 
 async fn with_table() -> Server {
@@ -343,6 +373,42 @@ async fn ends_on_shutdown() {
 }
 
 #[tokio::test]
+async fn another_agent_goes_on_with_the_sockets_and_no_query_is_lost() {
+    let mut former = with_table().await;
+    let udp = former.udp().await;
+    udp.send(&query("slow.com", 1, None)).await.expect("sent");
+    let mut tcp = former.tcp().await;
+    send(&mut tcp, &query("other.com", 1, None)).await;
+    receive(&mut tcp).await;
+    former.retirement.begin().await;
+    // Its forwarded query is answered, and its connection served.
+    let later = former.udp().await;
+    later
+        .send(&query("other.com", 1, None))
+        .await
+        .expect("sent");
+    assert_eq!(decode(&next(&udp).await).answers.len(), 1);
+    send(&mut tcp, &query("other.com", 1, None)).await;
+    receive(&mut tcp).await;
+    let (retirement, shutdown) = (Retirement::default(), CancellationToken::new());
+    let config = Config {
+        addresses: Vec::new(),
+        search_domains: domains(),
+        policy: Policy {
+            ttl: 30,
+            forward_before_first_table: true,
+        },
+    };
+    let bound = std::mem::take(&mut former.duplicates);
+    let (_dns, serving) = serving(config, bound, &former.registry, &retirement, &shutdown);
+    former.tasks.spawn("the other agent", serving);
+    assert_eq!(decode(&next(&later).await).answers.len(), 1);
+    let mut new = former.tcp().await;
+    send(&mut new, &query("other.com", 1, None)).await;
+    receive(&mut new).await;
+}
+
+#[tokio::test]
 async fn an_address_in_use_is_an_error_that_names_it() {
     let server = server();
     let address = server.dns.addresses()[0].to_string();
@@ -354,13 +420,7 @@ async fn an_address_in_use_is_an_error_that_names_it() {
             forward_before_first_table: false,
         },
     };
-    let error = new(
-        config,
-        Resolver,
-        &Registry::default(),
-        CancellationToken::new(),
-    );
-    let problem = error.err().expect("in use");
+    let problem = bind(&config).expect_err("in use");
     assert_eq!(problem.code, codes::DNS_PORT_TAKEN);
     let expected = format!("failed to start local DNS server: cannot listen on udp {address}: ");
     assert!(problem.to_string().starts_with(&expected), "{problem}");

@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
 use super::crash::Crash;
+use super::hot_restart::Lent;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::metrics;
 use crate::problem::{Problem, codes};
@@ -175,6 +176,14 @@ pub enum Order {
     Drain(oneshot::Sender<()>),
     /// Replace Envoy by one that starts from what there is now, if that has changed.
     Restart { reason: &'static str },
+    /// Let a successor in another container start. Answered with what it continues, or why it cannot.
+    Lend(oneshot::Sender<Result<Lent, String>>),
+    /// That successor is gone, and has not taken over.
+    Reclaim,
+    /// That successor has taken over: Envoy is its parent, and ends when it is told to by it.
+    Supersede,
+    /// The parent in another container has ended.
+    ParentEnded,
 }
 
 impl Envoy {
@@ -213,6 +222,21 @@ impl Envoy {
         if self.orders.send(Order::Drain(asked)).await.is_ok() {
             let _ = answer.await; // An error is the end of Envoy.
         }
+    }
+
+    /// Lets a successor in another container start.
+    pub async fn lend(&self) -> Result<Lent, String> {
+        let (asked, answer) = oneshot::channel();
+        let gone = || "Envoy has ended".to_owned();
+        let sent = self.orders.send(Order::Lend(asked)).await;
+        sent.map_err(|_| gone())?;
+        answer.await.unwrap_or_else(|_| Err(gone()))
+    }
+
+    /// Gives an order that has no answer.
+    pub async fn order(&self, order: Order) {
+        // An error is the end of Envoy.
+        let _ = self.orders.send(order).await;
     }
 
     /// Has Envoy replaced if what it starts from has changed. The report tells the outcome.

@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -23,6 +24,9 @@ const MAX_DIALS: usize = 16;
 
 const LISTENERS: &str = "/init_dump?mask=listener";
 const CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
+const ACTIVE_LISTENERS: &str =
+    "/config_dump?resource=dynamic_listeners&mask=name,active_state.version_info";
+const ACTIVE_SECRETS: &str = "/config_dump?resource=dynamic_active_secrets&mask=name";
 const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
 /// `^(listener|http)\..*(no_filter_chain_match|ssl\.(connection_error|fail_verify.*)|rbac\..*denied)$`
 const REFUSALS: &str = "/stats?filter=%5E(listener%7Chttp)%5C..*(no_filter_chain_match%7C\
@@ -107,6 +111,47 @@ pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String
         held.extend(names.map(str::to_owned));
     }
     Ok(held)
+}
+
+/// Names of what an Envoy serves with.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Serving {
+    /// Those of istiod.
+    pub listeners: BTreeSet<String>,
+    /// Those that are in force.
+    pub secrets: BTreeSet<String>,
+}
+
+impl Serving {
+    pub async fn of(admin: Admin) -> Result<Self, String> {
+        let secrets = admin.page(ACTIVE_SECRETS).await?;
+        let listeners = admin.page(ACTIVE_LISTENERS).await?;
+        let listeners = entries(&listeners, "configs")
+            .filter(|entry| entry.get("active_state").is_some())
+            .map(|entry| text(&entry["name"]).to_owned());
+        Ok(Self {
+            listeners: listeners.collect(),
+            secrets: names(&secrets),
+        })
+    }
+
+    /// Fails if an Envoy that starts does not have all of this yet, or still waits for something.
+    pub async fn is_reached_by(&self, admin: Admin) -> Result<(), String> {
+        let waits = listeners(&admin.page(LISTENERS).await?);
+        if !waits.is_empty() {
+            return Err(Vec::from_iter(waits).join("; "));
+        }
+        let found = Self::of(admin).await?;
+        let lacks = |what, all: &BTreeSet<String>, found| {
+            let missing: Vec<_> = all.difference(found).map(String::as_str).collect();
+            match missing.as_slice() {
+                [] => Ok(()),
+                missing => Err(format!("it lacks {what} {}", missing.join(", "))),
+            }
+        };
+        lacks("secrets", &self.secrets, &found.secrets)?;
+        lacks("listeners", &self.listeners, &found.listeners)
+    }
 }
 
 /// Lists the calls to the pod that Envoy has refused since its start. None if it does not count them.

@@ -7,6 +7,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, chown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::fs::Access;
@@ -95,6 +96,8 @@ impl Launch {
 #[derive(Debug)]
 pub(super) struct BaseId {
     pub(super) file: PathBuf,
+    /// Whether an Envoy in another container goes on with the memory.
+    is_lent: AtomicBool,
 }
 
 /// Whether Envoys can share memory at all.
@@ -114,7 +117,22 @@ impl BaseId {
                 tracing::warn!(%error, path = %file.display(), "cannot give a file to Envoy's user");
             }
         }
-        Self { file }
+        Self {
+            file,
+            is_lent: AtomicBool::new(false),
+        }
+    }
+
+    /// The base id of an Envoy in another container, which this one continues.
+    pub(super) fn adopted(file: PathBuf, id: u32) -> io::Result<Self> {
+        fs::write(&file, id.to_string())?;
+        let is_lent = AtomicBool::new(false);
+        Ok(Self { file, is_lent })
+    }
+
+    /// Leaves the memory to an Envoy in another container.
+    pub(super) fn leave(&self) {
+        self.is_lent.store(true, Ordering::Relaxed);
     }
 
     /// The number, once Envoy has written it.
@@ -126,7 +144,9 @@ impl BaseId {
 
 impl Drop for BaseId {
     fn drop(&mut self) {
-        if let Some(id) = self.get() {
+        if let Some(id) = self.get()
+            && !self.is_lent.load(Ordering::Relaxed)
+        {
             remove(&memory(id));
         }
         remove(&self.file);

@@ -16,7 +16,7 @@ use super::admin::{Admin, DrainCall};
 use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Order, Report, Role, State};
-use super::hot_restart::{HotRestart, Prepare};
+use super::hot_restart::{Adopted, HotRestart, Prepare, until_serves};
 use super::instance::{self, Ended, Instance, KILLED, TERMINATED, unkillable};
 use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
@@ -104,6 +104,7 @@ impl Supervisor {
         admin: Admin,
         prepare: Prepare,
         publish: watch::Sender<Report>,
+        adopted: Adopted,
         metrics: &Registry,
     ) -> Self {
         Self {
@@ -117,7 +118,8 @@ impl Supervisor {
                 admin,
                 prepare,
                 metrics,
-            ),
+            )
+            .adopting(adopted),
             config,
             admin,
             requested: StopRequest::default(),
@@ -140,7 +142,10 @@ impl Supervisor {
         mut orders: mpsc::Receiver<Order>,
     ) -> Result<Exit, BoxError> {
         tracing::info!("Starting proxy agent");
-        let exit = self.until_end(&mut stop, &mut orders).await;
+        let exit = match self.until_end(&mut stop, &mut orders).await {
+            Ok(Exit::Superseded) => self.until_successor_ends_it(&mut stop).await,
+            exit => exit,
+        };
         self.publish();
         self.hot_restart.end(self.config.limits.kill).await;
         self.publish();
@@ -185,8 +190,43 @@ impl Supervisor {
                 }
             }
             self.hot_restart.after(event, &mut self.current);
-            event = self.next(stop, orders).await?;
+            let Some(next) = self.next(stop, orders).await? else {
+                return Ok(Exit::Superseded);
+            };
+            event = next;
         }
+    }
+
+    /// Waits until the successor in another container has ended Envoy. A request to stop leaves Envoy the time of a
+    /// drain.
+    async fn until_successor_ends_it(
+        &mut self,
+        stop: &mut watch::Receiver<StopRequest>,
+    ) -> Result<Exit, BoxError> {
+        let base_id = self.current.launch.as_ref();
+        if let Some(base_id) = base_id.and_then(|launch| launch.base_id.as_ref()) {
+            base_id.leave();
+        }
+        let Some(mut envoy) = self.current.instance.take() else {
+            return Ok(Exit::Superseded);
+        };
+        let drain = self.config.limits.drain.at_most();
+        let told = async {
+            more_urgent(stop, Urgency::Run).await;
+            tokio::select! {
+                _ = more_urgent(stop, Urgency::Drain) => {}
+                () = tokio::time::sleep(drain) => {}
+            }
+        };
+        tokio::select! {
+            ended = envoy.ended() => tracing::info!("the former Envoy has exited: {}", ended?),
+            () = tokio::time::sleep(self.hot_restart.stay()) => {
+                tracing::warn!("killing the former Envoy, which its successor should have ended");
+            }
+            () = told => tracing::info!("killing the former Envoy: the agent is to stop"),
+        }
+        envoy.end(self.config.limits.kill).await;
+        Ok(Exit::Superseded)
     }
 
     fn exit(&self) -> Exit {
@@ -209,24 +249,35 @@ impl Supervisor {
         }
     }
 
-    /// Waits for the next event.
+    /// Waits for the next event. None is a successor in another container that has taken over.
     async fn next(
         &mut self,
         stop: &mut watch::Receiver<StopRequest>,
         orders: &mut mpsc::Receiver<Order>,
-    ) -> Result<Event, BoxError> {
+    ) -> Result<Option<Event>, BoxError> {
         loop {
             self.publish();
             let (current, urgency) = (&mut self.current, self.requested.urgency);
             let deadline = OptionFuture::from(current.deadline.map(sleep_until));
             tokio::select! {
                 biased;
-                ended = instance::ended(&mut current.instance) => return self.ended(ended?).await,
-                request = more_urgent(stop, urgency) => return Ok(self.stop_requested(request)),
+                ended = instance::ended(&mut current.instance) => return self.ended(ended?).await.map(Some),
+                request = more_urgent(stop, urgency) => return Ok(Some(self.stop_requested(request))),
                 Some(order) = orders.recv() => match order {
                     Order::Drain(order) => {
                         self.drain_order = Some(order);
-                        return Ok(Event::DrainOrdered);
+                        return Ok(Some(Event::DrainOrdered));
+                    }
+                    Order::Lend(answer) => {
+                        // Its sender may have left, and then reclaims it.
+                        let _ = answer.send(self.hot_restart.lend(current));
+                    }
+                    Order::Reclaim => self.hot_restart.reclaim(current),
+                    Order::Supersede => return Ok(None),
+                    Order::ParentEnded => {
+                        if let Some(event) = self.hot_restart.parent_ended(current) {
+                            return Ok(Some(event));
+                        }
                     }
                     Order::Restart { reason } => {
                         self.hot_restart.want(reason, &mut self.current);
@@ -235,17 +286,17 @@ impl Supervisor {
                 progress = self.hot_restart.progress() => {
                     let (progress, current) = (progress?, &mut self.current);
                     if let Some(event) = self.hot_restart.progressed(progress, current).await {
-                        return Ok(event);
+                        return Ok(Some(event));
                     }
                 }
                 Some(answer) = current.calls.join_next() => match answer {
-                    Ok(event) => return Ok(event),
+                    Ok(event) => return Ok(Some(event)),
                     // Every step has its deadline, so nothing hangs on the answer.
                     Err(error) => warn(&error, "continuing without an answer from Envoy"),
                 },
                 Some(()) = deadline => {
                     self.current.deadline = None;
-                    return Ok(Event::Deadline);
+                    return Ok(Some(Event::Deadline));
                 }
             }
         }
@@ -296,12 +347,17 @@ impl Supervisor {
             let program = command.binary.display();
             tracing::info!(target: crate::logging::WHOLE, "Envoy command: [{program} {arguments}]");
         }
+        let (admin, restart_epoch) = (self.admin, launch.restart_epoch());
         let instance = self.current.spawn(launch)?;
         self.current.set(instance);
         self.current.calls = JoinSet::new();
-        let admin = self.admin;
         self.current.calls.spawn(async move {
-            admin.live().await;
+            if restart_epoch == 0 {
+                admin.live().await;
+            } else {
+                // The admin port may still be that of its parent in another container.
+                until_serves(admin, restart_epoch).await;
+            }
             Event::Live
         });
         Ok(())

@@ -54,7 +54,7 @@ impl Record {
 
     /// The environment of a standby with these variables that takes over: those of its own container win, such as
     /// limits and this container's name.
-    pub(super) fn environment(&self, own: &Environment) -> BTreeMap<String, String> {
+    pub fn environment(&self, own: &Environment) -> BTreeMap<String, String> {
         let mut variables = self.variables.clone();
         let own = own.with_prefix("");
         variables.extend(own.map(|(name, value)| (name.to_owned(), value.to_owned())));

@@ -1,34 +1,42 @@
-//! The `standby` command: waits until no agent of the pod serves, and then serves.
+//! The `standby` command: waits until no agent of the pod serves, or until it is to take over.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use tokio::time::sleep;
 
+use super::channel::{Channel, Message};
 use super::record::{End, Record, since_boot};
-use super::{DIRECTORY, Standby, exec};
+use super::{DIRECTORY, Lock, Standby, build, exec, socket};
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::lifecycle::{self, BoxError, Stop, Urgency};
 use crate::problem::{Problem, codes};
 
 /// How often the standby looks for the record of a first agent.
 const FIRST: Duration = Duration::from_secs(1);
+/// How often it connects to the agent that serves.
+const CONNECTS: Duration = Duration::from_secs(5);
 
 #[derive(Args, Clone, Debug)]
 pub struct StandbyFlags {}
 
-/// What the standby does once no other agent serves.
+/// What the standby does next.
 #[derive(Debug)]
 pub enum Next {
+    /// Runs `pilot-agent proxy`: no other agent serves, or it is to take over from it.
     Serve(Record),
-    /// It exits with this code, as the other agent did on purpose.
+    /// Exits with this code, as the other agent did on purpose.
     Exit(u8),
 }
 
-/// Waits for the lock.
-pub async fn run(environment: &Environment) -> Result<Next, BoxError> {
+/// Waits. `envoy` finds the program that an agent started with this record runs.
+pub async fn run(
+    environment: &Environment,
+    envoy: impl Fn(&Record) -> PathBuf,
+) -> Result<Next, BoxError> {
     let start = since_boot();
-    let Some(standby) = Standby::open(environment)? else {
+    let Some(mut standby) = Standby::open(environment)? else {
         let (code, name) = (codes::SETTING_INVALID, ISTIO_AGENT_STANDBY.name);
         return Err(Problem::value(code, name, "", "the name of this container").into());
     };
@@ -38,9 +46,31 @@ pub async fn run(environment: &Environment) -> Result<Next, BoxError> {
         "container {} waits until no agent serves ({DIRECTORY})",
         standby.name
     );
+    let directory = standby.directory.clone();
+    let waiting = async {
+        loop {
+            // The thread ends with the process.
+            let lock = Lock::open()?;
+            let lock = tokio::task::spawn_blocking(|| lock.take()).await??;
+            if let Some(end) = End::after(start, &directory)? {
+                tracing::info!(
+                    "the agent that served has exited on purpose, with code {}",
+                    end.code
+                );
+                return Ok(Next::Exit(end.code));
+            }
+            if let Some(record) = Record::read(&directory)? {
+                tracing::warn!("no agent of this pod serves; taking over");
+                return Ok(Next::Serve(record));
+            }
+            drop(lock);
+            sleep(FIRST).await;
+        }
+    };
     tokio::select! {
-        next = next(&standby, start) => next,
-        _ = stopped(&stop) => Ok(Next::Exit(0)),
+        next = waiting => next,
+        record = until_ordered(&mut standby, envoy) => Ok(Next::Serve(record?)),
+        () = stopped(&stop) => Ok(Next::Exit(0)),
         never = signals => match never {},
     }
 }
@@ -53,29 +83,46 @@ async fn stopped(stop: &Stop) {
         .await;
 }
 
-async fn next(standby: &Standby, start: u64) -> Result<Next, BoxError> {
+/// Returns if this container has a new build, or when the agent that serves says so.
+async fn until_ordered(
+    standby: &mut Standby,
+    envoy: impl Fn(&Record) -> PathBuf,
+) -> Result<Record, BoxError> {
+    let record = loop {
+        match Record::read(&standby.directory)? {
+            Some(record) => break record,
+            None => sleep(FIRST).await,
+        }
+    };
+    standby.build = build(&envoy(&record)).await;
+    if standby.has_new_build()? {
+        return Ok(record);
+    }
+    let file = standby.build_file();
+    let recorded = standby.build.as_bytes();
+    standby
+        .directory
+        .replace_files(&[(&file, recorded)], 0o600)?;
     loop {
-        let waiting = standby.clone();
-        // The thread ends with the process.
-        tokio::task::spawn_blocking(move || waiting.lock()).await??;
-        if let Some(end) = End::after(start, &standby.directory)? {
-            tracing::info!(
-                "the agent that served has exited on purpose, with code {}",
-                end.code
-            );
-            return Ok(Next::Exit(end.code));
+        let order = async {
+            let mut channel = Channel::connect(&socket()).await?;
+            channel.greet(&standby.hello()).await?;
+            channel.receive().await
+        };
+        match order.await {
+            Ok(Message::TakeOver) => {
+                standby.forget_build()?;
+                return Ok(record);
+            }
+            Ok(other) => tracing::warn!("unexpected message of the agent that serves: {other:?}"),
+            Err(error) => tracing::debug!("no connection to the agent that serves: {error}"),
         }
-        if let Some(record) = Record::read(&standby.directory)? {
-            return Ok(Next::Serve(record));
-        }
-        standby.unlock()?;
-        sleep(FIRST).await;
+        sleep(CONNECTS).await;
     }
 }
 
 /// Becomes the agent that serves. Returns only on failure.
 pub fn serve(record: &Record, environment: &Environment) -> Problem {
-    tracing::warn!("no agent of this pod serves; taking over");
     let error = exec::proxy(record, environment);
     Problem::new(codes::STANDBY_UNUSABLE, "pilot-agent", error)
 }

@@ -7,6 +7,7 @@
 //! | `/metrics/agent` | any | all | the agent's own metrics |
 //! | `/quitquitquit` | POST | loopback | ends the agent without a drain |
 //! | `/drain` | POST | loopback | drains Envoy's listeners |
+//! | `/handover` | POST | loopback | has the agent in the other container take over |
 //! | `/drain` | GET | loopback | JSON: the steps of a shutdown, and how far it is |
 //! | `/app-health/…`, `/app-lifecycle/…` | any | all | the application's answer |
 //! | `/debug/` | any | users | HTML: the overview |
@@ -43,13 +44,13 @@ use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
 use serde_json::{Value, json};
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, oneshot};
 
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::istiod::Istiod;
-use crate::lifecycle::{BoxError, CancellationToken, QUIT, Stop, Urgency};
+use crate::lifecycle::{BoxError, CancellationToken, QUIT, Retirement, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
 use crate::problem::{Problem, codes};
@@ -81,6 +82,9 @@ pub type Page = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Value> + Send>> + Se
 /// Makes the doctor's report, or returns the last one if it is not older than this.
 pub type Doctor =
     Arc<dyn Fn(Duration) -> Pin<Box<dyn Future<Output = Report> + Send>> + Send + Sync>;
+
+/// Has the agent in another container of the pod take over. Returns its name, or why it cannot.
+pub type HandOver = Arc<dyn Fn() -> Result<String, &'static str> + Send + Sync>;
 
 /// Answers a request for merged metrics.
 pub type Scrape = Arc<
@@ -115,6 +119,7 @@ pub struct Sources {
     pub istio_version: String,
     pub milestones: Milestones,
     pub stop: Stop,
+    pub hand_over: HandOver,
     /// None if the agent runs without Envoy.
     pub envoy: Option<Envoy>,
     pub istiod: Istiod,
@@ -135,11 +140,12 @@ pub struct Sources {
     pub pages: BTreeMap<&'static str, Page>,
 }
 
-/// Serves the port until `stop`, and records start-up milestones.
+/// Serves the port from when it is given until `stop`, and records start-up milestones.
 pub fn new(
     config: Config,
-    listener: Listener,
+    listener: oneshot::Receiver<Listener>,
     sources: Sources,
+    retirement: Retirement,
     stop: CancellationToken,
 ) -> Result<impl Future<Output = ()> + Send, rustls::Error> {
     let router = Arc::new(Router::new(config, sources)?);
@@ -149,10 +155,14 @@ pub fn new(
             tokio::join!(watched.ready.watch(), crate::logging::levels().expire());
             std::future::pending().await
         };
-        tokio::select! {
-            () = server::serve(listener, router, stop) => {}
-            () = watches => {}
+        if let Some(Ok(listener)) = stop.run_until_cancelled(listener).await {
+            tokio::select! {
+                () = server::serve(listener, router, retirement, stop.clone()) => {}
+                () = watches => {}
+            }
         }
+        // Another agent may have gone on with the port.
+        stop.cancelled().await;
     })
 }
 
@@ -194,7 +204,7 @@ impl Router {
         }
         let page = head.uri.path().to_owned();
         let access = match page.as_str() {
-            "/quitquitquit" | "/drain" => Some(&self.control),
+            "/quitquitquit" | "/drain" | "/handover" => Some(&self.control),
             page => page.starts_with("/debug/").then_some(&self.debug),
         };
         if let Some(access) = access
@@ -218,7 +228,8 @@ impl Router {
             "/quitquitquit" if head.method == Method::POST => quit(&self.sources.stop),
             "/drain" if head.method == Method::POST => drain(&self.sources).await,
             "/drain" if head.method == Method::GET => progress(&self.sources),
-            "/quitquitquit" | "/drain" => reply::method_not_allowed(),
+            "/handover" if head.method == Method::POST => hand_over(&self.sources),
+            "/quitquitquit" | "/drain" | "/handover" => reply::method_not_allowed(),
             page if page.starts_with("/app-health/") || page.starts_with("/app-lifecycle/") => {
                 self.probes.answer(page, &head.headers).await
             }
@@ -287,6 +298,14 @@ async fn drain(sources: &Sources) -> Response<Body> {
         tracing::warn!("{problem}");
     }
     plain(StatusCode::OK, "OK")
+}
+
+/// Has the agent in the other container take over.
+fn hand_over(sources: &Sources) -> Response<Body> {
+    match (sources.hand_over)() {
+        Ok(name) => plain(StatusCode::OK, format!("container {name} takes over\n")),
+        Err(why) => plain(StatusCode::CONFLICT, format!("{why}\n")),
+    }
 }
 
 fn progress(sources: &Sources) -> Response<Body> {

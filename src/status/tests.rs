@@ -31,6 +31,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
         istio_version: "1.31.0".to_owned(),
         milestones: Milestones::start(),
         stop,
+        hand_over: Arc::new(|| Err("this pod has no standby")),
         envoy: None,
         istiod,
         secrets: None,

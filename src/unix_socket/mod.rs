@@ -103,9 +103,8 @@ pub fn of_container(path: &Path, container: &str) -> PathBuf {
     own.into()
 }
 
-/// Has `path` lead to the listener's socket, if that has another name. What was there is replaced.
-pub fn link(path: &Path, listener: &Listener) -> Result<(), Problem> {
-    let own = &listener.path;
+/// Has `path` lead to the socket of this container, if that has another name. What was there is replaced.
+pub fn link(path: &Path, own: &Path) -> Result<(), Problem> {
     let (Some(target), true) = (own.file_name(), path != own) else {
         return Ok(());
     };

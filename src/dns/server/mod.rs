@@ -20,13 +20,13 @@ use super::metrics::{Metrics, Source};
 use super::name_table::NameTable;
 use super::wire::{self, Question};
 use super::{Forward, Transport};
-use crate::lifecycle::{BoxError, CancellationToken, Tasks};
+use crate::lifecycle::{BoxError, CancellationToken, Retirement, Tasks};
 
 /// Pause after a failure of a socket: what is missing is missing for a while.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Both sockets of one address.
-pub(super) type Bound = (std::net::UdpSocket, std::net::TcpListener);
+pub type Bound = (std::net::UdpSocket, std::net::TcpListener);
 
 /// What all loops share.
 pub(super) struct Shared<F> {
@@ -80,17 +80,25 @@ impl<F: Forward> Shared<F> {
     }
 }
 
-/// Serves until `shutdown`, or until a socket cannot be used; queries under way end with it.
+/// Serves until `shutdown`, or until a socket cannot be used; queries under way end with it. At the retirement the
+/// sockets are not read any more, and queries under way are answered.
 pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,
+    retirement: Retirement,
     shutdown: CancellationToken,
 ) -> Result<(), BoxError> {
     let mut tasks = Tasks::default();
     for (udp, tcp) in bound {
         let tcp = TcpListener::from_std(tcp)?;
-        tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone()));
-        tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone()));
+        tasks.spawn(
+            "DNS over UDP",
+            udp::serve(udp, shared.clone(), retirement.clone()),
+        );
+        tasks.spawn(
+            "DNS over TCP",
+            tcp::serve(tcp, shared.clone(), retirement.clone()),
+        );
     }
     tokio::select! {
         // Heard here, as each loop would pay for listening with every query.

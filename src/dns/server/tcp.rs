@@ -15,7 +15,7 @@ use super::{PAUSE, Shared};
 use crate::clock::after;
 use crate::dns::answer::Action;
 use crate::dns::{Forward, Transport, wire};
-use crate::lifecycle::Tasks;
+use crate::lifecycle::{Retirement, Tasks};
 
 const MAX_CONNECTIONS: usize = 256;
 /// How long a new connection may be silent.
@@ -23,20 +23,23 @@ const FIRST: Duration = Duration::from_secs(2);
 /// How long it may be later, and how long it may take to read an answer.
 const IDLE: Duration = Duration::from_secs(8);
 
-/// Serves for as long as it is polled.
+/// Serves for as long as it is polled. At the retirement it stops accepting.
 pub(super) async fn serve<F: Forward>(
     listener: TcpListener,
     shared: Arc<Shared<F>>,
+    retirement: Retirement,
 ) -> io::Result<()> {
     let mut connections = Tasks::default();
+    let mut accepting = Some(retirement.accepting());
     loop {
         tokio::select! {
+            () = retirement.begun(), if accepting.is_some() => accepting = None,
             ended = connections.next_ended() => {
                 if let Err(error) = ended.result {
                     tracing::debug!(target: "dns", "a DNS connection ended: {error}");
                 }
             }
-            accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
+            accepted = listener.accept(), if accepting.is_some() && connections.len() < MAX_CONNECTIONS => match accepted {
                 Ok((stream, _)) => {
                     // Answers are small and come one by one. Without it they come later.
                     let _ = stream.set_nodelay(true);

@@ -8,8 +8,10 @@
 //! Beyond [`MAX_FORWARDED`] queries that wait for resolvers, the next fails at once, so its client can
 //! ask another resolver.
 
+use std::future::pending;
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
+use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -24,6 +26,7 @@ use crate::dns::metrics::Source;
 use crate::dns::name_table::NameTable;
 use crate::dns::wire::OWN_UDP;
 use crate::dns::{Forward, Transport};
+use crate::lifecycle::Retirement;
 
 /// Most queries that wait for resolvers.
 const MAX_FORWARDED: usize = 1024;
@@ -38,8 +41,12 @@ struct Server<F> {
     out: Vec<u8>,
 }
 
-/// Serves for as long as it is polled, or until the socket cannot be watched.
-pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>) -> io::Result<()> {
+/// Serves for as long as it is polled, or until the socket cannot be watched. At the retirement it stops receiving.
+pub(super) async fn serve<F: Forward>(
+    socket: UdpSocket,
+    shared: Arc<Shared<F>>,
+    retirement: Retirement,
+) -> io::Result<()> {
     let socket = watch(socket)?;
     let mut server = Server {
         pending: JoinSet::new(),
@@ -49,14 +56,20 @@ pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>)
         out: Vec::new(),
     };
     let mut is_failing = false;
+    let mut receiving = Some(retirement.accepting());
+    // Made once, as each query would pay for it.
+    let mut retired = pin!(retirement.begun());
     loop {
+        if retirement.has_begun() {
+            receiving = None;
+        }
         tokio::select! {
             biased;
             Some(forwarded) = server.pending.join_next(), if !server.pending.is_empty() => match forwarded {
                 Ok((client, answer)) => send(socket.get_ref(), &answer, client),
                 Err(error) => tracing::error!(target: "dns", "a query was lost while it was forwarded: {error}"),
             },
-            readable = socket.readable() => {
+            readable = socket.readable(), if receiving.is_some() => {
                 let mut readable = readable?;
                 let drained = server.drain(socket.get_ref());
                 if let (Err(error), false) = (&drained, is_failing) {
@@ -69,6 +82,9 @@ pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>)
                     Err(_) => sleep(PAUSE).await,
                 }
             }
+            () = &mut retired, if receiving.is_some() => {}
+            // Nothing is left to do.
+            else => pending().await,
         }
     }
 }
@@ -181,7 +197,7 @@ mod tests {
     #[tokio::test]
     async fn a_flood_leaves_other_tasks_their_turn() {
         let (socket, client, shared) = unserved();
-        let mut serving = std::pin::pin!(serve(socket, shared));
+        let mut serving = std::pin::pin!(serve(socket, shared, Retirement::default()));
         let sent = 2 * BATCH + 1;
         for _ in 0..sent {
             client.send(&query("a", 1, None)).expect("sent");

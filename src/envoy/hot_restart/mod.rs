@@ -10,12 +10,13 @@ pub mod watch;
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::OptionFuture;
 use http::{Method as HttpMethod, Response};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
@@ -61,6 +62,17 @@ pub struct Limits {
     pub check: Duration,
 }
 
+/// What a successor in another container continues.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+pub struct Lent {
+    pub base_id: u32,
+    /// Of the successor.
+    pub restart_epoch: u32,
+}
+
+/// Set before the first Envoy starts, if that takes over from one in another container.
+pub type Adopted = Arc<OnceLock<Lent>>;
+
 /// Something under way has come to an end.
 #[derive(Debug)]
 pub(super) enum Progress {
@@ -96,6 +108,8 @@ pub(super) struct HotRestart {
     prepared: Option<Arc<Prepared>>,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
+    /// What the first Envoy continues; its parent is in another container.
+    adopted: Adopted,
     deadline: Option<Instant>,
     /// When the successor of the parent began to serve, and to count the parent's time.
     serves_since: Option<Instant>,
@@ -124,6 +138,7 @@ impl HotRestart {
             prepared: None,
             successor: None,
             parent: None,
+            adopted: Adopted::default(),
             deadline: None,
             serves_since: None,
             calls: JoinSet::new(),
@@ -133,6 +148,43 @@ impl HotRestart {
                 &["result"],
             ),
         }
+    }
+
+    #[must_use]
+    pub(super) fn adopting(self, adopted: Adopted) -> Self {
+        Self { adopted, ..self }
+    }
+
+    /// Lets a successor in another container start, until it is reclaimed or has taken over.
+    pub(super) fn lend(&mut self, current: &mut Current) -> Result<Lent, String> {
+        let launch = current.launch.as_ref();
+        let lent = launch.and_then(|launch| {
+            Some(Lent {
+                base_id: launch.base_id.as_ref()?.get()?,
+                restart_epoch: launch.restart_epoch() + 1,
+            })
+        });
+        let lent = lent.ok_or("Envoy runs without hot restart")?;
+        self.apply(Event::Lend, current);
+        match self.machine.phase() {
+            Phase::Lent => Ok(lent),
+            Phase::Idle if current.machine.phase() != life::Phase::Running => {
+                Err("Envoy does not serve".to_owned())
+            }
+            Phase::Idle => Err("an earlier successor of Envoy has failed, and its mark in their shared memory bars others".to_owned()),
+            _ => Err("Envoy is being replaced, or its parent has not ended".to_owned()),
+        }
+    }
+
+    /// The successor in another container is gone.
+    pub(super) fn reclaim(&mut self, current: &mut Current) {
+        self.apply(Event::Reclaim, current);
+    }
+
+    /// The parent in another container has ended.
+    pub(super) fn parent_ended(&mut self, current: &mut Current) -> Option<life::Event> {
+        let early = self.is_early();
+        self.apply(Event::ParentExited { early }, current)
     }
 
     pub(super) fn want(&mut self, reason: &'static str, current: &mut Current) {
@@ -170,6 +222,9 @@ impl HotRestart {
         let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
         if self.is_on && base_id.is_none() {
             tracing::warn!("no shared memory, using full restarts");
+        }
+        if self.machine.phase() == Phase::Leaving && self.serves_since.is_none() {
+            self.successor_serves();
         }
         let method = self.last.as_ref().and_then(|last| last.method);
         if method == Some(Method::Full) {
@@ -281,8 +336,7 @@ impl HotRestart {
         self.drop_calls();
         self.deadline = Some(clock::after(self.limits.live));
         self.calls.spawn(async move {
-            let is_live = |answer: &Response<Bytes>| serves(answer) == Some(restart_epoch);
-            admin.until("/server_info", LIVE_PERIOD, is_live).await;
+            until_serves(admin, restart_epoch).await;
             Progress::Live
         });
         self.successor = Some(successor);
@@ -298,6 +352,20 @@ impl HotRestart {
             Some(prepared) => prepared,
             None => (self.prepare)(0)?.into(),
         };
+        if let Some(adopted) = self.adopted.get().filter(|_| current.count == 0) {
+            self.machine.begin_with_parent();
+            let file = self.directory.join("envoy-base-id");
+            let mode = Mode::Next {
+                base_id: adopted.base_id,
+                epoch: adopted.restart_epoch,
+                parent_shutdown: self.limits.parent_shutdown,
+            };
+            return Ok(Launch {
+                prepared,
+                base_id: Some(Arc::new(BaseId::adopted(file, adopted.base_id)?)),
+                mode,
+            });
+        }
         let base_id = self.machine.can_share.then(|| {
             let file = format!("envoy-base-id{}", current.count);
             let user = prepared.command.user;
@@ -441,7 +509,7 @@ impl HotRestart {
     }
 
     /// How long a parent is left alone.
-    fn stay(&self) -> Duration {
+    pub(super) fn stay(&self) -> Duration {
         OVERDUE.saturating_add(self.limits.parent_shutdown)
     }
 
@@ -475,7 +543,7 @@ async fn check(
 }
 
 /// Has Envoy read what it would start from.
-async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
+pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
     let launch = Launch {
         prepared,
         base_id: None,
@@ -488,6 +556,12 @@ async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
         Ended::Code(0) => Ok(()),
         ended => Err(format!("Envoy rejected the bootstrap ({ended}): {reason}").into()),
     }
+}
+
+/// Waits until the Envoy of this restart epoch serves.
+pub(super) async fn until_serves(admin: Admin, restart_epoch: u32) {
+    let is_live = |answer: &Response<Bytes>| serves(answer) == Some(restart_epoch);
+    admin.until("/server_info", LIVE_PERIOD, is_live).await;
 }
 
 /// The restart epoch of an Envoy that serves.

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
 use super::*;
-use crate::lifecycle::{CancellationToken, Stop};
+use crate::lifecycle::{CancellationToken, Retirement, Stop};
 use crate::metrics::Registry;
 use crate::status::tests::{config, own_metrics, sources};
 use crate::status::{Probers, Router, server};
@@ -43,7 +43,8 @@ fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, 
     let listener = server::bind(0).expect("a port");
     let port = listener.port();
     let mut tasks = JoinSet::new();
-    tasks.spawn(server::serve(listener, router, CancellationToken::new()));
+    let (retirement, stop) = (Retirement::default(), CancellationToken::new());
+    tasks.spawn(server::serve(listener, router, retirement, stop));
     (port, tasks)
 }
 

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::{AsFd, OwnedFd};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,10 +24,10 @@ use parking_lot::Mutex;
 use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, Id, JoinSet};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use super::{Caller, Router, reply};
-use crate::lifecycle::CancellationToken;
+use crate::lifecycle::{CancellationToken, Retirement};
 use crate::port;
 use crate::problem::{Problem, codes};
 
@@ -48,6 +49,22 @@ const SHUTDOWN_LIMIT: Duration = Duration::from_millis(500);
 pub struct Listener {
     listener: TcpListener,
     unread: Duration,
+}
+
+impl Listener {
+    /// Goes on with the port of another agent.
+    pub fn inherited(listener: std::net::TcpListener) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            listener: TcpListener::from_std(listener)?,
+            unread: UNREAD,
+        })
+    }
+
+    /// The same port for another agent.
+    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.listener.as_fd().try_clone_to_owned()
+    }
 }
 
 /// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
@@ -80,17 +97,24 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then finishes running requests.
-pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: CancellationToken) {
+/// Serves until `stop`, then finishes running requests. At the retirement it stops accepting, and finishes them too.
+pub(super) async fn serve(
+    listener: Listener,
+    router: Arc<Router>,
+    retirement: Retirement,
+    stop: CancellationToken,
+) {
     let Listener { listener, unread } = listener;
     let mut connections = Connections::default();
+    let accepting = retirement.accepting();
     loop {
         tokio::select! {
             () = stop.cancelled() => break,
+            () = retirement.begun() => break,
             accepted = listener.accept() => match accepted {
                 Ok((stream, from)) => {
                     set_options(&stream, unread);
-                    connections.accept(stream, from, &router, &stop);
+                    connections.accept(stream, from, &router, (&retirement, &stop));
                 }
                 Err(error) => {
                     // Most likely the file descriptors are used up: close one of our own.
@@ -106,7 +130,7 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
             }
         }
     }
-    drop(listener);
+    drop((listener, accepting));
     while connections.tasks.join_next().await.is_some() {}
     tracing::info!("Status server has successfully terminated");
 }
@@ -141,15 +165,15 @@ impl Connections {
         stream: TcpStream,
         from: SocketAddr,
         router: &Arc<Router>,
-        stop: &CancellationToken,
+        (retirement, stop): (&Retirement, &CancellationToken),
     ) {
         while self.open.len() >= MAX_CONNECTIONS {
             self.close_most_idle();
         }
         let now = (Phase::BeforeFirstRequest, Instant::now());
         let activity = Arc::new(Mutex::new(now));
-        let (router, stop) = (router.clone(), stop.clone());
-        let served = serve_connection(stream, from, router, activity.clone(), stop);
+        let ends = (retirement.clone(), stop.clone());
+        let served = serve_connection(stream, from, router.clone(), activity.clone(), ends);
         let handle = self.tasks.spawn(served);
         self.open.insert(handle.id(), (activity, handle));
     }
@@ -171,7 +195,7 @@ async fn serve_connection(
     from: SocketAddr,
     router: Arc<Router>,
     activity: Activity,
-    stop: CancellationToken,
+    (retirement, stop): (Retirement, CancellationToken),
 ) {
     let caller = Caller::new(&stream, from);
     let answer = async |request: Request<Incoming>| {
@@ -201,10 +225,18 @@ async fn serve_connection(
         _ = connection.as_mut() => return,
         () = no_request => return,
         () = stop.cancelled() => {}
+        () = retirement.begun() => {}
     }
     connection.as_mut().graceful_shutdown();
-    // A client that has not read the answer by now is not waiting for it.
-    let _ = timeout(SHUTDOWN_LIMIT, connection).await;
+    let too_late = async {
+        stop.cancelled().await;
+        sleep(SHUTDOWN_LIMIT).await;
+    };
+    tokio::select! {
+        _ = connection => {}
+        // A client that has not read the answer by now is not waiting for it.
+        () = too_late => {}
+    }
 }
 
 /// Prefixes that end in a slash.

@@ -19,6 +19,7 @@ impl Listener {
 
 struct Port {
     address: SocketAddr,
+    retirement: Retirement,
     stop: CancellationToken,
     tasks: JoinSet<()>,
 }
@@ -37,9 +38,11 @@ fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
-    tasks.spawn(serve(listener, router, stop.clone()));
+    let retirement = Retirement::default();
+    tasks.spawn(serve(listener, router, retirement.clone(), stop.clone()));
     Port {
         address: (Ipv4Addr::LOCALHOST, port).into(),
+        retirement,
         stop,
         tasks,
     }
@@ -243,6 +246,16 @@ async fn the_end_of_the_port_ends_its_connections() {
         .await
         .expect("one")
         .expect("it ended");
+}
+
+#[tokio::test]
+async fn a_port_that_another_agent_goes_on_with_accepts_no_more() {
+    let port = port().await;
+    let mut stream = port.connect().await;
+    assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+    port.retirement.begin().await;
+    assert_eq!(asked(&mut stream, READY).await, "");
+    assert!(TcpStream::connect(port.address).await.is_err());
 }
 
 #[test]

@@ -142,7 +142,7 @@ impl Stage {
 }
 
 /// Requests on one connection until Envoy says that it is the last.
-struct Polite(u16, Option<TcpStream>);
+pub(super) struct Polite(pub(super) u16, pub(super) Option<TcpStream>);
 
 impl Attempt for Polite {
     async fn attempt(&mut self) -> Result<String, String> {

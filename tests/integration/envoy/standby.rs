@@ -6,8 +6,9 @@ use std::path::Path;
 use http::Method;
 use rustix::process::Signal;
 
+use super::hot_restart::Polite;
 use crate::support::control_plane::ControlPlane;
-use crate::support::http::{Backend, get};
+use crate::support::http::{Attempt, Backend, Fresh, Load, get, try_ask};
 use crate::support::pod::{Pod, Settings};
 use crate::support::process::Process;
 use crate::support::programs::envoy_binary;
@@ -16,6 +17,22 @@ use crate::support::{eventually, free_port};
 
 const FIRST: &str = "istio-proxy";
 const SECOND: &str = "istio-standby";
+
+/// Seconds of a former Envoy.
+const STAY: &str = "3s";
+
+/// A probe of readiness, as the kubelet makes it.
+struct Probe(u16);
+
+impl Attempt for Probe {
+    async fn attempt(&mut self) -> Result<String, String> {
+        let answer = try_ask(self.0, "GET /healthz/ready", "").await;
+        match answer {
+            Some(answer) if answer.status == 200 => Ok("ready".to_owned()),
+            other => Err(format!("{other:?}")),
+        }
+    }
+}
 
 struct Stage {
     pod: Pod,
@@ -37,7 +54,11 @@ impl Stage {
         .await;
         let settings = Settings {
             envoy: Some(envoy),
-            environment: &[("ISTIO_AGENT_STANDBY", FIRST)],
+            environment: &[
+                ("ISTIO_AGENT_STANDBY", FIRST),
+                ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", STAY),
+                ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
+            ],
         };
         let stage = Self {
             pod: Pod::serving(settings, &control_plane).await,
@@ -130,4 +151,39 @@ async fn a_standby_exits_at_once_when_it_is_told_to_stop() {
     standby.terminate();
     assert_eq!(standby.end().await.code(), Some(0));
     stage.serves(FIRST).await;
+}
+
+#[tokio::test]
+async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    let standby = stage.standby().await;
+    let load = Load::default()
+        .with(Fresh(stage.port))
+        .with(Polite(stage.port, None))
+        .with(Probe(stage.pod.status_port));
+    load.makes(100).await;
+    let (first, second) = ((FIRST, &stage.pod.agent), (SECOND, &standby));
+    for ((name, serves), (_, waits)) in [(second, first), (first, second)] {
+        let before = serves.log().len();
+        let waited = waits.log().matches("waits until no agent serves").count();
+        eventually("the standby is connected", async || {
+            stage.pod.status(Method::POST, "/handover").await
+        })
+        .await;
+        eventually("the other container serves", async || {
+            let line = format!("container {name} serves");
+            serves.log()[before..].contains(&line).then_some(())
+        })
+        .await;
+        eventually("the former agent waits", async || {
+            let again = waits.log().matches("waits until no agent serves").count();
+            (again > waited).then_some(())
+        })
+        .await;
+    }
+    stage.serves(FIRST).await;
+    load.makes(load.tally().attempts() + 100).await;
+    let tally = load.assert_flawless();
+    eprintln!("{} attempts", tally.attempts());
 }

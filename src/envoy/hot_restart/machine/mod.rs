@@ -32,6 +32,10 @@ pub enum Event {
     Live,
     /// The wait of the last action is over.
     Deadline,
+    /// A successor in another container is about to start.
+    Lend,
+    /// That successor is gone, and has not taken over.
+    Reclaim,
     SuccessorExited,
     ParentExited {
         /// Before its successor has ended it.
@@ -62,6 +66,8 @@ pub enum Phase {
     Checking,
     Starting,
     Failing,
+    /// A successor in another container starts.
+    Lent,
     /// The parent is about to leave.
     Leaving,
     Clearing,
@@ -91,12 +97,17 @@ impl Machine {
         }
     }
 
+    /// Begins with an Envoy whose parent is in another container.
+    pub fn begin_with_parent(&mut self) {
+        self.phase = Phase::Leaving;
+    }
+
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
     pub fn apply(&mut self, event: Event) -> Action {
-        use Phase::{Checking, Clearing, Failing, Idle, Leaving, Starting};
+        use Phase::{Checking, Clearing, Failing, Idle, Leaving, Lent, Starting};
         match (self.phase, event) {
             (_, Event::Ready { shares_memory }) => {
                 self.is_ready = true;
@@ -113,7 +124,13 @@ impl Machine {
                 self.next()
             }
             (_, Event::ServingExited) => self.serving_exited(),
-            (Checking, Event::NothingToStart) => self.rest(),
+            (Idle, Event::Lend) if self.may_continue() => {
+                // The mark is there until the successor serves.
+                self.is_continuable = false;
+                self.phase = Lent;
+                Action::Nothing
+            }
+            (Lent, Event::Reclaim) | (Checking, Event::NothingToStart) => self.rest(),
             (Checking, Event::Usable { is_live }) => self.usable(is_live),
             (Starting, Event::Live) => self.promote(),
             (Starting, Event::Deadline) => self.fail(),
@@ -129,6 +146,10 @@ impl Machine {
             }
             _ => Action::Nothing,
         }
+    }
+
+    fn may_continue(&self) -> bool {
+        self.is_ready && !self.is_stopped && self.is_continuable
     }
 
     /// Nothing is under way any more, so what waits may begin.
@@ -205,7 +226,9 @@ impl Machine {
                 self.fail()
             }
             // A check goes on, and what it finds waits for an Envoy that serves.
-            Phase::Checking | Phase::Idle | Phase::Clearing | Phase::Failing => Action::Nothing,
+            Phase::Checking | Phase::Idle | Phase::Clearing | Phase::Failing | Phase::Lent => {
+                Action::Nothing
+            }
         }
     }
 }

@@ -1,0 +1,263 @@
+//! Messages between the two agents of a pod, over a Unix socket of the one that serves.
+//!
+//! Each message is a line of JSON. Members that an agent does not know are ignored; a later version of the protocol
+//! that an older agent cannot follow has another [`VERSION`], which the agents compare first.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use serde::{Deserialize, Serialize};
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+use crate::envoy::hot_restart::Lent;
+use crate::envoy::inspect::Serving;
+
+/// Of the protocol.
+pub const VERSION: u32 = 1;
+/// Of one message. It may name thousands of listeners.
+const MAX_MESSAGE: usize = 4 << 20;
+/// More than a status port, DNS over both protocols on some addresses, and the lock.
+const MAX_DESCRIPTORS: usize = 64;
+const CHUNK: usize = 64 << 10;
+
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Message {
+    /// The first message of each side.
+    Hello(Hello),
+    /// From the agent that serves: the standby is to take over.
+    TakeOver,
+    /// From a successor: may it start Envoy?
+    Begin { hot_restart_version: String },
+    /// The answer: it may, and takes over once its Envoy has all of this.
+    Go(Lent, Serving),
+    /// The other agent goes on without this one, and why.
+    Refused(String),
+    /// From a successor: its Envoy serves.
+    Ready,
+    /// The answer, with the listening sockets and the lock: it serves from now on.
+    Commit,
+    /// From a successor: it has the lock.
+    Done,
+    /// From the former agent: its Envoy has exited.
+    Ended,
+}
+
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Hello {
+    pub version: u32,
+    /// Of the container.
+    pub name: String,
+    pub build: String,
+}
+
+/// A connection between both agents.
+#[derive(Debug)]
+pub struct Channel {
+    stream: UnixStream,
+    received: Vec<u8>,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl Channel {
+    pub async fn connect(path: &Path) -> io::Result<Self> {
+        Self::of(UnixStream::connect(path).await?)
+    }
+
+    /// Fails unless the process at the other end is of this user.
+    pub fn of(stream: UnixStream) -> io::Result<Self> {
+        let (peer, own) = (stream.peer_cred()?.uid(), rustix::process::geteuid());
+        if peer != own.as_raw() {
+            let found = format!("the other process is of user {peer}, expected {own:?}");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, found));
+        }
+        Ok(Self {
+            stream,
+            received: Vec::new(),
+            descriptors: Vec::new(),
+        })
+    }
+
+    /// Exchanges the first messages. Fails if the other agent has another version of the protocol.
+    pub async fn greet(&mut self, hello: &Hello) -> io::Result<Hello> {
+        self.send(&Message::Hello(hello.clone())).await?;
+        let found = match self.receive().await? {
+            Message::Hello(other) if other.version == VERSION => return Ok(other),
+            Message::Hello(other) => format!(
+                "the agent {} has version {} of the handover protocol, this agent has {VERSION}",
+                other.build, other.version
+            ),
+            other => format!("expected the first message, found {other:?}"),
+        };
+        Err(io::Error::new(io::ErrorKind::Unsupported, found))
+    }
+
+    pub async fn send(&mut self, message: &Message) -> io::Result<()> {
+        self.send_with(message, &[]).await
+    }
+
+    /// Sends descriptors too, of which the other process gets duplicates (unix(7), `SCM_RIGHTS`).
+    pub async fn send_with(&mut self, message: &Message, given: &[OwnedFd]) -> io::Result<()> {
+        let mut line = serde_json::to_vec(message)?;
+        line.push(b'\n');
+        let mut left = line.as_slice();
+        let mut given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
+        while !left.is_empty() {
+            let send = || {
+                let mut space =
+                    [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+                let mut control = SendAncillaryBuffer::new(&mut space);
+                if !given.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&given)) {
+                    return Err(io::Error::other("too many descriptors"));
+                }
+                let chunk = [IoSlice::new(left)];
+                Ok(sendmsg(
+                    &self.stream,
+                    &chunk,
+                    &mut control,
+                    SendFlags::NOSIGNAL,
+                )?)
+            };
+            let sent = self.stream.async_io(Interest::WRITABLE, send).await?;
+            given.clear();
+            left = left.get(sent..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    /// Waits for the next message. May be dropped and called again.
+    pub async fn receive(&mut self) -> io::Result<Message> {
+        loop {
+            if let Some(end) = memchr::memchr(b'\n', &self.received) {
+                let line: Vec<_> = self.received.drain(..=end).collect();
+                return Ok(serde_json::from_slice(&line)?);
+            }
+            if self.received.len() > MAX_MESSAGE {
+                let found = format!("a message has more than {MAX_MESSAGE} bytes");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, found));
+            }
+            let (stream, received) = (&self.stream, &mut self.received);
+            let descriptors = &mut self.descriptors;
+            let length = stream
+                .async_io(Interest::READABLE, || read(stream, received, descriptors))
+                .await?;
+            if length == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+    }
+
+    /// The descriptors that have come so far.
+    pub fn take_descriptors(&mut self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.descriptors)
+    }
+}
+
+fn read(
+    stream: &UnixStream,
+    received: &mut Vec<u8>,
+    descriptors: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut chunk = vec![0; CHUNK];
+    let read = recvmsg(
+        stream,
+        &mut [IoSliceMut::new(&mut chunk)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(given) = message {
+            descriptors.extend(given);
+        }
+    }
+    received.extend(chunk.iter().take(read.bytes));
+    Ok(read.bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net;
+
+    use super::*;
+
+    fn pair() -> (Channel, Channel) {
+        let (one, other) = UnixStream::pair().unwrap();
+        (Channel::of(one).unwrap(), Channel::of(other).unwrap())
+    }
+
+    fn hello(version: u32) -> Hello {
+        Hello {
+            version,
+            name: "istio-proxy".to_owned(),
+            build: "1.31".to_owned(),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_message_brings_its_descriptors_and_may_be_long() {
+        let (mut one, mut other) = pair();
+        let (given, mut kept) = net::UnixStream::pair().unwrap();
+        let long = Message::Refused("x".repeat(1 << 20));
+        let sending = async {
+            one.send(&long).await.unwrap();
+            one.send_with(&Message::Commit, &[given.into()])
+                .await
+                .unwrap();
+        };
+        let receiving = async {
+            assert_eq!(other.receive().await.unwrap(), long);
+            assert_eq!(other.receive().await.unwrap(), Message::Commit);
+        };
+        tokio::join!(sending, receiving);
+        let received: Vec<_> = other.take_descriptors();
+        let mut received = net::UnixStream::from(received.into_iter().next().unwrap());
+        received.write_all(b"x").unwrap();
+        kept.read_exact(&mut [0]).unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_agent_of_another_version_is_refused_by_name_and_unknown_members_are_not() {
+        let (mut one, mut other) = pair();
+        let (this, later) = (hello(VERSION), hello(2));
+        let (greeted, refused) = tokio::join!(one.greet(&this), other.greet(&later));
+        let error = greeted.unwrap_err().to_string();
+        assert!(
+            error.contains("1.31 has version 2 of the handover protocol"),
+            "{error}"
+        );
+        assert_eq!(refused.unwrap(), hello(VERSION));
+        let (mut one, other) = pair();
+        let line = b"{\"hello\":{\"version\":1,\"name\":\"a\",\"build\":\"b\",\"more\":[1]}}\n";
+        other.stream.try_write(line).unwrap();
+        assert_eq!(one.greet(&hello(VERSION)).await.unwrap().name, "a");
+    }
+
+    #[tokio::test]
+    async fn what_is_no_message_is_an_error() {
+        for (bytes, expected) in [
+            (&b"{}\n"[..], io::ErrorKind::InvalidData),
+            (b"\xff\n", io::ErrorKind::InvalidData),
+            (b"\"ready\"", io::ErrorKind::UnexpectedEof),
+            (b"", io::ErrorKind::UnexpectedEof),
+        ] {
+            let (mut one, other) = pair();
+            other.stream.try_write(bytes).ok();
+            drop(other);
+            assert_eq!(
+                one.receive().await.unwrap_err().kind(),
+                expected,
+                "{bytes:?}"
+            );
+        }
+    }
+}
