@@ -112,7 +112,9 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         }
         Some(Command::Request(flags)) => {
             let status_port = || config::status_port(&environment, ".".as_ref());
-            block_on(request::run(&flags, status_port, &mut io::stdout()))??;
+            let mut output = io::stdout();
+            let run = request::run(&flags, &environment, status_port, &mut output);
+            block_on(run)??;
             Ok(ExitCode::Success)
         }
         Some(Command::Standby(_)) => {

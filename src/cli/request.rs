@@ -14,8 +14,10 @@ use clap::Args;
 use http::{Method, Request, StatusCode};
 
 use super::unless_unread;
+use crate::config::environment::Environment;
 use crate::http_client::{Client, http_url};
 use crate::lifecycle::BoxError;
+use crate::standby;
 
 const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
 const LIMIT: Duration = Duration::from_secs(60);
@@ -42,8 +44,11 @@ pub struct RequestFlags {
 
 /// Sends the request and writes the body of its answer to `output`. `status_port` is called if the
 /// port is not one that every pod has.
+///
+/// A drain by a container that does not serve is not sent: its preStop hook would drain the other container.
 pub async fn run(
     flags: &RequestFlags,
+    environment: &Environment,
     status_port: impl FnOnce() -> Option<u16>,
     output: &mut impl Write,
 ) -> Result<(), BoxError> {
@@ -54,6 +59,10 @@ pub async fn run(
         return Err(format!("debug port {port} {allowed}").into());
     }
     let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
+    if path == "drain" && flags.method == "POST" && standby::another_serves(environment) {
+        let written = writeln!(output, "another container of this pod serves");
+        return Ok(unless_unread(written)?);
+    }
     let url = format!("http://localhost:{port}/{path}");
     let done = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
     let seconds = LIMIT.as_secs();
@@ -145,7 +154,13 @@ mod tests {
     #[tokio::test]
     async fn the_status_port_of_the_pod_may_be_requested() {
         // Port 1 is reserved and refuses connections.
-        let answer = run(&flags(1, "drain"), || Some(1), &mut Vec::new()).await;
+        let answer = run(
+            &flags(1, "drain"),
+            &Environment::default(),
+            || Some(1),
+            &mut Vec::new(),
+        )
+        .await;
         let error = answer.expect_err("no listener");
         assert!(error.to_string().starts_with("cannot connect"), "{error}");
     }
@@ -153,15 +168,26 @@ mod tests {
     #[tokio::test]
     async fn other_ports_and_impossible_paths_are_refused() {
         for status_port in [None, Some(15020)] {
-            let error = run(&flags(8080, "x"), || status_port, &mut Vec::new())
-                .await
-                .expect_err("refused");
+            let error = run(
+                &flags(8080, "x"),
+                &Environment::default(),
+                || status_port,
+                &mut Vec::new(),
+            )
+            .await
+            .expect_err("refused");
             assert_eq!(
                 error.to_string(),
                 "debug port 8080 is not in allowed list [15000 15004 15020 15021]"
             );
         }
-        let error = run(&flags(15000, "a b"), || None, &mut Vec::new()).await;
+        let error = run(
+            &flags(15000, "a b"),
+            &Environment::default(),
+            || None,
+            &mut Vec::new(),
+        )
+        .await;
         assert!(error.is_err_and(|error| error.to_string().contains("expected http")));
     }
 }

@@ -33,7 +33,7 @@ use crate::directory::Directory;
 use crate::exit_code::ExitCode;
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
-use crate::version;
+use crate::{unix_socket, version};
 use channel::{Hello, VERSION};
 use record::{End, Record};
 
@@ -224,6 +224,14 @@ impl Standby {
     pub fn wait(&self) -> io::Error {
         exec::standby()
     }
+}
+
+/// Whether this is a container whose agent waits while the other one serves.
+pub fn another_serves(environment: &Environment) -> bool {
+    let name = environment.get(&ISTIO_AGENT_STANDBY);
+    let serves = std::fs::read_link(Path::new(DIRECTORY).join("XDS"));
+    let own = unix_socket::of_container(Path::new("XDS"), &name);
+    !name.is_empty() && serves.is_ok_and(|serves| serves != own)
 }
 
 /// Where the agent that serves listens for the other one.

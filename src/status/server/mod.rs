@@ -15,7 +15,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ::http::{Request, Uri};
+use ::http::header::CONNECTION;
+use ::http::{HeaderValue, Request, Uri};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -24,7 +25,7 @@ use parking_lot::Mutex;
 use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, Id, JoinSet};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::{Caller, Router, reply};
 use crate::lifecycle::{CancellationToken, Retirement};
@@ -97,7 +98,8 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then finishes running requests. At the retirement it stops accepting, and finishes them too.
+/// Serves until `stop`, then finishes running requests. At the retirement it stops accepting, and closes each connection
+/// after its next answer.
 pub(super) async fn serve(
     listener: Listener,
     router: Arc<Router>,
@@ -200,7 +202,12 @@ async fn serve_connection(
     let caller = Caller::new(&stream, from);
     let answer = async |request: Request<Incoming>| {
         *activity.lock() = (Phase::Answering, Instant::now());
-        let answer = router.answer(request, &caller).await;
+        let mut answer = router.answer(request, &caller).await;
+        if retirement.has_begun() {
+            // The next request goes to the agent that has the port. Without this one the client could not know.
+            let close = HeaderValue::from_static("close");
+            answer.headers_mut().insert(CONNECTION, close);
+        }
         let activity = activity.clone();
         let answered = move || *activity.lock() = (Phase::Idle, Instant::now());
         Ok::<_, Infallible>(answer.map(|body| reply::followed(body, answered)))
@@ -225,18 +232,10 @@ async fn serve_connection(
         _ = connection.as_mut() => return,
         () = no_request => return,
         () = stop.cancelled() => {}
-        () = retirement.begun() => {}
     }
     connection.as_mut().graceful_shutdown();
-    let too_late = async {
-        stop.cancelled().await;
-        sleep(SHUTDOWN_LIMIT).await;
-    };
-    tokio::select! {
-        _ = connection => {}
-        // A client that has not read the answer by now is not waiting for it.
-        () = too_late => {}
-    }
+    // A client that has not read the answer by now is not waiting for it.
+    let _ = timeout(SHUTDOWN_LIMIT, connection).await;
 }
 
 /// Prefixes that end in a slash.

@@ -249,12 +249,15 @@ async fn the_end_of_the_port_ends_its_connections() {
 }
 
 #[tokio::test]
-async fn a_port_that_another_agent_goes_on_with_accepts_no_more() {
+async fn a_port_that_another_agent_goes_on_with_accepts_no_more_and_answers_once_more() {
     let port = port().await;
-    let mut stream = port.connect().await;
-    assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+    let mut streams = [port.connect().await, port.connect().await];
+    assert_eq!(asked(&mut streams[0], READY).await, "HTTP/1.1 200 OK");
     port.retirement.begin().await;
-    assert_eq!(asked(&mut stream, READY).await, "");
+    for stream in &mut streams {
+        assert_eq!(asked(stream, READY).await, "HTTP/1.1 200 OK");
+        assert_eq!(asked(stream, READY).await, "");
+    }
     assert!(TcpStream::connect(port.address).await.is_err());
 }
 

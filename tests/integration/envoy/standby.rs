@@ -1,7 +1,8 @@
 //! Two agents in one directory, as two containers of a pod: one serves, the other waits and takes over.
 
 use std::fs;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 
 use http::Method;
 use rustix::process::Signal;
@@ -13,7 +14,7 @@ use crate::support::pod::{Pod, Settings};
 use crate::support::process::Process;
 use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, routes};
-use crate::support::{eventually, free_port};
+use crate::support::{eventually, free_port, until};
 
 const FIRST: &str = "istio-proxy";
 const SECOND: &str = "istio-standby";
@@ -72,11 +73,55 @@ impl Stage {
 
     /// Starts the second container, which has hardly any environment.
     async fn standby(&self) -> Process {
-        let mut command = self.pod.command();
-        command.arg("standby").env("ISTIO_AGENT_STANDBY", SECOND);
-        let standby = Process::start(&mut command, &self.pod.path("standby.log"));
+        let standby = self.start_standby(None);
         standby.logs("waits until no agent serves").await;
         standby
+    }
+
+    /// Runs the second container until its build is recorded.
+    async fn recorded_standby(&self) {
+        let mut standby = self.standby().await;
+        let record = self
+            .pod
+            .path("etc/istio/proxy/istio-agent-standby/build-istio-standby");
+        until("the build is recorded", || record.exists()).await;
+        standby.terminate();
+        standby.end().await;
+    }
+
+    /// Starts the second container, with an Envoy other than that of the first.
+    fn start_standby(&self, envoy: Option<&Path>) -> Process {
+        let mut command = self.pod.command();
+        command.arg("standby").env("ISTIO_AGENT_STANDBY", SECOND);
+        match envoy {
+            Some(envoy) => {
+                let config = self.pod.proxy_config();
+                let mut config: serde_json::Value = serde_json::from_str(config).unwrap();
+                config["binaryPath"] = envoy.to_str().into();
+                command.env("PROXY_CONFIG", config.to_string());
+            }
+            None => _ = command.env_remove("PROXY_CONFIG"),
+        }
+        Process::start(&mut command, &self.pod.path("standby.log"))
+    }
+
+    /// A program that runs `before`, then Envoy. It tells another version than Envoy.
+    fn wrapped(&self, envoy: &Path, before: &str) -> PathBuf {
+        let path = self.pod.path("other-envoy");
+        let script = format!(
+            "#!/bin/sh\ncase \"$*\" in --version) echo other; exit;; esac\n{before}\nexec {} \"$@\"\n",
+            envoy.display()
+        );
+        fs::write(&path, script).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    fn load(&self) -> Load {
+        Load::default()
+            .with(Fresh(self.port))
+            .with(Polite(self.port, None))
+            .with(Probe(self.pod.status_port))
     }
 
     /// Waits until Envoy forwards requests, and the well-known sockets are those of this container.
@@ -158,10 +203,7 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;
     let standby = stage.standby().await;
-    let load = Load::default()
-        .with(Fresh(stage.port))
-        .with(Polite(stage.port, None))
-        .with(Probe(stage.pod.status_port));
+    let load = stage.load();
     load.makes(100).await;
     let (first, second) = ((FIRST, &stage.pod.agent), (SECOND, &standby));
     for ((name, serves), (_, waits)) in [(second, first), (first, second)] {
@@ -186,4 +228,107 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
     load.makes(load.tally().attempts() + 100).await;
     let tally = load.assert_flawless();
     eprintln!("{} attempts", tally.attempts());
+}
+
+/// Starts the Envoy of a handover, and does this instead.
+fn next_envoy_does(what: &str) -> String {
+    format!("case \"$*\" in *--restart-epoch*) {what};; esac")
+}
+
+#[tokio::test]
+async fn a_container_with_another_build_takes_over_once() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    stage.recorded_standby().await;
+    let load = stage.load();
+    load.makes(50).await;
+    let other = stage.wrapped(&envoy, "");
+    let standby = stage.start_standby(Some(&other));
+    standby.logs("container istio-standby serves").await;
+    let former = &stage.pod.agent;
+    former.logs("container istio-proxy waits").await;
+    stage.serves(SECOND).await;
+    load.makes(load.tally().attempts() + 50).await;
+    load.assert_flawless();
+    assert!(
+        !former.log().contains("has a new build"),
+        "it takes nothing back"
+    );
+}
+
+#[tokio::test]
+async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again() {
+    let Some(envoy) = envoy_binary() else { return };
+    for (what, reason) in [
+        ("exit 1", "exited before it served"),
+        ("kill -9 $PPID", "it has exited"),
+    ] {
+        let stage = Stage::serving(&envoy).await;
+        stage.recorded_standby().await;
+        let load = stage.load();
+        load.makes(50).await;
+        let other = stage.wrapped(&envoy, &next_envoy_does(what));
+        let mut standby = stage.start_standby(Some(&other));
+        let agent = &stage.pod.agent;
+        agent.logs("[HANDOVER_FAILED]").await;
+        let log = agent.log();
+        let line = log.lines().find(|line| line.contains("HANDOVER_FAILED"));
+        assert!(line.unwrap().contains(reason), "{log}");
+        if !standby.is_running() {
+            standby = stage.start_standby(Some(&other));
+        }
+        standby.logs("container istio-standby waits").await;
+        load.makes(load.tally().attempts() + 50).await;
+        load.assert_flawless();
+        assert_eq!(log.matches("handing over").count(), 1, "{log}");
+        stage.serves(FIRST).await;
+    }
+}
+
+#[tokio::test]
+async fn a_hook_of_the_container_that_waits_does_not_drain_the_one_that_serves() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    let port = format!("--debug-port={}", stage.pod.status_port);
+    for (container, is_drained) in [(SECOND, false), (FIRST, true)] {
+        let mut hook = stage.pod.command();
+        hook.args(["request", &port, "POST", "drain"])
+            .env("ISTIO_AGENT_STANDBY", container);
+        let hook = Process::start(&mut hook, &stage.pod.path("hook.log"));
+        let (code, log) = hook.ends().await;
+        assert_eq!(code, 0, "{log}");
+        let drain = stage.pod.status(Method::GET, "/drain").await.unwrap();
+        let drain: serde_json::Value = serde_json::from_str(&drain).unwrap();
+        assert_eq!(drain["envoy"]["is_drained"], is_drained, "{drain}");
+    }
+}
+
+#[tokio::test]
+async fn a_missing_or_broken_envoy_is_found_before_the_handover_begins() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    stage.recorded_standby().await;
+    let load = stage.load();
+    for program in [stage.wrapped(&envoy, "exit 3"), stage.pod.path("missing")] {
+        let standby = stage.start_standby(Some(&program));
+        standby.logs("[HANDOVER_FAILED]").await;
+        standby.logs("container istio-standby waits").await;
+        standby.terminate();
+    }
+    load.assert_flawless();
+    assert!(!stage.pod.agent.log().contains("handing over"));
+}
+
+#[tokio::test]
+async fn the_former_agent_serves_again_if_its_successor_is_killed() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    stage.recorded_standby().await;
+    let other = stage.wrapped(&envoy, "");
+    let standby = stage.start_standby(Some(&other));
+    standby.logs("container istio-standby serves").await;
+    standby.signal(Signal::KILL);
+    let agent = &stage.pod.agent;
+    agent.logs("no agent of this pod serves; taking over").await;
+    stage.serves(FIRST).await;
 }

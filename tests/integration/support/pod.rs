@@ -159,6 +159,10 @@ impl Pod {
         self.agent = Process::start(&mut self.started, &log);
     }
 
+    pub fn proxy_config(&self) -> &str {
+        &self.proxy_config
+    }
+
     /// A command in the container of the agent, whose arguments are to come.
     pub fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));

@@ -167,12 +167,60 @@ fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     assert!(!machine.is_continuable);
 }
 
+#[test]
+fn a_successor_in_another_container_is_one_attempt_and_bars_others_while_it_starts() {
+    let lent = [(READY, Action::Nothing), (Event::Lend, Action::Nothing)];
+    assert_eq!(walk(&lent).phase(), Phase::Lent);
+    let wanted = [
+        (Wanted, Action::Nothing),
+        (Event::Lend, Action::Nothing),
+        (Event::Reclaim, Action::Check),
+        // It has left its mark.
+        (USABLE, Action::Replace(EndBy::Quit)),
+    ];
+    after(&lent, &wanted);
+    let died = [
+        (ServingExited, Action::Nothing),
+        (READY, Action::Nothing),
+        (Event::Reclaim, Action::Nothing),
+        (Event::Lend, Action::Nothing),
+    ];
+    assert_eq!(after(&lent, &died).phase(), Phase::Lent);
+    for refused in [
+        &[(Event::Lend, Action::Nothing)][..],
+        &[(UNSHARED, Action::Nothing), (Event::Lend, Action::Nothing)],
+        &[
+            (READY, Action::Nothing),
+            (Stop, Action::Nothing),
+            (Event::Lend, Action::Nothing),
+        ],
+    ] {
+        assert_eq!(walk(refused).phase(), Phase::Idle, "{refused:?}");
+    }
+}
+
+#[test]
+fn an_envoy_whose_parent_is_in_another_container_is_not_replaced_before_that_has_left() {
+    let mut machine = Machine::new(true);
+    machine.begin_with_parent();
+    for (event, expected) in [
+        (READY, Action::Nothing),
+        (Wanted, Action::Nothing),
+        (Event::Lend, Action::Nothing),
+        (LEFT, Action::Check),
+    ] {
+        assert_eq!(machine.apply(event), expected, "{event:?}");
+    }
+}
+
 /// What a supervisor would know.
 #[derive(Debug, Default)]
 struct World {
     serving: bool,
     next: bool,
     old: bool,
+    /// Whether a successor in another container starts.
+    is_lent: bool,
     is_checking: bool,
     /// Whether the wait for the old one is over.
     is_overdue: bool,
@@ -188,6 +236,7 @@ impl World {
             Live | SuccessorExited => self.next,
             ParentExited { .. } => self.old,
             NothingToStart | Usable { .. } => self.is_checking,
+            Event::Reclaim => self.is_lent,
             _ => true,
         }
     }
@@ -203,10 +252,17 @@ impl World {
             NothingToStart | Usable { .. } => self.is_checking = false,
             Deadline => self.is_overdue = self.old,
             Stop => self.is_stopped = true,
+            Event::Reclaim => self.is_lent = false,
             _ => {}
         }
         let before = machine.phase();
-        match machine.apply(event) {
+        let action = machine.apply(event);
+        if event == Event::Lend && machine.phase() == Phase::Lent && !self.is_lent {
+            prop_assert!(self.serving && !self.next && !self.old && !self.is_stopped);
+            self.is_lent = true;
+        }
+        prop_assert!(!self.is_lent || action == Action::Nothing, "{action:?}");
+        match action {
             Action::Nothing => {}
             Action::Check => {
                 prop_assert!(self.serving && !self.next && !self.old && !self.is_stopped);
@@ -241,7 +297,7 @@ proptest! {
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NOT_LIVE,
             NothingToStart, Live, Deadline, SuccessorExited, LEFT,
-            LEFT_EARLY, ServingExited, Stop,
+            LEFT_EARLY, ServingExited, Stop, Event::Lend, Event::Reclaim,
         ]), 0..40),
     ) {
         let mut machine = Machine::new(true);
@@ -252,7 +308,7 @@ proptest! {
             world.serving |= !world.is_stopped;
         }
         // Every change ends: what is asked for comes, and what is waited for goes.
-        for event in [NothingToStart, Deadline, SuccessorExited, LEFT] {
+        for event in [Event::Reclaim, NothingToStart, Deadline, SuccessorExited, LEFT] {
             world.step(&mut machine, event)?;
         }
         if world.is_checking {
