@@ -74,8 +74,10 @@ class Cluster:
         """Adds the images of applications, agents, istiod and its CNI plugin."""
         add_istiod(layout, "localhost/istiod:1", control_plane)
         layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
-        for name in OURS_NAMES:
-            layout.add(name, {}, agent)
+        # The second one says that it is of another release, so that its build is another one.
+        (self.folder / "version").write_text("1.31.1\n")
+        for name, files in zip(OURS_NAMES, ({}, {"/usr/local/bin/pilot-agent.istio-version": self.folder / "version"})):
+            layout.add(name, files, agent)
         for name in GO_NAMES:
             layout.add(name, go_agent(istio), agent)
         layout.add("localhost/install-cni:1", {"/usr/local/bin/install-cni": istio / "install-cni",

@@ -900,6 +900,7 @@ def a_sidecar_is_upgraded_in_place_and_its_application_runs_on(world, agent=OURS
     return f"cut for {longest:.2f} s: {counts} failed"
 
 
+PAIR = ("istio-proxy", "istio-standby")
 STANDBY = {"inject.istio.io/templates": "sidecar,standby"}
 # What the template `standby` must follow: the same in both containers.
 SAME = ("image", "imagePullPolicy", "resources", "restartPolicy", "securityContext", "volumeMounts")
@@ -928,6 +929,36 @@ def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world
     expect_healthy(world, "deploy/standby", OURS)
     world.kubectl("delete", "deploy", "--wait=false", *pods)
     return "; ".join(told)
+
+
+def hand_over(world, pod, container, image):
+    """Changes the image of the container that waits, and returns when it serves and the former Envoy has exited."""
+    other = next(one for one in PAIR if one != container)
+    waits = "waits until no agent serves"
+    before = world.kubectl("logs", pod, "-c", other).count(waits)
+    started = world.container(pod, container)["containerID"]
+    world.kubectl("set", "image", f"pod/{pod}", f"{container}={image}")
+    world.until(f"{container} is another one", lambda: world.container(pod, container)["containerID"] != started)
+    world.until(f"{container} serves", lambda: f"container {container} serves" in world.kubectl("logs", pod, "-c", container))
+    world.until(f"{other} waits", lambda: world.kubectl("logs", pod, "-c", other).count(waits) > before, 90)
+
+
+@case(9, own=True)
+def a_pod_with_a_standby_is_upgraded_and_rolled_back_and_no_request_fails(world):
+    """`UPGRADES` is how often."""
+    proxy = {"proxy.istio.io/config": json.dumps(
+        {"drainDuration": "5s", "proxyMetadata": {"ISTIO_AGENT_PARENT_SHUTDOWN_TIME": "20s"}})}
+    url = shop(world, "upgraded", OURS, annotations=NATIVE | STANDBY | proxy)
+    pod = world.pods("upgraded")[0]
+    images = (world.other_image(OURS), world.images[OURS])
+    with Load(world, url, *CLIENTS) as load:
+        for number in range(int(os.environ.get("UPGRADES", "2"))):
+            for container in reversed(PAIR):
+                hand_over(world, pod, container, images[number % 2])
+    expect("restarts of the application", 0, world.container(pod, "app")["restartCount"])
+    expect("pods with requests", [pod], sorted({one for told in load.told.values() for one in told["pods"]}))
+    world.kubectl("delete", "deploy/upgraded", "--wait=false")
+    return load.expect_none_failed()
 
 
 @case(9, own=True)
