@@ -105,14 +105,18 @@ impl Holder {
         let mut orders = self.standby.orders();
         let other = timeout(ANSWER, channel.greet(&self.standby.hello())).await??;
         self.standby.set_waiting(Some(other.clone()));
+        let ordered = async {
+            // An error means that this agent ends.
+            let _ = orders.changed().await;
+        };
         let message = tokio::select! {
-            message = channel.receive() => message,
-            _ = orders.changed() => {
-                channel.send(&Message::TakeOver).await?;
-                channel.receive().await
-            }
+            message = channel.receive() => Some(message),
+            () = ordered => None,
         };
         self.standby.set_waiting(None);
+        let Some(message) = message else {
+            return Ok(channel.send(&Message::TakeOver).await?);
+        };
         let Message::Begin {
             hot_restart_version,
         } = message?
@@ -156,8 +160,10 @@ impl Holder {
         }
         let serving = Serving::of(self.envoy.admin()).await?;
         let lent = self.envoy.lend().await?;
-        if let Some(kept) = &self.kept {
-            kept.release().await;
+        if let Some(kept) = &self.kept
+            && timeout(ANSWER, kept.release()).await.is_err()
+        {
+            tracing::warn!("the disk is too slow to write the stored configuration");
         }
         Ok((lent, serving))
     }
@@ -247,7 +253,11 @@ impl Successor {
         envoy: Envoy,
         mut supervisor: Supervisor,
     ) -> Result<Exit, BoxError> {
-        let begun = self.begin(prepare).await;
+        let mut stop = self.stop.requested();
+        let begun = tokio::select! {
+            begun = self.begin(prepare) => begun,
+            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => return Ok(Exit::Requested),
+        };
         let (channel, lent, serving) = begun.inspect_err(|why| {
             let problem = Problem::new(codes::HANDOVER_FAILED, "this container", why);
             tracing::error!("{problem}");
@@ -325,6 +335,7 @@ impl Successor {
         serving: Serving,
         envoy: &Envoy,
     ) -> Result<(), BoxError> {
+        let mut stop = self.stop.requested();
         let mut why = "Envoy is not live".to_owned();
         let ready = async {
             let mut report = envoy.report();
@@ -342,6 +353,9 @@ impl Successor {
             }
             _ = report.wait_for(|now| now.state == State::Exited) => {
                 return Err("its Envoy has exited before it served".into());
+            }
+            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => {
+                return Err("this container is to stop".into());
             }
             other = channel.receive() => return Err(match other {
                 Ok(Message::Refused(why)) => why.into(),

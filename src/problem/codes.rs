@@ -50,7 +50,7 @@ codes! {
     ENVOY_EXITED: "Envoy exited without an error, and the agent did not ask it to", "the agent exits, too", "find who called Envoy's `/quitquitquit` or sent SIGTERM";
     ENVOY_HANGS: "Envoy's process runs, and its admin port does not answer", "", "restart the container; `proxyAdminPort` of ProxyConfig must be the admin port of Envoy's bootstrap";
     STANDBY_UNUSABLE: "the two containers of a pod that run this agent cannot take over from each other", "the agent does not start", "mount the same volume in memory at `/etc/istio/proxy` in both containers, and run both as the same user (`docs/operations/standby.md`)";
-    HANDOVER_FAILED: "the agent of the other container could not take over", "the container that serves goes on, and this build is not tried again", "correct what the reason names, then change the image of the container that waits";
+    HANDOVER_FAILED: "the agent of the other container could not take over", "the container that serves continues, and this build is not tried again", "correct what the reason names, then change the image of the container that waits";
     HOT_RESTART_REFUSED: "the new inputs of Envoy cannot be used", "current Envoy keeps serving", "correct the inputs; the agent tries again when they change";
     HOT_RESTART_FAILED: "the new Envoy ended or hung before it served", "current Envoy keeps serving; the next restart will be a full one", "";
     RESOURCE_REFUSED: "Envoy refused resources of istiod", "Envoy uses the versions that it accepted before; a new Envoy has none, and is not ready", "correct the resource that Envoy's reason names: `istioctl analyze`, EnvoyFilters, versions of istiod and Envoy";

@@ -165,7 +165,7 @@ variables! {
     ISTIO_AGENT_ENVOY_RESTARTS: String = "3/10m", "How often the agent restarts a crashed Envoy within a time. If 0 or empty, the agent exits when Envoy exits.", Own;
     ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot-restarts Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;
     ISTIO_AGENT_STANDBY: String = "", "Name of this container, if a second container of the pod runs this agent and takes over from it.", Own;
-    ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time that a replaced Envoy has for its open requests; it must exceed the drain duration.", Own;
+    ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time that a replaced Envoy has for its open requests; it must exceed the drain duration. If unset, 10m with ISTIO_AGENT_STANDBY.", Own;
     GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for proxyless gRPC applications. If empty, none is written.", Same;
     OUTPUT_CERTS: String = "", "Directory that key, certificate chain and root certificates are written to; the gRPC bootstrap refers to it.", Same;
     COMPLIANCE_POLICY: String = "", "Restricts TLS of the agent and of Envoy: fips-140-2, fips-140-3 or pqc.", Same;

@@ -332,3 +332,20 @@ async fn the_former_agent_serves_again_if_its_successor_is_killed() {
     agent.logs("no agent of this pod serves; taking over").await;
     stage.serves(FIRST).await;
 }
+
+#[tokio::test]
+async fn a_container_that_is_told_to_stop_while_it_takes_over_exits_at_once() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    stage.recorded_standby().await;
+    let load = stage.load();
+    let other = stage.wrapped(&envoy, &next_envoy_does("exec sleep 1000"));
+    let mut standby = stage.start_standby(Some(&other));
+    stage.pod.agent.logs("handing over").await;
+    standby.logs("Starting proxy agent").await;
+    standby.terminate();
+    assert_eq!(standby.end().await.code(), Some(0), "{}", standby.log());
+    stage.pod.agent.logs("[HANDOVER_FAILED]").await;
+    load.makes(load.tally().attempts() + 20).await;
+    load.assert_flawless();
+}
