@@ -120,7 +120,13 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Standby(_)) => {
             logging::init(log.options()?)?;
             let envoy = |record: &Record| envoy_of(record, &environment);
-            match block_on(standby::wait::run(&environment, envoy))?? {
+            let next = block_on(async {
+                tokio::select! {
+                    next = standby::wait::run(&environment, envoy) => next,
+                    never = free_memory() => match never {},
+                }
+            })?;
+            match next? {
                 Next::Serve(record) => Err(standby::wait::serve(&record, &environment).into()),
                 Next::Exit(code) => Ok(ExitCode::Envoy(code)),
             }
