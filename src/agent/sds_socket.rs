@@ -77,8 +77,7 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
 
 /// Whether another process serves the workload socket, or is to.
 async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem> {
-    // Agents of the pod link it to the socket of the one that serves.
-    if socket.is_symlink() {
+    if unix_socket::is_link_to_container(socket) {
         return Ok(false);
     }
     // With `Wait` a dead socket may belong to a process that is about to start, and is left alone.

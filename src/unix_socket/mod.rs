@@ -115,6 +115,13 @@ pub fn link(path: &Path, own: &Path) -> Result<(), Problem> {
         .map_err(failed(path, "link the socket"))
 }
 
+/// Whether [`link`] has made `path`. Another process may have its socket behind a link, too.
+pub fn is_link_to_container(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let target = fs::read_link(path).unwrap_or_default();
+    target.to_string_lossy().starts_with(&format!("{name}-"))
+}
+
 /// Like [`bind`], but a process that listens on `path` loses it, which is logged as an error.
 pub fn replace(path: &Path) -> Result<Listener, Problem> {
     match bind(path) {
@@ -332,6 +339,26 @@ mod tests {
         let read = timeout(6 * FIRST_BYTE, stream.read(&mut byte)).await;
         let read = read.expect("not for ever").unwrap_or_default();
         (read > 0).then_some(byte[0])
+    }
+
+    #[test]
+    fn a_link_of_another_process_is_not_taken_for_one_to_a_container() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        assert!(!is_link_to_container(&path), "it does not exist");
+        for (target, expected) in [
+            ("socket-istio-standby", true),
+            ("spire.sock", false),
+            ("/run/spire/socket-a", false),
+        ] {
+            symlink(target, &path).unwrap();
+            assert_eq!(is_link_to_container(&path), expected, "{target}");
+            fs::remove_file(&path).unwrap();
+        }
+        let own = of_container(&path, "istio-proxy");
+        fs::write(&own, "").unwrap();
+        link(&path, &own).unwrap();
+        assert!(is_link_to_container(&path));
     }
 
     #[tokio::test(start_paused = true)]
