@@ -211,7 +211,7 @@ impl Holder {
             }
         };
         if let Err(error) = passed.await {
-            // Whoever gets the lock serves. This agent has stopped, and the other one may have begun.
+            // This agent has stopped accepting. It exits, and the next process that gets the lock serves.
             tracing::error!("the other agent did not confirm that it serves: {error}");
             self.stop.request(Urgency::Kill, FAILED);
         }
@@ -245,7 +245,7 @@ pub(super) struct Successor {
 }
 
 impl Successor {
-    /// Runs Envoy next to that of the agent that serves, and then in its place.
+    /// Starts Envoy as the hot-restart successor of the serving agent's Envoy, and runs it until its end.
     pub(super) async fn run(
         self,
         prepare: impl FnOnce() -> Result<Option<Prepared>, BoxError> + Send + 'static,

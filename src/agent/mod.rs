@@ -361,7 +361,7 @@ impl Agent {
         });
     }
 
-    /// Spawns a task that does not end by itself, and that another agent goes on with.
+    /// Spawns a task that does not end by itself, and stops it once another agent serves.
     fn spawn_until_retired(
         &mut self,
         name: &'static str,

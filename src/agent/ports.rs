@@ -1,4 +1,4 @@
-//! The listening sockets that another agent of the pod goes on with: the status port and those of DNS.
+//! The listening sockets that pass to the next agent in a handover: the status port and those of DNS.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, UdpSocket};
@@ -71,7 +71,7 @@ impl Ports {
         })
     }
 
-    /// Takes those of another agent over.
+    /// Recognizes the sockets that came from the former agent by type and port.
     pub(super) fn inherited(config: &Config, sockets: Vec<OwnedFd>) -> io::Result<Self> {
         let status_port = config.status.as_ref().map(|status| status.port);
         let (mut status, mut tcp, mut udp) = (None, Vec::new(), Vec::new());

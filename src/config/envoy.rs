@@ -78,9 +78,10 @@ impl Loader<'_> {
             return None;
         }
         let time = &variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME;
-        let wanted = match self.env.is_set(time) || !has_standby {
-            true => self.get(time),
-            false => HANDOVER,
+        let wanted = if has_standby && !self.env.is_set(time) {
+            HANDOVER
+        } else {
+            self.get(time)
         };
         let least = self.proxy_config.drain_time();
         let least = least.saturating_add(Duration::from_secs(1));

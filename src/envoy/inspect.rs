@@ -113,12 +113,11 @@ pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String
     Ok(held)
 }
 
-/// Names of what an Envoy serves with.
+/// The names of Envoy's active listeners and secrets.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Serving {
-    /// Those of istiod.
+    /// Dynamic listeners only.
     pub listeners: BTreeSet<String>,
-    /// Those that are in force.
     pub secrets: BTreeSet<String>,
 }
 

@@ -96,7 +96,7 @@ impl Launch {
 #[derive(Debug)]
 pub(super) struct BaseId {
     pub(super) file: PathBuf,
-    /// Whether an Envoy in another container goes on with the memory.
+    /// Whether the memory belongs to a successor in another container, so that it is not removed.
     is_lent: AtomicBool,
 }
 

@@ -355,7 +355,7 @@ impl Supervisor {
             if restart_epoch == 0 {
                 admin.live().await;
             } else {
-                // The admin port may still be that of its parent in another container.
+                // The parent in another container may still answer at the admin port.
                 until_serves(admin, restart_epoch).await;
             }
             Event::Live
