@@ -60,6 +60,8 @@ pub struct StopRequest {
     pub urgency: Urgency,
     /// Of the first request.
     pub cause: Option<&'static str>,
+    /// Whether a signal was among the requests.
+    pub is_signaled: bool,
 }
 
 /// Asks the agent to stop, and tells that it has been asked. Clones share the request.
@@ -71,10 +73,11 @@ impl Stop {
         Self::default()
     }
 
-    /// Makes it one step more urgent.
+    /// Makes it one step more urgent, for a signal.
     pub fn escalate(&self, cause: &'static str) {
         let next = self.0.borrow().urgency.next();
         self.request(next, cause);
+        self.0.send_modify(|asked| asked.is_signaled = true);
     }
 
     /// Makes it at least as urgent as given.

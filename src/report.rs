@@ -17,16 +17,19 @@ const MAX_TEXT: usize = 1000;
 /// Before the second and later lines of a finding.
 const INDENT: &str = "           ";
 /// Problems that are warnings unless a check knows more.
-const WARNINGS: [&Code; 10] = [
+const WARNINGS: [&Code; 13] = [
     codes::CERTIFICATE_EXPIRES_SOON,
     codes::DNS_RESOLVER_INVALID,
     codes::ENVOY_NOT_INSPECTED,
+    codes::HANDOVER_FAILED,
     codes::HANDSHAKES_FAILED,
     codes::INBOUND_NOT_MATCHED,
     codes::LOG_SILENT,
     codes::RBAC_DENIED,
     codes::REVOCATION_LIST_EMPTY,
     codes::SECRET_UPDATE_REFUSED,
+    codes::STANDBY_ABSENT,
+    codes::STANDBY_UNABLE,
     codes::UPSTREAM_UNREACHABLE,
 ];
 /// The state of a pod that serves.

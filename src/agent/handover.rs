@@ -2,29 +2,28 @@
 //! it over from such an agent.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::net::UnixStream;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::Supervisor;
-use super::ports::{Give, Ports};
+use super::ports::Ports;
 use crate::config::Config;
 use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
-use crate::envoy::hot_restart::{Adopted, Lent, validate};
-use crate::envoy::inspect::Serving;
+use crate::envoy::hot_restart::{Adopted, Adoption, validate};
+use crate::envoy::inspect::{Serving, follows};
 use crate::envoy::launch::Prepared;
-use crate::lifecycle::{BoxError, Retirement, Stop, Urgency};
+use crate::lifecycle::{BoxError, CancellationToken, Retirement, Stop, Urgency};
 use crate::metrics::{Counters, Registry};
 use crate::problem::{Problem, codes};
-use crate::standby::channel::{Channel, Message};
-use crate::standby::{Standby, socket, told_by};
+use crate::standby::channel::{Channel, Hello, Message};
+use crate::standby::{Handover, Standby, Waiting, gate, socket};
 use crate::unix_socket;
 use crate::xds::last_known_good::LastKnownGood;
 
@@ -46,6 +45,7 @@ pub(super) struct Holder {
     pub(super) envoy: Envoy,
     pub(super) program: PathBuf,
     pub(super) kept: Option<LastKnownGood>,
+    pub(super) ports: Ports,
     pub(super) retirement: Retirement,
     pub(super) stop: Stop,
     pub(super) results: Counters<1>,
@@ -60,33 +60,26 @@ pub(super) fn results(registry: &Registry) -> Counters<1> {
 }
 
 impl Holder {
-    /// Serves the other agent from when it has the sockets that it passes on.
-    pub(super) async fn serve(self, sockets: oneshot::Receiver<Vec<OwnedFd>>) {
-        let listening = match sockets.await {
-            Ok(sockets) => self.standby.listen().map(|it| (it, Arc::new(sockets))),
-            // This agent never serves.
-            Err(_) => return std::future::pending().await,
-        };
-        let (listener, sockets) = match listening {
-            Ok(listening) => listening,
+    /// Serves the other agent from when this one serves.
+    pub(super) async fn serve(self) {
+        self.ports.given().await;
+        let listener = match self.standby.listen() {
+            Ok(listener) => listener,
             Err(error) => {
                 let problem = Problem::new(codes::STANDBY_UNUSABLE, "handover socket", error);
                 tracing::error!("{}", problem.consequence("no handover is possible"));
                 return std::future::pending().await;
             }
         };
+        let hello = Arc::new(self.standby.hello(&self.program).await);
         let mut connections = JoinSet::new();
         loop {
             tokio::select! {
                 accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
                     Ok((stream, _)) => {
-                        let (holder, sockets) = (self.clone(), sockets.clone());
+                        let connection = self.clone().connection(stream, hello.clone());
                         connections.spawn(async move {
-                            let ended = match Channel::of(stream) {
-                                Ok(channel) => holder.connection(channel, &sockets).await,
-                                Err(error) => Err(error.into()),
-                            };
-                            if let Err(error) = ended {
+                            if let Err(error) = connection.await {
                                 tracing::debug!("the connection of the other container ended: {error}");
                             }
                         });
@@ -101,107 +94,117 @@ impl Holder {
         }
     }
 
-    async fn connection(self, mut channel: Channel, sockets: &[OwnedFd]) -> Result<(), BoxError> {
+    async fn connection(self, stream: UnixStream, hello: Arc<Hello>) -> Result<(), BoxError> {
+        let mut channel = Channel::of(stream)?;
         let mut orders = self.standby.orders();
-        let other = timeout(ANSWER, channel.greet(&self.standby.hello())).await??;
-        self.standby.set_waiting(Some(other.clone()));
-        let ordered = async {
-            // An error means that this agent ends.
-            let _ = orders.changed().await;
-        };
+        let other = timeout(ANSWER, channel.greet(&hello)).await??;
+        let hindrance = other.hindrance(&hello);
+        self.standby.change(|state| {
+            state.waits = Some(Waiting {
+                name: other.name.clone(),
+                build: other.build.clone(),
+                hindrance: hindrance.clone(),
+            });
+        });
         let message = tokio::select! {
             message = channel.receive() => Some(message),
-            () = ordered => None,
+            _ = orders.changed() => None,
         };
-        self.standby.set_waiting(None);
+        self.standby.change(|state| {
+            state.waits = None;
+            state.alone_since = Some(Instant::now());
+        });
         let Some(message) = message else {
             return Ok(channel.send(&Message::TakeOver).await?);
         };
-        let Message::Begin {
-            hot_restart_version,
-        } = message?
-        else {
+        if message? != Message::Begin {
             return Err("expected the beginning of a handover".into());
-        };
-        tracing::info!("handing over to container {} ({})", other.name, other.build);
-        let lent = self.lend(&hot_restart_version).await;
-        let handed = match lent {
-            Ok((lent, serving)) => {
-                let handed = self.hand_over(&mut channel, lent, serving, sockets).await;
-                if handed.is_err() {
-                    self.envoy.order(Order::Reclaim).await;
-                    if let Some(kept) = &self.kept {
-                        kept.resume();
-                    }
-                }
-                handed
-            }
-            Err(why) => Err(why),
-        };
-        if let Err(why) = handed {
-            self.results.with(["failed"]).inc();
-            let subject = format!("handover to container {}", other.name);
-            tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, subject, &why));
-            channel.send(&Message::Refused(why)).await?;
-            return Ok(());
         }
-        self.results.with(["succeeded"]).inc();
-        self.follow(channel).await;
+        tracing::info!("handing over to container {} ({})", other.name, other.build);
+        let handed = match hindrance {
+            Some(why) => Err(why),
+            None => self.hand_over(&mut channel).await,
+        };
+        let failed = handed.err();
+        let result = failed.as_ref().map_or("succeeded", |_| "failed");
+        self.results.with([result]).inc();
+        self.standby.change(|state| {
+            state.last = Some(Handover {
+                to: other.name.clone(),
+                build: other.build,
+                failed: failed.clone(),
+            });
+        });
+        let Some(why) = failed else {
+            self.follow(channel).await;
+            return Ok(());
+        };
+        let subject = format!("handover to container {}", other.name);
+        tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, subject, &why));
+        channel.send(&Message::Refused(why)).await?;
         Ok(())
     }
 
-    /// Lets the other agent start its Envoy, if both Envoys understand each other.
-    async fn lend(&self, hot_restart_version: &str) -> Result<(Lent, Serving), String> {
-        let own = told_by(&self.program, "--hot-restart-version").await?;
-        if own != hot_restart_version {
-            return Err(format!(
-                "its Envoy has the hot restart version {hot_restart_version}, expected {own}"
-            ));
-        }
-        let serving = Serving::of(self.envoy.admin()).await?;
+    /// Lets the other agent start its Envoy, and passes the pod on once that is able to serve. On failure this agent
+    /// serves as before.
+    async fn hand_over(&self, channel: &mut Channel) -> Result<(), String> {
+        let serving = Serving::of(self.envoy.admin()).await;
+        // An earlier successor has taken the admin port and failed.
+        let serving = serving.inspect_err(|why| {
+            tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
+        });
         let lent = self.envoy.lend().await?;
         if let Some(kept) = &self.kept
             && timeout(ANSWER, kept.release()).await.is_err()
         {
             tracing::warn!("the disk is too slow to write the stored configuration");
         }
-        Ok((lent, serving))
+        let go = Message::Go(lent, serving.ok());
+        let handed = match self.until_ready(channel, &go).await {
+            Ok(()) => self
+                .pass_on(channel)
+                .await
+                .map_err(|error| error.to_string()),
+            failed => failed,
+        };
+        if handed.is_err() {
+            // Until its Envoy has exited, too.
+            let gone = async { while channel.receive().await.is_ok() {} };
+            let _ = timeout(ANSWER, gone).await;
+            self.envoy.order(Order::Reclaim).await;
+            if let Some(kept) = &self.kept {
+                kept.resume();
+            }
+        }
+        handed
     }
 
-    /// Waits for the other Envoy, and passes the sockets and the lock on.
-    async fn hand_over(
-        &self,
-        channel: &mut Channel,
-        lent: Lent,
-        serving: Serving,
-        sockets: &[OwnedFd],
-    ) -> Result<(), String> {
+    /// Waits until the other Envoy is able to serve.
+    async fn until_ready(&self, channel: &mut Channel, go: &Message) -> Result<(), String> {
         let pid = self.envoy.report().borrow().pid;
         let mut report = self.envoy.report();
         let mut stop = self.stop.requested();
-        let text = |error: io::Error| error.to_string();
-        channel
-            .send(&Message::Go(lent, serving))
-            .await
-            .map_err(text)?;
-        let message = tokio::select! {
-            message = timeout(READY.saturating_add(ANSWER), channel.receive()) => match message {
-                Ok(message) => message.map_err(|_| "it has exited".to_owned())?,
-                Err(_) => return Err(format!("it is not ready after {READY:?}")),
-            },
-            _ = report.wait_for(|now| now.pid != pid) => return Err("this container's Envoy has exited".to_owned()),
-            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => return Err("this container is to stop".to_owned()),
+        let message = async {
+            channel.send(go).await?;
+            channel.receive().await
         };
-        match message {
-            Message::Ready => {}
-            Message::Refused(why) => return Err(why),
-            other => return Err(format!("unexpected message {other:?}")),
+        tokio::select! {
+            message = timeout(READY.saturating_add(ANSWER), message) => match message {
+                Ok(Ok(Message::Ready)) => Ok(()),
+                Ok(Ok(Message::Refused(why))) => Err(why),
+                Ok(Ok(other)) => Err(format!("unexpected message {other:?}")),
+                Ok(Err(_)) => Err("it has exited".to_owned()),
+                Err(_) => Err(format!("it is not ready after {READY:?}")),
+            },
+            _ = report.wait_for(|now| now.pid != pid) => Err("this container's Envoy has exited".to_owned()),
+            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => Err("this container is to stop".to_owned()),
         }
-        let mut given = Vec::new();
-        for socket in sockets {
-            given.push(socket.try_clone().map_err(text)?);
-        }
-        given.push(self.standby.duplicate_lock().map_err(text)?);
+    }
+
+    /// Passes the sockets and the lock on.
+    async fn pass_on(&self, channel: &mut Channel) -> io::Result<()> {
+        let mut given = self.ports.duplicate().await?;
+        given.push(self.standby.duplicate_lock()?);
         self.retirement.begin().await;
         let passed = async {
             channel.send_with(&Message::Commit, &given).await?;
@@ -240,8 +243,10 @@ impl Holder {
 pub(super) struct Successor {
     pub(super) standby: Standby,
     pub(super) stop: Stop,
-    pub(super) give: Give,
+    pub(super) ports: Ports,
     pub(super) config: Config,
+    /// Lets Envoy serve.
+    pub(super) gate: CancellationToken,
 }
 
 impl Successor {
@@ -258,14 +263,15 @@ impl Successor {
             begun = self.begin(prepare) => begun,
             _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => return Ok(Exit::Requested),
         };
-        let (channel, lent, serving) = begun.inspect_err(|why| {
+        let (channel, adoption, serving) = begun.inspect_err(|why| {
             let problem = Problem::new(codes::HANDOVER_FAILED, "this container", why);
             tracing::error!("{problem}");
         })?;
+        let restart_epoch = adoption.lent.restart_epoch;
         // It is set once.
-        let _ = adopted.set(lent);
+        let _ = adopted.set(adoption);
         let standby = self.standby.clone();
-        let mut taking_over = pin!(self.take_over(channel, serving, envoy));
+        let mut taking_over = pin!(self.take_over(channel, serving, restart_epoch, envoy));
         let mut is_over = false;
         loop {
             tokio::select! {
@@ -285,37 +291,56 @@ impl Successor {
     async fn begin(
         &self,
         prepare: impl FnOnce() -> Result<Option<Prepared>, BoxError> + Send + 'static,
-    ) -> Result<(Channel, Lent, Serving), BoxError> {
+    ) -> Result<(Channel, Adoption, Option<Serving>), BoxError> {
         let envoy = self.config.envoy.as_ref();
-        let (program, limit) = envoy
-            .and_then(|it| Some((it.command.binary.clone(), it.hot_restart?.check)))
+        let (command, limit) = envoy
+            .and_then(|it| Some((&it.command, it.hot_restart?.check)))
             .ok_or("the agent runs no Envoy")?;
         let prepared = tokio::task::spawn_blocking(prepare).await??;
         if let Some(prepared) = prepared {
             timeout(limit, validate(Arc::new(prepared), 0)).await??;
         }
-        let hot_restart_version = told_by(&program, "--hot-restart-version").await?;
+        let gate = gate_socket(&self.config);
+        let override_json = gate::add_to(command.override_json.as_deref(), &gate)?;
+        let hello = self.standby.hello(&command.binary).await;
         let mut channel = timeout(ANSWER, Channel::connect(&socket())).await??;
-        timeout(ANSWER, channel.greet(&self.standby.hello())).await??;
-        let begin = Message::Begin {
-            hot_restart_version,
-        };
-        channel.send(&begin).await?;
+        timeout(ANSWER, channel.greet(&hello)).await??;
+        channel.send(&Message::Begin).await?;
         match timeout(ANSWER, channel.receive()).await?? {
-            Message::Go(lent, serving) => Ok((channel, lent, serving)),
+            Message::Go(lent, serving) => {
+                let adoption = Adoption {
+                    lent,
+                    override_json,
+                };
+                Ok((channel, adoption, serving))
+            }
             Message::Refused(why) => Err(why.into()),
             other => Err(format!("unexpected message {other:?}").into()),
         }
     }
 
-    /// Takes over once Envoy serves, and tells Envoy's supervisor when its parent has ended.
-    pub(super) async fn take_over(self, mut channel: Channel, serving: Serving, envoy: Envoy) {
-        let stop = self.stop.clone();
-        match self.until_it_serves(&mut channel, serving, &envoy).await {
+    /// Takes over once Envoy is able to serve, and tells Envoy's supervisor when its parent has ended.
+    async fn take_over(
+        self,
+        mut channel: Channel,
+        serving: Option<Serving>,
+        restart_epoch: u32,
+        envoy: Envoy,
+    ) {
+        let (stop, standby) = (self.stop.clone(), self.standby.clone());
+        let taken = match self
+            .until_ready(&mut channel, serving, restart_epoch, &envoy)
+            .await
+        {
+            Ok(()) => self.serve(&mut channel, &envoy).await,
+            failed => failed,
+        };
+        match taken {
             Ok(()) => {
                 // Until the end of the former agent.
                 while channel.receive().await.is_ok() {}
                 tracing::info!("the former Envoy has exited");
+                standby.change(|state| state.former_envoy = false);
                 envoy.order(Order::ParentEnded).await;
             }
             Err(error) => {
@@ -329,19 +354,19 @@ impl Successor {
         }
     }
 
-    async fn until_it_serves(
-        self,
+    /// Waits until Envoy waits for nothing but the gate.
+    async fn until_ready(
+        &self,
         channel: &mut Channel,
-        serving: Serving,
+        serving: Option<Serving>,
+        restart_epoch: u32,
         envoy: &Envoy,
     ) -> Result<(), BoxError> {
         let mut stop = self.stop.requested();
-        let mut why = "Envoy is not live".to_owned();
+        let mut why = String::new();
         let ready = async {
-            let mut report = envoy.report();
-            // An error is the end of Envoy, which is noticed below.
-            let _ = report.wait_for(|now| now.state == State::Running).await;
-            while let Err(missing) = serving.is_reached_by(envoy.admin()).await {
+            let (admin, serving) = (envoy.admin(), serving.as_ref());
+            while let Err(missing) = follows(admin, restart_epoch, serving, gate::NAME).await {
                 why = missing;
                 sleep(LOOKS).await;
             }
@@ -349,20 +374,24 @@ impl Successor {
         let mut report = envoy.report();
         tokio::select! {
             ready = timeout(READY, ready) => {
-                ready.map_err(|_| format!("not ready after {READY:?}: {why}"))?;
+                Ok(ready.map_err(|_| format!("not ready after {READY:?}: {why}"))?)
             }
             _ = report.wait_for(|now| now.state == State::Exited) => {
-                return Err("its Envoy has exited before it served".into());
+                Err("its Envoy has exited before it served".into())
             }
             _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => {
-                return Err("this container is to stop".into());
+                Err("this container is to stop".into())
             }
-            other = channel.receive() => return Err(match other {
+            other = channel.receive() => Err(match other {
                 Ok(Message::Refused(why)) => why.into(),
                 Ok(other) => format!("unexpected message {other:?}").into(),
                 Err(_) => "the agent that served has exited".into(),
             }),
         }
+    }
+
+    /// Takes the sockets and the lock, and lets Envoy serve.
+    async fn serve(&self, channel: &mut Channel, envoy: &Envoy) -> Result<(), BoxError> {
         channel.send(&Message::Ready).await?;
         match timeout(ANSWER, channel.receive()).await?? {
             Message::Commit => {}
@@ -372,11 +401,20 @@ impl Successor {
         let mut sockets = channel.take_descriptors();
         let lock = sockets.pop().ok_or("the lock did not come")?;
         self.standby.serve_with(lock)?;
-        channel.send(&Message::Done).await?;
+        self.standby.change(|state| state.former_envoy = true);
         link(&self.config)?;
-        self.give.give(Ports::inherited(&self.config, sockets)?)?;
-        Ok(())
+        self.ports.set(sockets);
+        self.gate.cancel();
+        let mut report = envoy.report();
+        let live = report.wait_for(|now| now.state == State::Running);
+        timeout(ANSWER, live).await??;
+        Ok(channel.send(&Message::Done).await?)
     }
+}
+
+/// Where an Envoy that takes over finds its gate.
+pub(super) fn gate_socket(config: &Config) -> PathBuf {
+    unix_socket::of_container(&config.bootstrap.xds_socket, "gate")
 }
 
 /// Has the well-known paths lead to the sockets of this container.

@@ -25,14 +25,13 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use crate::bootstrap::{self, platform};
@@ -51,7 +50,7 @@ use crate::lifecycle::{
 use crate::metrics::{self, Registry};
 use crate::problem::{Problem, codes};
 use crate::scrape::Scrape;
-use crate::standby::{Role, Standby};
+use crate::standby::{Role, Standby, gate};
 use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
@@ -59,7 +58,7 @@ use crate::wasm::Wasm;
 use crate::xds::last_known_good::LastKnownGood;
 use crate::{doctor, scope, sds, status};
 use handover::{Holder, Successor};
-use ports::{Given, Ports};
+use ports::Ports;
 use reload::{Inputs, Report, Settings};
 use sds_socket::Detected;
 
@@ -81,44 +80,44 @@ pub async fn run(
     }
     process::raise_file_limit();
     let stop = Stop::new();
-    let signals = lifecycle::signals(stop.clone())?;
+    let mut signals = pin!(lifecycle::signals(stop.clone())?);
     let running = async {
         let (standby, role) = standby.unzip();
-        let (give, given) = ports::channel();
-        let give = if role == Some(Role::Succeeds) {
-            Some(give)
-        } else {
+        let ports = Ports::default();
+        if role != Some(Role::Succeeds) {
             // First, as what follows may take a while; they are served once all modules are built.
-            give.give(Ports::bind(&config)?)?;
-            None
-        };
+            ports.bind(&config)?;
+        }
         let mut detected = sds_socket::detect(&config).await?;
         if detected.serves_workload && !config.authority_problems.is_empty() {
             return Err(Unusable(config.authority_problems).into());
         }
         let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap, &config.sds_socket);
-        let bound = (given, listener);
+        let bound = (ports, listener);
         let mut agent = Agent::build(
             config, bound, detected, settings, milestones, &stop, standby,
         )?;
-        match give.zip(agent.standby.clone()) {
-            Some((give, standby)) => {
-                agent.successor = Some(Successor {
-                    standby,
-                    stop: stop.clone(),
-                    give,
-                    config: agent.config.clone(),
-                });
-            }
-            None => handover::link(&agent.config)?,
+        match agent.standby.clone() {
+            Some(standby) if role == Some(Role::Succeeds) => agent.succeed(standby, &stop)?,
+            _ => handover::link(&agent.config)?,
         }
-        agent.run(stop).await
+        Ok::<_, BoxError>(agent.run(stop.clone()).await)
     };
-    tokio::select! {
-        code = running => code,
-        never = signals => match never {},
+    let (code, standby) = tokio::select! {
+        ended = running => ended?,
+        never = &mut signals => match never {},
+    };
+    let Some(standby) = standby else {
+        return code;
+    };
+    // Signals that have arrived are noticed; others wait for the next program.
+    lifecycle::hold_signals()?;
+    let _ = timeout(PAUSE, signals).await;
+    if stop.requested().borrow().is_signaled {
+        return code;
     }
+    Err(standby.wait().into())
 }
 
 /// Runs Envoy, from the first poll until Envoy has ended.
@@ -134,6 +133,7 @@ struct Agent {
     /// What takes over from an agent in another container, if this one is to.
     successor: Option<Successor>,
     adopted: Adopted,
+    ports: Ports,
     metrics: Registry,
     tasks: Tasks,
     retirement: Retirement,
@@ -143,7 +143,7 @@ struct Agent {
 impl Agent {
     fn build(
         config: Config,
-        (given, listener): (Given, Option<unix_socket::Listener>),
+        (ports, listener): (Ports, Option<unix_socket::Listener>),
         detected: Detected,
         settings: Settings,
         milestones: Milestones,
@@ -161,6 +161,7 @@ impl Agent {
             standby,
             successor: None,
             adopted: Adopted::default(),
+            ports,
             metrics: Registry::default(),
             tasks: Tasks::default(),
             retirement: Retirement::default(),
@@ -169,7 +170,7 @@ impl Agent {
         version::publish(&agent.metrics, &istio_version);
         metrics::process::publish(&agent.metrics);
         let envoy = agent.envoy(stop)?;
-        let (dns, forwarder) = agent.dns(given.dns)?.unzip();
+        let (dns, forwarder) = agent.dns()?.unzip();
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let refusals = sds::Refusals::default();
@@ -180,7 +181,7 @@ impl Agent {
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
         let (discovery, kept) =
             agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
-        agent.hand_over(envoy.as_ref(), kept, given.to_pass_on, stop);
+        agent.hand_over(envoy.as_ref(), kept, stop);
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
         if let Some(config) = agent.config.status.clone() {
@@ -195,6 +196,7 @@ impl Agent {
                 dns: dns.clone(),
                 forwarder,
                 wasm: wasm.clone(),
+                standby: agent.standby.clone(),
             };
             let scope = scope::Sources {
                 node: agent.config.bootstrap.node.clone(),
@@ -222,10 +224,12 @@ impl Agent {
                 pages: BTreeMap::from([
                     ("/debug/scope", report::scope(scope)),
                     ("/debug/config", effective(settings.report)),
+                    ("/debug/standby", report::standby(agent.standby.clone())),
                 ]),
             };
             let (retirement, shutdown) = (agent.retirement.clone(), agent.shutdown.clone());
-            let serving = status::new(config, given.status, sources, retirement, shutdown)?;
+            let listener = agent.ports.clone().status(config.port);
+            let serving = status::new(config, listener, sources, retirement, shutdown)?;
             agent.spawn("status port", serving);
         }
         Ok(agent)
@@ -249,13 +253,7 @@ impl Agent {
     }
 
     /// Passes the pod on to the agent in another container, if that is to take over.
-    fn hand_over(
-        &mut self,
-        envoy: Option<&Envoy>,
-        kept: Option<LastKnownGood>,
-        sockets: oneshot::Receiver<Vec<OwnedFd>>,
-        stop: &Stop,
-    ) {
+    fn hand_over(&mut self, envoy: Option<&Envoy>, kept: Option<LastKnownGood>, stop: &Stop) {
         let (Some(standby), Some(envoy), Some(config)) =
             (self.standby.clone(), envoy, &self.config.envoy)
         else {
@@ -266,11 +264,27 @@ impl Agent {
             envoy: envoy.clone(),
             program: config.command.binary.clone(),
             kept,
+            ports: self.ports.clone(),
             retirement: self.retirement.clone(),
             stop: stop.clone(),
             results: handover::results(&self.metrics),
         };
-        self.spawn_until_shutdown("handover", holder.serve(sockets));
+        self.spawn_until_shutdown("handover", holder.serve());
+    }
+
+    /// Takes over from the agent in another container.
+    fn succeed(&mut self, standby: Standby, stop: &Stop) -> Result<(), Problem> {
+        let (gate, shutdown) = (CancellationToken::new(), self.shutdown.clone());
+        let listener = unix_socket::bind(&handover::gate_socket(&self.config))?;
+        self.spawn("gate", gate::serve(listener, gate.clone(), shutdown));
+        self.successor = Some(Successor {
+            standby,
+            stop: stop.clone(),
+            ports: self.ports.clone(),
+            config: self.config.clone(),
+            gate,
+        });
+        Ok(())
     }
 
     /// Fetches Wasm modules, if Envoy is not to do so.
@@ -312,7 +326,8 @@ impl Agent {
         istiod
     }
 
-    async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
+    /// Runs until Envoy has exited. Also returns what is to wait for another turn, unless the agent is to exit.
+    async fn run(mut self, stop: Stop) -> (Result<ExitCode, BoxError>, Option<Standby>) {
         let run = run_envoy(
             self.config,
             self.inputs,
@@ -344,12 +359,10 @@ impl Agent {
         if aborted > 0 {
             tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were aborted");
         }
-        let is_told_to_stop =
-            (stop.requested().borrow().cause).is_some_and(|cause| cause != handover::FAILED);
-        match self.standby.filter(|it| !it.has_lock() && !is_told_to_stop) {
-            Some(standby) => Err(standby.wait().into()),
-            None => result,
-        }
+        let cause = stop.requested().borrow().cause;
+        let is_told_to_stop = cause.is_some_and(|cause| cause != handover::FAILED);
+        let waits = |standby: &Standby| !standby.has_lock() && !is_told_to_stop;
+        (result, self.standby.filter(waits))
     }
 
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {

@@ -18,17 +18,14 @@ const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 
 impl Agent {
     /// Answers DNS on its own thread, so that no other work delays an answer.
-    pub(super) fn dns(
-        &mut self,
-        sockets: oneshot::Receiver<Vec<dns::Bound>>,
-    ) -> Result<Option<(Dns, Forwarder)>, BoxError> {
+    pub(super) fn dns(&mut self) -> Result<Option<(Dns, Forwarder)>, BoxError> {
         let Some(config) = self.config.dns.clone() else {
             return Ok(None);
         };
         let forwarder = Forwarder::new(config.forwarder, &self.metrics);
         let (dns, serving) = dns::new(
             config.server,
-            sockets,
+            self.ports.clone().dns(),
             forwarder.clone(),
             &self.metrics,
             self.retirement.clone(),

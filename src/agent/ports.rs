@@ -1,109 +1,84 @@
 //! The listening sockets that pass to the next agent in a handover: the status port and those of DNS.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::net::{TcpListener, UdpSocket};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use rustix::net::{SocketType, sockopt};
-use tokio::sync::oneshot;
+use tokio::sync::SetOnce;
 
 use crate::config::Config;
 use crate::problem::Problem;
 use crate::{dns, status};
 
-pub(super) struct Ports {
-    status: Option<status::Listener>,
-    dns: Vec<dns::Bound>,
-}
-
-/// Where the status port and the DNS server get their sockets.
-pub(super) struct Given {
-    pub(super) status: oneshot::Receiver<status::Listener>,
-    pub(super) dns: oneshot::Receiver<Vec<dns::Bound>>,
-    /// Duplicates of all.
-    pub(super) to_pass_on: oneshot::Receiver<Vec<OwnedFd>>,
-}
-
-/// Gives them the sockets, once.
-pub(super) struct Give {
-    status: oneshot::Sender<status::Listener>,
-    dns: oneshot::Sender<Vec<dns::Bound>>,
-    to_pass_on: oneshot::Sender<Vec<OwnedFd>>,
-}
-
-pub(super) fn channel() -> (Give, Given) {
-    let (status, status_given) = oneshot::channel();
-    let (dns, dns_given) = oneshot::channel();
-    let (to_pass_on, duplicates) = oneshot::channel();
-    let given = Given {
-        status: status_given,
-        dns: dns_given,
-        to_pass_on: duplicates,
-    };
-    let give = Give {
-        status,
-        dns,
-        to_pass_on,
-    };
-    (give, given)
-}
-
-impl Give {
-    pub(super) fn give(self, ports: Ports) -> io::Result<()> {
-        // An error means that the agent has no such server.
-        let _ = self.to_pass_on.send(ports.duplicate()?);
-        if let Some(status) = ports.status {
-            let _ = self.status.send(status);
-        }
-        let _ = self.dns.send(ports.dns);
-        Ok(())
-    }
-}
+/// The sockets, once this agent has them. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Ports(Arc<SetOnce<Vec<OwnedFd>>>);
 
 impl Ports {
-    /// Binds them.
-    pub(super) fn bind(config: &Config) -> Result<Self, Problem> {
-        let status = config.status.as_ref();
-        let dns = config.dns.as_ref();
-        Ok(Self {
-            status: status.map(|it| status::bind(it.port)).transpose()?,
-            dns: dns.map_or(Ok(Vec::new()), |dns| dns::bind(&dns.server))?,
-        })
+    pub(super) fn bind(&self, config: &Config) -> Result<(), Problem> {
+        let mut sockets = Vec::new();
+        if let Some(status) = &config.status {
+            sockets.push(status::bind(status.port)?.into());
+        }
+        if let Some(dns) = &config.dns {
+            for (udp, tcp) in dns::bind(&dns.server)? {
+                sockets.extend([udp.into(), tcp.into()]);
+            }
+        }
+        self.set(sockets);
+        Ok(())
     }
 
-    /// Recognizes the sockets that came from the former agent by type and port.
-    pub(super) fn inherited(config: &Config, sockets: Vec<OwnedFd>) -> io::Result<Self> {
-        let status_port = config.status.as_ref().map(|status| status.port);
-        let (mut status, mut tcp, mut udp) = (None, Vec::new(), Vec::new());
-        for socket in sockets {
+    /// Uses the sockets of the former agent.
+    pub(super) fn set(&self, sockets: Vec<OwnedFd>) {
+        // It is called once.
+        let _ = self.0.set(sockets);
+    }
+
+    /// Waits until this agent has them.
+    pub(super) async fn given(&self) {
+        self.0.wait().await;
+    }
+
+    /// Duplicates all of them once there are some.
+    pub(super) async fn duplicate(&self) -> io::Result<Vec<OwnedFd>> {
+        let sockets = self.0.wait().await;
+        sockets.iter().map(OwnedFd::try_clone).collect()
+    }
+
+    /// Duplicates the status port.
+    pub(super) async fn status(self, port: u16) -> io::Result<TcpListener> {
+        for socket in self.duplicate().await? {
+            if sockopt::socket_type(&socket)? == SocketType::STREAM {
+                let listener = TcpListener::from(socket);
+                if listener.local_addr()?.port() == port {
+                    return Ok(listener);
+                }
+            }
+        }
+        Err(io::Error::other("the former agent did not pass it on"))
+    }
+
+    /// Duplicates the sockets of DNS: those of UDP, each with that of TCP for the same address.
+    pub(super) async fn dns(self) -> io::Result<Vec<dns::Bound>> {
+        let (mut udp, mut tcp) = (Vec::new(), Vec::new());
+        for socket in self.duplicate().await? {
             if sockopt::socket_type(&socket)? == SocketType::DGRAM {
                 udp.push(UdpSocket::from(socket));
-                continue;
-            }
-            let listener = TcpListener::from(socket);
-            if Some(listener.local_addr()?.port()) == status_port {
-                status = Some(status::Listener::inherited(listener)?);
             } else {
+                let listener = TcpListener::from(socket);
                 tcp.push((listener.local_addr()?, listener));
             }
         }
-        let mut tcp_of = |address: SocketAddr| {
-            let at = tcp.iter().position(|(found, _)| *found == address)?;
-            Some(tcp.swap_remove(at).1)
-        };
-        let mut dns = Vec::new();
+        let mut bound = Vec::new();
         for udp in udp {
-            if let Some(tcp) = tcp_of(udp.local_addr()?) {
-                dns.push((udp, tcp));
+            let address = udp.local_addr()?;
+            if let Some(of_udp) = tcp.iter().position(|(found, _)| *found == address) {
+                bound.push((udp, tcp.swap_remove(of_udp).1));
             }
         }
-        Ok(Self { status, dns })
-    }
-
-    fn duplicate(&self) -> io::Result<Vec<OwnedFd>> {
-        let status = self.status.iter().map(status::Listener::duplicate);
-        let udp = self.dns.iter().map(|(udp, _)| Ok(udp.try_clone()?.into()));
-        let tcp = self.dns.iter().map(|(_, tcp)| Ok(tcp.try_clone()?.into()));
-        status.chain(udp).chain(tcp).collect()
+        Ok(bound)
     }
 }

@@ -41,8 +41,15 @@ pub(super) fn doctor(config: Config, running: Running) -> Doctor {
 pub(super) fn hand_over(standby: Option<Standby>) -> HandOver {
     Arc::new(move || {
         let standby = standby.as_ref().ok_or("this pod has no standby")?;
-        let other = standby.order_handover().ok_or("no standby is connected")?;
-        Ok(other.name)
+        standby.order_handover().ok_or("no standby is connected")
+    })
+}
+
+/// Shows which of the two containers serves.
+pub(super) fn standby(standby: Option<Standby>) -> Page {
+    Arc::new(move || {
+        let state = standby.as_ref().map(Standby::state);
+        Box::pin(async move { json!(state) })
     })
 }
 

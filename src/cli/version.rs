@@ -7,6 +7,7 @@ use serde_json::json;
 use crate::compliance;
 use crate::config::environment::{Environment, ISTIO_META_ISTIO_VERSION};
 use crate::problem::Problem;
+use crate::standby;
 use crate::version::{self as build, AGENT_VERSION, REVISION, STATUS};
 
 /// There is no Go in here, and readers of the version expect some word.
@@ -54,8 +55,9 @@ pub fn text(flags: &VersionFlags, env: &Environment) -> Result<String, Problem> 
              GitRevision:{REVISION:?}, GolangVersion:{GOLANG_VERSION:?}, \
              BuildStatus:{STATUS:?}, GitTag:{istio:?}}}\n\
              agent version: istio-agent {AGENT_VERSION}\n\
-             cryptographic module: {}",
-            compliance::module()
+             cryptographic module: {}{}",
+            compliance::module(),
+            standby::version_text(env).map_or_else(String::new, |text| format!("\n{text}")),
         ),
     })
 }

@@ -22,7 +22,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::{Mutex, oneshot, watch};
+use tokio::sync::{Mutex, watch};
 
 use crate::lifecycle::{BoxError, CancellationToken, Retirement};
 use crate::metrics::Registry;
@@ -86,15 +86,15 @@ pub fn bind(config: &Config) -> Result<Vec<Bound>, Problem> {
     config.addresses.iter().map(|it| bind_both(it)).collect()
 }
 
-/// Returns a handle, and what serves on the sockets from when they are given until `shutdown`.
-pub fn new<F: Forward>(
+/// Returns a handle, and what serves on the sockets from when there are some until `shutdown`.
+pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
     config: Config,
-    sockets: oneshot::Receiver<Vec<Bound>>,
+    sockets: S,
     forwarder: F,
     registry: &Registry,
     retirement: Retirement,
     shutdown: CancellationToken,
-) -> (Dns, impl Future<Output = Served> + Send + use<F>) {
+) -> (Dns, impl Future<Output = Served> + Send + use<F, S>) {
     let metrics = Metrics::new(registry);
     let (tables, receiver) = watch::channel(None);
     let dns = Dns {
@@ -114,7 +114,7 @@ pub fn new<F: Forward>(
     };
     let addresses = dns.addresses.clone();
     let serving = async move {
-        let Some(Ok(bound)) = shutdown.run_until_cancelled(sockets).await else {
+        let Some(bound) = shutdown.run_until_cancelled(sockets).await.transpose()? else {
             return Ok(());
         };
         let found: Result<_, _> = bound.iter().map(|(udp, _)| udp.local_addr()).collect();

@@ -99,8 +99,7 @@ fn serving(
     retirement: &Retirement,
     shutdown: &CancellationToken,
 ) -> (Dns, impl Future<Output = Served> + Send + use<>) {
-    let (give, sockets) = oneshot::channel();
-    give.send(bound).expect("a receiver");
+    let sockets = std::future::ready(Ok(bound));
     let (retirement, shutdown) = (retirement.clone(), shutdown.clone());
     new(config, sockets, Resolver, registry, retirement, shutdown)
 }

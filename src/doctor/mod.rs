@@ -15,6 +15,7 @@ mod envoy;
 mod istiod;
 mod probes;
 mod sockets;
+mod standby;
 mod stored;
 mod token;
 
@@ -37,6 +38,7 @@ pub use crate::report;
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
+use crate::standby::Standby;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
 use report::{Check, Group, Level, Report};
@@ -66,6 +68,8 @@ pub struct Running {
     pub dns: Option<Dns>,
     pub forwarder: Option<Forwarder>,
     pub wasm: Option<Wasm>,
+    /// None if this is not one of two agents of its pod.
+    pub standby: Option<Standby>,
 }
 
 /// What the groups check: the configuration and, in the agent itself, its modules.
@@ -87,7 +91,7 @@ pub async fn report(
     };
     let subject = Subject { config, running };
     let ([token, istiod], others) = tokio::join!(control_plane(subject), async {
-        <[Group; 8]>::from(tokio::join!(
+        <[Group; 9]>::from(tokio::join!(
             group("certificate", certificate::checks(subject)),
             group("sockets", sockets::checks(subject)),
             group("Envoy", envoy::checks(subject)),
@@ -96,6 +100,7 @@ pub async fn report(
             group("DNS", dns::checks(subject)),
             group("probes", probes::checks(subject)),
             group("next container", stored::checks(subject)),
+            group("standby", async { standby::checks(subject) }),
         ))
     });
     report

@@ -24,8 +24,8 @@ const MAX_DIALS: usize = 16;
 
 const LISTENERS: &str = "/init_dump?mask=listener";
 const CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
-const ACTIVE_LISTENERS: &str =
-    "/config_dump?resource=dynamic_listeners&mask=name,active_state.version_info";
+const ACCEPTED_LISTENERS: &str = "/config_dump?resource=dynamic_listeners\
+    &mask=name,active_state.version_info,warming_state.version_info";
 const ACTIVE_SECRETS: &str = "/config_dump?resource=dynamic_active_secrets&mask=name";
 const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
 /// `^(listener|http)\..*(no_filter_chain_match|ssl\.(connection_error|fail_verify.*)|rbac\..*denied)$`
@@ -123,33 +123,61 @@ pub struct Serving {
 
 impl Serving {
     pub async fn of(admin: Admin) -> Result<Self, String> {
+        Self::with(&["active_state"], admin).await
+    }
+
+    /// Reads the names of active secrets, and of listeners in one of these states.
+    async fn with(states: &[&str], admin: Admin) -> Result<Self, String> {
         let secrets = admin.page(ACTIVE_SECRETS).await?;
-        let listeners = admin.page(ACTIVE_LISTENERS).await?;
+        let listeners = admin.page(ACCEPTED_LISTENERS).await?;
         let listeners = entries(&listeners, "configs")
-            .filter(|entry| entry.get("active_state").is_some())
+            .filter(|entry| states.iter().any(|state| entry.get(state).is_some()))
             .map(|entry| text(&entry["name"]).to_owned());
         Ok(Self {
             listeners: listeners.collect(),
             secrets: names(&secrets),
         })
     }
+}
 
-    /// Fails if an Envoy that starts does not have all of this yet, or still waits for something.
-    pub async fn is_reached_by(&self, admin: Admin) -> Result<(), String> {
-        let waits = listeners(&admin.page(LISTENERS).await?);
-        if !waits.is_empty() {
-            return Err(Vec::from_iter(waits).join("; "));
-        }
-        let found = Self::of(admin).await?;
-        let lacks = |what, all: &BTreeSet<String>, found| {
-            let missing: Vec<_> = all.difference(found).map(String::as_str).collect();
-            match missing.as_slice() {
-                [] => Ok(()),
-                missing => Err(format!("it lacks {what} {}", missing.join(", "))),
-            }
+/// Fails if the Envoy of this restart epoch has not everything that its parent has, or waits for something. Its
+/// listener `besides` may wait. Without `parent`, it must have some listener.
+pub async fn follows(
+    admin: Admin,
+    restart_epoch: u32,
+    parent: Option<&Serving>,
+    besides: &str,
+) -> Result<(), String> {
+    let info = admin.page("/server_info").await?;
+    // Its parent answers until it has the admin port.
+    if info["command_line_options"]["restart_epoch"].as_u64() != Some(restart_epoch.into()) {
+        return Err("Envoy has not started".to_owned());
+    }
+    let mut waits = listeners(&admin.page(LISTENERS).await?);
+    waits.retain(|wait| !wait.starts_with(besides));
+    if !waits.is_empty() {
+        return Err(Vec::from_iter(waits).join("; "));
+    }
+    // Listeners become active together.
+    let found = Serving::with(&["active_state", "warming_state"], admin).await?;
+    let Some(parent) = parent else {
+        let is_empty = found.listeners.is_empty();
+        return if is_empty {
+            Err("it has no listeners".to_owned())
+        } else {
+            Ok(())
         };
-        lacks("secrets", &self.secrets, &found.secrets)?;
-        lacks("listeners", &self.listeners, &found.listeners)
+    };
+    lacks("secrets", &parent.secrets, &found.secrets)?;
+    lacks("listeners", &parent.listeners, &found.listeners)
+}
+
+fn lacks(what: &str, wanted: &BTreeSet<String>, found: &BTreeSet<String>) -> Result<(), String> {
+    let missing: Vec<_> = wanted.difference(found).map(String::as_str).collect();
+    if missing.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("it lacks {what} {}", missing.join(", ")))
     }
 }
 

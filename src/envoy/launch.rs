@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::unix::fs::{MetadataExt, chown};
+use std::os::unix::fs::{FileExt, MetadataExt, chown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,11 @@ const SHARED_MEMORY: &str = "/dev/shm";
 
 /// The digits of a number, and blanks.
 const MAX_ID: u64 = 32;
+
+/// Size (104) and version (11) of Envoy's structure there, as in the hot restart version 11.104.
+const SHARED_MEMORY_HEADER: [[u8; 8]; 2] = [104_u64.to_ne_bytes(), 11_u64.to_ne_bytes()];
+/// Where the flags are in it.
+const SHARED_MEMORY_FLAGS: u64 = 96;
 
 /// Envoy multiplies its number by this.
 const SPREAD: u64 = 10;
@@ -73,6 +78,7 @@ impl Launch {
             base_id,
             epoch: self.restart_epoch() + 1,
             parent_shutdown,
+            override_json: None,
         });
         Self {
             prepared,
@@ -96,7 +102,7 @@ impl Launch {
 #[derive(Debug)]
 pub(super) struct BaseId {
     pub(super) file: PathBuf,
-    /// Whether the memory belongs to a successor in another container, so that it is not removed.
+    /// Whether the memory belongs to an Envoy in another container, so that it is not removed.
     is_lent: AtomicBool,
 }
 
@@ -126,13 +132,29 @@ impl BaseId {
     /// The base id of an Envoy in another container, which this one continues.
     pub(super) fn adopted(file: PathBuf, id: u32) -> io::Result<Self> {
         fs::write(&file, id.to_string())?;
-        let is_lent = AtomicBool::new(false);
+        let is_lent = AtomicBool::new(true);
         Ok(Self { file, is_lent })
     }
 
-    /// Leaves the memory to an Envoy in another container.
-    pub(super) fn leave(&self) {
-        self.is_lent.store(true, Ordering::Relaxed);
+    /// Leaves the memory to an Envoy in another container, or owns it after that has exited.
+    pub(super) fn set_lent(&self, is_lent: bool) {
+        self.is_lent.store(is_lent, Ordering::Relaxed);
+    }
+
+    /// Lets another successor start after one that has exited before it served. Envoy sets the first flag in the
+    /// shared memory when it starts and clears it when it serves; while it is set, other Envoys refuse to start
+    /// (`SharedMemory` in Envoy's `hot_restart_impl.h`: size, version, two mutexes, flags).
+    pub(super) fn clear_mark(&self) -> io::Result<()> {
+        let id = self.get().ok_or(io::ErrorKind::NotFound)?;
+        let path = memory(id);
+        let memory = fs::File::options().read(true).write(true).open(path)?;
+        let mut header = [0_u8; 16];
+        memory.read_exact_at(&mut header, 0)?;
+        if header.as_chunks().0 != SHARED_MEMORY_HEADER {
+            let found = format!("unknown header {header:?}");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, found));
+        }
+        memory.write_all_at(&[0; 8], SHARED_MEMORY_FLAGS)
     }
 
     /// The number, once Envoy has written it.

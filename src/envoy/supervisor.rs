@@ -205,7 +205,7 @@ impl Supervisor {
     ) -> Result<Exit, BoxError> {
         let base_id = self.current.launch.as_ref();
         if let Some(base_id) = base_id.and_then(|launch| launch.base_id.as_ref()) {
-            base_id.leave();
+            base_id.set_lent(true);
         }
         let Some(mut envoy) = self.current.instance.take() else {
             return Ok(Exit::Superseded);

@@ -3,6 +3,7 @@
 //! Each message is a line of JSON. Members that an agent does not know are ignored; a later version of the protocol
 //! that an older agent cannot follow has another [`VERSION`], which the agents compare first.
 
+use std::collections::BTreeSet;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -35,19 +36,17 @@ pub enum Message {
     /// From the agent that serves: the standby is to take over.
     TakeOver,
     /// From a successor: may it start Envoy?
-    Begin { hot_restart_version: String },
-    /// The answer: it may, and takes over once its Envoy has all of this.
-    Go(Lent, Serving),
+    Begin,
+    /// The answer: it may, and takes over once its Envoy has all of this, if it is known.
+    Go(Lent, Option<Serving>),
     /// The other agent goes on without this one, and why.
     Refused(String),
-    /// From a successor: its Envoy serves.
+    /// From a successor: its Envoy is able to serve.
     Ready,
     /// The answer, with the listening sockets and the lock: it serves from now on.
     Commit,
-    /// From a successor: it has the lock.
+    /// From a successor: its Envoy serves.
     Done,
-    /// From the former agent: its Envoy has exited.
-    Ended,
 }
 
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
@@ -56,6 +55,27 @@ pub struct Hello {
     /// Of the container.
     pub name: String,
     pub build: String,
+    /// Of Envoy, or why it is unknown.
+    #[serde(default)]
+    pub hot_restart_version: String,
+    /// Where volumes are mounted.
+    #[serde(default)]
+    pub mounts: BTreeSet<String>,
+}
+
+impl Hello {
+    /// Returns why this agent cannot take over from the other one.
+    pub fn hindrance(&self, serving: &Self) -> Option<String> {
+        let expected = &serving.hot_restart_version;
+        if self.hot_restart_version != *expected {
+            let found = &self.hot_restart_version;
+            return Some(format!(
+                "its Envoy has the hot restart version {found}, expected {expected}"
+            ));
+        }
+        let missing: Vec<_> = serving.mounts.difference(&self.mounts).cloned().collect();
+        (!missing.is_empty()).then(|| format!("nothing is mounted at {}", missing.join(", ")))
+    }
 }
 
 /// A connection between both agents.
@@ -200,6 +220,8 @@ mod tests {
             version,
             name: "istio-proxy".to_owned(),
             build: "1.31".to_owned(),
+            hot_restart_version: "11.104".to_owned(),
+            mounts: BTreeSet::from(["/etc/istio/proxy".to_owned()]),
         }
     }
 
@@ -240,6 +262,20 @@ mod tests {
         let line = b"{\"hello\":{\"version\":1,\"name\":\"a\",\"build\":\"b\",\"more\":[1]}}\n";
         other.stream.try_write(line).unwrap();
         assert_eq!(one.greet(&hello(VERSION)).await.unwrap().name, "a");
+    }
+
+    #[test]
+    fn an_agent_without_a_mount_or_with_another_hot_restart_version_cannot_take_over() {
+        let serving = hello(VERSION);
+        assert_eq!(serving.hindrance(&serving), None);
+        let mut other = serving.clone();
+        other.mounts.insert("/more".to_owned());
+        assert_eq!(other.hindrance(&serving), None);
+        let found = serving.hindrance(&other).unwrap();
+        assert_eq!(found, "nothing is mounted at /more");
+        other.hot_restart_version = "11.120".to_owned();
+        let found = other.hindrance(&serving).unwrap();
+        assert!(found.contains("11.120, expected 11.104"), "{found}");
     }
 
     #[tokio::test]

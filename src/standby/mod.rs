@@ -12,9 +12,11 @@
 
 pub mod channel;
 mod exec;
+pub mod gate;
 pub mod record;
 pub mod wait;
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -25,15 +27,18 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use serde::Serialize;
+use tokio::io::AsyncReadExt;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::directory::Directory;
 use crate::exit_code::ExitCode;
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
-use crate::{unix_socket, version};
+use crate::{regular_file, version};
 use channel::{Hello, VERSION};
 use record::{End, Record};
 
@@ -44,6 +49,8 @@ const PRIVATE: &str = "istio-agent-standby";
 const SOCKET: &str = "handover";
 /// How long a program may take to tell its version.
 const TELLS_VERSION: Duration = Duration::from_secs(5);
+/// How many bytes of it are read.
+const MAX_TOLD: u64 = 4096;
 
 /// What both agents of the pod read and write. Clones share all of it.
 #[derive(Clone, Debug)]
@@ -54,12 +61,43 @@ pub struct Standby {
     directory: Arc<Directory>,
     /// None while another agent has it.
     lock: Arc<Mutex<Option<OwnedFd>>>,
-    /// The other agent, if it is connected and waits.
-    waiting: Arc<Mutex<Option<Hello>>>,
+    state: Arc<Mutex<State>>,
     /// Changes when the other agent is to take over.
     order: watch::Sender<()>,
     /// What this process was started with.
     record: Arc<Record>,
+}
+
+/// What the agent that serves knows about the two.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct State {
+    /// The container that serves.
+    pub serves: String,
+    pub build: String,
+    pub waits: Option<Waiting>,
+    /// Whether an Envoy of the other container still finishes its connections.
+    pub former_envoy: bool,
+    /// The last handover from this agent.
+    pub last: Option<Handover>,
+    /// Since when no other agent is connected.
+    #[serde(skip)]
+    pub alone_since: Option<Instant>,
+}
+
+/// An agent that is connected and waits.
+#[derive(Clone, Debug, Serialize)]
+pub struct Waiting {
+    pub name: String,
+    pub build: String,
+    /// Why it cannot take over.
+    pub hindrance: Option<String>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Handover {
+    pub to: String,
+    pub build: String,
+    pub failed: Option<String>,
 }
 
 /// What an agent that has just started does.
@@ -96,7 +134,7 @@ impl Standby {
             build: String::new(),
             directory: Arc::new(directory),
             lock: Arc::default(),
-            waiting: Arc::default(),
+            state: Arc::default(),
             order: watch::Sender::default(),
             record: Arc::new(Record::of_process(environment)),
         }))
@@ -116,9 +154,12 @@ impl Standby {
         };
         standby.build = build(envoy).await;
         let is_new = standby.has_new_build()?;
-        let file = standby.build_file();
-        let build = standby.build.as_bytes();
-        standby.directory.replace_files(&[(&file, build)], 0o600)?;
+        standby.record_build()?;
+        standby.change(|state| {
+            state.serves.clone_from(&standby.name);
+            state.build.clone_from(&standby.build);
+            state.alone_since = Some(Instant::now());
+        });
         let role = match Lock::open()?.try_take()? {
             Some(lock) => {
                 standby.serve_with(lock)?;
@@ -141,21 +182,26 @@ impl Standby {
 
     /// Whether this container ran another build before.
     fn has_new_build(&self) -> io::Result<bool> {
-        match self.directory.read_private(&self.build_file()) {
+        match self.directory.read_private(&build_file(&self.name)) {
             Ok(before) => Ok(*before != self.build.as_bytes()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(error),
         }
     }
 
-    /// Has the next agent of this container ask for the place of the agent that serves.
-    fn forget_build(&self) -> io::Result<()> {
-        let file = self.build_file();
-        self.directory.replace_files(&[(&file, b"")], 0o600)
+    fn record_build(&self) -> io::Result<()> {
+        self.write_build(&self.build)
     }
 
-    fn build_file(&self) -> String {
-        format!("build-{}", self.name)
+    /// Has the next agent of this container ask for the place of the agent that serves.
+    fn forget_build(&self) -> io::Result<()> {
+        self.write_build("")
+    }
+
+    fn write_build(&self, build: &str) -> io::Result<()> {
+        let file = build_file(&self.name);
+        self.directory
+            .replace_files(&[(&file, build.as_bytes())], 0o600)
     }
 
     /// Records that the agent is about to exit because it was told to, so that the standby exits as well.
@@ -166,11 +212,15 @@ impl Standby {
         }
     }
 
-    pub fn hello(&self) -> Hello {
+    /// Describes this agent to the other one. `envoy` is the program that it runs.
+    pub async fn hello(&self, envoy: &Path) -> Hello {
+        let version = told_by(envoy, "--hot-restart-version").await;
         Hello {
             version: VERSION,
             name: self.name.clone(),
             build: self.build.clone(),
+            hot_restart_version: version.unwrap_or_else(|why| why),
+            mounts: mounts().unwrap_or_default(),
         }
     }
 
@@ -204,16 +254,19 @@ impl Standby {
         *self.lock.lock() = None;
     }
 
-    /// Notes whether the other agent is connected and waits.
-    pub fn set_waiting(&self, other: Option<Hello>) {
-        *self.waiting.lock() = other;
+    pub fn state(&self) -> State {
+        self.state.lock().clone()
     }
 
-    /// Has the other agent take over. None if there is none.
-    pub fn order_handover(&self) -> Option<Hello> {
-        let other = self.waiting.lock().clone()?;
+    pub fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock());
+    }
+
+    /// Has the other agent take over, and returns its container. None if there is none.
+    pub fn order_handover(&self) -> Option<String> {
+        let other = self.state.lock().waits.clone()?;
         self.order.send_replace(());
-        Some(other)
+        Some(other.name)
     }
 
     pub fn orders(&self) -> watch::Receiver<()> {
@@ -226,12 +279,28 @@ impl Standby {
     }
 }
 
+/// The container whose agent serves. None if this agent is not one of two, or none has served yet.
+pub fn serving(environment: &Environment) -> Option<String> {
+    let is_pair = environment.is_set(&ISTIO_AGENT_STANDBY);
+    let socket = std::fs::read_link(Path::new(DIRECTORY).join("XDS")).ok()?;
+    let name = socket.to_str()?.strip_prefix("XDS-")?;
+    is_pair.then(|| name.to_owned())
+}
+
 /// Whether this is a container whose agent waits while the other one serves.
 pub fn another_serves(environment: &Environment) -> bool {
     let name = environment.get(&ISTIO_AGENT_STANDBY);
-    let serves = std::fs::read_link(Path::new(DIRECTORY).join("XDS"));
-    let own = unix_socket::of_container(Path::new("XDS"), &name);
-    !name.is_empty() && serves.is_ok_and(|serves| serves != own)
+    serving(environment).is_some_and(|serving| serving != name)
+}
+
+/// Describes which container serves, for `pilot-agent version`. None if this agent is not one of two.
+pub fn version_text(environment: &Environment) -> Option<String> {
+    let serving = serving(environment)?;
+    let file = Path::new(DIRECTORY)
+        .join(PRIVATE)
+        .join(build_file(&serving));
+    let build = regular_file::read_text(&file, MAX_TOLD).unwrap_or_default();
+    Some(format!("container {serving} serves: {build}"))
 }
 
 /// Where the agent that serves listens for the other one.
@@ -263,6 +332,21 @@ impl Lock {
     }
 }
 
+fn build_file(name: &str) -> String {
+    format!("build-{name}")
+}
+
+/// Where volumes are mounted in this container, besides those of the kernel and the container runtime.
+fn mounts() -> io::Result<BTreeSet<String>> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    let mounts = table.lines().filter_map(|line| line.split(' ').nth(4));
+    let is_volume = |mount: &&str| {
+        let top = mount.split('/').nth(1).unwrap_or_default();
+        !["", "dev", "proc", "sys"].contains(&top)
+    };
+    Ok(mounts.filter(is_volume).map(str::to_owned).collect())
+}
+
 /// The versions of this agent and of Envoy.
 async fn build(envoy: &Path) -> String {
     let agent = version::full(&version::istio().unwrap_or_default());
@@ -276,19 +360,33 @@ pub async fn told_by(program: &Path, argument: &str) -> Result<String, String> {
     command
         .arg(argument)
         .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
         .kill_on_drop(true);
-    let output = tokio::time::timeout(TELLS_VERSION, command.output()).await;
-    let named = |why: String| format!("{}: {why}", program.display());
-    let output = output
-        .map_err(|_| named("no answer".to_owned()))?
-        .map_err(|error| named(error.to_string()))?;
-    let text = [output.stdout, output.stderr].concat();
+    let told = tokio::time::timeout(TELLS_VERSION, told(command)).await;
+    let told = told.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+    told.map_err(|error| format!("{}: {error}", program.display()))
+}
+
+async fn told(mut command: tokio::process::Command) -> io::Result<String> {
+    let mut child = command.spawn()?;
+    let (mut output, mut errors) = (Vec::new(), Vec::new());
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    if let (Some(stdout), Some(stderr)) = (stdout, stderr) {
+        let (mut stdout, mut stderr) = (stdout.take(MAX_TOLD), stderr.take(MAX_TOLD));
+        tokio::try_join!(
+            stdout.read_to_end(&mut output),
+            stderr.read_to_end(&mut errors)
+        )?;
+    }
+    let status = child.wait().await?;
+    let text = [output, errors].concat();
     let text = String::from_utf8_lossy(&text);
     let words: Vec<_> = text.split_whitespace().collect();
-    if output.status.success() && !words.is_empty() {
+    if status.success() && !words.is_empty() {
         Ok(words.join(" "))
     } else {
-        Err(named(output.status.to_string()))
+        Err(io::Error::other(status.to_string()))
     }
 }
 

@@ -94,19 +94,24 @@ async fn until_ordered(
             None => sleep(FIRST).await,
         }
     };
-    standby.build = build(&envoy(&record)).await;
+    let envoy = envoy(&record);
+    standby.build = build(&envoy).await;
     if standby.has_new_build()? {
         return Ok(record);
     }
-    let file = standby.build_file();
-    let recorded = standby.build.as_bytes();
-    standby
-        .directory
-        .replace_files(&[(&file, recorded)], 0o600)?;
+    standby.record_build()?;
+    let hello = standby.hello(&envoy).await;
+    let mut warned = None;
     loop {
         let order = async {
             let mut channel = Channel::connect(&socket()).await?;
-            channel.greet(&standby.hello()).await?;
+            let serving = channel.greet(&hello).await?;
+            let hindrance = hello.hindrance(&serving);
+            if let Some(why) = hindrance.as_ref().filter(|_| warned != hindrance) {
+                let subject = format!("container {}", standby.name);
+                tracing::warn!("{}", Problem::new(codes::STANDBY_UNABLE, subject, why));
+            }
+            warned = hindrance;
             channel.receive().await
         };
         match order.await {

@@ -15,6 +15,7 @@
 //! | `/debug/logging` | GET | users | JSON: the levels of the log |
 //! | `/debug/logging?level=…` | POST, PUT | users | sets levels, see [`logging`] |
 //! | `/debug/config` | any | users | JSON: the effective configuration, see [`crate::config::report`] |
+//! | `/debug/standby` | any | users | JSON: which of two containers serves, see [`crate::standby::State`] |
 //! | `/debug/log` | any | users | the last lines of the log |
 //! | `/debug/doctor` | any | users | what is wrong, as JSON, text or HTML, see `crate::doctor` |
 //! | `/debug/…` | any | users | JSON: parts of it, and the name table |
@@ -35,6 +36,8 @@ mod server;
 pub mod startup;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::TcpListener;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -44,7 +47,7 @@ use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
 use serde_json::{Value, json};
-use tokio::sync::{Mutex, oneshot};
+use tokio::sync::Mutex;
 
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
@@ -65,7 +68,8 @@ use probers::AppProbes;
 pub use probers::{Prober, Probers};
 use ready::Readiness;
 use reply::plain;
-pub use server::{Listener, bind};
+use server::Listener;
+pub use server::bind;
 use startup::Milestones;
 
 /// The age of a report that the debug page may show again, because the page reloads itself.
@@ -140,10 +144,10 @@ pub struct Sources {
     pub pages: BTreeMap<&'static str, Page>,
 }
 
-/// Serves the port from when it is given until `stop`, and records start-up milestones.
+/// Serves the port from when there is a listener until `stop`, and records start-up milestones.
 pub fn new(
     config: Config,
-    listener: oneshot::Receiver<Listener>,
+    listener: impl Future<Output = io::Result<TcpListener>> + Send,
     sources: Sources,
     retirement: Retirement,
     stop: CancellationToken,
@@ -155,11 +159,14 @@ pub fn new(
             tokio::join!(watched.ready.watch(), crate::logging::levels().expire());
             std::future::pending().await
         };
-        if let Some(Ok(listener)) = stop.run_until_cancelled(listener).await {
-            tokio::select! {
+        let listener = stop.run_until_cancelled(listener).await.transpose();
+        match listener.and_then(|it| it.map(Listener::try_from).transpose()) {
+            Ok(Some(listener)) => tokio::select! {
                 () = server::serve(listener, router, retirement, stop.clone()) => {}
                 () = watches => {}
-            }
+            },
+            Ok(None) => {}
+            Err(error) => tracing::error!("cannot serve the status port: {error}"),
         }
         // Another agent may have gone on with the port.
         stop.cancelled().await;

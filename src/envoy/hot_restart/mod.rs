@@ -71,7 +71,14 @@ pub struct Lent {
 }
 
 /// Set before the first Envoy starts, if that takes over from one in another container.
-pub type Adopted = Arc<OnceLock<Lent>>;
+pub type Adopted = Arc<OnceLock<Adoption>>;
+
+#[derive(Clone, Debug)]
+pub struct Adoption {
+    pub lent: Lent,
+    /// In place of the bootstrap override of the command.
+    pub override_json: String,
+}
 
 /// Something under way has come to an end.
 #[derive(Debug)]
@@ -171,18 +178,28 @@ impl HotRestart {
             Phase::Idle if current.machine.phase() != life::Phase::Running => {
                 Err("Envoy does not serve".to_owned())
             }
-            Phase::Idle => Err("an earlier successor of Envoy has failed, and its mark in their shared memory bars others".to_owned()),
+            Phase::Idle => Err("an earlier successor of Envoy has failed, and Envoy must be restarted before the next".to_owned()),
             _ => Err("Envoy is being replaced, or its parent has not ended".to_owned()),
         }
     }
 
-    /// The successor in another container is gone.
+    /// The successor in another container has exited.
     pub(super) fn reclaim(&mut self, current: &mut Current) {
-        self.apply(Event::Reclaim, current);
+        let base_id = current.launch.as_ref().and_then(|it| it.base_id.as_ref());
+        let cleared = base_id.map(|base_id| base_id.clear_mark());
+        if let Some(Err(error)) = &cleared {
+            tracing::warn!(%error, "no handover is possible until Envoy restarts: its shared memory cannot be written");
+        }
+        let is_clear = matches!(cleared, Some(Ok(())));
+        self.apply(Event::Reclaim { is_clear }, current);
     }
 
     /// The parent in another container has ended.
     pub(super) fn parent_ended(&mut self, current: &mut Current) -> Option<life::Event> {
+        let launch = current.launch.as_ref();
+        if let Some(base_id) = launch.and_then(|launch| launch.base_id.as_ref()) {
+            base_id.set_lent(false);
+        }
         let early = self.is_early();
         self.apply(Event::ParentExited { early }, current)
     }
@@ -352,17 +369,19 @@ impl HotRestart {
             Some(prepared) => prepared,
             None => (self.prepare)(0)?.into(),
         };
-        if let Some(adopted) = self.adopted.get().filter(|_| current.count == 0) {
+        if let Some(adoption) = self.adopted.get().filter(|_| current.count == 0) {
             self.machine.begin_with_parent();
             let file = self.directory.join("envoy-base-id");
+            let base_id = adoption.lent.base_id;
             let mode = Mode::Next {
-                base_id: adopted.base_id,
-                epoch: adopted.restart_epoch,
+                base_id,
+                epoch: adoption.lent.restart_epoch,
                 parent_shutdown: self.limits.parent_shutdown,
+                override_json: Some(adoption.override_json.clone()),
             };
             return Ok(Launch {
                 prepared,
-                base_id: Some(Arc::new(BaseId::adopted(file, adopted.base_id)?)),
+                base_id: Some(Arc::new(BaseId::adopted(file, base_id)?)),
                 mode,
             });
         }

@@ -40,7 +40,7 @@ fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, 
     let mut config = config(Probers::default());
     (config.debug_users, config.control_users) = (debug, control);
     let router = Arc::new(Router::new(config, sources).expect("a router"));
-    let listener = server::bind(0).expect("a port");
+    let listener = server::Listener::of_any_port();
     let port = listener.port();
     let mut tasks = JoinSet::new();
     let (retirement, stop) = (Retirement::default(), CancellationToken::new());

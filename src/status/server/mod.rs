@@ -10,7 +10,6 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::{AsFd, OwnedFd};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,29 +46,24 @@ const SHUTDOWN_LIMIT: Duration = Duration::from_millis(500);
 
 /// The bound port.
 #[derive(Debug)]
-pub struct Listener {
+pub(super) struct Listener {
     listener: TcpListener,
     unread: Duration,
 }
 
-impl Listener {
-    /// Goes on with the port of another agent.
-    pub fn inherited(listener: std::net::TcpListener) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
+impl TryFrom<std::net::TcpListener> for Listener {
+    type Error = io::Error;
+
+    fn try_from(listener: std::net::TcpListener) -> io::Result<Self> {
         Ok(Self {
             listener: TcpListener::from_std(listener)?,
             unread: UNREAD,
         })
     }
-
-    /// The same port for another agent.
-    pub fn duplicate(&self) -> io::Result<OwnedFd> {
-        self.listener.as_fd().try_clone_to_owned()
-    }
 }
 
 /// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
-pub fn bind(port: u16) -> Result<Listener, Problem> {
+pub fn bind(port: u16) -> Result<std::net::TcpListener, Problem> {
     tracing::info!("Opening status port {port}");
     use rustix::io::Errno;
     let v6 = TcpSocket::new_v6().and_then(|socket| {
@@ -82,13 +76,11 @@ pub fn bind(port: u16) -> Result<Listener, Problem> {
         }
         _ => Err(error),
     });
-    let listener = listener.map_err(|error| {
+    listener.and_then(TcpListener::into_std).map_err(|error| {
         let found = port::holder(port).unwrap_or_else(|| error.to_string());
         let subject = format!("status port {port}");
         Problem::new(codes::STATUS_PORT_TAKEN, subject, found)
-    })?;
-    let unread = UNREAD;
-    Ok(Listener { listener, unread })
+    })
 }
 
 fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {

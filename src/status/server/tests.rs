@@ -12,6 +12,10 @@ use crate::status::{Probers, Scrape, reply};
 const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 
 impl Listener {
+    pub(in crate::status) fn of_any_port() -> Self {
+        bind(0).expect("a port").try_into().expect("a listener")
+    }
+
     pub(in crate::status) fn port(&self) -> u16 {
         self.listener.local_addr().expect("an address").port()
     }
@@ -32,7 +36,7 @@ async fn port() -> Port {
 fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let sources = sources(Stop::new(), scrape, metrics);
     let config = config(Probers::default());
-    let mut listener = bind(0).expect("a port");
+    let mut listener = Listener::of_any_port();
     listener.unread = UNREAD_LIMIT;
     let port = listener.port();
     let router = Arc::new(Router::new(config, sources).expect("a router"));
@@ -226,7 +230,7 @@ async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
 
 #[tokio::test]
 async fn a_taken_port_is_an_error_that_names_it() {
-    let taken = bind(0).expect("a port");
+    let taken = Listener::of_any_port();
     let port = taken.port();
     let error = bind(port).expect_err("taken");
     assert_eq!(error.code, codes::STATUS_PORT_TAKEN);

@@ -286,6 +286,33 @@ async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again()
 }
 
 #[tokio::test]
+async fn an_envoy_that_waits_for_configuration_does_not_serve_and_another_takes_over_later() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    stage.recorded_standby().await;
+    let load = stage.load();
+    load.makes(50).await;
+    // It reaches no agent, and is killed when it has the admin port of the Envoy that serves.
+    let bootstrap = "etc/istio/proxy/istio-standby/envoy-rev0.json";
+    let waits = format!("sed -i s/XDS-istio-standby/missing/ {bootstrap}; (sleep 2; kill -9 $$) &");
+    let other = stage.wrapped(&envoy, &next_envoy_does(&waits));
+    let mut standby = stage.start_standby(Some(&other));
+    let agent = &stage.pod.agent;
+    agent.logs("[HANDOVER_FAILED]").await;
+    agent.logs("shutting down admin due to child startup").await;
+    standby.logs("container istio-standby waits").await;
+    standby.terminate();
+    standby.end().await;
+    stage.serves(FIRST).await;
+    load.makes(load.tally().attempts() + 50).await;
+    let standby = stage.start_standby(Some(&envoy));
+    standby.logs("container istio-standby serves").await;
+    stage.serves(SECOND).await;
+    load.makes(load.tally().attempts() + 50).await;
+    load.assert_flawless();
+}
+
+#[tokio::test]
 async fn a_hook_of_the_container_that_waits_does_not_drain_the_one_that_serves() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;

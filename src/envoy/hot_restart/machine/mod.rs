@@ -35,7 +35,10 @@ pub enum Event {
     /// A successor in another container is about to start.
     Lend,
     /// That successor is gone, and has not taken over.
-    Reclaim,
+    Reclaim {
+        /// Whether its mark in the shared memory has been cleared.
+        is_clear: bool,
+    },
     SuccessorExited,
     ParentExited {
         /// Before its successor has ended it.
@@ -130,7 +133,11 @@ impl Machine {
                 self.phase = Lent;
                 Action::Nothing
             }
-            (Lent, Event::Reclaim) | (Checking, Event::NothingToStart) => self.rest(),
+            (Lent, Event::Reclaim { is_clear }) => {
+                self.is_continuable |= is_clear;
+                self.rest()
+            }
+            (Checking, Event::NothingToStart) => self.rest(),
             (Checking, Event::Usable { is_live }) => self.usable(is_live),
             (Starting, Event::Live) => self.promote(),
             (Starting, Event::Deadline) => self.fail(),

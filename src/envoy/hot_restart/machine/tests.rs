@@ -8,6 +8,8 @@ use Event::{
     Wanted,
 };
 
+/// The successor of another container has left its mark.
+const RECLAIM: Event = Event::Reclaim { is_clear: false };
 const READY: Event = Event::Ready {
     shares_memory: true,
 };
@@ -174,15 +176,18 @@ fn a_successor_in_another_container_is_one_attempt_and_bars_others_while_it_star
     let wanted = [
         (Wanted, Action::Nothing),
         (Event::Lend, Action::Nothing),
-        (Event::Reclaim, Action::Check),
+        (RECLAIM, Action::Check),
         // It has left its mark.
         (USABLE, Action::Replace(EndBy::Quit)),
     ];
     after(&lent, &wanted);
+    let cleared = Event::Reclaim { is_clear: true };
+    let again = [(cleared, Action::Nothing), (Event::Lend, Action::Nothing)];
+    assert_eq!(after(&lent, &again).phase(), Phase::Lent);
     let died = [
         (ServingExited, Action::Nothing),
         (READY, Action::Nothing),
-        (Event::Reclaim, Action::Nothing),
+        (RECLAIM, Action::Nothing),
         (Event::Lend, Action::Nothing),
     ];
     assert_eq!(after(&lent, &died).phase(), Phase::Lent);
@@ -236,7 +241,7 @@ impl World {
             Live | SuccessorExited => self.next,
             ParentExited { .. } => self.old,
             NothingToStart | Usable { .. } => self.is_checking,
-            Event::Reclaim => self.is_lent,
+            Event::Reclaim { .. } => self.is_lent,
             _ => true,
         }
     }
@@ -252,7 +257,7 @@ impl World {
             NothingToStart | Usable { .. } => self.is_checking = false,
             Deadline => self.is_overdue = self.old,
             Stop => self.is_stopped = true,
-            Event::Reclaim => self.is_lent = false,
+            Event::Reclaim { .. } => self.is_lent = false,
             _ => {}
         }
         let before = machine.phase();
@@ -297,7 +302,8 @@ proptest! {
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NOT_LIVE,
             NothingToStart, Live, Deadline, SuccessorExited, LEFT,
-            LEFT_EARLY, ServingExited, Stop, Event::Lend, Event::Reclaim,
+            LEFT_EARLY, ServingExited, Stop, Event::Lend, RECLAIM,
+            Event::Reclaim { is_clear: true },
         ]), 0..40),
     ) {
         let mut machine = Machine::new(true);
@@ -308,7 +314,7 @@ proptest! {
             world.serving |= !world.is_stopped;
         }
         // Every change ends: what is asked for comes, and what is waited for goes.
-        for event in [Event::Reclaim, NothingToStart, Deadline, SuccessorExited, LEFT] {
+        for event in [RECLAIM, NothingToStart, Deadline, SuccessorExited, LEFT] {
             world.step(&mut machine, event)?;
         }
         if world.is_checking {

@@ -1,0 +1,173 @@
+//! Keeps the Envoy that is to take over from serving until the agent has checked it.
+//!
+//! As soon as all listeners of a new Envoy have what they wait for, it serves and tells its parent to drain, which
+//! cannot be undone. Envoys that take over from another container therefore have one more listener, without a port,
+//! that waits for an extension of this server (`config_discovery` in Envoy's `filter.proto`). The agent sends it once
+//! the Envoy has everything that its parent has.
+
+use std::path::Path;
+use std::pin::Pin;
+
+use envoy_types::pb::envoy::config::core::v3::TypedExtensionConfig;
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse,
+};
+use envoy_types::pb::envoy::service::extension::v3::extension_config_discovery_service_server::{
+    ExtensionConfigDiscoveryService, ExtensionConfigDiscoveryServiceServer,
+};
+use envoy_types::pb::google::protobuf::Any;
+use futures_util::{StreamExt, stream};
+use hyper_util::service::TowerToHyperService;
+use prost::Message;
+use serde_json::{Map, Value, json};
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::lifecycle::CancellationToken;
+use crate::unix_socket::Listener;
+
+/// Names the listener, the extension and the cluster.
+pub const NAME: &str = "istio-agent-handover";
+const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
+const FILTER: &str = "type.googleapis.com/envoy.extensions.filters.network.echo.v3.Echo";
+
+/// Serves the extension from when `open` is cancelled, until `shutdown`.
+pub async fn serve(listener: Listener, open: CancellationToken, shutdown: CancellationToken) {
+    let server = ExtensionConfigDiscoveryServiceServer::new(Gate(open));
+    let service = TowerToHyperService::new(server);
+    listener.serve(service, shutdown).await;
+}
+
+/// Adds the listener to the bootstrap override of an Envoy, which is JSON. `socket` is that of this server.
+pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<String> {
+    let mut bootstrap: Map<String, Value> = serde_json::from_str(bootstrap.unwrap_or("{}"))?;
+    let socket = json!({ "endpoint": { "address": { "pipe": { "path": socket }}}});
+    let http2 = json!({
+        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": { "http2_protocol_options": {} },
+    });
+    let cluster = json!({
+        "name": NAME,
+        "type": "STATIC",
+        "typed_extension_protocol_options": {
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2,
+        },
+        "load_assignment": { "cluster_name": NAME, "endpoints": [{ "lb_endpoints": [socket] }] },
+    });
+    let source = json!({
+        "resource_api_version": "V3",
+        "initial_fetch_timeout": "0s",
+        "api_config_source": {
+            "api_type": "GRPC",
+            "transport_api_version": "V3",
+            "grpc_services": [{ "envoy_grpc": { "cluster_name": NAME } }],
+        },
+    });
+    let discovery = json!({ "config_source": source, "type_urls": [FILTER] });
+    let listener = json!({
+        "name": NAME,
+        // An address for documentation (RFC 5737), to which no connection leads.
+        "address": { "socket_address": { "address": "192.0.2.1", "port_value": 1 }},
+        "bind_to_port": false,
+        "filter_chains": [{ "filters": [{ "name": NAME, "config_discovery": discovery }] }],
+    });
+    // Protobuf's JSON has two spellings, of which a document may have one.
+    let spelling = ["static_resources", "staticResources"];
+    let is_second = bootstrap.contains_key(spelling[1]);
+    let resources = bootstrap.entry(spelling[usize::from(is_second)]);
+    let resources = resources.or_insert_with(|| json!({}));
+    for (list, item) in [("clusters", cluster), ("listeners", listener)] {
+        match resources.get_mut(list).and_then(Value::as_array_mut) {
+            Some(items) => items.push(item),
+            None => resources[list] = json!([item]),
+        }
+    }
+    serde_json::to_string(&bootstrap)
+}
+
+struct Gate(CancellationToken);
+
+type Responses<T> = Pin<Box<dyn tokio_stream::Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl ExtensionConfigDiscoveryService for Gate {
+    type StreamExtensionConfigsStream = Responses<DiscoveryResponse>;
+    type DeltaExtensionConfigsStream = Responses<DeltaDiscoveryResponse>;
+
+    async fn stream_extension_configs(
+        &self,
+        requests: Request<Streaming<DiscoveryRequest>>,
+    ) -> Result<Response<Self::StreamExtensionConfigsStream>, Status> {
+        let open = self.0.clone().cancelled_owned();
+        let extension = stream::once(async {
+            open.await;
+            Ok(extension())
+        });
+        // The stream ends when Envoy ends it, which would open another one.
+        let acknowledgments = requests.into_inner().filter_map(async |_| None);
+        let responses = stream::select(extension, acknowledgments);
+        Ok(Response::new(Box::pin(responses)))
+    }
+
+    async fn delta_extension_configs(
+        &self,
+        _: Request<Streaming<DeltaDiscoveryRequest>>,
+    ) -> Result<Response<Self::DeltaExtensionConfigsStream>, Status> {
+        Err(Status::unimplemented("use StreamExtensionConfigs"))
+    }
+
+    async fn fetch_extension_configs(
+        &self,
+        _: Request<DiscoveryRequest>,
+    ) -> Result<Response<DiscoveryResponse>, Status> {
+        Err(Status::unimplemented("use StreamExtensionConfigs"))
+    }
+}
+
+fn extension() -> DiscoveryResponse {
+    let extension = TypedExtensionConfig {
+        name: NAME.to_owned(),
+        typed_config: Some(Any {
+            type_url: FILTER.to_owned(),
+            value: Vec::new(),
+        }),
+    };
+    DiscoveryResponse {
+        version_info: "1".to_owned(),
+        nonce: "1".to_owned(),
+        type_url: EXTENSION.to_owned(),
+        resources: vec![Any {
+            type_url: EXTENSION.to_owned(),
+            value: extension.encode_to_vec(),
+        }],
+        ..DiscoveryResponse::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_listener_is_added_to_a_bootstrap_override() {
+        for (before, resources, names) in [
+            (None, "/static_resources", &[NAME][..]),
+            (Some("{\"node\":{}}"), "/static_resources", &[NAME]),
+            (
+                Some("{\"staticResources\":{\"listeners\":[{\"name\":\"mine\"}]}}"),
+                "/staticResources",
+                &["mine", NAME],
+            ),
+        ] {
+            let added = add_to(before, Path::new("/gate")).unwrap();
+            let added: Value = serde_json::from_str(&added).unwrap();
+            let listeners = added.pointer(&format!("{resources}/listeners")).unwrap();
+            let found: Vec<_> = listeners.as_array().unwrap().iter().collect();
+            let found: Vec<_> = found
+                .iter()
+                .map(|it| it["name"].as_str().unwrap())
+                .collect();
+            assert_eq!(found, names);
+        }
+        assert!(add_to(Some("[]"), Path::new("/gate")).is_err());
+    }
+}
