@@ -31,7 +31,8 @@ STAGES = {
     # With the tags and -trimpath of istiod, most packages come from Go's cache. A link takes 1.4 GB.
     "istio/tests": [["-tags=vtprotobuf,disable_pgv", *(f"istio.io/istio/{path}" for path in (
                         "pkg/test/echo/cmd/client", "pkg/test/echo/cmd/server", "samples/extauthz/cmd/extauthz",
-                        "samples/jwt-server/src")), "helm.sh/helm/v4/cmd/helm"],
+                        "samples/jwt-server/src")), "helm.sh/helm/v4/cmd/helm",
+                     "sigs.k8s.io/gateway-api/conformance/echo-basic"],
                     ["test", "-p=1", "-vet=off", "-tags=integ,vtprotobuf,disable_pgv",
                      *(f"istio.io/istio/tests/integration/{path}" for path in ISTIO_TESTS)]],
     "tools": [["./...", "tool"]],

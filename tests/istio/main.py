@@ -26,6 +26,8 @@ from programs import programs, say
 
 LIST = HERE / "tests.csv"
 HUB = "localhost/it"
+# Of the conformance tests of the Gateway API.
+GATEWAY_API = "registry.k8s.io/gateway-api"
 AGENTS = {"ours": "this agent", "go": "pilot-agent"}
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 CHARTS = "manifests/charts"
@@ -130,14 +132,18 @@ class Bare(Cluster):
         for tag, files in (("ours", {}), ("go", go_agent(istio))):
             layout.add(f"{HUB}/proxyv2:{tag}", files, agent)
             add_istiod(layout, f"{HUB}/pilot:{tag}", control_plane)
-            layout.add(f"{HUB}/app:{tag}", {
-                "/usr/local/bin/server": tests / "server", "/usr/local/bin/client": tests / "client",
-                "/cert.crt": keys / "cert-chain.pem", "/cert.key": keys / "key.pem"},
-                Entrypoint=["/usr/local/bin/server"], User="1338", Env=["PATH=/usr/local/bin"])
+            # The second one is Istio's, too.
+            for image in (f"{HUB}/app:{tag}", f"{GATEWAY_API}/echo-advanced:v1.5.1"):
+                layout.add(image, {
+                    "/usr/local/bin/server": tests / "server", "/usr/local/bin/client": tests / "client",
+                    "/cert.crt": keys / "cert-chain.pem", "/cert.key": keys / "key.pem"},
+                    Entrypoint=["/usr/local/bin/server"], User="1338", Env=["PATH=/usr/local/bin"])
             layout.add(f"{HUB}/app_sidecar_ubuntu_noble:{tag}", files, agent, machine(tests),
                        Entrypoint=[], Cmd=[], User="1338", Env=["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"])
             for image in (f"{HUB}/ext-authz:{tag}", "registry.istio.io/testing/ext-authz:latest"):
                 layout.add(image, {"/extauthz": tests / "extauthz"}, Entrypoint=["/extauthz"])
+        for tag in ("v1.5.1", "v1.6.0-dev.2", "v1.6.0-dev.3"):
+            layout.add(f"{GATEWAY_API}/echo-basic:{tag}", {"/echo-basic": tests / "echo-basic"}, Entrypoint=["/echo-basic"])
         layout.add("registry.istio.io/testing/jwt-server:0.8", {"/jwt-server": tests / "src"}, Entrypoint=["/jwt-server"])
 
     def install(self, istio):
