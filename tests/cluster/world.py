@@ -1,5 +1,6 @@
 """What cases share: kubectl, applications with either agent beside them, and load that counts failures."""
 
+import collections
 import json
 import pathlib
 import shutil
@@ -9,6 +10,9 @@ import time
 OURS, GO = "ours", "go"
 ISTIOD = ("-n", "istio-system", "deploy/istiod")
 LIMIT = "90s"
+# What a load sends, by the kind of target.
+SENT = {"http": "requests", "xds": "requests", "h2c": "requests by h2c", "grpc": "messages by grpc",
+        "tcp": "messages by tcp", "dns": "queries by dns", "get": "requests by get"}
 
 
 class Failed(Exception):
@@ -191,40 +195,74 @@ class World:
 
 
 class Load:
-    """Requests from the applications of Deployments while the block runs; `told` has what each saw."""
+    """What the applications of Deployments send while the block runs; `told` has what each saw.
 
-    def __init__(self, world, url, *clients):
-        self.world, self.url, self.clients = world, url, clients
+    `targets` are one, a list, or a list by client. A stream or connection over TCP is held for `hold` seconds.
+    """
+
+    def __init__(self, world, targets, *clients, hold=None):
+        targets = [targets] if isinstance(targets, str) else targets
+        self.world, self.options = world, [f"-hold={hold}s"] if hold else []
+        self.targets = targets if isinstance(targets, dict) else dict.fromkeys(clients, targets)
         self.told = {}
 
     def __enter__(self):
-        for client in self.clients:
-            self.world.until(f"{client} reaches {self.url}", lambda: self.world.call(client, self.url))
-        self.running = {client: subprocess.Popen(
-            [*self.world.command, "-n", self.world.namespace, "exec", "-i", f"deploy/{client}", "-c", "app", "--",
-             "/application", "load", self.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for client in self.clients}
+        for client, targets in self.targets.items():
+            others = [one for one in targets if SENT[kind_of(one)] != "requests"]
+            for one in targets:
+                if one not in others:
+                    self.world.until(f"{client} reaches {one}", lambda: self.world.call(client, one))
+            if others:
+                self.world.until(f"{client} reaches {' '.join(others)}", lambda: self.reaches(client, others))
+        self.running = {client: self.start(client, targets) for client, targets in self.targets.items()}
         time.sleep(1)
         return self
 
     def __exit__(self, kind, *_):
         time.sleep(0 if kind else 1)
         for client, process in self.running.items():
-            output, errors = process.communicate(timeout=30)
-            if process.returncode and not kind:
-                raise Failed(f"the load of {client} ended: {errors.decode()}")
-            if not process.returncode:
-                self.told[client] = json.loads(output)
+            try:
+                self.told[client] = self.end(client, process)
+            except Failed:
+                if not kind:
+                    raise
 
-    def failed(self):
-        return {client: told["failed"] for client, told in self.told.items() if told["failed"]}
+    def start(self, client, targets):
+        return subprocess.Popen(
+            [*self.world.command, "-n", self.world.namespace, "exec", "-i", f"deploy/{client}", "-c", "app", "--",
+             "/application", "load", *self.options, *targets],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def end(self, client, process):
+        output, errors = process.communicate(timeout=30)
+        if process.returncode:
+            raise Failed(f"the load of {client} ended: {errors.decode()}")
+        return json.loads(output)
+
+    def reaches(self, client, targets):
+        """Whether a second of load reaches targets of every kind."""
+        process = self.start(client, targets)
+        time.sleep(1)
+        told = self.end(client, process)
+        if told["failed"]:
+            raise Failed(told["failed"][0])
+        return all(one["sent"] for one in told["by_kind"].values())
 
     def expect_none_failed(self):
-        if failed := self.failed():
-            raise Failed("failed requests: " + "; ".join(
-                f"{client}: {len(some)} of {self.told[client]['sent']}: {', '.join(some[:4])}"
-                for client, some in failed.items()))
-        return f"{sum(told['sent'] for told in self.told.values())} requests, none failed"
+        sent, failed = collections.Counter(), []
+        for client, told in self.told.items():
+            for kind, one in told["by_kind"].items():
+                sent[kind] += one["sent"]
+                if one["failed"]:
+                    some = [text for text in told["failed"] if kind_of(text) == kind]
+                    failed.append(f"{client}: {len(some)} of {one['sent']} {SENT[kind]}: {', '.join(some[:4])}")
+        if failed:
+            raise Failed(f"failed requests: {'; '.join(failed)}")
+        return "".join(f"{sent[kind]} {what}, " for kind, what in SENT.items() if kind in sent) + "none failed"
+
+
+def kind_of(target):
+    return target.partition(":")[0]
 
 
 def expect(what, wanted, found):

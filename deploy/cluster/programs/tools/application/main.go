@@ -5,23 +5,30 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"math"
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/miekg/dns"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/credentials/xds"
 	"google.golang.org/grpc/health"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/reflection"
+	reflect "google.golang.org/grpc/reflection/grpc_reflection_v1"
 	_ "google.golang.org/grpc/xds"
 )
 
@@ -29,8 +36,8 @@ func main() {
 	switch os.Args[1] {
 	case "serve":
 		serve()
-	case "load": // load URL: two connections kept and two new ones at a time, until standard input ends
-		load(os.Args[2])
+	case "load": // load [-hold DURATION] TARGET...: until standard input ends
+		load(os.Args[2:])
 	case "get": // get URL: prints the answer; xds:///HOST:PORT asks for gRPC's health check without Envoy
 		body, err := (&client{url: os.Args[2]}).get()
 		if err != nil {
@@ -53,17 +60,21 @@ func main() {
 	}
 }
 
-// HTTP on 8080, gRPC's health check on 8081, an echo over TCP on 8082.
+// HTTP/1 and HTTP/2 on 8080, gRPC's health check and reflection on 8081, an echo over TCP on 8082.
 func serve() {
 	go func() {
 		server := grpc.NewServer()
 		grpc_health_v1.RegisterHealthServer(server, health.NewServer())
+		reflection.Register(server)
 		panic(server.Serve(listen(":8081")))
 	}()
 	go func() {
 		for listener := listen(":8082"); ; {
 			if connection, err := listener.Accept(); err == nil {
-				go io.Copy(connection, connection)
+				go func() {
+					io.Copy(connection, connection)
+					connection.Close()
+				}()
 			}
 		}
 	}()
@@ -91,7 +102,10 @@ func serve() {
 	})
 	http.HandleFunc("/health/no", func(http.ResponseWriter, *http.Request) { unhealthy.Store(true) })
 	http.HandleFunc("/health/yes", func(http.ResponseWriter, *http.Request) { unhealthy.Store(false) })
-	panic(http.ListenAndServe(":8080", nil))
+	server := http.Server{Addr: ":8080", Protocols: new(http.Protocols)}
+	server.Protocols.SetHTTP1(true)
+	server.Protocols.SetUnencryptedHTTP2(true)
+	panic(server.ListenAndServe())
 }
 
 func listen(address string) net.Listener {
@@ -102,18 +116,26 @@ func listen(address string) net.Listener {
 	return listener
 }
 
-// Go's own client would send some requests again.
+// Go's own client would send some requests again; over HTTP/2 only those that were refused before they were handled.
 type client struct {
 	url        string
 	kept       bool
 	connection net.Conn
 	reader     *bufio.Reader
 	channel    *grpc.ClientConn
+	http2      *http.Client
 }
 
 func (c *client) get() (body []byte, err error) {
 	if strings.HasPrefix(c.url, "xds:") {
 		return c.check()
+	}
+	if c.http2 != nil {
+		response, err := c.http2.Get(c.url)
+		if err != nil {
+			return nil, err
+		}
+		return read(response)
 	}
 	request, err := http.NewRequest("GET", c.url, nil)
 	if err != nil {
@@ -146,11 +168,17 @@ func (c *client) get() (body []byte, err error) {
 	if err != nil {
 		return nil, err
 	}
-	body, err = io.ReadAll(response.Body)
+	body, err = read(response)
+	closes = err != nil || response.Close
+	return body, err
+}
+
+func read(response *http.Response) ([]byte, error) {
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
 	if err == nil && response.StatusCode != http.StatusOK {
 		err = fmt.Errorf("status %d: %.200s", response.StatusCode, body)
 	}
-	closes = err != nil || response.Close
 	return body, err
 }
 
@@ -181,52 +209,203 @@ func (c *client) check() ([]byte, error) {
 	return json.Marshal(map[string]string{"pod": server.Addr.String(), "security": server.AuthInfo.AuthType()})
 }
 
-func load(url string) {
-	var (
-		lock    sync.Mutex
-		running sync.WaitGroup
-		stop    = make(chan struct{})
-		sent    int
-		pods    = map[string]int{}
-		failed  = []string{}
-		// Between the first failure and the last.
-		first, last time.Time
-	)
-	for number := range 4 {
-		running.Go(func() {
-			client := client{url: url, kept: number < 2}
-			for tick := time.Tick(20 * time.Millisecond); ; {
-				select {
-				case <-stop:
-					return
-				case <-tick:
-				}
-				kept := client.connection != nil
-				begun := time.Now()
-				body, err := client.get()
-				var told struct{ Pod string }
-				if err == nil {
-					err = json.Unmarshal(body, &told)
-				}
-				lock.Lock()
-				sent++
-				if err != nil {
-					if first.IsZero() {
-						first = begun
-					}
-					last = time.Now()
-					failed = append(failed, fmt.Sprintf("%s kept=%t after %v: %v",
-						begun.UTC().Format("15:04:05.000"), kept, time.Since(begun).Round(time.Millisecond), err))
-				} else {
-					pods[told.Pod]++
-				}
-				lock.Unlock()
+type loads struct {
+	// Ends with standard input.
+	context.Context
+	running sync.WaitGroup
+	lock    sync.Mutex
+	sent    int
+	failed  []string
+	pods    map[string]int
+	kinds   map[string]map[string]int
+	// Between the first failure and the last.
+	first, last time.Time
+}
+
+func load(words []string) {
+	flags := flag.NewFlagSet("load", flag.ExitOnError)
+	hold := flags.Duration("hold", 12*time.Second, "how long a stream or a connection over TCP lives")
+	flags.Parse(words)
+	running, stop := context.WithCancel(context.Background())
+	l := &loads{Context: running, failed: []string{}, pods: map[string]int{}, kinds: map[string]map[string]int{}}
+	l.lock.Lock() // until all kinds are known
+	for _, target := range flags.Args() {
+		kind, rest, _ := strings.Cut(target, "://")
+		l.kinds[kind] = map[string]int{"sent": 0, "failed": 0}
+		switch kind {
+		case "http", "xds": // two connections kept and two new ones at a time
+			for number := range 4 {
+				l.requests(20*time.Millisecond, target, &client{url: target, kept: number < 2})
 			}
-		})
+		case "h2c":
+			for range 2 {
+				transport := &http.Transport{Protocols: new(http.Protocols)}
+				transport.Protocols.SetUnencryptedHTTP2(true)
+				l.requests(20*time.Millisecond, target, &client{
+					url: "http://" + rest, kept: true, http2: &http.Client{Transport: transport, Timeout: 10 * time.Second}})
+			}
+		case "get":
+			l.requests(time.Second, target, &client{url: "http://" + rest})
+		case "grpc":
+			l.sessions(*hold, target, streams(rest))
+			l.sessions(*hold, target, streams(rest))
+		case "tcp":
+			l.sessions(*hold, target, connections(rest))
+			l.sessions(*hold, target, connections(rest))
+		case "dns":
+			l.queries(target, dns.Fqdn(rest))
+		default:
+			panic("no such kind: " + target)
+		}
 	}
+	l.lock.Unlock()
 	io.Copy(io.Discard, os.Stdin)
-	close(stop)
-	running.Wait()
+	stop()
+	l.running.Wait()
 	json.NewEncoder(os.Stdout).Encode(map[string]any{
-		"sent": sent, "pods": pods, "failed": failed, "seconds": last.Sub(first).Seconds()})
+		"sent": l.sent, "pods": l.pods, "failed": l.failed, "seconds": l.last.Sub(l.first).Seconds(), "by_kind": l.kinds})
+}
+
+func (l *loads) every(pause time.Duration, do func()) {
+	l.running.Go(func() {
+		for tick := time.Tick(pause); l.Err() == nil; <-tick {
+			do()
+		}
+	})
+}
+
+func (l *loads) count(target, pod, more string, begun time.Time, err error) {
+	kind, _, _ := strings.Cut(target, "://")
+	l.lock.Lock()
+	defer l.lock.Unlock()
+	l.sent++
+	l.kinds[kind]["sent"]++
+	if err == nil {
+		if pod != "" {
+			l.pods[pod]++
+		}
+		return
+	}
+	l.kinds[kind]["failed"]++
+	if l.first.IsZero() {
+		l.first = begun
+	}
+	l.last = time.Now()
+	l.failed = append(l.failed, fmt.Sprintf("%s %s %s after %v: %v",
+		target, begun.UTC().Format("15:04:05.000"), more, time.Since(begun).Round(time.Millisecond), err))
+}
+
+func (l *loads) requests(pause time.Duration, target string, client *client) {
+	worked := false
+	l.every(pause, func() {
+		kept, begun := client.connection != nil || client.http2 != nil && worked, time.Now()
+		body, err := client.get()
+		var told struct{ Pod string }
+		if err == nil && !strings.HasPrefix(target, "get:") {
+			err = json.Unmarshal(body, &told)
+		}
+		worked = err == nil
+		l.count(target, told.Pod, fmt.Sprintf("kept=%t", kept), begun, err)
+	})
+}
+
+func (l *loads) queries(target, name string) {
+	config, err := dns.ClientConfigFromFile("/etc/resolv.conf")
+	if err != nil {
+		panic(err)
+	}
+	server := net.JoinHostPort(config.Servers[0], config.Port)
+	client := &dns.Client{Timeout: 5 * time.Second}
+	l.every(5*time.Millisecond, func() {
+		// At most 1,000 wait.
+		l.running.Go(func() {
+			begun := time.Now()
+			answer, _, err := client.Exchange(new(dns.Msg).SetQuestion(name, dns.TypeA), server)
+			isA := func(record dns.RR) bool { return record.Header().Rrtype == dns.TypeA }
+			if err == nil && (answer.Rcode != dns.RcodeSuccess || !slices.ContainsFunc(answer.Answer, isA)) {
+				err = fmt.Errorf("%s with %v", dns.RcodeToString[answer.Rcode], answer.Answer)
+			}
+			l.count(target, "", "by "+server, begun, err)
+		})
+	})
+}
+
+// Opens a stream or connection that lasts as its context does, and returns what sends a message and gets its answer.
+type session func(context.Context) (ask func(last bool) error, err error)
+
+// One session after another.
+func (l *loads) sessions(hold time.Duration, target string, open session) {
+	l.every(100*time.Millisecond, func() {
+		opened := time.Now()
+		lasts, cancel := context.WithCancelCause(l)
+		defer cancel(nil)
+		limit := time.AfterFunc(5*time.Second, func() { cancel(errors.New("no answer in 5 s")) })
+		defer limit.Stop()
+		ask, err := open(lasts)
+		tick := time.Tick(100 * time.Millisecond)
+		for begun := opened; ; begun = time.Now() {
+			held := time.Since(opened)
+			if err == nil {
+				err = ask(held >= hold)
+			}
+			if l.Err() != nil {
+				return
+			}
+			if lasts.Err() != nil {
+				err = context.Cause(lasts)
+			}
+			l.count(target, "", fmt.Sprintf("held=%v", held.Round(time.Millisecond)), begun, err)
+			if err != nil || held >= hold {
+				return
+			}
+			<-tick
+			limit.Reset(5 * time.Second)
+		}
+	})
+}
+
+func streams(address string) session {
+	// After a refused connection, gRPC's own pause grows to two minutes.
+	pause := backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1, MaxDelay: 50 * time.Millisecond}
+	channel, err := grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: pause, MinConnectTimeout: 5 * time.Second}))
+	if err != nil {
+		panic(err)
+	}
+	request := &reflect.ServerReflectionRequest{MessageRequest: &reflect.ServerReflectionRequest_ListServices{}}
+	return func(lasts context.Context) (func(bool) error, error) {
+		stream, err := reflect.NewServerReflectionClient(channel).ServerReflectionInfo(lasts)
+		return func(last bool) error {
+			// Recv says why Send failed.
+			stream.Send(request)
+			if _, err := stream.Recv(); err != nil || !last {
+				return err
+			}
+			stream.CloseSend()
+			if _, err := stream.Recv(); err != io.EOF {
+				return fmt.Errorf("no end: %v", err)
+			}
+			return nil
+		}, err
+	}
+}
+
+func connections(address string) session {
+	return func(lasts context.Context) (func(bool) error, error) {
+		connection, err := new(net.Dialer).DialContext(lasts, "tcp", address)
+		if err != nil {
+			return nil, err
+		}
+		context.AfterFunc(lasts, func() { connection.Close() })
+		reader := bufio.NewReader(connection)
+		return func(bool) error {
+			line := time.Now().String() + "\n"
+			io.WriteString(connection, line)
+			echo, err := reader.ReadString('\n')
+			if err == nil && echo != line {
+				err = fmt.Errorf("%q instead of %q", echo, line)
+			}
+			return err
+		}, nil
+	}
 }
