@@ -83,6 +83,13 @@ class Cluster:
         layout.add("localhost/install-cni:1", {"/usr/local/bin/install-cni": istio / "install-cni",
                                                "/opt/cni/bin/istio-cni": istio / "istio-cni", **IPTABLES}, agent)
 
+    def add_image(self, name, files, base):
+        """Adds an image to the cluster that runs."""
+        layout = Layout(self.folder / "added")
+        layout.add(name, files, base)
+        archive = subprocess.run(["tar", "-C", layout.folder, "-c", "."], check=True, capture_output=True).stdout
+        self.inside("ctr", "--namespace", "k8s.io", "images", "import", "--no-unpack", "-", input=archive)
+
     def openssl(self, *words):
         subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
 
@@ -179,8 +186,8 @@ class Cluster:
     def other(image):
         return f"{image[:-1]}{3 - int(image[-1])}"
 
-    def inside(self, *command):
-        subprocess.run(["nsenter", "--target", str(self.first()), "--all", *command], check=True, capture_output=True)
+    def inside(self, *command, **more):
+        subprocess.run(["nsenter", "--target", str(self.first()), "--all", *command], check=True, capture_output=True, **more)
 
     def stop(self):
         """Ends the first process, and with it all others, all mounts and networks; control groups stay."""

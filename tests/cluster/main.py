@@ -11,6 +11,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "deploy" / "cluster"))
 
 import cases
+import standby  # Adds its cases.
 from cluster import APPLICATION, OURS_NAMES, Cluster
 from compare import Comparison
 from programs import ISTIODS
@@ -44,7 +45,7 @@ def in_own_cluster(options):
         if not cluster.first():
             cluster.start(options.layout.resolve(), options.istiod)
             say(f"Kubernetes and istiod are up after {time.monotonic() - begun:.0f} s")
-        world = World([cluster.kubectl], "suite", OURS_NAMES[0], APPLICATION, cluster)
+        world = World([cluster.kubectl], "suite", OURS_NAMES[0], APPLICATION, cluster, options.layout.resolve())
         return 0 if options.suite == "none" else suite(world, options)
     finally:
         if options.keep:

@@ -24,10 +24,10 @@ class Skipped(Exception):
 
 
 class World:
-    """A namespace of a cluster. `cluster` is the one that the command made, or None for a user's."""
+    """A namespace of a cluster. `cluster` is the one that the command made, or None for a user's; `layout` is the image."""
 
-    def __init__(self, kubectl, namespace, image, application, cluster=None):
-        self.command, self.namespace, self.cluster = kubectl, namespace, cluster
+    def __init__(self, kubectl, namespace, image, application, cluster=None, layout=None):
+        self.command, self.namespace, self.cluster, self.layout = kubectl, namespace, cluster, layout
         # The mesh's own agent needs no annotation.
         self.images = {OURS: image, GO: None}
         self.application = application
@@ -63,7 +63,8 @@ class World:
         self.apply(
             {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": {
                 "selector": {"app": name}, "ports": [
-                    {"name": "http", "port": 8080}, {"name": "grpc", "port": 8081}, {"name": "tcp", "port": 8082}]}},
+                    {"name": "http", "port": 8080}, {"name": "grpc", "port": 8081}, {"name": "tcp", "port": 8082},
+                    {"name": "http2", "port": 8083, "targetPort": 8080}]}},
             {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {
                 "replicas": replicas, "selector": {"matchLabels": {"app": name}},
                 "strategy": {"rollingUpdate": {"maxUnavailable": 0}},
