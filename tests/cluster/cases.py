@@ -470,9 +470,9 @@ def a_pod_whose_application_never_starts_is_deleted_without_delay(world, agent=O
 OUTSIDE = {"sidecar.istio.io/inject": "false"}
 
 
-def injected_gateway(world, name, agent, host):
+def injected_gateway(world, name, agent, host, **annotations):
     """A gateway with a plain-text port that leads to a service."""
-    world.deploy(name, agent, annotations={"inject.istio.io/templates": "gateway"},
+    world.deploy(name, agent, annotations={"inject.istio.io/templates": "gateway"} | annotations,
                  spec={"containers": [{"name": "istio-proxy", "image": "auto", "imagePullPolicy": "IfNotPresent"}]})
     world.apply(
         resource("networking.istio.io/v1", "Gateway", name, selector={"app": name}, servers=[
@@ -848,26 +848,30 @@ def a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit(worl
     url = shop(world, "shop", GO)
     hold = {"proxy.istio.io/config": json.dumps({"holdApplicationUntilProxyStarts": True})}
     for way in ("pkill", "quitquitquit"):
-        name = f"job-{way}"
-        template = world.template(name, agent, annotations=USUAL | hold, spec={
-            "restartPolicy": "Never", "containers": [{"name": "app", "image": world.application, "args": ["get", url]}]})
-        world.apply({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name},
-                     "spec": {"backoffLimit": 0, "template": template}})
-        try:
-            pod = world.until("there is a pod", lambda: world.pods(name))[0]
-            world.until("the application has ended", lambda: any(
-                one["name"] == "app" and "terminated" in one["state"]
-                for one in world.get(f"pod/{pod}")["status"].get("containerStatuses", [])))
-            envoy = world.process(pod, "envoy")
-            if way == "pkill":
-                os.kill(envoy, signal.SIGTERM)
-            else:
-                subprocess.run(["nsenter", f"--net=/proc/{envoy}/ns/net", "curl", "--silent", "--fail", "-X", "POST",
-                                "http://127.0.0.1:15020/quitquitquit"], check=True, timeout=10, capture_output=True)
-            world.kubectl("wait", "--for=condition=complete", f"job/{name}", "--timeout=60s")
-        finally:
-            world.kubectl("delete", f"job/{name}", "--wait=false")
+        run_job(world, f"job-{way}", agent, USUAL | hold, url, way)
     return "both"
+
+
+def run_job(world, name, agent, annotations, url, way):
+    """A job that calls a service, and whose usual sidecar is ended in this way."""
+    template = world.template(name, agent, annotations=annotations, spec={
+        "restartPolicy": "Never", "containers": [{"name": "app", "image": world.application, "args": ["get", url]}]})
+    world.apply({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name},
+                 "spec": {"backoffLimit": 0, "template": template}})
+    try:
+        pod = world.until("there is a pod", lambda: world.pods(name))[0]
+        world.until("the application has ended", lambda: any(
+            one["name"] == "app" and "terminated" in one["state"]
+            for one in world.get(f"pod/{pod}")["status"].get("containerStatuses", [])))
+        if way == "pkill":
+            os.kill(world.process(pod, "envoy"), signal.SIGTERM)
+        elif way == "quitquitquit":
+            envoy = world.process(pod, "envoy")
+            subprocess.run(["nsenter", f"--net=/proc/{envoy}/ns/net", "curl", "--silent", "--fail", "-X", "POST",
+                            "http://127.0.0.1:15020/quitquitquit"], check=True, timeout=10, capture_output=True)
+        world.kubectl("wait", "--for=condition=complete", f"job/{name}", "--timeout=60s")
+    finally:
+        world.kubectl("delete", f"job/{name}", "--wait=false")
 
 
 @case(1, gate=True)

@@ -20,6 +20,7 @@ import time
 import urllib.request
 
 import cases
+import standby
 from programs import programs
 from world import GO, ISTIOD, OURS, Failed, Load, Skipped
 
@@ -120,6 +121,7 @@ class Comparison:
             self.full_disk()
             self.pods()
             self.names()
+            self.standby()
         self.cases()
         self.options.write.write_text(self.page.written(self.head()))
 
@@ -321,6 +323,48 @@ once. A difference of less than 10 % counts as equal.
         self.page.figures("processor", "DNS: answers from the name table", "per second", {agent: [each[0] for each in of[agent]] for agent in AGENTS}, more=True)
         self.page.figures("processor", "DNS: an answer", "µs", {agent: [each[1] for each in of[agent]] for agent in AGENTS})
 
+    def standby(self):
+        """Changes the image of a sidecar with a standby, and of pilot-agent's in place."""
+        pods = {}
+        for agent, annotations in ((GO, {}), (OURS, standby.STANDBY | standby.settings())):
+            self.world.deploy(f"changed-{agent}", agent, annotations=cases.NATIVE | annotations)
+            self.world.rolled_out(f"changed-{agent}")
+            pods[agent] = self.world.pods(f"changed-{agent}")[0]
+        time.sleep(60)
+        rest, most = ({agent: [self.sidecar(pod)] for agent, pod in pods.items()} for _ in range(2))
+
+        def watch(agent):
+            while not done.wait(0.2):
+                # A process may end meanwhile.
+                with contextlib.suppress(OSError, Failed):
+                    most[agent] = [max(*most[agent], self.sidecar(pods[agent]))]
+        for agent, pod in pods.items():
+            done = threading.Event()
+            watching = threading.Thread(target=watch, args=[agent])
+            watching.start()
+            if agent == OURS:
+                standby.hand_over(self.world, pod, standby.PAIR[1], self.world.other_image(OURS))
+            else:
+                standby.patch(self.world, pod, standby.PAIR[0], self.world.other_image(GO))
+                self.world.until("it is ready", lambda: self.world.container(pod, standby.PAIR[0])["ready"])
+            done.set()
+            watching.join()
+        self.page.figures("memory", "private memory of a sidecar at rest, with a standby of istio-agent", "MB", rest)
+        self.page.figures("memory", "the same at most while its image is changed, without a cut by istio-agent", "MB", most)
+        self.world.kubectl("delete", "deploy", *(f"changed-{agent}" for agent in AGENTS))
+
+    def sidecar(self, pod):
+        """Private memory of all processes in the sidecar's containers."""
+        status = self.world.get(f"pod/{pod}")["status"]
+        containers = [one["containerID"].partition("://")[2] for one in status["initContainerStatuses"]
+                      if one["name"] in standby.PAIR and "running" in one["state"]]
+        held = 0
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if any(one in (folder / "cgroup").read_text() for one in containers):
+                    held += private(folder)
+        return held
+
     def cases(self):
         for _, _, _, claim in cases.CASES:
             if "agent" in inspect.signature(claim).parameters and self.options.only in claim.__name__:
@@ -337,6 +381,12 @@ once. A difference of less than 10 % counts as equal.
                 self.page.text("cases", claim.__name__.replace("_", " "), {agent: text.replace("|", "\\|").replace("\n", " ") for agent, text in told.items()})
 
 
+def private(process):
+    """Private memory of a process, in MB."""
+    maps = (process / "smaps_rollup").read_text()
+    return sum(int(kilobytes) for kilobytes in re.findall(r"Private_\w+:\s+(\d+)", maps)) * 1024 / 1e6
+
+
 class Pod:
     """A pod's sidecar, observed from the node."""
 
@@ -348,8 +398,7 @@ class Pod:
         return self.world.process(self.name, program)
 
     def private(self, program):
-        maps = pathlib.Path(f"/proc/{self.process(program)}/smaps_rollup").read_text()
-        return sum(int(kilobytes) for kilobytes in re.findall(r"Private_\w+:\s+(\d+)", maps)) * 1024 / 1e6
+        return private(pathlib.Path(f"/proc/{self.process(program)}"))
 
     def used(self):
         return used(self.process())

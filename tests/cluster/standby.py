@@ -7,7 +7,8 @@ import pathlib
 import subprocess
 import time
 
-from cases import CLIENTS, NATIVE, USUAL, case, containers, expect_healthy, shop
+from cases import (
+    CLIENTS, NATIVE, OUTSIDE, USUAL, case, containers, expect_healthy, injected_gateway, run_job, shop)
 from world import GO, OURS, Failed, Load, Skipped, expect
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -259,6 +260,34 @@ def requests_under_way_end_well_when_a_pod_with_a_standby_is_deleted(world):
         world.until(f"{name} is gone", lambda: not world.get("pods", "-l", f"app={name}")["items"], 30)
         told.append(f"{name} gone after {time.monotonic() - begun:.0f} s")
     return ", ".join(told)
+
+
+@case(9, own=True)
+def jobs_with_a_standby_complete(world):
+    url = shop(world, "other", GO)
+    for name, kind, way in (("usual-pkill", USUAL, "pkill"), ("usual-quit", USUAL, "quitquitquit"), ("native", NATIVE, None)):
+        run_job(world, f"standby-{name}", OURS, kind | STANDBY | settings(), url, way)
+    return "usual ones by a signal and by a request, and a native one"
+
+
+@case(9, own=True)
+def a_gateway_with_a_standby_is_upgraded_and_rolled_back_and_nothing_fails(world):
+    name = "standby-gateway"
+    shop(world, "other", GO)
+    world.deploy("outside", GO, labels=OUTSIDE)
+    injected_gateway(world, name, OURS, "other", **{"inject.istio.io/templates": "gateway,standby"} | settings())
+    world.rolled_out("outside", name)
+    pod = world.pods(name)[0]
+    world.until("the standby waits", lambda: page(world, pod)["waits"])
+    try:
+        with Load(world, [f"http://{name}:8080/", f"h2c://{name}:8080/"], "outside", hold=HOLD) as load:
+            for number, release in enumerate((world.other_image(OURS), world.images[OURS])):
+                for container in reversed(PAIR):
+                    hand_over(world, pod, container, image(world, release, f"gateway-{number}"))
+    finally:
+        world.kubectl("delete", "--wait=false", f"deploy/{name}", "deploy/outside", fails=True)
+        world.kubectl("delete", f"gateways.networking.istio.io/{name}", f"virtualservices/{name}", fails=True)
+    return load.expect_none_failed()
 
 
 @case(9, own=True)

@@ -144,6 +144,7 @@ class Bare(Cluster):
                 layout.add(image, {"/extauthz": tests / "extauthz"}, Entrypoint=["/extauthz"])
         for tag in ("v1.5.1", "v1.6.0-dev.2", "v1.6.0-dev.3"):
             layout.add(f"{GATEWAY_API}/echo-basic:{tag}", {"/echo-basic": tests / "echo-basic"}, Entrypoint=["/echo-basic"])
+        layout.add("registry.k8s.io/coredns/coredns:v1.12.2", {"/coredns": tools / "coredns"}, Entrypoint=["/coredns"])
         layout.add("registry.istio.io/testing/jwt-server:0.8", {"/jwt-server": tests / "src"}, Entrypoint=["/jwt-server"])
 
     def install(self, istio):

@@ -249,6 +249,8 @@ func load(words []string) {
 		case "grpc":
 			l.sessions(*hold, target, streams(rest))
 			l.sessions(*hold, target, streams(rest))
+			// Short calls: an Envoy that drains sends GOAWAY with the next response.
+			l.sessions(0, target, streams(rest))
 		case "tcp":
 			l.sessions(*hold, target, connections(rest))
 			l.sessions(*hold, target, connections(rest))
