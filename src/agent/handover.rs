@@ -135,18 +135,14 @@ impl Holder {
                 failed: failed.clone(),
             });
         });
-        let Some(why) = failed else {
-            self.follow(channel).await;
-            return Ok(());
-        };
-        let subject = format!("handover to container {}", other.name);
-        tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, subject, &why));
-        channel.send(&Message::Refused(why)).await?;
+        match failed {
+            Some(why) => self.reclaim(channel, &other.name, why).await,
+            None => self.follow(channel).await,
+        }
         Ok(())
     }
 
-    /// Lets the other agent start its Envoy, and passes the pod on once that is able to serve. On failure this agent
-    /// serves as before.
+    /// Lets the other agent start its Envoy, and passes the pod on once that is able to serve.
     async fn hand_over(&self, channel: &mut Channel) -> Result<(), String> {
         let serving = Serving::of(self.envoy.admin()).await;
         // An earlier successor has taken the admin port and failed.
@@ -160,23 +156,25 @@ impl Holder {
             tracing::warn!("the disk is too slow to write the stored configuration");
         }
         let go = Message::Go(lent, serving.ok());
-        let handed = match self.until_ready(channel, &go).await {
-            Ok(()) => self
-                .pass_on(channel)
-                .await
-                .map_err(|error| error.to_string()),
-            failed => failed,
-        };
-        if handed.is_err() {
-            // Until its Envoy has exited, too.
-            let gone = async { while channel.receive().await.is_ok() {} };
-            let _ = timeout(ANSWER, gone).await;
-            self.envoy.order(Order::Reclaim).await;
-            if let Some(kept) = &self.kept {
-                kept.resume();
-            }
+        self.until_ready(channel, &go).await?;
+        self.pass_on(channel)
+            .await
+            .map_err(|error| error.to_string())
+    }
+
+    /// Serves as before.
+    async fn reclaim(&self, mut channel: Channel, other: &str, why: String) {
+        let subject = format!("handover to container {other}");
+        tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, subject, &why));
+        // It may have exited.
+        let _ = channel.send(&Message::Refused(why)).await;
+        // When the connection ends, its Envoy has exited, too.
+        let ended = async { while channel.receive().await.is_ok() {} };
+        let _ = timeout(ANSWER, ended).await;
+        self.envoy.order(Order::Reclaim).await;
+        if let Some(kept) = &self.kept {
+            kept.resume();
         }
-        handed
     }
 
     /// Waits until the other Envoy is able to serve.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import time
 
@@ -64,6 +65,10 @@ def image(world, name, number):
 
 def page(world, pod):
     return json.loads(world.exec(pod, "pilot-agent", "request", "--debug-port=15020", "GET", "debug/standby", container=PAIR[0]))
+
+
+def containers_of(world, pod):
+    return containers(world.get(f"pod/{pod}"))
 
 
 def patch(world, pod, container, image):
@@ -204,26 +209,28 @@ def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world
         shop(world, name, agent, annotations=annotations)
     pods = {name: world.pods(name)[0] for name in ("standby", "alone")}
 
-    def crash(pod):
+    def crash(pod, container):
         """More often than the agent restarts Envoy by itself."""
-        for _ in range(6):
+        for _ in range(5):
             with contextlib.suppress(Failed, OSError):
-                os.kill(world.process(pod, "envoy"), 11)
+                os.kill(world.process(pod, "envoy", container), signal.SIGSEGV)
             time.sleep(1)
 
-    def replace(pod, containers):
-        other = world.other_image(OURS if pod == pods["standby"] else GO)
-        world.kubectl("set", "image", f"pod/{pod}", *(f"{one}={other}" for one in containers))
+    def replace(pod, *containers):
+        before = next(one["image"] for one in containers_of(world, pod) if one["name"] == containers[0])
+        world.kubectl("set", "image", f"pod/{pod}", *(f"{one}={world.cluster.other(before)}" for one in containers))
     told = []
-    for what, end in (("killed", lambda pod: world.kill(pod, PAIR[0])), ("its Envoy killed six times", crash),
-                      ("replaced", lambda pod: replace(pod, PAIR[:1])),
-                      ("replaced together", lambda pod: replace(pod, PAIR if pod == pods["standby"] else PAIR[:1]))):
+    for what, end in (("killed", world.kill), ("Envoy killed five times", crash), ("replaced", replace),
+                      ("both replaced", lambda pod, container: replace(pod, *(PAIR if pod == pods["standby"] else [container])))):
         for name, pod in pods.items():
-            started = world.container(pod, PAIR[0])["containerID"]
+            serves = page(world, pod)["serves"] if name == "standby" else PAIR[0]
+            started = world.container(pod, serves)["containerID"]
             with Load(world, f"http://{name}:8080/", *CLIENTS) as load:
-                end(pod)
+                end(pod, serves)
                 world.until("the container is another one", lambda: (
-                    now := world.container(pod, PAIR[0]))["ready"] and now["containerID"] != started, 90)
+                    now := world.container(pod, serves))["ready"] and now["containerID"] != started, 120)
+                if name == "standby":
+                    world.until("the other one waits", lambda: page(world, pod)["waits"])
                 time.sleep(3)
             seen = load.told.values()
             told.append(f"{name} {what}: cut for {max(one['seconds'] for one in seen):.2f} s, "

@@ -156,9 +156,9 @@ class World:
         name = self.container(pod, container)["containerID"].partition("://")[2]
         self.cluster.inside("ctr", "--namespace", "k8s.io", "task", "kill", "--signal", "SIGKILL", name)
 
-    def process(self, pod, program):
+    def process(self, pod, program, container="istio-proxy"):
         """The process of a program in a sidecar's container, as this machine numbers it."""
-        container = self.container(pod, "istio-proxy")["containerID"].partition("://")[2]
+        container = self.container(pod, container)["containerID"].partition("://")[2]
         for folder in pathlib.Path("/proc").glob("[0-9]*"):
             try:
                 if (folder / "comm").read_text().strip() == program and container in (folder / "cgroup").read_text():
@@ -176,9 +176,10 @@ class World:
             (folder / name).write_text(self.kubectl(*words, fails=True))
         for pod in self.get("pods")["items"]:
             name = pod["metadata"]["name"]
-            for previous in ("", "--previous"):
-                if log := self.kubectl("logs", name, "-c", "istio-proxy", *previous.split(), fails=True):
-                    (folder / f"{name}{previous}.log").write_text(log)
+            for container in ("istio-proxy", "istio-standby"):
+                for previous in ("", "--previous"):
+                    if log := self.kubectl("logs", name, "-c", container, *previous.split(), fails=True):
+                        (folder / f"{name}-{container}{previous}.log").write_text(log)
 
     def until(self, what, check, limit=60):
         """Waits until a check is true and returns its value; a failed kubectl is not."""

@@ -185,6 +185,9 @@ impl HotRestart {
 
     /// The successor in another container has exited.
     pub(super) fn reclaim(&mut self, current: &mut Current) {
+        if self.machine.phase() != Phase::Lent {
+            return;
+        }
         let base_id = current.launch.as_ref().and_then(|it| it.base_id.as_ref());
         let cleared = base_id.map(|base_id| base_id.clear_mark());
         if let Some(Err(error)) = &cleared {
