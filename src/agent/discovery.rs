@@ -55,7 +55,7 @@ impl Agent {
         envoy: Option<&Envoy>,
         interceptors: Interceptors,
         health: Option<&Health>,
-    ) -> Result<(Observer, Option<LastKnownGood>), Problem> {
+    ) -> Result<Observer, Problem> {
         let kept = self.config.kept.clone().map(|config| {
             let (registry, shutdown) = (&self.metrics, self.shutdown.clone());
             let admin = envoy.map(Envoy::admin);
@@ -66,7 +66,7 @@ impl Agent {
         let config = xds::Config {
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
-            kept: kept.clone(),
+            kept,
         };
         // Applications of gRPC share the directory, and may have taken the name.
         let listener = unix_socket::replace(&self.config.bootstrap.xds_socket)?;
@@ -97,6 +97,6 @@ impl Agent {
         );
         let observer = discovery.observer();
         self.spawn("discovery service", discovery.serve(listener));
-        Ok((observer, kept))
+        Ok(observer)
     }
 }

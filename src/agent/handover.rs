@@ -25,7 +25,6 @@ use crate::problem::{Problem, codes};
 use crate::standby::channel::{Channel, Hello, Message};
 use crate::standby::{Handover, Standby, Waiting, gate, socket};
 use crate::unix_socket;
-use crate::xds::last_known_good::LastKnownGood;
 
 /// How long a successor may take until its Envoy serves.
 const READY: Duration = Duration::from_secs(60);
@@ -44,7 +43,6 @@ pub(super) struct Holder {
     pub(super) standby: Standby,
     pub(super) envoy: Envoy,
     pub(super) program: PathBuf,
-    pub(super) kept: Option<LastKnownGood>,
     pub(super) ports: Ports,
     pub(super) retirement: Retirement,
     pub(super) stop: Stop,
@@ -150,11 +148,6 @@ impl Holder {
             tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
         });
         let lent = self.envoy.lend().await?;
-        if let Some(kept) = &self.kept
-            && timeout(ANSWER, kept.release()).await.is_err()
-        {
-            tracing::warn!("the disk is too slow to write the stored configuration");
-        }
         let go = Message::Go(lent, serving.ok());
         self.until_ready(channel, &go).await?;
         self.pass_on(channel)
@@ -172,9 +165,6 @@ impl Holder {
         let ended = async { while channel.receive().await.is_ok() {} };
         let _ = timeout(ANSWER, ended).await;
         self.envoy.order(Order::Reclaim).await;
-        if let Some(kept) = &self.kept {
-            kept.resume();
-        }
     }
 
     /// Waits until the other Envoy is able to serve.

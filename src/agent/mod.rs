@@ -55,7 +55,6 @@ use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
-use crate::xds::last_known_good::LastKnownGood;
 use crate::{doctor, scope, sds, status};
 use handover::{Holder, Successor};
 use ports::Ports;
@@ -87,6 +86,9 @@ pub async fn run(
         if role != Some(Role::Succeeds) {
             // First, as what follows may take a while; they are served once all modules are built.
             ports.bind(&config)?;
+        }
+        if let Some((standby, kept)) = standby.as_ref().zip(config.kept.as_mut()) {
+            standby.take_volume(&mut kept.volume).await;
         }
         let mut detected = sds_socket::detect(&config).await?;
         if detected.serves_workload && !config.authority_problems.is_empty() {
@@ -179,9 +181,8 @@ impl Agent {
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
-        let (discovery, kept) =
-            agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
-        agent.hand_over(envoy.as_ref(), kept, stop);
+        let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
+        agent.hand_over(envoy.as_ref(), stop);
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
         if let Some(config) = agent.config.status.clone() {
@@ -253,7 +254,7 @@ impl Agent {
     }
 
     /// Passes the pod on to the agent in another container, if that is to take over.
-    fn hand_over(&mut self, envoy: Option<&Envoy>, kept: Option<LastKnownGood>, stop: &Stop) {
+    fn hand_over(&mut self, envoy: Option<&Envoy>, stop: &Stop) {
         let (Some(standby), Some(envoy), Some(config)) =
             (self.standby.clone(), envoy, &self.config.envoy)
         else {
@@ -263,7 +264,6 @@ impl Agent {
             standby,
             envoy: envoy.clone(),
             program: config.command.binary.clone(),
-            kept,
             ports: self.ports.clone(),
             retirement: self.retirement.clone(),
             stop: stop.clone(),

@@ -17,6 +17,7 @@ pub mod record;
 pub mod wait;
 
 use std::collections::BTreeSet;
+use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -38,6 +39,7 @@ use crate::directory::Directory;
 use crate::exit_code::ExitCode;
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
+use crate::volume::{Content, Volume};
 use crate::{regular_file, version};
 use channel::{Hello, VERSION};
 use record::{End, Record};
@@ -57,6 +59,8 @@ const MAX_TOLD: u64 = 4096;
 pub struct Standby {
     /// The name of this container.
     name: String,
+    /// The other container, if its agent served last.
+    former: Option<String>,
     build: String,
     directory: Arc<Directory>,
     /// None while another agent has it.
@@ -125,11 +129,12 @@ impl Standby {
             ));
         }
         let parent = Path::new(DIRECTORY);
-        let directory = std::fs::create_dir_all(parent)
+        let directory = fs::create_dir_all(parent)
             .and_then(|()| Directory::private(parent, &name, true))
             .and_then(|_of_this_container| Directory::private(parent, PRIVATE, true))
             .map_err(|error| Problem::new(codes::STANDBY_UNUSABLE, DIRECTORY, error))?;
         Ok(Some(Self {
+            former: serving(environment).filter(|serving| *serving != name),
             name,
             build: String::new(),
             directory: Arc::new(directory),
@@ -224,6 +229,25 @@ impl Standby {
         }
     }
 
+    /// Gives this container its own directory on the volume of stored configuration, with a copy of what the agent that
+    /// serves or has served in the other container has stored.
+    pub async fn take_volume(&self, volume: &mut Volume) {
+        let (parent, name) = (volume.directory.clone(), volume_directory(&self.name));
+        let former = self.former.as_deref().map(volume_directory);
+        volume.directory.push(&name);
+        let copied = tokio::task::spawn_blocking(move || continue_in(&parent, &name, former));
+        if let Err(error) = copied
+            .await
+            .unwrap_or_else(|panic| Err(io::Error::other(panic)))
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            let path = volume.directory.display();
+            tracing::warn!(
+                "configuration stored by the other container is not used: {path}: {error}"
+            );
+        }
+    }
+
     /// Listens for the other agent, in place of a former one.
     pub fn listen(&self) -> io::Result<UnixListener> {
         self.directory.remove_file(SOCKET)?;
@@ -282,7 +306,7 @@ impl Standby {
 /// The container whose agent serves. None if this agent is not one of two, or none has served yet.
 pub fn serving(environment: &Environment) -> Option<String> {
     let is_pair = environment.is_set(&ISTIO_AGENT_STANDBY);
-    let socket = std::fs::read_link(Path::new(DIRECTORY).join("XDS")).ok()?;
+    let socket = fs::read_link(Path::new(DIRECTORY).join("XDS")).ok()?;
     let name = socket.to_str()?.strip_prefix("XDS-")?;
     is_pair.then(|| name.to_owned())
 }
@@ -332,13 +356,40 @@ impl Lock {
     }
 }
 
+fn volume_directory(container: &str) -> String {
+    format!("istio-agent-{container}")
+}
+
+/// Creates a container's directory on a volume, and copies the stored configuration of a former one. Blocks.
+fn continue_in(volume: &Path, name: &str, former: Option<String>) -> io::Result<()> {
+    let content = Content::Configuration.directory();
+    Directory::private(volume, name, true)?;
+    let Some(former) = former else {
+        return Ok(());
+    };
+    let (from, to) = (
+        volume.join(former).join(content),
+        volume.join(name).join(content),
+    );
+    let files = fs::read_dir(&from)?;
+    Directory::private(&volume.join(name), content, true)?;
+    for file in fs::read_dir(&to)? {
+        fs::remove_file(file?.path())?;
+    }
+    for file in files {
+        let file = file?;
+        fs::copy(file.path(), to.join(file.file_name()))?;
+    }
+    Ok(())
+}
+
 fn build_file(name: &str) -> String {
     format!("build-{name}")
 }
 
 /// Where volumes are mounted in this container, besides those of the kernel and the container runtime.
 fn mounts() -> io::Result<BTreeSet<String>> {
-    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    let table = fs::read_to_string("/proc/self/mountinfo")?;
     let mounts = table.lines().filter_map(|line| line.split(' ').nth(4));
     let is_volume = |mount: &&str| {
         let top = mount.split('/').nth(1).unwrap_or_default();
@@ -401,6 +452,30 @@ fn is_name(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_container_continues_with_a_copy_of_what_the_other_one_has_stored() {
+        let volume = tempfile::tempdir().unwrap();
+        let [one, other] =
+            ["one", "other"].map(|name| volume.path().join(name).join("istio-agent-config"));
+        for (name, files) in [
+            ("one", &["Cluster"][..]),
+            ("other", &["Cluster", "Listener"]),
+        ] {
+            continue_in(volume.path(), name, None).unwrap();
+            let directory = volume.path().join(name);
+            let directory = Directory::private(&directory, "istio-agent-config", true).unwrap();
+            let files: Vec<_> = files.iter().map(|file| (*file, name.as_bytes())).collect();
+            directory.replace_files(&files, 0o600).unwrap();
+        }
+        continue_in(volume.path(), "other", Some("one".to_owned())).unwrap();
+        assert_eq!(fs::read_to_string(other.join("Cluster")).unwrap(), "one");
+        assert!(!other.join("Listener").exists(), "it is of a former time");
+        fs::write(other.join("Cluster"), "changed").unwrap();
+        assert_eq!(fs::read_to_string(one.join("Cluster")).unwrap(), "one");
+        let missing = continue_in(volume.path(), "other", Some("third".to_owned()));
+        assert_eq!(missing.unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
 
     #[test]
     fn the_name_of_a_container_is_checked() {

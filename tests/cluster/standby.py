@@ -190,7 +190,9 @@ def without_istiod_a_standby_with_stored_configuration_takes_over_and_one_withou
     world.scale_istiod(0)
     try:
         with untouched(world, *pods), Load(world, everything(world, *pods), hold=HOLD) as load:
-            hand_over(world, pods["kept"], PAIR[1], world.other_image(OURS))
+            # With the same release of Istio: the stored configuration is not for another one.
+            world.exec(pods["kept"], "pilot-agent", "request", "--debug-port=15020", "POST", "handover", container=PAIR[0])
+            world.until("the standby serves alone", lambda: (now := page(world, pods["kept"]))["serves"] == PAIR[1] and now["waits"], 90)
             patch(world, pods["unkept"], PAIR[1], world.other_image(OURS))
             world.until("the handover has failed", lambda: page(world, pods["unkept"])["last"], 120)
             expect("container that serves", PAIR[0], page(world, pods["unkept"])["serves"])
@@ -205,7 +207,7 @@ def without_istiod_a_standby_with_stored_configuration_takes_over_and_one_withou
 @case(9, own=True)
 def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world):
     """Next to pilot-agent, whose container restarts."""
-    for name, agent, annotations in (("standby", OURS, NATIVE | STANDBY), ("alone", GO, NATIVE)):
+    for name, agent, annotations in (("standby", OURS, NATIVE | STANDBY | settings()), ("alone", GO, NATIVE)):
         shop(world, name, agent, annotations=annotations)
     pods = {name: world.pods(name)[0] for name in ("standby", "alone")}
 
@@ -230,7 +232,8 @@ def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world
                 world.until("the container is another one", lambda: (
                     now := world.container(pod, serves))["ready"] and now["containerID"] != started, 120)
                 if name == "standby":
-                    world.until("the other one waits", lambda: page(world, pod)["waits"])
+                    # With a new build, the container that is replaced takes its place back.
+                    world.until("the other one waits", lambda: page(world, pod)["waits"], 90)
                 time.sleep(3)
             seen = load.told.values()
             told.append(f"{name} {what}: cut for {max(one['seconds'] for one in seen):.2f} s, "
@@ -306,9 +309,18 @@ def the_template_of_the_standby_fits_istios_own(world):
     for annotations in ({}, volume, limits, {"sidecar.istio.io/interceptionMode": "TPROXY"},
                         {"sidecar.istio.io/capNetBindService": "true"}, {"sidecar.istio.io/bootstrapOverride": "none"}):
         for kind in (USUAL, NATIVE):
-            pod = world.injected(OURS, annotations=annotations | kind | STANDBY)
-            both = {one["name"]: one for one in containers(pod)}
-            for key in SAME:
-                proxy, standby = (both[name].get(key) for name in PAIR)
-                expect(f"{key} with {annotations}", proxy, standby)
+            same_in_both(world.injected(OURS, annotations=annotations | kind | STANDBY), annotations)
+    more = {"securityContext": {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}},
+            "resources": {"limits": {"memory": "256Mi"}}}
+    for own in ({}, more):
+        proxy = {"name": PAIR[0], "image": "auto", "imagePullPolicy": "IfNotPresent"} | own
+        gateway = {"inject.istio.io/templates": "gateway,standby"}
+        same_in_both(world.injected(OURS, annotations=gateway, spec={"containers": [proxy]}), own)
     return "both containers have the same mounts, user and limits"
+
+
+def same_in_both(pod, what):
+    both = {one["name"]: one for one in containers(pod)}
+    for key in SAME:
+        proxy, standby = (both[name].get(key) for name in PAIR)
+        expect(f"{key} with {what}", proxy, standby)

@@ -21,7 +21,7 @@ use std::time::{Duration, SystemTime};
 use futures_util::future::OptionFuture;
 use parking_lot::Mutex;
 use serde::Serialize;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -32,7 +32,7 @@ use crate::metrics::{Counter, Kind, Registry};
 pub use after_nack::StoredResource;
 use file::Header;
 pub(super) use recorder::Recorder;
-use writer::{Batch, WriteOp, Writer};
+use writer::{Batch, Writer};
 
 use super::Protocol;
 use super::stream::LISTENER;
@@ -109,8 +109,6 @@ struct Shared {
     types: Mutex<BTreeMap<Type, Header>>,
     /// By the ids of their processes.
     envoys: Mutex<BTreeMap<i32, Envoy>>,
-    /// Whether another agent goes on with the files.
-    is_released: AtomicBool,
     /// Whether a recorder has found the writer too slow, until the writer goes on.
     is_stalled: AtomicBool,
     failures: Counter,
@@ -150,7 +148,6 @@ impl LastKnownGood {
             config,
             types: Mutex::default(),
             envoys: Mutex::default(),
-            is_released: AtomicBool::new(false),
             is_stalled: AtomicBool::new(false),
             failures: registry.counter(
                 "istio_agent_xds_kept_failures_total",
@@ -232,22 +229,6 @@ impl LastKnownGood {
             }
         };
         (Self { shared, batches }, writing)
-    }
-
-    /// Writes what has been accepted, and leaves the files to another agent.
-    pub async fn release(&self) {
-        self.shared.is_released.store(true, Ordering::Relaxed);
-        let (done, written) = oneshot::channel();
-        let release = (0, vec![(CLUSTER, WriteOp::Release(done))]);
-        // An error means that nothing is written.
-        if self.batches.send(release).await.is_ok() {
-            let _ = written.await;
-        }
-    }
-
-    /// Goes on with the files. What istiod sends is stored from the next stream on.
-    pub fn resume(&self) {
-        self.shared.is_released.store(false, Ordering::Relaxed);
     }
 
     /// What is kept for the Envoy of this process. It is kept for delta only.

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::after_nack::{Missing, PATIENCE};
@@ -63,8 +63,6 @@ pub(super) enum WriteOp {
     LookedUp(Vec<u64>),
     /// The stream has ended.
     End,
-    /// Another agent goes on with the files, once this is answered.
-    Release(oneshot::Sender<()>),
 }
 
 /// A stream, and what it has to tell of which types.
@@ -189,14 +187,6 @@ impl Writer {
                 }
                 Ok(())
             }
-            (WriteOp::Release(done), _) => {
-                self.write(true);
-                (self.stream, self.refreshed, self.directory) = (None, None, None);
-                self.files.clear();
-                // Who asked may have left.
-                let _ = done.send(());
-                Ok(())
-            }
             // Of an older Envoy, which drains after a hot restart, or one that could not be kept.
             (_, None) => Ok(()),
             (WriteOp::Subscribed(mut held), Some((file, _))) => {
@@ -273,8 +263,7 @@ impl Writer {
         generation: usize,
         missing: mpsc::Sender<Missing>,
     ) -> io::Result<()> {
-        let is_released = self.shared.is_released.load(Ordering::Relaxed);
-        if is_released || generation < self.generation {
+        if generation < self.generation {
             return Ok(());
         }
         self.write(false);
