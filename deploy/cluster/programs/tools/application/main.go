@@ -249,8 +249,6 @@ func load(words []string) {
 		case "grpc":
 			l.sessions(*hold, target, streams(rest))
 			l.sessions(*hold, target, streams(rest))
-			// Short calls: an Envoy that drains sends GOAWAY with the next response.
-			l.sessions(0, target, streams(rest))
 		case "tcp":
 			l.sessions(*hold, target, connections(rest))
 			l.sessions(*hold, target, connections(rest))
@@ -378,6 +376,10 @@ func streams(address string) session {
 	return func(lasts context.Context) (func(bool) error, error) {
 		stream, err := reflect.NewServerReflectionClient(channel).ServerReflectionInfo(lasts)
 		return func(last bool) error {
+			// An Envoy that drains sends GOAWAY on a connection with the next response.
+			if _, err := grpc_health_v1.NewHealthClient(channel).Check(lasts, &grpc_health_v1.HealthCheckRequest{}); err != nil {
+				return err
+			}
 			// Recv says why Send failed.
 			stream.Send(request)
 			if _, err := stream.Recv(); err != nil || !last {
