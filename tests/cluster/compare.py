@@ -349,8 +349,8 @@ once. A difference of less than 10 % counts as equal.
                 self.world.until("it is ready", lambda: self.world.container(pod, standby.PAIR[0])["ready"])
             done.set()
             watching.join()
-        self.page.figures("memory", "private memory of a sidecar at rest, with a standby of istio-agent", "MB", rest)
-        self.page.figures("memory", "the same at most while its image is changed, without a cut by istio-agent", "MB", most)
+        self.page.figures("memory", "private memory of a native sidecar at rest, istio-agent's with a standby", "MB", rest)
+        self.page.figures("memory", "the same at most while its image is changed", "MB", most)
         self.world.kubectl("delete", "deploy", *(f"changed-{agent}" for agent in AGENTS))
 
     def sidecar(self, pod):
