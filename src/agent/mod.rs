@@ -61,8 +61,9 @@ use ports::Ports;
 use reload::{Inputs, Report, Settings};
 use sds_socket::Detected;
 
-/// How long the Envoy of an agent that was killed may take to end, and how often the agent looks for it.
-const FORMER_ENVOY: Duration = Duration::from_secs(5);
+/// How long the Envoy of an agent that was killed may take to end, and how often the agent looks for it. An Envoy that
+/// was taking over waits 10 s for an answer of its parent if that has exited.
+const FORMER_ENVOY: Duration = Duration::from_secs(15);
 const PAUSE: Duration = Duration::from_millis(10);
 /// How long tasks may take to end once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);

@@ -294,13 +294,23 @@ async fn an_envoy_that_waits_for_configuration_does_not_serve_and_another_takes_
     load.makes(50).await;
     // It reaches no agent, and is killed when it has the admin port of the Envoy that serves.
     let bootstrap = "etc/istio/proxy/istio-standby/envoy-rev0.json";
-    let waits = format!("sed -i s/XDS-istio-standby/missing/ {bootstrap}; (sleep 2; kill -9 $$) &");
+    let log = stage.pod.path("agent.log");
+    let waits = format!(
+        "sed -i s/XDS-istio-standby/missing/ {bootstrap}
+         (until grep -q 'shutting down admin' {}; do sleep 0.1; done; kill -9 $$) &",
+        log.display()
+    );
     let other = stage.wrapped(&envoy, &next_envoy_does(&waits));
     let mut standby = stage.start_standby(Some(&other));
-    let agent = &stage.pod.agent;
-    agent.logs("[HANDOVER_FAILED]").await;
-    agent.logs("shutting down admin due to child startup").await;
-    standby.logs("container istio-standby waits").await;
+    stage.pod.agent.logs("[HANDOVER_FAILED]").await;
+    until("the standby waits again", || {
+        standby
+            .log()
+            .matches("container istio-standby waits")
+            .count()
+            > 1
+    })
+    .await;
     standby.terminate();
     standby.end().await;
     stage.serves(FIRST).await;
