@@ -1,4 +1,4 @@
-//! The listening sockets that pass to the next agent in a handover: the status port and those of DNS.
+//! Holds the listening sockets of the status port and of DNS, which a handover passes to the other agent.
 
 use std::io;
 use std::net::{TcpListener, UdpSocket};
@@ -61,7 +61,7 @@ impl Ports {
         Err(io::Error::other("the former agent did not pass it on"))
     }
 
-    /// Duplicates the sockets of DNS: those of UDP, each with that of TCP for the same address.
+    /// Duplicates the DNS sockets. Each UDP socket comes with the TCP socket of the same address.
     pub(super) async fn dns(self) -> io::Result<Vec<dns::Bound>> {
         let (mut udp, mut tcp) = (Vec::new(), Vec::new());
         for socket in self.duplicate().await? {

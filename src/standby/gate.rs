@@ -37,7 +37,8 @@ pub async fn serve(listener: Listener, open: CancellationToken, shutdown: Cancel
     listener.serve(service, shutdown).await;
 }
 
-/// Adds the listener to the bootstrap override of an Envoy, which is JSON. `socket` is that of this server.
+/// Adds the listener to the bootstrap override (JSON) of an Envoy that takes over. This server listens on `socket`.
+/// Envoy has checked the override before, so `static_resources` is an object.
 pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<String> {
     let mut bootstrap: Map<String, Value> = serde_json::from_str(bootstrap.unwrap_or("{}"))?;
     let socket = json!({ "endpoint": { "address": { "pipe": { "path": socket }}}});

@@ -229,8 +229,8 @@ impl Standby {
         }
     }
 
-    /// Gives this container its own directory on the volume of stored configuration, with a copy of what the agent that
-    /// serves or has served in the other container has stored.
+    /// Gives this container its own directory for stored configuration, and copies the stored configuration of the other
+    /// container into it if that one serves or has served last.
     pub async fn take_volume(&self, volume: &mut Volume) {
         let (parent, name) = (volume.directory.clone(), volume_directory(&self.name));
         let former = self.former.as_deref().map(volume_directory);
@@ -387,7 +387,7 @@ fn build_file(name: &str) -> String {
     format!("build-{name}")
 }
 
-/// Where volumes are mounted in this container, besides those of the kernel and the container runtime.
+/// Returns the mount points of this container, without those below `/dev`, `/proc` and `/sys`.
 fn mounts() -> io::Result<BTreeSet<String>> {
     let table = fs::read_to_string("/proc/self/mountinfo")?;
     let mounts = table.lines().filter_map(|line| line.split(' ').nth(4));
