@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
@@ -22,14 +22,12 @@ use crate::envoy::launch::Prepared;
 use crate::lifecycle::{BoxError, CancellationToken, Retirement, Stop, Urgency};
 use crate::metrics::{Counters, Registry};
 use crate::problem::{Problem, codes};
-use crate::standby::channel::{Channel, Hello, Message};
+use crate::standby::channel::{ANSWER, Channel, Hello, Message};
 use crate::standby::{Handover, Standby, Waiting, gate, socket};
 use crate::unix_socket;
 
 /// How long a successor may take until its Envoy serves.
 const READY: Duration = Duration::from_secs(60);
-/// How long the other agent may take for one answer.
-const ANSWER: Duration = Duration::from_secs(15);
 /// How often a successor looks at its Envoy.
 const LOOKS: Duration = Duration::from_millis(100);
 /// The standby, a successor, and what is about to be refused.
@@ -130,6 +128,7 @@ impl Holder {
             state.last = Some(Handover {
                 to: other.name.clone(),
                 build: other.build,
+                at: SystemTime::now(),
                 failed: failed.clone(),
             });
         });
@@ -180,7 +179,7 @@ impl Holder {
             message = timeout(READY.saturating_add(ANSWER), message) => match message {
                 Ok(Ok(Message::Ready)) => Ok(()),
                 Ok(Ok(Message::Refused(why))) => Err(why),
-                Ok(Ok(other)) => Err(format!("unexpected message {other:?}")),
+                Ok(Ok(other)) => Err(other.unexpected()),
                 Ok(Err(_)) => Err("it has exited".to_owned()),
                 Err(_) => Err(format!("it is not ready after {READY:?}")),
             },
@@ -196,9 +195,9 @@ impl Holder {
         self.retirement.begin().await;
         let passed = async {
             channel.send_with(&Message::Commit, &given).await?;
-            match timeout(ANSWER, channel.receive()).await?? {
+            match channel.answer().await? {
                 Message::Done => Ok(()),
-                other => Err(BoxError::from(format!("unexpected message {other:?}"))),
+                other => Err(BoxError::from(other.unexpected())),
             }
         };
         if let Err(error) = passed.await {
@@ -294,7 +293,7 @@ impl Successor {
         let mut channel = timeout(ANSWER, Channel::connect(&socket())).await??;
         timeout(ANSWER, channel.greet(&hello)).await??;
         channel.send(&Message::Begin).await?;
-        match timeout(ANSWER, channel.receive()).await?? {
+        match channel.answer().await? {
             Message::Go(lent, serving) => {
                 let adoption = Adoption {
                     lent,
@@ -302,8 +301,7 @@ impl Successor {
                 };
                 Ok((channel, adoption, serving))
             }
-            Message::Refused(why) => Err(why.into()),
-            other => Err(format!("unexpected message {other:?}").into()),
+            other => Err(other.unexpected().into()),
         }
     }
 
@@ -372,7 +370,7 @@ impl Successor {
             }
             other = channel.receive() => Err(match other {
                 Ok(Message::Refused(why)) => why.into(),
-                Ok(other) => format!("unexpected message {other:?}").into(),
+                Ok(other) => other.unexpected().into(),
                 Err(_) => "the agent that served has exited".into(),
             }),
         }
@@ -381,10 +379,9 @@ impl Successor {
     /// Takes the sockets and the lock, and lets Envoy serve.
     async fn serve(&self, channel: &mut Channel, envoy: &Envoy) -> Result<(), BoxError> {
         channel.send(&Message::Ready).await?;
-        match timeout(ANSWER, channel.receive()).await?? {
-            Message::Commit => {}
-            Message::Refused(why) => return Err(why.into()),
-            other => return Err(format!("unexpected message {other:?}").into()),
+        let answer = channel.answer().await?;
+        if answer != Message::Commit {
+            return Err(answer.unexpected().into());
         }
         let mut sockets = channel.take_descriptors();
         let lock = sockets.pop().ok_or("the lock did not come")?;

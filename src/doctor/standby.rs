@@ -60,6 +60,8 @@ fn name(state: &State) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use super::*;
     use crate::doctor::report::Level;
     use crate::standby::{Handover, Waiting};
@@ -77,6 +79,7 @@ mod tests {
             Some(Handover {
                 to: "istio-standby".to_owned(),
                 build: "1.32".to_owned(),
+                at: SystemTime::UNIX_EPOCH,
                 failed: failed.map(str::to_owned),
             })
         };

@@ -8,6 +8,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -16,12 +17,16 @@ use rustix::net::{
 use serde::{Deserialize, Serialize};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
+use tokio::time::timeout;
 
 use crate::envoy::hot_restart::Lent;
 use crate::envoy::inspect::Serving;
+use crate::lifecycle::BoxError;
 
 /// Of the protocol.
 pub const VERSION: u32 = 1;
+/// How long the other agent may take for one answer.
+pub const ANSWER: Duration = Duration::from_secs(15);
 /// Of one message. It may name thousands of listeners.
 const MAX_MESSAGE: usize = 4 << 20;
 /// More than a status port, DNS over both protocols on some addresses, and the lock.
@@ -47,6 +52,13 @@ pub enum Message {
     Commit,
     /// From a successor: its Envoy serves.
     Done,
+}
+
+impl Message {
+    /// Describes a message that does not belong at this point of a handover.
+    pub fn unexpected(&self) -> String {
+        format!("unexpected message {self:?}")
+    }
 }
 
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
@@ -171,6 +183,14 @@ impl Channel {
             if length == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
+        }
+    }
+
+    /// Waits for an answer, at most [`ANSWER`]. Fails if it is [`Message::Refused`].
+    pub async fn answer(&mut self) -> Result<Message, BoxError> {
+        match timeout(ANSWER, self.receive()).await?? {
+            Message::Refused(why) => Err(why.into()),
+            message => Ok(message),
         }
     }
 

@@ -19,6 +19,7 @@ use envoy_types::pb::google::protobuf::Any;
 use futures_util::{StreamExt, stream};
 use hyper_util::service::TowerToHyperService;
 use prost::Message;
+use serde::de::Error;
 use serde_json::{Map, Value, json};
 use tonic::{Request, Response, Status, Streaming};
 
@@ -38,7 +39,6 @@ pub async fn serve(listener: Listener, open: CancellationToken, shutdown: Cancel
 }
 
 /// Adds the listener to the bootstrap override (JSON) of an Envoy that takes over. This server listens on `socket`.
-/// Envoy has checked the override before, so `static_resources` is an object.
 pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<String> {
     let mut bootstrap: Map<String, Value> = serde_json::from_str(bootstrap.unwrap_or("{}"))?;
     let socket = json!({ "endpoint": { "address": { "pipe": { "path": socket }}}});
@@ -75,11 +75,12 @@ pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<Stri
     let spelling = ["static_resources", "staticResources"];
     let is_second = bootstrap.contains_key(spelling[1]);
     let resources = bootstrap.entry(spelling[usize::from(is_second)]);
-    let resources = resources.or_insert_with(|| json!({}));
+    let resources = resources.or_insert_with(|| json!({})).as_object_mut();
+    let resources = resources.ok_or_else(|| Error::custom("static_resources is not an object"))?;
     for (list, item) in [("clusters", cluster), ("listeners", listener)] {
         match resources.get_mut(list).and_then(Value::as_array_mut) {
             Some(items) => items.push(item),
-            None => resources[list] = json!([item]),
+            None => drop(resources.insert(list.to_owned(), json!([item]))),
         }
     }
     serde_json::to_string(&bootstrap)
@@ -169,6 +170,8 @@ mod tests {
                 .collect();
             assert_eq!(found, names);
         }
-        assert!(add_to(Some("[]"), Path::new("/gate")).is_err());
+        for invalid in ["[]", "{\"static_resources\":[]}"] {
+            assert!(add_to(Some(invalid), Path::new("/gate")).is_err());
+        }
     }
 }

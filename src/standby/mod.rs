@@ -23,7 +23,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
@@ -34,6 +34,7 @@ use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::clock::in_utc;
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::directory::Directory;
 use crate::exit_code::ExitCode;
@@ -101,6 +102,9 @@ pub struct Waiting {
 pub struct Handover {
     pub to: String,
     pub build: String,
+    /// When it ended.
+    #[serde(serialize_with = "in_utc")]
+    pub at: SystemTime,
     pub failed: Option<String>,
 }
 
@@ -159,7 +163,7 @@ impl Standby {
         };
         standby.build = build(envoy).await;
         let is_new = standby.has_new_build()?;
-        standby.record_build()?;
+        standby.record_build(&standby.build)?;
         standby.change(|state| {
             state.serves.clone_from(&standby.name);
             state.build.clone_from(&standby.build);
@@ -194,16 +198,8 @@ impl Standby {
         }
     }
 
-    fn record_build(&self) -> io::Result<()> {
-        self.write_build(&self.build)
-    }
-
-    /// Has the next agent of this container ask for the place of the agent that serves.
-    fn forget_build(&self) -> io::Result<()> {
-        self.write_build("")
-    }
-
-    fn write_build(&self, build: &str) -> io::Result<()> {
+    /// Records the build that this container runs. After the empty text, the next agent has a new build.
+    fn record_build(&self, build: &str) -> io::Result<()> {
         let file = build_file(&self.name);
         self.directory
             .replace_files(&[(&file, build.as_bytes())], 0o600)

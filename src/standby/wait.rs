@@ -99,7 +99,7 @@ async fn until_ordered(
     if standby.has_new_build()? {
         return Ok(record);
     }
-    standby.record_build()?;
+    standby.record_build(&standby.build)?;
     let hello = standby.hello(&envoy).await;
     let mut warned = None;
     loop {
@@ -116,7 +116,8 @@ async fn until_ordered(
         };
         match order.await {
             Ok(Message::TakeOver) => {
-                standby.forget_build()?;
+                // The agent that this process becomes asks for its place.
+                standby.record_build("")?;
                 return Ok(record);
             }
             Ok(other) => tracing::warn!("unexpected message of the agent that serves: {other:?}"),
