@@ -6,7 +6,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::bootstrap::{self, FILES_SOCKET};
+use crate::bootstrap;
 use crate::config::{AbsentSocket, Config};
 use crate::problem::{Problem, codes};
 use crate::unix_socket::probe::{self, Health};
@@ -37,7 +37,7 @@ impl Detected {
         if self.serves_workload {
             return unix_socket::bind(&config.bootstrap.sds_socket).map(Some);
         }
-        let bound = unix_socket::bind(Path::new(FILES_SOCKET));
+        let bound = unix_socket::bind(&config.bootstrap.files_socket);
         Ok(bound
             .inspect_err(|error| {
                 let (code, subject) = (codes::SDS_SOCKET_UNUSABLE, "socket for secrets from files");

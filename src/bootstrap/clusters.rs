@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::config::{Config, FILES_SOCKET};
+use super::config::Config;
 use super::document::extension;
 use super::services;
 
@@ -25,7 +25,7 @@ pub(super) fn section(config: &Config) -> Vec<Value> {
         grpc("sds-grpc", &config.sds_socket),
     ];
     if config.node.metadata.contains_key("file-credential") {
-        clusters.push(grpc("sds-files-grpc", Path::new(FILES_SOCKET)));
+        clusters.push(grpc("sds-files-grpc", &config.files_socket));
     }
     clusters.push(discovery(&config.xds_socket));
     clusters.extend(services::section(config));

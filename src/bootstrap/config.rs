@@ -9,9 +9,6 @@ use serde_json::{Number, Value};
 
 use super::node::Node;
 
-/// The socket of secrets in files, while another process serves the workload's secrets.
-pub const FILES_SOCKET: &str = "./var/run/secrets/credential-uds/files-socket";
-
 /// What differs from one bootstrap to the next. Paths may be relative: Envoy shares the agent's working
 /// directory.
 #[derive(Clone, Debug)]
@@ -23,6 +20,8 @@ pub struct Config {
     pub ports: Ports,
     pub xds_socket: PathBuf,
     pub sds_socket: PathBuf,
+    /// The socket of secrets in files, while another process serves the workload's secrets.
+    pub files_socket: PathBuf,
     pub delta: bool,
     /// Loads Istio's peer metadata extension, which only Istio's Envoy has.
     pub metadata_discovery: bool,

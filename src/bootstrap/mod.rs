@@ -20,7 +20,7 @@ mod stats;
 mod tls;
 mod tracer;
 
-pub use config::{Config, FILES_SOCKET, Ports, StatsConfig};
+pub use config::{Config, Ports, StatsConfig};
 pub use document::document;
 pub use file::{Written, write};
 

@@ -18,6 +18,8 @@ use crate::problem::{Problem, codes};
 use crate::{duration, json, unix_socket};
 
 const PREFIX: &str = "sidecar.istio.io/";
+/// Where the agent serves secrets from files while another process serves the workload's.
+const FILES_SOCKET: &str = "./var/run/secrets/credential-uds/files-socket";
 /// Envoy's default flush interval.
 const FLUSH: Duration = Duration::from_secs(5);
 
@@ -49,6 +51,7 @@ impl Loader<'_> {
             ports,
             xds_socket: unix_socket::of_container(xds_socket, &container),
             sds_socket: unix_socket::of_container(sds_socket, &container),
+            files_socket: unix_socket::of_container(Path::new(FILES_SOCKET), &container),
             delta,
             metadata_discovery: metadata_discovery && delta,
             dual_stack: self.get(&variables::ISTIO_DUAL_STACK),

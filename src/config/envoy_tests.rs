@@ -231,6 +231,22 @@ fn a_custom_bootstrap_is_passed_to_envoy() {
 }
 
 #[test]
+fn a_container_with_a_standby_has_its_own_sockets() {
+    for (container, suffix) in [("", ""), ("istio-standby", "-istio-standby")] {
+        let bootstrap = machine(&[("ISTIO_AGENT_STANDBY", container)])
+            .config()
+            .bootstrap;
+        for (socket, name) in [
+            (&bootstrap.xds_socket, "XDS"),
+            (&bootstrap.sds_socket, "socket"),
+            (&bootstrap.files_socket, "files-socket"),
+        ] {
+            assert!(socket.ends_with(format!("{name}{suffix}")), "{socket:?}");
+        }
+    }
+}
+
+#[test]
 fn istios_own_template_is_recognised_and_no_other() {
     let path = "var/lib/istio/envoy/envoy_bootstrap_tmpl.json";
     for prefix in ["", "./", "/"] {
