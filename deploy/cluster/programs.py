@@ -17,9 +17,10 @@ MODULE = {"kubernetes": "k8s.io/kubernetes", "istio": "istio.io/istio", "tools":
 # The packages of Istio's integration tests that run.
 ISTIO_TESTS = [
     "security", "security/ca_custom_root", "security/cacert_rotation", "security/crl", "security/ecc_signature_algorithm",
-    "security/external_sds_provider", "security/file_mounted_certs", "security/filebased_tls_origination",
-    "security/https_jwt", "security/pqc", "security/remote_jwks", "security/sds_ingress/quic",
-    "pilot", "pilot/nftables", "helm"]
+    "security/external_ca", "security/external_sds_provider", "security/file_mounted_certs",
+    "security/filebased_tls_origination", "security/https_jwt", "security/policy_attachment_only", "security/pqc",
+    "security/remote_jwks", "security/sds_ingress/quic",
+    "pilot", "pilot/multiplecontrolplanes", "pilot/nftables", "pilot/resourcefilter", "pilot/revisions", "helm"]
 # Go's command for a stage is `go build`, or `go test -c` after "test".
 STAGES = {
     "kubernetes": [["-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={version}", "tool"]],
