@@ -75,12 +75,15 @@ pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<Stri
     let spelling = ["static_resources", "staticResources"];
     let is_second = bootstrap.contains_key(spelling[1]);
     let resources = bootstrap.entry(spelling[usize::from(is_second)]);
-    let resources = resources.or_insert_with(|| json!({})).as_object_mut();
-    let resources = resources.ok_or_else(|| Error::custom("static_resources is not an object"))?;
+    let resources = resources.or_insert(Value::Null);
+    // In Protobuf's JSON, null is an unset field.
+    if !resources.is_null() && !resources.is_object() {
+        return Err(Error::custom("static_resources is not an object"));
+    }
     for (list, item) in [("clusters", cluster), ("listeners", listener)] {
         match resources.get_mut(list).and_then(Value::as_array_mut) {
             Some(items) => items.push(item),
-            None => drop(resources.insert(list.to_owned(), json!([item]))),
+            None => resources[list] = json!([item]),
         }
     }
     serde_json::to_string(&bootstrap)
@@ -154,6 +157,11 @@ mod tests {
         for (before, resources, names) in [
             (None, "/static_resources", &[NAME][..]),
             (Some("{\"node\":{}}"), "/static_resources", &[NAME]),
+            (
+                Some("{\"static_resources\":null}"),
+                "/static_resources",
+                &[NAME],
+            ),
             (
                 Some("{\"staticResources\":{\"listeners\":[{\"name\":\"mine\"}]}}"),
                 "/staticResources",

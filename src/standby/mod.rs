@@ -198,7 +198,7 @@ impl Standby {
         }
     }
 
-    /// Records the build that this container runs. After the empty text, the next agent has a new build.
+    /// Records the build that this container runs. An empty one makes the next agent of this container take over.
     fn record_build(&self, build: &str) -> io::Result<()> {
         let file = build_file(&self.name);
         self.directory

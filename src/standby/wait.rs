@@ -116,7 +116,7 @@ async fn until_ordered(
         };
         match order.await {
             Ok(Message::TakeOver) => {
-                // The agent that this process becomes asks for its place.
+                // `pilot-agent proxy`, which this process becomes, then finds a new build and asks to take over.
                 standby.record_build("")?;
                 return Ok(record);
             }
