@@ -42,7 +42,7 @@ async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
     set_by(-DAY);
     let agent = place.start().await;
     let mut envoy = ask_for_secrets(&place, &["default"]).await;
-    agent.logs("certificate not valid yet").await;
+    agent.logs("ISTIOD_CERTIFICATE_NOT_YET_VALID").await;
     let mut served = Vec::new();
     for (what, by) in [("true again", DAY), ("due", HOUR), ("over", 2 * HOUR)] {
         set_by(by);
