@@ -1,5 +1,6 @@
 //! Runs helper programs: bounded in time and output.
 
+use std::ffi::OsStr;
 use std::io::{self, Seek, Write};
 use std::process::Stdio;
 use std::time::Duration;
@@ -26,12 +27,8 @@ pub async fn run(
     input: &str,
     limit: Duration,
 ) -> Result<Vec<u8>, Problem> {
-    let execution = timeout(limit, execute(program, arguments, input));
-    let late = format!("did not end within {} s", limit.as_secs());
-    let done = execution
-        .await
-        .unwrap_or_else(|_| Err(io::Error::other(late)));
-    done.map_err(|error| {
+    let done = output(program, arguments, input, limit).await;
+    done.map(|(printed, _)| printed).map_err(|error| {
         let command = [&[program], arguments].concat().join(" ");
         let code = match error.kind() {
             io::ErrorKind::NotFound => codes::CAPTURE_PROGRAM_MISSING,
@@ -41,7 +38,25 @@ pub async fn run(
     })
 }
 
-async fn execute(program: &str, arguments: &[&str], input: &str) -> io::Result<Vec<u8>> {
+/// Does the same, and also returns what the program printed to standard error.
+pub async fn output(
+    program: impl AsRef<OsStr>,
+    arguments: &[&str],
+    input: &str,
+    limit: Duration,
+) -> io::Result<(Vec<u8>, Vec<u8>)> {
+    let execution = execute(program.as_ref(), arguments, input);
+    timeout(limit, execution).await.unwrap_or_else(|_| {
+        let late = format!("did not end within {} s", limit.as_secs());
+        Err(io::Error::other(late))
+    })
+}
+
+async fn execute(
+    program: &OsStr,
+    arguments: &[&str],
+    input: &str,
+) -> io::Result<(Vec<u8>, Vec<u8>)> {
     let mut child = Command::new(program)
         .args(arguments)
         .env("LC_ALL", "C")
@@ -55,7 +70,7 @@ async fn execute(program: &str, arguments: &[&str], input: &str) -> io::Result<V
     let (output, message) = tokio::try_join!(read(output), read(message))?;
     let status = child.wait().await?;
     if status.success() {
-        return Ok(output);
+        return Ok((output, message));
     }
     let message = String::from_utf8_lossy(&message);
     let message: String = message.trim().chars().take(MAX_MESSAGE).collect();

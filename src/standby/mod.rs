@@ -21,7 +21,6 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -29,11 +28,11 @@ use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::Serialize;
-use tokio::io::AsyncReadExt;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::capture::program;
 use crate::clock::in_utc;
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::directory::Directory;
@@ -50,10 +49,12 @@ pub const DIRECTORY: &str = "./etc/istio/proxy";
 /// Its subdirectory, which only the agents' user has access to.
 const PRIVATE: &str = "istio-agent-standby";
 const SOCKET: &str = "handover";
-/// How long a program may take to tell its version.
+/// How long Envoy may take to print its version.
 const TELLS_VERSION: Duration = Duration::from_secs(5);
-/// How many bytes of it are read.
-const MAX_TOLD: u64 = 4096;
+/// The longest part of it that is used, in characters.
+const MAX_TOLD: usize = 1000;
+/// Largest record of a build, in bytes.
+const MAX_BUILD: u64 = 16 << 10;
 
 /// What both agents of the pod read and write. Clones share all of it.
 #[derive(Clone, Debug)]
@@ -319,7 +320,7 @@ pub fn version_text(environment: &Environment) -> Option<String> {
     let file = Path::new(DIRECTORY)
         .join(PRIVATE)
         .join(build_file(&serving));
-    let build = regular_file::read_text(&file, MAX_TOLD).unwrap_or_default();
+    let build = regular_file::read_text(&file, MAX_BUILD).unwrap_or_default();
     Some(format!("container {serving} serves: {build}"))
 }
 
@@ -401,40 +402,14 @@ async fn build(envoy: &Path) -> String {
     format!("{agent}, Envoy {}", envoy.unwrap_or_else(|why| why))
 }
 
-/// What a program prints for this argument, on one line. Envoy prints to either output.
-pub async fn told_by(program: &Path, argument: &str) -> Result<String, String> {
-    let mut command = tokio::process::Command::new(program);
-    command
-        .arg(argument)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true);
-    let told = tokio::time::timeout(TELLS_VERSION, told(command)).await;
-    let told = told.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-    told.map_err(|error| format!("{}: {error}", program.display()))
-}
-
-async fn told(mut command: tokio::process::Command) -> io::Result<String> {
-    let mut child = command.spawn()?;
-    let (mut output, mut errors) = (Vec::new(), Vec::new());
-    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    if let (Some(stdout), Some(stderr)) = (stdout, stderr) {
-        let (mut stdout, mut stderr) = (stdout.take(MAX_TOLD), stderr.take(MAX_TOLD));
-        tokio::try_join!(
-            stdout.read_to_end(&mut output),
-            stderr.read_to_end(&mut errors)
-        )?;
-    }
-    let status = child.wait().await?;
+/// What Envoy prints for this argument, on one line. It prints to either output.
+async fn told_by(envoy: &Path, argument: &str) -> Result<String, String> {
+    let printed = program::output(envoy, &[argument], "", TELLS_VERSION).await;
+    let (output, errors) = printed.map_err(|error| format!("{}: {error}", envoy.display()))?;
     let text = [output, errors].concat();
     let text = String::from_utf8_lossy(&text);
-    let words: Vec<_> = text.split_whitespace().collect();
-    if status.success() && !words.is_empty() {
-        Ok(words.join(" "))
-    } else {
-        Err(io::Error::other(status.to_string()))
-    }
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    Ok(line.chars().take(MAX_TOLD).collect())
 }
 
 /// The names Kubernetes gives containers (RFC 1123).
