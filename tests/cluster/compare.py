@@ -21,7 +21,7 @@ import urllib.request
 
 import cases
 import standby
-from programs import programs
+from programs import ISTIODS, programs
 from world import GO, ISTIOD, OURS, Failed, Load, Skipped
 
 AGENTS = (GO, OURS)
@@ -96,6 +96,9 @@ class Comparison:
         self.cluster = world.cluster
         if missing := [program for program in ("dig", "dnsperf") if not shutil.which(program)]:
             raise Failed(f"no {' and no '.join(missing)} in PATH")
+        # What a case needs is built first: in the cluster's network nothing can be downloaded.
+        for name in ISTIODS:
+            programs(name)
         self.binaries = {GO: programs("istio") / "pilot-agent", OURS: options.agent.resolve()}
         self.envoy = options.envoy.resolve()
         self.enter()
