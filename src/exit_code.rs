@@ -22,23 +22,17 @@ pub enum ExitCode {
     Envoy(u8),
 }
 
-impl ExitCode {
-    pub fn number(self) -> u8 {
-        match self {
-            Self::Success => 0,
-            Self::CommandFailed => 255,
-            Self::CaptureFailed | Self::DoctorWarnings => 1,
-            Self::DoctorErrors => 2,
-            Self::NotCaptured => 126,
-            Self::CaptureDiffers => 3,
-            Self::DoctorRefused => 4,
-            Self::Envoy(code) => code,
-        }
-    }
-}
-
 impl From<ExitCode> for std::process::ExitCode {
     fn from(code: ExitCode) -> Self {
-        Self::from(code.number())
+        Self::from(match code {
+            ExitCode::Success => 0,
+            ExitCode::CommandFailed => 255,
+            ExitCode::CaptureFailed | ExitCode::DoctorWarnings => 1,
+            ExitCode::DoctorErrors => 2,
+            ExitCode::NotCaptured => 126,
+            ExitCode::CaptureDiffers => 3,
+            ExitCode::DoctorRefused => 4,
+            ExitCode::Envoy(code) => code,
+        })
     }
 }

@@ -91,6 +91,13 @@ impl Stop {
     pub fn requested(&self) -> watch::Receiver<StopRequest> {
         self.0.subscribe()
     }
+
+    /// Waits for the first request.
+    pub async fn first_request(&self) {
+        let mut requests = self.requested();
+        // It does not fail while there is a sender.
+        let _ = requests.wait_for(|stop| stop.urgency != Urgency::Run).await;
+    }
 }
 
 /// Signals that end a process by default, but none of Go's. Those from 35 on are real-time signals

@@ -16,7 +16,6 @@ use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
 use istio_agent::standby::record::Record;
-use istio_agent::standby::wait::Next;
 use istio_agent::standby::{self, Standby};
 use istio_agent::{agent, logging, preflight, proxy_config};
 use serde::Serialize;
@@ -117,7 +116,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             block_on(run)??;
             Ok(ExitCode::Success)
         }
-        Some(Command::Standby(_)) => {
+        Some(Command::Standby) => {
             logging::init(log.options()?)?;
             let envoy = |record: &Record| envoy_of(record, &environment);
             let next = block_on(async {
@@ -127,8 +126,8 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
                 }
             })?;
             match next? {
-                Next::Serve(record) => Err(standby::wait::serve(&record, &environment).into()),
-                Next::Exit(code) => Ok(ExitCode::Envoy(code)),
+                Some(record) => Err(standby::exec::proxy(&record, &environment).into()),
+                None => Ok(ExitCode::Success),
             }
         }
         Some(Command::Wait(flags)) => {

@@ -13,14 +13,14 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::Supervisor;
 use super::ports::Ports;
+use super::reload::Inputs;
 use crate::config::Config;
 use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
-use crate::envoy::hot_restart::{Adopted, Adoption, validate};
+use crate::envoy::hot_restart::validate;
 use crate::envoy::inspect::{Serving, follows};
-use crate::envoy::launch::Prepared;
 use crate::lifecycle::{BoxError, CancellationToken, Retirement, Stop, Urgency};
-use crate::metrics::{Counters, Registry};
+use crate::metrics::Counters;
 use crate::problem::{Problem, codes};
 use crate::standby::channel::{ANSWER, Channel, Hello, Message};
 use crate::standby::{Handover, Standby, Waiting, gate, socket};
@@ -45,14 +45,6 @@ pub(super) struct Holder {
     pub(super) retirement: Retirement,
     pub(super) stop: Stop,
     pub(super) results: Counters<1>,
-}
-
-pub(super) fn results(registry: &Registry) -> Counters<1> {
-    registry.counters(
-        "istio_agent_handovers_total",
-        "Handovers to the agent in the other container, by how they went.",
-        &["result"],
-    )
 }
 
 impl Holder {
@@ -93,7 +85,7 @@ impl Holder {
     async fn connection(self, stream: UnixStream, hello: Arc<Hello>) -> Result<(), BoxError> {
         let mut channel = Channel::of(stream)?;
         let mut orders = self.standby.orders();
-        let other = timeout(ANSWER, channel.greet(&hello)).await??;
+        let other = channel.greet(&hello).await?;
         let hindrance = other.hindrance(&hello);
         self.standby.change(|state| {
             state.waits = Some(Waiting {
@@ -170,7 +162,6 @@ impl Holder {
     async fn until_ready(&self, channel: &mut Channel, go: &Message) -> Result<(), String> {
         let pid = self.envoy.report().borrow().pid;
         let mut report = self.envoy.report();
-        let mut stop = self.stop.requested();
         let message = async {
             channel.send(go).await?;
             channel.receive().await
@@ -184,7 +175,7 @@ impl Holder {
                 Err(_) => Err(format!("it is not ready after {READY:?}")),
             },
             _ = report.wait_for(|now| now.pid != pid) => Err("this container's Envoy has exited".to_owned()),
-            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => Err("this container is to stop".to_owned()),
+            () = self.stop.first_request() => Err("this container is to stop".to_owned()),
         }
     }
 
@@ -228,9 +219,9 @@ impl Holder {
 
 /// The agent that takes over.
 pub(super) struct Successor {
-    pub(super) standby: Standby,
-    pub(super) stop: Stop,
-    pub(super) ports: Ports,
+    /// This agent, once it serves.
+    pub(super) holder: Holder,
+    pub(super) inputs: Arc<Inputs>,
     pub(super) config: Config,
     /// Lets Envoy serve.
     pub(super) gate: CancellationToken,
@@ -238,96 +229,69 @@ pub(super) struct Successor {
 
 impl Successor {
     /// Starts Envoy as the hot-restart successor of the serving agent's Envoy, and runs it until its end.
-    pub(super) async fn run(
-        self,
-        prepare: impl FnOnce() -> Result<Option<Prepared>, BoxError> + Send + 'static,
-        adopted: &Adopted,
-        envoy: Envoy,
-        mut supervisor: Supervisor,
-    ) -> Result<Exit, BoxError> {
-        let mut stop = self.stop.requested();
+    pub(super) async fn run(self, mut supervisor: Supervisor) -> Result<Exit, BoxError> {
         let begun = tokio::select! {
-            begun = self.begin(prepare) => begun,
-            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => return Ok(Exit::Requested),
+            begun = self.begin() => begun,
+            () = self.holder.stop.first_request() => return Ok(Exit::Requested),
         };
-        let (channel, adoption, serving) = begun.inspect_err(|why| {
+        let (channel, restart_epoch, serving) = begun.inspect_err(|why| {
             let problem = Problem::new(codes::HANDOVER_FAILED, "this container", why);
             tracing::error!("{problem}");
         })?;
-        let restart_epoch = adoption.lent.restart_epoch;
-        // It is set once.
-        let _ = adopted.set(adoption);
-        let standby = self.standby.clone();
-        let mut taking_over = pin!(self.take_over(channel, serving, restart_epoch, envoy));
-        let mut is_over = false;
-        loop {
-            tokio::select! {
-                () = &mut taking_over, if !is_over => is_over = true,
-                exit = &mut supervisor => {
-                    if !is_over && !standby.has_lock() {
-                        // Tells the other agent why.
-                        let _ = timeout(LOOKS, taking_over).await;
-                    }
-                    return exit;
-                }
-            }
+        let standby = self.holder.standby.clone();
+        let mut taking_over = pin!(self.take_over(channel, serving, restart_epoch));
+        let exit = tokio::select! {
+            () = &mut taking_over => return supervisor.await,
+            exit = &mut supervisor => exit,
+        };
+        if !standby.has_lock() {
+            // Tells the other agent why.
+            let _ = timeout(LOOKS, taking_over).await;
         }
+        exit
     }
 
-    /// Asks the agent that serves for its place, if Envoy can use its bootstrap.
-    async fn begin(
-        &self,
-        prepare: impl FnOnce() -> Result<Option<Prepared>, BoxError> + Send + 'static,
-    ) -> Result<(Channel, Adoption, Option<Serving>), BoxError> {
+    /// Asks the agent that serves for its place, if Envoy can use its bootstrap. Returns the restart epoch of Envoy, and
+    /// what the serving Envoy has, if that is known.
+    async fn begin(&self) -> Result<(Channel, u32, Option<Serving>), BoxError> {
         let envoy = self.config.envoy.as_ref();
         let (command, limit) = envoy
             .and_then(|it| Some((&it.command, it.hot_restart?.check)))
             .ok_or("the agent runs no Envoy")?;
-        let prepared = tokio::task::spawn_blocking(prepare).await??;
-        if let Some(prepared) = prepared {
-            timeout(limit, validate(Arc::new(prepared), 0)).await??;
-        }
+        let inputs = self.inputs.clone();
+        let prepared = tokio::task::spawn_blocking(move || inputs.prepare(0)).await??;
+        timeout(limit, validate(Arc::new(prepared), 0)).await??;
         let gate = gate_socket(&self.config);
         let override_json = gate::add_to(command.override_json.as_deref(), &gate)?;
-        let hello = self.standby.hello(&command.binary).await;
+        let hello = self.holder.standby.hello(&command.binary).await;
         let mut channel = timeout(ANSWER, Channel::connect(&socket())).await??;
-        timeout(ANSWER, channel.greet(&hello)).await??;
+        channel.greet(&hello).await?;
         channel.send(&Message::Begin).await?;
         match channel.answer().await? {
             Message::Go(lent, serving) => {
-                let adoption = Adoption {
-                    lent,
-                    override_json,
-                };
-                Ok((channel, adoption, serving))
+                self.inputs.adopt(lent, override_json);
+                Ok((channel, lent.restart_epoch, serving))
             }
             other => Err(other.unexpected().into()),
         }
     }
 
     /// Takes over once Envoy is able to serve, and tells Envoy's supervisor when its parent has ended.
-    async fn take_over(
-        self,
-        mut channel: Channel,
-        serving: Option<Serving>,
-        restart_epoch: u32,
-        envoy: Envoy,
-    ) {
-        let (stop, standby) = (self.stop.clone(), self.standby.clone());
-        let taken = match self
-            .until_ready(&mut channel, serving, restart_epoch, &envoy)
-            .await
-        {
-            Ok(()) => self.serve(&mut channel, &envoy).await,
-            failed => failed,
+    async fn take_over(self, mut channel: Channel, serving: Option<Serving>, restart_epoch: u32) {
+        let taken = async {
+            self.until_ready(&mut channel, serving, restart_epoch)
+                .await?;
+            self.serve(&mut channel).await
         };
-        match taken {
+        match taken.await {
             Ok(()) => {
                 // Until the end of the former agent.
                 while channel.receive().await.is_ok() {}
                 tracing::info!("the former Envoy has exited");
-                standby.change(|state| state.former_envoy = false);
-                envoy.order(Order::ParentEnded).await;
+                self.holder
+                    .standby
+                    .change(|state| state.former_envoy = false);
+                self.holder.envoy.order(Order::ParentEnded).await;
             }
             Err(error) => {
                 let why = error.to_string();
@@ -335,7 +299,7 @@ impl Successor {
                 tracing::error!("{problem}");
                 // The other agent may have exited.
                 let _ = channel.send(&Message::Refused(why)).await;
-                stop.request(Urgency::Kill, FAILED);
+                self.holder.stop.request(Urgency::Kill, FAILED);
             }
         }
     }
@@ -346,18 +310,16 @@ impl Successor {
         channel: &mut Channel,
         serving: Option<Serving>,
         restart_epoch: u32,
-        envoy: &Envoy,
     ) -> Result<(), BoxError> {
-        let mut stop = self.stop.requested();
         let mut why = String::new();
         let ready = async {
-            let (admin, serving) = (envoy.admin(), serving.as_ref());
+            let (admin, serving) = (self.holder.envoy.admin(), serving.as_ref());
             while let Err(missing) = follows(admin, restart_epoch, serving, gate::NAME).await {
                 why = missing;
                 sleep(LOOKS).await;
             }
         };
-        let mut report = envoy.report();
+        let mut report = self.holder.envoy.report();
         tokio::select! {
             ready = timeout(READY, ready) => {
                 Ok(ready.map_err(|_| format!("not ready after {READY:?}: {why}"))?)
@@ -365,7 +327,7 @@ impl Successor {
             _ = report.wait_for(|now| now.state == State::Exited) => {
                 Err("its Envoy has exited before it served".into())
             }
-            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => {
+            () = self.holder.stop.first_request() => {
                 Err("this container is to stop".into())
             }
             other = channel.receive() => Err(match other {
@@ -377,7 +339,7 @@ impl Successor {
     }
 
     /// Takes the sockets and the lock, and lets Envoy serve.
-    async fn serve(&self, channel: &mut Channel, envoy: &Envoy) -> Result<(), BoxError> {
+    async fn serve(&self, channel: &mut Channel) -> Result<(), BoxError> {
         channel.send(&Message::Ready).await?;
         let answer = channel.answer().await?;
         if answer != Message::Commit {
@@ -385,12 +347,14 @@ impl Successor {
         }
         let mut sockets = channel.take_descriptors();
         let lock = sockets.pop().ok_or("the lock did not come")?;
-        self.standby.serve_with(lock)?;
-        self.standby.change(|state| state.former_envoy = true);
+        self.holder.standby.serve_with(lock)?;
+        self.holder
+            .standby
+            .change(|state| state.former_envoy = true);
         link(&self.config)?;
-        self.ports.set(sockets);
+        self.holder.ports.set(sockets);
         self.gate.cancel();
-        let mut report = envoy.report();
+        let mut report = self.holder.envoy.report();
         let live = report.wait_for(|now| now.state == State::Running);
         timeout(ANSWER, live).await??;
         Ok(channel.send(&Message::Done).await?)

@@ -31,26 +31,23 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
-use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
-use crate::envoy::hot_restart::Adopted;
 use crate::envoy::hot_restart::watch::changes;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{
-    self, BoxError, CancellationToken, Ended, QUIT, Retirement, Stop, StopRequest, Tasks, Urgency,
-    with_causes,
+    self, BoxError, CancellationToken, Ended, QUIT, Retirement, Stop, Tasks, Urgency, with_causes,
 };
 use crate::metrics::{self, Registry};
 use crate::problem::{Problem, codes};
 use crate::scrape::Scrape;
-use crate::standby::{Role, Standby, gate};
+use crate::standby::{Standby, exec, gate};
 use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
@@ -72,7 +69,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(2);
 pub async fn run(
     mut config: Config,
     settings: Settings,
-    standby: Option<(Standby, Role)>,
+    standby: Option<Standby>,
 ) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
     if !config.may_dump_core {
@@ -82,9 +79,9 @@ pub async fn run(
     let stop = Stop::new();
     let mut signals = pin!(lifecycle::signals(stop.clone())?);
     let running = async {
-        let (standby, role) = standby.unzip();
         let ports = Ports::default();
-        if role != Some(Role::Succeeds) {
+        let serves = standby.as_ref().is_none_or(Standby::has_lock);
+        if serves {
             // First, as what follows may take a while; they are served once all modules are built.
             ports.bind(&config)?;
         }
@@ -98,12 +95,11 @@ pub async fn run(
         let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap, &config.sds_socket);
         let bound = (ports, listener);
-        let mut agent = Agent::build(
+        let agent = Agent::build(
             config, bound, detected, settings, milestones, &stop, standby,
         )?;
-        match agent.standby.clone() {
-            Some(standby) if role == Some(Role::Succeeds) => agent.succeed(standby, &stop)?,
-            _ => handover::link(&agent.config)?,
+        if serves {
+            handover::link(&agent.config)?;
         }
         Ok::<_, BoxError>(agent.run(stop.clone()).await)
     };
@@ -111,16 +107,16 @@ pub async fn run(
         ended = running => ended?,
         never = &mut signals => match never {},
     };
-    let Some(standby) = standby else {
+    if standby.is_none() {
         return code;
-    };
+    }
     // Signals that have arrived are noticed; others wait for the next program.
     lifecycle::hold_signals()?;
     let _ = timeout(PAUSE, signals).await;
     if stop.requested().borrow().is_signaled {
         return code;
     }
-    Err(standby.wait().into())
+    Err(exec::standby().into())
 }
 
 /// Runs Envoy, from the first poll until Envoy has ended.
@@ -131,11 +127,10 @@ struct Agent {
     config: Config,
     /// What Envoys start from, unless the agent runs none.
     inputs: Option<Arc<Inputs>>,
-    supervisor: Option<(Envoy, Supervisor)>,
+    supervisor: Option<Supervisor>,
     standby: Option<Standby>,
     /// What takes over from an agent in another container, if this one is to.
     successor: Option<Successor>,
-    adopted: Adopted,
     ports: Ports,
     metrics: Registry,
     tasks: Tasks,
@@ -163,7 +158,6 @@ impl Agent {
             supervisor: None,
             standby,
             successor: None,
-            adopted: Adopted::default(),
             ports,
             metrics: Registry::default(),
             tasks: Tasks::default(),
@@ -183,7 +177,7 @@ impl Agent {
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
         let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
-        agent.hand_over(envoy.as_ref(), stop);
+        agent.hand_over(envoy.as_ref(), stop)?;
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
         if let Some(config) = agent.config.status.clone() {
@@ -244,9 +238,8 @@ impl Agent {
         };
         let prepare = Arc::new(move |epoch| inputs.prepare(epoch));
         let is_replaced = config.hot_restart.is_some();
-        let adopted = self.adopted.clone();
-        let (envoy, supervisor) = envoy::new(config, prepare, stop, adopted, &self.metrics);
-        self.supervisor = Some((envoy.clone(), Box::pin(supervisor)));
+        let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
+        self.supervisor = Some(Box::pin(supervisor));
         if is_replaced {
             let changes = changes(envoy.clone(), &self.config.inputs)?;
             self.spawn_until_shutdown("watch for changes", changes);
@@ -254,12 +247,15 @@ impl Agent {
         Ok(Some(envoy))
     }
 
-    /// Passes the pod on to the agent in another container, if that is to take over.
-    fn hand_over(&mut self, envoy: Option<&Envoy>, stop: &Stop) {
-        let (Some(standby), Some(envoy), Some(config)) =
-            (self.standby.clone(), envoy, &self.config.envoy)
-        else {
-            return;
+    /// Passes the pod on to the agent in another container, after taking it over from there if that one serves.
+    fn hand_over(&mut self, envoy: Option<&Envoy>, stop: &Stop) -> Result<(), Problem> {
+        let (Some(standby), Some(envoy), Some(config), Some(inputs)) = (
+            self.standby.clone(),
+            envoy,
+            &self.config.envoy,
+            &self.inputs,
+        ) else {
+            return Ok(());
         };
         let holder = Holder {
             standby,
@@ -268,23 +264,24 @@ impl Agent {
             ports: self.ports.clone(),
             retirement: self.retirement.clone(),
             stop: stop.clone(),
-            results: handover::results(&self.metrics),
+            results: self.metrics.counters(
+                "istio_agent_handovers_total",
+                "Handovers to the agent in the other container, by how they went.",
+                &["result"],
+            ),
         };
+        if !holder.standby.has_lock() {
+            let (gate, shutdown) = (CancellationToken::new(), self.shutdown.clone());
+            let listener = unix_socket::bind(&handover::gate_socket(&self.config))?;
+            self.successor = Some(Successor {
+                holder: holder.clone(),
+                inputs: inputs.clone(),
+                config: self.config.clone(),
+                gate: gate.clone(),
+            });
+            self.spawn("gate", gate::serve(listener, gate, shutdown));
+        }
         self.spawn_until_shutdown("handover", holder.serve());
-    }
-
-    /// Takes over from the agent in another container.
-    fn succeed(&mut self, standby: Standby, stop: &Stop) -> Result<(), Problem> {
-        let (gate, shutdown) = (CancellationToken::new(), self.shutdown.clone());
-        let listener = unix_socket::bind(&handover::gate_socket(&self.config))?;
-        self.spawn("gate", gate::serve(listener, gate.clone(), shutdown));
-        self.successor = Some(Successor {
-            standby,
-            stop: stop.clone(),
-            ports: self.ports.clone(),
-            config: self.config.clone(),
-            gate,
-        });
         Ok(())
     }
 
@@ -333,9 +330,9 @@ impl Agent {
             self.config,
             self.inputs,
             self.supervisor,
-            stop.requested(),
+            stop.clone(),
             self.standby.clone(),
-            self.successor.map(|successor| (successor, self.adopted)),
+            self.successor,
         );
         let mut envoy = pin!(run);
         let mut broken = None;
@@ -426,24 +423,23 @@ fn istio_version(config: &Config) -> &str {
 async fn run_envoy(
     mut config: Config,
     inputs: Option<Arc<Inputs>>,
-    supervisor: Option<(Envoy, Supervisor)>,
-    mut stop: watch::Receiver<StopRequest>,
+    supervisor: Option<Supervisor>,
+    stop: Stop,
     standby: Option<Standby>,
-    successor: Option<(Successor, Adopted)>,
+    successor: Option<Successor>,
 ) -> Result<ExitCode, BoxError> {
     tokio::select! {
         found = platform::discover(&config.platform) => config.bootstrap.node.platform = found,
-        _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => {}
+        () = stop.first_request() => {}
     }
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
-    if let Some(inputs) = &inputs {
+    if let Some(inputs) = inputs {
         inputs.set_platform(config.bootstrap.node.platform.clone());
     }
-    let Some((envoy, supervisor)) = supervisor else {
-        // An error means that all senders are gone, which ends the agent as well.
-        let _ = stop.wait_for(|stop| stop.urgency != Urgency::Run).await;
+    let Some(supervisor) = supervisor else {
+        stop.first_request().await;
         return Ok(ExitCode::Success);
     };
     if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
@@ -451,10 +447,7 @@ async fn run_envoy(
         envoy_user::admit(user, &[], directories);
     }
     let exit = match successor {
-        Some((successor, adopted)) => {
-            let prepare = move || inputs.map(|inputs| inputs.prepare(0)).transpose();
-            successor.run(prepare, &adopted, envoy, supervisor).await?
-        }
+        Some(successor) => successor.run(supervisor).await?,
         None => {
             if let (Some(_), Some(envoy)) = (&standby, &config.envoy) {
                 until_port_is_free((envoy.admin_host, envoy.admin_port).into()).await;
@@ -462,21 +455,17 @@ async fn run_envoy(
             supervisor.await?
         }
     };
-    let code = match exit {
+    let (code, is_on_purpose) = match exit {
         Exit::Requested => {
             tracing::info!("Agent has successfully terminated");
-            ExitCode::Success
+            let is_quit = stop.requested().borrow().cause == Some(QUIT);
+            (ExitCode::Success, is_quit)
         }
-        Exit::Superseded => ExitCode::Success,
-        Exit::ByItself(ended) => ExitCode::Envoy(ended.code()),
-    };
-    let is_on_purpose = match exit {
-        Exit::Requested => stop.borrow().cause == Some(QUIT),
-        Exit::Superseded => false,
-        Exit::ByItself(ended) => ended.code() == 0,
+        Exit::Superseded => (ExitCode::Success, false),
+        Exit::ByItself(ended) => (ExitCode::Envoy(ended.code()), ended.code() == 0),
     };
     if let Some(standby) = standby.filter(|_| is_on_purpose) {
-        standby.record_end(code);
+        standby.record_end();
     }
     Ok(code)
 }

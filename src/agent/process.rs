@@ -3,7 +3,7 @@
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, setrlimit};
 
 use super::Agent;
-use crate::lifecycle::{Stop, Urgency};
+use crate::lifecycle::Stop;
 use crate::status::startup::{Milestones, READY, SOCKETS_BOUND};
 
 impl Agent {
@@ -18,14 +18,10 @@ impl Agent {
             None => SOCKETS_BOUND,
         };
         let milestones = milestones.clone();
-        let mut requests = stop.requested();
+        let stop = stop.clone();
         let report = async move {
             let ready = milestones.until(milestone);
-            let stopping = async {
-                // An error means that all senders are gone, which ends the agent as well.
-                let _ = requests.wait_for(|stop| stop.urgency != Urgency::Run).await;
-            };
-            systemd.report(ready, stopping).await;
+            systemd.report(ready, stop.first_request()).await;
         };
         self.spawn_until_shutdown("reports to systemd", report);
     }

@@ -68,7 +68,8 @@ pub(super) fn http2(cluster: &mut Value) {
     });
 }
 
-fn grpc(name: &str, socket: &Path) -> Value {
+/// Builds a cluster of one gRPC server at a Unix socket.
+pub fn grpc(name: &str, socket: &Path) -> Value {
     let pipe = json!({ "pipe": { "path": socket.to_string_lossy() } });
     let mut cluster = cluster(name, "1s", None, &pipe);
     http2(&mut cluster);

@@ -4,7 +4,7 @@
 //! dropping [`Written`] removes it, after Envoy has ended. [`grpc`] is the bootstrap of gRPC
 //! applications, [`platform`] the cloud's metadata of the machine.
 
-mod clusters;
+pub mod clusters;
 mod config;
 mod document;
 mod file;

@@ -23,7 +23,6 @@ use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::environment;
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
-use crate::standby::wait::StandbyFlags;
 
 const FAILING_POD: &str =
     "To find out why a pod fails: kubectl exec POD -c istio-proxy -- pilot-agent doctor";
@@ -62,7 +61,7 @@ pub enum Command {
     /// Sends an HTTP request to a port of the agent or of Envoy.
     Request(request::RequestFlags),
     /// Waits until no other container of the pod runs Envoy, and then runs it as that one did.
-    Standby(StandbyFlags),
+    Standby,
     /// Waits until Envoy is ready.
     Wait(wait::WaitFlags),
     /// Prints build information.

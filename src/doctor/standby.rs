@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::Subject;
 use super::report::Check;
 use crate::problem::{Problem, codes};
@@ -17,45 +19,33 @@ pub(super) fn checks(subject: Subject<'_>) -> Vec<Check> {
 }
 
 fn check(state: &State) -> Check {
-    let (code, found) = match (&state.waits, &state.last) {
-        (Some(other), _) if let Some(why) = &other.hindrance => (
-            codes::STANDBY_UNABLE,
-            format!("container {}: {why}", other.name),
-        ),
-        (_, Some(last)) if let Some(why) = &last.failed => {
-            let found = format!("container {} ({}): {why}", last.to, last.build);
-            (codes::HANDOVER_FAILED, found)
-        }
-        (Some(other), _) => {
-            let found = format!(
-                "container {} ({}) is able to take over",
-                other.name, other.build
-            );
-            return Check::ok(name(state), found);
-        }
-        (None, _) if state.former_envoy => {
-            let why = "the former Envoy in the other container finishes its connections";
-            return Check::skipped(name(state), why);
-        }
-        (None, _)
-            if state
-                .alone_since
-                .is_some_and(|since| since.elapsed() > CONNECTS) =>
-        {
-            (
-                codes::STANDBY_ABSENT,
-                codes::STANDBY_ABSENT.cause.to_owned(),
-            )
-        }
-        (None, _) => {
-            return Check::skipped(name(state), "the other container is not connected yet");
-        }
-    };
-    Check::of(&Problem::new(code, name(state), found))
-}
-
-fn name(state: &State) -> String {
-    format!("container {} serves", state.serves)
+    let name = format!("container {} serves", state.serves);
+    let is_absent = |since: Instant| since.elapsed() > CONNECTS;
+    if let Some(other) = &state.waits
+        && let Some(why) = &other.hindrance
+    {
+        let found = format!("container {}: {why}", other.name);
+        return Check::of(&Problem::new(codes::STANDBY_UNABLE, name, found));
+    }
+    if let Some(last) = &state.last
+        && let Some(why) = &last.failed
+    {
+        let found = format!("container {} ({}): {why}", last.to, last.build);
+        return Check::of(&Problem::new(codes::HANDOVER_FAILED, name, found));
+    }
+    if let Some(other) = &state.waits {
+        let build = &other.build;
+        let found = format!("container {} ({build}) is able to take over", other.name);
+        Check::ok(name, found)
+    } else if state.former_envoy {
+        let why = "the former Envoy in the other container finishes its connections";
+        Check::skipped(name, why)
+    } else if state.alone_since.is_some_and(is_absent) {
+        let code = codes::STANDBY_ABSENT;
+        Check::of(&Problem::new(code, name, code.cause))
+    } else {
+        Check::skipped(name, "the other container is not connected yet")
+    }
 }
 
 #[cfg(test)]

@@ -49,8 +49,6 @@ pub enum Mode {
         base_id: u32,
         epoch: u32,
         parent_shutdown: Duration,
-        /// In place of the command's.
-        override_json: Option<String>,
     },
 }
 
@@ -113,10 +111,7 @@ impl Command {
             given("--component-log-level", self.log.components.as_ref()),
             switch("--skip-deprecated-logs", self.skip_deprecated_logs),
             switch("--enable-core-dump", self.core_dump),
-            given(
-                "--config-yaml",
-                mode.override_json().or(self.override_json.as_ref()),
-            ),
+            given("--config-yaml", self.override_json.as_ref()),
             given("--concurrency", self.concurrency),
         ]
         .concat()
@@ -136,13 +131,6 @@ fn switch(name: &str, is_on: bool) -> Vec<String> {
 }
 
 impl Mode {
-    fn override_json(&self) -> Option<&String> {
-        match self {
-            Self::Next { override_json, .. } => override_json.as_ref(),
-            _ => None,
-        }
-    }
-
     fn arguments(&self) -> Vec<String> {
         let words = |words: &str| words.split(' ').map(str::to_owned).collect::<Vec<_>>();
         match self {
@@ -160,7 +148,6 @@ impl Mode {
                 base_id,
                 epoch,
                 parent_shutdown,
-                ..
             } => words(&format!(
                 "--parent-shutdown-time-s {} --base-id {base_id} --restart-epoch {epoch} \
                  --skip-hot-restart-parent-stats",
@@ -214,7 +201,6 @@ mod tests {
             base_id: 7,
             epoch: 3,
             parent_shutdown,
-            override_json: None,
         };
         let time = ["--parent-shutdown-time-s", "60"];
         for (mode, expected) in [

@@ -160,16 +160,14 @@ pub async fn follows(
     }
     // Listeners become active together.
     let found = Serving::with(&["active_state", "warming_state"], admin).await?;
-    let Some(parent) = parent else {
-        let is_empty = found.listeners.is_empty();
-        return if is_empty {
-            Err("it has no listeners".to_owned())
-        } else {
-            Ok(())
-        };
-    };
-    lacks("secrets", &parent.secrets, &found.secrets)?;
-    lacks("listeners", &parent.listeners, &found.listeners)
+    match parent {
+        Some(parent) => {
+            lacks("secrets", &parent.secrets, &found.secrets)?;
+            lacks("listeners", &parent.listeners, &found.listeners)
+        }
+        None if found.listeners.is_empty() => Err("it has no listeners".to_owned()),
+        None => Ok(()),
+    }
 }
 
 fn lacks(what: &str, wanted: &BTreeSet<String>, found: &BTreeSet<String>) -> Result<(), String> {

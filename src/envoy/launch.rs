@@ -13,6 +13,7 @@ use std::time::Duration;
 use rustix::fs::Access;
 
 use super::command::{Command, Mode};
+use super::hot_restart::Lent;
 use crate::regular_file;
 
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -34,6 +35,8 @@ pub struct Prepared {
     pub command: Command,
     /// The same for two that would run alike.
     pub digest: u64,
+    /// The Envoy in another container that a first Envoy takes over from.
+    pub continues: Option<Lent>,
     /// Removes them when dropped.
     _files: Option<Box<dyn Any + Send + Sync>>,
 }
@@ -65,6 +68,7 @@ impl Prepared {
         Self {
             command,
             digest: digest.finish(),
+            continues: None,
             _files: files,
         }
     }
@@ -78,7 +82,6 @@ impl Launch {
             base_id,
             epoch: self.restart_epoch() + 1,
             parent_shutdown,
-            override_json: None,
         });
         Self {
             prepared,

@@ -33,7 +33,7 @@ use admin::Admin;
 use command::Command;
 use crash_restart::Budget;
 use handle::{Envoy, Report, State};
-use hot_restart::{Adopted, Prepare};
+use hot_restart::Prepare;
 pub use instance::Ended;
 use shutdown::Limits;
 use supervisor::Supervisor;
@@ -73,13 +73,12 @@ pub enum Exit {
     ByItself(Ended),
 }
 
-/// The future starts Envoy with the inputs of `prepare`, as the successor of one in another container if `adopted` is set, and runs until its last exit; a more urgent `stop` takes
+/// The future starts Envoy with the inputs of `prepare`, and runs until its last exit; a more urgent `stop` takes
 /// fewer steps. Poll it on the main thread, see [`instance`].
 pub fn new(
     config: Config,
     prepare: Prepare,
     stop: &Stop,
-    adopted: Adopted,
     metrics: &Registry,
 ) -> (
     Envoy,
@@ -90,7 +89,7 @@ pub fn new(
     let (give, orders) = mpsc::channel(ORDERS);
     publish_state(metrics, report.clone());
     let handle = Envoy::new(admin, report, give);
-    let supervisor = Supervisor::new(config, admin, prepare, publish, adopted, metrics);
+    let supervisor = Supervisor::new(config, admin, prepare, publish, metrics);
     (handle, supervisor.run(stop.requested(), orders))
 }
 

@@ -16,7 +16,7 @@ use super::admin::{Admin, DrainCall};
 use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Order, Report, Role, State};
-use super::hot_restart::{Adopted, HotRestart, Prepare, until_serves};
+use super::hot_restart::{HotRestart, Prepare, until_serves};
 use super::instance::{self, Ended, Instance, KILLED, TERMINATED, unkillable};
 use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
@@ -104,7 +104,6 @@ impl Supervisor {
         admin: Admin,
         prepare: Prepare,
         publish: watch::Sender<Report>,
-        adopted: Adopted,
         metrics: &Registry,
     ) -> Self {
         Self {
@@ -118,8 +117,7 @@ impl Supervisor {
                 admin,
                 prepare,
                 metrics,
-            )
-            .adopting(adopted),
+            ),
             config,
             admin,
             requested: StopRequest::default(),

@@ -118,17 +118,17 @@ impl Channel {
     }
 
     /// Exchanges the first messages. Fails if the other agent has another version of the protocol.
-    pub async fn greet(&mut self, hello: &Hello) -> io::Result<Hello> {
+    pub async fn greet(&mut self, hello: &Hello) -> Result<Hello, BoxError> {
         self.send(&Message::Hello(hello.clone())).await?;
-        let found = match self.receive().await? {
-            Message::Hello(other) if other.version == VERSION => return Ok(other),
-            Message::Hello(other) => format!(
+        match self.answer().await? {
+            Message::Hello(other) if other.version == VERSION => Ok(other),
+            Message::Hello(other) => Err(format!(
                 "the agent {} has version {} of the handover protocol, this agent has {VERSION}",
                 other.build, other.version
-            ),
-            other => format!("expected the first message, found {other:?}"),
-        };
-        Err(io::Error::new(io::ErrorKind::Unsupported, found))
+            )
+            .into()),
+            other => Err(other.unexpected().into()),
+        }
     }
 
     pub async fn send(&mut self, message: &Message) -> io::Result<()> {

@@ -23,6 +23,7 @@ use serde::de::Error;
 use serde_json::{Map, Value, json};
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::bootstrap::clusters;
 use crate::lifecycle::CancellationToken;
 use crate::unix_socket::Listener;
 
@@ -41,19 +42,7 @@ pub async fn serve(listener: Listener, open: CancellationToken, shutdown: Cancel
 /// Adds the listener to the bootstrap override (JSON) of an Envoy that takes over. This server listens on `socket`.
 pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<String> {
     let mut bootstrap: Map<String, Value> = serde_json::from_str(bootstrap.unwrap_or("{}"))?;
-    let socket = json!({ "endpoint": { "address": { "pipe": { "path": socket }}}});
-    let http2 = json!({
-        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": { "http2_protocol_options": {} },
-    });
-    let cluster = json!({
-        "name": NAME,
-        "type": "STATIC",
-        "typed_extension_protocol_options": {
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2,
-        },
-        "load_assignment": { "cluster_name": NAME, "endpoints": [{ "lb_endpoints": [socket] }] },
-    });
+    let cluster = clusters::grpc(NAME, socket);
     let source = json!({
         "resource_api_version": "V3",
         "initial_fetch_timeout": "0s",

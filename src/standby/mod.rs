@@ -11,7 +11,7 @@
 //! [recorded]: record::Record
 
 pub mod channel;
-mod exec;
+pub mod exec;
 pub mod gate;
 pub mod record;
 pub mod wait;
@@ -36,7 +36,6 @@ use crate::capture::program;
 use crate::clock::in_utc;
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::directory::Directory;
-use crate::exit_code::ExitCode;
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
 use crate::volume::{Content, Volume};
@@ -61,8 +60,6 @@ const MAX_BUILD: u64 = 16 << 10;
 pub struct Standby {
     /// The name of this container.
     name: String,
-    /// The other container, if its agent served last.
-    former: Option<String>,
     build: String,
     directory: Arc<Directory>,
     /// None while another agent has it.
@@ -70,8 +67,6 @@ pub struct Standby {
     state: Arc<Mutex<State>>,
     /// Changes when the other agent is to take over.
     order: watch::Sender<()>,
-    /// What this process was started with.
-    record: Arc<Record>,
 }
 
 /// What the agent that serves knows about the two.
@@ -109,21 +104,9 @@ pub struct Handover {
     pub failed: Option<String>,
 }
 
-/// What an agent that has just started does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    Serves,
-    /// It asks the agent that serves for its place.
-    Succeeds,
-}
-
 impl Standby {
-    /// Opens the directory, if this agent is one of two.
-    fn open(environment: &Environment) -> Result<Option<Self>, Problem> {
+    fn open(environment: &Environment) -> Result<Self, Problem> {
         let name = environment.get(&ISTIO_AGENT_STANDBY);
-        if name.is_empty() {
-            return Ok(None);
-        }
         if !is_name(&name) {
             let (subject, expected) = (ISTIO_AGENT_STANDBY.name, "the name of the container");
             return Err(Problem::value(
@@ -138,30 +121,27 @@ impl Standby {
             .and_then(|()| Directory::private(parent, &name, true))
             .and_then(|_of_this_container| Directory::private(parent, PRIVATE, true))
             .map_err(|error| Problem::new(codes::STANDBY_UNUSABLE, DIRECTORY, error))?;
-        Ok(Some(Self {
-            former: serving(environment).filter(|serving| *serving != name),
+        Ok(Self {
             name,
             build: String::new(),
             directory: Arc::new(directory),
             lock: Arc::default(),
             state: Arc::default(),
             order: watch::Sender::default(),
-            record: Arc::new(Record::of_process(environment)),
-        }))
+        })
     }
 
     /// Takes the lock of an agent that is about to serve and run this Envoy, and records what this process was
     /// started with.
     ///
-    /// Returns None if the variable is not set. Does not return if another agent serves and this container has the
-    /// same build as before: this process becomes `pilot-agent standby`.
-    pub async fn enter(
-        environment: &Environment,
-        envoy: &Path,
-    ) -> Result<Option<(Self, Role)>, BoxError> {
-        let Some(mut standby) = Self::open(environment)? else {
+    /// Returns None if the variable is not set, and an agent without the lock if it is to ask the agent that serves for
+    /// its place. Does not return if another agent serves and this container has the same build as before: this process
+    /// becomes `pilot-agent standby`.
+    pub async fn enter(environment: &Environment, envoy: &Path) -> Result<Option<Self>, BoxError> {
+        if environment.get(&ISTIO_AGENT_STANDBY).is_empty() {
             return Ok(None);
-        };
+        }
+        let mut standby = Self::open(environment)?;
         standby.build = build(envoy).await;
         let is_new = standby.has_new_build()?;
         standby.record_build(&standby.build)?;
@@ -170,24 +150,20 @@ impl Standby {
             state.build.clone_from(&standby.build);
             state.alone_since = Some(Instant::now());
         });
-        let role = match Lock::open()?.try_take()? {
-            Some(lock) => {
-                standby.serve_with(lock)?;
-                Role::Serves
-            }
-            None if is_new => {
-                tracing::info!(
-                    "container {} has a new build; asking the agent that serves for its place",
-                    standby.name
-                );
-                Role::Succeeds
-            }
-            None => {
+        let lock = open_lock()?;
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => standby.serve_with(lock)?,
+            Err(Errno::WOULDBLOCK) if is_new => tracing::info!(
+                "container {} has a new build; asking the agent that serves for its place",
+                standby.name
+            ),
+            Err(Errno::WOULDBLOCK) => {
                 tracing::info!("another container of this pod serves; waiting as its standby");
                 return Err(exec::standby().into());
             }
-        };
-        Ok(Some((standby, role)))
+            Err(error) => return Err(error.into()),
+        }
+        Ok(Some(standby))
     }
 
     /// Whether this container ran another build before.
@@ -207,8 +183,8 @@ impl Standby {
     }
 
     /// Records that the agent is about to exit because it was told to, so that the standby exits as well.
-    pub fn record_end(&self, code: ExitCode) {
-        if let Err(error) = End::now(code).write(&self.directory) {
+    pub fn record_end(&self) {
+        if let Err(error) = record::write(&self.directory, record::END, &End::now()) {
             let problem = Problem::new(codes::STANDBY_UNUSABLE, "record of the end", error);
             tracing::warn!("{}", problem.consequence("the standby serves again"));
         }
@@ -230,7 +206,8 @@ impl Standby {
     /// container into it if that one serves or has served last.
     pub async fn take_volume(&self, volume: &mut Volume) {
         let (parent, name) = (volume.directory.clone(), volume_directory(&self.name));
-        let former = self.former.as_deref().map(volume_directory);
+        let former = last_serving().filter(|last| *last != self.name);
+        let former = former.as_deref().map(volume_directory);
         volume.directory.push(&name);
         let copied = tokio::task::spawn_blocking(move || continue_in(&parent, &name, former));
         if let Err(error) = copied
@@ -263,7 +240,8 @@ impl Standby {
         *self.lock.lock() = Some(lock);
         tracing::info!("container {} serves", self.name);
         self.directory.remove_file(record::END)?;
-        self.record.write(&self.directory)
+        let record = Record::of_process(&Environment::of_process());
+        record::write(&self.directory, record::RECORD, &record)
     }
 
     pub fn has_lock(&self) -> bool {
@@ -293,30 +271,24 @@ impl Standby {
     pub fn orders(&self) -> watch::Receiver<()> {
         self.order.subscribe()
     }
-
-    /// Becomes `pilot-agent standby`. Returns only on failure.
-    pub fn wait(&self) -> io::Error {
-        exec::standby()
-    }
 }
 
-/// The container whose agent serves. None if this agent is not one of two, or none has served yet.
-pub fn serving(environment: &Environment) -> Option<String> {
-    let is_pair = environment.is_set(&ISTIO_AGENT_STANDBY);
+/// The container whose agent serves, or served last.
+fn last_serving() -> Option<String> {
     let socket = fs::read_link(Path::new(DIRECTORY).join("XDS")).ok()?;
-    let name = socket.to_str()?.strip_prefix("XDS-")?;
-    is_pair.then(|| name.to_owned())
+    Some(socket.to_str()?.strip_prefix("XDS-")?.to_owned())
 }
 
 /// Whether this is a container whose agent waits while the other one serves.
 pub fn another_serves(environment: &Environment) -> bool {
     let name = environment.get(&ISTIO_AGENT_STANDBY);
-    serving(environment).is_some_and(|serving| serving != name)
+    !name.is_empty() && last_serving().is_some_and(|serving| serving != name)
 }
 
 /// Describes which container serves, for `pilot-agent version`. None if this agent is not one of two.
 pub fn version_text(environment: &Environment) -> Option<String> {
-    let serving = serving(environment)?;
+    let is_pair = environment.is_set(&ISTIO_AGENT_STANDBY);
+    let serving = last_serving().filter(|_| is_pair)?;
     let file = Path::new(DIRECTORY)
         .join(PRIVATE)
         .join(build_file(&serving));
@@ -329,28 +301,10 @@ pub fn socket() -> PathBuf {
     Path::new(DIRECTORY).join(PRIVATE).join(SOCKET)
 }
 
-/// The lock, not yet taken. It belongs to the open file, which duplicates in other processes share.
-struct Lock(OwnedFd);
-
-impl Lock {
-    fn open() -> io::Result<Self> {
-        let directory = Directory::private(Path::new(DIRECTORY), PRIVATE, false)?;
-        Ok(Self(directory.as_fd().try_clone_to_owned()?))
-    }
-
-    fn try_take(self) -> io::Result<Option<OwnedFd>> {
-        match flock(&self.0, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(self.0)),
-            Err(Errno::WOULDBLOCK) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    /// Waits until it is free. Blocks.
-    fn take(self) -> io::Result<OwnedFd> {
-        flock(&self.0, FlockOperation::LockExclusive)?;
-        Ok(self.0)
-    }
+/// Opens the lock, without taking it. It belongs to the open file, which duplicates in other processes share.
+fn open_lock() -> io::Result<OwnedFd> {
+    let directory = Directory::private(Path::new(DIRECTORY), PRIVATE, false)?;
+    directory.as_fd().try_clone_to_owned()
 }
 
 fn volume_directory(container: &str) -> String {

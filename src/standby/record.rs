@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::io;
 
 use rustix::time::{ClockId, clock_gettime};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::config::environment::Environment;
 use crate::directory::Directory;
-use crate::exit_code::ExitCode;
 
-const RECORD: &str = "serving.json";
+pub(super) const RECORD: &str = "serving.json";
 pub(super) const END: &str = "end.json";
 
 /// What the agent that serves was started with. Variables may hold secrets: only the agents' user may read it.
@@ -25,7 +25,6 @@ pub struct Record {
 /// An end that the pod's owner or Envoy wanted, in contrast to a crash or a container that is replaced.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct End {
-    pub(super) code: u8,
     /// Nanoseconds since the machine started.
     at: u64,
 }
@@ -43,15 +42,6 @@ impl Record {
         }
     }
 
-    pub(super) fn write(&self, directory: &Directory) -> io::Result<()> {
-        directory.replace_files(&[(RECORD, &serde_json::to_vec(self)?)], 0o600)
-    }
-
-    /// None if no agent has served yet.
-    pub(super) fn read(directory: &Directory) -> io::Result<Option<Self>> {
-        read(directory, RECORD)
-    }
-
     /// The environment of a standby with these variables that takes over: those of its own container win, such as
     /// limits and this container's name.
     pub fn environment(&self, own: &Environment) -> BTreeMap<String, String> {
@@ -63,15 +53,8 @@ impl Record {
 }
 
 impl End {
-    pub(super) fn now(code: ExitCode) -> Self {
-        Self {
-            code: code.number(),
-            at: since_boot(),
-        }
-    }
-
-    pub(super) fn write(&self, directory: &Directory) -> io::Result<()> {
-        directory.replace_files(&[(END, &serde_json::to_vec(self)?)], 0o600)
+    pub(super) fn now() -> Self {
+        Self { at: since_boot() }
     }
 
     /// The end of the former agent, if it was recorded after `start`: a process that started later must not end with
@@ -82,7 +65,15 @@ impl End {
     }
 }
 
-fn read<T: for<'de> Deserialize<'de>>(directory: &Directory, name: &str) -> io::Result<Option<T>> {
+pub(super) fn write(directory: &Directory, name: &str, value: &impl Serialize) -> io::Result<()> {
+    directory.replace_files(&[(name, &serde_json::to_vec(value)?)], 0o600)
+}
+
+/// None if there is no such file.
+pub(super) fn read<T: DeserializeOwned>(
+    directory: &Directory,
+    name: &str,
+) -> io::Result<Option<T>> {
     match directory.read_private(name) {
         Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -128,8 +119,8 @@ mod tests {
         let directory = Directory::private(place.path(), "private", true).unwrap();
         assert_eq!(End::after(0, &directory).unwrap(), None);
         let before = since_boot();
-        let end = End::now(ExitCode::Envoy(3));
-        end.write(&directory).unwrap();
+        let end = End::now();
+        write(&directory, END, &end).unwrap();
         assert_eq!(End::after(before, &directory).unwrap(), Some(end));
         assert_eq!(End::after(since_boot(), &directory).unwrap(), None);
     }
@@ -138,14 +129,14 @@ mod tests {
     fn a_record_is_for_its_user_only_and_a_broken_one_is_an_error() {
         let place = tempfile::tempdir().unwrap();
         let directory = Directory::private(place.path(), "private", true).unwrap();
-        assert_eq!(Record::read(&directory).unwrap(), None);
+        assert_eq!(read::<Record>(&directory, RECORD).unwrap(), None);
         let record = Record::of_process(&[("TOKEN", "secret")].into_iter().collect());
-        record.write(&directory).unwrap();
-        assert_eq!(Record::read(&directory).unwrap(), Some(record));
+        write(&directory, RECORD, &record).unwrap();
+        assert_eq!(read(&directory, RECORD).unwrap(), Some(record));
         let file = place.path().join("private").join(RECORD);
         let mode = std::os::unix::fs::MetadataExt::mode(&file.metadata().unwrap());
         assert_eq!(mode & 0o777, 0o600);
         std::fs::write(file, "{").unwrap();
-        assert!(Record::read(&directory).is_err());
+        assert!(read::<Record>(&directory, RECORD).is_err());
     }
 }

@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use rustix::fs::{FlockOperation, flock};
 use tokio::time::sleep;
 
 use super::channel::{Channel, Message};
-use super::record::{End, Record, since_boot};
-use super::{DIRECTORY, Lock, Standby, build, exec, socket};
-use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
-use crate::lifecycle::{self, BoxError, Stop, Urgency};
+use super::record::{self, End, RECORD, Record, since_boot};
+use super::{DIRECTORY, Standby, build, open_lock, socket};
+use crate::config::environment::Environment;
+use crate::lifecycle::{self, BoxError, Stop};
 use crate::problem::{Problem, codes};
 
 /// How often the standby looks for the record of a first agent.
@@ -18,28 +18,14 @@ const FIRST: Duration = Duration::from_secs(1);
 /// How often it connects to the agent that serves.
 const CONNECTS: Duration = Duration::from_secs(5);
 
-#[derive(Args, Clone, Debug)]
-pub struct StandbyFlags {}
-
-/// What the standby does next.
-#[derive(Debug)]
-pub enum Next {
-    /// Runs `pilot-agent proxy`: no other agent serves, or it is to take over from it.
-    Serve(Record),
-    /// Exits with this code, as the other agent did on purpose.
-    Exit(u8),
-}
-
-/// Waits. `envoy` finds the program that an agent started with this record runs.
+/// Waits until no other agent serves, or until this one is to take over. Returns what to run `pilot-agent proxy` with,
+/// or None if this agent is to exit. `envoy` finds the program that an agent started with this record runs.
 pub async fn run(
     environment: &Environment,
     envoy: impl Fn(&Record) -> PathBuf,
-) -> Result<Next, BoxError> {
+) -> Result<Option<Record>, BoxError> {
     let start = since_boot();
-    let Some(mut standby) = Standby::open(environment)? else {
-        let (code, name) = (codes::SETTING_INVALID, ISTIO_AGENT_STANDBY.name);
-        return Err(Problem::value(code, name, "", "the name of this container").into());
-    };
+    let mut standby = Standby::open(environment)?;
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
     tracing::info!(
@@ -50,18 +36,17 @@ pub async fn run(
     let waiting = async {
         loop {
             // The thread ends with the process.
-            let lock = Lock::open()?;
-            let lock = tokio::task::spawn_blocking(|| lock.take()).await??;
-            if let Some(end) = End::after(start, &directory)? {
-                tracing::info!(
-                    "the agent that served has exited on purpose, with code {}",
-                    end.code
-                );
-                return Ok(Next::Exit(end.code));
+            let lock = open_lock()?;
+            let take = move || flock(&lock, FlockOperation::LockExclusive).map(|()| lock);
+            let lock = tokio::task::spawn_blocking(take).await??;
+            if End::after(start, &directory)?.is_some() {
+                tracing::info!("the agent that served has exited on purpose");
+                return Ok(None);
             }
-            if let Some(record) = Record::read(&directory)? {
+            let record = record::read(&directory, RECORD)?;
+            if record.is_some() {
                 tracing::warn!("no agent of this pod serves; taking over");
-                return Ok(Next::Serve(record));
+                return Ok(record);
             }
             drop(lock);
             sleep(FIRST).await;
@@ -69,18 +54,10 @@ pub async fn run(
     };
     tokio::select! {
         next = waiting => next,
-        record = until_ordered(&mut standby, envoy) => Ok(Next::Serve(record?)),
-        () = stopped(&stop) => Ok(Next::Exit(0)),
+        record = until_ordered(&mut standby, envoy) => record.map(Some),
+        () = stop.first_request() => Ok(None),
         never = signals => match never {},
     }
-}
-
-async fn stopped(stop: &Stop) {
-    // An error means that all senders are gone; this function has one.
-    let _ = stop
-        .requested()
-        .wait_for(|stop| stop.urgency != Urgency::Run)
-        .await;
 }
 
 /// Returns if this container has a new build, or when the agent that serves says so.
@@ -89,7 +66,7 @@ async fn until_ordered(
     envoy: impl Fn(&Record) -> PathBuf,
 ) -> Result<Record, BoxError> {
     let record = loop {
-        match Record::read(&standby.directory)? {
+        match record::read::<Record>(&standby.directory, RECORD)? {
             Some(record) => break record,
             None => sleep(FIRST).await,
         }
@@ -112,7 +89,7 @@ async fn until_ordered(
                 tracing::warn!("{}", Problem::new(codes::STANDBY_UNABLE, subject, why));
             }
             warned = hindrance;
-            channel.receive().await
+            Ok::<_, BoxError>(channel.receive().await?)
         };
         match order.await {
             Ok(Message::TakeOver) => {
@@ -125,10 +102,4 @@ async fn until_ordered(
         }
         sleep(CONNECTS).await;
     }
-}
-
-/// Becomes the agent that serves. Returns only on failure.
-pub fn serve(record: &Record, environment: &Environment) -> Problem {
-    let error = exec::proxy(record, environment);
-    Problem::new(codes::STANDBY_UNUSABLE, "pilot-agent", error)
 }

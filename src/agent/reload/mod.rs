@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable};
+use crate::envoy::hot_restart::Lent;
 use crate::envoy::launch::Prepared;
 use crate::lifecycle::BoxError;
 use crate::permission::problem;
@@ -40,6 +41,8 @@ pub(crate) struct Inputs {
     /// Who serves secrets, which does not change.
     detected: Detected,
     platform: OnceLock<Platform>,
+    /// What the first Envoy continues, and its bootstrap override, if it takes over from one in another container.
+    adopted: OnceLock<(Lent, String)>,
 }
 
 impl Inputs {
@@ -49,6 +52,7 @@ impl Inputs {
             load,
             detected,
             platform: OnceLock::new(),
+            adopted: OnceLock::new(),
         }
     }
 
@@ -58,11 +62,23 @@ impl Inputs {
         let _ = self.platform.set(platform);
     }
 
+    /// Has the first Envoy take over from one in another container. Must be called once, before it starts.
+    pub(super) fn adopt(&self, lent: Lent, override_json: String) {
+        // It is called once.
+        let _ = self.adopted.set((lent, override_json));
+    }
+
     /// Writes what the Envoy of this epoch starts from: the first as the configuration was when the
     /// agent started, others as it is now. May block.
     pub(crate) fn prepare(&self, epoch: u32) -> Result<Prepared, BoxError> {
         if epoch == 0 {
-            return self.write(&self.first, epoch);
+            let mut prepared = self.write(&self.first, epoch)?;
+            if let Some((lent, override_json)) = self.adopted.get().cloned() {
+                prepared.continues = Some(lent);
+                // It is not part of the digest: the next Envoy needs no such override, and is not another one without it.
+                prepared.command.override_json = Some(override_json);
+            }
+            return Ok(prepared);
         }
         let config = (self.load)().map_err(Unusable)?;
         self.check(&config)?;

@@ -10,7 +10,7 @@ pub mod watch;
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -70,16 +70,6 @@ pub struct Lent {
     pub restart_epoch: u32,
 }
 
-/// Set before the first Envoy starts, if that takes over from one in another container.
-pub type Adopted = Arc<OnceLock<Adoption>>;
-
-#[derive(Clone, Debug)]
-pub struct Adoption {
-    pub lent: Lent,
-    /// In place of the bootstrap override of the command.
-    pub override_json: String,
-}
-
 /// Something under way has come to an end.
 #[derive(Debug)]
 pub(super) enum Progress {
@@ -115,8 +105,6 @@ pub(super) struct HotRestart {
     prepared: Option<Arc<Prepared>>,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
-    /// What the first Envoy continues; its parent is in another container.
-    adopted: Adopted,
     deadline: Option<Instant>,
     /// When the successor of the parent began to serve, and to count the parent's time.
     serves_since: Option<Instant>,
@@ -145,7 +133,6 @@ impl HotRestart {
             prepared: None,
             successor: None,
             parent: None,
-            adopted: Adopted::default(),
             deadline: None,
             serves_since: None,
             calls: JoinSet::new(),
@@ -155,11 +142,6 @@ impl HotRestart {
                 &["result"],
             ),
         }
-    }
-
-    #[must_use]
-    pub(super) fn adopting(self, adopted: Adopted) -> Self {
-        Self { adopted, ..self }
     }
 
     /// Lets a successor in another container start, until it is reclaimed or has taken over.
@@ -372,19 +354,18 @@ impl HotRestart {
             Some(prepared) => prepared,
             None => (self.prepare)(0)?.into(),
         };
-        if let Some(adoption) = self.adopted.get().filter(|_| current.count == 0) {
+        if let Some(lent) = prepared.continues.filter(|_| current.count == 0) {
             self.machine.begin_with_parent();
             let file = self.directory.join("envoy-base-id");
-            let base_id = adoption.lent.base_id;
+            let base_id = BaseId::adopted(file, lent.base_id)?;
             let mode = Mode::Next {
-                base_id,
-                epoch: adoption.lent.restart_epoch,
+                base_id: lent.base_id,
+                epoch: lent.restart_epoch,
                 parent_shutdown: self.limits.parent_shutdown,
-                override_json: Some(adoption.override_json.clone()),
             };
             return Ok(Launch {
                 prepared,
-                base_id: Some(Arc::new(BaseId::adopted(file, base_id)?)),
+                base_id: Some(Arc::new(base_id)),
                 mode,
             });
         }

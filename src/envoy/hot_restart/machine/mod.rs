@@ -127,7 +127,7 @@ impl Machine {
                 self.next()
             }
             (_, Event::ServingExited) => self.serving_exited(),
-            (Idle, Event::Lend) if self.may_continue() => {
+            (Idle, Event::Lend) if self.is_ready && !self.is_stopped && self.is_continuable => {
                 // The mark is there until the successor serves.
                 self.is_continuable = false;
                 self.phase = Lent;
@@ -153,10 +153,6 @@ impl Machine {
             }
             _ => Action::Nothing,
         }
-    }
-
-    fn may_continue(&self) -> bool {
-        self.is_ready && !self.is_stopped && self.is_continuable
     }
 
     /// Nothing is under way any more, so what waits may begin.
