@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::io::{self, Seek, Write};
-use std::process::Stdio;
+use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt};
@@ -28,7 +28,7 @@ pub async fn run(
     limit: Duration,
 ) -> Result<Vec<u8>, Problem> {
     let done = output(program, arguments, input, limit).await;
-    done.map(|(printed, _)| printed).map_err(|error| {
+    done.and_then(printed).map_err(|error| {
         let command = [&[program], arguments].concat().join(" ");
         let code = match error.kind() {
             io::ErrorKind::NotFound => codes::CAPTURE_PROGRAM_MISSING,
@@ -38,13 +38,13 @@ pub async fn run(
     })
 }
 
-/// Does the same, and also returns what the program printed to standard error.
+/// Runs a program with this input, whatever its status is. A program that takes too long is killed.
 pub async fn output(
     program: impl AsRef<OsStr>,
     arguments: &[&str],
     input: &str,
     limit: Duration,
-) -> io::Result<(Vec<u8>, Vec<u8>)> {
+) -> io::Result<Output> {
     let execution = execute(program.as_ref(), arguments, input);
     timeout(limit, execution).await.unwrap_or_else(|_| {
         let late = format!("did not end within {} s", limit.as_secs());
@@ -52,11 +52,7 @@ pub async fn output(
     })
 }
 
-async fn execute(
-    program: &OsStr,
-    arguments: &[&str],
-    input: &str,
-) -> io::Result<(Vec<u8>, Vec<u8>)> {
+async fn execute(program: &OsStr, arguments: &[&str], input: &str) -> io::Result<Output> {
     let mut child = Command::new(program)
         .args(arguments)
         .env("LC_ALL", "C")
@@ -66,13 +62,23 @@ async fn execute(
         .kill_on_drop(true)
         .spawn()
         .map_err(|error| io::Error::new(error.kind(), format!("cannot be run: {error}")))?;
-    let (output, message) = (child.stdout.take(), child.stderr.take());
-    let (output, message) = tokio::try_join!(read(output), read(message))?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr))?;
     let status = child.wait().await?;
+    Ok(Output {
+        status,
+        stdout,
+        stderr,
+    })
+}
+
+/// Returns what a program printed, or fails with its message.
+fn printed(output: Output) -> io::Result<Vec<u8>> {
+    let status = output.status;
     if status.success() {
-        return Ok((output, message));
+        return Ok(output.stdout);
     }
-    let message = String::from_utf8_lossy(&message);
+    let message = String::from_utf8_lossy(&output.stderr);
     let message: String = message.trim().chars().take(MAX_MESSAGE).collect();
     Err(io::Error::other(format!("failed ({status}): {message}")))
 }

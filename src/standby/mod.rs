@@ -356,14 +356,19 @@ async fn build(envoy: &Path) -> String {
     format!("{agent}, Envoy {}", envoy.unwrap_or_else(|why| why))
 }
 
-/// What Envoy prints for this argument, on one line. It prints to either output.
+/// Returns what Envoy prints for this argument, on one line. It prints to either output. The error of a program that
+/// fails has no part of its output, which may differ each time: the same program is the same build.
 async fn told_by(envoy: &Path, argument: &str) -> Result<String, String> {
-    let printed = program::output(envoy, &[argument], "", TELLS_VERSION).await;
-    let (output, errors) = printed.map_err(|error| format!("{}: {error}", envoy.display()))?;
-    let text = [output, errors].concat();
+    let told = program::output(envoy, &[argument], "", TELLS_VERSION).await;
+    let told = told.map_err(|error| format!("{}: {error}", envoy.display()))?;
+    let text = [told.stdout, told.stderr].concat();
     let text = String::from_utf8_lossy(&text);
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    Ok(line.chars().take(MAX_TOLD).collect())
+    if told.status.success() && !line.is_empty() {
+        Ok(line.chars().take(MAX_TOLD).collect())
+    } else {
+        Err(format!("{}: {}", envoy.display(), told.status))
+    }
 }
 
 /// The names Kubernetes gives containers (RFC 1123).
@@ -400,6 +405,16 @@ mod tests {
         assert_eq!(fs::read_to_string(one.join("Cluster")).unwrap(), "one");
         let missing = continue_in(volume.path(), "other", Some("third".to_owned()));
         assert_eq!(missing.unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[tokio::test]
+    async fn a_program_that_fails_is_the_same_build_each_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let script = folder.path().join("script");
+        fs::write(&script, "echo $$ >&2; exit 3").unwrap();
+        let (shell, script) = (Path::new("/bin/sh"), script.to_str().unwrap());
+        let error = told_by(shell, script).await.unwrap_err();
+        assert_eq!(error, "/bin/sh: exit status: 3");
     }
 
     #[test]
