@@ -1,10 +1,10 @@
-//! Addresses of the form `host:port`, and ranges of addresses. An IPv6 host stands in brackets, which
-//! are taken off.
+//! Parses addresses of the form `host:port`, and ranges of addresses. An IPv6 host stands in brackets,
+//! which are removed.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// A range of addresses, as it is spelled: bits behind the prefix are kept.
+/// A range of addresses as it was written: the bits behind the prefix are not cleared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cidr {
     pub address: IpAddr,
@@ -12,7 +12,7 @@ pub struct Cidr {
     pub prefix: u8,
 }
 
-/// Host and port. The host may be any text that is not empty, such as `$(HOST_IP)`.
+/// Splits an address into host and port. The host may be any text that is not empty, such as `$(HOST_IP)`.
 pub fn parts(address: &str) -> Option<(&str, u16)> {
     let (host, port) = address.rsplit_once(':')?;
     let port = port.parse().ok().filter(|port| *port != 0)?;
@@ -23,18 +23,19 @@ pub fn parts(address: &str) -> Option<(&str, u16)> {
     (!host.is_empty()).then_some((host, port))
 }
 
-/// Host and port, if the host has only letters that occur in names and addresses.
+/// Splits an address into host and port, if the host has only characters that occur in names and IP addresses.
 pub fn split(address: &str) -> Option<(&str, u16)> {
-    let is_named = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    parts(address).filter(|(host, _)| host.chars().all(is_named))
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
+    parts(address).filter(|(host, _)| host.chars().all(is_allowed))
 }
 
-/// Whether the text is `host:port` with a host that is an IP address or a DNS name.
+/// Returns true if the text is `host:port` with a host that is an IP address or a DNS name.
 pub fn is_valid(address: &str) -> bool {
     split(address).is_some_and(|(host, _)| host.parse::<IpAddr>().is_ok() || is_name(host))
 }
 
-/// A name may end in a dot. The last label is not a number, or the name would be a broken IPv4 address.
+/// Returns true for a DNS name, which may end in a dot. Its last label is not a number, because the name would be an
+/// invalid IPv4 address.
 fn is_name(host: &str) -> bool {
     let host = host.strip_suffix('.').unwrap_or(host);
     let top = host.rsplit('.').next().unwrap_or_default();
@@ -42,15 +43,17 @@ fn is_name(host: &str) -> bool {
     host.len() <= 253 && !numeric && host.split('.').all(is_label)
 }
 
-/// Whether the text is one label of a DNS name.
+/// Returns true for one label of a DNS name.
 fn is_label(label: &str) -> bool {
-    let inner = |c: char| c.is_ascii_alphanumeric() || c == '-';
-    let edges = label.starts_with('-') || label.ends_with('-');
-    (1..=63).contains(&label.len()) && !edges && label.chars().all(inner)
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    (1..=63).contains(&label.len())
+        && label.chars().all(is_allowed)
+        && !label.starts_with('-')
+        && !label.ends_with('-')
 }
 
-/// Whether a host, with or without brackets, is an address of this machine, its link or a private
-/// network. A name is not.
+/// Returns true if a host, with or without brackets, is an address of this machine, its link or a private
+/// network, and false for a name.
 pub fn is_private(host: &str) -> bool {
     let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
     match address.map(|address| address.to_canonical()) {
@@ -78,7 +81,7 @@ impl Cidr {
         }
     }
 
-    /// The range with all bits behind the prefix zero.
+    /// Clears all bits behind the prefix.
     pub fn masked(&self) -> Self {
         let address = match self.address {
             IpAddr::V4(address) => {
@@ -90,29 +93,25 @@ impl Cidr {
                 Ipv6Addr::from_bits(address.to_bits() & mask.unwrap_or(0)).into()
             }
         };
-        Self {
-            address,
-            prefix: self.prefix,
-        }
+        Self { address, ..*self }
     }
 
     pub fn contains(&self, address: IpAddr) -> bool {
-        let prefix = self.prefix;
-        let range = Self { address, prefix };
-        self.address.is_ipv4() == address.is_ipv4() && range.masked() == self.masked()
+        let other = Self { address, ..*self };
+        self.address.is_ipv4() == address.is_ipv4() && other.masked() == self.masked()
     }
 
-    /// Reads `address/prefix`. A bare address is none, nor is a prefix with a sign or leading zeros.
+    /// Reads `address/prefix`. Returns None for an address alone, and for a prefix with a sign or leading zeros.
     pub fn parse(text: &str) -> Option<Self> {
         let (address, digits) = text.split_once('/')?;
         let address: IpAddr = address.parse().ok()?;
         let prefix: u8 = digits.parse().ok()?;
-        let longest = if address.is_ipv4() { 32 } else { 128 };
-        (prefix <= longest && digits == prefix.to_string()).then_some(Self { address, prefix })
+        let max = Self::from(address).prefix;
+        (prefix <= max && digits == prefix.to_string()).then_some(Self { address, prefix })
     }
 }
 
-/// The range of this address alone.
+/// The range of a single address.
 impl From<IpAddr> for Cidr {
     fn from(address: IpAddr) -> Self {
         let prefix = if address.is_ipv4() { 32 } else { 128 };

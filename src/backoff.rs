@@ -1,12 +1,12 @@
-//! Backoff between attempts: exponential with full jitter: each wait is drawn evenly from zero to the current ceiling, and the
-//! ceiling doubles up to a cap. A fleet that lost its control plane at one moment spreads its attempts
+//! Computes exponential backoff with full jitter: each wait is drawn evenly from zero to the current ceiling,
+//! which doubles up to a cap. A fleet that loses its control plane at one moment therefore spreads its attempts
 //! over the whole interval, also at the cap.
 
 use std::time::Duration;
 
 use crate::duration::scaled;
 
-/// The state of one retry sequence. [`Backoff::reset`] after a success.
+/// The state of one retry sequence. Call [`Backoff::reset`] after a success.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     base: Duration,
@@ -20,19 +20,19 @@ impl Backoff {
         Self::after(0, base, cap)
     }
 
-    /// Like [`Backoff::new`], after so many attempts.
+    /// Like [`Backoff::new`], after `attempt` attempts.
     pub const fn after(attempt: u32, base: Duration, cap: Duration) -> Self {
         Self { base, cap, attempt }
     }
 
-    /// The wait before the next attempt.
+    /// Returns the wait before the next attempt.
     pub fn next_wait(&mut self) -> Duration {
         let ceiling = self.ceiling();
         self.attempt = self.attempt.saturating_add(1);
         scaled(ceiling, fastrand::f64())
     }
 
-    /// The longest the next wait can be.
+    /// Returns the longest possible next wait.
     pub fn ceiling(&self) -> Duration {
         let factor = 1u32.checked_shl(self.attempt).unwrap_or(u32::MAX);
         self.base.saturating_mul(factor).min(self.cap)

@@ -1,29 +1,35 @@
-//! Wall-clock time, injectable, with a sleep that follows suspends and changes of the clock.
+//! Reads the wall clock, and sleeps by it through suspends and changes of the clock. Tests simulate it.
 //!
 //! Certificates expire by the calendar, so renewal waits for a wall-clock moment and not for a
 //! duration: after a suspend, or after the clock was set, [`Clock::sleep_until`] looks again at
-//! once. It costs no periodic wake-up: the kernel reports when the clock was changed (`timerfd` on
+//! once. It needs no periodic wake-up: the kernel reports when the clock was changed (`timerfd` on
 //! `CLOCK_REALTIME` with `TFD_TIMER_CANCEL_ON_SET`). [`Clock::sleep_until_due`] also counts the time
-//! that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set back does not put it off.
+//! that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set back does not delay it.
 
+use std::io;
 #[cfg(test)]
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
 use serde::Serializer;
+use tokio::io::unix::AsyncFd;
 #[cfg(test)]
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// Longer waits are cut to this one, as the sum of a moment and a duration may be out of range.
+/// The longest wait. A longer one is cut, because the sum of a moment and a duration may be out of range.
 const FAR_AWAY: Duration = Duration::from_secs(30 * 365 * 86_400);
 
-/// The instant so much time from now, at most [`FAR_AWAY`].
+/// Returns the instant that is `wait` from now, at most [`FAR_AWAY`].
 pub fn after(wait: Duration) -> Instant {
     later(Instant::now(), wait)
 }
 
-/// The instant so much time after another, at most [`FAR_AWAY`].
+/// Returns the instant that is `wait` after another, at most [`FAR_AWAY`].
 pub fn later(instant: Instant, wait: Duration) -> Instant {
     let later = instant.checked_add(wait.min(FAR_AWAY));
     later.unwrap_or(instant)
@@ -48,7 +54,7 @@ struct Simulated {
     set: watch::Sender<Set>,
 }
 
-/// How far a simulated wall clock has been set since its start.
+/// The changes of a simulated wall clock since its start.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Set {
@@ -100,7 +106,7 @@ impl Clock {
         }
     }
 
-    /// The moment so much time from now, at most [`FAR_AWAY`].
+    /// Returns the moment that is `wait` from now, at most [`FAR_AWAY`].
     pub fn after(&self, wait: Duration) -> SystemTime {
         let now = self.now();
         now.checked_add(wait.min(FAR_AWAY)).unwrap_or(now)
@@ -113,7 +119,16 @@ impl Clock {
                 return;
             }
             match &self.0 {
-                Source::System => system_sleep(deadline, left).await,
+                Source::System => {
+                    let flags = TimerfdTimerFlags::ABSTIME | TimerfdTimerFlags::CANCEL_ON_SET;
+                    let moment = deadline.duration_since(UNIX_EPOCH).unwrap_or_default();
+                    let timer = timer(TimerfdClockId::Realtime, flags, moment);
+                    if timer.await.is_err() {
+                        // Without a timer (no descriptors left) look again every few seconds: a renewal
+                        // then follows a resume within that time.
+                        tokio::time::sleep(left.min(Duration::from_secs(4))).await;
+                    }
+                }
                 #[cfg(test)]
                 Source::Simulated(simulated) => {
                     let mut set = simulated.set.subscribe();
@@ -138,20 +153,24 @@ impl Clock {
         }
     }
 
+    /// Waits until this time has passed, including the time for which the machine is suspended.
     async fn pass(&self, time: Duration) {
         match &self.0 {
-            Source::System => match timer::after(time) {
-                // Without a timer a suspended machine does not count.
-                Err(_) => tokio::time::sleep(time).await,
-                Ok(timer) => timer.fired_or_clock_set().await,
-            },
+            Source::System => {
+                let flags = TimerfdTimerFlags::empty();
+                let timer = timer(TimerfdClockId::Boottime, flags, time);
+                if timer.await.is_err() {
+                    // Without a timer the time of a suspend is not counted.
+                    tokio::time::sleep(time).await;
+                }
+            }
             #[cfg(test)]
             Source::Simulated(_) => tokio::time::sleep(time).await,
         }
     }
 }
 
-/// A moment in UTC, to the second, as in `2026-08-22T15:00:18Z`.
+/// Formats a moment in UTC, to the second, as in `2026-08-22T15:00:18Z`.
 pub(crate) fn rfc3339(time: SystemTime) -> String {
     let mut timestamp = prost_types::Timestamp::from(time);
     timestamp.nanos = 0;
@@ -163,73 +182,31 @@ pub(crate) fn in_utc<S: Serializer>(moment: &SystemTime, to: S) -> Result<S::Ok,
     to.serialize_str(&rfc3339(*moment))
 }
 
-/// Returns at `deadline`, or earlier when the clock was set; the caller looks again.
-async fn system_sleep(deadline: SystemTime, left: Duration) {
-    match timer::until(deadline) {
-        // Without a timer (no descriptors left) look again every few seconds: a renewal then
-        // follows a resume within that time.
-        Err(_) => tokio::time::sleep(left.min(Duration::from_secs(4))).await,
-        Ok(timer) => timer.fired_or_clock_set().await,
-    }
-}
-
-mod timer {
-    use std::io;
-    use std::os::fd::OwnedFd;
-    use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
-    use rustix::time::{
-        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
-        timerfd_settime,
+/// Waits until a timer of the kernel fires, or reports that the clock was set; the caller looks at the clock again.
+/// Fails at once if there is no timer.
+async fn timer(clock: TimerfdClockId, flags: TimerfdTimerFlags, at: Duration) -> io::Result<()> {
+    let fd = timerfd_create(clock, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
+    // Zero would switch the timer off.
+    let at = at.max(Duration::from_nanos(1));
+    let once = Itimerspec {
+        it_interval: Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        },
+        it_value: Timespec {
+            tv_sec: i64::try_from(at.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: at.subsec_nanos().into(),
+        },
     };
-    use tokio::io::unix::AsyncFd;
-
-    pub(super) struct Timer(AsyncFd<OwnedFd>);
-
-    /// A moment of the wall clock, or a change of that.
-    pub(super) fn until(deadline: SystemTime) -> io::Result<Timer> {
-        let since_epoch = deadline
-            .duration_since(UNIX_EPOCH)
-            .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let flags = TimerfdTimerFlags::ABSTIME | TimerfdTimerFlags::CANCEL_ON_SET;
-        start(TimerfdClockId::Realtime, flags, since_epoch)
-    }
-
-    /// So much time from now, a suspended machine's included.
-    pub(super) fn after(time: Duration) -> io::Result<Timer> {
-        // Zero would switch the timer off.
-        let time = time.max(Duration::from_nanos(1));
-        start(TimerfdClockId::Boottime, TimerfdTimerFlags::empty(), time)
-    }
-
-    fn start(clock: TimerfdClockId, flags: TimerfdTimerFlags, at: Duration) -> io::Result<Timer> {
-        let fd = timerfd_create(clock, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
-        let once = Itimerspec {
-            it_interval: Timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            },
-            it_value: Timespec {
-                tv_sec: i64::try_from(at.as_secs()).unwrap_or(i64::MAX),
-                tv_nsec: at.subsec_nanos().into(),
-            },
-        };
-        timerfd_settime(&fd, flags, &once)?;
-        #[expect(
-            deprecated,
-            reason = "unsound only for types that give up their descriptor; OwnedFd keeps it"
-        )]
-        let fd = AsyncFd::new(fd)?;
-        Ok(Timer(fd))
-    }
-
-    impl Timer {
-        /// Both an expiry and `ECANCELED` make the descriptor readable; either way it is time to
-        /// look at the clock.
-        pub(super) async fn fired_or_clock_set(&self) {
-            let _ = self.0.readable().await; // An error means the runtime is going down.
-        }
-    }
+    timerfd_settime(&fd, flags, &once)?;
+    #[expect(
+        deprecated,
+        reason = "unsound only for types that give up their descriptor; OwnedFd keeps it"
+    )]
+    let fd = AsyncFd::new(fd)?;
+    // Both an expiry and `ECANCELED` make the descriptor readable. An error means that the runtime ends.
+    let _ = fd.readable().await;
+    Ok(())
 }
 
 #[cfg(test)]

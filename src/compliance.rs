@@ -42,7 +42,7 @@ const AES_GCM_OF_TLS13: [SupportedCipherSuite; 2] = [
 ];
 
 impl Policy {
-    /// The policy of that name; None for an unknown one.
+    /// Parses the name of a policy. Returns None for an unknown one.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "" => Some(Self::None),
@@ -53,12 +53,12 @@ impl Policy {
         }
     }
 
-    /// Whether it asks for a validated module, which this build does not have.
+    /// Returns true if it requires a validated module, which this build does not have.
     pub fn lacks_module(self) -> bool {
         matches!(self, Self::Fips140_2 | Self::Fips140_3) && !is_fips_mode()
     }
 
-    /// The start of a client's configuration.
+    /// Starts the configuration of a client.
     pub fn builder(self) -> Result<ConfigBuilder<ClientConfig, WantsVerifier>, rustls::Error> {
         ClientConfig::builder_with_provider(Arc::new(self.provider()))
             .with_protocol_versions(self.versions())

@@ -1,4 +1,4 @@
-//! A directory other users may write to, used through its descriptor.
+//! Uses a directory to which other users may write, through its descriptor.
 //!
 //! Names are single components, links are never followed, and only files of this process' user are
 //! read, whatever another user puts in their place meanwhile.
@@ -13,10 +13,10 @@ use rustix::fs::{AtFlags, Mode, OFlags, mkdirat, open, openat, renameat, unlinka
 use rustix::io::Errno;
 use zeroize::Zeroizing;
 
-use crate::regular_file;
+use crate::regular_file::{self, if_exists};
 use crate::replace_file::replace_all;
 
-/// The largest file read, many times a chain of certificates.
+/// The largest file that is read, many times a chain of certificates.
 const MAX_FILE: u64 = 1 << 20;
 
 /// The permissions of group and others.
@@ -37,10 +37,11 @@ impl Directory {
         Ok(Self(directory.into()))
     }
 
-    /// Opens the directory `name` below `parent`, which only we have access to; `is_made` if it is missing.
-    pub(crate) fn private(parent: &Path, name: &str, is_made: bool) -> io::Result<Self> {
+    /// Opens the directory `name` below `parent`. Fails if other users have access to it. `creates` it if it is
+    /// missing.
+    pub(crate) fn private(parent: &Path, name: &str, creates: bool) -> io::Result<Self> {
         let parent = Self::open(parent)?;
-        if is_made {
+        if creates {
             match mkdirat(&parent.0, name, Mode::RWXU) {
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),
@@ -52,31 +53,34 @@ impl Directory {
         Ok(Self(directory))
     }
 
-    /// Reads the file `name`, which only we have access to.
+    /// Reads the file `name`. Fails if other users have access to it.
     pub(crate) fn read_private(&self, name: &str) -> io::Result<Zeroizing<Vec<u8>>> {
-        regular_file::read_open(self.own_file(name, OFlags::RDONLY)?, MAX_FILE)
+        regular_file::read_open(self.open_private(name, OFlags::RDONLY)?, MAX_FILE)
     }
 
-    /// Opens the file `name`, which only we have access to, for reading and writing.
+    /// Opens the file `name` for reading and writing. Fails if other users have access to it.
     pub(crate) fn private_file(&self, name: &str) -> io::Result<File> {
-        self.own_file(name, OFlags::RDWR)
+        self.open_private(name, OFlags::RDWR)
     }
 
-    /// Opens a regular file of our own. One that has another name as well, elsewhere, is refused.
-    fn own_file(&self, name: &str, access: OFlags) -> io::Result<File> {
+    /// Opens a regular file of this process' user. Fails if it has a second name (a hard link), which may be in a
+    /// directory of another user.
+    fn open_private(&self, name: &str, access: OFlags) -> io::Result<File> {
         // Without the last flag, opening a pipe waits for its writer.
         let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = File::from(openat(&self.0, name, flags, Mode::empty())?);
         check_private(name, &file)?;
-        let found = file.metadata()?;
-        match found.is_file() {
-            true if found.nlink() == 1 => Ok(file),
-            true => Err(io::Error::other(format!("{name} has more than one name"))),
-            false => Err(io::Error::other(format!("{name} is not a regular file"))),
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            return Err(io::Error::other(format!("{name} is not a regular file")));
         }
+        if metadata.nlink() != 1 {
+            return Err(io::Error::other(format!("{name} has more than one name")));
+        }
+        Ok(file)
     }
 
-    /// Creates the file `name`, which only we have access to, in place of what has this name.
+    /// Creates the file `name` without access for other users. It replaces a file of this name.
     pub(crate) fn create_file(&self, name: &str) -> io::Result<File> {
         self.remove_file(name)?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
@@ -90,13 +94,10 @@ impl Directory {
 
     /// Removes the file or link `name`, if there is one.
     pub(crate) fn remove_file(&self, name: &str) -> io::Result<()> {
-        match unlinkat(&self.0, name, AtFlags::empty()) {
-            Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        if_exists(unlinkat(&self.0, name, AtFlags::empty()).map_err(Into::into)).map(drop)
     }
 
-    /// Replaces files whole. All are on the disk before the first is replaced.
+    /// Replaces whole files. All new files are on the disk before the first one is replaced.
     pub(crate) fn replace_files(&self, files: &[(&str, &[u8])], mode: u32) -> io::Result<()> {
         replace_all(self.as_fd(), files, mode, true)?;
         self.0.sync_all()
@@ -109,7 +110,7 @@ impl AsFd for Directory {
     }
 }
 
-/// Fails if others have access: who can write there could plant what the agent trusts.
+/// Fails if other users have access, because they could plant content that the agent trusts.
 fn check_private(name: &str, file: &File) -> io::Result<()> {
     let (found, us) = (file.metadata()?, rustix::process::geteuid().as_raw());
     if found.uid() == us && found.mode() & OTHERS == 0 {

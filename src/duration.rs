@@ -1,9 +1,9 @@
-//! Parses durations in Go's syntax (`100ms`, `1h30m`, `1.5s`), and writes them as protobuf's JSON does
-//! or rounded, for people. Negative durations are refused.
+//! Parses durations in Go's syntax (`100ms`, `1h30m`, `1.5s`), and writes them in the form of protobuf's JSON
+//! or rounded, for people. Negative durations are rejected.
 
 use std::time::Duration;
 
-/// The duration in Go's syntax; None for anything else.
+/// Parses a duration in Go's syntax. Returns None for anything else.
 pub fn parse(text: &str) -> Option<Duration> {
     let mut rest = text.strip_prefix('+').unwrap_or(text);
     if rest == "0" {
@@ -20,7 +20,7 @@ pub fn parse(text: &str) -> Option<Duration> {
     }
 }
 
-/// The form of protobuf's JSON: seconds with 0, 3, 6 or 9 decimals.
+/// Formats a duration for protobuf's JSON: seconds with 0, 3, 6 or 9 decimals.
 pub fn seconds(duration: Duration) -> String {
     let (seconds, nanos) = (duration.as_secs(), duration.subsec_nanos());
     match nanos {
@@ -31,18 +31,19 @@ pub fn seconds(duration: Duration) -> String {
     }
 }
 
-/// The duration times a factor: zero if that is negative or no number, the longest one if it does not fit.
+/// Multiplies a duration by a factor. Returns zero if the product is negative or not a number, and the longest
+/// duration if it does not fit.
 pub fn scaled(duration: Duration, factor: f64) -> Duration {
     let seconds = (duration.as_secs_f64() * factor).max(0.0);
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }
 
-/// A duration in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
+/// Formats a duration in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
 pub fn rounded(duration: Duration) -> String {
     approximate(duration.as_secs_f64())
 }
 
-/// Like [`rounded`], of seconds.
+/// Like [`rounded`], for seconds.
 pub fn approximate(seconds: f64) -> String {
     const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
     if seconds < 1.0 {
@@ -53,11 +54,11 @@ pub fn approximate(seconds: f64) -> String {
     }
     let seconds = seconds as u64;
     let largest = UNITS.iter().position(|(length, _)| seconds >= *length);
-    let at = largest.unwrap_or_default();
-    let (length, unit) = UNITS[at];
+    let index = largest.unwrap_or_default();
+    let (length, unit) = UNITS[index];
     let mut text = format!("{} {unit}", seconds / length);
-    // A second unit follows only directly: `1 d 5 s` is `1 d`.
-    if let Some((next, unit)) = UNITS.get(at + 1)
+    // The second unit is the next smaller one: `1 d 5 s` becomes `1 d`.
+    if let Some((next, unit)) = UNITS.get(index + 1)
         && let rest @ 1.. = seconds % length / next
     {
         text += &format!(" {rest} {unit}");
@@ -65,7 +66,7 @@ pub fn approximate(seconds: f64) -> String {
     text
 }
 
-/// The first number with its unit, and the rest.
+/// Splits off the first number with its unit. Returns the rest, too.
 fn leading_part(text: &str) -> Option<(Duration, &str)> {
     let digits_end = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let (number, rest) = text.split_at(digits_end);

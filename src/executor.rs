@@ -1,4 +1,4 @@
-//! Runs the tasks of hyper's connections in a set that one owner holds.
+//! Runs the tasks of hyper's connections in a set with one owner.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -12,8 +12,8 @@ use tokio::task::JoinSet;
 #[derive(Debug, Default)]
 pub struct ConnectionTasks(Arc<Mutex<JoinSet<()>>>);
 
-/// Starts tasks in a [`ConnectionTasks`], and nothing once that is dropped. It holds a weak
-/// reference, as the tasks themselves own executors.
+/// Starts tasks in a [`ConnectionTasks`], and none once that is dropped. It holds a weak
+/// reference, because the tasks themselves own executors.
 #[derive(Clone, Debug)]
 pub struct Executor(Weak<Mutex<JoinSet<()>>>);
 

@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-/// The SPIFFE identity of a workload, kept as its three parts.
+/// The SPIFFE identity of a workload, in its three parts.
 ///
 /// Source: SPIFFE ID specification, section 2, and Istio's convention for the path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

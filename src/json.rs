@@ -1,16 +1,16 @@
-//! Reads JSON as Go does where a value is null.
+//! Reads JSON like Go, where null stands for an absent value.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Error, Value};
 
-/// Reads a document, in which a member or an element that is null counts as absent.
+/// Reads a document. A member or an element that is null counts as absent.
 pub(crate) fn read<T: DeserializeOwned>(text: impl AsRef<[u8]>) -> Result<T, Error> {
     let mut value = serde_json::from_slice(text.as_ref())?;
     remove_null(&mut value);
     serde_json::from_value(value)
 }
 
-/// Removes what is null in a value. Whether the value itself is another.
+/// Removes members and elements that are null. Returns false if the value itself is null.
 pub(crate) fn remove_null(value: &mut Value) -> bool {
     match value {
         Value::Object(members) => members.retain(|_, member| remove_null(member)),

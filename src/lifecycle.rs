@@ -1,6 +1,6 @@
-//! Named tasks with one owner, stop requests, and the signals that make them.
+//! Owns named tasks, and turns signals into stop requests.
 //!
-//! Every task of the agent runs in a [`Tasks`] set, so none ends unnoticed and none outlives the
+//! Every task of the agent runs in a [`Tasks`] set, so no task ends unnoticed or outlives the
 //! agent. A [`CancellationToken`] stops all tasks that hold it.
 
 use std::convert::Infallible;
@@ -21,17 +21,17 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 /// Any error a task may end with.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// An error and what caused it, as one line.
+/// Formats an error and its causes in one line.
 pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     let texts: Vec<_> = causes.map(ToString::to_string).collect();
     texts.join(": ")
 }
 
-/// How urgently the agent has been asked to stop: once, again, and once more.
+/// The urgency of stop requests: each signal is one step more urgent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
-    /// Not at all.
+    /// The agent has not been asked to stop.
     #[default]
     Run,
     Drain,
@@ -40,7 +40,7 @@ pub enum Urgency {
 }
 
 impl Urgency {
-    /// One step more urgent.
+    /// Returns the urgency that is one step higher.
     #[must_use]
     pub fn next(self) -> Self {
         match self {
@@ -54,17 +54,17 @@ impl Urgency {
 /// The cause of a stop that the pod's owner has asked for.
 pub const QUIT: &str = "/quitquitquit called";
 
-/// What the agent has been asked for so far.
+/// The sum of all stop requests so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopRequest {
     pub urgency: Urgency,
-    /// Of the first request.
+    /// The cause of the first request.
     pub cause: Option<&'static str>,
-    /// Whether a signal was among the requests.
+    /// True if a signal was among the requests.
     pub is_signaled: bool,
 }
 
-/// Asks the agent to stop, and tells that it has been asked. Clones share the request.
+/// Asks the agent to stop, and reports the requests to subscribers. Clones share the request.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(watch::Sender<StopRequest>);
 
@@ -73,18 +73,18 @@ impl Stop {
         Self::default()
     }
 
-    /// Makes it one step more urgent, for a signal.
+    /// Makes the request one step more urgent, for a signal.
     pub fn escalate(&self, cause: &'static str) {
         let next = self.0.borrow().urgency.next();
         self.request(next, cause);
-        self.0.send_modify(|asked| asked.is_signaled = true);
+        self.0.send_modify(|stop| stop.is_signaled = true);
     }
 
-    /// Makes it at least as urgent as given.
+    /// Makes the request at least as urgent as given.
     pub fn request(&self, urgency: Urgency, cause: &'static str) {
-        self.0.send_modify(|asked| {
-            asked.urgency = asked.urgency.max(urgency);
-            asked.cause.get_or_insert(cause);
+        self.0.send_modify(|stop| {
+            stop.urgency = stop.urgency.max(urgency);
+            stop.cause.get_or_insert(cause);
         });
     }
 
@@ -95,12 +95,12 @@ impl Stop {
     /// Waits for the first request.
     pub async fn first_request(&self) {
         let mut requests = self.requested();
-        // It does not fail while there is a sender.
+        // It fails without a sender only, and `self` is one.
         let _ = requests.wait_for(|stop| stop.urgency != Urgency::Run).await;
     }
 }
 
-/// Signals that end a process by default, but none of Go's. Those from 35 on are real-time signals
+/// Signals that end a process by default, but not a program of Go. Those from 35 on are real-time signals
 /// that the C library leaves to programs.
 const WITHOUT_EFFECT: [Signal; 9] = [
     Signal::USR1,
@@ -115,23 +115,23 @@ const WITHOUT_EFFECT: [Signal; 9] = [
 ];
 const REAL_TIME: RangeInclusive<i32> = 35..=64;
 
-/// Turns SIGTERM and SIGINT into urgency: each takes it one step up. The signals are caught from
-/// the call on, and acted upon while the future is polled; it never ends.
+/// Makes the stop request one step more urgent for each SIGTERM and SIGINT. The signals are caught from
+/// the call on, and handled while the future is polled, which never ends.
 ///
-/// Signals that do not end pilot-agent are caught, too. They are not set to be ignored, which Envoy
-/// would inherit.
+/// Signals that do not end pilot-agent are caught, too. They are not ignored (SIG_IGN), because Envoy
+/// would inherit that.
 pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send> {
     for number in WITHOUT_EFFECT
         .map(Signal::as_raw)
         .into_iter()
         .chain(REAL_TIME)
     {
-        // It stays caught without the stream.
+        // The signal stays caught without the stream.
         drop(signal(SignalKind::from_raw(number))?);
     }
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
-    stopping().thread_unblock()?;
+    stop_signals().thread_unblock()?;
     Ok(async move {
         loop {
             let cause = tokio::select! {
@@ -144,17 +144,17 @@ pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send
     })
 }
 
-/// Keeps SIGTERM and SIGINT until the next program that this process runs has called [`signals`]: the kernel discards
+/// Blocks SIGTERM and SIGINT until the next program that this process runs has called [`signals`]: the kernel discards
 /// a signal that the first process of a container does not handle.
 pub fn hold_signals() -> io::Result<()> {
-    Ok(stopping().thread_block()?)
+    Ok(stop_signals().thread_block()?)
 }
 
-fn stopping() -> SigSet {
+fn stop_signals() -> SigSet {
     SigSet::from_iter([nix::sys::signal::SIGTERM, nix::sys::signal::SIGINT])
 }
 
-/// Has listeners stop accepting and finish what they have accepted, because another agent goes on with their sockets.
+/// Has listeners stop accepting and finish their connections, because another agent continues with their sockets.
 #[derive(Clone, Debug, Default)]
 pub struct Retirement {
     begun: CancellationToken,
@@ -162,7 +162,7 @@ pub struct Retirement {
 }
 
 impl Retirement {
-    /// Held by a listener while it accepts.
+    /// Returns a token that a listener holds while it accepts.
     pub fn accepting(&self) -> TaskTrackerToken {
         self.accepting.token()
     }
@@ -175,7 +175,7 @@ impl Retirement {
         self.begun.is_cancelled()
     }
 
-    /// Returns once nothing accepts any more.
+    /// Begins, and waits until no listener accepts any more.
     pub async fn begin(&self) {
         self.begun.cancel();
         self.accepting.close();
@@ -183,14 +183,14 @@ impl Retirement {
     }
 }
 
-/// How one task ended.
+/// The end of a task.
 #[derive(Debug)]
 pub struct Ended {
     pub name: &'static str,
     pub result: Result<(), BoxError>,
 }
 
-/// The set of an owner's running tasks. Dropping it aborts them.
+/// The running tasks of an owner. Dropping the set aborts them.
 #[derive(Debug, Default)]
 pub struct Tasks {
     set: JoinSet<Ended>,
@@ -206,10 +206,8 @@ impl Tasks {
         E: Into<BoxError>,
     {
         self.set.spawn(async move {
-            Ended {
-                name,
-                result: future.await.map_err(Into::into),
-            }
+            let result = future.await.map_err(Into::into);
+            Ended { name, result }
         });
     }
 
@@ -217,11 +215,11 @@ impl Tasks {
         self.set.len()
     }
 
-    /// The next task to end; pending while the set is empty, for use in a `select!`.
+    /// Waits for the next task to end. Never returns while the set is empty, for use in a `select!`.
     pub async fn next_ended(&mut self) -> Ended {
         match self.set.join_next().await {
             Some(Ok(ended)) => ended,
-            // A panic, which loses the name: a task is aborted only by dropping or draining the set.
+            // A panic loses the name. It is not an abort, which only follows from dropping or draining the set.
             Some(Err(error)) => Ended {
                 name: "a task that panicked",
                 result: Err(error.into()),
@@ -230,14 +228,14 @@ impl Tasks {
         }
     }
 
-    /// Waits until all tasks have ended by themselves, then aborts those left after `limit`. Returns
-    /// how many had to be aborted.
+    /// Waits until all tasks have ended by themselves, and aborts those that still run after `limit`. Returns
+    /// the number of aborted tasks.
     pub async fn drain(&mut self, limit: Duration) -> usize {
         let all_ended = async { while self.set.join_next().await.is_some() {} };
-        let _ = tokio::time::timeout(limit, all_ended).await; // The count below says how it went.
-        let left = self.set.len();
+        let _ = tokio::time::timeout(limit, all_ended).await; // The count below shows the outcome.
+        let aborted = self.set.len();
         self.set.shutdown().await;
-        left
+        aborted
     }
 }
 

@@ -1,4 +1,4 @@
-//! The program: reads the command line, starts the log, loads the configuration, runs the agent, exits with its code.
+//! Runs the program: reads the command line, runs its command, and exits with its code.
 
 use std::convert::Infallible;
 use std::io::{self, Write};
@@ -18,18 +18,17 @@ use istio_agent::lifecycle::{BoxError, with_causes};
 use istio_agent::standby::record::Record;
 use istio_agent::standby::{self, Standby};
 use istio_agent::{agent, logging, preflight, proxy_config};
-use serde::Serialize;
 
 fn main() -> std::process::ExitCode {
     #[cfg(target_env = "gnu")]
     limit_malloc();
-    let done = match cli::parse(std::env::args_os().map(|word| word.to_string_lossy().into_owned()))
-    {
+    let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+    let result = match cli::parse(words) {
         Ok(typed) => run(typed),
-        Err(Refused::Help(text)) => print(text.trim_end()),
+        Err(Refused::Help(text)) => print(text.trim_end()).map(|()| ExitCode::Success),
         Err(Refused::Error(text)) => Err(text.into()),
     };
-    let code = done.unwrap_or_else(|error| fail(error.as_ref()));
+    let code = result.unwrap_or_else(|error| fail(error.as_ref()));
     logging::finish();
     code.into()
 }
@@ -42,9 +41,9 @@ unsafe extern "C" {
     safe fn malloc_trim(pad: usize) -> i32;
 }
 
-/// Has all threads allocate from one arena, and large blocks go back to the kernel when they are freed.
-/// glibc would keep what each thread that makes a page or a table has used (mallopt(3)). Variables would
-/// do the same, but Envoy would inherit them.
+/// Has all threads allocate from one arena, and returns large blocks to the kernel when they are freed.
+/// By default glibc keeps the memory of each thread that has made a page or a table (mallopt(3)). Environment
+/// variables have the same effect, but Envoy would inherit them.
 #[cfg(target_env = "gnu")]
 fn limit_malloc() {
     const MMAP_THRESHOLD: i32 = -3;
@@ -53,7 +52,7 @@ fn limit_malloc() {
     mallopt(MMAP_THRESHOLD, 128 * 1024);
 }
 
-/// Frees memory that only start and changes of the configuration need. Never ends.
+/// Frees memory that only the start and configuration changes need. Never ends.
 async fn free_memory() -> Infallible {
     loop {
         tokio::time::sleep(std::time::Duration::from_secs(30)).await;
@@ -68,81 +67,82 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     let Cli { log, command, .. } = typed.cli;
     let environment = Environment::of_process();
     match command {
-        None => print(cli::help().trim_end()),
+        None => print(cli::help().trim_end())?,
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
             cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
-            proxy(flags, log, typed.flags, environment, typed.unknown_flags)
+            return proxy(flags, log, typed.flags, environment, typed.unknown_flags);
         }
         Some(Command::Config(flags)) => {
             let (text, is_usable) = show::config(&flags, &log, &typed.flags, &environment);
-            let printed = print(&text)?;
-            Ok(if is_usable {
-                printed
-            } else {
-                ExitCode::CommandFailed
-            })
+            print(&text)?;
+            if !is_usable {
+                return Ok(ExitCode::CommandFailed);
+            }
         }
         Some(Command::Bootstrap(flags)) => {
-            let text = block_on(show::bootstrap(&flags, &log, &environment))??;
-            text.map_or(Ok(ExitCode::Success), |text| print(text.trim_end()))
+            if let Some(text) = block_on(show::bootstrap(&flags, &log, &environment))?? {
+                print(text.trim_end())?;
+            }
         }
         Some(Command::Doctor(flags)) => {
             doctor::restart_with_unit(&environment);
             let (text, code) = block_on(doctor::run(&flags, &log, &environment))?;
             print(&text)?;
-            Ok(code)
+            return Ok(code);
         }
         Some(Command::Preflight(flags)) => {
             let mut report = preflight::report(&flags.read()?)?;
             report.retain(flags.level);
-            print_report(&report, flags.json)?;
-            Ok(doctor::exit_code(report.level))
+            let text = if flags.json {
+                serde_json::to_string_pretty(&report)?
+            } else {
+                report.to_string()
+            };
+            print(&text)?;
+            return Ok(doctor::exit_code(report.level));
         }
         Some(Command::Scope(flags)) => {
             let text = block_on(scope::run(&flags, &environment))??;
-            print(text.trim_end())
+            print(text.trim_end())?;
         }
         Some(Command::SupportBundle(flags)) => {
             let to = support_bundle::open(&flags)?;
             let run = support_bundle::run(&flags, &log, &typed.flags, &environment, to);
             block_on(run)??;
-            Ok(ExitCode::Success)
         }
         Some(Command::Request(flags)) => {
             let status_port = || config::status_port(&environment, ".".as_ref());
             let mut output = io::stdout();
             let run = request::run(&flags, &environment, status_port, &mut output);
             block_on(run)??;
-            Ok(ExitCode::Success)
         }
         Some(Command::Standby) => {
             logging::init(log.options()?)?;
-            let envoy = |record: &Record| envoy_of(record, &environment);
+            let envoy = |record: &Record| envoy_program(record, &environment);
             let next = block_on(async {
                 tokio::select! {
                     next = standby::wait::run(&environment, envoy) => next,
                     never = free_memory() => match never {},
                 }
             })?;
-            match next? {
-                Some(record) => Err(standby::exec::proxy(&record, &environment).into()),
-                None => Ok(ExitCode::Success),
+            if let Some(record) = next? {
+                return Err(standby::exec::proxy(&record, &environment).into());
             }
         }
         Some(Command::Wait(flags)) => {
             logging::init(log.options()?)?;
             block_on(wait::run(&flags))??;
-            Ok(ExitCode::Success)
         }
-        Some(Command::Version(flags)) => print(&version::text(&flags, &environment)?),
-        Some(Command::Completion(flags)) => print(&completion::script(&flags)),
+        Some(Command::Version(flags)) => print(&version::text(&flags, &environment)?)?,
+        Some(Command::Completion(flags)) => print(&completion::script(&flags))?,
         Some(command @ (Command::Iptables(_) | Command::CleanIptables(_))) => {
             logging::init(log.options()?)?;
             let is_cleanup = matches!(command, Command::CleanIptables(_));
-            capture(&typed.flags, is_cleanup, &environment)
+            return capture(&typed.flags, is_cleanup, &environment);
         }
     }
+    Ok(ExitCode::Success)
 }
 
 fn capture(flags: &[Flag], is_cleanup: bool, env: &Environment) -> Result<ExitCode, BoxError> {
@@ -170,11 +170,14 @@ fn proxy(
     version::announce(&environment)?;
     let envoy = config::proxy_config(&flags, &environment, ".".as_ref()).binary_path;
     let standby = block_on(Standby::enter(&environment, envoy.as_ref()))??;
-    let given = Arc::new((flags, log, all, environment));
-    let read = given.clone();
-    let load = move || config::load(&read.0, &read.1, &read.3, ".".as_ref());
+    let sources = Arc::new((flags, log, all, environment));
+    let report_sources = sources.clone();
+    let load = move || {
+        let (flags, log, _, environment) = &*sources;
+        config::load(flags, log, environment, ".".as_ref())
+    };
     let report = move || {
-        let (flags, log, all, environment) = &*given;
+        let (flags, log, all, environment) = &*report_sources;
         config::report::report(flags, log, all, environment, ".".as_ref()).json()
     };
     let mut config = load().map_err(config::Unusable)?;
@@ -189,13 +192,12 @@ fn proxy(
     })?
 }
 
-/// The program of Envoy that an agent with this record and our environment runs.
-fn envoy_of(record: &Record, own: &Environment) -> PathBuf {
+/// Returns the path of the Envoy that an agent with this record and our environment runs.
+fn envoy_program(record: &Record, own: &Environment) -> PathBuf {
     let words = std::iter::once("pilot-agent".to_owned()).chain(record.arguments.clone());
-    let flags = match cli::parse(words).map(|typed| typed.cli.command) {
-        Ok(Some(Command::Proxy(flags))) => flags,
-        // The agent with this record names the problem.
-        _ => return PathBuf::new(),
+    let Ok(Some(Command::Proxy(flags))) = cli::parse(words).map(|typed| typed.cli.command) else {
+        // The agent with this record reports the problem.
+        return PathBuf::new();
     };
     let environment = record.environment(own).into_iter().collect();
     config::proxy_config(&flags, &environment, ".".as_ref())
@@ -203,7 +205,7 @@ fn envoy_of(record: &Record, own: &Environment) -> PathBuf {
         .into()
 }
 
-/// Runs on this thread: the parent-death signal ends Envoy with the thread that started it.
+/// Runs a future on this thread, because the parent-death signal ends Envoy with the thread that started it.
 fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -214,17 +216,10 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     Ok(output)
 }
 
-fn print_report(report: &(impl Serialize + ToString), as_json: bool) -> Result<ExitCode, BoxError> {
-    if as_json {
-        return print(&serde_json::to_string_pretty(report)?);
-    }
-    print(&report.to_string())
-}
-
-fn print(text: &str) -> Result<ExitCode, BoxError> {
+fn print(text: &str) -> Result<(), BoxError> {
     let mut lines = text.split('\n').map(logging::printable);
     cli::unless_unread(lines.try_for_each(|line| writeln!(io::stdout(), "{line}")))?;
-    Ok(ExitCode::Success)
+    Ok(())
 }
 
 /// Reports the error on standard error and in the log.
@@ -232,7 +227,7 @@ fn fail(error: &(dyn std::error::Error + 'static)) -> ExitCode {
     let text = with_causes(error);
     // Standard error may be closed.
     let _ = writeln!(io::stderr(), "Error: {text}");
-    // Commands that fail before logging is set up, or never set it up, log by the defaults.
+    // Commands that fail before they set up logging, or that never do, log with the defaults.
     let _ = logging::init(logging::Options::default());
     tracing::error!("{text}");
     ExitCode::CommandFailed

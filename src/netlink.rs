@@ -1,5 +1,7 @@
-//! Asks the kernel over netlink. Numbers are those of `linux/netlink.h`, `linux/netfilter` and
-//! `linux/inet_diag.h`.
+//! Sends requests to the kernel over netlink.
+//!
+//! [`Socket::request`] sends a message and returns the kernel's replies. [`nft_chains`] and [`tcp_owner`] are
+//! ready-made requests. Numbers are defined in `linux/netlink.h`, `linux/netfilter` and `linux/inet_diag.h`.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -12,18 +14,18 @@ use rustix::net::{
     socket_with,
 };
 
-/// The kernel answers at once.
+/// Time limit of each reply. The kernel usually replies at once.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Of an answer, in bytes.
-const MAX_ANSWER: usize = 16 << 20;
+/// Maximum size of all replies to a request, in bytes.
+const MAX_REPLIES: usize = 16 << 20;
 
 const REQUEST_AND_ACK: u16 = 0x5;
-/// Flag of a request for all.
+/// Flag of a request that lists all objects.
 pub(crate) const DUMP: u16 = 0x300;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
 
-/// An attribute of at most 65,531 bytes.
+/// Encodes an attribute with a value of at most 65,531 bytes.
 pub(crate) fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
     let mut bytes = [length.to_ne_bytes(), kind.to_ne_bytes()].concat();
@@ -32,25 +34,29 @@ pub(crate) fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The chains of nftables: the number of their family, their table's name and their own.
+/// Lists the chains of nftables: the number of the family, the name of the table and the name of the chain.
 pub(crate) fn nft_chains() -> io::Result<Vec<(u8, String, String)>> {
     const GET_CHAIN: u16 = 10 << 8 | 4;
     let socket = Socket::open(Some(netlink::NETFILTER))?;
-    let replies = socket.ask(GET_CHAIN, DUMP, &[0; 4])?;
-    let chain = |reply: &Vec<u8>| {
-        let (header, attributes) = reply.split_at_checked(4)?;
-        let [table, name] = [1, 3].map(|kind| {
-            let (_, name) = parts(attributes).find(|(found, _)| *found == kind)?;
-            let name = name.strip_suffix(b"\0").unwrap_or(name);
-            Some(String::from_utf8_lossy(name).into_owned())
-        });
-        Some((header[0], table?, name?))
-    };
-    Ok(replies.iter().filter_map(chain).collect())
+    let replies = socket.request(GET_CHAIN, DUMP, &[0; 4])?;
+    Ok(replies
+        .iter()
+        .filter_map(|reply| nft_chain(reply))
+        .collect())
 }
 
-/// The user whose process holds one end of a TCP connection, of those in this network namespace, and the
-/// inode of its socket. An end that its process has closed has none.
+fn nft_chain(reply: &[u8]) -> Option<(u8, String, String)> {
+    let (header, attributes) = reply.split_at_checked(4)?;
+    let [table, name] = [1, 3].map(|kind| {
+        let (_, name) = parts(attributes).find(|(found, _)| *found == kind)?;
+        let text = name.strip_suffix(b"\0").unwrap_or(name);
+        Some(String::from_utf8_lossy(text).into_owned())
+    });
+    Some((header[0], table?, name?))
+}
+
+/// Returns the user whose process holds one end of a TCP connection in this network namespace, and the inode
+/// of its socket. Fails for an end that its process has closed.
 pub(crate) fn tcp_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, u32)> {
     const BY_FAMILY: u16 = 20;
     const TCP: u8 = 6;
@@ -64,7 +70,7 @@ pub(crate) fn tcp_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, 
     request.extend([0; 4]);
     request.extend([0xff; 8]);
     let socket = Socket::open(Some(netlink::SOCK_DIAG))?;
-    let replies = socket.ask(BY_FAMILY, 0, &request)?;
+    let replies = socket.request(BY_FAMILY, 0, &request)?;
     let owner = replies.iter().find_map(|reply| owner_of(ends, reply));
     owner.ok_or_else(|| io::Error::other("its process has closed the connection"))
 }
@@ -72,37 +78,32 @@ pub(crate) fn tcp_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, 
 fn ports_and_addresses(ends: [SocketAddr; 2]) -> Vec<u8> {
     let mut bytes = ends.map(|end| end.port().to_be_bytes()).concat();
     for end in ends {
-        let length = bytes.len() + 16;
         match end.ip() {
-            IpAddr::V4(address) => bytes.extend(address.octets()),
-            IpAddr::V6(address) => bytes.extend(address.octets()),
+            IpAddr::V4(v4) => bytes.extend([v4.octets(), [0; 4], [0; 4], [0; 4]].as_flattened()),
+            IpAddr::V6(v6) => bytes.extend(v6.octets()),
         }
-        bytes.resize(length, 0);
     }
     bytes
 }
 
-/// User and inode, if the reply is on this connection, not on a listener, and its socket belongs to a
-/// process: the user of one that is closed is given as 0.
+/// Returns user and inode, if the reply is about this connection, not a listener, and its socket belongs to a
+/// process. The kernel reports user 0 for a socket that is closed.
 fn owner_of(ends: [SocketAddr; 2], reply: &[u8]) -> Option<(u32, u32)> {
-    /// Established, and those after one side has shut down sending.
+    /// Established, and the states after one side has shut down sending.
     const OPEN: [u8; 4] = [1, 4, 5, 8];
-    let number = |at: usize| Some(u32::from_ne_bytes(*reply.get(at..)?.first_chunk()?));
+    let number = |offset: usize| Some(u32::from_ne_bytes(*reply.get(offset..)?.first_chunk()?));
     let found = reply.get(4..40)?;
-    // A socket of IPv6 may have addresses of IPv4.
+    // An IPv6 socket may have IPv4 addresses.
     let mapped = ends.map(|end| match end.ip() {
         IpAddr::V4(address) => (address.to_ipv6_mapped(), end.port()).into(),
         IpAddr::V6(_) => end,
     });
-    let is_meant = [ends, mapped]
-        .map(ports_and_addresses)
-        .iter()
-        .any(|it| it == found);
+    let is_same = found == ports_and_addresses(ends) || found == ports_and_addresses(mapped);
     let (user, inode) = (number(64)?, number(68)?);
-    (is_meant && OPEN.contains(&reply[1]) && inode != 0).then_some((user, inode))
+    (is_same && OPEN.contains(&reply[1]) && inode != 0).then_some((user, inode))
 }
 
-/// Kinds and values of attributes, up to one that is cut.
+/// Iterates over kinds and values of attributes, up to one that is truncated.
 pub(crate) fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
@@ -117,7 +118,7 @@ pub(crate) fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
 pub(crate) struct Socket(OwnedFd);
 
 impl Socket {
-    /// None is NETLINK_ROUTE, whose number is 0.
+    /// Opens a socket. None means NETLINK_ROUTE, whose number is 0.
     pub(crate) fn open(protocol: Option<Protocol>) -> io::Result<Self> {
         let (family, flags) = (AddressFamily::NETLINK, SocketFlags::CLOEXEC);
         let socket = socket_with(family, SocketType::RAW, flags, protocol)?;
@@ -125,26 +126,24 @@ impl Socket {
         Ok(Self(socket))
     }
 
-    /// Sends a request, and waits until it is done. Returns what was answered, without netlink's headers.
-    /// `body` is the header of the protocol, whose length is a multiple of 4, and attributes.
-    pub(crate) fn ask(&self, kind: u16, flags: u16, body: &[u8]) -> io::Result<Vec<Vec<u8>>> {
+    /// Sends a request, and waits until it is done. Returns the replies, without netlink's headers. `body` is
+    /// the header of the protocol, whose length is a multiple of 4, and attributes.
+    pub(crate) fn request(&self, kind: u16, flags: u16, body: &[u8]) -> io::Result<Vec<Vec<u8>>> {
         let sequence = fastrand::u32(..).to_ne_bytes();
-        send(
-            &self.0,
-            &request(kind, flags, sequence, body),
-            SendFlags::empty(),
-        )?;
+        let message = message(kind, flags, sequence, body);
+        send(&self.0, &message, SendFlags::empty())?;
         let (mut replies, mut total) = (Vec::new(), 0);
         let mut buffer = vec![0; 32 << 10];
-        while total < MAX_ANSWER {
+        while total < MAX_REPLIES {
             let (length, _) = recv(&self.0, buffer.as_mut_slice(), RecvFlags::empty())?;
             total += length;
             let mut rest = &buffer[..length];
             while !rest.is_empty() {
-                let (kind, [answered, payload, after]) = split(rest)?;
+                let (kind, [replied, payload, after]) = split(rest)?;
                 rest = after;
                 match kind {
-                    _ if *answered != sequence => {}
+                    // A late reply to an earlier request.
+                    _ if *replied != sequence => {}
                     ERROR | DONE => return outcome(payload).map(|()| replies),
                     _ => replies.push(payload.to_vec()),
                 }
@@ -154,23 +153,20 @@ impl Socket {
     }
 }
 
-fn request(kind: u16, flags: u16, sequence: [u8; 4], body: &[u8]) -> Vec<u8> {
-    // All of them are shorter than a page.
+/// Encodes a message. The kernel fills in the port of the socket, so it is 0.
+fn message(kind: u16, flags: u16, sequence: [u8; 4], body: &[u8]) -> Vec<u8> {
+    // All messages are shorter than a page.
     let length = u32::try_from(16 + body.len()).unwrap_or(u32::MAX);
-    let (kind, flags) = (kind.to_ne_bytes(), (flags | REQUEST_AND_ACK).to_ne_bytes());
-    // The kernel knows the port of the socket.
-    [
-        &length.to_ne_bytes()[..],
-        &kind,
-        &flags,
-        &sequence,
-        &[0; 4],
-        body,
-    ]
-    .concat()
+    let mut message = length.to_ne_bytes().to_vec();
+    message.extend(kind.to_ne_bytes());
+    message.extend((flags | REQUEST_AND_ACK).to_ne_bytes());
+    message.extend(sequence);
+    message.extend([0; 4]);
+    message.extend(body);
+    message
 }
 
-/// The first message's kind, sequence number and payload, and the messages behind it.
+/// Splits off the first message: its kind, sequence number and payload, and the messages behind it.
 fn split(bytes: &[u8]) -> io::Result<(u16, [&[u8]; 3])> {
     let message = || {
         let length = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
@@ -181,11 +177,9 @@ fn split(bytes: &[u8]) -> io::Result<(u16, [&[u8]; 3])> {
     message().ok_or_else(|| io::Error::other("the kernel's answer is cut"))
 }
 
-/// The number that a request ends with; 0 is success.
+/// Reads the last reply to a request, a negative errno or 0 for success.
 fn outcome(payload: &[u8]) -> io::Result<()> {
-    let number = payload
-        .first_chunk()
-        .map_or(0, |code| i32::from_ne_bytes(*code));
+    let number = payload.first_chunk().copied().map_or(0, i32::from_ne_bytes);
     let error = io::Error::from_raw_os_error(number.saturating_neg());
     match error.kind() {
         _ if number >= 0 => Ok(()),
@@ -211,7 +205,7 @@ mod tests {
             attribute(3, b""),
         ];
         let body = [&[2, 0, 0, 0][..], &attributes.concat()].concat();
-        let mut bytes = request(32, DUMP, [1, 2, 3, 4], &body);
+        let mut bytes = message(32, DUMP, [1, 2, 3, 4], &body);
         bytes.push(7);
         let (kind, [sequence, payload, rest]) = split(&bytes).expect("a message");
         assert_eq!((kind, sequence, rest), (32, &[1, 2, 3, 4][..], &[7][..]));

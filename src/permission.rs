@@ -9,7 +9,7 @@ use rustix::process::geteuid;
 
 use crate::problem::{Problem, codes};
 
-/// The problem of a file, directory or socket that cannot be read or made: `action` failed.
+/// Returns the problem of a file, directory or socket for which `action` failed, such as reading or creating it.
 pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
     let code = match error.kind() {
         io::ErrorKind::PermissionDenied => codes::DIRECTORY_FORBIDDEN,
@@ -21,15 +21,15 @@ pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
     Problem::new(code, path.display(), format!("cannot {action}: {error}"))
 }
 
-/// Fails if this process cannot write to `directory`, or to the first one above that exists.
+/// Fails if this process cannot write to `directory` or, if that is missing, to its nearest ancestor that exists.
 pub(crate) fn writable(directory: &Path) -> io::Result<()> {
-    let mut above = directory.ancestors().filter(|at| at.exists());
-    let at = above.next().unwrap_or(Path::new("."));
-    if !at.is_dir() {
+    let existing = directory.ancestors().find(|path| path.exists());
+    let directory = existing.unwrap_or(Path::new("."));
+    if !directory.is_dir() {
         return Err(io::ErrorKind::NotADirectory.into());
     }
-    access(at, Access::WRITE_OK | Access::EXEC_OK)?;
-    let volume = statvfs(at)?;
+    access(directory, Access::WRITE_OK | Access::EXEC_OK)?;
+    let volume = statvfs(directory)?;
     // A tmpfs without a limit reports no blocks at all.
     if volume.f_bavail == 0 && volume.f_blocks > 0 {
         return Err(io::ErrorKind::StorageFull.into());
@@ -37,24 +37,22 @@ pub(crate) fn writable(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The error of using `path`; where access was denied, with the owner of the path, or of the first
-/// directory above it that can be looked at, and with the user of this process.
+/// Explains an error of using `path` if access was denied: adds the owner of the path, or of the nearest
+/// ancestor whose metadata can be read, and the user of this process. Other errors stay unchanged.
 pub(crate) fn explained(path: &Path, error: io::Error) -> io::Error {
     // An explained error stays as it is.
     if error.kind() != io::ErrorKind::PermissionDenied || error.get_ref().is_some() {
         return error;
     }
-    let mut above = path.ancestors().map(|at| match at.as_os_str().is_empty() {
-        true => Path::new("."),
-        false => at,
-    });
-    let Some((at, found)) = above.find_map(|at| Some((at, at.metadata().ok()?))) else {
+    // The last ancestor of a relative path is empty and does not exist.
+    let mut paths = path.ancestors().chain([Path::new(".")]);
+    let Some((path, found)) = paths.find_map(|path| Some((path, path.metadata().ok()?))) else {
         return error;
     };
     let (owner, mode, us) = (found.uid(), found.mode() & 0o7777, geteuid());
     let text = format!(
         "{error}: {} belongs to user {owner} with mode {mode:o}, and this process runs as user {us}",
-        at.display()
+        path.display()
     );
     io::Error::new(error.kind(), text)
 }

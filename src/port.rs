@@ -2,7 +2,8 @@
 
 use std::fs;
 
-/// Describes the process that listens on `port`, if this process may look at it. None if no process listens.
+/// Describes the process that listens on `port`, by pid and name if this process may read them. Returns None if no
+/// process listens.
 pub(crate) fn holder(port: u16) -> Option<String> {
     let lists = ["/proc/self/net/tcp", "/proc/self/net/tcp6"].map(fs::read_to_string);
     let socket = lists.iter().flatten().find_map(|list| socket(list, port))?;
@@ -15,7 +16,7 @@ pub(crate) fn holder(port: u16) -> Option<String> {
     Some(format!("process {pid} ({}) listens on it", name.trim()))
 }
 
-/// The socket that listens on `port` by a list of proc_net(5), where its state is 0A.
+/// Finds the socket that listens on `port` in a list in the format of proc_net(5). The state LISTEN is 0A.
 fn socket(list: &str, port: u16) -> Option<String> {
     let end = format!(":{port:04X}");
     list.lines().find_map(|line| {
@@ -26,19 +27,19 @@ fn socket(list: &str, port: u16) -> Option<String> {
 }
 
 fn has_open(pid: u32, socket: &str) -> bool {
-    let files = fs::read_dir(format!("/proc/{pid}/fd"));
-    let files = files.into_iter().flatten().flatten();
+    let listed = fs::read_dir(format!("/proc/{pid}/fd"));
+    let files = listed.into_iter().flatten().flatten();
     let mut links = files.flat_map(|file| fs::read_link(file.path()));
     links.any(|link| link.as_os_str() == socket)
 }
 
-/// Adds who listens on the port to an error of Envoy.
+/// Adds the process that listens on the port to an error of Envoy.
 pub(crate) fn explained(error: String) -> String {
     let holder = taken(&error).and_then(holder);
     holder.map_or(error.clone(), |holder| format!("{error}; {holder}"))
 }
 
-/// The port of an error of Envoy such as `cannot bind '127.0.0.1:15000': Address already in use`.
+/// Returns the port of an error of Envoy such as `cannot bind '127.0.0.1:15000': Address already in use`.
 pub(crate) fn taken(error: &str) -> Option<u16> {
     let (before, _) = error.split_once("': Address already in use")?;
     before.rsplit(':').next()?.parse().ok()

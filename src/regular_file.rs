@@ -11,21 +11,29 @@ use zeroize::Zeroizing;
 
 use crate::permission::explained;
 
-/// The limit of a file of settings. A ConfigMap has at most 1 MiB.
+/// The size limit of a settings file, in bytes. A ConfigMap has at most 1 MiB.
 pub(crate) const MAX_SETTINGS: u64 = 4 << 20;
 
-/// The whole of a regular file with at most `largest` bytes.
-pub(crate) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
-    read_open(open(path)?, largest)
+/// Returns None instead of the error that a file or directory does not exist.
+pub(crate) fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        result => result.map(Some),
+    }
 }
 
-/// Like [`read`], of UTF-8.
-pub(crate) fn read_text(path: &Path, largest: u64) -> io::Result<String> {
-    let content = std::mem::take(&mut *read(path, largest)?);
+/// Reads a regular file of at most `limit` bytes.
+pub(crate) fn read(path: &Path, limit: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+    read_open(open(path)?, limit)
+}
+
+/// Reads a regular file of UTF-8, of at most `limit` bytes.
+pub(crate) fn read_text(path: &Path, limit: u64) -> io::Result<String> {
+    let content = std::mem::take(&mut *read(path, limit)?);
     String::from_utf8(content).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-/// Opens a file without waiting.
+/// Opens a file for reading, without waiting.
 pub(crate) fn open(path: &Path) -> io::Result<File> {
     // Without the flag, opening a pipe waits for its writer.
     let flags = OFlags::NONBLOCK.bits().cast_signed();
@@ -33,26 +41,26 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
     opened.map_err(|error| explained(path, error))
 }
 
-/// Like [`read`], of what [`open`] opened.
-pub(crate) fn read_open(file: File, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+/// Reads an open file. Fails unless it is a regular file of at most `limit` bytes.
+pub(crate) fn read_open(file: File, limit: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
-    // The capacity is enough: a buffer that grows leaves copies of a key behind.
-    let capacity = usize::try_from(metadata.len().min(largest)).unwrap_or(0) + 1;
+    // The buffer has its final capacity, because a buffer that grows leaves copies of a key in memory.
+    let capacity = usize::try_from(metadata.len().min(limit)).unwrap_or(0) + 1;
     let mut content = Zeroizing::new(Vec::with_capacity(capacity));
-    let read = file.take(largest + 1).read_to_end(&mut content)?;
-    if read as u64 > largest {
-        let problem = format!("more than {largest} bytes");
+    let read = file.take(limit + 1).read_to_end(&mut content)?;
+    if read as u64 > limit {
+        let problem = format!("more than {limit} bytes");
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
     }
     Ok(content)
 }
 
-/// Like [`read`], beside the runtime's thread.
-pub(crate) async fn read_blocking(path: PathBuf, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
-    tokio::task::spawn_blocking(move || read(&path, largest))
+/// Like [`read`], on a thread that may block.
+pub(crate) async fn read_blocking(path: PathBuf, limit: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+    tokio::task::spawn_blocking(move || read(&path, limit))
         .await
         .map_err(io::Error::other)?
 }

@@ -1,8 +1,7 @@
-//! Replaces a file whole: a reader finds the old content or the new, never a part of it.
+//! Replaces a whole file: a reader finds the old content or the new content, never a part of it.
 //!
-//! The new content is written to `<path>.tmp` and renamed over `path`. A `.tmp` file that a killed
-//! agent left is removed first. Nothing is synced to disk: the file survives the agent, not a power
-//! failure.
+//! The new content is written to `<path>.tmp` and renamed over `path`. A `.tmp` file of a killed agent is
+//! removed first. [`replace_file`] does not sync to disk: the file survives the agent, but not a power failure.
 
 use std::fs::{File, Permissions};
 use std::io::{self, Write};
@@ -11,27 +10,27 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, renameat, unlinkat};
-use rustix::io::Errno;
 
 use crate::permission::explained;
+use crate::regular_file::if_exists;
 
-/// Puts `bytes` at `path` in a new file with `mode`. After an error `path` is as it was.
+/// Replaces `path` by a new file with `bytes` and `mode`. After an error `path` is unchanged.
 pub(crate) fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     replace_all(CWD, &[(path, bytes)], mode, false).map_err(|error| explained(path, error))
 }
 
-/// Like [`replace_file`], of files below an open directory. All are written, and on the disk if
-/// `is_synced`, before the first is replaced.
+/// Like [`replace_file`], for files below an open directory. All are written, and on the disk if
+/// `syncs`, before the first one is replaced.
 pub(crate) fn replace_all<P: AsRef<Path>>(
     directory: BorrowedFd<'_>,
     files: &[(P, &[u8])],
     mode: u32,
-    is_synced: bool,
+    syncs: bool,
 ) -> io::Result<()> {
     let replace = || {
         for (path, bytes) in files {
             let file = write_temporary(directory, path.as_ref(), bytes, mode)?;
-            if is_synced {
+            if syncs {
                 file.sync_all()?;
             }
         }
@@ -42,7 +41,7 @@ pub(crate) fn replace_all<P: AsRef<Path>>(
     };
     replace().inspect_err(|_| {
         for (path, _) in files {
-            // The first error is the one to report.
+            // The first error is reported, not the one of this clean-up.
             let _ = unlinkat(directory, temporary(path.as_ref()), AtFlags::empty());
         }
     })
@@ -56,10 +55,7 @@ fn write_temporary(
 ) -> io::Result<File> {
     let temporary = temporary(path);
     // A leftover could be a link, or have another mode.
-    match unlinkat(directory, &temporary, AtFlags::empty()) {
-        Ok(()) | Err(Errno::NOENT) => {}
-        Err(error) => return Err(error.into()),
-    }
+    if_exists(unlinkat(directory, &temporary, AtFlags::empty()).map_err(Into::into))?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let mut file: File = openat(directory, &temporary, flags, Mode::from_raw_mode(0o600))?.into();
     file.write_all(bytes)?;

@@ -1,4 +1,4 @@
-//! The findings of `doctor` and `preflight`: one line each, as text or as JSON.
+//! Formats the findings of `doctor` and `preflight`: one line each, as text or as JSON.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -11,12 +11,12 @@ use crate::logging::printable;
 use crate::problem::codes::{self, FOLLOWS};
 use crate::problem::{Code, Problem, sentence};
 
-/// In characters.
+/// The longest text of a check, in characters.
 const MAX_TEXT: usize = 1000;
 
-/// Before the second and later lines of a finding.
+/// The indentation of the second and later lines of a finding.
 const INDENT: &str = "           ";
-/// Problems that are warnings unless a check knows more.
+/// Problems that are warnings, unless a check sets another level.
 const WARNINGS: [&Code; 13] = [
     codes::CERTIFICATE_EXPIRES_SOON,
     codes::DNS_RESOLVER_INVALID,
@@ -37,11 +37,11 @@ pub const READY: &str = "ready";
 const NEXT_STEPS: &str = "if requests fail, read the response flags in Envoy's access log (UH: no healthy endpoint, \
                           UF: no connection, NR: no route), and compare `istioctl proxy-config all POD`";
 
-/// The answer of all checks.
+/// The results of all checks.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Report {
     pub node: String,
-    /// The worst of all checks.
+    /// The worst level of all checks.
     pub level: Level,
     /// The state of the pod and the first problem. Empty in reports of older agents.
     #[serde(default)]
@@ -58,7 +58,7 @@ pub struct Group {
     pub checks: Vec<Check>,
 }
 
-/// One line.
+/// The result of one check, which is one line of text.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Check {
     pub name: String,
@@ -118,7 +118,7 @@ impl Check {
         Self::new(name, Level::Ok, found)
     }
 
-    /// A check that was not made.
+    /// Describes a check that was not made.
     pub fn skipped(name: impl ToString, why: impl ToString) -> Self {
         Self::new(name, Level::Skipped, why)
     }
@@ -127,16 +127,16 @@ impl Check {
         Self {
             name: name.to_string(),
             level,
-            // An error may quote what another process has sent.
+            // An error may quote a text of any length that another process has sent.
             found: found.to_string().chars().take(MAX_TEXT).collect(),
             ..Self::default()
         }
     }
 
-    /// A problem with the level of its code.
+    /// Reports a problem with the level of its code.
     pub fn of(problem: &Problem) -> Self {
         let level = match problem.code {
-            // Most meshes have such services, such as one that is scaled to zero.
+            // Most meshes have such services: a service may be scaled to zero.
             code if code == codes::NO_HEALTHY_ENDPOINT => Level::Ok,
             code if WARNINGS.contains(&code) => Level::Warning,
             _ => Level::Error,
@@ -144,6 +144,7 @@ impl Check {
         Self::problem(level, problem)
     }
 
+    /// Reports a problem with this level.
     pub fn problem(level: Level, problem: &Problem) -> Self {
         Self {
             code: problem.code.name.to_owned(),
@@ -162,12 +163,15 @@ impl Check {
         sentence(&self.name, &self.found, &self.expected, follows, &self.code)
     }
 
-    /// Tells whether the other finding is only a consequence of this one.
+    /// Returns true if the other finding is only a consequence of this one.
     fn causes(&self, other: &Self) -> bool {
-        let has = |names: &[&str], it: &Self| names.iter().any(|name| it.code.starts_with(name));
-        FOLLOWS
-            .iter()
-            .any(|(causes, follow)| has(causes, self) && has(follow, other))
+        let mut rows = FOLLOWS.iter();
+        rows.any(|(causes, consequences)| self.has_code(causes) && other.has_code(consequences))
+    }
+
+    /// Returns true if the code begins with one of these prefixes.
+    fn has_code(&self, prefixes: &[&str]) -> bool {
+        prefixes.iter().any(|prefix| self.code.starts_with(prefix))
     }
 }
 
@@ -184,7 +188,7 @@ impl Report {
         report
     }
 
-    /// Adds verdict and remedy. `state` describes the pod. `unexplained` becomes an error if no check is an error.
+    /// Adds verdict and remedy. `state` describes the pod. The problem `unexplained` is added if no check is an error.
     #[must_use]
     pub fn judged(mut self, state: &str, unexplained: Option<&Problem>) -> Self {
         if let Some(problem) = unexplained.filter(|_| self.level < Level::Error) {
@@ -193,7 +197,7 @@ impl Report {
             self.level = Level::Error;
         }
         let findings = self.findings();
-        // What other pods have to cure may be why requests fail.
+        // A problem that has to be solved in other pods may be the reason why requests fail.
         let is_note = |check: &&Check| check.level == Level::Ok && !check.code.is_empty();
         (self.verdict, self.remedy) = if let Some(first) = findings.first() {
             let (name, text) = (first.level.name(), first.line(["", ""]));
@@ -222,7 +226,7 @@ impl Report {
         self.groups.iter().flat_map(|group| &group.checks)
     }
 
-    /// The errors, then the warnings, each once and without consequences of others.
+    /// Returns the errors, and then the warnings, each once and without the consequences of others.
     pub fn findings(&self) -> Vec<&Check> {
         let mut all: Vec<_> = self.checks().filter(|it| it.level > Level::Ok).collect();
         all.sort_by_key(|check| Reverse(check.level));
@@ -235,7 +239,7 @@ impl Report {
         checks.collect()
     }
 
-    /// Verdict, remedy and findings, or `all` checks, in lines of at most `width` characters.
+    /// Formats verdict, remedy and findings, or `all` checks, in lines of at most `width` characters.
     pub fn text(&self, all: bool, width: usize) -> String {
         let findings = self.findings();
         let remedy = format!("what to do: {}", self.remedy);
@@ -256,13 +260,13 @@ impl Report {
             "errors: {errors}, warnings: {warnings}, passed: {passed}, skipped: {skipped}"
         ));
         // Without a configuration the node is unknown.
-        let lines = lines.iter().filter(|line| !line.is_empty());
-        let lines: Vec<_> = lines.map(|line| wrapped(line, width)).collect();
-        lines.join("\n")
+        lines.retain(|line| !line.is_empty());
+        let wrapped: Vec<_> = lines.iter().map(|line| wrapped(line, width)).collect();
+        wrapped.join("\n")
     }
 }
 
-/// Breaks a line at spaces, or inside a word that is too long, and indents what follows.
+/// Breaks a line at spaces, or inside a word that is too long, and indents the following lines.
 fn wrapped(line: &str, width: usize) -> String {
     let (mut text, mut rest) = (String::new(), printable(line));
     while let Some((end, _)) = rest.char_indices().nth(width) {
@@ -277,7 +281,7 @@ fn wrapped(line: &str, width: usize) -> String {
 impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let level = self.level.name();
-        // A certificate's name or an answer may contain anything.
+        // A certificate's name or a response may contain any characters.
         write!(f, "{level:<8} {}", printable(&self.sentence()))
     }
 }

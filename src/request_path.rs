@@ -2,7 +2,7 @@
 //!
 //! Source: RFC 3986, section 3.3.
 
-/// Percent-encodes what a request path must not contain, as Go does.
+/// Percent-encodes the characters that a request path must not contain, as Go does.
 pub(crate) fn escaped(path: &str) -> String {
     let mut text = String::with_capacity(path.len());
     let mut is_query = false;

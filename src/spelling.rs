@@ -1,20 +1,21 @@
 //! Finds the name that a misspelt one most likely stands for.
 
-/// How alike two names are at least, of 1.
-const MIN_LIKENESS: f64 = 0.85;
+/// The Jaro-Winkler similarity, of at most 1, from which on two names are alike.
+const MIN_SIMILARITY: f64 = 0.85;
 
-/// What an error says behind a misspelt name: the nearest of those known, with `prefix` before it. Empty
-/// if none is alike.
+/// Suggests the nearest of the `known` names, with `prefix` before it, for an error about a misspelt name. Empty if no
+/// name is alike.
 pub(crate) fn hint(
     name: &str,
     prefix: &str,
     known: impl IntoIterator<Item = impl AsRef<str>>,
 ) -> String {
-    let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), &known.to_lowercase());
-    let rated = known
-        .into_iter()
-        .map(|known| (likeness(known.as_ref()), known));
-    let alike = rated.filter(|(likeness, _)| *likeness >= MIN_LIKENESS);
+    let lowercase = name.to_lowercase();
+    let rated = known.into_iter().map(|known| {
+        let similarity = strsim::jaro_winkler(&lowercase, &known.as_ref().to_lowercase());
+        (similarity, known)
+    });
+    let alike = rated.filter(|(similarity, _)| *similarity >= MIN_SIMILARITY);
     let nearest = alike.max_by(|(one, _), (other, _)| one.total_cmp(other));
     nearest.map_or_else(String::new, |(_, known)| {
         format!(" ({prefix}{}?)", known.as_ref())

@@ -1,4 +1,4 @@
-//! Tells systemd that the agent is ready, that it stops, and that its serving thread is alive.
+//! Reports to systemd that the agent is ready, that it stops, and that its serving thread is alive.
 //!
 //! Source: the manuals sd_notify(3) and sd_watchdog_enabled(3).
 
@@ -12,21 +12,23 @@ use std::time::Duration;
 use tokio::net::UnixDatagram;
 use tokio::time::MissedTickBehavior;
 
-/// How long systemd may take to accept a message.
-const LIMIT: Duration = Duration::from_secs(5);
-/// However short the time of the watchdog is, the agent does more than answer it.
-const MIN: Duration = Duration::from_millis(10);
+use crate::duration::scaled;
 
-/// Where systemd listens, and how often it expects to hear from the agent.
+/// The time limit for systemd to accept a message.
+const LIMIT: Duration = Duration::from_secs(5);
+/// The shortest period of watchdog messages, so that a short watchdog time does not keep the agent busy.
+const MIN_PERIOD: Duration = Duration::from_millis(10);
+
+/// The socket of systemd, and the period of the watchdog messages.
 #[derive(Clone, Debug)]
 pub struct Config {
     socket: SocketAddr,
-    /// Between two signs of life.
+    /// The time between two watchdog messages.
     period: Option<Duration>,
 }
 
 impl Config {
-    /// Reads `NOTIFY_SOCKET`, a path or an abstract name after `@`. None for other kinds of sockets.
+    /// Parses `NOTIFY_SOCKET`, a path or an abstract name after `@`. Returns None for other kinds of sockets.
     pub fn new(socket: &str, watchdog: Option<Duration>) -> Option<Self> {
         let socket = match socket.strip_prefix('@') {
             Some(name) => SocketAddr::from_abstract_name(name),
@@ -34,15 +36,15 @@ impl Config {
             None => return None,
         };
         // Half the time, as systemd recommends.
-        let period = watchdog.map(|watchdog| crate::duration::scaled(watchdog, 0.5).max(MIN));
+        let period = watchdog.map(|watchdog| scaled(watchdog, 0.5).max(MIN_PERIOD));
         Some(Self {
             socket: socket.ok()?,
             period,
         })
     }
 
-    /// Reports when `ready` and `stopping` end, and all along that the thread that runs this future is
-    /// alive. It never ends.
+    /// Reports when `ready` and `stopping` end, and in each period that the thread of this future is
+    /// alive. Never ends.
     pub async fn report(self, ready: impl Future<Output = ()>, stopping: impl Future<Output = ()>) {
         let period = self.period.unwrap_or(Duration::MAX);
         let mut alive = tokio::time::interval(period);

@@ -67,8 +67,8 @@ pub const SYSTEM_BUNDLES: [&str; 8] = [
 const SYSTEM_DIRECTORIES: [&str; 2] = ["/etc/ssl/certs", "/etc/pki/tls/certs"];
 
 impl SystemRoots {
-    /// By the variables `SSL_CERT_FILE` and `SSL_CERT_DIR`, directories with colons between; an empty
-    /// one means the usual places.
+    /// Takes the variables `SSL_CERT_FILE` and `SSL_CERT_DIR`, directories separated by colons; an empty one
+    /// means the usual places.
     pub fn new(file: &str, directories: &str) -> Self {
         let usual = |paths: &[&str]| paths.iter().map(PathBuf::from).collect();
         Self {
@@ -124,7 +124,7 @@ fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths.filter(|path| !is_second_name(path)).collect())
 }
 
-/// The trust anchors, or why there are none.
+/// Reads trust anchors.
 pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     let blocking = roots.clone();
     let read = tokio::task::spawn_blocking(move || read(&blocking)).await;
@@ -173,8 +173,8 @@ impl Anchors {
         }
     }
 
-    /// The usable ones, with a warning of what was left out of `source`. Without any, the error says
-    /// what was.
+    /// Returns the usable certificates, and logs the number of those left out of `source`. Without any usable
+    /// one, this number is the error.
     fn finish(self, source: &str) -> Result<TrustAnchors, String> {
         let mut store = RootCertStore::empty();
         let valid = self.valid.iter().map(|der| der.as_ref().into());
@@ -217,7 +217,7 @@ pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnc
         })
 }
 
-/// The end of a certificate's validity.
+/// Returns the end of a certificate's validity.
 pub(crate) fn not_after(der: &[u8]) -> Option<SystemTime> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     Some(certificate.validity().not_after.to_datetime().into())

@@ -1,23 +1,23 @@
-//! The version of this build, and the version of Istio it tells istiod.
+//! Determines the version of this build, and the version of Istio that is sent to istiod.
 
-use std::io::ErrorKind;
 use std::path::Path;
 
 use crate::metrics::{Kind, Registry};
 use crate::problem::{Problem, codes};
-use crate::regular_file;
+use crate::regular_file::{self, if_exists};
 
-/// The release of Istio that this agent follows. istiod is told this version if the image names none.
+/// The release of Istio that this agent follows. It is sent to istiod if the image does not name a version.
 const FOLLOWED: &str = "1.31.0";
 
-/// The file beside the binary with the version of Istio whose Envoy the image has. The build of the
+/// The file next to the binary with the version of Istio whose Envoy the image contains. The build of the
 /// image writes it.
-const OF_IMAGE: &str = "pilot-agent.istio-version";
+const IMAGE_VERSION_FILE: &str = "pilot-agent.istio-version";
 const MAX_LENGTH: u64 = 64;
 
-pub const AGENT_VERSION: &str = match cfg!(feature = "fips") {
-    true => concat!(env!("CARGO_PKG_VERSION"), "-fips"),
-    false => env!("CARGO_PKG_VERSION"),
+pub const AGENT_VERSION: &str = if cfg!(feature = "fips") {
+    concat!(env!("CARGO_PKG_VERSION"), "-fips")
+} else {
+    env!("CARGO_PKG_VERSION")
 };
 
 pub const REVISION: &str = match option_env!("ISTIO_AGENT_REVISION") {
@@ -31,36 +31,35 @@ pub const STATUS: &str = match option_env!("ISTIO_AGENT_STATUS") {
     None => "unknown",
 };
 
-/// The version of Istio by which istiod decides what Envoy understands: that of the image, or else of
-/// the release this agent follows.
+/// Returns the version of Istio from which istiod decides what Envoy supports: the version of the image or, if the
+/// image does not name one, the release that this agent follows.
 pub fn istio() -> Result<String, Problem> {
     match std::env::current_exe() {
-        Ok(program) => beside(&program),
+        Ok(program) => image_version(&program),
         Err(_) => Ok(FOLLOWED.to_owned()),
     }
 }
 
-fn beside(program: &Path) -> Result<String, Problem> {
-    let path = program.with_file_name(OF_IMAGE);
-    let unusable = |found: String| {
+fn image_version(program: &Path) -> Result<String, Problem> {
+    let path = program.with_file_name(IMAGE_VERSION_FILE);
+    let unusable = |found: &str| {
         let expected = format!("a version such as {FOLLOWED}, or no such file");
-        Problem::value(codes::FILE_INVALID, path.display(), &found, expected)
+        Problem::value(codes::FILE_INVALID, path.display(), found, expected)
     };
-    let content = match regular_file::read(&path, MAX_LENGTH) {
-        Ok(content) => content,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(FOLLOWED.to_owned()),
-        Err(error) => return Err(unusable(error.to_string())),
+    let content = if_exists(regular_file::read(&path, MAX_LENGTH));
+    let Some(content) = content.map_err(|error| unusable(&error.to_string()))? else {
+        return Ok(FOLLOWED.to_owned());
     };
     let text = String::from_utf8_lossy(&content);
     let version = text.trim();
-    let is_part = |c: char| c.is_ascii_alphanumeric() || ".-+_".contains(c);
-    match !version.is_empty() && version.chars().all(is_part) {
-        true => Ok(version.to_owned()),
-        false => Err(unusable(version.to_owned())),
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || ".-+_".contains(c);
+    if version.is_empty() || !version.chars().all(is_allowed) {
+        return Err(unusable(version));
     }
+    Ok(version.to_owned())
 }
 
-/// Records the build as a metric. `istio` is the version told to istiod.
+/// Records the build as a metric. `istio` is the version that is sent to istiod.
 pub fn publish(registry: &Registry, istio: &str) {
     const LABELS: &[&str] = &["version", "istio_version", "revision", "status"];
     let help = "What this agent was built from; always 1.";
@@ -70,7 +69,7 @@ pub fn publish(registry: &Registry, istio: &str) {
     });
 }
 
-/// All of it in one line. `istio` is the version told to istiod.
+/// Formats all versions in one line. `istio` is the version that is sent to istiod.
 pub fn full(istio: &str) -> String {
     format!("{istio}-{REVISION}-{STATUS} (istio-agent {AGENT_VERSION})")
 }
@@ -96,7 +95,7 @@ mod tests {
     fn the_version_of_istio_comes_from_the_file_beside_the_binary() {
         let folder = tempfile::tempdir().expect("a folder");
         let program = folder.path().join("pilot-agent");
-        assert_eq!(beside(&program), Ok(FOLLOWED.to_owned()));
+        assert_eq!(image_version(&program), Ok(FOLLOWED.to_owned()));
         for (content, expected) in [
             ("1.28.3\n", Ok("1.28.3")),
             ("1.30-alpha.3f0c+x_y", Ok("1.30-alpha.3f0c+x_y")),
@@ -105,8 +104,8 @@ mod tests {
             ("client version: 1.28.3\n", Err("client version: 1.28.3")),
             (&"1".repeat(65), Err("more than 64 bytes")),
         ] {
-            std::fs::write(folder.path().join(OF_IMAGE), content).expect("written");
-            let found = beside(&program).map_err(|problem| problem.found);
+            std::fs::write(folder.path().join(IMAGE_VERSION_FILE), content).expect("written");
+            let found = image_version(&program).map_err(|problem| problem.found);
             let expected = expected
                 .map(str::to_owned)
                 .map_err(|found| format!("{found:?}"));

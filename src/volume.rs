@@ -1,4 +1,4 @@
-//! Directories for files that survive a restart of the container.
+//! Checks and prepares directories for files that survive a restart of the container.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -23,12 +23,12 @@ pub struct Volume {
     pub is_machine: bool,
 }
 
-/// What is stored.
+/// The content of a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     /// Configuration of Envoy, which may be large.
     Configuration,
-    /// The workload's key and certificate, which may be in memory only.
+    /// The workload's key and certificate, which must not be written to a disk.
     Certificate,
 }
 
@@ -66,7 +66,7 @@ impl Volume {
         }
     }
 
-    /// Fails if this process cannot write there, or if a default directory does not suit.
+    /// Fails if this process cannot write to the directory, or if its file system does not suit the content.
     pub(crate) fn check(&self, content: Content) -> Result<(), Problem> {
         self.usable(content)
             .map_err(|error| self.problem(content, error))
@@ -103,8 +103,8 @@ impl Volume {
         Err(io::Error::other(why))
     }
 
-    /// Creates the subdirectory and logs why that failed. Returns true if the content is to be stored: a directory
-    /// that the operator has named may become usable later.
+    /// Creates the subdirectory, and logs a failure. Returns true if the content is to be stored, also after a failure
+    /// if the operator has named the directory, because it may become usable later.
     pub(crate) fn is_used(&self, content: Content) -> bool {
         let created = self.check(content).and_then(|()| {
             let created = Directory::private(&self.directory, content.directory(), true);
@@ -126,13 +126,13 @@ impl Volume {
     }
 }
 
-/// Tells whether less than a tenth of a file system is free for the agent's user.
+/// Returns true if less than a tenth of a file system is free for the agent's user.
 fn is_nearly_full(directory: &Path) -> io::Result<bool> {
     let space = statvfs(directory)?;
     Ok(space.f_bavail < space.f_blocks / 10)
 }
 
-/// Tells whether the files of an open directory are in memory.
+/// Returns true if the files of an open directory are in memory.
 pub(crate) fn is_in_memory(directory: impl AsFd) -> io::Result<bool> {
     let file_system = fstatfs(directory)?;
     // The type is a small number in a word whose width depends on the machine.

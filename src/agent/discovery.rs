@@ -1,4 +1,4 @@
-//! Builds the discovery service, with what it needs: interceptors and health checks.
+//! Builds the discovery service with its interceptors and health checks.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::xds::last_known_good::LastKnownGood;
 use crate::xds::observe::Observer;
 use crate::xds::server::{Discovery, Upstream};
 
-/// What takes responses in place of Envoy, or rewrites them.
+/// Builds the interceptors, which consume responses in place of Envoy or rewrite them.
 pub(super) fn interceptors(
     dns: Option<Dns>,
     pcds: Option<Pcds>,
@@ -33,7 +33,7 @@ pub(super) fn interceptors(
 }
 
 impl Agent {
-    /// Checks the workload of a machine.
+    /// Spawns the health checks of a workload on a virtual machine.
     pub(super) fn health(
         &mut self,
         envoy: Option<&Envoy>,
@@ -56,19 +56,19 @@ impl Agent {
         interceptors: Interceptors,
         health: Option<&Health>,
     ) -> Result<Observer, Problem> {
-        let kept = self.config.kept.clone().map(|config| {
+        let last_known_good = self.config.kept.clone().map(|config| {
             let (registry, shutdown) = (&self.metrics, self.shutdown.clone());
             let admin = envoy.map(Envoy::admin);
-            let (kept, writing) = LastKnownGood::new(config, admin, registry, shutdown);
+            let (last_known_good, writing) = LastKnownGood::new(config, admin, registry, shutdown);
             self.spawn("stored configuration", writing);
-            kept
+            last_known_good
         });
         let config = xds::Config {
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
-            kept,
+            kept: last_known_good,
         };
-        // Applications of gRPC share the directory, and may have taken the name.
+        // gRPC applications share the directory, and may have created a file of this name.
         let listener = unix_socket::replace(&self.config.bootstrap.xds_socket)?;
         let of_others = match envoy {
             Some(_) => {

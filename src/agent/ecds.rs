@@ -1,12 +1,12 @@
-//! Intercepts ECDS: has the Wasm modules of filters fetched, and forwards the response with them as
-//! files.
+//! Intercepts ECDS: has the Wasm modules of filters fetched, and forwards the response with files in place of
+//! remote modules.
 //!
 //! A module that is missing is replaced by a filter that allows or denies all requests, and the
-//! response is forwarded again, with the same version and nonce, once the module is there. istiod
+//! response is forwarded again, with the same version and nonce, once the module is fetched. istiod
 //! takes the second ACK as a repetition of the first.
 //!
-//! A newer response of the stream takes the place of one that waits. In delta, the resources that only
-//! the older one had are added to it, and a resource waits for its own module alone.
+//! A newer response of the stream replaces one that waits for modules. In delta, the resources that only
+//! the older one had are added to the newer one, and a resource waits for its own module only.
 
 use std::collections::HashSet;
 
@@ -20,10 +20,10 @@ use crate::xds::intercept::{Intercepting, Interceptor, Later, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
-/// Of resources in a response, in both protocols, and of the `Any` in a `Resource` of delta.
+/// The field numbers of resources in a response, in both protocols, and of the `Any` in a `Resource` of delta.
 const RESOURCES: u32 = 2;
 const RESOURCE: u32 = 2;
-/// Of names in delta: of a resource, and of those removed.
+/// The field numbers of names in delta: the name of a resource, and the names of removed resources.
 const NAME: u32 = 3;
 const REMOVED: u32 = 6;
 
@@ -42,15 +42,14 @@ impl Interceptor for Ecds {
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let parts = match protocol {
-            Protocol::Sotw => None,
-            Protocol::Delta => parts(&message),
+            Protocol::Delta => parts(&message).unwrap_or_else(|| vec![message]),
+            Protocol::Sotw => vec![message],
         };
-        let parts = parts.unwrap_or_else(|| vec![message]).into_iter();
-        let parts = parts.map(|part| {
-            let outcome = converted(self.0.clone(), protocol, part.clone(), None);
+        let converting = parts.into_iter().map(|part| {
+            let outcome = convert(self.0.clone(), protocol, part.clone(), None);
             (part, outcome)
         });
-        one_by_one(parts.collect())
+        one_by_one(converting.collect())
     }
 
     fn unsubscribed(&self, names: &[String]) {
@@ -60,14 +59,15 @@ impl Interceptor for Ecds {
     fn merge(&self, protocol: Protocol, older: &Bytes, newer: &Bytes) -> Option<Bytes> {
         Some(match protocol {
             Protocol::Sotw => newer.clone(),
-            // What cannot be read is handled as it came.
+            // A response that cannot be read is not merged.
             Protocol::Delta => merged(older, newer).unwrap_or_else(|_| newer.clone()),
         })
     }
 }
 
-/// The response with its modules as files. `last` is an earlier result, which is not forwarded again.
-fn converted(
+/// Converts a response until all its modules are files, and forwards each result with fewer missing modules. `last` is
+/// an earlier result, which is not forwarded again.
+fn convert(
     wasm: Wasm,
     protocol: Protocol,
     message: Bytes,
@@ -82,25 +82,24 @@ fn converted(
                 Ok(rewritten) => rewritten,
                 Err(problem) => return Outcome::Rejected(problem),
             };
-            let is_progress = last
-                .as_ref()
-                .is_none_or(|last| converted.missing < last.missing);
-            if !is_progress {
-                last = Some(converted);
+            if let Some(last) = &mut last
+                && converted.missing >= last.missing
+            {
+                *last = converted;
                 continue;
             }
             if converted.retry_at.is_none() {
                 return Outcome::Forward(rewritten, None);
             }
             let rest = message.clone();
-            let outcome = self::converted(wasm, protocol, message, Some(converted));
+            let outcome = convert(wasm, protocol, message, Some(converted));
             return Outcome::Forward(rewritten, Some(Later { outcome, rest }));
         }
     })
 }
 
-/// Cuts a delta response into one with each resource that has a module, and one with all else. None if it
-/// cannot be read.
+/// Splits a delta response into one response for each resource with a module, and one with everything else. Returns
+/// None if it cannot be read.
 fn parts(message: &Bytes) -> Option<Vec<Bytes>> {
     let (mut head, mut late, mut rest, mut is_empty) = (Vec::new(), Vec::new(), Vec::new(), true);
     for field in wire::fields(message).ok()? {
@@ -142,7 +141,7 @@ fn one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
     })
 }
 
-/// The response with other resources where they changed; byte for byte the same where none did.
+/// Replaces the resources with modules in a response. The response stays byte for byte the same if there are none.
 async fn rewrite(
     wasm: &Wasm,
     protocol: Protocol,
@@ -162,12 +161,12 @@ async fn rewrite(
             Protocol::Sotw => Some(content.clone()),
             Protocol::Delta => wire::last(content, RESOURCE).map_err(broken)?,
         };
-        // Without one it is refused.
+        // A resource without an `Any` is rejected as an empty one.
         resources.push(any.unwrap_or_default());
     }
-    // In delta, other resources stay as they were.
-    let converted = wasm.convert(&resources, protocol == Protocol::Sotw);
-    let converted = converted.await?;
+    // In delta, resources that are not in the response stay in use.
+    let is_complete = protocol == Protocol::Sotw;
+    let converted = wasm.convert(&resources, is_complete).await?;
     if converted.resources.iter().all(Option::is_none) {
         return Ok((message.clone(), converted));
     }
@@ -193,27 +192,31 @@ async fn rewrite(
     Ok((rewritten.into(), converted))
 }
 
-/// The newer delta response with what only the older one had. A response is the sum of its fields.
+/// Adds the resources and removals that only the older delta response has to the newer one. A message is the sequence
+/// of its fields, so records can be appended.
 fn merged(older: &Bytes, newer: &Bytes) -> Result<Bytes, wire::DecodeError> {
-    let named = |message: &Bytes| -> Result<Vec<_>, wire::DecodeError> {
-        let fields = wire::fields(message)?.into_iter();
-        let mut named = Vec::new();
-        for field in fields {
-            let name = match (field.number, &field.content) {
-                (RESOURCES, Some(content)) => wire::last(content, NAME)?,
-                (REMOVED, name) => name.clone(),
-                _ => continue,
-            };
-            named.push((name.unwrap_or_default(), field.record));
-        }
-        Ok(named)
-    };
     let known: HashSet<_> = named(newer)?.into_iter().map(|(name, _)| name).collect();
-    let older = named(older)?.into_iter();
-    let older = older.filter(|(name, _)| !known.contains(name));
     let mut merged = newer.to_vec();
-    older.for_each(|(_, record)| merged.extend_from_slice(&record));
+    for (name, record) in named(older)? {
+        if !known.contains(&name) {
+            merged.extend_from_slice(&record);
+        }
+    }
     Ok(merged.into())
+}
+
+/// Returns the names of the resources and removals of a delta response, each with its record.
+fn named(message: &Bytes) -> Result<Vec<(Bytes, Bytes)>, wire::DecodeError> {
+    let mut named = Vec::new();
+    for field in wire::fields(message)? {
+        let name = match (field.number, field.content) {
+            (RESOURCES, Some(content)) => wire::last(&content, NAME)?,
+            (REMOVED, name) => name,
+            _ => continue,
+        };
+        named.push((name.unwrap_or_default(), field.record));
+    }
+    Ok(named)
 }
 
 #[cfg(test)]
@@ -533,9 +536,10 @@ mod tests {
             is_delta in any::<bool>(),
         ) {
             let named: Vec<_> = resources.iter().map(|any| ("a", any.clone())).collect();
-            let (protocol, message) = match is_delta {
-                true => (Protocol::Delta, delta("n", &named, &["b"])),
-                false => (Protocol::Sotw, sotw(&resources)),
+            let (protocol, message) = if is_delta {
+                (Protocol::Delta, delta("n", &named, &["b"]))
+            } else {
+                (Protocol::Sotw, sotw(&resources))
             };
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
             let runtime = runtime.expect("a runtime");

@@ -1,7 +1,8 @@
 //! Gives Envoy access to the agent's directories and files if it runs as another user.
 //!
-//! The agent's directories are closed to others, because one of them serves secrets: they get Envoy's group. Files
-//! for Envoy get its owner. Directories that are open to all users, or have another owner, stay unchanged.
+//! Other users cannot enter the agent's directories, because one of them contains the socket for secrets: the
+//! directories get Envoy's group. Files for Envoy get Envoy's user as owner. Directories that are open to all users,
+//! or have another owner, stay unchanged.
 
 use std::fs;
 use std::io;
@@ -12,34 +13,33 @@ use std::path::{Path, PathBuf};
 const GROUP_ENTERS: u32 = 0o010;
 const OTHERS_ENTER: u32 = 0o001;
 
-/// Gives `user` access to `files` and `directories`. A failure is logged: Envoy reports what it cannot open.
-pub(super) fn admit<'a>(
-    user: u32,
-    files: &[PathBuf],
-    directories: impl IntoIterator<Item = Option<&'a Path>>,
-) {
+/// Makes `user` the owner of `files`. A failure is logged: Envoy reports files that it cannot open.
+pub(super) fn give_files(user: u32, files: &[PathBuf]) {
     for file in files {
-        log(file, chown(file, Some(user), Some(user)));
-    }
-    for directory in directories.into_iter().flatten() {
-        for directory in directory.ancestors().filter(|d| !d.as_os_str().is_empty()) {
-            log(directory, enter(user, directory));
-        }
+        log_failure(file, chown(file, Some(user), Some(user)));
     }
 }
 
-fn enter(group: u32, directory: &Path) -> io::Result<()> {
+/// Lets the group `user` enter `directories` and their ancestors. A failure is logged, as with files.
+pub(super) fn admit(user: u32, directories: &[Option<&Path>]) {
+    let paths = directories.iter().flatten().flat_map(|it| it.ancestors());
+    for directory in paths.filter(|path| !path.as_os_str().is_empty()) {
+        log_failure(directory, admit_group(user, directory));
+    }
+}
+
+fn admit_group(group: u32, directory: &Path) -> io::Result<()> {
     let found = fs::metadata(directory)?;
     let mode = found.permissions().mode();
     let is_open = mode & OTHERS_ENTER != 0;
-    let is_ours = (found.uid(), found.gid()) == (0, 0);
-    if is_open || !is_ours || mode & GROUP_ENTERS == 0 {
+    let is_of_root = (found.uid(), found.gid()) == (0, 0);
+    if is_open || !is_of_root || mode & GROUP_ENTERS == 0 {
         return Ok(());
     }
     chown(directory, None, Some(group))
 }
 
-fn log(path: &Path, result: io::Result<()>) {
+fn log_failure(path: &Path, result: io::Result<()>) {
     if let Err(error) = result {
         let path = path.display();
         tracing::warn!("cannot give Envoy's user access to {path}; starting Envoy anyway: {error}");
@@ -69,7 +69,7 @@ mod tests {
             fs::create_dir_all(&inner).expect("made");
             fs::set_permissions(&inner, fs::Permissions::from_mode(mode)).expect("set");
             chown(&inner, Some(owner), Some(group)).expect("given");
-            admit(1337, &[], [inner.parent(), Some(&*inner), None]);
+            admit(1337, &[inner.parent(), Some(&*inner), None]);
             let gid = fs::metadata(&inner).expect("there").gid();
             assert_eq!(gid, expected, "{owner}:{group} {mode:o}");
         }
@@ -84,7 +84,7 @@ mod tests {
         let place = tempfile::tempdir().expect("a directory");
         let file = place.path().join("bootstrap");
         fs::write(&file, "").expect("written");
-        admit(1337, std::slice::from_ref(&file), []);
+        give_files(1337, std::slice::from_ref(&file));
         let found = fs::metadata(&file).expect("there");
         assert_eq!((found.uid(), found.gid()), (1337, 1337));
     }

@@ -1,4 +1,4 @@
-//! Fetches an identity token from Google's metadata service, and keeps it fresh in the token file.
+//! Fetches an identity token from Google's metadata service, and writes a new one to the token file before it expires.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use crate::istiod::token;
 use crate::problem::{Problem, codes};
 use crate::replace_file::replace_file;
 
-/// A token with less life left is replaced.
-const AHEAD: Duration = Duration::from_secs(25 * 60);
+/// The time before its expiry at which a token is replaced.
+const RENEWAL_MARGIN: Duration = Duration::from_secs(25 * 60);
 
-/// How long a token is used at the least, and one that does not say when it expires.
-const MIN: Duration = Duration::from_secs(5 * 60);
+/// The shortest time until a token is replaced. A token without an expiry is replaced after this time.
+const MIN_USE: Duration = Duration::from_secs(5 * 60);
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
@@ -40,27 +40,26 @@ pub(super) async fn keep_fresh(
     }
 }
 
-/// Returns how long the new token is to be used.
+/// Replaces the token. Returns the time until the next replacement.
 async fn refresh(
     config: &GoogleToken,
     platform: &platform::Config,
     clock: &Clock,
 ) -> Result<Duration, Problem> {
     let code = codes::GOOGLE_TOKEN_MISSING;
-    let token = platform::google_identity(platform, &config.audience).await;
-    let token = token.ok_or_else(|| {
+    let Some(token) = platform::google_identity(platform, &config.audience).await else {
         let subject = "Failed to get vm identity token from metadata server";
         let found = format!("no token for audience {:?}", config.audience);
-        Problem::new(code, subject, found)
-    })?;
+        return Err(Problem::new(code, subject, found));
+    };
     replace_file(&config.path, token.as_bytes(), 0o640).map_err(|error| {
         let subject = "Encountered error when writing vm identity token";
         Problem::new(code, subject, error)
     })?;
     let claims = token::claims(token.as_bytes());
     let expiry = claims.and_then(|claims| claims.expiry());
-    let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
-    Ok(left.unwrap_or_default().max(MIN))
+    let wait = expiry.and_then(|end| end.duration_since(clock.after(RENEWAL_MARGIN)).ok());
+    Ok(wait.unwrap_or_default().max(MIN_USE))
 }
 
 #[cfg(test)]

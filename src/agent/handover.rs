@@ -1,5 +1,5 @@
-//! Passes the pod on to an agent in another container, whose Envoy takes over from this one's by hot restart, and takes
-//! it over from such an agent.
+//! Hands the pod over to an agent in another container, whose Envoy takes over from this agent's Envoy by hot restart,
+//! and takes the pod over from such an agent.
 
 use std::io;
 use std::path::PathBuf;
@@ -22,15 +22,15 @@ use crate::envoy::inspect::{Serving, follows};
 use crate::lifecycle::{BoxError, CancellationToken, Retirement, Stop, Urgency};
 use crate::metrics::Counters;
 use crate::problem::{Problem, codes};
-use crate::standby::channel::{ANSWER, Channel, Hello, Message};
+use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
 use crate::standby::{Handover, Standby, Waiting, gate, socket};
 use crate::unix_socket;
 
-/// How long a successor may take until its Envoy serves.
-const READY: Duration = Duration::from_secs(60);
-/// How often a successor looks at its Envoy.
-const LOOKS: Duration = Duration::from_millis(100);
-/// The standby, a successor, and what is about to be refused.
+/// The time limit until the Envoy of a successor is able to serve.
+const READY_LIMIT: Duration = Duration::from_secs(60);
+/// The time between two checks of a successor's Envoy.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Connections of the standby, a successor, and agents that are about to be rejected.
 const MAX_CONNECTIONS: usize = 4;
 /// The cause of a stop after a handover that failed.
 pub(super) const FAILED: &str = "the handover failed";
@@ -48,9 +48,9 @@ pub(super) struct Holder {
 }
 
 impl Holder {
-    /// Serves the other agent from when this one serves.
+    /// Accepts connections of the other agent once this agent serves. Never ends.
     pub(super) async fn serve(self) {
-        self.ports.given().await;
+        self.ports.wait().await;
         let listener = match self.standby.listen() {
             Ok(listener) => listener,
             Err(error) => {
@@ -74,7 +74,7 @@ impl Holder {
                     }
                     Err(error) => {
                         tracing::warn!("cannot accept the agent of the other container: {error}");
-                        sleep(LOOKS).await;
+                        sleep(CHECK_INTERVAL).await;
                     }
                 },
                 Some(_) = connections.join_next() => {}
@@ -83,7 +83,7 @@ impl Holder {
     }
 
     async fn connection(self, stream: UnixStream, hello: Arc<Hello>) -> Result<(), BoxError> {
-        let mut channel = Channel::of(stream)?;
+        let mut channel = Channel::new(stream)?;
         let mut orders = self.standby.orders();
         let other = channel.greet(&hello).await?;
         let hindrance = other.hindrance(&hello);
@@ -109,11 +109,10 @@ impl Holder {
             return Err("expected the beginning of a handover".into());
         }
         tracing::info!("handing over to container {} ({})", other.name, other.build);
-        let handed = match hindrance {
-            Some(why) => Err(why),
-            None => self.hand_over(&mut channel).await,
+        let failed = match hindrance {
+            Some(why) => Some(why),
+            None => self.hand_over(&mut channel).await.err(),
         };
-        let failed = handed.err();
         let result = failed.as_ref().map_or("succeeded", |_| "failed");
         self.results.with([result]).inc();
         self.standby.change(|state| {
@@ -131,30 +130,30 @@ impl Holder {
         Ok(())
     }
 
-    /// Lets the other agent start its Envoy, and passes the pod on once that is able to serve.
+    /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve.
     async fn hand_over(&self, channel: &mut Channel) -> Result<(), String> {
-        let serving = Serving::of(self.envoy.admin()).await;
-        // An earlier successor has taken the admin port and failed.
-        let serving = serving.inspect_err(|why| {
-            tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
-        });
-        let lent = self.envoy.lend().await?;
-        let go = Message::Go(lent, serving.ok());
-        self.until_ready(channel, &go).await?;
-        self.pass_on(channel)
+        // The page is missing if an earlier successor has taken the admin port and failed.
+        let serving = Serving::of(self.envoy.admin())
             .await
-            .map_err(|error| error.to_string())
+            .inspect_err(|why| {
+                tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
+            })
+            .ok();
+        let go = Message::Go(self.envoy.lend().await?, serving);
+        self.until_ready(channel, &go).await?;
+        let passed = self.pass_on(channel).await;
+        passed.map_err(|error| error.to_string())
     }
 
-    /// Serves as before.
+    /// Continues to serve after a failed handover.
     async fn reclaim(&self, mut channel: Channel, other: &str, why: String) {
         let subject = format!("handover to container {other}");
         tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, subject, &why));
-        // It may have exited.
+        // The other agent may have exited.
         let _ = channel.send(&Message::Refused(why)).await;
-        // When the connection ends, its Envoy has exited, too.
+        // The connection ends once the Envoy of the other agent has exited.
         let ended = async { while channel.receive().await.is_ok() {} };
-        let _ = timeout(ANSWER, ended).await;
+        let _ = timeout(ANSWER_LIMIT, ended).await;
         self.envoy.order(Order::Reclaim).await;
     }
 
@@ -167,12 +166,12 @@ impl Holder {
             channel.receive().await
         };
         tokio::select! {
-            message = timeout(READY.saturating_add(ANSWER), message) => match message {
+            message = timeout(READY_LIMIT.saturating_add(ANSWER_LIMIT), message) => match message {
                 Ok(Ok(Message::Ready)) => Ok(()),
                 Ok(Ok(Message::Refused(why))) => Err(why),
                 Ok(Ok(other)) => Err(other.unexpected()),
                 Ok(Err(_)) => Err("it has exited".to_owned()),
-                Err(_) => Err(format!("it is not ready after {READY:?}")),
+                Err(_) => Err(format!("it is not ready after {READY_LIMIT:?}")),
             },
             _ = report.wait_for(|now| now.pid != pid) => Err("this container's Envoy has exited".to_owned()),
             () = self.stop.first_request() => Err("this container is to stop".to_owned()),
@@ -181,11 +180,11 @@ impl Holder {
 
     /// Passes the sockets and the lock on.
     async fn pass_on(&self, channel: &mut Channel) -> io::Result<()> {
-        let mut given = self.ports.duplicate().await?;
-        given.push(self.standby.duplicate_lock()?);
+        let mut descriptors = self.ports.duplicate().await?;
+        descriptors.push(self.standby.duplicate_lock()?);
         self.retirement.begin().await;
         let passed = async {
-            channel.send_with(&Message::Commit, &given).await?;
+            channel.send_with(&Message::Commit, &descriptors).await?;
             match channel.answer().await? {
                 Message::Done => Ok(()),
                 other => Err(BoxError::from(other.unexpected())),
@@ -201,8 +200,8 @@ impl Holder {
         Ok(())
     }
 
-    /// Keeps the connection, whose end tells the successor that this Envoy has exited. If the successor exits first, the
-    /// agent does not wait for its Envoy.
+    /// Holds the connection until this agent's Envoy has exited; its end informs the successor. If the successor exits
+    /// first, stops Envoy at once.
     async fn follow(&self, mut channel: Channel) {
         tracing::info!("the other container serves; this one waits for the end of its Envoy");
         let mut report = self.envoy.report();
@@ -245,14 +244,14 @@ impl Successor {
             exit = &mut supervisor => exit,
         };
         if !standby.has_lock() {
-            // Tells the other agent why.
-            let _ = timeout(LOOKS, taking_over).await;
+            // Gives the takeover time to send the reason to the other agent.
+            let _ = timeout(CHECK_INTERVAL, taking_over).await;
         }
         exit
     }
 
-    /// Asks the agent that serves for its place, if Envoy can use its bootstrap. Returns the restart epoch of Envoy, and
-    /// what the serving Envoy has, if that is known.
+    /// Validates the bootstrap with Envoy, and asks the agent that serves for a handover. Returns the connection, the
+    /// restart epoch of the new Envoy, and the listeners and secrets of the serving Envoy, if they are known.
     async fn begin(&self) -> Result<(Channel, u32, Option<Serving>), BoxError> {
         let envoy = self.config.envoy.as_ref();
         let (command, limit) = envoy
@@ -264,7 +263,7 @@ impl Successor {
         let gate = gate_socket(&self.config);
         let override_json = gate::add_to(command.override_json.as_deref(), &gate)?;
         let hello = self.holder.standby.hello(&command.binary).await;
-        let mut channel = timeout(ANSWER, Channel::connect(&socket())).await??;
+        let mut channel = timeout(ANSWER_LIMIT, Channel::connect(&socket())).await??;
         channel.greet(&hello).await?;
         channel.send(&Message::Begin).await?;
         match channel.answer().await? {
@@ -276,7 +275,7 @@ impl Successor {
         }
     }
 
-    /// Takes over once Envoy is able to serve, and tells Envoy's supervisor when its parent has ended.
+    /// Takes over once Envoy is able to serve, and informs Envoy's supervisor when its parent has exited.
     async fn take_over(self, mut channel: Channel, serving: Option<Serving>, restart_epoch: u32) {
         let taken = async {
             self.until_ready(&mut channel, serving, restart_epoch)
@@ -285,7 +284,7 @@ impl Successor {
         };
         match taken.await {
             Ok(()) => {
-                // Until the end of the former agent.
+                // The connection ends when the former agent exits.
                 while channel.receive().await.is_ok() {}
                 tracing::info!("the former Envoy has exited");
                 self.holder
@@ -304,7 +303,7 @@ impl Successor {
         }
     }
 
-    /// Waits until Envoy waits for nothing but the gate.
+    /// Waits until Envoy is able to serve, and waits for nothing but the gate.
     async fn until_ready(
         &self,
         channel: &mut Channel,
@@ -316,13 +315,13 @@ impl Successor {
             let (admin, serving) = (self.holder.envoy.admin(), serving.as_ref());
             while let Err(missing) = follows(admin, restart_epoch, serving, gate::NAME).await {
                 why = missing;
-                sleep(LOOKS).await;
+                sleep(CHECK_INTERVAL).await;
             }
         };
         let mut report = self.holder.envoy.report();
         tokio::select! {
-            ready = timeout(READY, ready) => {
-                Ok(ready.map_err(|_| format!("not ready after {READY:?}: {why}"))?)
+            ready = timeout(READY_LIMIT, ready) => {
+                Ok(ready.map_err(|_| format!("not ready after {READY_LIMIT:?}: {why}"))?)
             }
             _ = report.wait_for(|now| now.state == State::Exited) => {
                 Err("its Envoy has exited before it served".into())
@@ -356,17 +355,17 @@ impl Successor {
         self.gate.cancel();
         let mut report = self.holder.envoy.report();
         let live = report.wait_for(|now| now.state == State::Running);
-        timeout(ANSWER, live).await??;
+        timeout(ANSWER_LIMIT, live).await??;
         Ok(channel.send(&Message::Done).await?)
     }
 }
 
-/// Where an Envoy that takes over finds its gate.
+/// Returns the path of the gate's socket, to which an Envoy that takes over connects.
 pub(super) fn gate_socket(config: &Config) -> PathBuf {
     unix_socket::of_container(&config.bootstrap.xds_socket, "gate")
 }
 
-/// Has the well-known paths lead to the sockets of this container.
+/// Links the well-known paths to the sockets of this container.
 pub(super) fn link(config: &Config) -> Result<(), Problem> {
     let bootstrap = &config.bootstrap;
     unix_socket::link(&config.xds_socket, &bootstrap.xds_socket)?;

@@ -1,10 +1,9 @@
-//! The wiring: builds all modules, runs them side by side, and stops them.
+//! Wires the agent: builds all modules, runs them concurrently, and stops them.
 //!
-//! [`Agent::build`] binds the sockets first, so an agent that cannot bind one ends before Envoy
-//! starts. [`Agent::run`] starts Envoy and waits for its end. The sockets outlive Envoy, which
-//! fetches its configuration until it has drained.
+//! [`run`] binds the sockets first, so an agent that cannot bind one exits before Envoy starts. [`Agent::run`] starts
+//! Envoy and waits for its end. The sockets outlive Envoy, which fetches its configuration until it has drained.
 //!
-//! Modules that must not use each other meet only here.
+//! Modules that must not use each other are connected only here.
 
 mod discovery;
 mod ecds;
@@ -29,7 +28,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
@@ -55,17 +54,18 @@ use crate::wasm::Wasm;
 use crate::{doctor, scope, sds, status};
 use handover::{Holder, Successor};
 use ports::Ports;
-use reload::{Inputs, Report, Settings};
+use reload::{Inputs, Settings};
 use sds_socket::Detected;
 
-/// How long the Envoy of an agent that was killed may take to end, and how often the agent looks for it. An Envoy that
-/// was taking over waits 10 s for an answer of its parent if that has exited.
-const FORMER_ENVOY: Duration = Duration::from_secs(15);
+/// The time limit for the exit of an Envoy whose agent was killed. An Envoy that was taking over waits 10 s for an
+/// answer of its parent if that has exited.
+const FORMER_ENVOY_LIMIT: Duration = Duration::from_secs(15);
+/// The time between two attempts to connect to that Envoy, and the time for signals to arrive.
 const PAUSE: Duration = Duration::from_millis(10);
-/// How long tasks may take to end once Envoy has exited.
+/// The time limit for the end of all tasks once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-/// Runs the agent until Envoy has exited, or until it is asked to stop. `settings` read the configuration again.
+/// Runs the agent until Envoy has exited, or until a stop request. `settings` reads the configuration again.
 pub async fn run(
     mut config: Config,
     settings: Settings,
@@ -73,7 +73,7 @@ pub async fn run(
 ) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
     if !config.may_dump_core {
-        process::bar_core_dumps();
+        process::disable_core_dumps();
     }
     process::raise_file_limit();
     let stop = Stop::new();
@@ -82,7 +82,8 @@ pub async fn run(
         let ports = Ports::default();
         let serves = standby.as_ref().is_none_or(Standby::has_lock);
         if serves {
-            // First, as what follows may take a while; they are served once all modules are built.
+            // The ports are bound first, because the next steps may take a while. They are served once all modules
+            // are built.
             ports.bind(&config)?;
         }
         if let Some((standby, kept)) = standby.as_ref().zip(config.kept.as_mut()) {
@@ -110,7 +111,7 @@ pub async fn run(
     if standby.is_none() {
         return code;
     }
-    // Signals that have arrived are noticed; others wait for the next program.
+    // Signals that have arrived are handled here; the kernel holds later ones for the next program.
     lifecycle::hold_signals()?;
     let _ = timeout(PAUSE, signals).await;
     if stop.requested().borrow().is_signaled {
@@ -119,17 +120,17 @@ pub async fn run(
     Err(exec::standby().into())
 }
 
-/// Runs Envoy, from the first poll until Envoy has ended.
+/// Runs Envoy, from the first poll until Envoy has exited.
 type Supervisor = Pin<Box<dyn Future<Output = Result<Exit, BoxError>> + Send>>;
 
-/// Everything the agent consists of, built and bound.
+/// The parts of the agent, built and bound.
 struct Agent {
     config: Config,
-    /// What Envoys start from, unless the agent runs none.
+    /// The inputs of Envoys. None if the agent does not run Envoy.
     inputs: Option<Arc<Inputs>>,
     supervisor: Option<Supervisor>,
     standby: Option<Standby>,
-    /// What takes over from an agent in another container, if this one is to.
+    /// The takeover from an agent in another container. None if this agent serves from its start.
     successor: Option<Successor>,
     ports: Ports,
     metrics: Registry,
@@ -149,7 +150,9 @@ impl Agent {
         standby: Option<Standby>,
     ) -> Result<Self, BoxError> {
         let serves_workload = detected.serves_workload;
-        let istio_version = istio_version(&config).to_owned();
+        let metadata = &config.bootstrap.node.metadata;
+        let version = metadata.get("ISTIO_VERSION").and_then(Value::as_str);
+        let istio_version = version.unwrap_or_default().to_owned();
         let runs_envoy = config.envoy.is_some();
         let inputs = runs_envoy.then(|| Inputs::new(config.clone(), settings.load, detected));
         let mut agent = Self {
@@ -219,7 +222,7 @@ impl Agent {
                 doctor: report::doctor(agent.config.clone(), running),
                 pages: BTreeMap::from([
                     ("/debug/scope", report::scope(scope)),
-                    ("/debug/config", effective(settings.report)),
+                    ("/debug/config", report::config(settings.report)),
                     ("/debug/standby", report::standby(agent.standby.clone())),
                 ]),
             };
@@ -247,7 +250,7 @@ impl Agent {
         Ok(Some(envoy))
     }
 
-    /// Passes the pod on to the agent in another container, after taking it over from there if that one serves.
+    /// Prepares handovers to the agent in the other container, and the takeover from it if that agent serves.
     fn hand_over(&mut self, envoy: Option<&Envoy>, stop: &Stop) -> Result<(), Problem> {
         let (Some(standby), Some(envoy), Some(config), Some(inputs)) = (
             self.standby.clone(),
@@ -285,7 +288,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Fetches Wasm modules, if Envoy is not to do so.
+    /// Spawns the task that fetches Wasm modules, unless Envoy is configured to fetch them.
     fn wasm(&mut self) -> Option<Wasm> {
         let Some(config) = self.config.wasm.clone() else {
             tracing::warn!(
@@ -300,7 +303,7 @@ impl Agent {
         Some(wasm)
     }
 
-    /// Answers requests for merged metrics.
+    /// Returns the function that answers requests for merged metrics.
     fn scrape(&self) -> status::Scrape {
         let scrape = Scrape::new(self.config.scrape.clone(), self.metrics.clone());
         Arc::new(move |request| {
@@ -309,7 +312,7 @@ impl Agent {
         })
     }
 
-    /// Keeps the token for istiod fresh where Google's metadata service issues it.
+    /// Spawns the task that renews the token for istiod, if Google's metadata service issues it.
     fn google_token(&mut self) {
         if let Some(token) = self.config.google_token.clone() {
             let platform = self.config.platform.clone();
@@ -324,7 +327,7 @@ impl Agent {
         istiod
     }
 
-    /// Runs until Envoy has exited. Also returns what is to wait for another turn, unless the agent is to exit.
+    /// Runs until Envoy has exited. Also returns the standby if this process is to wait as standby again.
     async fn run(mut self, stop: Stop) -> (Result<ExitCode, BoxError>, Option<Standby>) {
         let run = run_envoy(
             self.config,
@@ -340,7 +343,7 @@ impl Agent {
             tokio::select! {
                 code = &mut envoy => break code,
                 ended = self.tasks.next_ended(), if broken.is_none() => {
-                    let broken = broken.insert(must_not_end(ended));
+                    let broken = broken.insert(unexpected_end(ended));
                     tracing::error!("{broken}");
                     stop.request(Urgency::Drain, "a part of the agent ended");
                 }
@@ -364,7 +367,7 @@ impl Agent {
     }
 
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
-        // Boxed, because each future around it would be twice as large as what it awaits.
+        // Boxed, because a future is about twice as large as the future that it awaits.
         let task = Box::pin(task);
         self.tasks.spawn(name, async move {
             task.await;
@@ -372,7 +375,7 @@ impl Agent {
         });
     }
 
-    /// Spawns a task that does not end by itself, and stops it once another agent serves.
+    /// Spawns a task that does not end by itself. It is dropped once another agent serves.
     fn spawn_until_retired(
         &mut self,
         name: &'static str,
@@ -387,7 +390,7 @@ impl Agent {
         });
     }
 
-    /// Spawns a task that does not end by itself.
+    /// Spawns a task that does not end by itself. It is dropped at the shutdown.
     fn spawn_until_shutdown(
         &mut self,
         name: &'static str,
@@ -401,25 +404,7 @@ impl Agent {
     }
 }
 
-/// Reports the effective configuration, on another thread, as files are read.
-fn effective(report: Report) -> status::Page {
-    Arc::new(move || {
-        let report = report.clone();
-        Box::pin(async move {
-            let made = tokio::task::spawn_blocking(move || report()).await;
-            made.unwrap_or_else(|panic| json!(panic.to_string()))
-        })
-    })
-}
-
-/// Istio's version as istiod is told.
-fn istio_version(config: &Config) -> &str {
-    let metadata = &config.bootstrap.node.metadata;
-    let version = metadata.get("ISTIO_VERSION").and_then(Value::as_str);
-    version.unwrap_or_default()
-}
-
-/// Runs Envoy, or waits for a stop request. Other tasks run while the cloud's metadata service is asked.
+/// Asks the cloud's metadata service for the platform, and runs Envoy. Without Envoy, waits for a stop request.
 async fn run_envoy(
     mut config: Config,
     inputs: Option<Arc<Inputs>>,
@@ -444,7 +429,7 @@ async fn run_envoy(
     };
     if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
         let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
-        envoy_user::admit(user, &[], directories);
+        envoy_user::admit(user, &directories);
     }
     let exit = match successor {
         Some(successor) => successor.run(supervisor).await?,
@@ -455,7 +440,7 @@ async fn run_envoy(
             supervisor.await?
         }
     };
-    let (code, is_on_purpose) = match exit {
+    let (code, is_final) = match exit {
         Exit::Requested => {
             tracing::info!("Agent has successfully terminated");
             let is_quit = stop.requested().borrow().cause == Some(QUIT);
@@ -464,25 +449,25 @@ async fn run_envoy(
         Exit::Superseded => (ExitCode::Success, false),
         Exit::ByItself(ended) => (ExitCode::Envoy(ended.code()), ended.code() == 0),
     };
-    if let Some(standby) = standby.filter(|_| is_on_purpose) {
+    if let Some(standby) = standby.filter(|_| is_final) {
         standby.record_end();
     }
     Ok(code)
 }
 
-/// Waits for the end of the Envoy whose agent was killed. The kernel ends it, which takes a moment.
+/// Waits for the exit of the Envoy whose agent was killed. The kernel kills it, which takes a moment.
 async fn until_port_is_free(port: SocketAddr) {
-    let is_free = async {
+    let free = async {
         while TcpStream::connect(port).await.is_ok() {
             sleep(PAUSE).await;
         }
     };
-    // If it is still taken then, Envoy says so.
-    let _ = timeout(FORMER_ENVOY, is_free).await;
+    // If the port is still taken after that time, Envoy reports it.
+    let _ = timeout(FORMER_ENVOY_LIMIT, free).await;
 }
 
-/// The problem of a task that ended by itself.
-fn must_not_end(ended: Ended) -> Problem {
+/// Returns the problem of a task that ended by itself.
+fn unexpected_end(ended: Ended) -> Problem {
     let error = ended.result.err();
     let why = error.map(|error| format!(": {}", with_causes(error.as_ref())));
     let found = format!("exited unexpectedly{}", why.unwrap_or_default());

@@ -1,6 +1,6 @@
-//! Runs the DNS server, and intercepts NDS: hands istiod's name tables to it instead of to Envoy.
+//! Runs the DNS server, and intercepts NDS: passes istiod's name tables to the server instead of to Envoy.
 //!
-//! A response holds one `NameTable`. Its bytes are not copied on their way.
+//! A response contains one `NameTable`, whose bytes are not copied.
 
 use std::io;
 
@@ -39,12 +39,12 @@ impl Agent {
             .build()
             .map_err(failed)?;
         let serve = move || {
-            // Not received if the shutdown took too long.
+            // The receiver is gone if the shutdown took too long.
             let _ = done.send(runtime.block_on(serving));
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name("dns".to_owned());
-        // The channel reports its end; a panic closes it.
+        // The channel reports the end of the thread; a panic closes the channel.
         thread.spawn(serve).map_err(failed)?;
         self.tasks.spawn("DNS server", async move { ended.await? });
         Ok(Some((dns, forwarder)))
@@ -63,19 +63,16 @@ impl Interceptor for Nds {
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let dns = self.0.clone();
         Box::pin(async move {
-            let taken = match table(protocol, &message) {
+            let updated = match table(protocol, &message) {
                 Ok(table) => dns.update(table).await,
                 Err(error) => Err(error),
             };
-            match taken {
-                Ok(()) => Outcome::Accepted,
-                Err(error) => Outcome::Rejected(error),
-            }
+            updated.map_or_else(Outcome::Rejected, |()| Outcome::Accepted)
         })
     }
 }
 
-/// The name table in a response.
+/// Returns the name table of a response.
 fn table(protocol: Protocol, message: &Bytes) -> Result<Bytes, String> {
     resource::first(protocol, message, TYPE_URL)
         .map_err(|why| format!("failed to unmarshal name table: {why}"))
@@ -83,7 +80,6 @@ fn table(protocol: Protocol, message: &Bytes) -> Result<Bytes, String> {
 
 #[cfg(test)]
 mod tests {
-
     use envoy_types::pb::envoy::service::discovery::v3::{
         DeltaDiscoveryResponse, DiscoveryResponse, Resource,
     };

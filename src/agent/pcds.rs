@@ -22,7 +22,7 @@ pub(super) struct Pcds {
     pub(super) files: Files,
 }
 
-/// `istio.mesh.v1alpha1.ProxyConfig`, the one field.
+/// The field of `istio.mesh.v1alpha1.ProxyConfig` that is read.
 #[derive(Clone, PartialEq, Message)]
 struct ProxyConfig {
     #[prost(string, repeated, tag = "34")]
@@ -30,21 +30,21 @@ struct ProxyConfig {
 }
 
 impl Pcds {
-    fn take(&self, protocol: Protocol, message: &Bytes) -> Result<(), String> {
-        const WHAT: &str = "failed to unmarshal proxy config";
-        let value = resource::first(protocol, message, TYPE_URL);
-        let value = value.map_err(|why| format!("{WHAT}: {why}"))?;
-        let config = ProxyConfig::decode(value).map_err(|error| format!("{WHAT}: {error}"))?;
+    fn accept(&self, protocol: Protocol, message: &Bytes) -> Result<(), String> {
+        let config = resource::first(protocol, message, TYPE_URL)
+            .and_then(|value| ProxyConfig::decode(value).map_err(|error| error.to_string()))
+            .map_err(|error| format!("failed to unmarshal proxy config: {error}"))?;
         let bundle = config.ca_certificates_pem.join("\n");
         self.trust(&bundle).map_err(|error| error.to_string())
     }
 
     fn trust(&self, bundle: &str) -> Result<(), Problem> {
-        let what = match self.files.set_mesh_bundle(bundle)? {
-            true => "update new",
-            false => "skip for same",
+        let action = if self.files.set_mesh_bundle(bundle)? {
+            "update new"
+        } else {
+            "skip for same"
         };
-        tracing::debug!(target: "cache", "{what} trust bundle");
+        tracing::debug!(target: "cache", "{action} trust bundle");
         match &self.secrets {
             Some(secrets) => secrets.set_mesh_bundle(bundle),
             None => Ok(()),
@@ -58,10 +58,8 @@ impl Interceptor for Pcds {
     }
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
-        let outcome = match self.take(protocol, &message) {
-            Ok(()) => Outcome::Accepted,
-            Err(error) => Outcome::Rejected(error),
-        };
+        let accepted = self.accept(protocol, &message);
+        let outcome = accepted.map_or_else(Outcome::Rejected, |()| Outcome::Accepted);
         Box::pin(std::future::ready(outcome))
     }
 }

@@ -1,5 +1,6 @@
 //! Holds the listening sockets of the status port and of DNS, which a handover passes to the other agent.
 
+use std::collections::HashMap;
 use std::io;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::OwnedFd;
@@ -33,16 +34,16 @@ impl Ports {
 
     /// Uses the sockets of the former agent.
     pub(super) fn set(&self, sockets: Vec<OwnedFd>) {
-        // It is called once.
+        // An agent gets its sockets once.
         let _ = self.0.set(sockets);
     }
 
-    /// Waits until this agent has them.
-    pub(super) async fn given(&self) {
+    /// Waits until this agent has the sockets.
+    pub(super) async fn wait(&self) {
         self.0.wait().await;
     }
 
-    /// Duplicates all of them once there are some.
+    /// Duplicates all sockets once this agent has them.
     pub(super) async fn duplicate(&self) -> io::Result<Vec<OwnedFd>> {
         let sockets = self.0.wait().await;
         sockets.iter().map(OwnedFd::try_clone).collect()
@@ -63,20 +64,19 @@ impl Ports {
 
     /// Duplicates the DNS sockets. Each UDP socket comes with the TCP socket of the same address.
     pub(super) async fn dns(self) -> io::Result<Vec<dns::Bound>> {
-        let (mut udp, mut tcp) = (Vec::new(), Vec::new());
+        let (mut sockets, mut listeners) = (Vec::new(), HashMap::new());
         for socket in self.duplicate().await? {
             if sockopt::socket_type(&socket)? == SocketType::DGRAM {
-                udp.push(UdpSocket::from(socket));
+                sockets.push(UdpSocket::from(socket));
             } else {
                 let listener = TcpListener::from(socket);
-                tcp.push((listener.local_addr()?, listener));
+                listeners.insert(listener.local_addr()?, listener);
             }
         }
         let mut bound = Vec::new();
-        for udp in udp {
-            let address = udp.local_addr()?;
-            if let Some(of_udp) = tcp.iter().position(|(found, _)| *found == address) {
-                bound.push((udp, tcp.swap_remove(of_udp).1));
+        for udp in sockets {
+            if let Some(tcp) = listeners.remove(&udp.local_addr()?) {
+                bound.push((udp, tcp));
             }
         }
         Ok(bound)

@@ -7,8 +7,8 @@ use crate::lifecycle::Stop;
 use crate::status::startup::{Milestones, READY, SOCKETS_BOUND};
 
 impl Agent {
-    /// Tells systemd when the pod is ready; without a status port, which checks that, as soon as Envoy
-    /// and applications can connect.
+    /// Reports to systemd when the pod is ready. Without a status port, which checks readiness, reports as soon as
+    /// Envoy and applications can connect.
     pub(super) fn report_to_systemd(&mut self, milestones: &Milestones, stop: &Stop) {
         let Some(systemd) = self.config.systemd.clone() else {
             return;
@@ -27,10 +27,10 @@ impl Agent {
     }
 }
 
-/// Bars core dumps of the agent, whose memory holds private keys. Envoy, a new program, may dump.
-pub(super) fn bar_core_dumps() {
-    let barred = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-    if let Err(error) = barred {
+/// Disables core dumps of the agent, whose memory contains private keys. Envoy, a new program, may dump core.
+pub(super) fn disable_core_dumps() {
+    let disabled = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    if let Err(error) = disabled {
         tracing::warn!("cannot disable core dumps; they would contain private keys: {error}");
     }
 }

@@ -1,4 +1,4 @@
-//! The doctor's report, and the page of used services.
+//! Builds the functions that serve the doctor's report, handovers, and the debug pages of the status port.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,6 +7,7 @@ use serde_json::json;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
+use super::reload;
 use crate::config::Config;
 use crate::doctor::{self, Running};
 use crate::lifecycle::with_causes;
@@ -15,7 +16,7 @@ use crate::scope;
 use crate::standby::Standby;
 use crate::status::{Doctor, HandOver, Page};
 
-/// Makes one report at a time. Requests that wait for it get the same, so none waits for two.
+/// Makes one doctor's report at a time. Requests that wait meanwhile get the same report, so none waits for two.
 pub(super) fn doctor(config: Config, running: Running) -> Doctor {
     let subject = Arc::new((Ok(config), running));
     let last = Arc::new(Mutex::new(None));
@@ -37,7 +38,18 @@ pub(super) fn doctor(config: Config, running: Running) -> Doctor {
     })
 }
 
-/// Has the standby take over.
+/// Shows the effective configuration. Reads it on a thread that may block.
+pub(super) fn config(report: reload::Report) -> Page {
+    Arc::new(move || {
+        let report = report.clone();
+        Box::pin(async move {
+            let reported = tokio::task::spawn_blocking(move || report()).await;
+            reported.unwrap_or_else(|panic| json!(panic.to_string()))
+        })
+    })
+}
+
+/// Orders the standby to take over.
 pub(super) fn hand_over(standby: Option<Standby>) -> HandOver {
     Arc::new(move || {
         let standby = standby.as_ref().ok_or("this pod has no standby")?;
@@ -53,7 +65,7 @@ pub(super) fn standby(standby: Option<Standby>) -> Page {
     })
 }
 
-/// Reads what the workload uses, once at a time.
+/// Shows the services that the workload uses. Reads them for one request at a time.
 pub(super) fn scope(sources: scope::Sources) -> Page {
     let sources = Arc::new(Mutex::new(sources));
     Arc::new(move || {

@@ -1,4 +1,4 @@
-//! Finds the resource in a discovery response of a type with a single one, without a copy: a name table
+//! Finds the resource in a discovery response of a type with a single resource. Copies nothing, because a name table
 //! may have many megabytes.
 
 use bytes::Bytes;
@@ -6,12 +6,12 @@ use bytes::Bytes;
 use crate::wasm::wire::{DecodeError, fields, last};
 use crate::xds::Protocol;
 
-/// `resources` of both responses, `resource` of delta's `Resource`, and `value` of `Any`.
+/// The field numbers of `resources` in both responses, of `resource` in delta's `Resource`, and of `value` in `Any`.
 const CONTENT: u32 = 2;
-/// Of `Any`.
+/// The field number of `type_url` in `Any`.
 const TYPE_URL: u32 = 1;
 
-/// The first resource, which is the only one, of type `type_url`.
+/// Returns the value of the first resource, which is the only one. Fails unless it is of type `type_url`.
 pub(super) fn first(protocol: Protocol, message: &Bytes, type_url: &str) -> Result<Bytes, String> {
     let [found, value] = decoded(protocol, message).map_err(|error| error.to_string())?;
     if found != type_url.as_bytes() {
@@ -21,7 +21,7 @@ pub(super) fn first(protocol: Protocol, message: &Bytes, type_url: &str) -> Resu
     Ok(value)
 }
 
-/// Type and value of the first resource.
+/// Returns type and value of the first resource.
 fn decoded(protocol: Protocol, message: &Bytes) -> Result<[Bytes; 2], DecodeError> {
     let mut resources = fields(message)?.into_iter();
     let first = resources.find(|field| field.number == CONTENT);

@@ -1,35 +1,34 @@
-//! Ownership of the workload SDS socket: the agent, or another process such as a SPIRE agent.
+//! Detects which process owns the workload SDS socket: the agent, or another process such as a SPIRE agent.
 //!
-//! It is detected before other modules are built, as Envoy's bootstrap and node metadata depend on
-//! it.
+//! The owner is detected before other modules are built, because Envoy's bootstrap and node metadata depend on it.
 
-use std::io;
 use std::path::Path;
 
 use crate::bootstrap;
 use crate::config::{AbsentSocket, Config};
 use crate::problem::{Problem, codes};
+use crate::regular_file::if_exists;
 use crate::unix_socket::probe::{self, Health};
 use crate::unix_socket::{self, Listener};
 
-/// Where a gateway finds another process that serves its credentials.
+/// The socket at which another process serves the credentials of a gateway.
 const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";
 
-/// Tells istiod that the agent serves files beside another process.
+/// The metadata that tells istiod that the agent serves files, in addition to another process.
 const FILES: &str = "file-credential";
 
-/// The owner, and the node metadata that tells istiod.
+/// The owner, and the node metadata that describes it to istiod.
 #[derive(Clone, Debug)]
 pub(super) struct Detected {
-    /// Whether the agent serves the workload's secrets, not another process.
+    /// True if the agent serves the workload's secrets, not another process.
     pub(super) serves_workload: bool,
     metadata: Vec<&'static str>,
 }
 
 impl Detected {
-    /// Binds the socket on which the agent serves secrets. If another process serves the workload's, that
-    /// is the one for files; if it cannot be bound, as under a read-only root, the agent continues without
-    /// it. None without Envoy, as there is no client.
+    /// Binds the socket on which the agent serves secrets. If another process serves the workload's secrets, it is the
+    /// socket for files; if that cannot be bound, as under a read-only root, the agent continues without it. Returns
+    /// None without Envoy, because there is no client.
     pub(super) fn bind(&mut self, config: &Config) -> Result<Option<Listener>, Problem> {
         if config.envoy.is_none() {
             return Ok(None);
@@ -47,7 +46,7 @@ impl Detected {
             .ok())
     }
 
-    /// Describes the sockets to Envoy: whose socket has the workload's secrets, and the node metadata.
+    /// Adds the socket with the workload's secrets, and the node metadata, to Envoy's bootstrap.
     pub(super) fn add_to(&self, bootstrap: &mut bootstrap::Config, sds_socket: &Path) {
         if !self.serves_workload {
             sds_socket.clone_into(&mut bootstrap.sds_socket);
@@ -75,12 +74,12 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
     })
 }
 
-/// Whether another process serves the workload socket, or is to.
+/// Returns true if another process serves the workload socket, or is expected to.
 async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem> {
     if unix_socket::is_link_to_container(socket) {
         return Ok(false);
     }
-    // With `Wait` a dead socket may belong to a process that is about to start, and is left alone.
+    // With `Wait`, a dead socket may belong to a process that is about to start, so it is not removed.
     let is_healthy = match absent {
         AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),
         AbsentSocket::Serve | AbsentSocket::Fail => is_healthy(socket).await?,
@@ -104,7 +103,7 @@ async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem>
     Ok(true)
 }
 
-/// Whether a process serves the socket. A dead socket is removed, so that it can be bound again.
+/// Returns true if a process serves the socket. Removes a dead socket, so that it can be bound again.
 async fn is_healthy(socket: &Path) -> Result<bool, Problem> {
     let problem = match probe::health(socket).await {
         // A full queue also means that a process serves it.
@@ -116,12 +115,10 @@ async fn is_healthy(socket: &Path) -> Result<bool, Problem> {
         "SDS socket {} is dead, removing it: {problem}",
         socket.display()
     );
-    match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            let (subject, path) = ("failed to check SDS socket", socket.display());
-            let found = format!("existing SDS socket could not be removed: {path}: {error}");
-            Err(Problem::new(codes::SDS_SOCKET_STALE, subject, found))
-        }
-        _ => Ok(false),
-    }
+    if_exists(std::fs::remove_file(socket)).map_err(|error| {
+        let (subject, path) = ("failed to check SDS socket", socket.display());
+        let found = format!("existing SDS socket could not be removed: {path}: {error}");
+        Problem::new(codes::SDS_SOCKET_STALE, subject, found)
+    })?;
+    Ok(false)
 }

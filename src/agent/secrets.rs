@@ -1,6 +1,6 @@
 //! Builds the secret cache with its renewal, SDS and the certificate output.
 //!
-//! Which of them exist depends on the source of secrets: an authority, files, or another process.
+//! The source of secrets decides which of them exist: an authority, files, or another process.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use crate::secrets::{self, Secrets, output};
 use crate::unix_socket::Listener;
 use crate::unix_socket::access::Access;
 
-/// For the connection to istiod, and for its first answer to a CSR.
+/// The time limit of the connection to istiod and of its first response to a CSR.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 impl Agent {
@@ -35,7 +35,7 @@ impl Agent {
         }
         let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("secrets from files", keeping);
-        // Files that exist replace the authority.
+        // Certificate files that exist are used instead of the authority.
         let signs = serves_workload
             && self.config.secret_sources.has_authority()
             && !(files.have(&Name::Default) && files.have(&Name::RootCa));
@@ -64,7 +64,7 @@ impl Agent {
         (secrets, files, pcds)
     }
 
-    /// Has certificates signed and renewed as configured.
+    /// Spawns the task that has certificates signed and renewed.
     fn renewal(&mut self, istiod: &Istiod) -> Secrets {
         let authority = match self.config.ca_istiod.clone() {
             Some(config) => self.istiod("connection to the certificate authority", config),
@@ -78,7 +78,7 @@ impl Agent {
         secrets
     }
 
-    /// The users that may connect to the SDS socket; None for all.
+    /// Returns the check of the users that may connect to the SDS socket, or None if all may.
     fn access(&self) -> Option<Access> {
         let users = self.config.secret_sources.users.as_ref()?;
         let refusals = self.metrics.counter(

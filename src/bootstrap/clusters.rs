@@ -1,4 +1,4 @@
-//! Static clusters: Envoy itself, the agent, the agent's sockets, and collectors.
+//! Configures the static clusters: Envoy itself, the agent, the agent's sockets, and collectors.
 
 use std::path::Path;
 
@@ -13,15 +13,11 @@ pub(super) const LOCAL_CLUSTER: &str = "local_cluster";
 
 pub(super) fn section(config: &Config) -> Vec<Value> {
     let proxy_config = &config.node.proxy_config;
-    let local = |name: &str, port: u16| {
-        let host = config.families().first.loopback;
-        let address = json!({ "protocol": "TCP", "address": host, "port_value": port });
-        cluster(name, "0.250s", None, &json!({ "socket_address": address }))
-    };
+    let host = config.families().first.loopback;
     let mut clusters = vec![
-        local("prometheus_stats", proxy_config.admin_port()),
+        local("prometheus_stats", host, proxy_config.admin_port()),
         // Without a status server the port is refused, and so the health listener answers 503.
-        local("agent", proxy_config.agent_port().unwrap_or(15020)),
+        local("agent", host, proxy_config.agent_port().unwrap_or(15020)),
         grpc("sds-grpc", &config.sds_socket),
     ];
     if config.node.metadata.contains_key("file-credential") {
@@ -35,7 +31,12 @@ pub(super) fn section(config: &Config) -> Vec<Value> {
     clusters
 }
 
-/// A cluster with one endpoint. Envoy resolves its name among the families of `dns_lookup`.
+fn local(name: &str, host: &str, port: u16) -> Value {
+    let address = json!({ "protocol": "TCP", "address": host, "port_value": port });
+    cluster(name, "0.250s", None, &json!({ "socket_address": address }))
+}
+
+/// Builds a cluster with one endpoint. Envoy resolves its name among the families of `dns_lookup`.
 pub(super) fn cluster(
     name: &str,
     connect_timeout: &str,
@@ -76,7 +77,8 @@ pub fn grpc(name: &str, socket: &Path) -> Value {
     cluster
 }
 
-/// Discovery streams are many and long; the default limits are for requests.
+/// Builds the cluster of the agent's xDS socket. Discovery streams are many and long, and the default limits are
+/// for requests.
 fn discovery(socket: &Path) -> Value {
     let thresholds = ["DEFAULT", "HIGH"].map(|priority| {
         json!({
@@ -93,7 +95,7 @@ fn discovery(socket: &Path) -> Value {
     cluster
 }
 
-/// The replicas of this workload, for zone-aware routing.
+/// Builds the cluster of this workload's replicas, for zone-aware routing.
 fn local_cluster() -> Value {
     json!({
         "name": LOCAL_CLUSTER,

@@ -1,4 +1,4 @@
-//! The inputs of the bootstrap.
+//! Defines the inputs of the bootstrap.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -9,12 +9,12 @@ use serde_json::{Number, Value};
 
 use super::node::Node;
 
-/// What differs from one bootstrap to the next. Paths may be relative: Envoy shares the agent's working
+/// Settings that differ from one bootstrap to the next. Paths may be relative: Envoy shares the agent's working
 /// directory.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub directory: PathBuf,
-    /// The epoch of Envoy, where hot restarts give each its own file.
+    /// The epoch of Envoy, if hot restarts give each epoch its own file.
     pub revision: Option<u32>,
     pub node: Node,
     pub ports: Ports,
@@ -25,11 +25,11 @@ pub struct Config {
     pub delta: bool,
     /// Loads Istio's peer metadata extension, which only Istio's Envoy has.
     pub metadata_discovery: bool,
-    /// Whether Envoy binds both families in a pod that has both.
+    /// Binds both families in a pod that has both.
     pub dual_stack: bool,
     pub log_as_json: bool,
     pub health_proxy_protocol: bool,
-    /// Whether the agent ends when Envoy has no connection left.
+    /// Keeps the statistic of open connections, because the agent exits when Envoy has none left.
     pub exit_on_zero_connections: bool,
     pub outlier_log_path: Option<String>,
     /// Replaces `$(HOST_IP)` in addresses of collectors, unless it is empty.
@@ -53,7 +53,7 @@ pub struct Ports {
 }
 
 impl Config {
-    /// The path of the file. Without a leading `./`, as pilot-agent has it.
+    /// Returns the path of the file. It has no leading `./`, like pilot-agent's.
     pub fn file(&self) -> PathBuf {
         self.in_directory("envoy-rev", ".json")
     }
@@ -75,15 +75,15 @@ impl Config {
         directory.join(format!("{start}{revision}{end}"))
     }
 
-    /// The families Envoy binds and resolves, by the addresses of the pod.
+    /// Chooses the families Envoy binds and resolves, by the addresses of the pod.
     pub(super) fn families(&self) -> Families {
         let addresses = &self.node.addresses;
         let any_v4 = addresses.iter().any(IpAddr::is_ipv4);
         let any_v6 = addresses.iter().any(IpAddr::is_ipv6);
-        let first_v6 = match addresses.first() {
-            Some(IpAddr::V6(first)) => !first.is_unicast_link_local(),
-            _ => false,
-        };
+        let first_v6 = matches!(
+            addresses.first(),
+            Some(IpAddr::V6(first)) if !first.is_unicast_link_local()
+        );
         let (first, dns_lookup, second) = match (any_v4, any_v6) {
             (true, true) if self.dual_stack && first_v6 => (V6, "ALL", Some(V4)),
             (true, true) if self.dual_stack => (V4, "ALL", Some(V6)),
@@ -101,7 +101,7 @@ impl Config {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Families {
     pub(super) first: Family,
-    /// In a dual-stack pod.
+    /// The other family in a dual-stack pod.
     pub(super) second: Option<Family>,
     /// Envoy's name for the families it resolves.
     pub(super) dns_lookup: &'static str,
@@ -129,7 +129,7 @@ pub struct StatsConfig {
     pub prefixes: Vec<String>,
     pub suffixes: Vec<String>,
     pub expressions: Vec<String>,
-    /// Expressions for what the agent watches to know when the last requests have ended.
+    /// Expressions of the statistics by which the agent knows that no request is in flight.
     pub of_requests: Vec<String>,
     pub tags: Vec<String>,
     /// Bounds of buckets by prefix of the name.

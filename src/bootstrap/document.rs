@@ -9,8 +9,9 @@ use super::{listeners, node, runtime, services, stats};
 use crate::proxy_config::ProxyConfig;
 use crate::{duration, json};
 
+/// Builds the bootstrap.
 pub fn document(config: &Config) -> Value {
-    let tracer = Tracer::of(&config.node.proxy_config);
+    let tracer = Tracer::configured(&config.node.proxy_config);
     let sinks = services::sinks(config);
     let document = json!({
         "application_log_config": { "log_format": log_format(config.log_as_json) },
@@ -40,18 +41,18 @@ pub fn document(config: &Config) -> Value {
         "deferred_stat_options": { "enable_deferred_creation_stats": true },
     });
     let mut document = without_nulls(document);
-    // Members of node metadata may be null.
+    // It is added last, because members of node metadata may be null.
     document["node"] = node::section(&config.node);
     document
 }
 
-/// The value without members and items that are null: sections write null for what they leave out.
+/// Removes members and items that are null: sections write null for a member that they leave out.
 pub(super) fn without_nulls(mut value: Value) -> Value {
     json::remove_null(&mut value);
     value
 }
 
-/// An extension of Envoy, configured by a message with these members.
+/// Configures an extension of Envoy by a message with these members.
 pub(super) fn extension(name: &str, message: &str, members: Value) -> Value {
     let type_url = format!("type.googleapis.com/{message}");
     let mut typed_config = Map::from_iter([("@type".to_owned(), json!(type_url))]);
@@ -90,27 +91,25 @@ fn log_format(as_json: bool) -> Value {
 }
 
 fn extensions(metadata_discovery: bool) -> Value {
-    let typed = |name: &str, type_url: &str, value: Value| {
-        let type_url = format!("type.googleapis.com/{type_url}");
-        let members = json!({ "type_url": type_url, "value": value });
-        extension(name, "udpa.type.v1.TypedStruct", members)
-    };
-    let discovery = || {
-        let value = json!({ "config_source": { "ads": {} } });
-        typed(
+    json!([
+        metadata_discovery.then(|| typed_struct(
             "metadata_discovery",
             "istio.workload.BootstrapExtension",
-            value,
-        )
-    };
-    json!([
-        metadata_discovery.then(discovery),
-        typed(
+            json!({ "config_source": { "ads": {} } }),
+        )),
+        typed_struct(
             "envoy.bootstrap.internal_listener",
             "envoy.extensions.bootstrap.internal_listener.v3.InternalListener",
             json!({ "buffer_size_kb": 64 }),
         ),
     ])
+}
+
+/// Configures an extension by a message in a `TypedStruct`.
+fn typed_struct(name: &str, message: &str, value: Value) -> Value {
+    let type_url = format!("type.googleapis.com/{message}");
+    let members = json!({ "type_url": type_url, "value": value });
+    extension(name, "udpa.type.v1.TypedStruct", members)
 }
 
 fn admin(config: &Config) -> Value {
@@ -147,17 +146,17 @@ fn dynamic_resources(delta: bool) -> Value {
     })
 }
 
-/// How many connections Envoy takes: the first limit that is set in one of three places.
+/// Returns how many connections Envoy accepts: the first limit that is set in one of three places.
 pub(super) fn connection_limit(config: &ProxyConfig) -> i64 {
     let settings = config.connection_settings.as_ref();
-    let settings = settings.and_then(|it| it.global_downstream_connection_limit);
+    let setting = settings.and_then(|it| it.global_downstream_connection_limit);
     let metadata = config.metadata("ISTIO_META_GLOBAL_DOWNSTREAM_MAX_CONNECTIONS");
     let runtime = config
         .runtime_values
         .get("overload.global_downstream_max_connections");
     let texts = [metadata, runtime.map(String::as_str)];
-    let texts = texts.into_iter().flatten().flat_map(str::parse);
-    let mut limits = settings.map(i64::from).into_iter().chain(texts);
+    let parsed = texts.into_iter().flatten().flat_map(str::parse);
+    let mut limits = setting.map(i64::from).into_iter().chain(parsed);
     limits
         .find(|limit| *limit > 0)
         .unwrap_or(i64::from(i32::MAX))

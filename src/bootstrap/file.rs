@@ -1,4 +1,4 @@
-//! Files of the bootstrap on disk, each replaced whole.
+//! Writes the files of the bootstrap, each of which is replaced atomically.
 
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
@@ -14,7 +14,7 @@ use crate::replace_file::replace_file;
 /// A bootstrap on disk. Dropping it removes its files.
 #[derive(Debug)]
 pub struct Written {
-    /// What Envoy reads.
+    /// The files that Envoy reads.
     pub files: Vec<PathBuf>,
 }
 
@@ -26,7 +26,7 @@ pub fn write(config: &Config) -> Result<Written, Problem> {
         written.files.push(path);
         Ok(())
     };
-    let tracer = Tracer::of(&config.node.proxy_config);
+    let tracer = Tracer::configured(&config.node.proxy_config);
     if let Some(token) = tracer.and_then(|tracer| tracer.token) {
         add(config.token_file(), token, 0o600)?;
     }
@@ -34,7 +34,7 @@ pub fn write(config: &Config) -> Result<Written, Problem> {
     Ok(written)
 }
 
-/// Replaces a file whole, in a directory that is made if missing (mode 0700).
+/// Replaces a file atomically, in a directory that is made if missing (mode 0700).
 pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> Result<(), Problem> {
     if let Some(directory) = path.parent().filter(|path| !path.as_os_str().is_empty()) {
         fs::DirBuilder::new()

@@ -1,7 +1,7 @@
-//! The bootstrap of gRPC applications that are xDS clients themselves (proxyless).
+//! Writes the bootstrap of gRPC applications that are xDS clients themselves (proxyless).
 //!
 //! They find the file by `GRPC_XDS_BOOTSTRAP`. It names the agent's xDS socket and, if the agent writes
-//! certificates to files, their directory. The agent leaves it behind when it ends.
+//! certificates to files, their directory. The agent does not remove it when it exits.
 
 use std::path::{Path, PathBuf};
 
@@ -20,8 +20,8 @@ pub struct Config {
 }
 
 pub fn write(config: &Config, node: &Node) -> Result<(), Problem> {
-    let socket = &config.xds_socket;
-    let socket = socket.strip_prefix("./").unwrap_or(socket);
+    let path = &config.xds_socket;
+    let socket = path.strip_prefix("./").unwrap_or(path);
     let document = without_nulls(json!({
         "xds_servers": [{
             "server_uri": format!("unix:///{}", socket.display()),

@@ -1,119 +1,115 @@
-//! Static listeners: metrics and health.
+//! Configures the static listeners: metrics and health.
 
 use serde_json::{Value, json};
 
-use super::config::{Config, Family};
+use super::config::{Config, Families};
 use super::document::extension;
 use super::tls;
 
 const METRICS: &[(&str, &str)] = &[("/stats/prometheus", "prometheus_stats")];
 const MERGED_METRICS: &[(&str, &str)] = &[("/stats/prometheus", "agent"), ("/metrics", "agent")];
 const HEALTH: &[(&str, &str)] = &[("/healthz/ready", "agent")];
-const COMPRESSORS: [(&str, &str); 3] = [("brotli", "Brotli"), ("zstd", "Zstd"), ("gzip", "Gzip")];
+const COMPRESSORS: &[(&str, &str)] = &[("brotli", "Brotli"), ("zstd", "Zstd"), ("gzip", "Gzip")];
 
 pub(super) fn section(config: &Config) -> Value {
-    let proxy_config = &config.node.proxy_config;
-    let ports = &config.ports;
-    let metrics_host = match proxy_config.metadata("METRICS_LOCALHOST_ACCESS_ONLY") {
-        Some("true") => |family: Family| family.loopback,
-        _ => |family: Family| family.wildcard,
+    let (proxy_config, ports) = (&config.node.proxy_config, &config.ports);
+    let Families { first, second, .. } = config.families();
+    let everywhere = (first.wildcard, second.map(|family| family.wildcard));
+    let metrics_hosts = match proxy_config.metadata("METRICS_LOCALHOST_ACCESS_ONLY") {
+        Some("true") => (first.loopback, second.map(|family| family.loopback)),
+        _ => everywhere,
     };
-    let families = config.families();
-    let everywhere = |port, stat_prefix, routes| Listener {
-        port,
-        stat_prefix,
-        routes,
-        host: families.first.wildcard,
-        second_host: families.second.map(|family| family.wildcard),
-        compressors: &[],
-        listener_filter: Value::Null,
-        tls: false,
-    };
-    let metrics = Listener {
-        host: metrics_host(families.first),
-        second_host: families.second.map(metrics_host),
-        compressors: match proxy_config.stats_compression.unwrap_or(true) {
-            true => &COMPRESSORS,
-            false => &[],
-        },
-        ..everywhere(ports.prometheus, "stats", METRICS)
-    };
-    let secure = |port, stat_prefix, routes| Listener {
-        // Callers of the mesh know one address only.
-        second_host: None,
-        listener_filter: extension(
-            "envoy.filters.listener.tls_inspector",
-            "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector",
-            json!({}),
-        ),
-        tls: true,
-        ..everywhere(port, stat_prefix, routes)
-    };
-    let health = Listener {
-        listener_filter: json!(config.health_proxy_protocol.then(proxy_protocol)),
-        ..everywhere(ports.health, "agent", HEALTH)
-    };
+    // Callers of the mesh know one address only.
+    let secure_hosts = (first.wildcard, None);
+    let is_compressed = proxy_config.stats_compression.unwrap_or(true);
     let listeners = [
-        metrics,
-        secure(ports.secure_metrics, "secure_stats", METRICS),
-        secure(
-            ports.secure_merged_metrics,
-            "secure_merged_stats",
-            MERGED_METRICS,
-        ),
-        health,
+        Listener {
+            port: ports.prometheus,
+            stat_prefix: "stats",
+            routes: METRICS,
+            hosts: metrics_hosts,
+            compressors: if is_compressed { COMPRESSORS } else { &[] },
+            ..Listener::default()
+        },
+        Listener {
+            port: ports.secure_metrics,
+            stat_prefix: "secure_stats",
+            routes: METRICS,
+            hosts: secure_hosts,
+            is_tls: true,
+            ..Listener::default()
+        },
+        Listener {
+            port: ports.secure_merged_metrics,
+            stat_prefix: "secure_merged_stats",
+            routes: MERGED_METRICS,
+            hosts: secure_hosts,
+            is_tls: true,
+            ..Listener::default()
+        },
+        Listener {
+            port: ports.health,
+            stat_prefix: "agent",
+            routes: HEALTH,
+            hosts: everywhere,
+            accepts_proxy_protocol: config.health_proxy_protocol,
+            ..Listener::default()
+        },
     ];
-    let listeners = listeners.iter().filter(|listener| listener.port != 0);
-    listeners.map(Listener::section).collect()
+    let enabled = listeners.iter().filter(|listener| listener.port != 0);
+    enabled.map(Listener::section).collect()
 }
 
+#[derive(Default)]
 struct Listener {
-    /// Zero is no listener.
+    /// Zero leaves the listener out.
     port: u16,
     stat_prefix: &'static str,
     /// Path prefixes and clusters.
     routes: &'static [(&'static str, &'static str)],
-    host: &'static str,
-    /// Of the other family in a dual-stack pod.
-    second_host: Option<&'static str>,
+    /// The address it binds, and in a dual-stack pod that of the other family.
+    hosts: (&'static str, Option<&'static str>),
     compressors: &'static [(&'static str, &'static str)],
-    listener_filter: Value,
-    tls: bool,
+    accepts_proxy_protocol: bool,
+    is_tls: bool,
 }
 
 impl Listener {
     fn section(&self) -> Value {
-        let address = |host: &str| {
-            json!({ "socket_address": {
-                "protocol": "TCP",
-                "address": host,
-                "port_value": self.port,
-            }})
+        let (host, second_host) = self.hosts;
+        let filter = if self.is_tls {
+            Some(tls_inspector())
+        } else {
+            self.accepts_proxy_protocol.then(proxy_protocol)
         };
-        let second = self.second_host;
-        let has_filter = !self.listener_filter.is_null();
         json!({
-            "name": format!("{}_{}", self.host, self.port),
-            "address": address(self.host),
+            "name": format!("{host}_{}", self.port),
+            "address": self.address(host),
             // Kubelet and Prometheus get an answer at the connection limit, too.
             "ignore_global_conn_limit": true,
             "bypass_overload_manager": true,
-            "additional_addresses": second.map(|host| json!([{ "address": address(host) }])),
-            "listener_filters": has_filter.then_some([&self.listener_filter]),
+            "additional_addresses":
+                second_host.map(|host| json!([{ "address": self.address(host) }])),
+            "listener_filters": filter.map(|filter| [filter]),
             "filter_chains": [{
-                "filter_chain_match": self.tls.then(|| json!({ "transport_protocol": "tls" })),
-                "transport_socket": self.tls.then(tls::downstream),
+                "filter_chain_match": self.is_tls.then(|| json!({ "transport_protocol": "tls" })),
+                "transport_socket": self.is_tls.then(tls::downstream),
                 "filters": [self.connection_manager()],
             }],
         })
+    }
+
+    fn address(&self, host: &str) -> Value {
+        let address = json!({ "protocol": "TCP", "address": host, "port_value": self.port });
+        json!({ "socket_address": address })
     }
 
     fn connection_manager(&self) -> Value {
         let routes = self.routes.iter().map(|(prefix, cluster)| {
             json!({ "match": { "prefix": prefix }, "route": { "cluster": cluster } })
         });
-        let router = "envoy.extensions.filters.http.router.v3.Router";
-        let router = extension("envoy.filters.http.router", router, json!({}));
+        let message = "envoy.extensions.filters.http.router.v3.Router";
+        let router = extension("envoy.filters.http.router", message, json!({}));
         let filters = self.compressors.iter().map(compressor).chain([router]);
         extension(
             "envoy.filters.network.http_connection_manager",
@@ -130,6 +126,14 @@ impl Listener {
             }),
         )
     }
+}
+
+fn tls_inspector() -> Value {
+    extension(
+        "envoy.filters.listener.tls_inspector",
+        "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector",
+        json!({}),
+    )
 }
 
 /// Accepts the PROXY protocol of a load balancer, and connections without it.

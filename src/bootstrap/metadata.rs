@@ -1,4 +1,4 @@
-//! Members of node metadata that have a type.
+//! Checks the members of node metadata that have a type.
 //!
 //! A typed member of another type is an error, as istiod would refuse the node. Members without a type
 //! pass unchanged.
@@ -9,11 +9,11 @@ use serde_json::{Map, Value, json};
 use crate::json;
 use crate::problem::{Problem, codes};
 
-/// Brings a value into the form istiod reads; None if it is of another type. A value that is false or
-/// empty stays as written.
+/// Converts a value to the form istiod reads; None if it has another type. A value that is false or empty is
+/// unchanged.
 type Read = fn(&Value) -> Option<Value>;
 
-/// Every typed member; source: `BootstrapNodeMetadata` of istio.io/istio.
+/// Names, type and reader of every typed member. Source: `BootstrapNodeMetadata` of istio.io/istio.
 const MEMBERS: [(&str, &str, Read); 7] = [
     (
         "APP_CONTAINERS AUTO_REGISTER_GROUP BASE CLOUDRUN_ADDR CLUSTER_ID DNS_PROXY_ADDR \
@@ -54,38 +54,35 @@ const MEMBERS: [(&str, &str, Read); 7] = [
     ("POD_PORTS", "a JSON list of ports in a string", pod_ports),
 ];
 
-/// Brings typed members into the form istiod reads. Returns the members of another type.
+/// Converts typed members to the form istiod reads. Returns a problem for each member that has another type.
 pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (name, value) in members.iter_mut() {
-        let known = type_of(name).filter(|_| json::remove_null(value));
-        let Some((expected, read)) = known else {
-            continue;
-        };
-        match read(value) {
-            Some(read) => *value = read,
-            None => {
-                let found = value
-                    .as_str()
-                    .map_or_else(|| value.to_string(), str::to_owned);
-                let subject = if value.is_string() {
-                    format!("ISTIO_META_{name}")
-                } else {
-                    format!("{name} of ISTIO_METAJSON_*")
-                };
-                let code = codes::SETTING_INVALID;
-                problems.push(Problem::value(code, subject, &found, expected));
+        if let Some((expected, read)) = type_of(name)
+            && json::remove_null(value)
+        {
+            match read(value) {
+                Some(canonical) => *value = canonical,
+                None => problems.push(mismatch(name, value, expected)),
             }
         }
     }
     problems
 }
 
+fn mismatch(name: &str, value: &Value, expected: &'static str) -> Problem {
+    let (subject, found) = match value {
+        Value::String(text) => (format!("ISTIO_META_{name}"), text.clone()),
+        other => (format!("{name} of ISTIO_METAJSON_*"), other.to_string()),
+    };
+    Problem::value(codes::SETTING_INVALID, subject, &found, expected)
+}
+
 pub(super) fn is_typed(name: &str) -> bool {
     type_of(name).is_some()
 }
 
-/// Whether a member that the agent decides is left out.
+/// Returns true for a value with which a member that the agent sets is left out.
 pub fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -97,8 +94,9 @@ pub fn is_empty(value: &Value) -> bool {
 }
 
 fn type_of(name: &str) -> Option<(&'static str, Read)> {
-    let is_among = |names: &str| names.split(' ').any(|known| known == name);
-    let (_, expected, read) = MEMBERS.iter().find(|(names, ..)| is_among(names))?;
+    let (_, expected, read) = MEMBERS
+        .iter()
+        .find(|(names, ..)| names.split(' ').any(|known| known == name))?;
     Some((expected, *read))
 }
 
@@ -106,7 +104,7 @@ fn same_if(value: &Value, is_typed: bool) -> Option<Value> {
     is_typed.then(|| value.clone())
 }
 
-/// A boolean in a string.
+/// Reads a boolean in a string.
 fn flag(value: &Value) -> Option<Value> {
     match value.as_str()? {
         "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(json!("true")),
@@ -115,16 +113,16 @@ fn flag(value: &Value) -> Option<Value> {
     }
 }
 
-/// Ports of the pod, as JSON in a string.
+/// Reads the ports of the pod, which are JSON in a string.
 fn pod_ports(value: &Value) -> Option<Value> {
     let mut ports: Vec<PodPort> = json::read(value.as_str()?).ok()?;
     for port in &mut ports {
         port.port = port.port.filter(|port| *port != 0);
     }
-    match ports.is_empty() {
-        true => Some(value.clone()),
-        false => Some(serde_json::to_string(&ports).ok()?.into()),
+    if ports.is_empty() {
+        return Some(value.clone());
     }
+    Some(serde_json::to_string(&ports).ok()?.into())
 }
 
 #[derive(Deserialize, Serialize)]

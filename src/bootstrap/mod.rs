@@ -1,8 +1,8 @@
-//! The document Envoy starts from.
+//! Builds the bootstrap that Envoy starts from.
 //!
-//! [`document`] builds it from a typed [`Config`], one file for each section. [`write`] puts it on disk;
-//! dropping [`Written`] removes it, after Envoy has ended. [`grpc`] is the bootstrap of gRPC
-//! applications, [`platform`] the cloud's metadata of the machine.
+//! [`document`] builds it from a typed [`Config`]; each section has its own file here. [`write`] puts it on
+//! disk; dropping [`Written`] removes it, once Envoy has exited. [`grpc`] writes the bootstrap of gRPC
+//! applications, and [`platform`] reads the cloud's metadata of the machine.
 
 pub mod clusters;
 mod config;

@@ -1,4 +1,4 @@
-//! Envoy's node: id, cluster, locality and the metadata istiod decides by.
+//! Builds Envoy's node: id, cluster, locality, and the metadata by which istiod chooses its configuration.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -36,12 +36,12 @@ pub struct Locality {
 }
 
 impl Node {
-    /// Whether the flag `name` of the metadata is true.
+    /// Returns true if the flag `name` of the metadata is true.
     pub(crate) fn is_true(&self, name: &str) -> bool {
         self.metadata.get(name).is_some_and(|value| value == "true")
     }
 
-    /// The locality in the labels, else the platform's.
+    /// Returns the locality in the labels, else the platform's.
     pub(super) fn locality(&self) -> &Locality {
         self.locality.as_ref().unwrap_or(&self.platform.locality)
     }
@@ -55,7 +55,7 @@ impl Node {
         metadata
     }
 
-    /// Metadata of a gRPC application: only members with a type, and the generator.
+    /// Returns the metadata of a gRPC application: the members with a type, and the generator.
     pub(super) fn application_metadata(&self) -> Metadata {
         let mut metadata = self.metadata();
         metadata.retain(|name, value| metadata::is_typed(name) && !metadata::is_empty(value));
@@ -74,16 +74,17 @@ pub(super) fn section(node: &Node) -> Value {
 }
 
 impl Locality {
-    /// Reads the pod's locality label, and adds the older label if it is missing.
+    /// Reads the pod's locality label, and sets the older label to the same locality.
     pub(crate) fn from_labels(labels: &mut BTreeMap<String, String>) -> Option<Self> {
         let found = labels
             .get("topology.istio.io/locality")
             .or_else(|| labels.get("istio-locality"))
             .filter(|text| !text.is_empty())?;
-        let text = match found.contains('/') {
-            true => found.clone(),
-            // A label value cannot hold a slash.
-            false => found.replace('.', "/"),
+        // Label values cannot contain a slash, so dots may stand for slashes.
+        let text = if found.contains('/') {
+            found.clone()
+        } else {
+            found.replace('.', "/")
         };
         let mut parts = text.split('/').map(str::to_owned);
         let mut part = || parts.next().unwrap_or_default();

@@ -1,6 +1,6 @@
-//! Envoy's runtime values: what Istio needs, overridden by the user's.
+//! Sets Envoy's runtime values: those Istio needs, overridden by the user's.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::config::Config;
 
@@ -11,43 +11,27 @@ pub(super) fn section(config: &Config) -> Value {
     ]})
 }
 
-fn values(config: &Config) -> Map<String, Value> {
-    let mut values = Map::new();
-    let mut set = |name: &str, value: Value| values.insert(name.to_owned(), value);
-    set("re2.max_program_size.error_level", json!("32768"));
-    set(
-        "envoy.deprecated_features:envoy.config.listener.v3.Listener.\
-         hidden_envoy_deprecated_use_original_dst",
-        json!(true),
-    );
-    let strip_fragment = "http_strip_fragment_from_path_unsafe_if_disabled";
-    for (is_set, feature, value) in [
-        (true, "http_reject_path_with_fragment", json!(false)),
-        (true, "fixed_heap_use_allocated", json!(true)),
-        (true, "coalesce_lb_rebuilds_on_batch_update", json!(false)),
-        (
-            config.compliance_fips_140_2,
-            "google_grpc_disable_tls_13",
-            json!(true),
-        ),
-        (config.keep_path_fragment, strip_fragment, json!("false")),
-    ] {
-        if is_set {
-            set(&format!("envoy.reloadable_features.{feature}"), value);
-        }
+/// Returns the values by name. Null stands for a value of Istio that the user removes.
+fn values(config: &Config) -> Value {
+    let mut values = json!({
+        "re2.max_program_size.error_level": "32768",
+        "envoy.deprecated_features:envoy.config.listener.v3.Listener.hidden_envoy_deprecated_use_original_dst": true,
+        "envoy.reloadable_features.http_reject_path_with_fragment": false,
+        "envoy.reloadable_features.fixed_heap_use_allocated": true,
+        "envoy.reloadable_features.coalesce_lb_rebuilds_on_batch_update": false,
+    });
+    if config.compliance_fips_140_2 {
+        values["envoy.reloadable_features.google_grpc_disable_tls_13"] = json!(true);
     }
-    for (name, value) in &config.node.proxy_config.runtime_values {
-        let value = match value.as_str() {
-            // An empty text removes a value of Istio.
-            "" => {
-                values.shift_remove(name);
-                continue;
-            }
-            "true" => json!(true),
-            "false" => json!(false),
-            text => json!(text),
+    if config.keep_path_fragment {
+        let feature = "http_strip_fragment_from_path_unsafe_if_disabled";
+        values[format!("envoy.reloadable_features.{feature}")] = json!("false");
+    }
+    for (name, text) in &config.node.proxy_config.runtime_values {
+        values[name] = match text.as_str() {
+            "" => Value::Null,
+            text => text.parse().map_or_else(|_| json!(text), Value::Bool),
         };
-        values.insert(name.clone(), value);
     }
     values
 }

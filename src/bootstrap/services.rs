@@ -1,30 +1,36 @@
-//! Clusters of the services Envoy reports to (a tracer, metrics, access logs), and statistics sinks.
+//! Configures the clusters of services Envoy reports to (tracer, metrics, access logs), and statistics sinks.
 
 use serde_json::{Value, json};
 
 use super::clusters::{cluster, http2};
 use super::config::Config;
-use super::tls::{self, Peer};
+use super::tls;
 use super::tracer::Tracer;
 use crate::address;
 use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings, time};
 
 pub(super) fn section(config: &Config) -> Vec<Value> {
     let proxy_config = &config.node.proxy_config;
-    let logs = proxy_config.envoy_access_log_service.as_ref();
-    let logs = logs.and_then(|logs| Some((socket_address(config, &logs.address)?, Some(logs))));
-    let remote = |name, service: Option<(Value, Option<&RemoteService>)>| {
-        service.map(|(address, service)| remote(config, name, &address, service))
-    };
-    Tracer::of(proxy_config)
-        .and_then(|tracer| collector(config, &tracer))
+    let tracer = Tracer::configured(proxy_config).and_then(|tracer| collector(config, &tracer));
+    let metrics = metrics_service(config)
+        .map(|(address, service)| remote(config, "envoy_metrics_service", &address, service));
+    let service = proxy_config.envoy_access_log_service.as_ref();
+    let access_log = service.and_then(|service| {
+        let address = socket_address(config, &service.address)?;
+        Some(remote(
+            config,
+            "envoy_accesslog_service",
+            &address,
+            Some(service),
+        ))
+    });
+    [tracer, metrics, access_log]
         .into_iter()
-        .chain(remote("envoy_metrics_service", metrics_service(config)))
-        .chain(remote("envoy_accesslog_service", logs))
+        .flatten()
         .collect()
 }
 
-/// The address of the metrics service, given in one of two members, and its settings.
+/// Returns the address of the metrics service, which one of two members has, and its settings.
 pub(super) fn metrics_service(config: &Config) -> Option<(Value, Option<&RemoteService>)> {
     let proxy_config = &config.node.proxy_config;
     let service = proxy_config.envoy_metrics_service.as_ref();
@@ -33,7 +39,7 @@ pub(super) fn metrics_service(config: &Config) -> Option<(Value, Option<&RemoteS
     Some((address.or_else(older)?, service))
 }
 
-/// Envoy's form of `host:port`; None for an empty one. Envoy resolves names.
+/// Converts `host:port` to Envoy's form, or an empty text to None. Envoy resolves names.
 pub(super) fn socket_address(config: &Config, address: &str) -> Option<Value> {
     let (host, port) = address::parts(address)?;
     let host = match host {
@@ -72,24 +78,18 @@ fn service_cluster(
     (tls, default_sni): (Option<&TlsSettings>, &str),
     is_http2: bool,
 ) -> Value {
-    let socket = |settings| {
-        tls::upstream(&Peer {
-            settings,
-            metadata: &config.node.metadata,
-            default_sni,
-            http2: is_http2,
-        })
-    };
     let dns_lookup = config.families().dns_lookup;
     let mut cluster = cluster(name, "1s", Some(dns_lookup), address);
-    cluster["transport_socket"] = json!(tls.and_then(socket));
+    let metadata = &config.node.metadata;
+    let socket = tls.and_then(|tls| tls::upstream(tls, metadata, default_sni, is_http2));
+    cluster["transport_socket"] = json!(socket);
     if is_http2 {
         http2(&mut cluster);
     }
     cluster
 }
 
-/// Statistics sinks: a metrics service, statsd.
+/// Lists the statistics sinks: a metrics service, statsd.
 pub(super) fn sinks(config: &Config) -> Vec<Value> {
     let metrics = metrics_service(config).map(|_| {
         json!({
@@ -98,21 +98,22 @@ pub(super) fn sinks(config: &Config) -> Vec<Value> {
             "@type": "type.googleapis.com/envoy.config.metrics.v3.MetricsServiceConfig",
         })
     });
-    let statsd = socket_address(config, &config.node.proxy_config.statsd_udp_address);
-    let statsd = statsd.map(|address| {
+    let address = socket_address(config, &config.node.proxy_config.statsd_udp_address);
+    let statsd = address.map(|address| {
         json!({
             "address": address,
             "@type": "type.googleapis.com/envoy.config.metrics.v3.StatsdSink",
         })
     });
-    let sinks = [("metrics_service", metrics), ("statsd", statsd)];
-    let sinks = sinks.into_iter().filter_map(|(name, config)| {
+    let sinks = [("metrics_service", metrics), ("statsd", statsd)].into_iter();
+    let configured = sinks.filter_map(|(name, config)| {
         Some(json!({ "name": format!("envoy.stat_sinks.{name}"), "typed_config": config? }))
     });
-    sinks.collect()
+    configured.collect()
 }
 
-/// In whole seconds, as in the kernel; zero is the kernel's default. It is on without any member.
+/// Converts the settings to whole seconds, as the kernel has them, and leaves out zero, the kernel's default.
+/// The keepalive is on also without members, with the kernel's defaults.
 fn keepalive(settings: &TcpKeepalive) -> Value {
     let seconds = |given| time(given).map_or(0, |time| time.as_secs());
     let members = [

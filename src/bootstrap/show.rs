@@ -1,4 +1,4 @@
-//! The `bootstrap` command: prints the document or writes it to a file, and has Envoy validate it.
+//! Implements the `bootstrap` command: prints the document or writes it to a file, and has Envoy validate it.
 
 use std::fs;
 use std::io;
@@ -12,7 +12,7 @@ use crate::envoy::program;
 use crate::permission;
 use crate::problem::{Problem, codes};
 
-/// The document as text, unless it goes to `output`.
+/// Returns the document as text, or writes it to `output`.
 pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, Problem> {
     let text = format!("{:#}", document(config));
     let Some(path) = output else {
@@ -35,25 +35,23 @@ pub fn validate(
         ..config.clone()
     };
     let written = write(&config)?;
-    let override_arguments = override_json
-        .into_iter()
-        .flat_map(|json| ["--config-yaml", json]);
+    let override_arguments = override_json.map(|json| ["--config-yaml", json]);
     let mut envoy = Command::new(binary);
     envoy
         .args(["--mode", "validate", "--allow-unknown-static-fields"])
         .args(["--skip-deprecated-logs", "-l", "warning"])
         .arg("-c")
         .arg(config.file())
-        .args(override_arguments)
+        .args(override_arguments.iter().flatten())
         .stdin(Stdio::null())
         // Standard output is the bootstrap's.
         .stdout(io::stderr());
-    let status = program::runnable(binary).and_then(|()| envoy.status());
+    let ran = program::runnable(binary).and_then(|()| envoy.status());
     drop(written);
     let directory = &config.directory;
     fs::remove_dir(directory)
         .map_err(|error| permission::problem("remove the directory", directory, error))?;
-    let status = status.map_err(|error| program::problem(binary, &error))?;
+    let status = ran.map_err(|error| program::problem(binary, &error))?;
     if status.success() {
         return Ok(());
     }

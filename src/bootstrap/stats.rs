@@ -1,5 +1,5 @@
-//! The statistics Envoy keeps and the tags it extracts from their names: what Istio's dashboards need,
-//! and what the user adds.
+//! Selects the statistics Envoy keeps and the tags it extracts from their names: those that Istio's dashboards
+//! need, and those the user adds.
 
 use std::net::IpAddr;
 
@@ -61,64 +61,69 @@ const SUFFIXES: &[&str] = &[
 const EXPRESSIONS: &[&str] = &[r"vhost\..*\.route\..*"];
 
 pub(super) fn section(config: &Config) -> Value {
-    let tag = |name: &str, regex: &str| json!({ "tag_name": name, "regex": regex });
-    let table = |tags: &[(&str, &str)]| -> Vec<Value> {
-        tags.iter().map(|(name, regex)| tag(name, regex)).collect()
-    };
     let mut tags = table(TAGS);
     let chosen = config.stats.tags.iter();
     tags.extend(chosen.map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
     tags.extend(table(LATER_TAGS));
     let buckets = config.stats.buckets.iter();
-    let buckets = buckets
-        .map(|(prefix, buckets)| json!({ "match": { "prefix": prefix }, "buckets": buckets }));
-    let buckets: Vec<_> = buckets.collect();
+    let settings: Vec<_> = buckets
+        .map(|(prefix, buckets)| json!({ "match": { "prefix": prefix }, "buckets": buckets }))
+        .collect();
     json!({
         "use_all_default_tags": false,
         "stats_tags": tags,
         "stats_matcher": { "inclusion_list": { "patterns": patterns(config) } },
-        "histogram_bucket_settings": (!buckets.is_empty()).then_some(buckets),
+        "histogram_bucket_settings": (!settings.is_empty()).then_some(settings),
     })
 }
 
+fn table(tags: &[(&str, &str)]) -> Vec<Value> {
+    tags.iter().map(|(name, regex)| tag(name, regex)).collect()
+}
+
+fn tag(name: &str, regex: &str) -> Value {
+    json!({ "tag_name": name, "regex": regex })
+}
+
 fn patterns(config: &Config) -> Vec<Value> {
-    let prefix = |text: &str| json!({ "prefix": text });
-    let choice = &config.stats;
-    let all = |chosen: &[String], required: &[&str]| {
-        let chosen = chosen
-            .iter()
-            .flat_map(|text| per_address(text, &config.node.addresses));
-        let required = required.iter().map(|text| (*text).to_owned());
-        chosen.chain(required).collect::<Vec<_>>()
-    };
-    let discovery = config
-        .metadata_discovery
-        .then(|| prefix("workload_discovery"));
-    let mut patterns = vec![prefix("reporter=")];
-    patterns.extend(discovery);
-    let prefixes = all(&choice.prefixes, PREFIXES);
-    patterns.extend(prefixes.iter().map(|text| prefix(text)));
-    let mut suffixes = all(&choice.suffixes, SUFFIXES);
-    if config.exit_on_zero_connections {
-        suffixes.push("downstream_cx_active".to_owned());
+    let (stats, addresses) = (&config.stats, &config.node.addresses);
+    let mut patterns = vec![json!({ "prefix": "reporter=" })];
+    if config.metadata_discovery {
+        patterns.push(json!({ "prefix": "workload_discovery" }));
     }
-    patterns.extend(suffixes.iter().map(|text| json!({ "suffix": text })));
-    let chosen = [&choice.expressions[..], &choice.of_requests].concat();
-    let expressions = all(&chosen, EXPRESSIONS);
-    let expressions = expressions.iter();
+    let prefixes = expanded(&stats.prefixes, PREFIXES, addresses);
+    patterns.extend(prefixes.map(|text| json!({ "prefix": text })));
+    let suffixes = expanded(&stats.suffixes, SUFFIXES, addresses);
+    patterns.extend(suffixes.map(|text| json!({ "suffix": text })));
+    if config.exit_on_zero_connections {
+        patterns.push(json!({ "suffix": "downstream_cx_active" }));
+    }
+    let chosen = [&stats.expressions[..], &stats.of_requests].concat();
+    let expressions = expanded(&chosen, EXPRESSIONS, addresses);
     patterns.extend(expressions.map(|text| json!({ "safe_regex": { "regex": text } })));
-    patterns.extend([prefix("component"), prefix("istio")]);
+    patterns.extend(["component", "istio"].map(|text| json!({ "prefix": text })));
     patterns
 }
 
-/// The pattern once per address of the pod, if it names one.
+/// Lists the user's patterns, then Istio's. A pattern that names the pod's address is repeated for each.
+fn expanded(
+    chosen: &[String],
+    required: &[&str],
+    addresses: &[IpAddr],
+) -> impl Iterator<Item = String> {
+    let chosen = chosen
+        .iter()
+        .flat_map(move |text| per_address(text, addresses));
+    chosen.chain(required.iter().map(|text| (*text).to_owned()))
+}
+
 fn per_address(pattern: &str, addresses: &[IpAddr]) -> Vec<String> {
-    const PLACE: &str = "{pod_ip}";
-    if !pattern.contains(PLACE) {
+    const PLACEHOLDER: &str = "{pod_ip}";
+    if !pattern.contains(PLACEHOLDER) {
         return vec![pattern.to_owned()];
     }
-    let addresses = addresses.iter();
-    addresses
-        .map(|address| pattern.replace(PLACE, &address.to_string()))
+    let texts = addresses.iter().map(IpAddr::to_string);
+    texts
+        .map(|text| pattern.replace(PLACEHOLDER, &text))
         .collect()
 }

@@ -1,4 +1,4 @@
-//! TLS of Envoy's own connections: to tracers and sinks, and from Prometheus.
+//! Configures TLS of Envoy's own connections: to tracers and sinks, and from Prometheus.
 //!
 //! Certificates come from the agent by SDS: the workload's, or files by name.
 
@@ -8,49 +8,43 @@ use super::document::extension;
 use super::node::Metadata;
 use crate::proxy_config::{TlsSettings, tls_settings::Mode};
 
-pub(super) struct Peer<'a> {
-    pub(super) settings: &'a TlsSettings,
-    /// May name files, which override the files of the settings.
-    pub(super) metadata: &'a Metadata,
-    /// Name in the handshake when none is configured and the certificate is the workload's.
-    pub(super) default_sni: &'a str,
-    pub(super) http2: bool,
-}
-
-/// The transport socket, or nothing for plaintext.
-pub(super) fn upstream(peer: &Peer<'_>) -> Option<Value> {
-    let settings = peer.settings;
-    let (certificate, roots) = secrets(peer)?;
+/// Returns the transport socket, or None for plaintext. Files of the node metadata override those of the
+/// settings. `default_sni` is the name in the handshake if none is configured and the certificate is the
+/// workload's.
+pub(super) fn upstream(
+    settings: &TlsSettings,
+    metadata: &Metadata,
+    default_sni: &str,
+    is_http2: bool,
+) -> Option<Value> {
+    let (certificate, roots) = secrets(settings, metadata)?;
     let (protocols, default_sni) = match settings.mode() {
-        Mode::IstioMutual => (json!(["istio", "h2"]), peer.default_sni),
+        Mode::IstioMutual => (json!(["istio", "h2"]), default_sni),
         _ => (json!(["h2"]), ""),
     };
-    let names = [settings.sni.as_str(), default_sni];
-    let expected = settings.subject_alt_names.iter();
-    let expected: Vec<_> = expected.map(|name| json!({ "exact": name })).collect();
+    let mut server_names = [settings.sni.as_str(), default_sni].into_iter();
+    let names = settings.subject_alt_names.iter();
+    let matchers: Vec<_> = names.map(|name| json!({ "exact": name })).collect();
+    let expected_names = (!matchers.is_empty()).then_some(matchers);
     let is_checked = roots.is_some() || settings.insecure_skip_verify != Some(true);
     // Envoy takes expected names only together with roots, so without any these are the system's.
     let roots = roots.unwrap_or_else(|| from_sds("file-root:system", None));
-    let validation = || {
-        let names = (!expected.is_empty()).then_some(expected);
-        json!({
-            "default_validation_context": { "match_subject_alt_names": names },
-            "validation_context_sds_secret_config": roots,
-        })
-    };
     let context = json!({
         "common_tls_context": {
-            "alpn_protocols": peer.http2.then_some(protocols),
+            "alpn_protocols": is_http2.then_some(protocols),
             "validation_context": (!is_checked).then(|| json!({})),
-            "combined_validation_context": is_checked.then(validation),
+            "combined_validation_context": is_checked.then(|| json!({
+                "default_validation_context": { "match_subject_alt_names": expected_names },
+                "validation_context_sds_secret_config": roots,
+            })),
             "tls_certificate_sds_secret_configs": certificate.map(|certificate| [certificate]),
         },
-        "sni": names.into_iter().find(|name| !name.is_empty()),
+        "sni": server_names.find(|name| !name.is_empty()),
     });
     Some(socket("UpstreamTlsContext", context))
 }
 
-/// The transport socket of a listener that requires a certificate of the mesh.
+/// Returns the transport socket of a listener that requires a certificate of the mesh.
 pub(super) fn downstream() -> Value {
     let context = json!({
         "require_client_certificate": true,
@@ -70,11 +64,10 @@ fn socket(message: &str, context: Value) -> Value {
     extension("envoy.transport_sockets.tls", &message, context)
 }
 
-/// Where the certificate and the roots come from; nothing for plaintext.
-fn secrets(peer: &Peer<'_>) -> Option<(Option<Value>, Option<Value>)> {
-    let settings = peer.settings;
+/// Returns the sources of the certificate and of the roots, or None for plaintext.
+fn secrets(settings: &TlsSettings, metadata: &Metadata) -> Option<(Option<Value>, Option<Value>)> {
     let path = |member: &str, setting: &str| {
-        let file = peer.metadata.get(member).and_then(Value::as_str);
+        let file = metadata.get(member).and_then(Value::as_str);
         let mut paths = [file.unwrap_or_default(), setting].into_iter();
         paths.find(|path| !path.is_empty()).map(str::to_owned)
     };
@@ -83,13 +76,15 @@ fn secrets(peer: &Peer<'_>) -> Option<(Option<Value>, Option<Value>)> {
     let pair = path("TLS_CLIENT_CERT_CHAIN", &settings.client_certificate)
         .zip(path("TLS_CLIENT_KEY", &settings.private_key))
         .map(|(chain, key)| from_sds(&format!("file-cert:{chain}~{key}"), None));
-    // Envoy waits for these without limit.
-    let required = |name: &str| Some(from_sds(name, Some("0s")));
     match settings.mode() {
         Mode::Disable => None,
         Mode::Simple => Some((None, roots)),
         Mode::Mutual => Some((pair, roots)),
-        Mode::IstioMutual => Some((required("default"), required("ROOTCA"))),
+        // A timeout of 0 s has Envoy wait for these without limit.
+        Mode::IstioMutual => Some((
+            Some(from_sds("default", Some("0s"))),
+            Some(from_sds("ROOTCA", Some("0s"))),
+        )),
     }
 }
 
@@ -113,13 +108,8 @@ mod tests {
 
     fn context(settings: Value, metadata: &Metadata, http2: bool) -> Option<Value> {
         let settings = crate::proxy_config::from_json(&settings);
-        let peer = Peer {
-            settings: &settings,
-            metadata,
-            default_sni: "tracer",
-            http2,
-        };
-        upstream(&peer).map(|socket| without_nulls(socket["typed_config"].clone()))
+        upstream(&settings, metadata, "tracer", http2)
+            .map(|socket| without_nulls(socket["typed_config"].clone()))
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! The tracer Envoy reports spans to until istiod configures another.
+//! Configures the tracer Envoy reports spans to until istiod configures another.
 
 use serde_json::{Value, json};
 
 use super::config::Config;
-use crate::proxy_config::{ProxyConfig, tracing::Tracer as Given};
+use crate::proxy_config::ProxyConfig;
+use crate::proxy_config::tracing::Tracer::{Datadog, Lightstep, Zipkin};
 
-/// The one tracer that is configured.
 pub(super) struct Tracer<'a> {
     pub(super) name: &'static str,
     pub(super) cluster: &'static str,
@@ -15,23 +15,24 @@ pub(super) struct Tracer<'a> {
 }
 
 impl<'a> Tracer<'a> {
-    pub(super) fn of(config: &'a ProxyConfig) -> Option<Self> {
-        let tracing = config.tracing.as_ref()?;
-        let tracer = |name, cluster, address| Self {
+    pub(super) fn configured(config: &'a ProxyConfig) -> Option<Self> {
+        let tracer = config.tracing.as_ref()?.tracer.as_ref()?;
+        let (name, cluster, address) = match tracer {
+            Zipkin(it) => ("zipkin", "zipkin", &it.address),
+            Lightstep(it) => ("lightstep", "lightstep", &it.address),
+            Datadog(it) => ("datadog", "datadog_agent", &it.address),
+            _ => return None,
+        };
+        let token = match tracer {
+            Lightstep(it) => Some(it.access_token.as_str()),
+            _ => None,
+        };
+        Some(Self {
             name,
             cluster,
             address,
-            token: None,
-        };
-        match tracing.tracer.as_ref()? {
-            Given::Zipkin(zipkin) => Some(tracer("zipkin", "zipkin", &zipkin.address)),
-            Given::Lightstep(lightstep) => Some(Self {
-                token: Some(&lightstep.access_token),
-                ..tracer("lightstep", "lightstep", &lightstep.address)
-            }),
-            Given::Datadog(datadog) => Some(tracer("datadog", "datadog_agent", &datadog.address)),
-            _ => None,
-        }
+            token,
+        })
     }
 
     pub(super) fn section(&self, config: &Config) -> Value {
@@ -50,10 +51,10 @@ impl<'a> Tracer<'a> {
                 let members = json!({ "access_token_file": file.to_string_lossy() });
                 ("LightstepConfig", members)
             }
-            _ => {
-                let members = json!({ "service_name": config.node.cluster });
-                ("DatadogConfig", members)
-            }
+            _ => (
+                "DatadogConfig",
+                json!({ "service_name": config.node.cluster }),
+            ),
         };
         let message = format!("type.googleapis.com/envoy.config.trace.v3.{message}");
         members["@type"] = json!(message);

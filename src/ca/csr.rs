@@ -1,8 +1,8 @@
 //! Makes a private key and the request to certify it.
 //!
-//! The request is what istiod's strict mode compares with: the subject is one empty organization,
-//! the only extension a critical subject alternative name with the SPIFFE identity. Each request has
-//! its own key. RSA takes up to seconds of computing; callers keep that off the runtime's thread.
+//! The request has the form that istiod's strict mode expects: the subject is one empty organization, the
+//! only extension a critical subject alternative name with the SPIFFE identity. Each request has a new key.
+//! Making an RSA key takes up to seconds; callers run that on a blocking thread.
 
 use rcgen::string::PrintableString;
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, DnValue};
@@ -14,7 +14,7 @@ use crate::identity::SpiffeId;
 use crate::lifecycle::BoxError;
 
 const SUBJECT_ALT_NAME: [u64; 4] = [2, 5, 29, 17];
-/// The choice of GeneralName that is a URI (RFC 5280, section 4.2.1.6).
+/// The tag of a URI in GeneralName (RFC 5280, section 4.2.1.6).
 const URI_NAME: Tag = Tag {
     tag_class: yasna::TagClass::ContextSpecific,
     tag_number: 6,
@@ -27,7 +27,7 @@ pub struct Request {
     pub key_pem: Zeroizing<String>,
 }
 
-/// Returns a new key and a request for `identity`.
+/// Makes a key and a request for `identity`.
 pub fn generate(
     key_type: KeyType,
     encoding: Encoding,
@@ -38,7 +38,7 @@ pub fn generate(
     params.distinguished_name = empty_organization()?;
     params.custom_extensions = vec![alternative_name(&identity.to_string())];
     let csr_pem = params.serialize_request(&*key)?.pem()?;
-    let key_pem = key::encoded(&key, key_type, encoding)?;
+    let key_pem = key::to_pem(&key, key_type, encoding)?;
     Ok(Request { csr_pem, key_pem })
 }
 
@@ -57,7 +57,7 @@ fn empty_organization() -> Result<DistinguishedName, rcgen::Error> {
     Ok(name)
 }
 
-/// Built by hand, as rcgen would mark the extension as not critical.
+/// Builds the extension by hand, because rcgen would mark it as not critical.
 fn alternative_name(uri: &str) -> CustomExtension {
     let names = yasna::construct_der(|writer| {
         writer.write_sequence(|writer| {

@@ -1,7 +1,7 @@
 //! Makes private keys and writes them as PEM.
 //!
-//! rcgen writes PKCS #8, which wraps the traditional forms: PKCS #1 as it is, SEC 1 without the name
-//! of its curve, which is put back. Intermediate copies of a key are overwritten when dropped.
+//! rcgen writes PKCS #8, which contains the traditional forms: PKCS #1 unchanged, SEC 1 without the name of
+//! its curve, which is added again. Intermediate copies of a key are overwritten when dropped.
 
 use aws_lc_rs::encoding::{AsDer, EcPrivateKeyRfc5915Der, Pkcs8V1Der};
 use aws_lc_rs::rsa::{self, KeySize};
@@ -16,8 +16,8 @@ use zeroize::Zeroizing;
 use crate::lifecycle::BoxError;
 use crate::pem;
 
-/// The algorithm of a private key. ECDSA keys are made in microseconds, RSA keys in milliseconds, of
-/// 8192 bits in seconds.
+/// The algorithm of a private key. Making an ECDSA key takes microseconds, an RSA key milliseconds, one of
+/// 8192 bits seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyType {
     P256,
@@ -26,9 +26,9 @@ pub enum KeyType {
     Rsa(u32),
 }
 
-const FORM: &str = "the library wrote the new key in a form it does not document";
+const UNDOCUMENTED_FORM: &str = "the library wrote the new key in a form it does not document";
 
-/// How a private key is written.
+/// The encoding of a private key in PEM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Encoding {
     /// PKCS #1 for RSA, SEC 1 for ECDSA.
@@ -48,7 +48,7 @@ pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, BoxError
             // rcgen does not make the largest size.
             let key =
                 rsa::KeyPair::generate(rsa_size(bits)).map_err(|_| "cannot make an RSA key")?;
-            let pkcs8: Pkcs8V1Der<'_> = key.as_der().map_err(|_| FORM)?;
+            let pkcs8: Pkcs8V1Der<'_> = key.as_der().map_err(|_| UNDOCUMENTED_FORM)?;
             let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8.as_ref());
             KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_RSA_SHA256)
         }
@@ -56,7 +56,7 @@ pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, BoxError
     Ok(Zeroizing::new(key?))
 }
 
-/// The next larger one of [`RSA_SIZES`].
+/// Rounds up to one of [`RSA_SIZES`].
 fn rsa_size(bits: u32) -> KeySize {
     match bits {
         ..=2048 => KeySize::Rsa2048,
@@ -66,8 +66,8 @@ fn rsa_size(bits: u32) -> KeySize {
     }
 }
 
-/// The key as PEM.
-pub(super) fn encoded(
+/// Writes a key as PEM.
+pub(super) fn to_pem(
     key: &KeyPair,
     key_type: KeyType,
     encoding: Encoding,
@@ -76,19 +76,20 @@ pub(super) fn encoded(
     let algorithm = match (encoding, key_type) {
         (Encoding::Pkcs8, _) => return Ok(pem::encode("PRIVATE KEY", pkcs8)),
         (Encoding::Traditional, KeyType::Rsa(_)) => {
-            let inner = unwrapped(pkcs8).ok_or(FORM)?;
+            let inner = unwrap_pkcs8(pkcs8).ok_or(UNDOCUMENTED_FORM)?;
             return Ok(pem::encode("RSA PRIVATE KEY", inner));
         }
         (Encoding::Traditional, KeyType::P256) => &ECDSA_P256_SHA256_ASN1_SIGNING,
         (Encoding::Traditional, KeyType::P384) => &ECDSA_P384_SHA384_ASN1_SIGNING,
     };
-    let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| FORM)?;
-    let sec1: EcPrivateKeyRfc5915Der<'_> = key.private_key().as_der().map_err(|_| FORM)?;
+    let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| UNDOCUMENTED_FORM)?;
+    let private_key = key.private_key();
+    let sec1: EcPrivateKeyRfc5915Der<'_> = private_key.as_der().map_err(|_| UNDOCUMENTED_FORM)?;
     Ok(pem::encode("EC PRIVATE KEY", sec1.as_ref()))
 }
 
-/// The key inside PKCS #8, which is version, algorithm, key (RFC 5958, section 2).
-fn unwrapped(pkcs8: &[u8]) -> Option<&[u8]> {
+/// Returns the key inside PKCS #8, which is version, algorithm, key (RFC 5958, section 2).
+fn unwrap_pkcs8(pkcs8: &[u8]) -> Option<&[u8]> {
     let (_, outer) = Sequence::from_der(pkcs8).ok()?;
     let std::borrow::Cow::Borrowed(content) = outer.content else {
         return None;
@@ -117,7 +118,7 @@ mod tests {
                 (Encoding::Traditional, label),
                 (Encoding::Pkcs8, "PRIVATE KEY"),
             ] {
-                let pem = encoded(&key, key_type, encoding).unwrap();
+                let pem = to_pem(&key, key_type, encoding).unwrap();
                 assert!(pem.starts_with(&format!("-----BEGIN {label}-----\n")));
                 assert!(pem.ends_with(&format!("\n-----END {label}-----\n")));
                 assert!(pem.lines().all(|line| line.len() <= 64));
@@ -151,7 +152,7 @@ mod tests {
             (KeyType::P384, &[0x06, 0x05, 0x2b, 0x81, 0x04, 0x00, 0x22]),
         ] {
             let key = generate(key_type).unwrap();
-            let text = encoded(&key, key_type, Encoding::Traditional).unwrap();
+            let text = to_pem(&key, key_type, Encoding::Traditional).unwrap();
             let (_, block) = x509_parser::pem::parse_x509_pem(text.as_bytes()).unwrap();
             let names_it = block
                 .contents

@@ -1,7 +1,7 @@
-//! Client of the certificate authority.
+//! Requests certificates from the certificate authority.
 //!
 //! [`key`] makes private keys, [`csr`] the certificate signing requests (CSR) for them, [`istio`]
-//! calls istiod's `CreateCertificate`. Retries are up to the caller.
+//! calls istiod's `CreateCertificate`. The caller retries.
 
 pub mod csr;
 pub mod istio;
@@ -15,9 +15,9 @@ use tonic::Code;
 use crate::istiod::refusal::code_name;
 use crate::problem::Problem;
 
-/// A certificate authority; tests substitute one of their own.
+/// A certificate authority. Unit tests use a fake one.
 pub trait Ca: Send + Sync + 'static {
-    /// Signs a PEM certificate request for `ttl`. The answer is PEM: the leaf first, the roots last.
+    /// Signs a PEM certificate request for `ttl`. Returns PEM: the leaf first, the roots last.
     fn sign(
         &self,
         csr_pem: &str,
@@ -25,7 +25,7 @@ pub trait Ca: Send + Sync + 'static {
     ) -> impl Future<Output = Result<Vec<String>, SignError>> + Send;
 }
 
-/// Why the authority did not sign.
+/// The error of a request that the authority did not sign.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("create certificate: rpc error: code = {} desc = {message}", code_name(*.code))]
 pub struct SignError {
@@ -35,8 +35,8 @@ pub struct SignError {
 }
 
 impl SignError {
-    /// Whether the authority will refuse the same request again. Other causes may pass by themselves: a
-    /// restart, overload, a token that is refreshed on disk and read again.
+    /// Returns true if the authority will reject the same request again. Other causes may pass by themselves:
+    /// a restart, overload, a token that is refreshed on disk and read again.
     pub fn is_lasting(&self) -> bool {
         matches!(
             self.code,

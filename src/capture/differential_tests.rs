@@ -103,7 +103,7 @@ fn wanted(config: &Config) -> [[Layout; 2]; 2] {
     ]
 }
 
-/// What kernels have after the rules were loaded. None is a machine without namespaces.
+/// Returns the rules of the kernel after these were loaded. None on a machine without namespaces.
 fn loaded(config: &Config) -> Option<[[Layout; 2]; 2]> {
     const MARK: &str = "@@";
     let rules = Rules::new(config);
@@ -169,20 +169,18 @@ fn flows() -> impl Strategy<Value = Vec<String>> {
     );
     let flow = flow.prop_map(
         move |(protocol, user, group, at, port, interface, [is_sent, is_v6])| {
-            let (from, to) = match is_v6 {
-                true => (
-                    v6[at[0].index(v6.len())],
-                    format!("[{}]", v6[at[1].index(v6.len())]),
-                ),
-                false => (
-                    v4[at[0].index(v4.len())],
-                    v4[at[1].index(v4.len())].to_owned(),
-                ),
+            let addresses = if is_v6 { &v6[..] } else { &v4[..] };
+            let [from, to] = at.map(|index| addresses[index.index(addresses.len())]);
+            let host = if is_v6 {
+                format!("[{to}]")
+            } else {
+                to.to_owned()
             };
-            let rest = format!("{from},{to}:{port}");
-            match is_sent || interface == "lo" {
-                true => format!("out,{protocol},{user}/{group},{rest},{interface}"),
-                false => format!("in,{protocol},{rest},{interface}"),
+            let rest = format!("{from},{host}:{port}");
+            if is_sent || interface == "lo" {
+                format!("out,{protocol},{user}/{group},{rest},{interface}")
+            } else {
+                format!("in,{protocol},{rest},{interface}")
             }
         },
     );

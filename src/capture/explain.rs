@@ -1,4 +1,4 @@
-//! Reads flows as `--explain` spells them, and says in words what the rules do with them.
+//! Parses flows as `--explain` spells them, and describes in words what the rules do with them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,17 +8,17 @@ use std::str::FromStr;
 use super::config::{self, Config};
 use super::iptables::appended;
 use super::packet::{Decision, Direction, LOOPBACK, Packet, Trace};
-use super::rules::{DNS_PORT, Id, Protocol};
+use super::rules::{DNS_PORT, Id, Protocol, named};
 use crate::problem::{Problem, codes};
 
-/// The fields of a flow.
+/// Grammar of a flow.
 pub const GRAMMAR: &str = "out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or \
                            in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]";
 
-/// The first packet of a connection or exchange, as far as it was described.
+/// A description of the first packet of a connection or exchange; optional parts may be missing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flow {
-    /// Who sends it; None if it arrives.
+    /// The sending process; None if the packet arrives.
     pub sender: Option<Sender>,
     pub protocol: Protocol,
     pub source: Option<IpAddr>,
@@ -46,11 +46,8 @@ impl FromStr for Flow {
             "in" => false,
             other => return Err(problem("the direction of --explain", other, "out or in")),
         };
-        let protocol = match *protocol {
-            "tcp" => Protocol::Tcp,
-            "udp" => Protocol::Udp,
-            other => return Err(problem("the protocol of --explain", other, "tcp or udp")),
-        };
+        let protocol = named(&Protocol::ALL, protocol)
+            .ok_or_else(|| problem("the protocol of --explain", protocol, "tcp or udp"))?;
         let (sender, fields) = match fields {
             [user, fields @ ..] if is_sent => (Some(sender(user)?), fields),
             fields => (None, fields),
@@ -61,16 +58,15 @@ impl FromStr for Flow {
             [target, interface] => (target, Some(self::interface(interface, is_sent)?)),
             _ => return Err(problem("--explain", text, GRAMMAR)),
         };
-        let (destination, port) = target_of(target, is_sent)?;
+        let (destination, port) = destination(target, is_sent)?;
         if let (Some(from), Some(to)) = (source, destination)
             && from.is_ipv4() != to.is_ipv4()
         {
-            let expected = format!("an address of the same family as {to}");
-            return Err(problem(
-                "the source of --explain",
-                &from.to_string(),
-                expected,
-            ));
+            let (found, expected) = (
+                from.to_string(),
+                format!("an address of the same family as {to}"),
+            );
+            return Err(problem("the source of --explain", &found, expected));
         }
         Ok(Self {
             sender,
@@ -87,6 +83,7 @@ fn problem(subject: &str, found: &str, expected: impl Into<Cow<'static, str>>) -
     Problem::value(codes::ARGUMENT_INVALID, subject, found, expected)
 }
 
+/// Parses `USER` or `USER/GROUP`.
 fn sender(text: &str) -> Result<Sender, Problem> {
     let (user, group) = match text.split_once('/') {
         Some((user, group)) => (user, Some(account(group)?)),
@@ -96,44 +93,46 @@ fn sender(text: &str) -> Result<Sender, Problem> {
     Ok(Sender { user, group })
 }
 
+/// Parses a single user or group.
 fn account(text: &str) -> Result<Id, Problem> {
-    let is_single = |id: &Id| match id {
-        Id::Numbers(numbers) => numbers.start() == numbers.end(),
-        Id::Name(name) => !name.is_empty(),
-    };
-    let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
-    let id = config::id(text).filter(is_single);
-    id.ok_or_else(|| problem("the user of --explain", text, expected))
+    match config::id(text) {
+        Some(Id::Numbers(numbers)) if numbers.start() == numbers.end() => Ok(Id::Numbers(numbers)),
+        Some(Id::Name(name)) if !name.is_empty() => Ok(Id::Name(name)),
+        _ => {
+            let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
+            Err(problem("the user of --explain", text, expected))
+        }
+    }
 }
 
 fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
-    let expected = match is_sent {
-        true => "the name of a network interface",
-        false => "the name of a network interface but lo: what arrives there was sent (out)",
+    if !text.is_empty() && config::is_interface(text) && (is_sent || text != LOOPBACK) {
+        return Ok(text.to_owned());
+    }
+    let expected = if is_sent {
+        "the name of a network interface"
+    } else {
+        "the name of a network interface but lo: what arrives there was sent (out)"
     };
-    let is_name = !text.is_empty() && config::is_interface(text) && (is_sent || text != LOOPBACK);
-    is_name
-        .then(|| text.to_owned())
-        .ok_or_else(|| problem("the interface of --explain", text, expected))
+    Err(problem("the interface of --explain", text, expected))
 }
 
-fn target_of(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem> {
-    let expected = match is_sent {
-        true => "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443",
-        false => "PORT or ADDRESS:PORT, such as 8080, 10.0.0.5:8080 or [2001:db8::5]:8080",
+/// Parses a destination. A packet that arrives needs a port only.
+fn destination(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem> {
+    match (text.parse::<u16>(), text.parse::<SocketAddr>()) {
+        (Ok(port), _) if !is_sent && port != 0 => return Ok((None, port)),
+        (_, Ok(address)) if address.port() != 0 => return Ok((Some(address.ip()), address.port())),
+        _ => {}
+    }
+    let expected = if is_sent {
+        "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443"
+    } else {
+        "PORT or ADDRESS:PORT, such as 8080, 10.0.0.5:8080 or [2001:db8::5]:8080"
     };
-    let port = text.parse().ok().filter(|_| !is_sent);
-    let whole = || {
-        text.parse()
-            .ok()
-            .map(|whole: SocketAddr| (Some(whole.ip()), whole.port()))
-    };
-    let target = port.map(|port| (None, port)).or_else(whole);
-    let target = target.filter(|(_, port)| *port != 0);
-    target.ok_or_else(|| problem("the destination of --explain", text, expected))
+    Err(problem("the destination of --explain", text, expected))
 }
 
-/// Says where a packet ends, and because of which rules.
+/// Describes where a packet ends, and because of which rules.
 pub fn explain(packet: &Packet, trace: &Trace<'_>, config: &Config) -> String {
     let listener = match trace.decision {
         Decision::Redirected(port) | Decision::Tproxied(port) => match port {
@@ -146,8 +145,8 @@ pub fn explain(packet: &Packet, trace: &Trace<'_>, config: &Config) -> String {
         Decision::Dropped | Decision::Rejected => "",
     };
     let mut text = format!("{packet} {}{listener}\n", trace.decision);
-    for (place, entry) in &trace.rules {
-        text += &format!("  {}\n", appended(*place, entry));
+    for (chain, entry) in &trace.rules {
+        text += &format!("  {}\n", appended(*chain, entry));
     }
     if trace.rules.is_empty() {
         text += "  no rule matches\n";
@@ -157,18 +156,14 @@ pub fn explain(packet: &Packet, trace: &Trace<'_>, config: &Config) -> String {
 
 impl fmt::Display for Packet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.protocol {
-            Protocol::Tcp => "TCP",
-            Protocol::Udp => "UDP",
-        })?;
+        f.write_str(&self.protocol.name().to_uppercase())?;
         if let Direction::Out { user, group } = &self.direction {
             write!(f, " from user {user}, group {group}")?;
         }
-        let source = self.source.ip();
-        match (&self.direction, source.is_unspecified()) {
-            (_, true) => {}
-            (Direction::Out { .. }, _) => write!(f, " at {source}")?,
-            (Direction::In, _) => write!(f, " from {source}")?,
+        match (&self.direction, self.source.ip()) {
+            (_, source) if source.is_unspecified() => {}
+            (Direction::Out { .. }, source) => write!(f, " at {source}")?,
+            (Direction::In, source) => write!(f, " from {source}")?,
         }
         write!(f, " to {} over {}", self.destination, self.interface)
     }

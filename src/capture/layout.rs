@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 
 use super::rules::{Chain, Criterion, Family, Match, Place, Rule, Rules, Table, Verdict};
 
-/// Rules that are wanted, or that a machine has. Equal rules are equal entries, however they were written.
+/// Rules of one family that are wanted, or that a machine has. Equal rules are equal entries, whichever way
+/// they were written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// Chains without rules are there with an empty list.
+    /// Chains without rules have an empty list.
     pub chains: BTreeMap<(Table, Chain), Vec<Entry>>,
-    /// Names of chains that start like Istio's, but are none of this version.
+    /// Names of chains that start like Istio's, but do not exist in this version.
     pub unknown_chains: Vec<(Table, String)>,
     /// Rules for DNS that Istio 1.8 to 1.24 put into the kernel's own chains, as text. They are not in `chains`.
     pub earlier_dns: Vec<String>,
@@ -18,26 +19,26 @@ pub struct Layout {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
     Rule {
-        /// In an order that depends on nothing else, without those that any packet passes.
+        /// Sorted, without matches that every packet passes.
         matches: Vec<Match>,
         verdict: Verdict,
     },
-    /// A rule that is not of traffic capture, as its program prints it.
+    /// A rule that the model of traffic capture cannot express, as its program prints it.
     Foreign(String),
 }
 
-/// The chains that rules are in or jump to, with the rules in their final order.
+/// Returns the chains that rules are in or jump to, with the rules in their final order.
 pub(super) fn chains<'a>(
     rules: impl IntoIterator<Item = &'a Rule>,
 ) -> BTreeMap<(Table, Chain), Vec<&'a Rule>> {
     let mut chains = BTreeMap::<_, Vec<&Rule>>::new();
     for rule in rules {
         let chain = chains.entry((rule.table, rule.chain)).or_default();
-        let at = match rule.place {
+        let index = match rule.place {
             Place::Last => chain.len(),
             Place::At(number) => chain.len().min(number - 1),
         };
-        chain.insert(at, rule);
+        chain.insert(index, rule);
         if let Verdict::Jump(target) = rule.verdict {
             chains.entry((rule.table, target)).or_default();
         }
@@ -46,32 +47,28 @@ pub(super) fn chains<'a>(
 }
 
 impl Layout {
-    /// What a machine has after these rules were added to empty tables.
+    /// Returns the layout of a family after these rules were added to its empty tables.
     pub fn new(rules: &Rules, family: Family) -> Self {
-        Self::shared(rules.of(family), family)
+        Self::shared(rules.for_family(family), family)
     }
 
-    /// What a machine has of a family after these rules were added to empty tables of both.
+    /// Returns the layout of a family after these rules were added to empty tables that both families share.
     pub(super) fn shared<'a>(rules: impl IntoIterator<Item = &'a Rule>, family: Family) -> Self {
-        let entries = |rules: Vec<&Rule>| {
-            let is_of = |rule: &&Rule| rule.family.is_none_or(|only| only == family);
-            let entry = |rule: &Rule| Entry::rule(rule.matches.clone(), rule.verdict);
-            rules.into_iter().filter(is_of).map(entry).collect()
-        };
-        let chains = chains(rules).into_iter();
-        Self {
-            chains: chains.map(|(name, rules)| (name, entries(rules))).collect(),
-            ..Self::default()
+        let mut layout = Self::default();
+        for (place, rules) in chains(rules) {
+            let rules = rules.into_iter().filter(|rule| rule.is_for(family));
+            let entries = rules.map(|rule| Entry::rule(rule.matches.clone(), rule.verdict));
+            layout.chains.insert(place, entries.collect());
         }
+        layout
     }
 
-    /// Whether there are chains of traffic capture, or rules of earlier versions.
+    /// Returns true if there are chains of traffic capture, or rules of earlier versions.
     pub fn is_captured(&self) -> bool {
-        let has_chains = self.chains.keys().any(|(_, chain)| !chain.is_builtin());
-        has_chains || !self.earlier_dns.is_empty()
+        !self.earlier_dns.is_empty() || self.chains.keys().any(|(_, chain)| !chain.is_builtin())
     }
 
-    /// The mark of packets that TPROXY has handed over.
+    /// Returns the mark of packets that TPROXY has handed over.
     pub fn tproxy_mark(&self) -> Option<u32> {
         let mut rules = self.rules(Table::Mangle, Chain::Inbound);
         rules.find_map(|(matches, _)| match matches {
@@ -83,7 +80,7 @@ impl Layout {
         })
     }
 
-    /// The port that a chain redirects to.
+    /// Returns the port that a chain redirects to.
     pub fn redirects_to(&self, chain: Chain) -> Option<u16> {
         let mut rules = self.rules(Table::Nat, chain);
         rules.find_map(|(_, verdict)| match verdict {
@@ -92,7 +89,7 @@ impl Layout {
         })
     }
 
-    /// The rules of a chain that are of the model.
+    /// Iterates over the rules of a chain that the model can express.
     pub(super) fn rules(
         &self,
         table: Table,
@@ -105,14 +102,15 @@ impl Layout {
         })
     }
 
-    pub(super) fn entries(&self, place: (Table, Chain)) -> &[Entry] {
-        self.chains.get(&place).map_or(&[], Vec::as_slice)
+    /// Returns the entries of a chain; none if it does not exist.
+    pub(super) fn entries(&self, chain: (Table, Chain)) -> &[Entry] {
+        self.chains.get(&chain).map_or(&[], Vec::as_slice)
     }
 }
 
 impl Entry {
-    /// A rule of the model, as the kernel keeps it: ranges lose the bits behind their prefix,
-    /// and ports have no order and stand there once.
+    /// Makes an entry of a rule of the model, normalized as the kernel stores it: ranges lose the bits
+    /// behind their prefix, and ports are a set.
     pub fn rule(mut matches: Vec<Match>, verdict: Verdict) -> Self {
         for each in &mut matches {
             let (Match::Is(criterion) | Match::Not(criterion)) = each;
@@ -133,7 +131,7 @@ impl Entry {
             Match::Is(Criterion::InInterface(name) | Criterion::OutInterface(name)) => name != "+",
             _ => true,
         });
-        // An order that iptables takes, and that does not depend on the one before.
+        // iptables accepts this order. It does not depend on the order of the arguments.
         matches.sort_by_cached_key(|each| {
             let (Match::Is(criterion) | Match::Not(criterion)) = each;
             let rank = match criterion {

@@ -9,11 +9,11 @@ use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use tokio::time::{Instant, sleep};
 
 pub const NAMESPACE: &str = "/proc/thread-self/ns/net";
-/// Longer than a program may take.
+/// Limit of the wait; longer than the time limit of any program.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// Waits until no other process changes rules here; others wait until this is dropped. Programs inherit
-/// it: one that outlives a killed agent keeps others waiting until it is done.
+/// Waits until no other process changes rules here. Other processes wait until the returned file is closed.
+/// Programs inherit the file, so a program that outlives a killed agent still holds the lock.
 pub async fn acquire() -> io::Result<File> {
     let file = File::open(NAMESPACE)?;
     let start = Instant::now();

@@ -3,10 +3,10 @@
 //!
 //! [`config::Config::check`] reads the settings, [`rules::Rules::new`] builds the rules of both address
 //! families as one ordered model. [`iptables`] and [`nftables`] render, apply and read them, under the
-//! [`lock`] of the network namespace; [`routes`] adds what they need besides. [`packet`] simulates what
-//! they do, and [`explain`] says it in words. [`validation`] tries with a connection whether traffic is
-//! captured. The configuration is made of nothing but the settings and what callers found on the machine
-//! ([`config::Host`]).
+//! [`lock`] of the network namespace; [`routes`] adds the routes that they need. [`packet`] simulates the
+//! rules, and [`explain`] describes the result in words. [`verify`] compares the rules of a machine with
+//! the model. [`validation`] opens a connection to check that traffic is captured. The configuration
+//! depends only on the settings and on what callers found on the machine ([`config::Host`]).
 
 pub mod config;
 pub mod explain;
@@ -25,12 +25,11 @@ use std::io;
 
 use crate::problem::{Code, Problem, codes};
 
-/// A problem with this code, unless a capability is missing.
-pub fn problem(code: &'static Code, subject: impl ToString, error: io::Error) -> Problem {
-    let code = match error.kind() {
-        io::ErrorKind::PermissionDenied => codes::CAPTURE_PERMISSION,
-        _ => code,
-    };
+/// Returns a problem with this code, or with the code of a missing capability if that is the error.
+pub fn problem(mut code: &'static Code, subject: impl ToString, error: io::Error) -> Problem {
+    if error.kind() == io::ErrorKind::PermissionDenied {
+        code = codes::CAPTURE_PERMISSION;
+    }
     Problem::new(code, subject, error)
 }
 

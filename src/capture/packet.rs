@@ -1,9 +1,8 @@
-//! Simulates the way of the first packet of a connection through the rules of one address family, as the
-//! kernel takes it.
+//! Simulates how the kernel sends the first packet of a connection through the rules of one address family.
 //!
-//! A packet that is sent passes the tables of OUTPUT and, if it stays on the machine, those of
-//! PREROUTING as one that came over `lo`. Rules that are not of traffic capture match nothing here. What
-//! TPROXY hands over has a socket: Envoy is taken to listen.
+//! A packet that is sent passes the tables of OUTPUT and, if it stays on the machine, then the tables of
+//! PREROUTING as a packet that arrived over `lo`. Rules that are not part of traffic capture never match
+//! here. The simulation assumes that Envoy listens, so packets that TPROXY hands over have a socket.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::ControlFlow::{self, Break, Continue};
@@ -14,8 +13,8 @@ use super::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict}
 pub(super) const LOOPBACK: &str = "lo";
 /// The tables in the order in which a packet passes them.
 const TABLES: [Table; 4] = [Table::Raw, Table::Mangle, Table::Nat, Table::Filter];
-/// No chain of ours jumps further; the kernel allows no loops.
-const DEEPEST_JUMP: usize = 16;
+/// Limit of nested jumps. Istio's chains stay below it, and the kernel does not allow loops.
+const MAX_JUMPS: usize = 16;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packet {
@@ -29,7 +28,7 @@ pub struct Packet {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// Sent by a process of this user and group: single ones, by number where it is known.
+    /// Sent by a process of this single user and group, given by number where it is known.
     Out {
         user: Id,
         group: Id,
@@ -37,7 +36,7 @@ pub enum Direction {
     In,
 }
 
-/// Where a packet ends.
+/// The place where a packet ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// On this port of the machine itself, with a new destination.
@@ -53,19 +52,18 @@ pub enum Decision {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace<'a> {
     pub decision: Decision,
-    /// What matched, without jumps to chains in which no rule matched.
+    /// Rules that matched, without jumps to chains in which no rule matched.
     pub rules: Vec<((Table, Chain), &'a Entry)>,
 }
 
 /// Sends a packet through the rules.
 pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
-    let is_sent = packet.direction != Direction::In;
     let mut walk = Walk {
         layout,
         packet: packet.clone(),
-        hook: match is_sent {
-            true => Chain::Output,
-            false => Chain::Prerouting,
+        hook: match packet.direction {
+            Direction::Out { .. } => Chain::Output,
+            Direction::In => Chain::Prerouting,
         },
         mark: 0,
         is_translated: false,
@@ -74,36 +72,37 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
             rules: Vec::new(),
         },
     };
-    walk.tables();
+    walk.pass_tables();
     let is_local = packet.interface == LOOPBACK || walk.packet.destination != packet.destination;
-    if is_sent && is_local && !walk.is_refused() {
+    if walk.hook == Chain::Output && is_local && !walk.is_refused() {
         walk.hook = Chain::Prerouting;
         walk.packet.interface = LOOPBACK.to_owned();
-        walk.tables();
+        walk.pass_tables();
     }
     walk.trace
 }
 
 struct Walk<'a> {
     layout: &'a Layout,
-    /// With the destination it has by now.
+    /// The packet with its current destination.
     packet: Packet,
     mark: u32,
-    /// OUTPUT or PREROUTING.
+    /// The kernel's chain that the packet passes, OUTPUT or PREROUTING.
     hook: Chain,
-    /// Whether conntrack knows the destination: from then on nat rules see no packet of the connection.
+    /// True once conntrack knows the destination: from then on nat rules see no packet of the connection.
     is_translated: bool,
     trace: Trace<'a>,
 }
 
 impl<'a> Walk<'a> {
-    fn tables(&mut self) {
+    /// Sends the packet through the tables of the hook, until one refuses it.
+    fn pass_tables(&mut self) {
         for table in TABLES {
             if table == Table::Nat && std::mem::replace(&mut self.is_translated, true) {
                 continue;
             }
-            // What ends the way through one table does not keep the packet from the next.
-            let _ = self.chain(table, self.hook, 0);
+            // A verdict that ends the walk through one table does not keep the packet from the next table.
+            let _ = self.pass_chain(table, self.hook, 0);
             if self.is_refused() {
                 return;
             }
@@ -114,8 +113,8 @@ impl<'a> Walk<'a> {
         matches!(self.trace.decision, Decision::Dropped | Decision::Rejected)
     }
 
-    /// Breaks if the packet leaves the table.
-    fn chain(&mut self, table: Table, chain: Chain, depth: usize) -> ControlFlow<()> {
+    /// Sends the packet through a chain. Breaks if the packet leaves the table.
+    fn pass_chain(&mut self, table: Table, chain: Chain, depth: usize) -> ControlFlow<()> {
         for entry in self.layout.entries((table, chain)) {
             let Entry::Rule { matches, verdict } = entry else {
                 continue;
@@ -127,8 +126,8 @@ impl<'a> Walk<'a> {
             self.trace.rules.push(((table, chain), entry));
             match *verdict {
                 Verdict::Return => return Continue(()),
-                Verdict::Jump(target) if depth < DEEPEST_JUMP => {
-                    self.chain(table, target, depth + 1)?;
+                Verdict::Jump(target) if depth < MAX_JUMPS => {
+                    self.pass_chain(table, target, depth + 1)?;
                     if self.trace.rules.len() == count + 1 {
                         self.trace.rules.pop();
                     }
@@ -154,8 +153,8 @@ impl<'a> Walk<'a> {
         Break(())
     }
 
-    /// What was sent goes to a loopback address. What arrived goes to the address of its interface, which
-    /// no rule looks at any more.
+    /// Redirects the packet to a loopback address. A packet that arrived really goes to the address of its
+    /// interface, but no later rule looks at that.
     fn redirect(&mut self, port: u16) -> ControlFlow<()> {
         let loopback = match self.packet.destination {
             SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
@@ -172,7 +171,7 @@ impl<'a> Walk<'a> {
     fn holds(&self, each: &Match) -> bool {
         let (Match::Is(criterion) | Match::Not(criterion)) = each;
         let (packet, is_output) = (&self.packet, self.hook == Chain::Output);
-        let holds = match criterion {
+        let is_met = match criterion {
             Criterion::InInterface(name) => !is_output && is_named(&packet.interface, name),
             Criterion::OutInterface(name) => is_output && is_named(&packet.interface, name),
             Criterion::Source(range) => range.contains(packet.source.ip()),
@@ -193,14 +192,14 @@ impl<'a> Walk<'a> {
             | Criterion::StateRelatedOrEstablished
             | Criterion::ConnectionMark(_) => false,
         };
-        holds == matches!(each, Match::Is(_))
+        is_met == matches!(each, Match::Is(_))
     }
 }
 
-/// Whether an interface has this name; one that ends in `+` is the start of any.
+/// Returns true if an interface has this name. A name that ends in `+` is a prefix.
 fn is_named(interface: &str, name: &str) -> bool {
     match name.strip_suffix('+') {
-        Some(start) => interface.starts_with(start),
+        Some(prefix) => interface.starts_with(prefix),
         None => interface == name,
     }
 }

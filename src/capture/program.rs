@@ -1,4 +1,4 @@
-//! Runs helper programs: bounded in time and output.
+//! Runs helper programs, with limits of time and output.
 
 use std::ffi::OsStr;
 use std::io::{self, Seek, Write};
@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use crate::problem::{Problem, codes};
 
-/// Where programs are if PATH does not say.
+/// Directories of programs if PATH is not set.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Largest output of a program, in bytes.
@@ -19,8 +19,8 @@ const MAX_OUTPUT: u64 = 64 << 20;
 /// Longest part of a program's message in an error, in characters.
 const MAX_MESSAGE: usize = 2000;
 
-/// Runs a program with this input. Returns what it printed; a status other than 0 is an error. A program
-/// that takes too long is killed.
+/// Runs a program with this input and returns its standard output. A status other than 0 is an error. A
+/// program that exceeds the time limit is killed.
 pub async fn run(
     program: &str,
     arguments: &[&str],
@@ -38,7 +38,7 @@ pub async fn run(
     })
 }
 
-/// Runs a program with this input, whatever its status is. A program that takes too long is killed.
+/// Runs a program with this input, and returns its outputs and its status. A program that takes too long is killed.
 pub async fn output(
     program: impl AsRef<OsStr>,
     arguments: &[&str],
@@ -56,7 +56,7 @@ async fn execute(program: &OsStr, arguments: &[&str], input: &str) -> io::Result
     let mut child = Command::new(program)
         .args(arguments)
         .env("LC_ALL", "C")
-        .stdin(whole(input)?)
+        .stdin(memory_file(input)?)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
@@ -83,11 +83,11 @@ fn printed(output: Output) -> io::Result<Vec<u8>> {
     Err(io::Error::other(format!("failed ({status}): {message}")))
 }
 
-/// The input as a file in memory. A pipe would end early if the agent is killed, and the program take the
-/// first half for all.
-fn whole(input: &str) -> io::Result<Stdio> {
-    let file = rustix::fs::memfd_create("input", rustix::fs::MemfdFlags::CLOEXEC)?;
-    let mut file = std::fs::File::from(file);
+/// Writes the input to a file in memory. A pipe would end early if the agent is killed, and the program would
+/// take the first half for the whole input.
+fn memory_file(input: &str) -> io::Result<Stdio> {
+    let descriptor = rustix::fs::memfd_create("input", rustix::fs::MemfdFlags::CLOEXEC)?;
+    let mut file = std::fs::File::from(descriptor);
     file.write_all(input.as_bytes())?;
     file.rewind()?;
     Ok(file.into())
@@ -95,12 +95,11 @@ fn whole(input: &str) -> io::Result<Stdio> {
 
 async fn read(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
-    if let Some(pipe) = pipe {
-        let mut pipe = pipe.take(MAX_OUTPUT + 1);
-        if pipe.read_to_end(&mut text).await? as u64 > MAX_OUTPUT {
-            let text = format!("printed more than {MAX_OUTPUT} bytes");
-            return Err(io::Error::other(text));
-        }
+    if let Some(pipe) = pipe
+        && pipe.take(MAX_OUTPUT + 1).read_to_end(&mut text).await? as u64 > MAX_OUTPUT
+    {
+        let error = format!("printed more than {MAX_OUTPUT} bytes");
+        return Err(io::Error::other(error));
     }
     Ok(text)
 }

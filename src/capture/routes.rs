@@ -1,7 +1,7 @@
-//! The routes and addresses that captured traffic needs, set up over netlink.
+//! Sets up the routes and addresses that captured traffic needs, over netlink.
 //!
-//! TPROXY needs marked packets to be delivered here: a rule sends them to a table whose default route is
-//! local. Over IPv6 Envoy binds `::6`, which is an address of `lo` for that.
+//! TPROXY needs marked packets to be delivered to this machine: a rule sends them to a table whose default
+//! route is local. Over IPv6 Envoy binds `::6`, which therefore becomes an address of `lo`.
 
 use std::io;
 use std::net::Ipv6Addr;
@@ -21,10 +21,11 @@ const V6: u8 = 10;
 /// An address, rule or route. The numbers are those of `linux/rtnetlink.h`.
 struct Item {
     name: String,
-    /// What adds it; the next number removes it, the one after that reads.
+    /// Type of the message that adds it. The next number removes it, and the one after that lists.
     kind: u16,
     header: Vec<u8>,
-    attributes: Vec<(u16, Vec<u8>)>,
+    /// Encoded attributes.
+    attributes: Vec<Vec<u8>>,
     is_wanted: bool,
 }
 
@@ -32,31 +33,32 @@ struct Item {
 pub fn add(config: &Config) -> Result<(), Problem> {
     let socket = open()?;
     for item in items(config).iter().filter(|item| item.is_wanted) {
-        // The kernel takes a rule any number of times.
-        if item.kind == NEW_RULE && item.is_there(&socket)? {
+        // The kernel accepts a rule that exists and adds it again.
+        if item.kind == NEW_RULE && item.exists(&socket)? {
             continue;
         }
-        match socket.ask(item.kind, CREATE_NEW, &item.body()) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(failed("add", &item.name, error)),
-            Ok(_) => {}
+        if let Err(error) = socket.request(item.kind, CREATE_NEW, &item.body())
+            && error.kind() != io::ErrorKind::AlreadyExists
+        {
+            return Err(failed("add", &item.name, error));
         }
     }
     Ok(())
 }
 
-/// Removes what the configuration does not need: of rules and routes, those of its mark and table.
+/// Removes what the configuration does not need: the address of `lo`, and rules and routes with the mark and
+/// the routing table of the configuration.
 pub fn remove(config: &Config) -> Result<(), Problem> {
     let socket = open()?;
     for item in items(config).iter().filter(|item| !item.is_wanted) {
         // pilot-agent adds one more rule with each run.
         loop {
-            match socket.ask(item.kind + 1, 0, &item.body()) {
+            match socket.request(item.kind + 1, 0, &item.body()) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(failed("remove", &item.name, error));
                 }
-                // There is none, which has a number of its own for each kind and family.
+                // The errno for "not found" differs by kind and family.
                 Err(_) => break,
             }
         }
@@ -64,12 +66,12 @@ pub fn remove(config: &Config) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Names what the configuration needs and the machine has not.
+/// Returns the names of routes and addresses that the configuration needs and the machine lacks.
 pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Problem> {
     let socket = open()?;
     let mut missing = Vec::new();
     for item in items(config).into_iter().filter(|item| item.is_wanted) {
-        if !item.is_there(&socket)? {
+        if !item.exists(&socket)? {
             let is_v4 = item.header[0] == V4;
             missing.push((if is_v4 { Family::V4 } else { Family::V6 }, item.name));
         }
@@ -86,89 +88,85 @@ fn failed(verb: &str, item: &str, error: io::Error) -> Problem {
     super::problem(codes::CAPTURE_ROUTES_FAILED, subject, error)
 }
 
-/// All that a configuration may need.
+/// Returns everything that a configuration may need.
 fn items(config: &Config) -> Vec<Item> {
-    let mut all = vec![passthrough_address(config.has_v6)];
     let is_tproxy = config.mode == Mode::Tproxy && config.inbound != InboundPorts::None;
-    for (family, exists) in [(V4, true), (V6, config.has_v6)] {
-        all.extend(to_this_machine(config, family, is_tproxy && exists));
-    }
-    all
+    let mut items = vec![passthrough_address(config.has_v6)];
+    items.extend(local_delivery(config, V4, is_tproxy));
+    items.extend(local_delivery(config, V6, is_tproxy && config.has_v6));
+    items
 }
 
 fn passthrough_address(is_wanted: bool) -> Item {
     const NEW_ADDRESS: u16 = 20;
     const ADDRESS: u16 = 1;
-    let header = [[V6, 128, 0, 0], LO.to_ne_bytes()];
     Item {
         name: "address ::6/128 of lo".to_owned(),
         kind: NEW_ADDRESS,
-        header: header.concat(),
-        attributes: vec![(ADDRESS, Ipv6Addr::from_bits(6).octets().to_vec())],
+        header: [[V6, 128, 0, 0], LO.to_ne_bytes()].concat(),
+        attributes: vec![attribute(ADDRESS, &Ipv6Addr::from_bits(6).octets())],
         is_wanted,
     }
 }
 
-/// A rule that looks packets with the mark up in the table, and the route there.
-fn to_this_machine(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
+/// Returns a rule that looks up packets with the mark in the routing table, and the local route in that table.
+fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
     const NEW_ROUTE: u16 = 24;
     const TO_TABLE: u8 = 1;
-    const OF_HOST: u8 = 254;
+    const BY_ADMINISTRATOR: u8 = 4;
+    const HOST_SCOPE: u8 = 254;
     const LOCAL: u8 = 2;
     const INTERFACE: u16 = 4;
     const MARK: u16 = 10;
     const TABLE: u16 = 15;
     let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
-    // pilot-agent adds the route as another protocol; none removes that of any.
-    let by_administrator = if is_wanted { 4 } else { 0 };
-    let of_table = (TABLE, table.to_ne_bytes().to_vec());
-    let item = |name, kind, middle: [u8; 4], attribute| Item {
-        name,
-        kind,
-        header: [[family, 0, 0, 0], middle, [0; 4]].concat(),
-        attributes: vec![attribute, of_table.clone()],
+    // pilot-agent adds the route with another protocol. A removal with protocol 0 removes routes of any.
+    let protocol = if is_wanted { BY_ADMINISTRATOR } else { 0 };
+    let attributes = |kind, value: u32| {
+        vec![
+            attribute(kind, &value.to_ne_bytes()),
+            attribute(TABLE, &table.to_ne_bytes()),
+        ]
+    };
+    let rule = Item {
+        name: format!("rule that looks up mark {mark} in table {table}"),
+        kind: NEW_RULE,
+        header: [[family, 0, 0, 0], [0, 0, 0, TO_TABLE], [0; 4]].concat(),
+        attributes: attributes(MARK, mark),
         is_wanted,
     };
-    [
-        item(
-            format!("rule that looks up mark {mark} in table {table}"),
-            NEW_RULE,
-            [0, 0, 0, TO_TABLE],
-            (MARK, mark.to_ne_bytes().to_vec()),
-        ),
-        item(
-            format!("local default route in table {table}"),
-            NEW_ROUTE,
-            [0, by_administrator, OF_HOST, LOCAL],
-            (INTERFACE, LO.to_ne_bytes().to_vec()),
-        ),
-    ]
+    let route = Item {
+        name: format!("local default route in table {table}"),
+        kind: NEW_ROUTE,
+        header: [[family, 0, 0, 0], [0, protocol, HOST_SCOPE, LOCAL], [0; 4]].concat(),
+        attributes: attributes(INTERFACE, LO),
+        is_wanted,
+    };
+    [rule, route]
 }
 
 impl Item {
-    fn is_there(&self, socket: &Socket) -> Result<bool, Problem> {
+    fn exists(&self, socket: &Socket) -> Result<bool, Problem> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
-        let listed = socket.ask(self.kind + 2, DUMP, &header);
-        let listed = listed.map_err(|error| failed("list", &self.name, error))?;
-        Ok(listed.iter().any(|reply| self.is(reply)))
+        let listed = socket.request(self.kind + 2, DUMP, &header);
+        let replies = listed.map_err(|error| failed("list", &self.name, error))?;
+        Ok(replies.iter().any(|reply| self.matches(reply)))
     }
 
     fn body(&self) -> Vec<u8> {
-        let attributes = self.attributes.iter();
-        let attributes = attributes.flat_map(|(kind, value)| attribute(*kind, value));
-        self.header.iter().copied().chain(attributes).collect()
+        [self.header.clone(), self.attributes.concat()].concat()
     }
 
-    /// Whether this is what the kernel replied: of the same family, length and type, with these attributes.
-    fn is(&self, reply: &[u8]) -> bool {
+    /// Returns true if the kernel's reply has the same family, prefix length and type, and these attributes.
+    fn matches(&self, reply: &[u8]) -> bool {
         let Some((header, attributes)) = reply.split_at_checked(self.header.len()) else {
             return false;
         };
-        let has = |(kind, value): &(u16, Vec<u8>)| {
-            parts(attributes).any(|(found_kind, found)| found_kind == *kind && found == value)
+        let has = |wanted: &Vec<u8>| {
+            parts(attributes).any(|(kind, value)| attribute(kind, value) == *wanted)
         };
-        let alike = [0, 1, 7].map(|at| header[at] == self.header[at]);
-        !alike.contains(&false) && self.attributes.iter().all(has)
+        let is_alike = [0, 1, 7].map(|index| header[index] == self.header[index]);
+        is_alike == [true; 3] && self.attributes.iter().all(has)
     }
 }

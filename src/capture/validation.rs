@@ -1,8 +1,8 @@
-//! Checks with a connection that traffic is captured.
+//! Opens connections to check that traffic is captured.
 //!
-//! What the proxy's user sends over `lo` to an address other than 127.0.0.1 is redirected to the port of
-//! inbound traffic. So a connection to 127.0.0.6 must reach a listener of this process, and name the
-//! port it was opened to as its original destination.
+//! Connections of the proxy's user over `lo` to an address other than 127.0.0.1 are redirected to the port
+//! of inbound traffic. So a connection to 127.0.0.6 must reach a listener of this process, with the port
+//! that it was opened to as its original destination.
 
 use std::convert::Infallible;
 use std::io;
@@ -18,18 +18,18 @@ use super::rules::Family;
 use crate::duration::rounded;
 use crate::problem::{Problem, codes};
 
-/// Time between connections, and the limit of each.
+/// Time between connections, and time limit of each.
 const PERIOD: Duration = Duration::from_secs(1);
-/// Wait before another connection is accepted after an error.
+/// Pause before another connection is accepted after an error.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The connection to open.
 #[derive(Clone, Copy, Debug)]
 pub struct Probe {
     pub family: Family,
-    /// Envoy's ports of outbound and inbound traffic, where the connection may arrive.
+    /// Envoy's ports of outbound and inbound traffic, at which the connection may arrive.
     pub ports: [u16; 2],
-    /// The port it is opened to.
+    /// The port that the connection is opened to.
     pub destination: u16,
     pub limit: Duration,
 }
@@ -37,26 +37,24 @@ pub struct Probe {
 impl Probe {
     /// Connects until a connection is captured, or the limit is reached.
     pub async fn run(&self) -> Result<(), Problem> {
-        let (here, destination): (IpAddr, IpAddr) = match self.family {
+        let (loopback, other): (IpAddr, IpAddr) = match self.family {
             Family::V4 => (Ipv4Addr::LOCALHOST.into(), [127, 0, 0, 6].into()),
             Family::V6 => (Ipv6Addr::LOCALHOST.into(), Ipv6Addr::from(6).into()),
         };
-        let destination = SocketAddr::new(destination, self.destination);
-        let addresses = self.ports.map(|port| SocketAddr::new(here, port));
+        let destination = SocketAddr::new(other, self.destination);
+        let addresses = self.ports.map(|port| SocketAddr::new(loopback, port));
         let names = format!("{} or {}", addresses[0], addresses[1]);
-        let code = codes::CAPTURE_VALIDATION_FAILED;
-        let failed = |found| Problem::new(code, "iptables validation failed", found);
         let listeners: Vec<_> = addresses.into_iter().filter_map(listen).collect();
         if listeners.is_empty() {
             return Err(failed(format!("cannot listen on {names}")));
         }
-        let arrivals = listeners
+        let accepts = listeners
             .iter()
             .map(|listener| Box::pin(self.accept(listener)));
         let captured = async {
             tokio::select! {
-                _ = select_all(arrivals) => {}
-                never = connect(SocketAddr::new(here, 0), destination) => match never {},
+                _ = select_all(accepts) => {}
+                never = connect(SocketAddr::new(loopback, 0), destination) => match never {},
             }
         };
         timeout(self.limit, captured).await.map_err(|_| {
@@ -68,7 +66,7 @@ impl Probe {
         })
     }
 
-    /// Returns once the connection arrives. Others are closed.
+    /// Returns once the connection arrives. Closes other connections.
     async fn accept(&self, listener: &TcpListener) {
         loop {
             let accepted = async {
@@ -79,8 +77,8 @@ impl Probe {
                 })
             };
             match accepted.await {
-                Ok(found) if found == self.destination => return,
-                Ok(found) => tracing::debug!("captured a connection to port {found}"),
+                Ok(port) if port == self.destination => return,
+                Ok(port) => tracing::debug!("captured a connection to port {port}"),
                 Err(error) => {
                     tracing::debug!("cannot accept a captured connection: {error}");
                     tokio::time::sleep(PAUSE).await;
@@ -90,17 +88,21 @@ impl Probe {
     }
 }
 
-/// A listener, unless the address is taken.
+fn failed(found: String) -> Problem {
+    let code = codes::CAPTURE_VALIDATION_FAILED;
+    Problem::new(code, "iptables validation failed", found)
+}
+
+/// Returns a listener, unless the address is in use.
 fn listen(address: SocketAddr) -> Option<TcpListener> {
-    let bind = || {
-        let socket = socket(address)?;
+    let listener = socket(address).and_then(|socket| {
         socket.set_reuseaddr(true)?;
         // Envoy may be running.
         socket.set_reuseport(true)?;
         socket.bind(address)?;
         socket.listen(16)
-    };
-    bind()
+    });
+    listener
         .inspect_err(|error| tracing::warn!("cannot listen on {address}: {error}"))
         .ok()
 }
@@ -112,7 +114,7 @@ fn socket(address: SocketAddr) -> io::Result<TcpSocket> {
     }
 }
 
-/// Opens one connection after the other.
+/// Opens connections, one each period.
 async fn connect(source: SocketAddr, destination: SocketAddr) -> Infallible {
     let mut ticks = interval(PERIOD);
     loop {

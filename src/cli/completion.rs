@@ -1,6 +1,4 @@
-//! The `completion` command.
-//!
-//! The script is made from the same definition the command line is read by.
+//! Implements the `completion` command: generates the script from the definition of the command line.
 
 use clap::{Args, Command, CommandFactory};
 use clap_complete::Shell;
@@ -25,13 +23,11 @@ pub fn script(flags: &CompletionFlags) -> String {
 }
 
 fn shell(name: &str) -> Result<Shell, String> {
-    match name {
-        "bash" => Ok(Shell::Bash),
-        "zsh" => Ok(Shell::Zsh),
-        "fish" => Ok(Shell::Fish),
-        "powershell" => Ok(Shell::PowerShell),
-        _ => Err("expected bash, zsh, fish or powershell".to_owned()),
-    }
+    let shell = name
+        .parse::<Shell>()
+        .ok()
+        .filter(|shell| *shell != Shell::Elvish);
+    shell.ok_or_else(|| "expected bash, zsh, fish or powershell".to_owned())
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The `doctor` command: asks the running agent what is wrong, or checks without it. Takes the flags of
-//! `proxy`, for when no agent runs.
+//! Implements the `doctor` command: prints the report of the running agent, or makes the checks itself if no
+//! agent runs, for which it takes the flags of `proxy`.
 
 use std::io::{self, IsTerminal};
 use std::os::unix::process::CommandExt;
@@ -23,18 +23,18 @@ use crate::problem::codes;
 use crate::report::{Check, Level, Report};
 use crate::support_bundle::PATIENCE;
 
-/// How long the agent's report may take.
+/// Time limit of the agent's report.
 const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(200));
-/// The length of the quoted beginning of an answer that is not a report, in characters.
+/// Maximum length of the quote of a response that is not a report, in characters.
 const MAX_QUOTE: usize = 300;
 /// The width of a report on a terminal.
 const WIDTH: usize = 120;
-/// Where agents answer unless configured otherwise.
-const USUAL_PORT: u16 = 15020;
-/// Starts commands with the settings of the systemd unit.
-const UNIT: &str = "/usr/libexec/istio-agent/start";
-/// The variable of a command that the script has started, so that it does not start the script again.
-const OF_UNIT: &str = "PILOT_AGENT_DOCTOR";
+/// Status port of agents without other configuration.
+const DEFAULT_PORT: u16 = 15020;
+/// Script that starts commands with the settings of the systemd unit.
+const UNIT_SCRIPT: &str = "/usr/libexec/istio-agent/start";
+/// Variable that the script's command has, so that it does not start the script again.
+const STARTED_BY_SCRIPT: &str = "PILOT_AGENT_DOCTOR";
 
 #[derive(Args, Clone, Debug)]
 pub struct DoctorFlags {
@@ -50,14 +50,12 @@ pub struct DoctorFlags {
 
 /// Runs this command again with the settings of the machine's unit, if the machine has one.
 pub fn restart_with_unit(environment: &Environment) {
-    // A failed `exec` has changed the directory, so the script must exist. It does not in a pod.
-    if Path::new(UNIT).exists() && environment.text(OF_UNIT).is_none() {
+    // `exec` changes the directory even if it fails, so the script must exist. It does not exist in a pod.
+    if Path::new(UNIT_SCRIPT).exists() && environment.text(STARTED_BY_SCRIPT).is_none() {
         let words = std::env::args_os().skip_while(|word| word != "doctor");
-        let _ = Command::new(UNIT)
-            .args(words)
-            .env(OF_UNIT, "1")
-            .current_dir("/")
-            .exec();
+        let mut command = Command::new(UNIT_SCRIPT);
+        command.args(words).env(STARTED_BY_SCRIPT, "1");
+        let _ = command.current_dir("/").exec();
     }
 }
 
@@ -69,19 +67,16 @@ pub async fn run(
 ) -> (String, ExitCode) {
     let is_terminal = io::stdout().is_terminal();
     let width = if is_terminal { WIDTH } else { usize::MAX };
-    let report = report(&flags.proxy, log, environment).await;
-    let level = report.as_ref().map(|it| it.level);
-    let text = match &report {
-        Ok(report) if flags.json => format!("{:#}", json!(report)),
-        Ok(report) => report.text(flags.verbose, width),
-        Err(refusal) if flags.json => format!("{:#}", json!(refusal)),
-        Err(refusal) => refusal.to_string(),
-    };
-    (text, level.map_or(ExitCode::DoctorRefused, exit_code))
+    match report(&flags.proxy, log, environment).await {
+        Ok(report) if flags.json => (format!("{:#}", json!(report)), exit_code(report.level)),
+        Ok(report) => (report.text(flags.verbose, width), exit_code(report.level)),
+        Err(refusal) if flags.json => (format!("{:#}", json!(refusal)), ExitCode::DoctorRefused),
+        Err(refusal) => (refusal.to_string(), ExitCode::DoctorRefused),
+    }
 }
 
-/// Returns the report of the running agent, or of this process if none runs, or that the agent refuses the
-/// caller. An agent that hangs leaves no time for checks from outside.
+/// Returns the report of the running agent, or of this process if no agent runs. Fails if the agent refuses the
+/// caller. If the agent hangs, only its settings are checked, because there is no time for other checks.
 pub async fn report(
     flags: &ProxyFlags,
     log: &LogFlags,
@@ -93,36 +88,36 @@ pub async fn report(
         let config = config::load(&flags, &log, &env, ".".as_ref());
         (port, config, Vec::new())
     });
-    let (port, config, mut before) = read.await.unwrap_or_else(unread);
+    let (port, config, mut checks) = read.await.unwrap_or_else(unread);
     let Some(port) = port else {
-        let report = doctor::report(&config, None, before).await;
+        let report = doctor::report(&config, None, checks).await;
         return Ok(report.judged("the agent has no status port", None));
     };
     let state = format!("no agent answers on port {port}");
-    let problem = match of_agent(port).await {
+    let problem = match request_report(port).await {
         Ok(report) => return Ok(report),
         Err(refused) if refused.code == codes::CALLER_REFUSED => return Err(refused),
         Err(problem) => problem,
     };
     if problem.code != codes::AGENT_NOT_RUNNING {
-        before.push(Check::of(&problem));
+        checks.push(Check::of(&problem));
     }
     let report = if problem.code == codes::AGENT_SILENT {
-        doctor::report_of_settings(&config, before)
+        doctor::report_of_settings(&config, checks)
     } else {
-        doctor::report(&config, None, before).await
+        doctor::report(&config, None, checks).await
     };
     Ok(report.judged(&state, Some(&problem)))
 }
 
-/// Stands for a configuration whose files were not read in time, which is not a finding.
+/// Replaces a configuration whose files were not read in time by a skipped check, which is not a finding.
 fn unread(why: String) -> (Option<u16>, Result<Config, Vec<Problem>>, Vec<Check>) {
     let late = Problem::new(codes::CHECKS_LATE, "configuration files", why);
     let check = Check::problem(Level::Skipped, &late);
-    (Some(USUAL_PORT), Err(Vec::new()), vec![check])
+    (Some(DEFAULT_PORT), Err(Vec::new()), vec![check])
 }
 
-/// 0 if all is well, 1 with warnings, 2 with errors.
+/// Returns the exit code of a report: 0, or 1 with warnings, or 2 with errors.
 pub fn exit_code(level: Level) -> ExitCode {
     match level {
         Level::Ok | Level::Skipped => ExitCode::Success,
@@ -132,36 +127,36 @@ pub fn exit_code(level: Level) -> ExitCode {
 }
 
 /// Requests the agent's report.
-async fn of_agent(port: u16) -> Result<Report, Problem> {
+async fn request_report(port: u16) -> Result<Report, Problem> {
     let url = format!("http://127.0.0.1:{port}/debug/doctor");
-    let answer = get(&url, AGENT_LIMIT).await.map_err(|error| {
+    let response = get(&url, AGENT_LIMIT).await.map_err(|error| {
         let code = match error {
             http_client::Error::Connect(_) => codes::AGENT_NOT_RUNNING,
             _ => codes::AGENT_SILENT,
         };
         Problem::new(code, "agent", with_causes(&error))
     })?;
-    if answer.status() == StatusCode::FORBIDDEN {
-        let text = String::from_utf8_lossy(answer.body());
-        let text = text.rsplit_once(" [").map_or(text.trim(), |(text, _)| text);
+    if response.status() == StatusCode::FORBIDDEN {
+        let body = String::from_utf8_lossy(response.body());
+        let text = body.rsplit_once(" [").map_or(body.trim(), |(text, _)| text);
         return Err(Problem::new(codes::CALLER_REFUSED, "doctor", text).remedy(""));
     }
-    let report = serde_json::from_slice(answer.body()).map_err(|_| {
+    let report: Report = serde_json::from_slice(response.body()).map_err(|_| {
         let subject = format!("port {port}");
-        Problem::new(codes::AGENT_UNKNOWN, subject, quoted(&answer))
-    });
-    // Older agents give no verdict.
-    report.map(|report: Report| match report.verdict.as_str() {
-        "" => report.judged("the agent runs", None),
-        _ => report,
-    })
+        Problem::new(codes::AGENT_UNKNOWN, subject, quoted(&response))
+    })?;
+    if !report.verdict.is_empty() {
+        return Ok(report);
+    }
+    // Older agents do not give a verdict.
+    Ok(report.judged("the agent runs", None))
 }
 
-/// Returns the status and the beginning of an unknown answer.
-pub(super) fn quoted(answer: &Response<Bytes>) -> String {
-    let text = String::from_utf8_lossy(answer.body());
-    let text: String = text.trim().chars().take(MAX_QUOTE).collect();
-    format!("{}: {text:?}", answer.status())
+/// Returns the status and the beginning of an unknown response.
+pub(super) fn quoted(response: &Response<Bytes>) -> String {
+    let body = String::from_utf8_lossy(response.body());
+    let start: String = body.trim().chars().take(MAX_QUOTE).collect();
+    format!("{}: {start:?}", response.status())
 }
 
 #[cfg(test)]
@@ -182,7 +177,7 @@ mod tests {
         };
         let read = doctor::run_within(Duration::from_millis(1), &ONE, read).await;
         let (port, config, before) = read.unwrap_or_else(unread);
-        assert_eq!(port, Some(USUAL_PORT));
+        assert_eq!(port, Some(DEFAULT_PORT));
         let report = doctor::report(&config, None, before).await;
         assert_eq!(report.level, Level::Skipped, "{report:?}");
         assert!(

@@ -7,13 +7,13 @@ use tempfile::TempDir;
 use super::*;
 use crate::config::{self, Config, environment::Environment};
 
-/// What a template makes of a pod.
+/// Arguments and variables that a template gives to the container.
 struct Template {
     arguments: Vec<&'static str>,
     variables: Vec<(&'static str, &'static str)>,
 }
 
-/// What becomes of it: the configuration, and every warning there was.
+/// The resulting configuration, and all warnings.
 struct Start {
     config: Config,
     warnings: Vec<String>,

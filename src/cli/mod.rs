@@ -1,8 +1,8 @@
-//! The command line: pilot-agent's commands and flags.
+//! Parses the command line, with pilot-agent's commands and flags, and implements the small commands.
 //!
-//! [`unknown::parse`] takes out flags of `proxy` that this agent does not have, so that an injection
-//! template of another version still starts; they are reported by name. `clap` reads the rest. Every
-//! other command refuses unknown flags. The small commands are implemented here.
+//! [`parse`] is the entry. [`unknown::parse`] removes flags of `proxy` that this agent does not have, so that an
+//! injection template of another version still starts; they are reported by name. `clap` parses the rest. Every
+//! other command refuses unknown flags.
 
 pub mod completion;
 pub mod doctor;
@@ -79,7 +79,7 @@ pub enum Command {
     CleanIptables(Box<iptables::IptablesFlags>),
 }
 
-/// A command line, and the unknown flags of `proxy` taken out of it.
+/// A parsed command line, and the unknown flags of `proxy` that were removed from it.
 #[derive(Clone, Debug)]
 pub struct Typed {
     pub cli: Cli,
@@ -88,18 +88,18 @@ pub struct Typed {
     pub unknown_flags: Vec<String>,
 }
 
-/// Why the command line is invalid, or the requested help.
+/// The reason why the command line is invalid, or the requested help.
 #[derive(Debug)]
 pub enum Refused {
     Help(String),
     Error(String),
 }
 
-/// Reads a command line, whose first word is the program.
+/// Parses a command line, whose first word is the program.
 pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
     let mut command = Cli::command();
     let mut line: Vec<_> = line.into_iter().collect();
-    if let Some(name) = line.first().and_then(|program| named_by(program)) {
+    if let Some(name) = line.first().and_then(|program| command_of_link(program)) {
         line.insert(1, name.to_owned());
     }
     let (matches, unknown_flags) = unknown::parse(&mut command, line);
@@ -123,7 +123,7 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
     }
 }
 
-/// Help does not show a default that is empty.
+/// Hides an empty default in the help.
 fn quiet(flag: Arg) -> Arg {
     match flag.get_default_values() {
         [default] if default.is_empty() => flag.hide_default_value(true),
@@ -131,8 +131,8 @@ fn quiet(flag: Arg) -> Arg {
     }
 }
 
-/// The command that older packages have as a program: a link to this one.
-fn named_by(program: &str) -> Option<&'static str> {
+/// Returns the command that the name of the program stands for. Older packages have links to this program.
+fn command_of_link(program: &str) -> Option<&'static str> {
     let name = Path::new(program).file_name()?;
     let commands = ["istio-iptables", "istio-clean-iptables"];
     commands.into_iter().find(|command| name == *command)
@@ -140,27 +140,25 @@ fn named_by(program: &str) -> Option<&'static str> {
 
 /// Logs every flag with its value, and the flags and words without effect.
 pub fn announce(flags: &[Flag], unknown: &[String], ignored: &[String]) {
-    let named = |flag: &&Flag| !flag.is_hidden && flag.name != "type";
-    for flag in flags.iter().filter(named) {
-        tracing::info!("FLAG: --{}={:?}", flag.name, flag.value);
+    for flag in flags {
+        if !flag.is_hidden && flag.name != "type" {
+            tracing::info!("FLAG: --{}={:?}", flag.name, flag.value);
+        }
     }
     for flag in unknown {
         tracing::warn!("ignoring flag {flag}, which this agent does not have");
     }
-    for flag in flags
-        .iter()
-        .filter(|flag| flag.name.starts_with("log_rotate"))
-    {
-        let name = &flag.name;
-        tracing::warn!("ignoring flag --{name}: this agent does not rotate log files");
+    for Flag { name, .. } in flags {
+        if name.starts_with("log_rotate") {
+            tracing::warn!("ignoring flag --{name}: this agent does not rotate log files");
+        }
     }
     for word in ignored {
         tracing::warn!("ignoring {word:?}: one word after proxy is the type of node");
     }
 }
 
-/// The outcome of writing to standard output. A reader that has left, as `head` does once it has read
-/// enough, makes no error.
+/// Ignores the error of writing to a pipe that its reader has closed, as `head` does once it has read enough.
 pub fn unless_unread(written: io::Result<()>) -> io::Result<()> {
     match written {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -172,22 +170,22 @@ pub fn help() -> String {
     Cli::command().render_help().to_string()
 }
 
-/// clap's error in one sentence, with pilot-agent's text where it has one, and with the nearest name.
+/// Formats clap's error in one sentence, with pilot-agent's text if it has one, and with the nearest name.
 fn one_sentence(error: &clap::Error) -> String {
-    let invalid = error.get(ContextKind::InvalidArg);
-    let word = invalid.or_else(|| error.get(ContextKind::InvalidSubcommand));
-    let word = word.map(ToString::to_string).unwrap_or_default();
+    let argument = error.get(ContextKind::InvalidArg);
+    let invalid = argument.or_else(|| error.get(ContextKind::InvalidSubcommand));
+    let word = invalid.map(ToString::to_string).unwrap_or_default();
     match error.kind() {
         ErrorKind::InvalidSubcommand => {
             let nearest = error.get(ContextKind::SuggestedSubcommand);
-            let meant = nearest.map(|names| format!("\n\nDid you mean this?\n\t{names}\n"));
-            let meant = meant.unwrap_or_default().replace(", ", "\n\t");
-            format!("unknown command {word:?} for \"pilot-agent\"{meant}")
+            let hint = nearest.map(|names| format!("\n\nDid you mean this?\n\t{names}\n"));
+            let lines = hint.unwrap_or_default().replace(", ", "\n\t");
+            format!("unknown command {word:?} for \"pilot-agent\"{lines}")
         }
-        ErrorKind::UnknownArgument => match word.starts_with('-') {
-            true => format!("unknown flag: {word}{}", unknown::hint(error)),
-            false => format!("unexpected word {word:?}"),
-        },
+        ErrorKind::UnknownArgument if word.starts_with('-') => {
+            format!("unknown flag: {word}{}", unknown::hint(error))
+        }
+        ErrorKind::UnknownArgument => format!("unexpected word {word:?}"),
         ErrorKind::MissingRequiredArgument => format!("expected {word}"),
         _ => first_line(&error.to_string()),
     }
@@ -196,11 +194,11 @@ fn one_sentence(error: &clap::Error) -> String {
 fn first_line(text: &str) -> String {
     let first = text.lines().next().unwrap_or_default();
     let sentence = first.strip_prefix("error: ").unwrap_or(first);
-    // Our own sentence about these says it all.
-    let own = ["'[TYPE]': ", "'--output <OUTPUT>': "]
+    // The texts of our own parsers are complete sentences.
+    let without_subject = ["'[TYPE]': ", "'--output <OUTPUT>': "]
         .iter()
         .find_map(|subject| Some(sentence.split_once(subject)?.1));
-    own.unwrap_or(sentence).to_owned()
+    without_subject.unwrap_or(sentence).to_owned()
 }
 
 #[cfg(test)]

@@ -1,10 +1,9 @@
-//! The `request` command: one HTTP request to a port of the agent or of Envoy.
+//! Implements the `request` command: sends one HTTP request to a port of the agent or of Envoy.
 //!
-//! The answer's body goes to standard output as it arrives, followed by a line feed. A status over
-//! 399 is an error that quotes the body, except 404, which counts as an answer.
+//! The body of the response is copied to standard output as it arrives, followed by a line feed. A status over
+//! 399 is an error that quotes the body, except 404, whose body is printed.
 //!
-//! Only Istio's own ports and the status port of this pod, over which a native sidecar is drained, may
-//! be requested.
+//! Only Istio's own ports are allowed, and the status port of this pod, over which a native sidecar is drained.
 
 use std::io::Write;
 use std::time::Duration;
@@ -21,7 +20,7 @@ use crate::standby;
 
 const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
 const LIMIT: Duration = Duration::from_secs(60);
-/// What is quoted of the body that comes with an error.
+/// Maximum length of the body that is quoted in an error, in bytes.
 const MAX_QUOTE: usize = 64 << 10;
 
 #[derive(Args, Clone, Debug)]
@@ -42,10 +41,10 @@ pub struct RequestFlags {
     ignored: Vec<String>,
 }
 
-/// Sends the request and writes the body of its answer to `output`. `status_port` is called if the
-/// port is not one that every pod has.
+/// Sends the request and writes the body of the response to `output`. `status_port` is called if the port is not
+/// one that every pod has.
 ///
-/// A drain by a container that does not serve is not sent: its preStop hook would drain the other container.
+/// A drain by a standby container is not sent, because its preStop hook would drain the other container.
 pub async fn run(
     flags: &RequestFlags,
     environment: &Environment,
@@ -53,8 +52,7 @@ pub async fn run(
     output: &mut impl Write,
 ) -> Result<(), BoxError> {
     let port = flags.debug_port;
-    let is_own = || status_port().map(i32::from) == Some(port);
-    if !PORTS.contains(&port) && !is_own() {
+    if !PORTS.contains(&port) && status_port().map(i32::from) != Some(port) {
         let allowed = "is not in allowed list [15000 15004 15020 15021]";
         return Err(format!("debug port {port} {allowed}").into());
     }
@@ -64,9 +62,9 @@ pub async fn run(
         return Ok(unless_unread(written)?);
     }
     let url = format!("http://localhost:{port}/{path}");
-    let done = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
+    let sent = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
     let seconds = LIMIT.as_secs();
-    done.map_err(|_| format!("no complete answer from port {port} within {seconds} s"))?
+    sent.map_err(|_| format!("no complete answer from port {port} within {seconds} s"))?
 }
 
 async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Result<(), BoxError> {
@@ -108,7 +106,7 @@ mod tests {
         }
     }
 
-    /// What `request` prints and the server sees, when the server answers `answer`.
+    /// Returns the output of `request` and the request that the server gets, when it sends `answer`.
     async fn exchange(answer: &'static str) -> (Result<(), BoxError>, String, String) {
         let (url, server) = serve(vec![answer]).await;
         let url = format!("{url}drain");

@@ -1,8 +1,8 @@
-//! The `scope` command: the `Sidecar` resource for what this workload uses, as the running agent sees it,
-//! or for several pods whose use was printed as JSON.
+//! Implements the `scope` command: prints a `Sidecar` resource for the services that this workload uses, which
+//! it requests from the running agent, or that several pods use, which it reads from their JSON outputs.
 
 use std::fmt::Display;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,8 +19,8 @@ use crate::lifecycle::BoxError;
 use crate::scope::advice::{self, Keep};
 use crate::scope::{LIMIT, Usage};
 
-/// The largest answer of the agent that is read.
-const MAX_ANSWER: usize = 16 << 20;
+/// Maximum size of the agent's response, in bytes.
+const MAX_RESPONSE: usize = 16 << 20;
 
 #[derive(Args, Clone, Debug)]
 pub struct ScopeFlags {
@@ -40,40 +40,35 @@ pub struct ScopeFlags {
     include_asked: bool,
 }
 
-/// What the command prints.
+/// Returns the text for standard output.
 pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String, BoxError> {
     let usage = if flags.merge.is_empty() {
         let port = config::status_port(environment, ".".as_ref())
             .ok_or("the agent has no status port (statusPort is 0), so `scope` cannot ask it")?;
-        let usage = of_agent(port).await;
-        usage.map_err(|error| unusable(&format!("the answer of port {port}"), &*error))?
+        let requested = request_usage(port).await;
+        requested.map_err(|error| unusable(&format!("the answer of port {port}"), &*error))?
     } else {
         merged(&flags.merge, MAX_INPUT)?
     };
+    if flags.json {
+        return Ok(serde_json::to_string_pretty(&usage)?);
+    }
     let keep = Keep {
         hosts: flags.keep.clone(),
         asked: flags.include_asked,
     };
-    match flags.json {
-        true => Ok(serde_json::to_string_pretty(&usage)?),
-        false => Ok(advice::sidecar(&usage, &keep)?),
-    }
+    Ok(advice::sidecar(&usage, &keep)?)
 }
 
-/// What the pods of these files used together. The files have at most so many bytes in all.
-fn merged(paths: &[PathBuf], mut left: u64) -> Result<Usage, BoxError> {
+/// Merges the usage of the pods in these files, which have at most `budget` bytes in all.
+fn merged(paths: &[PathBuf], mut budget: u64) -> Result<Usage, BoxError> {
     let mut merged = None;
-    for (at, path) in paths.iter().enumerate() {
-        let mut read = || {
-            let text = read_input(path, left)?;
-            left -= text.len() as u64;
-            let all = serde_json::Deserializer::from_str(&text).into_iter();
-            Ok(all.collect::<Result<Vec<Usage>, _>>()?)
-        };
-        for usage in read().map_err(|error: BoxError| {
+    for (index, path) in paths.iter().enumerate() {
+        let usages = read_usages(path, &mut budget).map_err(|error| {
             let error = format!("{}: {error}", path.display());
-            unusable(&format!("{:?}", &paths[at..]), &error)
-        })? {
+            unusable(&format!("{:?}", &paths[index..]), &error)
+        })?;
+        for usage in usages {
             merged = Some(match merged {
                 Some(merged) => advice::merge(merged, usage)?,
                 None => usage,
@@ -85,25 +80,35 @@ fn merged(paths: &[PathBuf], mut left: u64) -> Result<Usage, BoxError> {
     })
 }
 
+/// Reads one or more outputs in a file, and subtracts its size from the budget.
+fn read_usages(path: &Path, budget: &mut u64) -> Result<Vec<Usage>, BoxError> {
+    let text = read_input(path, *budget)?;
+    *budget -= text.len() as u64;
+    let usages = serde_json::Deserializer::from_str(&text).into_iter();
+    Ok(usages.collect::<Result<Vec<Usage>, _>>()?)
+}
+
 fn unusable(source: &str, error: impl Display) -> BoxError {
     format!("{source} is not output of `pilot-agent scope --json`: {error}").into()
 }
 
-async fn of_agent(port: u16) -> Result<Usage, BoxError> {
+/// Requests the usage that the running agent has recorded.
+async fn request_usage(port: u16) -> Result<Usage, BoxError> {
     #[derive(Deserialize)]
     #[serde(untagged)]
-    enum Answer {
+    enum Body {
         Failed { error: String },
         Usage(Usage),
     }
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = http_url(&format!("http://127.0.0.1:{port}/debug/scope"))?;
     let limit = LIMIT.saturating_add(Duration::from_secs(1));
-    let answer = Client::default().fetch(request, limit, MAX_ANSWER).await?;
-    match serde_json::from_slice(answer.body()) {
-        Ok(Answer::Usage(usage)) => Ok(usage),
-        Ok(Answer::Failed { error }) => Err(error.into()),
-        Err(_) => Err(quoted(&answer).into()),
+    let client = Client::default();
+    let response = client.fetch(request, limit, MAX_RESPONSE).await?;
+    match serde_json::from_slice(response.body()) {
+        Ok(Body::Usage(usage)) => Ok(usage),
+        Ok(Body::Failed { error }) => Err(error.into()),
+        Err(_) => Err(quoted(&response).into()),
     }
 }
 

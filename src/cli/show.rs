@@ -1,6 +1,6 @@
-//! The `config` and `bootstrap` commands: the configuration the agent would run with, and the bootstrap
-//! it would start Envoy with. Both take the flags of `proxy`. `preflight` says what differs for pods of a
-//! file.
+//! Implements the `config` and `bootstrap` commands, which print the configuration that the agent would run with
+//! and the bootstrap that it would start Envoy with. Both take the flags of `proxy`. Also defines the flags of
+//! `preflight`, and reads its input.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -16,7 +16,7 @@ use crate::doctor::report::Level;
 use crate::lifecycle::BoxError;
 use crate::regular_file;
 
-/// How many bytes a command reads of all its files.
+/// Maximum size of all files that a command reads, in bytes.
 pub(super) const MAX_INPUT: u64 = 256 << 20;
 
 #[derive(Args, Clone, Debug)]
@@ -55,30 +55,31 @@ pub struct PreflightFlags {
 }
 
 impl PreflightFlags {
-    /// The text of the file.
+    /// Reads the file.
     pub fn read(&self) -> Result<String, BoxError> {
         let text = read_input(self.file.as_ref(), MAX_INPUT);
         text.map_err(|error| format!("cannot read {:?}: {error}", self.file).into())
     }
 }
 
-/// Reads a file, standard input, or a pipe that the shell has opened, as for `<(command)`, of at most
-/// `largest` bytes. Any other pipe may have no writer, so opening it could hang.
-pub(super) fn read_input(path: &Path, largest: u64) -> io::Result<String> {
+/// Reads a file, standard input, or a pipe that the shell has opened, as for `<(command)`, of at most `limit`
+/// bytes. Opening any other pipe could hang, because it may not have a writer.
+pub(super) fn read_input(path: &Path, limit: u64) -> io::Result<String> {
     let input: &mut dyn Read = if path == "-" || path == "/dev/stdin" {
         &mut io::stdin()
     } else if path.starts_with("/dev/fd") {
         &mut File::open(path)?
     } else {
-        return regular_file::read_text(path, largest);
+        return regular_file::read_text(path, limit);
     };
-    let text = io::read_to_string(input.take(largest + 1))?;
-    let too_large = || io::Error::other(format!("more than {largest} bytes"));
-    let whole = (text.len() as u64 <= largest).then_some(text);
-    whole.ok_or_else(too_large)
+    let text = io::read_to_string(input.take(limit + 1))?;
+    if text.len() as u64 > limit {
+        return Err(io::Error::other(format!("more than {limit} bytes")));
+    }
+    Ok(text)
 }
 
-/// The effective configuration, and whether the agent would start with it.
+/// Returns the effective configuration as text, and true if the agent would start with it.
 pub fn config(
     flags: &ConfigFlags,
     log: &LogFlags,
@@ -93,22 +94,22 @@ pub fn config(
     (text, report.is_usable())
 }
 
-/// The bootstrap as text, unless it went to a file.
+/// Returns the bootstrap as text, unless it was written to a file.
 pub async fn bootstrap(
     flags: &BootstrapFlags,
     log: &LogFlags,
     environment: &Environment,
 ) -> Result<Option<String>, BoxError> {
-    let config = config::load(&flags.proxy, log, environment, ".".as_ref());
-    let mut config = config.map_err(Unusable)?;
+    let mut config =
+        config::load(&flags.proxy, log, environment, ".".as_ref()).map_err(Unusable)?;
     config.bootstrap.node.platform = platform::discover(&config.platform).await;
     let text = show::show(&config.bootstrap, flags.output.as_deref())?;
     if flags.validate {
         let Some(envoy) = config.envoy else {
             return Err("without Envoy the bootstrap cannot be validated".into());
         };
-        let over = envoy.command.override_json.as_deref();
-        show::validate(&config.bootstrap, &envoy.command.binary, over)?;
+        let override_json = envoy.command.override_json.as_deref();
+        show::validate(&config.bootstrap, &envoy.command.binary, override_json)?;
     }
     Ok(text)
 }

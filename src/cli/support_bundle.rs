@@ -1,4 +1,4 @@
-//! The `support-bundle` command. Takes the flags of `proxy`, for when no agent runs.
+//! Implements the `support-bundle` command. It takes the flags of `proxy`, which it needs if no agent runs.
 
 use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
@@ -27,7 +27,7 @@ pub struct SupportBundleFlags {
     pub output: Option<PathBuf>,
 }
 
-/// Opens the output, and sends the log to standard error: standard output may be the bundle.
+/// Opens the output, and sends the log to standard error, because standard output may be the bundle.
 pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
     let log = logging::Options::parse("", &["stderr".to_owned()], false, "")?;
     logging::init(log)?;
@@ -39,16 +39,17 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
     };
     // The bundle describes the mesh, so only its owner may read it.
     let mut options = OpenOptions::new();
-    let file = options.write(true).create_new(true).mode(0o600).open(path);
-    let file = file.map_err(|error| unusable(format!("--output {path:?}"), error))?;
-    Ok(Box::new(file))
+    match options.write(true).create_new(true).mode(0o600).open(path) {
+        Ok(file) => Ok(Box::new(file)),
+        Err(error) => Err(unusable(format!("--output {path:?}"), error).into()),
+    }
 }
 
 fn unusable(subject: impl ToString, found: impl ToString) -> Problem {
     Problem::new(codes::BUNDLE_OUTPUT_UNUSABLE, subject, found)
 }
 
-/// Reads from the configuration in a directory where things are, and the path of the token.
+/// Reads the sources of the bundle from the configuration in a directory, and the path of the token.
 fn sources(
     flags: &ProxyFlags,
     log: &LogFlags,
@@ -73,25 +74,24 @@ pub async fn run(
     log: &LogFlags,
     all: &[Flag],
     environment: &Environment,
-    mut to: Box<dyn Write>,
+    mut output: Box<dyn Write>,
 ) -> Result<(), BoxError> {
-    let (proxy, of_log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
-    let env = environment.clone();
-    let read = move |root: &str| sources(&proxy, &of_log, &all, &env, root.as_ref());
-    let from_files = tokio::task::spawn_blocking({
-        let read = read.clone();
-        move || read(".")
+    let reading = tokio::task::spawn_blocking({
+        let (proxy, log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
+        let environment = environment.clone();
+        move || sources(&proxy, &log, &all, &environment, ".".as_ref())
     });
-    let (sources, token) = match timeout(PATIENCE, from_files).await {
+    let (sources, token) = match timeout(PATIENCE, reading).await {
         Ok(Ok(found)) => found,
         _ => {
             let (code, found) = (codes::BUNDLE_SETTINGS_LATE, "not read within 5 s");
             tracing::warn!("{}", Problem::new(code, "configuration files", found));
-            read("/dev/null")
+            sources(&flags.proxy, log, all, environment, "/dev/null".as_ref())
         }
     };
-    let secrets = support_bundle::known_secrets(environment, token).await;
-    let secrets = secrets.map_err(|error| format!("cannot tell secrets apart: {error}"))?;
+    let secrets = support_bundle::known_secrets(environment, token)
+        .await
+        .map_err(|error| format!("cannot tell secrets apart: {error}"))?;
     let doctor = async {
         match doctor::report(&flags.proxy, log, environment).await {
             Ok(report) => (report.text(true, usize::MAX), json!(report)),
@@ -99,6 +99,6 @@ pub async fn run(
         }
     };
     let bundle = support_bundle::collect(&sources, secrets, doctor).await;
-    let written = unless_unread(bundle.write(&mut to));
+    let written = unless_unread(bundle.write(&mut output));
     written.map_err(|error| unusable("support bundle", error).into())
 }

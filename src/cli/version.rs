@@ -1,8 +1,8 @@
-//! The `version` command: the version of Istio told to istiod, in the forms pilot-agent prints, and the
-//! build of this agent.
+//! Implements the `version` command: prints the version of Istio that is sent to istiod, in the formats of
+//! pilot-agent, and the build of this agent.
 
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::compliance;
 use crate::config::environment::{Environment, ISTIO_META_ISTIO_VERSION};
@@ -10,7 +10,7 @@ use crate::problem::Problem;
 use crate::standby;
 use crate::version::{self as build, AGENT_VERSION, REVISION, STATUS};
 
-/// There is no Go in here, and readers of the version expect some word.
+/// Programs that read the version expect a word. This agent is not built with Go.
 const GOLANG_VERSION: &str = "none";
 
 #[derive(Args, Clone, Debug, Default)]
@@ -35,20 +35,20 @@ pub fn announce(env: &Environment) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The version of Istio told to istiod. An error is about the file that names the image's.
+/// Returns the version of Istio that is sent to istiod. Fails if the file with the image's version is unreadable.
 pub(super) fn istio(env: &Environment) -> Result<String, Problem> {
     match env.get(&ISTIO_META_ISTIO_VERSION) {
-        of_metadata if of_metadata.is_empty() => build::istio(),
-        of_metadata => Ok(of_metadata),
+        unset if unset.is_empty() => build::istio(),
+        version => Ok(version),
     }
 }
 
-/// What `version` prints, without its last line feed.
+/// Returns the output of `version`, without its last line feed.
 pub fn text(flags: &VersionFlags, env: &Environment) -> Result<String, Problem> {
     let istio = istio(env)?;
     Ok(match flags.output.as_str() {
-        "json" => json(&istio),
-        "yaml" => yaml(&istio),
+        "json" => format!("{:#}\n", build_info(&istio)),
+        "yaml" => yaml(&build_info(&istio)),
         _ if flags.short => format!("client version: {istio}"),
         _ => format!(
             "client version: version.BuildInfo{{Version:{istio:?}, \
@@ -69,34 +69,29 @@ pub(super) fn output(text: &str) -> Result<String, String> {
     }
 }
 
-fn members(istio: &str) -> [(&str, &str); 5] {
-    [
-        ("version", istio),
-        ("revision", REVISION),
-        ("golang_version", GOLANG_VERSION),
-        ("status", STATUS),
-        ("tag", istio),
-    ]
+fn build_info(istio: &str) -> Value {
+    json!({
+        "clientVersion": {
+            "version": istio,
+            "revision": REVISION,
+            "golang_version": GOLANG_VERSION,
+            "status": STATUS,
+            "tag": istio,
+        },
+        "agentVersion": {"version": AGENT_VERSION, "cryptographicModule": compliance::module()},
+    })
 }
 
-fn json(istio: &str) -> String {
-    let client: serde_json::Value = members(istio).into_iter().collect();
-    let agent = json!({ "version": AGENT_VERSION, "cryptographicModule": compliance::module() });
-    let both = json!({ "clientVersion": client, "agentVersion": agent });
-    format!("{both:#}\n")
-}
-
-/// Every value in quotes: a revision may look like a number.
-fn yaml(istio: &str) -> String {
-    let client: String = members(istio)
-        .iter()
-        .map(|(name, value)| format!("  {name}: {value:?}\n"))
-        .collect();
-    let module = compliance::module();
-    format!(
-        "clientVersion:\n{client}agentVersion:\n  version: {AGENT_VERSION:?}\n  \
-         cryptographicModule: {module:?}\n"
-    )
+/// Renders two levels of YAML. Every value is in quotes, because a revision may look like a number.
+fn yaml(info: &Value) -> String {
+    let mut text = String::new();
+    for (section, members) in info.as_object().into_iter().flatten() {
+        text += &format!("{section}:\n");
+        for (name, value) in members.as_object().into_iter().flatten() {
+            text += &format!("  {name}: {value}\n");
+        }
+    }
+    text
 }
 
 #[cfg(test)]
@@ -116,9 +111,8 @@ mod tests {
 
     #[test]
     fn json_and_yaml_say_the_same_in_istios_shape() {
-        let json: serde_json::Value = serde_json::from_str(&printed(false, "json")).expect("JSON");
-        let yaml: serde_json::Value =
-            serde_saphyr::from_str(&printed(false, "yaml")).expect("YAML");
+        let json: Value = serde_json::from_str(&printed(false, "json")).expect("JSON");
+        let yaml: Value = serde_saphyr::from_str(&printed(false, "yaml")).expect("YAML");
         assert_eq!(json, yaml);
         let client = json["clientVersion"].as_object().expect("an object");
         let names: Vec<_> = client.keys().map(String::as_str).collect();

@@ -1,7 +1,7 @@
-//! The `wait` command: returns when the readiness URL answers 200, or after a timeout.
+//! Implements the `wait` command: requests the readiness URL until its status is 200, or a timeout.
 //!
-//! The first request is sent at once. On loopback the pause is a tenth of the time waited so far, and
-//! the period only its upper bound: a pod's other containers start that much earlier.
+//! The first request is sent at once. On loopback the pause is a tenth of the time waited so far, and the
+//! period is only its upper bound, so that the other containers of a pod start earlier.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -38,46 +38,42 @@ pub struct WaitFlags {
     url: String,
 }
 
-/// Returns when the answer is 200.
+/// Returns when the status is 200. Fails after the time limit of the flags.
 pub async fn run(flags: &WaitFlags) -> Result<(), BoxError> {
     let url = http_url(&flags.url).map_err(|error| format!("--url: {error}"))?;
-    let mut last = "no answer yet".to_owned();
+    let mut last_error = "no answer yet".to_owned();
     let seconds = flags.timeout_seconds;
     tracing::info!("Waiting for Envoy proxy to be ready (timeout: {seconds} seconds)...");
-    let budget = Duration::from_secs(seconds.into());
-    let ready = timeout(budget, until_ready(flags, &url, &mut last)).await;
+    let limit = Duration::from_secs(seconds.into());
+    let ready = timeout(limit, until_ready(flags, &url, &mut last_error)).await;
     ready.map_err(|_| {
-        format!("timeout waiting for Envoy proxy to become ready. Last error: {last}")
+        format!("timeout waiting for Envoy proxy to become ready. Last error: {last_error}")
     })?;
     tracing::info!("Envoy is ready!");
     Ok(())
 }
 
-async fn until_ready(flags: &WaitFlags, url: &Uri, last: &mut String) {
-    let since = Instant::now();
+async fn until_ready(flags: &WaitFlags, url: &Uri, last_error: &mut String) {
+    let start = Instant::now();
     let client = Client::default();
-    loop {
-        match attempt(flags, &client, url).await {
-            Ok(()) => return,
-            Err(error) => {
-                tracing::debug!("Not ready yet: {error}");
-                *last = error;
-            }
-        }
-        sleep(pause(flags, is_loopback(url), since.elapsed())).await;
+    while let Err(error) = check(flags, &client, url).await {
+        tracing::debug!("Not ready yet: {error}");
+        *last_error = error;
+        sleep(pause(flags, is_loopback(url), start.elapsed())).await;
     }
 }
 
-async fn attempt(flags: &WaitFlags, client: &Client, url: &Uri) -> Result<(), String> {
+/// Sends one request; any status but 200 is an error.
+async fn check(flags: &WaitFlags, client: &Client, url: &Uri) -> Result<(), String> {
     let limit = match flags.request_timeout_millis {
         0 => Duration::MAX,
         millis => Duration::from_millis(millis.into()),
     };
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = url.clone();
-    let answer = timeout(limit, client.send(request)).await;
-    let answer = answer.map_err(|_| format!("no answer within {limit:?}"))?;
-    match answer.map(|answer| answer.status()) {
+    let sent = timeout(limit, client.send(request)).await;
+    let response = sent.map_err(|_| format!("no answer within {limit:?}"))?;
+    match response.map(|response| response.status()) {
         Ok(StatusCode::OK) => Ok(()),
         Ok(status) => Err(format!("HTTP status code {}", status.as_u16())),
         Err(error) => Err(with_causes(&error)),
@@ -90,14 +86,14 @@ fn is_loopback(url: &Uri) -> bool {
     host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
-fn pause(flags: &WaitFlags, local: bool, waited: Duration) -> Duration {
+fn pause(flags: &WaitFlags, is_local: bool, waited: Duration) -> Duration {
     let period = Duration::from_millis(flags.period_millis.into()).max(MIN_PAUSE);
-    if !local {
-        return period;
+    let local_pause = scaled(waited, 0.1).clamp(MIN_PAUSE, MAX_LOCAL_PAUSE);
+    if is_local {
+        local_pause.min(period)
+    } else {
+        period
     }
-    scaled(waited, 0.1)
-        .clamp(MIN_PAUSE, MAX_LOCAL_PAUSE)
-        .min(period)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! The connections to istiod, for discovery and for certificates.
+//! Configures the connections to istiod, for discovery and for certificates.
 //!
 //! Both share one connection unless their configuration differs. Certificate files are read at each
-//! dial; here they are only looked for.
+//! dial; here the agent only checks that they exist.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use http::{HeaderName, HeaderValue};
 use indexmap::IndexSet;
 
 use super::environment::{self as variables, Environment, Variable};
-use super::{Loader, below, entries};
+use super::{HOST_PORT, Loader, below, entries};
 use crate::address;
 use crate::compliance::Policy;
 use crate::dial::proxy::{Proxies, Proxy};
@@ -19,13 +19,13 @@ use crate::problem::{Problem, codes};
 use crate::trust_anchors::SystemRoots;
 use crate::xds::last_known_good;
 
-/// The shortest interval of pings gRPC clients use; servers treat more pings as an attack.
+/// The minimum interval of keepalive pings in gRPC clients; servers treat more pings as an attack.
 const MIN_INTERVAL: Duration = Duration::from_secs(10);
 const MIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
 const ISTIOD_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
-/// Where a pod has that root from.
+/// The source of that root in a pod.
 const CONFIG_MAP: &str = "ConfigMap istio-ca-root-cert";
 const MOUNTED_ROOT: &str = "./etc/certs/root-cert.pem";
 
@@ -39,17 +39,17 @@ pub struct GoogleToken {
     pub path: PathBuf,
 }
 
-/// The addresses of `DISCOVERY_ADDRESS`, each once.
+/// Splits the value of `DISCOVERY_ADDRESS` into its addresses, each once.
 pub(super) fn addresses(text: &str) -> Vec<String> {
     let addresses: IndexSet<_> = entries(text).map(str::to_owned).collect();
     addresses.into_iter().collect()
 }
 
 impl Loader<'_> {
-    /// The connection for discovery, and the one for certificates if there is one and it differs.
+    /// Configures the connection for discovery, and the one for certificates if there is one and it differs.
     ///
-    /// Problems of the latter are kept apart if another process `may_serve` the workload's secrets,
-    /// because it is not used then.
+    /// If another process `may_serve` the workload's secrets, problems of the latter are reported apart, because
+    /// the agent may not use it.
     pub(super) fn control_plane(
         &mut self,
         has_authority: bool,
@@ -59,16 +59,14 @@ impl Loader<'_> {
         let security = if self.proxy_config.is_plaintext() {
             Security::Plaintext
         } else {
-            let mounted = self.is_file(MOUNTED_ROOT);
-            // A workload with certificates from files names the files of istiod's as well.
-            let named = match has_authority {
-                true => None,
-                false => self.metadata_path("ISTIO_META_TLS_CLIENT_ROOT_CERT"),
-            };
-            let roots = self.roots(&variables::XDS_ROOT_CA, mounted, named);
+            let is_mounted = below(self.root, MOUNTED_ROOT).is_file();
+            // Node metadata names the files for istiod only if the workload's certificates are files too.
+            let named = self.metadata_path("ISTIO_META_TLS_CLIENT_ROOT_CERT");
+            let metadata_root = named.filter(|it| !has_authority && !it.as_os_str().is_empty());
+            let roots = self.roots(&variables::XDS_ROOT_CA, is_mounted, metadata_root);
             let mut tls = self.tls(roots, &address, true);
-            if !has_authority && tls.client.is_none() {
-                tls.client = self.mounted_client();
+            if !has_authority {
+                tls.client = tls.client.or_else(|| self.metadata_client());
             }
             Security::Tls(tls)
         };
@@ -96,17 +94,18 @@ impl Loader<'_> {
             return (discovery, None);
         }
         let before = self.notes.problems.len();
-        let certificates = self.certificates(&discovery);
+        let authority = self.authority(&discovery);
         if may_serve {
             self.authority_problems = self.notes.problems.split_off(before);
         }
-        let is_same = discovery.address == certificates.address
-            && discovery.security == certificates.security
-            && discovery.metadata == certificates.metadata;
-        (discovery, (!is_same).then_some(certificates))
+        let is_same = discovery.address == authority.address
+            && discovery.security == authority.security
+            && discovery.metadata == authority.metadata;
+        (discovery, (!is_same).then_some(authority))
     }
 
-    pub(super) fn kept(&mut self) -> Option<last_known_good::Config> {
+    /// Configures the storage of the last known good configuration; None if it is not stored.
+    pub(super) fn last_known_good(&self) -> Option<last_known_good::Config> {
         Some(last_known_good::Config {
             volume: self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG)?,
             max_bytes: self
@@ -118,38 +117,41 @@ impl Loader<'_> {
         })
     }
 
-    fn certificates(&mut self, discovery: &Config) -> Config {
-        let given = self.text(&variables::CA_ADDR);
-        let named = given.is_some();
-        let address = given.unwrap_or_else(|| discovery.address.clone());
-        // The validation reports an address of ProxyConfig.
-        if named && address::split(&address).is_none() {
-            self.problem("CA_ADDR", &address, "host:port with a port from 1 to 65535");
+    /// Configures the connection to the certificate authority, which may be the one for discovery.
+    fn authority(&mut self, discovery: &Config) -> Config {
+        let (address, setting, is_given) = match self.non_empty(&variables::CA_ADDR) {
+            Some(address) => (address, "CA_ADDR", true),
+            None => (discovery.address.clone(), discovery.setting, false),
+        };
+        // The validation of ProxyConfig reports the address for discovery.
+        if is_given && address::split(&address).is_none() {
+            self.problem("CA_ADDR", &address, HOST_PORT);
         }
         let security = if address.ends_with(":15010") {
             Security::Plaintext
         } else {
-            let mounted = self.get(&variables::PILOT_CERT_PROVIDER) == "custom";
-            let roots = self.roots(&variables::CA_ROOT_CA, mounted, None);
-            Security::Tls(self.tls(roots, &address, !named))
+            let is_mounted = self.get(&variables::PILOT_CERT_PROVIDER) == "custom";
+            let roots = self.roots(&variables::CA_ROOT_CA, is_mounted, None);
+            Security::Tls(self.tls(roots, &address, !is_given))
         };
         let config = Config {
             proxy: self.proxy(&address),
             address,
             security,
-            setting: if named { "CA_ADDR" } else { discovery.setting },
+            setting,
             metadata: self.metadata("CA_HEADER_"),
             others: Vec::new(),
             ..discovery.clone()
         };
-        match config.address == discovery.address {
-            true => self.with_others(config, !named),
-            false => config,
+        if config.address == discovery.address {
+            self.with_others(config, !is_given)
+        } else {
+            config
         }
     }
 
-    /// The connection, which goes to another control plane of `DISCOVERY_ADDRESS` while this one fails.
-    fn with_others(&mut self, mut config: Config, override_name: bool) -> Config {
+    /// Adds the other control planes of `DISCOVERY_ADDRESS`, which are used while this one fails.
+    fn with_others(&self, mut config: Config, override_name: bool) -> Config {
         let addresses = addresses(&self.get(&variables::DISCOVERY_ADDRESS));
         if !addresses.is_empty() {
             config.setting = variables::DISCOVERY_ADDRESS.name;
@@ -163,17 +165,17 @@ impl Loader<'_> {
             other.address = address;
             other
         });
-        let others = others.collect();
-        Config { others, ..config }
+        config.others = others.collect();
+        config
     }
 
-    /// The proxy that leads to an address, if any.
+    /// Returns the HTTP proxy for an address, if any.
     fn proxy(&self, address: &str) -> Option<Proxy> {
         let (host, port) = address::split(address)?;
         self.proxies.find(true, host, port).cloned()
     }
 
-    /// The token the agent has to write itself, if any.
+    /// Returns the token that the agent writes itself, if any.
     pub(super) fn google_token(&mut self) -> Option<GoogleToken> {
         let kind = self.get(&variables::CREDENTIAL_FETCHER_TYPE);
         if !["", "JWT", "Mock", "GoogleComputeEngine"].contains(&&*kind) {
@@ -186,23 +188,21 @@ impl Loader<'_> {
         })
     }
 
-    fn at_least(&mut self, variable: &Variable<Duration>, least: Duration) -> Duration {
+    fn at_least(&mut self, variable: &Variable<Duration>, min: Duration) -> Duration {
         let found = self.get(variable);
-        if found < least {
-            let (found, least) = (format!("{found:?}"), format!("{least:?}"));
-            let expected = format!("at least {least}");
-            self.warn(variable.name, &found, expected, format!("{least} is used"));
+        if found < min {
+            let (expected, used) = (format!("at least {min:?}"), format!("{min:?} is used"));
+            self.warn(variable.name, &format!("{found:?}"), expected, used);
         }
-        found.max(least)
+        found.max(min)
     }
 
+    /// Returns the headers of each call: the cluster, and those of variables with this prefix.
     fn metadata(&mut self, prefix: &str) -> Vec<(HeaderName, HeaderValue)> {
         let cluster = self.get(&variables::ISTIO_META_CLUSTER_ID);
         let mut metadata = Vec::new();
-        for (name, value) in [("clusterid", &*cluster)]
-            .into_iter()
-            .chain(self.env.with_prefix(prefix))
-        {
+        let given = self.env.with_prefix(prefix);
+        for (name, value) in std::iter::once(("clusterid", &*cluster)).chain(given) {
             // `HeaderName` folds to lower case, as HTTP/2 requires.
             if let (Ok(name), Ok(mut value)) = (name.parse::<HeaderName>(), value.parse()) {
                 // A header may be a credential, which is not printed.
@@ -216,8 +216,8 @@ impl Loader<'_> {
         metadata
     }
 
-    fn tls(&mut self, roots: tls::Roots, address: &str, override_name: bool) -> tls::Config {
-        let directory = self.text(&variables::PROV_CERT).map(PathBuf::from);
+    fn tls(&self, roots: tls::Roots, address: &str, override_name: bool) -> tls::Config {
+        let directory = self.non_empty(&variables::PROV_CERT).map(PathBuf::from);
         tls::Config {
             server_name: self.server_name(address, override_name),
             roots,
@@ -229,49 +229,49 @@ impl Loader<'_> {
         }
     }
 
-    fn server_name(&mut self, address: &str, override_name: bool) -> String {
-        let expected = self.text(&variables::ISTIOD_SAN);
+    /// Returns the name that istiod's certificate must contain. `ISTIOD_SAN` may override it.
+    fn server_name(&self, address: &str, override_name: bool) -> String {
         let host = address::split(address).map_or(address, |(host, _)| host);
-        match (host, expected) {
-            (_, Some(expected)) if override_name => expected,
-            (host, _) if host.contains("localhost") => ISTIOD_NAME.to_owned(),
-            (host, _) => host.to_owned(),
+        match self.non_empty(&variables::ISTIOD_SAN) {
+            Some(name) if override_name => name,
+            _ if host.contains("localhost") => ISTIOD_NAME.to_owned(),
+            _ => host.to_owned(),
         }
     }
 
-    /// The client certificate that workloads with mounted files name to istiod as well.
-    fn mounted_client(&self) -> Option<tls::ClientCertificate> {
+    /// Returns the client certificate for istiod in the node metadata of a workload with mounted certificates.
+    fn metadata_client(&self) -> Option<tls::ClientCertificate> {
         Some(tls::ClientCertificate {
             chain: self.metadata_path("ISTIO_META_TLS_CLIENT_CERT_CHAIN")?,
             key: self.metadata_path("ISTIO_META_TLS_CLIENT_KEY")?,
         })
     }
 
+    /// Returns a path that `proxyMetadata` sets.
     fn metadata_path(&self, name: &str) -> Option<PathBuf> {
         self.proxy_config.metadata(name).map(PathBuf::from)
     }
 
-    /// The first that applies: the variable, a mounted root, the root beside a client certificate, the
-    /// root `named` beside mounted certificates, istiod's own.
+    /// Returns the first of: the variable, the mounted root, the root next to the client certificate, the
+    /// root in the node metadata, istiod's root.
     fn roots(
         &mut self,
         variable: &Variable<String>,
-        mounted: bool,
-        named: Option<PathBuf>,
+        is_mounted: bool,
+        metadata_root: Option<PathBuf>,
     ) -> tls::Roots {
         let name = variable.name;
-        let client = self.text(&variables::PROV_CERT).map(PathBuf::from);
-        let named = named.filter(|path| !path.as_os_str().is_empty());
-        match (self.text(variable).as_deref(), client, named) {
+        let client = self.non_empty(&variables::PROV_CERT).map(PathBuf::from);
+        match (self.non_empty(variable).as_deref(), client, metadata_root) {
             (Some("SYSTEM"), ..) => tls::Roots::System(self.system_roots()),
             (Some(file), ..) => self.root_file(name, file.into(), true),
-            _ if mounted => self.root_file("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into(), true),
+            _ if is_mounted => self.root_file("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into(), true),
             (_, Some(client), _) => {
-                // Discovery reads it when it dials. The authority reports it if it is needed.
+                // Discovery reads the file when it dials. The authority reports it if it is needed.
                 let is_needed = name != variables::XDS_ROOT_CA.name;
                 self.root_file("PROV_CERT", client.join("root-cert.pem"), is_needed)
             }
-            (.., Some(named)) => self.root_file("TLS_CLIENT_ROOT_CERT", named, true),
+            (.., Some(file)) => self.root_file("TLS_CLIENT_ROOT_CERT", file, true),
             _ if self.get(&variables::PILOT_CERT_PROVIDER) == "none" => {
                 let expected = format!("another provider, or {name}, as roots are needed");
                 self.problem("PILOT_CERT_PROVIDER", "none", expected);
@@ -281,77 +281,76 @@ impl Loader<'_> {
         }
     }
 
-    /// The trust anchors of the operating system.
-    pub(super) fn system_roots(&mut self) -> SystemRoots {
+    /// Returns the trust anchors of the operating system.
+    pub(super) fn system_roots(&self) -> SystemRoots {
         let file = self.get(&variables::SSL_CERT_FILE);
         SystemRoots::new(&file, &self.get(&variables::SSL_CERT_DIR))
     }
 
-    /// A file of roots, which must exist now if `is_needed`.
+    /// Returns a file of roots, which must exist now if `is_needed`.
     fn root_file(&mut self, name: &str, file: PathBuf, is_needed: bool) -> tls::Roots {
-        let path = file.display().to_string();
-        let subject = format!("root file for istiod ({name})");
-        match self.is_file(&path) {
-            true => {}
-            false if is_needed => {
+        if !below(self.root, &file).is_file() {
+            let (code, path) = (codes::FILE_MISSING, file.display().to_string());
+            let subject = format!("root file for istiod ({name})");
+            if is_needed {
                 let expected = "an existing file of root certificates";
-                let problem = Problem::value(codes::FILE_MISSING, subject, &path, expected);
+                let problem = Problem::value(code, subject, &path, expected);
                 self.notes.add(problem);
-            }
-            false => {
-                let expected = "a file of root certificates";
-                let problem = Problem::value(codes::FILE_MISSING, subject, &path, expected);
+            } else {
+                let problem = Problem::value(code, subject, &path, "a file of root certificates");
                 let consequence = "istiod cannot be verified until the file exists";
                 self.notes.warnings.push(problem.consequence(consequence));
             }
         }
         tls::Roots::File(file)
     }
-
-    fn is_file(&self, path: &str) -> bool {
-        below(self.root, path).is_file()
-    }
 }
 
+/// Reads the compliance policy, and warns if it is unknown or this build cannot meet it.
 pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Policy {
     let name = env.get(&variables::COMPLIANCE_POLICY);
     let policy = Policy::parse(&name);
-    let found = match policy {
-        None => Some(("fips-140-2, fips-140-3 or pqc", "no policy is in force")),
-        Some(policy) if policy.lacks_module() => Some((
+    let (expected, consequence) = match policy {
+        Some(policy) if !policy.lacks_module() => return policy,
+        Some(_) => (
             "a build with FIPS=1",
             "TLS is restricted, but its cryptographic module is not a validated one",
-        )),
-        Some(_) => None,
+        ),
+        None => ("fips-140-2, fips-140-3 or pqc", "no policy is in force"),
     };
-    warnings.extend(found.map(|(expected, consequence)| {
-        Problem::replaced("COMPLIANCE_POLICY", &name, expected, consequence)
-    }));
+    let subject = variables::COMPLIANCE_POLICY.name;
+    warnings.push(Problem::replaced(subject, &name, expected, consequence));
     policy.unwrap_or_default()
 }
 
 /// Reads the HTTP proxies of the environment, and warns of those that cannot be used.
 pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies {
-    let mut proxy = |variable: &Variable<String>| {
-        let proxy = Proxy::parse(&of_either_case(env, variable)?);
-        if proxy.is_none() {
-            let (expected, used) = ("http://host:port", "no proxy is used");
-            let (name, found) = (variable.name, "(not shown)");
-            warnings.push(Problem::replaced(name, found, expected, used));
-        }
-        proxy
-    };
+    let excluded = either_case(env, &variables::NO_PROXY).unwrap_or_default();
     Proxies {
-        http: proxy(&variables::HTTP_PROXY),
-        https: proxy(&variables::HTTPS_PROXY),
-        excluded: of_either_case(env, &variables::NO_PROXY).unwrap_or_default(),
+        http: proxy(env, &variables::HTTP_PROXY, warnings),
+        https: proxy(env, &variables::HTTPS_PROXY, warnings),
+        excluded: excluded.to_owned(),
     }
 }
 
-/// A variable that is also read by its name in lower case, unless it is empty.
-fn of_either_case(env: &Environment, variable: &Variable<String>) -> Option<String> {
+fn proxy(
+    env: &Environment,
+    variable: &Variable<String>,
+    warnings: &mut Vec<Problem>,
+) -> Option<Proxy> {
+    let proxy = Proxy::parse(either_case(env, variable)?);
+    if proxy.is_none() {
+        let (expected, used) = ("http://host:port", "no proxy is used");
+        let (name, found) = (variable.name, "(not shown)");
+        warnings.push(Problem::replaced(name, found, expected, used));
+    }
+    proxy
+}
+
+/// Reads a variable in upper case, else in lower case. Empty values do not count.
+fn either_case<'a>(env: &'a Environment, variable: &Variable<String>) -> Option<&'a str> {
     let lower = variable.name.to_ascii_lowercase();
-    let texts = [variable.name, &lower].map(|name| env.text(name));
-    let mut texts = texts.into_iter().flatten();
-    texts.find(|text| !text.is_empty()).map(str::to_owned)
+    let names = [variable.name, &lower].into_iter();
+    let mut texts = names.filter_map(|name| env.text(name));
+    texts.find(|text| !text.is_empty())
 }

@@ -108,9 +108,10 @@ fn envoy_runs_as_the_exempt_user_where_the_agent_replaces_the_resolver() {
     let dns = config.dns.expect("DNS").server;
     let user = config.envoy.expect("Envoy").command.user;
     // Only root may use the privileged port; for other users the default applies.
-    let expected = match rustix::process::getuid().is_root() {
-        true => ("127.0.0.1:53", true, Some(1337)),
-        false => ("localhost:15053", false, None),
+    let expected = if rustix::process::getuid().is_root() {
+        ("127.0.0.1:53", true, Some(1337))
+    } else {
+        ("localhost:15053", false, None)
     };
     let stands_in = dns.policy.forward_before_first_table;
     assert_eq!((&*dns.addresses[0], stands_in, user), expected);

@@ -1,14 +1,14 @@
-//! The configuration of Envoy and its command line.
+//! Configures Envoy's process: command line, restarts and shutdown.
 
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{LEFT_OUT, Loader, below};
+use super::{IGNORED, Loader, below};
 use crate::bootstrap;
 use crate::compliance::Policy;
 use crate::dns::listen;
@@ -21,7 +21,7 @@ use crate::proxy_config::{time, yaml};
 use crate::regular_file::{self, MAX_SETTINGS};
 use crate::{duration, envoy};
 
-/// Longest wait for an answer of Envoy's admin port.
+/// The limit for a response of Envoy's admin port.
 const ADMIN_CALL: Duration = Duration::from_secs(2);
 /// The wait after `quitquitquit`: Envoy exits within milliseconds unless it hangs.
 const QUIT: Duration = Duration::from_secs(2);
@@ -34,24 +34,24 @@ const EARLY: Duration = Duration::from_secs(1);
 const NEXT_LIVE: Duration = Duration::from_secs(45);
 /// The limit for the validation of a bootstrap, which may resolve names.
 const CHECK: Duration = Duration::from_secs(15);
-/// The time of a parent whose successor is in another container.
+/// The shutdown time of an Envoy whose successor is in another container.
 const HANDOVER: Duration = Duration::from_secs(600);
 /// The user and group exempt from traffic capture.
 const UNCAPTURED: u32 = 1337;
-/// The part of a pod's grace period kept for the shutdown after the wait for connections.
+/// The part of a pod's grace period that is reserved for the shutdown after the wait for connections.
 const RESERVE: Duration = Duration::from_secs(5);
 
 /// The default grace period in Kubernetes.
 const USUAL_GRACE: Duration = Duration::from_secs(30);
 
 impl Loader<'_> {
+    /// None if the agent runs without Envoy.
     pub(super) fn envoy(&mut self, bootstrap: &bootstrap::Config) -> Option<envoy::Config> {
         if self.get(&variables::DISABLE_ENVOY) {
             return None;
         }
-        let v6 = self.addresses.iter().all(IpAddr::is_ipv6);
         Some(envoy::Config {
-            command: self.command(bootstrap, v6),
+            command: self.command(bootstrap),
             directory: bootstrap.directory.clone(),
             admin_host: bootstrap.admin_host(),
             admin_port: self.proxy_config.admin_port(),
@@ -77,77 +77,71 @@ impl Loader<'_> {
         if !has_standby && !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
             return None;
         }
-        let time = &variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME;
-        let wanted = if has_standby && !self.env.is_set(time) {
+        let variable = &variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME;
+        let wanted = if has_standby && !self.env.is_set(variable) {
             HANDOVER
         } else {
-            self.get(time)
+            self.get(variable)
         };
-        let least = self.proxy_config.drain_time();
-        let least = least.saturating_add(Duration::from_secs(1));
-        if wanted < least {
-            let name = variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME.name;
-            let (found, used) = (format!("{wanted:?}"), format!("{least:?} is used"));
-            self.warn(name, &found, "more than the drain duration", used);
+        let drain = self.proxy_config.drain_time();
+        let min = drain.saturating_add(Duration::from_secs(1));
+        if wanted < min {
+            let (found, used) = (format!("{wanted:?}"), format!("{min:?} is used"));
+            self.warn(variable.name, &found, "more than the drain duration", used);
         }
         Some(hot_restart::Limits {
-            parent_shutdown: wanted.max(least),
+            parent_shutdown: wanted.max(min),
             live: NEXT_LIVE,
             check: CHECK,
         })
     }
 
-    /// The files Envoy is started from.
-    pub(super) fn inputs(&mut self) -> Vec<PathBuf> {
-        let overriding = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE);
-        let program = &self.proxy_config.binary_path;
+    /// Lists the files that Envoy and its bootstrap depend on.
+    pub(super) fn inputs(&self) -> Vec<PathBuf> {
+        let binary = self.proxy_config.binary_path.as_str();
+        // A binary without a directory is found by PATH.
+        let binary_file = if binary.contains('/') { binary } else { "" };
         let mut files = vec![
             "./etc/istio/pod/labels".into(),
             "./etc/istio/pod/annotations".into(),
             self.flags.mesh_config.clone(),
-            // A program without a directory is found by PATH.
-            if program.contains('/') {
-                program.into()
-            } else {
-                PathBuf::new()
-            },
+            binary_file.into(),
             PathBuf::from(&self.proxy_config.custom_config_file),
-            overriding.into(),
+            self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE).into(),
         ];
         files.retain(|file| !file.as_os_str().is_empty());
         files
     }
 
-    fn drain(&mut self, until_idle: bool) -> Drain {
+    fn drain(&self, until_idle: bool) -> Drain {
         if !until_idle {
             return Drain::For(self.proxy_config.termination_drain_time());
         }
         let ceiling = &variables::ISTIO_AGENT_DRAIN_CEILING;
-        let given = self.get(ceiling);
         Drain::UntilIdle {
             at_least: self.get(&variables::MINIMUM_DRAIN_DURATION),
-            at_most: match self.until_the_reserve() {
+            at_most: match self.grace_without_reserve() {
                 Some(time) if !self.env.is_set(ceiling) => time,
-                _ => given,
+                _ => self.get(ceiling),
             },
         }
     }
 
-    /// The pod's grace period, if known, less the reserve for the shutdown.
-    fn until_the_reserve(&mut self) -> Option<Duration> {
-        let grace = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
-        let grace = Duration::from_secs(grace.into());
-        let half = duration::scaled(grace, 0.5);
-        let time = grace.saturating_sub(RESERVE).max(half);
-        Some(time).filter(|time| !time.is_zero())
+    /// Returns the pod's grace period without the reserve for the shutdown; None if it is unknown.
+    fn grace_without_reserve(&self) -> Option<Duration> {
+        let seconds = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
+        let grace = Duration::from_secs(seconds.into());
+        let time = grace.saturating_sub(RESERVE);
+        let time_or_half = time.max(duration::scaled(grace, 0.5));
+        (!time_or_half.is_zero()).then_some(time_or_half)
     }
 
-    /// How long in-flight requests may continue after a drain of fixed length.
-    fn in_flight_grace(&mut self) -> Duration {
-        let wanted = self.get(&variables::ISTIO_AGENT_LAST_REQUESTS);
-        let is_set = self.env.is_set(&variables::ISTIO_AGENT_LAST_REQUESTS);
+    /// Returns the time that in-flight requests have after a drain of fixed length.
+    fn in_flight_grace(&self) -> Duration {
+        let variable = &variables::ISTIO_AGENT_LAST_REQUESTS;
+        let (wanted, is_set) = (self.get(variable), self.env.is_set(variable));
         let drain = self.proxy_config.termination_drain_time();
-        match (self.until_the_reserve(), is_set) {
+        match (self.grace_without_reserve(), is_set) {
             (Some(time), true) => wanted.min(time.saturating_sub(drain)),
             (Some(time), false) => time.saturating_sub(drain),
             (None, true) => wanted,
@@ -155,8 +149,8 @@ impl Loader<'_> {
         }
     }
 
-    /// The statistics Envoy must keep for in-flight requests to continue after the drain.
-    pub(super) fn statistics_of_requests(&mut self, until_idle: bool) -> Vec<String> {
+    /// Lists the statistics by which the agent waits for in-flight requests after the drain.
+    pub(super) fn request_statistics(&self, until_idle: bool) -> Vec<String> {
         if until_idle || self.in_flight_grace().is_zero() || self.get(&variables::DISABLE_ENVOY) {
             return Vec::new();
         }
@@ -164,27 +158,27 @@ impl Loader<'_> {
         envoy::statistics(inbound_only).map(str::to_owned).to_vec()
     }
 
+    /// Returns the limit of restarts after crashes; None if Envoy is not restarted.
     fn restarts(&mut self) -> Option<Budget> {
-        let text = self.get(&variables::ISTIO_AGENT_ENVOY_RESTARTS);
+        let variable = &variables::ISTIO_AGENT_ENVOY_RESTARTS;
+        let text = self.get(variable);
         let budget = budget(&text);
         let is_off = text.is_empty() || text.split('/').next() == Some("0");
         if budget.is_none() && !is_off {
             let expected = "restarts in a duration, such as 3/10m";
-            let name = variables::ISTIO_AGENT_ENVOY_RESTARTS.name;
-            self.warn(name, &text, expected, "Envoy is not restarted");
+            self.warn(variable.name, &text, expected, "Envoy is not restarted");
         }
         budget
     }
 
-    fn command(&mut self, bootstrap: &bootstrap::Config, v6: bool) -> Command {
+    fn command(&mut self, bootstrap: &bootstrap::Config) -> Command {
         let level = &self.flags.proxy_log_level;
         let (log, dropped) = LogLevels::split(level, &self.flags.proxy_component_log_level);
         for part in dropped {
             let expected = "a level or component:level";
-            self.warn("--proxyLogLevel", &part, expected, LEFT_OUT);
+            self.warn("--proxyLogLevel", &part, expected, IGNORED);
         }
-        let threads = self.proxy_config.concurrency;
-        let threads = threads.and_then(|threads| u32::try_from(threads).ok());
+        let threads = self.proxy_config.concurrency.map(u32::try_from);
         // An agent that runs as root to replace the machine's resolver runs Envoy as the user exempt
         // from traffic capture, so that Envoy's own lookups are not captured.
         let replaces_resolver = listen::is_machine_resolver(&self.get(&variables::DNS_PROXY_ADDR));
@@ -196,7 +190,7 @@ impl Loader<'_> {
                 custom => custom.into(),
             },
             drain_time: self.proxy_config.drain_time(),
-            is_ipv6: v6,
+            is_ipv6: self.addresses.iter().all(IpAddr::is_ipv6),
             file_flush_interval: time(self.proxy_config.file_flush_interval)
                 .unwrap_or(Duration::from_secs(1)),
             file_flush_min_size_kb: self.proxy_config.file_flush_min_size_kb,
@@ -204,41 +198,42 @@ impl Loader<'_> {
             skip_deprecated_logs: self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS),
             core_dump: self.get(&variables::ISTIO_ENVOY_ENABLE_CORE_DUMP),
             override_json: self.bootstrap_override(),
-            // None is every hardware thread.
-            concurrency: threads.filter(|threads| *threads != 0),
+            // None is one thread for every hardware thread.
+            concurrency: threads.and_then(Result::ok).filter(|it| *it != 0),
             user: (replaces_resolver && is_root).then_some(UNCAPTURED),
             fips_ciphers: matches!(self.policy, Policy::Fips140_2 | Policy::Fips140_3),
         }
     }
 
-    /// The file merged over the bootstrap. Envoy starts without one that cannot be used.
+    /// Reads the file that Envoy merges over its bootstrap. If it cannot be used, Envoy starts without it.
     fn bootstrap_override(&mut self) -> Option<String> {
-        let path = self.text(&variables::ISTIO_BOOTSTRAP_OVERRIDE)?;
-        let host_ip = self.get(&variables::HOST_IP);
-        let read = regular_file::read_text(&below(self.root, &path), MAX_SETTINGS);
-        let read = read.map_err(|error| error.to_string());
-        let parsed = read.and_then(|text| {
-            let parsed = serde_saphyr::from_str::<Value>(&text);
-            parsed.map_err(|error| {
-                let (line, reason) = yaml::line_and_reason(&error);
-                format!("line {line}: {reason}")
-            })
-        });
-        let found = match parsed {
-            Ok(document) if document.is_object() => {
-                return Some(with_host_ip(&document.to_string(), &host_ip));
+        let path = self.non_empty(&variables::ISTIO_BOOTSTRAP_OVERRIDE)?;
+        match read_object(&below(self.root, &path)) {
+            Ok(document) => Some(with_host_ip(&document, &self.get(&variables::HOST_IP))),
+            Err(error) => {
+                let subject = format!("{path} (ISTIO_BOOTSTRAP_OVERRIDE)");
+                let problem = Problem::new(codes::BOOTSTRAP_OVERRIDE_UNREADABLE, subject, error);
+                self.notes.warnings.push(problem);
+                None
             }
-            Ok(_) => "the document is not a YAML or JSON object".to_owned(),
-            Err(error) => error,
-        };
-        let subject = format!("{path} (ISTIO_BOOTSTRAP_OVERRIDE)");
-        let problem = Problem::new(codes::BOOTSTRAP_OVERRIDE_UNREADABLE, subject, found);
-        self.notes.warnings.push(problem);
-        None
+        }
     }
 }
 
-/// Ports of Envoy's own listeners, except the admin port.
+/// Reads a YAML or JSON object and returns it as JSON.
+fn read_object(path: &Path) -> Result<String, String> {
+    let text = regular_file::read_text(path, MAX_SETTINGS).map_err(|error| error.to_string())?;
+    let document: Value = serde_saphyr::from_str(&text).map_err(|error| {
+        let (line, reason) = yaml::line_and_reason(&error);
+        format!("line {line}: {reason}")
+    })?;
+    if !document.is_object() {
+        return Err("the document is not a YAML or JSON object".to_owned());
+    }
+    Ok(document.to_string())
+}
+
+/// Returns the ports of Envoy's static listeners.
 fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
     let ports = &bootstrap.ports;
     let fixed = [ports.health, ports.prometheus];
@@ -247,7 +242,7 @@ fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
     all.filter(|port| *port != 0).collect()
 }
 
-/// Restarts in a duration, as in `3/10m`.
+/// Parses a number of restarts in a duration, such as `3/10m`.
 fn budget(text: &str) -> Option<Budget> {
     let (restarts, within) = text.split_once('/')?;
     let restarts = restarts.parse().ok().filter(|restarts| *restarts > 0)?;
@@ -255,15 +250,15 @@ fn budget(text: &str) -> Option<Budget> {
     Some(Budget { restarts, within })
 }
 
-/// An IPv6 address stands in brackets, which may be there already.
+/// Replaces `$(HOST_IP)`. An IPv6 address is put in brackets, unless the text has them.
 fn with_host_ip(text: &str, host_ip: &str) -> String {
-    const PLACE: &str = "$(HOST_IP)";
-    let bracketed = match host_ip.contains(':') {
-        true => format!("[{host_ip}]"),
-        false => host_ip.to_owned(),
+    let host = if host_ip.contains(':') {
+        format!("[{host_ip}]")
+    } else {
+        host_ip.to_owned()
     };
-    text.replace(&format!("[{PLACE}]"), &bracketed)
-        .replace(PLACE, &bracketed)
+    text.replace("[$(HOST_IP)]", &host)
+        .replace("$(HOST_IP)", &host)
 }
 
 #[cfg(test)]

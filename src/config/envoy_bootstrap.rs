@@ -1,5 +1,7 @@
-//! The configuration of Envoy's bootstrap, of the bootstrap for gRPC applications, and of the cloud
-//! platform.
+//! Configures Envoy's bootstrap with its node, the bootstrap for gRPC applications, and the detection of the
+//! cloud platform.
+//!
+//! The node has the id, the cluster, the locality and the metadata by which istiod chooses its configuration.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -7,21 +9,36 @@ use std::path::Path;
 use std::time::Duration;
 
 use indexmap::IndexSet;
-use serde_json::{Number, Value};
+use serde_json::{Map, Number, Value, json};
 
+use super::control_plane::ISTIOD_NAME;
 use super::environment as variables;
-use super::pod::NodeType;
-use super::{LEFT_OUT, Loader};
-use crate::bootstrap::{self, StatsConfig, grpc, node, platform};
+use super::pod::{NodeType, Pairs};
+use super::{IGNORED, Loader};
+use crate::bootstrap::metadata::{self, is_empty};
+use crate::bootstrap::node::{Locality, Metadata, Node};
+use crate::bootstrap::platform::{self, Platform};
+use crate::bootstrap::{self, Ports, StatsConfig, grpc};
 use crate::compliance::Policy;
 use crate::problem::{Problem, codes};
-use crate::{duration, json, unix_socket};
+use crate::proxy_config::proxy_config::{ClusterName, TracingServiceName};
+use crate::{address, duration, json, unix_socket, version};
 
 const PREFIX: &str = "sidecar.istio.io/";
-/// Where the agent serves secrets from files while another process serves the workload's.
+/// The socket at which the agent serves secrets from files while another process serves the workload's.
 const FILES_SOCKET: &str = "./var/run/secrets/credential-uds/files-socket";
 /// Envoy's default flush interval.
 const FLUSH: Duration = Duration::from_secs(5);
+
+/// The default of `serviceCluster`, which names no workload.
+const NO_CLUSTER: &str = "istio-proxy";
+
+/// Labels with the name of a workload, in the order for its cluster. Telemetry has the reverse order.
+const NAME_LABELS: [&str; 3] = [
+    "app",
+    "app.kubernetes.io/name",
+    "service.istio.io/canonical-name",
+];
 
 impl Loader<'_> {
     pub(super) fn bootstrap(
@@ -30,11 +47,16 @@ impl Loader<'_> {
         sds_socket: &Path,
         log_as_json: bool,
     ) -> bootstrap::Config {
-        let ports = self.ports();
+        let ports = Ports {
+            health: self.get(&variables::ENVOY_STATUS_PORT),
+            prometheus: self.get(&variables::ENVOY_PROMETHEUS_PORT),
+            secure_metrics: self.port_or_none(&variables::ENVOY_SECURE_METRICS_PORT),
+            secure_merged_metrics: self.port_or_none(&variables::ENVOY_SECURE_MERGED_METRICS_PORT),
+        };
         let node = self.node(sds_socket, &ports);
-        let waypoint = self.flags.kind == NodeType::Waypoint;
-        let delta = self.get(&variables::ISTIO_DELTA_XDS) || waypoint;
-        let metadata_discovery = node.is_true("METADATA_DISCOVERY") || waypoint;
+        let is_waypoint = self.flags.kind == NodeType::Waypoint;
+        let delta = self.get(&variables::ISTIO_DELTA_XDS) || is_waypoint;
+        let metadata_discovery = node.is_true("METADATA_DISCOVERY") || is_waypoint;
         if metadata_discovery && !delta {
             let consequence = "the metadata of peers is not discovered";
             self.warn("ISTIO_DELTA_XDS", "false", "true", consequence);
@@ -68,7 +90,15 @@ impl Loader<'_> {
         }
     }
 
-    fn load_stats(&mut self, node: &node::Node) -> Option<Value> {
+    fn port_or_none(&mut self, variable: &variables::Variable<u32>) -> u16 {
+        let port = self.get(variable);
+        u16::try_from(port).unwrap_or_else(|_| {
+            self.problem(variable.name, &port.to_string(), "a port, or 0 for none");
+            0
+        })
+    }
+
+    fn load_stats(&mut self, node: &Node) -> Option<Value> {
         const NAME: &str = "LOAD_STATS_CONFIG_JSON";
         let text = node.metadata.get(NAME)?.as_str()?;
         if text.is_empty() {
@@ -84,36 +114,37 @@ impl Loader<'_> {
         parsed
     }
 
-    /// The bootstrap of gRPC applications; None when it is switched off.
-    pub(super) fn grpc(&mut self, xds_socket: &Path) -> Option<grpc::Config> {
+    /// Configures the bootstrap of gRPC applications; None if it is switched off.
+    pub(super) fn grpc(&self, xds_socket: &Path) -> Option<grpc::Config> {
         Some(grpc::Config {
-            path: self.text(&variables::GRPC_XDS_BOOTSTRAP)?.into(),
+            path: self.non_empty(&variables::GRPC_XDS_BOOTSTRAP)?.into(),
             xds_socket: xds_socket.to_owned(),
-            certificates: self.text(&variables::OUTPUT_CERTS).map(Into::into),
+            certificates: self.non_empty(&variables::OUTPUT_CERTS).map(Into::into),
         })
     }
 
+    /// Configures the detection of the cloud platform.
     pub(super) fn platform(&mut self) -> platform::Config {
         let known = self.get(&variables::GCP_METADATA);
         let quota = self.get(&variables::GCP_QUOTA_PROJECT);
         let gcp = platform::known_google(&known, quota, self.get(&variables::GCP_ZONE));
         if gcp.is_none() && !known.is_empty() {
             let expected = "project|number|cluster|location";
-            self.warn("GCP_METADATA", &known, expected, LEFT_OUT);
+            self.warn("GCP_METADATA", &known, expected, IGNORED);
         }
         platform::Config {
             choice: self.get(&variables::CLOUD_PLATFORM),
             gcp,
-            gcp_host: self.text(&variables::GCE_METADATA_HOST),
+            gcp_host: self.non_empty(&variables::GCE_METADATA_HOST),
             root: "/".into(),
             v6: self.addresses.iter().any(IpAddr::is_ipv6),
         }
     }
 
-    /// The statistics a pod adds to the default ones: annotations over ProxyConfig.
+    /// Configures the statistics a pod adds to the default ones. Annotations win over ProxyConfig.
     fn stats(&mut self, until_idle: bool) -> StatsConfig {
-        let matcher = self.proxy_config.proxy_stats_matcher.clone();
-        let matcher = matcher.unwrap_or_default();
+        let configured = self.proxy_config.proxy_stats_matcher.clone();
+        let matcher = configured.unwrap_or_default();
         let expected = "a duration from 1ms to less than 5m";
         let flush = self.interval("statsFlushInterval", expected, |flush| {
             flush.is_zero() || (1..300_000).contains(&flush.as_millis())
@@ -124,10 +155,10 @@ impl Loader<'_> {
             eviction.as_nanos().is_multiple_of(multiple_of)
         });
         StatsConfig {
-            prefixes: self.either("statsInclusionPrefixes", &matcher.inclusion_prefixes),
-            suffixes: self.either("statsInclusionSuffixes", &matcher.inclusion_suffixes),
-            expressions: self.either("statsInclusionRegexps", &matcher.inclusion_regexps),
-            of_requests: self.statistics_of_requests(until_idle),
+            prefixes: self.annotation_or("statsInclusionPrefixes", &matcher.inclusion_prefixes),
+            suffixes: self.annotation_or("statsInclusionSuffixes", &matcher.inclusion_suffixes),
+            expressions: self.annotation_or("statsInclusionRegexps", &matcher.inclusion_regexps),
+            of_requests: self.request_statistics(until_idle),
             tags: self.tags(),
             buckets: self.buckets(),
             flush,
@@ -140,8 +171,8 @@ impl Loader<'_> {
         Some(text.as_str()).filter(|text| !text.is_empty())
     }
 
-    /// The annotation's list, else the setting's.
-    fn either(&self, annotation: &str, setting: &[String]) -> Vec<String> {
+    /// Returns the annotation's list, else the setting's.
+    fn annotation_or(&self, annotation: &str, setting: &[String]) -> Vec<String> {
         match self.stats_annotation(annotation) {
             Some(list) => list.split(',').map(str::to_owned).collect(),
             None => setting.to_vec(),
@@ -161,24 +192,195 @@ impl Loader<'_> {
         let text = self.stats_annotation(NAME).unwrap_or("{}").to_owned();
         json::read(&text).unwrap_or_else(|_| {
             let expected = "a JSON object of lists of numbers";
-            self.warn(&format!("{PREFIX}{NAME}"), &text, expected, LEFT_OUT);
+            self.warn(&format!("{PREFIX}{NAME}"), &text, expected, IGNORED);
             BTreeMap::new()
         })
     }
 
-    /// An interval that is valid and not zero, which stands for Envoy's default.
+    /// Reads an interval; None if it is invalid, or zero, which stands for Envoy's default.
     fn interval(
         &mut self,
         annotation: &str,
         expected: &'static str,
         is_valid: impl Fn(&Duration) -> bool,
     ) -> Option<Duration> {
-        let text = self.stats_annotation(annotation)?;
-        let Some(interval) = duration::parse(text).filter(is_valid) else {
-            let text = text.to_owned();
-            self.warn(&format!("{PREFIX}{annotation}"), &text, expected, LEFT_OUT);
-            return None;
+        let text = self.stats_annotation(annotation)?.to_owned();
+        let interval = duration::parse(&text).filter(is_valid);
+        if interval.is_none() {
+            self.warn(&format!("{PREFIX}{annotation}"), &text, expected, IGNORED);
+        }
+        interval.filter(|interval| !interval.is_zero())
+    }
+
+    /// Returns the domain in which the pod looks up services.
+    pub(super) fn domain(&self) -> String {
+        match self.flags.domain.as_str() {
+            "" => format!("{}.svc.cluster.local", self.namespace),
+            domain => domain.to_owned(),
+        }
+    }
+
+    fn node(&mut self, sds_socket: &Path, ports: &Ports) -> Node {
+        let name = self.get(&variables::POD_NAME);
+        let (raw, static_labels) = self.raw_metadata();
+        let domain = self.domain();
+        let (kind, address) = (self.flags.kind, self.addresses[0]);
+        let mut labels = static_labels.clone();
+        if let Some(pod_labels) = &self.labels {
+            labels.extend(pod_labels.clone());
+            // This label changes with every rollout.
+            labels.remove("pod-template-hash");
+        }
+        let locality = Locality::from_labels(&mut labels);
+        let static_labels = match self.labels {
+            Some(_) => &static_labels,
+            None => &labels,
         };
-        (!interval.is_zero()).then_some(interval)
+        let cluster = self.cluster(&labels, &raw);
+        let derived = self.derived_metadata(&raw, sds_socket, ports);
+        let members = derived.into_iter().chain([
+            ("LABELS", json!(labels)),
+            ("STATIC_LABELS", json!(static_labels)),
+            ("NAME", json!(name)),
+        ]);
+        let mut metadata: Metadata = raw.into_iter().collect();
+        if metadata.get("ISTIO_VERSION").is_none_or(is_empty) {
+            match version::istio() {
+                Ok(istio) => drop(metadata.insert("ISTIO_VERSION".to_owned(), istio.into())),
+                Err(problem) => self.notes.problems.push(problem),
+            }
+        }
+        let members = members.filter(|(_, value)| !is_empty(value));
+        metadata.extend(members.map(|(name, value)| (name.to_owned(), value)));
+        Node {
+            id: format!("{kind}~{address}~{name}.{}~{domain}", self.namespace),
+            cluster,
+            addresses: self.addresses.clone(),
+            metadata,
+            locality,
+            proxy_config: self.proxy_config.clone(),
+            platform: Platform::default(),
+        }
+    }
+
+    /// Derives members of the metadata. They override members as given, unless they are empty.
+    fn derived_metadata(
+        &self,
+        raw: &Map<String, Value>,
+        sds_socket: &Path,
+        ports: &Ports,
+    ) -> [(&'static str, Value); 16] {
+        let addresses: Vec<_> = self.addresses.iter().map(ToString::to_string).collect();
+        let sts_port = Some(self.flags.sts_port).filter(|port| *port != 0);
+        let peers = &variables::PEER_METADATA_DISCOVERY;
+        let discovers_peers = if self.env.is_set(peers) {
+            self.get(peers)
+        } else {
+            raw.get("ENABLE_HBONE").is_some_and(|value| value == "true")
+        };
+        let [skip_logs, exit] = [
+            &variables::ENVOY_SKIP_DEPRECATED_LOGS,
+            &variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS,
+        ]
+        .map(|variable| self.get(variable).then_some("true"));
+        let merged_metrics = ports.secure_merged_metrics;
+        let service_account = self.get(&variables::SERVICE_ACCOUNT);
+        let socket_name = sds_socket.file_name().unwrap_or_default().to_string_lossy();
+        let given = raw.get("ANNOTATIONS").and_then(Value::as_object);
+        let mut annotations = given.cloned().unwrap_or_default();
+        let pod_annotations = self.annotations.iter();
+        annotations.extend(pod_annotations.map(|(name, text)| (name.clone(), json!(text))));
+        [
+            ("ANNOTATIONS", annotations.into()),
+            ("ENVOY_PROMETHEUS_PORT", json!(ports.prometheus)),
+            ("ENVOY_SECURE_MERGED_METRICS_PORT", json!(merged_metrics)),
+            ("ENVOY_SECURE_METRICS_PORT", json!(ports.secure_metrics)),
+            ("ENVOY_SKIP_DEPRECATED_LOGS", json!(skip_logs)),
+            ("ENVOY_STATUS_PORT", json!(ports.health)),
+            ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", json!(exit)),
+            ("INSTANCE_IPS", json!(addresses.join(","))),
+            ("METADATA_DISCOVERY", json!(discovers_peers.to_string())),
+            ("NAMESPACE", json!(self.namespace)),
+            ("OUTLIER_LOG_PATH", json!(self.flags.outlier_log_path)),
+            ("PILOT_SAN", json!(self.istiod_san().map(|san| [san]))),
+            ("PROXY_CONFIG", self.proxy_config.document().into()),
+            ("SERVICE_ACCOUNT", json!(service_account)),
+            ("STS_PORT", json!(sts_port.map(|port| port.to_string()))),
+            ("WORKLOAD_IDENTITY_SOCKET_FILE", json!(socket_name)),
+        ]
+    }
+
+    fn istiod_san(&self) -> Option<&str> {
+        let name = match address::split(&self.proxy_config.discovery_address)? {
+            ("localhost", _) => ISTIOD_NAME,
+            (host, _) => host,
+        };
+        (!self.proxy_config.is_plaintext()).then_some(name)
+    }
+
+    /// Returns members of node metadata as given: `proxyMetadata`, then `ISTIO_META_*`, then the members of
+    /// `ISTIO_METAJSON_*`, each over the one before. Also returns the labels among them.
+    fn raw_metadata(&mut self) -> (Map<String, Value>, Pairs) {
+        let mut raw = Map::new();
+        let metadata = self.proxy_config.proxy_metadata.iter();
+        let mesh = metadata.filter_map(|(k, v)| Some((k.strip_prefix("ISTIO_META_")?, v.as_str())));
+        for (name, value) in mesh.chain(self.env.with_prefix("ISTIO_META_")) {
+            raw.insert(name.to_owned(), value.into());
+        }
+        let mut labels = Pairs::new();
+        for (name, text) in self.env.with_prefix("ISTIO_METAJSON_") {
+            match serde_json::from_str::<Map<String, Value>>(text) {
+                Ok(members) => {
+                    if name == "LABELS" {
+                        let texts = members.iter().filter_map(|(k, v)| Some((k, v.as_str()?)));
+                        labels = texts.map(|(k, v)| (k.clone(), v.to_owned())).collect();
+                    }
+                    raw.extend(members);
+                }
+                Err(error) => {
+                    let subject = format!("ISTIO_METAJSON_{name}");
+                    let problem = Problem::new(codes::SETTING_REPLACED, subject, error);
+                    self.notes.warnings.push(problem.consequence(IGNORED));
+                }
+            }
+        }
+        // It would make istiod send changes of the name table, which the agent does not support.
+        raw.remove("DELTA_NDS");
+        if let Some(address) = self.non_empty(&variables::DNS_PROXY_ADDR) {
+            raw.insert("DNS_PROXY_ADDR".to_owned(), address.into());
+        }
+        self.notes.problems.extend(metadata::check(&mut raw));
+        (raw, labels)
+    }
+
+    /// Returns the name of Envoy's own cluster: the configured one, else one derived from the workload.
+    fn cluster(&self, labels: &Pairs, raw: &Map<String, Value>) -> String {
+        let workload = match raw.get("WORKLOAD_NAME").and_then(Value::as_str) {
+            None | Some("") => None,
+            name => name,
+        };
+        // An empty label counts as a name.
+        let values = NAME_LABELS.iter().filter_map(|key| labels.get(*key));
+        let names: Vec<_> = values.map(String::as_str).collect();
+        let canonical = names.last().copied().or(workload);
+        let namespace = self.namespace.as_str();
+        let configured: &str = match &self.proxy_config.cluster_name {
+            Some(ClusterName::TracingServiceName(by)) => match TracingServiceName::try_from(*by) {
+                Ok(TracingServiceName::CanonicalNameAndNamespace) if !namespace.is_empty() => {
+                    return format!("{}.{namespace}", canonical.unwrap_or(NO_CLUSTER));
+                }
+                Ok(TracingServiceName::AppLabelAndNamespace) | Err(_) => "",
+                Ok(_) => canonical.unwrap_or_default(),
+            },
+            Some(ClusterName::ServiceCluster(name)) if !name.is_empty() => name,
+            _ => &self.flags.service_cluster,
+        };
+        if !configured.is_empty() && configured != NO_CLUSTER {
+            return configured.to_owned();
+        }
+        match names.first().copied().or(workload) {
+            None if namespace.is_empty() => NO_CLUSTER.to_owned(),
+            name => format!("{}.{namespace}", name.unwrap_or(NO_CLUSTER)),
+        }
     }
 }

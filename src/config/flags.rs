@@ -1,7 +1,7 @@
-//! The flags of every command, and the flags of `proxy`.
+//! Defines the flags of every command, and the flags of `proxy`.
 //!
 //! Names, types and defaults are pilot-agent's. Flags of its older releases, and flags without an effect
-//! here, are accepted so that old command lines still start.
+//! here, are accepted so that old command lines still start. [`values`] lists the flags of a command line.
 
 use std::path::PathBuf;
 
@@ -99,57 +99,58 @@ pub struct ProxyFlags {
 }
 
 impl LogFlags {
+    /// Checks the flags.
     pub fn options(&self) -> Result<logging::Options, Problem> {
         logging::Levels::parse(&self.stacktrace_level)?;
         logging::Options::parse(&self.output_level, &self.target, self.as_json, &self.caller)
     }
 }
 
+/// A flag of a command line with its value.
 #[derive(Clone, Debug)]
 pub struct Flag {
     pub name: String,
-    /// The values of a flag that may be repeated stand in brackets.
+    /// In brackets if the flag may be repeated.
     pub value: String,
     pub is_given: bool,
-    /// Whether it is accepted without being documented.
+    /// True if the flag is not documented.
     pub is_hidden: bool,
 }
 
-/// The flags of `command` with their values, by name. The type of node counts as one.
+/// Lists the flags of `command` with their values, by name. The node type counts as a flag.
 pub fn values(command: &Command, matches: &ArgMatches) -> Vec<Flag> {
     let flags = command.get_arguments().filter_map(|flag| {
-        let values = matches.try_get_raw(flag.get_id().as_str()).ok()??;
-        let values: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
-        let value = values.join(",");
+        let id = flag.get_id().as_str();
+        let values = matches.try_get_raw(id).ok()??;
+        let texts: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
+        let value = texts.join(",");
         Some(Flag {
             name: flag.get_long().unwrap_or("type").to_owned(),
             value: match flag.get_action() {
                 ArgAction::Append => format!("[{value}]"),
                 _ => value,
             },
-            is_given: matches.value_source(flag.get_id().as_str())
-                == Some(ValueSource::CommandLine),
+            is_given: matches.value_source(id) == Some(ValueSource::CommandLine),
             is_hidden: flag.is_hide_set(),
         })
     });
-    let mut flags: Vec<_> = flags.collect();
-    flags.sort_by(|one, other| one.name.cmp(&other.name));
-    flags
+    let mut sorted: Vec<_> = flags.collect();
+    sorted.sort_by(|one, other| one.name.cmp(&other.name));
+    sorted
 }
 
 fn node_type(text: &str) -> Result<NodeType, String> {
     if ["ztunnel", "agentgateway"].contains(&text) {
         return Err(format!("proxy type {text} is not supported by this agent"));
     }
-    let mut known = NodeType::NAMES.into_iter();
-    let found = known.find_map(|(name, kind)| (name == text).then_some(kind));
-    found.ok_or_else(|| {
+    let known = NodeType::NAMES.iter().find(|(name, _)| *name == text);
+    known.map(|(_, kind)| *kind).ok_or_else(|| {
         let hint = spelling::hint(text, "", NodeType::NAMES.map(|(name, _)| name));
         format!("invalid proxy Type: {text}{hint}")
     })
 }
 
-/// A boolean in every spelling a variable may have.
+/// Parses a boolean in every spelling that variables have.
 pub fn truth(text: &str) -> Result<bool, String> {
     bool::parse(text).ok_or_else(|| format!("expected {}", bool::EXPECTED))
 }

@@ -1,8 +1,7 @@
-//! The configuration of the workload's health checks, from ProxyConfig's `readinessProbe`.
+//! Configures the workload's health checks, from ProxyConfig's `readinessProbe`.
 //!
-//! pilot-agent ends at its first check where the probe is of no kind; here it is a problem of the
-//! configuration. Other values that can never work are warned of, as they only keep the workload
-//! unhealthy.
+//! If the probe has no kind, pilot-agent exits at its first check; this agent reports a configuration
+//! problem. Other values that can never work cause a warning, because they only keep the workload unhealthy.
 
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use ::http::{HeaderMap, HeaderName, HeaderValue, header};
 use super::Loader;
 use crate::health::{Check, Config};
 use crate::probe::{self, Kind, Probe};
-use crate::proxy_config::{HttpGet, readiness_probe as given};
+use crate::proxy_config::{HttpHeader, readiness_probe as given};
 
 const MEMBER: &str = "readinessProbe";
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
@@ -21,7 +20,7 @@ impl Loader<'_> {
     pub(super) fn health(&mut self) -> Option<Config> {
         let given = self.proxy_config.readiness_probe.clone()?;
         let timeout = self.seconds("timeoutSeconds", given.timeout_seconds, 1);
-        let config = Config {
+        Some(Config {
             initial_delay: self.seconds("initialDelaySeconds", given.initial_delay_seconds, 0),
             period: self.seconds("periodSeconds", given.period_seconds, 10),
             successes: self.number("successThreshold", given.success_threshold, 1),
@@ -32,50 +31,36 @@ impl Loader<'_> {
                 offers_http2: false,
                 keeps_connections: false,
             },
-        };
-        Some(config)
+        })
     }
 
     fn check(&mut self, given: Option<given::Check>, timeout: Duration) -> Option<Check> {
-        let probe = |host, port, kind| Probe {
-            host,
-            port,
-            kind,
-            timeout,
-        };
-        let (probe, headers) = match given {
-            Some(given::Check::HttpGet(HttpGet {
-                path,
-                port,
-                host,
-                scheme,
-                http_headers,
-            })) => {
-                let headers = http_headers.into_iter();
-                let headers = self.headers(headers.map(|header| (header.name, header.value)));
-                let path = Some(path).filter(|path| !path.is_empty());
+        let (host, port, kind, headers) = match given {
+            Some(given::Check::HttpGet(http)) => {
+                let headers = self.headers(http.http_headers);
+                let port = self.port("httpGet", http.port);
                 let kind = Kind::Http {
-                    is_https: scheme.eq_ignore_ascii_case("https"),
-                    path: path.unwrap_or_else(|| "/".to_owned()),
+                    is_https: http.scheme.eq_ignore_ascii_case("https"),
+                    path: if http.path.is_empty() {
+                        "/".to_owned()
+                    } else {
+                        http.path
+                    },
                 };
-                let port = self.port("httpGet", port);
-                (probe(self.host(host), port, kind), headers)
+                (http.host, port, kind, headers)
             }
-            Some(given::Check::TcpSocket(given)) => {
-                let port = self.port("tcpSocket", given.port);
-                (
-                    probe(self.host(given.host), port, Kind::Tcp),
-                    HeaderMap::new(),
-                )
+            Some(given::Check::TcpSocket(tcp)) => {
+                let port = self.port("tcpSocket", tcp.port);
+                (tcp.host, port, Kind::Tcp, HeaderMap::new())
             }
-            Some(given::Check::Grpc(given)) => {
-                let service = given.service;
-                let port = self.port("grpc", given.port);
-                let probe = probe(self.application(), port, Kind::Grpc { service });
-                (probe, self.headers([].into_iter()))
+            Some(given::Check::Grpc(grpc)) => {
+                let service = grpc.service;
+                let port = self.port("grpc", grpc.port);
+                let headers = self.headers(Vec::new());
+                (String::new(), port, Kind::Grpc { service }, headers)
             }
-            Some(given::Check::Exec(given)) if !given.command.is_empty() => {
-                return Some(Check::Exec(given.command, timeout));
+            Some(given::Check::Exec(exec)) if !exec.command.is_empty() => {
+                return Some(Check::Exec(exec.command, timeout));
             }
             _ => {
                 let expected = "httpGet, tcpSocket, grpc, or exec with a command";
@@ -83,14 +68,17 @@ impl Loader<'_> {
                 return None;
             }
         };
+        let probe = Probe {
+            host: if host.is_empty() {
+                self.application()
+            } else {
+                host
+            },
+            port,
+            kind,
+            timeout,
+        };
         Some(Check::Probe(probe, headers))
-    }
-
-    fn host(&mut self, given: String) -> String {
-        match given.is_empty() {
-            true => self.application(),
-            false => given,
-        }
     }
 
     fn port(&mut self, kind: &str, given: u32) -> u16 {
@@ -103,10 +91,10 @@ impl Loader<'_> {
         port
     }
 
-    /// Headers that can be sent, with the user agent of probes if they have none.
-    fn headers(&mut self, given: impl Iterator<Item = (String, String)>) -> HeaderMap {
+    /// Returns the headers that can be sent. Adds the user agent of probes if none is given.
+    fn headers(&mut self, given: Vec<HttpHeader>) -> HeaderMap {
         let mut headers = HeaderMap::new();
-        for (name, value) in given {
+        for HttpHeader { name, value } in given {
             let parsed = (name.parse::<HeaderName>(), value.parse::<HeaderValue>());
             if let (Ok(name), Ok(value)) = parsed {
                 headers.append(name, value);
@@ -124,7 +112,7 @@ impl Loader<'_> {
         Duration::from_secs(self.number(member, given, default).into())
     }
 
-    /// Zero is the default, as where the member is missing.
+    /// Reads a number. Zero is the default, like a missing member.
     fn number(&mut self, member: &str, given: i32, default: u32) -> u32 {
         match u32::try_from(given) {
             Ok(0) => default,

@@ -7,26 +7,24 @@
 
 mod control_plane;
 mod dns;
-mod effective;
 pub mod environment;
 mod envoy;
 mod envoy_bootstrap;
 pub mod flags;
 mod health;
 mod merged;
-mod node;
 pub mod pod;
 pub mod report;
-mod secret_files;
+mod secrets;
 mod statsd;
 mod status;
 mod validate;
 mod wasm;
-mod workload;
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::io;
+use std::mem;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
@@ -42,68 +40,69 @@ use crate::xds::last_known_good;
 use crate::{bootstrap, istiod, logging, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
-use effective::Documents;
 use environment::Environment;
 use flags::{LogFlags, ProxyFlags};
-use merged::{Merged, Origins};
+use merged::{Documents, Origins};
 use pod::{Interface, Pairs};
-pub use secret_files::{AbsentSocket, SecretSources};
-pub use workload::WorkloadCertificate;
+pub use secrets::{AbsentSocket, SecretSources, WorkloadCertificate};
 
 /// Everything the agent needs to run.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub istiod: istiod::Config,
-    /// The certificate authority, when it is not reached over the same connection.
+    /// The connection to the certificate authority, unless it is the same.
     pub ca_istiod: Option<istiod::Config>,
     pub secrets: WorkloadCertificate,
     pub secret_sources: SecretSources,
-    /// The identity token of Google, where istiod authenticates the agent by one.
+    /// The identity token of Google, if istiod authenticates the agent by one.
     pub google_token: Option<GoogleToken>,
     pub may_dump_core: bool,
     pub xds_socket: PathBuf,
     /// The largest message accepted from Envoy.
     pub max_request_bytes: usize,
-    /// Where Envoy's configuration is kept over a restart, if anywhere.
+    /// Storage of the last known good configuration; None if it is not stored.
     pub kept: Option<last_known_good::Config>,
     /// `ISTIO_META_CLUSTER_ID`.
     pub cluster_id: String,
     pub sds_socket: PathBuf,
     pub bootstrap: bootstrap::Config,
-    /// Whether Envoy starts from a custom bootstrap, which the agent neither writes nor removes.
+    /// True if Envoy starts from a custom bootstrap, which the agent neither writes nor removes.
     pub has_custom_bootstrap: bool,
     pub grpc: Option<bootstrap::grpc::Config>,
     pub scrape: scrape::Config,
     pub dns: Option<DnsParameters>,
     /// The file with the pod's resolvers.
     pub resolv_conf: PathBuf,
-    /// None if Envoy is left to fetch modules itself.
+    /// None if Envoy fetches modules itself.
     pub wasm: Option<crate::wasm::Config>,
     /// The files that the bootstrap and Envoy depend on.
     pub inputs: Vec<PathBuf>,
     pub platform: bootstrap::platform::Config,
-    /// None when the agent runs without Envoy.
+    /// None if the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     pub status: Option<crate::status::Config>,
     pub systemd: Option<crate::systemd::Config>,
     /// None if the workload is not checked.
     pub health: Option<crate::health::Config>,
-    /// For the log: there is one kind of token.
+    /// The value of `JWT_POLICY`, which is only logged: there is one kind of token.
     pub jwt_policy: String,
     /// Problems with the certificate authority. They matter unless another process serves the
     /// workload's secrets.
     pub authority_problems: Vec<Problem>,
-    /// Settings that were left out or replaced by a default.
+    /// Settings that are ignored or replaced by a default.
     pub warnings: Vec<Problem>,
-    /// Settings without effect, as pilot-agent ignores them too or has no use for them here.
+    /// Settings that have no effect in this agent, each with the reason.
     pub ignored: Vec<String>,
 }
 
-/// The consequence of a value that cannot be used and has no default.
 /// Files that container runtimes create.
 const CONTAINER_MARKS: [&str; 2] = ["/.dockerenv", "/run/.containerenv"];
 
-const LEFT_OUT: &str = "the value is ignored";
+/// The consequence of a value that cannot be used and has no default.
+const IGNORED: &str = "the value is ignored";
+
+/// The expected form of an address.
+const HOST_PORT: &str = "host:port with a port from 1 to 65535";
 
 /// Every problem of a configuration, as one error.
 #[derive(Debug, thiserror::Error)]
@@ -117,14 +116,14 @@ struct Loader<'a> {
     /// The working directory, against which paths resolve.
     root: &'a Path,
     proxy_config: ProxyConfig,
-    /// Where its members were set.
+    /// The origin of each of its members.
     origins: Origins,
     policy: Policy,
     labels: Option<Pairs>,
     annotations: Pairs,
     addresses: Vec<IpAddr>,
-    /// The addresses of every interface.
-    own_addresses: Vec<IpAddr>,
+    /// The addresses of every interface, sorted and each once.
+    interface_addresses: Vec<IpAddr>,
     namespace: String,
     proxies: Proxies,
     notes: Diagnostics,
@@ -152,28 +151,28 @@ pub(crate) fn load_with(
     Loader::read(flags, env, root, interfaces, None).config(log)
 }
 
-/// The status port of the agent that runs in `root`. That agent reports problems of its
-/// configuration.
+/// Reads the status port of the agent that runs in `root`. That agent reports its configuration
+/// problems.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
-    with_documents(env, root, |documents| documents.status_port())
+    documents(env, root).status_port()
 }
 
-/// The ProxyConfig of all its sources, whether the agent can use it or not.
+/// Reads the ProxyConfig of all its sources, even if the agent cannot use it.
 pub fn proxy_config(flags: &ProxyFlags, env: &Environment, root: &Path) -> ProxyConfig {
-    with_documents(env, root, |documents| documents.merge(flags).config)
+    documents(env, root).merge(flags).config
 }
 
-fn with_documents<T>(env: &Environment, root: &Path, read: impl FnOnce(Documents<'_>) -> T) -> T {
+fn documents<'a>(env: &'a Environment, root: &'a Path) -> Documents<'a> {
     let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
-    read(Documents {
+    Documents {
         env,
         root,
-        annotations: &annotations,
-    })
+        annotations,
+    }
 }
 
 impl Config {
-    /// The file of the token for istiod, if that is where it is from.
+    /// The file with the token for istiod; None if the token is not read from a file.
     pub fn token_file(&self) -> Option<&Path> {
         match &self.istiod.token {
             istiod::token::Source::File(path) => Some(path),
@@ -221,54 +220,50 @@ impl Config {
 }
 
 impl<'a> Loader<'a> {
-    /// `described` are the annotations of a pod that is described, not run: nothing is looked up for it.
+    /// Merges ProxyConfig and reads the pod. `manifest_annotations` are those of a pod manifest: such a pod
+    /// does not run here, so nothing is looked up for it.
     fn read(
         flags: &'a ProxyFlags,
         env: &'a Environment,
         root: &'a Path,
         interfaces: io::Result<Vec<Interface>>,
-        described: Option<Pairs>,
+        manifest_annotations: Option<Pairs>,
     ) -> Self {
-        let mut warnings = Vec::new();
-        let labels = pod::pairs(root, "labels", &mut warnings);
-        let annotations = described.or_else(|| pod::pairs(root, "annotations", &mut warnings));
-        let annotations = annotations.unwrap_or_default();
+        let mut pod_warnings = Vec::new();
+        let labels = pod::pairs(root, "labels", &mut pod_warnings);
         let documents = Documents {
             env,
             root,
-            annotations: &annotations,
+            annotations: manifest_annotations
+                .or_else(|| pod::pairs(root, "annotations", &mut pod_warnings))
+                .unwrap_or_default(),
         };
-        let Merged {
-            config,
-            origins,
-            mut notes,
-        } = documents.merge(flags);
-        notes.warnings.splice(..0, warnings);
+        let merged = documents.merge(flags);
+        let annotations = documents.annotations;
+        let mut notes = merged.notes;
+        notes.warnings.splice(..0, pod_warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
-            let code = codes::INTERFACES_UNREADABLE;
-            let problem = Problem::new(code, "network interfaces", error);
+            let subject = "network interfaces";
+            let problem = Problem::new(codes::INTERFACES_UNREADABLE, subject, error);
             notes.warnings.push(problem);
             Vec::new()
         });
         let warnings = &mut notes.warnings;
         let instance_ip = env.get(&environment::INSTANCE_IP);
-        let excluded = annotations.get(pod::EXCLUDED_INTERFACES);
-        let excluded: Vec<_> = entries(excluded.map_or("", String::as_str)).collect();
-        let addresses = pod::addresses(&instance_ip, &interfaces, &excluded, warnings);
-        let own_addresses: BTreeSet<_> = interfaces.iter().map(|own| own.address).collect();
-        let namespace = env.get(&environment::POD_NAMESPACE);
-        let policy = control_plane::compliance(env, warnings);
+        let list = annotations.get(pod::EXCLUDED_INTERFACES);
+        let excluded: Vec<_> = entries(list.map_or("", String::as_str)).collect();
+        let interface_addresses: BTreeSet<_> = interfaces.iter().map(|it| it.address).collect();
         Self {
             flags,
             env,
             root,
-            proxy_config: config,
-            origins,
-            policy,
+            proxy_config: merged.config,
+            origins: merged.origins,
             labels,
-            addresses,
-            own_addresses: own_addresses.into_iter().collect(),
-            namespace,
+            addresses: pod::addresses(&instance_ip, &interfaces, &excluded, warnings),
+            interface_addresses: interface_addresses.into_iter().collect(),
+            namespace: env.get(&environment::POD_NAMESPACE),
+            policy: control_plane::compliance(env, warnings),
             proxies: control_plane::proxies(env, warnings),
             annotations,
             notes,
@@ -276,21 +271,17 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// The configuration, or every problem of it.
+    /// Builds the configuration, or returns every problem.
     fn config(mut self, log: &LogFlags) -> Result<Config, Vec<Problem>> {
         let config = self.build(log);
-        let (notes, authority_problems) = (self.notes, self.authority_problems);
-        if !notes.problems.is_empty() {
-            return Err([notes.problems, authority_problems].concat());
+        if self.notes.problems.is_empty() {
+            Ok(config)
+        } else {
+            Err([self.notes.problems, config.authority_problems].concat())
         }
-        Ok(Config {
-            authority_problems,
-            warnings: notes.warnings,
-            ..config
-        })
     }
 
-    /// Builds the configuration of each module; only of use if no problem was found.
+    /// Builds the configuration of each module. It is usable only if `notes` has no problem.
     fn build(&mut self, log: &LogFlags) -> Config {
         let sds_socket = self.sds_socket();
         let xds_socket = Path::new(&self.proxy_config.config_path).join("XDS");
@@ -302,8 +293,7 @@ impl<'a> Loader<'a> {
         let secrets = self.workload_certificate(&bootstrap.node.id, &secret_sources);
         let grpc = self.grpc(&xds_socket);
         let max_request_bytes = self.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
-        let ignored = self.env.without_effect().into_iter();
-        let ignored = ignored.map(|(name, why)| format!("{name} ({why})"));
+        let ignored = self.env.without_effect();
         Config {
             istiod,
             ca_istiod,
@@ -327,13 +317,15 @@ impl<'a> Loader<'a> {
             dns: self.dns(),
             resolv_conf: self.resolv_conf_path(""),
             wasm: self.wasm(),
-            kept: self.kept(),
+            kept: self.last_known_good(),
             inputs: self.inputs(),
             jwt_policy: self.get(&environment::JWT_POLICY),
             cluster_id: self.get(&environment::ISTIO_META_CLUSTER_ID),
-            authority_problems: Vec::new(),
-            warnings: Vec::new(),
-            ignored: ignored.collect(),
+            authority_problems: mem::take(&mut self.authority_problems),
+            warnings: mem::take(&mut self.notes.warnings),
+            ignored: ignored
+                .map(|(name, why)| format!("{name} ({why})"))
+                .collect(),
         }
     }
 
@@ -341,35 +333,34 @@ impl<'a> Loader<'a> {
         self.env.get(variable)
     }
 
-    /// The variable unless it is empty.
-    fn text(&self, variable: &environment::Variable<String>) -> Option<String> {
+    /// Returns the variable's value unless it is empty.
+    fn non_empty(&self, variable: &environment::Variable<String>) -> Option<String> {
         Some(self.get(variable)).filter(|text| !text.is_empty())
     }
 
-    /// The directory that a variable names, unless it is empty.
+    /// Returns the directory that the variable names; None if the variable is empty.
     fn volume(&self, variable: &environment::Variable<String>) -> Option<Volume> {
         let is_container = self.env.is_set(&environment::KUBERNETES_SERVICE_HOST)
             || CONTAINER_MARKS.iter().any(|path| Path::new(path).exists());
         Some(Volume {
-            directory: self.text(variable)?.into(),
+            directory: self.non_empty(variable)?.into(),
             is_default: !self.env.is_set(variable),
             is_machine: !is_container,
         })
     }
 
-    /// The entries of a list with commas.
+    /// Splits a comma-separated list.
     fn list(&self, variable: &environment::Variable<String>) -> Vec<String> {
         entries(&self.get(variable)).map(str::to_owned).collect()
     }
 
-    /// Numbers of users; None is every user.
+    /// Reads user IDs; None is every user.
     fn users(&mut self, variable: &environment::Variable<String>) -> Option<BTreeSet<u32>> {
         let given = self.get(variable);
         if given == "any" {
             return None;
         }
-        let numbers = self.list(variable);
-        let users: Result<_, _> = numbers.iter().map(|user| user.parse()).collect();
+        let users: Result<_, _> = entries(&given).map(str::parse).collect();
         if users.is_err() {
             let expected = "numbers of users, separated by commas, or any";
             self.problem(variable.name, &given, expected);
@@ -377,6 +368,7 @@ impl<'a> Loader<'a> {
         Some(users.unwrap_or_default())
     }
 
+    /// Returns the socket at which the workload's secrets are served, by the agent or another process.
     fn sds_socket(&mut self) -> PathBuf {
         let name = self.get(&environment::WORKLOAD_IDENTITY_SOCKET_FILE);
         if name.is_empty() || name.contains('/') || name == ".." {
@@ -401,20 +393,22 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// The root of a pod that is described, not run. No path that it names is looked at on this machine.
+/// The root of a pod manifest: the pod does not run here, so none of its paths is looked up on this machine.
 const NOWHERE: &str = "/nonexistent";
 
 /// Resolves a path against a root.
 fn below(root: &Path, path: impl AsRef<Path>) -> PathBuf {
-    let relative = path.as_ref().strip_prefix("/").ok();
-    let relative = relative.filter(|_| root == Path::new(NOWHERE));
-    root.join(relative.unwrap_or(path.as_ref()))
+    let path = path.as_ref();
+    match path.strip_prefix("/") {
+        // `join` would replace the root by an absolute path.
+        Ok(relative) if root == Path::new(NOWHERE) => root.join(relative),
+        _ => root.join(path),
+    }
 }
 
-/// The entries of a list with commas that are not empty.
+/// Splits a comma-separated list, without empty entries.
 fn entries(text: &str) -> impl Iterator<Item = &str> {
-    let entries = text.split(',').map(str::trim);
-    entries.filter(|entry| !entry.is_empty())
+    text.split(',').map(str::trim).filter(|it| !it.is_empty())
 }
 
 #[cfg(test)]
@@ -422,6 +416,6 @@ mod dns_tests;
 #[cfg(test)]
 mod envoy_tests;
 #[cfg(test)]
-mod tests;
+mod secrets_tests;
 #[cfg(test)]
-mod workload_tests;
+mod tests;

@@ -1,7 +1,7 @@
-//! The pod: its addresses, node id, labels and annotations.
+//! Reads the pod's addresses, labels and annotations.
 //!
 //! Labels and annotations come from files of the downward API, one `key="value"` per line. A line that
-//! cannot be read is left out with a warning.
+//! cannot be read is ignored with a warning.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,6 +15,7 @@ use super::Problem;
 use crate::problem::codes;
 use crate::regular_file;
 
+/// Labels or annotations.
 pub type Pairs = BTreeMap<String, String>;
 
 /// The type of node; the first part of the node id.
@@ -35,8 +36,8 @@ impl NodeType {
 
 impl fmt::Display for NodeType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let found = Self::NAMES.iter().find(|(_, kind)| kind == self);
-        f.write_str(found.map_or("", |(name, _)| name))
+        let entry = Self::NAMES.iter().find(|(_, kind)| kind == self);
+        f.write_str(entry.map_or("", |(name, _)| name))
     }
 }
 
@@ -45,27 +46,24 @@ impl fmt::Display for NodeType {
 pub struct Interface {
     pub name: String,
     pub address: IpAddr,
-    /// Its addresses are this machine's, but do not lead here from others.
+    /// True if other machines cannot reach its addresses.
     pub is_loopback: bool,
 }
 
 /// The index of the loopback interface in every network namespace.
 const LOOPBACK: u32 = 1;
 
-/// The network interfaces of this machine that are up, by index, with their reachable addresses.
+/// Lists the network interfaces of this machine that are up, by index, with their reachable addresses.
 pub(super) fn interfaces() -> io::Result<Vec<Interface>> {
     let mut found = if_addrs::get_if_addrs()?;
     found.sort_by_key(|interface| interface.index);
-    let up = found.into_iter().filter(if_addrs::Interface::is_oper_up);
-    let mut interfaces: Vec<_> = up
-        .map(|interface| Interface {
-            address: interface.ip().to_canonical(),
-            is_loopback: interface.index == Some(LOOPBACK),
-            name: interface.name,
-        })
-        .collect();
-    interfaces.retain(|interface| is_reachable(interface.address));
-    Ok(interfaces)
+    found.retain(if_addrs::Interface::is_oper_up);
+    let interfaces = found.into_iter().map(|interface| Interface {
+        address: interface.ip().to_canonical(),
+        is_loopback: interface.index == Some(LOOPBACK),
+        name: interface.name,
+    });
+    Ok(interfaces.filter(|it| is_reachable(it.address)).collect())
 }
 
 fn is_reachable(address: IpAddr) -> bool {
@@ -76,9 +74,9 @@ fn is_reachable(address: IpAddr) -> bool {
     !is_local && !address.is_loopback() && !address.is_unspecified() && !address.is_multicast()
 }
 
-/// The addresses of the node: `INSTANCE_IP`, then those of interfaces that are neither loopback nor
-/// `excluded`. Never empty, without duplicates.
-pub fn addresses(
+/// Returns the addresses of the node: `INSTANCE_IP`, then those of interfaces that are neither loopback nor
+/// `excluded`. There is at least one address, and each occurs once.
+pub(super) fn addresses(
     instance_ip: &str,
     interfaces: &[Interface],
     excluded: &[&str],
@@ -95,16 +93,14 @@ pub fn addresses(
         let (name, used) = ("INSTANCE_IP", "the addresses of the interfaces are used");
         warnings.push(Problem::replaced(name, instance_ip, "an IP address", used));
     }
-    let reachable = interfaces.iter().filter(|own| !own.is_loopback);
-    let mut found: Vec<_> = reachable.map(|own| own.address).collect();
+    let reachable = interfaces.iter().filter(|it| !it.is_loopback);
+    let mut found: Vec<_> = reachable.map(|it| it.address).collect();
     if found.is_empty() {
         found = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     }
-    let is_excluded = |address: &IpAddr| {
-        let mut own = interfaces.iter().filter(|own| own.address == *address);
-        own.any(|own| excluded.contains(&own.name.as_str()))
-    };
-    found.retain(|address| !is_excluded(address));
+    let excluded_interfaces = interfaces.iter().filter(|it| excluded.contains(&&*it.name));
+    let excluded_addresses: Vec<_> = excluded_interfaces.map(|it| it.address).collect();
+    found.retain(|address| !excluded_addresses.contains(address));
     let mut addresses: IndexSet<_> = first.into_iter().chain(found).collect();
     if addresses.is_empty() {
         addresses.insert(Ipv4Addr::LOCALHOST.into());
@@ -112,23 +108,22 @@ pub fn addresses(
     addresses.into_iter().collect()
 }
 
-/// Lists interfaces whose addresses are not the node's.
-pub const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterfaces";
+/// The annotation with the interfaces whose addresses are not the node's.
+pub(super) const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterfaces";
 
 /// Kubernetes limits the annotations of a pod to 256 KiB; escaped they are up to four times as long, and
 /// each has punctuation.
 const MAX_PAIRS: u64 = 2 << 20;
 
-/// Labels or annotations from the downward API; None when their file is missing or cannot be used.
-pub fn pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pairs> {
+/// Reads labels or annotations from the downward API; None if their file is missing or cannot be used.
+pub(super) fn pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pairs> {
     let path = root.join("./etc/istio/pod").join(name);
     match regular_file::read_text(&path, MAX_PAIRS) {
         Ok(text) => Some(parse_pairs(&text, &path, warnings)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => {
-            if error.kind() != io::ErrorKind::NotFound {
-                let code = codes::FILE_UNREADABLE;
-                warnings.push(Problem::new(code, path.display(), error));
-            }
+            let code = codes::FILE_UNREADABLE;
+            warnings.push(Problem::new(code, path.display(), error));
             None
         }
     }
@@ -140,21 +135,18 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
         let Some((key, quoted)) = line.split_once('=') else {
             continue;
         };
-        match unquote(quoted) {
-            Some(value) => {
-                pairs.insert(key.to_owned(), value);
-            }
-            None => {
-                let subject = format!("{} line {}", path.display(), index + 1);
-                let expected = "key=\"value\"";
-                warnings.push(Problem::value(codes::FILE_LINE, subject, line, expected));
-            }
+        if let Some(value) = unquote(quoted) {
+            pairs.insert(key.to_owned(), value);
+        } else {
+            let subject = format!("{} line {}", path.display(), index + 1);
+            let expected = "key=\"value\"";
+            warnings.push(Problem::value(codes::FILE_LINE, subject, line, expected));
         }
     }
     pairs
 }
 
-/// The text of a Go string literal, as the kubelet writes it.
+/// Parses a Go string literal, which the kubelet writes.
 fn unquote(literal: &str) -> Option<String> {
     let body = literal.strip_prefix('"')?.strip_suffix('"')?;
     let mut bytes = Vec::with_capacity(body.len());
@@ -163,13 +155,13 @@ fn unquote(literal: &str) -> Option<String> {
         match c {
             '"' => return None,
             '\\' => unescape(&mut chars, &mut bytes)?,
-            c => bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes()),
+            c => push(c, &mut bytes),
         }
     }
     String::from_utf8(bytes).ok()
 }
 
-/// Appends what an escape stands for. `\x` names a byte, `\u` and `\U` characters.
+/// Decodes an escape sequence behind the backslash. `\x` names a byte, `\u` and `\U` characters.
 fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> {
     bytes.push(match chars.next()? {
         'a' => 7,
@@ -180,11 +172,10 @@ fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> 
         't' => b'\t',
         'v' => 11,
         c @ ('\\' | '"') => c as u8,
-        'x' => u8::try_from(number(chars, 2)?).ok()?,
+        'x' => u8::try_from(hexadecimal(chars, 2)?).ok()?,
         wide @ ('u' | 'U') => {
             let digits = if wide == 'u' { 4 } else { 8 };
-            let c = char::from_u32(number(chars, digits)?)?;
-            bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes());
+            push(char::from_u32(hexadecimal(chars, digits)?)?, bytes);
             return Some(());
         }
         _ => return None,
@@ -192,8 +183,12 @@ fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> 
     Some(())
 }
 
-/// A number of so many hexadecimal digits.
-fn number(chars: &mut std::str::Chars<'_>, digits: usize) -> Option<u32> {
+fn push(c: char, bytes: &mut Vec<u8>) {
+    bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes());
+}
+
+/// Reads a number with this many hexadecimal digits.
+fn hexadecimal(chars: &mut std::str::Chars<'_>, digits: usize) -> Option<u32> {
     (0..digits).try_fold(0u32, |value, _| {
         Some(value.wrapping_mul(16) | chars.next()?.to_digit(16)?)
     })

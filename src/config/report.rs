@@ -1,6 +1,7 @@
 //! Reports the effective configuration: every value and its origin, as YAML with comments or as JSON.
 //!
-//! Secrets are hidden. A configuration that cannot be used is reported with its problems.
+//! [`report`] is the configuration of this machine, [`described`] the configuration of a pod manifest. Secrets
+//! are hidden. A configuration that cannot be used is reported with its problems.
 
 use std::path::Path;
 
@@ -17,7 +18,7 @@ use crate::problem::{Code, Diagnostics, codes};
 #[derive(Debug)]
 pub struct Report(Value);
 
-/// Reads what [`load`] reads. `root` is the working directory.
+/// Reads the same sources as [`load`](super::load). `root` is the working directory.
 pub fn report(
     flags: &ProxyFlags,
     log: &LogFlags,
@@ -26,20 +27,19 @@ pub fn report(
     root: &Path,
 ) -> Report {
     let setting = |name: &str, value: Value, origin: &str| {
-        let setting = json!({ "value": value, "origin": origin });
-        (name.to_owned(), setting)
+        (name.to_owned(), json!({ "value": value, "origin": origin }))
     };
     let loader = Loader::read(flags, env, root, pod::interfaces(), None);
-    let members = loader.proxy_config.printable().into_iter();
-    let members = members.map(|(name, value)| setting(&name, value, loader.origins.of(&name)));
-    let (members, found): (Value, _) = (members.collect(), loader.notes.warnings.clone());
+    let printable = loader.proxy_config.printable().into_iter();
+    let members = printable.map(|(name, value)| setting(&name, value, loader.origins.find(&name)));
+    let (members, merge_warnings): (Value, _) = (members.collect(), loader.notes.warnings.clone());
     let (warnings, problems) = match loader.config(log) {
-        // Whether another process serves the workload's secrets is known when the agent starts.
+        // Only a running agent knows whether another process serves the workload's secrets.
         Ok(config) => {
             let warnings = [config.warnings, config.authority_problems];
             (warnings.concat(), Vec::new())
         }
-        Err(problems) => (found, problems),
+        Err(problems) => (merge_warnings, problems),
     };
     // This variable is shown member by member.
     let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
@@ -47,8 +47,8 @@ pub fn report(
         let (value, origin) = variable(row, env);
         setting(row.name, value.into(), origin)
     });
-    let flags = all.iter().filter(|flag| !flag.is_hidden);
-    let flags = flags.map(|flag| {
+    let documented = all.iter().filter(|flag| !flag.is_hidden);
+    let flags = documented.map(|flag| {
         let origin = if flag.is_given { "flag" } else { DEFAULT };
         setting(&flag.name, json!(flag.value), origin)
     });
@@ -62,7 +62,7 @@ pub fn report(
 }
 
 /// Problems that depend on the files and interfaces of the machine.
-const OF_THE_MACHINE: [&Code; 7] = [
+const MACHINE_DEPENDENT: [&Code; 7] = [
     codes::BOOTSTRAP_OVERRIDE_UNREADABLE,
     codes::DNS_RESOLV_CONF_UNREADABLE,
     codes::FILE_MISSING,
@@ -73,8 +73,8 @@ const OF_THE_MACHINE: [&Code; 7] = [
     codes::FLAG_OVERRIDES_CONFIG,
 ];
 
-/// The members of ProxyConfig that something sets for a pod that is described, not run, and what is wrong
-/// with its flags, variables and annotations, whatever the machine is that reads the description.
+/// Reads the configuration of a pod manifest. Returns the members of ProxyConfig that are set, and the problems
+/// of its flags, variables and annotations that do not depend on this machine.
 pub fn described(
     flags: &ProxyFlags,
     log: &LogFlags,
@@ -83,19 +83,19 @@ pub fn described(
 ) -> (Map<String, Value>, Diagnostics) {
     let nowhere = NOWHERE.as_ref();
     let mut loader = Loader::read(flags, env, nowhere, Ok(Vec::new()), Some(annotations));
-    let members = loader.proxy_config.printable().into_iter();
-    let members = members.filter(|(name, _)| loader.origins.of(name) != DEFAULT);
-    let members = members.collect();
-    loader.build(log);
+    let mut members = loader.proxy_config.printable();
+    members.retain(|name, _| loader.origins.find(name) != DEFAULT);
+    let config = loader.build(log);
     let mut notes = loader.notes;
-    notes.problems.append(&mut loader.authority_problems);
+    notes.problems.extend(config.authority_problems);
+    notes.warnings = config.warnings;
     for list in [&mut notes.problems, &mut notes.warnings] {
-        list.retain(|found| !OF_THE_MACHINE.contains(&found.code));
+        list.retain(|found| !MACHINE_DEPENDENT.contains(&found.code));
     }
     (members, notes)
 }
 
-/// The value to show, and its origin.
+/// Returns the value to show, and its origin.
 fn variable(row: &Row, env: &Environment) -> (String, &'static str) {
     match env.text(row.name) {
         None => (row.default.to_owned(), DEFAULT),
@@ -105,11 +105,11 @@ fn variable(row: &Row, env: &Environment) -> (String, &'static str) {
             let (_, host) = text.rsplit_once('@').unwrap_or_default();
             (format!("(not shown)@{host}"), "variable")
         }
-        Some(text) if (row.is_good)(text) => (text.to_owned(), "variable"),
-        Some(_) => {
-            let origin = "default, as the variable is not of its type";
-            (row.default.to_owned(), origin)
-        }
+        Some(text) if (row.is_valid)(text) => (text.to_owned(), "variable"),
+        Some(_) => (
+            row.default.to_owned(),
+            "default, as the variable is not of its type",
+        ),
     }
 }
 
@@ -141,6 +141,7 @@ impl Report {
     }
 }
 
+/// Formats each problem.
 pub(super) fn texts(problems: &[Problem]) -> Vec<String> {
     problems.iter().map(ToString::to_string).collect()
 }

@@ -8,11 +8,14 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use super::HOST_PORT;
 use super::merged::Merged;
 use crate::address;
 
 const NAME: &str = "statsdUdpAddress";
+/// The limit for the lookup of the name.
 const LIMIT: Duration = Duration::from_secs(2);
+const WITHOUT_STATSD: &str = "Envoy starts without statsd";
 
 type LookUp = Box<dyn FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send>;
 
@@ -25,36 +28,33 @@ pub(super) fn resolve(merged: &mut Merged) {
     resolve_by(Box::new(system), LIMIT, merged);
 }
 
-const WITHOUT: &str = "Envoy starts without statsd";
-
 fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
     let address = std::mem::take(&mut merged.config.statsd_udp_address);
     let Some((host, port)) = address::split(&address) else {
-        let expected = "host:port with a port from 1 to 65535";
-        return merged.warn(NAME, &address, expected, WITHOUT);
+        return merged.warn(NAME, &address, HOST_PORT, WITHOUT_STATSD);
     };
     if host.parse::<IpAddr>().is_ok() {
         merged.config.statsd_udp_address = address;
         return;
     }
-    match within(limit, host.to_owned(), look_up) {
+    match resolve_host(limit, host.to_owned(), look_up) {
         Ok(ip) => {
-            let origin = format!("{}, looked up", merged.origins.of(NAME));
+            let origin = format!("{}, looked up", merged.origins.find(NAME));
             merged.config.statsd_udp_address = SocketAddr::new(ip, port).to_string();
             merged.set_origin(NAME, &origin);
         }
         Err(reason) => {
             let found = format!("{address}: {reason}");
-            merged.warn(NAME, &found, "a name that can be resolved", WITHOUT);
+            merged.warn(NAME, &found, "a name that can be resolved", WITHOUT_STATSD);
         }
     }
 }
 
-/// The first IPv4 address, else the last IPv6 address.
-fn within(limit: Duration, host: String, look_up: LookUp) -> Result<IpAddr, String> {
+/// Returns the first IPv4 address, else the last IPv6 address.
+fn resolve_host(limit: Duration, host: String, look_up: LookUp) -> Result<IpAddr, String> {
     let (answer, answers) = mpsc::channel();
     let task = move || {
-        // The receiver is gone when the answer comes too late.
+        // The receiver is dropped if the answer comes too late.
         let _ = answer.send(look_up(&host));
     };
     let thread = std::thread::Builder::new().name("statsd".to_owned());
@@ -64,8 +64,8 @@ fn within(limit: Duration, host: String, look_up: LookUp) -> Result<IpAddr, Stri
         .map_err(|_| format!("no answer within {limit:?}"))?
         .map_err(|error| error.to_string())?;
     let v4 = found.iter().find(|ip| ip.is_ipv4());
-    let best = v4.or(found.last()).copied();
-    best.ok_or_else(|| "no address".to_owned())
+    let preferred = v4.or(found.last()).copied();
+    preferred.ok_or_else(|| "no address".to_owned())
 }
 
 #[cfg(test)]
@@ -80,8 +80,8 @@ mod tests {
         merged.merge_text("it", text);
         resolve_by(Box::new(look_up), Duration::from_millis(20), &mut merged);
         let address = merged.config.statsd_udp_address;
-        let address = Some(address).filter(|address| !address.is_empty());
-        (address, merged.notes.warnings.len())
+        let used = Some(address).filter(|address| !address.is_empty());
+        (used, merged.notes.warnings.len())
     }
 
     fn ip(text: &str) -> IpAddr {

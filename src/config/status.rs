@@ -1,5 +1,5 @@
-//! The configuration of the status port, the application's probes, the merged metrics, and what systemd
-//! is told. Only sidecars have an application to scrape.
+//! Configures the status port, the application's probes, the merged metrics, and the notification of
+//! systemd. Only sidecars have an application to scrape.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -17,9 +17,9 @@ use crate::status::{self, Probers};
 use crate::systemd;
 
 const ANNOTATIONS: &str = "ISTIO_PROMETHEUS_ANNOTATIONS";
-/// The status port of an agent without a configured one.
+/// The status port if none is configured.
 const DEFAULT_PORT: u16 = 15020;
-/// Start and end of the names of families behind the wait for last requests.
+/// Start and end of the names of the metric families by which the agent waits for in-flight requests.
 const GAUGES: [(&str, &str); 4] = [
     ("envoy_http_", "downstream_rq_active"),
     ("envoy_http_", "downstream_cx_active"),
@@ -28,7 +28,7 @@ const GAUGES: [(&str, &str); 4] = [
 ];
 
 impl Loader<'_> {
-    /// None while the port is switched off.
+    /// None if the port is switched off.
     pub(super) fn status(&mut self, grpc_bootstrap: Option<PathBuf>) -> Option<status::Config> {
         let probers = self.probers();
         let config = status::Config {
@@ -48,15 +48,16 @@ impl Loader<'_> {
         (config.port != 0).then_some(config)
     }
 
-    /// The host of probes.
-    pub(super) fn application(&mut self) -> String {
-        match self.get(&variables::REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION) {
-            true => "localhost".to_owned(),
-            false => self.addresses[0].to_string(),
+    /// Returns the host of probes.
+    pub(super) fn application(&self) -> String {
+        if self.get(&variables::REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION) {
+            "localhost".to_owned()
+        } else {
+            self.addresses[0].to_string()
         }
     }
 
-    /// The source of probes: of the probed address' family. Traffic capture leaves both alone.
+    /// Returns the source address of probes, in the family of the probed address. Traffic from it is not captured.
     pub(super) fn probe_source(&self) -> IpAddr {
         match self.addresses[0] {
             IpAddr::V4(_) => [127_u8, 0, 0, 6].into(),
@@ -66,10 +67,10 @@ impl Loader<'_> {
 
     fn probers(&mut self) -> Probers {
         let text = self.get(&variables::ISTIO_KUBE_APP_PROBERS);
-        Probers::parse(&text).unwrap_or_else(|found| {
-            for problem in found {
+        Probers::parse(&text).unwrap_or_else(|errors| {
+            for error in errors {
                 let name = variables::ISTIO_KUBE_APP_PROBERS.name;
-                let problem = Problem::new(codes::SETTING_INVALID, name, problem);
+                let problem = Problem::new(codes::SETTING_INVALID, name, error);
                 self.notes.add(problem);
             }
             Probers::default()
@@ -102,11 +103,10 @@ impl Loader<'_> {
         })
     }
 
-    /// None if systemd did not start the agent, or expects no message of it.
+    /// None if systemd did not start the agent, or expects no notifications.
     pub(super) fn systemd(&mut self) -> Option<systemd::Config> {
-        let socket = self.text(&variables::NOTIFY_SOCKET)?;
-        let watchdog = self.watchdog();
-        let config = systemd::Config::new(&socket, watchdog);
+        let socket = self.non_empty(&variables::NOTIFY_SOCKET)?;
+        let config = systemd::Config::new(&socket, self.watchdog());
         if config.is_none() {
             let expected = "a path, or an abstract name after @";
             let name = variables::NOTIFY_SOCKET.name;
@@ -115,10 +115,11 @@ impl Loader<'_> {
         config
     }
 
+    /// Returns the interval in which systemd expects notifications, if they are for this process.
     fn watchdog(&mut self) -> Option<Duration> {
         let name = variables::WATCHDOG_USEC.name;
-        let found = self.text(&variables::WATCHDOG_USEC)?;
-        let process = self.text(&variables::WATCHDOG_PID);
+        let found = self.non_empty(&variables::WATCHDOG_USEC)?;
+        let process = self.non_empty(&variables::WATCHDOG_PID);
         if process.is_some_and(|process| process != std::process::id().to_string()) {
             return None;
         }
@@ -130,7 +131,8 @@ impl Loader<'_> {
     }
 }
 
-/// The families Envoy keeps for the agent alone, which an operator's own statistics may include.
+/// Returns the metric families that Envoy keeps only for the agent. None is hidden if the operator configures
+/// statistics, which may include them.
 fn hidden(choice: &StatsConfig) -> Vec<Hidden> {
     let own = [&choice.prefixes, &choice.suffixes, &choice.expressions];
     if choice.of_requests.is_empty() || own.iter().any(|patterns| !patterns.is_empty()) {
@@ -190,12 +192,10 @@ mod tests {
 
     #[test]
     fn envoys_metrics_can_be_left_out() {
-        for name in ["PILOT_AGENT_MERGE_ENVOY_STATS", "DISABLE_ENVOY"] {
-            let value = if name == "DISABLE_ENVOY" {
-                "true"
-            } else {
-                "false"
-            };
+        for (name, value) in [
+            ("PILOT_AGENT_MERGE_ENVOY_STATS", "false"),
+            ("DISABLE_ENVOY", "true"),
+        ] {
             assert_eq!(machine(&[(name, value)]).config().scrape.envoy_port, None);
         }
     }

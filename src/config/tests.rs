@@ -96,7 +96,7 @@ fn an_injected_pod_has_one_connection_to_istiod() {
 fn every_malformed_variable_is_reported_once_whether_its_feature_is_on_or_not() {
     // Node metadata of the wrong type is refused, as by pilot-agent.
     const REFUSED: [&str; 2] = ["ISTIO_META_DNS_CAPTURE", "ISTIO_META_ENABLE_SELF_DISCOVERY"];
-    let typed = TABLE.iter().filter(|row| !(row.is_good)("?"));
+    let typed = TABLE.iter().filter(|row| !(row.is_valid)("?"));
     let names = typed.map(|row| row.name);
     let names: Vec<_> = names.filter(|name| !REFUSED.contains(name)).collect();
     let malformed: Vec<_> = names.iter().map(|name| (*name, "?")).collect();

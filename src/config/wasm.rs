@@ -1,24 +1,24 @@
-//! The configuration of Wasm modules.
+//! Configures the download and the cache of Wasm modules.
 
 use std::path::{Path, PathBuf};
 
 use super::environment::{self as variables, Value, Variable};
-use super::{LEFT_OUT, Loader};
+use super::{IGNORED, Loader};
 use crate::address::Cidr;
 use crate::wasm::{Config, FetchConfig};
 
-/// Where pilot-agent keeps modules: the volume `istio-data` of the pod.
+/// The directory of modules, as in pilot-agent: the volume `istio-data` of the pod.
 const DIRECTORY: &str = "./var/lib/istio/data";
 
 impl Loader<'_> {
-    /// None if Envoy is left to fetch modules itself.
+    /// None if Envoy fetches modules itself.
     pub(super) fn wasm(&mut self) -> Option<Config> {
         if !self.get(&variables::ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION) {
             return None;
         }
-        // Envoy has to find the files whatever its directory is.
-        let directory = self.root.join(DIRECTORY);
-        let directory = std::path::absolute(&directory).unwrap_or(directory);
+        // Envoy may have another working directory, so the path must be absolute.
+        let relative = self.root.join(DIRECTORY);
+        let directory = std::path::absolute(&relative).unwrap_or(relative);
         Some(Config {
             directory: directory.components().collect(),
             fetch: FetchConfig {
@@ -43,12 +43,13 @@ impl Loader<'_> {
         })
     }
 
-    /// The variable; its default instead of zero, as in pilot-agent.
-    fn positive<T: Value + Default + PartialEq>(&mut self, variable: &Variable<T>) -> T {
+    /// Returns the variable's value. Its default replaces zero, as in pilot-agent.
+    fn positive<T: Value + Default + PartialEq>(&self, variable: &Variable<T>) -> T {
         let value = self.get(variable);
-        match value == T::default() {
-            true => T::parse(variable.default).unwrap_or(value),
-            false => value,
+        if value == T::default() {
+            T::parse(variable.default).unwrap_or(value)
+        } else {
+            value
         }
     }
 
@@ -58,20 +59,22 @@ impl Loader<'_> {
             let network = Cidr::parse(&entry);
             if network.is_none() {
                 let expected = "networks such as 10.0.0.0/8";
-                self.warn(variable.name, &entry, expected, LEFT_OUT);
+                self.warn(variable.name, &entry, expected, IGNORED);
             }
             network
         });
         networks.collect()
     }
 
-    fn registry_credentials(&mut self) -> Vec<PathBuf> {
-        let named = |variable, file: &str| Some(Path::new(&self.text(variable)?).join(file));
-        let home = named(&variables::HOME, ".docker/config.json");
-        let docker = named(&variables::DOCKER_CONFIG, "config.json").or(home);
-        let runtime = named(&variables::XDG_RUNTIME_DIR, "containers/auth.json");
-        let file = self.text(&variables::REGISTRY_AUTH_FILE).map(PathBuf::from);
-        [docker, file, runtime].into_iter().flatten().collect()
+    /// Lists the files with registry credentials, by precedence.
+    fn registry_credentials(&self) -> Vec<PathBuf> {
+        let file_in = |variable, name| Some(Path::new(&self.non_empty(variable)?).join(name));
+        let home = file_in(&variables::HOME, ".docker/config.json");
+        let docker = file_in(&variables::DOCKER_CONFIG, "config.json").or(home);
+        let runtime = file_in(&variables::XDG_RUNTIME_DIR, "containers/auth.json");
+        let file = self.non_empty(&variables::REGISTRY_AUTH_FILE);
+        let files = [docker, file.map(PathBuf::from), runtime];
+        files.into_iter().flatten().collect()
     }
 }
 

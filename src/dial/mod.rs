@@ -38,7 +38,7 @@ pub struct Dialer {
 /// Decides which addresses may be connected to. It is asked for each attempt, so no later lookup of a
 /// name leads past it.
 pub trait Filter: fmt::Debug + Send + Sync {
-    /// The error says why not.
+    /// Checks an address. The error says why it is blocked.
     fn check(&self, address: IpAddr) -> Result<(), String>;
 }
 
@@ -48,9 +48,9 @@ pub struct Candidates {
     dialer: Dialer,
     /// The last is tried first.
     left: Vec<SocketAddr>,
-    /// Under way; those that are slower than another go on.
+    /// The running attempts. A slow one is not cancelled when the next one starts.
     attempts: JoinSet<(SocketAddr, Result<TcpStream, Error>)>,
-    /// Why the others gave no connection, in the order in which they failed.
+    /// The errors of the failed attempts, in order.
     pub failed: Vec<Error>,
 }
 
@@ -89,10 +89,13 @@ pub async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
         let both: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         return Ok(both.map(|address| (address, port).into()).to_vec());
     }
-    let found = tokio::net::lookup_host((host, port)).await;
-    let host = host.to_owned();
-    let found = found.map_err(|source| Error::Resolve { host, source })?;
-    Ok(found.collect())
+    match tokio::net::lookup_host((host, port)).await {
+        Ok(found) => Ok(found.collect()),
+        Err(source) => Err(Error::Resolve {
+            host: host.to_owned(),
+            source,
+        }),
+    }
 }
 
 impl Dialer {
@@ -112,11 +115,12 @@ impl Dialer {
         }
     }
 
-    /// Whether `address` may be connected to.
+    /// Checks an address with the filter, if there is one.
     pub fn check(&self, address: IpAddr) -> Result<(), Error> {
         let checked = self.filter.as_ref().map(|filter| filter.check(address));
-        let checked = checked.unwrap_or(Ok(()));
-        checked.map_err(|problem| Error::Blocked { address, problem })
+        checked
+            .unwrap_or(Ok(()))
+            .map_err(|problem| Error::Blocked { address, problem })
     }
 
     /// Resolves `host` and connects to one of its addresses. The error is that of the address that

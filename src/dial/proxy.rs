@@ -18,7 +18,7 @@ use crate::address::Cidr;
 /// The longest head of an answer, in bytes.
 const MAX_HEAD: usize = 16 << 10;
 
-/// A proxy that is spoken to in plaintext.
+/// A proxy, which is connected to in plaintext.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proxy {
     pub host: String,
@@ -39,7 +39,7 @@ pub struct Proxies {
 }
 
 impl Proxies {
-    /// The proxy that leads to a host, if any.
+    /// Returns the proxy for connections to a host, if any.
     pub fn find(&self, has_tls: bool, host: &str, port: u16) -> Option<&Proxy> {
         let proxy = if has_tls { &self.https } else { &self.http };
         proxy
@@ -69,20 +69,21 @@ impl Proxy {
         })
     }
 
-    /// Asks the proxy for a connection to `host`, which `stream` is afterwards. The caller bounds the
-    /// time.
+    /// Requests a tunnel to `host`: afterwards `stream` is connected to it. The caller bounds the time.
     pub async fn tunnel(&self, stream: &mut TcpStream, host: &str, port: u16) -> io::Result<()> {
-        let host = match host.contains(':') {
-            true => format!("[{host}]:{port}"),
-            false => format!("{host}:{port}"),
+        let host = if host.contains(':') {
+            format!("[{host}]:{port}")
+        } else {
+            format!("{host}:{port}")
         };
-        let authorization = self.authorization.as_ref().and_then(|it| it.to_str().ok());
-        let authorization = authorization.map(|it| format!("Proxy-Authorization: {it}\r\n"));
-        let authorization = authorization.unwrap_or_default();
+        let credentials = self.authorization.as_ref().and_then(|it| it.to_str().ok());
+        let authorization = credentials
+            .map(|it| format!("Proxy-Authorization: {it}\r\n"))
+            .unwrap_or_default();
         let request = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n{authorization}\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut head = Vec::new();
-        // By bytes, as those behind the head are the tunnel's.
+        // Byte by byte, because the bytes after the head belong to the tunnel.
         while !head.ends_with(b"\r\n\r\n") {
             if head.len() == MAX_HEAD {
                 return Err(io::Error::other("the head of its answer does not end"));
@@ -118,7 +119,7 @@ pub(crate) fn basic(credentials: &[u8]) -> Option<HeaderValue> {
     Some(value)
 }
 
-/// Whether `NO_PROXY` or the host itself excludes a connection from proxies. Loopback addresses and
+/// Returns true if `NO_PROXY` or the host itself excludes a connection from proxies. Loopback addresses and
 /// `localhost` are always excluded.
 fn is_excluded(no_proxy: &str, host: &str, port: u16) -> bool {
     let address: Option<IpAddr> = host.parse().ok();
@@ -129,8 +130,8 @@ fn is_excluded(no_proxy: &str, host: &str, port: u16) -> bool {
     is_loopback || host == "localhost" || items.any(|item| excludes(item, &host, address, port))
 }
 
-/// Whether an item of `NO_PROXY` fits: `*`, a range or an address, a name with its subdomains, or with a
-/// dot in front the subdomains alone. A port after address and name limits the item to it.
+/// Returns true if an item of `NO_PROXY` matches: `*`, a range or an address, a name with its subdomains, or
+/// with a dot in front the subdomains alone. A port after address or name limits the item to this port.
 fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool {
     if item == "*" {
         return true;
@@ -145,14 +146,15 @@ fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool 
     if let Ok(excluded) = name.parse::<IpAddr>() {
         return address == Some(excluded);
     }
-    let name = if name.starts_with("*.") {
-        &name[1..]
+    // `*.a` means the same as `.a`.
+    let name = name
+        .strip_prefix('*')
+        .filter(|rest| rest.starts_with('.'))
+        .unwrap_or(name);
+    if name.starts_with('.') {
+        host.ends_with(name)
     } else {
-        name
-    };
-    match name.starts_with('.') {
-        true => host.ends_with(name),
-        false => format!(".{host}").ends_with(&format!(".{name}")),
+        format!(".{host}").ends_with(&format!(".{name}"))
     }
 }
 

@@ -1,67 +1,70 @@
-//! Where the DNS server listens, from `DNS_PROXY_ADDR` and the resolvers of the pod.
+//! Computes the listen addresses of the DNS server from `DNS_PROXY_ADDR` and the pod's resolvers.
 //!
-//! Captured queries are redirected to the loopback address of the family they were sent in, which
-//! is the resolver's. So `localhost` means that address of each family a resolver has. An answer
-//! must come from the address that was asked, which a socket bound to all of them does not see to:
-//! the kernel picks one by the way back. So "all addresses" is a socket for each.
+//! A captured query is redirected to the loopback address of its family, which is the family of the
+//! resolver it was sent to. So `localhost` means the loopback address of each family that a resolver
+//! has. An answer must come from the address that was queried. A socket that is bound to all addresses
+//! does not ensure that, because the kernel chooses the source by the route back, so "all addresses"
+//! become one socket each.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
-/// Where DNS is answered by default.
+/// The default of `DNS_PROXY_ADDR`.
 pub const DEFAULT: &str = "localhost:15053";
 
-/// The address, unless it has port 53 and the agent is not root.
-pub fn address(said: &str, is_root: bool) -> &str {
-    if said.is_empty() {
+/// Returns the configured address, or [`DEFAULT`] if there is none, or if it has port 53 and the agent is
+/// not root.
+pub fn address(configured: &str, is_root: bool) -> &str {
+    if configured.is_empty() {
         return DEFAULT;
     }
-    if said.ends_with(":53") && !is_root {
+    if configured.ends_with(":53") && !is_root {
         tracing::error!(
             target: "dns",
-            "DNS_PROXY_ADDR is {said}, and only root may listen on port 53; {DEFAULT} is used"
+            "DNS_PROXY_ADDR is {configured}, and only root may listen on port 53; {DEFAULT} is used"
         );
         return DEFAULT;
     }
-    said
+    configured
 }
 
-/// Where to listen, host and port each, for `address`, of [`address`], on a machine with its `own`
-/// addresses beside those of loopback.
+/// Returns the addresses to listen on, each a host and a port, for the result of [`address`] on a machine
+/// that has the addresses `own` besides loopback.
 pub fn listen(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Vec<String> {
-    let port = address.strip_prefix("localhost:");
-    let v4 = nameservers.iter().any(IpAddr::is_ipv4);
-    let v6 = nameservers.iter().any(IpAddr::is_ipv6);
-    match port {
-        Some(port) if v4 || v6 => {
-            let v4 = v4.then(|| format!("127.0.0.1:{port}"));
-            let v6 = v6.then(|| format!("[::1]:{port}"));
-            v4.into_iter().chain(v6).collect()
-        }
-        _ => each(address, own).unwrap_or_else(|| vec![address.to_owned()]),
+    if let Some(port) = address.strip_prefix("localhost:")
+        && !nameservers.is_empty()
+    {
+        let has_v4 = nameservers.iter().any(IpAddr::is_ipv4);
+        let has_v6 = nameservers.iter().any(IpAddr::is_ipv6);
+        let v4 = has_v4.then(|| format!("127.0.0.1:{port}"));
+        let v6 = has_v6.then(|| format!("[::1]:{port}"));
+        return v4.into_iter().chain(v6).collect();
     }
+    each_address(address, own).unwrap_or_else(|| vec![address.to_owned()])
 }
 
-/// An address for each of the machine's, of both families as in Go, if all are meant.
-fn each(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
+/// Returns an entry for each address of the machine, of both families as in Go, if `address` stands for
+/// all of them.
+fn each_address(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     let (host, port) = address.rsplit_once(':')?;
-    // Without a number each would get another one.
+    // With port 0 each socket would get another port.
     let port = port.parse().ok().filter(|port: &u16| *port != 0)?;
-    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
     let is_any = |ip: IpAddr| ip.to_canonical().is_unspecified();
-    if !host.is_empty() && !host.parse().is_ok_and(is_any) {
+    if !bare.is_empty() && !bare.parse().is_ok_and(is_any) {
         return None;
     }
     let loopback = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     let all = loopback.into_iter().chain(own.iter().copied());
-    // There may be no IPv6, or an address that is still checked for duplicates.
+    // IPv6 may be disabled, and an address may still be checked for duplicates.
     let usable = all.filter(|ip| UdpSocket::bind((*ip, 0)).is_ok());
-    let text = |ip| SocketAddr::new(ip, port).to_string();
-    let addresses: Vec<_> = usable.map(text).collect();
-    Some(addresses).filter(|found| !found.is_empty())
+    let addresses: Vec<_> = usable
+        .map(|ip| SocketAddr::new(ip, port).to_string())
+        .collect();
+    (!addresses.is_empty()).then_some(addresses)
 }
 
-/// Whether a server at `address` is what programs take for the machine's resolver: they depend on it
-/// before istiod has sent a name table.
+/// Returns whether programs take a server at `address` for the machine's resolver: then they depend on
+/// it before istiod has sent a name table.
 pub fn is_machine_resolver(address: &str) -> bool {
     address.ends_with(":53")
 }

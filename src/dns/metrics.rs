@@ -1,21 +1,24 @@
-//! Metrics of the DNS server: queries, answers by code, and the size of the name table.
+//! Counts queries, responses by code, and hosts of the name table; and forwarded queries.
 //!
-//! Every series is made at the start, so that counting takes no lock. Messages that are no proper
-//! question are not counted.
+//! The series of responses are looked up at the start, so that counting takes no lock. Messages that are
+//! not valid queries are not counted.
 
 use super::wire;
 use crate::metrics::{Counter, Counters, Gauge, Histogram, Registry};
 
-pub(super) const RCODES: [&str; 6] = [
+const RCODES: [&str; 6] = [
     "NOERROR", "FORMERR", "SERVFAIL", "NXDOMAIN", "NOTIMP", "REFUSED",
 ];
 
-pub(super) const OTHER: &str = "other";
+/// Returns the name of a response code, `other` if it has none here.
+pub(super) fn rcode_name(rcode: usize) -> &'static str {
+    RCODES.get(rcode).copied().unwrap_or("other")
+}
 
-/// Where an answer came from.
+/// The author of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
-    /// The table, or the agent's own judgement.
+    /// The name table, or the agent itself for errors.
     Agent,
     Upstream,
 }
@@ -24,7 +27,7 @@ pub(super) enum Source {
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
     pub(super) requests: Counter,
-    /// By [`Source`], then as in [`RCODES`], and all others.
+    /// Responses by [`Source`], then by the index in [`RCODES`]; the last one counts all other codes.
     responses: [[Counter; RCODES.len() + 1]; 2],
     pub(super) hosts: Gauge,
 }
@@ -39,9 +42,7 @@ impl Metrics {
         Self {
             requests: registry.counter("istio_agent_dns_requests_total", "DNS requests."),
             responses: ["agent", "upstream"].map(|source| {
-                std::array::from_fn(|index| {
-                    responses.with([RCODES.get(index).copied().unwrap_or(OTHER), source])
-                })
+                std::array::from_fn(|rcode| responses.with([rcode_name(rcode), source]))
             }),
             hosts: registry.gauge(
                 "istio_agent_dns_name_table_hosts",
@@ -50,14 +51,14 @@ impl Metrics {
         }
     }
 
-    /// Counts an answer to a request.
+    /// Counts a response.
     pub(super) fn response(&self, message: &[u8], source: Source) {
         let code = usize::from(wire::rcode(message));
         self.responses[source as usize][code.min(RCODES.len())].inc();
     }
 }
 
-/// Of forwarding: pilot-agent's three, and why they move. Clones share them.
+/// Metrics of forwarding: pilot-agent's three, and their causes. Clones share the counters.
 #[derive(Clone, Debug)]
 pub(super) struct ForwardMetrics {
     pub(super) requests: Counter,

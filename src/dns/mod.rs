@@ -1,12 +1,12 @@
-//! Answers the pod's DNS: names of the mesh from istiod's name table (NDS), all others by forwarding.
+//! Answers the pod's DNS queries: names of the mesh from istiod's name table (NDS), all others by
+//! forwarding.
 //!
-//! [`new`] binds and returns a handle and a future. The handle takes name tables: an index is built on
-//! another thread and swapped in whole, so no lookup waits for it, and the last one stays while istiod
-//! is away. The future serves; it wants a thread of its own, so that neither a large push nor a
-//! certificate delays an answer. How queries are forwarded is behind [`Forward`].
+//! [`new`] returns a handle and a future. [`Dns::update`] gives the handle a name table: its index is
+//! built on another thread and then replaces the last one, so no lookup waits for it; while istiod is
+//! unreachable the last table stays. The future serves. Run it on its own thread, so that neither a
+//! large push nor a certificate delays an answer. [`Forward`] sends queries to the pod's resolvers.
 
 mod answer;
-mod asked;
 pub mod forward;
 pub mod listen;
 mod metrics;
@@ -28,27 +28,27 @@ use crate::lifecycle::{BoxError, CancellationToken, Retirement};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
 pub use answer::Policy;
-use asked::Asked;
 use metrics::Metrics;
 use name_table::NameTable;
 pub use search_domains::SearchDomains;
 pub use server::Bound;
+use server::QueriedNames;
 
-/// How many bytes of queries the kernel may hold while the thread is elsewhere. It gives what it
-/// may, which is twice the default where nothing is configured.
+/// Bytes of queries that the kernel may hold while the thread is busy. The kernel lowers it to its own
+/// limit, by default twice the usual buffer.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
-/// How a query came, and how it is forwarded.
+/// The protocol that a query is received or forwarded over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Transport {
     Udp,
     Tcp,
 }
 
-/// Asks the pod's resolvers.
+/// Forwards queries to the pod's resolvers.
 pub trait Forward: Send + Sync + 'static {
-    /// The answer to a query, with its id, its question, and our OPT record if it has one; `None` if no
-    /// resolver answers. It may be longer than the client takes.
+    /// Returns the reply to a query, with the query's id and question, and our OPT record if the query
+    /// has one; `None` if no resolver answers. It may be longer than the client accepts.
     fn forward(
         &self,
         query: Bytes,
@@ -56,37 +56,34 @@ pub trait Forward: Send + Sync + 'static {
     ) -> impl Future<Output = Option<Bytes>> + Send;
 }
 
-/// What the DNS server needs.
+/// Settings of the DNS server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Host and port, each. Port 0 is any.
+    /// Each a host and a port. With port 0 the kernel chooses one.
     pub addresses: Vec<String>,
     pub search_domains: SearchDomains,
     pub policy: Policy,
 }
 
-/// How the server ends.
-type Served = Result<(), BoxError>;
-
-/// Takes name tables, and shows the last. Clones share it.
+/// Handle of the DNS server: takes name tables and shows the last one. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Dns {
     tables: watch::Sender<Option<Arc<NameTable>>>,
     search_domains: SearchDomains,
     metrics: Metrics,
-    /// Empty until it has its sockets.
+    /// Empty until the server has its sockets.
     addresses: Arc<OnceLock<Vec<SocketAddr>>>,
-    asked: Asked,
-    /// Held while an index is built: updates of streams that have ended must not pile up.
+    queried: QueriedNames,
+    /// Locked while an index is built, so that the updates of streams that have ended do not pile up.
     building: Arc<Mutex<()>>,
 }
 
-/// Binds all addresses.
+/// Binds UDP and TCP on all addresses.
 pub fn bind(config: &Config) -> Result<Vec<Bound>, Problem> {
-    config.addresses.iter().map(|it| bind_both(it)).collect()
+    config.addresses.iter().map(|a| bind_both(a)).collect()
 }
 
-/// Returns a handle, and what serves on the sockets from when there are some until `shutdown`.
+/// Returns a handle, and a future that waits for the sockets and serves on them until `shutdown`.
 pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
     config: Config,
     sockets: S,
@@ -94,7 +91,10 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
     registry: &Registry,
     retirement: Retirement,
     shutdown: CancellationToken,
-) -> (Dns, impl Future<Output = Served> + Send + use<F, S>) {
+) -> (
+    Dns,
+    impl Future<Output = Result<(), BoxError>> + Send + use<F, S>,
+) {
     let metrics = Metrics::new(registry);
     let (tables, receiver) = watch::channel(None);
     let dns = Dns {
@@ -102,14 +102,14 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
         search_domains: config.search_domains,
         metrics: metrics.clone(),
         addresses: Arc::default(),
-        asked: Asked::default(),
+        queried: QueriedNames::default(),
         building: Arc::default(),
     };
     let shared = server::Shared {
         forwarder,
         policy: config.policy,
         metrics,
-        asked: dns.asked.clone(),
+        queried: dns.queried.clone(),
         tables: receiver,
     };
     let addresses = dns.addresses.clone();
@@ -117,26 +117,26 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
         let Some(bound) = shutdown.run_until_cancelled(sockets).await.transpose()? else {
             return Ok(());
         };
-        let found: Result<_, _> = bound.iter().map(|(udp, _)| udp.local_addr()).collect();
-        // They come once.
-        let _ = addresses.set(found?);
+        let local: Result<_, _> = bound.iter().map(|(udp, _)| udp.local_addr()).collect();
+        // This future alone sets the addresses, and runs once.
+        let _ = addresses.set(local?);
         server::serve(bound, Arc::new(shared), retirement, shutdown).await
     };
     (dns, serving)
 }
 
 impl Dns {
-    /// Takes an encoded name table, once its index is built. The one before stays if it cannot be read, for
-    /// the reason returned.
+    /// Builds the index of an encoded name table and replaces the last table by it. If the table cannot
+    /// be read, the last one stays and the reason is returned.
     pub async fn update(&self, encoded: Bytes) -> Result<(), String> {
-        let alone = self.building.clone().lock_owned().await;
+        let guard = self.building.clone().lock_owned().await;
         let domains = self.search_domains.clone();
         let building = tokio::task::spawn_blocking(move || {
-            // Until the end, also when the update was dropped.
-            let _alone = alone;
+            // Held until the index is built, even if the caller drops the update.
+            let _guard = guard;
             NameTable::build(&encoded, domains)
         });
-        // It is not finished if the agent is ending.
+        // The task is cancelled if the agent is stopping.
         let built = building
             .await
             .map_err(|_| "the name table was not read to its end")?;
@@ -147,63 +147,67 @@ impl Dns {
         Ok(())
     }
 
-    /// Whether there has been a table.
+    /// Returns true once there is a table.
     pub fn is_ready(&self) -> bool {
         self.tables.borrow().is_some()
     }
 
     /// Waits for the first table.
     pub async fn until_ready(&self) {
-        // The sender is here.
+        // It fails only without a sender, and `self` is one.
         let _ = self.tables.subscribe().wait_for(Option::is_some).await;
     }
 
-    /// The table as JSON, if there is one. Takes a while with a large one.
+    /// Renders the table as JSON, if there is one. A large table takes a while.
     pub fn ndsz(&self) -> Option<String> {
-        let table = self.tables.borrow().clone();
-        table.map(|table| table.to_json())
+        // Cloned, so that updates do not wait meanwhile.
+        let table = self.tables.borrow().clone()?;
+        Some(table.to_json())
     }
 
-    /// The number of hosts in the table.
+    /// Returns the number of hosts in the table.
     pub fn hosts(&self) -> Result<usize, Problem> {
         let hosts = self.tables.borrow().as_ref().map(|table| table.hosts());
         let code = codes::DNS_NAME_TABLE_MISSING;
         hosts.ok_or_else(|| Problem::new(code, "name table", "not received from istiod"))
     }
 
-    /// The hosts of the table that were asked for.
+    /// Returns the hosts of the table that clients queried.
     pub fn asked(&self) -> Vec<String> {
-        let table = self.tables.borrow().clone();
-        let names = self.asked.names().into_iter();
-        names
-            .filter_map(|name| table.as_ref()?.host_of(&name))
-            .collect()
+        let Some(table) = self.tables.borrow().clone() else {
+            return Vec::new();
+        };
+        let names = self.queried.names();
+        let hosts = names.iter().filter_map(|name| table.host_of(name));
+        hosts.collect()
     }
 
-    /// Where it listens.
+    /// Returns the addresses that the server listens on.
     pub fn addresses(&self) -> &[SocketAddr] {
         self.addresses.get().map_or(&[], Vec::as_slice)
     }
 }
 
-/// Checks that the agent's DNS server answers. The message is a query of a kind that no server forwards.
+/// Checks that the agent's DNS server answers within `limit`.
 pub async fn answers(server: SocketAddr, limit: Duration) -> Result<(), Problem> {
-    const STATUS: u8 = 2 << 3;
-    let asking = async {
-        let mut message = [0; wire::HEADER];
-        message[wire::FLAGS] = STATUS;
-        let socket = tokio::net::UdpSocket::bind(any_port(server)).await?;
-        socket.connect(server).await?;
-        socket.send(&message).await?;
-        socket.recv(&mut message).await.map(drop)
-    };
-    let answer = tokio::time::timeout(limit, asking).await;
-    let answer = answer.unwrap_or_else(|late| Err(io::Error::from(late)));
+    let answered = tokio::time::timeout(limit, query_status(server)).await;
     let (code, subject) = (codes::DNS_SERVER_SILENT, format!("server {server}"));
-    answer.map_err(|error| Problem::new(code, subject, error))
+    answered
+        .unwrap_or_else(|late| Err(late.into()))
+        .map_err(|error| Problem::new(code, subject, error))
 }
 
-/// Where a client of `server` may bind.
+/// Sends a query with opcode STATUS, which no server forwards, and waits for the answer.
+async fn query_status(server: SocketAddr) -> io::Result<()> {
+    let mut message = [0; wire::HEADER];
+    message[wire::FLAGS] = 2 << 3;
+    let socket = tokio::net::UdpSocket::bind(any_port(server)).await?;
+    socket.connect(server).await?;
+    socket.send(&message).await?;
+    socket.recv(&mut message).await.map(drop)
+}
+
+/// Returns the address that a client of `server` binds: any port of the server's family.
 fn any_port(server: SocketAddr) -> SocketAddr {
     match server {
         SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
@@ -213,21 +217,12 @@ fn any_port(server: SocketAddr) -> SocketAddr {
 
 /// Binds both protocols to one port.
 fn bind_both(address: &str) -> Result<Bound, Problem> {
-    let failed = |protocol| {
-        move |error: io::Error| {
-            let code = match error.kind() {
-                io::ErrorKind::AddrInUse => codes::DNS_PORT_TAKEN,
-                _ => codes::DNS_LISTEN_FAILED,
-            };
-            let found = format!("cannot listen on {protocol} {address}: {error}");
-            Problem::new(code, "failed to start local DNS server", found)
-        }
-    };
-    let udp = UdpSocket::bind(address).map_err(failed("udp"))?;
-    let bound = udp.local_addr().map_err(failed("udp"))?;
-    let tcp = TcpListener::bind(bound).map_err(failed("tcp"))?;
-    udp.set_nonblocking(true).map_err(failed("udp"))?;
-    tcp.set_nonblocking(true).map_err(failed("tcp"))?;
+    let (udp_failed, tcp_failed) = (listen_failed("udp", address), listen_failed("tcp", address));
+    let udp = UdpSocket::bind(address).map_err(&udp_failed)?;
+    let bound = udp.local_addr().map_err(&udp_failed)?;
+    let tcp = TcpListener::bind(bound).map_err(&tcp_failed)?;
+    udp.set_nonblocking(true).map_err(&udp_failed)?;
+    tcp.set_nonblocking(true).map_err(&tcp_failed)?;
     if let Err(error) = rustix::net::sockopt::set_socket_recv_buffer_size(&udp, RECEIVE_BUFFER) {
         tracing::debug!(target: "dns", "cannot enlarge the receive buffer of {bound}: {error}");
     }
@@ -235,6 +230,18 @@ fn bind_both(address: &str) -> Result<Bound, Problem> {
         tracing::info!(target: "dns", "Starting local {protocol} DNS server on {bound}");
     }
     Ok((udp, tcp))
+}
+
+/// Returns the conversion of an error while listening on `address` into a problem.
+fn listen_failed(protocol: &str, address: &str) -> impl Fn(io::Error) -> Problem {
+    move |error| {
+        let code = match error.kind() {
+            io::ErrorKind::AddrInUse => codes::DNS_PORT_TAKEN,
+            _ => codes::DNS_LISTEN_FAILED,
+        };
+        let found = format!("cannot listen on {protocol} {address}: {error}");
+        Problem::new(code, "failed to start local DNS server", found)
+    }
 }
 
 #[cfg(test)]

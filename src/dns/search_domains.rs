@@ -1,15 +1,15 @@
-//! What short names are short for: the pod's namespace, its domain, and its first search domain.
+//! Completes short names: the pod's namespace, its domain, and its first search domain.
 
 /// The domains that complete names in this pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SearchDomains {
     pub(super) namespace: String,
-    /// Without the namespace it began with: `svc.cluster.local`. Empty where names have no short
-    /// forms.
+    /// The domain without the namespace that it begins with: `svc.cluster.local`. If it is empty, names have
+    /// no short forms.
     pub(super) domain: String,
     /// A dot and the first label of the domain, lower case.
     pub(super) first_label: String,
-    /// The first search domain, lower case, without a dot at its end. Empty without any.
+    /// The first search domain, lower case, without a dot at its end. Empty if there is none.
     pub(super) search: String,
 }
 
@@ -17,36 +17,34 @@ impl SearchDomains {
     /// `domain` is the proxy's (`--domain`), `search` the list of resolv.conf, of which only the first
     /// counts: clients try the others themselves.
     pub fn new(namespace: &str, domain: &str, search: &[String]) -> Self {
-        let (first, rest) = domain.split_once('.').unwrap_or((domain, ""));
-        let domain = if first == namespace { rest } else { domain };
-        let first = domain.split('.').next().unwrap_or_default();
-        let search = search.first().map_or("", String::as_str);
+        let domain = match domain.split_once('.').unwrap_or((domain, "")) {
+            (first, rest) if first == namespace => rest,
+            _ => domain,
+        };
+        let label = domain.split('.').next().unwrap_or_default();
+        let first_search = search.first().map_or("", String::as_str);
         Self {
             namespace: namespace.to_owned(),
             domain: domain.to_owned(),
-            first_label: format!(".{}", first.to_ascii_lowercase()),
-            search: search.trim_end_matches('.').to_ascii_lowercase(),
+            first_label: format!(".{}", label.to_ascii_lowercase()),
+            search: first_search.trim_end_matches('.').to_ascii_lowercase(),
         }
     }
 
-    /// What `name` was before the client appended the search domain. A name that ends in the domain
-    /// is complete, so clients append nothing to it.
+    /// Returns `name` as it was before the client appended the search domain. A name that ends in the
+    /// search domain is complete, so clients append nothing to it.
     pub(super) fn before_search<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
         let search = self.search.as_bytes();
-        if search.is_empty() {
-            return None;
-        }
         let base = name.strip_suffix(search)?.strip_suffix(b".")?;
-        // A bare star is no name, whatever is appended to it.
+        // A bare star is not a name. Every name ends in an empty search domain.
         let is_name = !base.is_empty() && base != b"*";
         (is_name && !base.ends_with(search)).then_some(base)
     }
 
-    /// `name.namespace` of `name.namespace.svc`.
+    /// Returns `name.namespace` of `name.namespace.svc`.
     pub(super) fn before_first_label<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
-        let has_label = self.first_label.len() > 1;
         let base = name.strip_suffix(self.first_label.as_bytes())?;
-        (has_label && !base.is_empty()).then_some(base)
+        (self.first_label != "." && !base.is_empty()).then_some(base)
     }
 }
 

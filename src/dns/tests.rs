@@ -91,14 +91,17 @@ fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
     (server, serving)
 }
 
-/// What serves on these sockets.
+/// Returns a server on these sockets: its handle, and the future that serves.
 fn serving(
     config: Config,
     bound: Vec<Bound>,
     registry: &Registry,
     retirement: &Retirement,
     shutdown: &CancellationToken,
-) -> (Dns, impl Future<Output = Served> + Send + use<>) {
+) -> (
+    Dns,
+    impl Future<Output = Result<(), BoxError>> + Send + use<>,
+) {
     let sockets = std::future::ready(Ok(bound));
     let (retirement, shutdown) = (retirement.clone(), shutdown.clone());
     new(config, sockets, Resolver, registry, retirement, shutdown)

@@ -1,14 +1,14 @@
-//! DNS messages as bytes: where their parts are, the question of a query, and writing of answers.
+//! Finds the parts of encoded DNS messages, reads the question of a query, and writes answers.
 //!
-//! Offsets and a few fields are all that answering and forwarding need, so what is not understood
-//! passes as it came. Nothing is trusted: each step checks that the message goes that far. Compressed
-//! names are not followed, so no message can loop, but must point back. EDNS is between neighbours: options
-//! pass in neither direction, and an answer has our own OPT record if its query had one. Sources: RFC 1035
-//! section 4, RFC 6891.
+//! Answering and forwarding need offsets and a few fields only, so everything else passes unchanged.
+//! Nothing is trusted: each step checks that the message is long enough. Compressed names must point
+//! back and are not followed, so no message causes a loop. EDNS is hop by hop: options pass in neither
+//! direction, and an answer has our own OPT record if its query has one. Sources: RFC 1035 section 4,
+//! RFC 6891.
 //!
-//! In answers that are written here the question stands as it came, names point back into it where they
-//! can, and room for the OPT record is kept from the start. What does not fit is left out, and the TC bit
-//! says so.
+//! An answer that is written here repeats the question unchanged, and its names point back into it where
+//! possible. Room for the OPT record is reserved from the start. Records that do not fit are left out,
+//! and the TC bit is set.
 
 use std::io;
 
@@ -24,22 +24,13 @@ pub(crate) const HEADER: usize = 12;
 pub(crate) const FLAGS: usize = 2;
 /// Recursion available, checking disabled, response code.
 pub(crate) const CODE: usize = 3;
-/// Offsets of the four counts.
+/// Offset of the number of questions.
 pub(crate) const QUESTIONS: usize = 4;
-pub(crate) const ANSWERS: usize = 6;
-pub(crate) const AUTHORITIES: usize = 8;
-pub(crate) const ADDITIONALS: usize = 10;
-/// The sections of records, in their order, and where their counts are.
-const SECTIONS: [(Section, usize); 3] = [
-    (Section::Answer, ANSWERS),
-    (Section::Authority, AUTHORITIES),
-    (Section::Additional, ADDITIONALS),
-];
 
-/// What every client takes by UDP.
+/// Bytes that every client accepts by UDP.
 pub(crate) const MIN_UDP: usize = 512;
 
-/// The longest query this agent takes, which it tells clients.
+/// The longest query that this agent accepts, which its OPT records tell.
 pub(crate) const OWN_UDP: u16 = 4096;
 
 /// An OPT record without options.
@@ -73,20 +64,24 @@ pub(crate) const NOTIMP: u8 = 4;
 pub(crate) const REFUSED: u8 = 5;
 const BADVERS: u8 = 16;
 
+/// A section of records. Its value is the offset of the number of its records in the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Section {
-    Answer,
-    Authority,
-    Additional,
+    Answer = 6,
+    Authority = 8,
+    Additional = 10,
 }
 
-/// Where a record is.
+/// The sections in the order of the message.
+const SECTIONS: [Section; 3] = [Section::Answer, Section::Authority, Section::Additional];
+
+/// The offsets of a record.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record {
     pub(crate) section: Section,
     pub(crate) kind: u16,
     pub(crate) start: usize,
-    /// Where its type stands, behind its owner.
+    /// The offset of its type, which follows its owner.
     fixed: usize,
     pub(crate) end: usize,
 }
@@ -98,29 +93,29 @@ impl Record {
 }
 
 pub(crate) fn u16_at(message: &[u8], at: usize) -> Option<u16> {
-    let bytes = message.get(at..at + 2)?;
-    Some(u16::from_be_bytes([bytes[0], bytes[1]]))
+    let bytes = message.get(at..)?.first_chunk()?;
+    Some(u16::from_be_bytes(*bytes))
 }
 
 pub(crate) fn u32_at(message: &[u8], at: usize) -> Option<u32> {
-    let high = u32::from(u16_at(message, at)?);
-    Some(high << 16 | u32::from(u16_at(message, at + 2)?))
+    let bytes = message.get(at..)?.first_chunk()?;
+    Some(u32::from_be_bytes(*bytes))
 }
 
-/// Writes over what is there; past the end it writes nothing.
+/// Overwrites the bytes at an offset, unless they would pass the end.
 pub(crate) fn put(message: &mut [u8], at: usize, bytes: &[u8]) {
     if let Some(place) = message.get_mut(at..at + bytes.len()) {
         place.copy_from_slice(bytes);
     }
 }
 
-/// Response code of a message that has a header.
+/// Returns the response code of a message that has a header.
 pub(crate) fn rcode(message: &[u8]) -> u8 {
     message.get(CODE).map_or(0, |code| code & RCODE)
 }
 
-/// The end of the one question of a message. Its name may not be compressed: there is only the
-/// header to point to.
+/// Finds the end of the only question of a message. Its name cannot be compressed, because only the
+/// header precedes it.
 pub(crate) fn question_end(message: &[u8]) -> Option<usize> {
     if u16_at(message, QUESTIONS)? != 1 {
         return None;
@@ -130,12 +125,12 @@ pub(crate) fn question_end(message: &[u8]) -> Option<usize> {
     (!is_compressed && end <= message.len()).then_some(end)
 }
 
-/// Every record behind the question, if all are there.
+/// Finds the records behind the question; `None` if one is missing.
 pub(crate) fn records(message: &[u8], question_end: usize) -> Option<SmallVec<[Record; 8]>> {
     let mut records = SmallVec::new();
     let mut at = question_end;
-    for (section, count) in SECTIONS {
-        for _ in 0..u16_at(message, count)? {
+    for section in SECTIONS {
+        for _ in 0..u16_at(message, section as usize)? {
             let record = record(message, at, section)?;
             at = record.end;
             records.push(record);
@@ -157,7 +152,7 @@ fn record(message: &[u8], start: usize, section: Section) -> Option<Record> {
     })
 }
 
-/// The end of a name as it stands, and whether it goes on elsewhere.
+/// Returns the end of a name, and whether it is compressed, so that a pointer ends it.
 fn name_end(message: &[u8], start: usize) -> Option<(usize, bool)> {
     let mut at = start;
     // A name has at most 255 bytes.
@@ -175,8 +170,8 @@ fn name_end(message: &[u8], start: usize) -> Option<(usize, bool)> {
     None
 }
 
-/// Reads a message that comes by TCP behind its length. Memory grows with what comes, not with what is
-/// promised.
+/// Reads a message and the length before it from a TCP stream. Memory grows with the bytes received,
+/// not with the announced length.
 pub(crate) async fn read_framed(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let length = stream.read_u16().await?;
     let mut message = Vec::new();
@@ -190,7 +185,7 @@ pub(crate) async fn read_framed(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
 /// An OPT record without its options. Source: RFC 6891, section 6.1.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Edns {
-    /// The longest message that its sender takes by UDP.
+    /// The longest message that its sender accepts by UDP.
     pub(crate) udp_size: u16,
     /// Upper bits of the response code.
     pub(crate) extended: u8,
@@ -210,7 +205,7 @@ impl Edns {
         }
     }
 
-    /// The record for the other side.
+    /// Encodes the record for the other side.
     pub(crate) fn without_options(self, udp_size: u16, extended: u8) -> [u8; OPT_LENGTH] {
         let ([_, kind], [high, low]) = (OPT.to_be_bytes(), udp_size.to_be_bytes());
         let flags = u8::from(self.is_dnssec) << 7;
@@ -219,46 +214,49 @@ impl Edns {
 }
 
 /// Adds our OPT record to an answer if its query had one.
-pub(crate) fn push_opt(answer: &mut Vec<u8>, asked: Option<Edns>, extended: u8) {
-    if let Some(asked) = asked {
-        answer.extend(asked.without_options(OWN_UDP, extended));
-        let count = u16_at(answer, ADDITIONALS).unwrap_or_default();
-        put(answer, ADDITIONALS, &count.saturating_add(1).to_be_bytes());
+pub(crate) fn push_opt(answer: &mut Vec<u8>, query_edns: Option<Edns>, extended: u8) {
+    if let Some(edns) = query_edns {
+        answer.extend(edns.without_options(OWN_UDP, extended));
+        let count_at = Section::Additional as usize;
+        let count = u16_at(answer, count_at).unwrap_or_default();
+        put(answer, count_at, &count.saturating_add(1).to_be_bytes());
     }
 }
 
-/// Cuts a message off behind the first records, which are kept.
-pub(crate) fn keep(message: &mut Vec<u8>, question_end: usize, kept: &[Record]) {
-    message.truncate(kept.last().map_or(question_end, |last| last.end));
-    for (section, at) in SECTIONS {
-        let count = kept.iter().filter(|record| record.section == section);
-        put(message, at, &(count.count() as u16).to_be_bytes());
+/// Cuts off what follows `records`, the first ones of the message, and corrects the header's counts.
+pub(crate) fn truncate_to(message: &mut Vec<u8>, question_end: usize, records: &[Record]) {
+    message.truncate(records.last().map_or(question_end, |last| last.end));
+    for section in SECTIONS {
+        let in_section = records.iter().filter(|record| record.section == section);
+        let count = in_section.count() as u16;
+        put(message, section as usize, &count.to_be_bytes());
     }
 }
 
-/// Why a message is no question.
+/// The error that a message is not a query that can be answered.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum NoQuestion {
-    /// Nothing to answer: a fragment, or itself an answer.
-    Nothing,
-    /// To be refused with this response code; the question, as far as it can be read, ends here.
-    Wrong(u8, Option<usize>, Option<Edns>),
+pub(crate) enum InvalidQuery {
+    /// It gets no reply: a fragment, or itself a reply.
+    Unanswerable,
+    /// It gets an error: the response code, the end of the question if that can be read, and the OPT
+    /// record.
+    Refused(u8, Option<usize>, Option<Edns>),
 }
 
-/// One question.
+/// The question of a query.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Question {
     pub(crate) kind: u16,
     pub(crate) class: u16,
-    /// Where the question section ends.
+    /// Offset of the end of the question section.
     pub(crate) end: usize,
     pub(crate) edns: Option<Edns>,
 }
 
 impl Question {
-    /// Most bytes of an answer that the client takes.
+    /// Returns the bytes that the client accepts at most.
     pub(crate) fn limit(&self, transport: Transport) -> usize {
-        // What a packet has room for, headers deducted.
+        // Of an IPv4 packet, without headers.
         const MAX_UDP: usize = 65_507;
         let size = self.edns.map_or(MIN_UDP, |edns| edns.udp_size.into());
         match transport {
@@ -267,13 +265,13 @@ impl Question {
         }
     }
 
-    /// The name in the query, as it came: labels and the root label.
+    /// Returns the name in the query: its labels and the root label.
     pub(crate) fn name<'a>(&self, query: &'a [u8]) -> &'a [u8] {
         &query[HEADER..self.end - 4]
     }
 
-    /// The name as text: lower case, without a dot at its end. `None` if a label has a dot inside, or a
-    /// byte that is no visible ASCII.
+    /// Returns the name as text: lower case, without a dot at its end. `None` if a label contains a dot,
+    /// or a byte that is not visible ASCII.
     pub(crate) fn text(&self, query: &[u8]) -> Option<SmallVec<[u8; 128]>> {
         let name = self.name(query);
         // Without the length of its first label and without the root label.
@@ -285,7 +283,7 @@ impl Question {
             }
             let label = text.get(at..at + length)?;
             let is_plain = |byte: u8| byte.is_ascii_graphic() && byte != b'.';
-            if !label.iter().fold(true, |is, byte| is & is_plain(*byte)) {
+            if !label.iter().fold(true, |all, byte| all & is_plain(*byte)) {
                 return None;
             }
             at += 1 + length;
@@ -296,12 +294,12 @@ impl Question {
 }
 
 /// Reads a query.
-pub(crate) fn read(message: &[u8]) -> Result<Question, NoQuestion> {
+pub(crate) fn read(message: &[u8]) -> Result<Question, InvalidQuery> {
     if message.len() < HEADER || message[FLAGS] & QR != 0 {
-        return Err(NoQuestion::Nothing);
+        return Err(InvalidQuery::Unanswerable);
     }
     if message.len() > usize::from(OWN_UDP) {
-        return Err(NoQuestion::Wrong(FORMERR, None, None));
+        return Err(InvalidQuery::Refused(FORMERR, None, None));
     }
     let end = question_end(message);
     let records = end.and_then(|end| records(message, end));
@@ -309,26 +307,26 @@ pub(crate) fn read(message: &[u8]) -> Result<Question, NoQuestion> {
     let opt = opts.next();
     let edns = opt.map(|opt| Edns::read(message, opt));
     if message[FLAGS] & OPCODE != 0 {
-        return Err(NoQuestion::Wrong(NOTIMP, None, edns));
+        return Err(InvalidQuery::Refused(NOTIMP, None, edns));
     }
-    // In its section, at the root, whose name is one byte, and alone.
-    let is_proper = |opt: &Record| opt.section == Section::Additional && opt.fixed == opt.start + 1;
-    let has_proper_opt = opt.is_none_or(is_proper) && opts.next().is_none();
-    let Some(whole) = end.filter(|_| records.is_some() && has_proper_opt) else {
-        return Err(NoQuestion::Wrong(FORMERR, end, edns));
+    // An OPT record is alone, in the additional section, and its owner is the root, which has one byte.
+    let is_valid = |opt: &Record| opt.section == Section::Additional && opt.fixed == opt.start + 1;
+    let has_valid_opt = opt.is_none_or(is_valid) && opts.next().is_none();
+    let (Some(question_end), Some(_), true) = (end, &records, has_valid_opt) else {
+        return Err(InvalidQuery::Refused(FORMERR, end, edns));
     };
     if edns.is_some_and(|edns| edns.version > 0) {
-        return Err(NoQuestion::Wrong(BADVERS, end, edns));
+        return Err(InvalidQuery::Refused(BADVERS, end, edns));
     }
     Ok(Question {
-        kind: u16_at(message, whole - 4).unwrap_or_default(),
-        class: u16_at(message, whole - 2).unwrap_or_default(),
-        end: whole,
+        kind: u16_at(message, question_end - 4).unwrap_or_default(),
+        class: u16_at(message, question_end - 2).unwrap_or_default(),
+        end: question_end,
         edns,
     })
 }
 
-/// An answer with records, being written.
+/// Writes an answer with records.
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
     out: &'a mut Vec<u8>,
@@ -339,8 +337,8 @@ pub(crate) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Begins an authoritative answer to `query` in place of what `out` holds, no longer than `limit`,
-    /// whose records have this TTL.
+    /// Begins an authoritative answer of at most `limit` bytes to `query`, in place of the content of
+    /// `out`. All its records have the TTL.
     pub(crate) fn new(
         query: &[u8],
         question: &Question,
@@ -359,20 +357,20 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Adds a record whose owner stands at an offset of the answer. Returns the offset of its data. If it does
-    /// not fit, the answer is truncated, and this record and all later ones are left out.
+    /// Adds a record whose owner name is at offset `owner` of the answer. Returns the offset of its data.
+    /// If the record does not fit, it and all later ones are left out, and the TC bit is set.
     pub(crate) fn record(&mut self, owner: usize, kind: u16, data: &[u8]) -> usize {
         let start = self.out.len();
         if self.out[FLAGS] & TC != 0 {
             return start;
         }
-        // The first owners stand in the first 700 bytes, and an offset has 14 bits.
+        // Owners are in the first 700 bytes, and a pointer has 14 bits.
         let fixed = [0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes);
         self.out.extend_from_slice(fixed.as_flattened());
         self.out.extend_from_slice(&self.ttl.to_be_bytes());
-        // An address or a name.
-        self.out
-            .extend_from_slice(&(data.len() as u16).to_be_bytes());
+        // The data is an address or a name, so its length fits.
+        let length = (data.len() as u16).to_be_bytes();
+        self.out.extend_from_slice(&length);
         let data_at = self.out.len();
         self.out.extend_from_slice(data);
         if self.out.len() > self.limit {
@@ -386,12 +384,13 @@ impl<'a> Writer<'a> {
 
     /// Ends the answer, with an OPT record if the query had one.
     pub(crate) fn finish(self) {
-        put(self.out, ANSWERS, &self.answers.to_be_bytes());
+        let count_at = Section::Answer as usize;
+        put(self.out, count_at, &self.answers.to_be_bytes());
         push_opt(self.out, self.edns, 0);
     }
 }
 
-/// Writes an answer without records: the header, and the question up to `end`.
+/// Writes an answer without records to `out`: the header, and the question up to `end`.
 pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(&query[..end.unwrap_or(HEADER)]);
@@ -401,8 +400,8 @@ pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<
     out[QUESTIONS + 1] = u8::from(end.is_some());
 }
 
-/// Copies `message` to `out`; one longer than `limit` is cut to whole answers from the front, with its OPT
-/// record if it had one, and the TC bit. Names only point back, so what is left reads as before.
+/// Copies `message` to `out`. If it is longer than `limit`, the TC bit is set and only the first answers
+/// that fit and the OPT record remain. Names only point back, so the remaining ones stay valid.
 pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(message);
@@ -414,12 +413,12 @@ pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     let records = records(message, question_end).unwrap_or_default();
     let opt = records.iter().find(|record| record.kind == OPT);
     let opt = opt.map_or(&[][..], |opt| &message[opt.start..opt.end]);
-    // A question is shorter than the least limit.
+    // A question is shorter than the smallest limit.
     let room = limit.saturating_sub(opt.len());
     let fits = |record: &&Record| record.section == Section::Answer && record.end <= room;
     let count = records.iter().take_while(fits).count();
-    keep(out, question_end, &records[..count]);
+    truncate_to(out, question_end, &records[..count]);
     out[FLAGS] |= TC;
-    out[ADDITIONALS + 1] = u8::from(!opt.is_empty());
+    out[Section::Additional as usize + 1] = u8::from(!opt.is_empty());
     out.extend(opt);
 }

@@ -1,7 +1,7 @@
-//! Traffic capture: whether the rules of this network namespace lead to Envoy.
+//! Checks that the capture rules of this network namespace redirect traffic to Envoy.
 //!
-//! Most settings of the rules belong to another container or to istio-cni. So only ways of packets are
-//! checked that do not depend on them.
+//! Most settings of the rules belong to another container or to istio-cni. The checks therefore simulate only packets
+//! whose redirection does not depend on them.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -23,14 +23,14 @@ use crate::capture::verify;
 use crate::problem::{Code, Problem, codes};
 
 const NAME: &str = "rules";
-/// What is captured leads to these ports, unless the mesh configuration has others.
+/// Envoy's ports for captured traffic, unless the mesh configuration has others.
 const OUTBOUND: u16 = 15001;
 const INBOUND: u16 = 15006;
-/// The port at which istio-validation calls Envoy as an application of the pod.
-const CALLED: u16 = 15002;
+/// The destination port of the test connection, as in istio-validation.
+const TEST_PORT: u16 = 15002;
 /// Envoy's user in Istio's images.
 const PROXY: u32 = 1337;
-/// Of a connection over lo.
+/// The time limit of a connection over lo.
 const CONNECT_LIMIT: Duration = Duration::from_millis(300);
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
@@ -49,19 +49,20 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let is_first_v6 = node.addresses.first().is_some_and(IpAddr::is_ipv6);
     let families = [Family::V4, Family::V6].into_iter().filter(|family| {
         let is_v6 = *family == Family::V6;
-        let mut of_each = node.addresses.iter().map(IpAddr::is_ipv6);
-        is_v6 == is_first_v6 || subject.config.bootstrap.dual_stack && of_each.any(|it| it == is_v6)
+        let mut are_v6 = node.addresses.iter().map(IpAddr::is_ipv6);
+        is_v6 == is_first_v6 || subject.config.bootstrap.dual_stack && are_v6.any(|it| it == is_v6)
     });
-    let checks = families.map(|family| of_family(subject, family));
+    let checks = families.map(|family| family_checks(subject, family));
     join_all(checks).await.into_iter().flatten().collect()
 }
 
-async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
+async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     let layout = match timeout(PROBE_LIMIT, verify::live(family, PATH)).await {
         Ok(Ok(layout)) => layout,
-        Ok(Err(problem)) => return vec![called(subject, family, &problem.found).await],
+        Ok(Err(problem)) => return vec![test_connection(subject, family, &problem.found).await],
         Err(_) => {
-            return vec![called(subject, family, "the program that reads them does not end").await];
+            let why = "the program that reads them does not end";
+            return vec![test_connection(subject, family, why).await];
         }
     };
     let version = match family {
@@ -73,12 +74,12 @@ async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
             format!("no chain of Istio for {version} leads to ports {OUTBOUND} and {INBOUND}");
         return vec![error(codes::CAPTURE_RULES_MISSING, found)];
     }
-    let mut checks = ways(&layout, family, envoys_account(subject));
+    let mut checks = simulated_connections(&layout, family, envoy_ids(subject));
     checks.extend(layout.earlier_dns.iter().map(|rule| {
         let found = format!("a DNS rule of an earlier version of Istio: {rule}");
         error(codes::CAPTURE_RULES_EARLIER, found)
     }));
-    checks.extend(dns(&layout, &captured_ports(subject, family)));
+    checks.extend(dns(&layout, &dns_ports(subject, family)));
     if checks.is_empty() {
         let port = |chain| layout.redirects_to(chain).unwrap_or_default();
         let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect].map(port);
@@ -92,18 +93,18 @@ fn error(code: &'static Code, found: String) -> Check {
     Check::of(&Problem::new(code, NAME, found))
 }
 
-/// Opens a connection, where rules cannot be read, as istio-validation does: what Envoy's user sends over
-/// lo to an address of the pod is redirected to Envoy.
-async fn called(subject: Subject<'_>, family: Family, why: &str) -> Check {
+/// Opens a test connection if the rules cannot be read, as istio-validation does: connections of Envoy's user over
+/// lo to an address of the pod are redirected to Envoy.
+async fn test_connection(subject: Subject<'_>, family: Family, why: &str) -> Check {
     let skipped = || Check::skipped(NAME, format!("cannot be read: {why}"));
-    let mut own = subject.config.bootstrap.node.addresses.iter();
-    let is_first = own.next().is_some_and(IpAddr::is_ipv6) == (family == Family::V6);
-    // Rules treat root's connections differently. The second family of a pod may have no route to the address.
+    let first = subject.config.bootstrap.node.addresses.first();
+    let is_first = first.is_some_and(IpAddr::is_ipv6) == (family == Family::V6);
+    // Rules treat root's connections differently. A pod may not have a route to the address in its second family.
     if geteuid().is_root() || !is_first {
         return skipped();
     }
-    let [own, called, _] = addresses(family);
-    let (call, envoy) = ((called, CALLED).into(), (own, INBOUND).into());
+    let [loopback, inbound, _] = addresses(family);
+    let (call, envoy) = ((inbound, TEST_PORT).into(), (loopback, INBOUND).into());
     match tokio::join!(connects(call), connects(envoy)) {
         (Ok(()), _) => Check::ok(NAME, format!("a call to {call} is redirected to Envoy")),
         (Err(failed), Ok(())) if failed.kind() == io::ErrorKind::ConnectionRefused => {
@@ -115,7 +116,7 @@ async fn called(subject: Subject<'_>, family: Family, why: &str) -> Check {
     }
 }
 
-/// Loopback, the address at which Envoy calls applications, and one outside of the pod.
+/// Returns loopback, the address from which Envoy connects to applications, and an address outside of the pod.
 fn addresses(family: Family) -> [IpAddr; 3] {
     const OUTSIDE: [u16; 8] = [0x2001, 0xdb8, 7, 0, 0, 0, 0, 7];
     match family {
@@ -129,17 +130,17 @@ async fn connects(address: SocketAddr) -> io::Result<()> {
     connected.map_err(io::Error::from)?.map(drop)
 }
 
-/// Simulates connections of Envoy to its own pod and to other machines. Returns those that do not arrive.
-fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check> {
-    let [own, called, outside] = addresses(family);
-    let ends = |destination: (IpAddr, u16), interface: &str| {
+/// Simulates connections of Envoy to its own pod and to other machines. Returns errors for those that do not arrive.
+fn simulated_connections(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check> {
+    let [loopback, inbound, outside] = addresses(family);
+    let simulate_to = |destination: (IpAddr, u16), interface: &str| {
         let packet = Packet {
             direction: Direction::Out {
                 user: user.into(),
                 group: group.into(),
             },
             protocol: Protocol::Tcp,
-            source: (own, 0).into(),
+            source: (loopback, 0).into(),
             destination: destination.into(),
             interface: interface.to_owned(),
         };
@@ -147,21 +148,21 @@ fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check
         (decision, format!("{packet} {decision}"))
     };
     let mut checks = Vec::new();
-    let (decision, found) = ends((called, CALLED), "lo");
+    let (decision, found) = simulate_to((inbound, TEST_PORT), "lo");
     // In TPROXY, Envoy runs as root: only its group's rules match, which mark the call for TPROXY.
     if !matches!(decision, Decision::Redirected(_) | Decision::Tproxied(_)) {
         let found = format!("{found}, expected Envoy's inbound port");
         checks.push(error(codes::CAPTURE_RULES_CHANGED, found));
     }
-    let (decision, found) = ends((outside, 443), "eth0");
+    let (decision, found) = simulate_to((outside, 443), "eth0");
     if decision != Decision::Untouched {
         checks.push(error(codes::CAPTURE_PROXY_UID, found));
     }
     checks
 }
 
-/// The user and the group of Envoy, and so of the agent unless it is root.
-fn envoys_account(subject: Subject<'_>) -> (u32, u32) {
+/// Returns the user and the group of Envoy, which are those of the agent unless it is root.
+fn envoy_ids(subject: Subject<'_>) -> (u32, u32) {
     let envoy = subject.config.envoy.as_ref();
     match (envoy.and_then(|envoy| envoy.command.user), subject.running) {
         (Some(user), _) => (user, user),
@@ -170,26 +171,26 @@ fn envoys_account(subject: Subject<'_>) -> (u32, u32) {
     }
 }
 
-/// The ports at which the agent answers the captured DNS queries of a family; none if it does not.
-fn captured_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
+/// Returns the ports at which the agent answers the captured DNS queries of a family; none if it does not.
+fn dns_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
     let config = subject.config;
-    let dns = config.dns.as_ref();
-    let dns = dns.filter(|_| config.bootstrap.node.is_true("DNS_CAPTURE"));
-    let own = dns.iter().flat_map(|dns| &dns.forwarder.own_addresses);
-    let own = own.filter(|own| own.is_ipv4() == (family == Family::V4));
-    own.map(SocketAddr::port).collect()
+    let is_captured = config.bootstrap.node.is_true("DNS_CAPTURE");
+    let dns = config.dns.iter().filter(|_| is_captured);
+    dns.flat_map(|dns| &dns.forwarder.own_addresses)
+        .filter(|address| address.is_ipv4() == (family == Family::V4))
+        .map(SocketAddr::port)
+        .collect()
 }
 
 /// Checks that DNS is captured for the agent, which answers at these ports.
-fn dns(layout: &Layout, own: &[u16]) -> Option<Check> {
+fn dns(layout: &Layout, agent_ports: &[u16]) -> Option<Check> {
+    let expected = agent_ports.first()?;
     let found = match layout.redirects_to(Chain::OutputDns) {
-        _ if own.is_empty() => return None,
-        Some(port) if own.contains(&port) => return None,
+        Some(port) if agent_ports.contains(&port) => return None,
         Some(port) => format!("DNS queries are redirected to port {port}"),
         None => "DNS queries are not redirected".to_owned(),
     };
-    let own = own[0];
-    let found = format!("{found}, expected redirection to the agent's port {own}");
+    let found = format!("{found}, expected redirection to the agent's port {expected}");
     Some(error(codes::DNS_NOT_CAPTURED, found))
 }
 
@@ -231,11 +232,8 @@ COMMIT
     #[test]
     fn rules_that_lead_elsewhere_are_found_by_the_packets_they_mislead() {
         let ends = |layout: &Layout, user| {
-            let checks = ways(layout, Family::V4, (user, user));
-            checks
-                .iter()
-                .map(|check| check.found.clone())
-                .collect::<Vec<_>>()
+            let checks = simulated_connections(layout, Family::V4, (user, user)).into_iter();
+            checks.map(|check| check.found).collect::<Vec<_>>()
         };
         assert_eq!(ends(&layout("", ""), 1337), [""; 0]);
         let of_another = ends(&layout("", ""), 1000);
@@ -260,7 +258,7 @@ COMMIT
         }
     }
 
-    /// As root, Envoy is known by its group alone, whose calls are marked.
+    /// If Envoy runs as root, rules identify it by its group only, and mark its connections.
     const TPROXY: &str = "*mangle
 :PREROUTING ACCEPT [0:0]
 :OUTPUT ACCEPT [0:0]
@@ -285,10 +283,16 @@ COMMIT
                 .expect("rules")
                 .layout()
         };
-        assert_eq!(ways(&layout(TPROXY), Family::V4, (0, 1337)), []);
-        assert_eq!(ways(&layout(TPROXY), Family::V4, (1337, 1337)), []);
+        assert_eq!(
+            simulated_connections(&layout(TPROXY), Family::V4, (0, 1337)),
+            []
+        );
+        assert_eq!(
+            simulated_connections(&layout(TPROXY), Family::V4, (1337, 1337)),
+            []
+        );
         let unmarked = TPROXY.replace("--gid-owner 1337", "--gid-owner 1338");
-        let checks = ways(&layout(&unmarked), Family::V4, (0, 1337));
+        let checks = simulated_connections(&layout(&unmarked), Family::V4, (0, 1337));
         assert_eq!(checks.len(), 1, "{checks:?}");
         assert!(checks[0].found.contains("127.0.0.6:15002"), "{checks:?}");
     }

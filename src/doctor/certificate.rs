@@ -1,4 +1,4 @@
-//! The workload certificate, its files, and other secrets from files.
+//! Checks the workload certificate, its files, and other secrets from files.
 
 use std::time::SystemTime;
 
@@ -7,7 +7,7 @@ use rustix::fs::{Access, access};
 
 use super::certificates::{ROOTS, chain, latest};
 use super::report::{Check, Level};
-use super::{Running, Subject, run_blocking};
+use super::{Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
 use crate::problem::{Problem, codes};
 use crate::sds::revocation_problem;
@@ -19,9 +19,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let (config, running) = (subject.config, subject.running);
     let served = running.map(|running| Subscription::new(running.secrets.clone(), &running.files));
     let authority = running.and_then(|running| running.secrets.as_ref());
-    let (own, mut checks) = own(subject, served.as_ref()).await;
+    let ([certificate, roots], mut checks) = workload_secrets(subject, served.as_ref()).await;
     let now = Clock::system().now();
-    let [certificate, roots] = own;
     let roots = match roots {
         Some(Secret::Roots(roots)) => Some(roots.pem().clone()),
         _ => None,
@@ -29,12 +28,14 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let mut pem = Bytes::new();
     if let Some(Secret::Certificate(certificate)) = &certificate {
         pem = certificate.chain_pem().clone();
-        let odd = authority.and_then(|_| certificate.clock_problem(now));
-        let odd = odd.as_ref().map(Check::of);
-        checks.push(odd.unwrap_or_else(|| chain(WORKLOAD, &pem, roots.as_deref(), now)));
+        let clock_problem = authority.and_then(|_| certificate.clock_problem(now));
+        checks.push(match &clock_problem {
+            Some(problem) => Check::of(problem),
+            None => chain(WORKLOAD, &pem, roots.as_deref(), now),
+        });
     }
     if let Some(authority) = authority {
-        checks.push(signed(authority, certificate.is_some()));
+        checks.push(renewal(authority, certificate.is_some()));
     } else if checks.is_empty() {
         let why = running.map_or(
             "known to a running agent only",
@@ -46,7 +47,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let mut reported = checks.iter().map(|check| check.code.as_str());
     let is_reported = reported.any(|code| code == codes::ROOTS_EXPIRED.name);
     if let Some(latest) = latest(&roots, now).filter(|_| !is_reported) {
-        let mut check = latest.life(ROOTS, now);
+        let mut check = latest.validity(ROOTS, now);
         check.found = format!("{} in use; {}", roots.len(), check.found);
         checks.push(check);
     }
@@ -54,9 +55,9 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         let crl = config.secret_sources.options.crl.clone();
         let output = config.secrets.output.clone();
         let files = move || {
-            let denied = |it: output::Config| {
-                let error = access(&it.directory, Access::WRITE_OK).err()?;
-                Some(output::problem(&it, error.into()))
+            let denied = |output: output::Config| {
+                let error = access(&output.directory, Access::WRITE_OK).err()?;
+                Some(output::problem(&output, error.into()))
             };
             let lists = crl.and_then(|path| revocation_problem(&path, &pem));
             [lists, output.and_then(denied)]
@@ -66,21 +67,21 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     }
     if let Some(running) = running {
         checks.extend(running.refusals.lock().values().map(Check::of));
-        checks.extend(of_files(&running.files, now));
+        checks.extend(other_secrets(&running.files, now));
     }
     checks
 }
 
-/// The workload's certificate and its roots, as served, or as their files hold them where no agent
-/// runs; and what is wrong with the files.
-async fn own(
+/// Returns the workload's certificate and its roots: those that are served or, if no agent runs, those in the files.
+/// Also returns the problems of the files.
+async fn workload_secrets(
     subject: Subject<'_>,
     served: Option<&Subscription>,
 ) -> ([Option<Secret>; 2], Vec<Check>) {
     let mut secrets = [Name::Default, Name::RootCa].map(|name| served?.get(&name).available());
     let files = subject.config.secret_sources.files.workload.clone();
-    let is_other = |running: &Running| !running.serves_secrets;
-    let Some(files) = files.filter(|_| !subject.running.is_some_and(is_other)) else {
+    let serves = subject.running.is_none_or(|running| running.serves_secrets);
+    let Some(files) = files.filter(|_| serves) else {
         return (secrets, Vec::new());
     };
     let (is_only_source, path) = (files.is_only_source, files.chain.display().to_string());
@@ -97,7 +98,7 @@ async fn own(
         match read {
             Ok(found) if served.is_none() => *secret = Some(found),
             Err(problem) if is_only_source || problem.code != codes::SECRET_FILE_MISSING => {
-                // The secret that was read before stays in use, until the agent ends.
+                // The agent continues to use the secret that it has read before.
                 let level = secret.as_ref().map_or(Level::Error, |_| Level::Warning);
                 checks.push(Check::problem(level, &problem));
             }
@@ -107,8 +108,8 @@ async fn own(
     (secrets, checks)
 }
 
-/// The requests to the authority.
-fn signed(secrets: &Secrets, is_served: bool) -> Check {
+/// Checks the requests to the authority.
+fn renewal(secrets: &Secrets, is_served: bool) -> Check {
     match (secrets.problem(), secrets.latest().dates) {
         (Some(problem), _) if is_served || problem.code == codes::CERTIFICATE_NOT_ISSUED => {
             Check::problem(Level::Warning, &problem)
@@ -119,8 +120,8 @@ fn signed(secrets: &Secrets, is_served: bool) -> Check {
     }
 }
 
-/// The other secrets from files that Envoy has asked for.
-fn of_files(files: &Files, now: SystemTime) -> Vec<Check> {
+/// Checks the other secrets from files that Envoy has requested.
+fn other_secrets(files: &Files, now: SystemTime) -> Vec<Check> {
     let others = files.others().into_iter();
     let checks = others.filter_map(|(name, state)| match state {
         SecretState::Available(Secret::Certificate(pair)) => {

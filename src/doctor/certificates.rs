@@ -1,4 +1,4 @@
-//! What an operator wants to know of a certificate.
+//! Checks certificates and chains for validity and for acceptance by peers.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,43 +21,43 @@ use crate::trust_anchors;
 pub(super) const ROOTS: &str = "roots of the mesh";
 
 impl Facts {
-    /// The certificates of a PEM file; broken ones are left out.
+    /// Reads the certificates of a PEM file. Broken ones are left out.
     pub(super) fn of_pem(pem: &[u8]) -> Vec<Self> {
         let certificates = pem::items::<CertificateDer>(pem).flatten();
         certificates.flat_map(|der| Self::read(&der)).collect()
     }
 
-    /// Whether it is valid now, and `what` it is.
-    pub(super) fn life(&self, what: &str, now: SystemTime) -> Check {
-        let Some(problem) = self.validity_problem(what, now) else {
+    /// Checks that the certificate is valid now. `name` names it.
+    pub(super) fn validity(&self, name: &str, now: SystemTime) -> Check {
+        let Some(problem) = self.validity_problem(name, now) else {
             let end = rfc3339(self.not_after);
-            return Check::ok(what, format!("{self}, valid until {end}"));
+            return Check::ok(name, format!("{self}, valid until {end}"));
         };
         Check::of(&problem)
     }
 }
 
-/// The one that is valid for longest. Others of a bundle may be of a rotation that is over or has not
-/// begun.
+/// Returns the certificate that is valid for longest. Others of a bundle may belong to a rotation that is over or has
+/// not begun.
 pub(super) fn latest(facts: &[Facts], now: SystemTime) -> Option<&Facts> {
     let facts = facts.iter();
     facts.max_by_key(|facts| (facts.not_before <= now, facts.not_after))
 }
 
-/// Whether a chain serves: its leaf is valid, and peers that trust `roots` accept it. Where it is not
-/// known whom peers trust, another certificate that is not valid is a warning.
-pub(super) fn chain(what: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemTime) -> Check {
+/// Checks a chain: its leaf must be valid, and peers that trust `roots` must accept it. If the roots of peers are
+/// unknown, another invalid certificate is a warning.
+pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemTime) -> Check {
     let facts = Facts::of_pem(chain);
-    let mut lives = facts.iter().map(|each| each.life(what, now));
-    let leaf = lives.next().unwrap_or_else(|| {
+    let mut checks = facts.iter().map(|link| link.validity(name, now));
+    let leaf = checks.next().unwrap_or_else(|| {
         let found = "there is no certificate in it";
-        Check::of(&Problem::new(codes::SECRET_FILE_UNUSABLE, what, found))
+        Check::of(&Problem::new(codes::SECRET_FILE_UNUSABLE, name, found))
     });
     if leaf.level == Level::Error {
         return leaf;
     }
     let Some(roots) = roots else {
-        let invalid = lives.find(|other| other.level == Level::Error);
+        let invalid = checks.find(|other| other.level == Level::Error);
         let level = Level::Warning;
         return invalid.map_or(leaf, |other| Check { level, ..other });
     };
@@ -68,7 +68,7 @@ pub(super) fn chain(what: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let mut signers = roots.iter();
     let signer = signers.find(|root| facts.iter().any(|link| link.issuer == root.subject));
     if let Some(signer) = signer.filter(|root| root.not_after < now) {
-        let found = signer.life("", now).found;
+        let found = signer.validity("", now).found;
         return Check::of(&Problem::new(codes::ROOTS_EXPIRED, ROOTS, found));
     }
     if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
@@ -87,15 +87,15 @@ pub(super) fn chain(what: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
         let (issuer, end) = (&link.issuer, rfc3339(link.not_after));
         format!("{link} (issued by {issuer}, valid until {end})")
     });
-    let links = Vec::from_iter(links).join(", ");
-    let roots = roots.into_iter().take(MAX_NAMES);
-    let roots = Vec::from_iter(roots.map(|root| root.subject)).join("; ");
-    let found = format!("{peers} reject {links}: {why}; the mesh's roots are {roots}");
-    let problem = Problem::new(codes::CERTIFICATE_CHAIN_REJECTED, what, found);
+    let rejected = Vec::from_iter(links).join(", ");
+    let subjects = roots.into_iter().take(MAX_NAMES).map(|root| root.subject);
+    let trusted = Vec::from_iter(subjects).join("; ");
+    let found = format!("{peers} reject {rejected}: {why}; the mesh's roots are {trusted}");
+    let problem = Problem::new(codes::CERTIFICATE_CHAIN_REJECTED, name, found);
     Check::problem(level, &problem)
 }
 
-/// Verifies a chain as the client's and as the server's, as Envoy does. A SPIFFE identity has no DNS name
+/// Verifies a chain both as a client's and as a server's, like Envoy. A SPIFFE identity has no DNS name
 /// to compare.
 fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
     let chain: Vec<_> = pem::items(chain).flatten().collect();
@@ -105,8 +105,8 @@ fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
     let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH);
     let now = UnixTime::since_unix_epoch(since_epoch.unwrap_or_default());
     let algorithms = provider.signature_verification_algorithms.all;
-    let verifier = WebPkiClientVerifier::builder_with_provider(store.clone(), provider).build();
-    let verifier = verifier.map_err(|error| Error::General(error.to_string()))?;
+    let built = WebPkiClientVerifier::builder_with_provider(store.clone(), provider).build();
+    let verifier = built.map_err(|error| Error::General(error.to_string()))?;
     let verdict = verifier.verify_client_cert(leaf, others, now).map(drop);
     roots.review(verdict, leaf, others, |usage| usage.client_auth)?;
     let parsed = ParsedCertificate::try_from(leaf)?;
@@ -192,7 +192,7 @@ mod tests {
         store
     }
 
-    /// Whether peers that trust `roots` end handshakes with the workload well: a server and a client.
+    /// Returns true if peers that trust `roots`, a server and a client, complete handshakes with the workload.
     async fn is_accepted(chain: &str, key: &str, roots: &str) -> bool {
         let root = authority("peers", 2999, None);
         let [peer, peer_key] = workload(2999, &[], &root);
@@ -233,7 +233,7 @@ mod tests {
         true
     }
 
-    /// What is said of these files.
+    /// Checks the chain in these files.
     fn verdict(chain_pem: &str, key: &str, roots: &str) -> Check {
         let directory = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {
@@ -406,7 +406,7 @@ mod tests {
         }
     }
 
-    /// As of a gateway, whose clients may trust any root.
+    /// A gateway does not know the roots of its clients.
     #[test]
     fn without_roots_an_intermediate_that_has_expired_is_a_warning() {
         let root = authority("root", 2999, None);
@@ -438,7 +438,7 @@ mod tests {
             (day(21_900), Level::Warning, "expires in 15 d"),
             (day(22_000), Level::Error, "ago, at 2030-01-01"),
         ] {
-            let check = facts.life("it", now);
+            let check = facts.validity("it", now);
             assert_eq!(check.level, level, "{check}");
             assert!(check.found.contains(words), "{check}");
         }
@@ -451,7 +451,7 @@ mod tests {
             let at = at % der.len();
             der[at] = byte;
             if let Ok(facts) = Facts::read(&der) {
-                facts.life("it", SystemTime::UNIX_EPOCH);
+                facts.validity("it", SystemTime::UNIX_EPOCH);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Settings that cannot be used or have no effect.
+//! Reports settings that cannot be used or have no effect.
 
 use super::report::{Check, Level};
 use crate::config::{Config, Problem};
@@ -10,10 +10,11 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
         Err(problems) => return checks_of(Level::Error, problems),
     };
     let consequence = "the agent cannot request certificates, unless another process serves them";
-    let of_authority = config.authority_problems.iter().cloned();
-    let of_authority = of_authority.map(|problem| problem.consequence(consequence));
     let mut checks = checks_of(Level::Warning, &config.warnings);
-    checks.extend(of_authority.map(|problem| Check::problem(Level::Warning, &problem)));
+    for problem in &config.authority_problems {
+        let warning = problem.clone().consequence(consequence);
+        checks.push(Check::problem(Level::Warning, &warning));
+    }
     if checks.is_empty() {
         checks.push(Check::ok("settings", "all can be used"));
     }
@@ -26,6 +27,6 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
 }
 
 fn checks_of(level: Level, problems: &[Problem]) -> Vec<Check> {
-    let checks = problems.iter();
-    checks.map(|it| Check::problem(level, it)).collect()
+    let checks = problems.iter().map(|it| Check::problem(level, it));
+    checks.collect()
 }

@@ -1,9 +1,9 @@
-//! One discovery request, as cheap for istiod as an answered one can be.
+//! Sends one discovery request that is as cheap for istiod as possible.
 //!
-//! It asks for the endpoints of a cluster that does not exist: istiod answers for any name and any kind
-//! of proxy with an empty list, and neither generates clusters nor listeners. The node has no metadata
-//! by which istiod registers machines (`AUTO_REGISTER_GROUP`, `WorkloadEntry`), so nothing is written
-//! to the cluster when the stream opens and ends.
+//! The request asks for the endpoints of a cluster that does not exist: istiod answers any name and any kind
+//! of proxy with an empty list, without generating clusters or listeners. The node has no metadata
+//! by which istiod registers machines (`AUTO_REGISTER_GROUP`, `WorkloadEntry`), so istiod writes nothing
+//! to the Kubernetes cluster when the stream opens and ends.
 
 use envoy_types::pb::envoy::config::core::v3::Node as EnvoyNode;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
@@ -22,7 +22,7 @@ use crate::istiod::probe::Probe;
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const NO_CLUSTER: &str = "outbound|1||istio-agent-doctor.invalid";
 
-/// What istiod compares with the token, and reads its answer's format from.
+/// The metadata that istiod compares with the token, and from which it derives the format of its response.
 const METADATA: [&str; 4] = [
     "NAMESPACE",
     "SERVICE_ACCOUNT",
@@ -30,7 +30,7 @@ const METADATA: [&str; 4] = [
     "ISTIO_VERSION",
 ];
 
-/// The version of the answer. Waits for as long as istiod takes.
+/// Sends the request, and returns the version of the response. Waits without a limit.
 pub(super) async fn ask(
     probe: Probe,
     config: &Config,
@@ -38,7 +38,7 @@ pub(super) async fn ask(
     node: &Node,
 ) -> Result<String, Status> {
     let service = probe.connection.clone().service();
-    // The stream stays open until the answer is there.
+    // The stream stays open until the response arrives.
     let requests = futures_util::stream::once(std::future::ready(request(node)));
     let mut call = tonic::Request::new(requests.chain(futures_util::stream::pending()));
     *call.metadata_mut() = MetadataMap::from_headers(config.headers(authorization));

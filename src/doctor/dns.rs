@@ -1,4 +1,4 @@
-//! The agent's DNS server, the pod's resolvers and the name table.
+//! Checks the agent's DNS server, the pod's resolvers and the name table.
 
 use std::net::SocketAddr;
 
@@ -14,7 +14,7 @@ use crate::problem::{Problem, codes};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(config) = &subject.config.dns else {
-        // Applications ask these resolvers themselves. There may be none on a machine.
+        // Applications query these resolvers themselves. A virtual machine may not have any.
         let config = forward::Config {
             resolv_conf: subject.config.resolv_conf.clone(),
             ..forward::Config::default()
@@ -24,22 +24,22 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.retain(|check| check.code != codes::DNS_RESOLVER_MISSING.name);
         return checks;
     };
-    let own = subject.running.and_then(|running| running.dns.as_ref());
-    let own = own.map(|dns| dns.addresses()).unwrap_or_default();
-    let forwarder = subject.running.and_then(|it| it.forwarder.clone());
-    // Without the agent's own, a question that comes back is not noticed.
+    let dns = subject.running.and_then(|running| running.dns.as_ref());
+    let addresses = dns.map(|dns| dns.addresses()).unwrap_or_default();
+    let running = subject.running.and_then(|it| it.forwarder.clone());
+    // A forwarding loop is detected only by the forwarder of the running agent.
     let forwarder =
-        forwarder.unwrap_or_else(|| Forwarder::new(config.forwarder.clone(), &Registry::default()));
-    let (mut checks, of_resolvers) = tokio::join!(
-        join_all(own.iter().map(|address| server(*address))),
+        running.unwrap_or_else(|| Forwarder::new(config.forwarder.clone(), &Registry::default()));
+    let (mut checks, resolvers) = tokio::join!(
+        join_all(addresses.iter().map(|address| server(*address))),
         resolvers(&config.forwarder, &forwarder)
     );
-    checks.extend(of_resolvers);
+    checks.extend(resolvers);
     checks.push(name_table(subject.running));
     checks
 }
 
-/// The agent's own server.
+/// Checks that the agent's own server answers.
 async fn server(address: SocketAddr) -> Check {
     match dns::answers(address, PROBE_LIMIT).await {
         Ok(()) => Check::ok(format!("server {address}"), "answers"),
@@ -47,54 +47,51 @@ async fn server(address: SocketAddr) -> Check {
     }
 }
 
-/// Reads `resolv.conf`, and asks the resolvers in it.
+/// Reads `resolv.conf`, and queries the resolvers in it.
 async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check> {
     let path = config.resolv_conf.clone();
     let name = path.display().to_string();
-    let read = run_blocking(move || ResolvConf::read(&path)).await;
-    let mut found = match read {
-        Ok(Ok(found)) => found,
+    let mut resolv_conf = match run_blocking(move || ResolvConf::read(&path)).await {
+        Ok(Ok(resolv_conf)) => resolv_conf,
         Ok(Err(problem)) => return vec![Check::of(&problem)],
         Err(late) => return vec![super::late(name, late)],
     };
-    let problems = found.without_own(&config.own_addresses, &config.resolv_conf);
+    let problems = resolv_conf.without_own(&config.own_addresses, &config.resolv_conf);
     let mut checks: Vec<_> = problems.iter().map(Check::of).collect();
     if checks.is_empty() {
-        let count = found.nameservers.len();
-        let search = found.search.join(" ");
+        let count = resolv_conf.nameservers.len();
+        let search = resolv_conf.search.join(" ");
         let found = format!("{count} resolvers, search domains: {search}");
         checks.push(Check::ok(name, found));
     }
-    let transport = if found.use_tcp {
+    let transport = if resolv_conf.use_tcp {
         Transport::Tcp
     } else {
         Transport::Udp
     };
-    // Resolvers of a cluster answer in its domains without those of others.
-    let domain = found.search.first().map_or("", String::as_str);
-    let servers = found.nameservers.iter();
-    let answers = servers.map(|server| forwarder.probe(*server, transport, domain));
-    let answers = join_all(answers).await;
+    // Resolvers of a cluster answer in its domains without querying other resolvers.
+    let domain = resolv_conf.search.first().map_or("", String::as_str);
+    let servers = resolv_conf.nameservers.iter();
+    let probes = servers.map(|server| forwarder.probe(*server, transport, domain));
+    let answers = join_all(probes).await;
     let has_any = answers.iter().any(is_answer);
-    let answers = found.nameservers.iter().zip(answers);
-    checks.extend(answers.map(|(server, answer)| resolver(*server, answer, has_any)));
+    let answers_by_server = resolv_conf.nameservers.iter().zip(answers);
+    checks.extend(answers_by_server.map(|(server, answer)| resolver(*server, answer, has_any)));
     checks
 }
 
+/// Returns true if a resolver answers, also with a refusal.
 fn is_answer(answer: &Result<&'static str, Problem>) -> bool {
     let refuses = |problem: &Problem| problem.code == codes::DNS_RESOLVER_REFUSES;
     answer.as_ref().err().is_none_or(refuses)
 }
 
-/// What one resolver answers. While others do, it is asked last.
-fn resolver(
-    server: SocketAddr,
-    answer: Result<&'static str, Problem>,
-    others_answer: bool,
-) -> Check {
+/// Checks the answer of a resolver. A failure is a warning if another resolver answers, because the agent queries the
+/// failed one last.
+fn resolver(server: SocketAddr, answer: Result<&'static str, Problem>, has_other: bool) -> Check {
     match answer {
         Ok(rcode) => Check::ok(format!("resolver {server}"), format!("answers {rcode}")),
-        Err(problem) if others_answer => Check::problem(Level::Warning, &problem),
+        Err(problem) if has_other => Check::problem(Level::Warning, &problem),
         Err(problem) => Check::of(&problem),
     }
 }

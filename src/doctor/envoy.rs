@@ -1,7 +1,8 @@
-//! Envoy: its process, its admin port, what it has refused, and what it waits for.
+//! Checks Envoy: its process, its admin port, the resources it has rejected, and those it waits for.
 
 use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject, run_blocking};
+use crate::config;
 use crate::envoy::admin::Admin;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::Report;
@@ -12,20 +13,20 @@ use crate::{permission, port, unix_socket};
 const ADMIN: &str = "admin port";
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let Some(config) = &subject.config.envoy else {
+    let Some(envoy) = &subject.config.envoy else {
         let why = "the agent runs none (DISABLE_ENVOY)";
         return vec![Check::skipped("Envoy", why)];
     };
     let handle = subject.running.and_then(|running| running.envoy.as_ref());
     let admin = match handle {
         Some(envoy) => envoy.admin().within(PROBE_LIMIT),
-        None => Admin::new(config.admin_host, config.admin_port, PROBE_LIMIT),
+        None => Admin::new(envoy.admin_host, envoy.admin_port, PROBE_LIMIT),
     };
     let report = handle.map(|envoy| envoy.snapshot());
     let process = async {
         match &report {
             Some(report) => process(report),
-            None => outside(subject.config, config).await,
+            None => preconditions(subject.config, envoy).await,
         }
     };
     let (mut checks, server, waits, endpoints, refusals) = tokio::join!(
@@ -40,7 +41,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     match server {
         Ok(server) => {
             let text = |name| server[name].as_str().unwrap_or("unknown");
-            // Commit, version, status, kind and TLS library.
+            // The text is commit, version, status, kind and TLS library.
             let version = text("version").split('/').nth(1).unwrap_or("unknown");
             let found = format!("{}: {}, version {version}", admin.address, text("state"));
             checks.extend(waits.iter().chain(&endpoints).map(Check::of));
@@ -50,7 +51,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             }
             checks.push(Check::ok(ADMIN, found));
         }
-        // Without a process that is a consequence.
+        // Without a process this is a consequence.
         Err(why) if report.is_none_or(|report| report.problem().is_some()) => {
             checks.push(Check::skipped(ADMIN, why));
         }
@@ -59,7 +60,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     checks
 }
 
-/// Envoy as its supervisor sees it.
+/// Checks Envoy's process by the report of its supervisor.
 fn process(report: &Report) -> Vec<Check> {
     if let Some(problem) = report.problem() {
         return vec![Check::of(&problem)];
@@ -73,8 +74,8 @@ fn process(report: &Report) -> Vec<Check> {
     checks
 }
 
-/// What prevents a start, and the record of the last crash, where no agent runs Envoy.
-async fn outside(config: &crate::config::Config, envoy: &Config) -> Vec<Check> {
+/// Checks the preconditions of a start, and reports the last crash, if no agent runs Envoy.
+async fn preconditions(config: &config::Config, envoy: &Config) -> Vec<Check> {
     let (config, envoy) = (config.clone(), envoy.clone());
     match run_blocking(move || obstacles(&config, &envoy)).await {
         Ok(found) => found.iter().map(Check::of).collect(),
@@ -82,10 +83,10 @@ async fn outside(config: &crate::config::Config, envoy: &Config) -> Vec<Check> {
     }
 }
 
-fn obstacles(config: &crate::config::Config, envoy: &Config) -> Vec<Problem> {
+fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
     let crash = Crash::read(&envoy.directory).map(|crash| crash.map(|crash| crash.problem()));
     let mut found = Vec::from_iter(crash.unwrap_or_else(Some));
-    // Another user's agent may run, and have the ports.
+    // An agent of another user may run and listen on the ports.
     if unix_socket::listener(&config.xds_socket).is_ok() {
         return found;
     }

@@ -1,9 +1,9 @@
-//! Finds out what is wrong with a sidecar: checks configuration, token, istiod, certificates, sockets,
-//! Envoy, capture, DNS and probes, and says what to do.
+//! Diagnoses a sidecar: checks configuration, token, istiod, certificates, sockets, Envoy, capture, DNS and
+//! probes, and reports problems with their remedies.
 //!
-//! The checks run concurrently: in the agent, with the state of its modules, or in another process, with
-//! what can be seen from outside. A report takes at most [`LIMIT`], whatever hangs. The doctor changes
-//! nothing, and reports neither keys nor tokens.
+//! The checks run concurrently: in the agent with the state of its modules, or in another process with
+//! the state that is visible from outside. A report takes at most [`LIMIT`], even if a check hangs. The doctor changes
+//! nothing, and its report contains neither keys nor tokens.
 
 mod capture;
 mod certificate;
@@ -43,17 +43,17 @@ use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
 use report::{Check, Group, Level, Report};
 
-/// How long a report takes at most.
+/// The time limit of a report.
 pub const LIMIT: Duration = Duration::from_millis(2200);
-/// What one request, dial, lookup or read may take, so that the others of its group are reported.
+/// The time limit of one request, dial, lookup or read, so that the other checks of its group are reported.
 const PROBE_LIMIT: Duration = Duration::from_millis(1800);
-/// The largest answer that is read: a report, or a list of what Envoy waits for.
-const MAX_ANSWER: usize = 1 << 20;
+/// The largest HTTP body that is read, in bytes: a report, or a list of Envoy's pending secrets and clusters.
+const MAX_BODY: usize = 1 << 20;
 
-/// The threads that file work may hold at once.
+/// The threads that file operations may hold at once.
 pub(crate) static THREADS: Semaphore = Semaphore::const_new(32);
 
-/// The modules of a running agent. `None` where the agent does without.
+/// The modules of a running agent. None if the agent runs without the module.
 #[derive(Clone, Debug)]
 pub struct Running {
     pub envoy: Option<Envoy>,
@@ -62,7 +62,7 @@ pub struct Running {
     pub secrets: Option<Secrets>,
     pub files: Files,
     pub refusals: Refusals,
-    /// Whether the SDS socket is the agent's, not another process'.
+    /// True if the agent serves the SDS socket, not another process.
     pub serves_secrets: bool,
     pub discovery: Observer,
     pub dns: Option<Dns>,
@@ -72,14 +72,15 @@ pub struct Running {
     pub standby: Option<Standby>,
 }
 
-/// What the groups check: the configuration and, in the agent itself, its modules.
+/// The subject of all checks: the configuration and, in the agent itself, its modules.
 #[derive(Clone, Copy, Debug)]
 struct Subject<'a> {
     config: &'a Config,
     running: Option<&'a Running>,
 }
 
-/// Checks the agent with this configuration, or that would have it. `before` are checks that were made.
+/// Checks a running agent, or the environment of one with this configuration. `before` are the results of earlier
+/// checks.
 pub async fn report(
     config: &Result<Config, Vec<Problem>>,
     running: Option<&Running>,
@@ -109,7 +110,7 @@ pub async fn report(
     Report::new(report.node, report.groups)
 }
 
-/// Checks the configuration only, which takes no time.
+/// Checks the configuration only, without a time limit.
 pub fn report_of_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Check>) -> Report {
     let node = config.as_ref().map(|it| it.bootstrap.node.id.clone());
     let groups = vec![
@@ -129,31 +130,31 @@ fn missing_modules(subject: Subject<'_>) -> Vec<Check> {
     checks.collect()
 }
 
-/// Token and roots, then istiod with them.
+/// Checks token and roots, and then istiod with them.
 async fn control_plane(subject: Subject<'_>) -> [Group; 2] {
     let until = clock::after(PROBE_LIMIT);
-    let found = token::read(subject).await;
-    let istiod = istiod::checks(subject, &found, until).await;
+    let credentials = token::read(subject).await;
+    let istiod = istiod::checks(subject, &credentials, until).await;
     [
-        Group::new("token and roots", found.checks),
+        Group::new("token and roots", credentials.checks),
         Group::new("istiod", istiod),
     ]
 }
 
-/// Does file work on another thread, as disks hang; an error after [`PROBE_LIMIT`].
+/// Runs file operations on another thread, because disks may hang. Fails after [`PROBE_LIMIT`].
 async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
     run_within(PROBE_LIMIT, &THREADS, work).await
 }
 
-/// Work that never ends holds its thread, so there is a limit for all reports together.
+/// Runs `work` on a thread of a limited number, because work that hangs holds its thread. Fails after `limit`.
 pub(crate) async fn run_within<T: Send + 'static>(
     limit: Duration,
     threads: &'static Semaphore,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
-    let done = async {
+    let task = async {
         let thread = threads.acquire().await;
         tokio::task::spawn_blocking(move || {
             let _thread = thread;
@@ -161,9 +162,10 @@ pub(crate) async fn run_within<T: Send + 'static>(
         })
         .await
     };
-    let done = tokio::time::timeout(limit, done).await;
-    let done = done.map_err(|_| unfinished(limit))?;
-    done.map_err(|panic| panic.to_string())
+    tokio::time::timeout(limit, task)
+        .await
+        .map_err(|_| unfinished(limit))?
+        .map_err(|panic| panic.to_string())
 }
 
 /// Requests a page over HTTP, of 1 MiB at most.
@@ -171,13 +173,13 @@ pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_cli
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = http_url(url)?;
     let client = Client::default();
-    client.fetch(request, limit, MAX_ANSWER).await
+    client.fetch(request, limit, MAX_BODY).await
 }
 
-/// Makes the checks of a group, within the limit.
+/// Makes the checks of a group within [`LIMIT`].
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
-    let checks = tokio::time::timeout(LIMIT, checks).await;
-    let checks = checks.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]);
+    let made = tokio::time::timeout(LIMIT, checks).await;
+    let checks = made.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]);
     Group::new(name, checks)
 }
 

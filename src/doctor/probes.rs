@@ -1,4 +1,4 @@
-//! Readiness and application probes.
+//! Checks readiness and the application's probes.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -20,7 +20,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     checks
 }
 
-/// Readiness as the kubelet sees it: at the status port, and through Envoy.
+/// Checks readiness like the kubelet: at the status port, and through Envoy.
 async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     const NAME: &str = "readiness";
     let config = subject.config;
@@ -29,7 +29,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     };
     let check = match ready(Ipv4Addr::LOCALHOST.into(), status.port).await {
         Ok(found) => Check::ok(NAME, found),
-        // Another check says that no agent runs.
+        // Another check reports that no agent runs.
         Err(found) if subject.running.is_none() => Check::skipped(NAME, found),
         Err(found) => Check::of(&unready(found).remedy("")),
     };
@@ -52,11 +52,11 @@ fn unready(found: String) -> Problem {
     Problem::new(codes::READINESS_FAILED, "readiness", found)
 }
 
-/// What is found at a port, ready or not.
+/// Requests readiness at a port. Returns the answer, as an error if it is not ready.
 async fn ready(host: IpAddr, port: u16) -> Result<String, String> {
     let url = format!("http://{}/healthz/ready", SocketAddr::new(host, port));
-    let answer = get(&url, PROBE_LIMIT).await;
-    let answer = answer.map_err(|error| with_causes(&error))?;
+    let fetched = get(&url, PROBE_LIMIT).await;
+    let answer = fetched.map_err(|error| with_causes(&error))?;
     let (status, reason) = (answer.status(), String::from_utf8_lossy(answer.body()));
     if status.is_success() {
         return Ok(format!("port {port}: ready"));
@@ -64,7 +64,7 @@ async fn ready(host: IpAddr, port: u16) -> Result<String, String> {
     Err(format!("port {port}: {status} {}", reason.trim()))
 }
 
-/// Each probe of the application once; hooks are not called.
+/// Makes each probe of the application once. Lifecycle hooks are not called.
 async fn application(config: &Config) -> Vec<Check> {
     let Some(status) = &config.status else {
         return Vec::new();
@@ -97,7 +97,7 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
     let (mut level, consequence) = match path.rsplit('/').next() {
         Some("livez") => (Level::Error, "the kubelet restarts the container"),
         Some("readyz") => (Level::Error, "the pod is not ready"),
-        // It does not matter any more after one success.
+        // A startup probe does not matter any more after one success.
         _ => (
             Level::Warning,
             "the container is restarted, unless it has started already",

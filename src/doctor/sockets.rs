@@ -1,4 +1,4 @@
-//! The sockets of discovery and secrets: which process listens, and whether it answers.
+//! Checks the sockets of discovery and secrets: finds the process that listens, and connects to it.
 
 use std::fs;
 use std::io;
@@ -12,9 +12,10 @@ use crate::problem::{Problem, codes};
 use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
 
-/// Which process is to listen.
+/// The process that should listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
+    /// The agent that makes this check.
     This,
     /// An agent, if one runs.
     Agent,
@@ -22,54 +23,56 @@ enum Owner {
     Other,
 }
 
-/// The process that listens, its name, and whether it answers.
+/// The pid and the name of the process that listens, and its health.
 type Listener = (i32, String, Health);
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let config = subject.config;
-    let (xds, sds) = tokio::join!(look(&config.xds_socket), look(&config.sds_socket));
+    let (xds, sds) = tokio::join!(inspect(&config.xds_socket), inspect(&config.sds_socket));
     let owner = subject.running.map_or(Owner::Agent, |_| Owner::This);
-    let serves = config.secret_sources.absent_socket == AbsentSocket::Serve;
-    let serves = subject.running.map_or(serves, |it| it.serves_secrets);
-    let of_sds = if serves { owner } else { Owner::Other };
+    let serves_secrets = match subject.running {
+        Some(running) => running.serves_secrets,
+        None => config.secret_sources.absent_socket == AbsentSocket::Serve,
+    };
+    let sds_owner = if serves_secrets { owner } else { Owner::Other };
     let mut checks = vec![check("XDS socket", &config.xds_socket, &xds, owner)];
     if config.envoy.is_some() {
-        checks.push(check("SDS socket", &config.sds_socket, &sds, of_sds));
+        checks.push(check("SDS socket", &config.sds_socket, &sds, sds_owner));
     }
     checks
 }
 
-async fn look(path: &Path) -> io::Result<Listener> {
+async fn inspect(path: &Path) -> io::Result<Listener> {
     let socket = path.to_owned();
     let found = run_blocking(move || listener(&socket)).await;
     let (pid, process) = found.map_err(io::Error::other)??;
     Ok((pid, process, probe::health(path).await))
 }
 
-/// The process that listens, and its name. Blocks while the disk does.
+/// Returns the pid and the name of the process that listens. Blocks.
 fn listener(path: &Path) -> io::Result<(i32, String)> {
     match fs::metadata(path)?.file_type() {
         kind if kind.is_socket() => {}
         kind if kind.is_dir() => return Err(io::Error::other("a directory")),
         _ => return Err(io::Error::other("a file")),
     }
-    // The kernel does not tell a process of another container.
+    // The kernel does not reveal a process of another container: its pid is 0.
     let pid = unix_socket::listener(path)?;
-    let name = fs::read_to_string(format!("/proc/{pid}/comm"));
-    let name = name.unwrap_or_else(|_| "of another container".to_owned());
+    let comm = fs::read_to_string(format!("/proc/{pid}/comm"));
+    let name = comm.unwrap_or_else(|_| "of another container".to_owned());
     Ok((pid, name.trim().to_owned()))
 }
 
 fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) -> Check {
-    let (path, own) = (path.display(), std::process::id());
+    let (path, own_pid) = (path.display(), std::process::id());
     let (code, found) = match found {
         Ok((pid, process, health)) => {
             let found = format!("process {pid} ({process}) listens");
-            let is_foreign = owner == Owner::This && u32::try_from(*pid) != Ok(own);
+            let is_foreign = owner == Owner::This && u32::try_from(*pid) != Ok(own_pid);
             match health {
                 _ if is_foreign => (
                     codes::SOCKET_TAKEN,
-                    format!("{found}, not this agent ({own})"),
+                    format!("{found}, not this agent ({own_pid})"),
                 ),
                 Health::Healthy => return Check::ok(name, format!("{path}: {found}")),
                 Health::Busy => (codes::SOCKET_HANGS, format!("{found}, its queue is full")),
@@ -78,25 +81,19 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
             }
         }
         Err(error) => {
-            let found = match error.kind() {
-                io::ErrorKind::NotFound => "there is none",
-                io::ErrorKind::ConnectionRefused => "stale, no process listens",
-                _ => "",
+            let absent = match error.kind() {
+                io::ErrorKind::NotFound => Some("there is none"),
+                io::ErrorKind::ConnectionRefused => Some("stale, no process listens"),
+                _ => None,
             };
-            let code = match owner {
-                _ if found.is_empty() => codes::SOCKET_DIRECTORY,
-                Owner::Agent => return Check::ok(name, format!("{path}: {found}, no agent runs")),
-                Owner::This => codes::SOCKET_TAKEN,
-                Owner::Other => codes::SOCKET_NOT_SERVED,
-            };
-            (
-                code,
-                if found.is_empty() {
-                    error.to_string()
-                } else {
-                    found.to_owned()
-                },
-            )
+            match (absent, owner) {
+                (None, _) => (codes::SOCKET_DIRECTORY, error.to_string()),
+                (Some(found), Owner::This) => (codes::SOCKET_TAKEN, found.to_owned()),
+                (Some(found), Owner::Other) => (codes::SOCKET_NOT_SERVED, found.to_owned()),
+                (Some(found), Owner::Agent) => {
+                    return Check::ok(name, format!("{path}: {found}, no agent runs"));
+                }
+            }
         }
     };
     Check::of(&Problem::new(code, name, format!("{path}: {found}")))

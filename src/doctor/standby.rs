@@ -1,4 +1,4 @@
-//! Whether the other container of the pod is able to take over.
+//! Checks that the other container of the pod is able to take over.
 
 use std::time::Duration;
 
@@ -9,8 +9,8 @@ use super::report::Check;
 use crate::problem::{Problem, codes};
 use crate::standby::State;
 
-/// How long a container may take to be replaced and to connect.
-const CONNECTS: Duration = Duration::from_secs(30);
+/// The time limit for a container to be replaced and to connect.
+const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 
 pub(super) fn checks(subject: Subject<'_>) -> Vec<Check> {
     let standby = subject.running.and_then(|running| running.standby.as_ref());
@@ -20,7 +20,7 @@ pub(super) fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 fn check(state: &State) -> Check {
     let name = format!("container {} serves", state.serves);
-    let is_absent = |since: Instant| since.elapsed() > CONNECTS;
+    let is_late = |since: Instant| since.elapsed() > CONNECT_LIMIT;
     if let Some(other) = &state.waits
         && let Some(why) = &other.hindrance
     {
@@ -40,7 +40,7 @@ fn check(state: &State) -> Check {
     } else if state.former_envoy {
         let why = "the former Envoy in the other container finishes its connections";
         Check::skipped(name, why)
-    } else if state.alone_since.is_some_and(is_absent) {
+    } else if state.alone_since.is_some_and(is_late) {
         let code = codes::STANDBY_ABSENT;
         Check::of(&Problem::new(code, name, code.cause))
     } else {

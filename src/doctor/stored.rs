@@ -1,4 +1,4 @@
-//! What the next container starts with: configuration and certificate.
+//! Checks that configuration and certificate are stored for the next container.
 
 use super::report::{Check, Level};
 use super::{Running, Subject, run_blocking};
@@ -8,18 +8,18 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let config = subject.config;
     let certificate = config.secrets.renewal.cache.as_ref();
     let mut checks = vec![check(Content::Certificate, certificate, String::new).await];
-    if !config.bootstrap.delta {
-        let why = "not stored with ISTIO_DELTA_XDS=false";
-        checks.push(Check::skipped("stored configuration", why));
-    } else {
+    checks.push(if config.bootstrap.delta {
         let volume = config.kept.as_ref().map(|kept| &kept.volume);
         let facts = || subject.running.map(facts).unwrap_or_default();
-        checks.push(check(Content::Configuration, volume, facts).await);
-    }
+        check(Content::Configuration, volume, facts).await
+    } else {
+        let why = "not stored with ISTIO_DELTA_XDS=false";
+        Check::skipped("stored configuration", why)
+    });
     checks
 }
 
-/// Whether the content is stored; `facts` follow the directory.
+/// Checks that the content is stored. `facts` are added to a passed check.
 async fn check(content: Content, volume: Option<&Volume>, facts: impl FnOnce() -> String) -> Check {
     let name = format!("stored {}", content.name());
     let Some(volume) = volume.cloned() else {
@@ -36,7 +36,7 @@ async fn check(content: Content, volume: Option<&Volume>, facts: impl FnOnce() -
     }
 }
 
-/// Size and age of stored configuration, and since when Envoy has served it.
+/// Describes the stored configuration: its size and age, and the time since which Envoy has served it.
 fn facts(running: &Running) -> String {
     let discovery = running.discovery.snapshot();
     let types = discovery.kept.unwrap_or_default();
@@ -44,8 +44,8 @@ fn facts(running: &Running) -> String {
     let Some(current) = types.values().map(|it| &it.at).min() else {
         return ", nothing accepted yet".to_owned();
     };
-    let served = discovery.served_since;
-    let served = served.map(|since| format!("; Envoy has served it since {since}"));
+    let since = discovery.served_since;
+    let served = since.map(|since| format!("; Envoy has served it since {since}"));
     format!(
         ", {megabytes:.1} MB, current at {current}{}",
         served.unwrap_or_default()

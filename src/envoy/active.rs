@@ -1,8 +1,8 @@
 //! Counts the active requests or connections of an Envoy that shuts down, from its gauges.
 //!
 //! The connections of the pod's own listeners (health checks, scrapes, admin port, internal listeners) do not count, as
-//! in pilot-agent. Requests are active requests, unsent bytes of responses, and connections without
-//! HTTP, because only their two ends know whether they are idle. A tunnel is a connection within another. In a
+//! in pilot-agent. Requests are active HTTP requests, responses with unsent bytes, and connections without HTTP, which
+//! only their two ends know to be idle. A tunnel counts as a connection, because it is one within another. In a
 //! sidecar only inbound requests count, by istiod's names, because only inbound listeners are drained. Envoy writes
 //! the colons of an IPv6 address as underscores.
 
@@ -14,13 +14,13 @@ use http::Method;
 use super::admin::Admin;
 use crate::lifecycle::with_causes;
 
-/// After so many failures in a row the count is given up.
+/// Consecutive failures after which counting ends.
 const FAILURES: u32 = 5;
 const CONNECTIONS: &str = "downstream_cx_active";
 const REQUESTS: &str = "downstream_rq_active";
 
-/// HTTP connection managers that are Envoy's own, or the bootstrap's.
-const OWN: [&str; 6] = [
+/// HTTP connection managers of Envoy itself, or of the bootstrap.
+const INTERNAL_MANAGERS: [&str; 6] = [
     "admin",
     "agent",
     "async-client",
@@ -30,8 +30,8 @@ const OWN: [&str; 6] = [
 ];
 /// The manager whose requests are tunnels.
 const TUNNELS: &str = "connect_terminate";
-/// The end of the names of the listeners that all inbound traffic of a sidecar is sent to.
-const CAPTURED: [&str; 2] = ["_15006", "_15008"];
+/// Suffixes of the names of the listeners for all inbound traffic of a sidecar.
+const INBOUND_PORTS: [&str; 2] = ["_15006", "_15008"];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Active {
@@ -48,35 +48,34 @@ pub(super) struct Counting {
     pub(super) internal_ports: Vec<u16>,
 }
 
-/// Expressions for the names of the statistics that [`Active::Requests`] needs; none is of a single worker.
+/// Returns expressions for the names of the statistics that [`Active::Requests`] needs. They match no statistic of a
+/// single worker.
 pub fn statistics(inbound_only: bool) -> [&'static str; 2] {
-    match inbound_only {
-        true => [
+    if inbound_only {
+        [
             r"http\.(connect_terminate|[iI]nbound.*)\.downstream_(rq_active|cx_active|cx_tx_bytes_buffered)",
             r"listener\.[^w]+_1500[68]\.downstream_cx_active",
-        ],
-        false => [
+        ]
+    } else {
+        [
             r"http\..*\.downstream_(rq_active|cx_active|cx_tx_bytes_buffered)",
             r"listener\.[^w]+\.downstream_cx_active",
-        ],
+        ]
     }
 }
 
 impl Active {
-    /// The gauges that are not zero. `$` must be escaped in a query.
-    fn path(self) -> &'static str {
+    /// Returns the name in logs, and the page of the gauges that are not zero. `$` must be escaped in a query.
+    fn name_and_path(self) -> (&'static str, &'static str) {
         match self {
-            Self::Connections => "/stats?usedonly&filter=downstream_cx_active%24",
-            Self::Requests => {
-                "/stats?usedonly&filter=downstream_(rq_active|cx_active|cx_tx_bytes_buffered)%24"
-            }
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Connections => "active connections",
-            Self::Requests => "active requests",
+            Self::Connections => (
+                "active connections",
+                "/stats?usedonly&filter=downstream_cx_active%24",
+            ),
+            Self::Requests => (
+                "active requests",
+                "/stats?usedonly&filter=downstream_(rq_active|cx_active|cx_tx_bytes_buffered)%24",
+            ),
         }
     }
 }
@@ -84,26 +83,26 @@ impl Active {
 impl Counting {
     /// Counts in each period until none is left or Envoy has no count. Reports each count that has changed.
     pub(super) async fn until_none(self, admin: Admin, report: impl Fn(u64)) {
-        let what = self.active.name();
+        let (name, path) = self.active.name_and_path();
         let (mut failures, mut last) = (0, None);
         loop {
-            match self.statistics(admin).await {
+            match statistics_page(admin, path).await {
                 Err((problem, is_closed)) => {
                     failures = if is_closed { FAILURES } else { failures + 1 };
                     tracing::warn!(
-                        "cannot count Envoy's {what} ({failures} of {FAILURES}): {problem}"
+                        "cannot count Envoy's {name} ({failures} of {FAILURES}): {problem}"
                     );
                     if failures == FAILURES {
                         return;
                     }
                 }
                 Ok(statistics) => match self.count(&statistics) {
-                    None => return tracing::warn!("Envoy has no statistic for {what}"),
-                    Some(0) => return tracing::info!("Envoy has no {what} left"),
+                    None => return tracing::warn!("Envoy has no statistic for {name}"),
+                    Some(0) => return tracing::info!("Envoy has no {name} left"),
                     Some(count) => {
                         failures = 0;
                         if last.replace(count) != Some(count) {
-                            tracing::info!("Envoy still has {count} {what}");
+                            tracing::info!("Envoy still has {count} {name}");
                             report(count);
                         }
                     }
@@ -113,22 +112,11 @@ impl Counting {
         }
     }
 
-    /// Fails with the problem, and whether the port is closed, where nothing is under way.
-    async fn statistics(&self, admin: Admin) -> Result<String, (String, bool)> {
-        let answer = admin.request(Method::GET, self.active.path()).await;
-        let answer = answer.map_err(|error| (with_causes(&error), error.is_closed()))?;
-        if !answer.status().is_success() {
-            let problem = format!("status {}, expected 200", answer.status().as_u16());
-            return Err((problem, false));
-        }
-        Ok(String::from_utf8_lossy(answer.body()).into_owned())
-    }
-
     fn count(&self, statistics: &str) -> Option<u64> {
         match self.active {
             Active::Connections if statistics.trim().is_empty() => None,
             Active::Connections => Some(self.connections(statistics)),
-            // Envoy may not keep these, and then nothing is waited for.
+            // An Envoy without these statistics counts as idle, so nothing waits for it.
             Active::Requests => Some(self.requests(statistics)),
         }
     }
@@ -137,20 +125,20 @@ impl Counting {
         gauges(statistics)
             .filter(|(_, name, _)| *name == CONNECTIONS)
             .filter_map(|(scope, _, value)| Some((scope.strip_prefix("listener.")?, value)))
-            .filter(|(listener, _)| self.is_workloads(listener))
+            .filter(|(listener, _)| self.is_workload_listener(listener))
             .map(|(_, value)| value)
             .fold(0, u64::saturating_add)
     }
 
     fn requests(&self, statistics: &str) -> u64 {
         let (mut requests, mut unsent) = (0_u64, 0_u64);
-        let (mut speak_http, mut connections) = (0_u64, 0_u64);
+        let (mut http_connections, mut connections) = (0_u64, 0_u64);
         for (scope, name, value) in gauges(statistics) {
             let total = match (scope.split_once('.'), name) {
                 (Some(("http", manager)), _) if !self.counts_manager(manager) => continue,
                 (Some(("http", TUNNELS)), REQUESTS) => &mut connections,
                 (Some(("http", _)), REQUESTS) => &mut requests,
-                (Some(("http", _)), CONNECTIONS) => &mut speak_http,
+                (Some(("http", _)), CONNECTIONS) => &mut http_connections,
                 (Some(("http", _)), _) => &mut unsent,
                 (Some(("listener", name)), CONNECTIONS) if self.counts_listener(name) => {
                     &mut connections
@@ -159,43 +147,55 @@ impl Counting {
             };
             *total = total.saturating_add(value);
         }
-        let active = requests.saturating_add(connections.saturating_sub(speak_http));
+        let active = requests.saturating_add(connections.saturating_sub(http_connections));
         active.max(unsent.min(1))
     }
 
     fn counts_listener(&self, listener: &str) -> bool {
-        let is_captured = CAPTURED.iter().any(|port| listener.ends_with(port));
-        self.is_workloads(listener) && (is_captured || !self.inbound_only)
+        let is_inbound = INBOUND_PORTS.iter().any(|port| listener.ends_with(port));
+        self.is_workload_listener(listener) && (is_inbound || !self.inbound_only)
     }
 
     fn counts_manager(&self, manager: &str) -> bool {
         let name = manager.trim_end_matches(';');
-        let is_inbound = [TUNNELS, "inbound", "Inbound"]
-            .iter()
-            .any(|start| name.starts_with(start));
-        !OWN.contains(&name) && (is_inbound || !self.inbound_only)
+        let prefixes = [TUNNELS, "inbound", "Inbound"];
+        let is_inbound = prefixes.iter().any(|prefix| name.starts_with(prefix));
+        !INTERNAL_MANAGERS.contains(&name) && (is_inbound || !self.inbound_only)
     }
 
-    /// Whether a listener is neither Envoy's own nor the pod's.
-    fn is_workloads(&self, listener: &str) -> bool {
+    /// Returns true if a listener belongs neither to Envoy itself nor to the pod.
+    fn is_workload_listener(&self, listener: &str) -> bool {
         let is_envoys = ["admin", "admin.main_thread"].contains(&listener)
             || listener.contains("worker_")
             || listener.starts_with("envoy_internal_");
-        let port = local_port(listener);
-        !is_envoys && !port.is_some_and(|port| self.internal_ports.contains(&port))
+        !is_envoys && local_port(listener).is_none_or(|port| !self.internal_ports.contains(&port))
     }
 }
 
-/// The port of a listener that is bound to all addresses or to loopback.
+/// Reads a page of statistics. Fails with the problem, and true if the admin port is closed: Envoy has exited.
+async fn statistics_page(admin: Admin, path: &str) -> Result<String, (String, bool)> {
+    match admin.request(Method::GET, path).await {
+        Ok(answer) if answer.status().is_success() => {
+            Ok(String::from_utf8_lossy(answer.body()).into_owned())
+        }
+        Ok(answer) => {
+            let problem = format!("status {}, expected 200", answer.status().as_u16());
+            Err((problem, false))
+        }
+        Err(error) => Err((with_causes(&error), error.is_closed())),
+    }
+}
+
+/// Returns the port of a listener that is bound to all addresses or to loopback.
 fn local_port(listener: &str) -> Option<u16> {
     let (address, port) = listener.rsplit_once('_')?;
-    let address = address.trim_matches(['[', ']']).replace('_', ":");
-    let address: IpAddr = address.parse().ok()?;
+    let colons = address.trim_matches(['[', ']']).replace('_', ":");
+    let address: IpAddr = colons.parse().ok()?;
     let is_local = address.is_unspecified() || address.is_loopback();
     port.parse().ok().filter(|_| is_local)
 }
 
-/// Scope, name and value of the gauges of a page, `scope.name: value` each. Other lines are left out.
+/// Reads scope, name and value from the lines `scope.name: value` of a page. Logs and skips other lines.
 fn gauges(statistics: &str) -> impl Iterator<Item = (&str, &str, u64)> {
     let lines = statistics.lines().filter(|line| !line.trim().is_empty());
     lines.filter_map(|line| {

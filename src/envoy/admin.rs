@@ -1,7 +1,7 @@
-//! Requests to Envoy's admin port.
+//! Sends requests to Envoy's admin port.
 //!
-//! Each has a connection of its own, a deadline for the whole exchange and a limit for the answer: a
-//! stopped Envoy accepts connections and never answers.
+//! Each request has its own connection, a deadline for the whole exchange and a limit for the answer,
+//! because a stopped Envoy accepts connections and never answers.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -12,32 +12,33 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::warn;
+use crate::clock::after;
 use crate::http_client;
 use crate::lifecycle::with_causes;
 
 /// Enough for every answer but a full `/config_dump`.
 const MAX_ANSWER: usize = 16 << 20;
-/// How often a starting Envoy is asked, and for how long that often.
-const PERIOD: Duration = Duration::from_millis(25);
-const OFTEN: Duration = Duration::from_secs(5);
-/// The same after that, while it waits for its configuration, which may take long.
+/// The period of requests to a starting Envoy, and how long it is used.
+const FAST_PERIOD: Duration = Duration::from_millis(25);
+const FAST_TIME: Duration = Duration::from_secs(5);
+/// The period afterwards: an Envoy that waits for its configuration may need long.
 const LIVE_PERIOD: Duration = Duration::from_secs(1);
 
-/// Where Envoy's admin port is, and how long an exchange may take.
+/// The address of Envoy's admin port, and the limit of an exchange.
 #[derive(Clone, Copy, Debug)]
 pub struct Admin {
     pub address: SocketAddr,
     pub limit: Duration,
 }
 
-/// What a drain call does with Envoy's listeners.
+/// The effect of a drain call on Envoy's listeners.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum DrainCall {
     /// Clients are asked to leave until the listeners close, at the end of Envoy's drain time.
     Graceful,
     /// Clients are asked to leave; the listeners stay.
     Stay,
-    /// The listeners close at once. Requests under way go on.
+    /// The listeners close at once. Running requests continue.
     Close,
 }
 
@@ -46,14 +47,9 @@ pub(super) enum DrainCall {
 pub struct Error(#[from] http_client::Error);
 
 impl Error {
-    /// Whether there was no connection, as nothing listens at the port.
+    /// Returns true if there was no connection, because nothing listens at the port.
     pub(super) fn is_closed(&self) -> bool {
         matches!(self.0, http_client::Error::Connect(_))
-    }
-
-    /// Whether the connection ended before the answer.
-    pub(super) fn is_broken(&self) -> bool {
-        matches!(self.0, http_client::Error::Broken { .. })
     }
 }
 
@@ -65,6 +61,7 @@ impl Admin {
         }
     }
 
+    /// Sets the limit of an exchange.
     #[must_use]
     pub fn within(self, limit: Duration) -> Self {
         Self { limit, ..self }
@@ -73,64 +70,63 @@ impl Admin {
     /// Sends one request without a body.
     pub async fn request(&self, method: Method, path: &str) -> Result<Response<Bytes>, Error> {
         let uri = format!("http://{}{path}", self.address);
-        let request = Request::builder().method(method).uri(&uri);
-        let request = request.body(Bytes::new());
-        let request = request.map_err(|_| http_client::Error::Url { found: uri })?;
+        let builder = Request::builder().method(method).uri(&uri);
+        let request = builder
+            .body(Bytes::new())
+            .map_err(|_| http_client::Error::Url { found: uri })?;
         let client = http_client::Client::default();
         Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
-    /// Returns the text of a page, or the reason why there is none.
+    /// Returns the text of a page, or the reason why it cannot be read.
     pub async fn text(&self, path: &str) -> Result<String, String> {
-        let answer = self.request(Method::GET, path).await;
-        let answer = answer.map_err(|error| with_causes(&error))?;
-        match answer.status().as_u16() {
-            200 => Ok(String::from_utf8_lossy(answer.body()).into_owned()),
-            other => Err(format!("unexpected status {other}")),
+        match self.request(Method::GET, path).await {
+            Ok(answer) if answer.status() == StatusCode::OK => {
+                Ok(String::from_utf8_lossy(answer.body()).into_owned())
+            }
+            Ok(answer) => Err(format!("unexpected status {}", answer.status().as_u16())),
+            Err(error) => Err(with_causes(&error)),
         }
     }
 
     /// Returns a page as JSON, or the reason why it cannot be read.
     pub async fn page(&self, path: &str) -> Result<Value, String> {
-        let text = self.text(path).await?;
-        let wrong = |error| format!("{path}: {error}, expected JSON of Envoy");
-        serde_json::from_str(&text).map_err(wrong)
+        serde_json::from_str(&self.text(path).await?)
+            .map_err(|error| format!("{path}: {error}, expected JSON of Envoy"))
     }
 
-    /// Drains Envoy's listeners, or only the inbound ones: a workload may still call out. Logs a failure.
-    pub(super) async fn drain(&self, how: DrainCall, inbound_only: bool) {
-        let (what, options) = match how {
-            DrainCall::Graceful => ("drain", &["graceful"][..]),
-            DrainCall::Stay => ("drain", &["graceful", "skip_exit"][..]),
-            DrainCall::Close => ("close", &[][..]),
+    /// Drains Envoy's listeners, or only the inbound ones: a workload may still send requests. Logs a failure.
+    pub(super) async fn drain(self, call: DrainCall, inbound_only: bool) {
+        let (action, options) = match call {
+            DrainCall::Graceful => ("drain", "graceful"),
+            DrainCall::Stay => ("drain", "graceful&skip_exit"),
+            DrainCall::Close => ("close", ""),
         };
-        let scope = inbound_only.then_some("inboundonly");
-        let query: Vec<_> = scope.iter().chain(options).copied().collect();
-        let path = format!("/drain_listeners?{}", query.join("&"));
-        match self.post(path.trim_end_matches('?')).await {
+        let scope = if inbound_only { "inboundonly&" } else { "" };
+        let path = format!("/drain_listeners?{scope}{options}");
+        match self.post(path.trim_end_matches(['?', '&'])).await {
             Ok(status) if status.is_success() => {}
             Ok(status) => tracing::warn!(
                 status = status.as_u16(),
-                "Envoy refused to {what} its listeners; continuing anyway"
+                "Envoy refused to {action} its listeners; continuing anyway"
             ),
             Err(error) => warn(
                 &error,
-                &format!("failed to {what} listeners; continuing anyway"),
+                &format!("failed to {action} listeners; continuing anyway"),
             ),
         }
     }
 
-    /// Asks Envoy to flush its logs and exit. Returns if it cannot be asked: the supervisor waits for its exit.
-    pub(super) async fn quit(&self) {
+    /// Asks Envoy to flush its logs and exit. Returns only after a failure; the supervisor waits for Envoy's exit.
+    pub(super) async fn quit(self) {
         match self.post("/quitquitquit").await {
             Ok(status) if !status.is_success() => tracing::warn!(
                 status = status.as_u16(),
                 "Envoy refused to quit; terminating it"
             ),
-            Err(error) if !error.is_broken() => {
-                warn(&error, "cannot ask Envoy to quit; terminating it");
-            }
-            _ => std::future::pending().await,
+            // An Envoy that exits may close the connection before its answer.
+            Ok(_) | Err(Error(http_client::Error::Broken { .. })) => std::future::pending().await,
+            Err(error) => warn(&error, "cannot ask Envoy to quit; terminating it"),
         }
     }
 
@@ -138,26 +134,27 @@ impl Admin {
         Ok(self.request(Method::POST, path).await?.status())
     }
 
-    pub(super) async fn live(&self) {
+    /// Waits until Envoy is live.
+    pub(super) async fn live(self) {
         let is_live = |answer: &Response<Bytes>| answer.status().is_success();
         self.until("/ready", LIVE_PERIOD, is_live).await;
     }
 
-    /// Asks a starting Envoy until its answer is as wanted: often at first, then every `period`.
+    /// Repeats a request to a starting Envoy until `accepts` its answer: every 25 ms for 5 s, then every `period`.
     pub(super) async fn until(
-        &self,
+        self,
         path: &str,
         period: Duration,
-        is_wanted: impl Fn(&Response<Bytes>) -> bool,
+        accepts: impl Fn(&Response<Bytes>) -> bool,
     ) {
-        let often_until = crate::clock::after(OFTEN);
+        let fast_until = after(FAST_TIME);
         loop {
             let answer = self.request(Method::GET, path).await;
-            if answer.is_ok_and(|answer| is_wanted(&answer)) {
+            if answer.is_ok_and(|answer| accepts(&answer)) {
                 return;
             }
-            let is_new = Instant::now() < often_until;
-            tokio::time::sleep(if is_new { PERIOD } else { period }).await;
+            let is_fast = Instant::now() < fast_until;
+            tokio::time::sleep(if is_fast { FAST_PERIOD } else { period }).await;
         }
     }
 }

@@ -1,21 +1,23 @@
-//! Envoy's arguments, in the order pilot-agent gives them, so that process listings of both look alike.
+//! Builds Envoy's command line, with the arguments in pilot-agent's order, so that both look alike in `ps`.
 
 use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What Envoy is started with.
+use super::hot_restart::Lent;
+
+/// The settings of Envoy's command line.
 #[derive(Clone, Debug)]
 pub struct Command {
-    /// With a slash: a path. Without: looked up in `PATH`.
+    /// A path if it has a slash, otherwise a name that is looked up in `PATH`.
     pub binary: PathBuf,
     pub bootstrap: PathBuf,
     /// Envoy's own drain time; whole seconds are used.
     pub drain_time: Duration,
-    /// Family of the addresses Envoy binds by itself.
+    /// True if Envoy binds IPv6 addresses where it chooses an address by itself.
     pub is_ipv6: bool,
     pub file_flush_interval: Duration,
-    /// Zero is Envoy's own.
+    /// Zero selects Envoy's default.
     pub file_flush_min_size_kb: u32,
     pub log: LogLevels,
     pub skip_deprecated_logs: bool,
@@ -24,30 +26,29 @@ pub struct Command {
     pub override_json: Option<String>,
     /// None lets Envoy use every hardware thread.
     pub concurrency: Option<u32>,
-    /// The user Envoy runs as, and the only group it is in; none is the agent's.
+    /// The user Envoy runs as, and its only group; None for the agent's.
     pub user: Option<u32>,
-    /// Whether TLS of Envoy's gRPC library is held to the ciphers of FIPS 140.
+    /// True if Envoy's gRPC library may only use the TLS ciphers of FIPS 140.
     pub fips_ciphers: bool,
 }
 
-/// How Envoy relates to other Envoys.
+/// The relation of an Envoy to other Envoys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Without hot restart.
+    /// Runs without hot restart.
     #[default]
     Alone,
-    /// Checks its configuration and ends.
+    /// Validates its configuration and exits.
     Validate,
-    /// The first with a base id, which Envoy picks.
+    /// Picks a base id for itself and its successors.
     First {
-        /// Where Envoy writes its base id.
+        /// The file to which Envoy writes its base id.
         base_id_file: PathBuf,
         parent_shutdown: Duration,
     },
-    /// Takes over from the one before.
+    /// Takes over from the Envoy of the previous epoch.
     Next {
-        base_id: u32,
-        epoch: u32,
+        continues: Lent,
         parent_shutdown: Duration,
     },
 }
@@ -64,36 +65,34 @@ pub struct LogLevels {
 }
 
 impl LogLevels {
-    /// Takes `--proxyLogLevel` apart, which may carry `component:level` parts beside the level. Those
-    /// replace `--proxyComponentLogLevel`. Also returns the parts that are neither.
+    /// Splits `--proxyLogLevel` into the level and its `component:level` parts, which replace
+    /// `--proxyComponentLogLevel`. Also returns the invalid parts.
     pub fn split(level: &str, components: &str) -> (Self, Vec<String>) {
         let mut levels = Self::default();
-        let (mut parts, mut neither) = (Vec::new(), Vec::new());
+        let (mut parts, mut invalid) = (Vec::new(), Vec::new());
         for part in level.split(',').filter(|part| !part.is_empty()) {
             match part.matches(':').count() {
                 0 => levels.level = Some(part.to_owned()),
                 1 => parts.push(part),
-                _ => neither.push(part.to_owned()),
+                _ => invalid.push(part.to_owned()),
             }
         }
-        let components = if parts.is_empty() {
-            components.to_owned()
-        } else {
-            parts.join(",")
-        };
-        levels.components = Some(components).filter(|text| !text.is_empty());
-        (levels, neither)
+        if parts.is_empty() {
+            parts.push(components);
+        }
+        levels.components = Some(parts.join(",")).filter(|text| !text.is_empty());
+        (levels, invalid)
     }
 }
 
 impl Command {
-    /// What Envoy finds in its environment beside all that the agent found in its own.
+    /// Returns the variable that is added to the agent's own environment, if there is one.
     pub fn environment(&self) -> Option<(&'static str, &'static str)> {
         self.fips_ciphers
             .then_some(("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS))
     }
 
-    /// Everything after the program's name, in pilot-agent's order.
+    /// Returns the arguments after the program's name, in pilot-agent's order.
     pub fn arguments(&self, mode: &Mode) -> Vec<String> {
         let ip_version = if self.is_ipv6 { "v6" } else { "v4" };
         let flush_interval = self.file_flush_interval.as_millis();
@@ -106,13 +105,13 @@ impl Command {
             flag("--file-flush-interval-msec", flush_interval),
             mode.arguments(),
             switch("--allow-unknown-static-fields", true),
-            given("--file-flush-min-size-kb", flush_size),
-            given("-l", self.log.level.as_ref()),
-            given("--component-log-level", self.log.components.as_ref()),
+            optional("--file-flush-min-size-kb", flush_size),
+            optional("-l", self.log.level.as_ref()),
+            optional("--component-log-level", self.log.components.as_ref()),
             switch("--skip-deprecated-logs", self.skip_deprecated_logs),
             switch("--enable-core-dump", self.core_dump),
-            given("--config-yaml", self.override_json.as_ref()),
-            given("--concurrency", self.concurrency),
+            optional("--config-yaml", self.override_json.as_ref()),
+            optional("--concurrency", self.concurrency),
         ]
         .concat()
     }
@@ -122,7 +121,7 @@ fn flag(name: &str, value: impl Display) -> Vec<String> {
     vec![name.to_owned(), value.to_string()]
 }
 
-fn given(name: &str, value: Option<impl Display>) -> Vec<String> {
+fn optional(name: &str, value: Option<impl Display>) -> Vec<String> {
     value.map_or_else(Vec::new, |value| flag(name, value))
 }
 
@@ -132,27 +131,29 @@ fn switch(name: &str, is_on: bool) -> Vec<String> {
 
 impl Mode {
     fn arguments(&self) -> Vec<String> {
-        let words = |words: &str| words.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let alone = switch("--disable-hot-restart", true);
         match self {
-            Self::Alone => words("--disable-hot-restart"),
-            Self::Validate => words("--disable-hot-restart --mode validate"),
+            Self::Alone => alone,
+            Self::Validate => [alone, flag("--mode", "validate")].concat(),
             Self::First {
                 base_id_file,
                 parent_shutdown,
-            } => {
-                let time = flag("--parent-shutdown-time-s", parent_shutdown.as_secs());
-                let base_id = flag("--base-id-path", base_id_file.display());
-                [time, words("--use-dynamic-base-id"), base_id].concat()
-            }
+            } => [
+                flag("--parent-shutdown-time-s", parent_shutdown.as_secs()),
+                switch("--use-dynamic-base-id", true),
+                flag("--base-id-path", base_id_file.display()),
+            ]
+            .concat(),
             Self::Next {
-                base_id,
-                epoch,
+                continues,
                 parent_shutdown,
-            } => words(&format!(
-                "--parent-shutdown-time-s {} --base-id {base_id} --restart-epoch {epoch} \
-                 --skip-hot-restart-parent-stats",
-                parent_shutdown.as_secs()
-            )),
+            } => [
+                flag("--parent-shutdown-time-s", parent_shutdown.as_secs()),
+                flag("--base-id", continues.base_id),
+                flag("--restart-epoch", continues.restart_epoch),
+                switch("--skip-hot-restart-parent-stats", true),
+            ]
+            .concat(),
         }
     }
 }
@@ -198,8 +199,10 @@ mod tests {
             parent_shutdown,
         };
         let next = Mode::Next {
-            base_id: 7,
-            epoch: 3,
+            continues: Lent {
+                base_id: 7,
+                restart_epoch: 3,
+            },
             parent_shutdown,
         };
         let time = ["--parent-shutdown-time-s", "60"];

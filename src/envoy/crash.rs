@@ -1,4 +1,4 @@
-//! The record of a crash of Envoy.
+//! Records a crash of Envoy.
 //!
 //! A [`Crash`] is logged, shown, and stored next to the bootstrap for the agent of the next container, until an Envoy
 //! exits on request. Only the agent's user can read the file, because Envoy's last lines may name secrets.
@@ -19,20 +19,20 @@ use crate::regular_file;
 use crate::replace_file::replace_file;
 
 const NAME: &str = "envoy-crash.json";
-/// No agent writes a larger file.
+/// The largest record that is read; the agent writes smaller ones.
 const MAX_RECORD: u64 = 64 << 10;
 
-/// An end that was not requested, or not in this way.
+/// An exit that was not requested, or differs from the requested one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Crash {
-    /// In UTC, to the second.
+    /// The time in UTC, to the second.
     pub when: String,
     pub epoch: u32,
     pub pid: i32,
     pub code: Option<u8>,
     pub signal: Option<i32>,
     pub uptime_seconds: f64,
-    /// Whether the kernel killed it for lack of memory; None if it was not killed, or the
+    /// True if the kernel killed Envoy because memory was used up; None if Envoy was not killed, or the
     /// kernel's count cannot be read.
     pub out_of_memory: Option<bool>,
     /// The last lines of standard error.
@@ -40,22 +40,22 @@ pub struct Crash {
 }
 
 impl Crash {
-    /// The record an earlier agent has left in `directory`.
+    /// Reads the record that an earlier agent has left in `directory`.
     pub fn read(directory: &Path) -> Result<Option<Self>, Problem> {
         let path = directory.join(NAME);
-        let read = regular_file::read(&path, MAX_RECORD);
-        if_exists(read.and_then(|read| Ok(serde_json::from_slice(&read)?)))
+        let record = regular_file::read(&path, MAX_RECORD);
+        if_exists(record.and_then(|json| Ok(serde_json::from_slice(&json)?)))
             .map_err(|error| permission::problem("read the record of a crash", &path, error))
     }
 
-    /// Replaces the record by this crash, or removes it. A failure is logged.
+    /// Replaces the record by this crash, or removes it. Logs a failure.
     pub(super) fn record(crash: Option<&Self>, directory: &Path) {
         let path = directory.join(NAME);
         let done = match crash.map(serde_json::to_vec_pretty) {
-            Some(record) => record
+            Some(json) => json
                 .map_err(io::Error::from)
-                .and_then(|record| replace_file(&path, &record, 0o600)),
-            None => if_exists(fs::remove_file(&path)).map(|_| ()),
+                .and_then(|json| replace_file(&path, &json, 0o600)),
+            None => if_exists(fs::remove_file(&path)).map(drop),
         };
         if let Err(error) = done {
             let action = "replace the record of a crash";
@@ -63,6 +63,7 @@ impl Crash {
         }
     }
 
+    /// Returns the crash as a problem, with a code for its cause.
     pub fn problem(&self) -> Problem {
         let code = match (self.out_of_memory, self.signal) {
             (Some(true), _) => codes::ENVOY_OUT_OF_MEMORY,
@@ -70,12 +71,12 @@ impl Crash {
             _ if reason(&self.stderr).and_then(port::taken).is_some() => codes::PORT_TAKEN,
             _ => codes::ENVOY_BOOTSTRAP_REFUSED,
         };
-        // Pilot-agent's line begins so.
+        // Pilot-agent's log line begins with these words.
         Problem::new(code, "Envoy exited with error", self)
     }
 }
 
-/// None if the file does not exist.
+/// Turns the error for a missing file into None.
 fn if_exists<T>(done: io::Result<T>) -> io::Result<Option<T>> {
     match done {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -84,10 +85,10 @@ fn if_exists<T>(done: io::Result<T>) -> io::Result<Option<T>> {
 }
 
 /// Counts the processes of the agent's control group that the kernel has killed because memory was used up; None if
-/// the count cannot be read. A container that sees the machine's path may have its own group mounted at the top.
+/// the count cannot be read. `root` is `/` outside of tests.
 pub(super) fn oom_kills(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    // Version 2 of control groups has no list of controllers. A machine may have both versions.
+    // The list of controllers is empty in version 2 of control groups. A machine may have both versions.
     let versions = [
         ("", "", "memory.events"),
         ("memory", "memory", "memory.oom_control"),
@@ -97,6 +98,7 @@ pub(super) fn oom_kills(root: &Path) -> Option<u64> {
             let (found, path) = line.split_once(':')?.1.split_once(':')?;
             (found == controllers).then_some(path.trim_start_matches('/'))
         })?;
+        // The path may be that on the machine, while the container's own group is mounted at the top.
         let top = root.join("sys/fs/cgroup").join(mount);
         [top.join(path), top].into_iter().find_map(|directory| {
             let counts = fs::read_to_string(directory.join(file)).ok()?;
@@ -114,15 +116,12 @@ impl fmt::Display for Crash {
         }
         let uptime = approximate(self.uptime_seconds);
         write!(f, " after {uptime}, at {}", self.when)?;
-        match self.out_of_memory {
-            Some(true) => f.write_str(", killed by the kernel because memory was used up"),
-            Some(false) => f.write_str(", not killed for lack of memory"),
-            None => Ok(()),
-        }?;
-        match reason(&self.stderr) {
-            Some(reason) => write!(f, ": {reason}"),
-            None => Ok(()),
-        }
+        f.write_str(match self.out_of_memory {
+            Some(true) => ", killed by the kernel because memory was used up",
+            Some(false) => ", not killed for lack of memory",
+            None => "",
+        })?;
+        reason(&self.stderr).map_or(Ok(()), |reason| write!(f, ": {reason}"))
     }
 }
 

@@ -1,7 +1,7 @@
-//! Decides whether an Envoy that ended by itself is started again: which ends count as a crash, and the budget of
-//! restarts with the pause before each.
+//! Decides about the restart of an Envoy that exited by itself: which exits another Envoy would survive, and the budget
+//! of restarts with the pause before each.
 //!
-//! The first restart follows at once. Later pauses grow, with jitter, until the budget is whole again.
+//! The first restart follows at once. Later pauses grow, with jitter, until no restart counts against the budget.
 
 use std::time::Duration;
 
@@ -14,14 +14,14 @@ use crate::duration::rounded;
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 
-/// At most `restarts` within `within`.
+/// The limit of at most `restarts` restarts within `within`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub restarts: usize,
     pub within: Duration,
 }
 
-/// What is left of a budget.
+/// The restarts that count against the budget.
 #[derive(Debug)]
 pub(super) struct Restarts {
     /// None allows no restart.
@@ -39,15 +39,15 @@ impl Restarts {
         }
     }
 
-    /// Takes one restart out of the budget and returns the pause before it. None if Envoy is not to be started again.
+    /// Takes one restart out of the budget and returns the pause before it, or None if Envoy must not be restarted.
     pub(super) fn take(
         &mut self,
         ended: Ended,
         out_of_memory: Option<bool>,
         has_served: bool,
     ) -> Option<Duration> {
-        if let Some(why) = obstacle(ended, out_of_memory, has_served) {
-            tracing::warn!("not restarting Envoy: {why}");
+        if let Some(reason) = obstacle(ended, out_of_memory, has_served) {
+            tracing::warn!("not restarting Envoy: {reason}");
             return None;
         }
         let budget = self.budget?;
@@ -59,17 +59,16 @@ impl Restarts {
             tracing::error!("Envoy was restarted {count} times within {within}, the limit");
             return None;
         }
-        let is_first = self.past.is_empty();
         self.past.push(now);
-        if is_first {
-            self.backoff.reset();
-            return Some(Duration::ZERO);
+        if self.past.len() > 1 {
+            return Some(self.backoff.next_wait());
         }
-        Some(self.backoff.next_wait())
+        self.backoff.reset();
+        Some(Duration::ZERO)
     }
 }
 
-/// Returns why this end is no crash that another Envoy would survive.
+/// Returns the reason why another Envoy would not survive, or was not wanted.
 fn obstacle(ended: Ended, out_of_memory: Option<bool>, has_served: bool) -> Option<&'static str> {
     match (ended, out_of_memory) {
         (Ended::Code(0), _) => Some("it exited by itself with status 0"),

@@ -1,4 +1,4 @@
-//! Reports Envoy's state to the rest of the agent, and takes its orders.
+//! Reports Envoy's state to the rest of the agent, and passes orders to the supervisor.
 //!
 //! The supervisor publishes a [`Report`] with every change. Clones of [`Envoy`] read it and order a drain or restart.
 
@@ -13,19 +13,20 @@ use super::admin::Admin;
 use super::crash::Crash;
 use super::hot_restart::Lent;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
+use crate::clock::{self, Clock};
 use crate::metrics;
 use crate::problem::{Problem, codes};
 
-/// Where Envoy is on its way from start to end.
+/// The state of Envoy, from its start to its exit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
     #[default]
     Initial,
-    /// The process is there; it does not serve yet.
+    /// The process runs, but does not serve yet.
     Starting,
     Running,
-    /// Its clients are asked to leave; it still serves.
+    /// Envoy still serves, and asks its clients to leave.
     Draining,
     Stopping,
     Exited,
@@ -35,37 +36,38 @@ pub enum State {
 pub struct Report {
     pub state: State,
     pub pid: Option<i32>,
-    /// How many Envoys this agent has started before this one.
+    /// The number of Envoys that this agent has started before this one.
     pub epoch: u32,
     #[serde(serialize_with = "in_utc_if_any")]
     pub started: Option<SystemTime>,
     /// Resident memory; only in a report from [`Envoy::snapshot`].
     pub rss_bytes: Option<u64>,
-    /// Whether a drain was ordered, so that the shutdown has none.
+    /// True after a drain order: the shutdown then has no drain.
     pub is_drained: bool,
-    /// The steps of a shutdown, from where Envoy is now.
+    /// The steps of a shutdown from the current state.
     pub plan: Plan,
     pub ending: Option<Shutdown>,
-    /// When the next Envoy starts, while there is none.
+    /// The start of the next Envoy, during the pause after an exit.
     #[serde(serialize_with = "in_utc_if_any")]
     pub restart: Option<SystemTime>,
     pub epochs: Vec<Epoch>,
-    /// The last restart that was wanted.
+    /// The last requested restart.
     pub last_restart: Option<Restart>,
-    /// The last crash, of this agent's Envoys or of the one before.
+    /// The last crash of an Envoy of this agent or of the previous one.
     pub last_crash: Option<Crash>,
 }
 
+/// A running Envoy.
 #[derive(Clone, Debug, Serialize)]
 pub struct Epoch {
-    /// How many Envoys this agent has started before this one.
+    /// The number of Envoys that this agent has started before this one.
     pub epoch: u32,
-    /// Envoy's own number of it, `--restart-epoch`.
+    /// Envoy's own number, `--restart-epoch`.
     pub restart_epoch: u32,
     pub pid: i32,
     pub state: Role,
-    #[serde(serialize_with = "in_utc_if_any")]
-    pub started: Option<SystemTime>,
+    #[serde(serialize_with = "clock::in_utc")]
+    pub started: SystemTime,
     pub config: PathBuf,
 }
 
@@ -75,7 +77,7 @@ pub enum Role {
     /// The successor, which does not serve yet.
     Next,
     Current,
-    /// The parent, which finishes what it has begun.
+    /// The parent, which finishes its requests.
     Leaving,
 }
 
@@ -83,22 +85,22 @@ pub enum Role {
 #[derive(Clone, Debug, Serialize)]
 pub struct Restart {
     pub reason: &'static str,
-    #[serde(serialize_with = "in_utc_if_any")]
-    pub when: Option<SystemTime>,
-    /// None before it is known whether there is anything to start.
+    #[serde(serialize_with = "clock::in_utc")]
+    pub when: SystemTime,
+    /// None until the inputs have been validated.
     pub method: Option<Method>,
     pub outcome: Outcome,
-    /// What stood in its way.
+    /// The reason for a restart without success.
     pub problem: Option<String>,
 }
 
-/// How one Envoy follows another.
+/// The method by which one Envoy replaces another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Method {
     /// The successor takes the sockets over from its parent.
     Hot,
-    /// The next Envoy starts when the one before has ended.
+    /// The next Envoy starts after the exit of the previous one.
     Full,
 }
 
@@ -108,16 +110,16 @@ pub enum Outcome {
     UnderWay,
     Succeeded,
     Unchanged,
-    /// What was there to start could not be used.
+    /// The inputs could not be used.
     Refused,
-    /// The successor ended before it served.
+    /// The successor exited before it served.
     Failed,
-    /// The Envoy that serves has ended first, drains, or is to end.
+    /// The current Envoy has exited, drains, or must stop.
     Abandoned,
 }
 
 impl Report {
-    /// Tells why no Envoy takes traffic.
+    /// Returns the reason why no Envoy accepts traffic.
     pub fn problem(&self) -> Option<Problem> {
         let (code, found) = match (self.state, &self.last_crash) {
             (State::Starting | State::Running, _) => return None,
@@ -134,10 +136,11 @@ impl Report {
 }
 
 impl Restart {
-    pub(super) fn begun(reason: &'static str, now: SystemTime) -> Self {
+    /// Begins a restart now.
+    pub(super) fn begin(reason: &'static str) -> Self {
         Self {
             reason,
-            when: Some(now),
+            when: Clock::system().now(),
             method: None,
             outcome: Outcome::UnderWay,
             problem: None,
@@ -169,20 +172,21 @@ pub struct Envoy {
     orders: mpsc::Sender<Order>,
 }
 
+/// An order to the supervisor.
 #[derive(Debug)]
 pub enum Order {
     /// Drain Envoy now, and not again at its shutdown. Answered when Envoy's admin port has answered
-    /// or failed; dropped when Envoy has ended.
+    /// or failed; dropped when Envoy has exited.
     Drain(oneshot::Sender<()>),
-    /// Replace Envoy by one that starts from what there is now, if that has changed.
+    /// Replace Envoy if its inputs have changed.
     Restart { reason: &'static str },
-    /// Let a successor in another container start. Answered with what it continues, or why it cannot.
+    /// Let a successor in another container start. Answered with its base id and epoch, or the reason for a refusal.
     Lend(oneshot::Sender<Result<Lent, String>>),
-    /// That successor is gone, and has not taken over.
+    /// Take the base id back: that successor has exited without taking over.
     Reclaim,
-    /// That successor has taken over: Envoy is its parent, and ends when it is told to by it.
+    /// Become the parent of that successor, which has taken over and will end Envoy.
     Supersede,
-    /// The parent in another container has ended.
+    /// Allow restarts: the parent in another container has exited.
     ParentEnded,
 }
 
@@ -195,7 +199,7 @@ impl Envoy {
         }
     }
 
-    /// The admin port of the Envoy that serves now.
+    /// Returns the admin port of the current Envoy.
     pub fn admin(&self) -> Admin {
         self.admin
     }
@@ -204,45 +208,41 @@ impl Envoy {
         self.report.clone()
     }
 
+    /// Returns the last report, with Envoy's resident memory.
     pub fn snapshot(&self) -> Report {
-        let report = self.report.borrow().clone();
-        let resident = |pid| {
+        let mut report = self.report.borrow().clone();
+        report.rss_bytes = report.pid.and_then(|pid| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
             metrics::process::memory(&status, "VmRSS:")
-        };
-        Report {
-            rss_bytes: report.pid.and_then(resident),
-            ..report
-        }
+        });
+        report
     }
 
-    /// Drains Envoy; returns when Envoy has been asked, or when there is none.
+    /// Drains Envoy. Returns after Envoy has been asked, or if no Envoy runs.
     pub async fn drain(&self) {
-        let (asked, answer) = oneshot::channel();
-        if self.orders.send(Order::Drain(asked)).await.is_ok() {
-            let _ = answer.await; // An error is the end of Envoy.
-        }
+        let (sender, drained) = oneshot::channel();
+        self.order(Order::Drain(sender)).await;
+        // The supervisor drops the sender if there is nothing to drain.
+        let _ = drained.await;
     }
 
     /// Lets a successor in another container start.
     pub async fn lend(&self) -> Result<Lent, String> {
-        let (asked, answer) = oneshot::channel();
-        let gone = || "Envoy has ended".to_owned();
-        let sent = self.orders.send(Order::Lend(asked)).await;
-        sent.map_err(|_| gone())?;
-        answer.await.unwrap_or_else(|_| Err(gone()))
+        let (sender, lent) = oneshot::channel();
+        self.order(Order::Lend(sender)).await;
+        lent.await
+            .unwrap_or_else(|_| Err("Envoy has ended".to_owned()))
     }
 
-    /// Gives an order that has no answer.
+    /// Gives an order without waiting for its result.
     pub async fn order(&self, order: Order) {
-        // An error is the end of Envoy.
+        // It fails after the supervisor has ended.
         let _ = self.orders.send(order).await;
     }
 
-    /// Has Envoy replaced if what it starts from has changed. The report tells the outcome.
+    /// Replaces Envoy if its inputs have changed. The report contains the outcome.
     pub async fn restart(&self, reason: &'static str) {
-        // An error is the end of Envoy.
-        let _ = self.orders.send(Order::Restart { reason }).await;
+        self.order(Order::Restart { reason }).await;
     }
 }
 
@@ -278,12 +278,12 @@ mod tests {
                 restart_epoch: 1,
                 pid: 42,
                 state: Role::Current,
-                started: Some(moment),
+                started: moment,
                 config: "etc/istio/proxy/envoy-rev2.json".into(),
             }],
             last_restart: Some(Restart {
                 reason: "received signal: hangup",
-                when: Some(moment),
+                when: moment,
                 method: Some(Method::Hot),
                 outcome: Outcome::UnderWay,
                 problem: None,

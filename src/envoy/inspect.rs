@@ -1,5 +1,5 @@
-//! Looks at Envoy's admin port for what Envoy waits for, calls that it refuses, and endpoints that it does not
-//! reach.
+//! Inspects Envoy through its admin port: resources that it waits for, calls that it refuses, and endpoints that it
+//! does not reach.
 //!
 //! A full configuration dump may have 100 MB, so only names are requested.
 
@@ -16,9 +16,9 @@ use tokio::time::timeout;
 use super::admin::Admin;
 use crate::problem::{Code, Problem, codes};
 
-/// An update warms for a moment, so a finding is looked for again after this pause.
+/// The pause before a finding is confirmed, because every update warms for a moment.
 const PAUSE: Duration = Duration::from_millis(300);
-/// Leaves time for other checks within the doctor's limit.
+/// The limit of a connection attempt. It leaves time for other checks within the doctor's limit.
 const DIAL_LIMIT: Duration = Duration::from_millis(700);
 const MAX_DIALS: usize = 16;
 
@@ -31,11 +31,11 @@ const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
 /// `^(listener|http)\..*(no_filter_chain_match|ssl\.(connection_error|fail_verify.*)|rbac\..*denied)$`
 const REFUSALS: &str = "/stats?filter=%5E(listener%7Chttp)%5C..*(no_filter_chain_match%7C\
     ssl%5C.(connection_error%7Cfail_verify.*)%7Crbac%5C..*denied)%24";
-/// Says how Envoy gets the statistics of [`refusals`].
+/// The advice for an Envoy without the statistics of [`refusals`].
 pub const NOT_COUNTED: &str = "Envoy does not count them; it does with the annotation \
     `sidecar.istio.io/statsInclusionRegexps: listener.*(no_filter_chain_match|ssl.*),http.*rbac.*denied`";
 
-/// Lists what Envoy waits for. A page that cannot be read is a problem with another code.
+/// Lists the resources that Envoy waits for. A page that cannot be read is a problem with another code.
 pub async fn waits(admin: Admin) -> Vec<Problem> {
     let waits = join_all([
         wait(admin, codes::LISTENER_WARMING, LISTENERS, listeners),
@@ -48,43 +48,40 @@ pub async fn waits(admin: Admin) -> Vec<Problem> {
 async fn wait(
     admin: Admin,
     code: &'static Code,
-    page: &str,
+    path: &str,
     names: fn(&Value) -> BTreeSet<String>,
 ) -> Option<Problem> {
-    let look = async || admin.page(page).await.map(|page| names(&page));
-    let looking = async {
-        let first = look().await?;
+    let warming = async || admin.page(path).await.map(|page| names(&page));
+    let confirmed = async {
+        let first = warming().await?;
         if first.is_empty() {
             return Ok(first);
         }
         tokio::time::sleep(PAUSE).await;
-        Ok(&first & &look().await?)
+        Ok(&first & &warming().await?)
     };
-    let found = timeout(admin.limit, looking).await;
-    let (code, found) = match found.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
-        Ok(found) if found.is_empty() => return None,
-        Ok(found) => (code, Vec::from_iter(found).join("; ")),
-        Err(why) => (codes::ENVOY_NOT_INSPECTED, why),
+    let (code, found) = match timeout(admin.limit, confirmed).await {
+        Ok(Ok(names)) if names.is_empty() => return None,
+        Ok(Ok(names)) => (code, Vec::from_iter(names).join("; ")),
+        Ok(Err(reason)) => (codes::ENVOY_NOT_INSPECTED, reason),
+        Err(_) => (codes::ENVOY_NOT_INSPECTED, "no answer in time".to_owned()),
     };
     Some(Problem::new(code, code.cause, found))
 }
 
-/// Names the resources of a type of which Envoy has a version, in force or warming.
+/// Returns the names of the resources of a type of which Envoy has an active or warming version.
 pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String>, String> {
+    // Listeners and endpoints of which Envoy has refused every version are listed without the members `states`.
     let (dumps, name, states): (&[_], _, _) = match type_url.rsplit('.').next() {
         Some("Cluster") => {
             let dumps = &["dynamic_active_clusters", "dynamic_warming_clusters"];
             (dumps, "cluster.name", "")
         }
         Some("ClusterLoadAssignment") => {
+            let states = ",endpoint_config.endpoints";
             let name = "endpoint_config.cluster_name";
-            (
-                &["dynamic_endpoint_configs"],
-                name,
-                ",endpoint_config.endpoints",
-            )
+            (&["dynamic_endpoint_configs"], name, states)
         }
-        // A resource of which Envoy has refused every version is there without these.
         Some("Listener") => {
             let states = ",active_state.version_info,warming_state.version_info";
             (&["dynamic_listeners"], "name", states)
@@ -98,50 +95,51 @@ pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String
     for dump in dumps {
         let path = format!("/config_dump?include_eds&resource={dump}&mask={name}{states}");
         let page = admin.page(&path).await?;
-        let entries = entries(&page, "configs").filter(|entry| {
-            let mut found = [
-                "/active_state",
-                "/warming_state",
-                "/endpoint_config/endpoints",
-            ]
-            .iter();
-            states.is_empty() || found.any(|state| entry.pointer(state).is_some())
-        });
-        let names = entries.filter_map(|entry| entry.pointer(&pointer)?.as_str());
+        let names = entries(&page, "configs")
+            .filter(|entry| states.is_empty() || has_version(entry))
+            .filter_map(|entry| entry.pointer(&pointer)?.as_str());
         held.extend(names.map(str::to_owned));
     }
     Ok(held)
 }
 
+/// Returns true if Envoy has accepted a version of the listener or of the endpoints.
+fn has_version(entry: &Value) -> bool {
+    let endpoints = "/endpoint_config/endpoints";
+    let states = ["/active_state", "/warming_state", endpoints];
+    states.iter().any(|state| entry.pointer(state).is_some())
+}
+
 /// The names of Envoy's active listeners and secrets.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Serving {
-    /// Dynamic listeners only.
+    /// The dynamic listeners.
     pub listeners: BTreeSet<String>,
     pub secrets: BTreeSet<String>,
 }
 
 impl Serving {
+    /// Reads the names from Envoy.
     pub async fn of(admin: Admin) -> Result<Self, String> {
-        Self::with(&["active_state"], admin).await
+        Self::read(admin, &["active_state"]).await
     }
 
     /// Reads the names of active secrets, and of listeners in one of these states.
-    async fn with(states: &[&str], admin: Admin) -> Result<Self, String> {
+    async fn read(admin: Admin, states: &[&str]) -> Result<Self, String> {
         let secrets = admin.page(ACTIVE_SECRETS).await?;
         let listeners = admin.page(ACCEPTED_LISTENERS).await?;
-        let listeners = entries(&listeners, "configs")
-            .filter(|entry| states.iter().any(|state| entry.get(state).is_some()))
-            .map(|entry| text(&entry["name"]).to_owned());
         Ok(Self {
-            listeners: listeners.collect(),
+            listeners: entries(&listeners, "configs")
+                .filter(|entry| states.iter().any(|state| entry.get(state).is_some()))
+                .map(|entry| text(&entry["name"]).to_owned())
+                .collect(),
             secrets: names(&secrets),
         })
     }
 }
 
-/// Fails if the Envoy of this restart epoch has not everything that its parent has, or waits for something. Its
-/// listener `besides` may wait. Without `parent`, it must have some listener.
+/// Fails if the Envoy of this restart epoch lacks a listener or secret of its parent, or waits for a resource. Its
+/// listener `besides` may wait. Without `parent`, it must have at least one listener.
 pub async fn follows(
     admin: Admin,
     restart_epoch: u32,
@@ -149,7 +147,7 @@ pub async fn follows(
     besides: &str,
 ) -> Result<(), String> {
     let info = admin.page("/server_info").await?;
-    // Its parent answers until it has the admin port.
+    // The parent answers until this Envoy has taken the admin port over.
     if info["command_line_options"]["restart_epoch"].as_u64() != Some(restart_epoch.into()) {
         return Err("Envoy has not started".to_owned());
     }
@@ -158,33 +156,33 @@ pub async fn follows(
     if !waits.is_empty() {
         return Err(Vec::from_iter(waits).join("; "));
     }
-    // Listeners become active together.
-    let found = Serving::with(&["active_state", "warming_state"], admin).await?;
+    // A warming listener suffices, because all listeners become active together.
+    let found = Serving::read(admin, &["active_state", "warming_state"]).await?;
     match parent {
         Some(parent) => {
-            lacks("secrets", &parent.secrets, &found.secrets)?;
-            lacks("listeners", &parent.listeners, &found.listeners)
+            check("secrets", &parent.secrets, &found.secrets)?;
+            check("listeners", &parent.listeners, &found.listeners)
         }
         None if found.listeners.is_empty() => Err("it has no listeners".to_owned()),
         None => Ok(()),
     }
 }
 
-fn lacks(what: &str, wanted: &BTreeSet<String>, found: &BTreeSet<String>) -> Result<(), String> {
+/// Fails if a wanted name has not been found. `kind` is used in the error.
+fn check(kind: &str, wanted: &BTreeSet<String>, found: &BTreeSet<String>) -> Result<(), String> {
     let missing: Vec<_> = wanted.difference(found).map(String::as_str).collect();
     if missing.is_empty() {
-        Ok(())
-    } else {
-        Err(format!("it lacks {what} {}", missing.join(", ")))
+        return Ok(());
     }
+    Err(format!("it lacks {kind} {}", missing.join(", ")))
 }
 
-/// Lists the calls to the pod that Envoy has refused since its start. None if it does not count them.
+/// Lists the calls to the pod that Envoy has refused since its start. Returns None if Envoy does not count them.
 pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
     let page = admin.text(REFUSALS).await.ok()?;
     let counts = page.lines().filter_map(|line| line.rsplit_once(": "));
-    let problems = counts.clone().filter(|(_, count)| *count != "0");
-    let problems = problems.map(|(name, count)| {
+    let refused = counts.clone().filter(|(_, count)| *count != "0");
+    let problems = refused.map(|(name, count)| {
         let code = match name {
             _ if name.contains("filter_chain") => codes::INBOUND_NOT_MATCHED,
             _ if name.contains(".ssl.") => codes::HANDSHAKES_FAILED,
@@ -201,41 +199,37 @@ pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
 pub async fn endpoints(admin: Admin) -> Vec<Problem> {
     let page = match admin.text("/clusters").await {
         Ok(page) => page,
-        Err(why) => {
+        Err(reason) => {
             let (code, subject) = (codes::ENVOY_NOT_INSPECTED, "endpoints of Envoy's clusters");
-            return vec![Problem::new(code, subject, why)];
+            return vec![Problem::new(code, subject, reason)];
         }
     };
-    let (failed, services) = read(&page);
+    let (failed, services) = read_clusters(&page);
     let dials = join_all(failed.into_iter().take(MAX_DIALS).map(dial)).await;
-    let mut found: Vec<_> = dials.into_iter().flatten().collect();
+    let mut problems: Vec<_> = dials.into_iter().flatten().collect();
     if !services.is_empty() {
-        let (code, names) = (
-            codes::NO_HEALTHY_ENDPOINT,
-            Vec::from_iter(services).join(", "),
-        );
-        found.push(Problem::new(
-            code,
-            "services without a healthy endpoint",
-            names,
-        ));
+        let subject = "services without a healthy endpoint";
+        let names = Vec::from_iter(services).join(", ");
+        problems.push(Problem::new(codes::NO_HEALTHY_ENDPOINT, subject, names));
     }
-    found
+    problems
 }
 
-/// An endpoint with its cluster and the count of failed connections.
+/// A cluster, the address of one of its endpoints, and the count of failed connections.
 type Failed<'a> = (&'a str, SocketAddr, &'a str);
 
 /// Reads lines such as `cluster::address::cx_connect_fail::1`. Also returns the services without a healthy
 /// endpoint among those whose endpoints istiod sends.
-fn read(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
+fn read_clusters(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
     let (mut failed, mut all, mut healthy) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
     for line in page.lines() {
         let (rest, value) = line.rsplit_once("::").unwrap_or_default();
-        let (of, name) = rest.rsplit_once("::").unwrap_or_default();
-        let (cluster, address) = of.split_once("::").unwrap_or((of, ""));
+        let (endpoint, name) = rest.rsplit_once("::").unwrap_or_default();
+        let (cluster, address) = endpoint.split_once("::").unwrap_or((endpoint, ""));
         match (name, address.parse()) {
-            ("cx_connect_fail", Ok(at)) if value != "0" => failed.push((cluster, at, value)),
+            ("cx_connect_fail", Ok(address)) if value != "0" => {
+                failed.push((cluster, address, value));
+            }
             ("health_flags", _) if !value.contains("failed") => _ = healthy.insert(cluster),
             ("health_flags" | "eds_service_name", _) => _ = all.insert(cluster),
             _ => {}
@@ -246,8 +240,9 @@ fn read(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
     (failed, hosts.collect())
 }
 
+/// Returns the problem of an endpoint that cannot be connected to.
 async fn dial((cluster, address, count): Failed<'_>) -> Option<Problem> {
-    let why = match timeout(DIAL_LIMIT, TcpStream::connect(address)).await {
+    let reason = match timeout(DIAL_LIMIT, TcpStream::connect(address)).await {
         Ok(Ok(_)) => return None,
         Ok(Err(error)) => error.to_string(),
         Err(_) => "no answer".to_owned(),
@@ -257,30 +252,30 @@ async fn dial((cluster, address, count): Failed<'_>) -> Option<Problem> {
     } else {
         codes::UPSTREAM_UNREACHABLE
     };
-    let found = format!("{address}: {why}; failed connections of Envoy: {count}");
+    let found = format!("{address}: {reason}; failed connections of Envoy: {count}");
     Some(Problem::new(code, cluster, found))
 }
 
-/// Each listener with what it waits for.
+/// Describes each waiting listener with the resources that it waits for.
 fn listeners(dump: &Value) -> BTreeSet<String> {
-    let waiting = entries(dump, "unready_targets_dumps").filter_map(|waits| {
-        let targets: Vec<_> = entries(waits, "target_names").map(text).collect();
-        let name = listener(text(&waits["name"]));
-        // Without a target it waits for the other listeners only.
-        let waits = !targets.is_empty();
-        waits.then(|| format!("{name} waits for {}", targets.join(", ")))
+    let managers = entries(dump, "unready_targets_dumps").filter_map(|manager| {
+        let targets: Vec<_> = entries(manager, "target_names").map(text).collect();
+        let name = listener(text(&manager["name"]));
+        // A listener without targets only waits for the other listeners.
+        (!targets.is_empty()).then(|| format!("{name} waits for {}", targets.join(", ")))
     });
-    waiting.collect()
+    managers.collect()
 }
 
-/// The listener of `init manager Listener-local-init-manager <listener> <hash>`.
+/// Returns the listener of `init manager Listener-local-init-manager <listener> <hash>`.
 fn listener(manager: &str) -> &str {
-    let name = manager.strip_prefix("init manager Listener-local-init-manager ");
-    let name = name.and_then(|name| name.rsplit_once(' '));
-    name.map_or(manager, |(name, _)| name)
+    manager
+        .strip_prefix("init manager Listener-local-init-manager ")
+        .and_then(|suffix| suffix.rsplit_once(' '))
+        .map_or(manager, |(listener, _)| listener)
 }
 
-/// The names of clusters or secrets.
+/// Returns the names of clusters or secrets.
 fn names(dump: &Value) -> BTreeSet<String> {
     let configs = entries(dump, "configs");
     let names = configs.filter_map(|it| it.pointer("/cluster/name").or(it.get("name")));
@@ -343,7 +338,7 @@ mod tests {
                     outbound|80||d.b::10.0.0.1:8080::health_flags::/failed_eds_health\n\
                     inbound|80||::eds_service_name::x\n\
                     xds-grpc::./etc/istio/proxy/XDS::cx_connect_fail::1\nx\n::\n";
-        let (failed, services) = read(page);
+        let (failed, services) = read_clusters(page);
         let address = "[fd00::1]:8080".parse().expect("an address");
         assert_eq!(failed, [("outbound|80||a.b", address, "2")]);
         let services = Vec::from_iter(services);

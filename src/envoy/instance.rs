@@ -1,4 +1,4 @@
-//! One Envoy: started, signalled and reaped here, the only place that knows its pid.
+//! Starts, signals and reaps one Envoy. No other module knows its pid.
 //!
 //! Envoy has no input, and its own process group, so a terminal's signals reach the agent alone. If the agent dies,
 //! the kernel sends Envoy SIGTERM. The kernel watches the *thread* that forked: [`Instance::start`] must run on the
@@ -27,7 +27,7 @@ pub(super) const INTERRUPTED: i32 = Signal::INT.as_raw();
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
 pub(super) const TERMINATED: i32 = Signal::TERM.as_raw();
 
-/// A running Envoy, and what it was started from. Dropping it kills it.
+/// A running Envoy with its launch. Dropping it kills Envoy.
 #[derive(Debug)]
 pub(super) struct Instance {
     child: tokio::process::Child,
@@ -37,15 +37,44 @@ pub(super) struct Instance {
     started: SystemTime,
     since: Instant,
     pub(super) output: Output,
-    /// The kernel's count before the start.
+    /// The kernel's count of kills before the start.
     oom_kills: Option<u64>,
 }
 
-/// How an Envoy has ended.
+/// The exit of an Envoy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     Code(u8),
     Signal(i32),
+}
+
+impl Ended {
+    /// Returns the exit code a shell would report.
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Code(code) => code,
+            Self::Signal(signal) => u8::try_from(signal).map_or(u8::MAX, |s| s.saturating_add(128)),
+        }
+    }
+}
+
+impl From<ExitStatus> for Ended {
+    fn from(status: ExitStatus) -> Self {
+        // A reaped process has either a code, of one byte, or a signal.
+        match (status.code(), status.signal()) {
+            (Some(code), _) => Self::Code(u8::try_from(code).unwrap_or(u8::MAX)),
+            (None, signal) => Self::Signal(signal.unwrap_or_default()),
+        }
+    }
+}
+
+impl fmt::Display for Ended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "exit status {code}"),
+            Self::Signal(signal) => write!(f, "signal {signal}"),
+        }
+    }
 }
 
 impl Instance {
@@ -64,16 +93,18 @@ impl Instance {
             .process_group(0)
             .kill_on_drop(true);
         if let Some(user) = command.user {
-            // Takes all other groups away, too.
+            // A change of the user also drops all supplementary groups.
             start.gid(user).uid(user);
         }
-        // The kernel forgets this when the user changes, and code in between runs after that.
+        // The kernel clears the setting when the user changes; the hook runs after that change.
         end_with_parent(&mut start);
         let started = program::runnable(&command.binary).and_then(|()| {
             let child = start.spawn()?;
-            let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
-            let pid = pid.ok_or_else(|| io::Error::other("it exited before its pid was known"));
-            Ok((child, pid?))
+            let pid = child
+                .id()
+                .and_then(|id| Pid::from_raw(id.cast_signed()))
+                .ok_or_else(|| io::Error::other("it exited before its pid was known"))?;
+            Ok((child, pid))
         });
         let (child, pid) = started.map_err(|error| program::problem(&command.binary, &error))?;
         Ok(Self {
@@ -97,21 +128,20 @@ impl Instance {
     }
 
     fn signal(&self, signal: Signal) {
-        // The id is only given to another process after the reaping, after which tokio has none.
-        if self.child.id().is_none() {
-            return;
-        }
-        if let Err(error) = rustix::process::kill_process(self.pid, signal) {
+        // After the reaping tokio returns no pid, and the kernel may have given it to another process.
+        if self.child.id().is_some()
+            && let Err(error) = rustix::process::kill_process(self.pid, signal)
+        {
             tracing::warn!(%error, ?signal, "cannot signal Envoy; waiting until it exits");
         }
     }
 
-    /// Waits for the end and reaps it. May be called again.
+    /// Waits for the exit and reaps Envoy. Cancel safe; may be called again.
     pub(super) async fn ended(&mut self) -> io::Result<Ended> {
         Ok(self.child.wait().await?.into())
     }
 
-    /// Kills Envoy and reaps it, unless the kernel takes longer than `limit`.
+    /// Kills Envoy and reaps it. Logs an error if that takes longer than `limit`.
     pub(super) async fn end(mut self, limit: Duration) {
         self.kill();
         if tokio::time::timeout(limit, self.ended()).await.is_err() {
@@ -119,24 +149,25 @@ impl Instance {
         }
     }
 
+    /// Describes the crash, now that Envoy has exited.
     pub(super) async fn crash(&mut self, ended: Ended) -> Crash {
-        let uptime = self.since.elapsed();
+        let uptime_seconds = self.since.elapsed().as_secs_f64();
         let (code, signal) = match ended {
             Ended::Code(code) => (Some(code), None),
             Ended::Signal(signal) => (None, Some(signal)),
         };
+        let lines = self.output.last_lines().await;
         let has_grown = || Some(oom_kills("/".as_ref())? > self.oom_kills?);
-        // Later another process may have a port that was taken.
-        let stderr = self.output.last_lines().await.into_iter();
         Crash {
             when: clock::rfc3339(Clock::system().now()),
             epoch: self.epoch,
             pid: self.pid.as_raw_nonzero().get(),
             code,
             signal,
-            uptime_seconds: uptime.as_secs_f64(),
+            uptime_seconds,
             out_of_memory: (signal == Some(KILLED)).then(has_grown).flatten(),
-            stderr: stderr.map(port::explained).collect(),
+            // Explained now, because another process may own the port later.
+            stderr: lines.into_iter().map(port::explained).collect(),
         }
     }
 
@@ -146,13 +177,13 @@ impl Instance {
             restart_epoch: self.launch.restart_epoch(),
             pid: self.pid.as_raw_nonzero().get(),
             state,
-            started: Some(self.started),
+            started: self.started,
             config: self.launch.prepared.command.bootstrap.clone(),
         }
     }
 }
 
-/// Waits for the end of an Envoy, if there is one, and for ever if not.
+/// Waits for the exit of an Envoy; forever if there is none. Cancel safe.
 pub(super) async fn ended(instance: &mut Option<Instance>) -> io::Result<Ended> {
     match instance {
         Some(instance) => instance.ended().await,
@@ -172,47 +203,18 @@ fn end_with_parent(start: &mut tokio::process::Command) {
     unsafe {
         start.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
-            // The agent may have died before the line above; then no signal will come. Without a
-            // parent in this pid namespace there is nothing to compare.
-            match rustix::process::getppid() {
-                Some(parent) if parent != agent => Err(rustix::io::Errno::SRCH.into()),
-                _ => Ok(()),
+            // If the agent died before the line above, no signal will come. A parent outside of this
+            // pid namespace cannot be compared.
+            if rustix::process::getppid().is_some_and(|parent| parent != agent) {
+                return Err(rustix::io::Errno::SRCH.into());
             }
+            Ok(())
         });
     }
 }
 
-/// The problem of an Envoy that SIGKILL did not end in time.
+/// Returns the problem of an Envoy that SIGKILL did not end in time.
 pub(super) fn unkillable(limit: Duration) -> Problem {
     let found = format!("it did not exit within {} of SIGKILL", rounded(limit));
     Problem::new(codes::ENVOY_UNKILLABLE, "Envoy", found)
-}
-
-impl Ended {
-    /// The exit code a shell would report.
-    pub fn code(self) -> u8 {
-        match self {
-            Self::Code(code) => code,
-            Self::Signal(signal) => u8::try_from(signal).map_or(u8::MAX, |s| s.saturating_add(128)),
-        }
-    }
-}
-
-impl From<ExitStatus> for Ended {
-    fn from(status: ExitStatus) -> Self {
-        // A process that was waited for has ended in one of two ways; the code is one byte.
-        match (status.code(), status.signal()) {
-            (Some(code), _) => Self::Code(u8::try_from(code).unwrap_or(u8::MAX)),
-            (None, signal) => Self::Signal(signal.unwrap_or_default()),
-        }
-    }
-}
-
-impl fmt::Display for Ended {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Code(code) => write!(f, "exit status {code}"),
-            Self::Signal(signal) => write!(f, "signal {signal}"),
-        }
-    }
 }

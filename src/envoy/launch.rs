@@ -1,4 +1,4 @@
-//! What one Envoy is started from.
+//! Defines what an Envoy is started with: command line, files, and the memory shared in hot restarts.
 
 use std::any::Any;
 use std::fs;
@@ -18,40 +18,40 @@ use crate::regular_file;
 
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// The digits of a number, and blanks.
+/// The largest base id file: the digits of a number, and blanks.
 const MAX_ID: u64 = 32;
 
-/// Size (104) and version (11) of Envoy's structure there, as in the hot restart version 11.104.
+/// Size (104) and version (11) of Envoy's structure in the shared memory, as in the hot restart version 11.104.
 const SHARED_MEMORY_HEADER: [[u8; 8]; 2] = [104_u64.to_ne_bytes(), 11_u64.to_ne_bytes()];
-/// Where the flags are in it.
+/// The offset of the flags in this structure.
 const SHARED_MEMORY_FLAGS: u64 = 96;
 
-/// Envoy multiplies its number by this.
+/// The factor by which Envoy multiplies the base id in the name of the shared memory.
 const SPREAD: u64 = 10;
 
-/// A command line with the files it names.
+/// The inputs of an Envoy: a command line with the files it names.
 #[derive(Debug)]
 pub struct Prepared {
     pub command: Command,
-    /// The same for two that would run alike.
+    /// The hash of all inputs. Envoys with equal digests would run alike.
     pub digest: u64,
-    /// The Envoy in another container that a first Envoy takes over from.
+    /// The base id and epoch with which a first Envoy takes over from one in another container.
     pub continues: Option<Lent>,
-    /// Removes them when dropped.
+    /// Removes the files when dropped.
     _files: Option<Box<dyn Any + Send + Sync>>,
 }
 
-/// What an Envoy runs on, and its place among Envoys that take over from each other.
+/// The inputs of an Envoy, and its mode of hot restart.
 #[derive(Clone, Debug)]
 pub(super) struct Launch {
     pub(super) prepared: Arc<Prepared>,
-    /// None of an Envoy without hot restart.
+    /// None without hot restart.
     pub(super) base_id: Option<Arc<BaseId>>,
     pub(super) mode: Mode,
 }
 
 impl Prepared {
-    /// Runs `command` on a bootstrap with this content. Its path does not count.
+    /// Creates the inputs from a command and the content of its bootstrap. The digest ignores the bootstrap's path.
     pub fn new(
         command: Command,
         bootstrap: &[u8],
@@ -59,11 +59,12 @@ impl Prepared {
     ) -> Self {
         let mut digest = DefaultHasher::new();
         let arguments = command.arguments(&Mode::Alone);
-        // Tells programs at the same path apart. One without a path is found elsewhere.
+        // A new program may be installed at the same path. A program from `PATH` has no metadata here.
         let program = fs::metadata(&command.binary).ok().map(|file| {
             let modified = (file.mtime(), file.mtime_nsec());
             (file.dev(), file.ino(), modified, file.len())
         });
+        // The first two arguments are the bootstrap's path.
         (bootstrap, &arguments[2..], command.environment(), program).hash(&mut digest);
         Self {
             command,
@@ -75,12 +76,18 @@ impl Prepared {
 }
 
 impl Launch {
-    /// The Envoy that takes over from this one, of which the base id is known.
+    /// Returns the base id and epoch of a successor. None if the base id is not known.
+    pub(super) fn lend(&self) -> Option<Lent> {
+        Some(Lent {
+            base_id: self.base_id.as_ref()?.get()?,
+            restart_epoch: self.restart_epoch() + 1,
+        })
+    }
+
+    /// Returns the launch of an Envoy that takes over from this one, whose base id is known.
     pub(super) fn successor(&self, prepared: Arc<Prepared>, parent_shutdown: Duration) -> Self {
-        let base_id = self.base_id.as_ref().and_then(|base_id| base_id.get());
-        let mode = base_id.map_or(Mode::Alone, |base_id| Mode::Next {
-            base_id,
-            epoch: self.restart_epoch() + 1,
+        let mode = self.lend().map_or(Mode::Alone, |continues| Mode::Next {
+            continues,
             parent_shutdown,
         });
         Self {
@@ -90,10 +97,10 @@ impl Launch {
         }
     }
 
-    /// Its number among Envoys that take over from each other.
+    /// Returns Envoy's `--restart-epoch`: how many Envoys have had the base id before.
     pub(super) fn restart_epoch(&self) -> u32 {
         match self.mode {
-            Mode::Next { epoch, .. } => epoch,
+            Mode::Next { continues, .. } => continues.restart_epoch,
             _ => 0,
         }
     }
@@ -105,52 +112,50 @@ impl Launch {
 #[derive(Debug)]
 pub(super) struct BaseId {
     pub(super) file: PathBuf,
-    /// Whether the memory belongs to an Envoy in another container, so that it is not removed.
+    /// True if the memory belongs to an Envoy in another container, so that it is not removed.
     is_lent: AtomicBool,
 }
 
-/// Whether Envoys can share memory at all.
+/// Returns true if Envoys can share memory on this machine.
 pub(super) fn can_share() -> bool {
     rustix::fs::access(SHARED_MEMORY, Access::WRITE_OK | Access::EXEC_OK).is_ok()
 }
 
 impl BaseId {
-    /// Prepares the file for a first Envoy that runs as this user, if it is not the agent's.
+    /// Prepares the file for a first Envoy. `user` is the user it runs as, if that is not the agent's.
     pub(super) fn new(file: PathBuf, user: Option<u32>) -> Self {
         remove(&file);
         if let Some(user) = user {
-            // It may not make a file there, and is given one to write to.
+            // This user may not create files in the directory, so it gets an empty one.
             let given =
                 fs::File::create_new(&file).and_then(|_| chown(&file, Some(user), Some(user)));
             if let Err(error) = given {
                 tracing::warn!(%error, path = %file.display(), "cannot give a file to Envoy's user");
             }
         }
-        Self {
-            file,
-            is_lent: AtomicBool::new(false),
-        }
+        let is_lent = AtomicBool::new(false);
+        Self { file, is_lent }
     }
 
-    /// The base id of an Envoy in another container, which this one continues.
+    /// Adopts the base id of an Envoy in another container, from which this agent's first Envoy takes over.
     pub(super) fn adopted(file: PathBuf, id: u32) -> io::Result<Self> {
         fs::write(&file, id.to_string())?;
         let is_lent = AtomicBool::new(true);
         Ok(Self { file, is_lent })
     }
 
-    /// Leaves the memory to an Envoy in another container, or owns it after that has exited.
+    /// Leaves the memory to an Envoy in another container, or takes it over after that Envoy has exited.
     pub(super) fn set_lent(&self, is_lent: bool) {
         self.is_lent.store(is_lent, Ordering::Relaxed);
     }
 
-    /// Lets another successor start after one that has exited before it served. Envoy sets the first flag in the
-    /// shared memory when it starts and clears it when it serves; while it is set, other Envoys refuse to start
+    /// Allows another successor after one that has exited before it served. Envoy sets the first flag in the shared
+    /// memory when it starts and clears it when it serves; while it is set, other Envoys refuse to start
     /// (`SharedMemory` in Envoy's `hot_restart_impl.h`: size, version, two mutexes, flags).
     pub(super) fn clear_mark(&self) -> io::Result<()> {
         let id = self.get().ok_or(io::ErrorKind::NotFound)?;
-        let path = memory(id);
-        let memory = fs::File::options().read(true).write(true).open(path)?;
+        let mut options = fs::File::options();
+        let memory = options.read(true).write(true).open(memory_path(id))?;
         let mut header = [0_u8; 16];
         memory.read_exact_at(&mut header, 0)?;
         if header.as_chunks().0 != SHARED_MEMORY_HEADER {
@@ -160,7 +165,7 @@ impl BaseId {
         memory.write_all_at(&[0; 8], SHARED_MEMORY_FLAGS)
     }
 
-    /// The number, once Envoy has written it.
+    /// Returns the number, once Envoy has written it.
     pub(super) fn get(&self) -> Option<u32> {
         let text = regular_file::read_text(&self.file, MAX_ID).ok()?;
         text.trim().parse().ok()
@@ -172,23 +177,22 @@ impl Drop for BaseId {
         if let Some(id) = self.get()
             && !self.is_lent.load(Ordering::Relaxed)
         {
-            remove(&memory(id));
+            remove(&memory_path(id));
         }
         remove(&self.file);
     }
 }
 
-fn memory(id: u32) -> PathBuf {
+fn memory_path(id: u32) -> PathBuf {
     let number = u64::from(id) * SPREAD;
     Path::new(SHARED_MEMORY).join(format!("envoy_shared_memory_{number}"))
 }
 
 fn remove(path: &Path) {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(%error, path = %path.display(), "cannot remove a file of an Envoy that has exited");
-        }
-        _ => {}
+    if let Err(error) = fs::remove_file(path)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!(%error, path = %path.display(), "cannot remove a file of an Envoy that has exited");
     }
 }
 
@@ -211,7 +215,7 @@ mod tests {
         fs::write(&file, "4294967295").expect("written");
         assert_eq!(base.get(), Some(u32::MAX));
         assert_eq!(
-            memory(u32::MAX),
+            memory_path(u32::MAX),
             Path::new("/dev/shm/envoy_shared_memory_42949672950")
         );
         drop(base);

@@ -1,6 +1,6 @@
-//! Runs Envoy: starts it, shuts it down, replaces it, and starts it again if it may.
+//! Runs Envoy: starts it, shuts it down, replaces it, and restarts it after a crash.
 //!
-//! [`new`] returns a handle to it and a future that owns its process. [`machine`] decides what happens
+//! [`new`] returns a handle to Envoy and a future that owns its process. [`machine`] decides what happens
 //! next; [`supervisor`] carries it out. The future ends after Envoy has been reaped, or after the
 //! kernel failed to kill it.
 
@@ -38,43 +38,43 @@ pub use instance::Ended;
 use shutdown::Limits;
 use supervisor::Supervisor;
 
-/// Orders that wait for the supervisor; senders of more wait.
-const ORDERS: usize = 8;
+/// The capacity of the queue of orders; a sender waits while it is full.
+const MAX_ORDERS: usize = 8;
 
-/// How Envoy is run.
+/// The settings of the supervisor.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub command: Command,
-    /// Where the record of a crash is kept.
+    /// The directory of the crash record and of the base id files.
     pub directory: PathBuf,
     pub admin_host: IpAddr,
     pub admin_port: u16,
-    /// Longest wait for an answer of the admin port.
+    /// The limit of a request to the admin port.
     pub admin_call: Duration,
-    /// A first Envoy that fails earlier was not able to start.
+    /// A first Envoy that crashes within this time has failed to start.
     pub early: Duration,
-    /// Of a sidecar only inbound listeners are drained.
+    /// True for a sidecar: its outbound listeners are not drained.
     pub drain_inbound_only: bool,
     pub limits: Limits,
-    /// Ports of Envoy's listeners whose connections are not the workload's.
+    /// Ports of the pod's own listeners, whose connections do not delay a shutdown.
     pub internal_ports: Vec<u16>,
-    /// None replaces no Envoy while it serves.
+    /// None disables restarts of a serving Envoy.
     pub hot_restart: Option<hot_restart::Limits>,
-    /// None starts no Envoy again.
+    /// None disables restarts after a crash.
     pub restarts: Option<Budget>,
 }
 
-/// How the last Envoy ended.
+/// The cause of the last Envoy's exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     Requested,
-    /// A successor in another container has taken over and ended it.
+    /// A successor in another container has taken over.
     Superseded,
     ByItself(Ended),
 }
 
-/// The future starts Envoy with the inputs of `prepare`, and runs until its last exit; a more urgent `stop` takes
-/// fewer steps. Poll it on the main thread, see [`instance`].
+/// Creates the handle and the future. The future starts Envoy with the inputs of `prepare` and runs until the last
+/// exit; a more urgent `stop` takes fewer steps. Poll it on the main thread, see [`instance`].
 pub fn new(
     config: Config,
     prepare: Prepare,
@@ -86,20 +86,21 @@ pub fn new(
 ) {
     let admin = Admin::new(config.admin_host, config.admin_port, config.admin_call);
     let (publish, report) = watch::channel(Report::default());
-    let (give, orders) = mpsc::channel(ORDERS);
+    let (sender, orders) = mpsc::channel(MAX_ORDERS);
     publish_state(metrics, report.clone());
-    let handle = Envoy::new(admin, report, give);
-    let supervisor = Supervisor::new(config, admin, prepare, publish, metrics);
-    (handle, supervisor.run(stop.requested(), orders))
+    let envoy = Envoy::new(admin, report, sender);
+    let requests = stop.requested();
+    let supervisor = Supervisor::new(config, admin, prepare, publish, requests, orders, metrics);
+    (envoy, supervisor.run())
 }
 
 fn publish_state(metrics: &Registry, report: watch::Receiver<Report>) {
     const HELP: &str = "1 for the state Envoy is in.";
     let name = "istio_agent_envoy_state";
     metrics.computed(name, HELP, Kind::Gauge, &["state"], move |series| {
-        let now = report.borrow().state;
+        let current = report.borrow().state;
         for (state, name) in State::NAMES {
-            series(&[name], f64::from(u8::from(state == now)));
+            series(&[name], f64::from(u8::from(state == current)));
         }
     });
 }

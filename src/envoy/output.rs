@@ -1,4 +1,4 @@
-//! Copies Envoy's output to the agent's, and keeps the end of its standard error for the record of a crash.
+//! Forwards Envoy's output to the agent's, and keeps the end of its standard error for the crash record.
 //!
 //! A thread per output copies byte for byte. A slow reader of the agent's output makes Envoy wait, not the agent. A
 //! stopped agent makes Envoy wait once the pipe is full.
@@ -15,15 +15,16 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use tokio::sync::oneshot;
 
-/// How much is kept.
-const KEPT: usize = 4 << 10;
-/// All that fits into a pipe, so that lines stay whole. Only what was read is ever touched.
+/// The size of the stored end of standard error.
+const MAX_STORED: usize = 4 << 10;
+/// The capacity of a pipe, so that lines stay together. Only pages with data use memory.
 const CHUNK: usize = 64 << 10;
-/// The wait for what Envoy wrote last. A program it has started may hold a pipe open.
+/// The wait for the last output after Envoy's exit. A program that Envoy has started may hold a pipe open.
 const REST: Duration = Duration::from_millis(250);
 
 /// The outputs of one Envoy.
@@ -31,121 +32,120 @@ const REST: Duration = Duration::from_millis(250);
 pub(super) struct Output {
     /// The end of standard error.
     last: Arc<Mutex<VecDeque<u8>>>,
-    /// Each is closed with its pipe.
+    /// The receivers, closed when the pipes have been read to their end.
     copied: Vec<oneshot::Receiver<()>>,
 }
 
 impl Output {
-    /// Returns the standard output and error an Envoy of `user`, or else of the agent's user, is to
-    /// be started with. Without a pipe or a thread Envoy has the agent's own, and nothing is kept.
+    /// Returns the standard output and error for an Envoy of `user`, or else of the agent's user. Without a pipe
+    /// or a thread Envoy inherits the agent's, and nothing is stored.
     pub(super) fn copy(user: Option<u32>) -> (Self, [Stdio; 2]) {
         let mut output = Self::default();
         let (stdout, stderr) = (io::stdout(), io::stderr());
-        let stdout = match user.is_none() && is_openable(stdout.as_fd()) {
-            true => Stdio::inherit(),
-            false => or_inherit(output.pipe(stdout.as_fd(), "envoy-stdout", user, |_| {})),
+        let stdout = if user.is_none() && is_openable(stdout.as_fd()) {
+            Stdio::inherit()
+        } else {
+            or_inherit(output.pipe(stdout.as_fd(), "envoy-stdout", user, |_| {}))
         };
-        let last = Arc::clone(&output.last);
-        let keep = move |read: &[u8]| keep(&mut last.lock(), read);
-        let stderr = or_inherit(output.pipe(stderr.as_fd(), "envoy-stderr", user, keep));
+        let stderr = or_inherit(output.stderr_pipe(stderr.as_fd(), user));
         (output, [stdout, stderr])
     }
 
-    /// A pipe that is copied to `to` and belongs to `user`: only its owner opens it by name.
+    fn stderr_pipe(&mut self, to: BorrowedFd<'_>, user: Option<u32>) -> io::Result<PipeWriter> {
+        let last = Arc::clone(&self.last);
+        self.pipe(to, "envoy-stderr", user, move |read| {
+            store(&mut last.lock(), read);
+        })
+    }
+
+    /// Creates a pipe that is copied to `to`. It belongs to `user`, because only its owner can open it by name.
     fn pipe(
         &mut self,
         to: BorrowedFd<'_>,
         thread: &str,
         user: Option<u32>,
-        when_read: impl Fn(&[u8]) + Send + 'static,
+        inspect: impl Fn(&[u8]) + Send + 'static,
     ) -> io::Result<PipeWriter> {
         let mut to = File::from(to.try_clone_to_owned()?);
         let (mut from, pipe) = io::pipe()?;
         fchown(&pipe, user, user)?;
-        let (open, copied) = oneshot::channel();
+        let (sender, copied) = oneshot::channel::<()>();
         let mut chunk = vec![0; CHUNK];
-        let copy = move || {
-            let _open = open;
+        let builder = std::thread::Builder::new().name(thread.to_owned());
+        builder.spawn(move || {
+            let _sender = sender;
             loop {
                 let read = match from.read(&mut chunk) {
                     Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                     Ok(0) | Err(_) => return,
                     Ok(length) => &chunk[..length],
                 };
-                when_read(read);
-                // Envoy goes on when the agent's output is closed.
+                inspect(read);
+                // Envoy must not block when the agent's output is closed, so its pipe is read anyway.
                 let _ = to.write_all(read);
             }
-        };
-        let thread = std::thread::Builder::new().name(thread.to_owned());
-        thread.spawn(copy)?;
+        })?;
         self.copied.push(copied);
         Ok(pipe)
     }
 
-    /// The line of standard error that says why Envoy has ended; empty if there is none.
+    /// Returns the line of standard error with the reason of Envoy's exit; empty if there is none.
     pub(super) async fn reason(&mut self) -> String {
         let lines = self.last_lines().await;
         reason(&lines).unwrap_or_default().to_owned()
     }
 
-    /// The last lines of standard error, once Envoy has ended.
+    /// Returns the last lines of standard error, after Envoy's exit.
     pub(super) async fn last_lines(&mut self) -> Vec<String> {
-        let all_copied = async {
-            for copied in self.copied.drain(..) {
-                let _ = copied.await; // Closed without a word.
-            }
-        };
-        // What has come until then is all there will be.
-        let _ = tokio::time::timeout(REST, all_copied).await;
+        // An output that is still open after the limit may belong to another program.
+        let _ = tokio::time::timeout(REST, join_all(self.copied.drain(..))).await;
         lines(&self.last.lock())
     }
 }
 
-/// Whether this process, or one of the same user, can open the file behind a descriptor by name.
+/// Returns true if this process, or one of the same user, can open the file behind a descriptor by name.
 fn is_openable(output: BorrowedFd<'_>) -> bool {
     let name = format!("/proc/self/fd/{}", output.as_raw_fd());
-    // A named pipe that is not read would block, and a terminal become ours.
+    // Otherwise a named pipe without a reader would block, and a terminal could become the controlling one.
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     rustix::fs::open(name, OFlags::WRONLY | flags, Mode::empty()).is_ok()
 }
 
 fn or_inherit(pipe: io::Result<PipeWriter>) -> Stdio {
-    pipe.map_or_else(
-        |error| {
-            tracing::warn!("cannot forward Envoy's output; Envoy inherits the agent's: {error}");
-            Stdio::inherit()
-        },
-        Stdio::from,
-    )
+    pipe.map(Stdio::from).unwrap_or_else(|error| {
+        tracing::warn!("cannot forward Envoy's output; Envoy inherits the agent's: {error}");
+        Stdio::inherit()
+    })
 }
 
-fn keep(last: &mut VecDeque<u8>, read: &[u8]) {
-    last.extend(&read[read.len().saturating_sub(KEPT)..]);
-    let surplus = last.len().saturating_sub(KEPT);
+/// Appends the bytes and drops the oldest ones beyond the limit.
+fn store(last: &mut VecDeque<u8>, read: &[u8]) {
+    last.extend(&read[read.len().saturating_sub(MAX_STORED)..]);
+    let surplus = last.len().saturating_sub(MAX_STORED);
     last.drain(..surplus);
 }
 
-/// Whole lines; the first may have lost its beginning and is left out when there are others.
+/// Splits the stored bytes into lines. A first line without its beginning is left out if others follow.
 fn lines(last: &VecDeque<u8>) -> Vec<String> {
     let bytes: Vec<u8> = last.iter().copied().collect();
     let text = String::from_utf8_lossy(&bytes);
-    let is_cut = bytes.len() == KEPT && text.trim_end().contains('\n');
+    let is_cut = bytes.len() == MAX_STORED && text.trim_end().contains('\n');
     let lines = text.lines().skip(usize::from(is_cut));
     lines.map(str::to_owned).collect()
 }
 
-/// The line that says why Envoy has ended: the one it prints after its log, or else the first critical
-/// one, which a backtrace follows.
+/// Finds the reason of Envoy's exit: the line it prints after its log, or else the first critical line, before a
+/// backtrace.
 pub(super) fn reason(lines: &[String]) -> Option<&str> {
-    let is_logged = |line: &str| line.starts_with(|c: char| "[{".contains(c) || c.is_ascii_digit());
     let last = lines.iter().rfind(|line| !line.trim().is_empty());
-    let critical = || lines.iter().find(|line| line.contains("critical"));
-    Some(
-        last.filter(|line| !is_logged(line))
-            .or_else(critical)?
-            .trim(),
-    )
+    last.filter(|line| !is_logged(line))
+        .or_else(|| lines.iter().find(|line| line.contains("critical")))
+        .map(|line| line.trim())
+}
+
+/// Returns true if a line begins as in Envoy's log, with or without JSON.
+fn is_logged(line: &str) -> bool {
+    line.starts_with(|first: char| "[{".contains(first) || first.is_ascii_digit())
 }
 
 #[cfg(test)]
@@ -156,9 +156,7 @@ mod tests {
 
     fn copy(to: &PipeWriter) -> (Output, PipeWriter) {
         let mut output = Output::default();
-        let last = Arc::clone(&output.last);
-        let keep = move |read: &[u8]| keep(&mut last.lock(), read);
-        let envoy = output.pipe(to.as_fd(), "test", None, keep);
+        let envoy = output.stderr_pipe(to.as_fd(), None);
         (output, envoy.expect("a pipe and a thread"))
     }
 
@@ -240,7 +238,7 @@ mod tests {
     #[test]
     fn a_line_longer_than_what_is_kept_is_kept_in_part() {
         let mut last = VecDeque::new();
-        keep(&mut last, &[b'x'; KEPT * 2]);
-        assert_eq!(lines(&last), ["x".repeat(KEPT)]);
+        store(&mut last, &[b'x'; MAX_STORED * 2]);
+        assert_eq!(lines(&last), ["x".repeat(MAX_STORED)]);
     }
 }

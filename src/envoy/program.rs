@@ -1,4 +1,4 @@
-//! Tells why the kernel does not run Envoy's program, before or after a try.
+//! Explains why the kernel does not run Envoy's program, before or after an attempt.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -9,18 +9,19 @@ use rustix::io::Errno;
 
 use crate::problem::{Problem, codes};
 
-/// Fails as the kernel does, for a program of another architecture too: execvp(3), which the standard library
-/// calls, has `/bin/sh` run that as a script. A program without a slash is found in `PATH` and not checked.
+/// Fails like the kernel if it cannot run the program. For a program of another architecture the standard library would
+/// not fail: it calls execvp(3), which runs such a file as a script of `/bin/sh`. A name without a slash, which is
+/// looked up in `PATH`, is not checked.
 pub(crate) fn runnable(program: &Path) -> io::Result<()> {
     if !program.as_os_str().as_encoded_bytes().contains(&b'/') {
         return Ok(());
     }
     rustix::fs::access(program, Access::EXEC_OK)?;
-    let (Ok(own), Ok(found)) = (header("/proc/self/exe".as_ref()), header(program)) else {
+    let (Ok(agent), Ok(found)) = (header("/proc/self/exe".as_ref()), header(program)) else {
         return Ok(()); // The kernel also runs a file that this process may not read.
     };
-    // Class and byte order, and at the end the machine, as in elf(5).
-    let is_native = own.get(..6) == found.get(..6) && own.get(18..) == found.get(18..);
+    // The first 6 bytes end with class and byte order, the last 2 are the machine, as in elf(5).
+    let is_native = agent.get(..6) == found.get(..6) && agent.get(18..) == found.get(18..);
     if !is_native && !found.starts_with(b"#!") {
         return Err(Errno::NOEXEC.into());
     }
@@ -33,7 +34,7 @@ fn header(program: &Path) -> io::Result<Vec<u8>> {
     Ok(header)
 }
 
-/// The problem of a program that the kernel did not run.
+/// Returns the problem of a program that the kernel did not run.
 pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
     let (code, found) = match error.kind() {
         io::ErrorKind::NotFound if program.exists() => {
@@ -45,10 +46,10 @@ pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
             let found = format!("it is not a program for {}", std::env::consts::ARCH);
             (codes::ENVOY_WRONG_ARCHITECTURE, found)
         }
-        _ => (
-            codes::ENVOY_NOT_EXECUTABLE,
-            format!("cannot run it: {error}"),
-        ),
+        _ => {
+            let found = format!("cannot run it: {error}");
+            (codes::ENVOY_NOT_EXECUTABLE, found)
+        }
     };
     let subject = format!("Envoy's program {}", program.display());
     Problem::new(code, subject, found)

@@ -1,7 +1,7 @@
-//! The steps of Envoy's shutdown: their order, names and limits.
+//! Defines the steps of Envoy's shutdown: their order, names and limits.
 //!
-//! [`Step`] is the one list of them: the machine walks it, the supervisor begins each step, and the
-//! status port shows the [`Plan`] of those left and the [`Shutdown`] under way.
+//! [`Step`] lists the steps: the machine decides which comes next, the supervisor begins it, and the status port
+//! shows the [`Plan`] of the remaining steps and the current [`Shutdown`].
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -10,11 +10,10 @@ use serde::{Serialize, Serializer};
 
 use crate::clock;
 
-/// The last part of a drain, in which Envoy's listeners are closed: a quarter, and no longer than this.
-const LAST_REQUESTS: Duration = Duration::from_secs(1);
+/// The longest last part of a drain, in which Envoy's listeners are closed; otherwise it is a quarter of the drain.
+const MAX_LAST_REQUESTS: Duration = Duration::from_secs(1);
 
-/// A step, named after what it waits for. Each follows the one before when that is done or has had
-/// its time.
+/// A step, named after the event it waits for. It ends with this event, or when its time is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
@@ -24,36 +23,37 @@ pub enum Step {
     DrainTime,
     /// The end of the last connection.
     Connections,
-    /// The end of requests under way, after the listeners are closed.
+    /// The end of running requests, after the listeners are closed.
     LastRequests,
     /// The end of requests that take longer than the drain.
     LongRequests,
-    /// The end of an Envoy that was asked to quit.
+    /// The exit after `/quitquitquit`.
     Quit,
-    /// The end after SIGTERM.
+    /// The exit after SIGTERM.
     Termination,
-    /// The end after SIGKILL.
+    /// The exit after SIGKILL.
     Kill,
 }
 
-/// How long each step may take.
+/// The limits of the steps.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub drain_call: Duration,
     pub drain: Drain,
-    /// For requests that take longer than a timed drain; zero cuts them.
+    /// The limit for requests that take longer than a timed drain; zero cancels them.
     pub long_requests: Duration,
     pub quit: Duration,
     pub terminate: Duration,
-    /// Until the agent gives up on a process that the kernel cannot end.
+    /// The time after which the agent gives up on a process that the kernel cannot end.
     pub kill: Duration,
 }
 
-/// What ends a drain.
+/// The end of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drain {
+    /// A timed drain.
     For(Duration),
-    /// The end of the last connection.
+    /// A drain until the last connection is closed.
     UntilIdle {
         at_least: Duration,
         at_most: Duration,
@@ -67,24 +67,24 @@ pub struct PlannedStep {
     pub at_most: Duration,
 }
 
-/// The steps left, in their order.
+/// The remaining steps, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Plan(pub Vec<PlannedStep>);
 
-/// A shutdown under way.
+/// A running shutdown.
 #[derive(Clone, Debug, Serialize)]
 pub struct Shutdown {
     /// The reason of the first request.
     pub cause: &'static str,
     #[serde(serialize_with = "clock::in_utc")]
     pub since: SystemTime,
-    /// As it was when the shutdown began, or when a more urgent request made it shorter.
+    /// The plan after the last request that began or shortened the shutdown.
     pub plan: Plan,
     pub waits_for: Step,
-    /// When the step under way is over at the latest.
+    /// The deadline of the current step.
     #[serde(serialize_with = "clock::in_utc")]
     pub until: SystemTime,
-    /// The last count of what the step waits for: connections, or requests.
+    /// The last count of the connections, or requests, that the step waits for.
     pub connections: Option<u64>,
 }
 
@@ -102,35 +102,31 @@ impl Step {
 }
 
 impl Limits {
-    /// How long a step may take; none leaves it out. A drain takes no longer than configured with
-    /// all its steps.
-    pub(super) fn of(&self, step: Step) -> Option<Duration> {
-        let whole = self.drain.at_most();
-        let last_requests = LAST_REQUESTS.min(crate::duration::scaled(whole, 0.25));
-        let until_then = whole.saturating_sub(last_requests);
-        match (step, self.drain) {
-            (Step::DrainCall, _) => Some(self.drain_call),
-            (Step::DrainTime, Drain::For(_)) => Some(until_then),
-            (Step::DrainTime, Drain::UntilIdle { at_least, .. }) => Some(at_least.min(until_then)),
-            (Step::Connections, Drain::UntilIdle { at_least, .. }) => {
-                Some(until_then.saturating_sub(at_least))
+    /// Returns the limit of a step. None if this shutdown has no such step. All steps of a drain together take no
+    /// longer than the drain.
+    pub(super) fn at_most(&self, step: Step) -> Option<Duration> {
+        let drain = self.drain.at_most();
+        let last_requests = MAX_LAST_REQUESTS.min(crate::duration::scaled(drain, 0.25));
+        let open = drain.saturating_sub(last_requests);
+        Some(match (step, self.drain) {
+            (Step::DrainCall, _) => self.drain_call,
+            (Step::DrainTime, Drain::For(_)) => open,
+            (Step::DrainTime, Drain::UntilIdle { at_least, .. }) => at_least.min(open),
+            (Step::Connections, Drain::UntilIdle { at_least, .. }) => open.saturating_sub(at_least),
+            (Step::LastRequests, _) => last_requests,
+            (Step::LongRequests, Drain::For(_)) if !self.long_requests.is_zero() => {
+                self.long_requests
             }
-            (Step::LastRequests, _) => Some(last_requests),
-            (Step::LongRequests, Drain::For(_)) => {
-                Some(self.long_requests).filter(|limit| !limit.is_zero())
-            }
-            (Step::Connections, Drain::For(_)) | (Step::LongRequests, Drain::UntilIdle { .. }) => {
-                None
-            }
-            (Step::Quit, _) => Some(self.quit),
-            (Step::Termination, _) => Some(self.terminate),
-            (Step::Kill, _) => Some(self.kill),
-        }
+            (Step::Connections | Step::LongRequests, _) => return None,
+            (Step::Quit, _) => self.quit,
+            (Step::Termination, _) => self.terminate,
+            (Step::Kill, _) => self.kill,
+        })
     }
 }
 
 impl Drain {
-    /// The longest it may last.
+    /// Returns the longest time of a drain.
     pub(super) fn at_most(self) -> Duration {
         match self {
             Self::For(time) => time,
@@ -140,7 +136,7 @@ impl Drain {
 }
 
 impl Plan {
-    /// How long all steps take together, at most.
+    /// Returns the longest time of all steps together.
     pub fn at_most(&self) -> Duration {
         let steps = self.0.iter().map(|step| step.at_most);
         steps.fold(Duration::ZERO, Duration::saturating_add)
@@ -158,7 +154,7 @@ impl fmt::Display for Plan {
 
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Its name in JSON.
+        // serde writes the name that a step has in JSON.
         self.serialize(f)
     }
 }
@@ -167,6 +163,7 @@ fn in_seconds<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> 
     to.serialize_f64(time.as_secs_f64())
 }
 
+/// Serializes a moment like [`clock::in_utc`], or null.
 pub(super) fn in_utc_if_any<S: Serializer>(
     moment: &Option<SystemTime>,
     to: S,
@@ -200,9 +197,9 @@ mod tests {
             (millis(60_000), millis(59_000), millis(1000)),
         ] {
             let limits = limits(Drain::For(whole));
-            assert_eq!(limits.of(Step::DrainTime), Some(time));
-            assert_eq!(limits.of(Step::Connections), None);
-            assert_eq!(limits.of(Step::LastRequests), Some(last_requests));
+            assert_eq!(limits.at_most(Step::DrainTime), Some(time));
+            assert_eq!(limits.at_most(Step::Connections), None);
+            assert_eq!(limits.at_most(Step::LastRequests), Some(last_requests));
         }
     }
 
@@ -212,9 +209,15 @@ mod tests {
             at_least: Duration::from_secs(90),
             at_most: Duration::from_secs(60),
         });
-        assert_eq!(limits.of(Step::DrainTime), Some(Duration::from_secs(59)));
-        assert_eq!(limits.of(Step::Connections), Some(Duration::ZERO));
-        assert_eq!(limits.of(Step::LastRequests), Some(Duration::from_secs(1)));
+        assert_eq!(
+            limits.at_most(Step::DrainTime),
+            Some(Duration::from_secs(59))
+        );
+        assert_eq!(limits.at_most(Step::Connections), Some(Duration::ZERO));
+        assert_eq!(
+            limits.at_most(Step::LastRequests),
+            Some(Duration::from_secs(1))
+        );
     }
 
     fn limits(drain: Drain) -> Limits {

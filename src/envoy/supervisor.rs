@@ -1,8 +1,8 @@
 //! Owns Envoy's process: waits for events, lets the machine decide, and carries the decision out.
 //!
-//! Calls to the admin port run next to the wait, so neither a signal nor Envoy's exit waits for an answer. An exit
-//! is a crash unless the agent caused it, or Envoy's status is 0; [`crash_restart`](super::crash_restart) decides
-//! whether another Envoy follows.
+//! Requests to the admin port run concurrently with the wait for events, so a slow answer delays neither a signal nor
+//! the handling of Envoy's exit. An exit is a crash unless the agent caused it, or Envoy's status is 0;
+//! [`crash_restart`](super::crash_restart) decides whether another Envoy follows.
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ use super::admin::{Admin, DrainCall};
 use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Order, Report, Role, State};
-use super::hot_restart::{HotRestart, Prepare, until_serves};
+use super::hot_restart::{HotRestart, Prepare, wait_until_live};
 use super::instance::{self, Ended, Instance, KILLED, TERMINATED, unkillable};
-use super::launch::Launch;
+use super::launch::{BaseId, Launch};
 use super::machine::{Action, Event, Machine, Phase};
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Exit, warn};
@@ -28,11 +28,11 @@ use crate::lifecycle::{BoxError, StopRequest, Urgency};
 use crate::metrics::{Counter, Registry};
 use crate::problem::Problem;
 
-/// How often connections and requests are counted.
+/// The period in which connections and requests are counted.
 const PERIOD: Duration = Duration::from_secs(1);
-/// The same when the listeners are closed.
+/// The period after the listeners are closed.
 const LAST_PERIOD: Duration = Duration::from_millis(100);
-/// Half the time for quitting is for the answer, the rest for the end that follows it.
+/// The part of the quit step's time in which Envoy must answer; in the rest it must exit.
 const QUIT_CALL: f64 = 0.5;
 
 pub(super) struct Supervisor {
@@ -40,45 +40,36 @@ pub(super) struct Supervisor {
     admin: Admin,
     current: Current,
     budget: Restarts,
-    /// How the last Envoy ended by itself, while there is none, and the pause before the next.
+    /// The exit of the last Envoy, if the agent did not cause it, until the next start.
     last_end: Option<Ended>,
+    /// The pause before the next start.
     pause: Duration,
     hot_restart: HotRestart,
-    /// The request to stop the machine knows of.
-    requested: StopRequest,
-    /// The sender of the drain order the machine is applied to now.
+    /// Tells the sender of the current drain order that Envoy has been asked.
     drain_order: Option<oneshot::Sender<()>>,
     publish: watch::Sender<Report>,
+    stop: watch::Receiver<StopRequest>,
+    orders: mpsc::Receiver<Order>,
     restarts: Counter,
     drains: Counter,
 }
 
-/// The Envoy that serves, or is to.
+/// The Envoy that serves, or starts to, and is not the successor of a hot restart.
 pub(super) struct Current {
     pub(super) machine: Machine,
     pub(super) instance: Option<Instance>,
-    /// What it was started from, also when it has ended.
+    /// The launch of the last instance, also after its exit.
     pub(super) launch: Option<Launch>,
-    /// How many Envoys have been started.
+    /// The number of Envoys started so far.
     pub(super) count: u32,
-    /// Requests to its admin port under way.
+    /// Running requests to its admin port.
     calls: JoinSet<Event>,
-    /// End of the current wait.
+    /// The time of the next [`Event::Deadline`].
     deadline: Option<Instant>,
 }
 
 impl Current {
-    pub(super) fn new(machine: Machine) -> Self {
-        Self {
-            machine,
-            instance: None,
-            launch: None,
-            count: 0,
-            calls: JoinSet::new(),
-            deadline: None,
-        }
-    }
-
+    /// Starts an Envoy and counts it, without making it the current one.
     pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, Problem> {
         let instance = Instance::start(launch, self.count)?;
         self.count += 1;
@@ -90,6 +81,11 @@ impl Current {
         self.instance = Some(instance);
     }
 
+    pub(super) fn base_id(&self) -> Option<&BaseId> {
+        self.launch.as_ref()?.base_id.as_deref()
+    }
+
+    /// Runs a request to the admin port; `step` is done when it ends.
     fn call(&mut self, step: Step, call: impl Future<Output = ()> + Send + 'static) {
         self.calls.spawn(async move {
             call.await;
@@ -104,25 +100,30 @@ impl Supervisor {
         admin: Admin,
         prepare: Prepare,
         publish: watch::Sender<Report>,
+        stop: watch::Receiver<StopRequest>,
+        orders: mpsc::Receiver<Order>,
         metrics: &Registry,
     ) -> Self {
+        let directory = config.directory.clone();
         Self {
-            current: Current::new(Machine::new(config.limits)),
+            current: Current {
+                machine: Machine::new(config.limits),
+                instance: None,
+                launch: None,
+                count: 0,
+                calls: JoinSet::new(),
+                deadline: None,
+            },
             budget: Restarts::new(config.restarts),
             last_end: None,
             pause: Duration::ZERO,
-            hot_restart: HotRestart::new(
-                config.hot_restart,
-                config.directory.clone(),
-                admin,
-                prepare,
-                metrics,
-            ),
+            hot_restart: HotRestart::new(config.hot_restart, directory, admin, prepare, metrics),
             config,
             admin,
-            requested: StopRequest::default(),
             drain_order: None,
             publish,
+            stop,
+            orders,
             restarts: metrics.counter(
                 "istio_agent_envoy_restarts_total",
                 "Starts of Envoy after one that crashed.",
@@ -134,14 +135,11 @@ impl Supervisor {
         }
     }
 
-    pub(super) async fn run(
-        mut self,
-        mut stop: watch::Receiver<StopRequest>,
-        mut orders: mpsc::Receiver<Order>,
-    ) -> Result<Exit, BoxError> {
+    /// Runs Envoy until its last exit, then ends the Envoys of an unfinished hot restart.
+    pub(super) async fn run(mut self) -> Result<Exit, BoxError> {
         tracing::info!("Starting proxy agent");
-        let exit = match self.until_end(&mut stop, &mut orders).await {
-            Ok(Exit::Superseded) => self.until_successor_ends_it(&mut stop).await,
+        let exit = match self.supervise().await {
+            Ok(Exit::Superseded) => self.await_end_by_successor().await,
             exit => exit,
         };
         self.publish();
@@ -154,21 +152,18 @@ impl Supervisor {
         exit
     }
 
-    async fn until_end(
-        &mut self,
-        stop: &mut watch::Receiver<StopRequest>,
-        orders: &mut mpsc::Receiver<Order>,
-    ) -> Result<Exit, BoxError> {
+    /// Handles events until the last exit, or until a successor in another container has taken over.
+    async fn supervise(&mut self) -> Result<Exit, BoxError> {
         self.read_last_crash();
-        let requested = stop.borrow().clone();
-        let mut event = match requested.urgency {
+        let requested = self.stop.borrow().urgency;
+        let mut event = match requested {
             Urgency::Run => Event::Begin,
-            _ => self.stop_requested(requested),
+            urgency => Event::StopRequested(urgency),
         };
         loop {
             let action = self.current.machine.apply(event);
             if action != Action::Drain {
-                // The sender of an order that changes nothing has nothing to wait for.
+                // A drain order without effect is answered at once, by dropping its sender.
                 self.drain_order = None;
             }
             match action {
@@ -177,8 +172,7 @@ impl Supervisor {
                 Action::Nothing => {}
                 Action::Start => self.start()?,
                 Action::Pause => {
-                    let pause = rounded(self.pause);
-                    tracing::warn!("starting Envoy again in {pause}");
+                    tracing::warn!("starting Envoy again in {}", rounded(self.pause));
                     self.current.deadline = Some(after(self.pause));
                 }
                 Action::Drain => self.call_drain(DrainCall::Stay),
@@ -187,41 +181,37 @@ impl Supervisor {
                     self.begin(step);
                 }
             }
-            self.hot_restart.after(event, &mut self.current);
-            let Some(next) = self.next(stop, orders).await? else {
+            self.hot_restart.observe(event, &mut self.current);
+            let Some(next) = self.next().await? else {
                 return Ok(Exit::Superseded);
             };
             event = next;
         }
     }
 
-    /// Waits until the successor in another container has ended Envoy. A request to stop leaves Envoy the time of a
-    /// drain.
-    async fn until_successor_ends_it(
-        &mut self,
-        stop: &mut watch::Receiver<StopRequest>,
-    ) -> Result<Exit, BoxError> {
-        let base_id = self.current.launch.as_ref();
-        if let Some(base_id) = base_id.and_then(|launch| launch.base_id.as_ref()) {
+    /// Waits until the successor in another container has ended Envoy. After a stop request Envoy still has the time
+    /// of a drain.
+    async fn await_end_by_successor(&mut self) -> Result<Exit, BoxError> {
+        if let Some(base_id) = self.current.base_id() {
             base_id.set_lent(true);
         }
         let Some(mut envoy) = self.current.instance.take() else {
             return Ok(Exit::Superseded);
         };
-        let drain = self.config.limits.drain.at_most();
-        let told = async {
+        let (stop, drain) = (&mut self.stop, self.config.limits.drain.at_most());
+        let stopped_and_drained = async {
             more_urgent(stop, Urgency::Run).await;
-            tokio::select! {
-                _ = more_urgent(stop, Urgency::Drain) => {}
-                () = tokio::time::sleep(drain) => {}
-            }
+            // A second, more urgent request cuts the drain.
+            let _ = tokio::time::timeout(drain, more_urgent(stop, Urgency::Drain)).await;
         };
         tokio::select! {
             ended = envoy.ended() => tracing::info!("the former Envoy has exited: {}", ended?),
-            () = tokio::time::sleep(self.hot_restart.stay()) => {
+            () = tokio::time::sleep(self.hot_restart.parent_limit()) => {
                 tracing::warn!("killing the former Envoy, which its successor should have ended");
             }
-            () = told => tracing::info!("killing the former Envoy: the agent is to stop"),
+            () = stopped_and_drained => {
+                tracing::info!("killing the former Envoy: the agent is to stop");
+            }
         }
         envoy.end(self.config.limits.kill).await;
         Ok(Exit::Superseded)
@@ -229,12 +219,12 @@ impl Supervisor {
 
     fn exit(&self) -> Exit {
         match self.last_end {
-            Some(ended) if !self.current.machine.is_asked_to_stop() => Exit::ByItself(ended),
+            Some(ended) if !self.current.machine.is_stop_requested() => Exit::ByItself(ended),
             _ => Exit::Requested,
         }
     }
 
-    /// Reads the record of the agent before this one.
+    /// Logs and publishes the crash that the agent of the previous container has recorded.
     fn read_last_crash(&self) {
         match Crash::read(&self.config.directory) {
             Ok(None) => {}
@@ -247,49 +237,44 @@ impl Supervisor {
         }
     }
 
-    /// Waits for the next event. None is a successor in another container that has taken over.
-    async fn next(
-        &mut self,
-        stop: &mut watch::Receiver<StopRequest>,
-        orders: &mut mpsc::Receiver<Order>,
-    ) -> Result<Option<Event>, BoxError> {
+    /// Waits for the next event. Returns None if a successor in another container has taken over.
+    async fn next(&mut self) -> Result<Option<Event>, BoxError> {
         loop {
             self.publish();
-            let (current, urgency) = (&mut self.current, self.requested.urgency);
+            let current = &mut self.current;
+            let requested = current.machine.requested();
             let deadline = OptionFuture::from(current.deadline.map(sleep_until));
             tokio::select! {
                 biased;
-                ended = instance::ended(&mut current.instance) => return self.ended(ended?).await.map(Some),
-                request = more_urgent(stop, urgency) => return Ok(Some(self.stop_requested(request))),
-                Some(order) = orders.recv() => match order {
+                ended = instance::ended(&mut current.instance) => return self.handle_exit(ended?).await.map(Some),
+                urgency = more_urgent(&mut self.stop, requested) => return Ok(Some(Event::StopRequested(urgency))),
+                Some(order) = self.orders.recv() => match order {
                     Order::Drain(order) => {
                         self.drain_order = Some(order);
                         return Ok(Some(Event::DrainOrdered));
                     }
                     Order::Lend(answer) => {
-                        // Its sender may have left, and then reclaims it.
+                        // A sender that no longer listens will reclaim it.
                         let _ = answer.send(self.hot_restart.lend(current));
                     }
                     Order::Reclaim => self.hot_restart.reclaim(current),
                     Order::Supersede => return Ok(None),
                     Order::ParentEnded => {
-                        if let Some(event) = self.hot_restart.parent_ended(current) {
+                        if let Some(event) = self.hot_restart.handle_parent_exit(current) {
                             return Ok(Some(event));
                         }
                     }
-                    Order::Restart { reason } => {
-                        self.hot_restart.want(reason, &mut self.current);
-                    }
+                    Order::Restart { reason } => self.hot_restart.request(reason, current),
                 },
                 progress = self.hot_restart.progress() => {
-                    let (progress, current) = (progress?, &mut self.current);
-                    if let Some(event) = self.hot_restart.progressed(progress, current).await {
+                    let progressed = self.hot_restart.handle_progress(progress?, &mut self.current);
+                    if let Some(event) = progressed.await {
                         return Ok(Some(event));
                     }
                 }
-                Some(answer) = current.calls.join_next() => match answer {
+                Some(call) = current.calls.join_next() => match call {
                     Ok(event) => return Ok(Some(event)),
-                    // Every step has its deadline, so nothing hangs on the answer.
+                    // Each step also ends with its deadline, so a lost answer delays it at most.
                     Err(error) => warn(&error, "continuing without an answer from Envoy"),
                 },
                 Some(()) = deadline => {
@@ -300,40 +285,33 @@ impl Supervisor {
         }
     }
 
-    fn stop_requested(&mut self, request: StopRequest) -> Event {
-        self.requested = request;
-        Event::StopRequested(self.requested.urgency)
-    }
-
-    /// Publishes a step of a shutdown. `is_planned` tells that the shutdown begins, or has become
-    /// shorter by a more urgent request. A full restart has steps, too, and is no shutdown.
-    fn report_step(&self, step: PlannedStep, is_planned: bool) {
+    /// Publishes a step of a shutdown. `is_requested` is true for the first step after a stop request, which begins
+    /// or shortens the shutdown. The steps of a full restart are not published, because it is not a shutdown.
+    fn report_step(&self, step: PlannedStep, is_requested: bool) {
         let (clock, plan) = (Clock::system(), self.current.machine.plan());
-        let cause = self.requested.cause.unwrap_or("no reason was given");
-        if is_planned {
+        let cause = self.stop.borrow().cause.unwrap_or("no reason was given");
+        if is_requested {
             tracing::info!("stopping Envoy ({cause}): {plan}");
         }
         let (waits_for, until) = (step.waits_for, clock.after(step.at_most));
-        self.publish.send_modify(|report| match &mut report.ending {
-            Some(ending) if !is_planned => {
-                (ending.waits_for, ending.until, ending.connections) = (waits_for, until, None);
-            }
-            None if !is_planned => {}
-            ending => {
-                let since = ending.as_ref().map_or_else(|| clock.now(), |it| it.since);
-                *ending = Some(Shutdown {
+        self.publish.send_modify(|report| {
+            if is_requested {
+                let since = report.ending.as_ref().map(|ending| ending.since);
+                report.ending = Some(Shutdown {
                     cause,
-                    since,
+                    since: since.unwrap_or_else(|| clock.now()),
                     plan,
                     waits_for,
                     until,
                     connections: None,
                 });
+            } else if let Some(ending) = &mut report.ending {
+                (ending.waits_for, ending.until, ending.connections) = (waits_for, until, None);
             }
         });
     }
 
-    /// Starts the first Envoy, or another after one that has ended.
+    /// Starts the first Envoy, or another one after an exit.
     fn start(&mut self) -> Result<(), BoxError> {
         if self.last_end.take().is_some() {
             self.restarts.inc();
@@ -348,28 +326,27 @@ impl Supervisor {
         let (admin, restart_epoch) = (self.admin, launch.restart_epoch());
         let instance = self.current.spawn(launch)?;
         self.current.set(instance);
-        self.current.calls = JoinSet::new();
         self.current.calls.spawn(async move {
             if restart_epoch == 0 {
                 admin.live().await;
             } else {
                 // The parent in another container may still answer at the admin port.
-                until_serves(admin, restart_epoch).await;
+                wait_until_live(admin, restart_epoch).await;
             }
             Event::Live
         });
         Ok(())
     }
 
-    /// Publishes where Envoy is, which Envoys there are, and the last restart.
+    /// Publishes Envoy's state, the running Envoys, and the last restart.
     fn publish(&self) {
         let (machine, hot_restart) = (&self.current.machine, &self.hot_restart);
-        let all = [
+        let [parent, current, successor] = [
             (&hot_restart.parent, Role::Leaving),
             (&self.current.instance, Role::Current),
             (&hot_restart.successor, Role::Next),
-        ];
-        let all = all.map(|(instance, role)| Some(instance.as_ref()?.report(role)));
+        ]
+        .map(|(instance, role)| Some(instance.as_ref()?.report(role)));
         let next_start = Clock::system().after(self.pause);
         self.publish.send_modify(|report| {
             report.state = machine.phase().state();
@@ -377,29 +354,30 @@ impl Supervisor {
             report.is_drained = machine.is_drained();
             let is_pausing = machine.phase() == Phase::Pausing;
             report.restart = is_pausing.then(|| report.restart.unwrap_or(next_start));
-            report.pid = all[1].as_ref().map(|current| current.pid);
-            if let Some(current) = &all[1] {
+            report.pid = current.as_ref().map(|current| current.pid);
+            if let Some(current) = &current {
                 report.epoch = current.epoch;
-                report.started = current.started;
+                report.started = Some(current.started);
             }
-            report.epochs = all.into_iter().flatten().collect();
+            report.epochs = [parent, current, successor].into_iter().flatten().collect();
             report.last_restart = hot_restart.last.clone();
         });
     }
 
-    async fn ended(&mut self, ended: Ended) -> Result<Event, BoxError> {
+    /// Handles the exit of the current Envoy. Fails if the first Envoy crashed before it served.
+    async fn handle_exit(&mut self, ended: Ended) -> Result<Event, BoxError> {
         self.current.calls = JoinSet::new();
         self.current.deadline = None;
         let has_served = self.current.machine.phase() > Phase::Starting;
-        let is_expected = self.current.machine.expects_the_end();
+        let is_expected = self.current.machine.expects_exit();
         self.last_end = (!is_expected).then_some(ended);
-        let crash = self.record_end(ended).await;
-        self.hot_restart.serving_ended(&mut self.current);
+        let crash = self.record_exit(ended).await;
+        self.hot_restart.handle_current_exit(&mut self.current);
         let out_of_memory = crash.as_ref().and_then(|crash| crash.out_of_memory);
         if let Some(crash) = crash {
             let is_early = crash.uptime_seconds < self.config.early.as_secs_f64();
             if is_early && !has_served && crash.epoch == 0 && !is_expected {
-                // The next Envoy would end like it.
+                // Another Envoy with the same inputs would crash, too.
                 return Err(crash.problem().into());
             }
             tracing::error!("{}", crash.problem());
@@ -414,30 +392,29 @@ impl Supervisor {
         Ok(Event::EnvoyExited { may_restart })
     }
 
-    /// Records a crash. An exit on request removes the record.
-    async fn record_end(&mut self, ended: Ended) -> Option<Crash> {
+    /// Records and returns a crash. An exit on request removes the record.
+    async fn record_exit(&mut self, ended: Ended) -> Option<Crash> {
         let mut envoy = self.current.instance.take()?;
         let directory = &self.config.directory;
         if is_crash(ended, self.current.machine.phase()) {
             let crash = envoy.crash(ended).await;
             Crash::record(Some(&crash), directory);
-            let published = Some(crash.clone());
             self.publish
-                .send_modify(|report| report.last_crash = published);
+                .send_modify(|report| report.last_crash = Some(crash.clone()));
             return Some(crash);
         }
         envoy.output.last_lines().await;
-        if self.current.machine.expects_the_end() {
+        if self.current.machine.expects_exit() {
             tracing::info!("Envoy exited normally");
             Crash::record(None, directory);
         }
         None
     }
 
-    /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.
+    /// Begins a step. Its request ends with [`Event::Done`] if the next step can begin before the deadline.
     fn begin(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
         self.current.deadline = Some(after(at_most));
-        // The call that drains Envoy, or closes its listeners, may still be on its way.
+        // The request of the previous step, which drains Envoy or closes its listeners, continues in these two.
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
             self.current.calls = JoinSet::new();
         }
@@ -448,8 +425,8 @@ impl Supervisor {
                 self.call_drain(DrainCall::Graceful);
             }
             Step::DrainTime => {
-                let whole = self.config.limits.drain.at_most();
-                tracing::info!("Graceful termination period is {whole:?}, starting...");
+                let drain = self.config.limits.drain.at_most();
+                tracing::info!("Graceful termination period is {drain:?}, starting...");
             }
             Step::Connections => {
                 tracing::info!("waiting up to {limit} for Envoy's active connections to close");
@@ -461,8 +438,8 @@ impl Supervisor {
             }
             Step::LastRequests => {
                 tracing::info!("closing Envoy's listeners; running requests have {limit} to end");
-                let last_requests = self.last_requests();
-                self.current.call(waits_for, last_requests);
+                let closed = self.close_listeners();
+                self.current.call(waits_for, closed);
             }
             Step::LongRequests => {
                 tracing::info!("the drain is over; running requests have {limit} more to end");
@@ -472,8 +449,7 @@ impl Supervisor {
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
                 let admin = self.admin.within(scaled(at_most, QUIT_CALL));
-                self.current
-                    .call(waits_for, async move { admin.quit().await });
+                self.current.call(waits_for, admin.quit());
             }
             Step::Termination => {
                 tracing::info!("Terminating Envoy");
@@ -486,28 +462,28 @@ impl Supervisor {
         }
     }
 
-    /// Has Envoy drain, and answers the order for that, if there is one.
-    fn call_drain(&mut self, how: DrainCall) {
+    /// Asks Envoy to drain, then answers the drain order, if there is one.
+    fn call_drain(&mut self, call: DrainCall) {
         self.drains.inc();
         let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
         let order = self.drain_order.take();
         self.current.call(Step::DrainCall, async move {
-            admin.drain(how, inbound_only).await;
+            admin.drain(call, inbound_only).await;
             if let Some(order) = order {
-                let _ = order.send(()); // Its sender may have left.
+                let _ = order.send(()); // Nobody may be waiting any more.
             }
         });
     }
 
-    /// Closes Envoy's listeners and waits for the requests under way.
-    fn last_requests(&self) -> impl Future<Output = ()> + Send + use<> {
+    /// Closes Envoy's listeners and waits for the running requests.
+    fn close_listeners(&self) -> impl Future<Output = ()> + Send + use<> {
         let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
         let is_timed = matches!(self.config.limits.drain, Drain::For(_));
         let until_none = self.until_none(Active::Connections, LAST_PERIOD);
         async move {
             admin.drain(DrainCall::Close, inbound_only).await;
             if is_timed {
-                // The workload may call out until a timed drain is over.
+                // The workload may send requests until the end of a timed drain.
                 return std::future::pending().await;
             }
             tokio::time::sleep(LAST_PERIOD).await;
@@ -515,7 +491,7 @@ impl Supervisor {
         }
     }
 
-    /// Counts until none is left, and publishes the counts.
+    /// Waits until Envoy has no active connections or requests, and publishes each count.
     fn until_none(
         &self,
         active: Active,
@@ -528,28 +504,27 @@ impl Supervisor {
             inbound_only: self.config.drain_inbound_only,
             internal_ports: self.config.internal_ports.clone(),
         };
-        let report = move |count| {
+        counting.until_none(admin, move |count| {
             publish.send_modify(|report| {
                 if let Some(ending) = &mut report.ending {
                     ending.connections = Some(count);
                 }
             });
-        };
-        counting.until_none(admin, report)
+        })
     }
 }
 
-/// Returns a request to stop that is more urgent than the last.
-async fn more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> StopRequest {
-    let request = stop.wait_for(|now| now.urgency > last).await;
-    if let Some(request) = request.ok().map(|request| request.clone()) {
-        return request;
+/// Waits for a stop request that is more urgent than `last`, and returns its urgency.
+async fn more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> Urgency {
+    let request = stop.wait_for(|request| request.urgency > last).await;
+    match request.map(|request| request.urgency) {
+        Ok(urgency) => urgency,
+        // Without a sender no request can come.
+        Err(_) => std::future::pending().await,
     }
-    // There will be no further request.
-    std::future::pending().await
 }
 
-/// Whether neither the agent nor a request to Envoy itself has brought an end about.
+/// Returns true if neither the agent nor a request to Envoy's admin port has caused the exit.
 fn is_crash(ended: Ended, phase: Phase) -> bool {
     match ended {
         Ended::Code(0) => false,

@@ -1,10 +1,10 @@
 //! Reports when files may have changed, also behind symbolic links.
 //!
-//! One inotify instance watches directories, not files: the ones that hold a path's last component and
-//! each link on the way to it. So every change is seen: a file renamed over, written in place, made,
-//! removed, or reached through a link that now points elsewhere. Call [`FileWatch::watch`] before each
-//! read, as a chain of links may lead elsewhere by then: a change after the call is reported, one before
-//! it is in what is read. Content is not compared.
+//! One inotify instance watches directories, not files: the directories that contain a path's last component and
+//! each link on the way to it. Therefore every change is reported: a file that is replaced by a rename, written in
+//! place, created or removed, and a link that points to another file. Call [`FileWatch::watch`] before each
+//! read, because a chain of links may lead to another file by then: a change after the call is reported, and an
+//! earlier change is in the content that is read. Content is not compared.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -20,10 +20,10 @@ use rustix::fs::inotify::{self, CreateFlags, Event, ReadFlags, Reader, WatchFlag
 use rustix::io::Errno;
 use tokio::io::unix::AsyncFd;
 
-/// As many links as the kernel follows.
+/// The most links of a path that are followed, as in the kernel.
 const MAX_LINKS: usize = 40;
 
-/// What may have to be read again.
+/// The files that may have changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Changed {
     Paths(BTreeSet<PathBuf>),
@@ -43,9 +43,9 @@ type Link = (i32, OsString);
 
 #[derive(Debug, Default)]
 struct Watched {
-    /// The links each path passes.
+    /// The links on the way of each path.
     paths: HashMap<PathBuf, HashSet<Link>>,
-    /// The paths that pass each name of a directory, by its watch descriptor.
+    /// The paths that lead through each name of a directory, by its watch descriptor.
     directories: HashMap<i32, HashMap<OsString, HashSet<PathBuf>>>,
 }
 
@@ -62,8 +62,8 @@ impl FileWatch {
         })
     }
 
-    /// Watches a path where it leads now. Blocks on the file system. After an error it is watched in
-    /// part.
+    /// Watches a path and its current chain of links. Blocks on the file system. After an error only a part of the
+    /// chain is watched.
     pub(crate) fn watch(&self, path: &Path) -> io::Result<()> {
         let (mut links, mut outcome) = (HashSet::new(), Ok(()));
         walk(&std::path::absolute(path)?, |directory, name| {
@@ -89,7 +89,7 @@ impl FileWatch {
         }
     }
 
-    /// Waits until something has happened to watched paths.
+    /// Waits until watched paths may have changed.
     pub(crate) async fn changed(&self) -> io::Result<Changed> {
         loop {
             let mut ready = self.inotify.readable().await?;
@@ -102,7 +102,7 @@ impl FileWatch {
         }
     }
 
-    /// What all pending events have changed.
+    /// Reads all pending events. Returns the paths that they may have changed.
     fn pending(&self) -> io::Result<Changed> {
         let mut buffer = [MaybeUninit::uninit(); 4096];
         let mut reader = Reader::new(self.inotify.get_ref(), &mut buffer);
@@ -121,7 +121,7 @@ impl FileWatch {
         }
     }
 
-    /// Watches a directory for the sake of a path that passes `name`.
+    /// Watches a directory for a path that leads through `name` in it.
     fn add(&self, directory: &Path, name: &OsStr, path: &Path) -> io::Result<i32> {
         let flags = WatchFlags::CREATE
             | WatchFlags::DELETE
@@ -138,10 +138,10 @@ impl FileWatch {
             {
                 let mut watched = self.watched.lock();
                 let names = watched.directories.entry(descriptor).or_default();
-                let passing = names.entry(name.to_owned()).or_default();
-                passing.insert(path.to_owned());
+                let paths = names.entry(name.to_owned()).or_default();
+                paths.insert(path.to_owned());
             }
-            // Another thread may have removed the same watch before it was entered here.
+            // Another thread may have removed the same watch before this one recorded it.
             if inotify::add_watch(&self.inotify, directory, flags)? == descriptor {
                 return Ok(descriptor);
             }
@@ -150,14 +150,14 @@ impl FileWatch {
         }
     }
 
-    /// Ends the watch of a directory that no path passes any more.
+    /// Removes a path from a link. Ends the watch of a directory without paths.
     fn remove(&self, watched: &mut Watched, (descriptor, name): &Link, path: &Path) {
         let Some(names) = watched.directories.get_mut(descriptor) else {
             return;
         };
-        if let Some(passing) = names.get_mut(name) {
-            passing.remove(path);
-            if passing.is_empty() {
+        if let Some(paths) = names.get_mut(name) {
+            paths.remove(path);
+            if paths.is_empty() {
                 names.remove(name);
             }
         }
@@ -168,7 +168,7 @@ impl FileWatch {
     }
 
     fn end_watch(&self, descriptor: i32) {
-        // It fails when the directory is gone, and its watch with it.
+        // It fails if the directory is removed, because its watch is removed with it.
         let _ = inotify::remove_watch(&self.inotify, descriptor);
     }
 
@@ -190,11 +190,11 @@ impl FileWatch {
     }
 }
 
-/// Calls `visit` with the directory and the name of everything that decides where an absolute path
+/// Calls `visit` with the directory and the name of each component that decides to which file an absolute path
 /// leads: each link, the file at the end, or the first component that is missing. Plain directories are
-/// left out: a move of one moves the visited ones along.
+/// left out, because the watches of directories below a moved one still hold.
 ///
-/// A component is read after its visit, so that a watch set there misses no change.
+/// A component is read after its visit, so that a watch set by `visit` misses no change.
 fn walk(path: &Path, mut visit: impl FnMut(&Path, OsString)) {
     let mut at = PathBuf::from("/");
     let mut rest = components(path);
@@ -227,7 +227,7 @@ fn walk(path: &Path, mut visit: impl FnMut(&Path, OsString)) {
     }
 }
 
-/// Where a link leads; None if `path` is no link.
+/// Returns the target of a link, or None if `path` is not a link.
 fn link_target(path: &Path) -> io::Result<Option<PathBuf>> {
     match fs::read_link(path) {
         Ok(target) => Ok(Some(target)),

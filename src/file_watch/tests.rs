@@ -84,7 +84,7 @@ async fn notices_a_file_whose_directories_are_made_later() {
     notices(&watch, &path, "the end").await;
 }
 
-/// What a reader finds that watches a path before each read, while links change all the time.
+/// The reader watches the path before each read, while links change all the time.
 #[tokio::test]
 async fn no_change_of_a_link_is_missed_while_its_path_is_watched() {
     let directory = tempfile::tempdir().unwrap();

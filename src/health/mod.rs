@@ -1,9 +1,9 @@
-//! Checks the health of a machine's workload, as the `readinessProbe` of its ProxyConfig says.
+//! Checks the health of a virtual machine's workload, as configured by the `readinessProbe` of its ProxyConfig.
 //!
-//! Checks begin when Envoy serves, and go on each period; while Envoy does not serve, they fail. The
-//! verdict changes after as many equal results in a row as its threshold says. The discovery stream
-//! tells istiod, which takes the endpoints of an unhealthy workload away from its callers. A stop request
-//! and a drain make the workload unhealthy at once.
+//! Checks begin when Envoy serves, and follow in each period; while Envoy does not serve, they fail. The
+//! verdict changes when the number of consecutive equal results reaches its threshold. The discovery stream
+//! reports it to istiod, which removes the endpoints of an unhealthy workload. A stop request and a drain make
+//! the workload unhealthy at once.
 
 use std::fmt;
 use std::future::{Future, pending};
@@ -11,6 +11,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use ::http::HeaderMap;
+use futures_util::future::OptionFuture;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Serialize, Serializer};
 use serde_json::json;
@@ -27,9 +28,9 @@ use crate::probe::{self, Client, Kind, Probe};
 pub struct Config {
     pub initial_delay: Duration,
     pub period: Duration,
-    /// How many successes in a row make the workload healthy.
+    /// The consecutive successes that make the workload healthy.
     pub successes: u32,
-    /// How many failures in a row make it unhealthy.
+    /// The consecutive failures that make it unhealthy.
     pub failures: u32,
     pub check: Check,
     pub probes: probe::Config,
@@ -37,19 +38,19 @@ pub struct Config {
 
 #[derive(Clone, PartialEq, Eq)]
 pub enum Check {
-    /// The headers are those of an HTTP request.
+    /// A probe, with the headers of its HTTP request.
     Probe(Probe, HeaderMap),
-    /// A program with its arguments, not empty, and how long it may run.
+    /// A program with its arguments, not empty, and the limit of its run time.
     Exec(Vec<String>, Duration),
 }
 
-/// Healthy, or why not; None before the first verdict.
+/// Ok for a healthy workload, or the problem; None before the first verdict.
 pub type Verdict = Option<Result<(), String>>;
 
 /// A handle to the verdict. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Health {
-    /// The kind of check, as the member of `readinessProbe` is called.
+    /// The kind of check, as the name of its member of `readinessProbe`.
     pub check: &'static str,
     verdict: watch::Receiver<Verdict>,
 }
@@ -69,7 +70,8 @@ impl Serialize for Health {
     }
 }
 
-/// Checks the workload beside the Envoy of these reports, if there is one. The future never ends.
+/// Creates the handle and the future that checks the workload. `envoy` are the reports of its Envoy, if there is
+/// one. The future never ends.
 pub fn new(
     config: Config,
     envoy: Option<watch::Receiver<Report>>,
@@ -105,7 +107,7 @@ struct Checks {
     results: Counters<1>,
     healthy: Gauge,
     verdict: watch::Sender<Verdict>,
-    /// Whether the last checks succeeded, and how many in a row.
+    /// The last result, true for a success, and how many times in a row it came.
     streak: (bool, u32),
 }
 
@@ -115,27 +117,23 @@ impl Checks {
         envoy: Option<watch::Receiver<Report>>,
         mut stop: watch::Receiver<StopRequest>,
     ) {
-        let drained = envoy.clone();
-        let drained = async move {
-            let Some(mut report) = drained else {
-                return pending().await;
-            };
-            // The supervisor ends after a stop request, which is seen as well.
+        let drained = OptionFuture::from(envoy.clone().map(|mut report| async move {
+            // It fails when the supervisor ends, which is after a stop request.
             let _ = report.wait_for(|report| report.is_drained).await;
-        };
-        let why = tokio::select! {
-            _ = stop.wait_for(|asked| asked.urgency != Urgency::Run) => "the agent is stopping",
-            () = drained => "Envoy is draining",
+        }));
+        let reason = tokio::select! {
+            _ = stop.wait_for(|request| request.urgency != Urgency::Run) => "the agent is stopping",
+            Some(()) = drained => "Envoy is draining",
             () = self.check_each_period(envoy) => return,
         };
-        self.decide(Err(why.to_owned()));
+        self.decide(Err(reason.to_owned()));
         pending().await
     }
 
     async fn check_each_period(&mut self, mut envoy: Option<watch::Receiver<Report>>) {
         if let Some(report) = &mut envoy {
-            let serves = |report: &Report| report.state == State::Running;
-            if report.wait_for(serves).await.is_err() {
+            let is_running = |report: &Report| report.state == State::Running;
+            if report.wait_for(is_running).await.is_err() {
                 return pending().await;
             }
         }
@@ -171,7 +169,7 @@ impl Checks {
         }
     }
 
-    /// Counts a result, and decides after enough equal ones.
+    /// Counts a result, and changes the verdict when its threshold is reached.
     fn count(&mut self, result: Result<(), String>) {
         let (label, threshold) = match &result {
             Ok(()) => ("success", self.config.successes),
@@ -181,18 +179,17 @@ impl Checks {
             }
         };
         self.results.with([label]).inc();
-        let (is_ok, count) = self.streak;
-        let count = match is_ok == result.is_ok() {
-            true => count.saturating_add(1),
-            false => 1,
-        };
-        self.streak = (result.is_ok(), count);
+        if self.streak.0 != result.is_ok() {
+            self.streak = (result.is_ok(), 0);
+        }
+        self.streak.1 = self.streak.1.saturating_add(1);
         let verdict = self.verdict.borrow().as_ref().map(Result::is_ok);
-        if count >= threshold && verdict != Some(result.is_ok()) {
+        if self.streak.1 >= threshold && verdict != Some(result.is_ok()) {
             self.decide(result);
         }
     }
 
+    /// Logs and publishes a verdict.
     fn decide(&mut self, result: Result<(), String>) {
         match &result {
             Ok(()) => {
@@ -209,7 +206,7 @@ impl Checks {
 }
 
 impl Check {
-    /// The name of its member in `readinessProbe`.
+    /// Returns the name of its member of `readinessProbe`.
     fn name(&self) -> &'static str {
         match self {
             Self::Exec(..) => "exec",
@@ -230,19 +227,17 @@ impl fmt::Debug for Check {
 }
 
 /// A process group that is killed when this is dropped.
-struct Group(Option<Pid>);
+struct Group(Pid);
 
 impl Drop for Group {
     fn drop(&mut self) {
-        if let Some(group) = self.0 {
-            // There may be none left.
-            let _ = kill_process_group(group, Signal::KILL);
-        }
+        // It fails if no process of the group is left.
+        let _ = kill_process_group(self.0, Signal::KILL);
     }
 }
 
-/// Runs a command as a check, without a shell and without reading its output: exit code 0 is success. When it ends, and after `limit`,
-/// what it has started is killed.
+/// Runs a command as a check, without a shell and without reading its output: exit code 0 is success. When the program
+/// exits, and after `limit`, all processes of its group are killed.
 async fn run(command: &[String], limit: Duration) -> Result<(), String> {
     let Some((program, arguments)) = command.split_first() else {
         return Err("no command".to_owned());
@@ -256,13 +251,12 @@ async fn run(command: &[String], limit: Duration) -> Result<(), String> {
         .spawn()
         .map_err(|error| format!("{program:?} does not run: {error}"))?;
     let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
-    let _group = Group(pid);
-    let ended = tokio::time::timeout(limit, child.wait()).await;
-    match ended {
+    let _group = pid.map(Group);
+    match tokio::time::timeout(limit, child.wait()).await {
         Ok(Ok(status)) if status.success() => Ok(()),
         Ok(Ok(status)) => Err(format!("{program:?} ended with {status}")),
         Ok(Err(error)) => Err(format!("{program:?} cannot be waited for: {error}")),
-        // The runtime reaps the child once it has ended.
+        // The runtime reaps the killed child.
         Err(_) => Err(format!(
             "command timeout exceeded: {program:?} ran for {limit:?}"
         )),

@@ -55,11 +55,11 @@ pub struct Config {
     pub dialer: Dialer,
     /// For `https`, which is refused without. ALPN decides between HTTP/1.1 and HTTP/2.
     pub tls: Option<Arc<rustls::ClientConfig>>,
-    /// Those that requests go through. A proxy resolves names; the dialer's filter sees the address of
-    /// the proxy then, and of the URL only one that is no name.
+    /// The proxies for requests. A proxy resolves names: the dialer's filter then checks the address of the
+    /// proxy, and the host of the URL only if it is an address.
     pub proxies: Proxies,
     pub redirects: Redirects,
-    /// Whether connections are kept for the next request, idle for 90 s at most.
+    /// Keeps connections for the next request, idle for 90 s at most.
     pub keeps_connections: bool,
 }
 
@@ -75,7 +75,7 @@ type Pool = legacy::Client<Connector, Full<Bytes>>;
 
 type Connector = BoxCloneSyncService<Uri, TokioIo<Stream>, ConnectError>;
 
-/// Why there is no connection; the request that learns of it takes the error out.
+/// The error of connecting; the request takes it out.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot connect")]
 struct ConnectError(Mutex<Option<Error>>);
@@ -85,7 +85,7 @@ struct ConnectError(Mutex<Option<Error>>);
 pub struct Body {
     data: BodyDataStream<Incoming>,
     authority: String,
-    /// Those of its connection end with the last that holds them.
+    /// Keeps the tasks of its connection running.
     _tasks: Arc<ConnectionTasks>,
 }
 
@@ -200,7 +200,10 @@ impl Client {
         let began = Instant::now();
         let mut sent = client.request(request.clone()).await;
         // The server may close a kept connection just as the request arrives.
-        if sent.as_ref().is_err_and(|error| was_kept(error, began)) {
+        if sent
+            .as_ref()
+            .is_err_and(|error| used_kept_connection(error, began))
+        {
             sent = client.request(request).await;
         }
         let authority = host_and_port(uri);
@@ -220,8 +223,8 @@ impl Client {
     }
 }
 
-/// Whether a request failed on a connection from before it began.
-fn was_kept(error: &legacy::Error, began: Instant) -> bool {
+/// Returns true if a request failed on a connection from before it began.
+fn used_kept_connection(error: &legacy::Error, began: Instant) -> bool {
     let mut extras = Extensions::new();
     if let Some(connected) = error.connect_info() {
         connected.get_extras(&mut extras);
@@ -254,7 +257,7 @@ fn pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri>) -> P
 }
 
 impl Config {
-    /// Host and port of a URL, and whether it asks for TLS.
+    /// Returns host and port of a URL, and true for `https`.
     fn target<'a>(&self, uri: &'a Uri) -> Result<(&'a str, u16, bool), Error> {
         let (default_port, is_tls) = match uri.scheme_str() {
             Some("http") => (80, false),
@@ -262,10 +265,10 @@ impl Config {
             _ => return Err(unusable(uri)),
         };
         let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-        match host.is_empty() {
-            true => Err(unusable(uri)),
-            false => Ok((host, uri.port_u16().unwrap_or(default_port), is_tls)),
+        if host.is_empty() {
+            return Err(unusable(uri));
         }
+        Ok((host, uri.port_u16().unwrap_or(default_port), is_tls))
     }
 
     async fn connect(&self, uri: &Uri) -> Result<Stream, Error> {
@@ -361,7 +364,7 @@ pub fn http_url(text: &str) -> Result<Uri, Error> {
         })
 }
 
-/// The authority without a user.
+/// Returns the authority without a user.
 fn host_and_port(uri: &Uri) -> String {
     let authority = uri.authority().map_or("", |authority| authority.as_str());
     let host = authority.rsplit('@').next();

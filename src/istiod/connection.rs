@@ -1,8 +1,7 @@
-//! One HTTP/2 connection to istiod, from its preface to its end.
+//! Opens and runs one HTTP/2 connection to istiod.
 //!
-//! The windows are static. One unread stream holds at most a sixth of the connection window, so
-//! certificate requests get through beside the streams of two Envoys. Pings are sent only while
-//! streams are open.
+//! The windows are static. One unread stream holds at most a sixth of the connection window, so the streams
+//! of two Envoys do not block certificate requests. Pings are sent only while streams are open.
 
 use std::fmt;
 use std::pin::pin;
@@ -22,14 +21,13 @@ use super::status::Connected;
 use super::{Body, Config};
 use crate::executor::Executor;
 
-/// How much of a stream istiod may send ahead of its being passed on. What is ahead has left the
-/// processor's cache when its turn comes: with 4 MiB a large response costs a sixth more. With less
-/// than 2 MiB a distant istiod, which can send as much per round trip, gets slower and nothing else
-/// is gained.
+/// The bytes of a stream that istiod may send before they are forwarded. They leave the processor's cache
+/// while they wait: with 4 MiB a large response takes a sixth more CPU time. With less than 2 MiB a distant
+/// istiod, which can send one window per round trip, gets slower without another gain.
 const STREAM_WINDOW: u32 = 2 << 20;
-/// As much for several streams that wait for Envoy, and more, so that a signing never does.
+/// Enough for several streams that wait for Envoy, and for certificate requests besides.
 const CONNECTION_WINDOW: u32 = 12 << 20;
-/// Headers and trailers of one response: an authority quotes its signer in the text of an error.
+/// The largest headers and trailers of one response: an authority quotes its signer in the text of an error.
 const MAX_HEADERS: u32 = 1 << 20;
 
 /// A byte stream to istiod, encrypted or not.
@@ -51,8 +49,8 @@ impl Connection {
         &self.about
     }
 
-    /// Sends a request, as soon as istiod takes another stream. A failure before the response is
-    /// one of the connection: ask for a connection again.
+    /// Sends a request, as soon as istiod accepts another stream. After an error the connection is broken: the
+    /// caller needs a new one.
     pub async fn send(
         &mut self,
         request: http::Request<Body>,
@@ -61,7 +59,7 @@ impl Connection {
         self.sender.send_request(request).await
     }
 
-    /// Adapts the connection to a generated client. Sending waits where necessary.
+    /// Adapts the connection to a generated client.
     pub(crate) fn service(
         self,
     ) -> impl GrpcService<Body, ResponseBody = Incoming, Error = Status, Future: Send> {
@@ -75,8 +73,8 @@ impl Connection {
         })
     }
 
-    /// Waits until another connection leads to a preferred control plane, to which long streams should
-    /// move. Cancel safe.
+    /// Waits until there is a connection to a preferred control plane, to which long streams should move.
+    /// Cancel safe.
     pub(crate) fn left(&self) -> impl Future<Output = ()> + Send + use<> {
         self.left.clone().cancelled_owned()
     }
@@ -89,13 +87,13 @@ impl Connection {
         self.sender.is_closed()
     }
 
-    /// Whether it was opened with the client certificate.
+    /// Returns true if it was opened with the client certificate.
     pub(super) fn has_client_certificate(&self) -> bool {
         let tls = self.about.tls.as_ref();
         tls.is_some_and(|tls| tls.client_certificate)
     }
 
-    /// Identifies the connection without keeping it open.
+    /// Returns a value that identifies the connection and does not keep it open.
     pub(super) fn identity(&self) -> Arc<Connected> {
         self.about.clone()
     }
@@ -120,8 +118,8 @@ pub(super) struct Driver {
 type Running =
     hyper::client::conn::http2::Connection<TokioIo<frames::Inspected<Box<dyn Io>>>, Body, Executor>;
 
-/// Speaks HTTP/2 on `io` and returns once the peer has answered in kind. An error has a reason, and says
-/// whether that is an alert of TLS.
+/// Starts HTTP/2 on `io` and waits for the peer's settings. The error is a text, and true if it is a TLS
+/// alert.
 pub(super) async fn open(
     io: Box<dyn Io>,
     about: Connected,
@@ -139,52 +137,42 @@ pub(super) async fn open(
         .handshake(TokioIo::new(io))
         .await
         .map_err(|error| (error.to_string(), false))?;
-    let ended = {
-        let answered = peer.wait_for(|peer| *peer != Http2State::AwaitingSettings);
-        tokio::select! {
-            biased;
-            _ = answered => false,
-            _ = &mut running => true,
-        }
+    let ended = tokio::select! {
+        biased;
+        _ = peer.wait_for(|peer| *peer != Http2State::AwaitingSettings) => false,
+        _ = &mut running => true,
     };
-    let first = peer.borrow().clone();
-    match first {
+    let state = peer.borrow().clone();
+    match state {
         Http2State::Ready if !ended => {}
         Http2State::Closed(reason, is_alert) => return Err((reason, is_alert)),
         Http2State::GoingAway => return Err(("it sent GOAWAY at once".to_owned(), false)),
         _ => return Err(("it closed the connection".to_owned(), false)),
     }
-    let about = Arc::new(about);
-    let left = CancellationToken::new();
-    Ok((
-        Connection {
-            sender,
-            about,
-            config,
-            left,
-        },
-        Driver { running, peer },
-    ))
+    let connection = Connection {
+        sender,
+        about: Arc::new(about),
+        config,
+        left: CancellationToken::new(),
+    };
+    Ok((connection, Driver { running, peer }))
 }
 
 impl Driver {
-    /// Runs the connection until its last stream has ended. `leaves` is called as soon as no new
-    /// stream can be opened. Returns why it ended.
-    pub(super) async fn run(mut self, leaves: impl FnOnce()) -> String {
+    /// Runs the connection until its last stream has ended. Calls `on_leave` as soon as no new stream can be
+    /// opened. Returns why the connection ended.
+    pub(super) async fn run(mut self, on_leave: impl FnOnce()) -> String {
         let mut running = pin!(self.running);
-        let ended = {
-            let refuses = self.peer.wait_for(|peer| *peer != Http2State::Ready);
-            tokio::select! {
-                ended = &mut running => Some(ended),
-                _ = refuses => None,
-            }
+        let ended = tokio::select! {
+            ended = &mut running => Some(ended),
+            _ = self.peer.wait_for(|peer| *peer != Http2State::Ready) => None,
         };
-        leaves();
-        let ended = match ended {
-            Some(ended) => ended,
+        on_leave();
+        let result = match ended {
+            Some(result) => result,
             None => running.await,
         };
-        match (ended, &*self.peer.borrow()) {
+        match (result, &*self.peer.borrow()) {
             (Err(error), _) => error.to_string(),
             (Ok(()), Http2State::Closed(reason, _)) => reason.clone(),
             (Ok(()), Http2State::GoingAway) => "it sent GOAWAY".to_owned(),

@@ -1,7 +1,7 @@
-//! One dial: resolves the name, and tries its addresses through TCP, TLS and the first HTTP/2 frame.
+//! Dials istiod once: resolves the name, and tries its addresses through TCP, TLS and the first HTTP/2 frame.
 //!
-//! Every step is bounded: the whole by [`Limits::total`], one address by [`Limits::per_address`]
-//! while others are left to try. Retries are the worker's.
+//! A dial is limited by [`Limits::total`], and one address by [`Limits::per_address`] while there are others
+//! to try. The worker retries.
 
 use std::io;
 use std::net::SocketAddr;
@@ -47,14 +47,14 @@ impl Default for Limits {
     }
 }
 
-/// Why a dial gave no connection.
+/// The error of a dial.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) problem: Problem,
-    /// Whether the time was up.
+    /// True if the dial timed out.
     pub(super) is_silent: bool,
-    /// Whether the peer ended TLS, as it does when it refuses our certificate. With TLS 1.3 that comes
-    /// after the handshake.
+    /// True if the peer sent a TLS alert, as it does when it rejects the client certificate. With TLS 1.3 the
+    /// alert comes after the handshake.
     is_alert: bool,
 }
 
@@ -68,7 +68,7 @@ impl From<Problem> for Failure {
     }
 }
 
-/// A part of a dial, and the problem if it takes too long.
+/// A part of a dial: the code and the words of the problem if it times out.
 type Step = (&'static Code, &'static str);
 
 const READ_FILES: Step = (codes::ISTIOD_TIMEOUT, "reading certificate files");
@@ -76,10 +76,10 @@ const RESOLVE: Step = (codes::ISTIOD_NAME_NOT_RESOLVED, "resolving the name");
 const CONNECT: Step = (codes::ISTIOD_NOT_REACHABLE, "connecting");
 const TUNNEL: Step = (codes::ISTIOD_PROXY_UNREACHABLE, "waiting for the proxy");
 const HANDSHAKE: Step = (codes::ISTIOD_TIMEOUT, "in the TLS handshake");
-const SPEAK: Step = (codes::ISTIOD_TIMEOUT, "waiting for HTTP/2");
+const START_HTTP2: Step = (codes::ISTIOD_TIMEOUT, "waiting for HTTP/2");
 
-/// The problem of a step before the connection, which the proxy may have, if there is one.
-fn unreachable(config: &Config, code: &'static Code, found: String) -> Problem {
+/// Makes the problem of a step before the connection. With a proxy, this step is about the proxy.
+fn unreachable_problem(config: &Config, code: &'static Code, found: String) -> Problem {
     let Some(Proxy { host, port, .. }) = &config.proxy else {
         return config.problem(code, found);
     };
@@ -87,7 +87,7 @@ fn unreachable(config: &Config, code: &'static Code, found: String) -> Problem {
     config.problem(codes::ISTIOD_PROXY_UNREACHABLE, found)
 }
 
-fn not_connected(config: &Config, error: &dial::Error) -> Failure {
+fn connect_failure(config: &Config, error: &dial::Error) -> Failure {
     let code = match error {
         dial::Error::Resolve { .. } | dial::Error::NoAddress { .. } => RESOLVE.0,
         dial::Error::Connect { source, .. } => match source.kind() {
@@ -99,11 +99,10 @@ fn not_connected(config: &Config, error: &dial::Error) -> Failure {
         },
         _ => CONNECT.0,
     };
-    unreachable(config, code, with_causes(error)).into()
+    unreachable_problem(config, code, with_causes(error)).into()
 }
 
-/// The failure of a handshake.
-fn not_encrypted(
+fn handshake_failure(
     config: &Config,
     tls: &tls::Prepared,
     to: SocketAddr,
@@ -125,14 +124,14 @@ fn not_encrypted(
                 (codes::ISTIOD_CERTIFICATE_NAME, found)
             }
             E::ExpiredContext { time, not_after } => {
-                let found = of_clocks("expired", *not_after, *time, "ago");
+                let found = date_mismatch("expired", *not_after, *time, "ago");
                 (codes::ISTIOD_CERTIFICATE_EXPIRED, found)
             }
             E::NotValidYetContext { time, not_before } => {
-                let found = of_clocks("is not valid before", *not_before, *time, "from now");
+                let found = date_mismatch("is not valid before", *not_before, *time, "from now");
                 (codes::ISTIOD_CERTIFICATE_NOT_YET_VALID, found)
             }
-            // Roots of two meshes may have one name.
+            // The roots of two meshes may have the same name, and then only the signature differs.
             E::UnknownIssuer | E::BadSignature => {
                 let found = format!("its certificate is not signed by a root of {}", tls.roots);
                 (codes::ISTIOD_CERTIFICATE_UNTRUSTED, found)
@@ -154,12 +153,13 @@ fn not_encrypted(
     }
 }
 
-/// What is wrong with a certificate whose date differs from this clock.
-fn of_clocks(what: &str, date: UnixTime, now: UnixTime, side: &str) -> String {
+/// Describes a certificate that is not valid by this clock.
+fn date_mismatch(what: &str, date: UnixTime, now: UnixTime, side: &str) -> String {
     let apart = rounded(Duration::from_secs(date.as_secs().abs_diff(now.as_secs())));
     let [date, now] = [date, now].map(|time| {
-        let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(time.as_secs()));
-        at.map(rfc3339).unwrap_or_default()
+        let since_epoch = Duration::from_secs(time.as_secs());
+        let time = SystemTime::UNIX_EPOCH.checked_add(since_epoch);
+        time.map(rfc3339).unwrap_or_default()
     });
     format!("its certificate {what} {date}, {apart} {side}; it is {now} here")
 }
@@ -173,21 +173,22 @@ pub(super) async fn dial(
     let total = Bound::new(config, config.limits.total);
     let tls = match &config.security {
         Security::Plaintext => None,
-        Security::Tls(tls) => Some(total.of(READ_FILES, tls::prepare(tls)).await??),
+        Security::Tls(tls) => Some(total.run(READ_FILES, tls::prepare(tls)).await??),
     };
     let (host, port) = host_and_port(config)?;
     let (next, next_port) = match &config.proxy {
         Some(proxy) => (proxy.host.as_str(), proxy.port),
         None => (host, port),
     };
-    let found = total.of(RESOLVE, dial::resolve(next, next_port)).await?;
-    let found = found.map_err(|error| not_connected(config, &error))?;
-    let mut candidates = dialer.candidates(found);
+    let resolved = total.run(RESOLVE, dial::resolve(next, next_port)).await?;
+    let addresses = resolved.map_err(|error| connect_failure(config, &error))?;
+    let mut candidates = dialer.candidates(addresses);
     let mut last = None;
-    while let Some((to, stream)) = total.of(CONNECT, candidates.connect()).await? {
-        let bound = match candidates.is_empty() {
-            true => total,
-            false => total.at_most(config.limits.per_address),
+    while let Some((to, stream)) = total.run(CONNECT, candidates.connect()).await? {
+        let bound = if candidates.is_empty() {
+            total
+        } else {
+            total.at_most(config.limits.per_address)
         };
         let attempt = Attempt {
             config,
@@ -204,10 +205,11 @@ pub(super) async fn dial(
             }
         }
     }
-    let host = next.to_owned();
-    let failed = candidates.failed.pop();
-    let failed = failed.unwrap_or(dial::Error::NoAddress { host });
-    Err(last.unwrap_or_else(|| not_connected(config, &failed)))
+    Err(last.unwrap_or_else(|| {
+        let host = next.to_owned();
+        let error = candidates.failed.pop();
+        connect_failure(config, &error.unwrap_or(dial::Error::NoAddress { host }))
+    }))
 }
 
 fn host_and_port(config: &Config) -> Result<(&str, u16), Problem> {
@@ -215,7 +217,7 @@ fn host_and_port(config: &Config) -> Result<(&str, u16), Problem> {
     address::parts(&config.address).ok_or_else(|| config.problem(code, "it is not host:port"))
 }
 
-/// What is tried with one address.
+/// An attempt to open a connection to one address.
 struct Attempt<'a> {
     config: &'a Arc<Config>,
     to: SocketAddr,
@@ -224,16 +226,17 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
-    /// With the client certificate, if there is one; without it if istiod refuses that, as it may be
-    /// one of an earlier root. istiod then authenticates the token.
+    /// Opens the connection with the client certificate, if there is one, and without it if istiod rejects it,
+    /// because an old root may have signed it. istiod then authenticates the token.
     async fn open(
         &self,
         stream: TcpStream,
         tls: Option<&tls::Prepared>,
     ) -> Result<(Connection, Driver), Failure> {
-        let stream = self.tunnel(stream).await?;
+        let stream = self.open_tunnel(stream).await?;
         let Some(tls) = tls else {
-            return self.speak(Box::new(self.prepare(stream)?), None).await;
+            let stream = self.set_options(stream)?;
+            return self.start_http2(Box::new(stream), None).await;
         };
         let has_client = tls.without_client.is_some();
         let outcome = self.open_tls(stream, tls, &tls.config, has_client).await;
@@ -241,22 +244,23 @@ impl Attempt<'_> {
             (Err(failure), Some(without)) if failure.is_alert => {
                 let (code, found) = (codes::CLIENT_CERTIFICATE_REFUSED, failure.problem.found);
                 tracing::warn!("{}", self.config.problem(code, found));
-                let stream = self.bound.of(CONNECT, TcpStream::connect(self.to)).await?;
-                let stream = stream.map_err(|error| self.failed(error))?;
-                let stream = self.tunnel(stream).await?;
-                self.open_tls(stream, tls, without, false).await
+                let connecting = TcpStream::connect(self.to);
+                let stream = self.bound.run(CONNECT, connecting).await?;
+                let stream = stream.map_err(|error| self.connect_error(error))?;
+                let tunnel = self.open_tunnel(stream).await?;
+                self.open_tls(tunnel, tls, without, false).await
             }
             (outcome, _) => outcome,
         }
     }
 
-    /// Has the proxy, if there is one, lead the connection to istiod.
-    async fn tunnel(&self, mut stream: TcpStream) -> Result<TcpStream, Failure> {
+    /// Requests a tunnel to istiod from the proxy, if there is one.
+    async fn open_tunnel(&self, mut stream: TcpStream) -> Result<TcpStream, Failure> {
         if let Some(proxy) = &self.config.proxy {
             let (host, port) = host_and_port(self.config)?;
-            let led = proxy.tunnel(&mut stream, host, port);
-            let led = self.bound.of(TUNNEL, led).await?;
-            led.map_err(|error| {
+            let opening = proxy.tunnel(&mut stream, host, port);
+            let opened = self.bound.run(TUNNEL, opening).await?;
+            opened.map_err(|error| {
                 let proxy = format!("the proxy {} (HTTPS_PROXY)", self.to);
                 let found = format!("{proxy} does not open a tunnel: {error}");
                 self.config.problem(codes::ISTIOD_PROXY_REFUSED, found)
@@ -273,20 +277,20 @@ impl Attempt<'_> {
         client_certificate: bool,
     ) -> Result<(Connection, Driver), Failure> {
         let to = self.to;
-        let stream = self.prepare(stream)?;
-        let connecting = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
-        let stream = self.bound.of(HANDSHAKE, connecting).await?;
-        let stream = stream.map_err(|error| not_encrypted(self.config, tls, to, &error))?;
+        let stream = self.set_options(stream)?;
+        let handshake = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
+        let encrypted = self.bound.run(HANDSHAKE, handshake).await?;
+        let stream = encrypted.map_err(|error| handshake_failure(self.config, tls, to, &error))?;
         let (_, session) = stream.get_ref();
         if session.alpn_protocol() != Some(b"h2") {
             let found = format!("{to} does not offer HTTP/2 over TLS (ALPN)");
             return Err(self.config.problem(codes::ISTIOD_NOT_GRPC, found).into());
         }
         let negotiated = Tls::new(session, client_certificate);
-        self.speak(Box::new(stream), Some(negotiated)).await
+        self.start_http2(Box::new(stream), Some(negotiated)).await
     }
 
-    async fn speak(
+    async fn start_http2(
         &self,
         io: Box<dyn Io>,
         tls: Option<Tls>,
@@ -298,11 +302,15 @@ impl Attempt<'_> {
             tls,
         };
         let opening = connection::open(io, about, self.config.clone(), self.executor.clone());
-        let opened = self.bound.of(SPEAK, opening).await?;
+        let opened = self.bound.run(START_HTTP2, opening).await?;
         opened.map_err(|(found, is_alert)| {
-            let codes = [codes::ISTIOD_NOT_GRPC, codes::ISTIOD_TLS_REFUSED];
+            let code = if is_alert {
+                codes::ISTIOD_TLS_REFUSED
+            } else {
+                codes::ISTIOD_NOT_GRPC
+            };
             let found = format!("{to} does not speak HTTP/2: {found}");
-            let problem = self.config.problem(codes[usize::from(is_alert)], found);
+            let problem = self.config.problem(code, found);
             Failure {
                 is_alert,
                 ..problem.into()
@@ -310,58 +318,58 @@ impl Attempt<'_> {
         })
     }
 
-    /// Unacknowledged bytes end the connection after the keepalive timeout, so a call on a connection
-    /// that was cut while idle fails soon, although pings wait for their interval.
-    fn prepare(&self, stream: TcpStream) -> Result<TcpStream, Failure> {
+    /// Sets options of the socket. With the timeout, unacknowledged bytes close the connection, so a call on a
+    /// connection that broke while idle fails soon, although pings wait for their interval.
+    fn set_options(&self, stream: TcpStream) -> Result<TcpStream, Failure> {
         let limit = self.config.keepalive.timeout.as_millis();
         let limit = u32::try_from(limit).unwrap_or(u32::MAX);
         stream
             .set_nodelay(true)
             .and_then(|()| Ok(rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?))
-            .map_err(|error| self.failed(error))?;
+            .map_err(|error| self.connect_error(error))?;
         Ok(stream)
     }
 
-    fn failed(&self, source: io::Error) -> Failure {
+    fn connect_error(&self, source: io::Error) -> Failure {
         let address = self.to;
-        not_connected(self.config, &dial::Error::Connect { address, source })
+        connect_failure(self.config, &dial::Error::Connect { address, source })
     }
 }
 
-/// A moment by which something must be done, and how long that was from the start.
+/// A deadline, and its distance from the start.
 #[derive(Clone, Copy)]
 struct Bound<'a> {
     config: &'a Config,
-    until: Instant,
-    after: Duration,
+    deadline: Instant,
+    limit: Duration,
 }
 
 impl<'a> Bound<'a> {
-    fn new(config: &'a Config, after: Duration) -> Self {
+    fn new(config: &'a Config, limit: Duration) -> Self {
         Self {
             config,
-            until: clock::after(after),
-            after,
+            deadline: clock::after(limit),
+            limit,
         }
     }
 
-    /// This bound, or an earlier one that starts now.
-    fn at_most(self, after: Duration) -> Self {
-        let other = Self::new(self.config, after);
-        if other.until < self.until {
+    /// Returns this bound, or an earlier one that starts now.
+    fn at_most(self, limit: Duration) -> Self {
+        let other = Self::new(self.config, limit);
+        if other.deadline < self.deadline {
             other
         } else {
             self
         }
     }
 
-    async fn of<T>(self, step: Step, work: impl Future<Output = T>) -> Result<T, Failure> {
-        let done = tokio::time::timeout_at(self.until, work).await;
+    /// Runs a step. The error is its timeout.
+    async fn run<T>(self, step: Step, work: impl Future<Output = T>) -> Result<T, Failure> {
+        let done = tokio::time::timeout_at(self.deadline, work).await;
         done.map_err(|_| {
-            let after = rounded(self.after);
-            let found = format!("timed out after {after} {}", step.1);
+            let found = format!("timed out after {} {}", rounded(self.limit), step.1);
             let problem = if [RESOLVE, CONNECT].contains(&step) {
-                unreachable(self.config, step.0, found)
+                unreachable_problem(self.config, step.0, found)
             } else {
                 self.config.problem(step.0, found)
             };

@@ -40,9 +40,9 @@ use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateRespo
 
 pub(crate) const NAME: &str = "istiod.istio-system.svc";
 
-/// Sends data for as long as the client reads.
+/// Sends data while the client reads.
 pub(crate) const ENDLESS: &str = "/test/Endless";
-/// Answers with what [`Fake::say`] hands over.
+/// Sends the texts of [`Fake::say`].
 pub(crate) const HELD: &str = "/test/Held";
 
 pub(crate) struct Authority(CertifiedIssuer<'static, KeyPair>);

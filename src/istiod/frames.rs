@@ -1,7 +1,7 @@
 //! Reports the peer's first SETTINGS, its GOAWAY, and the loss of an HTTP/2 connection with its cause.
 //!
-//! hyper reports none of these. [`inspect`] wraps the byte stream below it and reads the frame
-//! headers that pass, nine bytes each; payloads are skipped by their length. No byte is changed.
+//! hyper does not report these. [`inspect`] wraps the byte stream below it and reads the frame headers, nine
+//! bytes each; payloads are skipped by their length. The bytes are not changed.
 
 use std::io;
 use std::pin::Pin;
@@ -20,33 +20,33 @@ const GOAWAY: u8 = 0x7;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Http2State {
     AwaitingSettings,
-    /// Its first frame was SETTINGS, as RFC 9113, section 3.4 demands.
+    /// The first frame was SETTINGS, as RFC 9113, section 3.4 requires.
     Ready,
-    /// It sent GOAWAY: streams may finish, new ones are refused.
+    /// The peer sent GOAWAY: streams may finish, new ones are rejected.
     GoingAway,
-    /// The connection is lost, for this reason, which may be an alert of TLS.
+    /// The connection is lost. The fields are the reason, and true for a TLS alert.
     Closed(String, bool),
 }
 
 /// A byte stream whose incoming frames are inspected.
 pub(super) type Inspected<T> = Join<Reader<ReadHalf<T>>, WriteHalf<T>>;
 
-/// Wraps a byte stream, and reports what its peer shows.
+/// Wraps a byte stream, and reports the state of the connection.
 pub(super) fn inspect<T: AsyncRead + AsyncWrite>(
     io: T,
 ) -> (Inspected<T>, watch::Receiver<Http2State>) {
     let (read, write) = tokio::io::split(io);
-    let (reader, seen) = Reader::new(read);
-    (tokio::io::join(reader, write), seen)
+    let (reader, state) = Reader::new(read);
+    (tokio::io::join(reader, write), state)
 }
 
 /// The incoming half, with its position in the sequence of frames.
 #[derive(Debug)]
 pub(super) struct Reader<T> {
     inner: T,
-    peer: watch::Sender<Http2State>,
+    state: watch::Sender<Http2State>,
     header: [u8; HEADER],
-    /// How many bytes of `header` are known.
+    /// The number of bytes of `header` read so far.
     known: usize,
     payload_left: usize,
     started: bool,
@@ -54,29 +54,30 @@ pub(super) struct Reader<T> {
 
 impl<T> Reader<T> {
     fn new(inner: T) -> (Self, watch::Receiver<Http2State>) {
-        let (peer, seen) = watch::channel(Http2State::AwaitingSettings);
+        let (state, receiver) = watch::channel(Http2State::AwaitingSettings);
         let reader = Self {
             inner,
-            peer,
+            state,
             header: [0; HEADER],
             known: 0,
             payload_left: 0,
             started: false,
         };
-        (reader, seen)
+        (reader, receiver)
     }
 
-    fn saw(&self, news: Http2State) {
-        self.peer.send_if_modified(|peer| {
-            let changed = *peer != news && !matches!(peer, Http2State::Closed(..));
+    /// Reports a new state. The first reason of a loss stays.
+    fn report(&self, new: Http2State) {
+        self.state.send_if_modified(|state| {
+            let changed = *state != new && !matches!(state, Http2State::Closed(..));
             if changed {
-                *peer = news;
+                *state = new;
             }
             changed
         });
     }
 
-    fn read(&mut self, mut bytes: &[u8]) {
+    fn inspect(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.payload_left > 0 {
                 let skipped = self.payload_left.min(bytes.len());
@@ -89,23 +90,23 @@ impl<T> Reader<T> {
             self.known += taken;
             bytes = &bytes[taken..];
             if self.known == HEADER {
-                self.frame();
+                self.inspect_header();
             }
         }
     }
 
-    fn frame(&mut self) {
+    fn inspect_header(&mut self) {
         let [high, middle, low, kind, ..] = self.header;
         self.known = 0;
         self.payload_left = u32::from_be_bytes([0, high, middle, low]) as usize;
         match (self.started, kind) {
-            (false, SETTINGS) => self.saw(Http2State::Ready),
+            (false, SETTINGS) => self.report(Http2State::Ready),
             (false, _) => {
                 let found = self.header.escape_ascii();
                 let reason = format!("it answered \"{found}\" instead of HTTP/2");
-                self.saw(Http2State::Closed(reason, false));
+                self.report(Http2State::Closed(reason, false));
             }
-            (true, GOAWAY) => self.saw(Http2State::GoingAway),
+            (true, GOAWAY) => self.report(Http2State::GoingAway),
             (true, _) => {}
         }
         self.started = true;
@@ -121,25 +122,25 @@ impl<T: AsyncRead + Unpin> AsyncRead for Reader<T> {
         let this = self.get_mut();
         let before = buf.filled().len();
         let room = buf.remaining();
-        let result = ready!(Pin::new(&mut this.inner).poll_read(cx, buf)).map_err(plain);
+        let result = ready!(Pin::new(&mut this.inner).poll_read(cx, buf)).map_err(in_plain_words);
         match &result {
             Err(error) => {
                 let alert = matches!(tls::error(error), Some(rustls::Error::AlertReceived(_)));
-                this.saw(Http2State::Closed(error.to_string(), alert));
+                this.report(Http2State::Closed(error.to_string(), alert));
             }
-            Ok(()) if buf.filled().len() > before => this.read(&buf.filled()[before..]),
-            Ok(()) if room > 0 => this.saw(Http2State::Closed(
-                "it closed the connection".to_owned(),
-                false,
-            )),
+            Ok(()) if buf.filled().len() > before => this.inspect(&buf.filled()[before..]),
+            Ok(()) if room > 0 => {
+                let reason = "it closed the connection".to_owned();
+                this.report(Http2State::Closed(reason, false));
+            }
             Ok(()) => {}
         }
         Poll::Ready(result)
     }
 }
 
-/// The error in plain words: the one of rustls refers to its manual.
-fn plain(error: io::Error) -> io::Error {
+/// Replaces the text of rustls, which refers to its manual.
+fn in_plain_words(error: io::Error) -> io::Error {
     let text = "it closed the connection without notice, as a killed process does";
     match error.kind() {
         kind @ io::ErrorKind::UnexpectedEof => io::Error::new(kind, text),
@@ -162,7 +163,7 @@ mod tests {
     fn seen(bytes: &[u8], step: usize) -> Vec<Http2State> {
         let (mut reader, peer) = Reader::new(());
         let after = bytes.chunks(step).map(|chunk| {
-            reader.read(chunk);
+            reader.inspect(chunk);
             peer.borrow().clone()
         });
         let mut seen: Vec<_> = after

@@ -1,8 +1,8 @@
-//! Several control planes in order of preference, and which of them is in use.
+//! Selects one of several control planes, in order of preference.
 //!
-//! After [`MAX_FAILURES`] failed tries in a row, or one to which it says nothing until the try's limit, the
-//! next one is used, and after the last the first. A try is a dial, or a call that is not answered as it
-//! should. While another one is in use, the first is due again after [`RETURN_AFTER`].
+//! After [`MAX_FAILURES`] consecutive failures of dials and calls, or one timeout, the next control plane is
+//! used, and after the last the first again. While another one is in use, the first is dialed again after
+//! [`RETURN_AFTER`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::duration::scaled;
 use crate::problem::{Problem, Repetition};
 
 const MAX_FAILURES: u32 = 3;
-/// How long a stream may go without its first response where there is another control plane.
+/// The limit for the first response of a stream if there is another control plane.
 pub(crate) const MAX_SILENCE: Duration = Duration::from_secs(15);
 pub(super) const RETURN_AFTER: Duration = Duration::from_secs(600);
 
@@ -25,16 +25,16 @@ pub(super) struct Hosts {
     /// Not empty.
     configs: Vec<Arc<Config>>,
     state: Mutex<State>,
-    /// Switches since the last answer.
+    /// The switches since the last success.
     switches: Mutex<Repetition>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     in_use: usize,
-    /// Of the one in use, in a row.
+    /// The consecutive failures of the one in use.
     failures: u32,
-    /// When the first is due, while another one is in use.
+    /// The time of the next dial of the first one, while another one is in use.
     due: Option<Instant>,
 }
 
@@ -53,7 +53,7 @@ impl Hosts {
         &self.configs[0]
     }
 
-    /// The one in use, or dialed next.
+    /// Returns the control plane in use, or dialed next.
     pub(super) fn current(&self) -> &Arc<Config> {
         &self.configs[self.state.lock().in_use]
     }
@@ -62,16 +62,21 @@ impl Hosts {
         self.configs.len() > 1
     }
 
-    /// A call on this one was answered as it should.
-    pub(super) fn answered(&self, config: &Arc<Config>) {
+    /// Records a call to this control plane that has succeeded.
+    pub(super) fn record_success(&self, config: &Arc<Config>) {
         self.switches.lock().end();
         if Arc::ptr_eq(config, self.current()) {
             self.state.lock().failures = 0;
         }
     }
 
-    /// A try with this one has failed. Returns whether another one is in use now.
-    pub(super) fn failed(&self, config: &Arc<Config>, is_silent: bool, problem: &Problem) -> bool {
+    /// Records a failed dial of or call to this control plane. Returns true if another one is in use now.
+    pub(super) fn record_failure(
+        &self,
+        config: &Arc<Config>,
+        is_silent: bool,
+        problem: &Problem,
+    ) -> bool {
         if !Arc::ptr_eq(config, self.current()) {
             return true;
         }
@@ -81,7 +86,7 @@ impl Hosts {
             return false;
         }
         let in_use = (state.in_use + 1) % self.configs.len();
-        let due = (in_use > 0).then(|| state.due.unwrap_or_else(later));
+        let due = (in_use > 0).then(|| state.due.unwrap_or_else(return_time));
         *state = State {
             in_use,
             due,
@@ -100,17 +105,17 @@ impl Hosts {
         *self.state.lock() = State::default();
     }
 
-    /// When the first should be tried, while another one is in use.
+    /// Returns when the first should be dialed, while another one is in use.
     pub(super) fn due(&self) -> Option<Instant> {
         self.state.lock().due
     }
 
     pub(super) fn postpone(&self) {
-        self.state.lock().due = Some(later());
+        self.state.lock().due = Some(return_time());
     }
 }
 
-/// Up to a tenth later, so that agents do not return all at once.
-fn later() -> Instant {
+/// Adds up to a tenth to [`RETURN_AFTER`], so that agents do not return all at once.
+fn return_time() -> Instant {
     after(scaled(RETURN_AFTER, 1.0 + fastrand::f64() / 10.0))
 }

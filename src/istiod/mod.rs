@@ -1,7 +1,7 @@
 //! Shares one TLS HTTP/2 connection to istiod between xDS streams and certificate requests.
 //!
-//! [`Istiod`] is a cheap handle; the future made with it dials while a call waits for a connection.
-//! Names, certificate files and the token are read again whenever they are used.
+//! [`Istiod`] is a handle, and its clones share the connection; the future made with it dials while a call
+//! waits for a connection. Names, certificate files and the token are read again whenever they are used.
 
 mod connection;
 mod dial;
@@ -33,7 +33,7 @@ pub use connection::Connection;
 pub use dial::Limits;
 use hosts::Hosts;
 pub(crate) use hosts::MAX_SILENCE;
-use status::{Record, Status};
+use status::{Connected, Record, Status};
 use worker::{Waiter, Worker};
 
 use crate::clock::rfc3339;
@@ -47,28 +47,28 @@ pub type Body = tonic::body::Body;
 
 const USER_AGENT: &str = concat!("istio-agent/", env!("CARGO_PKG_VERSION"));
 
-/// Where istiod is and how to speak to it.
+/// The address of istiod and the settings of connections to it.
 #[derive(Clone)]
 pub struct Config {
     /// `host:port`, resolved again at each dial.
     pub address: String,
-    /// The proxy that leads there.
+    /// The proxy to connect through.
     pub proxy: Option<Proxy>,
     pub security: Security,
     pub token: token::Source,
-    /// What sets the address.
+    /// The setting that the address comes from.
     pub setting: &'static str,
-    /// The caller, as the agent's settings name it.
+    /// The identity of the agent, as configured.
     pub identity: SpiffeId,
     /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case.
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
-    /// Control planes that are used while this one fails, in this order. They have no others.
+    /// Control planes that are used while this one fails, in this order. Their own `others` are empty.
     pub others: Vec<Config>,
 }
 
-/// What protects the connection.
+/// The encryption of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Security {
     Plaintext,
@@ -89,16 +89,17 @@ pub struct Istiod {
     queue: mpsc::UnboundedSender<Waiter>,
 }
 
+/// The state that handles share with the worker.
 #[derive(Debug)]
 struct Shared {
-    hosts: Arc<Hosts>,
+    hosts: Hosts,
     token: token::Reader,
     connected: watch::Sender<Option<Connection>>,
     record: Record,
 }
 
 impl fmt::Debug for Config {
-    /// Names the headers only, as their values may be secrets.
+    /// Leaves out the values of headers, because they may be secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<_> = self.metadata.iter().map(|(name, _)| name).collect();
         f.debug_struct("Config")
@@ -113,52 +114,66 @@ impl fmt::Debug for Config {
     }
 }
 
-/// The future that owns the connection has ended.
+/// The error of a call after the future that owns the connection has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the connection to istiod is closed because the agent is stopping")]
 pub struct Closed;
 
-/// A handle, and the future that owns the connection. That ends, and the connection with it, when
-/// every handle is dropped or `stop` is cancelled.
+/// Returns a handle, and the future that owns the connection. The future ends, and closes the connection,
+/// when every handle is dropped or `stop` is cancelled.
 pub fn new(
     config: Config,
     registry: &Registry,
     stop: CancellationToken,
 ) -> (Istiod, impl Future<Output = ()> + Send + 'static + use<>) {
-    let token = token::Reader::new(config.token.clone());
-    let hosts = Arc::new(Hosts::new(config));
     let (queue, waiters) = mpsc::unbounded_channel();
-    let connected = watch::Sender::new(None);
-    let record = Record::new(registry);
-    let worker = Worker::new(hosts.clone(), waiters, connected.clone(), record.clone());
     let shared = Arc::new(Shared {
-        token,
-        hosts,
-        connected: connected.clone(),
-        record,
+        token: token::Reader::new(config.token.clone()),
+        hosts: Hosts::new(config),
+        connected: watch::Sender::new(None),
+        record: Record::new(registry),
     });
+    let worker = Worker::new(shared.clone(), waiters);
+    let handle = Istiod {
+        shared: shared.clone(),
+        queue,
+    };
     let run = async move {
         tokio::select! {
             () = stop.cancelled() => {}
             () = worker.run() => {}
         }
-        connected.send_replace(None);
+        shared.connected.send_replace(None);
     };
-    (Istiod { shared, queue }, run)
+    (handle, run)
+}
+
+impl Shared {
+    /// Returns the connection, unless it is known to be closed.
+    fn connection(&self) -> Option<Connection> {
+        let current = self.connected.borrow();
+        current.as_ref().filter(|it| !it.is_closed()).cloned()
+    }
+
+    /// Makes the next call dial if this is the current connection. Its streams may finish.
+    fn leave(&self, identity: &Arc<Connected>) {
+        self.leave_if(|current| current.is(identity));
+    }
+
+    fn leave_if(&self, is_left: impl FnOnce(&mut Connection) -> bool) {
+        self.connected
+            .send_if_modified(|current| current.take_if(is_left).is_some());
+    }
 }
 
 impl Istiod {
-    /// Waits until there is a connection, for as long as it takes.
+    /// Waits until there is a connection, without a limit.
     pub async fn connection(&self) -> Result<Connection, Closed> {
-        match self.wait(false).await {
-            Some(Ok(connection)) => Ok(connection),
-            // Errors are only for `try_connection`.
-            Some(Err(_)) | None => Err(Closed),
-        }
+        // Only `try_connection` gets errors.
+        self.wait(false).await.and_then(Result::ok).ok_or(Closed)
     }
 
-    /// Like [`Istiod::connection`], but gives up with the error of the dial that is under way or
-    /// comes next.
+    /// Like [`Istiod::connection`], but fails with the error of the current or next dial.
     pub async fn try_connection(&self) -> Result<Connection, Problem> {
         self.wait(true).await.unwrap_or_else(|| {
             let config = self.shared.hosts.current();
@@ -170,16 +185,15 @@ impl Istiod {
     }
 
     async fn wait(&self, once: bool) -> Option<Result<Connection, Problem>> {
-        if let Some(connection) = worker::current(&self.shared.connected) {
+        if let Some(connection) = self.shared.connection() {
             return Some(Ok(connection));
         }
-        let (reply, answer) = oneshot::channel();
+        let (reply, result) = oneshot::channel();
         self.queue.send(Waiter { once, reply }).ok()?;
-        answer.await.ok()
+        result.await.ok()
     }
 
-    /// A gRPC call of `path` with everything but the message: the configured headers and the token as
-    /// its file holds it now.
+    /// Makes a gRPC request for `path` with the configured headers and the token that its file contains now.
     pub fn request(&self, path: &'static str, body: Body) -> http::Request<Body> {
         let mut request = http::Request::new(body);
         *request.method_mut() = Method::POST;
@@ -188,14 +202,14 @@ impl Istiod {
         request
     }
 
-    /// The address in use, or dialed next, as configured.
+    /// Returns the address in use, or dialed next, as configured.
     pub fn address(&self) -> &str {
         &self.shared.hosts.current().address
     }
 
-    /// The connection now, and the dials so far.
+    /// Returns the state of the connection and the dials so far.
     pub fn status(&self) -> Status {
-        let connection = worker::current(&self.shared.connected);
+        let connection = self.shared.connection();
         let (dials, last_error) = self.shared.record.latest();
         let claims = self.shared.token.last().claims;
         Status {
@@ -207,19 +221,16 @@ impl Istiod {
         }
     }
 
-    /// Leaves a connection after UNAUTHENTICATED if it was opened without the client certificate,
-    /// which may have come since. Returns whether it did.
+    /// Leaves a connection after UNAUTHENTICATED if it was opened without the client certificate, which may
+    /// exist by now. Returns true if it did.
     pub(crate) fn leave_if_unauthenticated(
         &self,
         connection: &Connection,
         code: Option<Code>,
     ) -> bool {
-        let is_configured = match &self.shared.hosts.current().security {
-            Security::Plaintext => false,
-            Security::Tls(tls) => tls.client.is_some(),
-        };
+        let security = &self.shared.hosts.current().security;
         let leaves = code == Some(Code::Unauthenticated)
-            && is_configured
+            && matches!(security, Security::Tls(tls) if tls.client.is_some())
             && !connection.has_client_certificate();
         if leaves {
             self.leave(connection);
@@ -227,45 +238,45 @@ impl Istiod {
         leaves
     }
 
-    /// Has the next call dial anew. Streams on this connection may finish.
+    /// Makes the next call dial. Streams on this connection may finish.
     pub(crate) fn leave(&self, connection: &Connection) {
-        worker::forget(&self.shared.connected, &connection.identity());
+        self.shared.leave(&connection.identity());
     }
 
-    /// Whether there is more than one control plane.
+    /// Returns true if there is more than one control plane.
     pub(crate) fn has_others(&self) -> bool {
         self.shared.hosts.has_others()
     }
 
-    /// Records that a call on this connection was answered as it should.
+    /// Records that a call on this connection has succeeded.
     pub(crate) fn answered(&self, connection: &Connection) {
-        self.shared.hosts.answered(&connection.config);
-        self.shared.record.answered();
+        self.shared.hosts.record_success(&connection.config);
+        self.shared.record.clear_error();
     }
 
-    /// Records that a call on this connection has failed, or was not answered at all. Returns whether
-    /// another control plane is in use now.
+    /// Records that a call on this connection has failed, or timed out (`is_silent`). Returns true if another
+    /// control plane is in use now.
     pub(crate) fn failed(
         &self,
         connection: &Connection,
         is_silent: bool,
         problem: &Problem,
     ) -> bool {
-        let shared = &self.shared;
-        shared.record.failed(problem);
-        let hosts = &shared.hosts;
-        let has_moved = hosts.failed(&connection.config, is_silent, problem);
-        // Streams on it may finish.
-        let is_left = |current: &mut Connection| match has_moved {
-            true => Arc::ptr_eq(&current.config, &connection.config),
-            false => is_silent && current.is(&connection.identity()),
-        };
-        let connected = &shared.connected;
-        connected.send_if_modified(|current| current.take_if(is_left).is_some());
+        let Shared { hosts, record, .. } = &*self.shared;
+        record.record_error(problem);
+        let has_moved = hosts.record_failure(&connection.config, is_silent, problem);
+        self.shared.leave_if(|current| {
+            if has_moved {
+                Arc::ptr_eq(&current.config, &connection.config)
+            } else {
+                is_silent && current.is(&connection.identity())
+            }
+        });
         has_moved
     }
 
-    /// The problem with a call that ended with this status.
+    /// Explains a call that ended with this status. `unimplemented` is the code if istiod does not know the
+    /// method.
     pub(crate) fn explain(
         &self,
         unimplemented: &'static problem::Code,
@@ -280,14 +291,14 @@ impl Istiod {
         self.shared.token.changed().await;
     }
 
-    /// Scheme and authority of every call, with a path.
+    /// Returns the URI of a call.
     pub(crate) fn uri(&self, path: &'static str) -> Uri {
         self.shared.hosts.current().uri(path)
     }
 
-    /// Headers of every call. Configured ones cannot replace gRPC's own.
+    /// Returns the headers of a call.
     pub(crate) fn headers(&self) -> HeaderMap {
-        let connection = worker::current(&self.shared.connected);
+        let connection = self.shared.connection();
         let has_certificate = connection.is_some_and(|it| it.has_client_certificate());
         let authorization = self.shared.token.authorization(has_certificate);
         self.shared.hosts.current().headers(authorization)
@@ -295,29 +306,29 @@ impl Istiod {
 }
 
 impl Config {
-    /// The control plane, in problems.
+    /// Names the control plane in problems.
     pub fn subject(&self) -> String {
         format!("istiod at {} ({})", self.address, self.setting)
     }
 
-    /// A problem with this control plane.
+    /// Makes a problem with this control plane.
     pub(crate) fn problem(&self, code: &'static problem::Code, found: impl ToString) -> Problem {
         Problem::new(code, self.subject(), found)
     }
 
-    /// Scheme and authority of every call, with a path.
+    /// Returns the URI of a call: scheme and authority are always the same.
     pub(crate) fn uri(&self, path: &'static str) -> Uri {
         let (scheme, authority) = match &self.security {
             Security::Plaintext => (Scheme::HTTP, self.address.clone()),
             Security::Tls(tls) => (Scheme::HTTPS, bracketed(&tls.server_name)),
         };
         let builder = Uri::builder().scheme(scheme).authority(authority);
-        // An invalid authority cannot be dialed either, so the placeholder never leaves the agent.
+        // An invalid authority cannot be dialed either, so the placeholder is never sent.
         let uri = builder.path_and_query(path).build();
         uri.unwrap_or_else(|_| Uri::from_static("http://istiod.invalid/"))
     }
 
-    /// Headers of every call. Configured ones cannot replace gRPC's own.
+    /// Returns the headers of a call. Configured ones cannot replace gRPC's own.
     pub(crate) fn headers(&self, authorization: Option<HeaderValue>) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (name, value) in &self.metadata {
@@ -334,10 +345,11 @@ impl Config {
     }
 }
 
-/// An IPv6 address stands in brackets in an authority.
+/// Puts an IPv6 address into brackets, as in the authority of a URI.
 fn bracketed(name: &str) -> String {
-    match name.parse::<std::net::Ipv6Addr>() {
-        Ok(_) => format!("[{name}]"),
-        Err(_) => name.to_owned(),
+    if name.parse::<std::net::Ipv6Addr>().is_ok() {
+        format!("[{name}]")
+    } else {
+        name.to_owned()
     }
 }

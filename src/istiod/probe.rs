@@ -1,4 +1,4 @@
-//! Tries a control plane beside the connection in use, without retries: for the doctor.
+//! Opens a separate connection to a control plane, without retries, for the doctor.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::duration::scaled;
 use crate::executor::ConnectionTasks;
 use crate::problem::Problem;
 
-/// A connection of its own. It ends when this is dropped.
+/// A separate connection. It is closed when this is dropped.
 #[derive(Debug)]
 pub struct Probe {
     pub connection: Connection,
@@ -26,7 +26,7 @@ pub async fn open(config: &Config, limit: Duration) -> Result<Probe, Problem> {
     let dialed = dial(&config, &Dialer::default(), tasks.executor()).await;
     let (connection, driver) = dialed.map_err(|failure| failure.problem)?;
     tasks.executor().spawn(async move {
-        driver.run(|| {}).await; // A call on it fails with the reason.
+        driver.run(|| {}).await; // Calls on the connection fail with the reason.
     });
     Ok(Probe {
         connection,

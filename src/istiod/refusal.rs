@@ -1,4 +1,4 @@
-//! Explains a call that istiod or the certificate authority has not answered as it should.
+//! Explains the errors of calls to istiod and the certificate authority.
 
 use tonic::{Code, Status};
 
@@ -6,14 +6,14 @@ use super::Config;
 use super::token::{Claims, State};
 use crate::problem::{self, Problem, codes};
 
-/// How much is kept of the text of an error, in characters.
+/// The stored length of the text of an error, in characters.
 pub const MAX_MESSAGE: usize = 1024;
 
-/// What istiod expects unless its variable `TOKEN_AUDIENCES` says otherwise.
+/// The audience that istiod expects unless its variable `TOKEN_AUDIENCES` sets others.
 const AUDIENCE: &str = "istio-ca";
 
-/// The problem with a call that ended with this status. `token` was sent with it. `unimplemented` is the
-/// problem if istiod does not know the method.
+/// Explains a call that ended with this status. `token` was sent with it. `unimplemented` is the code if
+/// istiod does not know the method.
 pub fn explain(
     config: &Config,
     token: &State,
@@ -32,20 +32,21 @@ pub fn explain(
     };
     let is_denied = code == codes::ISTIOD_PERMISSION_DENIED;
     let is_about_caller = is_denied || code == codes::ISTIOD_UNAUTHENTICATED;
-    if let Some(problem) = token.problem.as_ref().filter(|_| is_about_caller) {
+    if is_about_caller && let Some(problem) = &token.problem {
         let found = format!("{found}; the {}: {}", problem.subject, problem.found);
         return config.problem(problem.code, found);
     }
-    let (own, claims) = (&config.identity, token.claims.as_ref());
-    let account = claims.and_then(Claims::service_account);
-    if let Some((namespace, account)) = account.filter(|_| is_denied) {
-        for (setting, own, other) in [
-            ("POD_NAMESPACE", &own.namespace, namespace),
-            ("SERVICE_ACCOUNT", &own.service_account, account),
+    let (identity, claims) = (&config.identity, token.claims.as_ref());
+    if is_denied && let Some((namespace, account)) = claims.and_then(Claims::service_account) {
+        for (setting, configured, in_token) in [
+            ("POD_NAMESPACE", &identity.namespace, namespace),
+            ("SERVICE_ACCOUNT", &identity.service_account, account),
         ] {
-            if own != other {
-                let found = format!("{found}; {setting} is {own:?}, and the token is for {other}");
-                let remedy = format!("set {setting} to {other}");
+            if configured != in_token {
+                let found = format!(
+                    "{found}; {setting} is {configured:?}, and the token is for {in_token}"
+                );
+                let remedy = format!("set {setting} to {in_token}");
                 return config.problem(code, found).remedy(remedy);
             }
         }
@@ -57,12 +58,12 @@ pub fn explain(
         return config.problem(codes::ISTIOD_TOKEN_AUDIENCE, found);
     }
     if is_denied {
-        found += &format!("; TRUST_DOMAIN is {:?}", own.trust_domain);
+        found += &format!("; TRUST_DOMAIN is {:?}", identity.trust_domain);
     }
     config.problem(code, found)
 }
 
-/// The code as Go's gRPC library spells it: operators search logs for it.
+/// Formats a code as Go's gRPC library does, because operators search logs for it.
 pub fn code_name(code: Code) -> String {
     match code {
         Code::Cancelled => "Canceled".to_owned(),

@@ -1,7 +1,6 @@
-//! The state of the connection to istiod and of the dials, for the debug page.
+//! Records the state of the connection to istiod and of the dials, for the debug page.
 
 use std::fmt;
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
@@ -11,7 +10,7 @@ use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Counter, Registry};
 use crate::problem::{self, Problem};
 
-/// How much of an error is kept, in characters: it may quote a certificate's names or istiod's answer.
+/// The stored length of an error, in characters: it may quote a certificate's names or istiod's message.
 const MAX_ERROR: usize = 1024;
 
 /// The connection and the dials since the agent's start.
@@ -22,19 +21,19 @@ pub struct Status {
     /// The connection in use, if there is one.
     pub connected: Option<Connected>,
     pub dials: u64,
-    /// Of the last dial or call that failed, if none was answered since.
+    /// The error of the last dial or call that failed, if no call has succeeded since.
     pub last_error: Option<Failure>,
-    /// Of the token read last, if it says so.
+    /// The expiry of the token read last, if it contains one.
     pub token_expires: Option<String>,
 }
 
-/// What is known of a connection.
+/// The properties of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Connected {
     /// The address dialed, as resolved.
     pub peer: String,
     pub since: String,
-    /// Nothing on a plaintext connection.
+    /// None on a plaintext connection.
     pub tls: Option<Tls>,
 }
 
@@ -44,9 +43,9 @@ pub struct Tls {
     pub version: Option<String>,
     pub key_exchange: Option<String>,
     pub cipher: Option<String>,
-    /// Whether we showed a client certificate.
+    /// True if the agent has sent a client certificate.
     pub client_certificate: bool,
-    /// The peer's own.
+    /// The leaf of the peer's chain.
     #[serde(skip)]
     pub peer_certificate: Option<CertificateDer<'static>>,
 }
@@ -58,10 +57,10 @@ pub struct Failure {
     pub problem: Problem,
 }
 
-/// The dials so far. Clones share it.
-#[derive(Clone, Debug)]
+/// The dials so far and the last error.
+#[derive(Debug)]
 pub(super) struct Record {
-    dials: Arc<Mutex<Dials>>,
+    dials: Mutex<Dials>,
     failures: Counter,
 }
 
@@ -74,7 +73,7 @@ struct Dials {
 impl Record {
     pub(super) fn new(registry: &Registry) -> Self {
         Self {
-            dials: Arc::default(),
+            dials: Mutex::default(),
             failures: registry.counter(
                 "istio_agent_istiod_connection_failures",
                 "The total number of connection failures to Istiod",
@@ -82,27 +81,27 @@ impl Record {
         }
     }
 
-    pub(super) fn dials(&self) {
+    pub(super) fn count_dial(&self) {
         self.dials.lock().count += 1;
     }
 
-    pub(super) fn dial_failed(&self, problem: &Problem) {
+    pub(super) fn record_failed_dial(&self, problem: &Problem) {
         self.failures.inc();
-        self.failed(problem);
+        self.record_error(problem);
     }
 
-    pub(super) fn answered(&self) {
+    pub(super) fn clear_error(&self) {
         self.dials.lock().last_error = None;
     }
 
-    pub(super) fn failed(&self, problem: &Problem) {
+    pub(super) fn record_error(&self, problem: &Problem) {
         let mut problem = problem.clone();
         problem.found = problem.found.chars().take(MAX_ERROR).collect();
         let at = rfc3339(Clock::system().now());
         self.dials.lock().last_error = Some(Failure { at, problem });
     }
 
-    /// How many there were, and the last error.
+    /// Returns the number of dials and the last error.
     pub(super) fn latest(&self) -> (u64, Option<Failure>) {
         let dials = self.dials.lock();
         (dials.count, dials.last_error.clone())
@@ -115,16 +114,16 @@ impl Tls {
         let suite = session.negotiated_cipher_suite();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());
         Self {
-            version: session.protocol_version().map(named),
-            key_exchange: group.map(|group| named(group.name())),
-            cipher: suite.map(|suite| named(suite.suite())),
+            version: session.protocol_version().map(debug_name),
+            key_exchange: group.map(|group| debug_name(group.name())),
+            cipher: suite.map(|suite| debug_name(suite.suite())),
             client_certificate,
             peer_certificate: leaf.map(|leaf| leaf.clone().into_owned()),
         }
     }
 }
 
-fn named(value: impl fmt::Debug) -> String {
+fn debug_name(value: impl fmt::Debug) -> String {
     format!("{value:?}")
 }
 

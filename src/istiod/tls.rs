@@ -1,7 +1,7 @@
 //! Prepares TLS to istiod: roots, expected name, optional client certificate.
 //!
-//! All files are read at each dial, so a rotated one is in force for the next connection. TLS 1.2 and
-//! 1.3 with a post-quantum key exchange first, unless a compliance policy says otherwise.
+//! All files are read at each dial, so the next connection uses a rotated one. TLS 1.2 and 1.3 are offered,
+//! with a post-quantum key exchange first, unless a compliance policy sets others.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -31,28 +31,28 @@ pub struct Config {
     pub policy: Policy,
 }
 
-/// PEM files of a client certificate (`PROV_CERT`). Used while the leaf is valid, left out otherwise.
+/// The PEM files of a client certificate (`PROV_CERT`). It is sent while the leaf is valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClientCertificate {
     pub chain: PathBuf,
     pub key: PathBuf,
 }
 
-/// What one dial needs for its handshake.
+/// The TLS configuration of one dial.
 pub(super) struct Prepared {
     pub(super) config: Arc<ClientConfig>,
-    /// The same without the client certificate, where there is one: istiod may refuse it.
+    /// The same without the client certificate, if there is one, because istiod may reject it.
     pub(super) without_client: Option<Arc<ClientConfig>>,
     pub(super) name: ServerName<'static>,
     pub(super) roots: Roots,
 }
 
-/// The error of rustls in an error of the stream, if there is one.
+/// Returns the error of rustls in an error of the stream, if there is one.
 pub(super) fn error(error: &io::Error) -> Option<&rustls::Error> {
     error.get_ref()?.downcast_ref()
 }
 
-/// The error says why no handshake can be tried.
+/// Reads the files. The error says why no handshake can be tried.
 pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     let name = ServerName::try_from(config.server_name.clone()).map_err(|_| {
         let (subject, found) = ("name in istiod's certificate", &config.server_name);
@@ -61,10 +61,12 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     })?;
     let roots = config.roots.clone();
     let anchors = trust_anchors::load(&roots).await?;
-    let builder = config.policy.builder();
-    let unusable = |error| Problem::new(codes::TLS_UNUSABLE, "TLS to istiod", error);
-    let builder = builder.map_err(unusable)?.dangerous();
-    let builder = builder.with_custom_certificate_verifier(anchors);
+    let builder = config
+        .policy
+        .builder()
+        .map_err(|error| Problem::new(codes::TLS_UNUSABLE, "TLS to istiod", error))?
+        .dangerous()
+        .with_custom_certificate_verifier(anchors);
     let anonymous = for_http2(builder.clone().with_no_client_auth());
     let client = match &config.client {
         Some(client) => client_pair(client).await?,
@@ -90,9 +92,9 @@ fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
     Arc::new(tls)
 }
 
-/// The pair, unless its certificate is unusable or has expired.
+/// Reads the client certificate and its key. Returns None if the certificate is unusable or has expired.
 async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, Problem> {
-    let chain = match chain(&client.chain).await {
+    let chain = match read_chain(&client.chain).await {
         Ok(chain) => chain,
         Err(problem) => {
             tracing::warn!("{problem}");
@@ -126,7 +128,7 @@ fn certified(
     }
 }
 
-async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+async fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let unusable = |why: String| {
         let path = path.display();
         format!("cannot parse the cert chain, using token instead: {path}: {why}")

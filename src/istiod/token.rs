@@ -1,9 +1,9 @@
 //! Reads the bearer token from its file for each call, and makes the `authorization` header.
 //!
-//! Without a usable token a call has no such header: a client certificate may be enough, and istiod
-//! decides. An expired token is not sent if the connection was opened with the client certificate;
-//! otherwise it is, because istiod's clock counts. The token is not verified; of its content, only
-//! expiry, audience and service account are logged.
+//! Without a usable token a call does not have this header: istiod may accept the client certificate alone.
+//! An expired token is not sent if the connection was opened with the client certificate. Otherwise it is
+//! sent, because istiod compares it with its own clock. The token is not verified; only its expiry, audience
+//! and service account are logged.
 
 use std::future::pending;
 use std::path::{Path, PathBuf};
@@ -22,10 +22,10 @@ use crate::file_watch::FileWatch;
 use crate::problem::{Code, Problem, codes};
 use crate::regular_file;
 
-/// A larger file is not a token: the path is a mistake.
+/// The largest token, in bytes. A larger file is another file, and the path is wrong.
 const MAX_TOKEN: u64 = 64 * 1024;
 
-/// Where tokens come from.
+/// The source of tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     None,
@@ -43,14 +43,14 @@ pub(super) struct Reader {
     last: Mutex<State>,
 }
 
-/// What is known of the token that was read last.
+/// The token that was read last.
 #[derive(Clone, Debug, Default)]
 pub struct State {
     pub claims: Option<Claims>,
     pub problem: Option<Problem>,
 }
 
-/// A header, and what the token in it says of itself.
+/// A header, and the claims of the token in it.
 pub(crate) struct Token {
     pub(crate) header: HeaderValue,
     pub(crate) claims: Option<Claims>,
@@ -58,15 +58,17 @@ pub(crate) struct Token {
 
 impl Reader {
     pub(super) fn new(source: Source) -> Self {
-        let last = Mutex::default();
-        Self { source, last }
+        Self {
+            source,
+            last: Mutex::default(),
+        }
     }
 
     pub(super) fn last(&self) -> State {
         self.last.lock().clone()
     }
 
-    /// Waits until the file may have changed; forever if there is none, or none can be watched.
+    /// Waits until the file may have changed; forever if there is no file or it cannot be watched.
     pub(super) async fn changed(&self) {
         if let Source::File(path) = &self.source
             && let Ok(watch) = FileWatch::new()
@@ -78,7 +80,7 @@ impl Reader {
         pending().await
     }
 
-    /// The `authorization` header as of now.
+    /// Makes the `authorization` header of the current token.
     pub(super) fn authorization(&self, has_certificate: bool) -> Option<HeaderValue> {
         let path = match &self.source {
             Source::None => return None,
@@ -87,14 +89,14 @@ impl Reader {
         };
         let (header, claims, problem) = match read(path) {
             Ok(Token { header, claims }) => {
-                let problem = claims.as_ref().and_then(|claims| claims.expired(path));
-                let is_sent = problem.is_none() || !has_certificate;
+                let expired = claims.as_ref().and_then(|claims| claims.expired(path));
+                let is_sent = expired.is_none() || !has_certificate;
                 let follows = if is_sent {
                     "it is sent anyway, because there is no client certificate"
                 } else {
                     "the client certificate is used instead"
                 };
-                let problem = problem.map(|problem| problem.consequence(follows));
+                let problem = expired.map(|problem| problem.consequence(follows));
                 (is_sent.then_some(header), claims, problem)
             }
             Err(problem) => (None, None, Some(problem)),
@@ -112,11 +114,11 @@ impl Reader {
     }
 }
 
-/// The token, or why there is none. Blocks.
+/// Reads the token. Blocks.
 pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
-    let token = regular_file::read(path, MAX_TOKEN);
-    let token = token.map_err(|error| problem(codes::ISTIOD_TOKEN_MISSING, path, error))?;
-    let token = token.trim_ascii();
+    let file = regular_file::read(path, MAX_TOKEN)
+        .map_err(|error| problem(codes::ISTIOD_TOKEN_MISSING, path, error))?;
+    let token = file.trim_ascii();
     let invalid = |found: String| problem(codes::ISTIOD_TOKEN_INVALID, path, found);
     if token.is_empty() {
         return Err(invalid("the file is empty".to_owned()));
@@ -126,9 +128,8 @@ pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
         let found = format!("byte {byte:#04x} at position {position} is not allowed in a header");
         return Err(invalid(found));
     }
-    let header = Zeroizing::new([b"Bearer ", token].concat());
-    let header = HeaderValue::from_bytes(&header);
-    let mut header = header.map_err(|error| invalid(error.to_string()))?;
+    let text = Zeroizing::new([b"Bearer ", token].concat());
+    let mut header = HeaderValue::from_bytes(&text).map_err(|error| invalid(error.to_string()))?;
     header.set_sensitive(true);
     Ok(Token {
         header,
@@ -140,7 +141,7 @@ pub(crate) fn problem(code: &'static Code, path: &Path, found: impl ToString) ->
     Problem::new(code, format!("token {}", path.display()), found)
 }
 
-/// What a JSON web token says of itself. Nothing is verified.
+/// The claims of a JSON web token, which is not verified.
 #[derive(Clone, Debug)]
 pub struct Claims(Map<String, Value>);
 
@@ -151,7 +152,7 @@ impl Claims {
         SystemTime::UNIX_EPOCH.checked_add(since_epoch)
     }
 
-    /// The problem with a token that has expired by this clock.
+    /// Reports a token that has expired by this clock.
     pub(crate) fn expired(&self, path: &Path) -> Option<Problem> {
         let (end, now) = (self.expiry()?, SystemTime::now());
         let ago = rounded(now.duration_since(end).ok()?);
@@ -160,14 +161,14 @@ impl Claims {
         Some(problem(codes::ISTIOD_TOKEN_EXPIRED, path, found))
     }
 
-    /// Namespace and name of a service account of Kubernetes.
+    /// Returns namespace and name of a service account of Kubernetes.
     pub(crate) fn service_account(&self) -> Option<(&str, &str)> {
         let subject = self.0.get("sub")?.as_str()?;
         let account = subject.strip_prefix("system:serviceaccount:")?;
         account.split_once(':')
     }
 
-    /// One or several; none if the token does not say.
+    /// Returns the audiences; none if the token does not contain any.
     pub(crate) fn audiences(&self) -> Vec<&str> {
         match self.0.get("aud") {
             Some(Value::Array(several)) => several.iter().filter_map(Value::as_str).collect(),
@@ -176,7 +177,7 @@ impl Claims {
     }
 }
 
-/// The claims of a JSON web token; None for another kind of token.
+/// Parses the claims of a JSON web token. Returns None for another kind of token.
 pub(crate) fn claims(token: &[u8]) -> Option<Claims> {
     let mut parts = token.split(|byte| *byte == b'.');
     let (_, claims, _) = (parts.next()?, parts.next()?, parts.next()?);

@@ -1,24 +1,22 @@
-//! Owns the connection, and dials while a call waits for one.
+//! Runs the connection, and dials while a call waits for one.
 //!
-//! Calls queue here while there is no connection. One dial serves all of them, also those that come
-//! while it runs. Dials that fail are retried with backoff and full jitter; a success resets the
-//! backoff. Dials start at least [`Limits::least_between`](super::Limits) apart, whatever becomes of
-//! them, so that a fleet's dials per second stay below its agents. Without calls the worker neither
-//! dials nor wakes up, except while it does not use the first control plane: that is then dialed now
-//! and again, and used when it answers.
+//! Calls queue here while there is no connection. One dial serves all of them, also those that arrive
+//! while it runs. Failed dials are retried with backoff and full jitter; a success resets the backoff.
+//! Dials start at least [`Limits::least_between`](super::Limits) apart, successful or not, so a fleet makes
+//! fewer dials per second than it has agents. Without calls the worker neither dials nor wakes up, except
+//! while it does not use the first control plane: it then dials the first one periodically, and returns to
+//! it when it responds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until};
 
-use super::Config;
 use super::connection::{Connection, Driver};
 use super::dial::{Failure, dial};
-use super::hosts::Hosts;
-use super::status::{Connected, Record};
+use super::{Config, Shared};
 use crate::backoff::Backoff;
 use crate::clock::{after, later};
 use crate::dial::Dialer;
@@ -26,48 +24,39 @@ use crate::duration::{rounded, scaled};
 use crate::executor::ConnectionTasks;
 use crate::problem::{Problem, Repetition};
 
-/// Upper bound of what the first wait adds to the least time between two dials.
+/// The longest time that the first wait adds to the least time between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 
-/// Upper bound of what any wait adds. A returning istiod is found within this, the least time between
+/// The longest time that any wait adds. A returning istiod is found within this time, the least time between
 /// two dials, and the time of one dial.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// A call that waits for a connection.
 #[derive(Debug)]
 pub(super) struct Waiter {
-    /// Whether it gives up with the error of the next failed dial.
+    /// True if the call fails with the error of the next failed dial.
     pub(super) once: bool,
     pub(super) reply: oneshot::Sender<Result<Connection, Problem>>,
 }
 
 pub(super) struct Worker {
-    hosts: Arc<Hosts>,
+    shared: Arc<Shared>,
     queue: mpsc::UnboundedReceiver<Waiter>,
-    connected: watch::Sender<Option<Connection>>,
-    record: Record,
     tasks: ConnectionTasks,
     backoff: Backoff,
-    /// When the next dial may start.
+    /// The earliest start of the next dial.
     not_before: Instant,
     dialer: Dialer,
     waiting: Vec<Waiter>,
-    /// The failed dials in a row of each address.
+    /// The consecutive failed dials of each address.
     failures: BTreeMap<String, Repetition>,
 }
 
 impl Worker {
-    pub(super) fn new(
-        hosts: Arc<Hosts>,
-        queue: mpsc::UnboundedReceiver<Waiter>,
-        connected: watch::Sender<Option<Connection>>,
-        record: Record,
-    ) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, queue: mpsc::UnboundedReceiver<Waiter>) -> Self {
         Self {
-            hosts,
+            shared,
             queue,
-            connected,
-            record,
             tasks: ConnectionTasks::default(),
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
             not_before: Instant::now(),
@@ -79,8 +68,8 @@ impl Worker {
 
     pub(super) async fn run(mut self) {
         loop {
-            let due = self.hosts.due().map(|due| due.max(self.not_before));
-            let due_at = sleep_until(due.unwrap_or_else(Instant::now));
+            let due = self.shared.hosts.due().map(|due| due.max(self.not_before));
+            let return_due = sleep_until(due.unwrap_or_else(Instant::now));
             let served = tokio::select! {
                 waiter = self.queue.recv() => match waiter {
                     Some(waiter) => {
@@ -89,7 +78,7 @@ impl Worker {
                     }
                     None => return,
                 },
-                () = due_at, if due.is_some() => self.try_first().await,
+                () = return_due, if due.is_some() => self.dial_first().await,
             };
             if served.is_none() {
                 return;
@@ -97,38 +86,39 @@ impl Worker {
         }
     }
 
-    /// Returns to the first control plane if it answers. None once every handle is gone.
-    async fn try_first(&mut self) -> Option<()> {
-        if current(&self.connected).is_none() {
-            self.hosts.return_to_first();
+    /// Returns to the first control plane if it responds. Returns None once every handle is dropped.
+    async fn dial_first(&mut self) -> Option<()> {
+        let shared = self.shared.clone();
+        if shared.connection().is_none() {
+            shared.hosts.return_to_first();
             return Some(());
         }
-        let first = self.hosts.first().clone();
-        match self.dial(&first).await? {
+        let first = shared.hosts.first();
+        match self.dial(first).await? {
             Ok((connection, driver)) => {
                 tracing::info!(target: "xdsproxy", "istiod at {} is used again", first.address);
-                self.hosts.return_to_first();
-                if let Some(other) = current(&self.connected) {
+                shared.hosts.return_to_first();
+                if let Some(other) = shared.connection() {
                     other.leave();
                 }
-                self.connected(connection, driver);
+                self.use_connection(connection, driver);
             }
             Err(Failure { problem, .. }) => {
-                let other = &self.hosts.current().address;
-                self.record.dial_failed(&problem);
+                let other = &shared.hosts.current().address;
+                shared.record.record_failed_dial(&problem);
                 tracing::debug!(target: "xdsproxy", "staying with istiod at {other}: {problem}");
-                self.hosts.postpone();
+                shared.hosts.postpone();
             }
         }
         self.serve().await
     }
 
-    /// Returns when no call waits. None once every handle is gone.
+    /// Dials until no call waits. Returns None once every handle is dropped.
     async fn serve(&mut self) -> Option<()> {
         loop {
             self.waiting.retain(|waiter| !waiter.reply.is_closed());
-            if let Some(connection) = current(&self.connected) {
-                self.give(&connection);
+            if let Some(connection) = self.shared.connection() {
+                self.reply_all(&connection);
             }
             if self.waiting.is_empty() {
                 return Some(());
@@ -137,11 +127,11 @@ impl Worker {
                 self.collect_during(sleep_until(self.not_before)).await?;
                 continue;
             }
-            let config = self.hosts.current().clone();
+            let config = self.shared.hosts.current().clone();
             match self.dial(&config).await? {
-                Ok(_) if !Arc::ptr_eq(&config, self.hosts.current()) => {}
-                Ok((connection, driver)) => self.connected(connection, driver),
-                Err(failure) => self.failed(&config, failure),
+                Ok(_) if !Arc::ptr_eq(&config, self.shared.hosts.current()) => {}
+                Ok((connection, driver)) => self.use_connection(connection, driver),
+                Err(failure) => self.handle_failure(&config, failure),
             }
         }
     }
@@ -150,14 +140,14 @@ impl Worker {
         &mut self,
         config: &Arc<Config>,
     ) -> Option<Result<(Connection, Driver), Failure>> {
-        self.record.dials();
+        self.shared.record.count_dial();
         self.not_before = after(config.limits.least_between);
         let (dialer, executor) = (self.dialer.clone(), self.tasks.executor());
         let dial = async move { dial(config, &dialer, executor).await };
         self.collect_during(dial).await
     }
 
-    /// Runs `work` to its end while more calls join the queue. None once every handle is gone.
+    /// Runs `work` to its end while more calls join the queue. Returns None once every handle is dropped.
     async fn collect_during<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         let mut work = std::pin::pin!(work);
         loop {
@@ -168,49 +158,52 @@ impl Worker {
         }
     }
 
-    fn give(&mut self, connection: &Connection) {
+    fn reply_all(&mut self, connection: &Connection) {
         for waiter in self.waiting.drain(..) {
             let _ = waiter.reply.send(Ok(connection.clone())); // The call may be cancelled.
         }
     }
 
-    fn connected(&mut self, connection: Connection, driver: Driver) {
+    fn use_connection(&mut self, connection: Connection, driver: Driver) {
         self.backoff.reset();
-        // One that breaks at once is dialed again as after a first failure.
+        // If the connection breaks at once, the wait is the same as after a first failure.
         self.not_before = later(self.not_before, scaled(FIRST_WAIT, fastrand::f64()));
         let address = connection.config.address.clone();
-        let failures = self.failures.remove(&address);
-        if let Some(failures) = failures.and_then(|mut failures| failures.end()) {
+        let failures = self.failures.get_mut(&address);
+        if let Some(failures) = failures.and_then(Repetition::end) {
             tracing::info!(target: "xdsproxy", "connected to istiod at {address} again; {failures}");
         }
         self.failures.clear();
         let about = connection.about();
         tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({about})");
         let identity = connection.identity();
-        self.connected.send_replace(Some(connection.clone()));
-        let connected = self.connected.clone();
+        self.shared.connected.send_replace(Some(connection.clone()));
+        let shared = self.shared.clone();
         self.tasks.executor().spawn(async move {
-            let leaves = || forget(&connected, &identity);
-            let reason = driver.run(leaves).await;
+            let reason = driver.run(|| shared.leave(&identity)).await;
             let ended = format!("connection to istiod at {address} ended: {reason}");
             tracing::debug!(target: "xdsproxy", "{ended}");
         });
-        self.give(&connection);
+        self.reply_all(&connection);
     }
 
-    fn failed(&mut self, config: &Arc<Config>, failure: Failure) {
-        let problem = failure.problem;
-        self.record.dial_failed(&problem);
-        let has_moved = self.hosts.failed(config, failure.is_silent, &problem);
+    /// Schedules the next dial after a failed one. The calls that do not retry get its error.
+    fn handle_failure(&mut self, config: &Arc<Config>, failure: Failure) {
+        let Failure {
+            problem, is_silent, ..
+        } = failure;
+        let Shared { hosts, record, .. } = &*self.shared;
+        record.record_failed_dial(&problem);
+        let has_moved = hosts.record_failure(config, is_silent, &problem);
         if has_moved {
             self.backoff.reset();
         }
         let now = Instant::now();
         self.not_before = later(self.not_before.max(now), self.backoff.next_wait());
         let wait = self.not_before.duration_since(now);
-        self.complain(&config.address, &problem, wait);
+        self.log_failure(&config.address, &problem, wait);
         if has_moved {
-            return; // All calls wait for the other one.
+            return; // All calls wait for the other control plane.
         }
         for waiter in self.waiting.extract_if(.., |waiter| waiter.once) {
             let _ = waiter.reply.send(Err(problem.clone())); // The call may be cancelled.
@@ -219,7 +212,7 @@ impl Worker {
 
     /// Logs an outage as an error when it begins and then at growing intervals, other failures at debug
     /// level.
-    fn complain(&mut self, address: &str, problem: &Problem, wait: Duration) {
+    fn log_failure(&mut self, address: &str, problem: &Problem, wait: Duration) {
         let failures = self.failures.entry(address.to_owned()).or_default();
         let text = format!("failed to connect to upstream {address}: {problem}");
         if let Some(count) = failures.failed(problem) {
@@ -229,16 +222,4 @@ impl Worker {
             tracing::debug!(target: "xdsproxy", "{text}; the next dial is in {wait} or later");
         }
     }
-}
-
-/// The connection, if it takes requests as far as is known.
-pub(super) fn current(connected: &watch::Sender<Option<Connection>>) -> Option<Connection> {
-    let current = connected.borrow();
-    current.as_ref().filter(|c| !c.is_closed()).cloned()
-}
-
-/// Forgets the current connection if it is this one. Its streams may finish.
-pub(super) fn forget(connected: &watch::Sender<Option<Connection>>, identity: &Arc<Connected>) {
-    let is_meant = |current: &mut Connection| current.is(identity);
-    connected.send_if_modified(|current| current.take_if(is_meant).is_some());
 }

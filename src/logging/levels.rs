@@ -1,4 +1,4 @@
-//! Scopes and their levels: as configured, until they are set at run time, lastingly or for a while.
+//! Stores the level of each scope: as configured, or set at run time, permanently or for a period.
 //!
 //! A tracing target with the name of a scope belongs to that scope, one inside this crate to scope
 //! `default`, and any other to scope `grpc`, that of libraries.
@@ -16,12 +16,12 @@ use tracing_core::callsite::rebuild_interest_cache;
 use crate::duration::rounded;
 use crate::problem::{Problem, codes};
 
-/// The target of lines on changes of levels, which are logged at any level.
+/// The target of lines about changes of levels, which are logged at any level.
 pub(super) const CHANGES: &str = "istio_agent::logging::changes";
 
-/// Scope of lines that name none.
+/// The scope of lines that do not name one.
 pub(super) const DEFAULT: &str = "default";
-/// Scope of libraries.
+/// The scope of libraries.
 pub(super) const LIBRARIES: &str = "grpc";
 
 /// pilot-agent's scopes.
@@ -38,7 +38,7 @@ pub struct Levels {
 #[derive(Clone, Copy, Debug)]
 struct Level {
     lasting: LevelFilter,
-    /// With its end.
+    /// A level set for a period, and the end of the period.
     temporary: Option<(LevelFilter, Instant)>,
 }
 
@@ -74,39 +74,39 @@ impl Levels {
 
     pub(super) fn max_level(&self) -> LevelFilter {
         let scopes = self.scopes.read();
-        let all = scopes.values().map(Level::current);
-        all.max().unwrap_or(LevelFilter::OFF)
+        let levels = scopes.values().map(Level::current);
+        levels.max().unwrap_or(LevelFilter::OFF)
     }
 
-    /// Every scope with its level; for a level set for a while with the time left, and the level after it.
+    /// Lists the scopes with their levels; a temporary level also with the time left, and the level after it.
     pub fn scopes(&self) -> Vec<Value> {
         let now = Instant::now();
         let scopes = self.scopes.read();
-        let scopes = scopes.iter().map(|(scope, level)| {
-            let mut shown = json!({ "scope": scope, "level": name(level.current()) });
+        let shown = scopes.iter().map(|(scope, level)| {
+            let mut members = json!({ "scope": scope, "level": name(level.current()) });
             if let Some((_, end)) = level.temporary {
                 let left = end.saturating_duration_since(now).as_secs_f64().round();
-                shown["seconds_left"] = left.into();
-                shown["lasting_level"] = name(level.lasting).into();
+                members["seconds_left"] = left.into();
+                members["lasting_level"] = name(level.lasting).into();
             }
-            shown
+            members
         });
-        scopes.collect()
+        shown.collect()
     }
 
-    /// Names the scopes whose errors are not logged. The scope of libraries is off unless it is raised.
+    /// Names the scopes whose errors are not logged, except that of libraries, which is off unless it is raised.
     pub fn silent(&self) -> Option<Problem> {
         let scopes = self.scopes.read();
         let silent = scopes
             .iter()
             .filter(|(scope, level)| level.current() == LevelFilter::OFF && **scope != LIBRARIES);
-        let silent: Vec<_> = silent.map(|(scope, _)| *scope).collect();
-        let found = format!("none for {}", silent.join(", "));
-        (!silent.is_empty()).then(|| Problem::new(codes::LOG_SILENT, "log level", found))
+        let names: Vec<_> = silent.map(|(scope, _)| *scope).collect();
+        let found = format!("none for {}", names.join(", "));
+        (!names.is_empty()).then(|| Problem::new(codes::LOG_SILENT, "log level", found))
     }
 
-    /// Logs the change, then sets the level of a scope, or of all, to one that logs errors at least; with a
-    /// `period`, until it is over, which [`Self::expire`] sees to.
+    /// Logs the change, then sets the level of a scope, or of all. With a `period`, [`Self::expire`] ends it.
+    /// Levels at which errors are not logged are refused.
     pub fn set(
         &self,
         scope: Option<&str>,
@@ -114,18 +114,18 @@ impl Levels {
         period: Option<Duration>,
     ) -> Result<(), Problem> {
         let (code, expected) = (codes::ARGUMENT_INVALID, "debug, info, warn or error");
-        let level = level(word).filter(|level| *level != LevelFilter::OFF);
-        let level = level.ok_or_else(|| Problem::value(code, "the level", word, expected))?;
-        let is_meant = |name: &str| scope.is_none_or(|scope| scope == name);
+        let audible = level(word).filter(|level| *level != LevelFilter::OFF);
+        let level = audible.ok_or_else(|| Problem::value(code, "the level", word, expected))?;
+        let is_selected = |name: &str| scope.is_none_or(|scope| scope == name);
         let named = scope.unwrap_or("all");
-        if !self.scopes.read().keys().any(|name| is_meant(name)) {
+        if !self.scopes.read().keys().any(|name| is_selected(name)) {
             return Err(Problem::value(code, "the scope", named, "one of the list"));
         }
         let until = period.map_or_else(String::new, |it| format!(" for {}", rounded(it)));
         tracing::info!(target: CHANGES, "log level of {named} set to {word}{until}");
         for (name, current) in &mut *self.scopes.write() {
             match period {
-                _ if !is_meant(name) => {}
+                _ if !is_selected(name) => {}
                 Some(period) => current.temporary = Some((level, crate::clock::after(period))),
                 None => (current.lasting, current.temporary) = (level, None),
             }
@@ -135,22 +135,22 @@ impl Levels {
         Ok(())
     }
 
-    /// Ends temporary levels when their time is over. Never returns.
+    /// Ends temporary levels when their period is over. Never returns.
     pub async fn expire(&self) {
         loop {
             let end = |level: &Level| level.temporary.map(|(_, end)| end);
-            let next = self.scopes.read().values().filter_map(end).min();
-            let Some(next) = next else {
+            let first_end = self.scopes.read().values().filter_map(end).min();
+            let Some(end) = first_end else {
                 self.changed.notified().await;
                 continue;
             };
             tokio::select! {
                 () = self.changed.notified() => continue,
-                () = sleep_until(next) => {}
+                () = sleep_until(end) => {}
             }
             tracing::info!(target: CHANGES, "temporary log levels expired");
             for level in self.scopes.write().values_mut() {
-                level.temporary.take_if(|(_, end)| *end <= next);
+                level.temporary.take_if(|(_, level_end)| *level_end <= end);
             }
             rebuild_interest_cache();
         }
@@ -159,14 +159,14 @@ impl Levels {
 
 impl Default for Levels {
     fn default() -> Self {
-        let (all, temporary) = (SCOPES.split(' '), None);
-        let scopes = all.map(|scope| match scope {
+        let temporary = None;
+        let scopes = SCOPES.split(' ').map(|scope| match scope {
             LIBRARIES => (scope, LevelFilter::OFF),
             _ => (scope, LevelFilter::INFO),
         });
-        let scopes = scopes.map(|(scope, lasting)| (scope, Level { lasting, temporary }));
+        let levels = scopes.map(|(scope, lasting)| (scope, Level { lasting, temporary }));
         Self {
-            scopes: RwLock::new(scopes.collect()),
+            scopes: RwLock::new(levels.collect()),
             changed: Notify::new(),
         }
     }
@@ -175,13 +175,13 @@ impl Default for Levels {
 fn level(word: &str) -> Option<LevelFilter> {
     match word {
         "debug" | "info" | "warn" | "error" => word.parse().ok(),
-        // No line has level `fatal`: the program logs an error and ends.
+        // No line has level `fatal`: the program logs an error and exits.
         "fatal" | "none" => Some(LevelFilter::OFF),
         _ => None,
     }
 }
 
-/// The word for a level; the inverse of [`level`].
+/// Returns the word for a level; the inverse of [`level`].
 pub(super) fn name(level: impl Into<LevelFilter>) -> &'static str {
     match level.into() {
         LevelFilter::OFF => "none",

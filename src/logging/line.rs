@@ -1,4 +1,4 @@
-//! A line of the log, as text and as JSON.
+//! Formats a line of the log as text and as JSON.
 
 use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,9 +10,9 @@ use tracing::field::{Field, Visit};
 use super::levels::{DEFAULT, name};
 use crate::clock;
 
-/// The most bytes of a message or label; a quarter of them are its end, where it says what follows.
+/// The most bytes of a message or label. A quarter of them are its end, which says what the agent does next.
 const MAX_TEXT: usize = 1024;
-/// The target of the agent's own reports, which are whole however long they are.
+/// The target of the agent's own reports, which are never shortened.
 pub const WHOLE: &str = "istio_agent::logging::whole";
 
 /// Message and labels of an event.
@@ -20,7 +20,7 @@ pub const WHOLE: &str = "istio_agent::logging::whole";
 pub(super) struct Content {
     message: String,
     labels: Vec<(&'static str, Value)>,
-    /// Whether long texts stay whole.
+    /// True if long texts are not shortened.
     pub(super) is_whole: bool,
 }
 
@@ -37,7 +37,7 @@ impl Content {
         self.labels.extend(span.labels.iter().cloned());
     }
 
-    /// Message and labels in one line, with `gap` between them.
+    /// Formats message and labels as one line, with `gap` between them.
     pub(super) fn text(&self, gap: char) -> String {
         let mut text = self.message.clone();
         let mut separator = gap;
@@ -56,7 +56,7 @@ impl Content {
         printable(&text)
     }
 
-    /// Adds a text without its middle if it is long: parts of it may be from others.
+    /// Adds a message or label. A long text loses its middle, because another process may have sent parts of it.
     fn add(&mut self, field: &Field, mut value: Value) {
         if let Value::String(text) = &mut value
             && text.len() > MAX_TEXT
@@ -75,7 +75,7 @@ impl Content {
 }
 
 impl Visit for Content {
-    /// A list of texts has this form in JSON, too.
+    /// Records a list of texts as a list, because its debug format is JSON, too.
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         let text = format!("{value:?}");
         let list = serde_json::from_str::<Vec<String>>(&text);
@@ -136,14 +136,14 @@ impl Line {
         }
         members.insert("msg".into(), self.content.message.as_str().into());
         for (name, value) in &self.content.labels {
-            // A label by the name of a column must not replace the column.
+            // A label with the name of a column must not replace the column.
             members.entry(*name).or_insert_with(|| value.clone());
         }
         printable(&Value::Object(members).to_string()) + "\n"
     }
 }
 
-/// The text with its control characters escaped, which terminals would obey; a tab moves on only.
+/// Escapes control characters, which terminals would interpret. A tab is harmless.
 pub fn printable(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
     for c in text.chars() {
@@ -156,12 +156,12 @@ pub fn printable(text: &str) -> String {
     line
 }
 
-/// `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 read as 1970.
+/// Formats a time as `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 become 1970.
 pub(super) fn timestamp(time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let seconds = clock::rfc3339(time.max(UNIX_EPOCH));
-    let seconds = seconds.trim_end_matches('Z');
-    format!("{seconds}.{:06}Z", since.subsec_micros())
+    let utc = clock::rfc3339(time.max(UNIX_EPOCH));
+    let micros = since.subsec_micros();
+    format!("{}.{micros:06}Z", utc.trim_end_matches('Z'))
 }
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
-//! The log, in pilot-agent's format.
+//! Writes the log, in pilot-agent's format.
 //!
-//! A tracing target is a scope; targets inside this crate belong to scope `default`, and targets of
-//! libraries to scope `grpc`, which is off unless raised. Text lines are tab-separated: time, level,
-//! scope (not for `default`), caller (if configured), message, labels, first the labels of spans
-//! around the event; texts over 1 KiB lose their middle, unless their target is [`WHOLE`]. Levels can be
-//! set at run time. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
+//! [`init`] sets up the log, [`levels`] returns the levels in force, which can be set at run time, and [`finish`]
+//! waits for slow readers at the end. A tracing target is a scope; targets inside this crate belong to scope
+//! `default`, and targets of libraries to scope `grpc`, which is off unless raised.
+//!
+//! Text lines are tab-separated: time, level, scope (not for `default`), caller (if configured), message, and
+//! labels, those of spans around the event first. Texts over 1 KiB lose their middle, unless their target is
+//! [`WHOLE`]. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
 
 mod levels;
 mod line;
@@ -40,7 +42,7 @@ pub struct Options {
     /// Standard output if empty.
     targets: Vec<String>,
     json: bool,
-    /// Scopes whose lines name the place in the source.
+    /// Scopes whose lines have the source file and line.
     callers: Vec<String>,
 }
 
@@ -62,7 +64,7 @@ impl Options {
     }
 }
 
-/// How long the end of the program may wait for readers of the log.
+/// The longest time for which the end of the program waits for readers of the log.
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
 /// The warnings and errors logged last.
@@ -76,21 +78,20 @@ pub fn levels() -> &'static Levels {
     LEVELS.get_or_init(Levels::default)
 }
 
-/// Waits until queued lines are written, if readers of the log do not take too long.
+/// Waits until queued lines are written, for 1 s at most.
 pub fn finish() {
     output::finish(FINISH_LIMIT);
 }
 
 /// Sets up the log of this process. A second call changes nothing.
 pub fn init(options: Options) -> Result<(), Problem> {
-    let default = ["stdout".to_owned()];
-    let targets = match options.targets.as_slice() {
-        [] => &default,
-        targets => targets,
-    };
+    let mut targets = options.targets;
+    if targets.is_empty() {
+        targets.push("stdout".to_owned());
+    }
     let outputs = targets.iter().map(|target| {
-        let opened = open(target).map_err(|error| explained(target.as_ref(), error));
-        let file = opened.map_err(|error| {
+        let file = open(target).map_err(|error| {
+            let error = explained(target.as_ref(), error);
             let found = format!("cannot open {target}: {error}");
             Problem::new(codes::LOG_TARGET_UNUSABLE, "--log_target", found)
         })?;
@@ -125,12 +126,12 @@ struct Lines {
 }
 
 impl Lines {
-    /// File and line of the event, when its scope is to say so.
+    /// Returns file and line of the event, if its scope is configured to have them.
     fn caller(&self, metadata: &Metadata<'_>, scope: &str) -> Option<String> {
         let mut callers = self.callers.iter();
         callers.find(|name| *name == scope || *name == "all")?;
         let file = metadata.file()?;
-        // The last folder and the file: enough to find it, short enough for a line.
+        // The last directory and the file are enough to find the place, and short enough for a line.
         let start = file
             .rmatch_indices('/')
             .nth(1)
@@ -171,8 +172,8 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
         content.is_whole = metadata.target() == WHOLE;
         let spans = context.event_scope(event).into_iter().flatten();
         for span in spans.collect::<Vec<_>>().iter().rev() {
-            if let Some(of_span) = span.extensions().get::<Content>() {
-                content.inherit(of_span);
+            if let Some(inherited) = span.extensions().get::<Content>() {
+                content.inherit(inherited);
             }
         }
         event.record(&mut content);
@@ -199,7 +200,7 @@ mod tests {
 
     use super::*;
 
-    /// What is logged by `options` while `work` runs, without the times.
+    /// Returns the lines that `work` logs with `options`, without the times.
     fn logged(options: Options, work: impl FnOnce()) -> Vec<String> {
         logged_and_kept(options, Box::leak(Box::new(Recent::new())), work)
     }

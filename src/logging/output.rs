@@ -1,10 +1,10 @@
-//! A log target: standard output, standard error or a file, whose reader may be slow.
+//! Writes to a log target (standard output, standard error or a file) without waiting for its reader.
 //!
-//! Envoy's access log fills the same pipe, and the thread that logs also serves. A line for which
-//! there is no room is therefore queued, and another thread writes the queue until it is empty. Lines
-//! beyond [`MAX_QUEUED`] bytes are dropped, which a line says afterwards.
+//! Envoy's access log fills the same pipe, and the thread that logs also serves. A line that does not fit
+//! into the pipe is therefore queued, and another thread writes the queue until it is empty. Lines
+//! beyond [`MAX_QUEUED`] bytes are dropped, which a later line reports.
 //!
-//! The descriptor is Envoy's as well and cannot be made non-blocking: if Envoy takes the room between
+//! Envoy shares the descriptor, so it cannot be made non-blocking: if Envoy fills the pipe between
 //! the poll and the write, the write blocks after all.
 
 use std::fs::File;
@@ -22,13 +22,13 @@ use super::line::{Content, Line};
 use crate::problem::{Problem, codes};
 
 const MAX_QUEUED: usize = 256 << 10;
-/// A pipe that polls as writable takes so many bytes at once.
+/// The bytes that a pipe accepts without blocking if it polls as writable.
 const PIPE_BUF: usize = 4 << 10;
 
-/// How many threads write queues, and a signal that one has ended.
+/// The number of threads that write queues, and a signal that one has ended.
 static WRITERS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
-/// Waits until all queues are written, at most for `limit`. What is left then is lost.
+/// Waits until all queues are written, at most for `limit`. Lines that are still queued then are lost.
 pub(super) fn finish(limit: Duration) {
     let (count, changed) = &WRITERS;
     let _ = changed.wait_while_for(&mut count.lock(), |writers| *writers > 0, limit);
@@ -68,7 +68,7 @@ impl Output {
         }
         if !rest.is_empty() {
             queue.add(rest);
-            // If there is no thread to be had, the next line tries again.
+            // If no thread can be started, the next line tries again.
             queue.has_writer = queue.has_writer || self.start_writer();
         }
     }
@@ -77,9 +77,9 @@ impl Output {
         let (file, json, queue) = (self.file.clone(), self.json, self.queue.clone());
         let write_queue = move || {
             loop {
-                // Not locked while it is written.
                 let lines = queue.lock().take(json);
                 let Some(lines) = lines else { break };
+                // The queue is not locked meanwhile.
                 write_all(&file, &lines);
             }
             *WRITERS.0.lock() -= 1;
@@ -97,7 +97,7 @@ impl Output {
 
 impl Queue {
     fn add(&mut self, line: &[u8]) {
-        // A line that follows none is queued whatever its length: some of it may be written already.
+        // The first line is queued whatever its length, because its beginning may be written already.
         if !self.lines.is_empty() && self.lines.len() + line.len() > MAX_QUEUED {
             self.dropped += 1;
         } else {
@@ -105,7 +105,7 @@ impl Queue {
         }
     }
 
-    /// What to write next; None ends the writer.
+    /// Takes the lines to write next; None ends the writer.
     fn take(&mut self, json: bool) -> Option<Vec<u8>> {
         self.has_writer = !self.lines.is_empty() || self.dropped > 0;
         if !self.has_writer {
@@ -129,12 +129,12 @@ impl Queue {
     }
 }
 
-/// A failure to log cannot be logged.
+/// Ignores errors, because a failure to log cannot be logged.
 fn write_all(mut file: &File, bytes: &[u8]) {
     let _ = file.write_all(bytes);
 }
 
-/// Whether [`PIPE_BUF`] bytes can be written without blocking.
+/// Returns true if [`PIPE_BUF`] bytes can be written without blocking.
 fn has_room(to: &impl AsFd) -> bool {
     let mut ask = [PollFd::new(to, PollFlags::OUT)];
     poll(&mut ask, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)

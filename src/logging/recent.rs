@@ -1,4 +1,4 @@
-//! What was logged last: warnings and errors for `/debug/overview`, and all lines for `/debug/log`.
+//! Stores the latest log lines: warnings and errors for `/debug/overview`, and all lines for `/debug/log`.
 
 use std::collections::VecDeque;
 
@@ -10,20 +10,21 @@ use super::levels::name;
 use super::line::{Line, timestamp};
 use crate::problem::codes::TABLE;
 
-/// How many warnings and errors are kept, and how much of each, in characters.
+/// The most warnings and errors that are stored.
 const MAX_ENTRIES: usize = 50;
+/// The most characters of each.
 const MAX_MESSAGE: usize = 1000;
-/// Of the last lines.
+/// The most bytes of all lines.
 const MAX_BYTES: usize = 64 << 10;
 
-/// A warning or an error, and when it was logged.
+/// A warning or an error, with the times when it was logged first and last.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Entry {
     pub level: &'static str,
     pub scope: &'static str,
-    /// Of the problem that the line reports. Empty without one.
+    /// The code of the problem that the line reports. Empty without one.
     pub code: &'static str,
-    /// With its labels.
+    /// Message and labels.
     pub message: String,
     pub times: u64,
     pub first: String,
@@ -49,12 +50,11 @@ impl Recent {
         let message: String = line.content.text(' ').chars().take(MAX_MESSAGE).collect();
         let code = code(&message);
         let mut entries = self.0.lock();
-        let is_same = |entry: &Entry| {
+        let same = entries.iter().position(|entry| {
             (entry.level, entry.scope, entry.code) == (level, scope, code)
                 && (!code.is_empty() || entry.message == message)
-        };
-        let earlier = entries.iter().position(is_same);
-        let earlier = earlier.and_then(|index| entries.remove(index));
+        });
+        let earlier = same.and_then(|index| entries.remove(index));
         let (times, first) =
             earlier.map_or_else(|| (0, time.clone()), |entry| (entry.times, entry.first));
         if entries.len() == MAX_ENTRIES {
@@ -71,17 +71,17 @@ impl Recent {
         });
     }
 
-    /// The newest first.
+    /// Returns the entries, the newest first.
     pub(crate) fn entries(&self) -> Vec<Entry> {
         let entries = self.0.lock();
         entries.iter().rev().cloned().collect()
     }
 }
 
-/// The last code in a message. Labels may follow it.
+/// Finds the last code in a message. Labels may follow it.
 fn code(message: &str) -> &'static str {
-    let mut parts = message.rsplit('[').map(|part| part.split(']').next());
-    let code = parts.find_map(|name| TABLE.iter().find(|code| Some(code.name) == name));
+    let mut names = message.rsplit('[').map(|part| part.split(']').next());
+    let code = names.find_map(|name| TABLE.iter().find(|code| Some(code.name) == name));
     code.map_or("", |code| code.name)
 }
 
@@ -93,13 +93,13 @@ impl LastLines {
         Self(Mutex::new(VecDeque::new()))
     }
 
-    /// Adds a line. One that is longer than all may be is left out.
+    /// Adds a line, and removes the oldest ones beyond 64 KiB. A longer line removes all, and is not added.
     pub(super) fn add(&self, line: &str) {
         let mut lines = self.0.lock();
         while !lines.is_empty() && lines.len() + line.len() > MAX_BYTES {
-            let first = lines.iter().position(|byte| *byte == b'\n');
-            let first = first.map_or(lines.len(), |end| end + 1);
-            lines.drain(..first);
+            let end = lines.iter().position(|byte| *byte == b'\n');
+            let length = end.map_or(lines.len(), |end| end + 1);
+            lines.drain(..length);
         }
         if line.len() <= MAX_BYTES {
             lines.extend(line.as_bytes());

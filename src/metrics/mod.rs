@@ -1,7 +1,7 @@
-//! The agent's own metrics, and their Prometheus text format (0.0.4).
+//! Collects the agent's own metrics, and renders them in Prometheus' text format (0.0.4).
 //!
-//! A module gets counters, gauges and histograms from the [`Registry`] by name; the same name gives
-//! the same one. A series appears with its first recording, as pilot-agent's do, and no suffix is
+//! A module gets counters, gauges and histograms from the [`Registry`] by name; the same name returns
+//! the same metric. A series appears with its first recording, like pilot-agent's, and no suffix is
 //! added to names. Cardinality is not bounded: labels have values from small sets.
 
 pub(crate) mod process;
@@ -42,7 +42,7 @@ pub struct Histogram(Arc<Buckets>);
 #[derive(Clone, Debug)]
 pub struct Counters<const N: usize>(Cells);
 
-/// Writes the series of a family that is computed when it is read.
+/// Computes the series of a family for a scrape.
 pub type Collect = dyn Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync;
 
 #[derive(Clone)]
@@ -60,10 +60,10 @@ enum Series {
     Computed(Arc<Collect>),
 }
 
-/// By the values of the labels.
+/// Cells by the values of their labels.
 type Cells = Arc<Mutex<BTreeMap<Vec<String>, Arc<Cell>>>>;
 
-/// The bits of an `f64` for a gauge, a `u64` for a counter.
+/// The value of a series: the bits of an `f64` for a gauge, a `u64` for a counter.
 #[derive(Debug, Default)]
 struct Cell {
     bits: AtomicU64,
@@ -73,7 +73,7 @@ struct Cell {
 #[derive(Debug)]
 struct Buckets {
     bounds: &'static [f64],
-    /// One more than bounds: the last counts values above all of them.
+    /// One more than bounds: the last one counts values above all of them.
     counts: Vec<AtomicU64>,
     sum: AtomicU64,
 }
@@ -96,7 +96,7 @@ impl Registry {
         Gauge(cell(&self.cells(name, help, Kind::Gauge, &[]), []))
     }
 
-    /// `bounds` are the upper ends of the buckets, in growing order, without infinity.
+    /// Returns a histogram whose buckets end at `bounds`, which ascend and do not include infinity.
     pub fn histogram(
         &self,
         name: &'static str,
@@ -109,14 +109,14 @@ impl Registry {
             sum: AtomicU64::new(0),
         });
         let series = Series::Buckets(buckets.clone());
-        match self.series(name, help, Kind::Histogram, &[], series) {
+        match self.register(name, help, Kind::Histogram, &[], series) {
             Series::Buckets(buckets) => Histogram(buckets),
-            // The name is one of another kind: this one is not rendered.
+            // The name belongs to a family of another kind, so this one is not rendered.
             _ => Histogram(buckets),
         }
     }
 
-    /// A family whose series `collect` computes for each scrape.
+    /// Registers a family whose series `collect` computes for each scrape.
     pub fn computed(
         &self,
         name: &'static str,
@@ -126,21 +126,20 @@ impl Registry {
         collect: impl Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync + 'static,
     ) {
         let series = Series::Computed(Arc::new(collect));
-        self.series(name, help, kind, labels, series);
+        self.register(name, help, kind, labels, series);
     }
 
-    /// The text format: families in the order of their names, each with its series.
+    /// Renders the families in the order of their names, each with its series.
     pub fn render(&self) -> String {
-        // Computed families may take a while, in which others can be registered.
+        // It is not locked while families are computed, which may take a while and register others.
         let families: Vec<_> = self.0.lock().iter().map(|(n, f)| (*n, f.clone())).collect();
         let mut page = String::new();
         for (name, family) in families {
             let series = family.series(name);
             if !series.is_empty() {
-                // A string takes everything.
-                let _ = writeln!(page, "# HELP {name} {}", family.help);
-                let _ = writeln!(page, "# TYPE {name} {}", family.kind.name());
-                page.push_str(&series);
+                let (help, kind) = (family.help, family.kind.name());
+                // Writing to a string does not fail.
+                let _ = write!(page, "# HELP {name} {help}\n# TYPE {name} {kind}\n{series}");
             }
         }
         page
@@ -153,15 +152,15 @@ impl Registry {
         kind: Kind,
         labels: &'static [&'static str],
     ) -> Cells {
-        match self.series(name, help, kind, labels, Series::Cells(Cells::default())) {
+        match self.register(name, help, kind, labels, Series::Cells(Cells::default())) {
             Series::Cells(cells) => cells,
-            // The name is one of another kind: this one is not rendered.
+            // The name belongs to a family of another kind, so this one is not rendered.
             _ => Cells::default(),
         }
     }
 
-    /// The series of a name: the given ones, unless the name is known already.
-    fn series(
+    /// Registers the series, unless the name is registered already. Returns those that are registered.
+    fn register(
         &self,
         name: &'static str,
         help: &'static str,
@@ -223,11 +222,11 @@ impl Gauge {
         self.0.is_recorded.store(true, Ordering::Relaxed);
     }
 
-    /// Sets the value unless it is greater already. Not for negative values.
+    /// Sets the value unless it is greater already. A negative value counts as zero.
     pub fn raise(&self, value: f64) {
+        let bits = value.max(0.0).to_bits();
         // The bits of non-negative floats have the order of their values.
-        let bits = &self.0.bits;
-        bits.fetch_max(value.max(0.0).to_bits(), Ordering::Relaxed);
+        self.0.bits.fetch_max(bits, Ordering::Relaxed);
         self.0.is_recorded.store(true, Ordering::Relaxed);
     }
 }
@@ -238,7 +237,7 @@ impl Histogram {
         let index = buckets.bounds.partition_point(|bound| *bound < value);
         let (sum, order) = (&buckets.sum, Ordering::Relaxed);
         let add = |bits| Some((f64::from_bits(bits) + value).to_bits());
-        let _ = sum.fetch_update(order, order, add); // The closure always gives a value.
+        let _ = sum.fetch_update(order, order, add); // `add` always returns a value.
         buckets.counts[index].fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -1,7 +1,7 @@
-//! The kernel's figures of this process, under the names Prometheus' clients use.
+//! Publishes the kernel's statistics of this process, under the names Prometheus' clients use.
 //!
-//! They have the agent's prefix, as pilot-agent's do: an application's page has the same names
-//! without one. They are read for each scrape; a figure the kernel does not give is left out.
+//! The names have the agent's prefix, like pilot-agent's, because an application's page has the same names
+//! without one. The statistics are read for each scrape; one the kernel does not report is left out.
 
 use std::fs;
 use std::path::Path;
@@ -11,12 +11,12 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::{Kind, Registry};
 
-/// Ticks of a second in `/proc`: `USER_HZ`, a constant of the kernel's interface.
+/// The ticks of a second in `/proc`: `USER_HZ`, a constant of the kernel's interface.
 const TICKS: f64 = 100.0;
 
 type Value = fn() -> Option<f64>;
 
-/// Name, help and value; the name of a counter ends with `_total`.
+/// Name, help and value. The name of a counter ends with `_total`.
 const FAMILIES: [(&str, &str, Value); 9] = [
     (
         "istio_agent_process_cpu_seconds_total",
@@ -67,9 +67,10 @@ const FAMILIES: [(&str, &str, Value); 9] = [
 
 pub(crate) fn publish(registry: &Registry) {
     for (name, help, value) in FAMILIES {
-        let kind = match name.ends_with("_total") {
-            true => Kind::Counter,
-            false => Kind::Gauge,
+        let kind = if name.ends_with("_total") {
+            Kind::Counter
+        } else {
+            Kind::Gauge
         };
         registry.computed(name, help, kind, &[], move |series| {
             if let Some(value) = value() {
@@ -88,18 +89,18 @@ fn cpu_seconds() -> Option<f64> {
     Some(spent.tv_sec as f64 + spent.tv_nsec as f64 / 1e9)
 }
 
-/// Without the descriptor that lists them.
+/// Counts open files, without the descriptor that lists them.
 fn open_files() -> Option<f64> {
     let count = fs::read_dir("/proc/self/fd").ok()?.count();
     Some(count.saturating_sub(1) as f64)
 }
 
-/// No limit is the greatest number, as in Prometheus' clients.
+/// Returns a resource limit. Without one, it is the greatest number, as in Prometheus' clients.
 fn limit(resource: Resource) -> f64 {
     getrlimit(resource).current.unwrap_or(u64::MAX) as f64
 }
 
-/// A size in a `status` file of `/proc`, in bytes.
+/// Reads a size in a `status` file of `/proc`, in bytes.
 pub(crate) fn memory(status: &str, name: &str) -> Option<u64> {
     let mut lines = status.lines();
     let value = lines.find_map(|line| line.strip_prefix(name))?;
@@ -107,18 +108,18 @@ pub(crate) fn memory(status: &str, name: &str) -> Option<u64> {
     kibibytes.checked_mul(1024)
 }
 
-/// The start of a process, from its `stat` file and the machine's.
+/// Computes the start of a process from its `stat` file and the machine's, in seconds since 1970.
 fn start_time(process: &str, machine: &str) -> Option<f64> {
     // The program's name is in parentheses and may contain any character.
     let (_, fields) = process.rsplit_once(')')?;
     let after_boot: u64 = fields.split_whitespace().nth(19)?.parse().ok()?;
     let mut lines = machine.lines();
-    let boot = lines.find_map(|line| line.strip_prefix("btime "))?;
-    let boot: u64 = boot.trim().parse().ok()?;
+    let boot_time = lines.find_map(|line| line.strip_prefix("btime "))?;
+    let boot: u64 = boot_time.trim().parse().ok()?;
     Some(boot as f64 + after_boot as f64 / TICKS)
 }
 
-/// A figure of the two `IpExt` lines: names, then values.
+/// Reads a value of the two `IpExt` lines, which have names and values.
 fn network(netstat: &str, name: &str) -> Option<f64> {
     let mut lines = netstat.lines().filter(|line| line.starts_with("IpExt:"));
     let (names, values) = (lines.next()?, lines.next()?);

@@ -1,4 +1,4 @@
-//! Prometheus' text exposition format, version 0.0.4.
+//! Writes Prometheus' text exposition format, version 0.0.4.
 
 use std::fmt::Write;
 use std::sync::atomic::Ordering;
@@ -26,8 +26,7 @@ impl Family {
     }
 }
 
-/// A number as the format spells it.
-fn spelled(number: f64) -> String {
+fn format_number(number: f64) -> String {
     match number {
         f64::INFINITY => "+Inf".to_owned(),
         f64::NEG_INFINITY => "-Inf".to_owned(),
@@ -48,8 +47,8 @@ impl Cell {
 
 impl Buckets {
     fn write(&self, text: &mut String, name: &str) {
-        let counts = self.counts.iter();
-        let counts: Vec<_> = counts.map(|count| count.load(Ordering::Relaxed)).collect();
+        let cells = self.counts.iter();
+        let counts: Vec<_> = cells.map(|count| count.load(Ordering::Relaxed)).collect();
         let total: u64 = counts.iter().sum();
         if total == 0 {
             return;
@@ -59,7 +58,13 @@ impl Buckets {
         for (bound, count) in bounds.zip(counts) {
             below += count;
             let bucket = format!("{name}_bucket");
-            line(text, &bucket, &["le"], &[&spelled(bound)], below as f64);
+            line(
+                text,
+                &bucket,
+                &["le"],
+                &[&format_number(bound)],
+                below as f64,
+            );
         }
         let sum = f64::from_bits(self.sum.load(Ordering::Relaxed));
         for (suffix, number) in [("sum", sum), ("count", total as f64)] {
@@ -68,26 +73,20 @@ impl Buckets {
     }
 }
 
-/// One sample. Source: Prometheus, "Exposition formats", text format details.
+/// Writes a sample. Source: Prometheus, "Exposition formats", text format details.
 fn line(text: &mut String, name: &str, labels: &[&str], values: &[&str], number: f64) {
     text.push_str(name);
     for (index, (label, value)) in labels.iter().zip(values).enumerate() {
         let before = if index == 0 { '{' } else { ',' };
-        let _ = write!(text, "{before}{label}=\""); // A string takes everything.
-        for character in value.chars() {
-            match character {
-                '\\' => text.push_str("\\\\"),
-                '"' => text.push_str("\\\""),
-                '\n' => text.push_str("\\n"),
-                other => text.push(other),
-            }
-        }
-        text.push('"');
+        let escaped = value
+            .replace('\\', "\\\\")
+            .replace('"', "\\\"")
+            .replace('\n', "\\n");
+        // Writing to a string does not fail, here and below.
+        let _ = write!(text, "{before}{label}=\"{escaped}\"");
     }
-    if !labels.is_empty() {
-        text.push('}');
-    }
-    let _ = writeln!(text, " {}", spelled(number)); // A string takes everything.
+    let end = if labels.is_empty() { "" } else { "}" };
+    let _ = writeln!(text, "{end} {}", format_number(number));
 }
 
 #[cfg(test)]

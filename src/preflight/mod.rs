@@ -6,7 +6,6 @@
 pub mod differences;
 mod pods;
 
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
@@ -26,16 +25,16 @@ use crate::logging::printable;
 use crate::problem::{Diagnostics, Problem, codes};
 use differences::{Difference, Impact, Selector, TABLE};
 pub use pods::Owners;
-use pods::{Container, Pods, Settings, add};
+use pods::{Container, Pods, add};
 
 /// The most owners that the text names for a finding.
 const MAX_OWNERS: usize = 5;
 
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The worst of all pods.
+    /// The worst level of all pods.
     pub level: Level,
-    /// The worst level first.
+    /// The findings, sorted by level with the worst first.
     pub findings: Vec<Finding>,
     /// The numbers of pods by their worst finding.
     pub errors: usize,
@@ -43,7 +42,7 @@ pub struct Report {
     pub neither: usize,
     /// The number of pods without a container of Istio.
     pub without_istio: usize,
-    /// The number of pod templates without one: Istio's webhook injects the sidecar into pods only.
+    /// The number of pod templates without a container of Istio, whose webhook injects the sidecar into pods only.
     pub not_injected: usize,
 }
 
@@ -51,12 +50,13 @@ pub struct Report {
 #[derive(Debug, Serialize)]
 pub struct Finding {
     #[serde(flatten)]
-    pub found: Found,
+    pub found: ContainerCheck,
     pub owners: Owners,
 }
 
+/// A check of a container, with the row of the table to which it belongs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
-pub struct Found {
+pub struct ContainerCheck {
     pub container: String,
     #[serde(flatten)]
     pub check: Check,
@@ -70,7 +70,7 @@ pub fn report(text: &str) -> Result<Report, BoxError> {
 }
 
 fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
-    // The text is the operator's own, and may be of thousands of pods.
+    // The limits of the parser are lifted, because the operator's text is trusted and may have thousands of pods.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
@@ -87,23 +87,16 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
     if pods.settings.is_empty() && pods.without_istio + pods.not_injected == 0 {
         return Err("no pod and no template of pods in the text".into());
     }
-    let (mut findings, mut counts) = (IndexMap::<Found, Owners>::new(), BTreeMap::new());
+    let (mut findings, mut counts) = (IndexMap::<ContainerCheck, Owners>::new(), BTreeMap::new());
     // The init containers of most pods are the same.
     let mut compared = HashMap::new();
-    for (
-        Settings {
-            annotations,
-            containers,
-        },
-        owners,
-    ) in &pods.settings
-    {
-        let found = containers.iter().flat_map(|container| {
-            let compared = compared.entry((container, annotations));
-            let new = || differences(container, annotations, table);
-            compared.or_insert_with(new).clone()
-        });
-        let found: Vec<_> = found.collect();
+    for (settings, owners) in &pods.settings {
+        let mut found = Vec::new();
+        for container in &settings.containers {
+            let key = (container, &settings.annotations);
+            let new = || differences(container, &settings.annotations, table);
+            found.extend_from_slice(compared.entry(key).or_insert_with(new));
+        }
         let levels = found.iter().map(|found| found.check.level);
         let level = levels.fold(Level::Ok, Level::max);
         *counts.entry(level).or_default() += owners.values().sum::<usize>();
@@ -112,14 +105,13 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
         }
     }
     let count = |level| counts.get(&level).copied().unwrap_or_default();
+    findings.sort_by(|one, _, other, _| other.check.level.cmp(&one.check.level));
     let findings = findings
         .into_iter()
         .map(|(found, owners)| Finding { found, owners });
-    let mut findings: Vec<_> = findings.collect();
-    findings.sort_by_key(|finding| Reverse(finding.found.check.level));
     Ok(Report {
         level: counts.keys().copied().fold(Level::Ok, Level::max),
-        findings,
+        findings: findings.collect(),
         errors: count(Level::Error),
         warnings: count(Level::Warning),
         neither: count(Level::Ok),
@@ -128,8 +120,12 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
     })
 }
 
-/// The differences of a container of a pod with these annotations.
-fn differences(container: &Container, annotations: &Pairs, table: &[Difference]) -> Vec<Found> {
+/// Compares a container of a pod with these annotations with the table.
+fn differences(
+    container: &Container,
+    annotations: &Pairs,
+    table: &[Difference],
+) -> Vec<ContainerCheck> {
     let mut findings = Findings {
         container: &container.name,
         table,
@@ -137,7 +133,7 @@ fn differences(container: &Container, annotations: &Pairs, table: &[Difference])
     };
     if let Some(words) = &container.words {
         let env = container.env.clone().into_iter().collect();
-        findings.of_line(words.clone(), &env, annotations);
+        findings.command_line(words.clone(), &env, annotations);
     } else {
         let why = "it is not a command line of a sidecar or gateway, so it was not compared";
         findings.add(Check::skipped("command line", why), None);
@@ -149,14 +145,15 @@ fn differences(container: &Container, annotations: &Pairs, table: &[Difference])
     findings.found
 }
 
+/// Collects the findings of a container.
 struct Findings<'a> {
     container: &'a str,
     table: &'a [Difference],
-    found: Vec<Found>,
+    found: Vec<ContainerCheck>,
 }
 
 impl<'a> Findings<'a> {
-    fn of_line(&mut self, words: Vec<String>, env: &Environment, annotations: &Pairs) {
+    fn command_line(&mut self, words: Vec<String>, env: &Environment, annotations: &Pairs) {
         let program = ["pilot-agent".to_owned()].into_iter();
         let typed = match cli::parse(program.chain(words)) {
             Ok(typed) => typed,
@@ -184,16 +181,16 @@ impl<'a> Findings<'a> {
         self.problems(&notes);
         let flags = typed.flags.iter().filter(|flag| flag.is_given);
         given.extend(flags.map(|flag| (format!("--{}", flag.name), flag.value.as_str().into())));
-        let texts = annotations.iter().map(|(name, value)| (&**name, &**value));
-        let texts = texts.chain(env.with_prefix(""));
+        let annotated = annotations.iter().map(|(name, value)| (&**name, &**value));
+        let texts = annotated.chain(env.with_prefix(""));
         given.extend(texts.map(|(name, value)| (name.to_owned(), value.into())));
         self.settings(&given.into());
-        let probers = env.text(environment::ISTIO_KUBE_APP_PROBERS.name);
-        let probers = probers.and_then(|text| json::read::<Map<_, Value>>(text).ok());
+        let text = env.text(environment::ISTIO_KUBE_APP_PROBERS.name);
+        let probers = text.and_then(|text| json::read::<Map<_, Value>>(text).ok());
         for (path, prober) in probers.iter().flatten() {
             if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
                 let row = self.row(Selector::ProbeWithoutTimeout);
-                row.into_iter().for_each(|row| self.treated(path, row));
+                row.into_iter().for_each(|row| self.difference(path, row));
             }
         }
         for (name, why) in env.without_effect() {
@@ -213,8 +210,8 @@ impl<'a> Findings<'a> {
     }
 
     fn problem(&mut self, level: Level, problem: &Problem) {
-        let row = self.row(Selector::Problem(problem.code));
-        let row = row.or_else(|| self.row(Selector::Problem(codes::SETTING_INVALID)));
+        let exact = self.row(Selector::Problem(problem.code));
+        let row = exact.or_else(|| self.row(Selector::Problem(codes::SETTING_INVALID)));
         self.add(Check::problem(level, problem), row);
     }
 
@@ -223,9 +220,9 @@ impl<'a> Findings<'a> {
         self.problem(Level::Error, &problem);
     }
 
-    /// Adds the rows of settings that have another effect here.
+    /// Adds the rows of settings that have another effect in this agent.
     fn settings(&mut self, given: &Value) {
-        let has = |name: &str| {
+        let is_set = |name: &str| {
             let path = format!("/{}", name.replace('.', "/"));
             let value = given.get(name).or_else(|| given.pointer(&path));
             let text = value.map_or_else(String::new, |value| value.to_string().replace('"', ""));
@@ -233,19 +230,19 @@ impl<'a> Findings<'a> {
         };
         for row in self.table {
             let settings = row.selectors.iter().filter_map(|selector| match selector {
-                Selector::Set(names) => names.split(' ').all(has).then_some(*names),
+                Selector::Set(names) => names.split(' ').all(is_set).then_some(*names),
                 _ => None,
             });
             let settings: Vec<_> = settings.collect();
             let is_known = self.found.iter().any(|found| found.row == row.id);
             if !settings.is_empty() && !is_known {
-                self.treated(&settings.join(", "), row);
+                self.difference(&settings.join(", "), row);
             }
         }
     }
 
-    /// Adds both behaviours, as a warning if the difference can surprise.
-    fn treated(&mut self, setting: &str, row: &Difference) {
+    /// Adds a difference with both behaviours, as a warning if it can surprise.
+    fn difference(&mut self, setting: &str, row: &Difference) {
         let found = format!("{}; {}", row.pilot_agent, row.this_agent);
         let level = match row.impact {
             Impact::Benign => Level::Ok,
@@ -257,7 +254,7 @@ impl<'a> Findings<'a> {
     }
 
     fn add(&mut self, check: Check, row: Option<&Difference>) {
-        self.found.push(Found {
+        self.found.push(ContainerCheck {
             container: self.container.to_owned(),
             check,
             row: row.map_or("", |row| row.id),
@@ -271,9 +268,9 @@ impl<'a> Findings<'a> {
 }
 
 impl Report {
-    /// Leaves out findings below a level.
-    pub fn retain(&mut self, least: Level) {
-        self.findings.retain(|it| it.found.check.level >= least);
+    /// Removes findings below a level.
+    pub fn retain(&mut self, min: Level) {
+        self.findings.retain(|it| it.found.check.level >= min);
     }
 }
 
@@ -285,15 +282,15 @@ impl fmt::Display for Report {
                 write!(f, " [{}]", found.row)?;
             }
             let pods: usize = owners.values().sum();
-            let named = owners.iter().take(MAX_OWNERS);
-            let named = named.map(|(owner, count)| format!("{owner} ({count})"));
-            let mut named = Vec::from_iter(named);
+            let first = owners.iter().take(MAX_OWNERS);
+            let texts = first.map(|(owner, count)| format!("{owner} ({count})"));
+            let mut named = Vec::from_iter(texts);
             if owners.len() > MAX_OWNERS {
                 named.push(format!("{} others", owners.len() - MAX_OWNERS));
             }
             let (container, s) = (&found.container, if pods == 1 { "" } else { "s" });
-            let named = format!("{container} of {pods} pod{s}: {}", named.join(", "));
-            writeln!(f, "\n         {}", printable(&named))?;
+            let text = format!("{container} of {pods} pod{s}: {}", named.join(", "));
+            writeln!(f, "\n         {}", printable(&text))?;
         }
         write!(
             f,
@@ -301,14 +298,15 @@ impl fmt::Display for Report {
              explained in docs/differences.md and docs/problems.md",
             self.errors, self.warnings, self.neither, self.without_istio
         )?;
-        match self.not_injected {
-            0 => Ok(()),
-            count => write!(
+        if self.not_injected > 0 {
+            write!(
                 f,
-                "\nnot compared: {count} pod templates without a sidecar; inject them first, with `istioctl \
-                 kube-inject`, or pass pods of a cluster"
-            ),
+                "\nnot compared: {} pod templates without a sidecar; inject them first, with `istioctl \
+                 kube-inject`, or pass pods of a cluster",
+                self.not_injected
+            )?;
         }
+        Ok(())
     }
 }
 

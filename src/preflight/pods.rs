@@ -19,7 +19,7 @@ pub(super) struct Pods {
     pub(super) settings: IndexMap<Settings, Owners>,
     /// The number of pods without a container of Istio.
     pub(super) without_istio: usize,
-    /// The number of templates without one.
+    /// The number of templates without a container of Istio.
     pub(super) not_injected: usize,
 }
 
@@ -51,20 +51,20 @@ impl Pods {
         self
     }
 
-    /// The pod, or the template of pods, in an object.
-    fn of_object(object: &Value) -> Self {
+    /// Reads the pod, or the pod template, in an object.
+    fn in_object(object: &Value) -> Self {
         let mut pods = Self::default();
         let places = ["", "/spec/template", "/spec/jobTemplate/spec/template"];
         let mut found = places.iter().filter_map(|place| object.pointer(place));
         let Some(pod) = found.find(|pod| pod["spec"]["containers"].is_array()) else {
             return pods;
         };
-        let lists = ["initContainers", "containers"].iter();
-        let lists = lists.filter_map(|list| pod["spec"][list].as_array());
+        let names = ["initContainers", "containers"].iter();
+        let lists = names.filter_map(|name| pod["spec"][name].as_array());
         let containers: Vec<_> = lists.flatten().filter_map(Container::read).collect();
         if !containers.is_empty() {
-            let annotations = Pairs::deserialize(&pod["metadata"]["annotations"]);
-            let mut annotations = annotations.unwrap_or_default();
+            let read = Pairs::deserialize(&pod["metadata"]["annotations"]);
+            let mut annotations = read.unwrap_or_default();
             annotations.retain(|name, _| name.contains("istio.io/"));
             annotations.remove("sidecar.istio.io/status");
             let settings = Settings {
@@ -88,7 +88,7 @@ pub(super) fn add(all: &mut Owners, more: &Owners) {
     }
 }
 
-/// The object that an operator edits: the controller, or the object itself.
+/// Returns kind and name of the object that an operator edits: the controller, or the object itself.
 fn owner(object: &Value) -> String {
     let metadata = &object["metadata"];
     let mut owners = metadata["ownerReferences"].as_array().into_iter().flatten();
@@ -116,10 +116,10 @@ fn owner(object: &Value) -> String {
 impl Container {
     fn read(container: &Value) -> Option<Self> {
         let name = container["name"].as_str().unwrap_or_default();
-        let words = ["command", "args"].map(|list| Vec::<String>::deserialize(&container[list]));
-        let words = words.into_iter().flatten().flatten();
+        let lists = ["command", "args"].map(|list| Vec::<String>::deserialize(&container[list]));
+        let line = lists.into_iter().flatten().flatten();
         let is_program = |word: &String| word.rsplit('/').next() == Some("pilot-agent");
-        let words: Vec<_> = words.skip_while(is_program).collect();
+        let words: Vec<_> = line.skip_while(is_program).collect();
         let first = |at: usize| words.get(at).map_or("", String::as_str);
         let is_compared = match first(0) {
             "proxy" => name == "istio-proxy" && !["ztunnel", "agentgateway"].contains(&first(1)),
@@ -135,8 +135,8 @@ impl Container {
     }
 }
 
-/// The variables with a value, and the names of those that other objects set. The pod's own names, addresses and
-/// limits make no difference.
+/// Returns the variables with a value, and the names of those whose value is in another object. The pod's own names,
+/// addresses and limits are left out, because they make no difference.
 fn variables(container: &Value) -> (Pairs, Vec<String>) {
     let (mut values, mut unread) = (Pairs::new(), Vec::new());
     for variable in container["env"].as_array().into_iter().flatten() {
@@ -193,6 +193,6 @@ impl<'de> Visitor<'de> for PodsVisitor {
         }
         let mut object = Value::Object(object);
         json::remove_null(&mut object);
-        Ok(pods.and(Pods::of_object(&object)))
+        Ok(pods.and(Pods::in_object(&object)))
     }
 }

@@ -1,8 +1,8 @@
-//! Probes an application over HTTP, by a TCP connection, or by gRPC's health check.
+//! Probes an application with an HTTP request, a TCP connection, or gRPC's health check.
 //!
-//! A [`Client`] sends every kind from one source address, which traffic capture leaves alone, and
-//! bounds each with the timeout of its [`Probe`]. The [`Outcome`] is a status for the prober and the
-//! beginning of the body. One call is one probe; thresholds are the kubelet's.
+//! A [`Client`] connects from one source address, whose traffic is not captured, and limits each probe by
+//! the timeout of its [`Probe`]. The [`Outcome`] is a status for the prober and the beginning of the body.
+//! One call is one probe; the kubelet applies the thresholds.
 
 use std::error::Error as StdError;
 use std::net::IpAddr;
@@ -28,12 +28,12 @@ use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
 use crate::unverified_tls;
 
-/// What of a body is passed on.
+/// The length of the beginning of a body.
 const MAX_BODY: usize = 10 << 10;
-/// Time kept back from reading the body, so that the status arrives within the probe's timeout.
+/// The time before the end of the timeout at which reading the body ends, so that the status arrives in time.
 const RESERVE: Duration = Duration::from_millis(1);
 
-/// They are about one connection, or about a body that is not passed on.
+/// Headers of one connection, or of a body that is not forwarded.
 const NOT_COPIED: [&str; 9] = [
     "connection",
     "content-length",
@@ -45,10 +45,10 @@ const NOT_COPIED: [&str; 9] = [
     "transfer-encoding",
     "upgrade",
 ];
-/// More than the one number an answer consists of.
+/// The largest answer of a gRPC health check, which consists of one number.
 const MAX_ANSWER: usize = 4 << 10;
 
-/// What to probe, and how long that may take.
+/// The target, kind and timeout of a probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Probe {
     pub host: String,
@@ -79,14 +79,14 @@ pub struct Outcome {
     pub body: Bytes,
 }
 
-/// How probes are sent.
+/// The settings of a [`Client`].
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     /// The source address of connections. Applications are probed at addresses of its family.
     pub source: IpAddr,
-    /// Whether HTTP/2 is offered to applications with TLS.
+    /// True to offer HTTP/2 to applications with TLS.
     pub offers_http2: bool,
-    /// Whether HTTP connections are kept for the next probe of the same application.
+    /// True to reuse HTTP connections for the next probe of the same application.
     pub keeps_connections: bool,
 }
 
@@ -113,23 +113,7 @@ impl Client {
     /// Probes once. `headers` are sent with an HTTP request; gRPC sends the user agent among them.
     pub async fn probe(&self, probe: &Probe, headers: &HeaderMap) -> Result<Outcome, Problem> {
         let end = after(probe.timeout);
-        let connect = || self.dialer.connect(&probe.host, probe.port);
-        let probing = async {
-            match &probe.kind {
-                Kind::Http { is_https, path } => {
-                    let scheme = if *is_https { "https" } else { "http" };
-                    let request = http_request(url(scheme, probe, path)?, headers);
-                    return Ok(get(&self.http, request, end).await?);
-                }
-                Kind::Tcp => drop(connect().await?),
-                Kind::Grpc { service } => check(connect().await?, probe, service, headers).await?,
-            }
-            Ok::<_, BoxError>(Outcome {
-                status: StatusCode::OK,
-                body: Bytes::new(),
-            })
-        };
-        let (code, found) = match timeout_at(end, probing).await {
+        let (code, found) = match timeout_at(end, self.send(probe, headers, end)).await {
             Ok(Ok(outcome)) => return Ok(outcome),
             Ok(Err(error)) => (code(error.as_ref()), with_causes(error.as_ref())),
             Err(_) => {
@@ -139,8 +123,31 @@ impl Client {
         };
         Err(Problem::new(code, probe, found))
     }
+
+    /// Sends a probe. `end` only limits the reading of an HTTP body.
+    async fn send(
+        &self,
+        probe: &Probe,
+        headers: &HeaderMap,
+        end: Instant,
+    ) -> Result<Outcome, BoxError> {
+        if let Kind::Http { is_https, path } = &probe.kind {
+            let scheme = if *is_https { "https" } else { "http" };
+            let request = http_request(url(scheme, probe, path)?, headers);
+            return Ok(get(&self.http, request, end).await?);
+        }
+        let stream = self.dialer.connect(&probe.host, probe.port).await?;
+        if let Kind::Grpc { service } = &probe.kind {
+            check_health(stream, probe, service, headers).await?;
+        }
+        Ok(Outcome {
+            status: StatusCode::OK,
+            body: Bytes::new(),
+        })
+    }
 }
 
+/// Returns the code of a closed port if a cause of the error is a refused connection, otherwise a general code.
 fn code(error: &(dyn StdError + 'static)) -> &'static Code {
     match error.downcast_ref::<io::Error>().map(io::Error::kind) {
         Some(io::ErrorKind::ConnectionRefused) => codes::PROBE_PORT_CLOSED,
@@ -159,15 +166,14 @@ impl fmt::Display for Probe {
     }
 }
 
-/// The address of a probe.
+/// Returns the URL of a probe.
 fn url(scheme: &str, probe: &Probe, path: &str) -> Result<Uri, http_client::Error> {
-    let Probe { host, port, .. } = probe;
-    let host = match host.contains(':') {
-        true => format!("[{host}]"),
-        false => host.to_owned(),
-    };
+    let mut host = probe.host.clone();
+    if host.contains(':') {
+        host = format!("[{host}]");
+    }
     let slash = if path.starts_with('/') { "" } else { "/" };
-    let url = format!("{scheme}://{host}:{port}{slash}{path}");
+    let url = format!("{scheme}://{host}:{}{slash}{path}", probe.port);
     url.parse()
         .map_err(|_| http_client::Error::Url { found: url })
 }
@@ -182,8 +188,8 @@ fn http_request(url: Uri, headers: &HeaderMap) -> Request<Bytes> {
     request
 }
 
-/// A redirect to another host counts as success. Every other status is the outcome, whatever happens to
-/// the body.
+/// Sends an HTTP request. A redirect to another host is a success; any other status is the outcome, even if the
+/// body cannot be read.
 async fn get(
     client: &http_client::Client,
     request: Request<Bytes>,
@@ -197,37 +203,35 @@ async fn get(
         }
     };
     let _ = timeout_at(end.checked_sub(RESERVE).unwrap_or(end), reading).await; // The status counts.
-    let status = match head.status.is_redirection() {
-        true => StatusCode::OK,
-        false => head.status,
-    };
     let body = beginning.freeze();
+    let mut status = head.status;
+    if status.is_redirection() {
+        status = StatusCode::OK;
+    }
     Ok(Outcome { status, body })
 }
 
-/// Succeeds when the service says that it serves. It is one call in plaintext on a connection of its own.
-async fn check(
-    io: TcpStream,
-    to: &Probe,
+/// Calls gRPC's health check once, in plaintext. Fails unless the service answers SERVING.
+async fn check_health(
+    stream: TcpStream,
+    probe: &Probe,
     service: &str,
     headers: &HeaderMap,
 ) -> Result<(), BoxError> {
     let tasks = ConnectionTasks::default();
-    let handshake = handshake(tasks.executor(), TokioIo::new(io)).await;
-    let failed = |error| format!("the application does not speak HTTP/2: {error}");
-    let (mut sender, connection) = handshake.map_err(failed)?;
-    // The call learns of an error.
+    let (mut sender, connection) = handshake(tasks.executor(), TokioIo::new(stream))
+        .await
+        .map_err(|error| format!("the application does not speak HTTP/2: {error}"))?;
+    // An error of the connection also fails the call.
     tasks.executor().spawn(async { drop(connection.await) });
     let mut request = tonic::Request::new(HealthCheckRequest {
         service: service.to_owned(),
     });
-    let agent = headers
-        .get(header::USER_AGENT)
-        .map(|agent| agent.as_bytes());
-    if let Some(agent) = agent.and_then(|agent| agent.try_into().ok()) {
+    let agent = headers.get(header::USER_AGENT);
+    if let Some(agent) = agent.and_then(|agent| agent.as_bytes().try_into().ok()) {
         request.metadata_mut().insert("user-agent", agent);
     }
-    let origin = url("http", to, "")?;
+    let origin = url("http", probe, "")?;
     let channel = tower::service_fn(move |request| sender.send_request(request));
     let answer = HealthClient::with_origin(channel, origin)
         .max_decoding_message_size(MAX_ANSWER)

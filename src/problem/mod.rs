@@ -1,5 +1,5 @@
-//! A problem that an operator can act on, with a code. Every part of the agent reports problems in this form:
-//! log, exit errors, `doctor`, `config`, `preflight`, readiness, debug page and support bundle.
+//! Describes problems that an operator can solve, each with a code. All outputs of the agent report problems in this
+//! form: log, exit errors, `doctor`, `config`, `preflight`, readiness, debug pages and support bundle.
 //!
 //! Programs compare codes only. Texts are for people and may change.
 
@@ -19,9 +19,9 @@ pub struct Code {
     /// Unique and stable, because scripts and alerts search for it.
     pub name: &'static str,
     pub section: &'static str,
-    /// When the problem is reported, for the documentation.
+    /// The cause of the problem, for the documentation.
     pub cause: &'static str,
-    /// Empty if the cause or `found` says enough.
+    /// Empty if the cause or `found` is sufficient.
     pub consequence: &'static str,
     pub remedy: &'static str,
 }
@@ -31,7 +31,7 @@ pub struct Code {
 pub struct Problem {
     #[serde(serialize_with = "name")]
     pub code: &'static Code,
-    /// Variable, flag, member, file, peer or part of the agent.
+    /// The variable, flag, member, file, peer or part of the agent.
     pub subject: String,
     /// A sentence without its subject, or a value in quotes.
     pub found: String,
@@ -42,7 +42,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// A problem that a sentence describes.
+    /// Describes a problem by a sentence.
     pub fn new(code: &'static Code, subject: impl ToString, found: impl ToString) -> Self {
         Self {
             code,
@@ -54,7 +54,7 @@ impl Problem {
         }
     }
 
-    /// A value other than expected.
+    /// Describes a value other than expected.
     pub fn value(
         code: &'static Code,
         subject: impl ToString,
@@ -64,7 +64,7 @@ impl Problem {
         Self::new(code, subject, format!("{found:?}")).expected(expected)
     }
 
-    /// A value of a setting that is left out, or replaced by another, as the consequence says.
+    /// Describes the value of a setting that is ignored or replaced by another, as the consequence states.
     pub fn replaced(
         subject: impl ToString,
         found: &str,
@@ -75,21 +75,21 @@ impl Problem {
         Self::value(code, subject, found, expected).consequence(consequence)
     }
 
-    /// Says what was expected in place of the value that was found.
+    /// Adds the value that was expected.
     #[must_use]
     pub fn expected(mut self, expected: impl Into<Cow<'static, str>>) -> Self {
         self.expected = expected.into();
         self
     }
 
-    /// Replaces the consequence of the code by a more exact one.
+    /// Replaces the consequence of the code by a more specific one.
     #[must_use]
     pub fn consequence(mut self, consequence: impl Into<Cow<'static, str>>) -> Self {
         self.consequence = consequence.into();
         self
     }
 
-    /// Replaces the remedy of the code by a more exact one.
+    /// Replaces the remedy of the code by a more specific one.
     #[must_use]
     pub fn remedy(mut self, remedy: impl Into<Cow<'static, str>>) -> Self {
         self.remedy = remedy.into();
@@ -108,7 +108,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// The text of a problem, without the parts that are empty.
+/// Joins the parts of a problem to a text. Leaves out empty parts.
 pub fn sentence(
     subject: &str,
     found: &str,
@@ -142,9 +142,9 @@ pub fn error<S: Serializer>(problem: &Problem, serializer: S) -> Result<S::Ok, S
 /// The problems found while a configuration is read.
 #[derive(Debug, Default)]
 pub struct Diagnostics {
-    /// What makes the configuration unusable.
+    /// Problems that make the configuration unusable.
     pub problems: Vec<Problem>,
-    /// What is left out, or replaced by a default.
+    /// Values that are ignored or replaced by a default.
     pub warnings: Vec<Problem>,
 }
 
@@ -160,14 +160,14 @@ impl Diagnostics {
         self.add(problem);
     }
 
-    /// Adds what makes the configuration unusable, once.
+    /// Adds a problem that makes the configuration unusable, once.
     pub fn add(&mut self, problem: Problem) {
         if !self.problems.contains(&problem) {
             self.problems.push(problem);
         }
     }
 
-    /// Adds a value that is left out, or replaced by another, as the consequence says.
+    /// Adds a value that is ignored or replaced by another, as the consequence states.
     pub fn warn(
         &mut self,
         subject: impl ToString,
@@ -182,7 +182,7 @@ impl Diagnostics {
 
 #[cfg(test)]
 impl Problem {
-    /// The problem without consequence, remedy and code.
+    /// Formats the problem without consequence, remedy and code.
     pub fn brief(&self) -> String {
         sentence(&self.subject, &self.found, &self.expected, ["", ""], "")
     }

@@ -1,4 +1,4 @@
-//! Decides which failures in a row are logged.
+//! Limits the log lines of consecutive failures.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,29 +8,28 @@ use tokio::time::Instant;
 use super::Problem;
 use crate::duration::rounded;
 
-/// How long a problem lasts before it is logged again; then twice as long, and so on.
-const FIRST: Duration = Duration::from_secs(60);
+/// The time after which a lasting problem is logged again. It is logged again each time the duration has doubled.
+const FIRST_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Failures in a row by code: when they began, when the next line is due after that, and their count.
+/// Consecutive failures by code: their beginning, the duration after which the next line is due, and their count.
 #[derive(Debug, Default)]
 pub struct Repetition(BTreeMap<&'static str, (Instant, Duration, u64)>);
 
 impl Repetition {
-    /// Counts a failure. If it is to be logged, returns what follows its text: nothing the first time, then
+    /// Counts a failure. If it is to be logged, returns the suffix of its text: empty the first time, and then with
     /// count and duration.
     pub fn failed(&mut self, problem: &Problem) -> Option<String> {
         let new = || (Instant::now(), Duration::ZERO, 0);
         let (began, due, count) = self.0.entry(problem.code.name).or_insert_with(new);
         *count += 1;
         let lasted = began.elapsed();
-        let is_due = lasted >= *due;
-        if is_due {
-            *due = lasted.saturating_mul(2).max(FIRST);
+        if lasted < *due {
+            return None;
         }
-        let lasted = rounded(lasted);
-        is_due.then(|| match count {
+        *due = lasted.saturating_mul(2).max(FIRST_INTERVAL);
+        Some(match count {
             1 => String::new(),
-            _ => format!(" (failure {count} in {lasted})"),
+            _ => format!(" (failure {count} in {})", rounded(lasted)),
         })
     }
 

@@ -1,7 +1,7 @@
-//! Istio's ProxyConfig, with its YAML and JSON form. Its types are generated from its `.proto` file.
+//! Reads and writes Istio's ProxyConfig in YAML and JSON. Its types are generated from its `.proto` file.
 //!
-//! The written form has camel-case names, names of enumerations, and no members that are unset. Defaults,
-//! merging and the rules for values are in `config`.
+//! [`ProxyConfig::read`] reads a document. The written form has camel-case names, names of enumerations, and
+//! no members that are unset. Defaults, merging and the rules for values are in `config`.
 
 mod read;
 pub mod yaml;
@@ -21,7 +21,7 @@ use yaml::Node;
 
 const DEFINITIONS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/proxy_config.fds"));
 
-/// The decoded definitions, which take a quarter of a megabyte, while configurations are read.
+/// The decoded definitions while configurations are read. They take a quarter of a megabyte.
 static DECODED: Mutex<Option<DescriptorPool>> = Mutex::new(None);
 
 /// Frees the definitions. They are decoded again for the next configuration.
@@ -38,30 +38,30 @@ fn definitions() -> Result<DescriptorPool, DescriptorError> {
 }
 
 impl ProxyConfig {
-    /// Reads the members `node` sets; the others stay. Returns the lines of those members, by their paths.
+    /// Reads the members that `node` sets; the others stay. Returns the lines of those members by path.
     pub fn read(
         &mut self,
         origin: &str,
         node: &Node,
         notes: &mut Diagnostics,
     ) -> BTreeMap<String, u64> {
-        read(self, "ProxyConfig", origin, node, notes).unwrap_or_else(|error| {
+        read::read(self, "ProxyConfig", origin, node, notes).unwrap_or_else(|error| {
             notes.add(Problem::new(codes::SETTING_INVALID, origin, error));
             BTreeMap::new()
         })
     }
 
-    /// The form istiod reads.
+    /// Returns the form that istiod reads.
     pub fn document(&self) -> Map<String, Value> {
-        let written = dynamic(self, "ProxyConfig").map(serde_json::to_value);
-        let mut written = written.ok().and_then(Result::ok).unwrap_or_default();
-        // A number without a fraction is written as such.
+        let value = dynamic(self, "ProxyConfig").map(serde_json::to_value);
+        let mut written = value.ok().and_then(Result::ok).unwrap_or_default();
+        // A float without a fraction is written as an integer.
         if let Some(sampling) = written.pointer_mut("/tracing/sampling")
-            && let Some(whole) = sampling.as_f64().and_then(whole)
+            && let Some(integer) = sampling.as_f64().and_then(as_integer)
         {
-            *sampling = whole.into();
+            *sampling = integer.into();
         }
-        // prost-reflect has maps in no order.
+        // The maps of prost-reflect are not sorted.
         for map in ["/proxyMetadata", "/runtimeValues", "/tracing/customTags"] {
             if let Some(Value::Object(members)) = written.pointer_mut(map) {
                 members.sort_keys();
@@ -73,26 +73,22 @@ impl ProxyConfig {
         }
     }
 
-    /// The form for logs: tokens are hidden, and so are the values of `proxyMetadata` that are not node
+    /// Returns the form for logs. Tokens are hidden, and so are the values of `proxyMetadata` that are not node
     /// metadata, because they become environment variables of any content.
     pub fn printable(&self) -> Map<String, Value> {
         let mut document = Value::from(self.document());
-        let mut hide = |value: &mut Value| *value = "(not shown)".into();
-        document
-            .pointer_mut("/tracing/lightstep/accessToken")
-            .map(&mut hide);
-        let headers = document.pointer_mut("/readinessProbe/httpGet/httpHeaders");
-        for header in headers.and_then(Value::as_array_mut).into_iter().flatten() {
-            header.get_mut("value").map(&mut hide);
+        let token = document.pointer_mut("/tracing/lightstep/accessToken");
+        token.into_iter().for_each(hide);
+        let found = document.pointer_mut("/readinessProbe/httpGet/httpHeaders");
+        if let Some(Value::Array(headers)) = found {
+            let values = headers.iter_mut().filter_map(|it| it.get_mut("value"));
+            values.for_each(hide);
         }
-        let metadata = document.pointer_mut("/proxyMetadata");
-        for (name, value) in metadata
-            .and_then(Value::as_object_mut)
-            .into_iter()
-            .flatten()
-        {
-            if !name.starts_with("ISTIO_META") {
-                hide(value);
+        if let Some(Value::Object(metadata)) = document.pointer_mut("/proxyMetadata") {
+            for (name, value) in metadata {
+                if !name.starts_with("ISTIO_META") {
+                    hide(value);
+                }
             }
         }
         match document {
@@ -105,10 +101,10 @@ impl ProxyConfig {
         u16::try_from(self.proxy_admin_port).unwrap_or_default()
     }
 
-    /// None while the status server is switched off.
+    /// Returns the status port; None if the status server is switched off.
     pub fn agent_port(&self) -> Option<u16> {
-        let port = u16::try_from(self.status_port).ok();
-        port.filter(|port| *port != 0)
+        let port = u16::try_from(self.status_port).ok()?;
+        (port != 0).then_some(port)
     }
 
     pub fn drain_time(&self) -> Duration {
@@ -134,33 +130,26 @@ impl fmt::Debug for ProxyConfig {
     }
 }
 
-/// A duration of a message; none of them is negative.
+/// Converts a duration of a message. No duration of ProxyConfig is negative.
 pub fn time(duration: Option<prost_types::Duration>) -> Option<Duration> {
     duration.and_then(|duration| duration.try_into().ok())
 }
 
-fn read<M: prost::Message + Default>(
-    message: &mut M,
-    name: &str,
-    origin: &str,
-    node: &Node,
-    notes: &mut Diagnostics,
-) -> Result<BTreeMap<String, u64>, Box<dyn Error>> {
-    let mut dynamic = dynamic(message, name)?;
-    let lines = read::read_into(&mut dynamic, origin, node, notes);
-    *message = dynamic.transcode_to()?;
-    Ok(lines)
+fn hide(value: &mut Value) {
+    *value = "(not shown)".into();
 }
 
+/// Converts a message to one that has its descriptor.
 fn dynamic(message: &impl prost::Message, name: &str) -> Result<DynamicMessage, Box<dyn Error>> {
     let found = definitions()?.get_message_by_name(&format!("istio.mesh.v1alpha1.{name}"));
-    let mut dynamic = DynamicMessage::new(found.ok_or("this program has no definition of it")?);
+    let descriptor = found.ok_or("this program has no definition of it")?;
+    let mut dynamic = DynamicMessage::new(descriptor);
     dynamic.transcode_from(message)?;
     Ok(dynamic)
 }
 
-/// The integer a float stands for. Beyond the limit, floats do not represent every integer.
-fn whole(number: f64) -> Option<i64> {
+/// Returns the integer that a float is equal to. Beyond the limit, floats do not represent every integer.
+fn as_integer(number: f64) -> Option<i64> {
     (number.fract() == 0.0 && number.abs() < 9e15).then_some(number as i64)
 }
 
@@ -170,10 +159,10 @@ pub(crate) fn from_json<M: prost::Message + Default>(json: &Value) -> M {
     let mut message = M::default();
     let node = yaml::parse(&json.to_string()).expect("JSON");
     let mut notes = Diagnostics::default();
-    let name = std::any::type_name::<M>().rsplit("::").next();
-    let name = name.expect("the name of a message");
+    let last = std::any::type_name::<M>().rsplit("::").next();
+    let name = last.expect("the name of a message");
     let node = node.expect("an object");
-    read(&mut message, name, "it", &node, &mut notes).expect("a definition");
+    read::read(&mut message, name, "it", &node, &mut notes).expect("a definition");
     assert_eq!(notes.problems, [], "{json}");
     message
 }

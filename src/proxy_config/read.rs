@@ -1,12 +1,13 @@
 //! Reads ProxyConfig by protobuf's JSON mapping and its descriptor, as pilot-agent does.
 //!
 //! Members may be named in camel case or snake case, numbers may be quoted, enumerations are given by
-//! name or number, durations in Go's syntax. Of equal members the last counts. Unknown members are left
-//! out with a warning; each value of the wrong type is a problem with its path, line, value and
-//! expectation, and reading goes on.
+//! name or number, durations in Go's syntax. If members are equal, the last one counts. Unknown members are
+//! ignored with a warning. Each value of the wrong type is a problem with its path, line, value and
+//! expectation; the other members are read anyway.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::error::Error;
 
 use indexmap::IndexMap;
 use prost_reflect::{
@@ -14,37 +15,42 @@ use prost_reflect::{
 };
 
 use super::yaml::{Node, Tree, line};
+use super::{as_integer, dynamic};
 use crate::problem::{Code, Diagnostics, Problem, codes};
 use crate::{duration, spelling};
 
 const DURATION: &str = "google.protobuf.Duration";
-/// Members whose values no error shows.
+/// Members whose values are hidden in errors.
 const SECRETS: [&str; 3] = [
     "istio.mesh.v1alpha1.ProxyConfig.proxy_metadata",
     "istio.mesh.v1alpha1.Lightstep.access_token",
     "istio.mesh.v1alpha1.HttpHeader.value",
 ];
 
-/// Reads the members `node` sets into `message`; the others stay. Returns the lines of those members, by
-/// their paths.
-pub(super) fn read_into(
-    message: &mut DynamicMessage,
+/// Reads the members that `node` sets into a message of the type `name`; the others stay. Returns the lines
+/// of those members by path. Fails if this program does not have the definition of the type.
+pub(super) fn read<M: prost::Message + Default>(
+    message: &mut M,
+    name: &str,
     origin: &str,
     node: &Node,
     notes: &mut Diagnostics,
-) -> BTreeMap<String, u64> {
+) -> Result<BTreeMap<String, u64>, Box<dyn Error>> {
+    let mut dynamic = dynamic(message, name)?;
     let mut reader = Reader {
         origin,
         notes,
         path: String::new(),
         lines: BTreeMap::new(),
     };
-    // A value that is no object was reported.
-    let _ = reader.message(message, node);
-    reader.lines
+    // If the value is not an object, the problem was reported.
+    let _ = reader.message(&mut dynamic, node);
+    let lines = reader.lines;
+    *message = dynamic.transcode_to()?;
+    Ok(lines)
 }
 
-/// Reads one document and collects what is wrong with it.
+/// Reads one document and collects its problems.
 struct Reader<'a> {
     origin: &'a str,
     notes: &'a mut Diagnostics,
@@ -53,50 +59,47 @@ struct Reader<'a> {
     lines: BTreeMap<String, u64>,
 }
 
-// Each function returns None after a problem was reported.
+// The functions that return an Option return None after a problem was reported.
 impl Reader<'_> {
     fn message(&mut self, message: &mut DynamicMessage, node: &Node) -> Option<()> {
-        for (field, node) in self.given(&message.descriptor(), node)? {
-            let value = self.within(field.json_name(), |reader| {
-                let value = reader.field(&field, node)?;
-                reader.lines.insert(reader.path.clone(), line(node));
-                Some(value)
+        for (field, node) in self.set_fields(&message.descriptor(), node)? {
+            self.descend(field.json_name(), |reader| {
+                if let Some(value) = reader.field(&field, node) {
+                    reader.lines.insert(reader.path.clone(), line(node));
+                    message.set_field(&field, value);
+                }
             });
-            if let Some(value) = value {
-                message.set_field(&field, value);
-            }
         }
         Some(())
     }
 
-    /// The members of an object that count: in camel case before snake case, the last of a oneof. Warns
-    /// of the others.
-    fn given<'n>(
+    /// Returns the fields that an object sets. Camel case wins over snake case, and the last member of a
+    /// oneof over the others. Warns of members that are ignored.
+    fn set_fields<'n>(
         &mut self,
         message: &MessageDescriptor,
         node: &'n Node,
     ) -> Option<Vec<(FieldDescriptor, &'n Node)>> {
-        // A known member that is null is one that is not set.
+        // A known member that is null counts as absent.
         let is_null = |node: &Node| matches!(node.value, Tree::Null);
         let entries = self.entries(node)?;
         let find = |name: &str| entries.get(name).copied().filter(|node| !is_null(node));
-        let mut given: Vec<(FieldDescriptor, &Node)> = Vec::new();
+        let mut set: Vec<(FieldDescriptor, &Node)> = Vec::new();
         for field in message.fields() {
             if let Some(node) = find(field.json_name()).or_else(|| find(field.name())) {
                 let oneof = field.containing_oneof();
-                given.retain(|(other, _)| oneof.is_none() || other.containing_oneof() != oneof);
-                given.push((field, node));
+                set.retain(|(other, _)| oneof.is_none() || other.containing_oneof() != oneof);
+                set.push((field, node));
             }
         }
         for (key, node) in entries {
-            let is_used = given.iter().any(|(_, used)| std::ptr::eq(*used, node));
-            let is_known = message
-                .fields()
-                .any(|field| [field.name(), field.json_name()].contains(&key));
+            let is_used = set.iter().any(|(_, used)| std::ptr::eq(*used, node));
+            let mut fields = message.fields();
+            let is_known = fields.any(|it| [it.name(), it.json_name()].contains(&key));
             if is_used || is_known && is_null(node) {
                 continue;
             }
-            let path = self.joined(key);
+            let path = self.child_path(key);
             if is_known {
                 let text = format!("member {path} gives way to another");
                 self.warn(codes::MEMBER_REPEATED, node, text);
@@ -107,13 +110,13 @@ impl Reader<'_> {
                 self.warn(codes::MEMBER_UNKNOWN, node, text);
             }
         }
-        Some(given)
+        Some(set)
     }
 
-    /// The entries of an object by their keys, of equal ones the last.
+    /// Returns the entries of an object by key. If keys are equal, the last entry counts.
     fn entries<'n>(&mut self, node: &'n Node) -> Option<IndexMap<&'n str, &'n Node>> {
         let Tree::Map(entries) = &node.value else {
-            return self.refuse(node, "an object");
+            return self.problem(node, node.value.describe(), "an object".into());
         };
         let (mut last, mut repeated) = (IndexMap::new(), BTreeSet::new());
         for (key, node) in entries {
@@ -131,11 +134,13 @@ impl Reader<'_> {
     fn field(&mut self, field: &FieldDescriptor, node: &Node) -> Option<Value> {
         let kind = field.kind();
         let is_secret = SECRETS.contains(&field.full_name());
-        if let (true, Kind::Message(entry)) = (field.is_map(), &kind) {
+        if field.is_map()
+            && let Kind::Message(entry) = &kind
+        {
             let kind = entry.map_entry_value_field().kind();
             let mut values = HashMap::new();
             for (key, node) in self.entries(node)? {
-                let value = self.within(key, |reader| reader.value(&kind, node, is_secret));
+                let value = self.descend(key, |reader| reader.value(&kind, node, is_secret));
                 values.extend(value.map(|value| (MapKey::String(key.to_owned()), value)));
             }
             return Some(Value::Map(values));
@@ -144,27 +149,28 @@ impl Reader<'_> {
             return self.value(&kind, node, is_secret);
         }
         let Tree::List(items) = &node.value else {
-            return self.refuse(node, "a list");
+            return self.problem(node, node.value.describe(), "a list".into());
         };
-        let items = items.iter().enumerate().map(|(at, item)| {
-            self.within(&format!("[{at}]"), |reader| {
+        // Every item is read before the first problem ends the list, so that each problem is found.
+        let mut values = Vec::new();
+        for (index, item) in items.iter().enumerate() {
+            let value = self.descend(&format!("[{index}]"), |reader| {
                 reader.value(&kind, item, is_secret)
-            })
-        });
-        // Every item is read, so that each problem is found.
-        let items: Vec<_> = items.collect();
-        Some(Value::List(items.into_iter().collect::<Option<_>>()?))
+            });
+            values.push(value);
+        }
+        Some(Value::List(values.into_iter().collect::<Option<_>>()?))
     }
 
     fn value(&mut self, kind: &Kind, node: &Node, is_secret: bool) -> Option<Value> {
         let tree = &node.value;
         let value = match kind {
-            // An element of a list or a map.
+            // Null in a list or a map is the default.
             _ if matches!(tree, Tree::Null) => Some(Value::default_value(kind)),
             Kind::Message(message) if message.full_name() != DURATION => {
                 let mut value = DynamicMessage::new(message.clone());
                 match message.get_field(1) {
-                    // The others of that package wrap a value.
+                    // The other types of that package wrap a value.
                     Some(wrapped) if message.package_name() == "google.protobuf" => {
                         value.set_field(&wrapped, self.value(&wrapped.kind(), node, is_secret)?);
                     }
@@ -188,42 +194,40 @@ impl Reader<'_> {
             Kind::Uint32 => integer(tree).map(Value::U32),
             Kind::Int32 => integer(tree).map(Value::I32),
             Kind::Int64 => integer(tree).map(Value::I64),
-            // ProxyConfig has no other type.
+            // ProxyConfig's other type is double.
             _ => number(tree).map(Value::F64),
         };
         value.or_else(|| {
-            let found = match is_secret {
-                true => format!("{} (not shown)", tree.kind()),
-                false => tree.shown(),
+            let found = if is_secret {
+                format!("{} (not shown)", tree.kind())
+            } else {
+                tree.describe()
             };
             self.problem(node, found, expected(kind))
         })
     }
 
-    fn within<T>(&mut self, name: &str, read: impl FnOnce(&mut Self) -> T) -> T {
+    /// Reads the member or item `name`. The path has its name meanwhile.
+    fn descend<T>(&mut self, name: &str, read: impl FnOnce(&mut Self) -> T) -> T {
         let length = self.path.len();
-        self.path = self.joined(name);
+        self.path = self.child_path(name);
         let value = read(self);
         self.path.truncate(length);
         value
     }
 
-    fn joined(&self, name: &str) -> String {
-        let dot = if self.path.is_empty() || name.starts_with('[') {
-            ""
+    fn child_path(&self, name: &str) -> String {
+        let path = &self.path;
+        if path.is_empty() || name.starts_with('[') {
+            format!("{path}{name}")
         } else {
-            "."
-        };
-        format!("{}{dot}{name}", self.path)
+            format!("{path}.{name}")
+        }
     }
 
     fn warn(&mut self, code: &'static Code, node: &Node, text: String) {
         let subject = format!("{} line {}", self.origin, line(node));
         self.notes.warnings.push(Problem::new(code, subject, text));
-    }
-
-    fn refuse<T>(&mut self, node: &Node, expected: &'static str) -> Option<T> {
-        self.problem(node, node.value.shown(), expected.into())
     }
 
     fn problem<T>(&mut self, node: &Node, found: String, expected: Cow<'static, str>) -> Option<T> {
@@ -235,12 +239,12 @@ impl Reader<'_> {
     }
 }
 
-/// The form of a value that is no object.
+/// Returns the expected form of a value, except for objects.
 fn expected(kind: &Kind) -> Cow<'static, str> {
     Cow::Borrowed(match kind {
         Kind::Message(_) => "a duration such as 45s or 1m30s",
         Kind::Enum(known) => {
-            let names: Vec<_> = known.values().map(|one| one.name().to_owned()).collect();
+            let names: Vec<_> = known.values().map(|it| it.name().to_owned()).collect();
             return format!("one of {}", names.join(", ")).into();
         }
         Kind::String => "a string",
@@ -274,10 +278,10 @@ fn number(tree: &Tree) -> Option<f64> {
     number.is_finite().then_some(number)
 }
 
-/// Numbers may be quoted, and may have an empty fraction if they are not.
+/// Reads an integer. It may be quoted; if it is not, it may have an empty fraction.
 fn integer<T: TryFrom<i64>>(tree: &Tree) -> Option<T> {
     let number = match tree {
-        Tree::Number(number) => number.as_i64().or_else(|| super::whole(number.as_f64()?)),
+        Tree::Number(number) => number.as_i64().or_else(|| as_integer(number.as_f64()?)),
         _ => text(tree)?.parse().ok(),
     };
     number?.try_into().ok()

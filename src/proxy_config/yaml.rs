@@ -1,7 +1,7 @@
-//! YAML and JSON documents as a tree of values with their line numbers.
+//! Parses YAML and JSON documents to a tree of values with their line numbers.
 //!
-//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. The depth
-//! of a document and the size its aliases may expand to are limited.
+//! [`object`] is the entry. Scalars have their YAML type: `yes` and `on` are booleans, a quoted number is text.
+//! The depth of a document and the size its aliases may expand to are limited.
 
 use std::fmt;
 
@@ -11,13 +11,15 @@ use serde_saphyr::{DuplicateKeyPolicy, Spanned};
 
 use crate::problem::{Diagnostics, Problem, codes};
 
+/// A value with its position.
 pub type Node = Spanned<Tree>;
 
-/// The line of a value, counted from 1.
+/// Returns the line of a value, counted from 1.
 pub fn line(node: &Node) -> u64 {
     node.referenced.line()
 }
 
+/// A value of a document.
 #[derive(Clone, Debug)]
 pub enum Tree {
     Null,
@@ -25,21 +27,21 @@ pub enum Tree {
     Number(Number),
     Text(String),
     List(Vec<Node>),
-    /// With equal keys.
+    /// The entries, in which keys may be repeated.
     Map(Vec<(String, Node)>),
 }
 
-/// Most values that aliases may repeat.
+/// The maximum number of values that aliases repeat.
 const MAX_REPEATED: usize = 10_000;
 
-/// Deepest nesting of values. Each level takes up to 32 KB of stack without optimization; ProxyConfig
+/// The maximum depth of values. Each level takes up to 32 KB of stack without optimization; ProxyConfig
 /// needs eight levels.
-const DEEPEST: usize = 24;
+const MAX_DEPTH: usize = 24;
 
-/// The object of the first document, the only one that Go reads; None when it is empty, null or unusable.
+/// Reads the object of the first document, the only one that Go reads; None if it is empty, null or unusable.
 pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node> {
     let options = serde_saphyr::options! {
-        budget: serde_saphyr::budget! { max_depth: DEEPEST },
+        budget: serde_saphyr::budget! { max_depth: MAX_DEPTH },
         duplicate_keys: DuplicateKeyPolicy::LastWins,
         alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_REPEATED },
     };
@@ -57,24 +59,24 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
         notes.problems.extend(error);
         return None;
     };
-    if let Some(rest) = error {
+    if let Some(Problem { subject, .. }) = error {
         let found = "another document after the first one";
-        let problem = Problem::new(codes::FILE_LINE, rest.subject, found);
+        let problem = Problem::new(codes::FILE_LINE, subject, found);
         notes.warnings.push(problem);
     }
     match node.value {
         Tree::Null => None,
         Tree::Map(_) => Some(node),
         ref other => {
-            let at = format!("{origin} line {}", line(&node));
-            let problem = Problem::new(codes::SETTING_INVALID, at, other.shown());
+            let subject = format!("{origin} line {}", line(&node));
+            let problem = Problem::new(codes::SETTING_INVALID, subject, other.describe());
             notes.add(problem.expected("a YAML or JSON object"));
             None
         }
     }
 }
 
-/// The line and the reason of an error, without the text around it.
+/// Returns the line and the reason of an error, without the text around it.
 pub fn line_and_reason(error: &serde_saphyr::Error) -> (u64, String) {
     let error = error.without_snippet();
     let line = error.location().map_or(1, |at| at.line());
@@ -84,8 +86,8 @@ pub fn line_and_reason(error: &serde_saphyr::Error) -> (u64, String) {
 }
 
 impl Tree {
-    /// The value for an error: text in quotes, anything else with its type.
-    pub fn shown(&self) -> String {
+    /// Formats the value for an error: text in quotes, other values with their type.
+    pub fn describe(&self) -> String {
         match self {
             Self::Bool(value) => format!("the boolean {value}"),
             Self::Number(number) => format!("the number {number}"),
@@ -94,7 +96,7 @@ impl Tree {
         }
     }
 
-    /// The type of the value, for an error that must not show a secret.
+    /// Returns the type of the value, for an error that must not show a secret.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Null => "null",
@@ -164,7 +166,7 @@ impl<'de> Visitor<'de> for TreeVisitor {
     }
 }
 
-/// The object of a document, or what makes it unusable.
+/// Reads the object of a document, or returns the problem that makes it unusable.
 #[cfg(test)]
 pub fn parse(text: &str) -> Result<Option<Node>, Problem> {
     let mut notes = Diagnostics::default();
@@ -190,7 +192,7 @@ mod tests {
                 let items: Vec<_> = items.iter().map(shape).collect();
                 format!("[{}]@{}", items.join(" "), line(node))
             }
-            other => format!("{}@{}", other.shown(), line(node)),
+            other => format!("{}@{}", other.describe(), line(node)),
         }
     }
 

@@ -1,5 +1,5 @@
-//! The `Sidecar` resource that suffices for what was used, as YAML, and what is to be known before it is
-//! applied, as comments in it.
+//! Writes a `Sidecar` resource for the services that were used, as YAML. Its comments say what to know before it is
+//! applied.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,21 +8,21 @@ use serde_json::json;
 use super::{Pod, Service, Usage};
 use crate::duration::approximate;
 
-/// What an Envoy without services has allocated, in bytes.
+/// The memory that an Envoy without services has allocated, in bytes.
 const ENVOY_BASE: u64 = 10_000_000;
-/// What is used once an hour is seen in this time, in seconds.
+/// The seconds after which services that are used hourly have been seen.
 const LONG: u64 = 3600;
 
-/// Which services are kept besides those that were used.
+/// Selects services that are kept although they were not used.
 #[derive(Clone, Debug)]
 pub struct Keep {
-    /// `namespace/host`, as in `egress.hosts`.
+    /// Hosts as in `egress.hosts`: `namespace/host`.
     pub hosts: Vec<String>,
-    /// Services that DNS was asked for and that had no connection.
+    /// Keeps services whose names were looked up and that had no connection.
     pub asked: bool,
 }
 
-/// Adds what another pod used, or the same one at another time.
+/// Adds the services that another pod used, or the same one at another time.
 pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, String> {
     if other.namespace != merged.namespace {
         let (one, another) = (merged.namespace, other.namespace);
@@ -34,9 +34,8 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, String> {
         .labels
         .retain(|name, value| other.labels.get(name) == Some(value));
     merged.pods.extend(other.pods);
-    let all = merged.services.into_iter().chain(other.services);
     let mut services = BTreeMap::<_, Service>::new();
-    for service in all {
+    for service in merged.services.into_iter().chain(other.services) {
         let same = services
             .entry(service.egress_host())
             .or_insert_with(|| Service {
@@ -55,7 +54,7 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, String> {
     Ok(merged)
 }
 
-/// The resource for what was used, with comments.
+/// Writes the resource for the services that were used, with comments.
 pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
     if let Some(wrong) = keep.hosts.iter().find(|host| !host.contains('/')) {
         return Err(format!(
@@ -72,46 +71,45 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
     }
     let mut hosts: BTreeSet<_> = keep.hosts.iter().cloned().collect();
     let namespaces = keep.hosts.iter().filter_map(|host| host.strip_suffix("/*"));
-    let whole: Vec<_> = namespaces
+    let kept_namespaces: Vec<_> = namespaces
         .map(|it| if it == "." { &usage.namespace } else { it })
         .collect();
     let mut left_out = Vec::new();
     for service in &usage.services {
-        let is_kept = keep.hosts.contains(&service.egress_host());
-        let is_used = is_kept || service.is_used() || (keep.asked && service.is_asked);
-        if whole.contains(&"*") || whole.contains(&service.namespace.as_str()) {
-            // Its namespace is there.
-        } else if is_used {
-            hosts.insert(service.egress_host());
+        let host = service.egress_host();
+        let is_kept = service.is_used() || (keep.asked && service.is_asked);
+        if kept_namespaces.contains(&"*") || kept_namespaces.contains(&service.namespace.as_str()) {
+            // A host that stands for its namespace includes it.
+        } else if is_kept || keep.hosts.contains(&host) {
+            hosts.insert(host);
         } else {
             left_out.push(service);
         }
     }
     if hosts.is_empty() {
-        // No host at all.
+        // `~/*` stands for no service.
         hosts.insert("~/*".to_owned());
     }
     let labels = usage.labels.iter();
-    let labels = labels.map(|(name, value)| format!("      {}: {}\n", json!(name), json!(value)));
-    let hosts = hosts.iter().map(|host| format!("    - {}\n", json!(host)));
+    let label_lines =
+        labels.map(|(name, value)| format!("      {}: {}\n", json!(name), json!(value)));
+    let host_lines = hosts.iter().map(|host| format!("    - {}\n", json!(host)));
     let workload = match usage.workload.as_str() {
         "" => usage.labels.values().next().map_or("", String::as_str),
         workload => workload,
     };
     let comments = comments(usage, keep, &left_out);
+    let comment_lines = comments.iter().map(|line| format!("# {line}\n"));
     Ok(format!(
         "{}apiVersion: networking.istio.io/v1\n\
          kind: Sidecar\n\
          metadata:\n  name: {}\n  namespace: {}\n\
          spec:\n  workloadSelector:\n    labels:\n{}  egress:\n  - hosts:\n{}",
-        comments
-            .iter()
-            .map(|line| format!("# {line}\n"))
-            .collect::<String>(),
+        comment_lines.collect::<String>(),
         json!(workload),
         json!(usage.namespace),
-        labels.collect::<String>(),
-        hosts.collect::<String>(),
+        label_lines.collect::<String>(),
+        host_lines.collect::<String>(),
     ))
 }
 
@@ -138,14 +136,13 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
         clusters.saturating_mul(usage.bytes_per_cluster) as f64 / 1e6,
         memory / 1e6,
     ));
-    let of_left_out = match usage.pods.iter().any(|pod| pod.is_registry_only) {
-        true => "is refused: the mesh is REGISTRY_ONLY",
-        false => {
-            "passes through Envoy as one outside of the mesh: without routes, policies and mutual TLS, \
-             and without an address where only a ServiceEntry gives it one"
-        }
+    let consequence = if usage.pods.iter().any(|pod| pod.is_registry_only) {
+        "is refused: the mesh is REGISTRY_ONLY"
+    } else {
+        "passes through Envoy as one outside of the mesh: without routes, policies and mutual TLS, \
+         and without an address where only a ServiceEntry gives it one"
     };
-    lines.push(format!("A host that is left out {of_left_out}."));
+    lines.push(format!("A host that is left out {consequence}."));
     lines.extend(
         [
             "Endpoints that are gone took their counters along, and what runs more rarely than a pod was \
@@ -156,21 +153,18 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
         .map(str::to_owned),
     );
     for pod in &usage.pods {
-        lines
-            .extend(warnings(pod).map(|warning| format!("Warning: pod {:?}: {warning}", pod.name)));
+        for warning in warnings(pod) {
+            lines.push(format!("Warning: pod {:?}: {warning}", pod.name));
+        }
     }
-    let wildcards = usage
-        .services
-        .iter()
-        .filter(|it| it.host.starts_with('*') && it.is_used());
+    let services = usage.services.iter();
+    let wildcards = services.filter(|it| it.host.starts_with('*') && it.is_used());
     lines.extend(wildcards.map(|service| {
         let host = &service.host;
         format!("Warning: {host:?} stays whole: which of its hosts are used is not known.")
     }));
-    let asked = usage
-        .services
-        .iter()
-        .filter(|it| it.is_asked && !it.is_used());
+    let services = usage.services.iter();
+    let asked = services.filter(|it| it.is_asked && !it.is_used());
     let kept = if keep.asked { "kept" } else { "left out" };
     lines.extend(asked.map(|service| {
         let host = service.egress_host();
@@ -179,22 +173,25 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
     lines
 }
 
-/// Why a pod may use more than was seen.
-fn warnings(pod: &Pod) -> impl Iterator<Item = String> {
-    let to_none = |count: u64, cluster: &str| {
-        let went = format!(
-            "{count} connections or requests went to {cluster}: to addresses or hosts of no service."
-        );
-        (count > 0).then_some(went)
-    };
-    let brief = "observed for less than an hour.";
-    let no_dns = "the agent does not answer its DNS (ISTIO_META_DNS_CAPTURE), so names asked for are not known.";
-    [
-        (pod.observed_seconds < LONG).then(|| brief.to_owned()),
-        to_none(pod.passthrough, "PassthroughCluster"),
-        to_none(pod.black_hole, "BlackHoleCluster, which refuses them"),
-        (!pod.has_dns).then(|| no_dns.to_owned()),
-    ]
-    .into_iter()
-    .flatten()
+/// Lists the reasons why a pod may use more services than were seen.
+fn warnings(pod: &Pod) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if pod.observed_seconds < LONG {
+        warnings.push("observed for less than an hour.".to_owned());
+    }
+    for (count, cluster) in [
+        (pod.passthrough, "PassthroughCluster"),
+        (pod.black_hole, "BlackHoleCluster, which refuses them"),
+    ] {
+        if count > 0 {
+            warnings.push(format!(
+                "{count} connections or requests went to {cluster}: to addresses or hosts of no service."
+            ));
+        }
+    }
+    if !pod.has_dns {
+        let unknown = "the agent does not answer its DNS (ISTIO_META_DNS_CAPTURE), so names asked for are not known.";
+        warnings.push(unknown.to_owned());
+    }
+    warnings
 }

@@ -1,5 +1,5 @@
-//! Envoy's admin pages about clusters. They have tens of megabytes with thousands of services, so they are
-//! read while they arrive, and little of each cluster is kept.
+//! Reads Envoy's admin pages about clusters. With thousands of services they have tens of megabytes, so they are
+//! parsed while they arrive, and little of each cluster is stored.
 
 use std::io::{self, BufReader};
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use crate::lifecycle::BoxError;
 
 /// The filter chain for connections to no service.
 const CATCH_ALL: &str = "virtualOutbound-catchall-tcp";
-/// The most that is read of Istio's metrics for connections to no service.
+/// The most that is read of Istio's metrics for connections to no service, in bytes.
 const MAX_METRICS: usize = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -29,14 +29,14 @@ pub(super) struct Error {
     source: BoxError,
 }
 
-/// Envoy's admin port, and until when all of its answers have to be there.
+/// Envoy's admin port, and the deadline of all its responses.
 #[derive(Clone, Copy)]
 pub(super) struct Admin {
     pub(super) address: SocketAddr,
     pub(super) until: Instant,
 }
 
-/// Connections and requests of all endpoints that a cluster has now.
+/// The connections and requests of a cluster's present endpoints.
 #[derive(Deserialize)]
 #[serde(from = "ClusterStatus")]
 pub(super) struct Counters {
@@ -56,7 +56,7 @@ struct HostStatus {
     stats: Option<Vec<Stat>>,
 }
 
-/// protobuf's JSON leaves out a value of zero, and writes 64 bits as text.
+/// A statistic. Protobuf's JSON leaves out a value of zero, and has 64-bit numbers as text.
 #[derive(Deserialize)]
 struct Stat {
     name: String,
@@ -65,13 +65,12 @@ struct Stat {
 
 impl From<ClusterStatus> for Counters {
     fn from(status: ClusterStatus) -> Self {
-        let stats = status.host_statuses.iter().flatten();
-        let stats = stats.filter_map(|host| host.stats.as_ref()).flatten();
+        let hosts = status.host_statuses.iter().flatten();
+        let stats = hosts.filter_map(|host| host.stats.as_ref()).flatten();
         let sum = |counter: &str| {
-            let values = stats.clone().filter(|stat| stat.name == counter);
-            values
-                .filter_map(|stat| stat.value.as_ref()?.parse::<u64>().ok())
-                .sum()
+            let matching = stats.clone().filter(|stat| stat.name == counter);
+            let values = matching.filter_map(|stat| stat.value.as_ref()?.parse::<u64>().ok());
+            values.sum()
         };
         Self {
             connections: sum("cx_total"),
@@ -81,8 +80,8 @@ impl From<ClusterStatus> for Counters {
     }
 }
 
-/// An outbound cluster and the services, each with its namespace, that istiod names in its metadata. Of
-/// other clusters there are none.
+/// A cluster, and the namespace and host of each service that istiod names in its metadata. Clusters that are not
+/// outbound have none.
 #[derive(Deserialize)]
 #[serde(from = "Value")]
 pub(super) struct Outbound {
@@ -94,9 +93,9 @@ impl From<Value> for Outbound {
     fn from(dump: Value) -> Self {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let cluster = text(&dump["cluster"]["name"]);
-        let services = dump.pointer("/cluster/metadata/filter_metadata/istio/services");
-        let services = services.and_then(Value::as_array).into_iter().flatten();
-        let services = services
+        let list = dump.pointer("/cluster/metadata/filter_metadata/istio/services");
+        let all = list.and_then(Value::as_array).into_iter().flatten();
+        let services = all
             .filter(|_| cluster.starts_with("outbound|"))
             .map(|service| (text(&service["namespace"]), text(&service["host"])));
         Self {
@@ -127,19 +126,19 @@ impl Admin {
         Ok(page.configs.unwrap_or_default())
     }
 
-    /// The bytes that Envoy has allocated.
+    /// Returns the bytes that Envoy has allocated.
     pub(super) async fn memory(self) -> Result<u64, Error> {
         let page: Value = self.stream("/memory").await?;
         let allocated = page["allocated"].as_str().and_then(|it| it.parse().ok());
         Ok(allocated.unwrap_or_default())
     }
 
-    /// Whether connections to no service are refused.
+    /// Returns true if connections to no service are blocked.
     pub(super) async fn is_registry_only(self) -> Result<bool, Error> {
         let path = "/config_dump?resource=dynamic_listeners&name_regex=^virtualOutbound$";
         let page: Value = self.stream(path).await?;
-        let chains = page.pointer("/configs/0/active_state/listener/filter_chains");
-        let chains = chains.and_then(Value::as_array).into_iter().flatten();
+        let list = page.pointer("/configs/0/active_state/listener/filter_chains");
+        let chains = list.and_then(Value::as_array).into_iter().flatten();
         let mut filters = chains
             .filter(|chain| chain["name"] == CATCH_ALL)
             .filter_map(|chain| chain["filters"].as_array())
@@ -147,16 +146,17 @@ impl Admin {
         Ok(filters.any(|filter| filter["typed_config"]["cluster"] == BLACK_HOLE))
     }
 
-    /// How many connections and requests Istio's metrics count to [`PASSTHROUGH`] and [`BLACK_HOLE`].
-    /// Envoys without Istio's filters have none.
+    /// Returns how many connections and requests Istio's metrics count to [`PASSTHROUGH`] and [`BLACK_HOLE`]:
+    /// none in Envoys without Istio's filters.
     pub(super) async fn to_no_service(self) -> Result<[u64; 2], Error> {
         let path = "/stats/prometheus?usedonly&filter=(PassthroughCluster|BlackHoleCluster)";
         let failed = |source| Error { path, source };
         let mut body = self.open(path).await.map_err(failed)?;
-        let page = timeout_at(self.until, body.collect(MAX_METRICS)).await;
-        let page = page.map_err(|late| failed(late.into()))?;
-        let page = page.map_err(|error| failed(error.into()))?;
-        let page = String::from_utf8_lossy(&page);
+        let collected = timeout_at(self.until, body.collect(MAX_METRICS)).await;
+        let bytes = collected
+            .map_err(|late| failed(late.into()))?
+            .map_err(|error| failed(error.into()))?;
+        let page = String::from_utf8_lossy(&bytes);
         let families = [
             "istio_requests_total{",
             "istio_tcp_connections_opened_total{",
@@ -166,13 +166,13 @@ impl Admin {
             .filter(|line| families.iter().any(|family| line.starts_with(family)));
         Ok([PASSTHROUGH, BLACK_HOLE].map(|cluster| {
             let label = format!("destination_service_name=\"{cluster}\"");
-            let of_cluster = samples.clone().filter(|line| line.contains(&label));
-            let values = of_cluster.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
+            let matching = samples.clone().filter(|line| line.contains(&label));
+            let values = matching.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
             values.sum()
         }))
     }
 
-    /// Reads JSON while it arrives, on a thread of its own, as that takes a while.
+    /// Parses JSON while it arrives, on a blocking thread, because that takes a while.
     async fn stream<T: DeserializeOwned + Send + 'static>(
         self,
         path: &'static str,
@@ -187,18 +187,19 @@ impl Admin {
             Some((chunk, body))
         });
         let page = SyncIoBridge::new(StreamReader::new(Box::pin(chunks)));
-        let read = move || serde_json::from_reader(BufReader::new(page));
-        let read = tokio::task::spawn_blocking(read).await;
-        let read = read.map_err(|panic| failed(panic.into()))?;
-        read.map_err(|error| failed(error.into()))
+        let parse = move || serde_json::from_reader(BufReader::new(page));
+        let parsed = tokio::task::spawn_blocking(parse).await;
+        parsed
+            .map_err(|panic| failed(panic.into()))?
+            .map_err(|error| failed(error.into()))
     }
 
     async fn open(self, path: &'static str) -> Result<Body, BoxError> {
         let mut request = Request::new(Bytes::new());
         *request.uri_mut() = http_url(&format!("http://{}{path}", self.address))?;
-        let answer = timeout_at(self.until, Client::default().send(request)).await??;
-        match answer.status() {
-            StatusCode::OK => Ok(answer.into_body()),
+        let response = timeout_at(self.until, Client::default().send(request)).await??;
+        match response.status() {
+            StatusCode::OK => Ok(response.into_body()),
             status => Err(format!("it answers with status {status}").into()),
         }
     }

@@ -1,8 +1,8 @@
-//! What a workload uses of the services its Envoy was sent: those whose endpoints had connections, and
-//! those whose names the application asked DNS for.
+//! Finds the services that a workload uses, of those its Envoy was sent: services whose endpoints had connections,
+//! and services whose names the application has looked up.
 //!
 //! A service costs Envoy memory whether it is used or not; a `Sidecar` resource leaves it out.
-//! [`observe`] asks Envoy's admin port, [`advice`] makes the resource. Neither changes anything.
+//! [`observe`] queries Envoy's admin port, [`advice`] writes the resource. Neither changes Envoy or the mesh.
 
 pub mod advice;
 mod envoy;
@@ -23,21 +23,21 @@ use crate::lifecycle::BoxError;
 use crate::xds::observe::Observer;
 use envoy::{Admin, Outbound};
 
-/// How long all answers of Envoy may take.
+/// The limit of all Envoy's responses together.
 pub const LIMIT: Duration = Duration::from_secs(3);
 
-/// Where Envoy sends what belongs to no service, and where that ends in a `REGISTRY_ONLY` mesh.
+/// The clusters of traffic that belongs to no service; the second one in a `REGISTRY_ONLY` mesh, which blocks it.
 const PASSTHROUGH: &str = "PassthroughCluster";
 const BLACK_HOLE: &str = "BlackHoleCluster";
 
-/// The types of configuration that belong to one cluster.
+/// The types of the resources that each cluster has.
 const TYPES: [&str; 2] = [
     "type.googleapis.com/envoy.config.cluster.v3.Cluster",
     "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
 ];
 
-/// Labels that controllers set, which differ between pods of one workload or say nothing of it: names, and
-/// domains of names.
+/// Labels that controllers set, and domains of such labels. They differ between pods of one workload, or do not
+/// describe it.
 const GENERATED: [&str; 5] = [
     "controller-revision-hash",
     "controller-uid",
@@ -52,34 +52,34 @@ const GENERATED_DOMAINS: [&str; 4] = [
     ".statefulset.kubernetes.io",
 ];
 
-/// What one pod used, or several of one workload.
+/// The services that one pod has used, or several pods of one workload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     pub namespace: String,
     pub workload: String,
-    /// Those of all pods, without generated ones.
+    /// The labels that all pods have, without generated ones.
     pub labels: BTreeMap<String, String>,
     pub pods: Vec<Pod>,
-    /// Those that Envoy was sent, sorted.
+    /// The services that Envoy was sent, sorted.
     pub services: Vec<Service>,
     /// Bytes of discovery responses for one cluster and its endpoints.
     pub bytes_per_cluster: u64,
-    /// What Envoy has allocated.
+    /// The memory that Envoy has allocated.
     pub envoy_bytes: u64,
 }
 
-/// How far one pod's use is known.
+/// A pod, and how well the services it uses are known.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pod {
     pub name: String,
-    /// Since its Envoy's start.
+    /// The time since its Envoy's start.
     pub observed_seconds: u64,
-    /// Connections and requests to no service; of the black hole only where Istio's metrics are on.
+    /// Connections and requests to no service, by cluster. The black hole has some only if Istio's metrics are on.
     pub passthrough: u64,
     pub black_hole: u64,
-    /// Whether connections to no service are refused.
+    /// True if connections to no service are blocked.
     pub is_registry_only: bool,
-    /// Whether the agent answers its DNS, and so knows the names asked for.
+    /// True if the agent answers the pod's DNS, and so knows the names it has looked up.
     pub has_dns: bool,
 }
 
@@ -87,12 +87,12 @@ pub struct Pod {
 pub struct Service {
     pub namespace: String,
     pub host: String,
-    /// Its ports and subsets.
+    /// The number of its ports and subsets.
     pub clusters: u64,
-    /// Of the endpoints there are now.
+    /// Connections and requests of its present endpoints.
     pub connections: u64,
     pub requests: u64,
-    /// Whether DNS was asked for it.
+    /// True if the application has looked up its name.
     pub is_asked: bool,
 }
 
@@ -101,13 +101,13 @@ impl Service {
         self.connections > 0 || self.requests > 0
     }
 
-    /// As in `egress.hosts`.
+    /// Formats the service as in `egress.hosts`.
     pub fn egress_host(&self) -> String {
         format!("{}/{}", self.namespace, self.host)
     }
 }
 
-/// What the use is read from.
+/// The parts of the agent that know what is used.
 #[derive(Clone, Debug)]
 pub struct Sources {
     pub node: Node,
@@ -116,7 +116,7 @@ pub struct Sources {
     pub discovery: Observer,
 }
 
-/// Reads what this pod uses, within [`LIMIT`].
+/// Finds the services that this pod uses, within [`LIMIT`].
 pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     let node = &sources.node;
     let kind = node.id.split('~').next().unwrap_or_default();
@@ -131,22 +131,27 @@ pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
         address: envoy.admin().address,
         until: clock::after(LIMIT),
     };
-    let counters = admin.counters().await?.into_iter();
-    let counters = counters.map(|it| (it.cluster, (it.connections, it.requests)));
-    let counters: HashMap<_, _> = counters.collect();
-    let counted = |cluster: &str| counters.get(cluster).copied().unwrap_or_default();
+    let clusters = admin.counters().await?.into_iter();
+    let counters = clusters.map(|it| (it.cluster, (it.connections, it.requests)));
+    let by_cluster: HashMap<_, _> = counters.collect();
+    let counted = |cluster: &str| by_cluster.get(cluster).copied().unwrap_or_default();
     let asked = sources.dns.as_ref().map(Dns::asked);
     let services = services(&admin.outbound().await?, counted, asked.iter().flatten());
     let [passthrough, black_hole] = admin.to_no_service().await?;
-    let to = |cluster: &str, metric: u64| metric.max(counted(cluster).0).max(counted(cluster).1);
-    let text = |name: &str| node.metadata.get(name).and_then(Value::as_str);
-    let text = |name| text(name).unwrap_or_default().to_owned();
+    let highest = |cluster: &str, metric: u64| {
+        let (connections, requests) = counted(cluster);
+        metric.max(connections).max(requests)
+    };
+    let text = |name: &str| {
+        let member = node.metadata.get(name).and_then(Value::as_str);
+        member.unwrap_or_default().to_owned()
+    };
     let observed = SystemTime::now().duration_since(started);
     let pod = Pod {
         name: text("NAME"),
         observed_seconds: observed.unwrap_or_default().as_secs(),
-        passthrough: to(PASSTHROUGH, passthrough),
-        black_hole: to(BLACK_HOLE, black_hole),
+        passthrough: highest(PASSTHROUGH, passthrough),
+        black_hole: highest(BLACK_HOLE, black_hole),
         is_registry_only: admin.is_registry_only().await?,
         has_dns: asked.is_some(),
     };
@@ -161,15 +166,21 @@ pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     })
 }
 
-/// The services of clusters, with their counters and whether they are among the hosts asked for. A host may
-/// be in several namespaces; a pod of a headless service has a name below the service's.
+/// Sums up the counters of each service's clusters, and marks services whose names were looked up. A host may be in
+/// several namespaces. A pod of a headless service has a name below the service's, and marks the service.
 fn services<'a>(
     clusters: &[Outbound],
     counters: impl Fn(&str) -> (u64, u64),
     asked: impl Iterator<Item = &'a String>,
 ) -> Vec<Service> {
-    let below = |host: &'a String| host.split_once('.').map_or("", |(_, service)| service);
-    let asked: HashSet<_> = asked.flat_map(|host| [host, below(host)]).collect();
+    let asked: HashSet<_> = asked
+        .flat_map(|host| {
+            [
+                host.as_str(),
+                host.split_once('.').map_or("", |(_, service)| service),
+            ]
+        })
+        .collect();
     let mut services = BTreeMap::new();
     for cluster in clusters {
         let (connections, requests) = counters(&cluster.cluster);
@@ -191,18 +202,18 @@ fn services<'a>(
 }
 
 fn labels(labels: Option<&Value>) -> BTreeMap<String, String> {
-    let labels = labels.map(BTreeMap::<String, String>::deserialize);
-    let mut labels = labels.and_then(Result::ok).unwrap_or_default();
+    let parsed = labels.map(BTreeMap::<String, String>::deserialize);
+    let mut labels = parsed.and_then(Result::ok).unwrap_or_default();
     labels.retain(|name, _| {
-        let domain = name.split_once('/').map_or("", |(domain, _)| domain);
-        let domain = format!(".{domain}");
+        let prefix = name.split_once('/').map_or("", |(prefix, _)| prefix);
+        let domain = format!(".{prefix}");
         !GENERATED.contains(&name.as_str())
             && !GENERATED_DOMAINS.iter().any(|it| domain.ends_with(it))
     });
     labels
 }
 
-/// By the last response of each type, which may be of some resources only.
+/// Estimates the bytes by the last response of each type, which may have only some of its resources.
 fn bytes_per_cluster(discovery: &Observer) -> u64 {
     let types = discovery.snapshot().types;
     let last = TYPES

@@ -1,61 +1,66 @@
-//! Passes the lines of one source on, and leaves out what the page has already.
+//! Passes on the lines of one source, and leaves out those that the page has already.
 //!
-//! Lines pass as they are. A family that is declared already loses its HELP, TYPE and UNIT lines, and
+//! Most lines pass unchanged. A family that is declared already loses its HELP, TYPE and UNIT lines, and
 //! a series that an earlier source has is left out. Malformed lines and those over 1 MiB are left
 //! out and counted, as a scraper refuses the whole page for one of them. The quotes of a text page may have
-//! line feeds: a line that is malformed without what follows is read again with it.
+//! line feeds: a malformed line is read again together with the lines that close its quotes.
 //!
-//! Where the formats of source and page differ, types and times change as far as a strict parser
-//! insists: a counter of the text format whose name does not end in `_total`, or whose name before
-//! that is taken, is of type `unknown` in OpenMetrics; text has no exemplars and no types beyond its
-//! own, and both formats have times in other units, so they are left out. Lines of text whose blanks
-//! OpenMetrics does not allow are malformed there. Names of samples and their values never change.
+//! If the formats of source and page differ, types and times change as far as a strict parser requires:
+//!
+//! - A counter of the text format is of type `unknown` in OpenMetrics if its name does not end in `_total`, or
+//!   if the name before `_total` is taken.
+//! - Exemplars, and types that text does not have, are left out.
+//! - Times are left out, as the formats have different units.
+//! - Lines of text whose blanks OpenMetrics does not allow are malformed.
+//!
+//! Names of samples and their values never change.
 
 use std::borrow::Cow;
 use std::mem;
 
 use memchr::memchr;
 
-use super::Hidden;
-use super::page::Output;
+use super::format::Format;
+use super::output::Output;
 use super::sample::{BLANKS, Names, Sample, line_length, split_name};
 use super::seen::Seen;
 
-/// Longest line that passes.
+/// The longest line that passes, in bytes.
 const MAX_LINE: usize = 1 << 20;
 
-/// The stricter format is the greater one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Format {
-    Text,
-    OpenMetrics,
+/// Selects the families whose names start and end so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hidden {
+    pub start: &'static str,
+    pub end: &'static str,
 }
 
+#[derive(Default)]
 pub(super) struct Lines {
     from: Format,
     to: Format,
-    /// The stricter one of both, which samples have to follow.
+    /// The stricter one of both, which samples must follow.
     grammar: Format,
     hidden: Vec<Hidden>,
-    /// The beginning of a line whose end is still to come.
+    /// The beginning of a line that has not arrived as a whole.
     partial: Vec<u8>,
-    /// The length at which it is read again, if it has line feeds in quotes that are still open.
+    /// The length at which `partial` is read again, if it has line feeds in quotes that are still open. Else 0.
     awaited: usize,
     names: Names,
-    /// Whether samples of the last name are left out.
+    /// True if samples of the last name are left out.
     is_hidden: bool,
-    /// Whether an earlier source has samples of the last name.
+    /// True if an earlier source has samples of the last name.
     is_known: bool,
-    /// Whether `# EOF` was there.
+    /// True after `# EOF`.
     pub has_ended: bool,
     pub duplicates: u64,
     pub malformed: u64,
 }
 
-/// What becomes of a line.
+/// The decision about a line.
 enum Verdict<'l> {
     Drop,
-    /// The line as it is on the page, without its end.
+    /// Shows this line, which has no line feed at its end.
     Show(Cow<'l, str>),
 }
 
@@ -68,14 +73,7 @@ impl Lines {
             to,
             grammar: from.max(to),
             hidden,
-            partial: Vec::new(),
-            awaited: 0,
-            names: Names::default(),
-            is_hidden: false,
-            is_known: false,
-            has_ended: false,
-            duplicates: 0,
-            malformed: 0,
+            ..Self::default()
         }
     }
 
@@ -100,10 +98,10 @@ impl Lines {
         }
     }
 
-    /// Ends the source. The last line of a whole one may lack its end.
-    pub(super) fn finish(&mut self, is_whole: bool, seen: &mut Seen, output: &mut Output) {
+    /// Ends the source. The last line of a complete source may lack its line feed.
+    pub(super) fn finish(&mut self, is_complete: bool, seen: &mut Seen, output: &mut Output) {
         let mut lines = mem::take(&mut self.partial);
-        if is_whole && lines.last().is_some_and(|last| *last != b'\n') {
+        if is_complete && lines.last().is_some_and(|last| *last != b'\n') {
             lines.push(b'\n');
         }
         self.pass(&lines, false, seen, output);
@@ -111,7 +109,7 @@ impl Lines {
 
     /// Passes on the complete lines, and returns their length. A line whose quotes are still open may wait.
     fn pass(&mut self, page: &[u8], may_wait: bool, seen: &mut Seen, output: &mut Output) -> usize {
-        // Lines that pass as they are, from here on, are handed on together.
+        // Consecutive lines that pass unchanged are written together; they start at `passing`.
         let (mut passing, mut begin) = (0, 0);
         self.awaited = 0;
         while let Some(mut length) = memchr(b'\n', &page[begin..]) {
@@ -157,7 +155,7 @@ impl Lines {
         let line = str::from_utf8(line)
             .ok()
             .filter(|line| line.len() <= MAX_LINE)?;
-        // Prometheus takes blanks before a name for a part of it.
+        // Prometheus would take blanks before a name for a part of it.
         let text = line.trim_end_matches('\r').trim_start_matches(BLANKS);
         match text.as_bytes().first() {
             None if self.to == Format::OpenMetrics => Some(Drop),
@@ -171,21 +169,21 @@ impl Lines {
         let mut sample = Sample::parse(line, self.grammar, &mut self.names)?;
         if sample.name != self.names.metric {
             self.names.metric.clear();
-            // One in quotes would be malformed without them.
+            // A name in quotes would be malformed without them.
             if !line.starts_with('{') {
                 self.names.metric.push_str(sample.name);
             }
-            self.is_known = seen.name(sample.name);
+            self.is_known = seen.record_name(sample.name);
             self.is_hidden = self.hides(sample.name);
         }
         if self.is_hidden {
             return Some(Drop);
         }
-        if (self.is_known || seen.remembers()) && seen.series(&mut sample) {
+        if (self.is_known || seen.remembers()) && seen.record_series(&mut sample) {
             self.duplicates += 1;
             return Some(Drop);
         }
-        // The other format writes times otherwise, and text has no exemplars.
+        // The formats write times differently, and text has no exemplars.
         let time = sample.rest.get(1..).and_then(|rest| rest.find(' '));
         let length = match time.filter(|_| self.from != self.to) {
             Some(time) => time + 1,
@@ -196,7 +194,7 @@ impl Lines {
 
     /// Decides about a line that starts with `#`.
     fn comment<'l>(&mut self, line: &'l str, seen: &mut Seen) -> Option<Verdict<'l>> {
-        let (keyword, rest) = word(&line[1..]);
+        let (keyword, rest) = split_word(&line[1..]);
         let is_metadata = line[1..].starts_with(BLANKS);
         match keyword {
             "EOF" if rest.is_empty() => {
@@ -206,7 +204,7 @@ impl Lines {
             "HELP" | "TYPE" if is_metadata => {}
             "UNIT" if is_metadata && self.from == Format::OpenMetrics => {}
             _ if self.to == Format::OpenMetrics => return Some(Drop),
-            // Prometheus reads no further than such a comment.
+            // Prometheus stops reading at such a comment.
             _ if line.contains('\0') => return None,
             _ => return Some(Show(line.into())),
         }
@@ -214,18 +212,23 @@ impl Lines {
         if self.hides(name) {
             return Some(Drop);
         }
-        let text = text
+        let rest_of_line = text
             .strip_prefix(BLANKS)
             .or(text.is_empty().then_some(text))?;
         let text = match keyword {
-            "HELP" => text,
-            _ => text.trim_matches(BLANKS),
+            "HELP" => rest_of_line,
+            _ => rest_of_line.trim_matches(BLANKS),
         };
-        let Some((shown, text)) = self.metadata(keyword, name, text, seen)? else {
+        let needs_openmetrics = matches!(
+            (keyword, text),
+            ("UNIT", _) | ("TYPE", "info" | "stateset" | "gaugehistogram")
+        );
+        if needs_openmetrics && (self.from, self.to) == (Format::OpenMetrics, Format::Text) {
             return Some(Drop);
-        };
-        // Both are noted.
-        if !seen.declare(keyword, &shown) | seen.name(&shown) {
+        }
+        let (shown, text) = self.metadata(keyword, name, text, seen)?;
+        // Both are recorded, so the second call is made in any case.
+        if !seen.declare(keyword, &shown) | seen.record_name(&shown) {
             return Some(Drop);
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
@@ -239,60 +242,55 @@ impl Lines {
         }))
     }
 
-    /// Name and text of a HELP, TYPE or UNIT line in the format of the page. Inside, None stands for a
-    /// line that format has no place for; outside, for a type unknown to the source's own.
-    #[expect(clippy::option_option, reason = "the two mean different things")]
+    /// Returns name and text of a HELP, TYPE or UNIT line in the format of the page. None for a malformed line.
     fn metadata<'t>(
         &self,
         keyword: &str,
         name: &'t str,
         text: &'t str,
         seen: &Seen,
-    ) -> Option<Option<(Cow<'t, str>, &'t str)>> {
+    ) -> Option<(Cow<'t, str>, &'t str)> {
         use Format::{OpenMetrics, Text};
-        let as_it_is = (Cow::Borrowed(name), text);
-        let shown = match (keyword, self.from, self.to) {
+        let unchanged = (Cow::Borrowed(name), text);
+        Some(match (keyword, self.from, self.to) {
             ("HELP", Text, OpenMetrics) => (short_name(name, seen).into(), text),
-            ("UNIT", _, Text) => return Some(None),
             ("UNIT", ..) if !text.is_empty() => {
-                let unit = name.strip_suffix(text)?;
-                unit.ends_with('_').then_some(as_it_is)?
+                let prefix = name.strip_suffix(text)?;
+                prefix.ends_with('_').then_some(unchanged)?
             }
             ("TYPE", from, to) => match (text, from, to) {
-                ("gauge" | "histogram" | "summary", ..) => as_it_is,
+                ("gauge" | "histogram" | "summary", ..) => unchanged,
                 ("counter", Text, OpenMetrics) => match short_name(name, seen) {
                     short if short == name => (name.into(), "unknown"),
                     short => (short.into(), text),
                 },
                 ("counter", OpenMetrics, Text) => (format!("{name}_total").into(), text),
-                ("counter", ..) | ("untyped", Text, Text) => as_it_is,
+                ("counter", ..) | ("untyped", Text, Text) => unchanged,
                 ("untyped", Text, OpenMetrics) => (name.into(), "unknown"),
                 ("unknown", OpenMetrics, Text) => (name.into(), "untyped"),
-                ("info" | "stateset" | "gaugehistogram", OpenMetrics, Text) => return Some(None),
-                ("unknown" | "info" | "stateset" | "gaugehistogram", OpenMetrics, _) => as_it_is,
+                ("unknown" | "info" | "stateset" | "gaugehistogram", OpenMetrics, _) => unchanged,
                 _ => return None,
             },
-            _ => as_it_is,
-        };
-        Some(Some(shown))
+            _ => unchanged,
+        })
     }
 
     fn hides(&self, name: &str) -> bool {
-        let mut hidden = self.hidden.iter();
-        hidden.any(|family| name.starts_with(family.start) && name.ends_with(family.end))
+        self.hidden
+            .iter()
+            .any(|family| name.starts_with(family.start) && name.ends_with(family.end))
     }
 }
 
-/// The name in OpenMetrics of a family that may be a counter: without `_total`, unless that is taken.
+/// Returns the OpenMetrics name of a family that may be a counter: without `_total`, unless that is taken.
 fn short_name<'t>(name: &'t str, seen: &Seen) -> &'t str {
-    let short = name.strip_suffix("_total");
-    short
+    name.strip_suffix("_total")
         .filter(|short| !short.is_empty() && !seen.has_type(short))
         .unwrap_or(name)
 }
 
-/// The first word of a text, and what follows it.
-fn word(text: &str) -> (&str, &str) {
+/// Splits a text after its first word, and strips the blanks around it.
+fn split_word(text: &str) -> (&str, &str) {
     let text = text.trim_start_matches(BLANKS);
     let (word, rest) = text.split_once(BLANKS).unwrap_or((text, ""));
     (word, rest.trim_start_matches(BLANKS))

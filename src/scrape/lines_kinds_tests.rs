@@ -1,11 +1,11 @@
-//! Kinds of lines, and what becomes of them.
+//! Tests lines of all kinds.
 //!
-//! The verdicts were compared with those of Prometheus' own parsers (the Go package `model/textparse`, version
-//! 0.316): they read the page that is left of each of these, to its end.
+//! The expected lines were checked with Prometheus' own parsers (the Go package `model/textparse`, version
+//! 0.316), which read the page that is left of each of these lines to its end.
 
 use super::*;
 
-/// What becomes of a line.
+/// The line that a page has in place of another.
 #[derive(Clone, Copy, Debug)]
 enum Becomes {
     Same,

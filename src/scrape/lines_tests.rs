@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::Format::{OpenMetrics, Text};
 use super::*;
 
-/// What was left out of a page: identical series, and malformed lines.
+/// Numbers of the lines left out of a page: identical series, and malformed lines.
 type LeftOut = (u64, u64);
 
 /// Merges pages that come one after the other, in chunks of so many bytes.
@@ -40,7 +40,7 @@ fn merged_in(
     (merged, left_out)
 }
 
-/// The same, whatever the chunks.
+/// Merges pages in chunks of several sizes, which must not differ.
 fn merged(pages: &[(Format, &[u8])], to: Format, is_whole: bool) -> (String, LeftOut) {
     let whole = merged_in(usize::MAX, pages, to, is_whole);
     for size in [1, 7] {

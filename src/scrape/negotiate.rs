@@ -1,58 +1,27 @@
-//! Which format is asked of Envoy and of the application, and which format and coding the answer has.
+//! Chooses the headers of requests to Envoy and to the application, and reads the codings of pages.
 //!
-//! The members of the scraper's `Accept` that are for text or OpenMetrics are passed on as they came.
-//! Protobuf is never asked for: pages of it cannot be joined.
+//! The members of the scraper's `Accept` that are for text or OpenMetrics are passed on unchanged. Protobuf
+//! is never requested, because protobuf pages cannot be joined.
 
 use http::header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use super::lines::Format;
-use super::source::Origin;
+use super::format::{Format, OPEN_METRICS, media_type};
 
-/// How long a scrape may take, in seconds.
+/// The scraper's timeout, in seconds.
 pub(super) const TIMEOUT: HeaderName =
     HeaderName::from_static("x-prometheus-scrape-timeout-seconds");
 
-/// The agents that a scrape has passed. Each adds its own value.
+/// The ids of the agents that a scrape has passed. Each agent adds its own.
 pub(super) const SCRAPED_BY: HeaderName = HeaderName::from_static("x-istio-agent-scraped-by");
 
-const OPEN_METRICS: &str = "application/openmetrics-text";
 const TEXT: &str = "text/plain;version=0.0.4";
-/// What `*/*` becomes, which has the lowest weight of those that scrapers send.
+/// Replaces `*/*`, which has the lowest weight of the members that scrapers send.
 const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 
-/// What the page says it is.
-pub(super) const TEXT_PAGE: &str = "text/plain; version=0.0.4; charset=utf-8";
-const OPEN_METRICS_0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
-const OPEN_METRICS_1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
-/// What an application says its page is, in one of these ways.
-pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
-    let text = header.and_then(|header| header.to_str().ok());
-    let text = text.unwrap_or_default();
-    if kind(text) != OPEN_METRICS {
-        TEXT_PAGE
-    } else if text.contains("1.0.0") {
-        OPEN_METRICS_1
-    } else if text.contains("0.0.1") || !text.contains("version") {
-        OPEN_METRICS_0
-    } else {
-        TEXT_PAGE
-    }
-}
-
-impl Format {
-    /// The format of a page that says so.
-    pub(super) fn of(content_type: &str) -> Self {
-        match content_type {
-            TEXT_PAGE => Self::Text,
-            _ => Self::OpenMetrics,
-        }
-    }
-}
-
-/// The headers of a request of the agent `own`: nothing that was meant for us alone.
-pub(super) fn for_source(origin: Origin, headers: &HeaderMap, own: &HeaderValue) -> HeaderMap {
+/// Makes the headers of the agent's request to a source, from those of the scraper's request. Others, such
+/// as credentials, are for the agent alone. `strictest` is the strictest format that the source can write.
+pub(super) fn for_source(strictest: Format, headers: &HeaderMap, id: &HeaderValue) -> HeaderMap {
     let mut passed = HeaderMap::new();
     for name in [USER_AGENT, TIMEOUT] {
         if let Some(value) = headers.get(&name) {
@@ -60,44 +29,42 @@ pub(super) fn for_source(origin: Origin, headers: &HeaderMap, own: &HeaderValue)
         }
     }
     // Two agents that scrape each other are a loop, too.
-    for agent in headers.get_all(SCRAPED_BY).iter().chain([own]) {
+    for agent in headers.get_all(SCRAPED_BY).iter().chain([id]) {
         passed.append(SCRAPED_BY, agent.clone());
     }
-    if let Ok(accept) = HeaderValue::from_str(&accept(origin, headers)) {
+    if let Ok(accept) = HeaderValue::from_str(&accept(strictest, headers)) {
         passed.insert(ACCEPT, accept);
     }
     passed.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     passed
 }
 
-/// What of `Accept` is passed on. Envoy speaks text only.
-fn accept(origin: Origin, headers: &HeaderMap) -> String {
-    let is_application = origin == Origin::Application;
-    let passed = members(headers, ACCEPT).filter_map(|member| match &*kind(member) {
+fn accept(strictest: Format, headers: &HeaderMap) -> String {
+    let is_strict = strictest == Format::OpenMetrics;
+    let passed = list(headers, ACCEPT).filter_map(|member| match &*media_type(member) {
         "text/*" | "text/plain" => Some(member),
         "*" | "*/*" => Some(ANY),
-        OPEN_METRICS if is_application => Some(member),
-        "application/*" if is_application => Some("application/openmetrics-text;version=0.0.1"),
+        OPEN_METRICS if is_strict => Some(member),
+        "application/*" if is_strict => Some("application/openmetrics-text;version=0.0.1"),
         _ => None,
     });
-    let passed = passed.collect::<Vec<_>>();
-    match &passed[..] {
-        [] => TEXT.to_owned(),
-        passed => passed.join(","),
+    let passed = passed.collect::<Vec<_>>().join(",");
+    if passed.is_empty() {
+        return TEXT.to_owned();
     }
+    passed
 }
 
-/// Whether the scraper accepts gzip.
-pub(super) fn takes_gzip(headers: &HeaderMap) -> bool {
-    let mut members = members(headers, ACCEPT_ENCODING);
-    members.any(|member| kind(member) == "gzip" && !member.ends_with("q=0"))
+pub(super) fn accepts_gzip(headers: &HeaderMap) -> bool {
+    list(headers, ACCEPT_ENCODING)
+        .any(|member| media_type(member) == "gzip" && !member.ends_with("q=0"))
 }
 
-/// Whether a page is in gzip. The error is another coding. Other words are ignored, as some servers name
-/// media types and character sets here.
+/// Returns true for a page in gzip. The error is a coding that the agent cannot decode. Other words are
+/// ignored, as some servers name media types and character sets in this header.
 pub(super) fn is_gzip(headers: &HeaderMap) -> Result<bool, String> {
     let mut is_gzip = false;
-    for coding in members(headers, CONTENT_ENCODING).map(kind) {
+    for coding in list(headers, CONTENT_ENCODING).map(media_type) {
         match &*coding {
             "gzip" | "x-gzip" => is_gzip = true,
             "br" | "compress" | "deflate" | "x-compress" | "zstd" => return Err(coding),
@@ -107,17 +74,11 @@ pub(super) fn is_gzip(headers: &HeaderMap) -> Result<bool, String> {
     Ok(is_gzip)
 }
 
-/// The members of a header that is a list.
-fn members(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
+/// Lists the members of a header.
+fn list(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
     let values = headers.get_all(name).into_iter();
     let texts = values.filter_map(|value| value.to_str().ok());
     texts.flat_map(|text| text.split(',')).map(str::trim)
-}
-
-/// What a member or a media type is without its parameters.
-fn kind(member: &str) -> String {
-    let kind = member.split(';').next().unwrap_or_default();
-    kind.trim().to_ascii_lowercase()
 }
 
 #[cfg(test)]
@@ -160,40 +121,12 @@ mod tests {
             ),
             (Some(OM), TEXT, OM),
         ] {
-            let (headers, own) = (headers(ACCEPT, accept), HeaderValue::from(1));
-            assert_eq!(
-                for_source(Origin::Envoy, &headers, &own)[ACCEPT],
-                envoy,
-                "{accept:?}"
-            );
-            assert_eq!(
-                for_source(Origin::Application, &headers, &own)[ACCEPT],
-                application,
-                "{accept:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn a_page_is_what_its_header_says_and_text_otherwise() {
-        for (header, expected) in [
-            (None, TEXT_PAGE),
-            (Some("application/openmetrics-text"), OPEN_METRICS_0),
-            (
-                Some("application/openmetrics-text; version=0.0.1"),
-                OPEN_METRICS_0,
-            ),
-            (
-                Some("Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\""),
-                OPEN_METRICS_1,
-            ),
-            (Some("application/openmetrics-text; version=2"), TEXT_PAGE),
-            (Some("text/plain; version=0.0.4"), TEXT_PAGE),
-            (Some("text/html"), TEXT_PAGE),
-            (Some(""), TEXT_PAGE),
-        ] {
-            let value = header.map(|header| header.parse().expect("a value"));
-            assert_eq!(content_type(value.as_ref()), expected, "{header:?}");
+            let (headers, id) = (headers(ACCEPT, accept), HeaderValue::from(1));
+            for (strictest, expected) in [(Format::Text, envoy), (Format::OpenMetrics, application)]
+            {
+                let passed = for_source(strictest, &headers, &id);
+                assert_eq!(passed[ACCEPT], expected, "{accept:?}");
+            }
         }
     }
 
@@ -239,7 +172,7 @@ mod tests {
             (Some("gzip;q=0"), false),
         ] {
             let headers = headers(ACCEPT_ENCODING, accept);
-            assert_eq!(takes_gzip(&headers), expected, "{accept:?}");
+            assert_eq!(accepts_gzip(&headers), expected, "{accept:?}");
         }
     }
 }

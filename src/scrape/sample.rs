@@ -1,16 +1,16 @@
-//! Reads the sample lines of an exposition page, as Prometheus' parsers do.
+//! Parses the sample lines of an exposition page, as Prometheus' parsers do.
 //!
-//! One difference: a name without braces needs a blank before its value. `disk-0 17` is a wrong name then,
-//! not the value -0 of `disk` at the time 17.
+//! One rule is stricter: a name without braces needs a blank before its value. `disk-0 17` is then an invalid
+//! name, not the value -0 of `disk` at the time 17.
 
 use memchr::memchr2;
 use smallvec::SmallVec;
 
-use super::lines::Format;
+use super::format::Format;
 
 pub(super) const BLANKS: [char; 2] = [' ', '\t'];
 
-/// A sample line, taken apart.
+/// The parts of a sample line.
 #[derive(Debug, Default)]
 pub(super) struct Sample<'a> {
     pub name: &'a str,
@@ -22,16 +22,16 @@ pub(super) struct Sample<'a> {
     pub rest: &'a str,
 }
 
-/// The names of the last sample. Most samples have the same names, which are not checked again.
+/// The names of the last valid sample. Most samples repeat them, and they are not checked again.
 #[derive(Default)]
 pub(super) struct Names {
     pub metric: String,
-    /// The first ones without quotes, each with its `=`.
+    /// The first label names without quotes, each with its `=`.
     labels: Vec<String>,
 }
 
 impl<'a> Sample<'a> {
-    /// Returns None where the line is malformed or a label is there twice.
+    /// Returns None if the line is malformed or repeats a label.
     pub(super) fn parse(line: &'a str, format: Format, names: &mut Names) -> Option<Self> {
         let mut sample = Self::default();
         let after = line.strip_prefix(&names.metric).map(str::as_bytes);
@@ -63,8 +63,8 @@ impl<'a> Sample<'a> {
         let mut are_known = true;
         let mut rest = blanks(inner, format);
         while !rest.starts_with('}') {
-            let name = known.labels.get(self.labels.len());
-            let name = name.filter(|name| rest.starts_with(name.as_str()));
+            let last = known.labels.get(self.labels.len());
+            let name = last.filter(|name| rest.starts_with(name.as_str()));
             are_known &= name.is_some();
             let (label, after) = match name {
                 Some(name) => rest.split_at(name.len() - 1),
@@ -99,8 +99,8 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// Splits a text after the name at its beginning, which loses its quotes. `more` is a character that this
-/// kind of name may have besides the usual ones.
+/// Splits a text after the name at its beginning, whose quotes are removed. Names have ASCII letters, digits,
+/// `_` and `more`.
 pub(super) fn split_name(text: &str, more: char) -> Option<(&str, &str)> {
     let (name, rest) = match text.strip_prefix('"') {
         Some(quoted) => unquote(quoted).filter(|(name, _)| !name.contains('\0'))?,
@@ -109,7 +109,8 @@ pub(super) fn split_name(text: &str, more: char) -> Option<(&str, &str)> {
     (!name.is_empty()).then_some((name, rest))
 }
 
-/// The length of the first line of a text page, in which quotes may have line feeds. None if it has no end.
+/// Returns the length of the first line of a text page, in which quotes may have line feeds. None if it has no
+/// end.
 pub(super) fn line_length(page: &[u8]) -> Option<usize> {
     let (mut is_quoted, mut is_escaped) = (false, false);
     page.iter().position(|byte| {
@@ -120,7 +121,7 @@ pub(super) fn line_length(page: &[u8]) -> Option<usize> {
     })
 }
 
-/// Whether a text is an exemplar, without its `#`. It is written like a sample without a name.
+/// Returns true for an exemplar without its `#`. It is written like a sample without a name.
 fn is_exemplar(text: &str) -> bool {
     let line = format!("exemplar{}", text.strip_prefix(' ').unwrap_or_default());
     let sample = Sample::parse(&line, Format::OpenMetrics, &mut Names::default());
@@ -130,7 +131,7 @@ fn is_exemplar(text: &str) -> bool {
         && are_figures(figures, Format::OpenMetrics)
 }
 
-/// Whether a text is a value, or a value and a time.
+/// Returns true for a value, or a value and a time.
 fn are_figures(text: &str, format: Format) -> bool {
     match (text.strip_prefix(' '), format) {
         (Some(value), _) if is_number(value) => true,
@@ -149,7 +150,8 @@ fn are_figures(text: &str, format: Format) -> bool {
     }
 }
 
-/// Whether Go reads a text as a number. Unlike Rust it refuses NaN with a sign, and numbers too large.
+/// Returns true for a text that Go parses as a number. Unlike Rust, Go refuses NaN with a sign, and numbers that
+/// are too large.
 fn is_number(text: &str) -> bool {
     text.parse().is_ok_and(|number: f64| {
         if number.is_nan() {

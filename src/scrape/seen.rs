@@ -1,42 +1,42 @@
-//! Remembers which families are declared on a page and which series earlier sources have.
+//! Remembers the families that are declared on a page, and the series of earlier sources.
 //!
-//! Both are kept as 64-bit hashes, at most [`MAX_NAMES`] each. Beyond that, a family may be declared again
-//! and a series may be there twice: Prometheus then takes one of its samples.
+//! Both are stored as 64-bit hashes, at most [`MAX_HASHES`] each. Beyond that, a family may be declared again
+//! and a series may appear twice; Prometheus then takes one of its samples.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
 
 use super::sample::Sample;
 
-/// What a hash set of 2^15 places holds.
-const MAX_NAMES: usize = 7 << 12;
+/// The capacity of a hash set with 2^15 slots.
+const MAX_HASHES: usize = 7 << 12;
 
 #[derive(Default)]
 pub(super) struct Seen {
     state: RandomState,
     declared: HashSet<u64>,
-    /// Series of the sources before the present one, and the names of their families and samples.
+    /// Series of the sources before the current one, and the names of their families and samples.
     earlier: HashSet<u64>,
-    /// The same of the present source, if another one follows.
-    present: Vec<u64>,
+    /// Series and names of the current source, if another one follows.
+    current: Vec<u64>,
     is_last: bool,
 }
 
 impl Seen {
-    /// Begins a source. Nothing has to be remembered of the last one.
+    /// Begins a source. The series of the last one need not be remembered.
     pub(super) fn begin(&mut self, is_last: bool) {
-        self.earlier.extend(std::mem::take(&mut self.present));
+        self.earlier.extend(std::mem::take(&mut self.current));
         self.is_last = is_last;
     }
 
     pub(super) fn remembers(&self) -> bool {
-        !self.is_last && self.earlier.len() + self.present.len() < MAX_NAMES
+        !self.is_last && self.earlier.len() + self.current.len() < MAX_HASHES
     }
 
-    /// Notes a HELP, TYPE or UNIT line. False if the page has one for that family.
+    /// Records a HELP, TYPE or UNIT line. Returns false if the page has one for that family.
     pub(super) fn declare(&mut self, keyword: &str, name: &str) -> bool {
         let key = self.state.hash_one((keyword, name));
-        if self.declared.len() < MAX_NAMES {
+        if self.declared.len() < MAX_HASHES {
             self.declared.insert(key)
         } else {
             !self.declared.contains(&key)
@@ -47,21 +47,21 @@ impl Seen {
         self.declared.contains(&self.state.hash_one(("TYPE", name)))
     }
 
-    /// Notes that the present source has a family or samples of a name. True if an earlier one has, too.
-    pub(super) fn name(&mut self, name: &str) -> bool {
-        self.note(self.state.hash_one(name))
+    /// Records the name of a family or sample. Returns true if an earlier source has it, too.
+    pub(super) fn record_name(&mut self, name: &str) -> bool {
+        self.record(self.state.hash_one(name))
     }
 
-    /// Notes a series of the present source. True if an earlier one has it, too.
-    pub(super) fn series(&mut self, sample: &mut Sample<'_>) -> bool {
+    /// Records a series. Returns true if an earlier source has it, too.
+    pub(super) fn record_series(&mut self, sample: &mut Sample<'_>) -> bool {
         sample.labels.sort_unstable();
-        self.note(self.state.hash_one((sample.name, &sample.labels)))
+        self.record(self.state.hash_one((sample.name, &sample.labels)))
     }
 
-    fn note(&mut self, key: u64) -> bool {
+    fn record(&mut self, key: u64) -> bool {
         let is_known = self.earlier.contains(&key);
         if !is_known && self.remembers() {
-            self.present.push(key);
+            self.current.push(key);
         }
         is_known
     }

@@ -1,7 +1,7 @@
-//! One page to merge, from the request to the end of its body.
+//! Reads one page to merge, from the request to the end of its body.
 //!
-//! The beginning of a body can be set aside while another source has its turn; what does not fit stays
-//! in the socket. Gzip is decoded a little at a time.
+//! [`settled`] and [`Source::set_aside`] buffer the beginning of a body while another source has its turn; the
+//! rest waits in the socket. [`Source::poll_chunk`] reads the page. Gzip is decoded a little at a time.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -17,24 +17,24 @@ use http::header::CONTENT_TYPE;
 use http::{Response, StatusCode};
 use tokio::sync::mpsc::Sender;
 
-use super::lines::Format;
-use super::negotiate::{TEXT_PAGE, content_type, is_gzip};
-use super::sent_by;
+use super::format::{Format, TEXT_PAGE, content_type};
+use super::negotiate::is_gzip;
+use super::producer;
 use crate::http_client::{self, Body};
 use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
 
-/// How much encoded data is decoded at a time: it may become a thousand times as much.
-const ENCODED: usize = 512;
-/// How much of what was set aside is taken at a time: it is copied into the page.
-const PORTION: usize = 32 << 10;
-/// Most that is decoded of a page.
+/// The most gzip data that is decoded at a time: it may become a thousand times as much.
+const MAX_ENCODED: usize = 512;
+/// The most that is taken at a time of the bytes that were set aside: they are copied into the page.
+const MAX_PORTION: usize = 32 << 10;
+/// The most that is decoded of a page.
 const MAX_DECODED: u64 = 64 << 20;
 
-/// Why a source is not on the page, or not all of it.
-pub(super) type Failure = (&'static Code, String);
+/// Code and text of the reason why a page has ended early.
+type Failure = (&'static Code, String);
 
-/// Where a part of the page comes from.
+/// The kind of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Origin {
     Envoy,
@@ -48,33 +48,42 @@ impl Origin {
             Self::Application => "application",
         }
     }
+
+    /// Returns the strictest format that the source can write.
+    pub(super) fn format(self) -> Format {
+        match self {
+            Self::Envoy => Format::Text,
+            Self::Application => Format::OpenMetrics,
+        }
+    }
 }
 
-/// A portion of a page, with the type of its content.
+/// Content type and bytes of a part of a page.
 type Part = (&'static str, Bytes);
 
 pub(super) struct Source {
     pub origin: Origin,
-    /// Where the page is, for people.
-    pub address: String,
-    /// None until the head of the answer has arrived.
+    /// Host, port and path of the page, for log lines.
+    address: String,
+    /// None until the head of the response has arrived.
     pub content_type: Option<&'static str>,
-    /// Why the page has ended early.
-    pub failure: Option<Failure>,
+    /// The problem of a page that has ended early.
+    pub failure: Option<Problem>,
     pub has_ended: bool,
     parts: Pin<Box<dyn Stream<Item = Result<Part, Failure>> + Send>>,
     aside: BytesMut,
+    /// The most that is set aside, in bytes.
     room: usize,
 }
 
 impl Source {
-    /// `room` is how much may be set aside, and `limit` how much is read. The query of the path is not
-    /// logged, as it may hold a secret.
+    /// Sets aside up to `room` bytes and reads up to `limit`. The query of the path is not logged, as it may
+    /// hold a secret.
     pub(super) fn new(
         origin: Origin,
         port: u16,
         path: &str,
-        asking: impl Future<Output = Result<Response<Body>, http_client::Error>> + Send + 'static,
+        response: impl Future<Output = Result<Response<Body>, http_client::Error>> + Send + 'static,
         room: usize,
         limit: u64,
     ) -> Self {
@@ -85,51 +94,48 @@ impl Source {
             content_type: None,
             failure: None,
             has_ended: false,
-            parts: Box::pin(sent_by(move |parts| read(asking, limit, parts))),
+            parts: Box::pin(producer::stream(move |parts| read(response, limit, parts))),
             aside: BytesMut::new(),
             room,
         }
     }
 
     pub(super) fn format(&self) -> Format {
-        self.content_type.map_or(Format::Text, Format::of)
+        let format = self.content_type.map(Format::from_content_type);
+        format.unwrap_or_default()
     }
 
-    /// The type of the page. One of several pages is text if it is complete and lacks `# EOF`.
+    /// Returns the content type of the page. One of several pages is text if it is complete and lacks `# EOF`.
     pub(super) fn page_type(&self, is_alone: bool) -> Option<&'static str> {
+        let is_complete = self.has_ended && self.failure.is_none();
         let has_end = self.aside.trim_ascii_end().ends_with(b"# EOF");
-        let is_whole = self.has_ended && self.failure.is_none();
-        let text = self.content_type.map(|_| TEXT_PAGE);
-        text.filter(|_| is_whole && !has_end && !is_alone)
-            .or(self.content_type)
+        if is_complete && !has_end && !is_alone {
+            return self.content_type.and(Some(TEXT_PAGE));
+        }
+        self.content_type
     }
 
-    /// Whether it waits for its turn: all of it is there, or no more can be set aside.
+    /// Returns true if the source waits for its turn: it has ended, or no more of it can be set aside.
     fn is_settled(&self) -> bool {
         self.has_ended || self.aside.len() >= self.room
     }
 
-    /// The order of turns: ended sources come first, then those with more than can be set aside, and of
-    /// these Envoy's page last, as it is the largest: the series of the last one are not remembered.
+    /// Returns the key by which turns are sorted: ended sources come first, then those with more than can be
+    /// set aside. Of these, Envoy's page comes last, as it is the largest, and the series of the last source
+    /// need not be remembered.
     fn turn(&self) -> (bool, bool) {
         let is_full = !self.has_ended;
         (is_full, is_full && self.origin == Origin::Envoy)
     }
 
     pub(super) fn fail(&mut self, code: &'static Code, found: impl ToString) {
-        self.failure = Some((code, found.to_string()));
+        let (origin, address) = (self.origin.name(), &self.address);
+        let subject = format!("failed scraping {origin} metrics from {address}");
+        self.failure = Some(Problem::new(code, subject, found));
         self.has_ended = true;
     }
 
-    /// The problem of a page that has ended early.
-    pub(super) fn problem(&self) -> Option<Problem> {
-        let (code, found) = self.failure.as_ref()?;
-        let (origin, address) = (self.origin.name(), &self.address);
-        let subject = format!("failed scraping {origin} metrics from {address}");
-        Some(Problem::new(code, subject, found))
-    }
-
-    /// Sets aside what there is, as far as there is room.
+    /// Sets aside the bytes that have arrived, up to `room` or a chunk more.
     pub(super) fn set_aside(&mut self, context: &mut Context<'_>) {
         while self.aside.len() < self.room
             && let Poll::Ready(Some(chunk)) = self.poll_read(context)
@@ -138,12 +144,13 @@ impl Source {
         }
     }
 
-    /// The next chunk of the page, what was set aside first. None is its end.
+    /// Returns the next chunk of the page, first of the bytes that were set aside. None is its end.
     pub(super) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
-        match self.aside.len().min(PORTION) {
-            0 => self.poll_read(context),
-            length => Poll::Ready(Some(self.aside.split_to(length).freeze())),
+        if self.aside.is_empty() {
+            return self.poll_read(context);
         }
+        let length = self.aside.len().min(MAX_PORTION);
+        Poll::Ready(Some(self.aside.split_to(length).freeze()))
     }
 
     fn poll_read(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
@@ -163,14 +170,14 @@ impl Source {
     }
 }
 
-/// Sends a page, first an empty part once its head has come.
+/// Sends the parts of a page. The first one is empty, and sent when the head of the response has arrived.
 async fn read(
-    asking: impl Future<Output = Result<Response<Body>, http_client::Error>>,
+    response: impl Future<Output = Result<Response<Body>, http_client::Error>>,
     mut limit: u64,
     parts: Sender<Result<Part, Failure>>,
 ) -> Result<(), Failure> {
     let broken = |error: http_client::Error| (codes::SCRAPE_FAILED, with_causes(&error));
-    let (head, mut body) = asking.await.map_err(broken)?.into_parts();
+    let (head, mut body) = response.await.map_err(broken)?.into_parts();
     if head.status != StatusCode::OK {
         let found = format!("status {}, expected 200", head.status);
         return Err((codes::SCRAPE_FAILED, found));
@@ -184,20 +191,20 @@ async fn read(
         limit = limit.min(MAX_DECODED);
     }
     let content_type = content_type(head.headers.get(CONTENT_TYPE));
-    let mut left = limit;
+    let mut remaining = limit;
     let mut send = async |mut chunk: Bytes| {
-        let is_too_large = chunk.len() as u64 > left;
+        let is_too_large = chunk.len() as u64 > remaining;
         if is_too_large {
-            // Less than the length, which is a size.
-            chunk.truncate(left as usize);
+            // It is less than the length, so it fits into a usize.
+            chunk.truncate(remaining as usize);
         }
-        left -= chunk.len() as u64;
-        // Who receives parts also polls this.
+        remaining -= chunk.len() as u64;
+        // It fails only if the source was dropped, and this future with it.
         let _ = parts.send(Ok((content_type, chunk))).await;
-        match is_too_large {
-            true => Err(invalid(format!("the page is cut off after {limit} bytes"))),
-            false => Ok(()),
+        if is_too_large {
+            return Err(invalid(format!("the page is cut off after {limit} bytes")));
         }
+        Ok(())
     };
     send(Bytes::new()).await?;
     while let Some(chunk) = body.chunk().await.transpose().map_err(broken)? {
@@ -205,7 +212,7 @@ async fn read(
             send(chunk).await?;
             continue;
         };
-        for part in chunk.chunks(ENCODED) {
+        for part in chunk.chunks(MAX_ENCODED) {
             gzip.write_all(part).map_err(not_gzip)?;
             send(mem::take(gzip.get_mut()).into()).await?;
         }
@@ -217,8 +224,7 @@ async fn read(
     Ok(())
 }
 
-/// Sets aside until a source waits for its turn, or `all` do. Returns the place of the one that comes
-/// first.
+/// Sets aside until a source waits for its turn, or `all` do. Returns the index of the one that comes first.
 pub(super) async fn settled(sources: &mut VecDeque<Source>, all: bool) -> Option<usize> {
     poll_fn(|context| {
         for source in &mut *sources {
@@ -226,9 +232,11 @@ pub(super) async fn settled(sources: &mut VecDeque<Source>, all: bool) -> Option
         }
         let settled = (0..sources.len()).filter(|index| sources[*index].is_settled());
         let first = settled.clone().min_by_key(|index| sources[*index].turn());
-        match settled.count() {
-            count if count == sources.len() || count > 0 && !all => Poll::Ready(first),
-            _ => Poll::Pending,
+        let count = settled.count();
+        if count == sources.len() || count > 0 && !all {
+            Poll::Ready(first)
+        } else {
+            Poll::Pending
         }
     })
     .await

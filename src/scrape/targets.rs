@@ -1,6 +1,6 @@
-//! Where the application has its metrics: what the injector wrote down, read and checked.
+//! Parses the injector's list of the application's metrics pages, and checks it.
 //!
-//! A list of targets is followed as it is; without one, port and path stand for a single target.
+//! Without a list of targets, port and path are a single target.
 
 use std::num::NonZero;
 
@@ -9,18 +9,18 @@ use serde::Deserialize;
 use crate::json;
 use crate::request_path::escaped;
 
-/// Ports of Envoy and of the agent: none of them is the application's.
+/// Ports of Envoy and of the agent, which the application cannot use.
 const RESERVED: [u16; 9] = [
     15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090,
 ];
 const DEFAULT_PORT: &str = "80";
 const DEFAULT_PATH: &str = "/metrics";
 
-/// A page of the application, on this machine.
+/// A metrics page of the application, on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     pub port: u16,
-    /// With its query.
+    /// Path and query.
     pub path: String,
 }
 
@@ -42,23 +42,25 @@ struct Entry {
 
 /// Reads `ISTIO_PROMETHEUS_ANNOTATIONS`.
 pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, String> {
-    let failed = |error| {
+    let annotations: Option<Annotations> = json::read(text).map_err(|error| {
         format!("expected a JSON object of scrape, port, path and targets, all text: {error}")
-    };
-    let found: Option<Annotations> = json::read(text).map_err(failed)?;
-    let mut found = found.unwrap_or_default();
-    if found.scrape == "false" {
+    })?;
+    let Annotations {
+        scrape,
+        mut single,
+        mut targets,
+    } = annotations.unwrap_or_default();
+    if scrape == "false" {
         return Ok(Vec::new());
     }
-    let mut targets = found.targets;
     if targets.is_empty() {
-        if found.single.port.is_empty() {
-            found.single.port = DEFAULT_PORT.to_owned();
+        if single.port.is_empty() {
+            single.port = DEFAULT_PORT.to_owned();
         }
-        targets.push(found.single);
+        targets.push(single);
     }
-    let targets = targets.iter();
-    targets.map(|target| check(target, status_port)).collect()
+    let checked = targets.iter().map(|target| check(target, status_port));
+    checked.collect()
 }
 
 fn check(target: &Entry, status_port: u16) -> Result<Target, String> {

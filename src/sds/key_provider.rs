@@ -1,6 +1,6 @@
-//! Private key providers: extensions of Envoy that sign with special hardware.
+//! Configures private key providers: extensions of Envoy that sign with special hardware.
 //!
-//! An Envoy without the extension refuses the secret, unless it may fall back.
+//! An Envoy without the extension rejects the secret, unless it may fall back.
 
 use std::time::Duration;
 
@@ -15,9 +15,9 @@ use prost::Message;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyProvider {
     pub kind: Kind,
-    /// How long Envoy collects work before it hands it to the hardware.
+    /// The time for which Envoy collects work before it gives it to the hardware.
     pub poll_delay: Option<Duration>,
-    /// Whether Envoy may do the work itself where the hardware is missing.
+    /// Lets Envoy do the work itself if the hardware is missing.
     pub fallback: bool,
 }
 
@@ -27,7 +27,7 @@ pub enum Kind {
     Qat,
 }
 
-/// What both extensions are configured with.
+/// The configuration of both extensions.
 #[derive(Clone, PartialEq, Message)]
 struct MethodConfig {
     #[prost(message, optional, tag = "1")]
@@ -59,7 +59,7 @@ impl Kind {
 }
 
 impl KeyProvider {
-    /// Moves the key to where the extension looks for it.
+    /// Moves the key into the extension's configuration.
     pub(super) fn wrap_key(&self, pair: TlsCertificate) -> TlsCertificate {
         let config = MethodConfig {
             private_key: pair.private_key,

@@ -1,4 +1,4 @@
-//! Counters of the secret discovery service, under the names of pilot-agent's xDS server.
+//! Counts events of the secret discovery service, under the names of pilot-agent's xDS server.
 
 use prost::Message;
 
@@ -52,7 +52,8 @@ impl Metrics {
         }
     }
 
-    pub(super) fn received(&self, request: &impl Message) {
+    /// Records the size of a request.
+    pub(super) fn record_size(&self, request: &impl Message) {
         self.largest_request.raise(request.encoded_len() as f64);
     }
 }

@@ -1,7 +1,7 @@
-//! Secret discovery service (SDS) for Envoy on a Unix socket, by SotW streams.
+//! Serves secrets to Envoy (SDS) on a Unix socket, in SotW streams.
 //!
-//! A [`stream::Stream`] does the awaiting for one Envoy stream; [`sotw::StateOfTheWorld`] is the
-//! protocol as a state machine without I/O. The listener has checked which user dials.
+//! A [`stream::Stream`] waits for requests and secrets of one Envoy stream; [`sotw::StateOfTheWorld`] is the
+//! protocol as a state machine without I/O. The listener has checked the user of the client.
 
 pub mod key_provider;
 mod metrics;
@@ -39,32 +39,32 @@ pub use resource::SecretOptions;
 pub(crate) use resource::revocation_problem;
 use stream::Stream;
 
-/// The largest request taken. Envoy's have a few hundred bytes.
+/// The largest accepted request. Envoy's have a few hundred bytes.
 const MAX_REQUEST: usize = 4 * 1024 * 1024;
 
-/// The secrets of which Envoy has refused the last version, by the number of the stream.
+/// The secrets of which Envoy has rejected the last version, by the number of the stream.
 pub type Refusals = Arc<Mutex<BTreeMap<u64, Problem>>>;
 
-/// What is served.
+/// The secrets to serve.
 #[derive(Clone, Debug)]
 pub struct Sources {
-    /// The authority's certificate; None where there is no authority.
+    /// The authority's certificate; None without an authority.
     pub secrets: Option<Secrets>,
     pub files: Files,
-    /// Whether `default` and `ROOTCA` are served, or only names that carry paths of files.
+    /// True to serve `default` and `ROOTCA`, too, and not only names that contain paths of files.
     pub serves_workload: bool,
     pub options: SecretOptions,
     pub refusals: Refusals,
 }
 
-/// The secret discovery service over one set of secrets.
+/// The secret discovery service for one set of secrets.
 #[derive(Clone, Debug)]
 struct Service {
     sources: Arc<Sources>,
     metrics: Metrics,
-    /// Counts streams; each has its number.
+    /// The number of the latest stream.
     streams: Arc<AtomicU64>,
-    /// Counts responses; part of each version.
+    /// The number of responses; part of each version.
     responses: Arc<AtomicU64>,
 }
 
@@ -85,9 +85,10 @@ pub fn serve(
         responses: Arc::default(),
     };
     async move {
-        let what = match service.sources.serves_workload {
-            true => "workload certificates",
-            false => "file certificates only",
+        let what = if service.sources.serves_workload {
+            "workload certificates"
+        } else {
+            "file certificates only"
         };
         tracing::info!(target: "sds", "Starting SDS grpc server");
         tracing::info!(

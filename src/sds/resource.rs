@@ -1,4 +1,4 @@
-//! Secrets as Envoy's Secret resources.
+//! Encodes secrets as Envoy's `Secret` resources, and reads certificate revocation lists (CRL).
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -26,10 +26,10 @@ use crate::trust_anchors::MAX_PEM;
 pub(super) const TYPE_URL: &str =
     "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
 
-/// What resources carry beside keys, certificates and roots.
+/// Options of resources in addition to keys, certificates and roots.
 #[derive(Clone, Debug, Default)]
 pub struct SecretOptions {
-    /// The extension of Envoy that works with private keys.
+    /// The extension of Envoy that signs with private keys.
     pub key_provider: Option<KeyProvider>,
     /// The file of the certificate revocation list (CRL) of the workload's own roots.
     pub crl: Option<PathBuf>,
@@ -44,7 +44,7 @@ pub(super) struct Resource<'a> {
     pub(super) crl: Option<DataSource>,
 }
 
-/// Reads a CRL file. Envoy reads PEM in it itself, and is given PEM where it cannot read the file.
+/// Reads a CRL file. Envoy gets the file's name if it can read the file itself, and PEM otherwise.
 pub(super) async fn read_crl(path: &Path) -> Option<DataSource> {
     let file = DataSource {
         specifier: Some(Specifier::Filename(path.to_string_lossy().into())),
@@ -64,11 +64,11 @@ pub(super) async fn read_crl(path: &Path) -> Option<DataSource> {
     })
 }
 
-/// The problem of a CRL file for Envoy, which needs a valid list of every issuer in a peer's chain. Peers have
-/// the issuers of the workload's own chain. Blocks.
+/// Reports a CRL file that lacks a valid list of an issuer: Envoy needs one of every issuer in a peer's chain.
+/// Peers have the issuers of the workload's own chain. Blocks.
 pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
     let file = regular_file::read(path, MAX_PEM).ok()?;
-    // istiod's file is empty until an operator configures a list.
+    // The file from istiod is empty until an operator configures a list.
     if file.trim_ascii().is_empty() {
         return None;
     }
@@ -107,13 +107,13 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
 }
 
 impl Resource<'_> {
-    /// Tells two states of a secret apart by their public part.
+    /// Returns the public part, which differs between two versions of a secret.
     pub(super) fn version(&self) -> (Bytes, Option<DataSource>) {
         let pem = match &self.secret {
-            Secret::Certificate(certificate) => certificate.chain_pem(),
-            Secret::Roots(roots) => roots.pem(),
+            Secret::Certificate(certificate) => certificate.chain_pem().clone(),
+            Secret::Roots(roots) => roots.pem().clone(),
         };
-        (pem.clone(), self.crl.clone())
+        (pem, self.crl.clone())
     }
 
     pub(super) fn encode(&self, name: &Name) -> Any {

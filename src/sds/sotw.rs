@@ -1,9 +1,8 @@
-//! State-of-the-world (SotW) protocol: each request lists all names, and answers the response with its
-//! nonce.
+//! Implements the state-of-the-world (SotW) protocol as a state machine without I/O.
 //!
-//! A state machine without I/O. A secret is due when it was not sent since it was asked for, or when it
-//! differs from the one sent last: pushes that wait for Envoy fall together. A secret that cannot be had
-//! delays no other; SotW has no way to report it.
+//! Each request lists all names, and acknowledges or rejects the response with its nonce. A secret is due
+//! if it has not been sent since it was requested, or if it differs from the one sent last, so pushes that
+//! wait for Envoy are merged. A missing secret does not delay others; SotW cannot report it.
 
 use std::collections::{BTreeMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,27 +17,27 @@ use super::resource::{Resource, TYPE_URL};
 use crate::problem::{Problem, codes};
 use crate::secrets::name::{Name, escaped};
 
-/// The most names one stream may ask for, and the most unknown ones it may ask for in its life.
+/// The most names of one request, and the most unknown names of one stream.
 const MAX_NAMES: usize = 10_000;
 
-/// How many bytes of Envoy's reason for a NACK are logged.
+/// The number of bytes of Envoy's reason for a NACK that are logged.
 const MAX_REASON: usize = 1024;
 
-/// The type of a leading request that asks for nothing, as some xDS clients send it.
+/// The type of a leading request without names, which some xDS clients send.
 const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
-/// What makes one response different from the others.
+/// Version and nonce of a response.
 #[derive(Debug)]
 pub(super) struct ResponseId {
     pub(super) version: String,
     pub(super) nonce: String,
 }
 
-/// Looks up the resource of a name; None if it cannot be had now.
+/// Looks up the resource of a name; None if it does not exist now.
 pub(super) type Lookup<'a> = dyn Fn(&Name) -> Option<Resource<'a>> + 'a;
 
-/// What was sent of a name since it was asked for: the public part, so that no key is held, and the CRL
-/// beside it.
+/// The resource sent last since its name was requested. Its public part is stored, so that no key is held,
+/// and its CRL.
 type Sent = Option<(Bytes, Option<DataSource>)>;
 
 /// The protocol state of one stream.
@@ -46,16 +45,16 @@ type Sent = Option<(Bytes, Option<DataSource>)>;
 pub(super) struct StateOfTheWorld {
     pub(super) id: u64,
     pub(super) metrics: Metrics,
-    /// Whether `default` and `ROOTCA` are served on this socket.
+    /// True if `default` and `ROOTCA` are served on this socket.
     serves_workload: bool,
-    /// Whether a request has named the node.
+    /// True once a request has named the node.
     has_node: bool,
     names: BTreeMap<Name, Sent>,
     /// Hashes of the unknown names that were logged.
     unknown: HashSet<u64>,
     /// The nonce of the latest response.
     nonce: Option<String>,
-    /// Whether Envoy has a version of the secret. Its streams ask for one each.
+    /// True once Envoy has a version of the secret. Each of its streams requests one secret.
     has_version: bool,
 }
 
@@ -81,7 +80,7 @@ impl StateOfTheWorld {
 
     /// Applies a request of Envoy. An error is the status to end the stream with.
     pub(super) fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        if self.is_skipped(request)? || !self.subscribes(request) {
+        if self.skips(request)? || !self.process_ack(request) {
             return Ok(());
         }
         let texts = &request.resource_names;
@@ -91,7 +90,7 @@ impl StateOfTheWorld {
                 texts.len()
             )));
         }
-        // Without a nonce Envoy starts over: all it names is due again.
+        // Without a nonce Envoy starts over: all requested names are due again.
         let mut before = std::mem::take(&mut self.names);
         if request.response_nonce.is_empty() {
             before.clear();
@@ -106,47 +105,45 @@ impl StateOfTheWorld {
                 Err(problem) => unserved.push((text, problem)),
             }
         }
-        // Unknown names alone end the stream.
-        match unserved.first() {
-            Some((_, problem)) if self.names.is_empty() => {
-                Err(Status::invalid_argument(problem.to_string()))
-            }
-            _ => self.report(&unserved),
+        // Without any served name the stream ends.
+        if self.names.is_empty()
+            && let Some((_, problem)) = unserved.first()
+        {
+            return Err(Status::invalid_argument(problem.to_string()));
         }
+        self.report_unserved(&unserved)
     }
 
-    /// All names asked for.
+    /// Returns all requested names.
     pub(super) fn names(&self) -> impl Iterator<Item = &Name> {
         self.names.keys()
     }
 
-    /// The names of which the client has nothing yet.
-    pub(super) fn unanswered(&self) -> impl Iterator<Item = &Name> {
+    /// Returns the names of which nothing has been sent yet.
+    pub(super) fn unsent(&self) -> impl Iterator<Item = &Name> {
         let names = self.names.iter();
         names.filter_map(|(name, sent)| sent.is_none().then_some(name))
     }
 
-    /// The response that is due, if any; it counts as sent. Names just asked for go together, changed
-    /// ones one by one, roots first.
-    pub(super) fn answer(
+    /// Returns the response that is due, if any, and marks it as sent. It has all newly requested names, or
+    /// one changed name, roots first.
+    pub(super) fn next_response(
         &mut self,
         lookup: &Lookup<'_>,
         id: impl FnOnce() -> ResponseId,
     ) -> Option<DiscoveryResponse> {
-        let (mut asked, mut changed) = (Vec::new(), Vec::new());
+        let (mut due, mut changed) = (Vec::new(), None);
         for (name, sent) in &mut self.names {
             match lookup(name) {
-                Some(now) if sent.is_none() => asked.push((name, sent, now)),
-                Some(now) if *sent != Some(now.version()) => changed.push((name, sent, now)),
+                Some(now) if sent.is_none() => due.push((name, sent, now)),
+                Some(now) if changed.is_none() && *sent != Some(now.version()) => {
+                    changed = Some((name, sent, now));
+                }
                 _ => {}
             }
         }
-        let due = match asked.is_empty() {
-            true => changed.into_iter().take(1).collect(),
-            false => asked,
-        };
         if due.is_empty() {
-            return None;
+            due.push(changed?);
         }
         let ResponseId { version, nonce } = id();
         self.nonce = Some(nonce.clone());
@@ -163,8 +160,8 @@ impl StateOfTheWorld {
         })
     }
 
-    /// Whether a request is to be skipped. The first one must name the node, later ones need not.
-    fn is_skipped(&mut self, request: &DiscoveryRequest) -> Result<bool, Status> {
+    /// Returns true for a leading health report, which is skipped. The first other request must name the node.
+    fn skips(&mut self, request: &DiscoveryRequest) -> Result<bool, Status> {
         if self.has_node {
             return Ok(false);
         }
@@ -179,17 +176,17 @@ impl StateOfTheWorld {
         Ok(false)
     }
 
-    /// Whether the names of a request count. NACKs, unsubscriptions and answers to an older response
-    /// are dealt with here.
-    fn subscribes(&mut self, request: &DiscoveryRequest) -> bool {
+    /// Processes the nonce and error of a request. Returns true if its names are to be applied, and false for a
+    /// NACK, an unsubscription and an acknowledgement of an older response.
+    fn process_ack(&mut self, request: &DiscoveryRequest) -> bool {
         let (id, nonce) = (self.id, &request.response_nonce);
         // Before the first response, a nonce is one of an earlier stream, and the request subscribes.
         let latest = self.nonce.as_ref().filter(|_| !self.names.is_empty());
-        // Envoy names the version that it has, also if it is of an earlier stream.
+        // The version may come from an earlier stream.
         self.has_version |= !request.version_info.is_empty();
         if let Some(error) = &request.error_detail {
             self.metrics.rejects.inc();
-            self.report_refusal(error.code, &escaped(&error.message, MAX_REASON));
+            self.report_rejection(error.code, &escaped(&error.message, MAX_REASON));
         } else if request.resource_names.is_empty() && request.type_url == TYPE_URL {
             tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id}");
             self.names.clear();
@@ -208,24 +205,24 @@ impl StateOfTheWorld {
     }
 
     /// Logs a NACK. While Envoy has no version of the secret, the pod is not ready.
-    fn report_refusal(&self, code: i32, reason: &str) {
+    fn report_rejection(&self, code: i32, reason: &str) {
         let id = self.id;
         let names = Vec::from_iter(self.names.keys().map(Name::to_string)).join(", ");
         let names = escaped(&names, MAX_REASON);
-        let kind = if self.has_version {
+        let problem_code = if self.has_version {
             codes::SECRET_UPDATE_REFUSED
         } else {
             codes::SECRET_REFUSED
         };
         let found = format!("Envoy refuses it: {reason}");
-        let problem = Problem::new(kind, format!("secret {names}"), found);
+        let problem = Problem::new(problem_code, format!("secret {names}"), found);
         tracing::error!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}; {problem}");
         if !names.is_empty() {
             self.metrics.refusals.lock().insert(id, problem);
         }
     }
 
-    /// The name, or why it is not served on this socket.
+    /// Parses a name. The error says why it is not served on this socket.
     fn parse(&self, text: &str) -> Result<Name, Problem> {
         let name = text.parse()?;
         match name {
@@ -237,8 +234,8 @@ impl StateOfTheWorld {
         }
     }
 
-    /// Logs unserved names with the reason, each once.
-    fn report(&mut self, unserved: &[(&String, Problem)]) -> Result<(), Status> {
+    /// Logs each unserved name once, with the reason.
+    fn report_unserved(&mut self, unserved: &[(&String, Problem)]) -> Result<(), Status> {
         for (text, problem) in unserved {
             let mut hasher = DefaultHasher::new();
             text.hash(&mut hasher);
@@ -255,11 +252,11 @@ impl StateOfTheWorld {
         Ok(())
     }
 
-    /// Logs how the stream ended.
+    /// Logs the end of the stream.
     pub(super) fn report_end(&self, status: &Status) {
         let (id, code, message) = (self.id, status.code(), status.message());
         match code {
-            // How it looks when Envoy goes away.
+            // These are the codes when Envoy closes the stream or exits.
             Code::Cancelled | Code::Unavailable | Code::DeadlineExceeded => {
                 tracing::info!(target: "ads", "ADS: \"\" {id} terminated {code:?}: {message}");
             }

@@ -81,7 +81,7 @@ impl Stream {
         self.0.apply(request)
     }
 
-    fn answer(&mut self, state: &State, nonce: &str) -> Option<DiscoveryResponse> {
+    fn next_response(&mut self, state: &State, nonce: &str) -> Option<DiscoveryResponse> {
         let lookup = |name: &Name| state.secret(name).map(available);
         self.look_up(&lookup, nonce)
     }
@@ -91,7 +91,7 @@ impl Stream {
             version: "now/1".to_owned(),
             nonce: nonce.to_owned(),
         };
-        self.0.answer(lookup, id)
+        self.0.next_response(lookup, id)
     }
 }
 
@@ -110,12 +110,12 @@ const fn available(secret: Served) -> Resource<'static> {
 
 /// The names of the next response, which gets `nonce`; empty when none is due.
 fn sent(stream: &mut Stream, state: &State, nonce: &str) -> Vec<String> {
-    let response = stream.answer(state, nonce);
+    let response = stream.next_response(state, nonce);
     response.as_ref().map(names).unwrap_or_default()
 }
 
 fn is_due(stream: &mut Stream, state: &State) -> bool {
-    stream.answer(state, "due").is_some()
+    stream.next_response(state, "due").is_some()
 }
 
 fn names(response: &DiscoveryResponse) -> Vec<String> {
@@ -261,10 +261,10 @@ async fn a_request_waits_until_there_is_a_secret() {
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
     assert!(!is_due(&mut stream, &nothing));
-    assert_eq!(stream.0.unanswered().count(), 2);
+    assert_eq!(stream.0.unsent().count(), 2);
     let state = signed().await;
     assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
-    assert_eq!(stream.0.unanswered().count(), 0);
+    assert_eq!(stream.0.unsent().count(), 0);
     assert!(!is_due(&mut stream, &nothing), "a withdrawal is not a push");
 }
 
@@ -431,7 +431,7 @@ async fn secrets_have_the_shape_envoy_expects() {
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
-    let response = stream.answer(&state, "n").expect("is due");
+    let response = stream.next_response(&state, "n").expect("is due");
     assert_eq!(response.type_url, TYPE_URL);
     assert_eq!((&*response.version_info, &*response.nonce), ("now/1", "n"));
     let inline = |source: Option<DataSource>| match source.and_then(|s| s.specifier) {

@@ -1,7 +1,7 @@
-//! One SDS stream: requests before pushes, one response at a time, the newest secret whenever Envoy is
+//! Runs one SDS stream: requests before pushes, one response at a time, the newest secret whenever Envoy is
 //! ready for one.
 //!
-//! A stream whose secret is not there yet stays open until it is. The rules of the protocol are in
+//! A stream stays open while its secret does not exist yet. The rules of the protocol are in
 //! [`StateOfTheWorld`].
 
 use std::sync::atomic::Ordering;
@@ -25,11 +25,11 @@ pub(super) struct Stream {
     service: Service,
     secrets: Subscription,
     crl: Option<DataSource>,
-    /// Time and length of the CRL file when it was read, and whether it could be compared with a chain.
+    /// Time and length of the CRL file when it was read, and true if it was compared with a chain.
     crl_stamp: (Option<(SystemTime, u64)>, bool),
 }
 
-/// How often a CRL file is looked at.
+/// The interval at which a CRL file is checked for a change.
 const CRL_POLL: Duration = Duration::from_secs(5);
 
 impl Stream {
@@ -47,10 +47,10 @@ impl Stream {
     }
 
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        self.protocol.metrics.received(request);
+        self.protocol.metrics.record_size(request);
         self.protocol.apply(request)?;
         self.secrets.want(self.protocol.names().cloned().collect());
-        let mut names = self.protocol.unanswered();
+        let mut names = self.protocol.unsent();
         if names.any(|name| matches!(self.secrets.get(name), SecretState::Unsigned))
             && let Some(failure) = self.secrets.failure()
         {
@@ -63,14 +63,14 @@ impl Stream {
         Ok(())
     }
 
-    /// The response that is due, if any.
-    fn answer(&mut self) -> Option<DiscoveryResponse> {
+    /// Returns the response that is due, if any.
+    fn due_response(&mut self) -> Option<DiscoveryResponse> {
         let (sources, crl) = (&self.service.sources, &self.crl);
         let lookup = |name: &Name| {
             Some(Resource {
                 secret: self.secrets.get(name).available()?,
                 options: &sources.options,
-                // A CRL is of one authority: other roots are used without.
+                // The CRL belongs to the workload's own roots. Other roots are used without one.
                 crl: crl.clone().filter(|_| sources.files.are_own_roots(name)),
             })
         };
@@ -82,36 +82,35 @@ impl Stream {
             ),
             nonce: random_uuid(),
         };
-        self.protocol.answer(&lookup, id)
+        self.protocol.next_response(&lookup, id)
     }
 
     /// Waits for the next response that is due.
-    async fn next(&mut self) -> DiscoveryResponse {
+    async fn next_response(&mut self) -> DiscoveryResponse {
         loop {
             let pause = self.read_crl().await;
-            if let Some(response) = self.answer() {
+            if let Some(response) = self.due_response() {
                 return response;
             }
             let _ = tokio::time::timeout(pause, self.secrets.changed()).await;
         }
     }
 
-    /// Reads the CRL if it belongs to a name and its file has changed. Returns how long to wait before the
-    /// next look.
+    /// Reads the CRL if it belongs to a name and its file has changed. Returns the wait before the next check.
     async fn read_crl(&mut self) -> Duration {
         let (mut names, sources) = (self.protocol.names(), &self.service.sources);
-        let has_crl = names.any(|name| sources.files.are_own_roots(name));
+        let has_own_roots = names.any(|name| sources.files.are_own_roots(name));
         let path = sources.options.crl.clone();
-        let Some(path) = path.filter(|_| has_crl) else {
+        let Some(path) = path.filter(|_| has_own_roots) else {
             return Duration::MAX;
         };
-        let found = tokio::fs::metadata(&path).await;
-        let stamp = found.and_then(|file| Ok((file.modified()?, file.len())));
+        let metadata = tokio::fs::metadata(&path).await;
+        let file = metadata.and_then(|file| Ok((file.modified()?, file.len())));
         let chain = match self.secrets.get(&Name::Default) {
             SecretState::Available(Secret::Certificate(own)) => own.chain_pem().clone(),
             _ => Bytes::new(),
         };
-        let stamp = (stamp.ok(), !chain.is_empty());
+        let stamp = (file.ok(), !chain.is_empty());
         if stamp == self.crl_stamp {
             return CRL_POLL;
         }
@@ -124,23 +123,23 @@ impl Stream {
         CRL_POLL
     }
 
-    /// Answers requests. Work is done as Envoy takes responses, so that an unread stream holds no more
-    /// than one.
+    /// Returns the responses to requests. Each is made when Envoy takes the one before it, so an unread stream
+    /// holds one response at most.
     pub(super) fn responses(
         self,
         requests: Streaming<DiscoveryRequest>,
     ) -> impl tokio_stream::Stream<Item = Result<DiscoveryResponse, Status>> + Send {
         futures_util::stream::unfold(Some((self, requests)), |open| async {
             let (mut stream, mut requests) = open?;
-            match stream.respond(&mut requests).await? {
+            match stream.next_result(&mut requests).await? {
                 Ok(response) => Some((Ok(response), Some((stream, requests)))),
                 Err(status) => Some((Err(status), None)),
             }
         })
     }
 
-    /// The next response, or the status the stream ends with; None when Envoy has closed it.
-    async fn respond(
+    /// Returns the next response, or the status the stream ends with; None when Envoy has closed it.
+    async fn next_result(
         &mut self,
         requests: &mut Streaming<DiscoveryRequest>,
     ) -> Option<Result<DiscoveryResponse, Status>> {
@@ -148,7 +147,7 @@ impl Stream {
             let request = tokio::select! {
                 biased;
                 request = requests.message() => request,
-                response = self.next() => return Some(Ok(response)),
+                response = self.next_response() => return Some(Ok(response)),
             };
             let applied = match request {
                 Ok(Some(request)) => self.apply(&request),
@@ -167,7 +166,7 @@ impl Stream {
     }
 }
 
-/// A UUID of version 4. It tells responses apart and is no secret.
+/// Makes a UUID of version 4. It distinguishes responses and does not need to be secret.
 pub(super) fn random_uuid() -> String {
     let bits = fastrand::u128(..) & !(0xf << 76) & !(0b11 << 62) | (0x4 << 76) | (0b10 << 62);
     let hex = format!("{bits:032x}");

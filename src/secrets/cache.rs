@@ -1,9 +1,8 @@
-//! Certificate cache: keeps key and certificate across restarts of the container.
+//! Caches key and certificate across restarts of the container.
 //!
-//! One file holds a line of JSON and the key after it. It is in a directory of the agent's own below
-//! the configured one, which must be in memory: a private key does not belong on a disk. A cached
-//! certificate is used only if no other user can have written it, identity and kind of key are as
-//! configured, and it has not expired.
+//! One file holds a line of JSON and the key after it. It is in a subdirectory of the configured directory,
+//! which must be in memory: a private key does not belong on a disk. A cached certificate is used only if no
+//! other user can have written it, identity and kind of key are as configured, and it has not expired.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -24,9 +23,9 @@ use crate::volume::{Content, is_in_memory};
 const DIRECTORY: &str = Content::Certificate.directory();
 const FILE: &str = "workload.json";
 
-const OTHER: &str = "it is for another identity or another kind of key";
+const MISMATCH: &str = "it is for another identity or another kind of key";
 
-/// Where the workload's certificate is cached, and what it must be like.
+/// The place of the cached certificate, and what it must match.
 #[derive(Clone, Debug)]
 pub(super) struct CertificateCache {
     parent: PathBuf,
@@ -41,6 +40,7 @@ struct Header {
     identity: String,
     kind: String,
     issued: u64,
+    /// The response of the authority.
     answer: Vec<String>,
 }
 
@@ -53,29 +53,29 @@ impl CertificateCache {
         }
     }
 
-    /// The cached certificate, if it can be used, and when it was issued.
+    /// Reads the cached certificate, if it can be used, and when it was issued.
     pub(super) async fn restore(self, now: SystemTime) -> Option<(Workload, SystemTime)> {
         let directory = self.subject();
         let loading = tokio::task::spawn_blocking(move || self.load(now)).await;
-        let found = loading.unwrap_or_else(|error| Err(error.into()));
-        found.unwrap_or_else(|error| {
+        let loaded = loading.unwrap_or_else(|error| Err(error.into()));
+        loaded.unwrap_or_else(|error| {
             let problem = Problem::new(codes::CERTIFICATE_CACHE_UNUSABLE, directory, error);
             tracing::warn!(target: "cache", "{problem}");
             None
         })
     }
 
-    /// Replaces the cached certificate by that of a new answer.
+    /// Replaces the cached certificate by a new one, which `response` contains.
     pub(super) async fn save(
         self,
         workload: Arc<Workload>,
-        answer: Vec<String>,
+        response: Vec<String>,
         issued: SystemTime,
     ) {
         let directory = self.subject();
-        let store = move || self.store(workload.certificate.key_pem(), answer, issued);
-        let storing = tokio::task::spawn_blocking(store).await;
-        if let Err(error) = storing.unwrap_or_else(|error| Err(error.into())) {
+        let store = move || self.store(workload.certificate.key_pem(), response, issued);
+        let stored = tokio::task::spawn_blocking(store).await;
+        if let Err(error) = stored.unwrap_or_else(|error| Err(error.into())) {
             let problem = Problem::new(codes::CERTIFICATE_CACHE_UNWRITABLE, directory, error);
             tracing::error!(target: "cache", "{problem}");
         }
@@ -93,14 +93,14 @@ impl CertificateCache {
             text => text?,
         };
         let mut parts = text.splitn(2, |byte| *byte == b'\n');
-        let header = serde_json::from_slice(parts.next().unwrap_or_default());
-        let header: Header = header.map_err(|error| {
+        let line = parts.next().unwrap_or_default();
+        let header: Header = serde_json::from_slice(line).map_err(|error| {
             format!("{FILE} does not begin with a description of the certificate: {error}")
         })?;
         if header.identity != self.identity.to_string() || header.kind != self.kind {
-            return Err(OTHER.into());
+            return Err(MISMATCH.into());
         }
-        // A key that is not UTF-8 fails as a key.
+        // A key that is not UTF-8 is rejected when it is parsed.
         let key_pem = String::from_utf8_lossy(parts.next().unwrap_or_default());
         let key_pem = Zeroizing::new(key_pem.into_owned());
         let workload = Workload::new(&header.answer, key_pem).map_err(|problem| problem.found)?;
@@ -109,7 +109,7 @@ impl CertificateCache {
             return Err(format!("it expired at {}", rfc3339(end)).into());
         }
         if !workload.certificate.is_issued_to(&self.identity) {
-            return Err(OTHER.into());
+            return Err(MISMATCH.into());
         }
         let issued = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.issued));
         Ok(Some((workload, issued.unwrap_or(now).min(now))))
@@ -118,7 +118,7 @@ impl CertificateCache {
     pub(super) fn store(
         &self,
         key_pem: &[u8],
-        answer: Vec<String>,
+        response: Vec<String>,
         issued: SystemTime,
     ) -> Result<(), BoxError> {
         let directory = Directory::private(&self.parent, DIRECTORY, true)?;
@@ -130,7 +130,7 @@ impl CertificateCache {
             identity: self.identity.to_string(),
             kind: self.kind.clone(),
             issued: since_epoch.unwrap_or_default().as_secs(),
-            answer,
+            answer: response,
         })?;
         let text = Zeroizing::new([&header, &b"\n"[..], key_pem].concat());
         Ok(directory.replace_files(&[(FILE, &text)], 0o600)?)

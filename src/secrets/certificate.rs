@@ -1,8 +1,8 @@
-//! The two kinds of secret: a certificate chain with its private key, and trust anchors.
+//! Checks the authority's response, and makes the secrets of it: a certificate with its key, and roots.
 //!
 //! A [`Certificate`] exists only if every element of the chain is a certificate and the leaf holds
-//! the public half of the key: what Envoy would refuse is never published. The chain is served with its
-//! roots, as pilot-agent does, byte for byte unless Envoy cannot read it. Signatures are not verified.
+//! the public half of the key, so no secret is published that Envoy would reject. The chain is served with
+//! its roots, as pilot-agent does, byte for byte unless Envoy cannot read it. Signatures are not verified.
 //! Keys are overwritten when dropped and left out of debug output.
 
 use std::fmt;
@@ -13,30 +13,31 @@ use bytes::Bytes;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
 
-use super::trust;
+use super::trust::Roots;
 use super::x509::{self, Facts};
 use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
 use crate::pem;
 use crate::problem::{Problem, codes};
 
-const SIGNED: &str = "new certificate";
+/// The subject of problems with a certificate the authority has signed.
+const NEW_CERTIFICATE: &str = "new certificate";
 
-/// A secret as it is served. Clones share it.
+/// A secret as Envoy gets it. Clones share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Secret {
     Certificate(Arc<Certificate>),
     Roots(Roots),
 }
 
-/// One answer of the authority: the workload's certificate and the roots to trust.
+/// One response of the authority: the workload's certificate and the roots to trust.
 #[derive(Debug)]
 pub struct Workload {
     pub certificate: Arc<Certificate>,
     pub roots: Roots,
 }
 
-/// A chain whose leaf matches the key beside it.
+/// A certificate chain and the private key of its leaf.
 #[derive(PartialEq, Eq)]
 pub struct Certificate {
     chain_pem: Bytes,
@@ -44,36 +45,33 @@ pub struct Certificate {
     pub(super) leaf: Facts,
 }
 
-/// Trust anchors as PEM; there is at least one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Roots(Bytes);
-
 impl Workload {
-    /// Checks an answer: PEM elements, the leaf first, the roots last.
-    pub fn new(answer: &[String], mut key_pem: Zeroizing<String>) -> Result<Self, Problem> {
-        let none = String::new();
-        let (roots_pem, chain) = answer.split_last().unwrap_or((&none, &[]));
-        let mut leaves = Vec::new();
-        let elements = chain.iter().enumerate();
-        // pilot-agent joins the elements: empty ones have no effect.
-        for (index, element) in elements.filter(|(_, element)| !element.trim().is_empty()) {
-            let leaf = x509::leaf(element.as_bytes());
-            leaves.push(leaf.map_err(|found| not_certificates(index, found))?);
+    /// Checks the PEM elements of a response: the leaf comes first, the roots last.
+    pub fn new(response: &[String], mut key_pem: Zeroizing<String>) -> Result<Self, Problem> {
+        let empty = String::new();
+        let (roots_pem, chain) = response.split_last().unwrap_or((&empty, &[]));
+        let mut leaf = None;
+        for (index, element) in chain.iter().enumerate() {
+            // pilot-agent joins the elements, so empty ones have no effect.
+            if !element.trim().is_empty() {
+                let first = x509::parse_chain(element.as_bytes());
+                leaf.get_or_insert(first.map_err(|found| not_certificates(index, found))?);
+            }
         }
-        let leaf = leaves.into_iter().next().ok_or_else(|| {
-            let (expected, found) = ("expected a leaf and the roots", answer.len());
+        let leaf = leaf.ok_or_else(|| {
             unusable(format!(
-                "invalid empty CertChain: found {found} elements, {expected}"
+                "invalid empty CertChain: found {} elements, expected a leaf and the roots",
+                response.len()
             ))
         })?;
-        let roots = Roots::merged([roots_pem.as_bytes()]);
-        let missing = || not_certificates(chain.len(), x509::no_certificate(roots_pem.as_bytes()));
-        let roots = roots.ok_or_else(missing)?;
-        // One broken root would have Envoy refuse the chain.
-        let (served, _) = Roots::from_file(roots_pem.as_bytes());
-        let served = served.as_ref().unwrap_or(&roots).pem();
-        // Elements without a line feed at their end are rewritten with one, as Envoy needs it.
-        let chain = [chain.concat().as_bytes(), served].concat();
+        let roots_pem = roots_pem.as_bytes();
+        let roots = Roots::merged([roots_pem])
+            .ok_or_else(|| not_certificates(chain.len(), x509::no_certificate(roots_pem)))?;
+        // Envoy would reject the chain for one broken root.
+        let (readable_roots, _) = Roots::from_file(roots_pem);
+        let readable_roots = readable_roots.as_ref().unwrap_or(&roots);
+        // `Certificate::new` puts a line feed between elements that lack one, because Envoy needs it.
+        let chain = [chain.concat().as_bytes(), readable_roots.pem()].concat();
         let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
         let certificate = Certificate::new(Zeroizing::new(chain), leaf, key_pem);
         Ok(Self {
@@ -93,7 +91,7 @@ fn not_certificates(index: usize, found: String) -> Problem {
 }
 
 impl Certificate {
-    /// `leaf` is that of `chain`, whose elements are checked.
+    /// Joins a checked chain, its parsed leaf and the key. The error says that the key does not match.
     pub(super) fn new(
         chain: Zeroizing<Vec<u8>>,
         leaf: Facts,
@@ -109,7 +107,7 @@ impl Certificate {
         })
     }
 
-    /// Leaf, intermediates and roots.
+    /// Returns leaf, intermediates and roots.
     pub fn chain_pem(&self) -> &Bytes {
         &self.chain_pem
     }
@@ -126,18 +124,24 @@ impl Certificate {
         self.leaf.not_after
     }
 
-    /// Reports a signed certificate that is not for the identity, or not valid. It may be used anyway.
+    /// Returns the problems of a certificate that is not for the identity, or not valid. It may be used
+    /// anyway.
     pub(super) fn problems(&self, identity: &SpiffeId, now: SystemTime) -> Vec<Problem> {
-        let is_foreign = !self.is_issued_to(identity);
-        let foreign = is_foreign.then(|| {
+        let other_identity = (!self.is_issued_to(identity)).then(|| {
             let names = self.leaf.names.join(", ");
             let found = format!("issued to {names}, requested for {identity}");
-            Problem::new(codes::CERTIFICATE_FOR_OTHER_IDENTITY, SIGNED, found)
+            Problem::new(
+                codes::CERTIFICATE_FOR_OTHER_IDENTITY,
+                NEW_CERTIFICATE,
+                found,
+            )
         });
-        foreign.into_iter().chain(self.clock_problem(now)).collect()
+        let problems = other_identity.into_iter();
+        problems.chain(self.clock_problem(now)).collect()
     }
 
-    /// A certificate is signed for now, and withdrawn when it expires: if it is not valid, a clock is wrong.
+    /// Reports a certificate that is not valid now. The authority signs for the present, and an expired
+    /// certificate is withdrawn, so a clock is wrong then.
     pub(crate) fn clock_problem(&self, now: SystemTime) -> Option<Problem> {
         let (what, date) = match (self.leaf.not_before, self.leaf.not_after) {
             (_, end) if end <= now => ("already expired (valid until", end),
@@ -146,54 +150,16 @@ impl Certificate {
         };
         let (date, now) = (rfc3339(date), rfc3339(now));
         let found = format!("{what} {date}, now {now}): this clock or istiod's is wrong");
-        Some(Problem::new(codes::CLOCKS_DIFFER, SIGNED, found))
+        Some(Problem::new(codes::CLOCKS_DIFFER, NEW_CERTIFICATE, found))
     }
 }
 
 impl fmt::Debug for Certificate {
-    /// Everything but the key.
+    /// Leaves out the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Certificate")
             .field("names", &self.leaf.names)
             .field("not_after", &rfc3339(self.not_after()))
             .finish_non_exhaustive()
-    }
-}
-
-impl Roots {
-    /// The certificates of all texts, each once and in order; None if there is none.
-    pub(super) fn merged<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> Option<Self> {
-        let merged = trust::merge(texts);
-        (!merged.is_empty()).then(|| Self(merged.into()))
-    }
-
-    /// The certificates of a file, byte for byte unless Envoy cannot read it, and how many broken ones are
-    /// left out.
-    pub(super) fn from_file(pem: &[u8]) -> (Option<Self>, usize) {
-        let certificates = Vec::from_iter(x509::bundle(pem));
-        let broken = certificates.iter().filter(|der| der.is_none()).count();
-        let mut roots = Vec::from_iter(certificates.into_iter().flatten());
-        if roots.is_empty() {
-            return (None, broken);
-        }
-        let is_in_order = !trust::put_usable_first(&mut roots);
-        if is_in_order && pem::plain_blocks(pem) == Some(roots.len()) {
-            return (Some(Self(Bytes::copy_from_slice(pem))), broken);
-        }
-        (Some(Self(x509::text(roots).into())), broken)
-    }
-
-    /// These and the others.
-    pub(super) fn with(&self, others: &Self) -> Self {
-        Self(trust::merge([&*self.0, &*others.0]).into())
-    }
-
-    pub fn pem(&self) -> &Bytes {
-        &self.0
-    }
-
-    #[cfg(test)]
-    pub(crate) fn unchecked(text: &'static str) -> Self {
-        Self(Bytes::from_static(text.as_bytes()))
     }
 }

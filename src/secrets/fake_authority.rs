@@ -259,9 +259,10 @@ impl PublicKeyData for PublicKey {
     }
 
     fn algorithm(&self) -> &'static SignatureAlgorithm {
-        match self.is_rsa {
-            true => &PKCS_RSA_SHA256,
-            false => &PKCS_ECDSA_P256_SHA256,
+        if self.is_rsa {
+            &PKCS_RSA_SHA256
+        } else {
+            &PKCS_ECDSA_P256_SHA256
         }
     }
 }

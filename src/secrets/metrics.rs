@@ -1,4 +1,4 @@
-//! Counters of certificate requests, and the dates of the latest certificate as gauges.
+//! Counts certificate requests, and shows the dates of the latest certificate as gauges.
 //!
 //! Gauges are computed when the metrics page is written. They stay once the certificate has expired:
 //! the time to its expiry is negative then.
@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use super::Secrets;
 use super::observe::Dates;
+use super::schedule::signed_seconds;
 use crate::metrics::{Counter, Kind, Registry};
 
 /// The counters of certificate requests.
@@ -27,7 +28,7 @@ const GAUGES: [(&str, &str, Value); 5] = [
         "istio_agent_cert_expiry_seconds",
         "The time remaining, in seconds, before the certificate chain will expire. A negative \
          value indicates the cert is expired.",
-        |dates, now| seconds(dates.not_after, now),
+        |dates, now| signed_seconds(dates.not_after, now),
     ),
     (
         "istio_agent_cert_not_before_timestamp_seconds",
@@ -78,27 +79,28 @@ impl Metrics {
         }
     }
 
-    pub(super) fn requested(&self, is_retry: bool) {
+    pub(super) fn count_request(&self, is_retry: bool) {
         self.requests.inc();
         if is_retry {
             self.retries.inc();
         }
     }
 
-    pub(super) fn answered(&self, after: Duration, is_success: bool) {
-        let milliseconds = u64::try_from(after.as_millis()).unwrap_or(u64::MAX);
-        self.latency.add(milliseconds);
+    pub(super) fn count_response(&self, after: Duration, is_success: bool) {
+        self.latency
+            .add(u64::try_from(after.as_millis()).unwrap_or(u64::MAX));
         if !is_success {
             self.failures.inc();
         }
     }
 }
 
-/// Registers gauges of the certificate's dates.
-pub(super) fn publish(secrets: &Secrets, registry: &Registry) {
+/// Registers the gauges of the certificate's dates.
+pub(super) fn register_gauges(secrets: &Secrets, registry: &Registry) {
     for (name, help, value) in GAUGES {
         let (state, clock) = (secrets.state.clone(), secrets.clock.clone());
         registry.computed(name, help, Kind::Gauge, &["resource_name"], move |series| {
+            // Copied, so that the state is not locked while the page is written.
             let dates = state.borrow().dates;
             if let Some(dates) = dates {
                 series(&["default"], value(&dates, clock.now()));
@@ -108,13 +110,5 @@ pub(super) fn publish(secrets: &Secrets, registry: &Registry) {
 }
 
 fn unix(time: SystemTime) -> f64 {
-    seconds(time, SystemTime::UNIX_EPOCH)
-}
-
-/// From `start` to `end`, negative if that is the earlier.
-pub(super) fn seconds(end: SystemTime, start: SystemTime) -> f64 {
-    match end.duration_since(start) {
-        Ok(left) => left.as_secs_f64(),
-        Err(error) => -error.duration().as_secs_f64(),
-    }
+    signed_seconds(time, SystemTime::UNIX_EPOCH)
 }

@@ -1,10 +1,10 @@
-//! Secret manager: the workload's certificate and roots, and secrets from files.
+//! Manages the workload's certificate and roots, and secrets from files.
 //!
-//! One task has a certificate signed at once and renews it before expiry. It publishes each outcome
-//! on a watch, which [`Secrets`] reads. The last good certificate stays published until a new one is
-//! signed or until it expires. The mesh's trust bundle ([`Secrets::set_mesh_bundle`]) joins the
-//! authority's roots. [`files`] are the other source, a [`Subscription`] reads both, and [`output`]
-//! writes both to a directory.
+//! One task requests a certificate at once and renews it before expiry. It publishes each outcome on a
+//! watch, which [`Secrets`] reads. The last good certificate stays published until a new one is signed or
+//! until it expires. The mesh's trust bundle ([`Secrets::set_mesh_bundle`]) is merged with the authority's
+//! roots. [`files`] is the other source, a [`Subscription`] reads both, and [`output`] writes both to a
+//! directory.
 
 mod cache;
 pub mod certificate;
@@ -39,32 +39,33 @@ use crate::metrics::Registry;
 use crate::problem::{self, Problem, codes};
 use crate::volume::{Content, Volume};
 use cache::CertificateCache;
-pub use certificate::{Roots, Secret};
+pub use certificate::Secret;
 pub use files::{SecretState, Subscription};
 use metrics::Metrics;
 use name::Name;
 use observe::{Dates, Snapshot};
 use renewal::Renewal;
 use trust::MeshBundle;
+pub use trust::Roots;
 pub(crate) use x509::{Facts, MAX_NAMES};
 
-/// What to have signed, and when to renew it.
+/// The certificate to request, and when to renew it.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub identity: SpiffeId,
     pub key_type: KeyType,
-    /// Whether an authority that refuses `key_type` is asked for RSA instead.
+    /// Requests RSA from an authority that rejects `key_type`.
     pub falls_back_to_rsa: bool,
     pub encoding: Encoding,
-    /// The lifetime to ask for.
+    /// The requested lifetime.
     pub ttl: Duration,
-    /// The part of its lifetime a certificate has left when it is renewed, 0 to 1.
+    /// The part of its lifetime that is left when a certificate is renewed, 0 to 1.
     pub grace_ratio: f64,
-    /// How far each renewal moves `grace_ratio` at random, either way.
+    /// The amount by which each renewal moves `grace_ratio` at random, in either direction.
     pub grace_jitter: f64,
-    /// Bounds of the pause between two renewals, a tenth of the lifetime, that no ratio can shorten.
+    /// Bounds of the shortest pause between two renewals, which is a tenth of the lifetime.
     pub least_pause: RangeInclusive<Duration>,
-    /// What renewals are spread by, such as the name of the pod.
+    /// A text that differs between agents, such as the name of the pod. It spreads renewals.
     pub spread_by: String,
     /// A directory in memory that holds key and certificate across restarts.
     pub cache: Option<Volume>,
@@ -72,7 +73,7 @@ pub struct Config {
 
 pub const WORKLOAD: &str = "workload certificate";
 
-/// The bounds an authority can live with.
+/// Bounds that do not overload an authority.
 pub const MIN_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
 
 /// Reads the latest secrets. Each clone waits for changes on its own.
@@ -83,34 +84,35 @@ pub struct Secrets {
     clock: Clock,
 }
 
-/// What the authority has signed, at one moment.
+/// The workload's secrets at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct State {
-    /// None before the first answer.
+    /// None before the first certificate.
     pub workload: Option<Arc<certificate::Workload>>,
-    /// For a moment newer than `workload`: changed roots are published first.
+    /// Newer than `workload` for a moment, because changed roots are published first.
     pub roots: Option<Roots>,
     /// The dates of the latest certificate, also once it has expired.
     pub dates: Option<Dates>,
-    /// Why the latest attempt failed; None after a success.
+    /// The failure of the latest attempt; None after a success.
     pub failure: Option<Failure>,
 }
 
-/// A failed attempt and what happens next.
+/// A failed attempt, those before it, and the next one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Failure {
     #[serde(flatten, serialize_with = "problem::error")]
     pub problem: Problem,
-    /// How many attempts in a row have failed, and since when.
+    /// The number of consecutive failures.
     pub failures: u32,
+    /// The moment of the first of them.
     #[serde(skip)]
     pub since: SystemTime,
     #[serde(serialize_with = "in_utc")]
     pub next_attempt: SystemTime,
 }
 
-/// Returns the handle and the task that renews until it is dropped. It asks for the first certificate
-/// as soon as it runs, whether or not a client subscribes.
+/// Returns the handle and the task that renews until it is dropped. The task requests the first certificate
+/// as soon as it runs, even without a subscriber.
 pub fn new<C: Ca>(
     config: Config,
     ca: C,
@@ -118,16 +120,15 @@ pub fn new<C: Ca>(
     registry: &Registry,
 ) -> (Secrets, impl Future<Output = ()> + Send + use<C>) {
     let (state, published) = watch::channel(State::default());
-    let mesh = MeshBundle::default();
     let secrets = Secrets {
         state: published,
-        mesh,
+        mesh: MeshBundle::default(),
         clock: clock.clone(),
     };
-    metrics::publish(&secrets, registry);
-    let cache = config.cache.as_ref();
-    let cache = cache.filter(|volume| volume.is_used(Content::Certificate));
-    let cache = cache.map(|volume| {
+    metrics::register_gauges(&secrets, registry);
+    let volume = config.cache.as_ref();
+    let usable = volume.filter(|volume| volume.is_used(Content::Certificate));
+    let cache = usable.map(|volume| {
         let kind = format!("{:?} {:?}", config.key_type, config.encoding);
         CertificateCache::new(&volume.directory, &config.identity, kind)
     });
@@ -146,20 +147,18 @@ pub fn new<C: Ca>(
 }
 
 impl State {
-    /// When the certificate is to be withdrawn. Never if it had expired when it came: there was no other.
+    /// Returns when the certificate is to be withdrawn. It stays if it had expired when it was issued, because
+    /// there was no other.
     fn expiry(&self) -> Option<SystemTime> {
         let not_after = self.workload.as_ref()?.certificate.not_after();
-        let dates = self.dates?;
-        (dates.issued < not_after).then_some(not_after)
+        (self.dates?.issued < not_after).then_some(not_after)
     }
 
-    /// The workload's own secrets; None for other names, and before there is one.
+    /// Returns a secret of the workload; None for other names, and before there is one.
     pub fn secret(&self, name: &Name) -> Option<Secret> {
+        let workload = self.workload.as_ref();
         match name {
-            Name::Default => {
-                let workload = self.workload.as_ref()?;
-                Some(Secret::Certificate(workload.certificate.clone()))
-            }
+            Name::Default => workload.map(|it| Secret::Certificate(it.certificate.clone())),
             Name::RootCa => self.roots.clone().map(Secret::Roots),
             Name::SystemRoots | Name::FileRoot(_) | Name::FileCert { .. } => None,
         }
@@ -167,26 +166,23 @@ impl State {
 }
 
 impl Secrets {
-    /// The state, without a certificate that has expired. Its roots stay: peers still prove themselves
-    /// with them.
+    /// Returns the state, without a certificate that has expired. Its roots stay, because peers are still
+    /// verified with them.
     pub fn latest(&self) -> State {
-        let mut state = self.state.borrow().clone();
-        if state
-            .expiry()
-            .is_some_and(|expiry| expiry <= self.clock.now())
-        {
+        let (mut state, now) = (self.state.borrow().clone(), self.clock.now());
+        if state.expiry().is_some_and(|expiry| expiry <= now) {
             state.workload = None;
         }
         state
     }
 
-    /// Replaces the mesh's trust bundle, PEM; an empty one is none.
+    /// Replaces the mesh's trust bundle, PEM; an empty text removes it.
     pub fn set_mesh_bundle(&self, bundle: &str) -> Result<(), Problem> {
         self.mesh.replace(bundle).map(drop)
     }
 
-    /// Why the latest attempt brought no certificate, or that none has ended yet. That the last certificate
-    /// has expired is worse.
+    /// Returns the problem of the latest attempt, or that the first one has not ended. If the certificate has
+    /// expired, the problem says so first.
     pub fn problem(&self) -> Option<Problem> {
         let state = self.latest();
         let Some(failure) = state.failure else {
@@ -205,13 +201,13 @@ impl Secrets {
         Some(problem)
     }
 
-    /// For the debug page.
+    /// Describes the secrets for the debug page.
     pub fn snapshot(&self) -> Snapshot {
         observe::snapshot(&self.latest(), self.clock.now())
     }
 
-    /// Returns when there is a state this handle has not returned for yet. Once the renewal task is
-    /// dropped it never returns: the last state stays in force.
+    /// Waits for a state that this handle has not reported yet. Waits forever once the renewal task is dropped,
+    /// because the last state stays in force.
     pub async fn changed(&mut self) {
         if self.state.changed().await.is_err() {
             std::future::pending().await

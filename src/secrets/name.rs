@@ -1,14 +1,14 @@
-//! Resource names of secrets, parsed.
+//! Parses the resource names of secrets.
 //!
-//! A string becomes a [`Name`] or is refused; no name falls back to the workload's key, and each name is
-//! written in one way only. The order of the variants is the order of delivery: roots reach Envoy before
-//! a certificate they have signed.
+//! A string becomes a [`Name`] or is rejected; no name falls back to the workload's key, and each name has
+//! one spelling only. The order of the variants is the order of delivery: roots reach Envoy before a
+//! certificate they have signed.
 
 use std::fmt;
 
 use crate::problem::{Problem, codes};
 
-/// What Envoy may ask for.
+/// The resource name of a secret that Envoy may request.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Name {
     /// `ROOTCA`: the trust anchors of the mesh.
@@ -33,7 +33,7 @@ const FILE_CERT: &str = "file-cert:";
 /// The word that stands for a path in `file-root:system`.
 const SYSTEM: &str = "system";
 
-/// How many bytes of a foreign name appear in a message.
+/// The number of bytes of an unknown name that appear in a message.
 const MAX_SHOWN: usize = 256;
 
 /// The longest path the kernel takes, without its terminating zero.
@@ -58,7 +58,7 @@ impl std::str::FromStr for Name {
         let name = match text {
             ROOT_CA => Some(Self::RootCa),
             DEFAULT => Some(Self::Default),
-            _ => file(text),
+            _ => parse_file_name(text),
         };
         name.ok_or_else(|| {
             const KNOWN: &str = "default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>";
@@ -68,34 +68,34 @@ impl std::str::FromStr for Name {
     }
 }
 
-/// Parses the names that carry paths.
-fn file(text: &str) -> Option<Name> {
+/// Parses the names that contain paths.
+fn parse_file_name(text: &str) -> Option<Name> {
     if let Some(path) = text.strip_prefix(FILE_ROOT) {
         return match path {
             SYSTEM => Some(Name::SystemRoots),
-            _ => Some(Name::FileRoot(checked_path(path)?.to_owned())),
+            _ => parse_path(path).map(Name::FileRoot),
         };
     }
     let (chain, key) = text.strip_prefix(FILE_CERT)?.split_once('~')?;
     Some(Name::FileCert {
-        chain: checked_path(chain)?.to_owned(),
-        key: checked_path(key)?.to_owned(),
+        chain: parse_path(chain)?,
+        key: parse_path(key)?,
     })
 }
 
-/// The path, if it can be one. A tilde separates paths, so none holds it; control characters would
-/// break a line of the log.
-fn checked_path(text: &str) -> Option<&str> {
+/// Returns the path, if it can be one. A tilde separates paths, so none contains it; control characters
+/// would break a line of the log.
+fn parse_path(text: &str) -> Option<String> {
     let fits = (1..=MAX_PATH).contains(&text.len());
-    let odd = |c: char| c == '~' || c.is_control();
-    (fits && !text.contains(odd)).then_some(text)
+    let is_forbidden = |c: char| c == '~' || c.is_control();
+    (fits && !text.contains(is_forbidden)).then(|| text.to_owned())
 }
 
-/// `text` fit for one line of a log: control characters escaped, at most `longest` bytes of it.
-pub(crate) fn escaped(text: &str, longest: usize) -> String {
+/// Escapes control characters for one line of a log, and cuts the text at `limit` bytes.
+pub(crate) fn escaped(text: &str, limit: usize) -> String {
     let mut shown = String::new();
     for piece in text.chars().map(char::escape_debug) {
-        if shown.len() + piece.clone().map(char::len_utf8).sum::<usize>() > longest {
+        if shown.len() + piece.clone().map(char::len_utf8).sum::<usize>() > limit {
             shown.push('…');
             break;
         }

@@ -1,14 +1,14 @@
-//! The workload's secrets as the debug page shows them, without keys.
+//! Describes the workload's secrets for the debug page, without keys.
 //!
-//! It is made from the published state when the page is asked for.
+//! The description is made from the published state when the page is requested.
 
 use std::time::SystemTime;
 
 use rustls::pki_types::CertificateDer;
 use serde::Serialize;
 
-use super::metrics::seconds;
 use super::name::{DEFAULT, ROOT_CA};
+use super::schedule::signed_seconds;
 use super::x509;
 use super::{Failure, State};
 use crate::clock::rfc3339;
@@ -21,18 +21,18 @@ const MAX_CERTIFICATES: usize = 100;
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
     pub secrets: Vec<Secret>,
-    /// Why the latest attempt brought no certificate.
+    /// The failure of the latest attempt; None after a success.
     pub problem: Option<Failure>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Secret {
     pub name: &'static str,
-    /// Whether Envoy gets it on request.
+    /// True if there is a secret, which Envoy gets on request.
     pub served: bool,
     pub renewed_at: Option<String>,
     pub next_renewal: Option<String>,
-    /// As served: the leaf first.
+    /// In the order in which Envoy gets them: the leaf first.
     pub certificates: Vec<Certificate>,
 }
 
@@ -54,7 +54,7 @@ pub struct Dates {
     pub not_after: SystemTime,
     /// When it was taken into use.
     pub issued: SystemTime,
-    /// When the next one is asked for.
+    /// When the next one is requested.
     pub due: SystemTime,
 }
 
@@ -74,7 +74,7 @@ pub(super) fn snapshot(state: &State, now: SystemTime) -> Snapshot {
     }
 }
 
-/// The certificates of a chain or bundle; broken ones are left out.
+/// Describes the certificates of a chain or bundle; broken ones are left out.
 fn certificates(pem: &[u8], now: SystemTime) -> Vec<Certificate> {
     pem::items::<CertificateDer>(pem)
         .flatten()
@@ -87,7 +87,7 @@ fn certificate(der: &[u8], now: SystemTime) -> Option<Certificate> {
     let certificate = x509::parse(der).ok()?;
     let validity = certificate.validity();
     let not_after = validity.not_after.to_datetime().into();
-    let mut spiffe_ids = x509::names(&certificate);
+    let mut spiffe_ids = x509::alternative_names(&certificate);
     spiffe_ids.retain(|uri| uri.starts_with("spiffe://"));
     Some(Certificate {
         serial: certificate.raw_serial_as_string(),
@@ -95,6 +95,6 @@ fn certificate(der: &[u8], now: SystemTime) -> Option<Certificate> {
         spiffe_ids,
         not_before: rfc3339(validity.not_before.to_datetime().into()),
         not_after: rfc3339(not_after),
-        remaining_seconds: seconds(not_after, now),
+        remaining_seconds: signed_seconds(not_after, now),
     })
 }

@@ -1,8 +1,8 @@
 //! Renews the workload's certificate.
 //!
-//! The task has a certificate signed, publishes it, and waits for the calendar moment of the renewal;
-//! after a suspend or a clock set forward that is at once. Failures are retried through the whole
-//! remaining lifetime. Another future publishes the mesh's trust bundle.
+//! The task requests a certificate, publishes it, and waits for the calendar moment of the renewal;
+//! after a suspend or a clock set forward it renews at once. Failures are retried until the certificate
+//! ends, and after that. Another future publishes the mesh's trust bundle.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -16,23 +16,42 @@ use super::cache::CertificateCache;
 use super::certificate::Workload;
 use super::metrics::Metrics;
 use super::observe::Dates;
-use super::schedule::{self, Retries};
-use super::trust::{Bundle, MeshBundle};
-use super::{Config, Failure, Roots, State};
+use super::schedule::{self, Retries, time_left};
+use super::trust::{Bundle, MeshBundle, Roots};
+use super::{Config, Failure, State};
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError, csr};
 use crate::clock::Clock;
 use crate::duration::rounded;
 use crate::problem::{Problem, codes, sentence};
 
-/// Why an attempt brought no certificate, with the error of the request if that has failed.
-type IssueError = (Problem, Option<SignError>);
+/// Why an attempt brought no certificate.
+struct IssueError {
+    problem: Problem,
+    /// The error of the request to the authority, if it has failed.
+    request: Option<SignError>,
+}
+
+impl From<Problem> for IssueError {
+    fn from(problem: Problem) -> Self {
+        let request = None;
+        Self { problem, request }
+    }
+}
+
+impl From<SignError> for IssueError {
+    fn from(error: SignError) -> Self {
+        let problem = error.problem.clone();
+        let request = Some(error);
+        Self { problem, request }
+    }
+}
 
 /// Limit of one request to the authority, far above the limit of its client.
 const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 
-/// So many failures with the code INTERNAL in a row are taken for a refusal.
-const PERSISTENT: u32 = 3;
+/// After this many consecutive failures with the code INTERNAL, the key type is assumed to be rejected.
+const MAX_INTERNAL_ERRORS: u32 = 3;
 
 /// How long changed roots are published before the certificate they signed, so that the pod's Envoys
 /// have them when the certificate arrives.
@@ -40,7 +59,7 @@ const ROOTS_AHEAD: Duration = Duration::from_secs(1);
 
 pub(super) struct Renewal<C> {
     pub(super) config: Config,
-    /// The configured one, or RSA if the authority has refused that.
+    /// The configured key type, or RSA if the authority has rejected it.
     pub(super) key_type: Mutex<KeyType>,
     pub(super) ca: C,
     pub(super) clock: Clock,
@@ -60,14 +79,14 @@ impl<C: Ca> Renewal<C> {
         let mut retries = Retries::default();
         let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
-            let is_first = mesh.borrow_and_update().roots.is_none();
-            self.wait_for_renewal(due, &mut mesh, is_first).await;
+            let awaits_first = mesh.borrow_and_update().roots.is_none();
+            self.wait_for_renewal(due, &mut mesh, awaits_first).await;
         }
         loop {
-            // The authority may not know of what comes while it answers.
-            let is_first = mesh.borrow_and_update().roots.is_none();
+            // Before the request, because the authority may not know a bundle that comes during it.
+            let awaits_first = mesh.borrow_and_update().roots.is_none();
             match self.issue(retries.failures > 0).await {
-                Ok((workload, answer)) => {
+                Ok((workload, response)) => {
                     let (workload, issued) = (Arc::new(workload), self.clock.now());
                     // A certificate without any lifetime left is renewed with backoff.
                     let pause = if workload.certificate.not_after() > issued {
@@ -76,42 +95,32 @@ impl<C: Ca> Renewal<C> {
                     } else {
                         retries.next_wait(true, Some(Duration::MAX))
                     };
-                    let due = self.adopt(workload.clone(), issued, pause).await;
+                    let due = self.publish(workload.clone(), issued, pause).await;
                     if let Some(cache) = self.cache.clone() {
-                        cache.save(workload, answer, issued).await;
+                        cache.save(workload, response, issued).await;
                     }
-                    self.wait_for_renewal(due, &mut mesh, is_first).await;
+                    self.wait_for_renewal(due, &mut mesh, awaits_first).await;
                 }
-                Err((problem, error)) => {
-                    let may_pass = error.as_ref().is_some_and(|error| !error.is_lasting());
-                    let mut wait = retries.next_wait(may_pass, self.remaining());
-                    let next_key = self.next_key(error.as_ref(), retries.failures);
-                    if !next_key.is_empty() && *self.key_type.lock() != self.config.key_type {
-                        wait = schedule::MIN_WAIT;
-                    }
-                    self.report((problem, error), (retries.failures, wait), next_key);
-                    self.clock.sleep_until_due(self.clock.after(wait)).await;
-                }
+                Err(error) => self.wait_after(error, &mut retries).await,
             }
         }
     }
 
-    /// Waits until the renewal is due. Another trust bundle of the mesh (not the first) brings it
-    /// forward to a random moment.
+    /// Waits until the renewal is due. A change of the mesh's trust bundle brings it forward to a random
+    /// moment, except for the first bundle if the certificate `awaits_first`: it is as new as that.
     async fn wait_for_renewal(
         &self,
         mut due: SystemTime,
         mesh: &mut watch::Receiver<Bundle>,
-        mut is_first: bool,
+        mut awaits_first: bool,
     ) {
         loop {
             tokio::select! {
                 () = self.clock.sleep_until_due(due) => break,
-                // Not an error: this task holds the bundle.
+                // The sender is not dropped before this task, which holds it.
                 _ = mesh.changed() => {
-                    // The certificate is as new as the first bundle.
-                    if !std::mem::take(&mut is_first) {
-                        due = due.min(self.clock.after(self.spread()));
+                    if !std::mem::take(&mut awaits_first) {
+                        due = due.min(self.clock.after(self.bundle_delay()));
                     }
                 }
             }
@@ -119,9 +128,9 @@ impl<C: Ca> Renewal<C> {
         tracing::debug!(target: "cache", "rotating certificate");
     }
 
-    fn spread(&self) -> Duration {
-        let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
-        let wait = schedule::spread(self.remaining().unwrap_or_default(), drawn);
+    /// Draws and logs the delay of the renewal after a change of the mesh's trust bundle.
+    fn bundle_delay(&self) -> Duration {
+        let wait = schedule::spread(self.remaining().unwrap_or_default(), self.random());
         let within = rounded(wait);
         tracing::info!(
             target: "cache",
@@ -130,28 +139,48 @@ impl<C: Ca> Renewal<C> {
         wait
     }
 
+    /// Reports a failure, and waits until the next attempt is due.
+    async fn wait_after(&self, error: IssueError, retries: &mut Retries) {
+        let request = error.request.as_ref();
+        let is_transient = request.is_some_and(|error| !error.is_lasting());
+        let mut wait = retries.next_wait(is_transient, self.remaining());
+        let next_key = self.switch_key_type(request, retries.failures);
+        if !next_key.is_empty() && *self.key_type.lock() != self.config.key_type {
+            wait = schedule::MIN_WAIT;
+        }
+        self.report(error, retries.failures, wait, next_key);
+        self.clock.sleep_until_due(self.clock.after(wait)).await;
+    }
+
+    /// Draws a number from 0 to 1, which spreads the agents of a mesh.
+    fn random(&self) -> f64 {
+        schedule::shifted(&self.config.spread_by, fastrand::f64())
+    }
+
     /// Publishes a cached certificate. Returns when it is to be renewed.
     async fn restore(&self) -> Option<SystemTime> {
         let now = self.clock.now();
         let (workload, issued) = self.cache.clone()?.restore(now).await?;
-        let ttl = left(workload.certificate.not_after(), now);
+        let ttl = time_left(workload.certificate.not_after(), now);
         tracing::info!(target: "cache", ?ttl, "using the cached workload certificate");
-        Some(self.adopt(Arc::new(workload), issued, Duration::ZERO).await)
+        let publishing = self.publish(Arc::new(workload), issued, Duration::ZERO);
+        Some(publishing.await)
     }
 
     /// Publishes a certificate, and returns when it is to be renewed, not before `pause` is over. Changed
-    /// roots are published before it, together with the ones they replace: an Envoy's roots then vouch for
-    /// its certificate, whichever of the two certificates it holds.
-    async fn adopt(
+    /// roots are published before it, together with the roots they replace: Envoy can then verify the old
+    /// and the new certificate.
+    async fn publish(
         &self,
         workload: Arc<Workload>,
         issued: SystemTime,
         pause: Duration,
     ) -> SystemTime {
-        let due = self.renewal_time(&workload, issued);
-        let due = due.max(self.clock.after(pause));
+        let due = self
+            .renewal_time(&workload, issued)
+            .max(self.clock.after(pause));
         *self.authority_roots.lock() = Some(workload.roots.clone());
-        if let Some(both) = self.both_roots() {
+        if let Some(both) = self.old_and_new_roots() {
             tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
             self.state.send_if_modified(|state| {
                 let is_new = state.roots.as_ref() != Some(&both);
@@ -175,8 +204,8 @@ impl<C: Ca> Renewal<C> {
         due
     }
 
-    /// Makes one attempt and returns the answer beside what is in it. Each attempt has a new key, so
-    /// that no key outlives its certificate.
+    /// Requests a certificate once. Returns it with the response that contains it. Each attempt has a new
+    /// key, so that no key outlives its certificate.
     async fn issue(&self, is_retry: bool) -> Result<(Workload, Vec<String>), IssueError> {
         let started = Instant::now();
         let (key_type, encoding) = (*self.key_type.lock(), self.config.encoding);
@@ -184,17 +213,16 @@ impl<C: Ca> Renewal<C> {
         let generating = move || csr::generate(key_type, encoding, &identity);
         let request = tokio::task::spawn_blocking(generating).await;
         let request = request.map_err(no_key)?.map_err(no_key)?;
-        let answer = self.sign(&request.csr_pem, is_retry).await;
-        let answer = answer.map_err(|error| (error.problem.clone(), Some(error)))?;
+        let response = self.sign(&request.csr_pem, is_retry).await?;
         let now = self.clock.now();
-        let workload = Workload::new(&answer, request.key_pem).map_err(|it| (it, None))?;
+        let workload = Workload::new(&response, request.key_pem)?;
         let certificate = &workload.certificate;
-        // With none in hand an expired one is better: the clock may be ahead.
+        // Without a current certificate an expired one is better than none: this clock may be ahead.
         if self.remaining().is_some()
             && certificate.not_after() <= now
             && let Some(problem) = certificate.clock_problem(now)
         {
-            return Err((problem.consequence("the last one stays in use"), None));
+            return Err(problem.consequence("the last one stays in use").into());
         }
         for problem in certificate.problems(&self.config.identity, now) {
             tracing::warn!(target: "cache", "{problem}");
@@ -203,18 +231,18 @@ impl<C: Ca> Renewal<C> {
             target: "cache",
             resourceName = "default",
             latency = ?started.elapsed(),
-            ttl = ?left(workload.certificate.not_after(), now),
+            ttl = ?time_left(certificate.not_after(), now),
             "generated new workload certificate"
         );
-        Ok((workload, answer))
+        Ok((workload, response))
     }
 
     async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, SignError> {
-        self.metrics.requested(is_retry);
+        self.metrics.count_request(is_retry);
         let started = Instant::now();
-        let signed = self.ca.sign(csr_pem, self.config.ttl);
-        let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
-            Ok(answer) => answer,
+        let signing = self.ca.sign(csr_pem, self.config.ttl);
+        let response = match tokio::time::timeout(SIGNING_LIMIT, signing).await {
+            Ok(response) => response,
             Err(_) => {
                 let message = format!("no answer within {}", rounded(SIGNING_LIMIT));
                 let (code, subject) = (codes::CERTIFICATE_REQUEST_FAILED, "certificate request");
@@ -225,22 +253,25 @@ impl<C: Ca> Renewal<C> {
                 })
             }
         };
-        self.metrics.answered(started.elapsed(), answer.is_ok());
-        answer
+        let is_success = response.is_ok();
+        self.metrics.count_response(started.elapsed(), is_success);
+        response
     }
 
-    /// Changes to RSA if the authority may have refused an ECDSA key that no setting asks for, and back
-    /// if it refuses RSA as well. Returns a text for the log, empty without a change.
-    fn next_key(&self, error: Option<&SignError>, failures: u32) -> &'static str {
+    /// Switches to RSA if the authority may have rejected an ECDSA key that no setting requests, and back
+    /// if it rejects RSA as well. Returns a text for the log, empty without a change.
+    fn switch_key_type(&self, error: Option<&SignError>, failures: u32) -> &'static str {
         let mut key_type = self.key_type.lock();
         let is_rsa = *key_type != self.config.key_type;
-        let is_refused = match error.map(|error| error.code) {
+        let is_rejected = match error.map(|error| error.code) {
             Some(Code::InvalidArgument | Code::FailedPrecondition | Code::Unimplemented) => true,
-            // Some authorities answer with this code whatever their signer says.
-            Some(Code::Internal) => is_rsa || failures % (PERSISTENT + 1) == PERSISTENT,
+            // Some authorities return this code for every error of their signer.
+            Some(Code::Internal) => {
+                is_rsa || failures % (MAX_INTERNAL_ERRORS + 1) == MAX_INTERNAL_ERRORS
+            }
             _ => false,
         };
-        if !is_refused || !self.config.falls_back_to_rsa {
+        if !is_rejected || !self.config.falls_back_to_rsa {
             return "";
         }
         if is_rsa {
@@ -251,44 +282,38 @@ impl<C: Ca> Renewal<C> {
         " with an RSA 2048 key, because ECC_SIGNATURE_ALGORITHM is not set"
     }
 
-    /// For a certificate taken into use at `issued`.
+    /// Computes when a certificate that was taken into use at `issued` is to be renewed.
     fn renewal_time(&self, workload: &Workload, issued: SystemTime) -> SystemTime {
-        let Config {
-            grace_ratio,
-            grace_jitter,
-            ref least_pause,
-            ..
-        } = self.config;
-        let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
-        let ratio = schedule::varied(grace_ratio, grace_jitter, drawn * 2.0 - 1.0);
+        let config = &self.config;
+        let ratio = schedule::jittered(config.grace_ratio, config.grace_jitter, self.random());
         let mut not_after = workload.certificate.not_after();
         if not_after <= issued {
-            // By its own clock the certificate is new, or the authority is wrong and may mend soon.
-            let life = left(not_after, workload.certificate.leaf.not_before);
-            let end = issued.checked_add(life.min(schedule::MAX_DOUBTFUL));
+            // This clock may be ahead, or the authority's is wrong and may be corrected soon.
+            let lifetime = time_left(not_after, workload.certificate.leaf.not_before);
+            let end = issued.checked_add(lifetime.min(schedule::MAX_ASSUMED_LIFETIME));
             not_after = end.unwrap_or(issued);
         }
-        let due = schedule::renewal_time(issued, not_after, ratio, least_pause);
-        let wait = left(due, self.clock.now());
+        let due = schedule::renewal_time(issued, not_after, ratio, &config.least_pause);
+        let wait = time_left(due, self.clock.now());
         tracing::debug!(target: "cache", "scheduled certificate for rotation in {wait:?}");
         due
     }
 
-    /// The authority's roots with the mesh's. None before the authority's first answer: with the mesh's
-    /// alone Envoy would refuse its own peers.
+    /// Merges the roots of the authority and of the mesh. Returns None before the authority's first response:
+    /// with the roots of the mesh alone Envoy would reject its own peers.
     fn merged_roots(&self) -> Option<Roots> {
         let authority = self.authority_roots.lock().clone()?;
         Some(match self.mesh.latest() {
-            Some(mesh) => authority.with(&mesh),
+            Some(mesh) => authority.union(&mesh),
             None => authority,
         })
     }
 
-    /// The roots published and the roots to be published, if they differ.
-    fn both_roots(&self) -> Option<Roots> {
+    /// Merges the published roots and the next ones, if they differ.
+    fn old_and_new_roots(&self) -> Option<Roots> {
         let published = self.state.borrow().roots.clone()?;
         let merged = self.merged_roots().filter(|merged| *merged != published)?;
-        Some(merged.with(&published))
+        Some(merged.union(&published))
     }
 
     /// Publishes each trust bundle of the mesh.
@@ -311,16 +336,18 @@ impl<C: Ca> Renewal<C> {
         }
     }
 
-    /// The remaining lifetime of the published certificate; None if it has ended.
+    /// Returns the remaining lifetime of the published certificate; None if it has ended.
     fn remaining(&self) -> Option<Duration> {
         let state = self.state.borrow();
         let certificate = &state.workload.as_ref()?.certificate;
-        let left = left(certificate.not_after(), self.clock.now());
+        let left = time_left(certificate.not_after(), self.clock.now());
         (!left.is_zero()).then_some(left)
     }
 
-    /// Logs a failure, and its repetitions at growing intervals: a line of pilot-agent and one of ours.
-    fn report(&self, (problem, error): IssueError, (failures, wait): (u32, Duration), key: &str) {
+    /// Publishes a failure and logs it: pilot-agent's line and one of this agent. Repetitions are logged at
+    /// growing intervals.
+    fn report(&self, error: IssueError, failures: u32, wait: Duration, next_key: &str) {
+        let IssueError { problem, request } = error;
         let last = self.state.borrow().failure.clone();
         let is_new = last.as_ref().is_none_or(|last| last.problem != problem);
         if is_new || failures.is_power_of_two() {
@@ -328,24 +355,27 @@ impl<C: Ca> Renewal<C> {
                 Some(left) => format!("the last certificate is served for {left}"),
                 None => "there is no valid certificate".to_owned(),
             };
-            let next = format!("next attempt in {}{key}; {served}", rounded(wait));
-            let next = format!("failure {failures} in a row, {next}");
-            let text = error.as_ref().map(SignError::to_string);
-            let text = text.unwrap_or_else(|| problem.found.clone());
+            let wait_text = rounded(wait);
+            let follows = format!(
+                "failure {failures} in a row, next attempt in {wait_text}{next_key}; {served}"
+            );
+            let text = request
+                .as_ref()
+                .map_or_else(|| problem.found.clone(), SignError::to_string);
             if self.state.borrow().roots.is_none() {
                 tracing::warn!(
                     target: "sds",
                     "failed to warm certificate: failed to generate workload certificate: {text}"
                 );
-            } else if error.is_some() {
+            } else if request.is_some() {
                 let attempt = failures.saturating_add(1);
                 tracing::warn!(
                     target: "ca",
                     "ca request failed, starting attempt {attempt} in {wait:?}"
                 );
             }
-            let (what, follows) = ("resource:default failed to sign", [&*next, &problem.remedy]);
-            let line = sentence(what, &text, "", follows, problem.code.name);
+            let (what, code) = ("resource:default failed to sign", problem.code.name);
+            let line = sentence(what, &text, "", [&*follows, &problem.remedy], code);
             tracing::error!(target: "cache", "{line}");
         }
         let failure = Failure {
@@ -359,11 +389,7 @@ impl<C: Ca> Renewal<C> {
     }
 }
 
-fn no_key(error: impl std::fmt::Display) -> IssueError {
+fn no_key(error: impl std::fmt::Display) -> Problem {
     let (code, subject) = (codes::CERTIFICATE_KEY_FAILED, "private key and CSR");
-    (Problem::new(code, subject, error), None)
-}
-
-fn left(until: SystemTime, now: SystemTime) -> Duration {
-    until.duration_since(now).unwrap_or_default()
+    Problem::new(code, subject, error)
 }

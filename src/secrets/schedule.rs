@@ -13,66 +13,79 @@ use crate::duration::scaled;
 /// Ceiling of the first wait after a failure.
 const RETRY_BASE: Duration = Duration::from_millis(500);
 
-/// No two attempts are closer than this.
+/// The shortest time between two attempts.
 pub(super) const MIN_WAIT: Duration = Duration::from_millis(100);
 
 /// The longest delay of a renewal after a change of the mesh's trust bundle. It is short because an operator who rotates
 /// roots removes the old root soon after, and a certificate that the old one has signed is then refused.
 const MAX_SPREAD: Duration = Duration::from_secs(30);
 
-/// The life taken for that of a certificate which has expired when it comes, at most.
-pub(super) const MAX_DOUBTFUL: Duration = Duration::from_secs(120);
+/// The longest lifetime assumed for a certificate that has already expired when it is issued.
+pub(super) const MAX_ASSUMED_LIFETIME: Duration = Duration::from_secs(120);
 
-/// Ceiling of the waits while the certificate in hand has long to live.
+/// Ceiling of the waits while the current certificate is valid for long.
 const RETRY_CAP: Duration = Duration::from_secs(60);
 
-/// Ceiling while there is no certificate: Envoy waits for it, so a returning authority is to be noticed
+/// Ceiling of the waits without a certificate: Envoy waits for it, so a returning authority must be noticed
 /// soon.
 const RETRY_CAP_WITHOUT_CERTIFICATE: Duration = Duration::from_secs(5);
 
-/// `ratio` moved by up to `jitter`; `drawn` lies in -1 to 1.
-pub(super) fn varied(ratio: f64, jitter: f64, drawn: f64) -> f64 {
-    (ratio + jitter * drawn).clamp(0.0, 1.0)
+/// Returns the seconds from `start` to `end`, negative if the end is earlier.
+pub(super) fn signed_seconds(end: SystemTime, start: SystemTime) -> f64 {
+    match end.duration_since(start) {
+        Ok(left) => left.as_secs_f64(),
+        Err(error) => -error.duration().as_secs_f64(),
+    }
 }
 
-/// A number from 0 to 1: random, and shifted by a hash of `spread_by`. Clones of one virtual machine
-/// share their random numbers for a while, and still spread.
-pub(super) fn drawn(spread_by: &str, random: f64) -> f64 {
+/// Returns the time from `now` to `end`, zero if the end has passed.
+pub(super) fn time_left(end: SystemTime, now: SystemTime) -> Duration {
+    end.duration_since(now).unwrap_or_default()
+}
+
+/// Moves `ratio` by up to `jitter` in either direction; `random` lies in 0 to 1.
+pub(super) fn jittered(ratio: f64, jitter: f64, random: f64) -> f64 {
+    (ratio + jitter * (random * 2.0 - 1.0)).clamp(0.0, 1.0)
+}
+
+/// Returns a number from 0 to 1: random, and shifted by a hash of `spread_by`. Clones of one virtual
+/// machine share their random numbers for a while, and still spread.
+pub(super) fn shifted(spread_by: &str, random: f64) -> f64 {
     let mut hasher = DefaultHasher::new();
     spread_by.hash(&mut hasher);
-    let own = hasher.finish() as f64 / u64::MAX as f64;
-    (own + random).fract()
+    let shift = hasher.finish() as f64 / u64::MAX as f64;
+    (shift + random).fract()
 }
 
-/// How long to put off a renewal that is due in the whole mesh at the same moment: `drawn` (0 to 1) of
-/// a tenth of what is left.
-pub(super) fn spread(remaining: Duration, drawn: f64) -> Duration {
-    scaled(scaled(remaining, 0.1).min(MAX_SPREAD), drawn)
+/// Returns the delay of a renewal that is due in the whole mesh at the same moment: `random` (0 to 1) times
+/// a tenth of the remaining lifetime, at most [`MAX_SPREAD`].
+pub(super) fn spread(remaining: Duration, random: f64) -> Duration {
+    scaled(scaled(remaining, 0.1).min(MAX_SPREAD), random)
 }
 
-/// When `ratio` of the life between `created` and `not_after` is left.
+/// Returns the moment when `ratio` of the lifetime between `created` and `not_after` is left.
 ///
-/// Never within a tenth of the life, held within `least_pause`, of `created`: a clock ahead of the
-/// authority's, or a ratio of 1, would else have it sign without a pause.
+/// The pause after `created` is at least a tenth of the lifetime, clamped to `least_pause`. Otherwise the
+/// authority would sign without a pause if this clock is ahead of its own, or the ratio is 1.
 pub(super) fn renewal_time(
     created: SystemTime,
     not_after: SystemTime,
     ratio: f64,
     least_pause: &RangeInclusive<Duration>,
 ) -> SystemTime {
-    let life = not_after.duration_since(created).unwrap_or_default();
-    let used = life.as_secs_f64() * (1.0 - ratio);
-    // A ratio that is not a number gives no duration; half of life is the default.
-    let wait = Duration::try_from_secs_f64(used).unwrap_or(scaled(life, 0.5));
-    let floor = scaled(life, 0.1)
+    let lifetime = time_left(not_after, created);
+    let used = lifetime.as_secs_f64() * (1.0 - ratio);
+    // A ratio that is not a number gives no duration; half of the lifetime is the default.
+    let wait = Duration::try_from_secs_f64(used).unwrap_or(scaled(lifetime, 0.5));
+    let floor = scaled(lifetime, 0.1)
         .max(*least_pause.start())
         .min(*least_pause.end());
     let due = created.checked_add(wait.max(floor));
     due.unwrap_or(not_after)
 }
 
-/// The longest wait after a failure, when the certificate in hand has `remaining` to live: the
-/// nearer its end, the more urgent.
+/// Returns the longest wait after a failure, when the current certificate is valid for `remaining`: the
+/// nearer its end, the shorter.
 pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
     remaining.map_or(RETRY_CAP_WITHOUT_CERTIFICATE, |left| {
         scaled(left, 0.1).clamp(RETRY_BASE, RETRY_CAP)
@@ -86,11 +99,15 @@ pub(super) struct Retries {
 }
 
 impl Retries {
-    /// How long to wait after one more failure, with `remaining` of the certificate's life. A failure
-    /// that does not pass by itself is retried at the longest wait.
-    pub(super) fn next_wait(&mut self, may_pass: bool, remaining: Option<Duration>) -> Duration {
+    /// Counts a failure and returns the wait after it, when the certificate is valid for `remaining`. A
+    /// failure that does not pass by itself has the longest wait.
+    pub(super) fn next_wait(
+        &mut self,
+        is_transient: bool,
+        remaining: Option<Duration>,
+    ) -> Duration {
         let cap = retry_cap(remaining);
-        let base = if may_pass { RETRY_BASE } else { cap };
+        let base = if is_transient { RETRY_BASE } else { cap };
         let wait = Backoff::after(self.failures, base, cap).next_wait();
         self.failures = self.failures.saturating_add(1);
         wait.max(MIN_WAIT)
@@ -150,8 +167,8 @@ mod tests {
         ] {
             let day = 24 * HOUR;
             let ends = [
-                delay(varied(ratio, jitter, 1.0), day),
-                delay(varied(ratio, jitter, -1.0), day),
+                delay(jittered(ratio, jitter, 1.0), day),
+                delay(jittered(ratio, jitter, 0.0), day),
             ];
             let floor = Duration::from_secs(5);
             let expected = [earliest, latest].map(|part| scaled(day, part).max(floor));
@@ -164,12 +181,12 @@ mod tests {
 
     #[test]
     fn a_fleet_spreads_whether_or_not_its_random_numbers_differ() {
-        let pods = (0..1000).map(|pod| drawn(&format!("pod-{pod}"), 0.3));
+        let pods = (0..1000).map(|pod| shifted(&format!("pod-{pod}"), 0.3));
         let places: Vec<_> = pods.collect();
         assert!(places.iter().all(|place| (0.0..1.0).contains(place)));
         let early = places.iter().filter(|place| **place < 0.1).count();
         assert!((50..150).contains(&early), "{early}");
-        assert_ne!(drawn("pod", 0.3), drawn("pod", 0.4));
+        assert_ne!(shifted("pod", 0.3), shifted("pod", 0.4));
         assert_eq!(spread(24 * HOUR, 1.0), Duration::from_secs(30));
         assert_eq!(spread(MINUTE, 0.5), Duration::from_secs(3));
     }
@@ -182,8 +199,8 @@ mod tests {
         for random in [clones, fastrand::f64] {
             let mut tenths = [0; 10];
             for pod in 0..1000 {
-                let drawn = drawn(&format!("pod-{pod}"), random());
-                let due = delay(varied(0.5, jitter, drawn * 2.0 - 1.0), day);
+                let random = shifted(&format!("pod-{pod}"), random());
+                let due = delay(jittered(0.5, jitter, random), day);
                 let earliest = scaled(day, 0.5 - jitter);
                 let part = (due - earliest).div_duration_f64(scaled(day, 2.0 * jitter));
                 tenths[(part * 10.0) as usize] += 1;

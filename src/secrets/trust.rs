@@ -1,17 +1,59 @@
-//! Trust bundles: the mesh's, which comes by discovery (PCDS), and how bundles are merged.
+//! Trust anchors of the workload: roots as PEM, how they are merged, and the mesh's trust bundle (PCDS).
 //!
-//! A bundle is kept in one form, each certificate once and in one order: bundles that differ only in
+//! Merged roots have one form, each certificate once and in one order: bundles that differ only in
 //! order are equal, and are not pushed to Envoy again.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
+use bytes::Bytes;
 use tokio::sync::watch;
 
-use super::certificate::Roots;
 use super::x509;
 use crate::pem;
 use crate::problem::{Problem, codes};
+
+/// Trust anchors as PEM; there is at least one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots(Bytes);
+
+impl Roots {
+    /// Merges the certificates of all texts. Returns None if there is none.
+    pub(super) fn merged<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> Option<Self> {
+        let merged = merge(texts);
+        (!merged.is_empty()).then(|| Self(merged.into()))
+    }
+
+    /// Reads the certificates of a file, byte for byte unless Envoy cannot read it. Returns how many broken
+    /// ones are left out, too.
+    pub(super) fn from_file(pem: &[u8]) -> (Option<Self>, usize) {
+        let certificates = Vec::from_iter(x509::certificates(pem));
+        let broken = certificates.iter().filter(|der| der.is_none()).count();
+        let mut roots = Vec::from_iter(certificates.into_iter().flatten());
+        if roots.is_empty() {
+            return (None, broken);
+        }
+        let is_in_order = !put_usable_first(&mut roots);
+        if is_in_order && pem::plain_blocks(pem) == Some(roots.len()) {
+            return (Some(Self(Bytes::copy_from_slice(pem))), broken);
+        }
+        (Some(Self(x509::to_pem(&roots).into())), broken)
+    }
+
+    /// Merges these roots and others.
+    pub(super) fn union(&self, others: &Self) -> Self {
+        Self(merge([&*self.0, &*others.0]).into())
+    }
+
+    pub fn pem(&self) -> &Bytes {
+        &self.0
+    }
+
+    #[cfg(test)]
+    pub(crate) fn unchecked(text: &'static str) -> Self {
+        Self(Bytes::from_static(text.as_bytes()))
+    }
+}
 
 /// The latest trust bundle of the mesh. Clones share it.
 #[derive(Clone, Debug, Default)]
@@ -19,14 +61,14 @@ pub(super) struct MeshBundle(watch::Sender<Bundle>);
 
 #[derive(Debug, Default)]
 pub(super) struct Bundle {
-    /// PEM as istiod sent it. A change of it alone renews certificates, as with pilot-agent: Istio's rotation of roots
-    /// adds a copy of a root to the bundle for this purpose.
+    /// PEM as istiod sent it. A change of this text alone renews certificates, as with pilot-agent: Istio's
+    /// rotation of roots adds a copy of a root to the bundle for this purpose.
     pem: String,
     pub(super) roots: Option<Roots>,
 }
 
 impl MeshBundle {
-    /// Replaces the bundle by another, PEM; an empty one is none. Returns whether it differs.
+    /// Replaces the bundle by another, PEM; an empty text removes it. Returns true if it differs.
     pub(super) fn replace(&self, bundle: &str) -> Result<bool, Problem> {
         let roots = Roots::merged([bundle.as_bytes()]);
         if roots.is_none() && !bundle.trim().is_empty() {
@@ -53,55 +95,56 @@ impl MeshBundle {
     }
 }
 
-/// The certificates of all texts, each once, in order. Broken ones are left out, as one of them would
-/// have Envoy refuse the others with it.
-pub(super) fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
-    let mut roots = BTreeSet::new();
+/// Merges the certificates of all texts into one PEM text, each once and in order. Broken ones are left
+/// out, because Envoy rejects the whole bundle for one broken certificate.
+fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
+    let mut ders = BTreeSet::new();
     for text in texts {
-        for root in x509::bundle(text) {
-            match root {
-                Some(der) => drop(roots.insert(der)),
-                None => left_out("a broken root certificate"),
+        for der in x509::certificates(text) {
+            match der {
+                Some(der) => drop(ders.insert(der)),
+                None => warn_left_out("a broken root certificate"),
             }
         }
-        pem::left_over(text).into_iter().for_each(left_out);
+        pem::left_over(text).into_iter().for_each(warn_left_out);
     }
-    let mut roots = Vec::from_iter(roots);
-    put_usable_first(&mut roots);
-    x509::text(roots).trim_end().to_owned()
+    let mut ders = Vec::from_iter(ders);
+    put_usable_first(&mut ders);
+    x509::to_pem(&ders).trim_end().to_owned()
 }
 
-fn left_out(found: &str) {
+fn warn_left_out(found: &str) {
     let problem = Problem::new(codes::CERTIFICATES_LEFT_OUT, "root certificates", found);
     tracing::warn!(target: "cache", "{problem}");
 }
 
-/// Swaps certificates of one name and key, as Envoy uses the first, even if it has expired: valid ones go
-/// first, then those that expire last. Returns whether any were swapped.
-pub(super) fn put_usable_first(roots: &mut [Vec<u8>]) -> bool {
-    let issues = roots
+/// Swaps certificates with the same name and key: valid ones go first, then those that expire last. Envoy
+/// uses the first of them, even if it has expired. Returns true if any were swapped.
+fn put_usable_first(roots: &mut [Vec<u8>]) -> bool {
+    let ranks = roots
         .iter()
-        .map(|root| x509::issue(root).unwrap_or_default());
-    let (mut issues, mut swapped) = (Vec::from_iter(issues), false);
+        .map(|der| x509::holder_and_rank(der).unwrap_or_default());
+    let (mut ranks, mut swapped) = (Vec::from_iter(ranks), false);
     for place in 0..roots.len() {
-        let same = (place..roots.len()).filter(|at| issues[*at].0 == issues[place].0);
-        let best = same
-            .min_by_key(|at| Reverse(issues[*at].1))
+        let same_holder = (place..roots.len()).filter(|other| ranks[*other].0 == ranks[place].0);
+        let best = same_holder
+            .min_by_key(|other| Reverse(ranks[*other].1))
             .unwrap_or(place);
         swapped |= best != place;
         roots.swap(place, best);
-        issues.swap(place, best);
+        ranks.swap(place, best);
     }
     swapped
 }
 
 #[cfg(test)]
 mod tests {
+    use rcgen::{CertificateParams, KeyPair};
+
     use super::*;
 
     const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
     const END: &str = "-----END CERTIFICATE-----";
-    use rcgen::{CertificateParams, KeyPair};
 
     fn root() -> String {
         let key = KeyPair::generate().unwrap();

@@ -1,6 +1,6 @@
-//! Messages between the two agents of a pod, over a Unix socket of the one that serves.
+//! Exchanges messages between the two agents of a pod, over a Unix socket of the agent that serves.
 //!
-//! Each message is a line of JSON. Members that an agent does not know are ignored; a later version of the protocol
+//! Each message is a line of JSON. Unknown members are ignored. A later version of the protocol
 //! that an older agent cannot follow has another [`VERSION`], which the agents compare first.
 
 use std::collections::BTreeSet;
@@ -23,13 +23,13 @@ use crate::envoy::hot_restart::Lent;
 use crate::envoy::inspect::Serving;
 use crate::lifecycle::BoxError;
 
-/// Of the protocol.
+/// The version of the protocol.
 pub const VERSION: u32 = 1;
-/// How long the other agent may take for one answer.
-pub const ANSWER: Duration = Duration::from_secs(15);
-/// Of one message. It may name thousands of listeners.
+/// The time limit for one answer of the other agent.
+pub const ANSWER_LIMIT: Duration = Duration::from_secs(15);
+/// The largest message, in bytes. It may name thousands of listeners.
 const MAX_MESSAGE: usize = 4 << 20;
-/// More than a status port, DNS over both protocols on some addresses, and the lock.
+/// The most descriptors of a message: more than a status port, DNS over both protocols on some addresses, and the lock.
 const MAX_DESCRIPTORS: usize = 64;
 const CHUNK: usize = 64 << 10;
 
@@ -42,9 +42,9 @@ pub enum Message {
     TakeOver,
     /// From a successor: may it start Envoy?
     Begin,
-    /// The answer: it may, and takes over once its Envoy has all of this, if it is known.
+    /// The answer: it may, and takes over once its Envoy has these listeners and secrets, if they are known.
     Go(Lent, Option<Serving>),
-    /// The other agent goes on without this one, and why.
+    /// The other agent ends the handover, for this reason.
     Refused(String),
     /// From a successor: its Envoy is able to serve.
     Ready,
@@ -64,23 +64,22 @@ impl Message {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Hello {
     pub version: u32,
-    /// Of the container.
+    /// The name of the container.
     pub name: String,
     pub build: String,
-    /// Of Envoy, or why it is unknown.
+    /// Envoy's hot restart version, or the reason why it is unknown.
     #[serde(default)]
     pub hot_restart_version: String,
-    /// Where volumes are mounted.
+    /// The mount points of volumes.
     #[serde(default)]
     pub mounts: BTreeSet<String>,
 }
 
 impl Hello {
-    /// Returns why this agent cannot take over from the other one.
+    /// Returns the reason why this agent cannot take over from the other one.
     pub fn hindrance(&self, serving: &Self) -> Option<String> {
-        let expected = &serving.hot_restart_version;
-        if self.hot_restart_version != *expected {
-            let found = &self.hot_restart_version;
+        let (found, expected) = (&self.hot_restart_version, &serving.hot_restart_version);
+        if found != expected {
             return Some(format!(
                 "its Envoy has the hot restart version {found}, expected {expected}"
             ));
@@ -100,11 +99,11 @@ pub struct Channel {
 
 impl Channel {
     pub async fn connect(path: &Path) -> io::Result<Self> {
-        Self::of(UnixStream::connect(path).await?)
+        Self::new(UnixStream::connect(path).await?)
     }
 
-    /// Fails unless the process at the other end is of this user.
-    pub fn of(stream: UnixStream) -> io::Result<Self> {
+    /// Fails unless the process at the other end runs as this user.
+    pub fn new(stream: UnixStream) -> io::Result<Self> {
         let (peer, own) = (stream.peer_cred()?.uid(), rustix::process::geteuid());
         if peer != own.as_raw() {
             let found = format!("the other process is of user {peer}, expected {own:?}");
@@ -136,35 +135,30 @@ impl Channel {
     }
 
     /// Sends descriptors too, of which the other process gets duplicates (unix(7), `SCM_RIGHTS`).
-    pub async fn send_with(&mut self, message: &Message, given: &[OwnedFd]) -> io::Result<()> {
+    pub async fn send_with(&mut self, message: &Message, fds: &[OwnedFd]) -> io::Result<()> {
         let mut line = serde_json::to_vec(message)?;
         line.push(b'\n');
-        let mut left = line.as_slice();
-        let mut given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
-        while !left.is_empty() {
+        let mut unsent = line.as_slice();
+        let mut fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+        while !unsent.is_empty() {
             let send = || {
                 let mut space =
                     [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
                 let mut control = SendAncillaryBuffer::new(&mut space);
-                if !given.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&given)) {
+                if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
                     return Err(io::Error::other("too many descriptors"));
                 }
-                let chunk = [IoSlice::new(left)];
-                Ok(sendmsg(
-                    &self.stream,
-                    &chunk,
-                    &mut control,
-                    SendFlags::NOSIGNAL,
-                )?)
+                let (chunk, flags) = ([IoSlice::new(unsent)], SendFlags::NOSIGNAL);
+                Ok(sendmsg(&self.stream, &chunk, &mut control, flags)?)
             };
             let sent = self.stream.async_io(Interest::WRITABLE, send).await?;
-            given.clear();
-            left = left.get(sent..).unwrap_or_default();
+            fds.clear();
+            unsent = unsent.get(sent..).unwrap_or_default();
         }
         Ok(())
     }
 
-    /// Waits for the next message. May be dropped and called again.
+    /// Waits for the next message. The future may be dropped: a later call continues.
     pub async fn receive(&mut self) -> io::Result<Message> {
         loop {
             if let Some(end) = memchr::memchr(b'\n', &self.received) {
@@ -186,20 +180,21 @@ impl Channel {
         }
     }
 
-    /// Waits for an answer, at most [`ANSWER`]. Fails if it is [`Message::Refused`].
+    /// Waits for an answer, at most [`ANSWER_LIMIT`]. Fails if it is [`Message::Refused`].
     pub async fn answer(&mut self) -> Result<Message, BoxError> {
-        match timeout(ANSWER, self.receive()).await?? {
+        match timeout(ANSWER_LIMIT, self.receive()).await?? {
             Message::Refused(why) => Err(why.into()),
             message => Ok(message),
         }
     }
 
-    /// The descriptors that have come so far.
+    /// Takes the descriptors that have been received so far.
     pub fn take_descriptors(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.descriptors)
     }
 }
 
+/// Reads a chunk and its descriptors. Returns the number of bytes.
 fn read(
     stream: &UnixStream,
     received: &mut Vec<u8>,
@@ -232,7 +227,7 @@ mod tests {
 
     fn pair() -> (Channel, Channel) {
         let (one, other) = UnixStream::pair().unwrap();
-        (Channel::of(one).unwrap(), Channel::of(other).unwrap())
+        (Channel::new(one).unwrap(), Channel::new(other).unwrap())
     }
 
     fn hello(version: u32) -> Hello {

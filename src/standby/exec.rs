@@ -1,4 +1,4 @@
-//! Turns this process into another command of this program.
+//! Replaces this process by another command of this program.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;

@@ -1,9 +1,9 @@
-//! Keeps the Envoy that is to take over from serving until the agent has checked it.
+//! Prevents an Envoy that takes over from serving until the agent has checked it.
 //!
-//! As soon as all listeners of a new Envoy have what they wait for, it serves and tells its parent to drain, which
+//! A new Envoy serves, and orders its parent to drain, as soon as all its listeners are ready; this
 //! cannot be undone. Envoys that take over from another container therefore have one more listener, without a port,
-//! that waits for an extension of this server (`config_discovery` in Envoy's `filter.proto`). The agent sends it once
-//! the Envoy has everything that its parent has.
+//! that waits for an extension from this server (`config_discovery` in Envoy's `filter.proto`). The agent sends it once
+//! the Envoy has all listeners and secrets of its parent.
 
 use std::path::Path;
 use std::pin::Pin;
@@ -27,7 +27,7 @@ use crate::bootstrap::clusters;
 use crate::lifecycle::CancellationToken;
 use crate::unix_socket::Listener;
 
-/// Names the listener, the extension and the cluster.
+/// The name of the listener, the extension and the cluster.
 pub const NAME: &str = "istio-agent-handover";
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 const FILTER: &str = "type.googleapis.com/envoy.extensions.filters.network.echo.v3.Echo";
@@ -39,7 +39,7 @@ pub async fn serve(listener: Listener, open: CancellationToken, shutdown: Cancel
     listener.serve(service, shutdown).await;
 }
 
-/// Adds the listener to the bootstrap override (JSON) of an Envoy that takes over. This server listens on `socket`.
+/// Adds the listener to the bootstrap override (JSON) of an Envoy that takes over. `socket` is the path of this server.
 pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<String> {
     let mut bootstrap: Map<String, Value> = serde_json::from_str(bootstrap.unwrap_or("{}"))?;
     let cluster = clusters::grpc(NAME, socket);
@@ -55,16 +55,15 @@ pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<Stri
     let discovery = json!({ "config_source": source, "type_urls": [FILTER] });
     let listener = json!({
         "name": NAME,
-        // An address for documentation (RFC 5737), to which no connection leads.
+        // An address for documentation (RFC 5737), to which nothing connects.
         "address": { "socket_address": { "address": "192.0.2.1", "port_value": 1 }},
         "bind_to_port": false,
         "filter_chains": [{ "filters": [{ "name": NAME, "config_discovery": discovery }] }],
     });
-    // Protobuf's JSON has two spellings, of which a document may have one.
-    let spelling = ["static_resources", "staticResources"];
-    let is_second = bootstrap.contains_key(spelling[1]);
-    let resources = bootstrap.entry(spelling[usize::from(is_second)]);
-    let resources = resources.or_insert(Value::Null);
+    // Protobuf's JSON has two spellings of a name, and a document must not have both.
+    let is_camel_case = bootstrap.contains_key("staticResources");
+    let name = ["static_resources", "staticResources"][usize::from(is_camel_case)];
+    let resources = bootstrap.entry(name).or_insert(Value::Null);
     // In Protobuf's JSON, null is an unset field.
     if !resources.is_null() && !resources.is_object() {
         return Err(Error::custom("static_resources is not an object"));
@@ -96,7 +95,7 @@ impl ExtensionConfigDiscoveryService for Gate {
             open.await;
             Ok(extension())
         });
-        // The stream ends when Envoy ends it, which would open another one.
+        // The stream ends only when Envoy ends it, because Envoy would open another one.
         let acknowledgments = requests.into_inner().filter_map(async |_| None);
         let responses = stream::select(extension, acknowledgments);
         Ok(Response::new(Box::pin(responses)))
@@ -160,11 +159,8 @@ mod tests {
             let added = add_to(before, Path::new("/gate")).unwrap();
             let added: Value = serde_json::from_str(&added).unwrap();
             let listeners = added.pointer(&format!("{resources}/listeners")).unwrap();
-            let found: Vec<_> = listeners.as_array().unwrap().iter().collect();
-            let found: Vec<_> = found
-                .iter()
-                .map(|it| it["name"].as_str().unwrap())
-                .collect();
+            let found = listeners.as_array().unwrap().iter();
+            let found: Vec<_> = found.map(|it| it["name"].as_str().unwrap()).collect();
             assert_eq!(found, names);
         }
         for invalid in ["[]", "{\"static_resources\":[]}"] {

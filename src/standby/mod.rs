@@ -1,12 +1,12 @@
-//! Two containers of one pod run the agent: one serves, the other waits and takes over.
+//! Coordinates two containers of one pod that run the agent: one serves, the other waits and takes over.
 //!
 //! Both mount [`DIRECTORY`]. The agent that holds a lock on its private subdirectory serves: `pilot-agent proxy`
-//! takes the lock before it does anything else, and becomes `pilot-agent standby` if another process has it. The
-//! kernel releases the lock when the process ends, however it ends. `pilot-agent standby` waits for the lock, and
+//! takes the lock before it does anything else, and becomes `pilot-agent standby` if another process has the lock. The
+//! kernel releases the lock when the process ends for any reason. `pilot-agent standby` waits for the lock, and
 //! then becomes `pilot-agent proxy` with the arguments and the environment that the former holder has [recorded].
 //!
-//! An agent whose build differs from the one that its container ran before asks the agent that serves for its place
-//! instead: see [`channel`]. The lock then passes with the listening sockets.
+//! An agent whose build differs from the build that its container ran before requests a handover from the agent that
+//! serves instead: see [`channel`]. The lock is then passed with the listening sockets.
 //!
 //! [recorded]: record::Record
 
@@ -38,49 +38,50 @@ use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::directory::Directory;
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
+use crate::regular_file::{self, if_exists};
+use crate::version;
 use crate::volume::{Content, Volume};
-use crate::{regular_file, version};
 use channel::{Hello, VERSION};
 use record::{End, Record};
 
 /// The directory in memory that both containers mount.
 pub const DIRECTORY: &str = "./etc/istio/proxy";
-/// Its subdirectory, which only the agents' user has access to.
+/// The subdirectory to which only the agents' user has access.
 const PRIVATE: &str = "istio-agent-standby";
 const SOCKET: &str = "handover";
-/// How long Envoy may take to print its version.
-const TELLS_VERSION: Duration = Duration::from_secs(5);
-/// The longest part of it that is used, in characters.
-const MAX_TOLD: usize = 1000;
-/// Largest record of a build, in bytes.
+/// The time limit for Envoy to print its version.
+const VERSION_LIMIT: Duration = Duration::from_secs(5);
+/// The longest version that is used, in characters.
+const MAX_VERSION: usize = 1000;
+/// The largest record of a build, in bytes.
 const MAX_BUILD: u64 = 16 << 10;
 
-/// What both agents of the pod read and write. Clones share all of it.
+/// The state that the two agents of the pod share, as this agent knows it. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Standby {
     /// The name of this container.
     name: String,
     build: String,
     directory: Arc<Directory>,
-    /// None while another agent has it.
+    /// None while another agent has the lock.
     lock: Arc<Mutex<Option<OwnedFd>>>,
     state: Arc<Mutex<State>>,
     /// Changes when the other agent is to take over.
     order: watch::Sender<()>,
 }
 
-/// What the agent that serves knows about the two.
+/// The two containers, as the agent that serves knows them.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct State {
     /// The container that serves.
     pub serves: String,
     pub build: String,
     pub waits: Option<Waiting>,
-    /// Whether an Envoy of the other container still finishes its connections.
+    /// True while an Envoy of the other container finishes its connections.
     pub former_envoy: bool,
     /// The last handover from this agent.
     pub last: Option<Handover>,
-    /// Since when no other agent is connected.
+    /// The time since which no other agent is connected.
     #[serde(skip)]
     pub alone_since: Option<Instant>,
 }
@@ -90,7 +91,7 @@ pub struct State {
 pub struct Waiting {
     pub name: String,
     pub build: String,
-    /// Why it cannot take over.
+    /// The reason why it cannot take over.
     pub hindrance: Option<String>,
 }
 
@@ -98,7 +99,7 @@ pub struct Waiting {
 pub struct Handover {
     pub to: String,
     pub build: String,
-    /// When it ended.
+    /// The end of the handover.
     #[serde(serialize_with = "in_utc")]
     pub at: SystemTime,
     pub failed: Option<String>,
@@ -108,13 +109,9 @@ impl Standby {
     fn open(environment: &Environment) -> Result<Self, Problem> {
         let name = environment.get(&ISTIO_AGENT_STANDBY);
         if !is_name(&name) {
-            let (subject, expected) = (ISTIO_AGENT_STANDBY.name, "the name of the container");
-            return Err(Problem::value(
-                codes::SETTING_INVALID,
-                subject,
-                &name,
-                expected,
-            ));
+            let (code, subject) = (codes::SETTING_INVALID, ISTIO_AGENT_STANDBY.name);
+            let problem = Problem::value(code, subject, &name, "the name of the container");
+            return Err(problem);
         }
         let parent = Path::new(DIRECTORY);
         let directory = fs::create_dir_all(parent)
@@ -131,12 +128,12 @@ impl Standby {
         })
     }
 
-    /// Takes the lock of an agent that is about to serve and run this Envoy, and records what this process was
-    /// started with.
+    /// Takes the lock for an agent that is about to serve and run this Envoy, and records its arguments and its
+    /// environment.
     ///
-    /// Returns None if the variable is not set, and an agent without the lock if it is to ask the agent that serves for
-    /// its place. Does not return if another agent serves and this container has the same build as before: this process
-    /// becomes `pilot-agent standby`.
+    /// Returns None if the variable is not set, and a standby without the lock if the agent has to request a handover
+    /// from the agent that serves. Does not return if another agent serves and this container has the same build as
+    /// before: this process becomes `pilot-agent standby`.
     pub async fn enter(environment: &Environment, envoy: &Path) -> Result<Option<Self>, BoxError> {
         if environment.get(&ISTIO_AGENT_STANDBY).is_empty() {
             return Ok(None);
@@ -166,23 +163,20 @@ impl Standby {
         Ok(Some(standby))
     }
 
-    /// Whether this container ran another build before.
+    /// Returns true if this container ran another build before.
     fn has_new_build(&self) -> io::Result<bool> {
-        match self.directory.read_private(&build_file(&self.name)) {
-            Ok(before) => Ok(*before != self.build.as_bytes()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(error),
-        }
+        let former = if_exists(self.directory.read_private(&build_file(&self.name)))?;
+        Ok(former.is_some_and(|former| *former != self.build.as_bytes()))
     }
 
-    /// Records the build that this container runs. An empty one makes the next agent of this container take over.
+    /// Records the build that this container runs. After an empty one, the next agent of this container takes over.
     fn record_build(&self, build: &str) -> io::Result<()> {
         let file = build_file(&self.name);
         self.directory
             .replace_files(&[(&file, build.as_bytes())], 0o600)
     }
 
-    /// Records that the agent is about to exit because it was told to, so that the standby exits as well.
+    /// Records that the agent is about to exit and does not need a successor, so that the standby exits as well.
     pub fn record_end(&self) {
         if let Err(error) = record::write(&self.directory, record::END, &End::now()) {
             let problem = Problem::new(codes::STANDBY_UNUSABLE, "record of the end", error);
@@ -192,7 +186,7 @@ impl Standby {
 
     /// Describes this agent to the other one. `envoy` is the program that it runs.
     pub async fn hello(&self, envoy: &Path) -> Hello {
-        let version = told_by(envoy, "--hot-restart-version").await;
+        let version = printed_by(envoy, "--hot-restart-version").await;
         Hello {
             version: VERSION,
             name: self.name.clone(),
@@ -206,15 +200,12 @@ impl Standby {
     /// container into it if that one serves or has served last.
     pub async fn take_volume(&self, volume: &mut Volume) {
         let (parent, name) = (volume.directory.clone(), volume_directory(&self.name));
-        let former = last_serving().filter(|last| *last != self.name);
-        let former = former.as_deref().map(volume_directory);
+        let other = last_serving().filter(|last| *last != self.name);
+        let former = other.as_deref().map(volume_directory);
         volume.directory.push(&name);
-        let copied = tokio::task::spawn_blocking(move || continue_in(&parent, &name, former));
-        if let Err(error) = copied
-            .await
-            .unwrap_or_else(|panic| Err(io::Error::other(panic)))
-            && error.kind() != io::ErrorKind::NotFound
-        {
+        let task = tokio::task::spawn_blocking(move || continue_in(&parent, &name, former));
+        let copied = task.await.map_err(io::Error::other).and_then(|done| done);
+        if let Err(error) = if_exists(copied) {
             let path = volume.directory.display();
             tracing::warn!(
                 "configuration stored by the other container is not used: {path}: {error}"
@@ -222,7 +213,7 @@ impl Standby {
         }
     }
 
-    /// Listens for the other agent, in place of a former one.
+    /// Listens for connections of the other agent, in place of a former agent.
     pub fn listen(&self) -> io::Result<UnixListener> {
         self.directory.remove_file(SOCKET)?;
         UnixListener::bind(socket())
@@ -230,12 +221,13 @@ impl Standby {
 
     /// Duplicates the lock for the agent that takes over.
     pub fn duplicate_lock(&self) -> io::Result<OwnedFd> {
-        let lock = self.lock.lock();
-        let lock = lock.as_ref().ok_or_else(|| io::Error::other("no lock"))?;
-        lock.try_clone()
+        match &*self.lock.lock() {
+            Some(lock) => lock.try_clone(),
+            None => Err(io::Error::other("no lock")),
+        }
     }
 
-    /// Keeps the lock, and records what this process was started with.
+    /// Stores the lock, and records the arguments and the environment of this process.
     pub fn serve_with(&self, lock: OwnedFd) -> io::Result<()> {
         *self.lock.lock() = Some(lock);
         tracing::info!("container {} serves", self.name);
@@ -248,7 +240,7 @@ impl Standby {
         self.lock.lock().is_some()
     }
 
-    /// Leaves the lock to the agent that has taken over.
+    /// Closes the lock, which the agent that has taken over holds, too.
     pub fn leave_lock(&self) {
         *self.lock.lock() = None;
     }
@@ -261,7 +253,7 @@ impl Standby {
         change(&mut self.state.lock());
     }
 
-    /// Has the other agent take over, and returns its container. None if there is none.
+    /// Orders the other agent to take over. Returns its container, or None if no agent is connected.
     pub fn order_handover(&self) -> Option<String> {
         let other = self.state.lock().waits.clone()?;
         self.order.send_replace(());
@@ -273,19 +265,19 @@ impl Standby {
     }
 }
 
-/// The container whose agent serves, or served last.
+/// Returns the container whose agent serves or has served last.
 fn last_serving() -> Option<String> {
     let socket = fs::read_link(Path::new(DIRECTORY).join("XDS")).ok()?;
     Some(socket.to_str()?.strip_prefix("XDS-")?.to_owned())
 }
 
-/// Whether this is a container whose agent waits while the other one serves.
+/// Returns true if the agent of this container waits while the other one serves.
 pub fn another_serves(environment: &Environment) -> bool {
     let name = environment.get(&ISTIO_AGENT_STANDBY);
     !name.is_empty() && last_serving().is_some_and(|serving| serving != name)
 }
 
-/// Describes which container serves, for `pilot-agent version`. None if this agent is not one of two.
+/// Names the container that serves, for `pilot-agent version`. Returns None if the pod has no standby.
 pub fn version_text(environment: &Environment) -> Option<String> {
     let is_pair = environment.is_set(&ISTIO_AGENT_STANDBY);
     let serving = last_serving().filter(|_| is_pair)?;
@@ -296,12 +288,13 @@ pub fn version_text(environment: &Environment) -> Option<String> {
     Some(format!("container {serving} serves: {build}"))
 }
 
-/// Where the agent that serves listens for the other one.
+/// Returns the path of the socket at which the agent that serves accepts the other one.
 pub fn socket() -> PathBuf {
     Path::new(DIRECTORY).join(PRIVATE).join(SOCKET)
 }
 
-/// Opens the lock, without taking it. It belongs to the open file, which duplicates in other processes share.
+/// Opens the file of the lock, without taking the lock. The lock belongs to the open file, which duplicates of the
+/// descriptor in other processes share.
 fn open_lock() -> io::Result<OwnedFd> {
     let directory = Directory::private(Path::new(DIRECTORY), PRIVATE, false)?;
     directory.as_fd().try_clone_to_owned()
@@ -311,17 +304,16 @@ fn volume_directory(container: &str) -> String {
     format!("istio-agent-{container}")
 }
 
-/// Creates a container's directory on a volume, and copies the stored configuration of a former one. Blocks.
+/// Creates a container's directory on a volume, and replaces its stored configuration by a copy of the former
+/// container's. Blocks.
 fn continue_in(volume: &Path, name: &str, former: Option<String>) -> io::Result<()> {
     let content = Content::Configuration.directory();
     Directory::private(volume, name, true)?;
     let Some(former) = former else {
         return Ok(());
     };
-    let (from, to) = (
-        volume.join(former).join(content),
-        volume.join(name).join(content),
-    );
+    let from = volume.join(former).join(content);
+    let to = volume.join(name).join(content);
     let files = fs::read_dir(&from)?;
     Directory::private(&volume.join(name), content, true)?;
     for file in fs::read_dir(&to)? {
@@ -349,34 +341,33 @@ fn mounts() -> io::Result<BTreeSet<String>> {
     Ok(mounts.filter(is_volume).map(str::to_owned).collect())
 }
 
-/// The versions of this agent and of Envoy.
+/// Describes the build of a container by the versions of this agent and of Envoy.
 async fn build(envoy: &Path) -> String {
     let agent = version::full(&version::istio().unwrap_or_default());
-    let envoy = told_by(envoy, "--version").await;
+    let envoy = printed_by(envoy, "--version").await;
     format!("{agent}, Envoy {}", envoy.unwrap_or_else(|why| why))
 }
 
-/// Returns what Envoy prints for this argument, on one line. It prints to either output. The error of a program that
-/// fails has no part of its output, which may differ each time: the same program is the same build.
-async fn told_by(envoy: &Path, argument: &str) -> Result<String, String> {
-    let told = program::output(envoy, &[argument], "", TELLS_VERSION).await;
-    let told = told.map_err(|error| format!("{}: {error}", envoy.display()))?;
-    let text = [told.stdout, told.stderr].concat();
-    let text = String::from_utf8_lossy(&text);
+/// Runs Envoy with this argument. Returns in one line what it prints to either output. The error of a program that
+/// fails does not contain its output, which may differ each time: the same program is the same build.
+async fn printed_by(envoy: &Path, argument: &str) -> Result<String, String> {
+    let output = program::output(envoy, &[argument], "", VERSION_LIMIT)
+        .await
+        .map_err(|error| format!("{}: {error}", envoy.display()))?;
+    let bytes = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&bytes);
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    if told.status.success() && !line.is_empty() {
-        Ok(line.chars().take(MAX_TOLD).collect())
+    if output.status.success() && !line.is_empty() {
+        Ok(line.chars().take(MAX_VERSION).collect())
     } else {
-        Err(format!("{}: {}", envoy.display(), told.status))
+        Err(format!("{}: {}", envoy.display(), output.status))
     }
 }
 
-/// The names Kubernetes gives containers (RFC 1123).
+/// Returns true for a name that a container can have in Kubernetes (RFC 1123).
 fn is_name(name: &str) -> bool {
-    (1..64).contains(&name.len())
-        && name
-            .bytes()
-            .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
+    let is_allowed = |byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-');
+    (1..64).contains(&name.len()) && name.bytes().all(is_allowed)
 }
 
 #[cfg(test)]
@@ -413,7 +404,7 @@ mod tests {
         let script = folder.path().join("script");
         fs::write(&script, "echo $$ >&2; exit 3").unwrap();
         let (shell, script) = (Path::new("/bin/sh"), script.to_str().unwrap());
-        let error = told_by(shell, script).await.unwrap_err();
+        let error = printed_by(shell, script).await.unwrap_err();
         assert_eq!(error, "/bin/sh: exit status: 3");
     }
 

@@ -1,4 +1,4 @@
-//! What the agent that serves leaves for its standby: what it was started with, and that it ends on purpose.
+//! Records for the standby the arguments and the environment of the agent that serves, and its deliberate exit.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,20 +9,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::environment::Environment;
 use crate::directory::Directory;
+use crate::regular_file::if_exists;
 
 pub(super) const RECORD: &str = "serving.json";
 pub(super) const END: &str = "end.json";
 
-/// What the agent that serves was started with. Variables may hold secrets: only the agents' user may read it.
+/// The arguments and the environment of the agent that serves. Variables may be secret: only the agents' user may read
+/// the record.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Record {
-    /// Without the program.
+    /// The arguments without the program.
     pub arguments: Vec<String>,
-    /// All of them, because Envoy inherits them.
+    /// All variables, because Envoy inherits them.
     pub variables: BTreeMap<String, String>,
 }
 
-/// An end that the pod's owner or Envoy wanted, in contrast to a crash or a container that is replaced.
+/// An exit that the pod's owner has requested, or that Envoy's own exit without an error has caused. It is not a crash
+/// and not the replacement of a container.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct End {
     /// Nanoseconds since the machine started.
@@ -31,25 +34,27 @@ pub(super) struct End {
 
 impl Record {
     pub(super) fn of_process(environment: &Environment) -> Self {
-        let variables = environment.with_prefix("");
-        let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
         let words = std::env::args_os().skip(1);
         Self {
             arguments: words
                 .map(|word| word.to_string_lossy().into_owned())
                 .collect(),
-            variables: variables.collect(),
+            variables: variables(environment).collect(),
         }
     }
 
-    /// The environment of a standby with these variables that takes over: those of its own container win, such as
-    /// limits and this container's name.
+    /// Returns the environment of a standby that takes over: the recorded variables, replaced by those of its own
+    /// container, such as limits and the container's name.
     pub fn environment(&self, own: &Environment) -> BTreeMap<String, String> {
-        let mut variables = self.variables.clone();
-        let own = own.with_prefix("");
-        variables.extend(own.map(|(name, value)| (name.to_owned(), value.to_owned())));
-        variables
+        let mut merged = self.variables.clone();
+        merged.extend(variables(own));
+        merged
     }
+}
+
+fn variables(environment: &Environment) -> impl Iterator<Item = (String, String)> {
+    let variables = environment.with_prefix("");
+    variables.map(|(name, value)| (name.to_owned(), value.to_owned()))
 }
 
 impl End {
@@ -57,8 +62,8 @@ impl End {
         Self { at: since_boot() }
     }
 
-    /// The end of the former agent, if it was recorded after `start`: a process that started later must not end with
-    /// it.
+    /// Returns the end of the former agent if it was recorded after `start`. A process that started later must not exit
+    /// because of it.
     pub(super) fn after(start: u64, directory: &Directory) -> io::Result<Option<Self>> {
         let end: Option<Self> = read(directory, END)?;
         Ok(end.filter(|end| end.at > start))
@@ -69,22 +74,20 @@ pub(super) fn write(directory: &Directory, name: &str, value: &impl Serialize) -
     directory.replace_files(&[(name, &serde_json::to_vec(value)?)], 0o600)
 }
 
-/// None if there is no such file.
+/// Reads a record. Returns None if there is no such file.
 pub(super) fn read<T: DeserializeOwned>(
     directory: &Directory,
     name: &str,
 ) -> io::Result<Option<T>> {
-    match directory.read_private(name) {
-        Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
-    }
+    let text = if_exists(directory.read_private(name))?;
+    Ok(text.map(|text| serde_json::from_slice(&text)).transpose()?)
 }
 
-/// The same clock in all containers of a machine (clock_gettime(2), CLOCK_BOOTTIME).
+/// Returns the nanoseconds since the machine started, which are the same in all its containers (clock_gettime(2),
+/// CLOCK_BOOTTIME).
 pub(super) fn since_boot() -> u64 {
     let now = clock_gettime(ClockId::Boottime);
-    // Neither is negative.
+    // Neither part is negative.
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 

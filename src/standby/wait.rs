@@ -13,13 +13,14 @@ use crate::config::environment::Environment;
 use crate::lifecycle::{self, BoxError, Stop};
 use crate::problem::{Problem, codes};
 
-/// How often the standby looks for the record of a first agent.
-const FIRST: Duration = Duration::from_secs(1);
-/// How often it connects to the agent that serves.
-const CONNECTS: Duration = Duration::from_secs(5);
+/// The time between two attempts to read the record of a first agent.
+const RECORD_INTERVAL: Duration = Duration::from_secs(1);
+/// The time between two connections to the agent that serves.
+const CONNECT_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Waits until no other agent serves, or until this one is to take over. Returns what to run `pilot-agent proxy` with,
-/// or None if this agent is to exit. `envoy` finds the program that an agent started with this record runs.
+/// Waits until no other agent serves, or until this one is to take over. Returns the record with which to run
+/// `pilot-agent proxy`, or None if this process is to exit. `envoy` returns the path of the Envoy that an agent with
+/// this record runs.
 pub async fn run(
     environment: &Environment,
     envoy: impl Fn(&Record) -> PathBuf,
@@ -49,7 +50,7 @@ pub async fn run(
                 return Ok(record);
             }
             drop(lock);
-            sleep(FIRST).await;
+            sleep(RECORD_INTERVAL).await;
         }
     };
     tokio::select! {
@@ -60,7 +61,7 @@ pub async fn run(
     }
 }
 
-/// Returns if this container has a new build, or when the agent that serves says so.
+/// Waits until this container has a new build, or until the agent that serves orders a handover.
 async fn until_ordered(
     standby: &mut Standby,
     envoy: impl Fn(&Record) -> PathBuf,
@@ -68,7 +69,7 @@ async fn until_ordered(
     let record = loop {
         match record::read::<Record>(&standby.directory, RECORD)? {
             Some(record) => break record,
-            None => sleep(FIRST).await,
+            None => sleep(RECORD_INTERVAL).await,
         }
     };
     let envoy = envoy(&record);
@@ -93,13 +94,13 @@ async fn until_ordered(
         };
         match order.await {
             Ok(Message::TakeOver) => {
-                // `pilot-agent proxy`, which this process becomes, then finds a new build and asks to take over.
+                // `pilot-agent proxy`, which this process becomes, then finds a new build and requests a handover.
                 standby.record_build("")?;
                 return Ok(record);
             }
             Ok(other) => tracing::warn!("unexpected message of the agent that serves: {other:?}"),
             Err(error) => tracing::debug!("no connection to the agent that serves: {error}"),
         }
-        sleep(CONNECTS).await;
+        sleep(CONNECT_INTERVAL).await;
     }
 }

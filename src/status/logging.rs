@@ -1,5 +1,5 @@
-//! Lists the levels of the log, and sets them: `?level=debug`, for one scope (`&scope=sds`) or all, until
-//! it is changed or for a while (`&for=10m`).
+//! Lists the levels of the log, and sets them: `?level=debug`, for one scope (`&scope=sds`) or all,
+//! permanently or for a period (`&for=10m`).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,12 +15,12 @@ use crate::{duration, logging};
 const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
 
 pub(super) fn answer(head: &Parts) -> Response<Body> {
-    let is_to_set = match head.method {
-        Method::GET | Method::HEAD => false,
-        Method::POST | Method::PUT => true,
+    let result = match head.method {
+        Method::GET | Method::HEAD => Ok(()),
+        Method::POST | Method::PUT => set(head.uri.query().unwrap_or_default()),
         _ => return reply::method_not_allowed(),
     };
-    if is_to_set && let Err(error) = set(head.uri.query().unwrap_or_default()) {
+    if let Err(error) = result {
         return reply::refusal(StatusCode::BAD_REQUEST, format!("{error}\n"));
     }
     reply::json(Some(json!(logging::levels().scopes())))
@@ -33,7 +33,7 @@ fn set(query: &str) -> Result<(), Problem> {
     for member in query.split('&').filter(|member| !member.is_empty()) {
         let (name, value) = member.split_once('=').unwrap_or_default();
         match members.get_mut(name) {
-            Some(place @ None) => *place = Some(value),
+            Some(unset @ None) => *unset = Some(value),
             _ => return Err(Problem::value(invalid, "the query", member, QUERY)),
         }
     }
@@ -45,8 +45,8 @@ fn set(query: &str) -> Result<(), Problem> {
 }
 
 fn read_period(text: &str) -> Result<Duration, Problem> {
-    let period = duration::parse(text);
-    let period = period.filter(|period| !period.is_zero() && *period <= MAX_PERIOD);
+    let parsed = duration::parse(text);
+    let period = parsed.filter(|period| !period.is_zero() && *period <= MAX_PERIOD);
     let expected = "a duration such as 10m, more than 0 and at most 24h";
     period.ok_or_else(|| Problem::value(codes::ARGUMENT_INVALID, "for", text, expected))
 }

@@ -1,4 +1,4 @@
-//! The status port: readiness, control, application probes, metrics and debug pages.
+//! Serves the status port: readiness, control, application probes, metrics and debug pages.
 //!
 //! | path | method | from | answer |
 //! |---|---|---|---|
@@ -8,7 +8,7 @@
 //! | `/quitquitquit` | POST | loopback | ends the agent without a drain |
 //! | `/drain` | POST | loopback | drains Envoy's listeners |
 //! | `/handover` | POST | loopback | has the agent in the other container take over |
-//! | `/drain` | GET | loopback | JSON: the steps of a shutdown, and how far it is |
+//! | `/drain` | GET | loopback | JSON: the steps of a shutdown, and the present one |
 //! | `/app-health/…`, `/app-lifecycle/…` | any | all | the application's answer |
 //! | `/debug/` | any | users | HTML: the overview |
 //! | `/debug/overview` | any | users | JSON: the same |
@@ -17,14 +17,14 @@
 //! | `/debug/config` | any | users | JSON: the effective configuration, see [`crate::config::report`] |
 //! | `/debug/standby` | any | users | JSON: which of two containers serves, see [`crate::standby::State`] |
 //! | `/debug/log` | any | users | the last lines of the log |
-//! | `/debug/doctor` | any | users | what is wrong, as JSON, text or HTML, see `crate::doctor` |
-//! | `/debug/…` | any | users | JSON: parts of it, and the name table |
+//! | `/debug/doctor` | any | users | the doctor's report, as JSON, text or HTML, see `crate::doctor` |
+//! | `/debug/…` | any | users | JSON: parts of the overview, and the name table |
 //!
-//! Those from loopback may be limited to users; "users" are root, the agent's own and configured ones on
-//! loopback, see [`access`].
+//! "users" are root, the agent's own and configured ones, on loopback; the paths for loopback can be limited to
+//! users, too. See [`access`].
 //!
-//! [`bind`] takes the port before other modules are built; the future of [`new`] serves it until it
-//! is told to stop.
+//! [`bind`] takes the port before other modules are built; the future of [`new`] serves it until `stop` is
+//! cancelled.
 
 mod access;
 mod logging;
@@ -39,12 +39,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ::http::request::Parts;
 use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use http_body_util::combinators::UnsyncBoxBody;
 use serde_json::{Value, json};
 use tokio::sync::Mutex;
@@ -72,35 +73,30 @@ use server::Listener;
 pub use server::bind;
 use startup::Milestones;
 
-/// The age of a report that the debug page may show again, because the page reloads itself.
+/// The age up to which the debug page shows a report again, because the page reloads itself.
 const REPORT_AGE: Duration = Duration::from_secs(10);
-/// Longer than Envoy's admin port may take to answer.
+/// The limit of a drain. It is longer than that of Envoy's admin port.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
-/// The body of every answer.
+/// The body of every response.
 pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 
-/// Makes a debug page that the wiring adds.
-pub type Page = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Value> + Send>> + Send + Sync>;
+/// Makes a debug page that the agent's wiring adds.
+pub type Page = Arc<dyn Fn() -> BoxFuture<'static, Value> + Send + Sync>;
 
 /// Makes the doctor's report, or returns the last one if it is not older than this.
-pub type Doctor =
-    Arc<dyn Fn(Duration) -> Pin<Box<dyn Future<Output = Report> + Send>> + Send + Sync>;
+pub type Doctor = Arc<dyn Fn(Duration) -> BoxFuture<'static, Report> + Send + Sync>;
 
 /// Has the agent in another container of the pod take over. Returns its name, or why it cannot.
 pub type HandOver = Arc<dyn Fn() -> Result<String, &'static str> + Send + Sync>;
 
 /// Answers a request for merged metrics.
-pub type Scrape = Arc<
-    dyn Fn(::http::request::Parts) -> Pin<Box<dyn Future<Output = Response<Body>> + Send>>
-        + Send
-        + Sync,
->;
+pub type Scrape = Arc<dyn Fn(Parts) -> BoxFuture<'static, Response<Body>> + Send + Sync>;
 
 #[derive(Clone, Debug)]
 pub struct Config {
     pub port: u16,
-    /// Whether metrics are for callers on this machine only.
+    /// Serves metrics only to callers on this machine.
     pub metrics_localhost_only: bool,
     /// The host of application probes.
     pub application: String,
@@ -108,18 +104,18 @@ pub struct Config {
     pub probes: probe::Config,
     /// The bootstrap of gRPC applications.
     pub grpc_bootstrap: Option<PathBuf>,
-    /// Users that may read debug pages besides root and the agent's own; None is every user.
+    /// Users that may read debug pages, in addition to root and the agent's own. None admits every user.
     pub debug_users: Option<BTreeSet<u32>>,
-    /// Users that may drain and end the agent.
+    /// Users that may drain and end the agent. None admits every user.
     pub control_users: Option<BTreeSet<u32>>,
 }
 
-/// What the port reports on and controls.
+/// The parts of the agent that the port reports on and controls.
 #[allow(missing_debug_implementations)]
 pub struct Sources {
     /// Envoy's node id.
     pub node: String,
-    /// The version of Istio told to istiod.
+    /// The version of Istio that istiod is told.
     pub istio_version: String,
     pub milestones: Milestones,
     pub stop: Stop,
@@ -144,7 +140,7 @@ pub struct Sources {
     pub pages: BTreeMap<&'static str, Page>,
 }
 
-/// Serves the port from when there is a listener until `stop`, and records start-up milestones.
+/// Serves the port from when `listener` is ready until `stop`, and records start-up milestones.
 pub fn new(
     config: Config,
     listener: impl Future<Output = io::Result<TcpListener>> + Send,
@@ -160,7 +156,7 @@ pub fn new(
             std::future::pending().await
         };
         let listener = stop.run_until_cancelled(listener).await.transpose();
-        match listener.and_then(|it| it.map(Listener::try_from).transpose()) {
+        match listener.and_then(|it| it.map(Listener::new).transpose()) {
             Ok(Some(listener)) => tokio::select! {
                 () = server::serve(listener, router, retirement, stop.clone()) => {}
                 () = watches => {}
@@ -168,7 +164,7 @@ pub fn new(
             Ok(None) => {}
             Err(error) => tracing::error!("cannot serve the status port: {error}"),
         }
-        // Another agent may have gone on with the port.
+        // Another agent may have taken over the port before.
         stop.cancelled().await;
     })
 }
@@ -179,8 +175,8 @@ struct Router {
     sources: Arc<Sources>,
     ready: Readiness,
     probes: AppProbes,
-    /// Held while a debug page is made.
-    page: Arc<Mutex<()>>,
+    /// Locked while a debug page is made.
+    page_lock: Arc<Mutex<()>>,
 }
 
 impl Router {
@@ -198,7 +194,7 @@ impl Router {
             ready: Readiness::new(config.grpc_bootstrap.clone(), sources.clone()),
             probes: AppProbes::new(config)?,
             sources,
-            page: Arc::default(),
+            page_lock: Arc::default(),
         })
     }
 
@@ -209,18 +205,18 @@ impl Router {
         {
             return reply::moved(&clean);
         }
-        let page = head.uri.path().to_owned();
-        let access = match page.as_str() {
+        let path = head.uri.path().to_owned();
+        let access = match path.as_str() {
             "/quitquitquit" | "/drain" | "/handover" => Some(&self.control),
-            page => page.starts_with("/debug/").then_some(&self.debug),
+            path => path.starts_with("/debug/").then_some(&self.debug),
         };
         if let Some(access) = access
             && let Err(why) = access.check(caller, &head).await
         {
             return reply::refusal(StatusCode::FORBIDDEN, why);
         }
-        let form = reply::preferred(&head.headers);
-        match page.as_str() {
+        let media_type = reply::preferred(&head.headers);
+        match path.as_str() {
             "/healthz/ready" => match self.ready.check_and_log().await {
                 Ok(()) => plain(StatusCode::OK, ""),
                 Err(missing) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")),
@@ -237,56 +233,59 @@ impl Router {
             "/drain" if head.method == Method::GET => progress(&self.sources),
             "/handover" if head.method == Method::POST => hand_over(&self.sources),
             "/quitquitquit" | "/drain" | "/handover" => reply::method_not_allowed(),
-            page if page.starts_with("/app-health/") || page.starts_with("/app-lifecycle/") => {
-                self.probes.answer(page, &head.headers).await
+            path if path.starts_with("/app-health/") || path.starts_with("/app-lifecycle/") => {
+                self.probes.answer(path, &head.headers).await
             }
             "/" => reply::refusal(StatusCode::NOT_FOUND, "404 page not found: see /debug/\n"),
             "/debug/logging" => logging::answer(&head),
-            "/debug/doctor" if form != "text/html" => {
+            "/debug/doctor" if media_type != "text/html" => {
                 let (report, _) = self.diagnosis(Duration::ZERO).await;
-                match form {
+                match media_type {
                     "text/plain" => plain(StatusCode::OK, report.text(false, usize::MAX)),
                     _ => reply::json(Some(report)),
                 }
             }
-            page => match (self.sources.pages.get(page), debug_page(page)) {
+            path => match (self.sources.pages.get(path), debug_page(path)) {
                 (Some(make), _) => reply::json(Some(make().await)),
-                (None, Some(make)) => self.debug_page(page, make).await,
+                (None, Some(make)) => self.debug_page(path, make).await,
                 (None, None) => reply::not_found(),
             },
         }
     }
 
-    /// Returns the doctor's report and the readiness, without the log line of a probe.
+    /// Returns the doctor's report and the readiness, which is not logged as that of a probe is.
     async fn diagnosis(&self, age: Duration) -> (Report, Result<(), String>) {
-        let ready = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
-        let (report, ready) = tokio::join!((self.sources.doctor)(age), ready);
+        let check = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
+        let (report, ready) = tokio::join!((self.sources.doctor)(age), check);
         let ready = ready.unwrap_or_else(|_| Err("Envoy's admin port does not answer".to_owned()));
         let missing = ready.as_ref().err();
-        let missing = missing.map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
-        let state = missing.as_ref().map_or(READY, |_| "not ready");
-        (report.judged(state, missing.as_ref()), ready)
+        let problem = missing.map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
+        let state = if ready.is_ok() { READY } else { "not ready" };
+        (report.judged(state, problem.as_ref()), ready)
     }
 
-    /// Makes a debug page on another thread, as some take a while, one at a time: each thread has memory
-    /// of its own, which glibc keeps.
+    /// Makes a debug page on a blocking thread, because some take a while. Only one is made at a time, because
+    /// glibc keeps the memory of each thread.
     async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
-        let known = match path {
+        let diagnosis = match path {
             "/debug/" | "/debug/doctor" | "/debug/overview" => self.diagnosis(REPORT_AGE).await,
             _ => (Report::default(), Ok(())),
         };
-        let (sources, alone) = (self.sources.clone(), self.page.clone().lock_owned().await);
+        let (sources, lock) = (
+            self.sources.clone(),
+            self.page_lock.clone().lock_owned().await,
+        );
         let made = tokio::task::spawn_blocking(move || {
-            // Until the end, also when the client has gone.
-            let _alone = alone;
-            make(&sources, known)
+            // It stays locked until the end, even if the client has closed the connection.
+            let _lock = lock;
+            make(&sources, diagnosis)
         });
         made.await
             .unwrap_or_else(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
     }
 }
 
-/// Ends the agent once the answer has been sent.
+/// Ends the agent once the response has been sent.
 fn quit(stop: &Stop) -> Response<Body> {
     let stop = stop.clone();
     let quit = move || stop.request(Urgency::Terminate, QUIT);
@@ -316,12 +315,11 @@ fn hand_over(sources: &Sources) -> Response<Body> {
 }
 
 fn progress(sources: &Sources) -> Response<Body> {
-    let asked = sources.stop.requested().borrow().clone();
-    let report = sources.envoy.as_ref().map(Envoy::snapshot);
+    let request = sources.stop.requested().borrow().clone();
     reply::json(Some(json!({
-        "asked": format!("{:?}", asked.urgency).to_lowercase(),
-        "cause": asked.cause,
-        "envoy": report,
+        "asked": format!("{:?}", request.urgency).to_lowercase(),
+        "cause": request.cause,
+        "envoy": sources.envoy.as_ref().map(Envoy::snapshot),
     })))
 }
 
@@ -331,9 +329,11 @@ type DebugPage = fn(&Sources, (Report, Result<(), String>)) -> Response<Body>;
 fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
         "/debug/" | "/debug/doctor" => {
-            |sources, known| reply::html(Overview::new(sources, known).html())
+            |sources, diagnosis| reply::html(Overview::new(sources, diagnosis).html())
         }
-        "/debug/overview" => |sources, known| reply::json(Some(Overview::new(sources, known))),
+        "/debug/overview" => {
+            |sources, diagnosis| reply::json(Some(Overview::new(sources, diagnosis)))
+        }
         "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::LAST_LINES.text()),
         "/debug/envoy" => |sources, _| reply::json(sources.envoy.as_ref().map(Envoy::snapshot)),
         "/debug/istiod" => |sources, _| reply::json(Some(sources.istiod.status())),

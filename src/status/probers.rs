@@ -1,8 +1,8 @@
-//! Application probes, which the injector has the kubelet send to the status port. The path names the
+//! Answers application probes, which the injector has the kubelet send to the status port. The path names the
 //! prober; the application's status and body are passed back.
 //!
-//! `ISTIO_KUBE_APP_PROBERS` has them by path, as JSON the injector writes.
-//! Names of members are matched in any case, as in Go. Every problem is reported with its path.
+//! [`Probers::parse`] reads the injector's JSON, probers by path, from `ISTIO_KUBE_APP_PROBERS`. Names of members
+//! match in any case, as in Go. Every problem is reported with its path.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,14 +17,14 @@ use crate::json;
 use crate::probe::{Client, Kind, Probe};
 use crate::request_path;
 
-/// What the port is expected to be.
+/// The expected value of a port, for error texts.
 const PORT: &str = "from 1 to 65535: the port must be int type";
-/// The kubelet's default.
+/// The kubelet's default timeout.
 const PROBE_LIMIT: Duration = Duration::from_secs(1);
-/// Hooks have no timeout. The kubelet ends one with the pod's grace period, which is not known here
-/// and seldom more than minutes.
+/// The timeout of hooks, which have none. The kubelet ends a hook with the pod's grace period, which the agent does
+/// not know; it is rarely more than minutes.
 const HOOK_LIMIT: Duration = Duration::from_secs(3600);
-/// How the paths of hooks begin.
+/// The prefix of the paths of hooks.
 const HOOKS: &str = "/app-lifecycle/";
 
 /// Probers by path.
@@ -41,7 +41,7 @@ pub struct Prober {
 }
 
 impl Prober {
-    /// The probe of the application at `host` for a request of this path.
+    /// Returns the probe of the application at `host` for a request of this path.
     pub fn probe(&self, path: &str, host: &str) -> Probe {
         let timeout = match self.timeout {
             Some(timeout) => timeout,
@@ -58,7 +58,7 @@ impl Prober {
 }
 
 impl Probers {
-    /// Parses the variable, or returns all problems. An empty text is an empty list.
+    /// Parses the variable, or returns all problems. An empty text has no probers.
     pub fn parse(text: &str) -> Result<Self, Vec<String>> {
         if text.is_empty() {
             return Ok(Self::default());
@@ -72,9 +72,10 @@ impl Probers {
                 Err(problem) => problems.push(format!("{path}: {problem}")),
             }
         }
-        match problems.is_empty() {
-            true => Ok(Self(probers)),
-            false => Err(problems),
+        if problems.is_empty() {
+            Ok(Self(probers))
+        } else {
+            Err(problems)
         }
     }
 
@@ -82,7 +83,7 @@ impl Probers {
         self.0.get(path)
     }
 
-    /// The probes with their paths, without hooks.
+    /// Lists the probes with their paths, without hooks.
     pub fn probes(&self) -> impl Iterator<Item = (&String, &Prober)> {
         self.0.iter().filter(|(path, _)| !path.starts_with(HOOKS))
     }
@@ -116,13 +117,13 @@ impl AppProbes {
         }
     }
 
-    /// The kubelet's headers, in which `Host` gets the application's port for the status port.
+    /// Returns the kubelet's headers. In `Host`, the application's port replaces the status port.
     fn headers(&self, headers: &HeaderMap, port: u16) -> HeaderMap {
         const HOST: HeaderName = header::HOST;
         let mut headers = headers.clone();
         let host = headers.get(HOST).and_then(|host| host.to_str().ok());
-        let ours = format!(":{}", self.config.port);
-        if let Some(name) = host.and_then(|host| host.strip_suffix(&ours))
+        let status_port = format!(":{}", self.config.port);
+        if let Some(name) = host.and_then(|host| host.strip_suffix(&status_port))
             && let Ok(host) = HeaderValue::from_str(&format!("{name}:{port}"))
         {
             headers.insert(HOST, host);
@@ -131,14 +132,14 @@ impl AppProbes {
     }
 }
 
-/// What the injector writes, with the names of members in small letters.
+/// A prober as the injector writes it, with the names of members in lower case.
 #[derive(Deserialize)]
 #[serde(expecting = "an object")]
 struct Spec {
     httpget: Option<Target>,
     tcpsocket: Option<Target>,
     grpc: Option<Target>,
-    /// Kubernetes has 32 bits for them; 0 is the default.
+    /// Kubernetes has 32-bit seconds; 0 is the default timeout.
     timeoutseconds: Option<u32>,
 }
 
@@ -162,7 +163,7 @@ struct Header {
 }
 
 impl Header {
-    fn parsed(self) -> Option<(HeaderName, HeaderValue)> {
+    fn parse(self) -> Option<(HeaderName, HeaderValue)> {
         let mut value: HeaderValue = self.value.parse().ok()?;
         value.set_sensitive(true);
         Some((self.name.parse().ok()?, value))
@@ -174,7 +175,7 @@ fn prober(path: &str, value: Value) -> Result<Prober, String> {
         let expected = "/app-health or /app-lifecycle, a container and a probe";
         return Err(format!("invalid path, expected {expected}"));
     }
-    let spec = Spec::deserialize(in_small_letters(value)).map_err(|error| error.to_string())?;
+    let spec = Spec::deserialize(lower_case(value)).map_err(|error| error.to_string())?;
     let (kind, target) = match (spec.httpget, spec.tcpsocket, spec.grpc) {
         (Some(mut target), None, None) => {
             let is_https = target.scheme.as_deref() == Some("HTTPS");
@@ -191,31 +192,30 @@ fn prober(path: &str, value: Value) -> Result<Prober, String> {
             return Err(format!("invalid prober type, {expected}"));
         }
     };
-    let port = target.port.as_u64().and_then(|port| port.try_into().ok());
-    let port = port.filter(|port| *port != 0);
-    let headers = Option::<Vec<Header>>::deserialize(target.httpheaders);
+    let number = target.port.as_u64().and_then(|port| port.try_into().ok());
+    let port = number.filter(|port| *port != 0);
     // The decoder's error would show a header's value.
-    let headers =
-        headers.map_err(|_| "httpHeaders must be a list of objects with name and value")?;
-    let headers = headers.into_iter().flatten();
+    let list = Option::<Vec<Header>>::deserialize(target.httpheaders)
+        .map_err(|_| "httpHeaders must be a list of objects with name and value")?;
+    let headers = list.into_iter().flatten();
     let seconds = spec.timeoutseconds.filter(|seconds| *seconds != 0);
     Ok(Prober {
         port: port.ok_or_else(|| format!("port is {}, expected {PORT}", target.port))?,
         kind,
         timeout: seconds.map(|seconds| Duration::from_secs(seconds.into())),
-        // Those that HTTP allows.
-        headers: headers.filter_map(Header::parsed).collect(),
+        // Headers that HTTP does not allow are left out.
+        headers: headers.filter_map(Header::parse).collect(),
     })
 }
 
-fn in_small_letters(value: Value) -> Value {
+/// Converts the names of members to lower case.
+fn lower_case(value: Value) -> Value {
     match value {
-        Value::Object(members) => {
-            let small =
-                |(name, value): (String, _)| (name.to_ascii_lowercase(), in_small_letters(value));
-            members.into_iter().map(small).collect()
-        }
-        Value::Array(elements) => elements.into_iter().map(in_small_letters).collect(),
+        Value::Object(members) => members
+            .into_iter()
+            .map(|(name, value)| (name.to_ascii_lowercase(), lower_case(value)))
+            .collect(),
+        Value::Array(elements) => elements.into_iter().map(lower_case).collect(),
         scalar => scalar,
     }
 }
@@ -223,12 +223,11 @@ fn in_small_letters(value: Value) -> Value {
 fn is_path(path: &str) -> bool {
     const PROBES: [&str; 5] = ["livez", "readyz", "startupz", "prestopz", "poststartz"];
     let segments: Vec<_> = path.split('/').collect();
-    match segments.as_slice() {
-        ["", "app-health" | "app-lifecycle", container, probe] => {
-            !container.is_empty() && PROBES.contains(probe)
-        }
-        _ => false,
-    }
+    matches!(
+        segments[..],
+        ["", "app-health" | "app-lifecycle", container, probe]
+            if !container.is_empty() && PROBES.contains(&probe)
+    )
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Answers: text, JSON, HTML and the errors all pages share.
+//! Makes responses: text, JSON, HTML, and the errors that all pages share.
 
 use ::http::header::{
     ACCEPT, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, LOCATION, REFERRER_POLICY,
@@ -15,14 +15,14 @@ use crate::metrics::Registry;
 
 /// Prometheus' text format.
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// A page that may run, load and send nothing, whatever got into it.
+/// A policy under which a page can run, load and send nothing, whatever text it contains.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
 
-/// Returns the type that `Accept` names first, of three; JSON for tools that accept anything.
+/// Returns the media type that `Accept` names first, of three. JSON is for tools that accept anything.
 pub(super) fn preferred(headers: &HeaderMap) -> &'static str {
-    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
-    let accept = accept.unwrap_or_default().to_ascii_lowercase();
+    let header = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
+    let accept = header.unwrap_or_default().to_ascii_lowercase();
     let types = ["text/html", "text/plain", "application/json"].into_iter();
     let named = types.filter_map(|name| Some((accept.find(name)?, name)));
     named.min().map_or("application/json", |(_, name)| name)
@@ -45,22 +45,22 @@ pub(super) fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Body
     with(status, text, &[(CONTENT_TYPE, "text/plain; charset=utf-8")])
 }
 
-/// JSON, or 404 and an empty object where there is nothing to show.
+/// Makes a JSON response, or 404 and an empty object for None.
 pub(super) fn json(value: Option<impl Serialize>) -> Response<Body> {
     json_text(value.map(|value| json!(value).to_string()))
 }
 
-/// Like [`json`], of what is JSON already.
+/// Makes the response of [`json`] from text that is JSON already.
 pub(super) fn json_text(text: Option<String>) -> Response<Body> {
-    let status = match text {
-        Some(_) => StatusCode::OK,
-        None => StatusCode::NOT_FOUND,
+    let (status, text) = match text {
+        Some(text) => (StatusCode::OK, text),
+        None => (StatusCode::NOT_FOUND, "{}".to_owned()),
     };
     let headers = [
         (CONTENT_TYPE, "application/json"),
         (CACHE_CONTROL, "no-store"),
     ];
-    with(status, text.unwrap_or_else(|| "{}".to_owned()), &headers)
+    with(status, text, &headers)
 }
 
 pub(super) fn html(text: String) -> Response<Body> {
@@ -87,17 +87,18 @@ impl<F: FnMut()> Drop for OnDrop<F> {
     }
 }
 
-/// `body`, with a call of `then` once it has been sent or given up.
+/// Has `then` called once `body` has been sent or given up.
 pub(super) fn followed(body: Body, then: impl FnMut() + Send + 'static) -> Body {
     let then = OnDrop(then);
-    let body = body.map_err(move |error| {
+    let holding = body.map_err(move |error| {
+        // The body owns this closure, and with it `then`.
         let _held = &then;
         error
     });
-    body.boxed_unsync()
+    holding.boxed_unsync()
 }
 
-/// An answer without a content type.
+/// Makes a response without a content type.
 pub(super) fn bytes(status: StatusCode, body: Bytes) -> Response<Body> {
     let body = Full::new(body).map_err(|never| match never {});
     let mut reply = Response::new(body.boxed_unsync());
@@ -122,7 +123,7 @@ pub(super) fn method_not_allowed() -> Response<Body> {
     refusal(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n")
 }
 
-/// An error as text, which browsers must not take for another type.
+/// Makes an error response as text, which browsers must not take for another type.
 pub(super) fn refusal(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
     let mut reply = plain(status, text);
     let no_sniff = HeaderValue::from_static("nosniff");

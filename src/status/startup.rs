@@ -1,5 +1,5 @@
-//! Start-up milestones: when the agent bound its sockets, Envoy had its configuration, and so on until the
-//! pod was ready. Only the first time counts, so a second Envoy does not rewrite how the start went.
+//! Records start-up milestones: when the agent bound its sockets, Envoy had its configuration, and so on until the
+//! pod was ready. Only the first time counts, so a second Envoy does not change them.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub const READY: &str = "ready";
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Reached {
     pub milestone: &'static str,
-    /// Since the agent's start, to the microsecond.
+    /// The time since the agent's start, to the microsecond.
     pub after_ms: f64,
 }
 
@@ -30,7 +30,7 @@ pub struct Milestones {
 }
 
 impl Milestones {
-    /// Counts from now.
+    /// Starts to measure time.
     pub fn start() -> Self {
         Self {
             start: Instant::now(),
@@ -42,7 +42,7 @@ impl Milestones {
         self.start.elapsed()
     }
 
-    /// Returns whether it is the first time.
+    /// Records a milestone. Returns true the first time.
     pub fn mark(&self, milestone: &'static str) -> bool {
         self.reached.send_if_modified(|reached| {
             let is_first = !has(reached, milestone);
@@ -60,11 +60,11 @@ impl Milestones {
     /// Waits for a milestone.
     pub async fn until(&self, milestone: &'static str) {
         let mut reached = self.reached.subscribe();
-        // The sender is here.
+        // It does not fail, because this is the sender.
         let _ = reached.wait_for(|reached| has(reached, milestone)).await;
     }
 
-    /// What has been reached, the earliest first.
+    /// Returns the milestones that have been reached, the earliest first.
     pub fn reached(&self) -> Vec<Reached> {
         self.reached.borrow().clone()
     }

@@ -38,28 +38,28 @@ use crate::regular_file::{self, MAX_SETTINGS};
 use redact::Form::{self, Json, Lines, OwnJson};
 pub use redact::Secrets;
 
-/// How long the collection takes at most, and how long it waits at once.
+/// The time limit of the collection, and of one operation.
 const LIMIT: Duration = Duration::from_secs(20);
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
-/// What a file may take compressed.
+/// The largest compressed file, in bytes.
 const MAX_COMPRESSED: usize = 16 << 20;
-/// No header of HTTP takes more.
+/// The largest token, in bytes. A header of HTTP cannot be larger.
 const MAX_TOKEN: u64 = 64 << 10;
 
-/// Name of the file, path of the page.
+/// The name of the file, the path of the page, and its form.
 type Page = (&'static str, &'static str, Form);
 
 const CONFIG: &str = "config.json";
-const OF_AGENT: [Page; 5] = [
+const AGENT_PAGES: [Page; 5] = [
     (CONFIG, "/debug/config", OwnJson),
     ("agent/overview.json", "/debug/overview", OwnJson),
     ("agent/log.txt", "/debug/log", Lines),
     ("agent/ndsz.json", "/debug/ndsz", OwnJson),
     ("agent/metrics.txt", "/metrics/agent", Lines),
 ];
-/// The largest last. Endpoints are in `clusters`; with them `config_dump` takes twice the memory of
-/// Envoy.
-const OF_ENVOY: [Page; 5] = [
+/// The pages of Envoy, the largest one last. `config_dump` is without endpoints, which `clusters` has: with them
+/// it takes twice the memory of Envoy.
+const ENVOY_PAGES: [Page; 5] = [
     ("envoy/server_info.json", "/server_info", Json),
     ("envoy/listeners.txt", "/listeners", Lines),
     ("envoy/clusters.txt", "/clusters", Lines),
@@ -78,13 +78,13 @@ const CAPTURE: [&[&str]; 5] = [
 pub struct Sources {
     /// The agent's version.
     pub version: String,
-    /// Says where the ports, the bootstraps and Envoy's program are.
+    /// The source of ports, bootstrap paths and Envoy's path.
     pub proxy_config: ProxyConfig,
-    /// The effective configuration, for when there is no agent to ask.
+    /// The effective configuration, which is stored if no agent answers.
     pub config: Value,
 }
 
-/// What is collected.
+/// The collected files and problems.
 #[allow(missing_debug_implementations)]
 pub struct Bundle {
     secrets: Arc<Secrets>,
@@ -93,14 +93,14 @@ pub struct Bundle {
     problems: RefCell<Vec<Problem>>,
 }
 
-/// A file, compressed as it arrives. What it has no room for is left out.
+/// A file that is compressed while it is written. Bytes beyond [`MAX_COMPRESSED`] are dropped.
 struct File {
     name: String,
     content: DeflateEncoder<Vec<u8>>,
 }
 
-/// Values of the environment that are secret: headers for istiod, passwords in URLs of proxies, and what is
-/// named so. With the content of the token's file.
+/// Collects known secrets: variables with the name of a secret, passwords in URLs, and the content of the token's
+/// file.
 pub async fn known_secrets(
     env: &Environment,
     token: Option<PathBuf>,
@@ -126,7 +126,7 @@ pub async fn known_secrets(
     Secrets::new(known)
 }
 
-/// Collects everything. `doctor` gives its answer, in a time of its own, as text and as JSON.
+/// Collects everything. `doctor` returns its report as text and as JSON, and has its own time limit.
 pub async fn collect(
     sources: &Sources,
     secrets: Secrets,
@@ -138,13 +138,13 @@ pub async fn collect(
         files: RefCell::default(),
         problems: RefCell::default(),
     };
-    // Before the large pages, which Envoy makes one after the other.
+    // The doctor runs before the large pages, because Envoy makes its pages one after the other.
     let (text, json) = doctor.await;
     bundle.text("doctor.txt", Lines, &text);
     bundle.text("doctor.json", OwnJson, &format!("{json:#}"));
     tokio::join!(
         bundle.agent(sources),
-        bundle.pages(sources.proxy_config.admin_port(), &OF_ENVOY),
+        bundle.pages(sources.proxy_config.admin_port(), &ENVOY_PAGES),
         bundle.machine(sources),
     );
     let problems = bundle.problems.take();
@@ -158,7 +158,7 @@ pub async fn collect(
 impl Bundle {
     async fn agent(&self, sources: &Sources) {
         if let Some(port) = sources.proxy_config.agent_port() {
-            self.pages(port, &OF_AGENT).await;
+            self.pages(port, &AGENT_PAGES).await;
         }
         if !self.files.borrow().iter().any(|file| file.name == CONFIG) {
             let found = "the agent did not answer";
@@ -167,7 +167,8 @@ impl Bundle {
         }
     }
 
-    /// Fetches pages one after the other, as Envoy makes one at a time; none after one without an answer.
+    /// Fetches pages one after the other, because Envoy makes one at a time. Ends after the first page without an
+    /// answer.
     async fn pages(&self, port: u16, pages: &[Page]) {
         for &(name, path, form) in pages {
             let url = format!("http://localhost:{port}{path}");
@@ -175,7 +176,7 @@ impl Bundle {
                 Ok(answer) if answer.status() == StatusCode::OK => {
                     self.page(name, form, answer.into_body()).await;
                 }
-                // An agent that answers no DNS has no name table.
+                // An agent without a DNS server does not have a name table.
                 Ok(answer) if answer.status() == StatusCode::NOT_FOUND && path == "/debug/ndsz" => {
                 }
                 Ok(answer) => {
@@ -191,8 +192,8 @@ impl Bundle {
     }
 
     async fn request(&self, url: &str) -> io::Result<Response<Body>> {
-        let request = Request::get(url).body(Bytes::new());
-        let request = request.map_err(io::Error::other)?;
+        let built = Request::get(url).body(Bytes::new());
+        let request = built.map_err(io::Error::other)?;
         let answer = in_time(self.until, Client::default().send(request)).await?;
         answer.map_err(io::Error::other)
     }
@@ -226,7 +227,7 @@ impl Bundle {
         self.text("versions.txt", Lines, &text);
     }
 
-    /// Those the agent writes, one for each epoch of Envoy, and the operator's, which may be YAML.
+    /// Adds the bootstraps that the agent writes, one for each epoch of Envoy, and the operator's, which may be YAML.
     async fn bootstraps(&self, config: &ProxyConfig) {
         let directory = config.config_path.clone();
         let listed = spawn_blocking(move || {
@@ -247,10 +248,10 @@ impl Bundle {
             self.problem(codes::BUNDLE_BOOTSTRAP_MISSING, "bootstrap", found);
         }
         for path in paths {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let name = format!("bootstrap/{name}");
-            let read = regular_file::read_blocking(path, MAX_SETTINGS);
-            let read = in_time(self.until, read).await.and_then(|read| read);
+            let file_name = path.file_name().unwrap_or_default().to_string_lossy();
+            let name = format!("bootstrap/{file_name}");
+            let reading = regular_file::read_blocking(path, MAX_SETTINGS);
+            let read = in_time(self.until, reading).await.and_then(|read| read);
             let parsed = read.and_then(|text| {
                 let invalid = |_| io::Error::other("the file is neither YAML nor JSON");
                 serde_saphyr::from_slice::<Value>(&text).map_err(invalid)
@@ -299,7 +300,7 @@ impl Bundle {
 }
 
 impl File {
-    /// Writes a page without its secrets, up to where that fails.
+    /// Writes a page without its secrets. Also returns the part that was written before an error.
     fn write_from(
         name: &str,
         secrets: &Secrets,
@@ -310,15 +311,14 @@ impl File {
             name: name.to_owned(),
             content: DeflateEncoder::new(Vec::new(), Compression::fast()),
         });
-        let copied = redact::copy(secrets, form, &mut from, &mut to);
-        // Also what came before an error.
-        let copied = copied.and(to.flush());
+        // After an error, the bytes before it are flushed, too.
+        let copied = redact::copy(secrets, form, &mut from, &mut to).and(to.flush());
         let (file, _) = to.into_parts();
-        let problem = format!("more than {} MiB compressed", MAX_COMPRESSED >> 20);
-        match file.is_full() {
-            true => (file, Err(io::Error::other(problem))),
-            false => (file, copied),
+        if file.is_full() {
+            let problem = format!("more than {} MiB compressed", MAX_COMPRESSED >> 20);
+            return (file, Err(io::Error::other(problem)));
         }
+        (file, copied)
     }
 
     fn is_full(&self) -> bool {
@@ -339,7 +339,7 @@ impl Write for File {
     }
 }
 
-/// What a program prints, or why it does not, under its command.
+/// Returns a command with the output of the program, or with the error of running it.
 async fn output(command: &[&str]) -> String {
     let printed = match program::run(command[0], &command[1..], "", PATIENCE).await {
         Ok(printed) => String::from_utf8_lossy(&printed).into_owned(),
@@ -348,17 +348,16 @@ async fn output(command: &[&str]) -> String {
     format!("$ {}\n{}\n\n", command.join(" "), printed.trim())
 }
 
-/// Something that is ready at once does not count as late, unless the time for all is over.
+/// Waits for a future for at most [`PATIENCE`], until `until` at the latest. After that time even a future that is
+/// ready is late.
 async fn in_time<T>(until: Instant, future: impl Future<Output = T>) -> io::Result<T> {
-    let left = until.saturating_duration_since(Instant::now());
-    let text = "no answer within 5 s, or 20 s in all";
-    let late = || io::Error::other(text);
-    match left.is_zero() {
-        true => Err(late()),
-        false => timeout(left.min(PATIENCE), future)
-            .await
-            .map_err(|_| late()),
+    let late = || io::Error::other("no answer within 5 s, or 20 s in all");
+    let remaining = until.saturating_duration_since(Instant::now());
+    if remaining.is_zero() {
+        return Err(late());
     }
+    let output = timeout(remaining.min(PATIENCE), future).await;
+    output.map_err(|_| late())
 }
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ async fn a_hung_envoy_costs_one_wait_and_is_named() {
     .await;
     let bundle = bundle(LIMIT);
     let start = Instant::now();
-    bundle.pages(port, &OF_ENVOY).await;
+    bundle.pages(port, &ENVOY_PAGES).await;
     assert_eq!(start.elapsed().as_secs(), PATIENCE.as_secs());
     let problems = bundle.problems.take();
     assert_eq!(problems.len(), 1, "{problems:?}");

@@ -1,7 +1,7 @@
-//! Decides by the peer's user, as the kernel tells it, whether a connection is served.
+//! Accepts or rejects a connection by the peer's user, which the kernel reports.
 //!
-//! Each refused user is logged once, with the process; all refusals are counted. Groups do not
-//! matter: a socket's directory is for them.
+//! Each rejected user is logged once, with the process; all rejections are counted. Groups are not checked
+//! here: the mode of the socket's directory restricts them.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,7 +10,7 @@ use tokio::net::UnixStream;
 
 use crate::metrics::Counter;
 
-/// How many refused users are remembered.
+/// The number of rejected users that are remembered.
 const MAX_USERS: usize = 1024;
 
 /// The user that stands for all that a user namespace does not have (user_namespaces(7)).
@@ -65,7 +65,7 @@ impl Access {
     }
 }
 
-/// These users, the one this process runs as, and root, which could read its memory anyway.
+/// Adds the user this process runs as, and root, which could read its memory anyway.
 pub fn admitted(users: &BTreeSet<u32>) -> BTreeSet<u32> {
     with_own(users, rustix::process::geteuid().as_raw())
 }

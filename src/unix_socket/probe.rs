@@ -1,8 +1,8 @@
 //! Probes whether another process serves gRPC on a socket.
 //!
-//! A file may be left from a process that is gone, and a socket may be bound by one that never
-//! answers. So the peer is healthy only if it sends HTTP/2 settings in time. One whose queue of
-//! connections is full is busy, not dead. No method is called.
+//! A socket file may be left over from an ended process, and a process may bind a socket and never respond.
+//! So the peer is healthy only if it sends HTTP/2 settings in time. A peer whose queue of connections is full
+//! is busy, not dead. No method is called.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;

@@ -1,8 +1,8 @@
-//! Keeps modules on disk, each in a file called after its SHA-256.
+//! Stores modules on disk, each in a file named after its SHA-256.
 //!
-//! A key, a URL or the digest of an image, leads to a module by a symbolic link. The link is called
-//! after the SHA-256 of the key, as a URL may hold a password. A file's content is checked at each use.
-//! The time of a file is that of its last use.
+//! A symbolic link leads from a key, which is a URL or the digest of an image, to a module. The link is
+//! named after the SHA-256 of the key, because a URL may contain a password. A file's content is checked
+//! at each use. A file's modification time is the time of its last use.
 
 use std::collections::HashSet;
 use std::fs;
@@ -31,34 +31,34 @@ pub(super) struct Module {
 }
 
 impl Cache {
-    /// Nothing is read or written before a module is asked for.
+    /// Creates a cache without access to the disk.
     pub(super) fn new(directory: PathBuf) -> Self {
         Self { directory }
     }
 
-    /// Makes the directory that modules are downloaded to.
+    /// Creates the directory that modules are downloaded to.
     pub(super) fn prepare(&self) -> io::Result<()> {
         let mut builder = fs::DirBuilder::new();
         builder.recursive(true).mode(0o755).create(&self.directory)
     }
 
-    /// The module a key leads to, if its content is right.
+    /// Returns the module that a key leads to, if its content is valid.
     pub(super) fn find(&self, key: &str) -> Option<Module> {
         let target = fs::read_link(self.link_path(key)).ok()?;
         let path = self.directory.join(target.file_name()?);
-        let problem = match checked(&path) {
+        let problem = match check(&path) {
             Ok(module) => return Some(module),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => error,
         };
         let shown = path.display();
         tracing::warn!(target: "wasm", "the cached Wasm module {shown} cannot be used and is fetched again: {problem}");
-        // Another one takes its place if it stays.
+        // If it cannot be removed, the new module replaces it.
         let _ = fs::remove_file(&path);
         None
     }
 
-    /// Takes in a download that these keys lead to from now on.
+    /// Stores a download, and links these keys to it.
     pub(super) fn add(&self, download: Download, keys: &[String]) -> io::Result<Module> {
         let Download { file, sha256, size } = download;
         tracing::debug!(target: "wasm", "fetched a Wasm module of {size} bytes, sha256:{sha256}");
@@ -71,16 +71,16 @@ impl Cache {
         Ok(module)
     }
 
-    /// From now on, a key leads to this module.
+    /// Links a key to a module.
     pub(super) fn link(&self, key: &str, module: &Module) -> io::Result<()> {
         let link = self.link_path(key);
-        // Between the two, the key leads nowhere, and the module is fetched.
+        // Between the two calls the key leads nowhere, so the module would be fetched again.
         let _ = fs::remove_file(&link);
         symlink(module.path.file_name().unwrap_or_default(), link)
     }
 
-    /// Removes modules unused for longer than `expiry`, and those unused longest while all together
-    /// have more than `max_bytes`, but none in `used`. Returns how many are left.
+    /// Removes modules that are unused for longer than `expiry`, and the least recently used ones while all
+    /// together have more than `max_bytes`, but none in `used`. Returns the number of remaining modules.
     pub(super) fn tidy(
         &self,
         used: &HashSet<PathBuf>,
@@ -91,22 +91,22 @@ impl Cache {
         let is_older = |time, limit| now.duration_since(time).is_ok_and(|age| age > limit);
         let mut modules = Vec::new();
         for entry in fs::read_dir(&self.directory)? {
-            let path = entry?.path();
-            let (name, metadata) = (path.file_name().unwrap_or_default(), fs::metadata(&path));
-            let name = name.to_string_lossy();
-            match metadata {
-                Ok(found) if name.strip_suffix(".wasm").is_some_and(is_digest) => {
-                    modules.push((found.modified()?, found.len(), path));
+            let entry = entry?;
+            let (path, file_name) = (entry.path(), entry.file_name());
+            let name = file_name.to_string_lossy();
+            match fs::metadata(&path) {
+                Ok(file) if name.strip_suffix(".wasm").is_some_and(is_digest) => {
+                    modules.push((file.modified()?, file.len(), path));
                 }
-                // Left by an agent that was killed.
-                Ok(found)
+                // A killed agent leaves its unfinished download.
+                Ok(file)
                     if name.starts_with(PREFIX)
                         && name.ends_with(SUFFIX)
-                        && is_older(found.modified()?, MAX_FETCH) =>
+                        && is_older(file.modified()?, MAX_FETCH) =>
                 {
                     fs::remove_file(path)?;
                 }
-                // A link to a module that was removed.
+                // A link to a removed module.
                 Err(_) if is_digest(&name) => fs::remove_file(path)?,
                 _ => {}
             }
@@ -115,9 +115,9 @@ impl Cache {
         let mut total: u64 = modules.iter().map(|(_, size, _)| size).sum();
         modules.retain(|(last_use, size, path)| {
             let is_over = total > max_bytes || is_older(*last_use, expiry);
-            let is_left = used.contains(path) || !is_over || !remove(path);
-            total -= if is_left { 0 } else { *size };
-            is_left
+            let remains = used.contains(path) || !is_over || !remove(path);
+            total -= if remains { 0 } else { *size };
+            remains
         });
         Ok(modules.len())
     }
@@ -128,17 +128,17 @@ impl Cache {
     }
 }
 
-/// The module in a file, if its content is right.
-fn checked(path: &Path) -> io::Result<Module> {
+/// Returns the module in a file if its content matches the name, and records its use.
+fn check(path: &Path) -> io::Result<Module> {
     let file = regular_file::open(path)?;
-    let sha256 = path.file_stem().unwrap_or_default();
-    let sha256 = sha256.to_string_lossy().into_owned();
+    let stem = path.file_stem().unwrap_or_default();
+    let sha256 = stem.to_string_lossy().into_owned();
     let size = file.metadata()?.len();
-    // A device would have no end.
+    // Without a limit, reading a device would not end.
     if download::copy(&mut (&file).take(size), &mut io::sink())?.1 != sha256 {
         return Err(io::Error::other("the file was modified"));
     }
-    // On a disk that is read-only, the time of the last use is not known.
+    // On a read-only disk, the time of the last use is not recorded.
     let _ = file.set_modified(Clock::system().now());
     Ok(Module {
         path: path.to_owned(),
@@ -147,7 +147,7 @@ fn checked(path: &Path) -> io::Result<Module> {
     })
 }
 
-/// False if the module cannot be removed.
+/// Removes a module. Returns false if that fails.
 fn remove(path: &Path) -> bool {
     let shown = path.display();
     if let Err(error) = fs::remove_file(path) {

@@ -1,8 +1,8 @@
-//! Fetches the Wasm modules of Envoy's filters, and hands them to Envoy as files.
+//! Fetches the Wasm modules of Envoy's filters, and passes them to Envoy as files.
 //!
-//! [`Wasm::convert`] takes the resources of an ECDS response. One whose module cannot be fetched
-//! becomes a filter that allows or denies everything, as its failure policy says, so that Envoy's
-//! answer is deliberate; the caller converts it again later.
+//! [`Wasm::convert`] rewrites the resources of an ECDS response. A filter whose module cannot be fetched
+//! becomes one that allows or denies all requests, according to its failure policy, so that the operator
+//! decides how Envoy treats them; the caller converts it again later.
 
 mod cache;
 mod convert;
@@ -32,17 +32,17 @@ use request::{Request, Unusable};
 /// Settings of modules.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where modules are kept. Envoy reads them there.
+    /// The directory of modules, where Envoy reads them.
     pub directory: PathBuf,
     pub fetch: FetchConfig,
-    /// How long unused modules are kept.
+    /// Time after which unused modules are removed.
     pub expiry: Duration,
     pub purge_interval: Duration,
-    /// The most bytes of all modules together, but for those in use.
+    /// Most bytes of all modules together. Modules in use may exceed it.
     pub max_cache_bytes: u64,
-    /// Whether modules that are not pinned by a digest are refused.
+    /// Refuses modules that are not pinned by a digest.
     pub requires_digest: bool,
-    /// Prefixes of host and path that modules may come from; empty is any.
+    /// Prefixes of host and path that modules may come from. If it is empty, all are allowed.
     pub allowed: Vec<String>,
 }
 
@@ -50,18 +50,20 @@ pub struct Config {
 #[derive(Clone, Debug)]
 pub struct Wasm(Arc<Modules>);
 
-/// The resources of a response once they are converted.
+/// The converted resources of a response.
 #[derive(Debug, Default)]
 pub(crate) struct Converted {
-    /// In place of each resource; None where it stays as it is.
+    /// The replacement of each resource; `None` if it does not change.
     pub(crate) resources: Vec<Option<Bytes>>,
-    /// How many modules may be had later, and when to convert the resources again for that.
+    /// Number of modules that another attempt may fetch.
     pub(crate) missing: usize,
+    /// The time to convert the resources again.
     pub(crate) retry_at: Option<Instant>,
 }
 
 impl Wasm {
-    /// The future fetches modules and removes old ones. It never ends; dropping it ends all fetches.
+    /// Returns a handle, and a future that removes unused modules. It never ends; dropping it ends all
+    /// fetches.
     pub fn new(
         config: Config,
         registry: &Registry,
@@ -82,23 +84,23 @@ impl Wasm {
         (wasm, purging)
     }
 
-    /// Converts resources, each an encoded `Any`, and waits for their modules. `is_whole` is whether
-    /// they are all there are. An error means that the response cannot be used.
+    /// Converts resources, each an encoded `Any`, and waits for their modules. If they are `complete`,
+    /// all others are forgotten. Fails if the response must be rejected.
     pub(crate) async fn convert(
         &self,
         resources: &[Bytes],
-        is_whole: bool,
+        complete: bool,
     ) -> Result<Converted, String> {
-        let began = Instant::now();
-        let converted = self.converted(resources, is_whole).await;
-        let milliseconds = began.elapsed().as_secs_f64() * 1000.0;
+        let started = Instant::now();
+        let converted = self.convert_all(resources, complete).await;
+        let milliseconds = started.elapsed().as_secs_f64() * 1000.0;
         self.0.metrics.duration.observe(milliseconds);
         converted.inspect_err(|problem| {
             tracing::error!(target: "wasm", "error in applying failopen rbac config: {problem}");
         })
     }
 
-    /// Whether a resource, an encoded `Any`, has a module to fetch. An error if it cannot be read.
+    /// Returns whether a resource, an encoded `Any`, has a module to fetch. Fails if it cannot be read.
     pub(crate) fn has_module(resource: &Bytes) -> Result<bool, String> {
         let filter = convert::filter(resource)?;
         Ok(filter.is_some_and(|filter| filter.module.is_ok()))
@@ -109,12 +111,12 @@ impl Wasm {
         self.0.retain(|other| other.as_bytes() != name);
     }
 
-    async fn converted(&self, resources: &[Bytes], is_whole: bool) -> Result<Converted, String> {
+    async fn convert_all(&self, resources: &[Bytes], complete: bool) -> Result<Converted, String> {
         let filters = self.filters(resources)?;
-        if is_whole {
-            let names = filters.iter().flatten().map(|filter| filter.name.as_str());
-            let names: HashSet<_> = names.collect();
-            self.0.retain(|name| names.contains(name));
+        if complete {
+            let names = filters.iter().flatten().map(|filter| &*filter.name);
+            let listed: HashSet<&str> = names.collect();
+            self.0.retain(|name| listed.contains(name));
         }
         let replacing = filters.iter().map(async |filter| match filter {
             Some(filter) => self.replace(filter).await.map(Some),
@@ -122,8 +124,8 @@ impl Wasm {
         });
         let mut converted = Converted::default();
         for replaced in join_all(replacing).await {
-            let (resource, retry_at) = replaced?.unzip();
-            let retry_at = retry_at.flatten();
+            let (resource, retry) = replaced?.unzip();
+            let retry_at = retry.flatten();
             converted.missing += usize::from(retry_at.is_some());
             converted.retry_at = converted.retry_at.into_iter().chain(retry_at).min();
             converted.resources.push(resource);
@@ -131,7 +133,8 @@ impl Wasm {
         Ok(converted)
     }
 
-    /// The filters among the resources. The error is that of all that cannot be read.
+    /// Returns the filter in each resource, if there is one. The error lists all resources that cannot be
+    /// read.
     fn filters(&self, resources: &[Bytes]) -> Result<Vec<Option<Filter>>, String> {
         let (mut filters, mut problems) = (Vec::new(), Vec::new());
         for resource in resources {
@@ -151,24 +154,23 @@ impl Wasm {
                 }
             }
         }
-        match problems.is_empty() {
-            true => Ok(filters),
-            false => Err(problems.join("\n")),
+        if !problems.is_empty() {
+            return Err(problems.join("\n"));
         }
+        Ok(filters)
     }
 
-    /// The resource in place of a filter, and when to ask again for a module that it does not get.
+    /// Returns the replacement of a filter's resource, and when to retry if its module is missing.
     async fn replace(&self, filter: &Filter) -> Result<(Bytes, Option<Instant>), String> {
-        let converted = self.module(filter).await;
-        let result = converted.as_ref().err().map_or("success", |it| it.result);
-        self.0.metrics.conversions.with([result]).inc();
-        let unusable = match converted {
+        let unusable = match self.with_module(filter).await {
             Ok(resource) => {
+                self.0.metrics.conversions.with(["success"]).inc();
                 self.0.replaced.lock().remove(&filter.name);
                 return Ok((resource, None));
             }
             Err(unusable) => unusable,
         };
+        self.0.metrics.conversions.with([unusable.result]).inc();
         let (policy, consequence) = if filter.fails_open {
             ("allow", "requests pass without the filter")
         } else {
@@ -190,33 +192,35 @@ impl Wasm {
         Ok((resource, unusable.retry_at))
     }
 
-    /// The resource with its module.
-    async fn module(&self, filter: &Filter) -> Result<Bytes, Unusable> {
+    /// Returns the resource with its module.
+    async fn with_module(&self, filter: &Filter) -> Result<Bytes, Unusable> {
         let request = filter.module.as_ref().map_err(Clone::clone)?;
         self.0.config.permits(request)?;
-        let path = self.0.get(&filter.name, request).await;
-        let path = path.map_err(|failure| Unusable {
+        let module = self.0.get(request).await;
+        let path = module.map_err(|failure| Unusable {
             retry_at: Some(failure.retry_at),
             ..Unusable::fetch(failure.error)
         })?;
         let rewritten = filter.with_module(&path.to_string_lossy());
-        let failed = |error: wire::DecodeError| (codes::WASM_CONFIGURATION, error.to_string());
-        rewritten.map_err(|error| Unusable::new("marshal_failure", failed(error)))
+        rewritten.map_err(|error| {
+            let error = (codes::WASM_CONFIGURATION, error.to_string());
+            Unusable::new("marshal_failure", error)
+        })
     }
 
-    /// The problems of missing modules, and whether requests pass without them.
+    /// Returns the problems of missing modules, each with whether requests pass without the module.
     pub fn missing(&self) -> Vec<(bool, Problem)> {
         self.0.replaced.lock().values().cloned().collect()
     }
 
-    /// What is known now.
+    /// Returns the state of all modules for the debug page.
     pub fn snapshot(&self) -> Value {
         self.0.snapshot()
     }
 }
 
 impl Config {
-    /// An error if the operator's rules refuse a module.
+    /// Fails if the operator's rules forbid a module.
     fn permits(&self, request: &Request) -> Result<(), Unusable> {
         let mut allowed = self.allowed.iter();
         let rule = if self.requires_digest && request.pinned.is_none() {

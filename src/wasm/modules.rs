@@ -1,8 +1,8 @@
-//! Takes modules from the cache, or has them fetched.
+//! Takes modules from the cache, or fetches them.
 //!
-//! A module is fetched once however many resources ask for it, and [`MAX_FETCHES`] are fetched at a
-//! time. A fetch goes on when those who asked for it are gone. A failed one is tried again after a
-//! wait that grows; until then, those who ask get its error.
+//! A module is fetched once for all resources that need it, and at most [`MAX_FETCHES`] at the same time.
+//! A fetch continues when its callers are dropped. A failed fetch is repeated after a growing wait; until
+//! then, callers get its error.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
@@ -32,13 +32,13 @@ const MAX_FETCHES: usize = 4;
 const FIRST_WAIT: Duration = Duration::from_secs(2);
 const MAX_WAIT: Duration = Duration::from_secs(300);
 const MIN_WAIT: Duration = Duration::from_secs(1);
-/// The time the disk has to find a module, or take one in.
+/// Time limit of the disk to find or store a module.
 const DISK_LIMIT: Duration = Duration::from_secs(30);
 
-/// Delta does not always say which resources are gone. Those converted last are remembered.
+/// Resources that are remembered: the ones converted last, as delta does not always report removed ones.
 pub(super) const MAX_RESOURCES: usize = 1000;
 
-/// What came of the module that a resource asked for last. It holds no secret.
+/// The result of the last request of a resource. It contains no secret.
 #[derive(Debug)]
 struct Resource {
     /// [`Request::id`].
@@ -48,11 +48,11 @@ struct Resource {
     result: Result<Module, Failure>,
 }
 
-/// Why a resource is without its module.
+/// The error of a failed fetch, and the state of its retries.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) error: Error,
-    /// When to ask again.
+    /// The time of the next attempt.
     pub(super) retry_at: Instant,
     backoff: Backoff,
 }
@@ -61,16 +61,16 @@ pub(super) struct Failure {
 #[derive(Debug)]
 pub(super) struct Modules {
     pub(super) config: Config,
-    /// Locked during work on disk, so that a disk that hangs holds up one thread.
+    /// Locked during disk access, so that a disk that hangs blocks one thread only.
     pub(super) cache: Arc<sync::Mutex<Cache>>,
     executor: Executor,
     slots: Semaphore,
-    /// By name, the one converted last at the end.
+    /// Resources by name, in the order of their last conversion.
     resources: Mutex<IndexMap<String, Resource>>,
-    /// By [`Request::fetch_id`], with its URL. A fetch has ended when its channel is closed.
+    /// Fetches by [`Request::fetch_id`], with the URL. A fetch has ended when its channel is closed.
     fetches: Mutex<HashMap<u64, (String, Fetching)>>,
     pub(super) metrics: Metrics,
-    /// Filters that stand in for missing modules, by name: whether requests pass, and why.
+    /// Filters that replace missing modules, by name: whether requests pass, and the problem.
     pub(super) replaced: Mutex<BTreeMap<String, (bool, Problem)>>,
 }
 
@@ -92,26 +92,22 @@ impl Modules {
         }
     }
 
-    /// Forgets all resources but those that `is_left` names. Modules that were used by others alone
-    /// may be removed then.
-    pub(super) fn retain(&self, is_left: impl Fn(&str) -> bool) {
-        self.resources.lock().retain(|name, _| is_left(name));
-        self.replaced.lock().retain(|name, _| is_left(name));
+    /// Forgets all resources but those whose name `remains`. Modules that only the others used may be
+    /// removed then.
+    pub(super) fn retain(&self, remains: impl Fn(&str) -> bool) {
+        self.resources.lock().retain(|name, _| remains(name));
+        self.replaced.lock().retain(|name, _| remains(name));
     }
 
-    /// The file of the module that the resource `name` asks for.
-    pub(super) async fn get(
-        self: &Arc<Self>,
-        name: &str,
-        request: &Arc<Request>,
-    ) -> Result<PathBuf, Failure> {
-        let last = self.last(name, request);
-        let known = match request.ignores_version || matches!(last, Some(Ok(_))) {
-            true => self.find(name, request, request.key.clone()).await,
-            false => Ok(None),
-        };
-        self.count_lookup(matches!(known, Ok(Some(_))));
-        if let Ok(Some(module)) = known {
+    /// Returns the file of the requested module.
+    pub(super) async fn get(self: &Arc<Self>, request: &Arc<Request>) -> Result<PathBuf, Failure> {
+        let last = self.last(request);
+        let mut cached = Ok(None);
+        if request.ignores_version || matches!(last, Some(Ok(_))) {
+            cached = self.find(request, &request.key).await;
+        }
+        self.count_lookup(matches!(cached, Ok(Some(_))));
+        if let Ok(Some(module)) = cached {
             return Ok(module.path);
         }
         let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
@@ -121,54 +117,48 @@ impl Modules {
             }
             backoff = failure.backoff;
         }
-        let found = match self.fetched(name, request).await {
-            Ok(()) => self.find(name, request, request.key.clone()).await,
-            Err(error) => Err(error),
-        };
-        let gone = || (codes::WASM_CACHE, "the module vanished".to_owned());
-        let found = found.and_then(|found| found.ok_or_else(gone));
-        found.map(|module| module.path).map_err(|error| {
+        let module = self.wait_for_module(request).await;
+        module.map(|module| module.path).map_err(|error| {
             let failure = Failure {
                 error,
                 retry_at: after(backoff.next_wait().max(MIN_WAIT)),
                 backoff,
             };
-            self.set(name, request, Err(failure.clone()));
+            self.set(request, Err(failure.clone()));
             failure
         })
     }
 
-    /// What came of the same request before.
-    fn last(&self, name: &str, request: &Request) -> Option<Result<Module, Failure>> {
+    /// Returns the last result of the same request.
+    fn last(&self, request: &Request) -> Option<Result<Module, Failure>> {
         let resources = self.resources.lock();
-        let last = resources.get(name).filter(|it| it.request == request.id)?;
-        Some(last.result.clone())
+        let last = resources.get(&request.name)?;
+        (last.request == request.id).then(|| last.result.clone())
     }
 
-    fn set(&self, name: &str, request: &Request, result: Result<Module, Failure>) {
+    fn set(&self, request: &Request, result: Result<Module, Failure>) {
         let mut resources = self.resources.lock();
-        let last = resources.shift_remove(name);
-        let last = last.filter(|last| last.result.as_ref().ok() == result.as_ref().ok());
+        let last = resources.shift_remove(&request.name);
+        let same = last.filter(|last| last.result.as_ref().ok() == result.as_ref().ok());
         if resources.len() >= MAX_RESOURCES {
             resources.shift_remove_index(0);
         }
         let resource = Resource {
             request: request.id,
             url: request.source.redacted(),
-            since: last.map_or_else(Instant::now, |last| last.since),
+            since: same.map_or_else(Instant::now, |same| same.since),
             result,
         };
-        resources.insert(name.to_owned(), resource);
+        resources.insert(request.name.clone(), resource);
     }
 
-    /// Looks a module up. The resource uses it from then on.
+    /// Looks up a module, which the resource uses from then on.
     async fn find(
         self: &Arc<Self>,
-        name: &str,
         request: &Arc<Request>,
-        key: String,
+        key: &str,
     ) -> Result<Option<Module>, Error> {
-        let (name, request) = (name.to_owned(), request.clone());
+        let (request, key) = (request.clone(), key.to_owned());
         self.on_disk(move |modules, cache| {
             let Some(module) = cache.find(&key) else {
                 return Ok(None);
@@ -176,21 +166,27 @@ impl Modules {
             if key != request.key {
                 cache.link(&request.key, &module)?;
             }
-            modules.set(&name, &request, Ok(module.clone()));
+            modules.set(&request, Ok(module.clone()));
             Ok(Some(module))
         })
         .await
     }
 
-    /// Joins the fetch of a module, or starts it.
-    async fn fetched(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetched {
-        let mut result = self.join(name, request);
-        let result = result.wait_for(Option::is_some).await;
-        let fetched = result.ok().and_then(|fetched| fetched.clone());
-        fetched.unwrap_or_else(|| Err((codes::WASM_DOWNLOAD_FAILED, "the agent stops".to_owned())))
+    /// Waits for the fetch of a module, and returns the module from the cache.
+    async fn wait_for_module(self: &Arc<Self>, request: &Arc<Request>) -> Result<Module, Error> {
+        let mut fetching = self.join(request);
+        let fetched = match fetching.wait_for(Option::is_some).await {
+            Ok(fetched) => fetched.clone(),
+            Err(_) => None,
+        };
+        let stopped = || Err((codes::WASM_DOWNLOAD_FAILED, "the agent stops".to_owned()));
+        fetched.unwrap_or_else(stopped)?;
+        let module = self.find(request, &request.key).await?;
+        module.ok_or_else(|| (codes::WASM_CACHE, "the module vanished".to_owned()))
     }
 
-    fn join(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetching {
+    /// Joins the fetch of a module, or starts it.
+    fn join(self: &Arc<Self>, request: &Arc<Request>) -> Fetching {
         let mut fetches = self.fetches.lock();
         fetches.retain(|_, (_, result)| result.has_changed().is_ok());
         if let Some((_, result)) = fetches.get(&request.fetch_id) {
@@ -199,13 +195,13 @@ impl Modules {
         let (done, result) = watch::channel(None);
         let url = request.source.redacted();
         fetches.insert(request.fetch_id, (url.clone(), result.clone()));
-        let (modules, name, request) = (self.clone(), name.to_owned(), request.clone());
+        let (modules, request) = (self.clone(), request.clone());
         self.executor.spawn(async move {
             // The semaphore is never closed.
             let _slot = modules.slots.acquire().await;
             let limit = request.time_limit;
-            let fetched = timeout(limit, modules.fetch(&name, &request)).await;
-            let fetched = fetched.unwrap_or_else(|_| {
+            let in_time = timeout(limit, modules.fetch(&request)).await;
+            let fetched = in_time.unwrap_or_else(|_| {
                 let limit = rounded(limit);
                 let found = format!("{url} is not complete within {limit}");
                 Err((codes::WASM_DOWNLOAD_FAILED, found))
@@ -220,8 +216,8 @@ impl Modules {
         result
     }
 
-    /// Brings a module into the cache.
-    async fn fetch(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetched {
+    /// Downloads a module into the cache.
+    async fn fetch(self: &Arc<Self>, request: &Arc<Request>) -> Fetched {
         let deadline = after(request.time_limit);
         self.on_disk(|_, cache| cache.prepare()).await?;
         let (directory, config) = (&self.config.directory, &self.config.fetch);
@@ -235,14 +231,14 @@ impl Modules {
             }
             Some(reference) => {
                 let secret = request.pull_secret.as_deref().map(String::as_str);
-                let image = config.image(source, reference, secret, pinned, deadline);
-                let image = image.await?;
+                let fetching = config.image(source, reference, secret, pinned, deadline);
+                let image = fetching.await?;
                 request.compare(&image.digests)?;
                 let found = image.digests[0].clone();
                 if pinned.is_none() {
-                    let known = self.find(name, request, request.key_of(&found)).await?;
-                    self.count_lookup(known.is_some());
-                    if known.is_some() {
+                    let cached = self.find(request, &request.key_of(&found)).await?;
+                    self.count_lookup(cached.is_some());
+                    if cached.is_some() {
                         return Ok(());
                     }
                 }
@@ -250,7 +246,7 @@ impl Modules {
             }
         };
         self.metrics.fetches.with(["success"]).inc();
-        // That of an index, if the module was asked for by it.
+        // An image may be pinned to the digest of its index.
         let by_digest = request.key_of(pinned.unwrap_or(&found));
         let key = request.key.clone();
         self.on_disk(move |modules, cache| {
@@ -261,7 +257,7 @@ impl Modules {
         .await
     }
 
-    /// Works on the cache on a thread of its own.
+    /// Runs `work` on the cache on a blocking thread, within [`DISK_LIMIT`].
     async fn on_disk<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Self, &Cache) -> io::Result<T> + Send + 'static,
@@ -287,7 +283,7 @@ impl Modules {
             modules.tidy_now(cache, None);
             Ok(())
         });
-        // The next time removes what this one did not.
+        // The next purge repeats a failed one.
         let _ = tidying.await;
     }
 
@@ -297,7 +293,7 @@ impl Modules {
             used.extend(resource.result.iter().map(|module| module.path.clone()));
         }
         match cache.tidy(&used, self.config.expiry, self.config.max_cache_bytes) {
-            Ok(left) => self.metrics.entries.set(left as f64),
+            Ok(remaining) => self.metrics.entries.set(remaining as f64),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => {
                 tracing::warn!(target: "wasm", "cannot remove old Wasm modules: {error}");
@@ -310,18 +306,16 @@ impl Modules {
         self.metrics.lookups.with([hit]).inc();
     }
 
-    /// All resources, each with its module or without it and with an error, and the URLs of fetches under
-    /// way.
+    /// Returns all resources, each with its module or an error, and the URLs of running fetches.
     pub(super) fn snapshot(&self) -> Value {
-        let fetches = self.fetches.lock();
-        let running = fetches.values();
-        let running = running.filter(|(_, result)| result.has_changed().is_ok());
-        let fetching: Vec<_> = running.map(|(url, _)| url).collect();
+        let mut fetches = self.fetches.lock();
+        fetches.retain(|_, (_, result)| result.has_changed().is_ok());
+        let fetching: Vec<_> = fetches.values().map(|(url, _)| url).collect();
         let resources = self.resources.lock();
-        let resources = resources.iter().map(|(name, resource)| {
+        let shown = resources.iter().map(|(name, resource)| {
             let result = resource.result.as_ref();
             let (module, failure) = (result.ok(), result.err());
-            let left = |at: Instant| at.duration_since(Instant::now()).as_secs_f64();
+            let wait = failure.map(|failure| failure.retry_at.duration_since(Instant::now()));
             json!({
                 "name": name,
                 "url": resource.url,
@@ -329,11 +323,10 @@ impl Modules {
                 "sha256": module.map(|module| &module.sha256),
                 "size_bytes": module.map(|module| module.size),
                 "error": failure.map(|failure| &failure.error.1),
-                "retry_seconds": failure.map(|failure| left(failure.retry_at)),
+                "retry_seconds": wait.map(|wait| wait.as_secs_f64()),
             })
         });
-        let resources: Vec<_> = resources.collect();
-        json!({ "resources": resources, "fetching": fetching })
+        json!({ "resources": shown.collect::<Vec<_>>(), "fetching": fetching })
     }
 }
 
@@ -345,7 +338,7 @@ const MILLISECONDS: &[f64] = &[
 
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
-    /// By result.
+    /// Conversions by result.
     pub(super) conversions: Counters<1>,
     pub(super) duration: Histogram,
     fetches: Counters<1>,

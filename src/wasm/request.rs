@@ -1,4 +1,4 @@
-//! What a filter's configuration says about its module: where it is, and when to fetch it.
+//! Reads from a filter's configuration where its module is, and when to fetch it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,43 +17,46 @@ pub(super) const PULL_SECRET: &str = "ISTIO_META_WASM_IMAGE_PULL_SECRET";
 pub(super) const PULL_POLICY: &str = "ISTIO_META_WASM_IMAGE_PULL_POLICY";
 pub(super) const RESOURCE_VERSION: &str = "ISTIO_META_WASM_PLUGIN_RESOURCE_VERSION";
 
-/// The time limit of a fetch without one of its own.
+/// Time limit of a fetch if the configuration has none.
 pub(super) const TIME_LIMIT: Duration = Duration::from_secs(5);
-/// That of any fetch.
+/// Longest time limit of a fetch.
 pub(super) const MAX_FETCH: Duration = Duration::from_secs(3600);
 
-/// A module as a filter's configuration asks for it.
+/// The request of a filter's configuration for a module.
 pub(crate) struct Request {
+    /// The name of the resource.
+    pub(super) name: String,
     pub(crate) source: Source,
     /// The digest that the configuration or the URL pins the module to.
     pub(crate) pinned: Option<String>,
     pub(crate) time_limit: Duration,
     /// Docker's configuration file as JSON.
     pub(crate) pull_secret: Option<Zeroizing<String>>,
-    /// Whether the module that was found before is right for any version of the resource.
+    /// True if a cached module may be used for any version of the resource.
     pub(crate) ignores_version: bool,
-    /// What the module is called in the cache, as all tags of its repository are. It may hold secrets, as
-    /// the URL may.
+    /// The module's name in the cache, which all tags of its repository share. Like the URL, it may contain
+    /// secrets.
     module_name: String,
-    /// What leads to the module in the cache.
+    /// The key of the module in the cache.
     pub(super) key: String,
-    /// Distinguishes requests of one resource, and fetches. They show no secret.
+    /// Distinguishes requests of one resource. Like the other id, it reveals no secret.
     pub(super) id: u64,
+    /// Distinguishes fetches.
     pub(super) fetch_id: u64,
 }
 
-/// Why a filter does not get its module.
+/// The error of a filter that does not get its module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unusable {
-    /// The result that is counted.
+    /// The label of the metric.
     pub(crate) result: &'static str,
     pub(crate) error: Error,
-    /// When to ask again. None if another attempt would fail, too.
+    /// The time of the next attempt; `None` if another attempt would fail, too.
     pub(crate) retry_at: Option<Instant>,
 }
 
 impl Request {
-    /// `name` is that of the resource, `plugin` that in the configuration.
+    /// `name` is the name of the resource, `plugin` the name in the configuration.
     pub(super) fn new(
         name: &str,
         plugin: &str,
@@ -82,12 +85,13 @@ impl Request {
         let fetch_id = hash((&uri.uri, &pinned, secret));
         let (policy, version) = (variables.get(PULL_POLICY), variables.get(RESOURCE_VERSION));
         Ok(Self {
+            name: name.to_owned(),
             id: hash((fetch_id, time_limit, policy, version)),
             fetch_id,
             ignores_version: match policy.map(String::as_str) {
                 _ if pinned.is_some() => true,
                 Some("IfNotPresent") => true,
-                // It is fetched again for each new version of the Kubernetes object.
+                // The module is fetched again for each new version of the Kubernetes object.
                 Some("Always") => false,
                 _ => !source.is_latest(),
             },
@@ -103,12 +107,12 @@ impl Request {
         })
     }
 
-    /// The key of a digest. All tags of a repository share it.
+    /// Returns the cache key of a digest, which all tags of a repository share.
     pub(super) fn key_of(&self, digest: &str) -> String {
         key(digest, &self.module_name)
     }
 
-    /// An error unless one of these digests is the one that the module is pinned to.
+    /// Fails unless the module is pinned to one of these digests, or to none.
     pub(super) fn compare(&self, found: &[String]) -> Result<(), Error> {
         match &self.pinned {
             Some(expected) if !found.contains(expected) => {
@@ -137,20 +141,18 @@ impl Unusable {
     }
 }
 
-/// It begins as no URL does.
+/// Returns a key that begins differently from any URL.
 fn key(digest: &str, module_name: &str) -> String {
     format!("{digest} {module_name}")
 }
 
-/// Zero if it is negative.
+/// Converts a time limit. A negative one is zero.
 fn time_limit(limit: protobuf::Duration) -> Duration {
     let (seconds, nanos) = (u64::try_from(limit.seconds), u64::try_from(limit.nanos));
-    let limit = match (seconds, nanos) {
-        (Ok(seconds), Ok(nanos)) => {
-            Duration::from_secs(seconds).saturating_add(Duration::from_nanos(nanos))
-        }
-        _ => Duration::ZERO,
+    let (Ok(seconds), Ok(nanos)) = (seconds, nanos) else {
+        return Duration::ZERO;
     };
+    let limit = Duration::from_secs(seconds).saturating_add(Duration::from_nanos(nanos));
     limit.min(MAX_FETCH)
 }
 
@@ -162,7 +164,7 @@ fn hash(value: impl Hash) -> u64 {
 
 impl fmt::Debug for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The URL may hold a password, and the secret is one.
+        // The URL may contain a password, and the pull secret does.
         f.debug_struct("Request").finish_non_exhaustive()
     }
 }

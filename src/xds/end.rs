@@ -1,8 +1,10 @@
-//! How a relay's streams end: the side that ended them, the status for Envoy, the log line.
+//! Describes the end of a relay's streams: the side that ended them, the status for Envoy, the log line.
 //!
-//! A status that istiod gave reaches Envoy as it came, details included.
+//! Envoy gets a status of istiod unchanged, details included.
 
+use std::error::Error as _;
 use std::fmt;
+use std::io;
 
 use http::{HeaderMap, HeaderValue};
 use hyper::body::Incoming;
@@ -17,20 +19,20 @@ use crate::problem::Problem;
 /// The headers that make up a gRPC status. Source: gRPC over HTTP/2, Status.
 const STATUS_HEADERS: [&str; 3] = ["grpc-status", "grpc-message", "grpc-status-details-bin"];
 
-/// How much of istiod's text the log gets, in characters.
+/// The most characters of a status message in the log and in `/debug/xdsz`.
 const MAX_REASON: usize = 1024;
 
-/// Why a relay ended.
+/// The end of a relay's streams.
 #[derive(Debug)]
 pub(crate) struct End {
     side: Side,
-    /// Whether it belongs to ordinary operation.
+    /// True in ordinary operation.
     is_expected: bool,
-    /// In one line, for the log and `/debug/xdsz`.
+    /// One line for the log and `/debug/xdsz`.
     reason: String,
-    /// Code and message.
-    status: Status,
-    /// The status for Envoy; None if Envoy reads no more.
+    /// Code and shortened message of the side that ended the streams.
+    pub(super) status: Status,
+    /// The status for Envoy; None if Envoy no longer reads.
     trailers: Option<Box<HeaderMap>>,
 }
 
@@ -42,7 +44,7 @@ enum Side {
     Agent,
 }
 
-/// What the end of a stream counts as: the label `type` of the metric.
+/// Values of the label `type` of the metrics that count ends of streams.
 pub(super) const CANCELLED: &str = "cancelled";
 pub(super) const ERROR: &str = "error";
 
@@ -58,7 +60,15 @@ impl End {
         }
     }
 
-    /// Istiod ended the stream with these trailers, or with a head that is all.
+    /// Ends both streams with OK.
+    fn ok(side: Side, reason: &str) -> Self {
+        Self {
+            reason: reason.to_owned(),
+            ..Self::new(side, true, &Status::ok(""))
+        }
+    }
+
+    /// Istiod ended the stream with these trailers, or with the headers of a response without a body.
     pub(crate) fn istiod(mut headers: HeaderMap) -> Self {
         let Some(status) = Status::from_header_map(&headers) else {
             let status = Status::unavailable("istiod ended the stream without a status");
@@ -68,19 +78,19 @@ impl End {
             status.code(),
             Code::Ok | Code::Cancelled | Code::DeadlineExceeded
         );
-        let mut kept = HeaderMap::new();
+        let mut trailers = HeaderMap::new();
         for name in STATUS_HEADERS {
             if let Some(value) = headers.remove(name) {
-                kept.insert(name, value);
+                trailers.insert(name, value);
             }
         }
         Self {
-            trailers: Some(Box::new(kept)),
+            trailers: Some(Box::new(trailers)),
             ..Self::new(Side::Istiod, is_expected, &status)
         }
     }
 
-    /// The stream to istiod broke with this error: unavailable, unless its reset says more.
+    /// The stream to istiod broke. The code is UNAVAILABLE, unless istiod reset the stream with another.
     pub(crate) fn broken(error: hyper::Error) -> Self {
         let text = format!("the connection broke: {}", with_causes(&error));
         let is_expected = is_ordinary(&error);
@@ -91,25 +101,22 @@ impl End {
         Self::new(Side::Istiod, is_expected, &Status::new(code, text))
     }
 
-    /// Istiod sent what cannot be relayed, or no status.
+    /// Istiod sent bytes that cannot be relayed, or no status.
     pub(crate) fn bad_response(status: &Status) -> Self {
         Self::new(Side::Istiod, false, status)
     }
 
-    /// Envoy sent what cannot be relayed.
+    /// Envoy sent bytes that cannot be relayed.
     pub(crate) fn bad_request(status: &Status) -> Self {
         Self::new(Side::Envoy, false, status)
     }
 
     /// Envoy closed its side and waits for the status.
     pub(crate) fn envoy_done() -> Self {
-        Self {
-            reason: "OK: closed its stream".to_owned(),
-            ..Self::new(Side::Envoy, true, &Status::ok(""))
-        }
+        Self::ok(Side::Envoy, "OK: closed its stream")
     }
 
-    /// Envoy reads no more, with the error its stream was reset with, if it was.
+    /// Envoy no longer reads: it closed its stream, or reset it with this error.
     pub(crate) fn envoy_gone(error: Option<hyper::Error>) -> Self {
         let mut end = Self::envoy_done();
         end.trailers = None;
@@ -119,25 +126,20 @@ impl End {
         end
     }
 
-    /// The agent ends both streams with OK.
-    fn ended(why: &str) -> Self {
-        Self {
-            reason: why.to_owned(),
-            ..Self::new(Side::Agent, true, &Status::ok(""))
-        }
-    }
-
     /// A newer stream replaced this one, or the agent stops.
     pub(crate) fn stopped() -> Self {
-        Self::ended("replaced by a newer stream, or the agent stops")
+        Self::ok(
+            Side::Agent,
+            "replaced by a newer stream, or the agent stops",
+        )
     }
 
     /// Envoy's next stream goes to another control plane.
     pub(crate) fn moved() -> Self {
-        Self::ended("the first control plane answers again")
+        Self::ok(Side::Agent, "the first control plane answers again")
     }
 
-    /// Envoy has the stored configuration. It connects again.
+    /// Envoy has the stored configuration. Its next stream goes to istiod.
     pub(crate) fn handed_over() -> Self {
         let why = "stored configuration served; Envoy's next stream goes to istiod";
         Self::new(Side::Agent, true, &Status::unavailable(why))
@@ -145,17 +147,16 @@ impl End {
 
     /// Istiod has not answered a request in time.
     pub(crate) fn unanswered() -> Self {
-        let limit = rounded(MAX_SILENCE);
-        let why = format!("no answer to a request within {limit}");
+        let why = format!("no answer to a request within {}", rounded(MAX_SILENCE));
         Self::bad_response(&Status::deadline_exceeded(why))
     }
 
     /// The stored configuration cannot be served.
-    pub(crate) fn unusable(error: &std::io::Error) -> Self {
+    pub(crate) fn unusable(error: &io::Error) -> Self {
         Self::new(Side::Agent, true, &Status::unavailable(error.to_string()))
     }
 
-    /// What it counts as for istiod's stream and for Envoy's.
+    /// Returns the metric labels of the end, for istiod's stream and for Envoy's.
     pub(super) fn classes(&self) -> (&'static str, &'static str) {
         match (self.side, self.is_expected) {
             (Side::Istiod, false) => (ERROR, CANCELLED),
@@ -164,7 +165,7 @@ impl End {
         }
     }
 
-    /// Which side ended the streams and why, in one line.
+    /// Names the side that ended the streams, and the reason, in one line.
     pub(crate) fn reason(&self) -> String {
         match self.side {
             Side::Istiod => format!("istiod: {}", self.reason),
@@ -173,22 +174,17 @@ impl End {
         }
     }
 
-    /// The code istiod ended the stream with, if it was istiod.
-    pub(crate) fn code_of_istiod(&self) -> Option<Code> {
+    /// Returns the status code if istiod ended the stream.
+    pub(crate) fn istiod_code(&self) -> Option<Code> {
         (self.side == Side::Istiod).then_some(self.status.code())
     }
 
-    /// Code and message of the side that ended the streams.
-    pub(crate) fn status(&self) -> &Status {
-        &self.status
-    }
-
-    /// The status for Envoy; None if Envoy reads no more.
+    /// Returns the status for Envoy; None if Envoy no longer reads.
     pub(crate) fn trailers(&self) -> Option<HeaderMap> {
         self.trailers.as_deref().cloned()
     }
 
-    /// Logs unexpected ends as warnings, the others at debug level. `problem` is istiod's.
+    /// Logs unexpected ends as warnings, the others at debug level. `problem` describes an end by istiod.
     pub(crate) fn log(&self, id: u32, problem: &Problem) {
         let (side, reason): (_, &dyn fmt::Display) = match self.side {
             Side::Istiod if !self.is_expected => ("upstream", problem),
@@ -207,15 +203,15 @@ impl End {
     }
 }
 
-/// The body of istiod's answer, or the end it already is.
-pub(crate) fn opened(response: http::Response<Incoming>) -> Result<Incoming, End> {
+/// Returns the body of istiod's response. Fails if the headers alone end the stream.
+pub(crate) fn grpc_body(response: http::Response<Incoming>) -> Result<Incoming, End> {
     let (head, body) = response.into_parts();
     if head.headers.contains_key("grpc-status") {
         return Err(End::istiod(head.headers));
     }
     if head.status != http::StatusCode::OK {
         return Err(End::bad_response(&Status::new(
-            from_http(head.status),
+            grpc_code(head.status),
             format!("HTTP status {}", head.status),
         )));
     }
@@ -228,35 +224,31 @@ pub(crate) fn opened(response: http::Response<Incoming>) -> Result<Incoming, End
     }
 }
 
-/// Whether a connection reached its greatest age or istiod goes away: no reason for a warning.
+/// Returns true if istiod exits or closes a connection at its maximum age, which deserves no warning.
 fn is_ordinary(error: &hyper::Error) -> bool {
-    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-    let cause =
-        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<h2::Error>());
-    match cause {
-        Some(cause) if cause.is_io() => cause.get_io().is_some_and(|error| {
-            matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
-        }),
-        Some(cause) => matches!(
-            cause.reason(),
-            Some(h2::Reason::NO_ERROR | h2::Reason::CANCEL)
-        ),
-        None => error.is_canceled() || error.is_closed(),
-    }
+    use h2::Reason;
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    let Some(cause) = error.source().and_then(|it| it.downcast_ref::<h2::Error>()) else {
+        return error.is_canceled() || error.is_closed();
+    };
+    let io_error = cause.get_io().map(io::Error::kind);
+    matches!(io_error, Some(BrokenPipe | ConnectionReset | UnexpectedEof))
+        || matches!(cause.reason(), Some(Reason::NO_ERROR | Reason::CANCEL))
 }
 
+/// Encodes a status as trailers.
 pub(crate) fn trailers(status: &Status) -> HeaderMap {
     let mut trailers = HeaderMap::new();
     if status.add_header(&mut trailers).is_err() {
-        // The message cannot stand in a header; the code still can.
+        // The message is not a valid header value; the code is.
         trailers.clear();
         trailers.insert("grpc-status", HeaderValue::from(status.code() as i32));
     }
     trailers
 }
 
-/// Source: gRPC, "HTTP to gRPC Status Code Mapping".
-fn from_http(status: http::StatusCode) -> Code {
+/// Maps an HTTP status to a gRPC code. Source: gRPC, "HTTP to gRPC Status Code Mapping".
+fn grpc_code(status: http::StatusCode) -> Code {
     match status.as_u16() {
         400 => Code::Internal,
         401 => Code::Unauthenticated,

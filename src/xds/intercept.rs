@@ -1,51 +1,50 @@
 //! Decides by type whether a response passes to Envoy, is withheld, or goes to an [`Interceptor`].
 //!
-//! The wiring registers one interceptor per type the agent consumes or rewrites (NDS, PCDS, ECDS). All other
-//! types pass if Envoy can know them and are withheld if not. An interceptor gets its message whole
-//! and decodes it itself.
+//! The wiring registers one interceptor per type the agent consumes or rewrites (NDS, PCDS, ECDS). Other
+//! types pass if Envoy knows them, and are withheld if not. An interceptor gets complete messages and decodes
+//! them itself.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
 use envoy_types::pb::google::rpc;
+use futures_util::future::BoxFuture;
 use prost::Message;
 use tonic::Code;
 
 use super::Protocol;
 use super::request::HEAD;
 
-/// What Envoy's own types begin with.
+/// The prefix of Envoy's own types.
 const ENVOY_TYPES: &str = "type.googleapis.com/envoy.";
-/// The one type outside Envoy's name space that Istio's Envoy takes.
+/// The only type outside Envoy's name space that Istio's Envoy knows.
 const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 
-/// How the health of a machine's workload is told to istiod: by requests of this type, with an error if
-/// it is unhealthy. There are no responses.
+/// The type of requests that report the health of a machine's workload to istiod, with an error if it is
+/// unhealthy. istiod does not respond.
 pub(crate) const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
-/// What an interceptor made of a response.
+/// The result of an interceptor.
 #[derive(Debug)]
 pub enum Outcome {
-    /// Consumed by the agent: istiod gets an ACK, Envoy gets nothing.
+    /// The agent has consumed the response: istiod gets an ACK, Envoy gets nothing.
     Accepted,
-    /// This message goes to Envoy in its place. Envoy sends the ACK, with the nonce it carries. Another
-    /// outcome may follow, unless a newer response of the type comes first.
+    /// Envoy gets this message instead of the response, and sends the ACK with its nonce. Another outcome may
+    /// follow, unless a newer response of the type comes first.
     Forward(Bytes, Option<Later>),
-    /// Not usable, for the reason given: istiod gets a NACK, Envoy gets nothing.
+    /// The response is unusable for this reason: istiod gets a NACK, Envoy gets nothing.
     Rejected(String),
 }
 
 /// The future of an [`Outcome`].
-pub type Intercepting = Pin<Box<dyn Future<Output = Outcome> + Send>>;
+pub type Intercepting = BoxFuture<'static, Outcome>;
 
-/// What follows a message that was forwarded.
+/// The second outcome of a response, after a message that was forwarded.
 pub struct Later {
     pub outcome: Intercepting,
-    /// The response it is of, without the resources that were forwarded.
+    /// The response without the resources that were forwarded.
     pub rest: Bytes,
 }
 
@@ -59,22 +58,23 @@ impl fmt::Debug for Later {
 pub trait Interceptor: Send + Sync {
     fn type_url(&self) -> &str;
 
-    /// Whether the agent subscribes to the type itself; otherwise Envoy does.
+    /// Returns true if the agent subscribes to the type itself; otherwise Envoy does.
     fn subscribes(&self) -> bool {
         true
     }
 
-    /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse`. Those without resources come
+    /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse`. Responses without resources come
     /// only for types that Envoy subscribes to.
     ///
-    /// Responses of one type are handled one by one in the order of arrival, or merged, beside those
-    /// of other types.
+    /// Responses of one type are handled one by one in the order of arrival, or merged, concurrently with
+    /// those of other types.
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting;
 
-    /// Envoy has no use for these resources any more. It is told in delta only.
+    /// Takes the names that Envoy has unsubscribed from. Only delta requests have them.
     fn unsubscribed(&self, _names: &[String]) {}
 
-    /// The message that takes the place of one under way and a newer one. None where each is handled.
+    /// Returns a message that replaces a response that is being handled and a newer one. None if each is
+    /// handled.
     fn merge(&self, _: Protocol, _older: &Bytes, _newer: &Bytes) -> Option<Bytes> {
         None
     }
@@ -84,7 +84,7 @@ pub trait Interceptor: Send + Sync {
 #[derive(Clone, Default)]
 pub struct Interceptors(Arc<[Box<dyn Interceptor>]>);
 
-/// Where a response goes, by its type.
+/// The treatment of a response, by its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
     Pass,
@@ -108,7 +108,7 @@ impl Interceptors {
         }
     }
 
-    /// Reads a delta request of Envoy, a frame, for the interceptor of its type.
+    /// Takes the frame of a delta request of Envoy, for the interceptor of its type.
     pub(crate) fn requested(&self, type_url: &str, frame: &Bytes) {
         if let Disposition::Intercept(index) = self.disposition(type_url)
             && let Some(message) = frame.get(HEAD..)
@@ -122,15 +122,15 @@ impl Interceptors {
         &*self.0[index]
     }
 
-    /// Requests for the types the agent subscribes to itself.
+    /// Encodes requests for the types that the agent subscribes to itself.
     ///
-    /// Without resource names, which istiod takes as "all", and without a node, which Envoy's first
-    /// request has carried.
+    /// They have no resource names, which means all resources to istiod, and no node, which Envoy's first
+    /// request has sent.
     pub(crate) fn subscriptions(&self, protocol: Protocol) -> Vec<Bytes> {
         self.0
             .iter()
             .filter(|interceptor| interceptor.subscribes())
-            .map(|interceptor| request(protocol, interceptor.type_url(), "", "", None))
+            .map(|interceptor| encode_request(protocol, interceptor.type_url(), "", "", None))
             .collect()
     }
 }
@@ -143,9 +143,8 @@ impl fmt::Debug for Interceptors {
     }
 }
 
-/// A request of the agent's own, framed for gRPC: a subscription, an ACK, or a NACK if there is a
-/// `problem`.
-pub(crate) fn request(
+/// Encodes a request of the agent as a gRPC frame: a subscription, an ACK, or a NACK if there is a `problem`.
+pub(crate) fn encode_request(
     protocol: Protocol,
     type_url: &str,
     version: &str,
@@ -177,9 +176,9 @@ pub(crate) fn request(
     })
 }
 
-/// A gRPC frame around a message. Source: gRPC over HTTP/2, Length-Prefixed-Message.
+/// Encodes a message as a gRPC frame. Source: gRPC over HTTP/2, Length-Prefixed-Message.
 pub(crate) fn frame(message: &[u8]) -> Bytes {
-    let mut framed = BytesMut::with_capacity(5 + message.len());
+    let mut framed = BytesMut::with_capacity(HEAD + message.len());
     framed.put_u8(0);
     framed.put_u32(message.len() as u32);
     framed.extend_from_slice(message);
@@ -233,7 +232,7 @@ mod tests {
 
     #[test]
     fn own_requests_carry_the_documented_fields_and_no_others() {
-        let answer = |protocol, problem| request(protocol, "type", "v1", "n1", problem);
+        let answer = |protocol, problem| encode_request(protocol, "type", "v1", "n1", problem);
         let status = rpc::Status {
             code: 13,
             message: "broken".into(),

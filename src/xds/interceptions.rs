@@ -1,5 +1,5 @@
 //! Runs the interceptors of a stream: one response of a type at a time, in the order of arrival, unless a
-//! newer one takes the place of the one under way.
+//! newer response replaces the one that is being handled.
 
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
@@ -15,20 +15,20 @@ pub(super) struct Interceptions {
     running: Vec<Running>,
 }
 
-/// A response at its interceptor.
+/// A response that its interceptor is handling.
 struct Running {
     task: AbortHandle,
     response: Captured,
 }
 
 impl Interceptions {
-    /// Starts the interceptors that have a response waiting and are idle, or drop the one under way.
+    /// Starts the interceptors for which a response waits, if they are idle or replace the one they handle.
     pub(super) fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
         for mut response in std::mem::take(&mut state.captured) {
             let index = response.interceptor;
             let interceptor = state.interceptors.get(index);
-            let is_same = |running: &Running| running.response.interceptor == index;
-            if let Some(older) = self.running.iter().position(is_same) {
+            let mut running = self.running.iter();
+            if let Some(older) = running.position(|it| it.response.interceptor == index) {
                 let message = &self.running[older].response.message;
                 let merged = interceptor.merge(protocol, message, &response.message);
                 let Some(merged) = merged else {
@@ -44,29 +44,24 @@ impl Interceptions {
         }
     }
 
-    /// Waits for an outcome and passes it on. Cancel safe.
+    /// Waits for the next outcome. Cancel safe.
     pub(super) async fn next(&mut self) -> Option<Result<(Captured, Outcome), JoinError>> {
         loop {
             let (id, outcome) = match self.tasks.join_next_with_id().await? {
                 Ok(ended) => ended,
-                // A newer response has taken its place.
+                // A newer response has replaced it.
                 Err(error) if error.is_cancelled() => continue,
                 Err(error) => return Some(Err(error)),
             };
-            // One that ended just before that is not among those running.
-            let index = self
-                .running
-                .iter()
-                .position(|running| running.task.id() == id);
-            let Some(Running { response, .. }) = index.map(|it| self.running.swap_remove(it))
-            else {
-                continue;
-            };
-            return Some(Ok((response, outcome)));
+            // A task that ended just before it was replaced is not among those running.
+            let mut ended = self.running.extract_if(.., |it| it.task.id() == id);
+            if let Some(Running { response, .. }) = ended.next() {
+                return Some(Ok((response, outcome)));
+            }
         }
     }
 
-    /// Waits for what follows an outcome.
+    /// Runs the second outcome of a response.
     pub(super) fn follow(&mut self, mut response: Captured, later: Later) {
         response.message = later.rest;
         let task = self.tasks.spawn(later.outcome);
@@ -99,9 +94,10 @@ mod tests {
             false
         }
         fn intercept(&self, _: Protocol, message: Bytes) -> Intercepting {
-            match message.starts_with(b"slow") {
-                true => Box::pin(pending()),
-                false => Box::pin(ready(Outcome::Forward(message, None))),
+            if message.starts_with(b"slow") {
+                Box::pin(pending())
+            } else {
+                Box::pin(ready(Outcome::Forward(message, None)))
             }
         }
         fn merge(&self, _: Protocol, older: &Bytes, newer: &Bytes) -> Option<Bytes> {

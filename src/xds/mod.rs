@@ -4,8 +4,8 @@
 //! istiod and ties the two ([`relay`], [`stream`]). Messages are not decoded ([`wire`], [`request`],
 //! [`response`]): requests pass one by one, so that the agent's own can be put between them; responses
 //! are cut through while their bytes arrive, unless their type is intercepted or withheld
-//! ([`intercept`]). [`observe`] records what has passed. When a stream ends, Envoy sends its
-//! subscriptions anew; what it has accepted is kept on disk only if configured ([`last_known_good`]).
+//! ([`intercept`]). [`observe`] records requests and responses. When a stream ends, Envoy sends its
+//! subscriptions again. If configured, accepted responses are stored on disk ([`last_known_good`]).
 
 mod end;
 pub mod intercept;
@@ -26,12 +26,12 @@ pub mod wire;
 pub struct Config {
     /// The largest request accepted from Envoy, in bytes (`ISTIO_GPRC_MAXRECVMSGSIZE`).
     ///
-    /// The first delta request after a reconnect names everything Envoy holds and passes
-    /// pilot-agent's 4 MiB in large meshes, after which its Envoy can never connect again.
+    /// The first delta request after a reconnect names every resource Envoy has. In large meshes it exceeds
+    /// pilot-agent's 4 MiB, after which pilot-agent's Envoy can never connect again.
     pub max_request_bytes: usize,
     /// `clusterid`, for the log line that announces the relay.
     pub cluster_id: String,
-    /// Keeps what Envoy accepts, if configured.
+    /// Stores the responses that Envoy accepts, if configured.
     pub kept: Option<last_known_good::LastKnownGood>,
 }
 
@@ -42,19 +42,19 @@ pub struct Config {
 pub enum Protocol {
     /// State of the world: each response holds all resources of its type.
     Sotw,
-    /// Each response holds what has changed.
+    /// Each response holds the changed and removed resources.
     Delta,
 }
 
 impl Protocol {
-    /// The protocol a gRPC path asks for.
+    /// Returns the protocol of a gRPC path.
     pub fn from_path(path: &str) -> Option<Self> {
         [Self::Sotw, Self::Delta]
             .into_iter()
             .find(|protocol| protocol.path() == path)
     }
 
-    /// The gRPC path of the stream.
+    /// Returns the gRPC path of the stream.
     pub const fn path(self) -> &'static str {
         match self {
             Self::Sotw => {
@@ -66,7 +66,7 @@ impl Protocol {
         }
     }
 
-    /// What pilot-agent's log lines put before a noun: nothing, or `delta `.
+    /// Returns the word that pilot-agent's log lines put before a noun: none, or `delta `.
     pub(crate) const fn log_prefix(self) -> &'static str {
         match self {
             Self::Sotw => "",

@@ -1,12 +1,12 @@
-//! Phases of a session, from dialing istiod to the end of its stream.
+//! Holds the phase of a session, from dialing istiod to the end of istiod's stream.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::pending;
-use std::pin::Pin;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use http::HeaderMap;
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
@@ -20,11 +20,10 @@ use super::end::{self, End};
 use super::last_known_good::EnvoyCache;
 use super::last_known_good::replay::Replay;
 use super::relay::Relay;
-use crate::istiod::{Closed, Connection, Istiod};
+use crate::clock::after;
+use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
 
-type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
-
-/// Requests of Envoy in their order.
+/// Requests of Envoy in the order of arrival.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Requests {
     frames: VecDeque<Bytes>,
@@ -49,7 +48,7 @@ impl Requests {
     }
 }
 
-/// The memory of a request. A flood of small ones is mostly handles.
+/// Returns the memory of a request, including its handle, which is most of it in a flood of small requests.
 fn memory(request: &Bytes) -> usize {
     request.len() + size_of::<Bytes>()
 }
@@ -59,14 +58,15 @@ pub(super) enum Phase {
     /// The agent dials istiod, and no side answers. The stream to istiod will begin with the held requests.
     Connecting {
         held: Requests,
-        dial: BoxFuture<Result<Connection, Closed>>,
+        dial: BoxFuture<'static, Result<Connection, Closed>>,
     },
     /// Istiod has not answered yet. The requests are held for the next stream, unless they became too large.
     AwaitingFirstResponse {
         held: Option<Requests>,
         stream: IstiodStream,
-        /// Since when istiod owes an answer, if there is another control plane.
-        owed_since: Option<Instant>,
+        /// The time at which istiod counts as silent; None if it does not owe an answer, or its silence is not
+        /// limited, because there is no other control plane.
+        silent_at: Option<Instant>,
     },
     Relaying(IstiodStream),
     ServingLastKnownGood {
@@ -81,17 +81,17 @@ pub(super) enum Phase {
 pub(super) struct IstiodStream {
     connection: Connection,
     /// Completes when the stream should move to another connection.
-    moved: BoxFuture<()>,
+    moved: BoxFuture<'static, ()>,
     requests: mpsc::Sender<Bytes>,
     responses: Responses,
 }
 
 enum Responses {
-    Opening(BoxFuture<Result<http::Response<Incoming>, hyper::Error>>),
+    Opening(BoxFuture<'static, Result<http::Response<Incoming>, hyper::Error>>),
     Open(Incoming),
 }
 
-/// What came from istiod.
+/// An event of istiod's stream.
 pub(super) enum Event {
     Connected(Connection),
     Opened,
@@ -99,7 +99,7 @@ pub(super) enum Event {
 }
 
 impl Phase {
-    /// Connects after a wait, which a new token ends.
+    /// Connects after a wait. A new token ends the wait.
     pub(super) fn connecting(held: Requests, istiod: Istiod, wait: Duration) -> Self {
         let dial = Box::pin(async move {
             tokio::select! {
@@ -118,7 +118,7 @@ impl Phase {
         *self = Self::AwaitingFirstResponse {
             held,
             stream,
-            owed_since: None,
+            silent_at: None,
         };
     }
 
@@ -129,7 +129,7 @@ impl Phase {
         Self::ServingLastKnownGood { replay, requests }
     }
 
-    /// Notes that istiod has answered. Returns its connection the first time.
+    /// Begins to relay. Returns istiod's connection at the first response of the stream only.
     pub(super) fn answered(&mut self) -> Option<&Connection> {
         let phase = std::mem::replace(self, Self::Ended);
         let Self::AwaitingFirstResponse { stream, .. } = phase else {
@@ -158,23 +158,23 @@ impl Phase {
         }
     }
 
-    pub(super) fn connection(&self) -> Option<&Connection> {
+    fn stream(&self) -> Option<&IstiodStream> {
         match self {
-            Self::AwaitingFirstResponse { stream, .. } | Self::Relaying(stream) => {
-                Some(&stream.connection)
-            }
+            Self::AwaitingFirstResponse { stream, .. } | Self::Relaying(stream) => Some(stream),
             _ => None,
         }
+    }
+
+    /// Returns the connection of istiod's stream, if there is one.
+    pub(super) fn connection(&self) -> Option<&Connection> {
+        Some(&self.stream()?.connection)
     }
 
     /// Returns the queue of requests, once there is a stream that takes them.
     pub(super) fn requests(&self) -> Option<&mpsc::Sender<Bytes>> {
         match self {
-            Self::AwaitingFirstResponse { stream, .. } | Self::Relaying(stream) => {
-                Some(&stream.requests)
-            }
             Self::ServingLastKnownGood { requests, .. } => Some(requests),
-            Self::Connecting { .. } | Self::Ended => None,
+            _ => Some(&self.stream()?.requests),
         }
     }
 
@@ -195,34 +195,30 @@ impl Phase {
         }
     }
 
-    /// Gives up requests that are held while istiod has a stream: no other stream can begin with them.
+    /// Drops the requests that are held while istiod has a stream: no other stream can begin with them.
     pub(super) fn release(&mut self) {
         if let Self::AwaitingFirstResponse { held, .. } = self {
             *held = None;
         }
     }
 
-    /// Notes since when istiod owes an answer to requests, or that it does not owe any.
-    pub(super) fn owe(&mut self, may_owe: bool) {
-        if let Self::AwaitingFirstResponse {
-            held, owed_since, ..
+    /// Returns the time at which istiod counts as silent: [`MAX_SILENCE`] after a request began to wait for an
+    /// answer. If not `is_limited`, removes the limit, so that the next call begins a new one.
+    pub(super) fn limit_silence(&mut self, is_limited: bool) -> Option<Instant> {
+        let Self::AwaitingFirstResponse {
+            held, silent_at, ..
         } = self
-        {
-            let is_owed = may_owe && held.as_ref().is_some_and(|held| held.memory > 0);
-            *owed_since = is_owed.then(|| owed_since.unwrap_or_else(Instant::now));
-        }
-    }
-
-    pub(super) fn owed_since(&self) -> Option<Instant> {
-        match self {
-            Self::AwaitingFirstResponse { owed_since, .. } => *owed_since,
-            _ => None,
-        }
+        else {
+            return None;
+        };
+        let is_owed = is_limited && held.as_ref().is_some_and(|held| held.memory > 0);
+        *silent_at = is_owed.then(|| silent_at.unwrap_or_else(|| after(MAX_SILENCE)));
+        *silent_at
     }
 }
 
 impl IstiodStream {
-    /// Opens a stream. Its head may come only with the first response, so nothing waits for it.
+    /// Opens a stream. Does not wait for the response headers, which may come only with the first response.
     fn open(relay: &Relay, connection: Connection) -> Self {
         let (requests, queue) = mpsc::channel(1);
         let sent = relay.observer.metrics.requests.clone();
@@ -232,13 +228,8 @@ impl IstiodStream {
         });
         let body = crate::istiod::Body::new(StreamBody::new(frames));
         let request = relay.istiod.request(relay.protocol.path(), body);
-        tracing::info!(
-            target: "xdsproxy",
-            id = relay.id,
-            "connected to {}upstream XDS server: {}",
-            relay.protocol.log_prefix(),
-            relay.istiod.address()
-        );
+        let (prefix, address) = (relay.protocol.log_prefix(), relay.istiod.address());
+        tracing::info!(target: "xdsproxy", id = relay.id, "connected to {prefix}upstream XDS server: {address}");
         let moved = Box::pin(connection.left());
         let mut sender = connection.clone();
         let responses = Responses::Opening(Box::pin(async move { sender.send(request).await }));
@@ -263,7 +254,7 @@ impl Responses {
         match self {
             Self::Opening(response) => {
                 let response = response.await.map_err(End::broken)?;
-                *self = Self::Open(end::opened(response)?);
+                *self = Self::Open(end::grpc_body(response)?);
                 Ok(Event::Opened)
             }
             Self::Open(body) => {

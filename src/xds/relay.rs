@@ -1,13 +1,13 @@
-//! One stream of Envoy tied to one stream of istiod.
+//! Ties one stream of Envoy to one stream of istiod.
 //!
 //! [`run`] feeds a [`StreamState`] and sends its bytes, in one loop that never waits for one direction
 //! while the other has work. When either stream ends, the other does; Envoy connects again and sends
-//! its subscriptions anew.
+//! its subscriptions again.
 //!
-//! Until istiod has answered, Envoy's stream stays open, whatever istiod does: a failed one sends Envoy
-//! into a backoff of up to 30 s, in which a returning istiod would go unnoticed. Istiod gets Envoy's
-//! requests again on another stream of its own, after a backoff of up to [`MAX_WAIT`] or as soon as the
-//! token changes. Streams of other clients end with istiod's.
+//! Envoy's stream stays open until istiod's first response, because Envoy backs off up to 30 s after a
+//! failed stream and would notice istiod's recovery late. If istiod's stream fails before, Envoy's requests
+//! are sent again on another one, after a backoff of up to [`MAX_WAIT`] or as soon as the token changes.
+//! Streams of other clients end with istiod's.
 //!
 //! After UNAUTHENTICATED on a connection without our client certificate, the next stream uses a new
 //! connection.
@@ -35,48 +35,49 @@ use super::end::End;
 use super::intercept::Interceptors;
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
-use super::last_known_good::after_nack::StoredStream;
 use super::observe::{Observer, Services, Source};
 use super::phase::{Event, Phase, Requests};
 use super::stream::StreamState;
 use crate::backoff::Backoff;
 use crate::clock::later;
-use crate::istiod::{Istiod, MAX_SILENCE};
+use crate::istiod::Istiod;
 use crate::problem::{Problem, Repetition, codes};
 
-/// How many bytes of requests are kept for an istiod that has not answered yet. A first round of
-/// requests is far smaller; what goes on sending all the same is made to wait for a stream of istiod,
-/// and ends with it.
+/// The most bytes of requests held for another stream while istiod has not answered. The first requests of
+/// an Envoy are far smaller. A client that sends more waits for a stream of istiod, and ends with that stream.
 const MAX_HELD: usize = 16 << 20;
 
-/// How much may wait for istiod before no more is read from a client other than the agent's Envoy, and
-/// before the stream ends: of an Envoy, or of all other clients together.
+/// The most bytes of requests that wait for istiod while more is read from a client other than the agent's
+/// Envoy.
 const MAX_WAITING: usize = 1 << 20;
+
+/// The most bytes of requests that wait for istiod, of one Envoy or of all other clients together. A stream
+/// that needs more ends.
 pub(super) const MAX_QUEUED: usize = 64 << 20;
 
-/// Upper bounds of the first and of any wait after a stream that istiod has ended without an answer.
+/// Upper bounds of the first wait and of any wait after istiod has ended a stream without a response.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(4);
 
 /// Frames between the relay and Envoy's socket: 256 KiB.
 const FRAMES: usize = 16;
 
-/// A frame of a response to Envoy: bytes as they came, then the status.
+/// A frame for Envoy: bytes of responses, unchanged, or the status at the end.
 pub(super) type ToEnvoy = Result<Frame<Bytes>, Infallible>;
 
 /// The body of the response to Envoy.
 pub(super) type ResponseBody = StreamBody<ReceiverStream<ToEnvoy>>;
 
-/// A body fed through a bounded channel: more is read from istiod only when Envoy has taken these.
+/// Returns a body fed through a bounded channel: more is read from istiod only when Envoy has taken its frames.
 pub(super) fn response_body() -> (mpsc::Sender<ToEnvoy>, ResponseBody) {
     let (sender, receiver) = mpsc::channel(FRAMES);
     (sender, StreamBody::new(ReceiverStream::new(receiver)))
 }
 
-/// Whether the workload is healthy, or why not; None while that is not known.
+/// The health of the workload, with the reason if it is unhealthy; None while it is unknown.
 pub(crate) type Health = watch::Receiver<Option<Result<(), String>>>;
 
-/// What a relay needs beside its two streams.
+/// The settings of a relay, and the parts of the agent that it uses.
 #[derive(Debug)]
 pub(crate) struct Relay {
     pub id: u32,
@@ -89,8 +90,8 @@ pub(crate) struct Relay {
     pub observer: Observer,
     pub max_request_bytes: usize,
     pub health: Option<Health>,
-    /// The Envoy, if configuration is kept for it.
-    pub kept: Option<EnvoyCache>,
+    /// The stored configuration, if the client is an Envoy that may use it.
+    pub store: Option<EnvoyCache>,
     /// Fired when a newer stream takes this one's place, or the agent stops.
     pub stop: CancellationToken,
 }
@@ -100,19 +101,14 @@ pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<To
     relay.observer.stream_began(relay.id, relay.protocol);
     let end = Session::new(&relay, envoy, &to_envoy).run().await;
     if let Some(trailers) = end.trailers() {
-        // An Envoy that reads no more does not block the relay.
+        // An Envoy that no longer reads does not block the relay.
         let sent = to_envoy.send_timeout(Ok(Frame::trailers(trailers)), Duration::from_secs(1));
         if sent.await.is_err() {
             tracing::debug!(target: "xdsproxy", id = relay.id, "Envoy closed its stream before its status was sent");
         }
     }
-    tracing::debug!(
-        target: "xdsproxy",
-        id = relay.id,
-        "disconnected from {}XDS server: {}",
-        relay.protocol.log_prefix(),
-        relay.istiod.address()
-    );
+    let (prefix, address) = (relay.protocol.log_prefix(), relay.istiod.address());
+    tracing::debug!(target: "xdsproxy", id = relay.id, "disconnected from {prefix}XDS server: {address}");
 }
 
 /// The stream state with its two streams.
@@ -123,19 +119,18 @@ struct Session<'a> {
     to_envoy: &'a mpsc::Sender<ToEnvoy>,
     waits_since: Instant,
     phase: Phase,
-    /// Requests and responses form a loop: istiod may not read requests while it waits for a large
-    /// response to be taken, and Envoy may not take it before its requests are through. One of the
-    /// hops must not wait, or all do. So those of Envoy do not wait for room here, but in the queue.
+    /// Requests for istiod. Reading from Envoy does not wait for room at istiod: istiod may not read requests
+    /// while it waits for a large response to be taken, and Envoy may not take it before its requests are
+    /// sent. If no hop had a queue, all would wait for each other.
     queue: Requests,
-    /// The shared memory that is taken.
+    /// The share of the memory of all other clients.
     memory: Option<OwnedSemaphorePermit>,
     backoff: Backoff,
-    /// Streams in a row that istiod has not answered.
+    /// Consecutive streams without a response of istiod.
     failures: Repetition,
     interceptions: Interceptions,
-    /// Marked as changed with each stream of istiod, which so begins with the present verdict.
+    /// Marked as changed for each stream of istiod, so that it begins with the current verdict.
     health: Option<Health>,
-    stored: StoredStream,
 }
 
 impl<'a> Session<'a> {
@@ -146,11 +141,10 @@ impl<'a> Session<'a> {
             relay.interceptors.clone(),
             relay.observer.clone(),
             relay.max_request_bytes,
-            relay.kept.clone(),
+            relay.store.clone(),
         );
         state.services = relay.is_envoy.then(Services::default);
         let istiod = relay.istiod.clone();
-        let stored = state.recorder.stored_versions();
         Self {
             relay,
             state,
@@ -164,13 +158,12 @@ impl<'a> Session<'a> {
             failures: Repetition::default(),
             interceptions: Interceptions::default(),
             health: relay.health.clone(),
-            stored,
         }
     }
 
     async fn run(mut self) -> End {
         let Err(end) = self.relay().await;
-        let problem = self.problem(end.status());
+        let problem = self.problem(&end.status);
         self.record_end(&self.phase, &end, &problem, false);
         let Relay { id, observer, .. } = self.relay;
         observer.stream_ended(*id, &end);
@@ -182,14 +175,12 @@ impl<'a> Session<'a> {
         let mut stopped = pin!(self.relay.stop.cancelled());
         let mut envoy_gone = pin!(self.to_envoy.closed());
         loop {
-            let due = self.due();
+            let last_known_good_due = self.last_known_good_due();
             let requests = self.phase.requests().cloned();
             let to_istiod = requests.map(mpsc::Sender::reserve_owned);
             let is_open = to_istiod.is_some();
-            let silent_at = self
-                .phase
-                .owed_since()
-                .map(|since| later(since, MAX_SILENCE));
+            let has_alternative = self.relay.is_envoy && self.relay.istiod.has_others();
+            let silent_at = self.phase.limit_silence(has_alternative);
             let wants_responses = self.state.wants_responses();
             let clusters_due = self.state.recorder.clusters_due;
             tokio::select! {
@@ -215,41 +206,42 @@ impl<'a> Session<'a> {
                         self.interceptions.follow(response, later);
                     }
                 }
-                // The present verdict only: one that waited for istiod may be no longer true.
-                health = changed(&mut self.health), if is_open && self.state.is_subscribed => {
-                    // Not held, as it may be no longer true when another stream opens.
+                // Only the latest verdict is sent: one that has waited for istiod may be outdated.
+                health = next_verdict(&mut self.health), if is_open && self.state.is_subscribed => {
+                    // The report is not held, as it may be outdated when another stream opens.
                     self.queue.push(self.state.health_report(&health));
                 }
-                // It is closed only when istiod's stream has ended, which is about to be seen.
+                // The queue is closed only if istiod's stream has ended, which `phase.next` returns.
                 Some(Ok(room)) = OptionFuture::from(to_istiod), if self.queue.memory() > 0 => {
                     room.send(self.queue.pop().unwrap_or_default());
                 }
-                Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_last_known_good(),
+                Some(()) = OptionFuture::from(last_known_good_due.map(sleep_until)) => {
+                    self.serve_last_known_good();
+                }
                 Some(()) = OptionFuture::from(clusters_due.map(sleep_until)) => {
                     self.state.recorder.clusters_due = None;
                 }
-                Some(stored) = self.stored.next(), if self.state.stored.is_none() => {
+                Some(stored) = self.state.recorder.stored_versions.next(), if self.state.stored.is_none() => {
                     self.state.stored = Some(stored);
                     self.state.send_stored();
                 }
                 event = self.phase.next(wants_responses) => {
-                    self.phase.owe(false);
-                    let done = event.and_then(|event| self.istiod_event(event));
-                    done.or_else(|end| self.istiod_done(end, false))?;
+                    self.phase.limit_silence(false);
+                    let handled = event.and_then(|event| self.handle(event));
+                    handled.or_else(|end| self.istiod_done(end, false))?;
                 }
                 Some(()) = OptionFuture::from(silent_at.map(sleep_until)) => {
                     self.istiod_done(End::unanswered(), true)?;
                 }
             }
             self.state.recorder.flush().await;
-            self.pass_on();
+            self.forward();
             self.bound_memory()?;
-            let may_owe = self.relay.is_envoy && self.relay.istiod.has_others();
-            self.phase.owe(may_owe);
         }
     }
 
-    fn istiod_event(&mut self, event: Event) -> Result<(), End> {
+    /// Handles an event of istiod's stream.
+    fn handle(&mut self, event: Event) -> Result<(), End> {
         match event {
             Event::Data(bytes) => {
                 self.state.read_responses(bytes)?;
@@ -274,7 +266,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Whether there is room for requests.
+    /// Returns true if there is room for requests.
     fn wants_requests(&self) -> bool {
         match self.relay.shared {
             Some(_) => self.queue.memory() < MAX_WAITING,
@@ -290,29 +282,31 @@ impl<'a> Session<'a> {
     /// Fails if requests need more memory than they may.
     fn bound_memory(&mut self) -> Result<(), End> {
         let queued = self.queue.memory();
-        let needed = queued.max(self.held()) + self.state.requests.held.len();
-        self.memory = None;
-        let shared = self.relay.shared.clone();
-        self.memory = shared.and_then(|it| it.try_acquire_many_owned(needed as u32).ok());
-        if self.memory.is_some() || self.relay.shared.is_none() && queued <= MAX_QUEUED {
+        let fits = if let Some(shared) = &self.relay.shared {
+            let needed = queued.max(self.held()) + self.state.requests.held.len();
+            // The old share is returned first, so that it counts as free.
+            self.memory = None;
+            self.memory = shared.clone().try_acquire_many_owned(needed as u32).ok();
+            self.memory.is_some()
+        } else {
+            queued <= MAX_QUEUED
+        };
+        if fits {
             return Ok(());
         }
         let problem = format!("more than {MAX_QUEUED} bytes of requests wait for istiod");
         Err(End::bad_request(&Status::resource_exhausted(problem)))
     }
 
-    /// Connects again if Envoy's stream can be held, which takes that istiod has not answered on its own
-    /// stream. Otherwise both end.
+    /// Connects again if Envoy's stream can be held, that is if istiod ended its stream without a response.
+    /// Otherwise both streams end.
     fn istiod_done(&mut self, end: End, is_silent: bool) -> Result<(), End> {
         let end = self.state.istiod_done(end);
-        let problem = self.problem(end.status());
+        let problem = self.problem(&end.status);
         let mut phase = std::mem::replace(&mut self.phase, Phase::Ended);
         let has_moved = self.record_end(&phase, &end, &problem, is_silent);
-        let is_istiods = end.code_of_istiod().is_some();
-        let held = phase
-            .held_mut()
-            .filter(|_| is_istiods && self.relay.is_envoy);
-        let Some(held) = held.map(std::mem::take) else {
+        let can_hold = self.relay.is_envoy && end.istiod_code().is_some();
+        let Some(held) = phase.held_mut().filter(|_| can_hold) else {
             return Err(end);
         };
         if let Some(count) = self.failures.failed(&problem) {
@@ -325,12 +319,12 @@ impl<'a> Session<'a> {
         } else {
             self.backoff.next_wait()
         };
-        self.phase = Phase::connecting(held, self.relay.istiod.clone(), wait);
+        self.phase = Phase::connecting(std::mem::take(held), self.relay.istiod.clone(), wait);
         self.state.restart();
         Ok(())
     }
 
-    /// The problem with istiod's stream if it ends so.
+    /// Explains a status of istiod's stream.
     fn problem(&self, status: &Status) -> Problem {
         let unimplemented = match self.relay.protocol {
             Protocol::Sotw => codes::ISTIOD_ERROR,
@@ -339,34 +333,30 @@ impl<'a> Session<'a> {
         self.relay.istiod.explain(unimplemented, status)
     }
 
-    /// Records how istiod's stream ended, if there was one in this phase. Returns whether another control
-    /// plane is in use now.
+    /// Records the end of istiod's stream, if this phase has one. Returns true if another control plane is in
+    /// use now.
     fn record_end(&self, phase: &Phase, end: &End, problem: &Problem, is_silent: bool) -> bool {
         let Some(connection) = phase.connection() else {
             return false;
         };
         let istiod = &self.relay.istiod;
         self.relay.observer.istiod_ended(end);
-        let code = end.code_of_istiod();
+        let code = end.istiod_code();
         istiod.leave_if_unauthenticated(connection, code);
         let is_failure = code.is_some() && matches!(phase, Phase::AwaitingFirstResponse { .. });
         is_failure && istiod.failed(connection, is_silent, problem)
     }
 
-    /// When Envoy is to be served last known good configuration, if istiod does not answer before.
-    fn due(&self) -> Option<Instant> {
-        let envoy = self
-            .relay
-            .kept
-            .as_ref()
-            .filter(|_| self.phase.held().is_some())?;
-        Some(later(self.waits_since, envoy.patience()?))
+    /// Returns when Envoy is served last known good configuration, unless istiod answers before.
+    fn last_known_good_due(&self) -> Option<Instant> {
+        self.phase.held()?;
+        let patience = self.relay.store.as_ref()?.patience()?;
+        Some(later(self.waits_since, patience))
     }
 
-    /// Answers Envoy with last known good configuration, if there is any.
+    /// Serves Envoy last known good configuration. If there is none, Envoy waits again.
     fn serve_last_known_good(&mut self) {
-        let kept = self.relay.kept.as_ref();
-        let Some(envoy) = kept.filter(|envoy| envoy.can_be_served()) else {
+        let Some(envoy) = self.relay.store.as_ref().filter(|it| it.can_be_served()) else {
             self.waits_since = Instant::now();
             return;
         };
@@ -380,18 +370,18 @@ impl<'a> Session<'a> {
         self.phase = Phase::serving(envoy.clone());
         self.state.recorder.stop();
         self.state.source = Source::Kept;
-        self.relay.observer.serves_kept(self.relay.id);
+        self.relay.observer.serves_stored(self.relay.id);
     }
 
-    /// Hands Envoy the next bytes.
+    /// Sends Envoy the next bytes.
     fn send(&mut self, room: mpsc::Permit<'_, ToEnvoy>) {
         if let Some(bytes) = self.state.to_envoy.pop_front() {
             room.send(Ok(Frame::data(bytes)));
         }
     }
 
-    /// Passes on what is ready.
-    fn pass_on(&mut self) {
+    /// Forwards the requests and bytes that are ready, and starts interceptors.
+    fn forward(&mut self) {
         for request in std::mem::take(&mut self.state.to_istiod) {
             if let Some(held) = self.phase.held_mut() {
                 held.push(request.clone());
@@ -403,18 +393,17 @@ impl<'a> Session<'a> {
         }
         self.interceptions
             .start(&mut self.state, self.relay.protocol);
-        while !self.state.to_envoy.is_empty() {
-            match self.to_envoy.try_reserve() {
-                Ok(room) => self.send(room),
-                // Envoy takes it later, or is gone, which is seen elsewhere.
-                Err(_) => return,
-            }
+        // Without room, Envoy takes the bytes later, or has closed its stream, which the loop notices.
+        while !self.state.to_envoy.is_empty()
+            && let Ok(room) = self.to_envoy.try_reserve()
+        {
+            self.send(room);
         }
     }
 }
 
-/// The next verdict. Cancel safe.
-async fn changed(health: &mut Option<Health>) -> Result<(), String> {
+/// Waits for a change of the health and returns the new verdict. Cancel safe.
+async fn next_verdict(health: &mut Option<Health>) -> Result<(), String> {
     if let Some(receiver) = health {
         while receiver.changed().await.is_ok() {
             if let Some(verdict) = receiver.borrow_and_update().clone() {

@@ -1,7 +1,7 @@
-//! Splits what Envoy sends into requests, each with its gRPC frame, unchanged.
+//! Splits the bytes of Envoy's stream into requests, each with its unchanged gRPC frame.
 //!
-//! Requests are collected whole, so that the agent's own can be put between them: all are small but
-//! the first of a delta stream. A frame that announces more than it sends costs only what it sent.
+//! Requests are collected completely, so that requests of the agent can be put between them. All are small,
+//! except the first of a delta stream. A frame costs only the bytes that came, whatever length it announces.
 
 use bytes::{Bytes, BytesMut};
 use prost::Message;
@@ -13,7 +13,7 @@ use super::{Protocol, intercept};
 /// The length of a gRPC frame's head: a flag byte and a 32-bit length.
 pub(crate) const HEAD: usize = 5;
 
-/// How much is kept of the reason of a NACK, which may list every resource of a response.
+/// The most bytes of a NACK reason that are used. A reason may list every resource of a response.
 const MAX_REASON: usize = 1024;
 
 /// Fields of a `DeltaDiscoveryRequest`.
@@ -22,19 +22,19 @@ const UNSUBSCRIBE: u32 = 4;
 const NONCE: u32 = 6;
 const ERROR_DETAIL: u32 = 7;
 
-/// How a dump of a resource begins and ends in a reason of Envoy's.
+/// Beginning and end of a resource dump in Envoy's reason.
 const DUMP: &str = "goo.gle/debug";
 const DUMP_END: &str = "\n: ";
 
 /// A discovery request from Envoy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Frame and message as they came.
+    /// The unchanged frame, message included.
     pub frame: Bytes,
     pub type_url: String,
-    /// The nonce of the response it answers; empty if it answers none.
+    /// The nonce of the response that the request acknowledges or refuses; empty for other requests.
     pub nonce: String,
-    /// The beginning of the reason, if it is a NACK of that response.
+    /// The beginning of the reason, if the request is a NACK.
     pub nack: Option<String>,
 }
 
@@ -55,7 +55,7 @@ impl RequestReader {
         }
     }
 
-    /// Takes the next bytes and hands out the messages they complete.
+    /// Takes the next bytes and calls `each` for the requests that they complete.
     pub fn feed(&mut self, chunk: Bytes, mut each: impl FnMut(Request)) -> Result<(), Status> {
         self.held.extend_from_slice(&chunk);
         while let Some(length) = self.frame_length()?
@@ -65,7 +65,7 @@ impl RequestReader {
             each(self.request(frame)?);
         }
         if self.held.is_empty() {
-            // An idle stream holds no memory.
+            // The memory is freed while the stream is idle.
             self.held = BytesMut::new();
         }
         Ok(())
@@ -81,7 +81,7 @@ impl RequestReader {
         }
     }
 
-    /// The length of the first frame, head included, once the head is there.
+    /// Returns the length of the first frame, head included, once the head is complete.
     fn frame_length(&self) -> Result<Option<usize>, Status> {
         let Some((&[flag, length @ ..], _)) = self.held.split_first_chunk::<HEAD>() else {
             return Ok(None);
@@ -117,12 +117,12 @@ impl RequestReader {
             frame,
             type_url,
             nonce,
-            nack: error.map(ErrorDetail::reason),
+            nack: error.map(|it| shortened(&it.text())),
         })
     }
 }
 
-/// The fields of a `DiscoveryRequest` that are looked at. Decoding steps over all others.
+/// The fields of a `DiscoveryRequest` that the agent reads. Decoding skips all others.
 #[derive(Clone, PartialEq, prost::Message)]
 struct SotwFields {
     #[prost(string, tag = "4")]
@@ -133,7 +133,7 @@ struct SotwFields {
     error_detail: Option<ErrorDetail>,
 }
 
-/// The same of a `DeltaDiscoveryRequest`.
+/// The same fields of a `DeltaDiscoveryRequest`.
 #[derive(Clone, PartialEq, prost::Message)]
 struct DeltaFields {
     #[prost(string, tag = "2")]
@@ -155,22 +155,23 @@ impl ErrorDetail {
     pub(super) fn text(self) -> String {
         String::from_utf8_lossy(&self.message).into_owned()
     }
-
-    fn reason(self) -> String {
-        shortened(&String::from_utf8_lossy(&self.message))
-    }
 }
 
-/// Returns the beginning of a reason, without dumps of resources.
+/// Returns the beginning of a NACK reason, without resource dumps, which are long and may hold credentials.
 pub(super) fn shortened(reason: &str) -> String {
-    let reason = without_dumps(reason);
-    let kept = reason.len().min(MAX_REASON);
-    String::from_utf8_lossy(&reason.as_bytes()[..kept]).into_owned()
+    let (mut text, mut rest) = (String::new(), reason);
+    while let Some((before, dump)) = rest.split_once(DUMP) {
+        text.push_str(before);
+        rest = dump.split_once(DUMP_END).map_or("", |(_, after)| after);
+    }
+    text.push_str(rest);
+    let length = text.len().min(MAX_REASON);
+    String::from_utf8_lossy(&text.as_bytes()[..length]).into_owned()
 }
 
-/// Removes nonce and error from a delta request, a frame. Returns None if it has no names to subscribe or
-/// unsubscribe.
-pub(super) fn without_answer(frame: &Bytes) -> Option<Bytes> {
+/// Removes nonce and error from the frame of a delta request. Returns None if the request does not subscribe
+/// to or unsubscribe from names.
+pub(super) fn without_nonce(frame: &Bytes) -> Option<Bytes> {
     let (mut rest, mut message, mut has_names) = (frame.get(HEAD..)?, Vec::new(), false);
     while !rest.is_empty() {
         let field = rest;
@@ -182,16 +183,6 @@ pub(super) fn without_answer(frame: &Bytes) -> Option<Bytes> {
         }
     }
     has_names.then(|| intercept::frame(&message))
-}
-
-/// Why Envoy refuses a resource, without dumps of it: they are long, and may hold credentials.
-fn without_dumps(message: &str) -> String {
-    let (mut reason, mut rest) = (String::new(), message);
-    while let Some((before, dump)) = rest.split_once(DUMP) {
-        reason.push_str(before);
-        rest = dump.split_once(DUMP_END).map_or("", |(_, after)| after);
-    }
-    reason + rest
 }
 
 #[cfg(test)]
@@ -370,9 +361,9 @@ mod tests {
             for message in [&mut sent, &mut expected] {
                 prost::encoding::uint64::encode(3000, &300, message);
             }
-            assert_eq!(without_answer(&frame(&sent)), Some(frame(&expected)));
+            assert_eq!(without_nonce(&frame(&sent)), Some(frame(&expected)));
         }
-        assert_eq!(without_answer(&frame(&answer.encode_to_vec())), None);
+        assert_eq!(without_nonce(&frame(&answer.encode_to_vec())), None);
     }
 
     #[test]

@@ -2,10 +2,11 @@
 //!
 //! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
 //! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
-//! [`MAX_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. Among them are Envoys
-//! that are no child of the agent, which a header tells: a wrapper or another container runs them. The
-//! memory for requests of other clients is bounded, whatever their headers say. Every stream reports the
-//! health of the workload. Other methods are UNIMPLEMENTED. Request headers are not forwarded to istiod.
+//! [`MAX_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. An Envoy that is not a child
+//! of the agent, because a wrapper or another container runs it, counts as another client and is
+//! recognized by a header. The memory for requests of other clients is bounded, whatever their headers say.
+//! Every stream reports the health of the workload. Other methods are UNIMPLEMENTED. Request headers are
+//! not forwarded to istiod.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -32,13 +33,13 @@ use crate::istiod::Istiod;
 use crate::metrics::Registry;
 use crate::unix_socket::{Listener, Peer};
 
-/// How many streams clients other than Envoy may have at once.
+/// The most streams that clients other than Envoy may have at once.
 pub const MAX_OTHERS: usize = 64;
 
-/// Envoy sets this header in calls of its own; libraries of gRPC do not.
-const OF_ENVOY: &str = "x-envoy-internal";
+/// Envoy sets this header in the calls that it originates; gRPC libraries do not.
+const ENVOY_HEADER: &str = "x-envoy-internal";
 
-/// Whether a process is an Envoy of this agent.
+/// Tells whether a process is an Envoy of this agent.
 pub type IsEnvoy = Arc<dyn Fn(i32) -> bool + Send + Sync>;
 
 /// The connections to istiod that streams are relayed on.
@@ -62,10 +63,10 @@ struct Inner {
     health: Option<Health>,
     observer: Observer,
     next_id: AtomicU32,
-    /// Stops the relay of each Envoy's newest stream, by pid. Held for a swap only.
+    /// Stops the relay of each Envoy's newest stream, by pid. The lock is held for a swap only.
     newest: Mutex<BTreeMap<i32, CancellationToken>>,
     others: Arc<Semaphore>,
-    /// For the requests of all other clients.
+    /// Bounds the memory for the requests of all other clients.
     memory: Arc<Semaphore>,
     relays: TaskTracker,
     shutdown: CancellationToken,
@@ -98,32 +99,28 @@ impl Discovery {
         }))
     }
 
-    /// A handle to what has passed.
+    /// Returns the record of requests and responses.
     pub fn observer(&self) -> Observer {
         self.0.observer.clone()
     }
 
     /// Serves clients until the shutdown, then waits for the relays to end.
     pub async fn serve(self, listener: Listener) {
-        tracing::info!(
-            target: "xdsproxy",
-            "Initializing with upstream address {:?} and cluster {:?}",
-            self.0.upstream.of_envoy.address(),
-            self.0.config.cluster_id
-        );
+        let address = self.0.upstream.of_envoy.address();
+        let cluster = &self.0.config.cluster_id;
+        tracing::info!(target: "xdsproxy", "Initializing with upstream address {address:?} and cluster {cluster:?}");
         let shutdown = self.0.shutdown.clone();
         listener.serve(self.clone(), shutdown).await;
         self.0.relays.close();
         self.0.relays.wait().await;
     }
 
-    /// Starts a relay for a stream, or ends the stream if its client is not Envoy and there are too
-    /// many of them.
+    /// Starts a relay for a stream. Ends the stream if other clients have too many.
     fn relay(&self, protocol: Protocol, request: Request<Incoming>) -> ResponseBody {
         let stop = self.0.shutdown.child_token();
         let peer: Peer = request.extensions().get().copied().unwrap_or_default();
         let child = peer.pid().filter(|pid| (self.0.is_envoy)(*pid));
-        let is_envoy = child.is_some() || request.headers().contains_key(OF_ENVOY);
+        let is_envoy = child.is_some() || request.headers().contains_key(ENVOY_HEADER);
         let (istiod, permit) = if let Some(pid) = child {
             self.replace_newest(pid, stop.clone());
             (&self.0.upstream.of_envoy, None)
@@ -132,7 +129,7 @@ impl Discovery {
         } else {
             let found = format!("{MAX_OTHERS} streams of clients other than Envoy are open");
             tracing::debug!(target: "xdsproxy", "refusing another: {found}");
-            return ended(&Status::resource_exhausted(found));
+            return status_body(&Status::resource_exhausted(found));
         };
         let relay = Relay {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
@@ -144,7 +141,7 @@ impl Discovery {
             observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,
             health: self.0.health.clone(),
-            kept: (peer.pid().filter(|_| is_envoy))
+            store: (peer.pid().filter(|_| is_envoy))
                 .and_then(|pid| self.0.config.kept.as_ref()?.envoy_cache(pid, protocol)),
             stop,
         };
@@ -156,7 +153,7 @@ impl Discovery {
         };
         tracing::debug!(target: "xdsproxy", id = relay.id, "{accepted}");
         let (sender, body) = response_body();
-        // A relay that has ended counts as stopped, so that the next one replaces nothing.
+        // The end of a relay cancels its token, so that the next stream does not count as overlapping.
         let ended = relay.stop.clone().drop_guard();
         self.0.relays.spawn(async move {
             relay::run(relay, request.into_body(), sender).await;
@@ -175,11 +172,11 @@ impl Discovery {
     }
 }
 
-/// A stream that ends at once.
-fn ended(status: &Status) -> ResponseBody {
+/// Returns the body of a stream that ends at once with this status.
+fn status_body(status: &Status) -> ResponseBody {
     let (sender, body) = response_body();
     let trailers = Frame::trailers(end::trailers(status));
-    let _ = sender.try_send(Ok(trailers)); // There is room for one.
+    let _ = sender.try_send(Ok(trailers)); // A new body has room for one frame.
     body
 }
 
@@ -190,15 +187,13 @@ impl hyper::service::Service<Request<Incoming>> for Discovery {
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let path = request.uri().path();
-        let mut response = match Protocol::from_path(path) {
-            Some(protocol) => Response::new(self.relay(protocol, request)),
-            None => {
-                let status = Status::unimplemented(format!("unknown method {path}"));
-                Response::new(ended(&status))
-            }
+        let body = match Protocol::from_path(path) {
+            Some(protocol) => self.relay(protocol, request),
+            None => status_body(&Status::unimplemented(format!("unknown method {path}"))),
         };
-        let kind = HeaderValue::from_static("application/grpc");
-        response.headers_mut().insert(CONTENT_TYPE, kind);
+        let mut response = Response::new(body);
+        let content_type = HeaderValue::from_static("application/grpc");
+        response.headers_mut().insert(CONTENT_TYPE, content_type);
         ready(Ok(response))
     }
 }

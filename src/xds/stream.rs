@@ -1,6 +1,7 @@
-//! The stream state machine of the relay: bytes of both sides in, bytes out, no waiting.
+//! Implements the stream state machine of the relay. It takes bytes of both sides, returns bytes, and never
+//! waits.
 //!
-//! [`super::relay`] feeds a [`StreamState`] with what came and sends what is ready.
+//! [`super::relay`] feeds a [`StreamState`] with the bytes it receives and sends those that are ready.
 
 use std::collections::VecDeque;
 
@@ -9,11 +10,11 @@ use tonic::{Code, Status};
 
 use super::Protocol;
 use super::end::End;
-use super::intercept::{HEALTH, Interceptors, Later, Outcome, frame, request};
+use super::intercept::{HEALTH, Interceptors, Later, Outcome, encode_request, frame};
 use super::last_known_good::after_nack::{NONCE, Stored};
 use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
-use super::request::{Request, RequestReader, without_answer};
+use super::request::{RequestReader, without_nonce};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 use crate::problem::{Problem, codes};
 
@@ -22,11 +23,10 @@ use crate::problem::{Problem, codes};
 /// Envoy asks for listeners once its clusters are warm, so they never delay its start.
 pub(super) const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
-/// How many responses may wait for interceptors before no more are read from istiod.
+/// The most responses that wait for interceptors while more are read from istiod.
 const MAX_INTERCEPTED: usize = 8;
 
 /// The state of one ADS stream of Envoy and the stream to istiod it is tied to.
-#[derive(Debug)]
 pub(super) struct StreamState {
     id: u32,
     protocol: Protocol,
@@ -34,20 +34,20 @@ pub(super) struct StreamState {
     observer: Observer,
     pub(super) requests: RequestReader,
     responses: ResponseReader,
-    /// Whether the agent's own subscriptions have been sent on this stream. Then istiod knows the node, and
-    /// other requests of the agent's own may follow.
+    /// True once the agent's own subscriptions have been sent on this stream. Then istiod knows the node, and
+    /// other requests of the agent may follow.
     pub(super) is_subscribed: bool,
-    /// Whether istiod has sent a response, or a part of one.
+    /// True once istiod has sent a response, or a part of one.
     pub(super) is_answered: bool,
-    /// Requests that are ready, each a frame.
+    /// Requests that are ready to be sent, each a frame.
     pub(super) to_istiod: Vec<Bytes>,
-    /// Bytes of responses that are ready.
+    /// Bytes of responses that are ready to be sent.
     pub(super) to_envoy: VecDeque<Bytes>,
     /// Rewritten messages that wait for the end of a passing one.
     between: VecDeque<Bytes>,
     /// Responses that wait for their interceptor.
     pub(super) captured: VecDeque<Captured>,
-    /// Where responses come from.
+    /// The origin of responses.
     pub(super) source: Source,
     pub(super) recorder: Recorder,
     /// Stored versions that wait for the end of a passing message.
@@ -63,7 +63,7 @@ impl StreamState {
         interceptors: Interceptors,
         observer: Observer,
         max_request_bytes: usize,
-        kept: Option<EnvoyCache>,
+        store: Option<EnvoyCache>,
     ) -> Self {
         Self {
             id,
@@ -79,7 +79,7 @@ impl StreamState {
             between: VecDeque::new(),
             captured: VecDeque::new(),
             source: Source::Istiod,
-            recorder: Recorder::new(kept, id),
+            recorder: Recorder::new(store, id),
             stored: None,
             services: None,
         }
@@ -90,29 +90,27 @@ impl StreamState {
         let read = self.requests.feed(bytes, |mut request| {
             if request.nonce == NONCE && self.protocol == Protocol::Delta {
                 self.recorder.stored_answered(&request);
-                let Some(frame) = without_answer(&request.frame) else {
+                let Some(frame) = without_nonce(&request.frame) else {
                     return;
                 };
-                request = Request {
-                    frame,
-                    nonce: String::new(),
-                    nack: None,
-                    ..request
-                };
+                request.frame = frame;
+                request.nonce.clear();
+                request.nack = None;
             }
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
-            let services = self.services.as_mut();
-            let services = services.and_then(|known| known.requested(&request, self.protocol));
-            self.observer.requested(&request, services);
+            if let Some(services) = &mut self.services
+                && let Some(count) = services.requested(&request, self.protocol)
+            {
+                self.observer.metrics.services.set(count as f64);
+            }
+            self.observer.requested(&request);
             self.recorder.requested(&request);
-            let first_listener = type_url == LISTENER && !self.is_subscribed;
             if self.protocol == Protocol::Delta {
                 self.interceptors.requested(type_url, &request.frame);
             }
             self.to_istiod.push(request.frame);
-            if first_listener {
-                self.is_subscribed = true;
+            if type_url == LISTENER && !std::mem::replace(&mut self.is_subscribed, true) {
                 let subscriptions = self.interceptors.subscriptions(self.protocol);
                 self.to_istiod.extend(subscriptions);
             }
@@ -120,13 +118,13 @@ impl StreamState {
         read.map_err(|status| End::bad_request(&status))
     }
 
-    /// A report of the health of the workload.
+    /// Encodes a health report of the workload.
     pub(super) fn health_report(&self, health: &Result<(), String>) -> Bytes {
         let problem = health.as_ref().err().map(String::as_str);
-        request(self.protocol, HEALTH, "", "", problem)
+        encode_request(self.protocol, HEALTH, "", "", problem)
     }
 
-    /// Prepares for another stream of istiod, as the last had no response.
+    /// Prepares for another stream of istiod, because the last one had no response.
     pub(super) fn restart(&mut self) {
         self.responses = ResponseReader::new(self.protocol, self.interceptors.clone());
     }
@@ -145,17 +143,14 @@ impl StreamState {
             Output::Complete(received) => {
                 self.is_answered = true;
                 if received.consumer == Consumer::None {
-                    tracing::error!(
-                        target: "xdsproxy",
-                        "Skipping forwarding type url {} to Envoy as is not a valid Envoy type",
-                        received.type_url
-                    );
+                    let type_url = &received.type_url;
+                    tracing::error!(target: "xdsproxy", "Skipping forwarding type url {type_url} to Envoy as is not a valid Envoy type");
                 }
                 self.recorder.passed(&received);
                 self.observer.received(received, self.source);
             }
-            // Without resources there is nothing to consume, and istiod gets no ACK, as from
-            // pilot-agent. What Envoy subscribes to may be a removal, which the interceptor has to see.
+            // A response without resources is not consumed, and istiod gets no ACK, as from pilot-agent. If
+            // Envoy subscribes to the type, it may be a removal, which the interceptor has to see.
             Output::Captured(response)
                 if response.received.resources == 0
                     && self.interceptors.get(response.interceptor).subscribes() => {}
@@ -167,7 +162,7 @@ impl StreamState {
         Ok(())
     }
 
-    /// Takes what an interceptor made of a response. Returns what follows.
+    /// Takes the outcome of an interceptor. Returns the outcome that may follow.
     pub(super) fn intercepted(&mut self, captured: &Captured, outcome: Outcome) -> Option<Later> {
         let response = &captured.received;
         match outcome {
@@ -195,27 +190,27 @@ impl StreamState {
     fn answer(&mut self, response: &Received, problem: Option<&str>) {
         let (type_url, nonce) = (&response.type_url, &response.nonce);
         self.observer.answered(type_url, nonce, problem);
-        let answer = request(self.protocol, type_url, &response.version, nonce, problem);
+        let answer = encode_request(self.protocol, type_url, &response.version, nonce, problem);
         self.to_istiod.push(answer);
     }
 
-    /// Sends rewritten messages, unless one is just passing.
+    /// Sends rewritten messages, unless another message is passing.
     fn send_rewritten(&mut self) {
-        if !self.responses.passing() {
+        if !self.responses.is_passing() {
             self.to_envoy.append(&mut self.between);
         }
     }
 
-    /// Whether there is room for more of istiod's responses.
+    /// Returns true if there is room for more of istiod's responses.
     pub(super) fn wants_responses(&self) -> bool {
-        // Stored clusters follow a passing message.
-        let waits = self.recorder.clusters_due.is_some() && !self.responses.passing();
-        self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED && !waits
+        // Stored clusters are sent after a passing message, which therefore has to end.
+        let awaits_clusters = self.recorder.clusters_due.is_some() && !self.responses.is_passing();
+        self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED && !awaits_clusters
     }
 
-    /// Sends stored versions, unless a message is just passing or istiod has sent others.
+    /// Sends stored versions, unless a message is passing or istiod has sent other versions.
     pub(super) fn send_stored(&mut self) {
-        if !self.responses.passing()
+        if !self.responses.is_passing()
             && let Some(stored) = self.stored.take()
             && let Some(frame) = self.recorder.stored(stored)
         {
@@ -223,7 +218,7 @@ impl StreamState {
         }
     }
 
-    /// How the streams end when Envoy has closed its half.
+    /// Returns the end of the streams after Envoy has closed its half.
     pub(super) fn envoy_done(&self) -> End {
         match self.requests.finish() {
             Ok(()) => End::envoy_done(),
@@ -231,9 +226,10 @@ impl StreamState {
         }
     }
 
-    /// How the streams end when istiod's has: no success is told of a message in part.
+    /// Returns the end of the streams after the end of istiod's. An incomplete message is an error, even if
+    /// istiod reports success.
     pub(super) fn istiod_done(&self, end: End) -> End {
-        if end.code_of_istiod() == Some(Code::Ok) && !self.responses.between_messages() {
+        if end.istiod_code() == Some(Code::Ok) && !self.responses.is_between_messages() {
             let status = Status::internal("istiod ended the stream inside a message");
             return End::bad_response(&status);
         }

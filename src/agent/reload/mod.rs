@@ -1,8 +1,9 @@
-//! What Envoy starts from: at the start, and read anew for a hot restart.
+//! Prepares the inputs of each Envoy: its command and its bootstrap.
 //!
-//! [`Inputs`] writes the bootstrap for the Envoy of an epoch, after the first from a configuration read
-//! anew. A change of what cannot change while the agent runs is refused.
+//! [`Inputs::prepare`] writes the bootstrap for the Envoy of an epoch. After the first epoch it reads the configuration
+//! again, and rejects changes of settings that cannot change while the agent runs.
 
+use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 use super::envoy_user;
@@ -18,30 +19,30 @@ use crate::permission::problem;
 use crate::problem::{Code, codes};
 use crate::regular_file::{self, MAX_SETTINGS};
 
-/// Reads the configuration anew. May block.
-/// Problems with files that Envoy can start without.
-const LOST_FILE: [&Code; 2] = [codes::BOOTSTRAP_OVERRIDE_UNREADABLE, codes::FILE_UNREADABLE];
+/// Problems of files without which Envoy can start.
+const UNREADABLE_FILE: [&Code; 2] = [codes::BOOTSTRAP_OVERRIDE_UNREADABLE, codes::FILE_UNREADABLE];
 
+/// Reads the configuration again. May block.
 pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
 
-/// Gives the effective configuration as JSON. May block.
+/// Returns the effective configuration as JSON. May block.
 pub type Report = Arc<dyn Fn() -> Value + Send + Sync>;
 
-/// What the agent was started with, to be read again.
+/// Reads the settings with which the agent was started again.
 #[allow(missing_debug_implementations)]
 pub struct Settings {
     pub load: Load,
     pub report: Report,
 }
 
-/// Loads and prepares what an Envoy starts from.
+/// Prepares the inputs of Envoys.
 pub(crate) struct Inputs {
     first: Config,
     load: Load,
-    /// Who serves secrets, which does not change.
+    /// The owner of the SDS socket, which does not change.
     detected: Detected,
     platform: OnceLock<Platform>,
-    /// What the first Envoy continues, and its bootstrap override, if it takes over from one in another container.
+    /// The hot-restart state and the bootstrap override of a first Envoy that takes over from one in another container.
     adopted: OnceLock<(Lent, String)>,
 }
 
@@ -58,24 +59,25 @@ impl Inputs {
 
     /// Must be called once, before the first epoch starts.
     pub(crate) fn set_platform(&self, platform: Platform) {
-        // A second time would say the same.
+        // A second call would have the same platform.
         let _ = self.platform.set(platform);
     }
 
     /// Has the first Envoy take over from one in another container. Must be called once, before it starts.
     pub(super) fn adopt(&self, lent: Lent, override_json: String) {
-        // It is called once.
+        // There is no second call.
         let _ = self.adopted.set((lent, override_json));
     }
 
-    /// Writes what the Envoy of this epoch starts from: the first as the configuration was when the
-    /// agent started, others as it is now. May block.
+    /// Prepares the inputs of the Envoy of this epoch: the first one by the configuration at the agent's start, later
+    /// ones by the current configuration. May block.
     pub(crate) fn prepare(&self, epoch: u32) -> Result<Prepared, BoxError> {
         if epoch == 0 {
             let mut prepared = self.write(&self.first, epoch)?;
             if let Some((lent, override_json)) = self.adopted.get().cloned() {
                 prepared.continues = Some(lent);
-                // It is not part of the digest: the next Envoy needs no such override, and is not another one without it.
+                // The override is not part of the digest, because the next Envoy does not need it, and its inputs
+                // have not changed without it.
                 prepared.command.override_json = Some(override_json);
             }
             return Ok(prepared);
@@ -86,16 +88,18 @@ impl Inputs {
     }
 
     fn write(&self, config: &Config, epoch: u32) -> Result<Prepared, BoxError> {
-        let envoy = config.envoy.as_ref();
-        let envoy = envoy.ok_or_else(|| fixed_error("DISABLE_ENVOY"))?;
+        let Some(envoy) = &config.envoy else {
+            return Err(fixed_error("DISABLE_ENVOY").into());
+        };
         let mut command = envoy.command.clone();
-        // Only a hot restart compares what is read with what was.
+        // Only a hot restart compares the inputs with those of the Envoy before.
         let is_compared = envoy.hot_restart.is_some();
         if config.has_custom_bootstrap {
             let path = &command.bootstrap;
-            let read = is_compared.then(|| regular_file::read(path, MAX_SETTINGS));
-            let read = read.transpose();
-            let document = read.map_err(|error| problem("read the bootstrap", path, error))?;
+            let document = is_compared
+                .then(|| regular_file::read(path, MAX_SETTINGS))
+                .transpose()
+                .map_err(|error| problem("read the bootstrap", path, error))?;
             return Ok(Prepared::new(command, &document.unwrap_or_default(), None));
         }
         let mut bootstrap = config.bootstrap.clone();
@@ -105,29 +109,26 @@ impl Inputs {
         bootstrap.revision = is_compared.then_some(epoch);
         let written = bootstrap::write(&bootstrap)?;
         if let Some(user) = command.user {
-            envoy_user::admit(user, &written.files, []);
+            envoy_user::give_files(user, &written.files);
         }
         command.bootstrap = bootstrap.file();
         let document = document.unwrap_or_default();
-        Ok(Prepared::new(
-            command,
-            document.as_bytes(),
-            Some(Box::new(written)),
-        ))
+        let written: Box<dyn Any + Send + Sync> = Box::new(written);
+        Ok(Prepared::new(command, document.as_bytes(), Some(written)))
     }
 
-    /// Refuses changes of what is fixed, and files that were good and are not any more.
+    /// Rejects changes of fixed settings, and files that were usable at the agent's start and are not any more.
     fn check(&self, config: &Config) -> Result<(), String> {
         let first = &self.first;
         let mut settings = fixed(first).into_iter().zip(fixed(config));
-        if let Some(((what, _), _)) = settings.find(|(then, now)| then != now) {
-            return Err(fixed_error(what));
+        if let Some(((name, _), _)) = settings.find(|(before, now)| before != now) {
+            return Err(fixed_error(name));
         }
-        // A file that cannot be used is tolerated at the start, but not if it was good then.
+        // A file that cannot be used is tolerated only if it could not be used at the start either.
         let lost = config.warnings.iter().find(|warning| {
-            let was_lost =
+            let is_same =
                 |first: &Problem| (first.code, &first.subject) == (warning.code, &warning.subject);
-            LOST_FILE.contains(&warning.code) && !first.warnings.iter().any(was_lost)
+            UNREADABLE_FILE.contains(&warning.code) && !first.warnings.iter().any(is_same)
         });
         match lost {
             Some(lost) => Err(format!(
@@ -138,11 +139,11 @@ impl Inputs {
     }
 }
 
-fn fixed_error(what: &str) -> String {
-    format!("{what} cannot change while the agent runs")
+fn fixed_error(setting: &str) -> String {
+    format!("{setting} cannot change while the agent runs")
 }
 
-/// Ports and paths that other parts of the agent or Envoy rely on, by the names of their settings.
+/// Returns the ports and paths that other parts of the agent or Envoy depend on, by the names of their settings.
 fn fixed(config: &Config) -> [(&'static str, String); 6] {
     let ports = &config.bootstrap.ports;
     let proxy_config = &config.bootstrap.node.proxy_config;

@@ -1,4 +1,4 @@
-//! What is read anew, with a configuration of a directory of its own.
+//! Tests the inputs that are read again, with a configuration in a temporary directory.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

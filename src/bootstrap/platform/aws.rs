@@ -1,4 +1,4 @@
-//! AWS: region, zone and id of an instance that has a role.
+//! Reads region, zone and id of an AWS instance that has a role.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use super::{Config, Locality, Platform, SERVICE, query, request, success};
 const TOKEN: &str = "X-aws-ec2-metadata-token";
 const ROLE: &str = "iam/info";
 const SERVICE_V6: &str = "[fd00:ec2::254]";
-/// Bound of one answer.
+/// The limit of one response.
 pub(super) const LIMIT: Duration = Duration::from_millis(100);
 
 const MEMBERS: [(&str, &str); 3] = [
@@ -36,7 +36,7 @@ pub(super) async fn describe(config: &Config) -> Platform {
     let locality = Locality {
         region: part("aws_region"),
         zone: part("aws_availability_zone"),
-        sub_zone: String::new(),
+        ..Locality::default()
     };
     Platform { metadata, locality }
 }
@@ -45,12 +45,12 @@ fn service(config: &Config) -> &'static str {
     if config.v6 { SERVICE_V6 } else { SERVICE }
 }
 
-/// The token of IMDSv2; empty if there is none, as IMDSv1 takes.
+/// Requests the token of IMDSv2. It is empty if there is none, which IMDSv1 accepts.
 async fn token(config: &Config) -> String {
     let lifetime = ("X-aws-ec2-metadata-token-ttl-seconds", "60");
     let path = "/latest/api/token";
-    let answer = request(service(config), Method::PUT, path, lifetime, LIMIT).await;
-    success(answer).unwrap_or_default()
+    let response = request(service(config), Method::PUT, path, lifetime, LIMIT).await;
+    success(response).unwrap_or_default()
 }
 
 async fn get(config: &Config, token: &str, path: &str) -> Option<String> {

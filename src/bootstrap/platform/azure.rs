@@ -1,4 +1,4 @@
-//! Azure: detected by the machine's vendor, and described by its metadata service.
+//! Detects Azure by the machine's vendor, and queries its metadata service.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{Config, LIMIT, Locality, Platform, SERVICE, present, request, success};
 
-/// The version of pilot-agent where it finds no newer one. It has all that is read here.
+/// The version that pilot-agent uses if it finds no newer one. It has all members that are read here.
 const INSTANCE: &str = "/metadata/instance?api-version=2019-08-15";
 
 pub(super) fn detected(config: &Config) -> bool {
@@ -17,11 +17,10 @@ pub(super) fn detected(config: &Config) -> bool {
 
 pub(super) async fn describe() -> Platform {
     let header = ("Metadata", "True");
-    let answer = request(SERVICE, Method::GET, INSTANCE, header, LIMIT).await;
-    let instance: Option<Value> = success(answer).and_then(|text| serde_json::from_str(&text).ok());
-    instance
-        .map(|instance| read(&instance["compute"]))
-        .unwrap_or_default()
+    let response = request(SERVICE, Method::GET, INSTANCE, header, LIMIT).await;
+    let instance = success(response).and_then(|text| serde_json::from_str::<Value>(&text).ok());
+    // Without an instance all members are missing, which makes an empty platform.
+    read(&instance.unwrap_or_default()["compute"])
 }
 
 fn read(compute: &Value) -> Platform {
@@ -31,7 +30,7 @@ fn read(compute: &Value) -> Platform {
         ("azure_location", text("location")),
         ("azure_vmId", text("vmId")),
     ]);
-    // The older form of the same.
+    // Older versions of the service have the tags as one text.
     let tags = compute["tags"].as_str().unwrap_or_default();
     if compute.get("tagsList").is_none() && !tags.is_empty() {
         for tag in tags.split(';') {
@@ -49,7 +48,7 @@ fn read(compute: &Value) -> Platform {
         locality: Locality {
             region: text("location"),
             zone: text("zone"),
-            sub_zone: String::new(),
+            ..Locality::default()
         },
     }
 }

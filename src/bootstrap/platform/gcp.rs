@@ -1,4 +1,4 @@
-//! Google Cloud: metadata from `GCP_METADATA` or the metadata service, which also issues identity tokens.
+//! Reads Google Cloud's metadata from `GCP_METADATA` or the metadata service, which also issues identity tokens.
 
 use std::fs;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use super::{present, query, request, success};
 use crate::regular_file::{self, MAX_SETTINGS};
 
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
-/// Bound of detection on a machine whose product name is not Google's.
+/// The limit of detection on a machine whose product name is not Google's.
 const DETECTION_LIMIT: Duration = Duration::from_millis(200);
-/// Bound of an answer on metadata: one that is missing does not cost the others.
-const ANSWER_LIMIT: Duration = Duration::from_secs(4);
-/// Bound of a token, which Google signs.
+/// The limit of a member. It is shorter than that of discovery, so that a missing one does not cost the others.
+const MEMBER_LIMIT: Duration = Duration::from_secs(4);
+/// The limit of a token, which Google signs.
 const TOKEN_LIMIT: Duration = Duration::from_secs(5);
 
 const MEMBERS: [(&str, &str); 9] = [
@@ -41,14 +41,14 @@ pub(super) async fn detected(config: &Config) -> bool {
     if config.gcp_host.is_some() || name.is_ok_and(|name| name.trim().starts_with("Google")) {
         return true;
     }
-    let answer = request(SERVICE, Method::GET, "/", FLAVOR, DETECTION_LIMIT).await;
-    answer.is_some_and(|answer| {
-        let flavor = answer.headers().get(FLAVOR.0);
+    let response = request(SERVICE, Method::GET, "/", FLAVOR, DETECTION_LIMIT).await;
+    response.is_some_and(|response| {
+        let flavor = response.headers().get(FLAVOR.0);
         flavor.is_some_and(|flavor| flavor == FLAVOR.1)
     })
 }
 
-/// Metadata from `project|number|cluster|location` and two other texts, of which each may be empty.
+/// Reads metadata from `project|number|cluster|location`, a quota project and a zone. Each part may be empty.
 pub fn known(text: &str, quota_project: String, zone: String) -> Option<Metadata> {
     let parts: Vec<_> = text.split('|').map(str::to_owned).collect();
     let [project, number, cluster, location] = <[String; 4]>::try_from(parts).ok()?;
@@ -69,10 +69,10 @@ pub(super) async fn describe(config: &Config) -> Platform {
             (known.clone(), zone.or_else(|| zone_of_search_list(config)))
         }
         None => {
-            let mut metadata = query(&MEMBERS, |path| get(config, path, ANSWER_LIMIT)).await;
+            let mut metadata = query(&MEMBERS, |path| get(config, path, MEMBER_LIMIT)).await;
             // `projects/<number>/zones/<zone>`
-            let zone = metadata.remove("gcp_zone");
-            let zone = zone.and_then(|path| path.rsplit('/').next().map(str::to_owned));
+            let path = metadata.remove("gcp_zone");
+            let zone = path.and_then(|path| path.rsplit('/').next().map(str::to_owned));
             if let Some(zone) = &zone {
                 let location = metadata.entry("gcp_location".to_owned());
                 location.or_insert_with(|| zone.clone());
@@ -86,12 +86,10 @@ pub(super) async fn describe(config: &Config) -> Platform {
             (metadata, zone)
         }
     };
-    let part = |name: &str| metadata.get(name);
-    if let (Some(project), Some(location), Some(cluster)) = (
-        part("gcp_project"),
-        part("gcp_location"),
-        part("gcp_gke_cluster_name"),
-    ) {
+    if let Some(project) = metadata.get("gcp_project")
+        && let Some(location) = metadata.get("gcp_location")
+        && let Some(cluster) = metadata.get("gcp_gke_cluster_name")
+    {
         let url = format!(
             "https://container.googleapis.com/v1/projects/{project}/locations/{location}\
              /clusters/{cluster}"
@@ -104,7 +102,7 @@ pub(super) async fn describe(config: &Config) -> Platform {
     }
 }
 
-/// A token that identifies this machine to `audience`.
+/// Requests a token that identifies this machine to `audience`.
 pub(crate) async fn identity(config: &Config, audience: &str) -> Option<Zeroizing<String>> {
     let path =
         format!("instance/service-accounts/default/identity?audience={audience}&format=full");
@@ -119,22 +117,20 @@ async fn get(config: &Config, path: &str, limit: Duration) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// The zone, and the region its name begins with.
+/// Returns the zone, and the region with which its name begins.
 fn locality(zone: &str) -> Locality {
     let parts: Vec<_> = zone.split('-').collect();
-    match parts.as_slice() {
-        [area, region, letter] if !area.is_empty() && !region.is_empty() && !letter.is_empty() => {
-            Locality {
-                region: format!("{area}-{region}"),
-                zone: zone.to_owned(),
-                sub_zone: String::new(),
-            }
-        }
-        _ => Locality::default(),
+    let mut locality = Locality::default();
+    if let [area, region, letter] = parts[..]
+        && ![area, region, letter].contains(&"")
+    {
+        locality.region = format!("{area}-{region}");
+        zone.clone_into(&mut locality.zone);
     }
+    locality
 }
 
-/// The zone in the search domain `<zone>.c.<project>.internal` of Google's machines.
+/// Finds the zone in the search domain `<zone>.c.<project>.internal` of Google's machines.
 fn zone_of_search_list(config: &Config) -> Option<String> {
     let path = config.root.join("etc/resolv.conf");
     let text = regular_file::read_text(&path, MAX_SETTINGS).ok()?;

@@ -1,9 +1,8 @@
-//! The cloud's metadata of this machine: node metadata for istiod, and the locality if no label has it.
+//! Reads the cloud's metadata of this machine: node metadata for istiod, and the locality if no label has it.
 //!
-//! Google Cloud, AWS and Azure are detected at once. Discovery as a whole takes at most five seconds, as in
-//! pilot-agent, and then Envoy starts without its result: locality is a preference, a pod that does not
-//! start is an outage.
-//! Labels of a virtual machine, which need credentials of the cloud, are left out.
+//! Google Cloud, AWS and Azure are detected concurrently. [`discover`] takes at most five seconds, like
+//! pilot-agent; then Envoy starts without the result, because a missing locality costs less than a pod that does
+//! not start. Labels of a virtual machine, which need credentials of the cloud, are not read.
 
 mod aws;
 mod azure;
@@ -23,30 +22,31 @@ use crate::lifecycle::with_causes;
 pub(crate) use gcp::identity as google_identity;
 pub use gcp::known as known_google;
 
-/// Bounds discovery as a whole, and one answer of a service that has no shorter bound.
+/// The limit of discovery as a whole, and of a response that has no shorter limit.
 const LIMIT: Duration = Duration::from_secs(5);
 /// The link-local address of every cloud's metadata service.
 const SERVICE: &str = "169.254.169.254";
-const MAX_ANSWER: usize = 1 << 20;
+const MAX_RESPONSE: usize = 1 << 20;
 
-/// Members of node metadata by name; none is empty.
+/// Members of node metadata by name; empty ones are left out.
 pub type Metadata = BTreeMap<String, String>;
 
-/// Which cloud's metadata service is queried, and where.
+/// Selects the cloud whose metadata service is queried, and its address.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// `aws`, `azure`, `gcp` or `none` in any case; the platform is detected for other texts.
     pub choice: String,
-    /// Google's metadata where it is known without a query.
+    /// Google's metadata, if it is known without a query.
     pub gcp: Option<Metadata>,
     /// Host or `host:port` of Google's metadata service, if it is not the usual one.
     pub gcp_host: Option<String>,
+    /// The root of the file system.
     pub root: PathBuf,
-    /// Whether AWS is queried over IPv6.
+    /// Queries AWS over IPv6.
     pub v6: bool,
 }
 
-/// Metadata and locality; empty if no cloud answered.
+/// The metadata and locality of the cloud; empty if no metadata service has answered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Platform {
     pub metadata: Metadata,
@@ -54,8 +54,8 @@ pub struct Platform {
 }
 
 pub async fn discover(config: &Config) -> Platform {
-    let found = tokio::time::timeout(LIMIT, describe(config)).await;
-    found.unwrap_or_else(|_| {
+    let platform = tokio::time::timeout(LIMIT, describe(config)).await;
+    platform.unwrap_or_else(|_| {
         tracing::info!(
             "no metadata service answered within {LIMIT:?}; continuing without platform metadata"
         );
@@ -74,7 +74,7 @@ async fn describe(config: &Config) -> Platform {
         _ => {
             let (aws, gcp) = (aws::detected(config), gcp::detected(config));
             tokio::pin!(aws, gcp);
-            // Both say no soon when they are not here, so waiting for the second costs little.
+            // Both fail soon on another machine, so waiting for the second costs little.
             tokio::select! {
                 true = &mut aws => aws::describe(config).await,
                 true = &mut gcp => gcp::describe(config).await,
@@ -84,8 +84,8 @@ async fn describe(config: &Config) -> Platform {
     }
 }
 
-/// Sends a request with one header to `host`, a host or `host:port`. None if no answer arrives within
-/// `limit`: then this is another cloud.
+/// Sends a request with one header to `host`, a host or `host:port`. Returns None if no response arrives within
+/// `limit`, as on a machine of another cloud.
 async fn request(
     host: &str,
     method: Method,
@@ -99,30 +99,31 @@ async fn request(
         .header(name, value)
         .body(Bytes::new())
         .ok()?;
-    let client = Client::default();
-    let answer = client.fetch(request, limit, MAX_ANSWER).await;
-    let answer = answer.inspect_err(|error| {
+    let response = Client::default().fetch(request, limit, MAX_RESPONSE).await;
+    let logged = response.inspect_err(|error| {
         let error = with_causes(error);
         tracing::debug!(error, path, "a metadata service did not answer");
     });
-    answer.ok()
+    logged.ok()
 }
 
-fn success(answer: Option<Response<Bytes>>) -> Option<String> {
-    let answer = answer.filter(|answer| answer.status().is_success())?;
-    Some(String::from_utf8_lossy(answer.body()).into_owned())
+/// Returns the body of a successful response.
+fn success(response: Option<Response<Bytes>>) -> Option<String> {
+    let response = response.filter(|response| response.status().is_success())?;
+    Some(String::from_utf8_lossy(response.body()).into_owned())
 }
 
-/// Queries all members, of which each has a name and a path, at once.
+/// Queries all members, given by name and path, concurrently.
 async fn query<F>(members: &[(&str, &'static str)], get: impl Fn(&'static str) -> F) -> Metadata
 where
     F: Future<Output = Option<String>>,
 {
-    let values = join_all(members.iter().map(|(_, path)| get(path))).await;
-    let values = values.into_iter().map(Option::unwrap_or_default);
+    let responses = join_all(members.iter().map(|(_, path)| get(path))).await;
+    let values = responses.into_iter().map(Option::unwrap_or_default);
     present(members.iter().map(|(name, _)| *name).zip(values))
 }
 
+/// Leaves out empty values.
 fn present<'n>(pairs: impl IntoIterator<Item = (&'n str, String)>) -> Metadata {
     let pairs = pairs.into_iter().filter(|(_, value)| !value.is_empty());
     pairs

@@ -1,12 +1,11 @@
-//! Client of istiod's certificate service, on the shared connection.
+//! Calls istiod's certificate service on the shared connection.
 //!
-//! Connecting and answering have a time limit each. After an answer that does not come, the next call
-//! dials anew and has twice the time, as a signer behind istiod may be slow. An error istiod answers
-//! with keeps the connection, with one exception: if istiod does not know the caller, and a client
-//! certificate may be there by now, the next call dials anew to present it.
+//! Connecting and the call have a time limit each. After a timeout, the next call dials again and has twice
+//! the time, because a signer behind istiod may be slow. An error response keeps the connection, with one
+//! exception: after UNAUTHENTICATED the next call dials again to present a client certificate that may exist
+//! by then.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -21,37 +20,37 @@ use crate::duration::rounded;
 use crate::istiod::refusal::MAX_MESSAGE;
 use crate::istiod::{Connection, Istiod};
 use crate::problem::{Repetition, codes};
+use crate::proto::istio_v1_auth::IstioCertificateRequest;
 use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
-use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
 
-/// More than any chain needs.
-const MAX_ANSWER: usize = 4 << 20;
+/// The largest accepted response, more than any chain needs.
+const MAX_RESPONSE: usize = 4 << 20;
 
-/// How often the limit of an answer doubles at most: from 10 s to 80 s, more than istiod waits for a
-/// signer of the cluster (60 s).
-const DOUBLINGS: u32 = 3;
+/// The number of times that the limit of a call doubles at most: from 10 s to 80 s, more than istiod waits
+/// for a signer of the cluster (60 s).
+const MAX_DOUBLINGS: u32 = 3;
 
 /// Istiod, or another authority with its protocol.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct IstioCa {
     istiod: Istiod,
     cert_signer: String,
     limit: Duration,
-    /// Consecutive calls without an answer.
-    missed: Arc<AtomicU32>,
-    failures: Arc<Mutex<Repetition>>,
+    /// The number of consecutive calls that timed out.
+    timeouts: AtomicU32,
+    failures: Mutex<Repetition>,
 }
 
 impl IstioCa {
-    /// `cert_signer` names the signer istiod is to use and may be empty. `limit` is for a connection, and
-    /// at first for an answer.
+    /// `cert_signer` is the name of the signer istiod is to use and may be empty. `limit` bounds connecting,
+    /// and the first call.
     pub fn new(istiod: Istiod, cert_signer: String, limit: Duration) -> Self {
         Self {
             istiod,
             cert_signer,
             limit,
-            missed: Arc::default(),
-            failures: Arc::default(),
+            timeouts: AtomicU32::new(0),
+            failures: Mutex::default(),
         }
     }
 
@@ -62,23 +61,23 @@ impl IstioCa {
                 message: format!("{}: {}", problem.subject, problem.found),
                 problem,
             }),
-            Err(_) => Err(self.error(&late("connection", self.limit))),
+            Err(_) => Err(self.error(&timed_out("connection", self.limit))),
         }
     }
 
-    async fn signed(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
+    async fn try_sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
         let connection = self.connection().await?;
-        let missed = self.missed.load(Ordering::Relaxed);
-        let limit = self.limit.saturating_mul(1 << missed.min(DOUBLINGS));
-        let call = self.create(connection.clone(), self.message(csr_pem, ttl), limit);
-        let answer = timeout(limit, call).await;
-        let is_silent = answer.is_err();
-        let missed = missed.saturating_add(1) * u32::from(is_silent);
-        self.missed.store(missed, Ordering::Relaxed);
-        let status = match answer.unwrap_or_else(|_| Err(late("answer", limit))) {
-            Ok(answer) => {
+        let timeouts = self.timeouts.load(Ordering::Relaxed);
+        let limit = self.limit.saturating_mul(1 << timeouts.min(MAX_DOUBLINGS));
+        let call = self.create_certificate(connection.clone(), csr_pem, ttl, limit);
+        let result = timeout(limit, call).await;
+        let is_silent = result.is_err();
+        let timeouts = timeouts.saturating_add(1) * u32::from(is_silent);
+        self.timeouts.store(timeouts, Ordering::Relaxed);
+        let status = match result.unwrap_or_else(|_| Err(timed_out("answer", limit))) {
+            Ok(chain) => {
                 self.istiod.answered(&connection);
-                return Ok(answer.cert_chain);
+                return Ok(chain);
             }
             Err(status) => status,
         };
@@ -99,44 +98,41 @@ impl IstioCa {
         }
     }
 
-    async fn create(
+    async fn create_certificate(
         &self,
         connection: Connection,
-        request: IstioCertificateRequest,
+        csr_pem: &str,
+        ttl: Duration,
         limit: Duration,
-    ) -> Result<IstioCertificateResponse, Status> {
-        let mut request = tonic::Request::new(request);
-        *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
-        request.set_timeout(limit);
-        IstioCertificateServiceClient::with_origin(connection.service(), self.istiod.uri("/"))
-            .max_decoding_message_size(MAX_ANSWER)
-            .create_certificate(request)
-            .await
-            .map(tonic::Response::into_inner)
-    }
-
-    fn message(&self, csr_pem: &str, ttl: Duration) -> IstioCertificateRequest {
+    ) -> Result<Vec<String>, Status> {
         let signer = prost_types::Value {
             kind: Some(Kind::StringValue(self.cert_signer.clone())),
         };
-        IstioCertificateRequest {
+        let mut request = tonic::Request::new(IstioCertificateRequest {
             csr: csr_pem.to_owned(),
             validity_duration: i64::try_from(ttl.as_secs()).unwrap_or(i64::MAX),
             metadata: Some(prost_types::Struct {
                 fields: BTreeMap::from([("CertSigner".to_owned(), signer)]),
             }),
-        }
+        });
+        *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
+        request.set_timeout(limit);
+        IstioCertificateServiceClient::with_origin(connection.service(), self.istiod.uri("/"))
+            .max_decoding_message_size(MAX_RESPONSE)
+            .create_certificate(request)
+            .await
+            .map(|response| response.into_inner().cert_chain)
     }
 }
 
-fn late(what: &str, limit: Duration) -> Status {
+fn timed_out(what: &str, limit: Duration) -> Status {
     let limit = rounded(limit);
     Status::deadline_exceeded(format!("no {what} within {limit}"))
 }
 
 impl Ca for IstioCa {
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        let signed = self.signed(csr_pem, ttl).await;
+        let signed = self.try_sign(csr_pem, ttl).await;
         let mut failures = self.failures.lock();
         match &signed {
             Ok(_) => drop(failures.end()),

@@ -1,7 +1,7 @@
-//! The configuration of traffic capture: texts of flags and variables become checked types.
+//! Reads the settings of traffic capture, which are texts of flags and variables, into checked types.
 //!
-//! Every item ends up in the input of a program that runs as root, so each has to be exactly what it
-//! claims to be. Items of lists may have blanks around them; empty items are left out.
+//! [`Config::check`] is the entry. Every item ends up in the input of a program that runs as root, so each
+//! is checked completely. Items of lists may have blanks around them; empty items are left out.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,14 +13,8 @@ use clap::Args;
 use crate::address::Cidr;
 use crate::problem::{Diagnostics, Problem, codes};
 
-const PROXY_UID: &str = "1337";
-
-/// The name of a setting with its text.
-macro_rules! of {
-    ($settings:ident.$name:ident) => {
-        (stringify!($name), $settings.$name.as_str())
-    };
-}
+/// User of the proxy, if neither the settings nor the machine name one.
+const PROXY_UID: u32 = 1337;
 
 /// Settings as texts; lists are separated by commas. They are flags of `istio-iptables`.
 #[derive(Args, Clone, Debug)]
@@ -99,14 +93,14 @@ pub struct Settings {
     pub istio_outbound_owner_groups_exclude: String,
 }
 
-/// What the machine says.
+/// Properties of the machine that the configuration depends on.
 #[derive(Clone, Debug, Default)]
 pub struct Host {
-    /// Whether there are rules for IPv6.
+    /// True if there are rules for IPv6.
     pub has_v6: bool,
-    /// The servers of `resolv.conf`.
+    /// DNS servers of `resolv.conf`.
     pub nameservers: Vec<IpAddr>,
-    /// The number of Envoy's user, if that user exists.
+    /// Number of Envoy's user, if that user exists.
     pub envoy_uid: Option<u32>,
 }
 
@@ -133,24 +127,12 @@ impl From<u32> for Id {
 }
 
 impl Id {
-    /// Whether a single user or group is among these.
-    pub(in crate::capture) fn includes(&self, one: &Self) -> bool {
-        match (self, one) {
-            (Self::Numbers(numbers), Self::Numbers(one)) => numbers.contains(one.start()),
-            _ => self == one,
+    /// Returns true if a single user or group is among these.
+    pub(in crate::capture) fn includes(&self, single: &Self) -> bool {
+        match (self, single) {
+            (Self::Numbers(numbers), Self::Numbers(single)) => numbers.contains(single.start()),
+            _ => self == single,
         }
-    }
-}
-
-/// A single number, or the first and the last of a range.
-pub(in crate::capture) fn range<T: fmt::Display + PartialEq>(
-    numbers: &RangeInclusive<T>,
-    separator: char,
-) -> String {
-    let (first, last) = (numbers.start(), numbers.end());
-    match first == last {
-        true => first.to_string(),
-        false => format!("{first}{separator}{last}"),
     }
 }
 
@@ -163,7 +145,19 @@ impl fmt::Display for Id {
     }
 }
 
-/// How inbound connections reach Envoy. Outbound ones are always redirected.
+/// Formats a single number, or the first and the last of a range.
+pub(in crate::capture) fn range<T: fmt::Display + PartialEq>(
+    numbers: &RangeInclusive<T>,
+    separator: char,
+) -> String {
+    let (first, last) = (numbers.start(), numbers.end());
+    if first == last {
+        return first.to_string();
+    }
+    format!("{first}{separator}{last}")
+}
+
+/// Interception mode: selects how inbound connections reach Envoy. Outbound ones are always redirected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     Redirect,
@@ -205,7 +199,7 @@ pub enum Kind {
     Nft,
 }
 
-/// A checked configuration: what the settings of these names say.
+/// A checked configuration, made from the settings of the same names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     pub has_v6: bool,
@@ -240,98 +234,83 @@ pub struct Config {
 pub struct Invalid(pub Vec<Problem>);
 
 impl Config {
-    /// Reads the settings. Returns what is left out or taken for something else as well.
+    /// Reads the settings. Also returns warnings on values that are left out or replaced.
     pub fn check(settings: &Settings, host: &Host) -> Result<(Self, Vec<Problem>), Invalid> {
-        let mut items = SettingsParser::default();
-        let config = Self::read(settings, host, &mut items);
-        let Diagnostics { problems, warnings } = items.0;
-        if problems.is_empty() {
-            Ok((config, warnings))
-        } else {
-            Err(Invalid(problems))
+        let mut parser = SettingsParser::default();
+        let config = Self::read(settings, host, &mut parser);
+        let Diagnostics { problems, warnings } = parser.0;
+        if !problems.is_empty() {
+            return Err(Invalid(problems));
         }
+        Ok((config, warnings))
     }
 
-    /// The configuration; only of use if no problem was found.
-    fn read(settings: &Settings, host: &Host, items: &mut SettingsParser) -> Self {
+    /// Returns a configuration that is only valid if the parser has found no problem.
+    fn read(settings: &Settings, host: &Host, parser: &mut SettingsParser) -> Self {
+        macro_rules! setting {
+            ($name:ident) => {
+                (stringify!($name), settings.$name.as_str())
+            };
+        }
+        let default_uid = host.envoy_uid.unwrap_or(PROXY_UID).to_string();
         let uid = match settings.proxy_uid.as_str() {
-            "" => host
-                .envoy_uid
-                .map_or_else(|| PROXY_UID.to_owned(), |uid| uid.to_string()),
-            given => given.to_owned(),
+            "" => default_uid.as_str(),
+            given => given,
         };
         let gid = match settings.proxy_gid.as_str() {
-            "" => &uid,
+            "" => uid,
             given => given,
         };
         Self {
             has_v6: host.has_v6,
-            mode: items.mode(of!(settings.istio_inbound_interception_mode)),
-            outbound_port: items.number(of!(settings.envoy_port), u16::MAX),
-            inbound_port: items.number(of!(settings.inbound_capture_port), u16::MAX),
-            tunnel_port: items.number(of!(settings.inbound_tunnel_port), u16::MAX),
-            uids: items.ids(("proxy_uid", &uid)),
-            gids: items.ids(("proxy_gid", gid)),
+            mode: parser.mode(setting!(istio_inbound_interception_mode)),
+            outbound_port: parser.number(setting!(envoy_port), u16::MAX),
+            inbound_port: parser.number(setting!(inbound_capture_port), u16::MAX),
+            tunnel_port: parser.number(setting!(inbound_tunnel_port), u16::MAX),
+            uids: parser.ids(("proxy_uid", uid)),
+            gids: parser.ids(("proxy_gid", gid)),
             inbound: match settings.istio_inbound_ports.as_str() {
                 "" => InboundPorts::None,
-                "*" => InboundPorts::AllBut(items.ports(of!(settings.istio_local_exclude_ports))),
-                _ => InboundPorts::Only(items.ports(of!(settings.istio_inbound_ports))),
+                "*" => InboundPorts::AllBut(parser.ports(setting!(istio_local_exclude_ports))),
+                _ => InboundPorts::Only(parser.ports(setting!(istio_inbound_ports))),
             },
-            exclude_interfaces: items.interfaces(of!(settings.istio_exclude_interfaces)),
-            virtual_interfaces: items.interfaces(of!(settings.kube_virt_interfaces)),
+            exclude_interfaces: parser.interfaces(setting!(istio_exclude_interfaces)),
+            virtual_interfaces: parser.interfaces(setting!(kube_virt_interfaces)),
             include_ranges: match settings.istio_service_cidr.as_str() {
                 "*" => OutboundRanges::All,
-                _ => OutboundRanges::Only(items.ranges(of!(settings.istio_service_cidr))),
+                _ => OutboundRanges::Only(parser.ranges(setting!(istio_service_cidr))),
             },
-            exclude_ranges: items.ranges(of!(settings.istio_service_exclude_cidr)),
-            include_outbound_ports: items.ports(of!(settings.istio_outbound_ports)),
-            exclude_outbound_ports: items.ports(of!(settings.istio_local_outbound_ports_exclude)),
+            exclude_ranges: parser.ranges(setting!(istio_service_exclude_cidr)),
+            include_outbound_ports: parser.ports(setting!(istio_outbound_ports)),
+            exclude_outbound_ports: parser.ports(setting!(istio_local_outbound_ports_exclude)),
             owner_groups: match settings.istio_outbound_owner_groups.as_str() {
                 "*" => {
-                    let excluded = of!(settings.istio_outbound_owner_groups_exclude);
-                    OwnerGroups::AllBut(items.ids(excluded))
+                    OwnerGroups::AllBut(parser.ids(setting!(istio_outbound_owner_groups_exclude)))
                 }
-                _ => OwnerGroups::Only(items.ids(of!(settings.istio_outbound_owner_groups))),
+                _ => OwnerGroups::Only(parser.ids(setting!(istio_outbound_owner_groups))),
             },
-            dns: dns(settings, host, items),
+            dns: parser.dns(settings, host),
             drop_invalid: settings.drop_invalid,
             protect_admin: settings.protect_admin,
-            loopback: items.loopback(of!(settings.istio_outbound_ipv4_loopback_cidr)),
-            tproxy_mark: items.number(of!(settings.istio_inbound_tproxy_mark), u32::MAX),
-            tproxy_route_table: items
-                .number(of!(settings.istio_inbound_tproxy_route_table), u32::MAX),
-            kind: items.kind(of!(settings.force_iptables_binary)),
+            loopback: parser.loopback(setting!(istio_outbound_ipv4_loopback_cidr)),
+            tproxy_mark: parser.number(setting!(istio_inbound_tproxy_mark), u32::MAX),
+            tproxy_route_table: parser.number(setting!(istio_inbound_tproxy_route_table), u32::MAX),
+            kind: parser.kind(setting!(force_iptables_binary)),
         }
     }
 
-    /// The users and groups of the proxy.
+    /// Returns the users and groups of the proxy.
     pub fn proxies(&self) -> impl Iterator<Item = Owner> {
         let users = self.uids.iter().cloned().map(Owner::User);
         users.chain(self.gids.iter().cloned().map(Owner::Group))
     }
 
-    /// Whether a captured range has a loopback address.
+    /// Returns true if a captured range has a loopback address.
     pub fn includes_loopback(&self) -> bool {
         match &self.include_ranges {
             OutboundRanges::All => false,
             OutboundRanges::Only(ranges) => ranges.iter().any(|range| range.address.is_loopback()),
         }
-    }
-}
-
-fn dns(settings: &Settings, host: &Host, items: &mut SettingsParser) -> Option<DnsCapture> {
-    match (settings.redirect_dns, settings.capture_all_dns) {
-        (false, _) => None,
-        (true, true) => Some(DnsCapture::All),
-        (true, false) if host.nameservers.is_empty() => {
-            let expected = "a server in resolv.conf, or --capture-all-dns";
-            let code = codes::CAPTURE_OPTION_REPLACED;
-            let problem = Problem::value(code, flag("redirect_dns"), "true", expected);
-            let problem = problem.consequence("DNS is not captured");
-            items.0.warnings.push(problem);
-            None
-        }
-        (true, false) => Some(DnsCapture::Servers(host.nameservers.clone())),
     }
 }
 
@@ -343,104 +322,115 @@ const MAX_NAME: usize = 255;
 /// The name of a setting and its text.
 type Setting<'a> = (&'a str, &'a str);
 
-/// The reader, with the problems found so far. A value with a problem is replaced by any other.
+/// Reads settings and collects the problems found so far. A value with a problem is replaced by an
+/// arbitrary one.
 #[derive(Debug, Default)]
 struct SettingsParser(Diagnostics);
 
 impl SettingsParser {
-    fn problem(&mut self, (name, found): Setting<'_>, expected: impl Into<Cow<'static, str>>) {
+    fn problem(&mut self, subject: String, found: &str, expected: impl Into<Cow<'static, str>>) {
         let code = codes::CAPTURE_OPTION_INVALID;
-        self.0
-            .add(Problem::value(code, flag(name), found, expected));
+        self.0.add(Problem::value(code, subject, found, expected));
     }
 
-    fn each<T>(
+    fn list<T>(
         &mut self,
         (name, list): Setting<'_>,
         expected: &'static str,
         read: impl Fn(&str) -> Option<T>,
     ) -> Vec<T> {
         let items = list.split(',').map(str::trim);
-        let mut found = Vec::new();
+        let mut values = Vec::new();
         for item in items.filter(|item| !item.is_empty()) {
             match read(item) {
-                Some(value) => found.push(value),
-                None => {
-                    let subject = format!("an item of {}", flag(name));
-                    let code = codes::CAPTURE_OPTION_INVALID;
-                    self.0.add(Problem::value(code, subject, item, expected));
-                }
+                Some(value) => values.push(value),
+                None => self.problem(format!("an item of {}", flag(name)), item, expected),
             }
         }
-        found
+        values
     }
 
-    fn number<T>(&mut self, setting: Setting<'_>, max: T) -> T
+    fn number<T>(&mut self, (name, text): Setting<'_>, max: T) -> T
     where
         T: TryFrom<u32> + Default + fmt::Display,
     {
-        let text = setting.1;
-        let digits = text.strip_prefix("0x").or(text.strip_prefix("0X"));
-        let found = digits.map_or_else(|| number(text), |it| u32::from_str_radix(it, 16).ok());
-        found
-            .filter(|found| *found != 0)
-            .and_then(|found| found.try_into().ok())
+        let hex = text.strip_prefix("0x").or(text.strip_prefix("0X"));
+        hex.map_or_else(|| number(text), |it| u32::from_str_radix(it, 16).ok())
+            .filter(|number| *number != 0)
+            .and_then(|number| number.try_into().ok())
             .unwrap_or_else(|| {
-                self.problem(setting, format!("a number from 1 to {max}"));
+                self.problem(flag(name), text, format!("a number from 1 to {max}"));
                 T::default()
             })
     }
 
     fn ports(&mut self, list: Setting<'_>) -> Vec<Ports> {
         let expected = "a port from 0 to 65535 or a range such as 8000:9000";
-        self.each(list, expected, ports)
+        self.list(list, expected, ports)
     }
 
     fn ids(&mut self, list: Setting<'_>) -> Vec<Id> {
         let expected = "a number from 0 to 4294967294, a range such as 1000-2000, or a name";
-        self.each(list, expected, id)
+        self.list(list, expected, id)
     }
 
     fn interfaces(&mut self, list: Setting<'_>) -> Vec<String> {
         let name = |item: &str| is_interface(item).then(|| item.to_owned());
-        self.each(list, "the name of a network interface", name)
+        self.list(list, "the name of a network interface", name)
     }
 
     fn ranges(&mut self, list: Setting<'_>) -> Vec<Cidr> {
         let expected = "a range of addresses such as 10.0.0.0/8 or 2001:db8::/32";
-        self.each(list, expected, Cidr::parse)
+        self.list(list, expected, Cidr::parse)
     }
 
-    fn loopback(&mut self, setting: Setting<'_>) -> Cidr {
-        let is_loopback = |range: &Cidr| {
-            range.address.is_ipv4() && range.address.is_loopback() && range.prefix >= 8
-        };
-        let range = Cidr::parse(setting.1).filter(is_loopback);
-        range.unwrap_or_else(|| {
-            self.problem(setting, "a range within 127.0.0.0/8");
-            Cidr::v4(127, 0, 0, 1, 32)
-        })
+    fn loopback(&mut self, (name, text): Setting<'_>) -> Cidr {
+        Cidr::parse(text)
+            .filter(|range| matches!(range.address, IpAddr::V4(v4) if v4.is_loopback()))
+            .filter(|range| range.prefix >= 8)
+            .unwrap_or_else(|| {
+                self.problem(flag(name), text, "a range within 127.0.0.0/8");
+                Cidr::v4(127, 0, 0, 1, 32)
+            })
     }
 
-    fn mode(&mut self, setting: Setting<'_>) -> Mode {
-        match setting.1 {
+    fn mode(&mut self, (name, text): Setting<'_>) -> Mode {
+        match text {
             "TPROXY" => return Mode::Tproxy,
             "" | "REDIRECT" => {}
             found => {
-                let (code, subject) = (codes::CAPTURE_MODE_UNKNOWN, flag(setting.0));
-                let problem = Problem::value(code, subject, found, "REDIRECT or TPROXY");
+                let (code, expected) = (codes::CAPTURE_MODE_UNKNOWN, "REDIRECT or TPROXY");
+                let problem = Problem::value(code, flag(name), found, expected);
                 self.0.warnings.push(problem);
             }
         }
         Mode::Redirect
     }
 
-    fn kind(&mut self, setting: Setting<'_>) -> Option<Kind> {
-        match setting.1 {
+    fn dns(&mut self, settings: &Settings, host: &Host) -> Option<DnsCapture> {
+        if !settings.redirect_dns {
+            return None;
+        }
+        if settings.capture_all_dns {
+            return Some(DnsCapture::All);
+        }
+        if host.nameservers.is_empty() {
+            let expected = "a server in resolv.conf, or --capture-all-dns";
+            let code = codes::CAPTURE_OPTION_REPLACED;
+            let problem = Problem::value(code, flag("redirect_dns"), "true", expected);
+            let warning = problem.consequence("DNS is not captured");
+            self.0.warnings.push(warning);
+            return None;
+        }
+        Some(DnsCapture::Servers(host.nameservers.clone()))
+    }
+
+    fn kind(&mut self, (name, text): Setting<'_>) -> Option<Kind> {
+        match text {
             "legacy" => return Some(Kind::Legacy),
             "nft" => return Some(Kind::Nft),
             "" => {}
-            _ => self.problem(setting, "legacy, nft or nothing"),
+            _ => self.problem(flag(name), text, "legacy, nft or nothing"),
         }
         None
     }
@@ -451,13 +441,14 @@ fn flag(name: &str) -> String {
     format!("--{}", name.replace('_', "-"))
 }
 
-/// A decimal number without a sign.
+/// Parses a decimal number without a sign.
 fn number(text: &str) -> Option<u32> {
     let is_digits = text.bytes().all(|byte| byte.is_ascii_digit());
     is_digits.then(|| text.parse().ok())?
 }
 
-/// A port, or a range with `:` or `-`. Ranges begin at port 1: iptables prints no match for 0:65535.
+/// Parses a port, or a range with `:` or `-`. Ranges begin at port 1, because iptables does not print a
+/// match for 0:65535.
 fn ports(item: &str) -> Option<Ports> {
     let port = |text: &str| u16::try_from(number(text)?).ok();
     let Some((first, last)) = item.split_once([':', '-']) else {
@@ -467,6 +458,7 @@ fn ports(item: &str) -> Option<Ports> {
     (!ports.is_empty()).then_some(ports)
 }
 
+/// Returns true for what may be the name of a network interface, or a prefix with `+`.
 pub(in crate::capture) fn is_interface(item: &str) -> bool {
     item.len() <= MAX_INTERFACE
         && !item.starts_with(['-', '!'])
@@ -474,17 +466,20 @@ pub(in crate::capture) fn is_interface(item: &str) -> bool {
         && !item.contains(['/', '"', '\'', '\\'])
 }
 
-/// A number, a range with `-`, or a name of a user or group; not empty.
+/// Parses a number, a range with `-`, or the name of a user or group. A range is not empty.
 pub(in crate::capture) fn id(item: &str) -> Option<Id> {
     if item.starts_with(|first: char| first.is_ascii_digit()) {
         let (first, last) = item.split_once('-').unwrap_or((item, item));
         let numbers = number(first)?..=number(last)?;
-        // The largest stands for no user.
-        let is_of_users = !numbers.is_empty() && *numbers.end() < u32::MAX;
-        return is_of_users.then_some(Id::Numbers(numbers));
+        // The largest number means "no user".
+        let is_valid = !numbers.is_empty() && *numbers.end() < u32::MAX;
+        return is_valid.then_some(Id::Numbers(numbers));
     }
-    let is_of_name = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte);
-    let is_name = item.len() <= MAX_NAME && !item.starts_with('-') && item.bytes().all(is_of_name);
+    let is_name = item.len() <= MAX_NAME
+        && !item.starts_with('-')
+        && item
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte));
     is_name.then(|| Id::Name(item.to_owned()))
 }
 

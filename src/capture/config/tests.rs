@@ -242,7 +242,7 @@ proptest! {
             let rules = Rules::new(&config);
             let lines = restore(&rules, Family::V4);
             let added = lines.lines().filter(|line| line.starts_with("-A ") || line.starts_with("-I "));
-            prop_assert_eq!(added.clone().count(), rules.of(Family::V4).count(), "{}", &lines);
+            prop_assert_eq!(added.clone().count(), rules.for_family(Family::V4).count(), "{}", &lines);
             for line in added {
                 prop_assert_eq!(line.split(' ').filter(|word| *word == "-j").count(), 1, "{}", line);
             }

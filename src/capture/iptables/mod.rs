@@ -1,4 +1,4 @@
-//! iptables: renders rules as input of `iptables-restore`, reads what `iptables-save` prints, and runs both.
+//! Renders rules as input of `iptables-restore`, reads the output of `iptables-save`, and runs both.
 
 pub mod apply;
 mod programs;
@@ -12,19 +12,16 @@ use crate::capture::rules::{
     Chain, Criterion, Family, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
 
-/// What a dry run prints: each command, or the input of a command that has one.
+/// Renders the output of a dry run: each command, or the input of a command that has one.
 pub fn dry_run(rules: &Rules) -> String {
-    let save_v6 = match rules.has_v6() {
-        true => "ip6tables-save\n",
-        false => "",
-    };
+    let save_v6 = if rules.has_v6 { "ip6tables-save\n" } else { "" };
     let (v4, v6) = (restore(rules, Family::V4), restore(rules, Family::V6));
     format!("iptables-save\nip6tables-save\n{v4}{v6}iptables-save\n{save_v6}")
 }
 
-/// The input of a family's `iptables-restore --noflush`, for tables without these chains.
+/// Renders the input of a family's `iptables-restore --noflush`, for tables without these chains.
 pub fn restore(rules: &Rules, family: Family) -> String {
-    let tables = wanted(rules, family).into_iter().map(|table| {
+    let tables = tables(rules, family).into_iter().map(|table| {
         let chains = table.chains.iter().map(|chain| format!("-N {chain}"));
         let lines: Vec<_> = chains.chain(table.lines).collect();
         format!("* {}\n{}\nCOMMIT\n", table.name, lines.join("\n"))
@@ -32,45 +29,45 @@ pub fn restore(rules: &Rules, family: Family) -> String {
     tables.collect()
 }
 
-/// What a table is to have in the end, besides rules of others.
+/// The wanted content of a table, apart from rules of others.
 #[derive(Debug, Default)]
 struct TableText {
     name: &'static str,
     chains: Vec<&'static str>,
-    /// What `iptables-restore` adds rules by.
+    /// Lines by which `iptables-restore` adds the rules.
     lines: Vec<String>,
 }
 
-/// The tables that have rules.
-fn wanted(rules: &Rules, family: Family) -> Vec<TableText> {
+/// Renders the tables that have rules.
+fn tables(rules: &Rules, family: Family) -> Vec<TableText> {
     let tables = Table::ALL.into_iter().map(|(table, name)| {
-        let rules = rules.of(family).filter(|rule| rule.table == table);
-        let rules: Vec<_> = rules.collect();
+        let rules = rules.for_family(family);
+        let rules: Vec<_> = rules.filter(|rule| rule.table == table).collect();
         TableText {
             name,
-            chains: chains(&rules).into_iter().map(Chain::name).collect(),
+            chains: new_chains(&rules),
             lines: rules.iter().map(|rule| line(rule)).collect(),
         }
     });
     tables.filter(|table| !table.lines.is_empty()).collect()
 }
 
-/// The chains to create: those with rules first, then those that are only jumped to.
-fn chains(rules: &[&Rule]) -> Vec<Chain> {
+/// Returns the names of chains to create: first the chains with rules, then the chains that are only jumped to.
+fn new_chains(rules: &[&Rule]) -> Vec<&'static str> {
     let targets = rules.iter().filter_map(|rule| match rule.verdict {
         Verdict::Jump(chain) => Some(chain),
         _ => None,
     });
-    let mut found = Vec::new();
+    let mut names = Vec::new();
     for chain in rules.iter().map(|rule| rule.chain).chain(targets) {
-        if !chain.is_builtin() && !found.contains(&chain) {
-            found.push(chain);
+        if !chain.is_builtin() && !names.contains(&chain.name()) {
+            names.push(chain.name());
         }
     }
-    found
+    names
 }
 
-/// A rule as the line that adds it.
+/// Renders the line that adds a rule.
 fn line(rule: &Rule) -> String {
     let (chain, text) = (rule.chain.name(), text(&rule.matches, rule.verdict));
     match rule.place {
@@ -79,7 +76,7 @@ fn line(rule: &Rule) -> String {
     }
 }
 
-/// An entry of a chain behind its table, as the line that appends it.
+/// Renders an entry of a chain as the line that appends it, behind the name of the table.
 pub(in crate::capture) fn appended((table, chain): (Table, Chain), entry: &Entry) -> String {
     let text = match entry {
         Entry::Rule { matches, verdict } => text(matches, *verdict),
@@ -111,23 +108,22 @@ fn text(matches: &[Match], verdict: Verdict) -> String {
     format!("{matches} -j {target}")
 }
 
-fn condition(found: &Match) -> String {
-    let (Match::Is(criterion) | Match::Not(criterion)) = found;
+fn condition(each: &Match) -> String {
+    let (Match::Is(criterion) | Match::Not(criterion)) = each;
     let (module, option, value) = match criterion {
         Criterion::InInterface(name) => ("", "-i", name.clone()),
         Criterion::OutInterface(name) => ("", "-o", name.clone()),
         Criterion::Source(range) => ("", "-s", range.to_string()),
         Criterion::Destination(range) => ("", "-d", range.to_string()),
-        Criterion::Protocol(Protocol::Tcp) => ("", "-p", "tcp".to_owned()),
-        Criterion::Protocol(Protocol::Udp) => ("", "-p", "udp".to_owned()),
+        Criterion::Protocol(protocol) => ("", "-p", protocol.name().to_owned()),
         Criterion::SourcePort(port) => ("", "--sport", port.to_string()),
-        Criterion::DestinationPort(ports) => {
-            let texts: Vec<_> = ports.iter().map(|ports| range(ports, ':')).collect();
-            match texts.len() {
-                1 => ("", "--dport", texts.concat()),
-                _ => (" -m multiport", "--dports", texts.join(",")),
+        Criterion::DestinationPort(ports) => match ports.as_slice() {
+            [ports] => ("", "--dport", range(ports, ':')),
+            list => {
+                let texts: Vec<_> = list.iter().map(|ports| range(ports, ':')).collect();
+                (" -m multiport", "--dports", texts.join(","))
             }
-        }
+        },
         Criterion::Owner(Owner::User(id)) => (" -m owner", "--uid-owner", id.to_string()),
         Criterion::Owner(Owner::Group(id)) => (" -m owner", "--gid-owner", id.to_string()),
         Criterion::StateInvalid => (" -m conntrack", "--ctstate", "INVALID".to_owned()),
@@ -139,7 +135,7 @@ fn condition(found: &Match) -> String {
         Criterion::Mark(mark) => (" -m mark", "--mark", mark.to_string()),
         Criterion::ConnectionMark(mark) => (" -m connmark", "--mark", mark.to_string()),
     };
-    match found {
+    match each {
         Match::Is(_) => format!("{module} {option} {value}"),
         Match::Not(_) => format!("{module} ! {option} {value}"),
     }

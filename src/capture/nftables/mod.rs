@@ -1,7 +1,6 @@
-//! Traffic capture by nftables: renders the rules as one transaction of `nft`, applies it, and reads the
-//! live rules.
+//! Renders the rules as one transaction of `nft`, applies it, and reads the live rules.
 //!
-//! The tables are ours alone. They are of family inet: IPv4 and IPv6 share their chains.
+//! The tables have no rules of others. Their family is inet: IPv4 and IPv6 share the chains.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -16,7 +15,8 @@ use super::config::range;
 use super::layout::{self, Entry, Layout};
 use super::program;
 use super::rules::{
-    Chain, Criterion, Family, Id, Match, Owner, Place, Ports, Protocol, Rule, Rules, Table, Verdict,
+    Chain, Criterion, Family, Id, Match, Owner, Place, Ports, Protocol, Rule, Rules, Table,
+    Verdict, named,
 };
 use crate::address::Cidr;
 use crate::netlink::nft_chains;
@@ -25,27 +25,27 @@ use crate::problem::{Problem, codes};
 /// Time limit of `nft`.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Replaces all our rules by these, at once.
+/// Replaces the rules in our tables by these, in one transaction.
 pub async fn apply(rules: &Rules) -> Result<(), Problem> {
-    carry_out(&transaction(rules)).await
+    execute(&transaction(rules)).await
 }
 
-/// Removes all our rules, at once, if there are any.
+/// Removes our tables in one transaction, if there are any.
 pub async fn clean() -> Result<(), Problem> {
-    match has_tables() {
-        true => carry_out(&removal()).await,
-        false => Ok(()),
+    if !has_tables() {
+        return Ok(());
     }
+    execute(&removal()).await
 }
 
-async fn carry_out(text: &str) -> Result<(), Problem> {
+async fn execute(text: &str) -> Result<(), Problem> {
     for line in text.lines() {
         tracing::info!("nft: {line}");
     }
     nft(&["-f", "-"], text).await.map(drop)
 }
 
-/// Whether the kernel has tables of ours, as far as it tells.
+/// Returns true if the kernel has our tables; false if it does not list any.
 pub fn has_tables() -> bool {
     const INET: u8 = 1;
     let tables = Table::ALL.map(|(table, _)| table_name(table));
@@ -55,7 +55,7 @@ pub fn has_tables() -> bool {
     })
 }
 
-/// The rules in the kernel, as the packets of a family meet them.
+/// Reads the rules in the kernel, as the packets of a family pass them.
 pub async fn live(family: Family) -> Result<Layout, Problem> {
     let text = nft(&["-j", "list", "ruleset"], "").await?;
     parse(&text, family).map_err(|error| {
@@ -66,16 +66,17 @@ pub async fn live(family: Family) -> Result<Layout, Problem> {
 }
 
 async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Problem> {
-    let result = program::run("nft", arguments, input, LIMIT).await;
-    result.map_err(|mut problem| {
-        if problem.code == codes::CAPTURE_PROGRAM_MISSING {
-            problem.found = "nativeNftables is enabled, but the nft binary is missing in the sidecar container image".to_owned();
-        }
-        problem
-    })
+    let mut printed = program::run("nft", arguments, input, LIMIT).await;
+    if let Err(problem) = &mut printed
+        && problem.code == codes::CAPTURE_PROGRAM_MISSING
+    {
+        problem.found = "nativeNftables is enabled, but the nft binary is missing in the sidecar container image".to_owned();
+    }
+    printed
 }
 
-/// The input of `nft -f -` that removes our tables, whether they exist or not.
+/// Renders the input of `nft -f -` that removes our tables. nft refuses to delete a table that does not exist,
+/// so each is added before.
 pub fn removal() -> String {
     let lines = Table::ALL.map(|(table, _)| {
         let table = table_name(table);
@@ -84,7 +85,7 @@ pub fn removal() -> String {
     lines.concat()
 }
 
-/// The input of `nft -f -` that replaces our tables.
+/// Renders the input of `nft -f -` that replaces our tables.
 pub fn transaction(rules: &Rules) -> String {
     let rules = shared(rules);
     let chains = layout::chains(&rules);
@@ -110,23 +111,23 @@ pub fn transaction(rules: &Rules) -> String {
     text
 }
 
-/// What a machine has of a family after [`apply`].
+/// Returns the layout of a family after [`apply`].
 pub fn wanted(rules: &Rules, family: Family) -> Layout {
     Layout::shared(&shared(rules), family)
 }
 
-/// What a machine has of a family after [`apply`], and then what it has after pilot-agent or Istio's CNI
-/// plugin, whose rules without an address are for IPv6 as well in pods without it.
+/// Returns the layout of a family after [`apply`], and then its layout after pilot-agent or Istio's CNI
+/// plugin, whose rules without an address apply to IPv6 as well in pods without IPv6.
 pub fn versions(rules: &Rules, family: Family) -> Vec<Layout> {
     let versions = [shared(rules), for_both_families(rules)];
-    versions.map(|it| Layout::shared(&it, family)).into()
+    versions.map(|rules| Layout::shared(&rules, family)).into()
 }
 
-/// The rules for chains that both families share. Without rules for IPv6, its packets leave our chains at
-/// once, as rules without an address would capture them.
+/// Returns the rules for chains that both families share. Without rules for IPv6, its packets leave our
+/// chains at once, because rules without an address would capture them.
 fn shared(rules: &Rules) -> Vec<Rule> {
     let mut shared = for_both_families(rules);
-    if !rules.has_v6() {
+    if !rules.has_v6 {
         let chains = shared.iter().map(|rule| (rule.table, rule.chain));
         let builtin: BTreeSet<_> = chains.filter(|(_, chain)| chain.is_builtin()).collect();
         shared.extend(builtin.into_iter().map(|(table, chain)| Rule {
@@ -141,9 +142,9 @@ fn shared(rules: &Rules) -> Vec<Rule> {
     shared
 }
 
-/// The rules in terms of chains that both families share. What differs from iptables:
+/// Converts the rules to chains that both families share. They differ from iptables in two points:
 ///
-/// - a jump for the servers of one family is for both, once: the rules behind it have addresses;
+/// - there is one jump for the servers of both families, because the rules behind it have addresses;
 /// - only TCP packets are dropped as invalid, as in Istio.
 fn for_both_families(rules: &Rules) -> Vec<Rule> {
     let mut shared = Vec::<Rule>::new();
@@ -161,17 +162,17 @@ fn for_both_families(rules: &Rules) -> Vec<Rule> {
     shared
 }
 
-/// A rule without its chain.
+/// Renders a rule without its chain.
 fn statements(rule: &Rule) -> String {
     let is_v6 = rule.family == Some(Family::V6);
     let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
     let is_udp = rule.matches.contains(&udp);
     let protocol = if is_udp { "udp" } else { "tcp" };
-    let matches = rule.matches.iter().map(|each| match each {
+    let conditions = rule.matches.iter().map(|each| match each {
         Match::Is(criterion) => condition(protocol, "", criterion),
         Match::Not(criterion) => condition(protocol, "!= ", criterion),
     });
-    let mut text: String = matches.collect();
+    let mut text: String = conditions.collect();
     if is_v6 && rule.matches.is_empty() {
         text += "meta nfproto ipv6 ";
     }
@@ -194,7 +195,7 @@ fn statements(rule: &Rule) -> String {
     }
 }
 
-/// A criterion of a rule for this protocol; `not` stands before its value.
+/// Renders a criterion of a rule for this protocol. `not` is put before its value.
 fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
     let address = |range: &Cidr| match range.family() {
         Family::V4 => "ip",
@@ -209,8 +210,7 @@ fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
         Criterion::OutInterface(name) => format!("oifname {not}{} ", interface(name)),
         Criterion::Source(range) => format!("{} saddr {not}{range} ", address(range)),
         Criterion::Destination(range) => format!("{} daddr {not}{range} ", address(range)),
-        Criterion::Protocol(Protocol::Tcp) => format!("meta l4proto {not}tcp "),
-        Criterion::Protocol(Protocol::Udp) => format!("meta l4proto {not}udp "),
+        Criterion::Protocol(protocol) => format!("meta l4proto {not}{} ", protocol.name()),
         Criterion::SourcePort(port) => format!("{protocol} sport {not}{port} "),
         Criterion::DestinationPort(ports) => {
             let texts: Vec<_> = ports.iter().map(|ports| range(ports, '-')).collect();
@@ -228,7 +228,7 @@ fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
     }
 }
 
-/// An interface's name, quoted. In the model, `+` at its end stands for any further characters.
+/// Quotes an interface's name. In the model, `+` at its end stands for any further characters.
 fn interface(name: &str) -> String {
     match name.strip_suffix('+') {
         Some(prefix) => format!("\"{prefix}*\""),
@@ -236,7 +236,7 @@ fn interface(name: &str) -> String {
     }
 }
 
-/// A name is quoted: `$` and `@` have a meaning in front of a bare one.
+/// Renders a user or group. A name is quoted, because `$` and `@` have a meaning before a bare name.
 fn owner(id: &Id) -> String {
     match id {
         Id::Numbers(numbers) => range(numbers, '-'),
@@ -248,7 +248,7 @@ fn table_name(table: Table) -> String {
     format!("istio-proxy-{}", table.name())
 }
 
-/// The type, hook and priority of a chain that the kernel calls.
+/// Returns type, hook and priority of a chain that the kernel calls.
 fn hook(table: Table, chain: Chain) -> Option<(&'static str, &'static str, i64)> {
     let hook = match chain {
         Chain::Prerouting => "prerouting",
@@ -273,7 +273,7 @@ struct Ruleset {
     nftables: Vec<Value>,
 }
 
-/// What a rule does, in order.
+/// A statement of a rule.
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 enum Statement {
@@ -289,7 +289,7 @@ enum Statement {
     Tproxy { family: String, port: u16 },
 }
 
-/// What is compared or set.
+/// A part of a packet or connection that is compared or set.
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 enum Key {
@@ -308,17 +308,17 @@ impl Key {
     }
 }
 
-/// Reads what `nft -j list ruleset` prints: the rules of our tables, as the packets of a family meet them. A chain of
-/// ours that the kernel does not call as it should is unknown. Tables of others are not read.
+/// Reads the output of `nft -j list ruleset`: the rules of our tables, as the packets of a family pass them. A
+/// chain of ours with another hook, type, priority or policy is unknown. Tables of others are not read.
 pub fn parse(text: &[u8], family: Family) -> Result<Layout, serde_json::Error> {
     let Ruleset { nftables } = serde_json::from_slice(text)?;
     let mut layout = Layout::default();
     for object in &nftables {
-        // Other kinds of objects have neither.
+        // Indexing returns null in objects of other kinds, and null has no table.
         let (chain, rule) = (&object["chain"], &object["rule"]);
         if let Some((table, name)) = table_of(chain).zip(chain["name"].as_str()) {
-            match chain_named(name).filter(|named| is_called(table, *named, chain)) {
-                Some(named) => drop(layout.chains.entry((table, named)).or_default()),
+            match chain_named(name).filter(|known| has_hook(table, *known, chain)) {
+                Some(known) => drop(layout.chains.entry((table, known)).or_default()),
                 None => layout.unknown_chains.push((table, name.to_owned())),
             }
         }
@@ -335,22 +335,17 @@ pub fn parse(text: &[u8], family: Family) -> Result<Layout, serde_json::Error> {
     Ok(layout)
 }
 
-/// Whether the kernel calls a chain as it should.
-fn is_called(table: Table, chain: Chain, object: &Value) -> bool {
+/// Returns true if the kernel calls a chain by its expected hook, type and priority, and accepts by default.
+fn has_hook(table: Table, chain: Chain, object: &Value) -> bool {
     let text = |member: &str| object[member].as_str();
-    let found = (text("type"), text("hook"), object["prio"].as_i64());
-    let expected = match hook(table, chain) {
-        Some((kind, hook, priority)) => (Some(kind), Some(hook), Some(priority)),
-        None => (None, None, None),
-    };
-    found == expected && text("policy").is_none_or(|policy| policy == "accept")
+    let found = text("hook").and_then(|hook| Some((text("type")?, hook, object["prio"].as_i64()?)));
+    found == hook(table, chain) && text("policy").is_none_or(|policy| policy == "accept")
 }
 
-/// The table of a chain or rule, if it is ours.
+/// Returns the table of a chain or rule, if it is ours.
 fn table_of(object: &Value) -> Option<Table> {
-    let tables = Table::ALL.into_iter().map(|(table, _)| table);
-    let mut tables = tables.filter(|_| object["family"] == "inet");
-    tables.find(|table| object["table"] == table_name(*table))
+    let mut tables = Table::ALL.into_iter().map(|(table, _)| table);
+    tables.find(|table| object["family"] == "inet" && object["table"] == table_name(*table))
 }
 
 fn chain_named(name: &str) -> Option<Chain> {
@@ -358,8 +353,8 @@ fn chain_named(name: &str) -> Option<Chain> {
     chains.find(|chain| chain_name(*chain) == name)
 }
 
-/// The rule in terms of the model, with its family if it is for one only. None is a rule with anything
-/// the model has not.
+/// Converts a rule to the model, with its family if it is for one only. Returns None if the model cannot
+/// express it.
 fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
     let statements = Vec::<Statement>::deserialize(expr).ok()?;
     let (mut families, mut matches, mut actions) = (Vec::new(), Vec::new(), Vec::new());
@@ -373,8 +368,9 @@ fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
                     _ => left.0,
                 };
                 families.extend(family_named(name));
-                // A port is one of TCP or of UDP.
-                matches.extend(protocol_named(name).map(|it| Match::Is(Criterion::Protocol(it))));
+                // A match on a TCP port implies the protocol.
+                let protocol = named(&Protocol::ALL, name).map(Criterion::Protocol);
+                matches.extend(protocol.map(Match::Is));
                 match op.as_str() {
                     "==" if left.1 == "nfproto" => {}
                     "==" | "in" => matches.push(Match::Is(criterion(left, right)?)),
@@ -389,22 +385,15 @@ fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
         families.extend(family_named(family));
     }
     families.dedup();
-    let is_of_one = families.len() < 2;
-    is_of_one.then_some((families.first().copied(), matches, verdict(&actions)?))
+    // A rule for addresses of both families matches nothing.
+    let is_possible = families.len() < 2;
+    is_possible.then_some((families.first().copied(), matches, verdict(&actions)?))
 }
 
 fn family_named(name: &str) -> Option<Family> {
     match name {
         "ip" | "ipv4" => Some(Family::V4),
         "ip6" | "ipv6" => Some(Family::V6),
-        _ => None,
-    }
-}
-
-fn protocol_named(name: &str) -> Option<Protocol> {
-    match name {
-        "tcp" => Some(Protocol::Tcp),
-        "udp" => Some(Protocol::Udp),
         _ => None,
     }
 }
@@ -416,18 +405,18 @@ fn criterion(left: (&str, &str), right: &Value) -> Option<Criterion> {
         // Without /etc/protocols, nft prints numbers.
         ("meta", "l4proto") if right == 6 => Criterion::Protocol(Protocol::Tcp),
         ("meta", "l4proto") if right == 17 => Criterion::Protocol(Protocol::Udp),
-        ("meta", "l4proto") => Criterion::Protocol(protocol_named(right.as_str()?)?),
+        ("meta", "l4proto") => Criterion::Protocol(named(&Protocol::ALL, right.as_str()?)?),
         ("meta", "skuid") => Criterion::Owner(Owner::User(Id::Numbers(range_of(right)?))),
         ("meta", "skgid") => Criterion::Owner(Owner::Group(Id::Numbers(range_of(right)?))),
-        ("meta", "mark") => Criterion::Mark(number(right)?),
-        ("ct", "mark") => Criterion::ConnectionMark(number(right)?),
+        ("meta", "mark") => Criterion::Mark(read(right)?),
+        ("ct", "mark") => Criterion::ConnectionMark(read(right)?),
         ("ct", "state") if right == "invalid" => Criterion::StateInvalid,
         ("ct", "state") if *right == json!(["established", "related"]) => {
             Criterion::StateRelatedOrEstablished
         }
         ("ip" | "ip6", "saddr") => Criterion::Source(cidr(right)?),
         ("ip" | "ip6", "daddr") => Criterion::Destination(cidr(right)?),
-        ("tcp" | "udp", "sport") => Criterion::SourcePort(number(right)?),
+        ("tcp" | "udp", "sport") => Criterion::SourcePort(read(right)?),
         ("tcp" | "udp", "dport") => Criterion::DestinationPort(ports(right)?),
         _ => return None,
     })
@@ -439,17 +428,16 @@ fn interface_of(value: &Value) -> Option<String> {
     Some(prefix.unwrap_or_else(|| name.to_owned()))
 }
 
-fn number<T: DeserializeOwned>(value: &Value) -> Option<T> {
+fn read<T: DeserializeOwned>(value: &Value) -> Option<T> {
     T::deserialize(value).ok()
 }
 
-/// Consecutive numbers, or a single one.
+/// Reads consecutive numbers, or a single one.
 fn range_of<T: DeserializeOwned + Copy>(value: &Value) -> Option<RangeInclusive<T>> {
-    let (first, last) = match value.get("range") {
-        Some(range) => number(range)?,
-        None => number(value).map(|number| (number, number))?,
-    };
-    Some(first..=last)
+    if let Some(range) = value.get("range") {
+        return read(range).map(|(first, last)| first..=last);
+    }
+    read(value).map(|number| number..=number)
 }
 
 fn ports(value: &Value) -> Option<Vec<Ports>> {
@@ -460,11 +448,10 @@ fn ports(value: &Value) -> Option<Vec<Ports>> {
 }
 
 fn cidr(value: &Value) -> Option<Cidr> {
-    let address = |value: &Value| value.as_str()?.parse::<IpAddr>().ok();
     let Some(prefix) = value.get("prefix") else {
-        return address(value).map(Cidr::from);
+        return read::<IpAddr>(value).map(Cidr::from);
     };
-    let (address, length): (_, u8) = (address(&prefix["addr"])?, number(&prefix["len"])?);
+    let (address, length): (IpAddr, u8) = (read(&prefix["addr"])?, read(&prefix["len"])?);
     Cidr::parse(&format!("{address}/{length}"))
 }
 
@@ -479,8 +466,8 @@ fn verdict(actions: &[&Statement]) -> Option<Verdict> {
         [Statement::Mangle { key, value }] => {
             let from = Key::deserialize(value).ok();
             match (key.parts(), from.as_ref().map(Key::parts)) {
-                (("meta", "mark"), None) => Verdict::SetMark(number(value)?),
-                (("ct", "zone"), None) => Verdict::Zone(number(value)?),
+                (("meta", "mark"), None) => Verdict::SetMark(read(value)?),
+                (("ct", "zone"), None) => Verdict::Zone(read(value)?),
                 (("ct", "mark"), Some(("meta", "mark"))) => Verdict::SaveMark,
                 (("meta", "mark"), Some(("ct", "mark"))) => Verdict::RestoreMark,
                 _ => return None,

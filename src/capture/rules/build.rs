@@ -10,13 +10,12 @@ use super::Criterion as C;
 use super::Match::{Is, Not};
 use super::Place::At;
 use super::Table::{Filter, Mangle, Nat, Raw};
-use super::{
-    Chain, Criterion, DNS_PORT, Id, Match, Owner, Place, Ports, Protocol, Rule, Table, Verdict,
-};
+use super::Verdict::{Jump, Return, Zone};
+use super::{Chain, DNS_PORT, Id, Match, Owner, Place, Ports, Protocol, Rule, Table, Verdict};
 use crate::address::Cidr;
 use crate::capture::config::{Config, DnsCapture, InboundPorts, Mode, OutboundRanges, OwnerGroups};
 
-/// Source of connections that Envoy passes on unchanged to the application.
+/// Source addresses of connections that Envoy forwards unchanged to the application.
 const PASSTHROUGH: [Cidr; 2] = [Cidr::v4(127, 0, 0, 6, 32), Cidr::low_v6(6)];
 /// Mark of what Envoy sends to an address of its own pod (TPROXY).
 const SELF_CALL_MARK: u32 = 1338;
@@ -26,17 +25,15 @@ const ADMIN: u16 = 15000;
 const TCP: Match = Is(C::Protocol(Protocol::Tcp));
 const UDP: Match = Is(C::Protocol(Protocol::Udp));
 
-/// The rules so far.
+/// Collects the rules in the order in which they are added to their chains.
 struct Builder<'a> {
     config: &'a Config,
     rules: Vec<Rule>,
 }
 
+/// Builds the rules as Istio's current version writes them.
 pub(super) fn rules(config: &Config) -> Vec<Rule> {
-    let mut builder = Builder {
-        config,
-        rules: Vec::new(),
-    };
+    let mut builder = Builder::new(config);
     builder.interfaces();
     builder.drop_invalid();
     builder.redirects();
@@ -55,50 +52,61 @@ pub(super) fn rules(config: &Config) -> Vec<Rule> {
     builder.rules
 }
 
-/// The rules as Istio writes them since 1.25, when it gave DNS chains of its own: queries of the proxy,
-/// which have left before, return once more, in both families.
+/// Builds the rules as Istio writes them since 1.25, when DNS got its own chains: the jump is for both
+/// families, and queries of the proxy return once more, although they have left the chain before.
 pub(super) fn earlier(config: &Config) -> Vec<Rule> {
     let mut rules = rules(config);
     for rule in &mut rules {
-        if rule.verdict == Verdict::Jump(OutputDns) {
+        if rule.verdict == Jump(OutputDns) {
             rule.family = None;
         }
     }
     rules.dedup();
-    let is_query =
-        |rule: &Rule| (rule.table, rule.chain) == (Nat, OutputDns) && rule.matches[0] == UDP;
-    if let Some(at) = rules.iter().position(is_query) {
-        let returns = config.proxies().map(|owner| Rule {
-            family: None,
-            table: Nat,
-            chain: OutputDns,
-            place: Place::Last,
-            matches: vec![UDP, Is(port(53)), Is(C::Owner(owner))],
-            verdict: Verdict::Return,
-        });
-        rules.splice(at..at, returns.collect::<Vec<_>>());
+    let first_query = rules
+        .iter()
+        .position(|rule| (rule.table, rule.chain) == (Nat, OutputDns) && rule.matches[0] == UDP);
+    if let Some(first_query) = first_query {
+        let mut returns = Builder::new(config);
+        for owner in config.proxies() {
+            let matches = [UDP, Is(port(53)), Is(C::Owner(owner))];
+            returns.append(Nat, OutputDns, &matches, Return);
+        }
+        rules.splice(first_query..first_query, returns.rules);
     }
     rules
 }
 
-impl Builder<'_> {
-    /// Appends a rule to a chain, of the family of its addresses, or else of both.
+impl<'a> Builder<'a> {
+    fn new(config: &'a Config) -> Self {
+        let rules = Vec::new();
+        Self { config, rules }
+    }
+
+    /// Appends a rule to a chain.
     fn append(&mut self, table: Table, chain: Chain, matches: &[Match], verdict: Verdict) {
         self.add((table, chain, Place::Last), matches, verdict);
     }
 
+    /// Appends a rule to ISTIO_OUTPUT in the nat table, which decides on outbound traffic.
+    fn append_outbound(&mut self, matches: &[Match], verdict: Verdict) {
+        self.append(Nat, IstioOutput, matches, verdict);
+    }
+
+    /// Adds a rule for the family of its addresses, or for both families if it has no address.
     fn add(
         &mut self,
         (table, chain, place): (Table, Chain, Place),
         matches: &[Match],
         verdict: Verdict,
     ) {
-        let family = |(Is(criterion) | Not(criterion)): &Match| match criterion {
-            C::Source(range) | C::Destination(range) => Some(range.family()),
-            _ => None,
-        };
+        let family = matches
+            .iter()
+            .find_map(|(Is(criterion) | Not(criterion))| match criterion {
+                C::Source(range) | C::Destination(range) => Some(range.family()),
+                _ => None,
+            });
         self.rules.push(Rule {
-            family: matches.iter().find_map(family),
+            family,
             table,
             chain,
             place,
@@ -118,35 +126,28 @@ impl Builder<'_> {
         };
         for table in tables {
             for name in &self.config.exclude_interfaces {
-                let (came, leaves) = (C::InInterface(name.clone()), C::OutInterface(name.clone()));
-                self.append(*table, Prerouting, &[Is(came)], Verdict::Return);
-                self.append(*table, Output, &[Is(leaves)], Verdict::Return);
+                self.append(*table, Prerouting, &[arrives_by(name)], Return);
+                self.append(*table, Output, &[leaves_by(name)], Return);
             }
         }
         for name in &self.config.virtual_interfaces {
-            let came = Is(C::InInterface(name.clone()));
-            self.add((Nat, Prerouting, At(1)), &[came], Verdict::Return);
+            self.add((Nat, Prerouting, At(1)), &[arrives_by(name)], Return);
         }
     }
 
     fn drop_invalid(&mut self) {
         if self.config.drop_invalid {
-            let invalid = Is(C::StateInvalid);
-            self.append(Mangle, Prerouting, &[invalid], Verdict::Jump(Drop));
+            self.append(Mangle, Prerouting, &[Is(C::StateInvalid)], Jump(Drop));
             self.append(Mangle, Drop, &[], Verdict::Drop);
         }
     }
 
     fn redirects(&mut self) {
-        let config = self.config;
-        let tunnel = port(config.tunnel_port);
-        self.append(Nat, Inbound, &[TCP, Is(tunnel)], Verdict::Return);
-        for (chain, port) in [
-            (Redirect, config.outbound_port),
-            (InRedirect, config.inbound_port),
-        ] {
-            self.append(Nat, chain, &[TCP], Verdict::Redirect(port));
-        }
+        let (outbound, inbound) = (self.config.outbound_port, self.config.inbound_port);
+        let tunnel = Is(port(self.config.tunnel_port));
+        self.append(Nat, Inbound, &[TCP, tunnel], Return);
+        self.append(Nat, Redirect, &[TCP], Verdict::Redirect(outbound));
+        self.append(Nat, InRedirect, &[TCP], Verdict::Redirect(inbound));
     }
 
     fn inbound(&mut self) {
@@ -161,60 +162,58 @@ impl Builder<'_> {
                 Mangle
             }
         };
-        self.append(table, Prerouting, &[TCP], Verdict::Jump(Inbound));
+        self.append(table, Prerouting, &[TCP], Jump(Inbound));
         match &config.inbound {
             InboundPorts::None => {}
             InboundPorts::AllBut(excluded) => {
-                for excluded in excluded {
-                    let matches = [TCP, Is(in_ports(excluded))];
-                    self.append(table, Inbound, &matches, Verdict::Return);
+                for ports in excluded {
+                    self.append(table, Inbound, &[TCP, Is(in_ports(ports))], Return);
                 }
                 self.capture_inbound(table, &[TCP]);
             }
-            InboundPorts::Only(ports) => {
-                for included in ports {
-                    self.capture_inbound(table, &[TCP, Is(in_ports(included))]);
+            InboundPorts::Only(included) => {
+                for ports in included {
+                    self.capture_inbound(table, &[TCP, Is(in_ports(ports))]);
                 }
             }
         }
     }
 
     fn tproxy_targets(&mut self) {
-        let mark = self.config.tproxy_mark;
-        let verdict = Verdict::Tproxy {
-            port: self.config.inbound_port,
-            mark,
-        };
+        let (port, mark) = (self.config.inbound_port, self.config.tproxy_mark);
         self.append(Mangle, Divert, &[], Verdict::SetMark(mark));
         self.append(Mangle, Divert, &[], Verdict::Accept);
         for range in self.loopback() {
             let matches = [Not(C::Destination(range)), TCP];
-            self.append(Mangle, Chain::Tproxy, &matches, verdict);
+            self.append(
+                Mangle,
+                Chain::Tproxy,
+                &matches,
+                Verdict::Tproxy { port, mark },
+            );
         }
     }
 
     /// Captures inbound connections that match.
     fn capture_inbound(&mut self, table: Table, matches: &[Match]) {
         if self.config.mode == Mode::Redirect {
-            return self.append(table, Inbound, matches, Verdict::Jump(InRedirect));
+            return self.append(table, Inbound, matches, Jump(InRedirect));
         }
         let known = [matches, &[Is(C::StateRelatedOrEstablished)]].concat();
-        self.append(table, Inbound, &known, Verdict::Jump(Divert));
-        self.append(table, Inbound, matches, Verdict::Jump(Chain::Tproxy));
+        self.append(table, Inbound, &known, Jump(Divert));
+        self.append(table, Inbound, matches, Jump(Chain::Tproxy));
     }
 
     fn outbound(&mut self) {
         let config = self.config;
-        self.append(Nat, Output, &[], Verdict::Jump(IstioOutput));
+        self.append(Nat, Output, &[], Jump(IstioOutput));
         for excluded in &config.exclude_outbound_ports {
-            for protocol in [Protocol::Tcp, Protocol::Udp] {
-                let matches = [Is(C::Protocol(protocol)), Is(in_ports(excluded))];
-                self.append(Nat, IstioOutput, &matches, Verdict::Return);
+            for protocol in [TCP, UDP] {
+                self.append_outbound(&[protocol, Is(in_ports(excluded))], Return);
             }
         }
         for range in PASSTHROUGH {
-            let matches = [leaves_by_lo(), Is(C::Source(range))];
-            self.append(Nat, IstioOutput, &matches, Verdict::Return);
+            self.append_outbound(&[leaves_by("lo"), Is(C::Source(range))], Return);
         }
         for owner in config.proxies() {
             self.proxy(&owner);
@@ -222,20 +221,19 @@ impl Builder<'_> {
         let group = |id: &Id| C::Owner(Owner::Group(id.clone()));
         match &config.owner_groups {
             OwnerGroups::AllBut(excluded) => {
-                for excluded in excluded {
-                    self.append(Nat, IstioOutput, &[Is(group(excluded))], Verdict::Return);
+                for id in excluded {
+                    self.append_outbound(&[Is(group(id))], Return);
                 }
             }
             OwnerGroups::Only(included) => {
-                let none = included.iter().map(|included| Not(group(included)));
-                let none: Vec<_> = none.collect();
-                self.append(Nat, IstioOutput, &none, Verdict::Return);
+                let in_none: Vec<_> = included.iter().map(|id| Not(group(id))).collect();
+                self.append_outbound(&in_none, Return);
             }
         }
     }
 
-    /// What the proxy's own processes send passes, but calls over `lo` to the pod's own address, which
-    /// are inbound traffic; what applications send over `lo` passes.
+    /// Lets the proxy's own traffic pass, except calls over `lo` to the pod's own address, which are
+    /// inbound traffic. Lets the traffic of applications over `lo` pass.
     fn proxy(&mut self, owner: &Owner) {
         let tunnel = self.config.tunnel_port;
         let has_dns = self.config.dns.is_some();
@@ -245,58 +243,46 @@ impl Builder<'_> {
         };
         for range in self.loopback() {
             let matches = [
-                leaves_by_lo(),
+                leaves_by("lo"),
                 Not(C::Destination(range)),
                 TCP,
                 Not(not_inbound.clone()),
                 Is(C::Owner(owner.clone())),
             ];
-            self.append(Nat, IstioOutput, &matches, Verdict::Jump(InRedirect));
+            self.append_outbound(&matches, Jump(InRedirect));
         }
-        let foreign = Not(C::Owner(owner.clone()));
         if !self.config.includes_loopback() {
-            let matches = match has_dns {
-                true => vec![leaves_by_lo(), TCP, Not(port(53)), foreign],
-                false => vec![leaves_by_lo(), foreign],
-            };
-            self.append(Nat, IstioOutput, &matches, Verdict::Return);
+            let mut matches = vec![leaves_by("lo")];
+            if has_dns {
+                matches.extend([TCP, Not(port(53))]);
+            }
+            matches.push(Not(C::Owner(owner.clone())));
+            self.append_outbound(&matches, Return);
         }
-        let own = Is(C::Owner(owner.clone()));
-        self.append(Nat, IstioOutput, &[own], Verdict::Return);
+        self.append_outbound(&[Is(C::Owner(owner.clone()))], Return);
     }
 
-    /// Zones of conntrack keep apart what the proxy asks its resolver (1) and what applications ask (2):
-    /// both may have the same addresses and ports.
+    /// Redirects queries to the agent. Conntrack zones separate the proxy's queries to its resolver (1) from
+    /// the queries of applications (2), because both may have the same addresses and ports.
     fn dns(&mut self, dns: &DnsCapture) {
-        self.append(Raw, Output, &[], Verdict::Jump(OutputDns));
+        self.append(Raw, Output, &[], Jump(OutputDns));
         self.dns_jump(dns, Nat, IstioOutput, OutputDns);
-        let query = |protocol| [protocol, Is(port(53))];
+        let to_agent = Verdict::Redirect(DNS_PORT);
         for protocol in [TCP, UDP] {
-            let to_agent = Verdict::Redirect(DNS_PORT);
-            self.per_server(
-                dns,
-                (Nat, OutputDns),
-                query(protocol),
-                C::Destination,
-                to_agent,
-            );
+            let query = [protocol, Is(port(53))];
+            self.per_server(dns, (Nat, OutputDns), query, C::Destination, to_agent);
         }
         for owner in self.config.proxies() {
             for (port, zone) in [(port(53), 1), (C::SourcePort(DNS_PORT), 2)] {
                 let matches = [UDP, Is(port), Is(C::Owner(owner.clone()))];
-                self.append(Raw, OutputDns, &matches, Verdict::Zone(zone));
+                self.append(Raw, OutputDns, &matches, Zone(zone));
             }
         }
         self.dns_jump(dns, Raw, Prerouting, Inbound);
-        self.per_server(
-            dns,
-            (Raw, OutputDns),
-            query(UDP),
-            C::Destination,
-            Verdict::Zone(2),
-        );
+        let query = [UDP, Is(port(53))];
+        self.per_server(dns, (Raw, OutputDns), query, C::Destination, Zone(2));
         let reply = [UDP, Is(C::SourcePort(53))];
-        self.per_server(dns, (Raw, Inbound), reply, C::Source, Verdict::Zone(1));
+        self.per_server(dns, (Raw, Inbound), reply, C::Source, Zone(1));
     }
 
     /// Appends a jump for each family whose servers are captured, or one for both if all are.
@@ -314,7 +300,7 @@ impl Builder<'_> {
             chain,
             place: Place::Last,
             matches: Vec::new(),
-            verdict: Verdict::Jump(target),
+            verdict: Jump(target),
         }));
     }
 
@@ -324,15 +310,15 @@ impl Builder<'_> {
         dns: &DnsCapture,
         (table, chain): (Table, Chain),
         matches: [Match; 2],
-        at: fn(Cidr) -> C,
+        address: fn(Cidr) -> C,
         verdict: Verdict,
     ) {
         let DnsCapture::Servers(servers) = dns else {
             return self.append(table, chain, &matches, verdict);
         };
         for server in servers {
-            let server = Is(at(Cidr::from(*server)));
-            let matches = [&matches[..], &[server]].concat();
+            let address = Is(address(Cidr::from(*server)));
+            let matches = [&matches[..], &[address]].concat();
             self.append(table, chain, &matches, verdict);
         }
     }
@@ -340,92 +326,88 @@ impl Builder<'_> {
     fn destinations(&mut self) {
         let config = self.config;
         for range in self.loopback().iter().chain(&config.exclude_ranges) {
-            let to = Is(C::Destination(*range));
-            self.append(Nat, IstioOutput, &[to], Verdict::Return);
+            self.append_outbound(&[Is(C::Destination(*range))], Return);
         }
-        let capture = Verdict::Jump(Redirect);
+        let capture = Jump(Redirect);
         for included in &config.include_outbound_ports {
-            self.append(Nat, IstioOutput, &[TCP, Is(in_ports(included))], capture);
+            self.append_outbound(&[TCP, Is(in_ports(included))], capture);
         }
-        let came = |name: &String| Is(C::InInterface(name.clone()));
         match &config.include_ranges {
             OutboundRanges::All => {
-                self.append(Nat, IstioOutput, &[], capture);
+                self.append_outbound(&[], capture);
                 for name in &config.virtual_interfaces {
-                    self.add((Nat, Prerouting, At(1)), &[came(name)], capture);
+                    self.add((Nat, Prerouting, At(1)), &[arrives_by(name)], capture);
                 }
             }
             OutboundRanges::Only(ranges) => {
                 for range in ranges {
-                    let to = Is(C::Destination(*range));
+                    let destination = Is(C::Destination(*range));
                     for name in &config.virtual_interfaces {
-                        let matches = [came(name), to.clone()];
+                        let matches = [arrives_by(name), destination.clone()];
                         self.add((Nat, Prerouting, At(1)), &matches, capture);
                     }
-                    self.append(Nat, IstioOutput, &[to], capture);
+                    self.append_outbound(&[destination], capture);
                 }
             }
         }
     }
 
-    /// Tells Envoy's connections apart, whose source is the client's address.
+    /// Marks Envoy's connections, whose source is the client's address.
     fn tproxy_marks(&mut self) {
-        let config = self.config;
-        let marked = || Is(C::Mark(config.tproxy_mark));
-        self.append(Mangle, Prerouting, &[TCP, marked()], Verdict::SaveMark);
-        let matches = [TCP, leaves_by_lo(), marked()];
-        self.append(Mangle, Output, &matches, Verdict::Return);
-        for owner in config.proxies() {
+        let marked = Is(C::Mark(self.config.tproxy_mark));
+        let matches = [TCP, marked.clone()];
+        self.append(Mangle, Prerouting, &matches, Verdict::SaveMark);
+        let matches = [TCP, leaves_by("lo"), marked.clone()];
+        self.append(Mangle, Output, &matches, Return);
+        for owner in self.config.proxies() {
             for range in self.loopback() {
                 let matches = [
                     Not(C::Destination(range)),
                     TCP,
-                    leaves_by_lo(),
+                    leaves_by("lo"),
                     Is(C::Owner(owner.clone())),
                 ];
-                let verdict = Verdict::SetMark(SELF_CALL_MARK);
-                self.append(Mangle, Output, &matches, verdict);
+                self.append(Mangle, Output, &matches, Verdict::SetMark(SELF_CALL_MARK));
             }
         }
-        let connection = Is(C::ConnectionMark(config.tproxy_mark));
+        let connection = Is(C::ConnectionMark(self.config.tproxy_mark));
         self.append(Mangle, Output, &[TCP, connection], Verdict::RestoreMark);
-        self.add((Mangle, Inbound, At(1)), &[TCP, marked()], Verdict::Return);
-        let came_by_lo = || Is(C::InInterface("lo".to_owned()));
+        self.add((Mangle, Inbound, At(1)), &[TCP, marked], Return);
         for range in PASSTHROUGH {
-            let matches = [TCP, Is(C::Source(range)), came_by_lo()];
-            self.add((Mangle, Inbound, At(2)), &matches, Verdict::Return);
+            let matches = [TCP, Is(C::Source(range)), arrives_by("lo")];
+            self.add((Mangle, Inbound, At(2)), &matches, Return);
         }
-        let matches = [TCP, came_by_lo(), Not(C::Mark(SELF_CALL_MARK))];
-        self.add((Mangle, Inbound, At(3)), &matches, Verdict::Return);
+        let matches = [TCP, arrives_by("lo"), Not(C::Mark(SELF_CALL_MARK))];
+        self.add((Mangle, Inbound, At(3)), &matches, Return);
     }
 
-    /// Lets root and the proxy's users alone open connections to the admin port. What a connection sends
-    /// later passes: it may have no owner any more.
+    /// Lets only root and the proxy's users open connections to the admin port. Later packets of a
+    /// connection pass, because they may not have an owner any more.
     fn protect_admin(&mut self) {
-        let matches = [leaves_by_lo(), TCP, Is(port(ADMIN))];
-        self.add(
-            (Filter, Output, At(1)),
-            &matches,
-            Verdict::Jump(ProtectAdmin),
-        );
+        let matches = [leaves_by("lo"), TCP, Is(port(ADMIN))];
+        self.add((Filter, Output, At(1)), &matches, Jump(ProtectAdmin));
         let known = Is(C::StateRelatedOrEstablished);
-        self.append(Filter, ProtectAdmin, &[known], Verdict::Return);
+        self.append(Filter, ProtectAdmin, &[known], Return);
         for user in [Id::from(0)].iter().chain(&self.config.uids) {
             let owner = Is(C::Owner(Owner::User(user.clone())));
-            self.append(Filter, ProtectAdmin, &[owner], Verdict::Return);
+            self.append(Filter, ProtectAdmin, &[owner], Return);
         }
         self.append(Filter, ProtectAdmin, &[TCP], Verdict::Reject);
     }
 }
 
-fn leaves_by_lo() -> Match {
-    Is(C::OutInterface("lo".to_owned()))
+fn arrives_by(interface: &str) -> Match {
+    Is(C::InInterface(interface.to_owned()))
 }
 
-fn port(port: u16) -> Criterion {
+fn leaves_by(interface: &str) -> Match {
+    Is(C::OutInterface(interface.to_owned()))
+}
+
+fn port(port: u16) -> C {
     C::DestinationPort(vec![port..=port])
 }
 
-fn in_ports(ports: &Ports) -> Criterion {
+fn in_ports(ports: &Ports) -> C {
     C::DestinationPort(vec![ports.clone()])
 }

@@ -18,14 +18,15 @@ pub enum Family {
 
 impl Cidr {
     pub fn family(&self) -> Family {
-        match self.address.is_ipv4() {
-            true => Family::V4,
-            false => Family::V6,
+        if self.address.is_ipv4() {
+            Family::V4
+        } else {
+            Family::V6
         }
     }
 }
 
-/// In the order in which they are rendered.
+/// Tables, in the order in which they are rendered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Table {
     Filter,
@@ -111,7 +112,7 @@ pub enum Verdict {
     Zone(u16),
 }
 
-/// Where a rule enters its chain when its turn comes.
+/// The position at which a rule is inserted into its chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     Last,
@@ -135,41 +136,54 @@ pub struct Rule {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     rules: Vec<Rule>,
-    has_v6: bool,
+    pub(super) has_v6: bool,
 }
 
 impl Rules {
-    /// The rules that a configuration asks for. There are always rules for IPv4.
+    /// Builds the rules that a configuration asks for. There are always rules for IPv4.
     pub fn new(config: &Config) -> Self {
-        Self {
-            rules: build::rules(config),
-            has_v6: config.has_v6,
-        }
+        let (rules, has_v6) = (build::rules(config), config.has_v6);
+        Self { rules, has_v6 }
     }
 
-    /// The rules that earlier versions of Istio write for the same configuration, by iptables.
+    /// Builds the rules that earlier versions of Istio write for the same configuration, by iptables.
     pub fn earlier(config: &Config) -> Self {
-        Self {
-            rules: build::earlier(config),
-            has_v6: config.has_v6,
-        }
+        let (rules, has_v6) = (build::earlier(config), config.has_v6);
+        Self { rules, has_v6 }
     }
 
-    pub fn has_v6(&self) -> bool {
-        self.has_v6
+    /// Iterates over the rules of a family, in the order in which they are added.
+    pub fn for_family(&self, family: Family) -> impl Iterator<Item = &Rule> {
+        let has_rules = family == Family::V4 || self.has_v6;
+        let rules = self.rules.iter();
+        rules.filter(move |rule| has_rules && rule.is_for(family))
     }
 
-    /// The rules of a family, in the order in which they are added.
-    pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
-        let exists = family == Family::V4 || self.has_v6;
-        let is_of = move |rule: &&Rule| exists && rule.family.is_none_or(|only| only == family);
-        self.rules.iter().filter(is_of)
-    }
-
-    /// The rules of all families that there are rules for, in the order in which they are added.
+    /// Iterates over the rules of all families that have rules, in the order in which they are added.
     pub fn all(&self) -> impl Iterator<Item = &Rule> {
-        let exists = |rule: &&Rule| self.has_v6 || rule.family != Some(Family::V6);
-        self.rules.iter().filter(exists)
+        let has_rules = |rule: &&Rule| self.has_v6 || rule.family != Some(Family::V6);
+        self.rules.iter().filter(has_rules)
+    }
+}
+
+impl Rule {
+    pub(super) fn is_for(&self, family: Family) -> bool {
+        self.family.is_none_or(|only| only == family)
+    }
+}
+
+/// Looks up a value by its name.
+pub(super) fn named<T: Copy>(all: &[(T, &str)], name: &str) -> Option<T> {
+    let found = all.iter().find(|(_, found)| *found == name);
+    found.map(|(value, _)| *value)
+}
+
+impl Protocol {
+    /// In the order of the variants, with the names that iptables and nftables have for them.
+    pub const ALL: [(Self, &str); 2] = [(Self::Tcp, "tcp"), (Self::Udp, "udp")];
+
+    pub fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
     }
 }
 
@@ -207,7 +221,7 @@ impl Chain {
         Self::ALL[self as usize].1
     }
 
-    /// Whether the kernel has this chain by itself.
+    /// Returns true for the kernel's own chains.
     pub fn is_builtin(self) -> bool {
         matches!(self, Self::Prerouting | Self::Output)
     }

@@ -1,7 +1,9 @@
-//! Compares the rules that a machine has with those that are wanted.
+//! Compares the rules of a machine with the wanted rules.
 //!
-//! Rules of ours are all there, in their order, and no others among them, or they are those of another
-//! version of Istio. Rules of others matter if they come before ours and may take packets from them.
+//! [`findings`] reads the rules of this machine and compares them with a configuration; [`compare`] compares
+//! layouts. Istio's rules must be complete, in order, and without rules of others between them, or they are the
+//! rules of another version of Istio. Rules of others matter if they come before Istio's and may take packets
+//! from them.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -13,28 +15,28 @@ use super::rules::{Chain, Criterion, Family, Match, Protocol, Rules, Table, Verd
 use super::{nftables, routes};
 use crate::problem::Problem;
 
-/// Targets after which the next rule sees the packet, unchanged in all that ours look at.
+/// Targets after which the packet passes to the next rule, without a change that Istio's rules could see.
 const PASSING: [&str; 10] = [
     "AUDIT", "CHECKSUM", "CLASSIFY", "DSCP", "LOG", "NFLOG", "SET", "TCPMSS", "TRACE", "TTL",
 ];
 
-/// A difference between the rules that are wanted and those that a machine has.
+/// A difference between the wanted rules and the rules of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     pub family: Family,
     pub kind: Kind,
-    /// Rules are spelled as iptables does, behind their table.
+    /// A text with rules as iptables spells them, behind their table.
     pub detail: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Missing,
-    /// A rule of ours that is not wanted, or a rule of others in a chain of ours.
+    /// A rule of Istio that is not wanted, or a rule of others in a chain of Istio.
     Unwanted,
-    /// A rule of ours stands where another one is wanted.
+    /// A rule of Istio in the place of another one.
     Order,
-    /// A rule of others before ours, which may take packets from them.
+    /// A rule of others before Istio's rules, which may take packets from them.
     Others,
     /// A chain of another Istio version.
     UnknownChain,
@@ -45,7 +47,15 @@ pub enum Kind {
 }
 
 impl Finding {
-    /// Whether traffic may not go where it should. Other differences are harmless.
+    fn new(family: Family, kind: Kind, detail: String) -> Self {
+        Self {
+            family,
+            kind,
+            detail,
+        }
+    }
+
+    /// Returns true if traffic may take a wrong path. Other differences are harmless.
     pub fn affects_traffic(&self) -> bool {
         !matches!(self.kind, Kind::UnknownChain | Kind::Version)
     }
@@ -53,7 +63,7 @@ impl Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = match self.kind {
+        let text = match self.kind {
             Kind::Missing => "a rule is missing",
             Kind::Unwanted => "a rule is not asked for",
             Kind::Order => "rules are in another order",
@@ -66,137 +76,123 @@ impl fmt::Display for Finding {
             Family::V4 => "IPv4",
             Family::V6 => "IPv6",
         };
-        write!(f, "{family}: {what}: {}", self.detail)
+        write!(f, "{family}: {text}: {}", self.detail)
     }
 }
 
-/// The rules of a family that this machine has, however they were set up. `path` has the directories of
+/// Reads the rules of a family on this machine, whichever program set them up. `path` has the directories of
 /// programs, separated by colons.
 pub async fn live(family: Family, path: &str) -> Result<Layout, Problem> {
-    Ok(match nftables::has_tables() {
-        true => nftables::live(family).await?,
-        false => apply::live(family, None, path).await?,
-    })
+    if nftables::has_tables() {
+        return nftables::live(family).await;
+    }
+    apply::live(family, None, path).await
 }
 
-/// The differences of this machine's rules and routes from those of a configuration, by iptables or, if
+/// Compares this machine's rules and routes with a configuration. Reads the rules by iptables or, if
 /// `is_native`, by nft. Changes nothing.
 pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, Problem> {
     let config = request.config;
     let versions = [Rules::new(config), Rules::earlier(config)];
     let mut findings = Vec::new();
     for family in [Family::V4, Family::V6] {
-        let (wanted, found) = match is_native {
-            true => {
-                let wanted = nftables::versions(&versions[0], family);
-                (wanted, nftables::live(family).await?)
-            }
-            false => {
-                let wanted = versions.iter().map(|rules| Layout::new(rules, family));
-                let found = apply::live(family, config.kind, request.path).await;
-                (wanted.collect(), request.if_needed(family, found)?)
-            }
+        let (wanted, found) = if is_native {
+            let wanted = nftables::versions(&versions[0], family);
+            (wanted, nftables::live(family).await?)
+        } else {
+            let wanted = versions.iter().map(|rules| Layout::new(rules, family));
+            let found = apply::live(family, config.kind, request.path).await;
+            (wanted.collect(), request.if_needed(family, found)?)
         };
         findings.extend(compare(&wanted, &found, family));
     }
     let missing = routes::missing(config)?.into_iter();
-    findings.extend(missing.map(|(family, detail)| Finding {
-        family,
-        kind: Kind::Route,
-        detail,
-    }));
+    findings.extend(missing.map(|(family, detail)| Finding::new(family, Kind::Route, detail)));
     Ok(findings)
 }
 
-/// The differences, those of our rules first. `versions` are the rules that are wanted, and then those of
-/// other versions.
+/// Compares rules; differences of Istio's own rules come first. `versions` are the wanted rules, and then the
+/// rules of other versions.
 pub fn compare(versions: &[Layout], found: &Layout, family: Family) -> Vec<Finding> {
-    let of_each: Vec<_> = versions
+    let by_version: Vec<_> = versions
         .iter()
-        .map(|wanted| differences(wanted, found))
+        .map(|wanted| differences(wanted, found, family))
         .collect();
-    let equal = of_each.iter().position(Vec::is_empty);
-    let mut kinds = match equal {
-        Some(0) => Vec::new(),
-        Some(_) => vec![(Kind::Version, "they capture the same traffic".to_owned())],
-        None => of_each.into_iter().next().unwrap_or_default(),
-    };
+    let equal = by_version.iter().position(Vec::is_empty);
+    let mut findings = by_version.into_iter().next().unwrap_or_default();
+    if equal.is_some_and(|index| index > 0) {
+        let detail = "they capture the same traffic".to_owned();
+        findings = vec![Finding::new(family, Kind::Version, detail)];
+    }
     for (table, name) in &found.unknown_chains {
         let chain = format!("{}: {name}", table.name());
-        kinds.push((Kind::UnknownChain, chain));
+        findings.push(Finding::new(family, Kind::UnknownChain, chain));
     }
-    let earlier = found.earlier_dns.iter().cloned();
-    kinds.extend(earlier.map(|rule| (Kind::Unwanted, rule)));
+    for rule in &found.earlier_dns {
+        findings.push(Finding::new(family, Kind::Unwanted, rule.clone()));
+    }
     if let Some(wanted) = versions.get(equal.unwrap_or_default()) {
-        kinds.extend(others(wanted, found));
+        findings.extend(others(wanted, found, family));
     }
-    let finding = |(kind, detail)| Finding {
-        family,
-        kind,
-        detail,
-    };
-    kinds.into_iter().map(finding).collect()
+    findings
 }
 
-/// The differences of our own rules.
-fn differences(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
-    let mut kinds = Vec::new();
+/// Compares Istio's own rules.
+fn differences(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
+    let mut findings = Vec::new();
     let chains: BTreeSet<_> = wanted.chains.keys().chain(found.chains.keys()).collect();
-    for place in chains {
-        let wanted = wanted.entries(*place);
-        let own = found.entries(*place).iter();
-        let own: Vec<_> = own
-            .filter(|entry| is_ours(wanted, *place, entry))
-            .cloned()
-            .collect();
-        if wanted == own {
-            continue;
+    for chain in chains {
+        let wanted = wanted.entries(*chain);
+        let mut present = found.entries(*chain).to_vec();
+        present.retain(|entry| is_istios(wanted, *chain, entry));
+        let line = |entry| appended(*chain, entry);
+        let (expected, missing) = split(wanted, &present);
+        let (common, unwanted) = split(&present, wanted);
+        for (kind, entries) in [(Kind::Missing, missing), (Kind::Unwanted, unwanted)] {
+            let lines = entries.into_iter().map(line);
+            findings.extend(lines.map(|line| Finding::new(family, kind, line)));
         }
-        let line = |entry| appended(*place, entry);
-        let (expected, missing) = split(wanted, &own);
-        let (there, extra) = split(&own, wanted);
-        for (kind, entries) in [(Kind::Missing, missing), (Kind::Unwanted, extra)] {
-            kinds.extend(entries.into_iter().map(|entry| (kind, line(entry))));
-        }
-        let mut pairs = there.into_iter().zip(expected);
-        if let Some((there, expected)) = pairs.find(|(there, expected)| there != expected) {
-            let detail = format!("found {}, expected {}", line(there), line(expected));
-            kinds.push((Kind::Order, detail));
+        let mut pairs = common.into_iter().zip(expected);
+        if let Some((found, expected)) = pairs.find(|(found, expected)| found != expected) {
+            let detail = format!("found {}, expected {}", line(found), line(expected));
+            findings.push(Finding::new(family, Kind::Order, detail));
         }
     }
-    kinds
+    findings
 }
 
-/// Rules of others in the kernel's chains, before the last one of ours.
-fn others(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
-    let mut others = Vec::new();
-    for (place, rules) in &found.chains {
-        let is_ours = |entry: &Entry| is_ours(wanted.entries(*place), *place, entry);
-        let last = rules.iter().rposition(is_ours).unwrap_or_default();
-        let before = rules[..last].iter().filter(|entry| !is_ours(entry));
-        let taking = before.filter(|entry| may_take(wanted, place.0, entry));
-        others.extend(taking.map(|entry| (Kind::Others, appended(*place, entry))));
+/// Finds rules of others in the kernel's chains that may take packets before the last rule of Istio.
+fn others(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (chain, entries) in &found.chains {
+        let is_istios = |entry: &Entry| is_istios(wanted.entries(*chain), *chain, entry);
+        let last = entries.iter().rposition(is_istios).unwrap_or_default();
+        for entry in &entries[..last] {
+            if !is_istios(entry) && may_take(wanted, chain.0, entry) {
+                findings.push(Finding::new(family, Kind::Others, appended(*chain, entry)));
+            }
+        }
     }
-    others
+    findings
 }
 
-/// Whether a rule of others can keep packets from our rules of the table, or change what they look at.
+/// Returns true if a rule of others can keep packets from Istio's rules of the table, or change what these match.
 fn may_take(wanted: &Layout, table: Table, entry: &Entry) -> bool {
-    let (is_taking, is_udp) = match entry {
+    let is_udp = match entry {
         Entry::Rule { matches, .. } => {
-            let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
-            (true, matches.contains(&udp))
+            matches.contains(&Match::Is(Criterion::Protocol(Protocol::Udp)))
         }
-        // Those of nft are JSON.
-        Entry::Foreign(text) if text.starts_with('[') => (true, false),
+        // Rules of nft are JSON.
+        Entry::Foreign(text) if text.starts_with('[') => false,
+        Entry::Foreign(text) if target(text).is_none_or(|target| PASSING.contains(&target)) => {
+            return false;
+        }
         Entry::Foreign(text) => {
-            let is_taking = target(text).is_some_and(|target| !PASSING.contains(&target));
-            let text = format!(" {text} ");
-            let is_udp = text.contains(" -p udp ") && !text.contains(" ! -p udp ");
-            (is_taking, is_udp)
+            let words = format!(" {text} ");
+            words.contains(" -p udp ") && !words.contains(" ! -p udp ")
         }
     };
-    is_taking && (!is_udp || captures_udp(wanted, table))
+    !is_udp || captures_udp(wanted, table)
 }
 
 fn captures_udp(wanted: &Layout, table: Table) -> bool {
@@ -208,8 +204,8 @@ fn captures_udp(wanted: &Layout, table: Table) -> bool {
     })
 }
 
-/// Whether a rule is where others have none, one of the wanted ones, or a jump to a chain of Istio's.
-fn is_ours(wanted: &[Entry], (_, chain): (Table, Chain), entry: &Entry) -> bool {
+/// Returns true for rules in Istio's chains, wanted rules, and jumps to Istio's chains.
+fn is_istios(wanted: &[Entry], (_, chain): (Table, Chain), entry: &Entry) -> bool {
     !chain.is_builtin()
         || wanted.contains(entry)
         || match entry {
@@ -218,12 +214,12 @@ fn is_ours(wanted: &[Entry], (_, chain): (Table, Chain), entry: &Entry) -> bool 
         }
 }
 
-/// Those that are among the others as well, and those that are not.
+/// Separates entries that are among the others as well from entries that are not.
 fn split<'a>(entries: &'a [Entry], others: &[Entry]) -> (Vec<&'a Entry>, Vec<&'a Entry>) {
     let mut others: Vec<_> = others.iter().collect();
     entries.iter().partition(|entry| {
-        let at = others.iter().position(|other| other == entry);
-        at.map(|at| others.remove(at)).is_some()
+        let index = others.iter().position(|other| other == entry);
+        index.map(|index| others.remove(index)).is_some()
     })
 }
 

@@ -55,7 +55,7 @@ fn chain(layout: &mut Layout, table: Table, chain: Chain) -> &mut Vec<Entry> {
     layout.chains.entry((table, chain)).or_default()
 }
 
-/// The findings after a change, and whether one of them affects_traffic traffic.
+/// The findings after a change, and whether one of them affects traffic.
 fn findings(settings: Change, change: impl FnOnce(&mut Layout)) -> (Vec<String>, bool) {
     let wanted = wanted(settings, Family::V4);
     let mut found = wanted.clone();

@@ -15,10 +15,12 @@ fn settings() -> Vec<(Vec<String>, [String; 3])> {
         let long = flag.get_long()?;
         let (variables, help) = (variables(long), flag.get_help()?.to_string());
         let help = help.split(" [env: ").next()?.to_owned();
-        let default = flag.get_default_values().iter();
-        let default = default.filter_map(|default| default.to_str());
-        let default = default.filter(|text| !["", "false"].contains(text));
-        let default = default.map(|text| format!("`{text}`")).collect();
+        let defaults = flag.get_default_values().iter();
+        let default = defaults
+            .filter_map(|value| value.to_str())
+            .filter(|text| !["", "false"].contains(text))
+            .map(|text| format!("`{text}`"))
+            .collect();
         (!variables.is_empty()).then(|| (variables, [format!("`--{long}`"), default, help]))
     });
     flags.collect()
@@ -28,8 +30,8 @@ fn settings() -> Vec<(Vec<String>, [String; 3])> {
 fn the_documentation_lists_every_variable_as_it_is() {
     let mut expected = "\n| variable | flag | default | meaning |\n|---|---|---|---|\n".to_owned();
     for (names, [flag, default, help]) in settings() {
-        let names: Vec<_> = names.iter().rev().map(|name| format!("`{name}`")).collect();
-        let names = names.join(", else ");
+        let quoted: Vec<_> = names.iter().rev().map(|name| format!("`{name}`")).collect();
+        let names = quoted.join(", else ");
         let help = help.trim_end_matches('.').replace('|', "\\|");
         expected += &format!("| {names} | {flag} | {default} | {help}. |\n");
     }

@@ -1,4 +1,5 @@
-//! `--explain`: completes a flow by what this machine says, and sends it through the rules.
+//! Implements `--explain`: completes a flow with the addresses, users and groups of this machine, and sends it
+//! through the rules.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -14,10 +15,10 @@ use crate::capture::packet::{Direction, Packet, simulate};
 use crate::capture::rules::{Id, Rules};
 use crate::lifecycle::BoxError;
 
-/// The interface of other machines, unless the flow names one.
+/// Interface to other machines, unless the flow names one.
 const INTERFACE: &str = "eth0";
 
-/// Says what the rules of these arguments do with a flow.
+/// Describes what the rules of these arguments do with a flow.
 pub(super) async fn explain(
     flow: &Flow,
     config: &Config,
@@ -26,29 +27,29 @@ pub(super) async fn explain(
     let packet = packet(flow, &machine::interfaces()?).await;
     let rules = Rules::new(config);
     let family = Cidr::from(packet.destination.ip()).family();
-    let layout = match is_native {
-        true => nftables::wanted(&rules, family),
-        false => Layout::new(&rules, family),
+    let layout = if is_native {
+        nftables::wanted(&rules, family)
+    } else {
+        Layout::new(&rules, family)
     };
     let trace = simulate(&layout, &packet);
     Ok(explain::explain(&packet, &trace, config))
 }
 
+/// Completes a flow. The destination defaults to an address of this machine.
 async fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
-    let own: Vec<_> = interfaces.iter().map(Interface::ip).collect();
+    let mut addresses = interfaces.iter().map(Interface::ip);
     let unspecified = match flow.destination.or(flow.source) {
         Some(IpAddr::V6(_)) => IpAddr::from(Ipv6Addr::UNSPECIFIED),
         _ => IpAddr::from(Ipv4Addr::UNSPECIFIED),
     };
     let destination = flow.destination.unwrap_or_else(|| {
-        let is_alike = |ip: &&IpAddr| ip.is_ipv4() == unspecified.is_ipv4() && !ip.is_loopback();
-        own.iter().find(is_alike).copied().unwrap_or(unspecified)
+        let is_alike = |ip: &IpAddr| ip.is_ipv4() == unspecified.is_ipv4() && !ip.is_loopback();
+        addresses.clone().find(is_alike).unwrap_or(unspecified)
     });
-    let is_here = destination.is_loopback() || own.contains(&destination);
-    let interface = match flow.sender.is_some() && is_here {
-        true => "lo",
-        false => INTERFACE,
-    };
+    let is_local = destination.is_loopback() || addresses.any(|ip| ip == destination);
+    let is_over_lo = flow.sender.is_some() && is_local;
+    let interface = if is_over_lo { "lo" } else { INTERFACE };
     Packet {
         direction: match &flow.sender {
             Some(sender) => direction(sender).await,
@@ -61,16 +62,16 @@ async fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
     }
 }
 
-/// Without a group, that of the user in `/etc/passwd`, or else that of the same number or name.
+/// Completes a sender. Its group defaults to the user's group in `/etc/passwd`, or else to the group with the
+/// number or name of the user.
 async fn direction(sender: &Sender) -> Direction {
     let user = numbered("passwd", sender.user.clone()).await;
     let primary = || match &user {
         Id::Numbers(_) => field(&accounts("passwd"), 2, &user.to_string(), 3).map(Id::from),
         Id::Name(_) => None,
     };
-    let group = sender.group.clone().or_else(primary);
-    let group = group.unwrap_or_else(|| sender.user.clone());
-    let group = numbered("group", group).await;
+    let given = sender.group.clone().or_else(primary);
+    let group = numbered("group", given.unwrap_or_else(|| sender.user.clone())).await;
     Direction::Out { user, group }
 }
 

@@ -1,4 +1,4 @@
-//! How a flow is completed.
+//! Tests how flows are completed.
 
 use super::*;
 

@@ -1,7 +1,7 @@
-//! The flags of `istio-iptables`, and the variables behind them.
+//! Defines the flags of `istio-iptables`, and the variables that replace flags.
 //!
-//! A flag that is not given comes from its variables. One that does not parse is ignored, as in
-//! pilot-agent.
+//! [`arguments`] merges both: a flag that is not given is read from its variables. A variable that does not parse
+//! is ignored, as in pilot-agent.
 
 use std::time::Duration;
 
@@ -76,7 +76,7 @@ pub struct IptablesFlags {
     pub verify: bool,
 }
 
-/// A switch may have a value, as in pilot-agent.
+/// Lets a switch have a value, as in pilot-agent.
 fn switch(flag: Arg) -> Arg {
     match flag.get_action() {
         ArgAction::SetTrue => flag
@@ -95,18 +95,18 @@ fn time(text: &str) -> Result<Duration, String> {
     duration::parse(text).ok_or_else(|| format!("expected {}", Duration::EXPECTED))
 }
 
-/// The variables of a flag, the strongest last.
+/// Returns the variables of a flag, the strongest last.
 pub(super) fn variables(flag: &str) -> Vec<String> {
-    let own = flag.to_uppercase().replace('-', "_");
+    let name = flag.to_uppercase().replace('-', "_");
     let stronger = match flag {
         "envoy-port" | "explain" | "verify" | "help" => return Vec::new(),
-        "protect-admin" => return vec![format!("ISTIO_AGENT_{own}")],
+        "protect-admin" => return vec![format!("ISTIO_AGENT_{name}")],
         "redirect-dns" => "ISTIO_META_DNS_CAPTURE",
         "drop-invalid" => "INVALID_DROP",
         "dual-stack" => "ISTIO_DUAL_STACK",
-        _ => return vec![own],
+        _ => return vec![name],
     };
-    vec![own, stronger.to_owned()]
+    vec![name, stronger.to_owned()]
 }
 
 /// Names the variables of the flag in its help.
@@ -125,19 +125,19 @@ fn command() -> Command {
     IptablesFlags::augment_args(Command::new("istio-iptables")).args_override_self(true)
 }
 
-/// What is given, after what variables say: a later argument replaces an earlier one.
+/// Returns the arguments of variables, and then the given arguments: a later argument replaces an earlier one.
 pub(super) fn arguments(given: &[Flag], environment: &Environment) -> Vec<String> {
     let (command, mut arguments) = (command(), Vec::new());
     for name in command.get_arguments().filter_map(Arg::get_long) {
         let variables = variables(name);
-        let variables = variables.iter().filter_map(|name| environment.text(name));
+        let values = variables.iter().filter_map(|name| environment.text(name));
         let given = given
             .iter()
             .filter(|flag| flag.name == name && flag.is_given);
-        for value in variables.chain(given.map(|flag| flag.value.as_str())) {
+        for value in values.chain(given.map(|flag| flag.value.as_str())) {
             let argument = format!("--{name}={value}");
-            let alone = command.clone().try_get_matches_from(["", &argument]);
-            arguments.extend(alone.is_ok().then_some(argument));
+            let parsed = command.clone().try_get_matches_from(["", &argument]);
+            arguments.extend(parsed.is_ok().then_some(argument));
         }
     }
     arguments

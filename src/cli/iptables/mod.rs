@@ -1,4 +1,5 @@
-//! The `istio-iptables` command: the rules that send a pod's traffic to Envoy.
+//! Implements the `istio-iptables` command, which sets up the rules that send a pod's traffic to Envoy, and
+//! `istio-clean-iptables`, which removes them.
 
 mod explain;
 pub(super) mod flags;
@@ -22,7 +23,7 @@ use crate::problem::{Diagnostics, Problem, codes};
 use crate::replace_file::replace_file;
 pub use flags::IptablesFlags;
 
-/// The exit code of an error. The CNI plugin knows that of a validation.
+/// Returns the exit code of an error. The CNI plugin recognizes the code of a failed validation.
 pub fn exit_code(error: &BoxError) -> ExitCode {
     let problem = error.downcast_ref::<Problem>();
     if problem.is_some_and(|it| it.code == codes::CAPTURE_VALIDATION_FAILED) {
@@ -32,7 +33,7 @@ pub fn exit_code(error: &BoxError) -> ExitCode {
     }
 }
 
-/// The arguments that count, and what the checks say of them that need no machine.
+/// Returns the effective arguments, and the result of the checks that do not depend on the machine.
 pub fn checked(
     given: &[Flag],
     environment: &Environment,
@@ -44,16 +45,15 @@ pub fn checked(
         nameservers: vec![Ipv4Addr::LOCALHOST.into()],
         envoy_uid: None,
     };
-    let (problems, warnings) = match Config::check(&flags.settings, &host) {
-        Ok((_, warnings)) => (Vec::new(), warnings),
-        Err(Invalid(problems)) => (problems, Vec::new()),
-    };
-    let notes = Diagnostics { problems, warnings };
-    Ok((arguments, notes))
+    let mut diagnostics = Diagnostics::default();
+    match Config::check(&flags.settings, &host) {
+        Ok((_, warnings)) => diagnostics.warnings = warnings,
+        Err(Invalid(problems)) => diagnostics.problems = problems,
+    }
+    Ok((arguments, diagnostics))
 }
 
-/// Carries the command out, or `istio-clean-iptables`. Returns the text for standard output, and the exit
-/// code.
+/// Runs the command, or `istio-clean-iptables`. Returns the text for standard output, and the exit code.
 pub async fn run(
     given: &[Flag],
     is_cleanup: bool,
@@ -62,13 +62,14 @@ pub async fn run(
     let arguments = flags::arguments(given, environment);
     let mut flags = read(&arguments)?;
     flags.cleanup_only |= is_cleanup;
-    let cleans = flags.cleanup_only && !flags.verify && flags.explain.is_none();
-    let (host, family) = match cleans {
-        true => (Host::default(), Family::V4),
-        false => machine::host(&flags)?,
+    let removes_only = flags.cleanup_only && !flags.verify && flags.explain.is_none();
+    let (host, family) = if removes_only {
+        (Host::default(), Family::V4)
+    } else {
+        machine::host(&flags)?
     };
     let (mut config, warnings) = match Config::check(&flags.settings, &host) {
-        Err(invalid) if cleans => {
+        Err(invalid) if removes_only => {
             tracing::warn!("{invalid}; the default settings are used to remove rules");
             Config::check(&IptablesFlags::read(&[])?.settings, &host)?
         }
@@ -77,12 +78,12 @@ pub async fn run(
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    // With the names that are given.
+    // A dry run prints names of users and groups as they are given.
     let printed = Rules::new(&config);
-    let unknown = match cleans {
-        true => Vec::new(),
-        false => machine::resolve(&mut config).await,
-    };
+    let mut unknown = Vec::new();
+    if !removes_only {
+        unknown = machine::resolve(&mut config).await;
+    }
     if let Some(flow) = &flags.explain {
         let text = explain::explain(flow, &config, flags.native_nftables).await?;
         return Ok((text, ExitCode::Success));
@@ -90,8 +91,8 @@ pub async fn run(
     if !unknown.is_empty() {
         return Err(Invalid(unknown).into());
     }
-    if cleans {
-        // It asks for no routes.
+    if removes_only {
+        // Only mode TPROXY needs routes, so all routes are removed.
         config.mode = Mode::Redirect;
     }
     let request = Request {
@@ -108,11 +109,12 @@ pub async fn run(
         let arguments = arguments.join(" ");
         tracing::info!("Istio config: {arguments}; IPv6: {has_v6}; DNS servers: {servers:?}");
     }
-    let text = match (flags.skip_rule_apply, flags.dry_run) {
-        (true, _) => String::new(),
-        (false, true) => dry_run(&request, &flags, &printed).await?,
-        (false, false) => set_up(&request, &flags).await?,
-    };
+    let mut text = String::new();
+    if flags.dry_run && !flags.skip_rule_apply {
+        text = dry_run(&request, &flags, &printed).await?;
+    } else if !flags.skip_rule_apply {
+        set_up(&request, &flags).await?;
+    }
     if flags.run_validation {
         let probe = Probe {
             family,
@@ -175,31 +177,27 @@ fn require_pod_settings(arguments: &[String]) -> Result<(), Problem> {
 /// Compares the live rules with the rules of these arguments.
 async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitCode), Problem> {
     let findings = verify::findings(request, is_native).await?;
-    let affects_traffic = findings.iter().any(Finding::affects_traffic);
-    let (summary, code) = match (findings.is_empty(), affects_traffic) {
-        (true, _) => (
-            "The rules are those that these arguments ask for: traffic is captured.",
-            ExitCode::Success,
-        ),
-        (false, false) => (
-            "Traffic is captured as these arguments ask, in spite of these differences:",
-            ExitCode::Success,
-        ),
-        (false, true) => (
-            "Traffic may not be captured as these arguments ask:",
-            ExitCode::CaptureDiffers,
-        ),
+    let (summary, code) = if findings.iter().any(Finding::affects_traffic) {
+        let differs = "Traffic may not be captured as these arguments ask:";
+        (differs, ExitCode::CaptureDiffers)
+    } else if findings.is_empty() {
+        let equal = "The rules are those that these arguments ask for: traffic is captured.";
+        (equal, ExitCode::Success)
+    } else {
+        let harmless = "Traffic is captured as these arguments ask, in spite of these differences:";
+        (harmless, ExitCode::Success)
     };
     let lines = findings.iter().map(|finding| format!("\n  {finding}"));
     Ok((summary.to_owned() + &lines.collect::<String>(), code))
 }
 
-/// Sets rules and routes up, or removes them.
-async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, Problem> {
+/// Sets up rules and routes, or removes them.
+async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<(), Problem> {
     let config = request.config;
-    let failed = |error| capture::problem(codes::CAPTURE_LOCKED, lock::NAMESPACE, error);
-    let _lock = lock::acquire().await.map_err(failed)?;
-    // Marked packets are lost without their routes, but these take none by themselves.
+    let _lock = lock::acquire()
+        .await
+        .map_err(|error| capture::problem(codes::CAPTURE_LOCKED, lock::NAMESPACE, error))?;
+    // Without routes marked packets are lost. Without rules routes have no effect, so they are added first.
     if !flags.cleanup_only {
         routes::add(config)?;
     }
@@ -210,17 +208,16 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, 
         }
     } else {
         let done = request.carry_out().await;
-        // Rules that capture stay until others do, but a removal removes what it can.
+        // Old rules stay until the new ones capture, but a removal removes as much as it can.
         if done.is_ok() || flags.cleanup_only {
             nftables::clean().await?;
         }
         done?;
     }
-    routes::remove(config)?;
-    Ok(String::new())
+    routes::remove(config)
 }
 
-/// What would be given to the programs.
+/// Returns the programs that would run, with their input. Writes it to a file as well if the flags name one.
 async fn dry_run(
     request: &Request<'_>,
     flags: &IptablesFlags,
@@ -234,10 +231,9 @@ async fn dry_run(
     };
     let path = &flags.dry_run_file_path;
     if !path.is_empty() {
-        let written = replace_file(Path::new(path), text.as_bytes(), 0o644);
-        let code = codes::CAPTURE_OPTION_INVALID;
-        written.map_err(|error| {
-            capture::problem(code, format!("--dry-run-file-path {path:?}"), error)
+        replace_file(Path::new(path), text.as_bytes(), 0o644).map_err(|error| {
+            let subject = format!("--dry-run-file-path {path:?}");
+            capture::problem(codes::CAPTURE_OPTION_INVALID, subject, error)
         })?;
     }
     Ok(text)

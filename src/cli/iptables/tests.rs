@@ -206,14 +206,14 @@ fn rules_of_nft_are_read_from_a_kernel_as_they_were_written() {
     }
 }
 
-/// What a script prints in a network namespace without rules. None is a machine without them.
+/// Returns the output of a script in a network namespace without rules. None on a machine without namespaces.
 fn in_namespace(script: &str, text: &str) -> Option<String> {
     let mut child = std::process::Command::new("unshare");
     child.args(["--net", "sh", "-c", script]);
     child.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = child.spawn().expect("unshare");
     let mut input = child.stdin.take().expect("a pipe");
-    // Without namespaces none reads it.
+    // On a machine without namespaces nothing reads the input.
     let _ = input.write_all(text.as_bytes());
     drop(input);
     let output = child.wait_with_output().expect("an end");

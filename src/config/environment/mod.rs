@@ -1,8 +1,9 @@
 //! The environment: the table of variables and the only code that reads them.
 //!
-//! [`Environment`] is a snapshot, which tests replace by a map. Each variable has a type. If a value does
-//! not parse, the default is used, and [`Environment::malformed`] reports it, whether the feature is on or
-//! not. Only text may be empty. The table has every variable of pilot-agent, with its state in this agent.
+//! [`Environment`] is a snapshot, which tests replace by a map. [`Environment::get`] reads one variable. Each
+//! variable has a type. If a value does not parse, the default is used, and [`Environment::malformed`]
+//! reports it, even if the feature is off. Only text may be empty. The table has every variable of
+//! pilot-agent, with its state in this agent.
 
 mod others;
 
@@ -18,9 +19,11 @@ use crate::spelling;
 /// The reason of variables that have no effect in pilot-agent either.
 pub const UNUSED: &str = "pilot-agent does not use it either";
 
+/// The variables by name.
 #[derive(Clone, Default)]
 pub struct Environment(BTreeMap<String, OsString>);
 
+/// A variable of the table, for [`Environment::get`].
 #[derive(Debug)]
 pub struct Variable<T> {
     pub name: &'static str,
@@ -33,8 +36,8 @@ pub struct Variable<T> {
 pub struct Row {
     pub name: &'static str,
     pub kind: &'static str,
-    /// Reports whether a text is of the variable's type.
-    pub(super) is_good: fn(&str) -> bool,
+    /// Returns true if a text is of the variable's type.
+    pub(super) is_valid: fn(&str) -> bool,
     /// The form of a value, for warnings.
     expected: &'static str,
     pub default: &'static str,
@@ -63,6 +66,7 @@ pub enum Counterpart {
     Own,
 }
 
+/// A type of variables.
 pub trait Value: Sized {
     const KIND: &'static str;
     const EXPECTED: &'static str;
@@ -84,7 +88,7 @@ macro_rules! variables {
         pub const TABLE: &[Row] = &[$(Row {
             name: stringify!($name),
             kind: <$type as Value>::KIND,
-            is_good: |text| <$type as Value>::parse(text).is_some(),
+            is_valid: |text| <$type as Value>::parse(text).is_some(),
             expected: <$type as Value>::EXPECTED,
             default: $default,
             help: $help,
@@ -231,45 +235,49 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
 }
 
 impl Environment {
-    /// The environment of this process. Variables whose names are not text are left out.
+    /// Reads the environment of this process. Variables whose names are not text are left out.
     #[expect(clippy::disallowed_methods, reason = "this is the one reader")]
     pub fn of_process() -> Self {
         let named = std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v)));
         Self(named.collect())
     }
 
-    /// A warning for each variable that begins as this agent's own do and is none of them.
+    /// Returns a warning for each variable that has this agent's prefix and is unknown.
     pub fn unknown(&self) -> impl Iterator<Item = Problem> {
         const PREFIX: &str = "ISTIO_AGENT_";
-        let names = rows().map(|row| row.name).chain(others::OF_OTHER_PROGRAMS);
+        let names = rows().map(|row| row.name).chain(others::OTHER_PROGRAMS);
         let known: Vec<_> = names.filter_map(|name| name.strip_prefix(PREFIX)).collect();
         self.with_prefix(PREFIX).filter_map(move |(name, _)| {
+            if known.contains(&name) {
+                return None;
+            }
             let hint = spelling::hint(name, PREFIX, &known);
-            let text = format!("unknown variable{hint}");
-            let is_known = known.contains(&name);
-            let subject = format!("{PREFIX}{name}");
-            (!is_known).then(|| Problem::new(codes::SETTING_UNKNOWN, subject, text))
+            let (subject, text) = (format!("{PREFIX}{name}"), format!("unknown variable{hint}"));
+            Some(Problem::new(codes::SETTING_UNKNOWN, subject, text))
         })
     }
 
-    /// The variables that are set and have no effect, each with the reason.
-    pub fn without_effect(&self) -> Vec<(&'static str, &'static str)> {
+    /// Returns the variables that are set and have no effect, each with the reason.
+    pub fn without_effect(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
         let set = rows().filter(|row| self.0.contains_key(row.name));
-        let ignored = set.filter_map(|row| match row.state {
+        set.filter_map(|row| match row.state {
             State::WithoutEffect(why) => Some((row.name, why)),
             State::Honoured | State::Refused(_) => None,
-        });
-        ignored.collect()
+        })
     }
 
     /// Returns a warning for each variable whose value is not of the variable's type.
     pub fn malformed(&self) -> impl Iterator<Item = Problem> {
         TABLE.iter().filter_map(|row| {
-            let found = self.0.get(row.name)?;
-            let is_good = found.to_str().is_some_and(row.is_good);
-            let (code, found) = (codes::SETTING_REPLACED, found.to_string_lossy());
-            let problem = || Problem::value(code, row.name, &found, row.expected);
-            (!is_good).then(|| problem().consequence(format!("{:?} is used", row.default)))
+            let value = self.0.get(row.name)?;
+            if value.to_str().is_some_and(row.is_valid) {
+                return None;
+            }
+            let (found, used) = (
+                value.to_string_lossy(),
+                format!("{:?} is used", row.default),
+            );
+            Some(Problem::replaced(row.name, &found, row.expected, used))
         })
     }
 
@@ -280,26 +288,23 @@ impl Environment {
     )]
     pub fn get<T: Value>(&self, variable: &Variable<T>) -> T {
         let value = self.text(variable.name).and_then(variable.parse);
-        value.unwrap_or_else(|| {
-            (variable.parse)(variable.default).expect("a default is of its variable's type")
-        })
+        value
+            .or_else(|| (variable.parse)(variable.default))
+            .expect("a default is of its variable's type")
     }
 
-    /// Whether the variable is set to something that is not empty.
+    /// Returns true if the variable is set and not empty.
     pub fn is_set<T>(&self, variable: &Variable<T>) -> bool {
         self.0.get(variable.name).is_some_and(|v| !v.is_empty())
     }
 
-    /// The variable as text; None when it is unset or not text.
+    /// Returns the variable as text; None if it is unset or not text.
     pub fn text(&self, name: &str) -> Option<&str> {
         self.0.get(name)?.to_str()
     }
 
-    /// Variables whose names begin with `prefix`, without it. Values that are not text are left out.
-    pub fn with_prefix<'a>(
-        &'a self,
-        prefix: &'a str,
-    ) -> impl Iterator<Item = (&'a str, &'a str)> + 'a {
+    /// Returns the variables whose names begin with `prefix`, without it. Values that are not text are left out.
+    pub fn with_prefix(&self, prefix: &str) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().filter_map(move |(name, value)| {
             let rest = name.strip_prefix(prefix)?;
             Some((rest, value.to_str()?)).filter(|(rest, _)| !rest.is_empty())
@@ -309,17 +314,13 @@ impl Environment {
 
 impl<K: Into<String>, V: Into<OsString>> FromIterator<(K, V)> for Environment {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(variables: I) -> Self {
-        Self(
-            variables
-                .into_iter()
-                .map(|(k, v)| (k.into(), v.into()))
-                .collect(),
-        )
+        let owned = variables.into_iter().map(|(k, v)| (k.into(), v.into()));
+        Self(owned.collect())
     }
 }
 
 impl fmt::Debug for Environment {
-    /// Values may be secrets, so only names are shown.
+    /// Writes names only, because values may be secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.0.keys()).finish()
     }
@@ -340,49 +341,37 @@ macro_rules! values {
 
 values! {
     String: "string", "text", |text| Some(text.to_owned());
-    bool: "bool", "true or false", |text| boolean(text);
+    bool: "bool", "true or false", |text| match text {
+        "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),
+        "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(false),
+        _ => None,
+    };
     u32: "int", "a whole number from 0 to 4294967295", |text| text.parse().ok();
     u16: "port", "a port from 1 to 65535", |text| text.parse().ok().filter(|port| *port != 0);
     f64: "float", "a number", |text| text.parse().ok().filter(|number: &f64| number.is_finite());
     Duration: "duration", "a duration such as 100ms or 1h30m", |text| duration::parse(text);
 }
 
-fn boolean(text: &str) -> Option<bool> {
-    match text {
-        "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),
-        "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(false),
-        _ => None,
-    }
-}
-
-impl fmt::Display for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Honoured => f.write_str("honoured"),
-            Self::WithoutEffect(why) => write!(f, "no effect: {why}"),
-            Self::Refused(why) => write!(f, "refused: {why}"),
-        }
-    }
-}
-
+/// Writes the table for the help of `proxy`.
 pub fn reference() -> String {
     let mut text = String::from("Environment:\n");
     for row in rows() {
-        let there = match row.counterpart {
+        let counterpart = match row.counterpart {
             Same => String::new(),
             Own => " Not known to pilot-agent.".to_owned(),
             Differs(default) => format!(" pilot-agent's default is {default}."),
         };
         let state = match row.state {
             State::Honoured => String::new(),
-            state => format!(" [{state}]"),
+            State::WithoutEffect(why) => format!(" [no effect: {why}]"),
+            State::Refused(why) => format!(" [refused: {why}]"),
         };
         let default = match row.default {
             "" => String::new(),
             default => format!(", default {default:?}"),
         };
         text += &format!(
-            "  {} ({}{default}){state}\n        {}{there}\n",
+            "  {} ({}{default}){state}\n        {}{counterpart}\n",
             row.name, row.kind, row.help
         );
     }

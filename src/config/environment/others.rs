@@ -9,7 +9,7 @@ const UNUSED: State = WithoutEffect(super::UNUSED);
 const GO: State = WithoutEffect("this agent does not use the Go runtime");
 
 /// Variables of `istio-iptables` and of the script that starts the agent on a machine.
-pub(super) const OF_OTHER_PROGRAMS: [&str; 2] = ["ISTIO_AGENT_PROTECT_ADMIN", "ISTIO_AGENT_FLAGS"];
+pub(super) const OTHER_PROGRAMS: [&str; 2] = ["ISTIO_AGENT_PROTECT_ADMIN", "ISTIO_AGENT_FLAGS"];
 
 const fn row(
     name: &'static str,
@@ -22,7 +22,7 @@ const fn row(
         name,
         kind,
         // A variable without effect has no wrong value.
-        is_good: |_| true,
+        is_valid: |_| true,
         expected: "",
         default,
         help,

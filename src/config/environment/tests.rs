@@ -77,8 +77,8 @@ fn unknown_variables_of_this_agent_are_named_with_the_nearest_one() {
         ("ISTIO_META_ANYTHING", "1"),
         ("SOMETHING_ELSE", "1"),
     ];
-    let found = Environment::from_iter(variables);
-    let found: Vec<_> = found.unknown().map(|problem| problem.brief()).collect();
+    let env = Environment::from_iter(variables);
+    let found: Vec<_> = env.unknown().map(|problem| problem.brief()).collect();
     let expected = [
         "ISTIO_AGENT_FROBNICATE: unknown variable",
         "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?)",

@@ -1,17 +1,47 @@
-//! Merges ProxyConfig documents.
+//! Merges the ProxyConfig from all its sources.
 //!
-//! A later document wins member by member: a member replaces the earlier one whole, except
-//! `proxyMetadata`, which merges by key, and `proxyHeaders`, which keeps some of its members. `null`
-//! leaves what is there.
+//! Weakest first: defaults, the mesh file, `PROXY_CONFIG`, the pod's annotation, then flags and the
+//! machine. The result is checked; then two annotations, `DISCOVERY_ADDRESS` and the flag of a template are
+//! applied.
+//!
+//! A later document wins member by member: a member replaces the earlier one as a whole, except
+//! `proxyMetadata`, which merges by key, and `proxyHeaders`, which keeps some of its members. A member that
+//! is `null` changes nothing.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
 
-use crate::problem::{Code, Diagnostics, Problem};
+use super::environment::{self, Environment};
+use super::flags::{MESH_CONFIG, ProxyFlags};
+use super::pod::Pairs;
+use super::{HOST_PORT, NOWHERE, below, control_plane, statsd, validate};
+use crate::address;
+use crate::problem::{Code, Diagnostics, Problem, codes};
 use crate::proxy_config::yaml::{self, Node, Tree};
 use crate::proxy_config::{AuthenticationPolicy, ProxyConfig, proxy_config::ClusterName};
+use crate::regular_file::{self, MAX_SETTINGS};
 
-/// A merged ProxyConfig with the origin of each member, and what is wrong with it.
+const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
+const ADDRESS_ANNOTATION: &str = "sidecar.istio.io/discoveryAddress";
+const STATUS_PORT_ANNOTATION: &str = "status.sidecar.istio.io/port";
+
+/// The template in Istio's images. This agent writes the same bootstrap without it.
+const TEMPLATE: &str = "var/lib/istio/envoy/envoy_bootstrap_tmpl.json";
+
+/// The origin of a value that no source sets.
+pub(super) const DEFAULT: &str = "default";
+
+/// The sources of ProxyConfig, except flags.
+pub(super) struct Documents<'a> {
+    pub(super) env: &'a Environment,
+    /// The working directory, against which paths resolve.
+    pub(super) root: &'a Path,
+    pub(super) annotations: Pairs,
+}
+
+/// A merged ProxyConfig with the origin of each member, and its problems.
 #[derive(Debug)]
 pub(super) struct Merged {
     pub(super) config: ProxyConfig,
@@ -19,21 +49,167 @@ pub(super) struct Merged {
     pub(super) notes: Diagnostics,
 }
 
-/// Document and line by the path of a member; members of the default are missing.
+/// Document and line by the path of a member; members with a default value are missing.
 #[derive(Debug, Default)]
 pub(super) struct Origins(BTreeMap<String, String>);
 
-/// The origin of a value that is set nowhere.
-pub(super) const DEFAULT: &str = "default";
+impl Documents<'_> {
+    /// Merges and checks all sources.
+    pub(super) fn merge(&self, flags: &ProxyFlags) -> Merged {
+        let mut merged = self.without_flags(&flags.mesh_config);
+        merged.notes.warnings.extend(self.env.unknown());
+        merged.notes.warnings.extend(self.env.malformed());
+        let cpus = self.env.get(&environment::ISTIO_CPU_LIMIT);
+        set_threads(&mut merged, flags.concurrency, cpus);
+        if let Some(ClusterName::ServiceCluster(name)) = &mut merged.config.cluster_name
+            && name.is_empty()
+        {
+            name.clone_from(&flags.service_cluster);
+            merged.set_origin("serviceCluster", "--serviceCluster");
+        }
+        if self.root != Path::new(NOWHERE) && !merged.config.statsd_udp_address.is_empty() {
+            statsd::resolve(&mut merged);
+        }
+        validate::check(&mut merged);
+        self.late_annotations(&mut merged);
+        self.discovery_addresses(&mut merged);
+        self.templates(&mut merged, flags);
+        merged
+    }
+
+    /// Reads the status port, which no flag changes. [`Self::merge`] reports the problems.
+    pub(super) fn status_port(&self) -> Option<u16> {
+        let mut merged = self.without_flags(Path::new(MESH_CONFIG));
+        self.late_annotations(&mut merged);
+        merged.config.agent_port()
+    }
+
+    /// Merges files, environment and annotations.
+    fn without_flags(&self, mesh_config: &Path) -> Merged {
+        let mut merged = Merged::builtin();
+        let origin = mesh_config.display().to_string();
+        match regular_file::read_text(&below(self.root, mesh_config), MAX_SETTINGS) {
+            Ok(text) => merged.merge_mesh(&origin, &text),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => {
+                let problem = Problem::new(codes::FILE_UNREADABLE, origin, error);
+                let consequence = codes::FILE_MISSING.consequence;
+                merged.notes.add(problem.consequence(consequence));
+            }
+        }
+        let variable = &environment::PROXY_CONFIG;
+        merged.merge_text(variable.name, &self.env.get(variable));
+        if let Some(text) = self.annotations.get(CONFIG_ANNOTATION) {
+            merged.merge_text(CONFIG_ANNOTATION, text);
+        }
+        merged
+    }
+
+    /// Applies the annotations that win over checked values.
+    fn late_annotations(&self, merged: &mut Merged) {
+        if let Some(address) = self.annotations.get(ADDRESS_ANNOTATION) {
+            merged.config.discovery_address.clone_from(address);
+            merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
+            if address::split(address).is_none() {
+                let code = codes::SETTING_INVALID;
+                merged.problem(code, "discoveryAddress", address, HOST_PORT);
+            }
+        }
+        let Some(text) = self.annotations.get(STATUS_PORT_ANNOTATION) else {
+            return;
+        };
+        if let Ok(port) = text.parse::<u16>() {
+            merged.config.status_port = port.into();
+            merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
+        } else {
+            // A typing error must not switch the status server off.
+            let expected = "a port, or 0 for no status server";
+            let code = codes::STATUS_PORT_ANNOTATION;
+            let problem = Problem::value(code, STATUS_PORT_ANNOTATION, text, expected);
+            merged.notes.warnings.push(problem);
+        }
+    }
+
+    /// Applies the first address of `DISCOVERY_ADDRESS`; the connections use the others too.
+    fn discovery_addresses(&self, merged: &mut Merged) {
+        const NAME: &str = environment::DISCOVERY_ADDRESS.name;
+        let given = self.env.get(&environment::DISCOVERY_ADDRESS);
+        let addresses = control_plane::addresses(&given);
+        for address in &addresses {
+            if address::split(address).is_none() {
+                let expected = format!("{HOST_PORT}, separated by commas");
+                merged.notes.problem(NAME, address, expected);
+            }
+        }
+        if let Some(first) = addresses.into_iter().next() {
+            merged.config.discovery_address = first;
+            merged.set_origin("discoveryAddress", NAME);
+        }
+    }
+
+    /// Refuses bootstrap templates. They have no effect if Envoy has a custom bootstrap.
+    fn templates(&self, merged: &mut Merged, flags: &ProxyFlags) {
+        const MEMBER: &str = "proxyBootstrapTemplatePath";
+        let custom = merged.config.custom_config_file.clone();
+        if !custom.is_empty() {
+            if !below(self.root, &custom).is_file() {
+                let expected = "an existing file, Envoy's bootstrap";
+                merged.problem(codes::FILE_MISSING, "customConfigFile", &custom, expected);
+            }
+            return;
+        }
+        if !flags.template_file.is_empty() {
+            let path = flags.template_file.clone();
+            merged.config.proxy_bootstrap_template_path = path;
+            merged.set_origin(MEMBER, "--templateFile");
+        }
+        let (code, expected) = (
+            codes::BOOTSTRAP_TEMPLATE_SET,
+            "nothing: this agent writes the bootstrap itself",
+        );
+        let member = merged.config.proxy_bootstrap_template_path.clone();
+        if is_foreign_template(&member) {
+            merged.problem(code, MEMBER, &member, expected);
+        }
+        let variable = self.env.get(&environment::ISTIO_BOOTSTRAP);
+        if is_foreign_template(&variable) {
+            let problem = Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected);
+            merged.notes.add(problem);
+        }
+    }
+}
+
+/// Sets the number of Envoy's worker threads. A flag that is not zero wins over the documents, and those
+/// over the CPU limit of the pod. If nothing sets the number, and for zero in a document, Envoy has one
+/// thread for every hardware thread.
+fn set_threads(merged: &mut Merged, flag: u32, cpu_limit: u32) {
+    let (threads, origin) = if flag != 0 {
+        let found = format!("{flag} overrides concurrency of ProxyConfig");
+        let problem = Problem::new(codes::FLAG_OVERRIDES_CONFIG, "--concurrency", found);
+        merged.notes.warnings.push(problem);
+        (flag, "--concurrency")
+    } else if merged.config.concurrency.is_none() && cpu_limit != 0 {
+        (cpu_limit, "ISTIO_CPU_LIMIT")
+    } else {
+        return;
+    };
+    merged.config.concurrency = Some(i32::try_from(threads).unwrap_or(i32::MAX));
+    merged.set_origin("concurrency", origin);
+}
+
+fn is_foreign_template(path: &str) -> bool {
+    let path = path.strip_prefix('.').unwrap_or(path);
+    !path.is_empty() && path.trim_start_matches('/') != TEMPLATE
+}
 
 impl Merged {
+    /// Returns the defaults.
     pub(super) fn builtin() -> Self {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
-        let cluster = ClusterName::ServiceCluster("istio-proxy".to_owned());
         let config = ProxyConfig {
             config_path: "./etc/istio/proxy".to_owned(),
             binary_path: "/usr/local/bin/envoy".to_owned(),
-            cluster_name: Some(cluster),
+            cluster_name: Some(ClusterName::ServiceCluster("istio-proxy".to_owned())),
             drain_duration: seconds(45),
             termination_drain_duration: seconds(5),
             discovery_address: "istiod.istio-system.svc:15012".to_owned(),
@@ -58,15 +234,15 @@ impl Merged {
     }
 
     /// Merges `defaultConfig` of the MeshConfig in `text`; its other members are istiod's.
-    pub(super) fn merge_mesh(&mut self, origin: &str, text: &str) {
+    fn merge_mesh(&mut self, origin: &str, text: &str) {
         let mesh = yaml::object(origin, text, &mut self.notes);
         let Some(Tree::Map(members)) = mesh.as_ref().map(|mesh| &mesh.value) else {
             return;
         };
         let find = |name| members.iter().rfind(|(key, _)| key == name);
-        let config = find("defaultConfig").or_else(|| find("default_config"));
-        let set = config.filter(|(_, node)| !matches!(node.value, Tree::Null));
-        if let Some((_, config)) = set {
+        if let Some((_, config)) = find("defaultConfig").or_else(|| find("default_config"))
+            && !matches!(config.value, Tree::Null)
+        {
             self.merge(&format!("defaultConfig of {origin}"), config);
         }
     }
@@ -89,7 +265,7 @@ impl Merged {
             let debug = &mut later.envoy_debug_headers;
             *debug = debug.or(earlier.envoy_debug_headers);
         }
-        for member in lines.keys().filter(|path| member_of(path) == *path) {
+        for member in lines.keys().filter(|path| top_member(path) == *path) {
             self.forget(member);
         }
         let origins = lines
@@ -98,14 +274,15 @@ impl Merged {
         self.origins.0.extend(origins);
     }
 
-    /// Notes that a member was set by other means than a document.
+    /// Records the origin of a member that was not set by a document.
     pub(super) fn set_origin(&mut self, member: &str, origin: &str) {
         self.forget(member);
         self.origins.0.insert(member.to_owned(), origin.to_owned());
     }
 
+    /// Removes the origins of a member and of everything in it.
     fn forget(&mut self, member: &str) {
-        self.origins.0.retain(|path, _| member_of(path) != member);
+        self.origins.0.retain(|path, _| top_member(path) != member);
     }
 
     /// Reports a problem with the value at `path`.
@@ -116,11 +293,12 @@ impl Merged {
         found: &str,
         expected: impl Into<Cow<'static, str>>,
     ) {
-        let subject = format!("{path} of {}", self.origins.of(path));
+        let subject = format!("{path} of {}", self.origins.find(path));
         let problem = Problem::value(code, subject, found, expected);
         self.notes.add(problem);
     }
 
+    /// Reports that the value at `path` is ignored or replaced.
     pub(super) fn warn(
         &mut self,
         path: &str,
@@ -128,22 +306,22 @@ impl Merged {
         expected: &'static str,
         consequence: &'static str,
     ) {
-        let subject = format!("{path} of {}", self.origins.of(path));
+        let subject = format!("{path} of {}", self.origins.find(path));
         self.notes.warn(subject, found, expected, consequence);
     }
 }
 
 impl Origins {
-    /// Where the value at `path` was set last; for a value that is not set, where its parent was.
-    pub(super) fn of(&self, path: &str) -> &str {
+    /// Returns the origin of the value at `path`. If the value is not set, returns its parent's.
+    pub(super) fn find(&self, path: &str) -> &str {
         let mut parents = std::iter::successors(Some(path), |path| Some(path.rsplit_once('.')?.0));
         let origin = parents.find_map(|path| self.0.get(path));
         origin.map_or(DEFAULT, String::as_str)
     }
 }
 
-/// The member of ProxyConfig that a path begins with.
-fn member_of(path: &str) -> &str {
+/// Returns the member of ProxyConfig that a path begins with.
+fn top_member(path: &str) -> &str {
     path.split(['.', '[']).next().unwrap_or(path)
 }
 

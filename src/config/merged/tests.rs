@@ -1,4 +1,4 @@
-//! Documents that are merged.
+//! Documents and other sources that are merged.
 
 use std::time::Duration;
 
@@ -171,9 +171,27 @@ fn every_wrong_member_is_named_with_its_document_and_line() {
 #[test]
 fn origins_are_kept() {
     let merged = merged(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
-    assert_eq!(merged.origins.of("statusPort"), "document 1 line 2");
-    assert_eq!(merged.origins.of("drainDuration"), "document 0 line 2");
-    assert_eq!(merged.origins.of("proxyAdminPort"), "default");
+    assert_eq!(merged.origins.find("statusPort"), "document 1 line 2");
+    assert_eq!(merged.origins.find("drainDuration"), "document 0 line 2");
+    assert_eq!(merged.origins.find("proxyAdminPort"), "default");
+}
+
+#[test]
+fn the_flag_wins_over_documents_and_those_over_limits() {
+    for (document, variable, flag, threads) in [
+        ("{}", 0, 0, None),
+        ("{}", 4, 0, Some(4)),
+        ("{concurrency: 3}", 4, 0, Some(3)),
+        ("{concurrency: 0}", 4, 0, Some(0)),
+        ("{concurrency: 3}", 4, 5, Some(5)),
+        ("{}", 0, 5, Some(5)),
+    ] {
+        let mut merged = merged(&[document]);
+        set_threads(&mut merged, flag, variable);
+        assert_eq!(merged.config.concurrency, threads, "{document} {variable}");
+        let warnings = merged.notes.warnings.len();
+        assert_eq!(warnings, usize::from(flag != 0), "{document}");
+    }
 }
 
 #[test]

@@ -1,29 +1,29 @@
-//! Decides what becomes of a query: answered from the name table, forwarded, refused or dropped.
+//! Decides whether a query is answered from the name table, forwarded, refused or dropped.
 //!
-//! Names of the table are answered for addresses of both families, with a CNAME where a search domain
+//! Queries of types A and AAAA for a name of the table are answered, with a CNAME where a search domain
 //! was appended to a host that is not a wildcard; a family without addresses is an empty answer. All other
-//! names and all other types are forwarded. ANY is answered with the addresses there are, as RFC 8482
-//! allows: resolvers would say that a name only the mesh knows does not exist.
+//! names and types are forwarded. ANY is answered with the addresses of the name, as RFC 8482 allows:
+//! resolvers would reply NXDOMAIN for a name that only the mesh knows.
 
 use super::Transport;
-use super::name_table::{Found, NameTable};
-use super::wire::{self, NoQuestion, Question, Writer};
+use super::name_table::{NameTable, ResolvedName};
+use super::wire::{self, InvalidQuery, Question, Writer};
 
-/// How answers are given.
+/// Settings of answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// Seconds an answer is good for.
+    /// The TTL of answers, in seconds.
     pub ttl: u32,
     /// Forwards queries while there is no name table, instead of failing them.
     pub forward_before_first_table: bool,
 }
 
-/// What to do with a query.
+/// The treatment of a query.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Action {
     /// Send the answer to this question.
     Reply(Question),
-    /// Send the answer to a message that is no proper question.
+    /// Send the error reply to a message that is not a valid query.
     Refuse,
     /// Ask the resolvers.
     Forward(Question),
@@ -31,7 +31,7 @@ pub(crate) enum Action {
     Drop,
 }
 
-/// Answers a query in `out`, whatever that held before.
+/// Decides on a query, and writes the reply, if there is one yet, to `out` in place of its content.
 pub(crate) fn answer(
     query: &[u8],
     transport: Transport,
@@ -41,8 +41,8 @@ pub(crate) fn answer(
 ) -> Action {
     let question = match wire::read(query) {
         Ok(question) => question,
-        Err(NoQuestion::Nothing) => return Action::Drop,
-        Err(NoQuestion::Wrong(rcode, end, edns)) => {
+        Err(InvalidQuery::Unanswerable) => return Action::Drop,
+        Err(InvalidQuery::Refused(rcode, end, edns)) => {
             wire::header(query, rcode, end, out);
             wire::push_opt(out, edns, rcode >> 4);
             return Action::Refuse;
@@ -52,62 +52,58 @@ pub(crate) fn answer(
         None if policy.forward_before_first_table => return Action::Forward(question),
         None => fail(query, &question, out),
         Some(table) => {
-            let Some(found) = find(table, query, &question) else {
+            let Some(resolved) = resolve(table, query, &question) else {
                 return Action::Forward(question);
             };
             let limit = question.limit(transport);
             let writer = Writer::new(query, &question, limit, policy.ttl, out);
-            write(writer, query, &question, &found);
+            write(writer, query, &question, &resolved);
         }
     }
     Action::Reply(question)
 }
 
-/// Answers with SERVFAIL.
+/// Writes a SERVFAIL reply to `out`.
 pub(crate) fn fail(query: &[u8], question: &Question, out: &mut Vec<u8>) {
     wire::header(query, wire::SERVFAIL, Some(question.end), out);
     wire::push_opt(out, question.edns, 0);
 }
 
-fn find(table: &NameTable, query: &[u8], question: &Question) -> Option<Found> {
-    let is_ours = matches!(question.kind, wire::A | wire::AAAA | wire::ANY)
-        && matches!(question.class, wire::IN | wire::ANY);
-    if !is_ours {
+fn resolve(table: &NameTable, query: &[u8], question: &Question) -> Option<ResolvedName> {
+    let has_addresses = matches!(question.kind, wire::A | wire::AAAA | wire::ANY);
+    if !has_addresses || !matches!(question.class, wire::IN | wire::ANY) {
         return None;
     }
     table.find(&question.text(query)?)
 }
 
-fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, found: &Found) {
-    let is_asked = |kind| [kind, wire::ANY].contains(&question.kind);
-    let v4: &[_] = if is_asked(wire::A) { &found.v4 } else { &[] };
-    let v6: &[_] = if is_asked(wire::AAAA) { &found.v6 } else { &[] };
+fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, resolved: &ResolvedName) {
+    let wants = |kind| [kind, wire::ANY].contains(&question.kind);
+    let v4: &[_] = if wants(wire::A) { &resolved.v4 } else { &[] };
+    let v6: &[_] = if wants(wire::AAAA) { &resolved.v6 } else { &[] };
     let mut owner = wire::HEADER;
-    // One byte more than the text: the length of the first label.
-    let target = found
-        .target_end
-        .and_then(|end| question.name(query).get(..=end));
-    if let Some(target) = target.filter(|_| !v4.is_empty() || !v6.is_empty()) {
-        let mut target = [target, &[0]].concat();
-        // Lengths are below the letters.
+    // The labels have one byte more than the text: the length of the first label.
+    if let Some(end) = resolved.target_end
+        && let Some(labels) = question.name(query).get(..=end)
+        && !(v4.is_empty() && v6.is_empty())
+    {
+        let mut target = [labels, &[0]].concat();
+        // The lengths of labels are smaller than the codes of letters, so they stay.
         target.make_ascii_lowercase();
         owner = writer.record(owner, wire::CNAME, &target);
     }
-    for address in from_random(v4) {
+    for address in rotated(v4) {
         writer.record(owner, wire::A, &address.octets());
     }
-    for address in from_random(v6) {
+    for address in rotated(v6) {
         writer.record(owner, wire::AAAA, &address.octets());
     }
     writer.finish();
 }
 
-/// All of them, beginning with a random one.
-fn from_random<T>(addresses: &[T]) -> impl Iterator<Item = &T> {
-    let first = match addresses.len() {
-        0 | 1 => 0,
-        count => fastrand::usize(..count),
-    };
+/// Iterates over all addresses, from a random one on, so that clients that take the first one spread.
+fn rotated<T>(addresses: &[T]) -> impl Iterator<Item = &T> {
+    let first = fastrand::usize(..addresses.len().max(1));
     let (before, from) = addresses.split_at(first);
     from.iter().chain(before)
 }

@@ -1,9 +1,10 @@
-//! Queries in flight: the same question is asked once for all clients that wait for it.
+//! Shares queries in flight: equal questions are forwarded once, and all their clients wait for the
+//! reply.
 //!
-//! The first client's task asks; if it goes away before there is an answer, the next one asks in its
-//! place. So a query that comes back to us waits for itself, and does not multiply; one that comes
-//! twice under ids of ours is in a forwarding loop, and is refused. The number of waiting clients is
-//! bounded.
+//! The first client's task forwards; if it is dropped before there is a reply, the next one takes over.
+//! So a query that comes back to this agent waits for itself and does not multiply. One that comes back
+//! twice under an id that this agent sent is in a forwarding loop and is refused. The number of waiting
+//! clients is bounded.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use tokio::sync::OnceCell;
 use super::message::{Query, Reply};
 use crate::dns::Transport;
 
-/// Clients that may wait for an answer at one time.
+/// Clients that may wait at the same time.
 const MAX_WAITING: usize = 4096;
 
 #[derive(Debug, Default)]
@@ -26,23 +27,22 @@ struct State {
     queries: HashMap<Vec<u8>, Arc<SharedQuery>>,
 }
 
-/// One question and its answer to be.
+/// A question, and its reply once that has arrived.
 #[derive(Debug, Default)]
 pub(super) struct SharedQuery {
-    sent: Mutex<Sent>,
+    sent: Mutex<SentMessages>,
     pub(super) answer: OnceCell<Option<Reply>>,
 }
 
-/// How a question was sent, to know it when it comes back.
+/// The messages of a question that were sent, to recognise them when they come back.
 #[derive(Debug, Default)]
-struct Sent {
-    /// Ids and lengths.
-    messages: Vec<(u16, usize)>,
-    /// How many came in that look like ours.
+struct SentMessages {
+    ids_and_lengths: Vec<(u16, usize)>,
+    /// Number of received queries that look like one of them.
     returned: u32,
 }
 
-/// The place of one client that waits.
+/// The place of one waiting client. Dropping it frees the place.
 #[derive(Debug)]
 pub(super) struct QuerySlot<'a> {
     in_flight: &'a InFlight,
@@ -50,14 +50,14 @@ pub(super) struct QuerySlot<'a> {
     pub(super) query: Arc<SharedQuery>,
 }
 
-/// Why a query is not forwarded: the label that is counted, and a text.
+/// The reason why a query is not forwarded: the label of the metric, and a text.
 pub(super) type Refused = (&'static str, &'static str);
 
 const FULL: Refused = ("full", "too many queries are waiting for an answer");
 const FORWARDING_LOOP: Refused = ("circle", "DNS forwarding loop");
 
 impl InFlight {
-    /// Takes a slot for a query that is to be forwarded over `transport`.
+    /// Takes a slot for a query that shall be forwarded over `transport`.
     pub(super) fn join(
         &self,
         query: &Query,
@@ -65,8 +65,8 @@ impl InFlight {
     ) -> Result<QuerySlot<'_>, Refused> {
         let key = query.key(transport);
         let mut state = self.0.lock();
-        let found = state.queries.get(&key);
-        if found.is_some_and(|found| found.is_looping(query.id(), query.len())) {
+        let same = state.queries.get(&key);
+        if same.is_some_and(|same| same.detect_loop(query.id(), query.len())) {
             return Err(FORWARDING_LOOP);
         }
         if state.waiting >= MAX_WAITING {
@@ -83,20 +83,21 @@ impl InFlight {
 }
 
 impl SharedQuery {
-    /// Remembers how the question was sent.
+    /// Remembers a message with the question that is sent.
     pub(super) fn sent_as(&self, id: u16, length: usize) {
-        self.sent.lock().messages.push((id, length));
+        self.sent.lock().ids_and_lengths.push((id, length));
     }
 
-    /// Whether a query came in as it was sent. By chance, it is a client's.
+    /// Returns true if a query was received that looks like a sent one. Rarely it is a client's, by chance.
     pub(super) fn has_returned(&self) -> bool {
         self.sent.lock().returned > 0
     }
 
-    /// One match may be chance: many clients ask for one name, each with an id of its choice.
-    fn is_looping(&self, id: u16, length: usize) -> bool {
+    /// Counts a received query that looks like a sent one. Returns true for the second: one match may be
+    /// chance, because many clients ask for the same name, each with an id of its choice.
+    fn detect_loop(&self, id: u16, length: usize) -> bool {
         let mut sent = self.sent.lock();
-        let is_ours = sent.messages.contains(&(id, length));
+        let is_ours = sent.ids_and_lengths.contains(&(id, length));
         sent.returned += u32::from(is_ours);
         is_ours && sent.returned > 1
     }
@@ -106,10 +107,10 @@ impl Drop for QuerySlot<'_> {
     fn drop(&mut self) {
         let mut state = self.in_flight.0.lock();
         state.waiting -= 1;
-        let is_ours = |found: &Arc<SharedQuery>| Arc::ptr_eq(found, &self.query);
-        // Two: the one in the map and ours.
+        // Without other clients there are two references: the map's and this one.
         let is_over = self.query.answer.initialized() || Arc::strong_count(&self.query) == 2;
-        if is_over && state.queries.get(&self.key).is_some_and(is_ours) {
+        let entered = state.queries.get(&self.key);
+        if is_over && entered.is_some_and(|entered| Arc::ptr_eq(entered, &self.query)) {
             state.queries.remove(&self.key);
         }
     }

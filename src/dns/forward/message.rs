@@ -1,12 +1,12 @@
-//! Queries and replies. Both pass byte for byte, but for the id, the OPT record, which loses its options, and
-//! the question of a reply, which is the client's.
+//! Parses queries and replies for forwarding. Both pass byte for byte except for the id, the OPT record,
+//! which loses its options, and the question of a reply, which becomes the client's.
 
 use bytes::Bytes;
 
 use crate::dns::Transport;
 use crate::dns::wire::{
-    self, Edns, FLAGS, FORMERR, HEADER, NOERROR, NOTIMP, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS,
-    SERVFAIL, TC,
+    self, CODE, Edns, FLAGS, FORMERR, HEADER, NOERROR, NOTIMP, NXDOMAIN, OPCODE, OPT, QR,
+    QUESTIONS, RCODE, SERVFAIL, TC,
 };
 
 /// A client's query.
@@ -15,12 +15,12 @@ pub(super) struct Query {
     bytes: Bytes,
     question_end: usize,
     edns: Option<Edns>,
-    /// Whether nothing but an OPT record follows the question.
+    /// True if only an OPT record follows the question.
     is_plain: bool,
 }
 
 impl Query {
-    /// `None` if it is not a message with one question and all the records it announces.
+    /// Returns `None` if the message does not have one question and all records that it announces.
     pub(super) fn parse(client: Bytes) -> Option<Self> {
         let question_end = wire::question_end(&client)?;
         let records = wire::records(&client, question_end)?;
@@ -39,14 +39,15 @@ impl Query {
         })
     }
 
-    /// The query without EDNS, if the reply is one of a server that does not know it (RFC 6891, section 7).
+    /// Returns the query without EDNS if the reply is from a server that does not support EDNS. Source:
+    /// RFC 6891, section 7.
     pub(super) fn without_edns(&self, reply: &Reply) -> Option<Self> {
         let is_error = [FORMERR, NOTIMP].contains(&reply.rcode());
         if self.edns.is_none() || reply.1.is_some() || !is_error {
             return None;
         }
         let mut bytes = self.bytes.to_vec();
-        wire::keep(&mut bytes, self.question_end, &[]);
+        wire::truncate_to(&mut bytes, self.question_end, &[]);
         Self::parse(bytes.into())
     }
 
@@ -62,7 +63,7 @@ impl Query {
         &self.bytes[HEADER..self.question_end]
     }
 
-    /// What makes two queries over a transport the same: all of it but the id and the case of the name.
+    /// Returns the bytes in which equal queries over one transport agree: all but the id and the name's case.
     pub(super) fn key(&self, transport: Transport) -> Vec<u8> {
         let mut key = self.message(0);
         key[HEADER..self.question_end - 4].make_ascii_lowercase();
@@ -70,30 +71,28 @@ impl Query {
         key
     }
 
-    /// The same for the cache. `None` if the answer may be meant for this client alone.
+    /// Returns the key for the cache; `None` if the answer may be meant for this client alone.
     pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
         self.is_plain.then(|| self.key(Transport::Tcp))
     }
 
-    /// The bytes to send.
+    /// Returns the bytes to send.
     pub(super) fn message(&self, id: u16) -> Vec<u8> {
         let mut bytes = self.bytes.to_vec();
         wire::put(&mut bytes, 0, &id.to_be_bytes());
         bytes
     }
 
-    /// Whether the question of a message is this one.
-    fn is_asked_in(&self, message: &[u8]) -> bool {
-        let (name, fixed) = self.question().split_at(self.question().len() - 4);
-        let found = message.get(HEADER..self.question_end);
+    /// Returns whether `message` has the same question.
+    fn has_same_question(&self, message: &[u8]) -> bool {
+        let type_at = self.question_end - 4;
         wire::u16_at(message, QUESTIONS) == Some(1)
-            && found.is_some_and(|found| {
-                let (found, rest) = found.split_at(name.len());
-                found.eq_ignore_ascii_case(name) && rest == fixed
-            })
+            && message.get(type_at..self.question_end)
+                == Some(&self.bytes[type_at..self.question_end])
+            && message[HEADER..type_at].eq_ignore_ascii_case(&self.bytes[HEADER..type_at])
     }
 
-    /// The reply as the client expects it: its id, its question.
+    /// Returns the reply with the client's id and question.
     pub(super) fn restore(&self, reply: &Reply) -> Bytes {
         let mut bytes = reply.0.to_vec();
         wire::put(&mut bytes, 0, &self.bytes[..2]);
@@ -103,13 +102,13 @@ impl Query {
     }
 }
 
-/// A reply to one of our queries, with all the records it announces up to its OPT record; and the upper bits
-/// of the response code, if it has that record.
+/// A reply to a forwarded query, up to its OPT record; and the upper bits of the response code from that
+/// record, if it has one.
 #[derive(Clone, Debug)]
 pub(super) struct Reply(pub(super) Bytes, pub(super) Option<u8>);
 
 impl Reply {
-    /// `None` if the message is no reply to this query under this id.
+    /// Returns `None` if the message is not a reply to this query under this id.
     pub(super) fn read(bytes: &[u8], id: u16, query: &Query) -> Option<Self> {
         let is_ours = bytes.len() >= HEADER
             && wire::u16_at(bytes, 0) == Some(id)
@@ -118,42 +117,38 @@ impl Reply {
         if !is_ours {
             return None;
         }
-        // Servers leave the question out of errors, where they could not read it.
+        // Servers leave out the question of an error if they could not read it.
         let is_error = ![NOERROR, NXDOMAIN].contains(&wire::rcode(bytes));
         if is_error && wire::u16_at(bytes, QUESTIONS) == Some(0) {
             return Some(Self::header_and_question(bytes, query));
         }
-        if !query.is_asked_in(bytes) {
+        if !query.has_same_question(bytes) {
             return None;
         }
-        match wire::records(bytes, query.question_end) {
-            Some(records) => {
-                let before = records.iter().take_while(|record| record.kind != OPT);
-                let (before, opt) = records.split_at(before.count());
-                let extended = opt.first().map(|opt| Edns::read(bytes, opt).extended);
-                let mut kept = bytes.to_vec();
-                wire::keep(&mut kept, query.question_end, before);
-                Some(Self(kept.into(), extended))
+        let Some(records) = wire::records(bytes, query.question_end) else {
+            // Some servers cut a record in two. If they do not set TC, the server has failed.
+            let mut header = bytes[..HEADER].to_vec();
+            if header[FLAGS] & TC == 0 {
+                header[CODE] = header[CODE] & !RCODE | SERVFAIL;
             }
-            // Some servers cut a record in two. Where they do not say so, they have failed.
-            None => {
-                let mut header = bytes[..HEADER].to_vec();
-                if header[FLAGS] & TC == 0 {
-                    header[FLAGS + 1] = header[FLAGS + 1] & 0xf0 | SERVFAIL;
-                }
-                Some(Self::header_and_question(&header, query))
-            }
-        }
+            return Some(Self::header_and_question(&header, query));
+        };
+        let before_opt = records.iter().take_while(|record| record.kind != OPT);
+        let (records, opt) = records.split_at(before_opt.count());
+        let extended = opt.first().map(|opt| Edns::read(bytes, opt).extended);
+        let mut reply = bytes.to_vec();
+        wire::truncate_to(&mut reply, query.question_end, records);
+        Some(Self(reply.into(), extended))
     }
 
     fn header_and_question(bytes: &[u8], query: &Query) -> Self {
-        let mut left = [&bytes[..HEADER], query.question()].concat();
-        wire::put(&mut left, QUESTIONS, &[0, 1]);
-        wire::keep(&mut left, query.question_end, &[]);
-        Self(left.into(), None)
+        let mut reply = [&bytes[..HEADER], query.question()].concat();
+        wire::put(&mut reply, QUESTIONS, &[0, 1]);
+        wire::truncate_to(&mut reply, query.question_end, &[]);
+        Self(reply.into(), None)
     }
 
-    /// The response code, or 255 for one that is higher.
+    /// Returns the response code, or 255 for a higher one.
     pub(super) fn rcode(&self) -> u8 {
         self.1.unwrap_or_default().saturating_mul(16) | wire::rcode(&self.0)
     }

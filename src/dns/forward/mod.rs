@@ -1,14 +1,14 @@
-//! Forwards queries to the pod's resolvers, and brings back their replies.
+//! Forwards queries to the pod's resolvers, and returns their replies.
 //!
-//! A query goes through: the cache, if the configuration lets it answer; the queries in flight, where
-//! the same one may be waited for; the servers of `resolv.conf`. Messages are passed on as they are but
-//! for id, question, options of EDNS and, from the cache, TTLs: what is not understood cannot be damaged.
-//! Waiting clients, sockets, time and the cache are bounded.
+//! A query passes through three stages: the cache, if that is configured; the queries in flight, which
+//! may already contain the same one; the servers of `resolv.conf`. Messages pass unchanged except for id,
+//! question, EDNS options and, from the cache, TTLs, so nothing unknown is damaged. Waiting clients,
+//! sockets, time and the cache are bounded.
 //!
-//! By default nothing is answered from the cache: a workload that asks again expects to see what has
-//! changed since, such as the pods of a headless service, and clusters leave their own names uncached
-//! for that reason. Nor is a stale answer given in place of a failure unless that is configured: its
-//! address may belong to another pod by now, and a client that hears of the failure asks again.
+//! By default the cache answers nothing: a workload that repeats a query expects recent changes, such as
+//! new pods of a headless service, and clusters leave their own names uncached for that reason. A stale
+//! answer takes the place of a failure only if that is configured: its address may belong to another pod
+//! by now, and a client that learns of the failure retries.
 
 pub mod cache;
 mod in_flight;
@@ -28,27 +28,29 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use self::cache::{Cache, Found};
+use self::cache::{Cache, Lookup};
 use self::in_flight::InFlight;
 use self::message::{Query, Reply};
 use self::servers::Servers;
 use self::upstream::Upstream;
 use super::metrics::ForwardMetrics as Metrics;
 use super::{Forward, Transport};
+use crate::clock::after;
+use crate::duration::scaled;
 use crate::metrics::Registry;
 
-/// How long to wait for servers where a stale answer is at hand. Source: RFC 8767, section 5.
+/// Time limit of servers if there is a stale answer. Source: RFC 8767, section 5.
 const STALE_WAIT: Duration = Duration::from_millis(1800);
 
-/// How queries are forwarded.
+/// Settings of forwarding.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
     pub resolv_conf: PathBuf,
-    /// All servers are asked at once.
+    /// Sends each query to all servers at once.
     pub parallel: bool,
-    /// What a query may take, with all its tries.
+    /// Time limit of a query with all its attempts.
     pub timeout: Duration,
-    /// Where this agent answers DNS itself.
+    /// Addresses of this agent's own DNS server.
     pub own_addresses: Vec<SocketAddr>,
     pub cache: cache::Config,
 }
@@ -61,7 +63,7 @@ pub struct Forwarder(Arc<Inner>);
 struct Inner {
     servers: Servers,
     timeout: Duration,
-    /// `None` where nothing is to be kept.
+    /// `None` if the configuration stores nothing.
     cache: Option<Mutex<Cache>>,
     in_flight: InFlight,
     upstream: Upstream,
@@ -72,7 +74,7 @@ struct Inner {
 impl Forwarder {
     pub fn new(config: Config, registry: &Registry) -> Self {
         let metrics = Metrics::new(registry);
-        let cache = Some(config.cache).filter(cache::Config::keeps);
+        let cache = Some(config.cache).filter(cache::Config::is_enabled);
         Self(Arc::new(Inner {
             servers: Servers::new(config.resolv_conf, config.own_addresses),
             timeout: config.timeout,
@@ -96,32 +98,33 @@ impl Forward for Forwarder {
 impl Inner {
     async fn forward(&self, query: &Query, transport: Transport) -> Option<Reply> {
         let stale = match self.look_up(query) {
-            Found::Fresh(reply) => return Some(reply),
-            Found::Stale(reply) => Some(reply),
-            Found::Nothing => None,
+            Lookup::Fresh(reply) => return Some(reply),
+            Lookup::Stale(reply) => Some(reply),
+            Lookup::Miss => None,
         };
         let timeout = match stale {
-            Some(_) => STALE_WAIT.min(crate::duration::scaled(self.timeout, 0.8)),
+            Some(_) => STALE_WAIT.min(scaled(self.timeout, 0.8)),
             None => self.timeout,
         };
-        let reply = self.answer(query, transport, timeout).await;
+        let reply = self.ask_once(query, transport, timeout).await;
         if reply.is_none() && stale.is_some() {
             self.metrics.cache.with(["stale"]).inc();
         }
         reply.or(stale)
     }
 
-    /// The servers' answer, which another client's query may be waiting for already.
-    async fn answer(
+    /// Asks the servers, or waits for their reply if another client's query is in flight.
+    async fn ask_once(
         &self,
         query: &Query,
         transport: Transport,
         timeout: Duration,
     ) -> Option<Reply> {
         let servers = self.servers.current();
-        let transport = match servers.use_tcp {
-            true => Transport::Tcp,
-            false => transport,
+        let transport = if servers.use_tcp {
+            Transport::Tcp
+        } else {
+            transport
         };
         let slot = match self.in_flight.join(query, transport) {
             Ok(slot) => slot,
@@ -133,39 +136,35 @@ impl Inner {
         };
         let ask = async || {
             self.metrics.requests.inc();
-            let started = Instant::now();
-            let servers = &servers.nameservers;
-            let upstream = &self.upstream;
-            let asking = upstream.ask(query, &slot.query, servers, transport, timeout);
+            let (started, deadline) = (Instant::now(), after(timeout));
+            let (upstream, servers, shared) = (&self.upstream, &servers.nameservers, &slot.query);
+            let asking = upstream.ask(query, shared, servers, transport, deadline);
             let mut reply = asking.await;
             if let Some(plain) = reply.as_ref().and_then(|reply| query.without_edns(reply)) {
-                let left = timeout.saturating_sub(started.elapsed());
-                let asking = upstream.ask(&plain, &slot.query, servers, transport, left);
+                let asking = upstream.ask(&plain, shared, servers, transport, deadline);
                 reply = asking.await;
             }
             let seconds = started.elapsed().as_secs_f64();
             self.metrics.duration.observe(seconds);
-            self.note(query, reply.as_ref());
+            self.record(query, reply.as_ref());
             reply
         };
         slot.query.answer.get_or_init(ask).await.clone()
     }
 
-    fn look_up(&self, query: &Query) -> Found {
+    fn look_up(&self, query: &Query) -> Lookup {
         let (Some(cache), Some(key)) = (&self.cache, query.cache_key()) else {
-            return Found::Nothing;
+            return Lookup::Miss;
         };
-        let found = cache.lock().get(&key, Instant::now());
-        let result = match found {
-            Found::Fresh(_) => "hit",
-            Found::Stale(_) | Found::Nothing => "miss",
-        };
+        let lookup = cache.lock().get(&key, Instant::now());
+        let is_hit = matches!(lookup, Lookup::Fresh(_));
+        let result = if is_hit { "hit" } else { "miss" };
         self.metrics.cache.with([result]).inc();
-        found
+        lookup
     }
 
-    /// Keeps a reply, and logs when failures begin, not each.
-    fn note(&self, query: &Query, reply: Option<&Reply>) {
+    /// Stores a reply. Counts failures, and logs the first one of consecutive failures.
+    fn record(&self, query: &Query, reply: Option<&Reply>) {
         let was_failing = self.is_failing.swap(reply.is_none(), Ordering::Relaxed);
         let Some(reply) = reply else {
             self.metrics.failures.inc();

@@ -1,4 +1,4 @@
-//! Asks one server one question, to find out whether it answers, or leads back to this agent.
+//! Sends one query to one server, to learn whether it answers, or forwards back to this agent.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -7,20 +7,20 @@ use tokio::time::timeout;
 
 use super::Forwarder;
 use super::message::Query;
-use crate::dns::metrics::{OTHER, RCODES};
+use crate::dns::metrics::rcode_name;
 use crate::dns::{Transport, wire};
 use crate::problem::{Problem, codes};
 
-/// Packets get lost: a question is sent again after this.
+/// Wait before the query is sent again, because packets get lost.
 const TRY: Duration = Duration::from_millis(500);
 const TRIES: u32 = 3;
 
-/// Longest domain that has room for a label of ours.
+/// Longest domain that leaves room for the label of a probe.
 const MAX_DOMAIN: usize = 200;
 
 impl Forwarder {
-    /// Returns the response code of a server's answer. The question is for a name that no client asks for, in
-    /// `domain` if that is one: a question that comes back to this agent is known by it.
+    /// Returns the response code of a server's answer. The query is for a random name, below `domain` if
+    /// that is valid, so that this agent recognises the query if it comes back.
     pub async fn probe(
         &self,
         server: SocketAddr,
@@ -29,10 +29,11 @@ impl Forwarder {
     ) -> Result<&'static str, Problem> {
         let problem = |code, found: &str| Problem::new(code, format!("resolver {server}"), found);
         let failed = |found: &str| problem(codes::DNS_RESOLVER_UNREACHABLE, found);
-        let query = Query::parse(question(domain).into());
-        let query = query.ok_or_else(|| failed("no question"))?;
-        let slot = self.0.in_flight.join(&query, transport);
-        let slot = slot.map_err(|(_, full)| failed(full))?;
+        let Some(query) = Query::parse(question(domain).into()) else {
+            return Err(failed("no question"));
+        };
+        let joined = self.0.in_flight.join(&query, transport);
+        let slot = joined.map_err(|(_, reason)| failed(reason))?;
         for _ in 0..TRIES {
             let upstream = &self.0.upstream;
             let sent = upstream.send(&query, &slot.query, server, transport);
@@ -41,15 +42,9 @@ impl Forwarder {
                 let found = "its queries come back to this agent";
                 return Err(problem(codes::DNS_LOOP, found));
             }
-            let Ok(received) = received else {
-                continue;
-            };
-            let rcode = usize::from(
-                received
-                    .map_err(|error| failed(&error.to_string()))?
-                    .rcode(),
-            );
-            return match *RCODES.get(rcode).unwrap_or(&OTHER) {
+            let Ok(received) = received else { continue };
+            let reply = received.map_err(|error| failed(&error.to_string()))?;
+            return match rcode_name(reply.rcode().into()) {
                 rcode @ ("SERVFAIL" | "REFUSED") => {
                     let found = format!("answers {rcode}");
                     Err(problem(codes::DNS_RESOLVER_REFUSES, &found))
@@ -63,15 +58,16 @@ impl Forwarder {
     }
 }
 
-/// A query for the addresses of a name of our own in `domain`; in the root, if `domain` is none.
+/// Encodes a query for the addresses of a random name below `domain`, or below the root if `domain` is
+/// not valid.
 fn question(domain: &str) -> Vec<u8> {
     let own = format!("istio-agent-{:016x}", fastrand::u64(..));
     let domain = domain.trim_end_matches('.');
     let is_label = |label: &str| (1..=63).contains(&label.len());
     let is_domain = domain.len() <= MAX_DOMAIN && domain.split('.').all(is_label);
-    let labels = [own.as_str()].into_iter();
+    let below = domain.split('.').filter(|_| is_domain);
     let mut bytes = vec![0, 0, wire::RD, 0, 0, 1, 0, 0, 0, 0, 0, 0];
-    for label in labels.chain(domain.split('.').filter(|_| is_domain)) {
+    for label in [own.as_str()].into_iter().chain(below) {
         bytes.push(u8::try_from(label.len()).unwrap_or_default());
         bytes.extend(label.as_bytes());
     }

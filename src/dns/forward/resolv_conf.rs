@@ -1,31 +1,31 @@
-//! `resolv.conf`: which servers to ask, and which domains short names are looked for in.
+//! Reads `resolv.conf`: the DNS servers, and the search domains of short names.
 //!
-//! Read as the C library reads it, and more kindly: a line that makes no sense is reported and left
-//! out, the rest counts. Of repeated `search` and `domain` lines the last one counts. A server may
-//! have a port, written `[address]:port`. Source: resolv.conf(5), resolv.conf(5) of OpenBSD.
+//! Follows the C library, but is more lenient: an invalid line is reported and skipped. The last of
+//! several `search` and `domain` lines counts. A server may have a port, written `[address]:port`.
+//! Sources: resolv.conf(5), resolv.conf(5) of OpenBSD.
 
-use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::net::{Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::path::Path;
 
 use crate::problem::{Problem, codes};
 use crate::regular_file;
 
-/// No file of this kind is this large.
+/// Real files are much smaller.
 const MAX_BYTES: u64 = 64 * 1024;
 
 const PORT: u16 = 53;
 
-/// More are hardly meant, and each may cost a socket.
+/// More servers are hardly intended, and each may cost a socket.
 const MAX_SERVERS: usize = 16;
 
-/// What a file says.
+/// The content of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResolvConf {
     pub nameservers: Vec<SocketAddr>,
     pub search: Vec<String>,
-    /// Servers are to be asked over TCP only.
+    /// True if servers shall be queried over TCP only.
     pub use_tcp: bool,
-    /// Lines with a server that is none, or one too many.
+    /// Lines with an invalid server, or with one more than allowed.
     pub unusable: Vec<String>,
 }
 
@@ -37,22 +37,23 @@ impl ResolvConf {
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
 
-    /// Takes out the agent's `own` addresses. Returns the problems of the file at `path`, the worst last.
+    /// Removes the agent's `own` addresses from the servers. Returns the problems of the file at `path`,
+    /// the worst one last.
     pub fn without_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
+        let code = codes::DNS_RESOLVER_INVALID;
+        let invalid = |found: String| Problem::new(code, path.display(), found);
         let unusable = self.unusable.iter().map(|line| format!("{line:?}"));
-        let mut found: Vec<_> = unusable.collect();
-        let ours = self
-            .nameservers
-            .extract_if(.., |server| is_own(own, *server));
-        found.extend(ours.map(|server| format!("resolver {server} is this agent")));
-        let problem = |code, found| Problem::new(code, path.display(), found);
-        let invalid = found
-            .into_iter()
-            .map(|it| problem(codes::DNS_RESOLVER_INVALID, it));
-        let none = "names no resolver other than this agent".to_owned();
-        let missing = problem(codes::DNS_RESOLVER_MISSING, none);
-        let missing = self.nameservers.is_empty().then_some(missing);
-        invalid.chain(missing).collect()
+        let mut problems: Vec<_> = unusable.map(invalid).collect();
+        let servers = &mut self.nameservers;
+        let removed = servers.extract_if(.., |server| is_own(own, *server));
+        let loops = removed.map(|server| format!("resolver {server} is this agent"));
+        problems.extend(loops.map(invalid));
+        if self.nameservers.is_empty() {
+            let code = codes::DNS_RESOLVER_MISSING;
+            let found = "names no resolver other than this agent";
+            problems.push(Problem::new(code, path.display(), found));
+        }
+        problems
     }
 
     pub fn parse(text: &str) -> Self {
@@ -70,7 +71,7 @@ impl ResolvConf {
                 },
                 Some("search") => found.search = words.map(str::to_owned).collect(),
                 Some("domain") => found.search = words.take(1).map(str::to_owned).collect(),
-                // The others concern the clients.
+                // Other options are for the clients.
                 Some("options") => found.use_tcp |= words.any(|word| word == "use-vc"),
                 _ => {}
             }
@@ -79,43 +80,37 @@ impl ResolvConf {
     }
 }
 
-/// Whether a server is this agent, which answers at its `own` addresses. One at an unspecified address
-/// is this machine, where the agent may listen on all addresses.
+/// Returns whether a server is this agent, which listens on its `own` addresses. An unspecified address
+/// means this machine as a server, and all addresses as a listener.
 fn is_own(own: &[SocketAddr], server: SocketAddr) -> bool {
     let address = server.ip();
-    let is_here = address.is_loopback() || address.is_unspecified();
+    let is_local = address.is_loopback() || address.is_unspecified();
     own.iter().any(|own| {
         let is_same = own.ip() == address
-            || own.ip().is_unspecified() && is_here
+            || own.ip().is_unspecified() && is_local
             || own.ip().is_loopback() && address.is_unspecified();
         own.port() == server.port() && is_same
     })
 }
 
+/// Parses an address, perhaps with a port; one of IPv6 perhaps with the interface that leads to it.
 fn server(word: &str) -> Option<SocketAddr> {
-    if let Some((address, port)) = word.strip_prefix('[').and_then(|w| w.split_once("]:")) {
-        let port = port.parse().ok().filter(|port| *port != 0)?;
-        return with_port(address, port);
-    }
-    with_port(word, PORT)
+    let bracketed = word.strip_prefix('[').and_then(|w| w.split_once("]:"));
+    let (address, port) = match bracketed {
+        Some((address, port)) => (address, port.parse().ok().filter(|port| *port != 0)?),
+        None => (word, PORT),
+    };
+    let Some((address, interface)) = address.split_once('%') else {
+        return Some(SocketAddr::new(address.parse().ok()?, port));
+    };
+    let address: Ipv6Addr = address.parse().ok()?;
+    let scope = interface.parse().ok().or_else(|| find_index(interface))?;
+    Some(SocketAddrV6::new(address, port, 0, scope).into())
 }
 
-/// An address, of IPv6 perhaps with the interface it is reached by.
-fn with_port(address: &str, port: u16) -> Option<SocketAddr> {
-    if let Some((address, interface)) = address.split_once('%') {
-        let address: Ipv6Addr = address.parse().ok()?;
-        let scope = interface.parse().ok().or_else(|| index(interface))?;
-        return Some(SocketAddrV6::new(address, port, 0, scope).into());
-    }
-    let address: IpAddr = address.parse().ok()?;
-    Some(SocketAddr::new(address, port))
-}
-
-fn index(interface: &str) -> Option<u32> {
-    let all = if_addrs::get_if_addrs().ok()?;
-    all.into_iter()
-        .find(|found| found.name == interface)
-        .and_then(|found| found.index)
+fn find_index(name: &str) -> Option<u32> {
+    let mut interfaces = if_addrs::get_if_addrs().ok()?.into_iter();
+    interfaces.find(|interface| interface.name == name)?.index
 }
 
 #[cfg(test)]

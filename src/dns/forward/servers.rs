@@ -1,8 +1,8 @@
-//! The servers in force, those of `resolv.conf` as it is now, and the order to ask them in.
+//! Follows the servers of `resolv.conf`, and chooses the order in which they are queried.
 //!
 //! The file is read when a query needs it, at most once a second, so an idle agent never wakes up for
-//! it. The last usable servers stay in force while the file is missing or names none: a writer may be
-//! half way through. Our own addresses are left out, or we would ask ourselves.
+//! it. The last usable servers stay in use while the file is missing or lists none, because a writer may
+//! not be finished. The agent's own addresses are left out: they would cause a forwarding loop.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -19,16 +19,16 @@ use crate::problem::Problem;
 
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
-/// Unanswered queries that make a server a failing one: single packets get lost.
+/// Consecutive unanswered queries that make a server a failing one. Single packets get lost.
 const MISSES: u32 = 3;
 
-/// How long a failing server is asked last.
+/// Time in which a failing server is queried last.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// How long one query may try a failing server on behalf of all.
+/// Time in which one query alone tests a failing server.
 const PROBE: Duration = Duration::from_secs(1);
 
-/// Servers that follow the file.
+/// The servers of a file that may change.
 #[derive(Debug)]
 pub(super) struct Servers {
     path: PathBuf,
@@ -39,9 +39,9 @@ pub(super) struct Servers {
 #[derive(Debug, Default)]
 struct State {
     read_at: Option<Instant>,
-    /// What the file said last, or why it could not be read.
+    /// The content of the file when it was read last, or why it could not be read.
     found: Option<Result<ResolvConf, Problem>>,
-    /// What is in force, with usable servers only.
+    /// The content in use, which has only usable servers.
     usable: Arc<ResolvConf>,
 }
 
@@ -60,14 +60,14 @@ impl Servers {
             let found = ResolvConf::read(&self.path);
             if state.found.as_ref() != Some(&found) {
                 state.found = Some(found.clone());
-                self.take(&mut state, found);
+                self.apply(&mut state, found);
             }
         }
         state.usable.clone()
     }
 
-    /// Takes what was found. The last servers stay in force if there are no new ones.
-    fn take(&self, state: &mut State, found: Result<ResolvConf, Problem>) {
+    /// Uses the servers that were found. If there are none, the last ones stay in use.
+    fn apply(&self, state: &mut State, found: Result<ResolvConf, Problem>) {
         let mut found = found.unwrap_or_else(|problem| {
             tracing::warn!(target: "dns", "{problem}");
             ResolvConf::default()
@@ -86,23 +86,23 @@ impl Servers {
     }
 }
 
-/// Which servers answer.
+/// Records which servers answer.
 ///
-/// Servers are asked in random order. One that leaves several queries in a row unanswered is asked last
-/// for a while; then one query tries it again, and the first answer ends it. No server is left out: when
-/// all fail, all are tried.
+/// Servers are queried in random order. A server that leaves several consecutive queries unanswered is
+/// queried last for a while; then a single query tests it. Its first answer makes it a usual one again.
+/// No server is left out, so if all are failing, all are tried.
 #[derive(Debug, Default)]
 pub(super) struct Health(Mutex<HashMap<SocketAddr, Failing>>);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Failing {
     misses: u32,
-    /// Asked last until then.
+    /// Queried last until then.
     until: Option<Instant>,
 }
 
 impl Health {
-    /// The order in which to ask.
+    /// Returns the servers in the order in which they should be queried.
     pub(super) fn order(&self, servers: &[SocketAddr], now: Instant) -> Vec<SocketAddr> {
         let mut failing = self.0.lock();
         failing.retain(|server, _| servers.contains(server));
@@ -120,15 +120,15 @@ impl Health {
         order
     }
 
-    pub(super) fn answered(&self, server: SocketAddr) {
-        let was = self.0.lock().remove(&server);
-        if was.is_some_and(|was| was.until.is_some()) {
+    pub(super) fn record_answer(&self, server: SocketAddr) {
+        let failing = self.0.lock().remove(&server);
+        if failing.is_some_and(|failing| failing.until.is_some()) {
             tracing::info!(target: "dns", "DNS server {server} answers again");
         }
     }
 
-    /// A query was not answered, or not in time.
-    pub(super) fn missed(&self, server: SocketAddr, now: Instant) {
+    /// Records that a query failed or was not answered in time.
+    pub(super) fn record_miss(&self, server: SocketAddr, now: Instant) {
         let mut failing = self.0.lock();
         let state = failing.entry(server).or_default();
         state.misses = state.misses.saturating_add(1);
@@ -150,8 +150,8 @@ mod tests {
         ["127.0.0.1:1", "127.0.0.1:2"].map(|text| text.parse().expect("an address"))
     }
 
-    /// How often the first of two servers is asked first, of a hundred times.
-    fn is_first(health: &Health, now: Instant) -> usize {
+    /// Counts how often the first of two servers is queried first, in a hundred queries.
+    fn count_first(health: &Health, now: Instant) -> usize {
         let all = servers();
         (0..100)
             .filter(|_| health.order(&all, now)[0] == all[0])
@@ -160,7 +160,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn servers_that_answer_share_the_queries() {
-        let share = is_first(&Health::default(), Instant::now());
+        let share = count_first(&Health::default(), Instant::now());
         assert!((20..80).contains(&share), "{share}");
     }
 
@@ -170,16 +170,16 @@ mod tests {
         let now = Instant::now();
         let health = Health::default();
         for _ in 1..MISSES {
-            health.missed(server, now);
-            assert!(is_first(&health, now) > 0);
+            health.record_miss(server, now);
+            assert!(count_first(&health, now) > 0);
         }
-        health.missed(server, now);
-        assert_eq!(is_first(&health, now), 0);
-        health.answered(server);
-        assert!(is_first(&health, now) > 0);
+        health.record_miss(server, now);
+        assert_eq!(count_first(&health, now), 0);
+        health.record_answer(server);
+        assert!(count_first(&health, now) > 0);
         for _ in 0..MISSES {
-            health.missed(server, now);
-            health.missed(other, now);
+            health.record_miss(server, now);
+            health.record_miss(other, now);
         }
         assert_eq!(health.order(&servers(), now).len(), 2);
     }
@@ -190,13 +190,13 @@ mod tests {
         let mut now = Instant::now();
         let health = Health::default();
         for _ in 1..MISSES {
-            health.missed(server, now);
+            health.record_miss(server, now);
         }
         for round in 0..5 {
-            health.missed(server, now);
+            health.record_miss(server, now);
             now += PAUSE;
-            assert_eq!(is_first(&health, now - Duration::from_millis(1)), 0);
-            assert_eq!(is_first(&health, now), 1, "in round {round}");
+            assert_eq!(count_first(&health, now - Duration::from_millis(1)), 0);
+            assert_eq!(count_first(&health, now), 1, "in round {round}");
         }
     }
 
@@ -205,7 +205,7 @@ mod tests {
         let [server, other] = servers();
         let now = Instant::now();
         let health = Health::default();
-        health.missed(server, now);
+        health.record_miss(server, now);
         health.order(&[other], now);
         assert!(health.0.lock().is_empty());
     }

@@ -1,13 +1,13 @@
-//! One query, put to servers until one of them answers it.
+//! Sends a query to servers until one of them answers it.
 //!
-//! A query that is not answered soon is sent again, to the next server or, when there is none, to the
-//! same: after 300 ms in the first round, after twice that in each further one. With one server and
-//! 5 s that makes five tries; where 5 % of packets are lost each way, all of them fail once in a
-//! hundred thousand. Earlier tries stay open, so a slow server can still answer.
+//! A query that is not answered soon is sent again, to the next server or, if there is no other, to the
+//! same one: after 300 ms in the first round, after twice the time in each further round. One server and
+//! a timeout of 5 s give five attempts; if 5 % of packets are lost each way, all of them fail once in a
+//! hundred thousand times. Earlier attempts stay open, so a slow server can still answer.
 //!
-//! Each try has a socket, a port and an id of its own, and takes only a reply with that id and our
-//! question from the server it asked; anything else is ignored. A server's SERVFAIL, NOTIMP
-//! or REFUSED is not the last word while there are others.
+//! Each attempt has its own socket, port and id, and accepts only a reply from its server with that id
+//! and the same question; anything else is ignored. SERVFAIL, NOTIMP or REFUSED from one server is not
+//! final while others are left.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
@@ -24,7 +24,7 @@ use tokio::time::{Instant, sleep_until};
 use super::in_flight::SharedQuery;
 use super::message::{Query, Reply};
 use super::servers::Health;
-use crate::clock::{after, later};
+use crate::clock::after;
 use crate::dns::metrics::ForwardMetrics as Metrics;
 use crate::dns::wire::{self, NOTIMP, REFUSED, SERVFAIL};
 use crate::dns::{Transport, any_port};
@@ -32,19 +32,19 @@ use crate::duration::scaled;
 
 const FIRST_WAIT: Duration = Duration::from_millis(300);
 
-/// How often one server is sent one query.
+/// Attempts to send one query to one server.
 const ROUNDS: u32 = 5;
 
-/// How long other servers may take once one has said it cannot answer.
+/// Time limit of the other servers after one has refused to answer.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Sockets open at one time for all queries, unless the process may have fewer.
+/// Most sockets for all queries at the same time. A low limit of open files lowers it.
 const MAX_SOCKETS: usize = 2048;
 
-/// No datagram is longer.
+/// Upper limit of a datagram's length.
 const MAX_DATAGRAM: usize = 65_535;
 
-/// Asks servers, and remembers which of them answer.
+/// Sends queries to servers, and remembers which servers answer.
 #[derive(Debug)]
 pub(super) struct Upstream {
     health: Health,
@@ -55,16 +55,16 @@ pub(super) struct Upstream {
     metrics: Metrics,
 }
 
-/// One query under way.
+/// A running query.
 struct UpstreamQuery<'a> {
     upstream: &'a Upstream,
     query: &'a Query,
     shared: &'a SharedQuery,
     transport: Transport,
-    /// Servers still to be asked, with how often they have been.
+    /// Servers to be tried next, each with the number of its attempts so far.
     rotation: VecDeque<(SocketAddr, u32)>,
     attempts: Vec<Attempt<'a>>,
-    /// An error a server answered with, for when no other answers.
+    /// A server's error reply, which is returned if no other server answers.
     refusal: Option<Reply>,
     next_send: Instant,
     deadline: Instant,
@@ -77,7 +77,7 @@ struct Attempt<'a> {
 }
 
 impl Upstream {
-    /// All servers are asked at once if `is_parallel`. `timeout` is that of a query.
+    /// Sends each query to all servers at once if `is_parallel`. `timeout` is the time limit of a query.
     pub(super) fn new(is_parallel: bool, timeout: Duration, metrics: Metrics) -> Self {
         let max_sockets = max_sockets();
         Self {
@@ -90,18 +90,18 @@ impl Upstream {
         }
     }
 
-    /// The reply of a server; `None` when none answers in time.
+    /// Returns the reply of a server, or `None` if no server answers before `deadline`.
     pub(super) async fn ask(
         &self,
         query: &Query,
         shared: &SharedQuery,
         servers: &[SocketAddr],
         transport: Transport,
-        timeout: Duration,
+        deadline: Instant,
     ) -> Option<Reply> {
         let now = Instant::now();
         let order = self.health.order(servers, now);
-        let mut asking = UpstreamQuery {
+        let mut running = UpstreamQuery {
             upstream: self,
             query,
             shared,
@@ -110,9 +110,9 @@ impl Upstream {
             attempts: Vec::new(),
             refusal: None,
             next_send: now,
-            deadline: later(now, timeout),
+            deadline,
         };
-        asking.run().await.or(asking.refusal)
+        running.run().await.or(running.refusal)
     }
 
     /// Sends the query and waits for the reply.
@@ -123,9 +123,9 @@ impl Upstream {
         server: SocketAddr,
         transport: Transport,
     ) -> io::Result<Reply> {
-        let mut id = [0; 2];
-        aws_lc_rs::rand::fill(&mut id).map_err(io::Error::other)?;
-        let id = u16::from_be_bytes(id);
+        let mut random = [0; 2];
+        aws_lc_rs::rand::fill(&mut random).map_err(io::Error::other)?;
+        let id = u16::from_be_bytes(random);
         let message = query.message(id);
         match transport {
             Transport::Udp => {
@@ -133,15 +133,14 @@ impl Upstream {
                 socket.connect(server).await?;
                 shared.sent_as(id, message.len());
                 socket.send(&message).await?;
-                // Some servers send more than they were asked to. Memory that is not written to costs
-                // nothing.
-                let mut reply = Vec::with_capacity(MAX_DATAGRAM);
+                // Some servers send more than the query allows. Unused capacity costs no memory.
+                let mut datagram = Vec::with_capacity(MAX_DATAGRAM);
                 loop {
-                    reply.clear();
-                    let (_, from) = socket.recv_buf_from(&mut reply).await?;
-                    // Until it was connected, the socket took from any address.
+                    datagram.clear();
+                    let (_, from) = socket.recv_buf_from(&mut datagram).await?;
+                    // Before it was connected, the socket received from any address.
                     let is_from_server = from.ip() == server.ip() && from.port() == server.port();
-                    if let Some(reply) = Reply::read(&reply, id, query)
+                    if let Some(reply) = Reply::read(&datagram, id, query)
                         && is_from_server
                     {
                         return Ok(reply);
@@ -154,8 +153,8 @@ impl Upstream {
                 let length = u16::try_from(message.len()).map_err(io::Error::other)?;
                 let framed = [&length.to_be_bytes(), message.as_slice()].concat();
                 stream.write_all(&framed).await?;
-                let reply = wire::read_framed(&mut stream).await?;
-                let reply = Reply::read(&reply, id, query);
+                let received = wire::read_framed(&mut stream).await?;
+                let reply = Reply::read(&received, id, query);
                 reply.ok_or_else(|| io::Error::other("the reply over TCP is to another query"))
             }
         }
@@ -172,7 +171,7 @@ impl UpstreamQuery<'_> {
                 biased;
                 (result, index, _) = async { select_all(replies).await }, if is_waiting => {
                     let server = self.attempts.swap_remove(index).server;
-                    if let Some(reply) = self.judge(server, result) {
+                    if let Some(reply) = self.evaluate(server, result) {
                         self.record_timeouts(Some(server));
                         return Some(reply);
                     }
@@ -187,15 +186,16 @@ impl UpstreamQuery<'_> {
         None
     }
 
-    /// Asks the next server, or all.
+    /// Sends the query to the next server, or to all.
     fn send(&mut self) {
         let upstream = self.upstream;
-        let count = match upstream.is_parallel {
-            true => self.rotation.len(),
-            false => 1,
+        let count = if upstream.is_parallel {
+            self.rotation.len()
+        } else {
+            1
         };
         for (server, round) in self.rotation.drain(..count).collect::<Vec<_>>() {
-            // Under load, first tries come first.
+            // Under load, first attempts take precedence.
             let may_send =
                 round == 0 || upstream.sockets.available_permits() >= upstream.max_sockets / 2;
             if may_send && let Ok(permit) = upstream.sockets.try_acquire() {
@@ -212,7 +212,7 @@ impl UpstreamQuery<'_> {
                     }),
                 });
             }
-            // The kernel repeats what TCP loses.
+            // The kernel retransmits lost TCP segments.
             if self.transport == Transport::Udp && round + 1 < ROUNDS {
                 self.rotation.push_back((server, round + 1));
             }
@@ -220,11 +220,11 @@ impl UpstreamQuery<'_> {
         }
     }
 
-    /// The reply, if it ends the query.
-    fn judge(&mut self, server: SocketAddr, result: io::Result<Reply>) -> Option<Reply> {
+    /// Returns the reply if it ends the query.
+    fn evaluate(&mut self, server: SocketAddr, result: io::Result<Reply>) -> Option<Reply> {
         match result {
             Ok(reply) => {
-                self.upstream.health.answered(server);
+                self.upstream.health.record_answer(server);
                 let rcode = reply.rcode();
                 if ![SERVFAIL, NOTIMP, REFUSED].contains(&rcode) {
                     return Some(reply);
@@ -235,10 +235,10 @@ impl UpstreamQuery<'_> {
             }
             Err(error) => {
                 tracing::debug!(target: "dns", "upstream failure: {server}: {error}");
-                self.upstream.health.missed(server, Instant::now());
+                self.upstream.health.record_miss(server, Instant::now());
             }
         }
-        // Its other tries will not say anything else.
+        // Its other attempts will not give another result.
         self.attempts.retain(|attempt| attempt.server != server);
         self.rotation.retain(|(other, _)| *other != server);
         self.next_send = Instant::now();
@@ -253,12 +253,12 @@ impl UpstreamQuery<'_> {
             now.duration_since(attempt.started) >= first_wait && Some(attempt.server) != answered
         });
         for server in late.map(|attempt| attempt.server).collect::<BTreeSet<_>>() {
-            self.upstream.health.missed(server, now);
+            self.upstream.health.record_miss(server, now);
         }
     }
 }
 
-/// How many sockets may be open. The rest of the agent needs some, too.
+/// Returns the number of sockets that may be open. The rest of the agent needs descriptors, too.
 fn max_sockets() -> usize {
     let limit = getrlimit(Resource::Nofile).current;
     let quarter = limit.and_then(|limit| usize::try_from(limit / 4).ok());

@@ -1,22 +1,22 @@
 //! Reads an encoded `NameTable` of NDS in place: its fields, and the hosts they describe.
 //!
-//! A table of 100,000 hosts is decoded neither when it comes nor when it is looked into: a host costs
-//! little more than its bytes in the message.
+//! A table of 100,000 hosts is decoded neither when it is received nor for lookups, so a host costs
+//! little more memory than its bytes in the message.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use prost::encoding::{WireType, decode_key, decode_varint};
 use smallvec::SmallVec;
 
-/// The number of the map in `NameTable`.
+/// Field number of the map in `NameTable`.
 pub(super) const TABLE: u32 = 1;
-/// The number of `name_info`: with it, a `NameTable` is a change of one host (delta NDS).
+/// Field number of `name_info`: with it, a `NameTable` is a change of one host (delta NDS).
 pub(super) const NAME_INFO: u32 = 2;
-/// Numbers in `NameInfo`.
+/// Field numbers in `NameInfo`.
 const IPS: u32 = 1;
 pub(super) const ALT_HOSTS: u32 = 5;
 
-/// Why bytes are not a name table.
+/// The error that bytes are not a name table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     #[error("byte {0} begins no whole protobuf field")]
@@ -39,7 +39,7 @@ pub(super) struct Field<'a> {
     value_at: usize,
 }
 
-/// The length-delimited fields of a message that begins at byte `at` of the table. Others are skipped.
+/// Iterates over the length-delimited fields of a message that begins at byte `at` of the table.
 pub(super) fn fields(
     mut message: &[u8],
     mut at: usize,
@@ -65,7 +65,7 @@ pub(super) fn fields(
     })
 }
 
-/// Takes one field off the message: its number, and its content if it is length-delimited.
+/// Splits the first field off the message: its number, and its content if it is length-delimited.
 fn read_field<'a>(message: &mut &'a [u8]) -> Option<(u32, Option<&'a [u8]>)> {
     let (number, wire_type) = decode_key(message).ok()?;
     let length = match wire_type {
@@ -82,7 +82,7 @@ fn read_field<'a>(message: &mut &'a [u8]) -> Option<(u32, Option<&'a [u8]>)> {
 }
 
 impl<'a> Field<'a> {
-    /// The field at this offset of a table that was checked.
+    /// Returns the field at this offset of a table that has been checked.
     pub(super) fn at(table: &'a [u8], at: u32) -> Option<Self> {
         let rest = table.get(at as usize..)?;
         fields(rest, at as usize).next()?.ok()
@@ -98,12 +98,12 @@ impl<'a> Field<'a> {
     }
 }
 
-/// A host and its `NameInfo`. Texts are UTF-8, which is checked once.
+/// A host and its `NameInfo`. Its texts are UTF-8, which is checked when a table is built.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Host<'a> {
     /// Offset of its field in the table, which identifies it.
     pub(super) at: u32,
-    /// As istiod wrote it, perhaps with a dot at its end.
+    /// The name from istiod, perhaps with a dot at its end.
     pub(super) name: &'a [u8],
     pub(super) registry: &'a [u8],
     pub(super) short_name: &'a [u8],
@@ -115,13 +115,13 @@ pub(super) struct Host<'a> {
 pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
 
 impl<'a> Host<'a> {
-    /// Reads the pair of the map that `field` holds, with a check of its texts.
+    /// Reads the map entry in `field`, and applies `check` to its texts.
     pub(super) fn parse(
         field: &Field<'a>,
         check: impl Fn(&Field<'a>) -> Result<(), Malformed>,
     ) -> Result<Self, Malformed> {
         let mut host = Self {
-            // A table has less bytes than four bytes count.
+            // Offsets in a table are less than `u32::MAX`.
             at: field.at as u32,
             ..Self::default()
         };
@@ -138,7 +138,7 @@ impl<'a> Host<'a> {
         }
         for part in host.info.iter().flat_map(Field::fields) {
             let part = part?;
-            // What a later istiod adds need not be text.
+            // Fields of a newer istiod may not be text.
             if (IPS..=ALT_HOSTS).contains(&part.number) {
                 check(&part)?;
             }
@@ -152,7 +152,7 @@ impl<'a> Host<'a> {
         Ok(host)
     }
 
-    /// The host whose field is at this offset of a table that was checked.
+    /// Returns the host whose field is at this offset of a table that has been checked.
     pub(super) fn at(table: &'a [u8], at: u32) -> Self {
         let host = Field::at(table, at).and_then(|field| Self::parse(&field, |_| Ok(())).ok());
         host.unwrap_or_default()
@@ -167,14 +167,14 @@ impl<'a> Host<'a> {
         self.parts(ALT_HOSTS).map(|host| host.value)
     }
 
-    /// The fields of its `NameInfo` with this number.
+    /// Iterates over the fields of its `NameInfo` with this number.
     pub(super) fn parts(&self, number: u32) -> impl Iterator<Item = Field<'a>> + use<'a> {
-        let parts = self.info.into_iter().flat_map(|info| info.fields());
-        let parts = parts.map_while(Result::ok);
+        let fields = self.info.into_iter().flat_map(|info| info.fields());
+        let parts = fields.map_while(Result::ok);
         parts.filter(move |part| part.number == number)
     }
 
-    /// Its addresses; what is no address is left out. An IPv4 address written as IPv6 is one of IPv6.
+    /// Parses its addresses, except for invalid ones. An IPv4-mapped IPv6 address counts as IPv6.
     pub(super) fn addresses(&self) -> Addresses {
         let mut addresses = Addresses::default();
         for ip in self.ips() {
@@ -187,9 +187,9 @@ impl<'a> Host<'a> {
         addresses
     }
 
-    /// Whether clients can ask for it. The absolute name of a Kubernetes host that ends in a dot would
-    /// end in two.
-    pub(super) fn can_be_asked_for(&self) -> bool {
+    /// Returns whether clients can query its name. A Kubernetes host that ends in a dot cannot be queried:
+    /// its absolute name would end in two dots.
+    pub(super) fn is_queryable(&self) -> bool {
         let is_absolute = self.is_kubernetes() && self.name.ends_with(b".");
         !without_dot(self.name).is_empty() && !is_absolute
     }
@@ -203,7 +203,7 @@ impl<'a> Host<'a> {
     }
 }
 
-/// A host without the dot it may end in.
+/// Removes the dot that a host may end in.
 pub(super) fn without_dot(host: &[u8]) -> &[u8] {
     host.strip_suffix(b".").unwrap_or(host)
 }

@@ -1,5 +1,5 @@
-//! The name table as `/debug/ndsz` shows it: what istiod sent, in protobuf's JSON, and the short forms
-//! made of it. Names with a search domain appended are left out, as in pilot-agent.
+//! Renders the name table for `/debug/ndsz`: istiod's hosts in protobuf's JSON, and their short forms.
+//! Names with a search domain appended are left out, as in pilot-agent.
 
 use std::collections::HashSet;
 
@@ -9,41 +9,34 @@ use super::NameTable;
 use super::host::{Host, without_dot};
 
 impl NameTable {
-    /// All of the table, written host by host: a tree of the whole takes ten times the memory.
+    /// Renders the table host by host: a JSON tree of it would take ten times the memory.
     pub fn to_json(&self) -> String {
+        let hosts = self.all().map(|host| (text(host.name), info(&host)));
+        let forms = self.all().flat_map(|host| self.forms(&host));
+        let resolved_forms = forms.filter_map(|form| {
+            let resolved = self.addresses(form.as_bytes())?;
+            let v4 = resolved.v4.iter().map(ToString::to_string);
+            let v6 = resolved.v6.iter().map(ToString::to_string);
+            let ips: Vec<_> = v4.chain(v6).collect();
+            let info = json!({ "ips": ips, "registry": "Kubernetes" });
+            Some((format!("{form}."), info))
+        });
         let (mut page, mut written) = (r#"{"table":{"#.to_owned(), HashSet::new());
-        let mut write = |name: String, info: Value| {
-            if written.contains(&name) {
-                return;
-            }
-            let separator = if written.is_empty() { "" } else { "," };
-            let key = Value::from(name.as_str());
-            page.push_str(&format!("{separator}{key}:{info}"));
-            written.insert(name);
-        };
-        for host in self.all() {
-            write(text(host.name), info(&host));
-        }
-        for host in self.all() {
-            for form in self.forms(&host) {
-                if let Some(found) = self.addresses(form.as_bytes()) {
-                    let v4 = found.v4.iter().map(ToString::to_string);
-                    let ips: Vec<_> = v4.chain(found.v6.iter().map(ToString::to_string)).collect();
-                    write(
-                        format!("{form}."),
-                        json!({ "ips": ips, "registry": "Kubernetes" }),
-                    );
-                }
+        for (name, info) in hosts.chain(resolved_forms) {
+            if !written.contains(&name) {
+                let separator = if written.is_empty() { "" } else { "," };
+                let key = Value::from(name.as_str());
+                page += &format!("{separator}{key}:{info}");
+                written.insert(name);
             }
         }
         if written.is_empty() {
             return "{}".to_owned();
         }
-        page.push_str("}}");
-        page
+        page + "}}"
     }
 
-    /// The names of a host, lower case, without a dot at their end.
+    /// Returns the names of a host, lower case, without a dot at their end.
     fn forms(&self, host: &Host<'_>) -> Vec<String> {
         let mut forms = vec![lower(without_dot(host.name))];
         if self.has_short_forms(host) {
@@ -68,18 +61,18 @@ fn lower(bytes: &[u8]) -> String {
     text(bytes).to_ascii_lowercase()
 }
 
-/// A `NameInfo`, without members that are empty.
+/// Converts a `NameInfo` to JSON, without empty members.
 fn info(host: &Host<'_>) -> Value {
-    let members = [
+    let members: [(&str, Value); 5] = [
         ("ips", host.ips().collect()),
         ("registry", text(host.registry).into()),
         ("shortname", text(host.short_name).into()),
         ("namespace", text(host.namespace).into()),
         ("altHosts", host.alt_hosts().map(text).collect()),
     ];
-    let is_filled = |(_, value): &(&str, Value)| *value != json!("") && *value != json!([]);
-    let filled = members.into_iter().filter(is_filled);
-    filled
+    members
+        .into_iter()
+        .filter(|(_, value)| *value != json!("") && *value != json!([]))
         .map(|(name, value)| (name.to_owned(), value))
         .collect()
 }

@@ -1,12 +1,13 @@
-//! The names istiod sends by NDS: an index over the encoded `NameTable`.
+//! Indexes the names that istiod sends by NDS, over the encoded `NameTable`.
 //!
 //! Each host is entered under its name, as `shortname.namespace`, as `shortname` if it is in the pod's
 //! namespace, and under its `alt_hosts`. Names with the first label of the domain and names with the
-//! search domain appended are found by rule: the ending is cut off and the rest looked up.
+//! search domain appended are not entered: the ending is cut off and the rest is looked up.
 //!
-//! Where several hosts have one name, the host of that name comes first, then short forms, longer ones
-//! first, then `alt_hosts`, and among equals the host that sorts first; each address family is taken
-//! from the first host that has any of it. Names are text here, lower case, without a dot at their end.
+//! If several hosts share a name, the host of that name precedes short forms, longer forms precede
+//! shorter ones, and `alt_hosts` come last; among equals the host that sorts first precedes. The addresses
+//! of each family are those of the first host that has any. Names are text, lower case, without a dot at
+//! their end.
 
 mod host;
 mod json;
@@ -21,39 +22,39 @@ use super::search_domains::SearchDomains;
 pub use host::Malformed;
 use host::{ALT_HOSTS, Field, Host, NAME_INFO, TABLE, fields, without_dot};
 
-/// Longest name there is, as text.
+/// Longest name of DNS, as text.
 pub(super) const MAX_NAME: usize = 254;
 
-/// Most bytes of a table: a [`Reference`] has 30 bits for a place in it.
+/// Most bytes of a table: a [`Reference`] has 30 bits for an offset.
 const MAX_TABLE: usize = 1 << 30;
 
-/// Hosts that count for one name, the first ones. Without a limit, a table in which all hosts share
-/// a name would take time with the square of their number.
-const MAX_OF_ONE_NAME: usize = 8;
+/// Hosts that are entered under one name: the first ones. Without a limit, a table in which all hosts
+/// share a name would take quadratic time.
+const MAX_HOSTS_PER_NAME: usize = 8;
 
-/// A name table with its index. It never changes.
+/// An immutable name table with its index.
 #[derive(Debug)]
 pub struct NameTable {
     /// The encoded `NameTable`.
     encoded: Box<[u8]>,
     domains: SearchDomains,
-    /// By the hash of their names.
+    /// The entered names, by their hash.
     names: HashTable<Reference>,
-    /// Keyed at random, so that service names cannot be chosen to collide.
+    /// Keyed at random, so that nobody can choose service names that collide.
     hasher: RandomState,
     alt_hosts: Vec<AltHost>,
     hosts: usize,
     has_wildcards: bool,
 }
 
-/// What the table knows of a name.
+/// The addresses of a name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct ResolvedName {
     pub v4: SmallVec<[Ipv4Addr; 4]>,
     pub v6: SmallVec<[Ipv6Addr; 4]>,
-    /// The offset of the host that comes first.
+    /// The offset of the first host of that name.
     host: u32,
-    /// Where in the name the target of its CNAME ends, if it has one.
+    /// The end of the CNAME's target in the name, if there is a CNAME.
     pub target_end: Option<usize>,
 }
 
@@ -64,7 +65,7 @@ struct AltHost {
     host: u32,
 }
 
-/// Which of its names a host is entered under. The order is that of precedence.
+/// The kinds of names that a host is entered under, in order of precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Host,
@@ -75,11 +76,11 @@ enum Kind {
     AltHost,
 }
 
-/// One name of one host: its kind, and the offset of the host's field or the number of the alt host.
+/// One name of one host: its kind, and the offset of the host's field or the index of the alt host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reference(u32);
 
-/// A name as parts of the message.
+/// A name as one or two slices of the message, with a dot between two.
 #[derive(Clone, Copy, Debug)]
 struct Name<'a>(&'a [u8], Option<&'a [u8]>);
 
@@ -90,7 +91,7 @@ impl NameTable {
             return Err(Malformed::TooLarge(encoded.len()));
         }
         let mut table = Self {
-            // A copy of just this size: the message it came in is freed.
+            // A copy, so that the larger response that contains it is freed.
             encoded: encoded.into(),
             domains,
             names: HashTable::new(),
@@ -106,7 +107,7 @@ impl NameTable {
             match field.number {
                 TABLE => {}
                 NAME_INFO => return Err(Malformed::Delta),
-                // A later istiod may add more.
+                // A newer istiod may send other fields.
                 _ => continue,
             }
             let host = Host::parse(&field, Field::check_text)?;
@@ -123,9 +124,9 @@ impl NameTable {
             table.enter(&mut names, host);
         }
         for other in others {
-            let (host, _) = table.resolve(other);
-            // A host that comes again counts as it came last.
-            if table.is_entered(&names, Reference::new(Kind::Host, host.at)) {
+            let host = Reference::new(Kind::Host, table.resolve(other).0.at);
+            // The last of several fields with the same host replaces the others.
+            if names.find(table.hash(host), |name| *name == host).is_some() {
                 table.enter(&mut names, other);
             }
         }
@@ -133,109 +134,103 @@ impl NameTable {
         Ok(table)
     }
 
-    /// What is known of a name, itself or by a wildcard; the longest wildcard wins.
-    pub fn find(&self, name: &[u8]) -> Option<Found> {
+    /// Resolves a name, by itself or by the longest wildcard that matches.
+    pub fn find(&self, name: &[u8]) -> Option<ResolvedName> {
         if name.is_empty() || name.len() > MAX_NAME {
             return None;
         }
-        if let Some(found) = self.exact(name) {
-            return Some(found);
-        }
+        self.find_exact(name).or_else(|| self.find_wildcard(name))
+    }
+
+    fn find_wildcard(&self, name: &[u8]) -> Option<ResolvedName> {
         if !self.has_wildcards {
             return None;
         }
         let mut buffer = [0; MAX_NAME + 2];
-        let buffer = &mut buffer[..name.len() + 2];
-        buffer[2..].copy_from_slice(name);
-        for at in (1..name.len()).filter(|at| name[at - 1] == b'.') {
-            // Over the labels that have been tried.
-            buffer[at..at + 2].copy_from_slice(b"*.");
-            if let Some(found) = self.exact(&buffer[at..]) {
-                return Some(found);
-            }
-        }
-        None
+        let wildcard = &mut buffer[..name.len() + 2];
+        wildcard[2..].copy_from_slice(name);
+        let mut labels = (1..name.len()).filter(|at| name[at - 1] == b'.');
+        labels.find_map(|at| {
+            // Overwrites labels that have been tried.
+            wildcard[at..at + 2].copy_from_slice(b"*.");
+            self.find_exact(&wildcard[at..])
+        })
     }
 
-    /// The host that a name leads to, as istiod wrote it, without a dot at its end.
+    /// Returns the host that a name resolves to, as istiod wrote it, without a dot at its end.
     pub fn host_of(&self, name: &[u8]) -> Option<String> {
         let host = Host::at(&self.encoded, self.find(name)?.host);
         Some(String::from_utf8_lossy(without_dot(host.name)).into_owned())
     }
 
-    /// How many hosts there are.
+    /// Returns the number of hosts.
     pub fn hosts(&self) -> usize {
         self.hosts
     }
 
-    fn exact(&self, name: &[u8]) -> Option<Found> {
+    /// Resolves a name without wildcards. With a search domain, it is an alias of the name before that,
+    /// unless a host has it.
+    fn find_exact(&self, name: &[u8]) -> Option<ResolvedName> {
         if let Some(base) = self.domains.before_search(name) {
             let has_name = |host| self.hosts_of(name).any(|(_, other)| other.at == host);
             let expands = |host: &Host<'_>| host.has_addresses() && !has_name(host.at);
             if self.hosts_of(base).any(|(_, host)| expands(&host)) {
-                let found = self.addresses(base)?;
-                // Clients refuse a name with a star as a target.
-                let target_end = (!base.contains(&b'*')).then_some(base.len());
-                return Some(Found {
-                    target_end,
-                    ..found
-                });
+                let mut resolved = self.addresses(base)?;
+                // Clients refuse a target with a star.
+                resolved.target_end = (!base.contains(&b'*')).then_some(base.len());
+                return Some(resolved);
             }
         }
         self.addresses(name)
     }
 
-    /// The addresses of a name, each family from the first host that has some.
-    fn addresses(&self, name: &[u8]) -> Option<Found> {
+    /// Returns the addresses of a name, each family from the first host that has any.
+    fn addresses(&self, name: &[u8]) -> Option<ResolvedName> {
         let mut hosts: SmallVec<[_; 2]> = self.hosts_of(name).collect();
         hosts.sort_unstable_by_key(|(rank, host)| (*rank, host.name));
-        let mut found = Found {
-            host: hosts.first().map_or(0, |(_, host)| host.at),
-            ..Found::default()
-        };
-        for (_, host) in &hosts {
+        let mut resolved = ResolvedName::default();
+        // In reverse, so that earlier hosts overwrite later ones.
+        for (_, host) in hosts.iter().rev() {
             let (v4, v6) = host.addresses();
-            if found.v4.is_empty() {
-                found.v4 = v4;
+            resolved.host = host.at;
+            if !v4.is_empty() {
+                resolved.v4 = v4;
             }
-            if found.v6.is_empty() {
-                found.v6 = v6;
+            if !v6.is_empty() {
+                resolved.v6 = v6;
             }
         }
-        (!found.v4.is_empty() || !found.v6.is_empty()).then_some(found)
+        (!resolved.v4.is_empty() || !resolved.v6.is_empty()).then_some(resolved)
     }
 
-    /// The hosts of this name, each with its rank.
-    fn hosts_of<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = (u8, Host<'a>)> {
-        let of_itself = self.entered(name).map(|(kind, host)| match kind {
-            Kind::Host => (0, host),
-            Kind::Alias => (2, host),
-            Kind::Short => (3, host),
-            Kind::AltHost => (4, host),
-        });
+    /// Returns the hosts of this name, each with its rank. A short form with the first label of the domain
+    /// is longer than the alias, so it precedes that: false sorts before true.
+    fn hosts_of<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = ((Kind, bool), Host<'a>)> {
+        let exact = self.entered(name).map(|(kind, host)| ((kind, true), host));
         let base = self.domains.before_first_label(name);
-        let with_label = base.into_iter().flat_map(|base| self.entered(base));
-        let with_label = with_label.filter(|(kind, _)| *kind == Kind::Alias);
-        let hosts = of_itself.chain(with_label.map(|(_, host)| (1, host)));
-        hosts.filter(|(_, host)| host.can_be_asked_for())
+        let before_label = base.into_iter().flat_map(|base| self.entered(base));
+        let aliases = before_label.filter(|(kind, _)| *kind == Kind::Alias);
+        let hosts = exact.chain(aliases.map(|(kind, host)| ((kind, false), host)));
+        hosts.filter(|(_, host)| host.is_queryable())
     }
 
+    /// Returns the hosts that are entered under this name.
     fn entered<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = (Kind, Host<'a>)> {
         let references = self.names.iter_hash(self.hasher.hash_one(name));
         references.filter_map(move |reference| {
             let (host, entered) = self.resolve(*reference);
-            entered.is(name).then_some((reference.kind(), host))
+            entered.matches(name).then_some((reference.kind(), host))
         })
     }
 
-    /// A reference's host, and the name it stands for.
+    /// Returns the host of a reference, and the name.
     fn resolve(&self, reference: Reference) -> (Host<'_>, Name<'_>) {
         let (kind, number) = (reference.kind(), reference.number());
         if kind == Kind::AltHost {
             let AltHost { at, host } = self.alt_hosts[number as usize];
-            let name = Field::at(&self.encoded, at).map(|field| field.value);
-            let name = Name(name.unwrap_or_default(), None);
-            return (Host::at(&self.encoded, host), name);
+            let field = Field::at(&self.encoded, at);
+            let name = field.map_or(&[][..], |field| field.value);
+            return (Host::at(&self.encoded, host), Name(name, None));
         }
         let host = Host::at(&self.encoded, number);
         let name = match kind {
@@ -246,7 +241,7 @@ impl NameTable {
         (host, name)
     }
 
-    /// All hosts, in the order of the message.
+    /// Iterates over all hosts, in the order of the message.
     fn all(&self) -> impl Iterator<Item = Host<'_>> {
         let fields = fields(&self.encoded, 0).map_while(Result::ok);
         let hosts = fields.filter(|field| field.number == TABLE);
@@ -258,7 +253,7 @@ impl NameTable {
         host.is_kubernetes() && !domain.is_empty() && host.name.ends_with(domain.as_bytes())
     }
 
-    /// The names of a host beside its own.
+    /// Returns the names of a host other than its own, and remembers the offsets of alt hosts.
     fn other_names(&mut self, host: &Host<'_>) -> Vec<Reference> {
         let mut names = Vec::new();
         if !self.has_short_forms(host) {
@@ -269,7 +264,7 @@ impl NameTable {
             names.push(Reference::new(Kind::Short, host.at));
         }
         for alt_host in host.parts(ALT_HOSTS) {
-            // A number is less than the bytes of the largest table, as an offset is.
+            // Like an offset, an index is less than the bytes of the largest table.
             names.push(Reference::new(Kind::AltHost, self.alt_hosts.len() as u32));
             self.alt_hosts.push(AltHost {
                 at: alt_host.at as u32,
@@ -279,44 +274,32 @@ impl NameTable {
         names
     }
 
-    /// Enters a name, in place of the same name of the same host, or of the last of too many.
+    /// Enters a name. It replaces the same name of the same host, or, if too many hosts share the name, the
+    /// last of these.
     fn enter(&self, names: &mut HashTable<Reference>, new: Reference) {
-        let (_, name) = self.resolve(new);
-        let name = name.to_lowercase();
+        let name = self.resolve(new).1.to_lowercase();
         if name.len() > MAX_NAME {
             return;
         }
-        let precedence = |name: &Reference| (name.kind(), self.resolve(*name).0.name);
         let hash = self.hasher.hash_one(name.as_slice());
-        let same = names.iter_hash(hash).copied();
-        let same = same.filter(|there| self.resolve(*there).1.is(&name));
-        let same: SmallVec<[_; MAX_OF_ONE_NAME]> = same.collect();
-        let again = same
-            .iter()
-            .find(|there| precedence(there) == precedence(&new));
-        let last = same.iter().max_by_key(|there| precedence(there));
-        let replaced = match (again, last) {
-            (Some(again), _) => Some(again),
-            (None, Some(last)) if same.len() == MAX_OF_ONE_NAME => {
-                if precedence(last) < precedence(&new) {
-                    return;
-                }
-                Some(last)
-            }
-            (None, _) => None,
-        };
-        match replaced.and_then(|old| names.find_mut(hash, |there| there == old)) {
-            Some(place) => *place = new,
+        let same_hash = names.iter_hash(hash).copied();
+        let same_name = same_hash.filter(|old| self.resolve(*old).1.matches(&name));
+        let entered: SmallVec<[_; MAX_HOSTS_PER_NAME]> = same_name.collect();
+        let precedence = |name: &Reference| (name.kind(), self.resolve(*name).0.name);
+        let rank = precedence(&new);
+        let same_host = entered.iter().find(|old| precedence(old) == rank);
+        let last = entered.iter().max_by_key(|old| precedence(old));
+        let is_full = entered.len() == MAX_HOSTS_PER_NAME;
+        let replaced = same_host.or(last.filter(|_| is_full));
+        if replaced.is_some_and(|old| precedence(old) < rank) {
+            return;
+        }
+        match replaced.and_then(|old| names.find_mut(hash, |name| name == old)) {
+            Some(old) => *old = new,
             None => {
-                let hash_of = |name: &Reference| self.hash(*name);
-                names.insert_unique(hash, new, hash_of);
+                names.insert_unique(hash, new, |name| self.hash(*name));
             }
         }
-    }
-
-    fn is_entered(&self, names: &HashTable<Reference>, wanted: Reference) -> bool {
-        let is_wanted = |there: &Reference| *there == wanted;
-        names.find(self.hash(wanted), is_wanted).is_some()
     }
 
     fn hash(&self, reference: Reference) -> u64 {
@@ -326,7 +309,7 @@ impl NameTable {
 }
 
 impl Reference {
-    /// A number is less than the bytes of the largest table.
+    /// `number` is less than the bytes of the largest table.
     fn new(kind: Kind, number: u32) -> Self {
         Self(number << 2 | kind as u32)
     }
@@ -346,8 +329,8 @@ impl Reference {
 }
 
 impl Name<'_> {
-    /// Whether it is the lower-case name `other`.
-    fn is(&self, other: &[u8]) -> bool {
+    /// Returns whether the name is `other`, which is in lower case.
+    fn matches(&self, other: &[u8]) -> bool {
         let Self(first, second) = *self;
         let Some((start, rest)) = other.split_at_checked(first.len()) else {
             return false;

@@ -1,44 +1,65 @@
 //! Serves queries on bound sockets.
 //!
-//! Each socket has a loop and each TCP connection a task. Answers from the name table are sent at once;
-//! a query by UDP that is forwarded becomes a task in a bounded set of its loop, so a slow resolver delays
-//! only the clients that asked it.
+//! Each socket has a loop and each TCP connection a task. Answers from the name table are sent at once.
+//! A UDP query that is forwarded becomes a task in a bounded set of its loop, so a slow resolver delays
+//! only the clients that need it.
 
 mod tcp;
 mod udp;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use super::answer::{self, Action, Policy};
-use super::asked::Asked;
 use super::metrics::{Metrics, Source};
 use super::name_table::NameTable;
 use super::wire::{self, Question};
 use super::{Forward, Transport};
 use crate::lifecycle::{BoxError, CancellationToken, Retirement, Tasks};
 
-/// Pause after a failure of a socket: what is missing is missing for a while.
+/// Wait after an error of a socket, because missing memory or descriptors stay missing for a while.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Both sockets of one address.
+/// The UDP and the TCP socket of one address.
 pub type Bound = (std::net::UdpSocket, std::net::TcpListener);
 
-/// What all loops share.
+/// Most names of the mesh that are remembered as queried: more than a workload uses.
+const MAX_QUERIED: usize = 10_000;
+
+/// Remembers the names of the mesh that clients queried, for `pilot-agent scope`. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct QueriedNames(Arc<Mutex<HashSet<Box<[u8]>>>>);
+
+impl QueriedNames {
+    fn remember(&self, name: &[u8]) {
+        let mut names = self.0.lock();
+        if names.len() < MAX_QUERIED && !names.contains(name) {
+            names.insert(name.into());
+        }
+    }
+
+    pub(super) fn names(&self) -> Vec<Box<[u8]>> {
+        self.0.lock().iter().cloned().collect()
+    }
+}
+
+/// State that all loops share.
 pub(super) struct Shared<F> {
     pub(super) forwarder: F,
     pub(super) policy: Policy,
     pub(super) metrics: Metrics,
-    pub(super) asked: Asked,
+    pub(super) queried: QueriedNames,
     pub(super) tables: watch::Receiver<Option<Arc<NameTable>>>,
 }
 
 impl<F: Forward> Shared<F> {
-    /// Answers a query in `out`, and counts both.
+    /// Decides on a query as [`answer::answer`] does, and counts the query and the response.
     fn answer(
         &self,
         query: &[u8],
@@ -55,33 +76,29 @@ impl<F: Forward> Shared<F> {
             if table.is_some()
                 && let Some(name) = question.text(query)
             {
-                self.asked.remember(&name);
+                self.queried.remember(&name);
             }
         }
         action
     }
 
-    /// The answer to a forwarded query, which it counts.
+    /// Forwards a query, and returns and counts the response: SERVFAIL if no resolver replies.
     async fn forward(&self, query: Bytes, question: Question, transport: Transport) -> Vec<u8> {
         let mut out = Vec::new();
         let reply = self.forwarder.forward(query.clone(), transport).await;
-        let source = match reply {
-            Some(reply) if reply.len() >= wire::HEADER => {
-                wire::fit(&reply, question.limit(transport), &mut out);
-                Source::Upstream
-            }
-            _ => {
-                answer::fail(&query, &question, &mut out);
-                Source::Agent
-            }
-        };
-        self.metrics.response(&out, source);
+        if let Some(reply) = reply.filter(|reply| reply.len() >= wire::HEADER) {
+            wire::fit(&reply, question.limit(transport), &mut out);
+            self.metrics.response(&out, Source::Upstream);
+        } else {
+            answer::fail(&query, &question, &mut out);
+            self.metrics.response(&out, Source::Agent);
+        }
         out
     }
 }
 
-/// Serves until `shutdown`, or until a socket cannot be used; queries under way end with it. At the retirement the
-/// sockets are not read any more, and queries under way are answered.
+/// Serves until `shutdown` or until a socket cannot be used, which also drops running queries. After the
+/// retirement has begun, sockets are no longer read, but running queries are answered.
 pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,
@@ -91,17 +108,13 @@ pub(super) async fn serve<F: Forward>(
     let mut tasks = Tasks::default();
     for (udp, tcp) in bound {
         let tcp = TcpListener::from_std(tcp)?;
-        tasks.spawn(
-            "DNS over UDP",
-            udp::serve(udp, shared.clone(), retirement.clone()),
-        );
-        tasks.spawn(
-            "DNS over TCP",
-            tcp::serve(tcp, shared.clone(), retirement.clone()),
-        );
+        let over_udp = udp::serve(udp, shared.clone(), retirement.clone());
+        tasks.spawn("DNS over UDP", over_udp);
+        let over_tcp = tcp::serve(tcp, shared.clone(), retirement.clone());
+        tasks.spawn("DNS over TCP", over_tcp);
     }
     tokio::select! {
-        // Heard here, as each loop would pay for listening with every query.
+        // Here and not in the loops, which would poll it with every query.
         () = shutdown.cancelled() => Ok(()),
         ended = tasks.next_ended() => ended.result,
     }

@@ -1,6 +1,6 @@
-//! DNS over TCP: a task per connection, one query after the other.
+//! Serves DNS over TCP: a task per connection, which answers one query after the other.
 //!
-//! A silent connection is closed, sooner before its first query. While there are [`MAX_CONNECTIONS`], new
+//! A silent connection is closed, sooner before its first query. While [`MAX_CONNECTIONS`] are open, new
 //! ones wait in the kernel.
 
 use std::io;
@@ -18,12 +18,12 @@ use crate::dns::{Forward, Transport, wire};
 use crate::lifecycle::{Retirement, Tasks};
 
 const MAX_CONNECTIONS: usize = 256;
-/// How long a new connection may be silent.
+/// Time limit for the first query of a connection.
 const FIRST: Duration = Duration::from_secs(2);
-/// How long it may be later, and how long it may take to read an answer.
+/// Time limit for each further query, and for the client to read an answer.
 const IDLE: Duration = Duration::from_secs(8);
 
-/// Serves for as long as it is polled. At the retirement it stops accepting.
+/// Serves as long as it is polled. It stops accepting when the retirement begins.
 pub(super) async fn serve<F: Forward>(
     listener: TcpListener,
     shared: Arc<Shared<F>>,
@@ -41,7 +41,7 @@ pub(super) async fn serve<F: Forward>(
             }
             accepted = listener.accept(), if accepting.is_some() && connections.len() < MAX_CONNECTIONS => match accepted {
                 Ok((stream, _)) => {
-                    // Answers are small and come one by one. Without it they come later.
+                    // Answers are small and sent one by one. If it fails, they only arrive later.
                     let _ = stream.set_nodelay(true);
                     connections.spawn("DNS connection", answer(stream, shared.clone()));
                 }
@@ -54,7 +54,7 @@ pub(super) async fn serve<F: Forward>(
     }
 }
 
-/// Answers until the client ends the connection or is silent for too long.
+/// Answers queries until the client closes the connection or is silent for too long.
 async fn answer<F: Forward>(mut stream: TcpStream, shared: Arc<Shared<F>>) -> io::Result<()> {
     let (mut deadline, mut out) = (after(FIRST), Vec::new());
     while let Ok(query) = timeout_at(deadline, wire::read_framed(&mut stream)).await {
@@ -67,7 +67,7 @@ async fn answer<F: Forward>(mut stream: TcpStream, shared: Arc<Shared<F>>) -> io
             }
             Action::Drop => continue,
         }
-        // No message is longer than two bytes count.
+        // The length fits, because messages have at most 65,535 bytes.
         let framed = [&(out.len() as u16).to_be_bytes(), out.as_slice()].concat();
         timeout(IDLE, stream.write_all(&framed)).await??;
         deadline = after(IDLE);

@@ -1,12 +1,12 @@
-//! DNS over UDP: one loop per socket.
+//! Serves DNS over UDP: one loop per socket.
 //!
-//! Queries that have come are answered in batches; between them replies of resolvers and other tasks
-//! have their turn. The socket is watched for queries only: the kernel would report room for answers
-//! after each that is sent, which wakes the thread for nothing. An answer the kernel has no room for is
-//! lost, as UDP may lose it anywhere; clients ask again.
+//! Received queries are answered in batches; between batches, replies of resolvers and other tasks get
+//! their turn. The socket is watched for queries only: the kernel would report free buffer space after
+//! each answer and wake the thread for nothing. An answer that does not fit in the kernel's buffer is
+//! lost, as on any hop of UDP; clients retry.
 //!
-//! Beyond [`MAX_FORWARDED`] queries that wait for resolvers, the next fails at once, so its client can
-//! ask another resolver.
+//! While [`MAX_FORWARDED`] queries wait for resolvers, the next query fails at once, so that its client
+//! can try another resolver.
 
 use std::future::pending;
 use std::io;
@@ -28,20 +28,20 @@ use crate::dns::wire::OWN_UDP;
 use crate::dns::{Forward, Transport};
 use crate::lifecycle::Retirement;
 
-/// Most queries that wait for resolvers.
 const MAX_FORWARDED: usize = 1024;
-/// Queries answered before other tasks have their turn.
+/// Queries that are answered before other tasks get their turn.
 const BATCH: usize = 64;
 
 struct Server<F> {
     shared: Arc<Shared<F>>,
-    /// Forwarded queries, with their clients and answers.
+    /// Forwards queries. Each task returns the client and the answer.
     pending: JoinSet<(SocketAddr, Vec<u8>)>,
     query: Box<[u8]>,
     out: Vec<u8>,
 }
 
-/// Serves for as long as it is polled, or until the socket cannot be watched. At the retirement it stops receiving.
+/// Serves as long as it is polled, or until the socket cannot be watched. It stops receiving when the
+/// retirement begins.
 pub(super) async fn serve<F: Forward>(
     socket: UdpSocket,
     shared: Arc<Shared<F>>,
@@ -51,13 +51,13 @@ pub(super) async fn serve<F: Forward>(
     let mut server = Server {
         pending: JoinSet::new(),
         shared,
-        // One byte more tells what is too long.
+        // One byte more than allowed, to recognise longer queries.
         query: vec![0; usize::from(OWN_UDP) + 1].into(),
         out: Vec::new(),
     };
     let mut is_failing = false;
     let mut receiving = Some(retirement.accepting());
-    // Made once, as each query would pay for it.
+    // Created once, because a new one for each query costs time.
     let mut retired = pin!(retirement.begun());
     loop {
         if retirement.has_begun() {
@@ -72,28 +72,30 @@ pub(super) async fn serve<F: Forward>(
             readable = socket.readable(), if receiving.is_some() => {
                 let mut readable = readable?;
                 let drained = server.drain(socket.get_ref());
-                if let (Err(error), false) = (&drained, is_failing) {
-                    tracing::warn!(target: "dns", "cannot receive DNS queries, next attempt in {} ms: {error}", PAUSE.as_millis());
-                }
-                is_failing = drained.is_err();
-                match drained {
+                match &drained {
                     Ok(true) => readable.clear_ready(),
                     Ok(false) => yield_now().await,
-                    Err(_) => sleep(PAUSE).await,
+                    Err(error) => {
+                        if !is_failing {
+                            tracing::warn!(target: "dns", "cannot receive DNS queries, next attempt in {} ms: {error}", PAUSE.as_millis());
+                        }
+                        sleep(PAUSE).await;
+                    }
                 }
+                is_failing = drained.is_err();
             }
             () = &mut retired, if receiving.is_some() => {}
-            // Nothing is left to do.
+            // The retirement has begun, and all forwarded queries are answered.
             else => pending().await,
         }
     }
 }
 
 impl<F: Forward> Server<F> {
-    /// Answers up to a batch of queries. Returns whether that was all.
+    /// Answers up to a batch of queries. Returns true if no more are waiting.
     fn drain(&mut self, socket: &UdpSocket) -> io::Result<bool> {
         let shared = self.shared.clone();
-        // Held for a batch: a new table waits a moment.
+        // Locked for a batch, during which a new table waits.
         let table = shared.tables.borrow();
         for _ in 0..BATCH {
             match socket.recv_from(&mut self.query) {
@@ -105,7 +107,7 @@ impl<F: Forward> Server<F> {
         Ok(false)
     }
 
-    /// Answers or forwards the query of this length in the buffer.
+    /// Answers or forwards the query in the first `length` bytes of the buffer.
     fn answer(
         &mut self,
         socket: &UdpSocket,
@@ -121,8 +123,8 @@ impl<F: Forward> Server<F> {
             Action::Forward(question) if self.pending.len() < MAX_FORWARDED => {
                 let (shared, query) = (shared.clone(), Bytes::copy_from_slice(query));
                 self.pending.spawn(async move {
-                    let forwarding = shared.forward(query, question, Transport::Udp);
-                    (client, forwarding.await)
+                    let answer = shared.forward(query, question, Transport::Udp).await;
+                    (client, answer)
                 });
                 return;
             }
@@ -160,8 +162,8 @@ mod tests {
     use super::*;
     use crate::dns::answer::Policy;
     use crate::dns::answer::tests::query;
-    use crate::dns::asked::Asked;
     use crate::dns::metrics::Metrics;
+    use crate::dns::server::QueriedNames;
     use crate::metrics::Registry;
 
     struct NoResolver;
@@ -188,7 +190,7 @@ mod tests {
                 forward_before_first_table: false,
             },
             metrics: Metrics::new(&Registry::default()),
-            asked: Asked::default(),
+            queried: QueriedNames::default(),
             tables,
         };
         (socket, client, Arc::new(shared))
@@ -204,7 +206,7 @@ mod tests {
         }
         let mut answered = 0;
         while answered < sent {
-            // The runtime notices what has come.
+            // The runtime learns that queries have arrived.
             yield_now().await;
             poll_fn(|context| {
                 assert!(serving.as_mut().poll(context).is_pending());

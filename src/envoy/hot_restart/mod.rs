@@ -2,8 +2,8 @@
 //!
 //! On request, the inputs are read again. If they have changed, a successor starts next to the current Envoy; once
 //! it is live, the previous Envoy is its parent and finishes its requests. [`machine`] decides; [`HotRestart`]
-//! carries it out, and owns successor, parent and the running check. The supervisor owns the current Envoy. Each
-//! step is logged, counted and published. [`watch`] orders restarts.
+//! carries the decision out, and owns the successor, the parent and the running check. The supervisor owns the current
+//! Envoy. Each step is logged, counted and published. [`watch`] orders restarts.
 
 pub mod machine;
 pub mod watch;
@@ -26,94 +26,95 @@ use super::command::Mode;
 use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Ended, Instance};
 use super::launch::{BaseId, Launch, Prepared, can_share};
-use super::machine as life;
+use super::machine::{Event as EnvoyEvent, Phase as EnvoyPhase};
 use super::supervisor::Current;
-use crate::clock::{self, Clock};
+use crate::clock;
 use crate::duration::rounded;
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
 use crate::problem::{Problem, codes};
 use machine::{Action, Event, Machine, Phase};
 
-/// How long it may take to notice that a successor serves, on a machine that is busy.
-const NOTICED: Duration = Duration::from_secs(1);
+/// The longest delay until the agent notices that a successor is live, on a busy machine.
+const DETECTION_DELAY: Duration = Duration::from_secs(1);
 
-/// How much longer than it should a parent may stay.
-const OVERDUE: Duration = Duration::from_secs(10);
+/// The time between the end of its parent shutdown time and the kill of a parent.
+const PARENT_GRACE: Duration = Duration::from_secs(10);
 
-/// How long a parent may take to end after its successor has ended as it was asked to.
-const FOLLOWS: Duration = Duration::from_secs(1);
+/// The limit for the exit of a parent after its successor has exited on request.
+const PARENT_EXIT: Duration = Duration::from_secs(1);
 
-/// How often a successor is asked whether it serves.
+/// The period of requests to a successor until it is live.
 const LIVE_PERIOD: Duration = Duration::from_millis(25);
 
 /// Returns the inputs of an epoch: for the first one the inputs of the agent's start, otherwise the current inputs. May
 /// block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
 
-/// How long the parts of a hot restart may take.
+/// Limits for the parts of a hot restart.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
-    /// How long a parent may stay; longer than its drain time. Whole seconds are used.
+    /// The parent shutdown time; longer than the drain time. Whole seconds are used.
     pub parent_shutdown: Duration,
-    /// Until a successor serves; longer than its own waits for configuration.
+    /// The time until a successor is live; longer than its own waits for configuration.
     pub live: Duration,
-    /// For reading what Envoy starts from, and for Envoy's check of it.
+    /// The time for reading the inputs and for their validation by Envoy.
     pub check: Duration,
 }
 
-/// What a successor in another container continues.
+/// The base id and restart epoch with which a successor in another container takes over.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 pub struct Lent {
     pub base_id: u32,
-    /// Of the successor.
+    /// The restart epoch of the successor.
     pub restart_epoch: u32,
 }
 
-/// Something under way has come to an end.
+/// The result of a running call, wait or process.
 #[derive(Debug)]
 pub(super) enum Progress {
-    /// The check found what serves already.
+    /// The current Envoy already runs with the inputs.
     Unchanged,
-    /// What the check has read cannot be used, for this reason.
+    /// The inputs cannot be used, for this reason.
     Refused(String),
-    /// The check found something to start.
+    /// The inputs have changed and are valid.
     Usable {
-        /// Whether the Envoy that serves has answered at its admin port.
+        /// True if the current Envoy has answered at its admin port.
         is_live: bool,
         prepared: Arc<Prepared>,
     },
+    /// The successor is live.
     Live,
     Deadline,
     SuccessorEnded(Ended),
     ParentEnded(Ended),
 }
 
-/// All about hot restarts but the Envoy that serves.
+/// The state of hot restarts. The supervisor owns the current Envoy.
 pub(super) struct HotRestart {
     is_on: bool,
     limits: Limits,
     prepare: Prepare,
     admin: Admin,
-    /// Where Envoy writes its base id.
+    /// The directory of the base id files.
     directory: PathBuf,
     machine: Machine,
-    /// Why a restart was last wanted.
+    /// The reason of the last request.
     reason: &'static str,
     pub(super) last: Option<Restart>,
-    /// What has been found usable and is to be started.
+    /// Valid inputs that have not been started yet.
     prepared: Option<Arc<Prepared>>,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
     deadline: Option<Instant>,
-    /// When the successor of the parent began to serve, and to count the parent's time.
-    serves_since: Option<Instant>,
+    /// The time when the current Envoy became live and began to count the time of its parent.
+    live_since: Option<Instant>,
     calls: JoinSet<Progress>,
     results: Counters<1>,
 }
 
 impl HotRestart {
-    /// With `limits`, hot restart is on.
+    /// Switches hot restart on if there are `limits`.
     pub(super) fn new(
         limits: Option<Limits>,
         directory: PathBuf,
@@ -134,7 +135,7 @@ impl HotRestart {
             successor: None,
             parent: None,
             deadline: None,
-            serves_since: None,
+            live_since: None,
             calls: JoinSet::new(),
             results: metrics.counters(
                 "istio_agent_envoy_hot_restarts_total",
@@ -144,34 +145,30 @@ impl HotRestart {
         }
     }
 
-    /// Lets a successor in another container start, until it is reclaimed or has taken over.
+    /// Lets a successor in another container start. [`HotRestart::reclaim`] ends this if it does not take over.
     pub(super) fn lend(&mut self, current: &mut Current) -> Result<Lent, String> {
         let launch = current.launch.as_ref();
-        let lent = launch.and_then(|launch| {
-            Some(Lent {
-                base_id: launch.base_id.as_ref()?.get()?,
-                restart_epoch: launch.restart_epoch() + 1,
-            })
-        });
-        let lent = lent.ok_or("Envoy runs without hot restart")?;
+        let lent = launch
+            .and_then(Launch::lend)
+            .ok_or("Envoy runs without hot restart")?;
         self.apply(Event::Lend, current);
-        match self.machine.phase() {
-            Phase::Lent => Ok(lent),
-            Phase::Idle if current.machine.phase() != life::Phase::Running => {
-                Err("Envoy does not serve".to_owned())
+        let problem = match self.machine.phase() {
+            Phase::Lent => return Ok(lent),
+            Phase::Idle if current.machine.phase() != EnvoyPhase::Running => "Envoy does not serve",
+            Phase::Idle => {
+                "an earlier successor of Envoy has failed, and Envoy must be restarted before the next"
             }
-            Phase::Idle => Err("an earlier successor of Envoy has failed, and Envoy must be restarted before the next".to_owned()),
-            _ => Err("Envoy is being replaced, or its parent has not ended".to_owned()),
-        }
+            _ => "Envoy is being replaced, or its parent has not ended",
+        };
+        Err(problem.to_owned())
     }
 
-    /// The successor in another container has exited.
+    /// Allows restarts again after the successor in another container has exited.
     pub(super) fn reclaim(&mut self, current: &mut Current) {
         if self.machine.phase() != Phase::Lent {
             return;
         }
-        let base_id = current.launch.as_ref().and_then(|it| it.base_id.as_ref());
-        let cleared = base_id.map(|base_id| base_id.clear_mark());
+        let cleared = current.base_id().map(BaseId::clear_mark);
         if let Some(Err(error)) = &cleared {
             tracing::warn!(%error, "no handover is possible until Envoy restarts: its shared memory cannot be written");
         }
@@ -179,17 +176,17 @@ impl HotRestart {
         self.apply(Event::Reclaim { is_clear }, current);
     }
 
-    /// The parent in another container has ended.
-    pub(super) fn parent_ended(&mut self, current: &mut Current) -> Option<life::Event> {
-        let launch = current.launch.as_ref();
-        if let Some(base_id) = launch.and_then(|launch| launch.base_id.as_ref()) {
+    /// Handles the exit of the parent in another container. Returns the event for the current Envoy.
+    pub(super) fn handle_parent_exit(&mut self, current: &mut Current) -> Option<EnvoyEvent> {
+        if let Some(base_id) = current.base_id() {
             base_id.set_lent(false);
         }
         let early = self.is_early();
         self.apply(Event::ParentExited { early }, current)
     }
 
-    pub(super) fn want(&mut self, reason: &'static str, current: &mut Current) {
+    /// Requests a restart. It begins when no other one is running.
+    pub(super) fn request(&mut self, reason: &'static str, current: &mut Current) {
         if !self.is_on {
             tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
             return;
@@ -201,61 +198,60 @@ impl HotRestart {
         self.apply(Event::Wanted, current);
     }
 
-    /// Tells the machine what an event in the life of the Envoy that serves means for a restart.
-    pub(super) fn after(&mut self, event: life::Event, current: &mut Current) {
-        let phase = current.machine.phase();
+    /// Tells the machine about an event of the current Envoy, which has already handled it.
+    pub(super) fn observe(&mut self, event: EnvoyEvent, current: &mut Current) {
+        let is_running = current.machine.phase() == EnvoyPhase::Running;
         let event = match event {
-            life::Event::Live if phase == life::Phase::Running => Event::Ready {
-                shares_memory: self.serves(current),
+            EnvoyEvent::Live if is_running => Event::Ready {
+                shares_memory: self.handle_live(current),
             },
-            life::Event::StopRequested(_) => {
+            EnvoyEvent::StopRequested(_) => {
                 self.abandon("Envoy stops");
                 Event::Stop
             }
-            _ if phase != life::Phase::Running => Event::Unready,
+            _ if !is_running => Event::Unready,
             _ => return,
         };
         self.apply(event, current);
     }
 
-    /// Concludes a full restart whose Envoy is live. Returns whether it can share memory with a successor.
-    fn serves(&mut self, current: &Current) -> bool {
-        let launch = current.launch.as_ref();
-        let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
-        if self.is_on && base_id.is_none() {
+    /// Concludes a full restart whose Envoy is live. Returns true if it can share memory with a successor.
+    fn handle_live(&mut self, current: &Current) -> bool {
+        let shares_memory = current.base_id().and_then(BaseId::get).is_some();
+        if self.is_on && !shares_memory {
             tracing::warn!("no shared memory, using full restarts");
         }
-        if self.machine.phase() == Phase::Leaving && self.serves_since.is_none() {
-            self.successor_serves();
+        if self.machine.phase() == Phase::Leaving && self.live_since.is_none() {
+            self.begin_parent_shutdown();
         }
-        let method = self.last.as_ref().and_then(|last| last.method);
-        if method == Some(Method::Full) {
+        let last = self.last.as_ref();
+        if last.is_some_and(|last| last.method == Some(Method::Full)) {
             self.conclude(Outcome::Succeeded, None);
         }
-        base_id.is_some()
+        shares_memory
     }
 
-    /// The Envoy that serves has ended.
-    pub(super) fn serving_ended(&mut self, current: &mut Current) {
-        // In phase Idle it ends for a full restart, which goes on.
+    /// Handles the exit of the current Envoy.
+    pub(super) fn handle_current_exit(&mut self, current: &mut Current) {
+        // In phase Idle the exit is part of a full restart, which continues.
         if self.machine.phase() != Phase::Idle {
             self.abandon("the current Envoy has exited");
         }
         self.apply(Event::ServingExited, current);
     }
 
-    /// Gives up the restart under way. A check goes on, to no effect.
+    /// Gives up the current restart. A running check continues without effect.
     fn abandon(&mut self, why: &str) {
         self.prepared = None;
         self.conclude(Outcome::Abandoned, Some(why.to_owned()));
     }
 
-    /// Something under way has come to an end. Returns what that means for the Envoy that serves.
-    pub(super) async fn progressed(
+    /// Handles what [`HotRestart::progress`] has returned. Returns the event for the current Envoy.
+    pub(super) async fn handle_progress(
         &mut self,
         progress: Progress,
         current: &mut Current,
-    ) -> Option<life::Event> {
+    ) -> Option<EnvoyEvent> {
         let event = match progress {
             Progress::Unchanged => {
                 self.conclude(Outcome::Unchanged, None);
@@ -266,7 +262,7 @@ impl HotRestart {
                 Event::NothingToStart
             }
             Progress::Usable { is_live, prepared } => {
-                if current.machine.phase() == life::Phase::Running {
+                if current.machine.phase() == EnvoyPhase::Running {
                     self.prepared = Some(prepared);
                 } else {
                     self.abandon("the current Envoy drains or has exited");
@@ -284,26 +280,30 @@ impl HotRestart {
             }
             Progress::SuccessorEnded(ended) => {
                 self.drop_calls();
-                let reason = reason(self.successor.take()).await;
-                let problem = format!("the new Envoy exited before it served ({ended}): {reason}");
-                self.conclude(Outcome::Failed, Some(problem));
+                if let Some(mut successor) = self.successor.take() {
+                    let reason = successor.output.reason().await;
+                    let problem =
+                        format!("the new Envoy exited before it served ({ended}): {reason}");
+                    self.conclude(Outcome::Failed, Some(problem));
+                }
                 Event::SuccessorExited
             }
             Progress::ParentEnded(ended) => {
                 self.deadline = None;
                 let early = self.is_early();
-                let parent = self.parent.take();
-                let epoch = parent.as_ref().map_or(0, |parent| parent.epoch);
-                reason(parent).await;
-                tracing::info!("Envoy epoch {epoch} has exited: {ended}");
+                if let Some(mut parent) = self.parent.take() {
+                    // Its last lines are forwarded before the exit is logged.
+                    parent.output.last_lines().await;
+                    tracing::info!("Envoy epoch {} has exited: {ended}", parent.epoch);
+                }
                 Event::ParentExited { early }
             }
         };
         self.apply(event, current)
     }
 
-    /// Has the machine decide and does as it says. Returns what it wants of the Envoy that serves.
-    fn apply(&mut self, event: Event, current: &mut Current) -> Option<life::Event> {
+    /// Lets the machine decide and carries the decision out. Returns the event for the current Envoy.
+    fn apply(&mut self, event: Event, current: &mut Current) -> Option<EnvoyEvent> {
         match self.machine.apply(event) {
             Action::Nothing => {}
             Action::Check => self.check(current),
@@ -319,18 +319,17 @@ impl HotRestart {
             Action::Replace(end_by) => {
                 tracing::warn!("full restart of Envoy: it stops before the next Envoy starts");
                 self.begin_restart(Method::Full);
-                return Some(life::Event::Replace(end_by));
+                return Some(EnvoyEvent::Replace(end_by));
             }
         }
         None
     }
 
     fn start_successor(&mut self, current: &mut Current) -> Result<(), Problem> {
-        let prepared = self.prepared.take();
-        let (Some(prepared), Some(serving)) = (prepared, &current.launch) else {
+        let (Some(prepared), Some(parent)) = (self.prepared.take(), &current.launch) else {
             return Ok(());
         };
-        let launch = serving.successor(prepared, self.limits.parent_shutdown);
+        let launch = parent.successor(prepared, self.limits.parent_shutdown);
         let epoch = current.count;
         tracing::info!("starting Envoy epoch {epoch}, which takes over the sockets (hot restart)");
         let successor = current.spawn(launch)?;
@@ -338,7 +337,7 @@ impl HotRestart {
         self.drop_calls();
         self.deadline = Some(clock::after(self.limits.live));
         self.calls.spawn(async move {
-            until_serves(admin, restart_epoch).await;
+            wait_until_live(admin, restart_epoch).await;
             Progress::Live
         });
         self.successor = Some(successor);
@@ -346,86 +345,82 @@ impl HotRestart {
         Ok(())
     }
 
-    /// The launch of an Envoy that takes over from none, with a base id where there can be one.
+    /// Returns the launch of an Envoy that is no successor of this agent's Envoys. It shares memory if possible.
     pub(super) fn next_launch(&mut self, current: &mut Current) -> Result<Launch, BoxError> {
         let last = current.launch.take().map(|launch| launch.prepared);
-        // What was found usable and not started beside another is started now.
+        // A full restart starts the inputs that were validated for it.
         let prepared = match self.prepared.take().or(last) {
             Some(prepared) => prepared,
             None => (self.prepare)(0)?.into(),
         };
-        if let Some(lent) = prepared.continues.filter(|_| current.count == 0) {
+        let parent_shutdown = self.limits.parent_shutdown;
+        let mut base_id = None;
+        let mode = if let Some(continues) = prepared.continues.filter(|_| current.count == 0) {
             self.machine.begin_with_parent();
             let file = self.directory.join("envoy-base-id");
-            let base_id = BaseId::adopted(file, lent.base_id)?;
-            let mode = Mode::Next {
-                base_id: lent.base_id,
-                epoch: lent.restart_epoch,
-                parent_shutdown: self.limits.parent_shutdown,
-            };
-            return Ok(Launch {
-                prepared,
-                base_id: Some(Arc::new(base_id)),
-                mode,
-            });
-        }
-        let base_id = self.machine.can_share.then(|| {
+            base_id = Some(BaseId::adopted(file, continues.base_id)?);
+            Mode::Next {
+                continues,
+                parent_shutdown,
+            }
+        } else if self.machine.can_share {
             let file = format!("envoy-base-id{}", current.count);
-            let user = prepared.command.user;
-            Arc::new(BaseId::new(self.directory.join(file), user))
-        });
-        let mode = base_id.as_ref().map_or(Mode::Alone, |base_id| Mode::First {
-            base_id_file: base_id.file.clone(),
-            parent_shutdown: self.limits.parent_shutdown,
-        });
+            let first = BaseId::new(self.directory.join(file), prepared.command.user);
+            Mode::First {
+                base_id_file: base_id.insert(first).file.clone(),
+                parent_shutdown,
+            }
+        } else {
+            Mode::Alone
+        };
         Ok(Launch {
             prepared,
-            base_id,
+            base_id: base_id.map(Arc::new),
             mode,
         })
     }
 
-    /// The successor serves; the Envoy before is its parent.
-    fn promote(&mut self, current: &mut Current) -> Option<life::Event> {
+    /// Makes the successor the current Envoy and the previous one its parent.
+    fn promote(&mut self, current: &mut Current) -> Option<EnvoyEvent> {
         self.drop_calls();
         let (successor, parent) = (self.successor.take()?, current.instance.take()?);
-        self.successor_serves();
-        let stay = rounded(self.stay());
+        self.begin_parent_shutdown();
+        let limit = rounded(self.parent_limit());
         let (epoch, parent_epoch) = (successor.epoch, parent.epoch);
         self.parent = Some(parent);
         current.set(successor);
-        tracing::info!("Envoy epoch {epoch} is live; epoch {parent_epoch} exits within {stay}");
+        tracing::info!("Envoy epoch {epoch} is live; epoch {parent_epoch} exits within {limit}");
         self.conclude(Outcome::Succeeded, None);
         let is_drained = current.machine.is_drained();
-        is_drained.then_some(life::Event::DrainOrdered)
+        is_drained.then_some(EnvoyEvent::DrainOrdered)
     }
 
-    /// Ends the Envoys that are left when none is to serve any more.
+    /// Ends successor and parent when the agent stops.
     pub(super) async fn end(&mut self, limit: Duration) {
         self.drop_calls();
         if let Some(successor) = self.successor.take() {
             successor.end(limit).await;
         }
-        if let Some(mut parent) = self.parent.take() {
-            // Its successor has ended it.
-            let ended = tokio::time::timeout(FOLLOWS, parent.ended()).await;
-            if ended.is_err() {
-                parent.end(limit).await;
-            }
+        if let Some(mut parent) = self.parent.take()
+            // Its successor, the last current Envoy, has ended it.
+            && tokio::time::timeout(PARENT_EXIT, parent.ended()).await.is_err()
+        {
+            parent.end(limit).await;
         }
     }
 
-    /// A restart goes about it in this way. One that was not wanted begins here.
+    /// Sets the method of the current restart. One that was not requested begins here.
     fn begin_restart(&mut self, method: Method) {
-        let last = self.last.take().filter(Restart::is_under_way);
-        let now = Clock::system().now();
-        let mut restart =
-            last.unwrap_or_else(|| Restart::begun("the previous Envoy exited too early", now));
-        restart.method = Some(method);
-        self.last = Some(restart);
+        let requested = self.last.take().filter(Restart::is_under_way);
+        let restart =
+            requested.unwrap_or_else(|| Restart::begin("the previous Envoy exited too early"));
+        self.last = Some(Restart {
+            method: Some(method),
+            ..restart
+        });
     }
 
-    /// Ends the restart under way, if there is one.
+    /// Ends the current restart, if there is one.
     fn conclude(&mut self, outcome: Outcome, problem: Option<String>) {
         let last = self.last.as_mut();
         let Some(restart) = last.filter(|restart| restart.is_under_way()) else {
@@ -461,19 +456,17 @@ impl HotRestart {
         self.results.with([result]).inc();
     }
 
-    /// Checks what there is to start beside the Envoy that serves.
+    /// Begins to read and validate the inputs of a successor.
     fn check(&mut self, current: &Current) {
-        let reason = self.reason;
-        tracing::info!("validating new Envoy inputs ({reason})");
-        self.last = Some(Restart::begun(reason, Clock::system().now()));
+        tracing::info!("validating new Envoy inputs ({})", self.reason);
+        self.last = Some(Restart::begin(self.reason));
         let limit = self.limits.check;
-        let serving = current.launch.clone();
-        let check = check(self.prepare.clone(), current.count, serving, self.admin);
+        let launch = current.launch.clone();
+        let check = check(self.prepare.clone(), current.count, launch, self.admin);
         self.drop_calls();
         self.calls.spawn(async move {
-            let checked = tokio::time::timeout(limit, check).await;
-            let problem = match checked {
-                Ok(Ok(checked)) => return checked,
+            let problem = match tokio::time::timeout(limit, check).await {
+                Ok(Ok(progress)) => return progress,
                 Ok(Err(error)) => with_causes(error.as_ref()),
                 Err(_) => format!("not validated within {}", rounded(limit)),
             };
@@ -481,20 +474,20 @@ impl HotRestart {
         });
     }
 
-    /// Gives up what is under way.
+    /// Cancels the running call and the deadline.
     fn drop_calls(&mut self) {
         self.calls = JoinSet::new();
         self.deadline = None;
     }
 
-    /// Waits for what is under way. May be dropped and called again.
+    /// Waits for the next result for [`HotRestart::handle_progress`]. Cancel safe.
     pub(super) async fn progress(&mut self) -> io::Result<Progress> {
         let deadline = OptionFuture::from(self.deadline.map(sleep_until));
         tokio::select! {
             ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorEnded),
             ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentEnded),
             Some(call) = self.calls.join_next() => Ok(call.unwrap_or_else(|error| {
-                // The wait for a successor has its deadline.
+                // Only a check is refused; the wait for a successor ends with its deadline.
                 Progress::Refused(error.to_string())
             })),
             Some(()) = deadline => {
@@ -504,48 +497,47 @@ impl HotRestart {
         }
     }
 
-    /// The successor serves from now on, and ends its parent in time.
-    fn successor_serves(&mut self) {
+    /// Starts the time of the parent, now that its successor is live.
+    fn begin_parent_shutdown(&mut self) {
         let now = Instant::now();
-        self.serves_since = Some(now);
-        self.deadline = Some(clock::later(now, self.stay()));
+        self.live_since = Some(now);
+        self.deadline = Some(clock::later(now, self.parent_limit()));
     }
 
-    /// How long a parent is left alone.
-    pub(super) fn stay(&self) -> Duration {
-        OVERDUE.saturating_add(self.limits.parent_shutdown)
+    /// Returns the time after which a parent is killed.
+    pub(super) fn parent_limit(&self) -> Duration {
+        PARENT_GRACE.saturating_add(self.limits.parent_shutdown)
     }
 
-    /// Whether a parent that has ended did so before its successor ended it.
+    /// Returns true if a parent that exits now has not been ended by its successor.
     fn is_early(&self) -> bool {
         let shutdown = Duration::from_secs(self.limits.parent_shutdown.as_secs());
-        let serves = self.serves_since.map(|since| since.elapsed());
-        serves.is_some_and(|serves| serves.saturating_add(NOTICED) < shutdown)
+        self.live_since
+            .is_some_and(|since| since.elapsed().saturating_add(DETECTION_DELAY) < shutdown)
     }
 }
 
-/// Validates the inputs of this epoch: reads them outside the agent's thread, has the new binary check them, and
-/// asks the current Envoy for its state.
+/// Validates the inputs of this epoch: reads them on a blocking thread, has the new binary check them, and asks the
+/// current Envoy for its state. `current` is the launch of that Envoy.
 async fn check(
     prepare: Prepare,
     epoch: u32,
-    serving: Option<Launch>,
+    current: Option<Launch>,
     admin: Admin,
 ) -> Result<Progress, BoxError> {
-    let prepared = tokio::task::spawn_blocking(move || prepare(epoch)).await??;
-    let serving = serving.as_ref();
-    if serving.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
+    let prepared = Arc::new(tokio::task::spawn_blocking(move || prepare(epoch)).await??);
+    let current = current.as_ref();
+    if current.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
         return Ok(Progress::Unchanged);
     }
-    let prepared = Arc::new(prepared);
     validate(Arc::clone(&prepared), epoch).await?;
-    let answer = admin.request(HttpMethod::GET, "/server_info").await;
-    let found = answer.ok().as_ref().and_then(serves);
-    let is_live = found.is_some() && found == serving.map(Launch::restart_epoch);
+    let info = admin.request(HttpMethod::GET, "/server_info").await;
+    let live_epoch = info.ok().as_ref().and_then(live_epoch);
+    let is_live = live_epoch.is_some() && live_epoch == current.map(Launch::restart_epoch);
     Ok(Progress::Usable { is_live, prepared })
 }
 
-/// Has Envoy read what it would start from.
+/// Fails if Envoy rejects the bootstrap.
 pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
     let launch = Launch {
         prepared,
@@ -561,27 +553,19 @@ pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), 
     }
 }
 
-/// Waits until the Envoy of this restart epoch serves.
-pub(super) async fn until_serves(admin: Admin, restart_epoch: u32) {
-    let is_live = |answer: &Response<Bytes>| serves(answer) == Some(restart_epoch);
+/// Waits until the Envoy of this restart epoch is live.
+pub(super) async fn wait_until_live(admin: Admin, restart_epoch: u32) {
+    let is_live = |info: &Response<Bytes>| live_epoch(info) == Some(restart_epoch);
     admin.until("/server_info", LIVE_PERIOD, is_live).await;
 }
 
-/// The restart epoch of an Envoy that serves.
-fn serves(info: &Response<Bytes>) -> Option<u32> {
+/// Reads the restart epoch of a live Envoy from its `/server_info`.
+fn live_epoch(info: &Response<Bytes>) -> Option<u32> {
     let info: Value = serde_json::from_slice(info.body()).ok()?;
-    // One whose health check was failed on purpose serves on.
-    let serves = ["LIVE", "DRAINING"].contains(&info.get("state")?.as_str()?);
+    // DRAINING is the state after `/healthcheck/fail`; that Envoy still serves.
+    let is_live = ["LIVE", "DRAINING"].contains(&info.get("state")?.as_str()?);
     let epoch = info.pointer("/command_line_options/restart_epoch")?;
-    u32::try_from(epoch.as_u64()?).ok().filter(|_| serves)
-}
-
-/// Why an Envoy has ended, once all of its standard error is copied.
-async fn reason(instance: Option<Instance>) -> String {
-    match instance {
-        Some(mut instance) => instance.output.reason().await,
-        None => String::new(),
-    }
+    u32::try_from(epoch.as_u64()?).ok().filter(|_| is_live)
 }
 
 fn kill(instance: Option<&Instance>) {
@@ -613,7 +597,7 @@ mod tests {
         );
         assert!(!hot_restart.is_early(), "there is no successor");
         tokio::time::advance(second * 100).await;
-        hot_restart.successor_serves();
+        hot_restart.begin_parent_shutdown();
         assert_eq!(hot_restart.deadline, Some(Instant::now() + second * 70));
         assert!(hot_restart.is_early());
         tokio::time::advance(second * 58).await;
@@ -638,7 +622,7 @@ mod tests {
             (String::new(), None),
         ] {
             let answer = Response::new(Bytes::from(info.clone()));
-            assert_eq!(serves(&answer), expected, "{info}");
+            assert_eq!(live_epoch(&answer), expected, "{info}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Orders a restart on SIGHUP, and when a file that Envoy is started from has changed.
+//! Orders a restart on SIGHUP, and when an input file of Envoy has changed.
 
 use std::convert::Infallible;
 use std::io;
@@ -11,17 +11,17 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use crate::envoy::handle::Envoy;
 use crate::file_watch::FileWatch;
 
-/// What changes together, such as the files of one volume, is read once.
+/// The wait for further changes, because the files of a volume change together.
 const SETTLES: Duration = Duration::from_secs(2);
 
-/// Watches `files` and for SIGHUP. Both are noticed from the call on; the future never ends.
+/// Watches `files` and for SIGHUP, both from the call on. The future never ends.
 pub fn changes(
     envoy: Envoy,
     files: &[PathBuf],
 ) -> io::Result<impl Future<Output = ()> + Send + use<>> {
     let hangups = signal(SignalKind::hangup())?;
     let files: Arc<[PathBuf]> = files.into();
-    // From before the first Envoy starts, which these have been read for.
+    // The files have been read for the first Envoy, so changes before its start count, too.
     let watch = watch(&files);
     Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(watch, &files, &envoy)).0 })
 }
@@ -47,24 +47,28 @@ async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
 }
 
 async fn on_change(watch: io::Result<FileWatch>, files: &Arc<[PathBuf]>, envoy: &Envoy) {
-    let failed = async {
-        let watch = Arc::new(watch?);
-        loop {
-            watch.changed().await?;
-            tokio::time::sleep(SETTLES).await;
-            // What came meanwhile is about to be read.
-            while let Ok(more) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
-                more?;
-            }
-            // Links may lead elsewhere now, and the file system may block.
-            let (again, files) = (Arc::clone(&watch), Arc::clone(files));
-            tokio::task::spawn_blocking(move || watch_all(&again, &files)).await?;
-            envoy.restart("a file has changed").await;
-        }
-    };
-    let failed: io::Result<Infallible> = failed.await;
-    let Err(error) = failed;
+    let Err(error) = restart_on_change(watch, files, envoy).await;
     tracing::warn!(%error, "cannot watch Envoy's inputs; only SIGHUP restarts it");
+}
+
+async fn restart_on_change(
+    watch: io::Result<FileWatch>,
+    files: &Arc<[PathBuf]>,
+    envoy: &Envoy,
+) -> io::Result<Infallible> {
+    let watch = Arc::new(watch?);
+    loop {
+        watch.changed().await?;
+        tokio::time::sleep(SETTLES).await;
+        // The restart reads changes that have arrived meanwhile.
+        while let Ok(changed) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
+            changed?;
+        }
+        // A changed link may lead to other files. Watching may block on the file system.
+        let (watch, files) = (Arc::clone(&watch), Arc::clone(files));
+        tokio::task::spawn_blocking(move || watch_all(&watch, &files)).await?;
+        envoy.restart("a file has changed").await;
+    }
 }
 
 #[cfg(test)]

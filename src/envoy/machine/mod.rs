@@ -1,22 +1,22 @@
-//! Envoy's life as a state machine without I/O: start, shutdown, and the next start.
+//! Decides about Envoy's start, shutdown and next start: a state machine without I/O, events in, one action out.
 //!
-//! A shutdown follows the steps of [`shutdown`](super::shutdown). The urgency of the request decides the first step;
-//! a more urgent request skips steps, and no event goes back. An Envoy that was drained before skips its drain. The
-//! event of an exit says whether another Envoy may start.
+//! A shutdown follows the steps of [`shutdown`](super::shutdown). The urgency of the request decides the first step.
+//! A more urgent request skips steps; no event leads back to an earlier step. An Envoy that is already drained skips
+//! the drain. The exit event says whether another Envoy may start.
 
 use super::handle::State;
 use super::shutdown::{Limits, Plan, PlannedStep, Step};
 use crate::lifecycle::Urgency;
 
-/// Where Envoy is, in this order but for `Pausing`.
+/// The phases in the order in which Envoy passes through them; `Pausing` comes after an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     Initial,
-    /// There is none for a moment: the next is about to start.
+    /// Envoy has exited, and the next one starts soon.
     Pausing,
     Starting,
     Running,
-    /// Drained ahead of any request to stop.
+    /// Drained by an order, before any stop request.
     Drained,
     Shutdown(Step),
     Exited,
@@ -26,52 +26,53 @@ pub enum Phase {
 pub enum Event {
     Begin,
     Live,
-    /// Envoy is to be drained and not ended.
+    /// Envoy must drain and keep running.
     DrainOrdered,
     StopRequested(Urgency),
-    /// Another Envoy is to take this one's place, once this one has ended.
+    /// Envoy must shut down so that another one can start.
     Replace(EndBy),
-    /// What a step waits for has come, or cannot be waited for.
+    /// The event that the step waits for has happened, or cannot be observed.
     Done(Step),
-    /// The wait of the last action is over.
+    /// The time of the last action is over.
     Deadline,
     EnvoyExited {
         may_restart: bool,
     },
 }
 
-/// How an Envoy that is to be replaced ends after its drain.
+/// The end of an Envoy after the drain, if another one is to replace it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EndBy {
     Quit,
-    /// Asked to quit it would hang.
+    /// For an Envoy that would hang in `/quitquitquit`.
     Kill,
 }
 
-/// What to do next. The waits are for [`Event::Deadline`].
+/// The next step of the supervisor. [`Event::Deadline`] ends each wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Nothing,
-    /// Start Envoy and look out for [`Event::Live`].
+    /// Start Envoy and report [`Event::Live`].
     Start,
     Drain,
     Begin(PlannedStep),
-    /// Wait as long as is right before the next start.
+    /// Wait before the next start.
     Pause,
-    /// Envoy is gone, and none will follow.
+    /// Return: Envoy has exited, and none will follow.
     Leave,
+    /// Fail: the kernel did not end Envoy.
     GiveUp,
 }
 
-/// From the first start to the last end.
+/// The state of Envoy from its first start to its last exit.
 #[derive(Debug)]
 pub struct Machine {
     phase: Phase,
     limits: Limits,
     requested: Urgency,
-    /// Whether a drain was ordered, so that the shutdown needs none.
+    /// True after a drain order: the shutdown then needs no drain.
     is_drained: bool,
-    /// Whether and how Envoy ends for the next.
+    /// The end of Envoy if another one is to replace it.
     replaced: Option<EndBy>,
 }
 
@@ -103,20 +104,25 @@ impl Machine {
         self.phase
     }
 
-    pub fn is_asked_to_stop(&self) -> bool {
+    /// Returns the urgency of the last stop request.
+    pub fn requested(&self) -> Urgency {
+        self.requested
+    }
+
+    pub fn is_stop_requested(&self) -> bool {
         self.requested > Urgency::Run
     }
 
-    /// Whether Envoy shuts down because the agent wants it to.
-    pub fn expects_the_end(&self) -> bool {
-        self.is_asked_to_stop() || self.replaced.is_some()
+    /// Returns true if the agent itself shuts Envoy down.
+    pub fn expects_exit(&self) -> bool {
+        self.is_stop_requested() || self.replaced.is_some()
     }
 
     pub fn is_drained(&self) -> bool {
         self.is_drained
     }
 
-    /// The steps from here to the end, unless a more urgent request comes.
+    /// Returns the steps from the current phase to the exit. A more urgent request will shorten them.
     pub fn plan(&self) -> Plan {
         let first = match self.phase {
             Phase::Exited => return Plan::default(),
@@ -128,20 +134,21 @@ impl Machine {
         Plan(self.steps(|step| step >= first).collect())
     }
 
-    /// The steps among these that this shutdown has.
+    /// Returns the steps of this shutdown among those that `among` accepts.
     fn steps(&self, among: impl Fn(Step) -> bool) -> impl Iterator<Item = PlannedStep> {
-        let steps = Step::ALL.into_iter();
-        let steps = steps.filter(move |step| among(*step) && !self.skips(*step));
+        let steps = Step::ALL
+            .into_iter()
+            .filter(move |step| among(*step) && !self.skips(*step));
         steps.filter_map(|waits_for| {
-            let at_most = self.limits.of(waits_for)?;
+            let at_most = self.limits.at_most(waits_for)?;
             Some(PlannedStep { waits_for, at_most })
         })
     }
 
     fn skips(&self, step: Step) -> bool {
         match step {
-            // No Envoy would serve meanwhile.
-            Step::LongRequests => self.replaced.is_some() && !self.is_asked_to_stop(),
+            // No Envoy would serve new requests during this wait.
+            Step::LongRequests => self.replaced.is_some() && !self.is_stop_requested(),
             Step::Quit | Step::Termination => self.replaced == Some(EndBy::Kill),
             _ => false,
         }
@@ -169,13 +176,12 @@ impl Machine {
         }
     }
 
-    /// Begins the first of these steps. After the last there is nothing left to do.
+    /// Begins the first step that `among` accepts. Gives up after the last one.
     fn begin(&mut self, among: impl Fn(Step) -> bool) -> Action {
-        let step = self.steps(among).next();
-        match step {
-            Some(step) => self.enter(Phase::Shutdown(step.waits_for), Action::Begin(step)),
-            None => Action::GiveUp,
-        }
+        let Some(step) = self.steps(among).next() else {
+            return Action::GiveUp;
+        };
+        self.enter(Phase::Shutdown(step.waits_for), Action::Begin(step))
     }
 
     fn stop_requested(&mut self, urgency: Urgency) -> Action {
@@ -197,7 +203,7 @@ impl Machine {
     fn drain_ordered(&mut self) -> Action {
         self.is_drained = true;
         match self.phase {
-            // The call is repeated when Envoy serves, should this be too early.
+            // A starting Envoy may not accept the call yet; it is repeated once Envoy is live.
             Phase::Starting => Action::Drain,
             Phase::Running | Phase::Drained => self.enter(Phase::Drained, Action::Drain),
             _ => Action::Nothing,
@@ -206,7 +212,7 @@ impl Machine {
 
     fn exited(&mut self, may_restart: bool) -> Action {
         let may_restart = self.replaced.take().is_some() || may_restart;
-        if may_restart && !self.is_asked_to_stop() {
+        if may_restart && !self.is_stop_requested() {
             self.enter(Phase::Pausing, Action::Pause)
         } else {
             self.enter(Phase::Exited, Action::Leave)

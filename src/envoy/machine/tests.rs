@@ -221,7 +221,7 @@ fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is
         let next = [(LAST_CRASH, Action::Pause), (Deadline, Action::Start)];
         let after = [(Live, Action::Nothing), (ASK_AGAIN, QUIT)];
         let machine = walk(LIMITS, &up(&[&way[..], &next, &after].concat()));
-        assert!(machine.expects_the_end());
+        assert!(machine.expects_exit());
         let ended = [(ASK, Action::Nothing), (LAST_CRASH, Action::Leave)];
         walk(LIMITS, &up(&[&way[..], &ended].concat()));
         let urgent = [(ASK_A_THIRD_TIME, KILL), (LAST_CRASH, Action::Leave)];
@@ -274,7 +274,7 @@ fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_is_under_way() {
     assert_eq!(steps(&walk(LIMITS, &up(&[asked, late]))), 6);
 }
 
-/// What a supervisor would know: whether there is a process, and whether it is over.
+/// The knowledge of a supervisor: is there a process, and has it ended?
 #[derive(Default)]
 struct World {
     has_child: bool,
@@ -382,7 +382,7 @@ proptest! {
             let left = machine.plan().at_most();
             // No Envoy follows one that was to be replaced any more, so its long requests are now
             // waited for.
-            let is_followed = machine.expects_the_end() && !machine.is_asked_to_stop();
+            let is_followed = machine.expects_exit() && !machine.is_stop_requested();
             let more = if is_followed { limits.long_requests } else { Duration::ZERO };
             world.step(&mut machine, request)?;
             prop_assert!(machine.plan().at_most() <= left + more);
@@ -390,7 +390,7 @@ proptest! {
     }
 }
 
-/// As many waits as there can be on the way from a request to the end.
+/// The largest number of waits between a request and the exit.
 fn limits_in_a_row() -> usize {
     Machine::new(UNTIL_IDLE).plan().0.len()
 }

@@ -33,17 +33,17 @@ async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_aft
         used += &current.address[..1];
         assert_eq!(hosts.due().is_some(), !used.ends_with('a'));
         match failed {
-            0 => hosts.answered(&current),
+            0 => hosts.record_success(&current),
             _ => {
-                let has_moved = hosts.failed(&current, false, &why());
+                let has_moved = hosts.record_failure(&current, false, &why());
                 assert_eq!(has_moved, hosts.current().address != current.address);
             }
         }
     }
     assert_eq!(used, "aaaaaabbbccca");
     let first = hosts.first().clone();
-    assert!(!hosts.failed(&first, false, &why()));
-    assert!(hosts.failed(&first, false, &why()));
+    assert!(!hosts.record_failure(&first, false, &why()));
+    assert!(hosts.record_failure(&first, false, &why()));
     assert_eq!(hosts.current().address, "b:1");
     for _ in 0..2 {
         let wait = hosts.due().unwrap() - tokio::time::Instant::now();
@@ -59,7 +59,7 @@ async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_aft
 fn one_alone_is_used_however_often_it_fails_or_is_silent() {
     let hosts = Hosts::new(several(&["a:1"]));
     for is_silent in [false, true].repeat(5) {
-        assert!(!hosts.failed(&hosts.current().clone(), is_silent, &why()));
+        assert!(!hosts.record_failure(&hosts.current().clone(), is_silent, &why()));
         assert_eq!((&*hosts.current().address, hosts.due()), ("a:1", None));
     }
 }
@@ -70,14 +70,14 @@ fn a_silent_one_is_left_at_once_and_what_comes_of_one_that_was_left_does_not_cou
     let first = hosts.current().clone();
     // One that was left does not count against the one in use, nor an answer of it for that.
     for _ in 0..5 {
-        assert!(hosts.failed(&first, true, &why()));
+        assert!(hosts.record_failure(&first, true, &why()));
         assert_eq!(&*hosts.current().address, "b:1");
     }
     let second = hosts.current().clone();
-    assert!(!hosts.failed(&second, false, &why()));
-    assert!(!hosts.failed(&second, false, &why()));
-    hosts.answered(&first);
-    assert!(hosts.failed(&second, false, &why()));
+    assert!(!hosts.record_failure(&second, false, &why()));
+    assert!(!hosts.record_failure(&second, false, &why()));
+    hosts.record_success(&first);
+    assert!(hosts.record_failure(&second, false, &why()));
     assert_eq!(&*hosts.current().address, "a:1");
 }
 

@@ -65,9 +65,10 @@ async fn one_dial_serves_many_calls_and_without_calls_there_is_none() {
     for once in [false, true].repeat(10) {
         let istiod = istiod.clone();
         calls.spawn(async move {
-            match once {
-                true => istiod.try_connection().await.is_ok(),
-                false => istiod.connection().await.is_ok(),
+            if once {
+                istiod.try_connection().await.is_ok()
+            } else {
+                istiod.connection().await.is_ok()
             }
         });
     }
@@ -340,9 +341,10 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
         let address = listener.local_addr().unwrap();
         let mut tasks = JoinSet::new();
         tasks.spawn(blurt(listener, bytes));
-        let config = match tls {
-            true => encrypted(address, &roots),
-            false => plaintext(address),
+        let config = if tls {
+            encrypted(address, &roots)
+        } else {
+            plaintext(address)
         };
         fails(config, code, expected).await;
     }

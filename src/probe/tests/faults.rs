@@ -84,8 +84,8 @@ async fn the_status_counts_when_the_body_breaks_off_or_does_not_end_in_time() {
             timeout: Duration::from_millis(500),
             ..app.probe(Kind::Http { is_https, path })
         };
-        let outcome = client(true, true).probe(&probe, &HeaderMap::new()).await;
-        let outcome = outcome.expect("an answer");
+        let probed = client(true, true).probe(&probe, &HeaderMap::new()).await;
+        let outcome = probed.expect("an answer");
         assert_eq!(outcome.status, StatusCode::CREATED, "{hangs}");
         assert_eq!(outcome.body, "OK", "{hangs}");
     }

@@ -123,13 +123,12 @@ async fn serve_http(
         service_fn(move |request| async move { Ok::<_, Infallible>(answer(&request, from)) });
     let io = TokioIo::new(io);
     // The probe decides when a connection ends.
-    let _ = match is_http2 {
-        true => {
-            http2::Builder::new(TokioExecutor::new())
-                .serve_connection(io, service)
-                .await
-        }
-        false => http1::Builder::new().serve_connection(io, service).await,
+    let _ = if is_http2 {
+        http2::Builder::new(TokioExecutor::new())
+            .serve_connection(io, service)
+            .await
+    } else {
+        http1::Builder::new().serve_connection(io, service).await
     };
 }
 
@@ -328,8 +327,9 @@ impl Health for Fake {
             "unknown" => ServingStatus::Unknown,
             _ => return Err(tonic::Status::unimplemented("no such service")),
         };
-        let status = status.into();
-        Ok(tonic::Response::new(HealthCheckResponse { status }))
+        Ok(tonic::Response::new(HealthCheckResponse {
+            status: status.into(),
+        }))
     }
 }
 
@@ -359,8 +359,8 @@ async fn a_grpc_probe_succeeds_if_the_service_is_serving() {
     ] {
         let service = service.to_owned();
         let probe = app.probe(Kind::Grpc { service });
-        let found = client(true, false).probe(&probe, &headers).await;
-        let found = found.map_or_else(|problem| problem.found, |_| String::new());
+        let outcome = client(true, false).probe(&probe, &headers).await;
+        let found = outcome.map_or_else(|problem| problem.found, |_| String::new());
         assert!(
             found.starts_with(expected) && found.is_empty() == expected.is_empty(),
             "{found}"

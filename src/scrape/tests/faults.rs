@@ -1,4 +1,4 @@
-//! Targets that hang, break off, send too much or no page at all.
+//! Tests targets that hang, break off, send too much or do not send a page.
 
 use super::*;
 

@@ -1,9 +1,9 @@
-//! Secrets from files: mounted certificates, and files named in the secret's name.
+//! Serves secrets from files: mounted certificates, and files named in the secret's name.
 //!
-//! A [`Subscription`] holds the names asked for; the [`watcher`] reads their files, watches them, and
-//! notifies subscribers of changes. What was good once stays until something good replaces it. Files
+//! A [`Subscription`] holds the requested names; the [`watcher`] reads their files, watches them, and
+//! notifies subscribers of changes. The last good content stays in use until good content replaces it. Files
 //! without a subscriber are forgotten within two minutes. The mesh's trust bundle
-//! ([`Files::set_mesh_bundle`]) joins the workload's own roots.
+//! ([`Files::set_mesh_bundle`]) is merged with the workload's own roots.
 
 pub mod source;
 mod subscription;
@@ -25,13 +25,14 @@ use super::trust::MeshBundle;
 use super::{Roots, Secret};
 use crate::clock::Clock;
 use crate::metrics::Registry;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem, codes};
 use source::Source;
-pub use subscription::{SecretState, Subscription};
+pub use subscription::Subscription;
+pub use table::SecretState;
 use table::{Entry, Table};
 use watcher::Watcher;
 
-/// The files of the names that carry no path, and how files are read.
+/// The files of the names that do not contain a path, and how files are read.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The files of `default` and of `ROOTCA`.
@@ -48,7 +49,7 @@ pub struct WorkloadFiles {
     pub chain: PathBuf,
     pub key: PathBuf,
     pub roots: PathBuf,
-    /// Whether they are the only source of `default` and `ROOTCA`; else they replace the authority once
+    /// True if they are the only source of `default` and `ROOTCA`; otherwise they replace the authority once
     /// they exist.
     pub is_only_source: bool,
 }
@@ -60,13 +61,13 @@ pub struct Files {
     table: Arc<Table>,
     mesh: MeshBundle,
     merged: Arc<Mutex<Option<Merged>>>,
-    /// Whether files of the pair and of the roots existed at the start, good or not.
+    /// True if files of the pair, and of the roots, existed at the start, usable or not.
     existed: [bool; 2],
-    /// The workload's own, which stay.
+    /// The workload's own files, which are never forgotten.
     own: Vec<Arc<Entry>>,
 }
 
-/// The workload's roots and the mesh's, and their merger, which takes a while.
+/// The workload's roots and the mesh's, and the result of merging them, which takes a while.
 type Merged = ([Roots; 2], Roots);
 
 /// Returns the handle and the task that reads and watches. The workload's own files are read before
@@ -96,23 +97,21 @@ pub fn new(
     (files, watcher.run())
 }
 
-/// Whether there are files, good or not. Files the agent may not read count as absent.
+/// Returns true if there are files, usable or not. Files the agent may not read count as absent.
 fn exists(state: &SecretState) -> bool {
+    const ABSENT: [&Code; 2] = [codes::SECRET_FILE_MISSING, codes::SECRET_FILE_UNREADABLE];
     match state {
         SecretState::Unsigned | SecretState::Reading => false,
-        SecretState::Unusable(problem) => {
-            let absent = [codes::SECRET_FILE_MISSING, codes::SECRET_FILE_UNREADABLE];
-            !absent.contains(&problem.code)
-        }
+        SecretState::Unusable(problem) => !ABSENT.contains(&problem.code),
         SecretState::Available(_) => true,
     }
 }
 
 impl WorkloadFiles {
-    /// What the files hold now: the certificate with its key, and the roots. Blocks.
+    /// Reads the files: the certificate with its key, and the roots. Blocks.
     pub fn read(&self) -> [Result<Secret, Problem>; 2] {
-        let read = |source: Source| source.read().map(|(secret, ..)| secret);
-        self.sources().map(read)
+        self.sources()
+            .map(|source| source.read().map(|(secret, ..)| secret))
     }
 
     fn sources(&self) -> [Source; 2] {
@@ -132,24 +131,22 @@ impl WorkloadFiles {
 }
 
 impl Files {
-    /// Whether a name's files were read already.
+    /// Returns true if a name's files have been read and are usable.
     pub fn have(&self, name: &Name) -> bool {
         matches!(self.get(name), Some(SecretState::Available(_)))
     }
 
-    /// The secrets in use beside the workload's own, by the names Envoy asks for.
+    /// Returns the secrets in use other than the workload's own, by the names Envoy requests.
     pub fn others(&self) -> BTreeMap<String, SecretState> {
-        let mut others = self.table.entries();
-        others.retain(|entry| !self.own.iter().any(|own| Arc::ptr_eq(own, entry)));
-        let state = |entry: Arc<Entry>| {
-            let state = entry.content.lock().state.clone();
-            (entry.source.to_string(), state)
-        };
-        others.into_iter().map(state).collect()
+        let entries = self.table.entries().into_iter();
+        entries
+            .filter(|entry| !self.own.iter().any(|own| Arc::ptr_eq(own, entry)))
+            .map(|entry| (entry.source.to_string(), entry.state()))
+            .collect()
     }
 
-    /// Replaces the mesh's trust bundle, PEM; an empty one is none. It joins `ROOTCA`, no other name.
-    /// Returns whether it differs.
+    /// Replaces the mesh's trust bundle, PEM; an empty text removes it. It is merged into `ROOTCA`, no other
+    /// name. Returns true if it differs.
     pub fn set_mesh_bundle(&self, bundle: &str) -> Result<bool, Problem> {
         let is_new = self.mesh.replace(bundle)?;
         if is_new {
@@ -158,7 +155,7 @@ impl Files {
         Ok(is_new)
     }
 
-    /// Whether the trust anchors of a name are the workload's own.
+    /// Returns true if the trust anchors of a name are the workload's own.
     pub fn are_own_roots(&self, name: &Name) -> bool {
         match name {
             Name::RootCa => true,
@@ -184,7 +181,8 @@ impl Files {
         }
     }
 
-    /// None if the name has no files, or none that were ever good and another source.
+    /// Returns None if the name does not have files, or if its files were never usable and the authority
+    /// is the other source.
     fn get(&self, name: &Name) -> Option<SecretState> {
         let state = self.table.state(&self.source(name)?);
         let [pair, roots] = self.existed;
@@ -199,14 +197,14 @@ impl Files {
                 Some(SecretState::Available(Secret::Roots(self.merged(own))))
             }
             SecretState::Available(_) => Some(state),
-            // Until the files are good, the authority serves another identity. Once it does, files that
-            // come and are no good do not end that.
+            // Files from the start are waited for, because the authority would sign another identity. Unusable
+            // files that appear later do not replace the authority.
             _ if existed && exists(&state) => Some(state),
             _ => workload.is_only_source.then_some(state),
         }
     }
 
-    /// The workload's roots with those of the mesh.
+    /// Merges the workload's roots and the mesh's.
     fn merged(&self, own: Roots) -> Roots {
         let Some(mesh) = self.mesh.latest() else {
             return own;
@@ -217,7 +215,7 @@ impl Files {
                 merged.clone()
             }
             _ => {
-                let merged = own.with(&mesh);
+                let merged = own.union(&mesh);
                 *last = Some(([own, mesh], merged.clone()));
                 merged
             }
@@ -225,7 +223,7 @@ impl Files {
     }
 }
 
-/// Whether two paths are spelled the same, once both are absolute.
+/// Returns true if two paths have the same spelling, once both are absolute.
 fn same_file(one: &Path, other: &Path) -> bool {
     let absolute = |path: &Path| std::path::absolute(path).ok();
     absolute(one).is_some_and(|one| Some(one) == absolute(other))

@@ -1,7 +1,7 @@
-//! The files of one secret: reads and checks them.
+//! Reads and checks the files of one secret.
 //!
-//! A key and its chain are read and checked as one; what was checked is what is served, byte for
-//! byte unless Envoy cannot read it. Of a bundle of roots, broken certificates are left out.
+//! A key and its chain are read and checked together. The checked content is served, byte for byte unless
+//! Envoy cannot read it. Broken certificates of a bundle of roots are left out.
 
 use std::fmt;
 use std::io;
@@ -13,7 +13,8 @@ use zeroize::Zeroizing;
 use crate::pem;
 use crate::problem::{Problem, codes};
 use crate::regular_file;
-use crate::secrets::certificate::{Certificate, Roots, Secret};
+use crate::secrets::certificate::{Certificate, Secret};
+use crate::secrets::trust::Roots;
 use crate::secrets::x509;
 
 /// The largest file read, many times the bundle of an operating system.
@@ -26,19 +27,20 @@ pub enum Source {
     Roots(PathBuf),
 }
 
-/// A secret, how many certificates are left out of roots, and what is not PEM.
-pub(super) type Content = (Secret, usize, Option<&'static str>);
+/// A secret, the number of certificates that are left out of roots, and a description of text that is not
+/// PEM.
+pub(super) type Checked = (Secret, usize, Option<&'static str>);
 
 impl Source {
     /// Reads and checks the secret. Blocks.
-    pub(super) fn read(&self) -> Result<Content, Problem> {
+    pub(super) fn read(&self) -> Result<Checked, Problem> {
         match self {
-            Self::Pair { chain, key } => pair(chain, key),
+            Self::Pair { chain, key } => read_pair(chain, key),
             Self::Roots(path) => {
                 let file = read(path)?;
                 let (roots, broken) = Roots::from_file(&file);
-                let missing = || unusable(path, file.len(), x509::no_certificate(&file));
-                let roots = roots.ok_or_else(missing)?;
+                let roots =
+                    roots.ok_or_else(|| unusable(path, file.len(), x509::no_certificate(&file)))?;
                 Ok((Secret::Roots(roots), broken, pem::left_over(&file)))
             }
         }
@@ -65,11 +67,12 @@ impl fmt::Display for Source {
     }
 }
 
-fn pair(chain_path: &Path, key_path: &Path) -> Result<Content, Problem> {
+fn read_pair(chain_path: &Path, key_path: &Path) -> Result<Checked, Problem> {
     let (chain, key) = (read(chain_path)?, read(key_path)?);
-    let (left_over, bytes) = (pem::left_over(&chain), key.len());
-    let left_over = left_over.or_else(|| pem::left_over(&key));
-    let leaf = x509::leaf(&chain).map_err(|found| unusable(chain_path, chain.len(), found))?;
+    let left_over = pem::left_over(&chain).or_else(|| pem::left_over(&key));
+    let bytes = key.len();
+    let leaf =
+        x509::parse_chain(&chain).map_err(|found| unusable(chain_path, chain.len(), found))?;
     let certificate = Certificate::new(chain, leaf, key);
     let certificate = certificate.map_err(|found| unusable(key_path, bytes, found))?;
     Ok((Secret::Certificate(Arc::new(certificate)), 0, left_over))
@@ -83,7 +86,7 @@ fn unusable(path: &Path, bytes: usize, found: String) -> Problem {
     Problem::new(code, path.display(), found)
 }
 
-/// The whole of a regular file. A pipe or device neither blocks nor fills memory.
+/// Reads a regular file. A pipe or device neither blocks nor fills memory.
 fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, Problem> {
     regular_file::read(path, MAX_FILE).map_err(|error| {
         let code = match error.kind() {

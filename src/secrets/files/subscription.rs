@@ -1,4 +1,4 @@
-//! Secrets by name from both sources: files go before the certificate authority.
+//! Looks up secrets by name in both sources: files take precedence over the certificate authority.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -6,44 +6,22 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::Files;
-use super::table::Entry;
-use crate::problem::Problem;
+use super::table::{Entry, SecretState};
 use crate::secrets::name::Name;
-use crate::secrets::{Failure, Secret, Secrets};
+use crate::secrets::{Failure, Secrets};
 
-/// Whether a secret can be had now.
-#[derive(Clone, Debug)]
-pub enum SecretState {
-    /// The authority has not signed it yet.
-    Unsigned,
-    /// Its files are about to be read.
-    Reading,
-    /// Its files were never good so far.
-    Unusable(Arc<Problem>),
-    Available(Secret),
-}
-
-impl SecretState {
-    pub fn available(self) -> Option<Secret> {
-        match self {
-            Self::Available(secret) => Some(secret),
-            Self::Unsigned | Self::Reading | Self::Unusable(_) => None,
-        }
-    }
-}
-
-/// The names a client asks for, until it is dropped.
+/// The names a client requests, until it is dropped.
 #[derive(Debug)]
 pub struct Subscription {
     authority: Option<Secrets>,
     files: Files,
-    /// The files of the names, as far as there is room.
+    /// The files of the names, without those beyond the limit of the table.
     entries: Vec<Arc<Entry>>,
     changed: watch::Receiver<()>,
 }
 
 impl Subscription {
-    /// Starts without names. `authority` is None where no authority signs.
+    /// Starts without names. `authority` is None if no authority signs.
     pub fn new(authority: Option<Secrets>, files: &Files) -> Self {
         Self {
             authority,
@@ -53,31 +31,32 @@ impl Subscription {
         }
     }
 
-    /// Replaces the names asked for.
+    /// Replaces the requested names.
     pub fn want(&mut self, names: BTreeSet<Name>) {
         let files = &self.files;
         // Two names may have one source.
         let sources: HashSet<_> = names.iter().filter_map(|name| files.source(name)).collect();
-        let sources = sources.into_iter();
-        let entries = sources.filter_map(|source| files.table.subscribe(source, false));
+        let entries = sources
+            .into_iter()
+            .filter_map(|source| files.table.subscribe(source, false));
         self.entries = entries.collect();
     }
 
     pub fn get(&self, name: &Name) -> SecretState {
-        let signed = || {
-            let secret = self.authority.as_ref()?.latest().secret(name)?;
-            Some(SecretState::Available(secret))
-        };
-        let from_files = self.files.get(name);
-        from_files.or_else(signed).unwrap_or(SecretState::Unsigned)
+        if let Some(state) = self.files.get(name) {
+            return state;
+        }
+        let authority = self.authority.as_ref();
+        let secret = authority.and_then(|authority| authority.latest().secret(name));
+        secret.map_or(SecretState::Unsigned, SecretState::Available)
     }
 
-    /// Why the authority's latest answer brought no certificate.
+    /// Returns the failure of the authority's latest attempt.
     pub fn failure(&self) -> Option<Failure> {
         self.authority.as_ref()?.latest().failure
     }
 
-    /// Returns when a secret may have changed since the last return, be it one of the names or not.
+    /// Waits until a secret may have changed since the last return, one of the names or another.
     pub async fn changed(&mut self) {
         let signed = async {
             match &mut self.authority {
@@ -87,7 +66,7 @@ impl Subscription {
         };
         tokio::select! {
             () = signed => {}
-            // The table outlives its subscriptions.
+            // Never an error, because the subscription holds the table.
             _ = self.changed.changed() => {}
         }
     }

@@ -1,4 +1,4 @@
-//! The files in use: each source with its state, for as long as there is a subscriber.
+//! Holds the files in use: each source with its state, for as long as there is a subscriber.
 //!
 //! Locks are held for look-ups only, never while a file is read.
 
@@ -11,9 +11,30 @@ use tokio::sync::{Notify, watch};
 
 use super::source::Source;
 use crate::problem::{Problem, codes};
-use crate::secrets::SecretState;
+use crate::secrets::Secret;
 
-/// More than the largest gateway has.
+/// The state of a secret.
+#[derive(Clone, Debug)]
+pub enum SecretState {
+    /// The authority has not signed it yet.
+    Unsigned,
+    /// Its files are about to be read.
+    Reading,
+    /// Its files have never been usable so far.
+    Unusable(Arc<Problem>),
+    Available(Secret),
+}
+
+impl SecretState {
+    pub fn available(self) -> Option<Secret> {
+        match self {
+            Self::Available(secret) => Some(secret),
+            Self::Unsigned | Self::Reading | Self::Unusable(_) => None,
+        }
+    }
+}
+
+/// The most sources that are read, more than the largest gateway has.
 pub(super) const MAX_SOURCES: usize = 10_000;
 
 #[derive(Debug, Default)]
@@ -28,7 +49,7 @@ pub(super) struct Table {
 #[derive(Debug, Default)]
 struct Inner {
     entries: HashMap<Source, Arc<Entry>>,
-    /// Entries that no task follows yet.
+    /// Entries without a task that keeps them up to date.
     fresh: Vec<Arc<Entry>>,
 }
 
@@ -36,7 +57,7 @@ struct Inner {
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) source: Source,
-    /// Its files need not exist.
+    /// True if its files need not exist.
     pub(super) is_optional: bool,
     pub(super) content: Mutex<Content>,
     /// Notified when the files may have changed.
@@ -46,23 +67,21 @@ pub(super) struct Entry {
 #[derive(Debug)]
 pub(super) struct Content {
     pub(super) state: SecretState,
-    /// What was last logged about files that cannot be used.
+    /// The problem that was last logged, if the files cannot be used.
     pub(super) problem: Option<Problem>,
 }
 
 impl Table {
     pub(super) fn state(&self, source: &Source) -> SecretState {
-        match self.inner.lock().entries.get(source) {
-            Some(entry) => entry.content.lock().state.clone(),
-            None => {
-                let found = format!("{MAX_SOURCES} secrets are read from files already");
-                let code = codes::SECRET_FILES_TOO_MANY;
-                SecretState::Unusable(Arc::new(Problem::new(code, source, found)))
-            }
+        if let Some(entry) = self.inner.lock().entries.get(source) {
+            return entry.state();
         }
+        let found = format!("{MAX_SOURCES} secrets are read from files already");
+        let code = codes::SECRET_FILES_TOO_MANY;
+        SecretState::Unusable(Arc::new(Problem::new(code, source, found)))
     }
 
-    /// The entry of a source, which is read from now on. None if there is no room for it.
+    /// Returns the entry of a source, which is read from now on. None if there are [`MAX_SOURCES`] already.
     pub(super) fn subscribe(&self, source: Source, is_optional: bool) -> Option<Arc<Entry>> {
         let mut inner = self.inner.lock();
         if let Some(entry) = inner.entries.get(&source) {
@@ -95,14 +114,15 @@ impl Table {
         self.inner.lock().entries.values().cloned().collect()
     }
 
-    /// Forgets an entry that has no subscriber now and had none when `was_idle` was set. Its task holds
-    /// it, too. Returns the paths that no source uses any more.
+    /// Removes an entry that does not have a subscriber now and did not have one when `was_idle` was set.
+    /// Returns the paths that no source uses any more.
     pub(super) fn forget_if_idle(
         &self,
         entry: &Arc<Entry>,
         was_idle: &mut bool,
     ) -> Option<Vec<PathBuf>> {
         let mut inner = self.inner.lock();
+        // The table and the task of the entry hold it.
         let is_idle = Arc::strong_count(entry) <= 2;
         if !std::mem::replace(was_idle, is_idle) || !is_idle {
             return None;
@@ -110,7 +130,7 @@ impl Table {
         inner.entries.remove(&entry.source);
         let mut unused: Vec<_> = entry.source.paths().map(Path::to_owned).collect();
         for used in inner.entries.keys().flat_map(Source::paths) {
-            // Not compared as paths, which takes longer.
+            // Comparing them as paths takes longer.
             unused.retain(|path| path.as_os_str() != used.as_os_str());
         }
         Some(unused)
@@ -118,7 +138,11 @@ impl Table {
 }
 
 impl Entry {
-    /// Whether it is read now and then: all but those that need not exist and never did.
+    pub(super) fn state(&self) -> SecretState {
+        self.content.lock().state.clone()
+    }
+
+    /// Returns true if it is read periodically: all entries but those that need not exist and never did.
     pub(super) fn is_polled(&self) -> bool {
         !self.is_optional || matches!(self.content.lock().state, SecretState::Available(_))
     }

@@ -1,10 +1,10 @@
-//! Reads files when they are first asked for, when they change, and once a minute.
+//! Reads files when they are first requested, when they change, and once a minute.
 //!
-//! One task follows each source. It watches the paths, reads the files, and waits for the next
-//! change, which it reads after a pause, as a key follows its certificate. inotify misses some changes
-//! (on a network file system, of a directory moved as a whole), hence the poll; paths that could not
-//! be watched are read every few seconds. Files are read on threads, so that a file system that hangs
-//! holds up its own files only.
+//! Each source has a task. It watches the paths, reads the files, and waits for the next change, which it
+//! reads after a pause, because the key is written after its certificate. inotify misses some changes (on a
+//! network file system, of a directory that is moved), so files are also polled; paths that could not be
+//! watched are read every few seconds. Files are read on blocking threads, so that a file system that hangs
+//! delays its own files only.
 
 use std::io;
 use std::sync::Arc;
@@ -15,21 +15,21 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
-use super::source::{Content, Source};
-use super::table::{Entry, Table};
+use super::source::{Checked, Source};
+use super::table::{Entry, SecretState, Table};
 use crate::clock::{Clock, after};
 use crate::file_watch::{Changed, FileWatch};
 use crate::metrics::{Counter, Registry};
 use crate::problem::{Problem, codes};
-use crate::secrets::{Secret, SecretState};
+use crate::secrets::Secret;
 
-/// How often files are read whatever inotify reports.
+/// The interval at which files are read, even without an event of inotify.
 const POLL: Duration = Duration::from_secs(60);
 
-/// How often files are read that could not be watched.
+/// The interval at which files are read that could not be watched.
 const POLL_UNWATCHED: Duration = Duration::from_secs(5);
 
-/// How many reads run at once, those included that hang.
+/// The number of reads that run at once, including those that hang.
 const MAX_READS: usize = 64;
 
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub(super) struct Watcher {
     pub(super) clock: Clock,
     pub(super) debounce: Duration,
     pub(super) open: fn() -> io::Result<FileWatch>,
-    /// None while the kernel refuses to watch.
+    /// None while the kernel rejects watches.
     watch: Mutex<Option<Arc<FileWatch>>>,
     reads: Semaphore,
     watcher_failures: Counter,
@@ -75,7 +75,7 @@ impl Watcher {
         self.watch.lock().is_some()
     }
 
-    /// Adds a source and reads it now. It stays as long as the entry is held.
+    /// Adds a source and reads it now. It is not forgotten while the caller holds the entry.
     pub(super) fn pin(&self, source: Source, is_optional: bool) -> Option<Arc<Entry>> {
         let entry = self.table.subscribe(source, is_optional)?;
         self.publish(&entry, entry.source.read());
@@ -84,11 +84,11 @@ impl Watcher {
 
     pub(super) async fn run(self) {
         let watcher = Arc::new(self);
-        // In this order, so that the first reads find a watch.
-        tokio::join!(watcher.watch_files(), watcher.follow_all());
+        // The watch is first, so that the first reads find it.
+        tokio::join!(watcher.watch_files(), watcher.run_followers());
     }
 
-    /// Reports changes to the sources, as long as the kernel watches; tries again when it refuses.
+    /// Reports changes to the entries, and opens a new watch when the kernel ends one or rejects it.
     pub(super) async fn watch_files(&self) {
         let mut is_lost = false;
         loop {
@@ -104,7 +104,7 @@ impl Watcher {
             if !std::mem::replace(&mut is_lost, true) {
                 *self.watch.lock() = None;
                 self.report_unwatched("all files", &lost);
-                self.changed(|_| true);
+                self.notify(|_| true);
             }
             tokio::time::sleep(POLL_UNWATCHED).await;
         }
@@ -118,16 +118,16 @@ impl Watcher {
                         let path = path.display();
                         tracing::debug!(target: "cache", "event for file certificate {path}");
                     }
-                    self.changed(|source| source.paths().any(|path| paths.contains(path)));
+                    self.notify(|source| source.paths().any(|path| paths.contains(path)));
                 }
-                Ok(Changed::Anything) => self.changed(|_| true),
+                Ok(Changed::Anything) => self.notify(|_| true),
                 Err(error) => return error,
             }
         }
     }
 
-    /// Has sources read again.
-    fn changed(&self, is_affected: impl Fn(&Source) -> bool) {
+    /// Makes the affected sources be read again.
+    fn notify(&self, is_affected: impl Fn(&Source) -> bool) {
         let entries = self.table.entries().into_iter();
         let affected = entries.filter(|entry| is_affected(&entry.source));
         affected.for_each(|entry| entry.changed.notify_one());
@@ -140,7 +140,7 @@ impl Watcher {
     }
 
     /// Runs a task for each source.
-    async fn follow_all(self: &Arc<Self>) {
+    async fn run_followers(self: &Arc<Self>) {
         let mut followers = JoinSet::new();
         loop {
             for entry in self.table.take_fresh() {
@@ -153,8 +153,7 @@ impl Watcher {
         }
     }
 
-    /// Keeps the state of a source up to date, until it has had no subscriber for a whole interval of
-    /// the poll.
+    /// Keeps the state of a source up to date, until it has not had a subscriber between two polls.
     async fn follow(self: Arc<Self>, entry: Arc<Entry>) {
         for path in entry.source.paths() {
             let path = path.display();
@@ -166,7 +165,7 @@ impl Watcher {
         let unused = loop {
             is_watched = self.read(&entry, is_watched).await;
             tokio::select! {
-                // Later changes do not put the read off, or a busy directory could do so for ever.
+                // Later changes do not delay the read, or a busy directory could delay it forever.
                 () = entry.changed.notified() => tokio::time::sleep(self.debounce).await,
                 _ = poll.tick(), if entry.is_polled() => {
                     if let Some(unused) = self.table.forget_if_idle(&entry, &mut is_idle) {
@@ -181,16 +180,16 @@ impl Watcher {
         }
     }
 
-    /// Watches and reads the files. Returns whether all of them are watched; a failure to watch is
-    /// reported unless they `were_watched`.
+    /// Watches and reads the files. Returns true if all of them are watched; a failure to watch is reported
+    /// only if they `were_watched` before.
     async fn read(&self, entry: &Entry, were_watched: bool) -> bool {
         let source = &entry.source;
         let (watch, files) = (self.watch.lock().clone(), source.clone());
         let read = move || {
-            // Watched before it is read, so that no change falls in between.
+            // The watch begins before the read, so that no change is missed in between.
             let watched = watch.map(|watch| {
-                let watched = files.paths().map(|path| watch.watch(path));
-                watched.fold(Ok(()), Result::and)
+                let results = files.paths().map(|path| watch.watch(path));
+                results.fold(Ok(()), Result::and)
             });
             (watched, files.read())
         };
@@ -199,25 +198,23 @@ impl Watcher {
         let (watched, content) = match tokio::task::spawn_blocking(read).await {
             Ok(finished) => finished,
             Err(error) => {
-                // Reading does not panic; if it did, the source stays as it is until the poll.
+                // Reading does not panic. If it did, the source would keep its state until the next poll.
                 tracing::error!(target: "cache", "reading {source} ended early: {error}");
                 return were_watched;
             }
         };
         self.publish(entry, content);
-        match watched {
-            Some(Ok(())) => true,
-            Some(Err(error)) if were_watched => {
-                self.report_unwatched(source.to_string(), &error);
-                false
-            }
-            Some(Err(_)) | None => false,
+        if let Some(Err(error)) = &watched
+            && were_watched
+        {
+            self.report_unwatched(source, error);
         }
+        matches!(watched, Some(Ok(())))
     }
 
-    /// Publishes what was read, if it differs, or that files cannot be used, unless they could be before.
-    /// A failure is logged and counted once, and again when it is another one.
-    fn publish(&self, entry: &Entry, read: Result<Content, Problem>) {
+    /// Publishes a secret if it differs, or the problem if there has been no usable secret. A problem is
+    /// logged and counted once, and again when it is another one.
+    fn publish(&self, entry: &Entry, read: Result<Checked, Problem>) {
         let (source, mut content) = (&entry.source, entry.content.lock());
         let is_available = matches!(content.state, SecretState::Available(_));
         match read {
@@ -246,7 +243,7 @@ impl Watcher {
                 content.state = SecretState::Available(secret);
             }
             Err(mut problem) => {
-                // A file that need not exist is no failure until it has existed.
+                // An optional file that has never existed is not a failure.
                 let is_absent = problem.code == codes::SECRET_FILE_MISSING;
                 let is_failure = is_available || !entry.is_optional || !is_absent;
                 if is_available {

@@ -187,14 +187,12 @@ fn attack(place: &Place) -> std::io::Result<()> {
         }
         _ => {
             let _ = fs::remove_file(&path);
-            match fastrand::bool() {
-                true => Ok(mkfifoat(CWD, path, Mode::from_raw_mode(0o666))?),
-                false => {
-                    let mut options = OpenOptions::new();
-                    let options = options.write(true).create_new(true).mode(0o666);
-                    options.open(path).map(drop)
-                }
+            if fastrand::bool() {
+                return Ok(mkfifoat(CWD, path, Mode::from_raw_mode(0o666))?);
             }
+            let mut options = OpenOptions::new();
+            options.write(true).create_new(true).mode(0o666);
+            options.open(path).map(drop)
         }
     }
 }

@@ -1,8 +1,8 @@
-//! `OUTPUT_CERTS`: writes key, chain and roots to a directory, for clients that do not use SDS.
+//! Writes key, chain and roots to a directory (`OUTPUT_CERTS`), for clients that do not use SDS.
 //!
-//! What is written is what `default` and `ROOTCA` serve, once there are both, on every rotation. The
-//! files are renamed into place one right after the other, once all three are on the disk. The output
-//! directory must exist, and the files stay when a certificate expires.
+//! The secrets `default` and `ROOTCA` are written once both exist, and on every rotation. The files are
+//! renamed into place one right after the other, once all three are on the disk. The output directory must
+//! exist, and the files stay when a certificate expires.
 //!
 //! An application may share the directory and change it at any moment: it can prevent the output, but
 //! nothing outside the directory is read, written or removed.
@@ -28,11 +28,11 @@ pub const NAMES: [&str; 3] = ["key.pem", "cert-chain.pem", "root-cert.pem"];
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// Where to write.
+/// The directory and the mode of the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     pub directory: PathBuf,
-    /// Whether all users may read the files, as containers of a pod have different users.
+    /// Lets all users read the files, because the containers of a pod have different users.
     pub readable_by_all: bool,
 }
 
@@ -43,20 +43,20 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
     secrets.want(BTreeSet::from([Name::Default, Name::RootCa]));
     let mut written = None;
     loop {
-        let latest = latest(&secrets).filter(|latest| written.as_ref() != Some(latest));
-        let Some((certificate, roots)) = latest.clone() else {
+        let unwritten = latest(&secrets).filter(|latest| written.as_ref() != Some(latest));
+        let Some((certificate, roots)) = unwritten.clone() else {
             secrets.changed().await;
             continue;
         };
-        let to = config.clone();
+        let task_config = config.clone();
         let write = move || {
             let contents = [certificate.key_pem(), certificate.chain_pem(), roots.pem()];
-            write_all(&to, contents)
+            write_all(&task_config, contents)
         };
         let done = tokio::task::spawn_blocking(write).await;
         let Err(error) = done.unwrap_or_else(|error| Err(error.into())) else {
             retry.reset();
-            written = latest;
+            written = unwritten;
             continue;
         };
         let wait = retry.next_wait().max(Duration::from_millis(100));
@@ -72,6 +72,7 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
     }
 }
 
+/// Reports that the files cannot be written.
 pub fn problem(config: &Config, error: io::Error) -> Problem {
     let found = explained(&config.directory, error);
     let subject = format!("OUTPUT_CERTS={}", config.directory.display());
@@ -80,20 +81,17 @@ pub fn problem(config: &Config, error: io::Error) -> Problem {
 
 /// Writes `contents`, in the order of [`NAMES`].
 fn write_all(config: &Config, contents: [&[u8]; 3]) -> io::Result<()> {
-    let mode = match config.readable_by_all {
-        true => 0o644,
-        false => 0o600,
-    };
+    let mode = if config.readable_by_all { 0o644 } else { 0o600 };
     let files: Vec<_> = NAMES.into_iter().zip(contents).collect();
     Directory::open(&config.directory)?.replace_files(&files, mode)
 }
 
-/// What an Envoy is served at one moment.
+/// Returns the workload's certificate and roots, once there are both.
 fn latest(secrets: &Subscription) -> Option<(Arc<Certificate>, Roots)> {
     let [certificate, roots] = [Name::Default, Name::RootCa].map(|name| secrets.get(&name));
     match (certificate.available()?, roots.available()?) {
         (Secret::Certificate(certificate), Secret::Roots(roots)) => Some((certificate, roots)),
-        _ => None,
+        _ => None, // Neither name has a secret of the other kind.
     }
 }
 

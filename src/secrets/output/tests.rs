@@ -16,9 +16,10 @@ const ROTATIONS: usize = 1000;
 /// In memory where there is such a place: every rotation is synced.
 pub(super) fn directory() -> TempDir {
     let shared = Path::new("/dev/shm");
-    match shared.is_dir() {
-        true => tempfile::tempdir_in(shared).unwrap(),
-        false => tempfile::tempdir().unwrap(),
+    if shared.is_dir() {
+        tempfile::tempdir_in(shared).unwrap()
+    } else {
+        tempfile::tempdir().unwrap()
     }
 }
 

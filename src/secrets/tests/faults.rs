@@ -283,7 +283,7 @@ async fn whatever_is_published_while_roots_rotate_vouches_for_itself() {
             let state = fixture.secrets.latest();
             let (workload, roots) = (state.workload.expect("is there"), state.roots);
             let roots = roots.expect("are there");
-            assert_eq!(roots.with(&workload.roots), roots);
+            assert_eq!(roots.union(&workload.roots), roots);
             if !certificates
                 .iter()
                 .any(|known| Arc::ptr_eq(known, &workload))
@@ -303,9 +303,10 @@ async fn a_clock_that_jumps_and_a_resumed_machine_renew_within_seconds_of_the_ti
         let mut fixture = start(config(), Answer::Signed);
         let first = fixture.first().await;
         tokio::time::sleep(early).await;
-        match is_forward {
-            true => fixture.clock.jump(HOUR),
-            false => fixture.clock.jump_back(HOUR),
+        if is_forward {
+            fixture.clock.jump(HOUR);
+        } else {
+            fixture.clock.jump_back(HOUR);
         }
         let before = Instant::now();
         fixture.renewed(&first).await;
@@ -472,9 +473,10 @@ async fn lines_of(failures: u32, answer: Answer, has_certificate: bool) -> Vec<S
     let subscriber = tracing_subscriber::fmt().with_ansi(false);
     let subscriber = subscriber.with_writer(move || writer.clone());
     let _logging = tracing::subscriber::set_default(subscriber.finish());
-    let first = match has_certificate {
-        true => Answer::Signed,
-        false => answer,
+    let first = if has_certificate {
+        Answer::Signed
+    } else {
+        answer
     };
     let mut fixture = start(config(), first);
     if has_certificate {

@@ -222,7 +222,7 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
     let second = fixture.renewed(&first).await;
     assert!(before.elapsed() <= Duration::from_secs(2));
     let both = state.roots.expect("are there");
-    assert_eq!(both, first.roots.with(&second.roots));
+    assert_eq!(both, first.roots.union(&second.roots));
     assert_eq!(fixture.secrets.latest().roots.as_ref(), Some(&second.roots));
     assert_eq!(fixture.authority.most_in_flight(), 1);
 }

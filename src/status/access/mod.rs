@@ -1,15 +1,15 @@
-//! Which callers may read the debug pages, and drain or end the agent: local ones, of certain users.
+//! Decides which callers may read the debug pages, and drain or end the agent: local ones, of certain users.
 //!
-//! The whole pod is local, so the kernel is asked for the user behind a connection. Behind Envoy's own
-//! source address may be any client of the pod. A page in a browser, which reaches the port through a
-//! forwarded one, has a host name or origin of its own.
+//! All processes of the pod are local, so the kernel is asked for the user of a connection. A connection from
+//! Envoy's own source address may carry a request of any client of the pod, so it is refused. A page in a browser,
+//! which reaches the port by port forwarding, is recognized by its host name or origin.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use ::http::header::{HOST, ORIGIN};
+use ::http::header::{HOST, HeaderValue, ORIGIN};
 use ::http::request::Parts;
 use ::http::uri::Authority;
 use tokio::net::TcpStream;
@@ -21,18 +21,18 @@ use crate::problem::{Problem, codes};
 use crate::unix_socket::access::admitted;
 
 pub(super) const NOT_LOCAL: &str = "Only requests from localhost are allowed\n";
-/// The source of what Envoy passes on to the pod's ports. That of IPv6, `::6`, is not local.
+/// The source address of connections from Envoy to the pod's ports. That of IPv6, `::6`, is not local.
 const ENVOY: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
-/// The kernel answers at once, but it may have to load a module.
+/// The limit of a query to the kernel, which answers at once unless it has to load a module.
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// The other side of a connection.
 #[derive(Debug)]
 pub(super) struct Caller {
     address: SocketAddr,
-    /// Address and inode of our side.
+    /// Address and inode of the agent's side.
     own: io::Result<(SocketAddr, u64)>,
-    /// Asked for once.
+    /// The user, once it is known.
     user: OnceCell<u32>,
 }
 
@@ -51,31 +51,33 @@ impl Caller {
         self.address.ip().is_loopback()
     }
 
-    async fn ask(&self) -> io::Result<u32> {
+    /// Queries the kernel for the user of the caller's socket.
+    async fn query_user(&self) -> io::Result<u32> {
         let (own, inode) = *self.own.as_ref().map_err(io::Error::kind)?;
         let caller = self.address;
-        let asking = tokio::task::spawn_blocking(move || {
+        let query = tokio::task::spawn_blocking(move || {
             let (user, _) = netlink::tcp_owner(caller, own)?;
-            // If the connection was reset meanwhile, its port may have been that of another process.
+            // If the connection was reset meanwhile, another process may have got its port.
             match netlink::tcp_owner(own, caller)? {
-                (_, held) if u64::from(held) == inode => Ok(user),
+                (_, present) if u64::from(present) == inode => Ok(user),
                 _ => Err(io::ErrorKind::NotConnected.into()),
             }
         });
-        timeout(LIMIT, asking).await??
+        timeout(LIMIT, query).await??
     }
 }
 
-/// The callers that certain paths are for.
+/// The users that may request certain paths.
 #[derive(Debug)]
 pub(super) struct Access {
+    /// The variable that sets the users.
     pub(super) variable: &'static str,
-    /// Besides root and the agent's own; None is every user.
+    /// Users in addition to root and the agent's own; None admits every user.
     pub(super) users: Option<BTreeSet<u32>>,
 }
 
 impl Access {
-    /// Returns the text for a caller that is refused.
+    /// Checks a request. The error is the text for a caller that is refused.
     pub(super) async fn check(&self, caller: &Caller, head: &Parts) -> Result<(), String> {
         if !caller.is_local() || caller.address.ip() == ENVOY {
             return Err(NOT_LOCAL.to_owned());
@@ -85,7 +87,7 @@ impl Access {
             return Ok(());
         };
         let variable = self.variable;
-        let problem = match caller.user.get_or_try_init(|| caller.ask()).await {
+        let problem = match caller.user.get_or_try_init(|| caller.query_user()).await {
             Ok(user) if users.contains(user) => return Ok(()),
             Ok(user) => {
                 let users: Vec<_> = users.iter().map(ToString::to_string).collect();
@@ -102,22 +104,22 @@ impl Access {
 
 /// Refuses hosts other than `localhost` and addresses, and origins other than this port.
 fn check_names(head: &Parts) -> Result<(), String> {
-    let headers = |name| head.headers.get_all(name).into_iter();
-    let text = |name| headers(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
-    let of_line = head.uri.authority().map(|name| name.as_str().into());
-    if let Some(host) = text(HOST).chain(of_line).find(|host| !is_local_name(host)) {
+    let values = |name| head.headers.get_all(name).into_iter();
+    let texts = |name| values(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
+    let in_request_line = head.uri.authority().map(|name| name.as_str().into());
+    let mut hosts = texts(HOST).chain(in_request_line);
+    if let Some(host) = hosts.find(|host| !is_local_name(host)) {
         return Err(foreign("the host", &host, "localhost or an IP address"));
     }
-    let own = head.headers.get(HOST);
+    let own = head.headers.get(HOST).map(HeaderValue::as_bytes);
     let is_own = |origin: &str| {
-        origin
-            .strip_prefix("http://")
-            .is_some_and(|it| own.is_some_and(|own| own == it))
+        let host = origin.strip_prefix("http://").map(str::as_bytes);
+        host.is_some() && host == own
     };
-    match text(ORIGIN).find(|origin| !is_own(origin)) {
-        Some(origin) => Err(foreign("the origin", &origin, "the origin of this port")),
-        None => Ok(()),
+    if let Some(origin) = texts(ORIGIN).find(|origin| !is_own(origin)) {
+        return Err(foreign("the origin", &origin, "the origin of this port"));
     }
+    Ok(())
 }
 
 fn foreign(subject: &str, found: &str, expected: &'static str) -> String {

@@ -239,7 +239,7 @@ async fn a_connection_that_its_process_has_closed_has_no_user() {
             stream.shutdown().await.expect("half closed");
         }
         let _open = (!is_closed).then_some(stream);
-        let user = caller.ask().await;
+        let user = caller.query_user().await;
         assert_eq!(
             user.ok(),
             (!is_closed).then_some(own),
@@ -265,5 +265,5 @@ async fn a_reset_connection_does_not_have_the_user_of_the_next_one_from_its_port
     connect(&next, &to).expect("connected");
     let owner = netlink::tcp_owner(from, to).expect("an owner");
     assert_eq!(owner.0, own);
-    assert!(caller.ask().await.is_err());
+    assert!(caller.query_user().await.is_err());
 }

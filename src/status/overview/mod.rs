@@ -1,7 +1,7 @@
-//! The overview: the doctor's report, and a snapshot of Envoy, istiod, certificates, discovery and recent
+//! Makes the overview: the doctor's report, and a snapshot of Envoy, istiod, certificates, discovery and recent
 //! warnings, as JSON and as an HTML page.
 //!
-//! Snapshots hold neither keys nor tokens.
+//! Snapshots have neither keys nor tokens.
 
 mod page;
 
@@ -19,6 +19,7 @@ use crate::report::Report;
 use crate::secrets::Secrets;
 use crate::secrets::observe::Snapshot as Certificates;
 use crate::version;
+use crate::wasm::Wasm;
 use crate::xds::observe::Snapshot as Discovery;
 
 #[derive(Debug, Serialize)]
@@ -42,7 +43,7 @@ pub(super) struct Overview {
     /// None if Envoy fetches Wasm modules itself.
     wasm: Option<Value>,
     start_up: Vec<Reached>,
-    /// The newest first.
+    /// Warnings and errors, the newest first.
     warnings: Vec<logging::Entry>,
 }
 
@@ -73,7 +74,7 @@ impl Overview {
             discovery: sources.discovery.snapshot(),
             dns: dns.map(|dns| json!({ "ready": dns.is_ready() })),
             health: sources.health.clone(),
-            wasm: sources.wasm.as_ref().map(crate::wasm::Wasm::snapshot),
+            wasm: sources.wasm.as_ref().map(Wasm::snapshot),
             start_up: sources.milestones.reached(),
             warnings: logging::RECENT.entries(),
         }

@@ -1,4 +1,4 @@
-//! The overview as an HTML page: the doctor's findings, then the JSON as tables. It has no scripts, needs
+//! Renders the overview as an HTML page: the doctor's findings, then the JSON as tables. It has no scripts, needs
 //! no further files, and is reloaded every five seconds.
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -58,15 +58,17 @@ pub(super) fn page(overview: &Overview) -> String {
             }
         }
     };
-    // Control characters, and those that turn the direction of text, could hide what is beside them.
-    let is_hidden = |character: char| {
-        (character.is_control() && character != '\n')
-            || matches!(character, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
-    page.into_string().replace(is_hidden, "\u{fffd}")
+    page.into_string().replace(hides_text, "\u{fffd}")
 }
 
-/// The doctor's verdict, its remedy, and the findings. The other checks are folded.
+/// Returns true for control characters, and for those that change the direction of text: they could hide the text
+/// next to them.
+fn hides_text(character: char) -> bool {
+    (character.is_control() && character != '\n')
+        || matches!(character, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// Renders the doctor's verdict, its remedy, and the findings. The other checks are folded.
 fn diagnosis(report: &Report) -> Markup {
     html! {
         p class=(report.level.name()) { (report.verdict) }
@@ -86,7 +88,7 @@ fn line(level: Level, text: &str) -> Markup {
     html! { b class=(level.name()) { (level.name()) } " " (text) }
 }
 
-/// A section: its members as rows, without those that are null.
+/// Renders a section: its members as rows, without those that are null.
 fn section(members: &Value) -> Markup {
     let Some(members) = members.as_object() else {
         return value("", members);
@@ -100,7 +102,7 @@ fn section(members: &Value) -> Markup {
     }
 }
 
-/// A value in a row. Elements of lists, and objects in objects, begin a line.
+/// Renders a value in a row. Elements of lists, and objects in objects, begin a line.
 pub(super) fn value(name: &str, value: &Value) -> Markup {
     match value {
         Value::Object(members) => html! {
@@ -128,12 +130,10 @@ pub(super) fn value(name: &str, value: &Value) -> Markup {
     }
 }
 
-/// A member's name in words, and a type URL's last part.
+/// Converts a member's name to words without its unit, and a type URL to its last part.
 fn title(name: &str) -> String {
-    let name = name.rsplit(['.', '/']).next().unwrap_or(name);
+    let last = name.rsplit(['.', '/']).next().unwrap_or(name);
     let mut units = ["_seconds", "_ms", "_bytes"].iter();
-    let name = units
-        .find_map(|unit| name.strip_suffix(unit))
-        .unwrap_or(name);
-    name.replace('_', " ")
+    let without_unit = units.find_map(|unit| last.strip_suffix(unit));
+    without_unit.unwrap_or(last).replace('_', " ")
 }

@@ -1,6 +1,6 @@
-//! Whether the bootstrap of gRPC applications exists, and the certificate files it names.
+//! Checks that the bootstrap of gRPC applications exists, and the certificate files it names.
 //!
-//! The bootstrap is read until that succeeds once; the certificate files must exist at each check.
+//! The bootstrap is read until it could be read once; the certificate files must exist at each check.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ const FILES: [&str; 3] = [
 
 pub(super) struct BootstrapFile {
     path: PathBuf,
-    /// The files it names.
+    /// The certificate files, once the bootstrap was read.
     files: OnceLock<Vec<PathBuf>>,
 }
 
@@ -33,23 +33,23 @@ impl BootstrapFile {
         let files = match self.files.get() {
             Some(files) => files,
             None => {
-                let files = files_of(&self.path)?;
+                let files = certificate_files(&self.path)?;
                 self.files.get_or_init(|| files)
             }
         };
-        match files.iter().find(|path| !path.exists()) {
-            Some(path) => Err(format!("{} does not exist", path.display())),
-            None => Ok(()),
+        if let Some(path) = files.iter().find(|path| !path.exists()) {
+            return Err(format!("{} does not exist", path.display()));
         }
+        Ok(())
     }
 }
 
-fn files_of(path: &Path) -> Result<Vec<PathBuf>, String> {
+fn certificate_files(path: &Path) -> Result<Vec<PathBuf>, String> {
     let failed = |error: io::Error| format!("failed loading {}: {error}", path.display());
     let text = regular_file::read(path, MAX_SETTINGS).map_err(failed)?;
     let document: Value = serde_json::from_slice(&text).map_err(|error| failed(error.into()))?;
-    let providers = document["certificate_providers"].as_object();
-    let providers = providers.into_iter().flat_map(|all| all.values());
+    let members = document["certificate_providers"].as_object();
+    let providers = members.into_iter().flat_map(|members| members.values());
     let watchers = providers.filter(|provider| provider["plugin_name"] == "file_watcher");
     let configs = watchers.map(|watcher| &watcher["config"]);
     let files = configs.flat_map(|config| FILES.map(|name| config[name].as_str()));

@@ -22,20 +22,20 @@ use crate::metrics::Gauge;
 use crate::problem::{Problem, codes};
 use bootstrap_file::BootstrapFile;
 
-/// Pauses between two checks of an Envoy that starts: in the first [`START`], and later.
+/// The pauses between two checks of an Envoy that starts: in the first [`START`], and later.
 const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
-/// The age of the agent from which a failed check looks for what Envoy waits for.
-const LOOKS_AFTER: Duration = Duration::from_secs(5);
+/// The age of the agent from which a failed check asks Envoy what it waits for.
+const INSPECT_AFTER: Duration = Duration::from_secs(5);
 const START: Duration = Duration::from_secs(30);
 
 pub(super) struct Readiness {
     sources: Arc<Sources>,
     grpc: Option<BootstrapFile>,
     startup: Gauge,
-    /// Locked while Envoy's admin port is asked.
+    /// Locked during a query to Envoy's admin port.
     checks: Mutex<Checks>,
-    /// What was logged last: `pilot-agent wait` asks ten times a second.
+    /// The result that was logged last, because `pilot-agent wait` sends ten probes a second.
     logged: parking_lot::Mutex<Option<Result<(), String>>>,
 }
 
@@ -45,7 +45,7 @@ struct Checks {
     process: Option<Process>,
     is_configured: bool,
     is_live: bool,
-    /// When it was asked last, and the result.
+    /// The time and result of the last query.
     last: Option<(Instant, Result<(), String>)>,
 }
 
@@ -79,7 +79,7 @@ impl Readiness {
         ready
     }
 
-    /// Checks; a failure also names the cause that another part of the agent knows.
+    /// Checks, and adds to a failure the cause that another part of the agent knows.
     pub(super) async fn explained(&self) -> Result<(), String> {
         let Err(missing) = self.check().await else {
             return Ok(());
@@ -88,34 +88,34 @@ impl Readiness {
             return Err(missing);
         }
         let cause = self.cause().await.filter(|cause| !missing.contains(cause));
-        let cause = cause.map_or_else(String::new, |cause| format!("; {cause}"));
+        let suffix = cause.map_or_else(String::new, |cause| format!("; {cause}"));
         let missing = missing.trim_end();
-        Err(format!("{missing}{cause}; see `pilot-agent doctor`"))
+        Err(format!("{missing}{suffix}; see `pilot-agent doctor`"))
     }
 
-    /// None if Envoy has exited, which is the cause.
+    /// Returns the cause that another part of the agent knows. None if Envoy has exited, which is the cause.
     async fn cause(&self) -> Option<String> {
         let sources = &self.sources;
         let envoy = sources.envoy.as_ref()?;
         alive(&envoy.report().borrow()).ok()?;
-        let istiod = sources.istiod.status().last_error;
-        let istiod = istiod.map(|failure| failure.problem.to_string());
+        let failure = sources.istiod.status().last_error;
+        let istiod = failure.map(|failure| failure.problem.to_string());
         let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
         let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
         let known = istiod.or_else(certificate).or_else(refused);
-        // A look at Envoy takes up to a second, and `pilot-agent wait` asks ten times a second at the start.
-        if known.is_some() || sources.milestones.elapsed() < LOOKS_AFTER {
+        // Inspecting Envoy takes up to a second, and `pilot-agent wait` sends ten probes a second at the start.
+        if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
         }
         let waits = inspect::waits(envoy.admin().within(LONG_PAUSE)).await;
-        let mut waits = waits.iter();
-        let wait = waits.find(|it| it.code != codes::ENVOY_NOT_INSPECTED);
+        let mut all = waits.iter();
+        let wait = all.find(|it| it.code != codes::ENVOY_NOT_INSPECTED);
         wait.map(ToString::to_string)
     }
 
     pub(super) async fn check(&self) -> Result<(), String> {
         if let Some(envoy) = &self.sources.envoy {
-            self.envoy_is_ready(envoy).await?;
+            self.check_envoy(envoy).await?;
         }
         self.not_terminating()?;
         let is_missing = |refused: &&Problem| refused.code == codes::SECRET_REFUSED;
@@ -135,7 +135,7 @@ impl Readiness {
         Ok(())
     }
 
-    /// Checks Envoy until the pod is ready, so that the time of readiness is known without a probe.
+    /// Checks Envoy until the pod is ready, so that the time of readiness is recorded without a probe.
     pub(super) async fn watch(&self) {
         if let Some(envoy) = &self.sources.envoy {
             self.until_live(envoy).await;
@@ -153,29 +153,30 @@ impl Readiness {
         let mut report = envoy.report();
         let (mut watched, mut since) = (None, Instant::now());
         loop {
-            // Only another process starts anew, not every change of the report.
+            // The time starts again with another process, not with every change of the report.
             let process = alive(&report.borrow_and_update()).ok();
             if process != watched {
                 (watched, since) = (process, Instant::now());
             }
-            let is_there = process.is_some();
-            if is_there && self.envoy_is_ready(envoy).await.is_ok() {
+            let is_running = process.is_some();
+            if is_running && self.check_envoy(envoy).await.is_ok() {
                 return;
             }
-            let is_start = since.elapsed() < START;
-            let pause = if is_start { PAUSE } else { LONG_PAUSE };
+            let is_new = since.elapsed() < START;
+            let pause = if is_new { PAUSE } else { LONG_PAUSE };
             tokio::select! {
                 changed = report.changed() => if changed.is_err() {
                     return; // Envoy's supervisor has ended.
                 },
-                () = tokio::time::sleep(pause), if is_there => {}
+                () = tokio::time::sleep(pause), if is_running => {}
             }
         }
     }
 
-    async fn envoy_is_ready(&self, envoy: &Envoy) -> Result<(), String> {
+    /// Checks Envoy, or returns the result of a query that has ended since this call.
+    async fn check_envoy(&self, envoy: &Envoy) -> Result<(), String> {
         let process = alive(&envoy.report().borrow())?;
-        let came = Instant::now();
+        let begin = Instant::now();
         let mut checks = self.checks.lock().await;
         if checks.process != Some(process) {
             *checks = Checks {
@@ -183,25 +184,28 @@ impl Readiness {
                 ..Checks::default()
             };
         }
-        match &checks.last {
-            _ if checks.is_live => return Ok(()),
-            Some((when, answer)) if *when >= came => return answer.clone(),
-            _ => {}
+        if checks.is_live {
+            return Ok(());
         }
-        let answer = self.ask(envoy, &mut checks).await;
-        checks.last = Some((Instant::now(), answer.clone()));
-        answer
+        if let Some((end, result)) = &checks.last
+            && *end >= begin
+        {
+            return result.clone();
+        }
+        let result = self.query(envoy, &mut checks).await;
+        checks.last = Some((Instant::now(), result.clone()));
+        result
     }
 
     /// Makes the checks that were not passed yet.
-    async fn ask(&self, envoy: &Envoy, checks: &mut Checks) -> Result<(), String> {
+    async fn query(&self, envoy: &Envoy, checks: &mut Checks) -> Result<(), String> {
         if !checks.is_configured {
-            stats::is_configured(envoy.admin()).await?;
+            stats::check_configured(envoy.admin()).await?;
             checks.is_configured = true;
             self.sources.milestones.mark(startup::CONFIG_RECEIVED);
         }
         self.not_terminating()?;
-        stats::is_live(envoy.admin()).await?;
+        stats::check_live(envoy.admin()).await?;
         checks.is_live = true;
         if self.sources.milestones.mark(startup::ENVOY_LIVE) {
             let took = self.sources.milestones.elapsed();
@@ -212,16 +216,16 @@ impl Readiness {
     }
 
     fn not_terminating(&self) -> Result<(), String> {
-        let asked = self.sources.stop.requested().borrow().clone();
-        if asked.urgency == Urgency::Run {
+        let request = self.sources.stop.requested().borrow().clone();
+        if request.urgency == Urgency::Run {
             return Ok(());
         }
-        let cause = asked.cause.unwrap_or("asked to stop");
+        let cause = request.cause.unwrap_or("asked to stop");
         Err(format!("server is terminated: {cause}"))
     }
 }
 
-/// The Envoy process, if there is one.
+/// Returns the Envoy process, or why there is none.
 fn alive(report: &Report) -> Result<Process, String> {
     match (report.state, report.problem()) {
         (State::Initial | State::Exited, Some(problem)) => Err(problem.to_string()),

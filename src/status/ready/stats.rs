@@ -1,7 +1,7 @@
-//! Envoy's counters about its start: clusters and listeners accepted, workers running.
+//! Reads Envoy's counters about its start: clusters and listeners accepted, workers running.
 //!
-//! Envoy's `/ready` does not tell: an Envoy that cannot reach istiod, or rejects its listeners, calls
-//! itself ready all the same.
+//! Envoy's `/ready` is not enough: an Envoy that cannot reach istiod, or rejects its listeners, reports that it is
+//! ready anyway.
 
 use std::time::Duration;
 
@@ -20,22 +20,22 @@ const LIVE: &str =
 const STATE: &str = "server.state";
 const WORKERS: &str = "listener_manager.workers_started";
 
-/// Whether Envoy has accepted clusters and listeners.
-pub(super) async fn is_configured(admin: Admin) -> Result<(), String> {
-    has_updates(&ask(admin, "config", CONFIGURED, CONFIGURED_LIMIT).await?)
+/// Fails unless Envoy has accepted clusters and listeners.
+pub(super) async fn check_configured(admin: Admin) -> Result<(), String> {
+    check_updates(&query(admin, "config", CONFIGURED, CONFIGURED_LIMIT).await?)
 }
 
-/// Whether Envoy is live and its workers run.
-pub(super) async fn is_live(admin: Admin) -> Result<(), String> {
-    has_workers(&ask(admin, "readiness", LIVE, LIVE_LIMIT).await?)
+/// Fails unless Envoy is live and its workers run.
+pub(super) async fn check_live(admin: Admin) -> Result<(), String> {
+    check_workers(&query(admin, "readiness", LIVE, LIVE_LIMIT).await?)
 }
 
-async fn ask(admin: Admin, what: &str, path: &str, limit: Duration) -> Result<String, String> {
+async fn query(admin: Admin, what: &str, path: &str, limit: Duration) -> Result<String, String> {
     let text = admin.within(limit).text(path).await;
     text.map_err(|why| format!("failed to get {what} stats: {why}"))
 }
 
-fn has_updates(body: &str) -> Result<(), String> {
+fn check_updates(body: &str) -> Result<(), String> {
     let clusters = number(body, "cluster_manager.cds.update_success")?;
     let clusters_rejected = number(body, "cluster_manager.cds.update_rejected")?;
     let listeners = number(body, "listener_manager.lds.update_success")?;
@@ -54,11 +54,9 @@ fn has_updates(body: &str) -> Result<(), String> {
     ))
 }
 
-fn has_workers(body: &str) -> Result<(), String> {
-    for name in [STATE, WORKERS] {
-        if !body.contains(name) {
-            return Err(format!("{name} is not yet updated: {body}"));
-        }
+fn check_workers(body: &str) -> Result<(), String> {
+    if let Some(name) = [STATE, WORKERS].iter().find(|name| !body.contains(**name)) {
+        return Err(format!("{name} is not yet updated: {body}"));
     }
     let state = match (number(body, STATE)?, number(body, WORKERS)?) {
         (0, 1) => return Ok(()),
@@ -71,7 +69,7 @@ fn has_workers(body: &str) -> Result<(), String> {
     Err(format!("server is not live, current state is: {state}"))
 }
 
-/// The value of the first line that begins with `name`. Counters that are zero are not listed.
+/// Returns the value of the first line that begins with `name`. Envoy does not list counters that are zero.
 fn number(body: &str, name: &str) -> Result<u64, String> {
     let Some(line) = body.lines().find(|line| line.starts_with(name)) else {
         return Ok(0);
@@ -115,19 +113,19 @@ mod tests {
             ([1, 0, 0, 1], Some("was rejected")),
             ([1, 1, 0, 0], Some("was rejected")),
         ] {
-            let found = has_updates(&updates(counts)).err();
+            let found = check_updates(&updates(counts)).err();
             match expected {
                 None => assert_eq!(found, None, "{counts:?}"),
                 Some(text) => assert!(found.expect("missing").contains(text), "{counts:?}"),
             }
         }
-        let missing = has_updates(&updates([1, 2, 0, 4])).expect_err("missing");
+        let missing = check_updates(&updates([1, 2, 0, 4])).expect_err("missing");
         assert_eq!(
             missing,
             "config received from XDS server, but was rejected: cds updates: 1 successful, 2 \
              rejected; lds updates: 0 successful, 4 rejected"
         );
-        let missing = has_updates("").expect_err("missing");
+        let missing = check_updates("").expect_err("missing");
         assert_eq!(
             missing,
             "config not received from XDS server (is Istiod running?): cds updates: 0 successful, \
@@ -166,7 +164,7 @@ mod tests {
                  line:server.state: x",
             ),
         ] {
-            let found = has_workers(body).err();
+            let found = check_workers(body).err();
             assert_eq!(found.unwrap_or_default(), expected);
         }
     }

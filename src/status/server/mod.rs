@@ -1,10 +1,10 @@
-//! The listener of the status port, and bounds on its connections.
+//! Serves HTTP/1.1 on the status port, on both address families, and bounds its connections.
 //!
-//! HTTP/1.1 on both address families. A client that has shut down its sending side gets its answer; one
-//! that is gone cannot be told from it, so its request is carried out too. A connection beyond [`MAX_CONNECTIONS`] closes the one that
-//! has been idle longest, so that a flood of idle ones does not lock out the kubelet. The head of the
+//! A client that has shut down its sending side gets its response. A client that has exited cannot be
+//! distinguished from it, so its request is carried out, too. A connection beyond [`MAX_CONNECTIONS`] closes the
+//! one that has been idle longest, so that a flood of idle ones does not lock out the kubelet. The head of the
 //! first request must arrive within [`FIRST_HEAD`], that of a later one within [`IDLE`]. A connection
-//! whose client reads nothing of an answer for [`UNREAD`] is closed.
+//! whose client reads nothing of a response for [`UNREAD`] is closed.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -31,17 +31,17 @@ use crate::lifecycle::{CancellationToken, Retirement};
 use crate::port;
 use crate::problem::{Problem, codes};
 
-/// The kubelet, Prometheus and Envoy need a handful.
+/// The most connections. The kubelet, Prometheus and Envoy need a handful.
 const MAX_CONNECTIONS: usize = 256;
-/// Heads beyond this are refused with 431.
+/// The largest head of a request, in bytes. Larger ones are refused with 431.
 const MAX_HEAD: usize = 64 << 10;
 const FIRST_HEAD: Duration = Duration::from_secs(10);
-/// Longer than the pause between two probes or scrapes.
+/// The limit of an idle connection. It is longer than the pause between two probes or scrapes.
 const IDLE: Duration = Duration::from_secs(300);
-/// Longer than any scraper waits. The kernel measures it.
+/// The limit of a client that does not read. It is longer than any scraper waits; the kernel measures it.
 const UNREAD: Duration = Duration::from_secs(60);
 const BACKLOG: u32 = 1024;
-/// How long running requests may take when the port is closed.
+/// The limit of running requests when the port is closed.
 const SHUTDOWN_LIMIT: Duration = Duration::from_millis(500);
 
 /// The bound port.
@@ -51,10 +51,8 @@ pub(super) struct Listener {
     unread: Duration,
 }
 
-impl TryFrom<std::net::TcpListener> for Listener {
-    type Error = io::Error;
-
-    fn try_from(listener: std::net::TcpListener) -> io::Result<Self> {
+impl Listener {
+    pub(super) fn new(listener: std::net::TcpListener) -> io::Result<Self> {
         Ok(Self {
             listener: TcpListener::from_std(listener)?,
             unread: UNREAD,
@@ -90,8 +88,8 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then finishes running requests. At the retirement it stops accepting, and closes each connection
-/// after its next answer.
+/// Serves until `stop`, then finishes running requests. From the retirement on, it accepts no connections, and closes
+/// each one after its next response.
 pub(super) async fn serve(
     listener: Listener,
     router: Arc<Router>,
@@ -111,7 +109,7 @@ pub(super) async fn serve(
                     connections.accept(stream, from, &router, (&retirement, &stop));
                 }
                 Err(error) => {
-                    // Most likely the file descriptors are used up: close one of our own.
+                    // Most likely the file descriptors are used up, so it closes one of its own.
                     let (code, error) = (codes::STATUS_PORT_EXHAUSTED, error.to_string());
                     tracing::error!("{}", Problem::new(code, "status port", error));
                     connections.close_most_idle();
@@ -129,7 +127,7 @@ pub(super) async fn serve(
     tracing::info!("Status server has successfully terminated");
 }
 
-/// Without them it is slower, or a client that reads nothing is noticed later.
+/// Sets socket options. If they fail, responses are slower, or a client that does not read is closed later.
 fn set_options(stream: &TcpStream, unread: Duration) {
     let _ = stream.set_nodelay(true);
     let milliseconds = u32::try_from(unread.as_millis()).unwrap_or(u32::MAX);
@@ -142,10 +140,10 @@ struct Connections {
     open: HashMap<Id, (Activity, AbortHandle)>,
 }
 
-/// What a connection does, and since when.
+/// The phase of a connection, and when it began.
 type Activity = Arc<Mutex<(Phase, Instant)>>;
 
-/// In the order in which connections are closed if there are too many.
+/// The phases of a connection, in the order in which connections are closed if there are too many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     BeforeFirstRequest,
@@ -164,11 +162,11 @@ impl Connections {
         while self.open.len() >= MAX_CONNECTIONS {
             self.close_most_idle();
         }
-        let now = (Phase::BeforeFirstRequest, Instant::now());
-        let activity = Arc::new(Mutex::new(now));
+        let new = (Phase::BeforeFirstRequest, Instant::now());
+        let activity = Arc::new(Mutex::new(new));
         let ends = (retirement.clone(), stop.clone());
-        let served = serve_connection(stream, from, router.clone(), activity.clone(), ends);
-        let handle = self.tasks.spawn(served);
+        let task = serve_connection(stream, from, router.clone(), activity.clone(), ends);
+        let handle = self.tasks.spawn(task);
         self.open.insert(handle.id(), (activity, handle));
     }
 
@@ -196,15 +194,15 @@ async fn serve_connection(
         *activity.lock() = (Phase::Answering, Instant::now());
         let mut answer = router.answer(request, &caller).await;
         if retirement.has_begun() {
-            // The next request goes to the agent that has the port. Without this one the client could not know.
+            // It makes the client send its next request to the agent that has taken over the port.
             let close = HeaderValue::from_static("close");
             answer.headers_mut().insert(CONNECTION, close);
         }
         let activity = activity.clone();
-        let answered = move || *activity.lock() = (Phase::Idle, Instant::now());
-        Ok::<_, Infallible>(answer.map(|body| reply::followed(body, answered)))
+        let set_idle = move || *activity.lock() = (Phase::Idle, Instant::now());
+        Ok::<_, Infallible>(answer.map(|body| reply::followed(body, set_idle)))
     };
-    // A connection without a request needs no memory for an answer.
+    // Boxed, the future of a response takes no memory in a connection without a request.
     let service = service_fn(|request| Box::pin(answer(request)));
     let mut builder = http1::Builder::new();
     builder
@@ -230,10 +228,10 @@ async fn serve_connection(
     let _ = timeout(SHUTDOWN_LIMIT, connection).await;
 }
 
-/// Prefixes that end in a slash.
+/// Prefixes of paths that are redirected to themselves with a slash.
 const TREES: [&str; 3] = ["/app-health", "/app-lifecycle", "/debug"];
 
-/// The canonical path and the query, to redirect to; None if the path is canonical. Doubled slashes and
+/// Returns the canonical path and the query, to redirect to; None if the path is canonical. Doubled slashes and
 /// dot segments are redirected, as in Go, so that no rule for a path can be bypassed. Percent encoding is
 /// not decoded.
 pub(super) fn cleaned(uri: &Uri) -> Option<String> {
@@ -245,25 +243,23 @@ pub(super) fn cleaned(uri: &Uri) -> Option<String> {
     if clean == path {
         return None;
     }
-    Some(match uri.query() {
-        Some(query) => format!("{clean}?{query}"),
-        None => clean,
-    })
+    let query = uri.query().map(|query| format!("?{query}"));
+    Some(clean + &query.unwrap_or_default())
 }
 
 fn clean(path: &str) -> String {
-    let mut kept = Vec::new();
+    let mut segments = Vec::new();
     for segment in path.split('/') {
         match segment {
             "" | "." => {}
             ".." => {
-                kept.pop();
+                segments.pop();
             }
-            other => kept.push(other),
+            other => segments.push(other),
         }
     }
-    let is_tree = path.ends_with('/') && !kept.is_empty();
-    format!("/{}{}", kept.join("/"), if is_tree { "/" } else { "" })
+    let is_tree = path.ends_with('/') && !segments.is_empty();
+    format!("/{}{}", segments.join("/"), if is_tree { "/" } else { "" })
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 
 impl Listener {
     pub(in crate::status) fn of_any_port() -> Self {
-        bind(0).expect("a port").try_into().expect("a listener")
+        Self::new(bind(0).expect("a port")).expect("a listener")
     }
 
     pub(in crate::status) fn port(&self) -> u16 {
@@ -175,10 +175,10 @@ async fn a_half_closed_connection_gets_its_answer_and_is_closed() {
     }
 }
 
-/// In place of [`UNREAD`], which is too long to wait for.
+/// Replaces [`UNREAD`], which is too long for a test.
 const UNREAD_LIMIT: Duration = Duration::from_secs(2);
 
-/// How much arrives of an answer whose reader pauses after its first byte.
+/// Returns how many bytes arrive of an answer whose reader pauses after its first byte.
 async fn read_after_pause(port: &Port, pause: Duration) -> usize {
     let mut stream = port.connect().await;
     let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";

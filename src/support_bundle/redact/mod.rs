@@ -1,8 +1,8 @@
-//! Takes secrets out of texts and JSON while they pass.
+//! Removes secrets from texts and JSON while they are copied.
 //!
-//! A line of a text, or a string of JSON, is looked at whole and left out whole if it is longer than
-//! [`MAX_TEXT`]. JSON is read and written member by member, also where it is a text within JSON. What is
-//! not JSON where JSON is expected is an error, so that nothing passes unseen.
+//! A line of a text, or a string of JSON, is examined as a whole, and left out as a whole if it is longer than
+//! [`MAX_TEXT`]. JSON is read and written member by member, also JSON in a string of JSON. If a page is not JSON
+//! although JSON is expected, copying fails, so that nothing is copied unexamined.
 
 mod names;
 mod text;
@@ -22,16 +22,16 @@ use text::REDACTED;
 pub use text::Secrets;
 
 const MAX_TEXT: usize = 256 << 10;
-/// How deep in texts JSON is read as such.
+/// The number of nested strings in which JSON is read as JSON.
 const MAX_NESTING: usize = 4;
 const LEFT_OUT: &[u8] = b"[left out: more than 256 KiB]";
 
-/// What passes.
+/// The form of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
     Lines,
     Json,
-    /// JSON that this agent has made, in which no member is a secret whatever its name.
+    /// JSON that this agent has made, in which no member is a secret, whatever its name is.
     OwnJson,
 }
 
@@ -46,16 +46,19 @@ pub(super) fn copy(
         return copy_lines(secrets, from, to);
     }
     let copied = copy_json(secrets, form == Form::Json, from, to, 0);
-    copied.map_err(|error| match error.is_io() {
-        true => error.into(),
-        false => io::Error::other(format!("it is no JSON: {error}")),
+    copied.map_err(|error| {
+        if error.is_io() {
+            return error.into();
+        }
+        io::Error::other(format!("it is no JSON: {error}"))
     })
 }
 
-/// Copies JSON, in so many texts within each other. It is read whole if a write fails.
+/// Copies JSON that is in `nesting` strings within each other. `checks_names` removes members with the name of a
+/// secret. Reads to the end even if a write fails.
 fn copy_json(
     secrets: &Secrets,
-    is_judged: bool,
+    checks_names: bool,
     from: &mut dyn Read,
     to: &mut dyn Write,
     nesting: usize,
@@ -64,7 +67,7 @@ fn copy_json(
     let node = Node {
         to: &mut Writer {
             secrets,
-            is_judged,
+            checks_names,
             nesting,
             form: PrettyFormatter::with_indent(b" "),
             to,
@@ -82,7 +85,7 @@ fn copy_lines(secrets: &Secrets, from: &mut dyn Read, to: &mut dyn Write) -> io:
     loop {
         let mut limited = (&mut from).take(MAX_TEXT as u64 + 1);
         let (mut begin, mut is_in_key) = (0, true);
-        // The lines of a private key are one text.
+        // The lines of a private key are redacted as one text.
         while is_in_key && limited.read_until(b'\n', &mut line)? > 0 {
             is_in_key = text::is_in_key(&line[begin..], is_in_key && begin > 0);
             begin = line.len();
@@ -104,7 +107,7 @@ fn copy_lines(secrets: &Secrets, from: &mut dyn Read, to: &mut dyn Write) -> io:
 }
 
 impl Secrets {
-    /// The text without its secrets; one that is JSON is read as such.
+    /// Removes the secrets of a text, which is read as JSON if it is JSON.
     fn redact<'t>(&self, text: &'t [u8], nesting: usize) -> Cow<'t, [u8]> {
         if nesting < MAX_NESTING && matches!(text.trim_ascii_start().first(), Some(b'{' | b'[')) {
             let mut json = Vec::new();
@@ -122,14 +125,14 @@ impl Secrets {
 /// Writes JSON, indented like Envoy's.
 struct Writer<'a> {
     secrets: &'a Secrets,
-    is_judged: bool,
+    checks_names: bool,
     nesting: usize,
     form: PrettyFormatter<'static>,
     to: &'a mut dyn Write,
 }
 
 impl Writer<'_> {
-    /// Writes a part. What cannot be written is noticed by the owner of what is written to.
+    /// Writes a part. An error is ignored, because the owner of the output checks it.
     fn put(
         &mut self,
         part: impl FnOnce(&mut PrettyFormatter<'static>, &mut dyn Write) -> io::Result<()>,
@@ -142,35 +145,36 @@ impl Writer<'_> {
     }
 
     fn string(&mut self, text: &str) {
-        let redacted = match text.len() > MAX_TEXT {
-            true => LEFT_OUT.into(),
-            false => self.secrets.redact(text.as_bytes(), self.nesting),
+        let redacted = if text.len() > MAX_TEXT {
+            LEFT_OUT.into()
+        } else {
+            self.secrets.redact(text.as_bytes(), self.nesting)
         };
         self.text(&Value::from(String::from_utf8_lossy(&redacted)).to_string());
     }
 }
 
-/// What is known of an object or array.
+/// The secrecy of an object or array.
 #[derive(Clone, Copy, Default)]
 struct Scope {
-    /// It is part of a secret.
+    /// The object or array is part of a secret.
     is_secret: bool,
-    /// A name in it, or around it, says that its values are secret.
+    /// A name in it, or in an object around it, marks its values as secret.
     hides_values: bool,
 }
 
 /// A value to be copied.
 struct Node<'n, 'w> {
     to: &'n mut Writer<'w>,
-    /// What its name says.
+    /// The kind of member, by its name.
     member: Member,
     around: Scope,
-    /// An element of an array, the first or another.
+    /// For an element of an array: true for the first one.
     is_first: Option<bool>,
 }
 
 impl Node<'_, '_> {
-    /// A name or flag is returned: it says what is behind it.
+    /// Writes a scalar. Returns a name or flag, which describes the next value.
     fn scalar(self, value: &Value) -> Option<String> {
         let is_secret = match self.member {
             Member::Secret | Member::SecretText => true,
@@ -186,11 +190,11 @@ impl Node<'_, '_> {
         let is_header = self.member == Member::Headers && self.is_first.is_none();
         let is_name = is_header || matches!(self.member, Member::Name | Member::Key);
         let is_flag = |text: &str| self.is_first.is_some() && text.starts_with('-');
-        let told = value.as_str().filter(|text| is_name || is_flag(text));
-        told.map(str::to_owned)
+        let name = value.as_str().filter(|text| is_name || is_flag(text));
+        name.map(str::to_owned)
     }
 
-    /// What is known of the object or array that the value is.
+    /// Returns the secrecy of the members or elements of this value.
     fn scope(&self) -> Scope {
         let (member, around) = (self.member, self.around);
         Scope {
@@ -241,7 +245,7 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
         let to = self.to;
         to.put(|form, to| form.begin_array(to));
         let (mut around, mut is_first) = (scope, true);
-        while let Some(told) = elements.next_element_seed(Node {
+        while let Some(name) = elements.next_element_seed(Node {
             to,
             member,
             around,
@@ -250,7 +254,7 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
             to.put(|form, to| form.end_array_value(to));
             is_first = false;
             let is_flag = |text: String| !text.contains('=') && is_secret(text.as_bytes());
-            around.is_secret = scope.is_secret || to.is_judged && told.is_some_and(is_flag);
+            around.is_secret = scope.is_secret || to.checks_names && name.is_some_and(is_flag);
         }
         to.put(|form, to| form.end_array(to));
         Ok(None)
@@ -258,7 +262,7 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Option<String>, A::Error> {
         let (mut around, is_header) = (self.scope(), self.member == Member::Headers);
-        // Until the header's name is known.
+        // The value is hidden if it comes before the header's name.
         around.hides_values |= is_header;
         let to = self.to;
         to.put(|form, to| form.begin_object(to));
@@ -268,22 +272,21 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
             to.string(&name);
             to.put(|form, to| form.begin_object_value(to));
             is_first = false;
-            let member = to.is_judged.then(|| Member::of(name.as_bytes()));
-            let member = member.unwrap_or(Member::Other);
+            let known = to.checks_names.then(|| Member::of(name.as_bytes()));
+            let member = known.unwrap_or(Member::Other);
             let value = Node {
                 to,
                 member,
                 around,
                 is_first: None,
             };
-            let told = members.next_value_seed(value)?;
+            let described = members.next_value_seed(value)?;
             to.put(|form, to| form.end_object_value(to));
-            if let Some(name) = told {
-                let name = name.as_bytes();
+            if let Some(name) = described.as_ref().map(String::as_bytes) {
                 around.hides_values &= !is_header;
                 around.hides_values |= is_secret_header(name);
-                let is_header = is_header || member == Member::Key;
-                around.hides_values |= is_header && !names::is_standard_header(name);
+                let is_header_name = is_header || member == Member::Key;
+                around.hides_values |= is_header_name && !names::is_standard_header(name);
             }
         }
         to.put(|form, to| form.end_object(to));
@@ -291,10 +294,11 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
     }
 }
 
-/// Whether this is the name of a header, say, whose value is secret. Other names have other letters.
+/// Returns true for a name, such as that of a header, whose value is secret. A text with other characters is not a
+/// name.
 fn is_secret_header(name: &[u8]) -> bool {
-    let is_letter = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(byte);
-    name.iter().all(is_letter) && is_secret(name)
+    let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(byte);
+    name.iter().all(is_allowed) && is_secret(name)
 }
 
 #[cfg(test)]

@@ -1,30 +1,30 @@
-//! What the names of settings, headers and members of JSON say about their values.
+//! Classifies names of settings, headers and members of JSON by the secrecy of their values.
 
 use std::sync::LazyLock;
 
 use Member::{Headers, Key, Name, Other, Public, Secret, SecretText, Value};
 use regex::{Regex, RegexSet};
 
-/// What a member of an object is, as its name says.
+/// The kind of a member of an object, by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Member {
     Other,
-    /// Secret, with all that an object of that name holds.
+    /// Secret, with all members of an object of that name.
     Secret,
     /// Secret, unless it is an object.
     SecretText,
     /// Public, also as a part of a secret.
     Public,
-    /// A name or key that says what a value beside it is.
+    /// A name or key that describes the value next to it.
     Name,
     Key,
-    /// Such a value, or what one is compared with.
+    /// Such a value, or the one with which a value is compared.
     Value,
     /// One header or several.
     Headers,
 }
 
-/// Names in lower case and without punctuation. The first that matches decides.
+/// Patterns of names in lower case and without punctuation. The first one that matches decides.
 const NAMES: [(&str, Member); 10] = [
     ("name|headername", Name),
     ("key", Key),
@@ -65,7 +65,7 @@ const NAMES: [(&str, Member); 10] = [
     ),
     (".*(headers?|headerstoadd|initialmetadata)", Headers),
 ];
-/// Headers of HTTP, gRPC and Envoy that hold no secret.
+/// The headers of HTTP, gRPC and Envoy whose values are not secret.
 const STANDARD: &str = "authority|method|path|scheme|status|host|accept(charset|encoding|language)?|age|\
     allow|baggage|cachecontrol|connection|content(encoding|length|type)|date|expect|forwarded|from|\
     origin|pragma|range|referer|server|te|tracestate|traceparent|transferencoding|upgrade|useragent|\
@@ -84,19 +84,19 @@ impl Member {
     }
 }
 
-/// Whether a value of this name is secret.
+/// Returns true if a value of this name is secret.
 pub(crate) fn is_secret(name: &[u8]) -> bool {
     matches!(Member::of(name), Secret | SecretText)
 }
 
-/// Whether this is the name of a header that holds no secret.
+/// Returns true for the name of a header whose value is not secret.
 pub(super) fn is_standard_header(name: &[u8]) -> bool {
     static ALL: LazyLock<Result<Regex, regex::Error>> =
         LazyLock::new(|| Regex::new(&format!("^({STANDARD})$")));
     ALL.as_ref().is_ok_and(|all| all.is_match(&plain(name)))
 }
 
-/// The name in lower case, without punctuation. Of a long one its end counts.
+/// Converts a name to lower case without punctuation. Only the end of a long name is used.
 fn plain(name: &[u8]) -> String {
     let name = &name[name.len().saturating_sub(MAX_LENGTH)..];
     let letters = name.iter().filter(|byte| byte.is_ascii_alphanumeric());

@@ -1,4 +1,4 @@
-//! What passes the redactor and what does not, in any chunks.
+//! Tests which texts pass the redactor, in any chunks.
 
 use std::sync::OnceLock;
 
@@ -33,7 +33,7 @@ impl Read for InChunks<'_> {
     }
 }
 
-/// What passes in chunks of this size.
+/// Redacts a text in chunks of this size.
 fn passed(secrets: &Secrets, form: Form, text: &[u8], chunk: usize) -> (Vec<u8>, bool) {
     let mut out = Vec::new();
     let copied = copy(secrets, form, &mut InChunks(text, chunk), &mut out);
@@ -720,7 +720,7 @@ fn numbers_and_order_and_indentation_stay() {
     assert_eq!(text(Form::Json, document), document);
 }
 
-/// Where a search reads the rest of the text at each of these, the test takes hours.
+/// If a search read the rest of the text at each of these, the test would take hours.
 #[test]
 fn no_text_is_read_again_for_each_name_in_it() {
     for part in [
@@ -835,9 +835,10 @@ fn planted() -> impl Strategy<Value = (String, Vec<u8>, Form)> {
                 );
             }
             let document = json!([beside, documents[choice - lines.len()], beside]);
-            let text = match is_pretty {
-                true => format!("{document:#}"),
-                false => document.to_string(),
+            let text = if is_pretty {
+                format!("{document:#}")
+            } else {
+                document.to_string()
             };
             (secret, text.into(), Form::Json)
         })

@@ -1,5 +1,5 @@
-//! Secrets inside a text: known ones, private keys, tokens, hashes of passwords, credentials of URLs and
-//! of authentication schemes, and values whose names say that they are secret.
+//! Removes secrets from a text: known secrets, private keys, tokens, hashes of passwords, credentials of URLs and
+//! of authentication schemes, and values with the name of a secret.
 
 use std::borrow::Cow;
 
@@ -9,7 +9,7 @@ use regex::bytes::{Regex, RegexSet};
 use super::names::{is_secret, is_standard_header};
 
 pub(super) const REDACTED: &[u8] = b"[redacted]";
-/// Shorter ones are in texts by chance.
+/// The shortest known secret that is removed, in bytes. Shorter ones occur in texts by chance.
 const MIN_KNOWN: usize = 6;
 
 /// The rules for secrets, applied in this order. The group `secret` is removed; a match without that group
@@ -68,19 +68,20 @@ const PARTS: [&str; 8] = [
     r#"QUOTED (?:"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|\\"(?:[^"\\]|\\{2,}[^\\])*(?:\\")?|\\+["'][^"']*["']?)"#,
 ];
 
-/// A pattern, and the form of the value behind it.
+/// A pattern, and the pattern of the value behind it.
 type Rule = (Regex, Option<Regex>);
 
-/// Finds secrets.
+/// The rules that find secrets, and known secrets.
 #[allow(missing_debug_implementations)]
 pub struct Secrets {
-    /// Most texts match none.
+    /// All rules in one set, because most texts match none.
     any: RegexSet,
     rules: Vec<Rule>,
 }
 
 impl Secrets {
-    /// `known` are found wherever they are, in JSON too, unless they are very short.
+    /// Compiles the rules. Secrets in `known` are removed anywhere, also in JSON, unless they are shorter than six
+    /// bytes.
     pub fn new(known: impl IntoIterator<Item = String>) -> Result<Self, regex::Error> {
         let mut forms = Vec::new();
         for text in known {
@@ -90,10 +91,9 @@ impl Secrets {
                 forms.extend([text, &in_json[1..in_json.len() - 1]].map(regex::escape));
             }
         }
-        // One may be a part of another.
+        // The longest first, because a secret may be a part of another.
         forms.sort_by_key(|form| std::cmp::Reverse(form.len()));
-        let known = format!("(?s-u)(?P<secret>{})", forms.join("|"));
-        let known = (!forms.is_empty()).then_some(known);
+        let known = (!forms.is_empty()).then(|| format!("(?s-u)(?P<secret>{})", forms.join("|")));
         let parts = || PARTS.iter().filter_map(|part| part.split_once(' '));
         let rules = RULES.map(|rule| {
             let rule = format!("(?s-u){rule}");
@@ -111,7 +111,7 @@ impl Secrets {
         })
     }
 
-    /// The text without its secrets.
+    /// Removes the secrets of a text.
     pub(super) fn hide<'t>(&self, text: &'t [u8]) -> Cow<'t, [u8]> {
         let found = self.any.matches(text).into_iter();
         found.fold(Cow::Borrowed(text), |text, index| {
@@ -140,16 +140,14 @@ fn hide<'t>(text: Cow<'t, [u8]>, (place, form): &Rule) -> Cow<'t, [u8]> {
             written = from;
         }
     }
-    match written {
-        0 => text,
-        _ => {
-            out.extend_from_slice(&text[written..]);
-            out.into()
-        }
+    if written == 0 {
+        return text;
     }
+    out.extend_from_slice(&text[written..]);
+    out.into()
 }
 
-/// Whether the lines behind this one belong to a private key, as this one may.
+/// Returns true if the next line belongs to a private key. `is_in_key` is true if this line does.
 pub(super) fn is_in_key(line: &[u8], is_in_key: bool) -> bool {
     let begin = rfind(line, b"-----BEGIN ");
     let last = &line[begin.unwrap_or(0)..];

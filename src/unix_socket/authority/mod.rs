@@ -144,11 +144,10 @@ impl Headers {
     /// Moves what is ready from the input to the output. Returns whether the rest may pass untouched.
     fn advance(&mut self, output: &mut BytesMut) -> io::Result<bool> {
         match self.read_frames(output) {
-            Ok(is_valid) => Ok(is_valid),
             Err(problem) if self.replaces => {
                 Err(io::Error::new(io::ErrorKind::InvalidData, problem))
             }
-            Err(_) => Ok(true),
+            result => Ok(result.unwrap_or(true)),
         }
     }
 
@@ -305,12 +304,12 @@ fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
         }
     });
     decoded.map_err(|error| format!("a header block that cannot be decoded: {error}"))?;
-    match size <= MAX_BLOCK {
-        true => Ok(fields),
-        false => Err(format!(
+    if size > MAX_BLOCK {
+        return Err(format!(
             "{size} bytes of headers, expected {MAX_BLOCK} at most"
-        )),
+        ));
     }
+    Ok(fields)
 }
 
 /// Appends a HEADERS frame with literals that leave the table of headers as it is (RFC 7541, section

@@ -1,13 +1,12 @@
 //! Recognises Wasm filters with a remote module in ECDS resources, and rewrites them.
 //!
-//! A resource is an encoded `Any`. One that is no such filter is not touched. In one that is, only the
-//! reference to the module and the environment variables for the agent are replaced; all other fields,
-//! unknown ones too, stay as they were written.
+//! A resource is an encoded `Any`. In a filter, only the reference to the module and the environment
+//! variables for the agent are replaced; all other fields, unknown ones too, stay byte for byte. Other
+//! resources are not changed.
 
 pub(crate) mod wire;
 
 use std::error::Error;
-use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -15,7 +14,7 @@ use envoy_types::pb::envoy::config::core::v3 as core;
 use envoy_types::pb::envoy::config::core::v3::async_data_source::Specifier;
 use envoy_types::pb::envoy::extensions::filters::http::wasm::v3::Wasm;
 use envoy_types::pb::envoy::extensions::wasm::v3::plugin_config::Vm;
-use envoy_types::pb::envoy::extensions::wasm::v3::{FailurePolicy, PluginConfig, VmConfig};
+use envoy_types::pb::envoy::extensions::wasm::v3::{FailurePolicy, PluginConfig};
 use envoy_types::pb::google::protobuf::Any;
 use prost::{DecodeError, Message};
 use prost_reflect::{DescriptorPool, DynamicMessage};
@@ -25,84 +24,59 @@ use super::request::{Request, Unusable};
 const EXTENSION: &str = "envoy.config.core.v3.TypedExtensionConfig";
 const TYPED_STRUCT: &str = "type.googleapis.com/udpa.type.v1.TypedStruct";
 
-/// Between the two is the chain that a filter belongs to: `http` or `network`.
+/// The beginning of a filter's type. The filter chain follows, `http` or `network`, and then its kind.
 const FILTERS: &str = "type.googleapis.com/envoy.extensions.filters.";
 const WASM: &str = ".wasm.v3.Wasm";
 const RBAC: &str = ".rbac.v3.RBAC";
 
-/// Environment variables of a module that are for the agent begin with this.
+/// Prefix of a module's environment variables that are for the agent.
 const FOR_AGENT: &str = "ISTIO_META_";
 
 /// `proto/envoy/extensions/wasm/v3/wasm.proto`
 const DEFINITIONS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/wasm.fds"));
 
-/// A Wasm filter whose module has to be fetched.
+/// A Wasm filter whose module must be fetched.
 #[derive(Clone, Debug)]
 pub(crate) struct Filter {
     /// The name of the resource.
     pub(crate) name: String,
     pub(crate) module: Result<Arc<Request>, Unusable>,
-    /// Whether requests pass without the module.
+    /// True if requests pass without the module.
     pub(crate) fails_open: bool,
     is_http: bool,
-    /// The `Any`, and the filter's own configuration in it.
+    /// The encoded `Any`.
     resource: Bytes,
+    /// The encoded `Wasm` in it.
     wasm: Bytes,
 }
 
-/// The filter in a resource, if it is Wasm with a remote module. An error is a resource that cannot be
-/// read, for which pilot-agent refuses the response.
+/// Returns the filter in a resource, if it is Wasm with a remote module. Fails if the resource cannot be
+/// read; pilot-agent rejects the response then.
 pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
-    let failed = |error: &dyn fmt::Display| {
-        format!("failed to unmarshal extension config resource: {error}")
-    };
-    let any = Any::decode(resource.clone()).map_err(|error| failed(&error))?;
-    if any.type_url.rsplit('/').next() != Some(EXTENSION) {
-        let problem = format!("type {:?}, expected {EXTENSION}", any.type_url);
-        return Err(failed(&problem));
-    }
-    let extension = core::TypedExtensionConfig::decode(any.value.as_slice());
-    let extension = extension.map_err(|error| failed(&error))?;
-    let name = extension.name;
-    let mut config = extension.typed_config.ok_or_else(|| {
+    let core::TypedExtensionConfig { name, typed_config } = decode_extension(resource)
+        .map_err(|error| format!("failed to unmarshal extension config resource: {error}"))?;
+    let config = typed_config.ok_or_else(|| {
         format!("typed extension config {name:?} does not contain any typed config")
     })?;
-    let failed = |error: &dyn fmt::Display| {
+    let decoded = decode_wasm(config).map_err(|error| {
         format!("failed to unmarshal the typed config of extension {name:?}: {error}")
+    })?;
+    let Some((is_http, wasm, decoded)) = decoded else {
+        return Ok(None);
     };
-    let is_struct = config.type_url == TYPED_STRUCT;
-    if is_struct {
-        // It has the same fields, and the value is a `Struct`.
-        config = Any::decode(config.value.as_slice()).map_err(|error| failed(&error))?;
-    }
-    let chain = config.type_url.strip_prefix(FILTERS);
-    let chain = chain.and_then(|chain| chain.strip_suffix(WASM));
-    let (is_http, kind) = match chain {
-        Some("http") => (true, "HTTP"),
-        Some("network") => (false, "Network"),
-        _ => return Ok(None),
-    };
-    let wasm = match is_struct {
-        true => wasm_of_struct(&config.value).map_err(|error| failed(&error))?,
-        false => config.value.into(),
-    };
-    let decoded = Wasm::decode(wasm.clone()).map_err(|error| failed(&error))?;
     let mut plugin = decoded.config.unwrap_or_default();
-    let vm = plugin.vm.take().map(|Vm::VmConfig(vm)| vm);
-    let VmConfig {
-        code,
-        environment_variables,
-        ..
-    } = vm.unwrap_or_default();
-    let remote = match code.and_then(|code| code.specifier) {
+    let vm_config = plugin.vm.take().map(|Vm::VmConfig(vm)| vm);
+    let vm = vm_config.unwrap_or_default();
+    let remote = match vm.code.and_then(|code| code.specifier) {
         Some(Specifier::Remote(remote)) => remote,
         Some(Specifier::Local(_)) => return Ok(None),
         None => {
+            let kind = if is_http { "HTTP" } else { "Network" };
             let problem = "no remote and local load found in Wasm";
             return Err(format!("{problem} {kind} filter {name:?}"));
         }
     };
-    let variables = environment_variables.unwrap_or_default().key_values;
+    let variables = vm.environment_variables.unwrap_or_default().key_values;
     let request = Request::new(&name, &plugin.name, remote, &variables);
     Ok(Some(Filter {
         module: request.map(Arc::new),
@@ -114,11 +88,46 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
     }))
 }
 
-/// The encoded `Wasm` message that an encoded `google.protobuf.Struct` describes, so that both forms of a
-/// filter are handled alike. By the rules of protobuf's JSON a member that is unknown or has another type
-/// is an error.
+fn decode_extension(resource: &Bytes) -> Result<core::TypedExtensionConfig, Box<dyn Error>> {
+    let any = Any::decode(resource.clone())?;
+    if any.type_url.rsplit('/').next() != Some(EXTENSION) {
+        return Err(format!("type {:?}, expected {EXTENSION}", any.type_url).into());
+    }
+    Ok(core::TypedExtensionConfig::decode(any.value.as_slice())?)
+}
+
+/// The configuration of a Wasm filter: true if the filter is for HTTP, and the message, encoded and decoded.
+type WasmConfig = (bool, Bytes, Wasm);
+
+/// Decodes the configuration of a Wasm filter. None for another filter.
+fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, Box<dyn Error>> {
+    let is_struct = config.type_url == TYPED_STRUCT;
+    let config = if is_struct {
+        // It has the fields of an `Any`, and the value is a `Struct`.
+        Any::decode(config.value.as_slice())?
+    } else {
+        config
+    };
+    let kind = config.type_url.strip_prefix(FILTERS);
+    let is_http = match kind.and_then(|kind| kind.strip_suffix(WASM)) {
+        Some("http") => true,
+        Some("network") => false,
+        _ => return Ok(None),
+    };
+    let wasm = if is_struct {
+        wasm_of_struct(&config.value)?
+    } else {
+        config.value.into()
+    };
+    let decoded = Wasm::decode(wasm.clone())?;
+    Ok(Some((is_http, wasm, decoded)))
+}
+
+/// Converts an encoded `google.protobuf.Struct` to the encoded `Wasm` message that it describes, so that
+/// both forms of a filter are handled alike. By the rules of protobuf's JSON, a member that is unknown or
+/// has the wrong type is an error.
 fn wasm_of_struct(value: &[u8]) -> Result<Bytes, Box<dyn Error>> {
-    // Rare, so nothing is kept.
+    // Such filters are rare, so the definitions are not stored.
     let definitions = DescriptorPool::decode(DEFINITIONS)?;
     let definition = |name| {
         let found = definitions.get_message_by_name(name);
@@ -140,7 +149,7 @@ fn fails_open(plugin: &PluginConfig) -> bool {
 }
 
 impl Filter {
-    /// The resource with the module at `path`.
+    /// Returns the resource with the module at `path`.
     pub(crate) fn with_module(&self, path: &str) -> Result<Bytes, DecodeError> {
         // An `AsyncDataSource` with `local`, a `DataSource` with `filename`.
         let mut local = Vec::new();
@@ -157,14 +166,15 @@ impl Filter {
         self.with_config(WASM, &wasm)
     }
 
-    /// The resource with a filter in place of the module that could not be fetched: one that lets all
-    /// requests pass, or refuses them all.
+    /// Returns the resource with a filter that allows or denies all requests, in place of the filter whose
+    /// module could not be fetched.
     pub(crate) fn fallback(&self) -> Result<Bytes, DecodeError> {
-        // RBAC without rules allows; with rules that are empty it denies. The other field is a prefix
-        // of statistics.
-        let (rules, prefix): (&[u8], &[u8]) = match self.fails_open {
-            true => (&[], b"wasm-default-allow"),
-            false => (&[0x0a, 0], b"wasm-default-deny"),
+        // RBAC allows without rules and denies with empty rules. The other field is a prefix of
+        // statistics.
+        let (rules, prefix): (&[u8], &[u8]) = if self.fails_open {
+            (&[], b"wasm-default-allow")
+        } else {
+            (&[0x0a, 0], b"wasm-default-deny")
         };
         let mut rbac = rules.to_vec();
         wire::append(&mut rbac, if self.is_http { 6 } else { 3 }, prefix);
@@ -183,9 +193,10 @@ impl Filter {
     }
 }
 
-/// The environment of a module without what is for the agent; none if nothing else is left.
+/// Removes the variables for the agent from the environment of a module. Returns `None` if no others are
+/// left.
 fn without_variables_for_agent(environment: Bytes) -> Result<Option<Bytes>, DecodeError> {
-    let (mut left, mut is_empty) = (Vec::new(), true);
+    let (mut rest, mut is_empty) = (Vec::new(), true);
     for field in wire::fields(&environment)? {
         if let (2, Some(entry)) = (field.number, field.content) {
             let key = wire::last(&entry, 1)?.unwrap_or_default();
@@ -194,9 +205,9 @@ fn without_variables_for_agent(environment: Bytes) -> Result<Option<Bytes>, Deco
             }
         }
         is_empty &= !matches!(field.number, 1 | 2);
-        left.extend_from_slice(&field.record);
+        rest.extend_from_slice(&field.record);
     }
-    Ok((!is_empty).then(|| left.into()))
+    Ok((!is_empty).then(|| rest.into()))
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
-//! Cuts protobuf messages into the records of their fields, and replaces some, so that all others,
-//! unknown ones too, stay byte for byte.
+//! Splits encoded protobuf messages into their fields, and replaces single fields. All others, unknown
+//! ones too, stay byte for byte.
+
+use std::cmp::Ordering;
 
 use bytes::{Buf, Bytes};
 pub(crate) use prost::DecodeError;
@@ -7,16 +9,16 @@ use prost::encoding::{
     self, DecodeContext, WireType, decode_key, encode_key, encode_varint, skip_field,
 };
 
-/// A field as it was written.
+/// A field of an encoded message.
 pub(crate) struct Field {
     pub(crate) number: u32,
-    /// Key, length and content.
+    /// The bytes of the field: key, length and content.
     pub(crate) record: Bytes,
-    /// Of a length-delimited field.
+    /// The content of a length-delimited field.
     pub(crate) content: Option<Bytes>,
 }
 
-/// Cuts a message into its fields.
+/// Splits a message into its fields.
 pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
     let (mut rest, mut fields) = (message.clone(), Vec::new());
     while rest.has_remaining() {
@@ -40,12 +42,11 @@ pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
     Ok(fields)
 }
 
-/// The content of the last field of this number, which is the one that counts.
+/// Returns the content of the last field with this number, which is the one that counts in protobuf.
 pub(crate) fn last(message: &Bytes, number: u32) -> Result<Option<Bytes>, DecodeError> {
-    let mut fields = fields(message)?.into_iter().rev();
-    Ok(fields
-        .find(|field| field.number == number)
-        .and_then(|field| field.content))
+    let mut fields = fields(message)?.into_iter();
+    let last = fields.rfind(|field| field.number == number);
+    Ok(last.and_then(|field| field.content))
 }
 
 /// Appends a length-delimited field.
@@ -55,29 +56,24 @@ pub(crate) fn append(message: &mut Vec<u8>, number: u32, content: &[u8]) {
     message.extend_from_slice(content);
 }
 
-/// The message with its embedded message `number` edited. What was not set is edited as an empty
-/// message; the field goes where `edit` returns none.
+/// Replaces the embedded message `number` by the result of `edit`, or removes it if that is `None`. If the
+/// message is not set, `edit` gets an empty one.
 pub(crate) fn edited(
     message: &Bytes,
     number: u32,
     edit: impl FnOnce(Bytes) -> Result<Option<Bytes>, DecodeError>,
 ) -> Result<Bytes, DecodeError> {
-    let fields = fields(message)?;
-    let is_other = |field: &&Field| field.number != number;
-    // Where a field is written twice, its messages are to be merged: they are concatenated.
-    let contents = fields.iter().filter(|field| !is_other(field));
-    let contents: Vec<_> = contents.filter_map(|field| field.content.clone()).collect();
-    let edited = edit(contents.concat().into())?;
     let mut before = Vec::with_capacity(message.len());
-    let mut after = Vec::new();
-    for field in fields.iter().filter(is_other) {
-        let half = match field.number < number {
-            true => &mut before,
-            false => &mut after,
-        };
-        half.extend_from_slice(&field.record);
+    let (mut content, mut after) = (Vec::new(), Vec::new());
+    for field in fields(message)? {
+        match field.number.cmp(&number) {
+            Ordering::Less => before.extend_from_slice(&field.record),
+            // Several fields of one embedded message are merged by concatenating them.
+            Ordering::Equal => content.extend_from_slice(&field.content.unwrap_or_default()),
+            Ordering::Greater => after.extend_from_slice(&field.record),
+        }
     }
-    if let Some(edited) = edited {
+    if let Some(edited) = edit(content.into())? {
         append(&mut before, number, &edited);
     }
     before.append(&mut after);

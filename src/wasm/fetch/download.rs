@@ -1,9 +1,9 @@
-//! Streams a body to a temporary file, and takes the module out of it on the way: Wasm as it is, or in
-//! gzip and tar.
+//! Extracts the module from a body into a temporary file while it is received: plain Wasm, or Wasm in gzip
+//! and tar.
 //!
-//! Unpacking, digests and the disk are on a thread of their own; a bounded pipe leads there. A
-//! module is never in memory as a whole, and each layer of packing has a limit, so that small input
-//! does not become large output. The file is removed unless the caller keeps it.
+//! Unpacking, digests and disk access run on a blocking thread, which a bounded pipe feeds. A module is
+//! never completely in memory, and each layer of packing is limited, so that a small input does not become
+//! a large output. The file is removed unless the caller persists it.
 
 use std::io::{self, Cursor, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -23,7 +23,7 @@ use crate::problem::codes;
 /// Most bytes between the network and the disk.
 const PIPE: usize = 256 << 10;
 
-/// What temporary files are called.
+/// Prefix and suffix of temporary files.
 pub(crate) const PREFIX: &str = "fetch-";
 pub(crate) const SUFFIX: &str = ".tmp";
 
@@ -31,56 +31,56 @@ pub(crate) const SUFFIX: &str = ".tmp";
 #[derive(Debug)]
 pub(crate) struct Download {
     pub(crate) file: NamedTempFile,
-    /// Of the module.
+    /// The digest of the module.
     pub(crate) sha256: String,
     pub(crate) size: u64,
 }
 
-/// What is downloaded, and where to.
+/// The source, limits and destination of a download.
 pub(super) struct Plan {
-    /// For errors.
+    /// The URL in errors.
     pub(super) url: String,
-    /// The name of the module's file in an archive; the first file without.
+    /// The name of the module's file in an archive; `None` for the first file.
     pub(super) file: Option<&'static str>,
-    /// In bytes.
+    /// Most bytes of the body.
     pub(super) max_received: u64,
+    /// Most bytes of each unpacked layer.
     pub(super) max_unpacked: u64,
     pub(super) directory: PathBuf,
-    /// The SHA-256 of the body, where it is known.
+    /// The expected SHA-256 of the body.
     pub(super) digest: Option<String>,
 }
 
 impl Plan {
-    /// Downloads a body to its end.
-    pub(super) async fn carry_out(self, body: Body) -> Result<Download, Error> {
+    /// Downloads a body.
+    pub(super) async fn download(self, body: Body) -> Result<Download, Error> {
         let (url, limit) = (self.url.clone(), self.max_received);
         let (pipe, received) = tokio::io::duplex(PIPE);
         let writing = tokio::task::spawn_blocking(move || self.write(received));
         let sent = send(body, limit, pipe).await;
         let written = writing.await.map_err(|error| error.to_string());
-        match sent.and(written) {
-            Ok(Ok(download)) => Ok(download),
-            Ok(Err(UnpackError::Invalid(problem))) => {
+        let finished = sent.and(written);
+        let unpacked = finished.map_err(|problem| unusable(&url, &problem))?;
+        unpacked.map_err(|error| match error {
+            UnpackError::Invalid(problem) => {
                 let found = format!("fetched Wasm binary from {url} is invalid: {problem}");
-                Err((codes::WASM_INVALID, found))
+                (codes::WASM_INVALID, found)
             }
-            Ok(Err(broken)) => Err(unusable(&url, &with_causes(&broken))),
-            Err(problem) => Err(unusable(&url, &problem)),
-        }
+            broken => unusable(&url, &with_causes(&broken)),
+        })
     }
 
-    /// Unpacks what is received until it ends.
+    /// Unpacks the received body into a file, and compares its digest.
     fn write(&self, received: DuplexStream) -> Result<Download, UnpackError> {
         let readable = std::fs::Permissions::from_mode(0o644);
         let mut builder = tempfile::Builder::new();
         builder.prefix(PREFIX).suffix(SUFFIX).permissions(readable);
-        let file = builder.tempfile_in(&self.directory);
-        let mut file = file.map_err(no_disk)?;
+        let mut file = builder.tempfile_in(&self.directory).map_err(disk_error)?;
         let mut digest = Context::new(&SHA256);
         let received = InspectReader::new(received, |portion: &[u8]| digest.update(portion));
         let mut input = SyncIoBridge::new(received);
         let unpacked = self.unpack(&mut input, file.as_file_mut(), MAX_LAYERS);
-        // What follows the module counts for the digest.
+        // The digest includes the bytes behind the module.
         io::copy(&mut input, &mut io::sink())?;
         drop(input);
         let found = hexadecimal(digest.finish().as_ref());
@@ -92,28 +92,28 @@ impl Plan {
         Ok(Download { file, sha256, size })
     }
 
-    /// Writes the module in `input`, which `left` layers of packing may be around. Returns its size and
+    /// Extracts the module from `input`, from at most `layers` layers of packing. Returns its size and
     /// SHA-256.
     fn unpack(
         &self,
         input: &mut dyn Read,
         output: &mut dyn Write,
-        left: u32,
+        layers: u32,
     ) -> Result<(u64, String), UnpackError> {
         let mut begin = Vec::new();
         input.take(HEADER).read_to_end(&mut begin)?;
         let mut input = Read::chain(Cursor::new(&begin), input);
         if begin.starts_with(MAGIC) && begin.len() >= MIN {
             Ok(copy(&mut input, output)?)
-        } else if begin.starts_with(GZIP) && left > 0 {
+        } else if begin.starts_with(GZIP) && layers > 0 {
             let mut content = MultiGzDecoder::new(input).take(self.max_unpacked.saturating_add(1));
-            let found = self.unpack(&mut content, output, left - 1);
+            let unpacked = self.unpack(&mut content, output, layers - 1);
             match content.limit() {
                 0 => Err(io::Error::other("more bytes than a module may have").into()),
-                _ => found,
+                _ => unpacked,
             }
-        } else if begin.get(USTAR) == Some(b"ustar") && left > 0 {
-            self.unpack_archive(&mut input, output, left - 1)
+        } else if begin.get(USTAR) == Some(b"ustar") && layers > 0 {
+            self.unpack_archive(&mut input, output, layers - 1)
         } else {
             let found = begin[..begin.len().min(16)].escape_ascii();
             let expected = "expected \"\\x00asm\" and a version";
@@ -127,10 +127,10 @@ impl Plan {
         &self,
         input: &mut dyn Read,
         output: &mut dyn Write,
-        left: u32,
+        layers: u32,
     ) -> Result<(u64, String), UnpackError> {
-        // Raw entries: extensions of the format would be read into memory. A name of more than 100
-        // bytes is known in part.
+        // Raw entries, because extensions of the format would be read into memory. So a name is cut to
+        // 100 bytes.
         for entry in tar::Archive::new(input).entries()?.raw(true) {
             let entry = entry?;
             let name = entry.path_bytes();
@@ -141,9 +141,9 @@ impl Plan {
             }
             let size = entry.size();
             let mut content = entry.take(size);
-            let found = self.unpack(&mut content, output, left)?;
+            let unpacked = self.unpack(&mut content, output, layers)?;
             return match content.limit() {
-                0 => Ok(found),
+                0 => Ok(unpacked),
                 missing => Err(io::Error::other(format!("{missing} bytes are missing")).into()),
             };
         }
@@ -152,7 +152,7 @@ impl Plan {
     }
 }
 
-/// The error of a response that does not contain a whole module.
+/// Returns the error of a response without a complete module.
 pub(super) fn unusable(url: &str, problem: &str) -> Error {
     let found = format!("could not fetch Wasm binary from {url}: {problem}");
     (codes::WASM_DOWNLOAD_FAILED, found)
@@ -167,18 +167,18 @@ async fn send(mut body: Body, limit: u64, mut pipe: DuplexStream) -> Result<(), 
             return Err(format!("it has more than {limit} bytes"));
         }
         if pipe.write_all(&portion).await.is_err() {
-            // The writer has failed and says why.
+            // The thread that writes has failed, and returns the reason.
             break;
         }
     }
     Ok(())
 }
 
-/// What a module begins with. Its version follows.
+/// The beginning of a module. Its version follows.
 const MAGIC: &[u8] = b"\0asm";
 const MIN: usize = 8;
 const GZIP: &[u8] = &[0x1f, 0x8b];
-/// Where the header of an archive says what it is.
+/// The bytes of an archive's header that identify the format.
 const USTAR: std::ops::Range<usize> = 257..262;
 const HEADER: u64 = 512;
 /// gzip in tar in gzip, with one to spare.
@@ -188,12 +188,12 @@ const MAX_LAYERS: u32 = 4;
 enum UnpackError {
     #[error("cannot unpack it")]
     Broken(#[from] io::Error),
-    /// Complete, and no Wasm.
+    /// Complete, but not Wasm.
     #[error("{0}")]
     Invalid(String),
 }
 
-/// Copies all there is. Returns its size and SHA-256.
+/// Copies all bytes. Returns their number and SHA-256.
 pub(crate) fn copy(input: &mut dyn Read, output: &mut dyn Write) -> io::Result<(u64, String)> {
     let (mut digest, mut size) = (Context::new(&SHA256), 0);
     let mut portion = vec![0; 64 << 10];
@@ -203,12 +203,12 @@ pub(crate) fn copy(input: &mut dyn Read, output: &mut dyn Write) -> io::Result<(
             return Ok((size, hexadecimal(digest.finish().as_ref())));
         }
         digest.update(&portion[..count]);
-        output.write_all(&portion[..count]).map_err(no_disk)?;
+        output.write_all(&portion[..count]).map_err(disk_error)?;
         size += count as u64;
     }
 }
 
-fn no_disk(error: io::Error) -> io::Error {
+fn disk_error(error: io::Error) -> io::Error {
     io::Error::other(format!("cannot write it to disk: {error}"))
 }
 

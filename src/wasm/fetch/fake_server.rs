@@ -8,7 +8,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
-/// Gone when dropped.
+/// A running server. Dropping it stops it.
 pub(crate) struct Server {
     pub(crate) address: SocketAddr,
     heads: Arc<Mutex<Vec<String>>>,
@@ -26,7 +26,7 @@ impl Server {
         Self::serve(None, answer).await
     }
 
-    /// With a self-signed certificate.
+    /// Starts a server with a self-signed certificate.
     pub(crate) async fn tls(
         answer: impl Fn(&str, usize) -> Vec<u8> + Send + Sync + 'static,
     ) -> Self {

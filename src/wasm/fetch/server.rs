@@ -1,4 +1,4 @@
-//! Sends requests to a server, again after failures that may pass, and downloads modules over HTTP.
+//! Sends requests to a server, repeats them after temporary failures, and downloads modules over HTTP.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
@@ -25,7 +25,7 @@ use crate::unverified_tls;
 const FIRST_WAIT: Duration = Duration::from_millis(750);
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// Metadata services outside the link-local networks: of Alibaba Cloud and of AWS.
+/// Metadata services with addresses that are not link-local: those of Alibaba Cloud and AWS.
 const METADATA: [Cidr; 2] = [
     Cidr::v4(100, 100, 100, 200, 32),
     Cidr {
@@ -38,15 +38,15 @@ const METADATA: [Cidr; 2] = [
 #[derive(Debug)]
 pub(super) struct Server {
     pub(super) client: Client,
-    /// Of a request, until the head of its answer.
+    /// Time limit of a request, until the head of the response.
     pub(super) request_limit: Duration,
     pub(super) attempts: u32,
-    /// Of the fetch.
+    /// The end of the attempts.
     pub(super) deadline: Instant,
 }
 
 impl Server {
-    /// The last answer, or the last error, of which one that `is_final` ends the attempts.
+    /// Returns the response or the error of the last attempt. An error that `is_final` ends the attempts.
     pub(super) async fn send(
         &self,
         request: &Request<Bytes>,
@@ -57,8 +57,8 @@ impl Server {
         let mut attempt = 1;
         loop {
             let limit = self.request_limit;
-            let sent = timeout(limit, self.client.send(request.clone())).await;
-            let sent = sent.unwrap_or_else(|_| {
+            let in_time = timeout(limit, self.client.send(request.clone())).await;
+            let sent = in_time.unwrap_or_else(|_| {
                 let authority = host.to_owned();
                 Err(http_client::Error::Late { authority, limit })
             });
@@ -101,22 +101,21 @@ impl Config {
             let is_url =
                 |error: &http_client::Error| matches!(error, http_client::Error::Url { .. });
             match server.send(&request, is_url).await {
-                // It redirects to https.
+                // The server redirects to https.
                 Err(http_client::Error::Url { .. }) if !has_tls => has_tls = true,
                 response => break response,
             }
         };
         let response = response.map_err(|error| failed(with_causes(&error)))?;
-        match response.status() {
-            StatusCode::OK => {
-                let plan = self.plan(source, directory);
-                plan.carry_out(response.into_body()).await
-            }
-            status => Err(failed(format!("status code {}", status.as_u16()))),
+        let status = response.status();
+        if status != StatusCode::OK {
+            return Err(failed(format!("status code {}", status.as_u16())));
         }
+        let plan = self.plan(source, directory);
+        plan.download(response.into_body()).await
     }
 
-    /// A client for one fetch. Trust anchors are needed only with TLS.
+    /// Creates a client for one fetch. Trust anchors are read only for TLS.
     pub(super) async fn server(
         &self,
         authority: &str,
@@ -130,11 +129,11 @@ impl Config {
         } else if self.is_insecure(authority) {
             Some(unverified_tls::config(false).map_err(unusable)?)
         } else {
-            let roots = trust_anchors::load(&Roots::System(self.roots.clone())).await;
-            let roots = roots.map_err(|problem| problem.to_string())?;
-            let builder = Policy::None.builder().map_err(unusable)?;
-            let builder = builder.dangerous().with_custom_certificate_verifier(roots);
-            let mut tls = builder.with_no_client_auth();
+            let loaded = trust_anchors::load(&Roots::System(self.roots.clone())).await;
+            let roots = loaded.map_err(|problem| problem.to_string())?;
+            let builder = Policy::None.builder().map_err(unusable)?.dangerous();
+            let verifying = builder.with_custom_certificate_verifier(roots);
+            let mut tls = verifying.with_no_client_auth();
             tls.alpn_protocols = vec![b"http/1.1".to_vec()];
             Some(Arc::new(tls))
         };
@@ -162,32 +161,31 @@ pub(super) fn get(uri: Uri, authorization: Option<&HeaderValue>) -> Request<Byte
     request
 }
 
-/// Whether another attempt may mend what the server could not do now.
+/// Returns whether another attempt may succeed.
 fn is_temporary(status: StatusCode) -> bool {
     let status = status.as_u16();
     matches!(status, 408 | 429 | 500..=599) && !matches!(status, 501 | 505 | 511)
 }
 
-/// Keeps fetches away from addresses that are no module servers: link-local ones, the metadata services
-/// of clouds among them, and the networks of `BLOCKED_CIDRS_IN_WASM_FETCH`.
+/// Blocks connections to link-local addresses, metadata services of clouds, and the networks of
+/// `BLOCKED_CIDRS_IN_WASM_FETCH`.
 #[derive(Clone, Debug)]
 struct Blocked(Vec<Cidr>);
 
 impl Filter for Blocked {
     fn check(&self, address: IpAddr) -> Result<(), String> {
-        // An IPv4 address written as IPv6 is the same destination.
+        // An IPv4-mapped IPv6 address is the same destination.
         let address = address.to_canonical();
         let is_link_local = match address {
             IpAddr::V4(v4) => v4.is_link_local() || v4.octets()[..3] == [224, 0, 0],
             // fe80::/10, and multicast of link-local scope
             IpAddr::V6(v6) => v6.is_unicast_link_local() || v6.segments()[0] & 0xff0f == 0xff02,
         };
-        let contains = |network: &&Cidr| network.contains(address);
         if is_link_local {
             Err("is link-local".to_owned())
-        } else if METADATA.iter().any(|network| contains(&network)) {
+        } else if METADATA.iter().any(|network| network.contains(address)) {
             Err("is a known cloud metadata address".to_owned())
-        } else if let Some(network) = self.0.iter().find(contains) {
+        } else if let Some(network) = self.0.iter().find(|network| network.contains(address)) {
             Err(format!("is in blocked CIDR range {network}"))
         } else {
             Ok(())

@@ -1,4 +1,4 @@
-//! What is fetched, kept and removed under pull policies, pins and rules of the operator.
+//! Checks which modules are fetched, stored and removed with pull policies, pins and rules of the operator.
 
 use std::time::SystemTime;
 
@@ -174,7 +174,7 @@ async fn operators_may_require_digests_and_list_registries() {
     }
 }
 
-/// As if a file had not been used for that long.
+/// Sets back the last use of a file by this time.
 fn age(path: &str, age: Duration) {
     let file = std::fs::File::open(path).expect("a file");
     let time = SystemTime::now() - age;

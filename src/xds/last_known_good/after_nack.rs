@@ -1,25 +1,27 @@
-//! Sends stored versions of resources that a new Envoy has refused, as it has no version that it could keep.
+//! Sends stored versions of resources that a new Envoy has refused, because it has no earlier version of them.
 //!
 //! The writer knows which resources Envoy has refused, and asks the stream for their stored versions
 //! ([`Missing`]). The stream asks Envoy which of them it has, reads the others from the store, and sends them
-//! in one response ([`Stored`]) while no response of the type is unanswered. What a stored resource needs comes
-//! from istiod, or after [`PATIENCE`] from the store. Envoy's answer to the response does not reach istiod.
+//! in one response ([`Stored`]) while no response of the type is unanswered. Other resources that a stored one
+//! needs come from istiod, or after [`PATIENCE`] from the store. istiod does not get Envoy's ACK or NACK of the
+//! response.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use bytes::{BufMut as _, Bytes};
+use bytes::Bytes;
+use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryResponse;
+use futures_util::stream::BoxStream;
 use prost::Message;
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
+use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_stream::{Stream, StreamExt as _};
 
-use super::file::{Index, TypeFile, named};
+use super::file::{Index, TypeFile, refused_names, unix_rfc3339};
 use super::replay::respond;
 use super::{DIRECTORY, Shared, Type, writer};
 use crate::clock::rfc3339;
@@ -33,22 +35,22 @@ use crate::xds::wire::digest;
 /// The nonce of responses with stored versions. istiod uses UUIDs.
 pub(crate) const NONCE: &str = "kept-after-nack";
 
-/// Time that istiod has to send what a stored resource needs.
+/// The time that istiod has to send the resources that a stored resource needs.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Requests of the writer that wait for the stream.
+/// The most requests of the writer that wait for the stream.
 pub(super) const MAX_WAITING: usize = 16;
 
-/// How many resources a log line and a finding name.
+/// The most resources that a log line or a problem names.
 const MAX_NAMES: usize = 5;
 
 /// Resources of a type of which Envoy may have no version.
 #[derive(Clone, Debug)]
 pub(super) struct Missing {
     pub(super) type_url: Type,
-    /// How many responses of the type Envoy had answered on the stream.
+    /// The number of responses of the type that Envoy had answered on the stream.
     pub(super) answered: u32,
-    /// Why Envoy has no version, by the digests of the names.
+    /// The reasons why Envoy has no version, by the digests of the names.
     pub(super) names: HashMap<u64, Arc<str>>,
 }
 
@@ -65,54 +67,38 @@ pub(crate) struct Stored {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StoredResource {
     pub name: String,
-    /// Why Envoy does not have istiod's version.
+    /// The reason why Envoy does not have istiod's version.
     pub reason: String,
-    /// When Envoy got the stored version.
+    /// The time at which Envoy got the stored version.
     pub since: String,
-    /// When the stored version was last known to be current.
+    /// The last time at which the stored version was known to be current.
     pub current: String,
 }
 
-/// What is stored of resources, for each request of the writer.
-pub(crate) type StoredStream = Pin<Box<dyn Stream<Item = Stored> + Send>>;
+/// The stored versions, for each request of the writer.
+pub(crate) type StoredStream = BoxStream<'static, Stored>;
 
-/// The names in a response.
-#[derive(Clone, PartialEq, Message)]
-struct Names {
-    #[prost(message, repeated, tag = "2")]
-    resources: Vec<Name>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Name {
-    #[prost(string, tag = "3")]
-    name: String,
-}
-
-/// Looks for the stored versions that the writer asks for, one request after the other.
+/// Looks up the stored versions that the writer asks for, one request after the other.
 pub(super) fn stored(shared: Arc<Shared>, missing: mpsc::Receiver<Missing>) -> StoredStream {
-    let stored = ReceiverStream::new(missing).then(move |missing| look(shared.clone(), missing));
+    let missing = ReceiverStream::new(missing);
+    let stored = missing.then(move |missing| look_up(shared.clone(), missing));
     Box::pin(stored.filter_map(|stored| stored))
 }
 
-async fn look(shared: Arc<Shared>, missing: Missing) -> Option<Stored> {
+async fn look_up(shared: Arc<Shared>, missing: Missing) -> Option<Stored> {
     let type_url = missing.type_url;
-    let read = async {
-        let held = inspect::held(shared.admin?, type_url).await;
-        let held: io::Result<HashSet<_>> = held.map_err(io::Error::other).map(|names| {
-            let digests = names.iter().map(|name| digest(name.as_bytes()));
-            digests.collect()
-        });
-        let read = spawn_blocking(move || read(&shared, missing, &held?));
-        Some(read.await.unwrap_or_else(|panic| Err(panic.into())))
-    };
-    match read.await? {
-        Ok(stored) => Some(stored),
-        Err(error) => {
+    let held = inspect::held(shared.admin?, type_url).await;
+    let read = spawn_blocking(move || {
+        let names = held.map_err(io::Error::other)?;
+        let held: HashSet<_> = names.iter().map(|name| digest(name.as_bytes())).collect();
+        read(&shared, missing, &held)
+    });
+    let stored = read.await.unwrap_or_else(|panic| Err(panic.into()));
+    stored
+        .inspect_err(|error| {
             tracing::warn!(target: "xdsproxy", "cannot look for stored versions of {type_url}: {error}");
-            None
-        }
-    }
+        })
+        .ok()
 }
 
 /// Reads the stored versions of resources that Envoy does not have.
@@ -122,39 +108,37 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
         frame: None,
         resources: Vec::new(),
     };
-    let type_url = stored.missing.type_url;
-    let names = stored.missing.names.keys();
-    let lacking: Vec<_> = names.filter(|name| !held.contains(name)).collect();
-    // An Envoy that runs has a version of nearly everything that it refuses.
+    let (type_url, reasons) = (stored.missing.type_url, &stored.missing.names);
+    let lacking: Vec<_> = reasons.keys().filter(|name| !held.contains(name)).collect();
+    // A running Envoy has an earlier version of nearly every resource that it refuses.
     if lacking.is_empty() {
         return Ok(stored);
     }
     let directory = Directory::private(&shared.config.volume.directory, DIRECTORY, false)?;
-    let (file, header) = match writer::open(&directory, type_url) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(stored),
-        found => found?,
+    let Some((file, header)) = writer::open(&directory, type_url)? else {
+        return Ok(stored);
     };
     let index = Index::read(&header, file)?;
-    let places = lacking
-        .into_iter()
-        .filter_map(|name| index.resources.get(name));
-    let places: Vec<_> = places.cloned().collect();
-    if places.is_empty() {
+    let found = lacking.into_iter().filter_map(|it| index.resources.get(it));
+    let ranges: Vec<_> = found.cloned().collect();
+    if ranges.is_empty() {
         return Ok(stored);
     }
     let mut frame = Vec::new();
-    respond(&index, places, type_url, &header.version, NONCE, |bytes| {
-        frame.put_slice(bytes);
+    respond(&index, ranges, type_url, &header.version, NONCE, |bytes| {
+        frame.extend_from_slice(bytes);
         Ok(())
     })?;
-    let current = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.missing_current()));
-    let current = rfc3339(current.unwrap_or(SystemTime::UNIX_EPOCH));
-    let names = Names::decode(&frame[HEAD..])?.resources;
-    let resources = names.into_iter().map(|Name { name }| StoredResource {
-        reason: stored.reason(&name).to_owned(),
-        name,
-        since: rfc3339(now()),
-        current: current.clone(),
+    let current = unix_rfc3339(header.missing_current());
+    let response = DeltaDiscoveryResponse::decode(&frame[HEAD..])?;
+    let resources = response.resources.into_iter().map(|resource| {
+        let reason = reasons.get(&digest(resource.name.as_bytes()));
+        StoredResource {
+            name: resource.name,
+            reason: reason.map_or("", |reason| reason).to_owned(),
+            since: rfc3339(now()),
+            current: current.clone(),
+        }
     });
     stored.resources = resources.collect();
     stored.resources.sort_by(|a, b| a.name.cmp(&b.name));
@@ -162,59 +146,48 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
     Ok(stored)
 }
 
-impl Stored {
-    fn reason(&self, name: &str) -> &str {
-        let reason = self.missing.names.get(&digest(name.as_bytes()));
-        reason.map_or("", |reason| reason)
-    }
-}
-
 impl Shared {
-    /// Records that Envoy has stored versions in place of istiod's, unless it has refused them as well.
+    /// Records that Envoy has stored versions instead of istiod's, unless it has refused them as well.
     pub(super) fn stored_answered(&self, stored: Stored, refusal: Option<&str>) {
         let type_url = stored.missing.type_url;
-        let refused = refusal.map(named).unwrap_or_default();
-        let is_refused = |it: &StoredResource| {
-            refusal.is_some()
-                && (refused.is_empty() || refused.contains(&digest(it.name.as_bytes())))
-        };
-        let (refused, accepted): (Vec<_>, Vec<_>) =
-            stored.resources.into_iter().partition(is_refused);
+        let named = refusal.map(refused_names).unwrap_or_default();
+        let (refused, accepted): (Vec<_>, Vec<_>) = stored.resources.into_iter().partition(|it| {
+            let is_named = named.is_empty() || named.contains(&digest(it.name.as_bytes()));
+            refusal.is_some() && is_named
+        });
         if let Some(reason) = refusal {
             let reason = crate::xds::request::shortened(reason);
-            tracing::error!(
-                target: "xdsproxy",
-                "Envoy refuses the stored version of {} as well: {reason}", subject(type_url, &refused)
-            );
+            let subject = subject(type_url, &refused);
+            tracing::error!(target: "xdsproxy", "Envoy refuses the stored version of {subject} as well: {reason}");
         }
         if !accepted.is_empty() {
             tracing::error!(target: "xdsproxy", "{}", problem(type_url, &accepted));
             let mut after_nack = self.after_nack.lock();
-            let of_type = after_nack.entry(type_url).or_default();
-            of_type.retain(|old| accepted.iter().all(|new| new.name != old.name));
-            of_type.extend(accepted);
+            let resources = after_nack.entry(type_url).or_default();
+            resources.retain(|old| accepted.iter().all(|new| new.name != old.name));
+            resources.extend(accepted);
         }
     }
 
-    /// Forgets resources of which Envoy has istiod's version, or that istiod has removed.
+    /// Removes resources of which Envoy has istiod's version again, or that istiod has removed.
     pub(super) fn end_after_nack(&self, type_url: Type, file: &TypeFile) {
         let mut after_nack = self.after_nack.lock();
-        let Some(of_type) = after_nack.get_mut(type_url) else {
+        let Some(resources) = after_nack.get_mut(type_url) else {
             return;
         };
-        let ended: Vec<_> = of_type
+        let ended: Vec<_> = resources
             .extract_if(.., |it| {
                 !file.missing.contains_key(&digest(it.name.as_bytes()))
             })
             .collect();
-        if of_type.is_empty() {
+        if resources.is_empty() {
             after_nack.remove(type_url);
         }
         if !ended.is_empty() {
+            let subject = subject(type_url, &ended);
             tracing::info!(
                 target: "xdsproxy",
-                "Envoy no longer has the stored version of {}: istiod has removed it or sent an acceptable one",
-                subject(type_url, &ended)
+                "Envoy no longer has the stored version of {subject}: istiod has removed it or sent an acceptable one"
             );
         }
     }
@@ -232,15 +205,11 @@ pub(crate) fn problem(type_url: &str, resources: &[StoredResource]) -> Problem {
 
 /// Names the type and the first resources.
 fn subject(type_url: &str, resources: &[StoredResource]) -> String {
-    let names: Vec<_> = resources
-        .iter()
-        .map(|it| &*it.name)
-        .take(MAX_NAMES)
-        .collect();
+    let first = resources.iter().map(|it| &*it.name).take(MAX_NAMES);
+    let names = first.collect::<Vec<_>>().join(", ");
     let more = match resources.len().saturating_sub(MAX_NAMES) {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    let kind = type_url.rsplit('.').next().unwrap_or(type_url);
-    format!("{kind} {}{more}", names.join(", "))
+    format!("{} {names}{more}", writer::file_name(type_url))
 }

@@ -1,10 +1,10 @@
-//! The file of a type, and the responses that change it.
+//! Stores the accepted resources of a type in a file.
 //!
-//! A file has a [`Header`] of fixed size, and then fields of discovery responses: resources, and names of
-//! removed ones. Together they are a message as well, in which a later resource replaces an earlier one of
-//! the same name, as in Envoy. The header says how many bytes count. It is written in one page when all of
-//! them are in the file, so that a kill leaves the state before or the state after. A file that has twice
-//! its size is replaced by one with the resources in force.
+//! A file has a [`Header`] of fixed size, followed by fields of discovery responses: resources, and names of
+//! removed ones. Together the fields are a message, in which a later resource replaces an earlier one of the
+//! same name, as in Envoy. The header says how many bytes are valid. It is written in one page after these
+//! bytes, so that a kill leaves the old or the new state. A file that has grown to twice its size is replaced
+//! by one with the current resources only.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
@@ -12,6 +12,7 @@ use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use crc32fast::Hasher;
@@ -20,50 +21,50 @@ use tokio::time::Instant;
 
 use super::Type;
 use super::after_nack::{Missing, PATIENCE};
-use crate::clock::after;
+use crate::clock::{after, rfc3339};
 use crate::directory::Directory;
 use crate::xds::observe::{now, unix_seconds};
 use crate::xds::request::shortened;
 use crate::xds::response::Received;
 use crate::xds::wire::{Walker, digest};
 
-/// How much is copied at once.
+/// The most bytes that are copied at once.
 pub(super) const BLOCK: usize = 64 * 1024;
 
 /// Bytes of the header: a checksum, JSON and spaces.
 const HEADER: u64 = 4096;
 const SUM: usize = size_of::<u32>();
 
-/// How many responses may wait for their ACK.
+/// The most responses that wait for their ACK.
 const MAX_UNANSWERED: usize = 64;
 
-/// Bytes of accepted fields that wait to be written.
+/// The most bytes of accepted fields that wait to be written.
 pub(super) const MAX_CHANGED: usize = 2 << 20;
 
-/// Before the names in Envoy's reason if it has refused single resources, and applied the others. Names
-/// and their reasons are separated by commas or lines.
+/// The beginning of Envoy's reason if it has refused single resources and applied the others. Pairs of a name
+/// and a reason follow, separated by commas or newlines.
 const REFUSED: [&str; 2] = [
     "Error adding/updating cluster(s) ",
     "Error adding/updating listener(s) ",
 ];
-/// Ends a reason that Envoy has cut.
+/// The end of a reason that Envoy has truncated.
 const CUT: &str = "(truncated)";
 
-/// What counts of a file. One of another form, with other members, is not used.
+/// The description of the valid bytes of a file. A file whose header has other members is not used.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Header {
-    /// Of the node whose Envoy has accepted it.
+    /// The identity of the node whose Envoy has accepted the resources.
     pub(super) identity: String,
-    /// Of the last response.
+    /// The version of the last response.
     pub(super) version: String,
-    /// When istiod's stream was last open, in seconds of Unix time.
+    /// The last time at which istiod's stream was open, in seconds of Unix time.
     pub(super) current: u64,
     /// The same for the resources that Envoy has refused since; None if there are none.
     refused: Option<u64>,
-    /// Bytes of the fields.
+    /// The bytes of the fields.
     pub(super) length: u64,
     crc: u32,
-    /// Bytes of the fields when the file was new.
+    /// The bytes of the fields when the file was new.
     first: u64,
 }
 
@@ -72,13 +73,13 @@ impl Header {
         let mut bytes = [0; HEADER as usize];
         file.read_exact_at(&mut bytes, 0)?;
         let (sum, json) = bytes.split_at(SUM);
-        match sum == crc32fast::hash(json).to_be_bytes() {
-            true => Ok(serde_json::from_slice(json)?),
-            false => Err(io::Error::other("the checksum of its header is wrong")),
+        if sum != crc32fast::hash(json).to_be_bytes() {
+            return Err(io::Error::other("the checksum of its header is wrong"));
         }
+        Ok(serde_json::from_slice(json)?)
     }
 
-    /// Returns when resources that Envoy lacks were last current, in seconds of Unix time.
+    /// Returns the last time at which resources that Envoy lacks were current, in seconds of Unix time.
     pub(super) fn missing_current(&self) -> u64 {
         self.refused.unwrap_or(self.current)
     }
@@ -98,7 +99,7 @@ impl Header {
         file.write_all_at(&bytes, 0)
     }
 
-    /// Writes bytes behind those that count. They count once the header is written.
+    /// Writes bytes after the valid ones. They become valid when the header is written.
     fn append(&mut self, file: &File, bytes: &[u8]) -> io::Result<()> {
         file.write_all_at(bytes, HEADER + self.length)?;
         let mut crc = Hasher::new_with_initial_len(self.crc, self.length);
@@ -109,49 +110,49 @@ impl Header {
     }
 }
 
-/// A response, or the beginning of one, that Envoy has not answered.
+/// A response, complete or not, that Envoy has neither accepted nor refused.
 #[derive(Debug, Default)]
-struct Message {
-    /// All before what is in memory.
+struct Response {
+    /// The bytes before those in memory.
     spilled: Option<File>,
     pieces: Vec<Bytes>,
     /// Bytes in memory.
-    held: usize,
+    memory: usize,
     length: u64,
+    /// The only resources of the file that remain once Envoy has accepted the response; None if all remain.
+    retained: Option<HashSet<u64>>,
 }
 
-impl Message {
-    /// Reads the fields, with the digests of their names and whether they remove a resource.
+impl Response {
+    /// Calls `each` for every field, with the digest of the name, true for a removed resource, and the bytes.
     fn fields(
         &self,
         mut each: impl FnMut(u64, bool, Box<[u8]>) -> io::Result<()>,
     ) -> io::Result<()> {
-        let (mut walker, mut found) = (Walker::of_names(self.length), Vec::new());
-        // What is behind the last field that was found.
-        let (mut rest, mut at) = (Vec::new(), 0);
+        let (mut walker, mut found) = (Walker::finder(self.length), Vec::new());
+        // The bytes after the last complete field, and the position of the next ones.
+        let (mut rest, mut position) = (Vec::new(), 0);
         let mut read = |bytes: &[u8]| {
             let walked = walker.find(bytes, |it| found.push(it));
             walked.map_err(io::Error::other)?;
             let mut taken = 0;
             for field in found.drain(..) {
-                let end = (field.place.end - at) as usize;
+                let end = (field.range.end - position) as usize;
                 rest.extend_from_slice(&bytes[taken..end]);
                 taken = end;
-                let length = (field.place.end - field.place.start) as usize;
+                // Other fields of the response come before a resource.
+                let length = (field.range.end - field.range.start) as usize;
                 rest.drain(..rest.len() - length);
-                each(
-                    field.name,
-                    field.is_removed,
-                    std::mem::take(&mut rest).into(),
-                )?;
+                let content = std::mem::take(&mut rest).into();
+                each(field.name, field.is_removed, content)?;
             }
             rest.extend_from_slice(&bytes[taken..]);
-            at += bytes.len() as u64;
+            position += bytes.len() as u64;
             Ok(())
         };
         if let Some(file) = &self.spilled {
-            let length = self.length - self.held as u64;
-            blocks(file, 0..length, &mut read)?;
+            let length = self.length - self.memory as u64;
+            read_blocks(file, 0..length, &mut read)?;
         }
         self.pieces.iter().try_for_each(|bytes| read(bytes))?;
         walker.finish().map(drop).map_err(io::Error::other)
@@ -161,138 +162,141 @@ impl Message {
 /// A resource of which Envoy may have no version.
 #[derive(Clone, Debug)]
 pub(super) struct MissingResource {
-    /// When the stream is asked to send the stored version; None once it has looked for one.
+    /// The time at which the stream is asked for the stored version; None once it has looked for one.
     pub(super) due: Option<Instant>,
     pub(super) reason: Arc<str>,
 }
 
-/// The file of a type, and what is to be written to it.
+/// The file of a type, and the changes that wait to be written to it.
 #[derive(Debug, Default)]
 pub(super) struct TypeFile {
     name: &'static str,
-    /// None while nothing is kept.
+    /// None while nothing is stored.
     pub(super) file: Option<File>,
-    /// The file that is to replace it.
+    /// The file that will replace it.
     new: Option<File>,
-    /// Of the file, or of the new one.
+    /// The header of the file, or of the new one.
     pub(super) header: Header,
-    /// Whether Envoy, or the agent, subscribes to the type on the stream.
+    /// True if Envoy, or the agent, subscribes to the type on the stream.
     pub(super) is_subscribed: bool,
-    /// What Envoy held when the stream began, until the first response.
+    /// The resources that Envoy had when the stream began; None after the first response.
     pub(super) held: Option<HashSet<u64>>,
-    passing: Message,
-    /// Those that have passed, and the resources before them that remain, if others do not.
-    unanswered: VecDeque<(Received, Message, Option<HashSet<u64>>)>,
-    /// The resources of the file that remain, if others do not.
+    /// The response that is being received.
+    passing: Response,
+    /// Complete responses, in the order in which Envoy answers them.
+    unanswered: VecDeque<(Received, Response)>,
+    /// The only resources of the file that remain; None if all remain.
     retained: Option<HashSet<u64>>,
-    /// Accepted fields that are not in the file, by the digests of their names, and their bytes.
+    /// Accepted fields that are not in the file, by the digests of their names.
     changes: HashMap<u64, Box<[u8]>>,
+    /// The bytes of `changes`.
     pub(super) changed: usize,
-    /// Whether something waits to be written, if only a version.
+    /// True if changes wait to be written, even if only a version has changed.
     pub(super) is_changed: bool,
-    /// How many responses Envoy has answered on the stream.
+    /// The number of responses that Envoy has answered on the stream.
     answered: u32,
-    /// Resources of which Envoy may have no version, by the digests of their names: it has refused them, or
+    /// Resources of which Envoy may have no version, by the digests of their names: Envoy has refused them, or
     /// istiod has not sent them.
     pub(super) missing: HashMap<u64, MissingResource>,
 }
 
 impl TypeFile {
-    /// Continues a file, or begins one.
+    /// Continues a file with its header, or begins one.
     pub(super) fn new(name: &'static str, found: Option<(File, Header)>, identity: &str) -> Self {
         let (file, header) = found.unzip();
-        let empty = || Header {
-            identity: identity.to_owned(),
-            ..Header::default()
-        };
         Self {
             name,
             file,
-            header: header.unwrap_or_else(empty),
+            header: header.unwrap_or_else(|| Header {
+                identity: identity.to_owned(),
+                ..Header::default()
+            }),
             ..Self::default()
         }
     }
 
-    fn messages(&self) -> impl Iterator<Item = &Message> {
-        let unanswered = self.unanswered.iter().map(|(_, message, _)| message);
+    fn responses(&self) -> impl Iterator<Item = &Response> {
+        let unanswered = self.unanswered.iter().map(|(_, response)| response);
         unanswered.chain([&self.passing])
     }
 
-    /// Bytes of responses in memory.
-    pub(super) fn held(&self) -> usize {
-        self.messages().map(|message| message.held).sum()
+    /// Returns the bytes of responses in memory.
+    pub(super) fn memory(&self) -> usize {
+        self.responses().map(|response| response.memory).sum()
     }
 
-    /// Bytes that count, or may from their ACK.
+    /// Returns the size of the file in bytes if Envoy accepts all responses.
     pub(super) fn size(&self) -> u64 {
-        let waiting: u64 = self.messages().map(|message| message.length).sum();
-        self.header.length + self.changed as u64 + waiting
+        let unanswered: u64 = self.responses().map(|response| response.length).sum();
+        self.header.length + self.changed as u64 + unanswered
     }
 
-    /// Takes bytes of the response that passes.
-    pub(super) fn passes(&mut self, bytes: Bytes) {
+    /// Takes the next bytes of a response.
+    pub(super) fn read(&mut self, bytes: Bytes) {
         self.passing.length += bytes.len() as u64;
-        self.passing.held += bytes.len();
+        self.passing.memory += bytes.len();
         self.passing.pieces.push(bytes);
     }
 
-    /// Moves what has passed of a response to a file without a name.
+    /// Moves the bytes of the incomplete response from memory to a file without a name.
     pub(super) fn spill(&mut self, directory: &Directory) -> io::Result<()> {
-        let message = &mut self.passing;
-        if message.spilled.is_none() {
+        let response = &mut self.passing;
+        if response.spilled.is_none() {
             let name = temporary(self.name);
-            message.spilled = Some(directory.create_file(&name)?);
+            response.spilled = Some(directory.create_file(&name)?);
             directory.remove_file(&name)?;
         }
-        if let Some(file) = &mut message.spilled {
-            let mut pieces = message.pieces.drain(..);
+        if let Some(file) = &mut response.spilled {
+            let mut pieces = response.pieces.drain(..);
             pieces.try_for_each(|bytes| file.write_all(&bytes))?;
         }
-        message.held = 0;
+        response.memory = 0;
         Ok(())
     }
 
-    /// The response has passed, and waits for its ACK.
-    pub(super) fn passed(&mut self, received: Received, is_all: bool) -> io::Result<()> {
+    /// Ends a response, which then waits for its ACK. `is_all` if it has all resources of the type, whatever
+    /// Envoy held.
+    pub(super) fn complete(&mut self, received: Received, is_all: bool) -> io::Result<()> {
         self.is_subscribed = true;
         let held = self.held.take();
-        let retained = if is_all { Some(HashSet::new()) } else { held };
-        let message = std::mem::take(&mut self.passing);
-        self.unanswered.push_back((received, message, retained));
-        match self.unanswered.len() {
-            ..=MAX_UNANSWERED => Ok(()),
-            _ => Err(io::Error::other("too many responses wait for their ACK")),
+        let mut response = std::mem::take(&mut self.passing);
+        response.retained = if is_all { Some(HashSet::new()) } else { held };
+        self.unanswered.push_back((received, response));
+        if self.unanswered.len() > MAX_UNANSWERED {
+            return Err(io::Error::other("too many responses wait for their ACK"));
         }
+        Ok(())
     }
 
-    /// Envoy has answered a response, which it does in their order, and says why if it has refused it.
+    /// Applies Envoy's ACK of the oldest response, or its NACK with the reason.
     pub(super) fn answered(
         &mut self,
         directory: &Directory,
         nonce: &str,
         refusal: Option<&str>,
     ) -> io::Result<()> {
-        let Some((received, message, mut retained)) = self.unanswered.pop_front() else {
+        let Some((received, mut response)) = self.unanswered.pop_front() else {
             return Ok(());
         };
         if received.nonce != nonce {
             return Err(io::Error::other("Envoy has skipped the ACK of a response"));
         }
         self.answered += 1;
-        // With less than Envoy held it is a part. Of a part alone, the rest is missing.
+        // A response with fewer resources than Envoy held is a part. A part cannot begin a file.
+        let retained = response.retained.take();
         let held = retained.as_ref().map(HashSet::len);
-        let is_whole = held.is_some_and(|held| received.resources as usize >= held);
-        if self.file.is_none() && !self.is_changed && !is_whole {
+        let is_complete = held.is_some_and(|held| received.resources as usize >= held);
+        if self.file.is_none() && !self.is_changed && !is_complete {
             return Ok(());
         }
         let mut fields = Vec::new();
         if refusal.is_some() || held.is_some_and(|held| held > 0) || !self.missing.is_empty() {
-            message.fields(|name, is_removed, _| {
+            response.fields(|name, is_removed, _| {
                 fields.push((name, is_removed));
                 Ok(())
             })?;
         }
-        let named = refusal.map(named).unwrap_or_default();
+        let named = refusal.map(refused_names).unwrap_or_default();
         let names = fields.iter().map(|(name, _)| *name);
         let refused: HashSet<_> = names.filter(|name| named.contains(name)).collect();
         let is_refused = refusal.is_some() && refused.is_empty();
@@ -307,18 +311,16 @@ impl TypeFile {
                 _ => _ = self.missing.remove(name),
             }
         }
-        let refused_since = self.header.refused.unwrap_or(self.header.current);
+        let refused_since = self.header.missing_current();
         self.header.refused = (!self.missing.is_empty()).then_some(refused_since);
         if is_refused {
             return Ok(());
         }
-        // What is replaced does not remain, and what is refused does.
-        if let Some(retained) = &mut retained {
-            fields
-                .iter()
-                .for_each(|(name, _)| _ = retained.remove(name));
-        }
         if let Some(mut retained) = retained {
+            // A replaced resource does not remain, but a refused one does.
+            for (name, _) in &fields {
+                retained.remove(name);
+            }
             retained.extend(&refused);
             self.changes.retain(|name, _| retained.contains(name));
             self.changed = self.changes.values().map(|it| it.len()).sum();
@@ -330,12 +332,12 @@ impl TypeFile {
         self.header.version = received.version;
         self.is_changed = true;
         let mut is_written = false;
-        message.fields(|name, _, field| {
+        response.fields(|name, _, content| {
             if refused.contains(&name) {
                 return Ok(());
             }
-            self.changed += field.len();
-            let before = self.changes.insert(name, field);
+            self.changed += content.len();
+            let before = self.changes.insert(name, content);
             self.changed -= before.map_or(0, |before| before.len());
             if self.changed < MAX_CHANGED {
                 return Ok(());
@@ -344,50 +346,50 @@ impl TypeFile {
             self.append(directory)
         })?;
         if is_written {
-            self.commit(directory)
-        } else {
-            Ok(())
+            self.commit(directory)?;
         }
+        Ok(())
     }
 
-    /// Lets the resources of the file remain, whatever the responses name that Envoy has not answered.
+    /// Lets all resources of the file remain, even those that unanswered responses would replace completely.
     pub(super) fn retain_all(&mut self) {
         if self.file.is_some() {
             (self.held, self.retained) = (None, None);
-            let unanswered = self.unanswered.iter_mut();
-            unanswered.for_each(|(_, _, retained)| *retained = None);
+            for (_, response) in &mut self.unanswered {
+                response.retained = None;
+            }
         }
     }
 
-    /// Notes names that Envoy has subscribed to, and others from which it has unsubscribed.
+    /// Adds names that Envoy has subscribed to as missing, and removes names from which it has unsubscribed.
     pub(super) fn subscribed(&mut self, names: &[u64], unsubscribed: &[u64], reason: &Arc<str>) {
         for name in unsubscribed {
             self.missing.remove(name);
         }
         for name in names {
-            let missing = || MissingResource {
+            let entry = self.missing.entry(*name);
+            entry.or_insert_with(|| MissingResource {
                 due: Some(after(PATIENCE)),
                 reason: reason.clone(),
-            };
-            self.missing.entry(*name).or_insert_with(missing);
+            });
         }
     }
 
-    /// Returns when stored versions are to be looked for. Newer ones may be in responses that Envoy has not
-    /// answered.
+    /// Returns when stored versions have to be looked up. None while Envoy has not answered a response, which
+    /// may have newer versions.
     pub(super) fn missing_due(&self) -> Option<Instant> {
         let is_quiet = self.unanswered.is_empty() && self.passing.length == 0;
-        let due = self.missing.values().filter_map(|it| it.due).min();
-        due.filter(|_| is_quiet)
+        let earliest = self.missing.values().filter_map(|it| it.due).min();
+        earliest.filter(|_| is_quiet)
     }
 
-    /// Returns the resources whose stored versions are to be looked for now. They are due again later, unless
-    /// the stream has looked for them.
+    /// Returns the resources whose stored versions have to be looked up now. They are due again later, unless
+    /// the stream reports that it has looked them up.
     pub(super) fn due_missing(&mut self, type_url: Type) -> Option<Missing> {
         let now = Instant::now();
         self.missing_due().filter(|due| *due <= now)?;
-        let due = self.missing.iter_mut();
-        let due = due.filter(|(_, it)| it.due.is_some_and(|due| due <= now));
+        let missing = self.missing.iter_mut();
+        let due = missing.filter(|(_, it)| it.due.is_some_and(|due| due <= now));
         let names = due.map(|(name, it)| {
             it.due = Some(after(PATIENCE));
             (*name, it.reason.clone())
@@ -399,7 +401,7 @@ impl TypeFile {
         })
     }
 
-    /// Lets the changes count.
+    /// Writes the changes and makes them valid.
     pub(super) fn commit(&mut self, directory: &Directory) -> io::Result<()> {
         if std::mem::take(&mut self.is_changed) {
             self.append(directory)?;
@@ -416,11 +418,12 @@ impl TypeFile {
         Ok(())
     }
 
-    /// Writes changes behind what counts, to a new file if only some of before remain or at twice the size.
+    /// Writes the changes after the valid bytes. Begins a new file if only some resources remain, or if the file
+    /// has twice its size.
     fn append(&mut self, directory: &Directory) -> io::Result<()> {
-        let most = self.header.first.saturating_mul(2) + BLOCK as u64;
+        let max_length = self.header.first.saturating_mul(2) + BLOCK as u64;
         let length = self.header.length + self.changed as u64;
-        let is_large = self.new.is_none() && length > most;
+        let is_large = self.new.is_none() && length > max_length;
         if self.retained.is_some() || self.file.is_none() && self.new.is_none() || is_large {
             self.renew(directory)?;
         }
@@ -453,84 +456,85 @@ impl TypeFile {
             && retained.as_ref().is_none_or(|names| !names.is_empty())
         {
             let mut index = Index::read(&old, file)?;
-            let places = index.resources.drain().filter(|(name, _)| {
+            index.resources.retain(|name, _| {
                 !self.changes.contains_key(name)
                     && retained.as_ref().is_none_or(|names| names.contains(name))
             });
-            let places = places.map(|(_, place)| place).collect();
-            index.copy(places, |block| self.header.append(&new, block))?;
+            let ranges = index.resources.values().cloned().collect();
+            index.copy(ranges, |block| self.header.append(&new, block))?;
         }
         self.new = Some(new);
         Ok(())
     }
 }
 
-/// The digests of the names in Envoy's reason, if it is about single resources and not cut. Texts beside
-/// them may be taken for names.
-pub(super) fn named(reason: &str) -> HashSet<u64> {
-    let names = REFUSED.iter().find_map(|it| reason.strip_prefix(it));
-    let names = names.filter(|it| !it.ends_with(CUT));
-    let parts = names.into_iter().flat_map(|it| it.split([',', '\n']));
-    let names = parts.filter_map(|part| part.trim_start().split_once(": "));
-    names.map(|(name, _)| digest(name.as_bytes())).collect()
+/// Returns the digests of the names in Envoy's reason, if it is about single resources and complete. Some may be
+/// digests of other parts of the text.
+pub(super) fn refused_names(reason: &str) -> HashSet<u64> {
+    let list = REFUSED.iter().find_map(|it| reason.strip_prefix(it));
+    let complete = list.filter(|it| !it.ends_with(CUT));
+    let entries = complete.into_iter().flat_map(|it| it.split([',', '\n']));
+    let pairs = entries.filter_map(|entry| entry.trim_start().split_once(": "));
+    pairs.map(|(name, _)| digest(name.as_bytes())).collect()
 }
 
+/// Returns the name of the file that will replace the file of this name.
 pub(super) fn temporary(name: &str) -> String {
     format!("{name}.tmp")
 }
 
-/// The resources in force of a type.
+/// The current resources of a type, in their file.
 #[derive(Debug)]
 pub(super) struct Index {
     file: File,
-    /// Where they are, tag included, by the digest of their names.
+    /// The bytes of the resources in the file, tags included, by the digests of their names.
     pub(super) resources: HashMap<u64, Range<u64>>,
 }
 
 impl Index {
-    /// Reads what counts of a file, and compares its checksum.
+    /// Reads the valid bytes of a file, and verifies their checksum.
     pub(super) fn read(header: &Header, file: File) -> io::Result<Self> {
         let mut resources = HashMap::new();
-        let (mut walker, mut crc) = (Walker::of_names(header.length), Hasher::new());
-        let place = HEADER..HEADER.saturating_add(header.length);
-        blocks(&file, place, |block| {
+        let (mut walker, mut crc) = (Walker::finder(header.length), Hasher::new());
+        let valid = HEADER..HEADER.saturating_add(header.length);
+        read_blocks(&file, valid, |block| {
             crc.update(block);
-            let walked = walker.find(block, |found| {
-                let place = HEADER + found.place.start..HEADER + found.place.end;
-                if found.is_removed {
-                    resources.remove(&found.name);
+            let walked = walker.find(block, |field| {
+                if field.is_removed {
+                    resources.remove(&field.name);
                 } else {
-                    resources.insert(found.name, place);
+                    let range = HEADER + field.range.start..HEADER + field.range.end;
+                    resources.insert(field.name, range);
                 }
             });
             walked.map_err(io::Error::other)
         })?;
         walker.finish().map_err(io::Error::other)?;
-        match crc.finalize() == header.crc {
-            true => Ok(Self { file, resources }),
-            false => Err(io::Error::other("the checksum of its responses is wrong")),
+        if crc.finalize() != header.crc {
+            return Err(io::Error::other("the checksum of its responses is wrong"));
         }
+        Ok(Self { file, resources })
     }
 
-    /// Reads the resources at these places.
+    /// Reads the resources in these ranges and calls `each` with blocks of them.
     pub(super) fn copy(
         &self,
-        mut places: Vec<Range<u64>>,
+        mut ranges: Vec<Range<u64>>,
         mut each: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
-        // In the order of their bytes on disk, neighbours at once.
-        places.sort_unstable_by_key(|place| place.start);
-        places.dedup_by(|next, last| {
-            let is_next = last.end == next.start;
-            if is_next {
+        // Resources are read in the order of their bytes on disk, adjacent ones at once.
+        ranges.sort_unstable_by_key(|range| range.start);
+        ranges.dedup_by(|next, last| {
+            let is_adjacent = last.end == next.start;
+            if is_adjacent {
                 last.end = next.end;
             }
-            is_next
+            is_adjacent
         });
-        // Resources are small, and may all be apart.
+        // Small resources that are not adjacent are collected, so that `each` gets few blocks.
         let mut copied = Vec::with_capacity(BLOCK);
-        for place in places {
-            blocks(&self.file, place, |block| {
+        for range in ranges {
+            read_blocks(&self.file, range, |block| {
                 if copied.len() + block.len() > BLOCK {
                     each(&copied)?;
                     copied.clear();
@@ -546,19 +550,24 @@ impl Index {
     }
 }
 
-/// Reads a part of a file, block by block.
-fn blocks(
+/// Reads a range of a file, and calls `each` with blocks of it.
+fn read_blocks(
     file: &File,
-    mut place: Range<u64>,
+    mut range: Range<u64>,
     mut each: impl FnMut(&[u8]) -> io::Result<()>,
 ) -> io::Result<()> {
-    let within = |left: u64| usize::try_from(left).unwrap_or(BLOCK).min(BLOCK);
-    let mut block = vec![0; within(place.end - place.start)];
-    while !place.is_empty() {
-        let block = &mut block[..within(place.end - place.start)];
-        file.read_exact_at(block, place.start)?;
-        each(block)?;
-        place.start += block.len() as u64;
+    let mut block = Vec::new();
+    while !range.is_empty() {
+        block.resize((range.end - range.start).min(BLOCK as u64) as usize, 0);
+        file.read_exact_at(&mut block, range.start)?;
+        each(&block)?;
+        range.start += block.len() as u64;
     }
     Ok(())
+}
+
+/// Formats seconds of Unix time. The epoch stands for a time out of range.
+pub(super) fn unix_rfc3339(seconds: u64) -> String {
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
+    rfc3339(time.unwrap_or(SystemTime::UNIX_EPOCH))
 }

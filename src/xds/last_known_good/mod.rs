@@ -1,10 +1,10 @@
-//! Keeps the last known good configuration on disk, that is what Envoy has accepted, and answers a new
-//! Envoy from it while istiod is unreachable.
+//! Stores the last known good configuration on disk, that is the resources Envoy has accepted, and serves it
+//! to a new Envoy while istiod is unreachable.
 //!
-//! A [`Recorder`] beside each delta stream hands what passes to the [`writer`], which keeps it in a
-//! [`file`] for each type. A response is written a few seconds after Envoy has accepted it, or the agent, if the
+//! Each delta stream has a [`Recorder`], which sends requests and responses to the [`writer`]. The writer has
+//! one [`file`] per type. A response is written a few seconds after Envoy has accepted it, or the agent, if the
 //! agent consumes its type. A failure deletes all files, and recording starts again with the next stream.
-//! [`replay`] answers requests in istiod's place, and [`after_nack`] sends stored versions of resources that a
+//! [`replay`] answers requests in place of istiod, and [`after_nack`] sends stored versions of resources that a
 //! new Envoy has refused. Secrets and responses of SotW are never stored.
 
 pub(crate) mod after_nack;
@@ -16,7 +16,7 @@ mod writer;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use futures_util::future::OptionFuture;
 use parking_lot::Mutex;
@@ -26,11 +26,10 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::clock::rfc3339;
 use crate::envoy::admin::Admin;
 use crate::metrics::{Counter, Kind, Registry};
 pub use after_nack::StoredResource;
-use file::Header;
+use file::{Header, unix_rfc3339};
 pub(super) use recorder::Recorder;
 use writer::{Batch, Writer};
 
@@ -41,7 +40,7 @@ use crate::volume::{Content, Volume};
 /// The directory below the configured one.
 const DIRECTORY: &str = Content::Configuration.directory();
 
-/// The types that are kept. What follows the last dot is the name of the file.
+/// The types that are stored. The part after the last dot is the name of the file.
 const TYPES: [Type; 8] = [
     CLUSTER,
     ENDPOINTS,
@@ -63,79 +62,80 @@ const ROUTES: Type = "type.googleapis.com/envoy.config.route.v3.RouteConfigurati
 const BY_NAME: [Type; 3] = [ENDPOINTS, ROUTES, EXTENSION];
 /// Envoy asks for all resources of these types, and serves nothing without them.
 const NEEDED: [Type; 2] = [CLUSTER, LISTENER];
-/// Until it is seen again whether anything is kept.
+/// The shortest time after which an Envoy is served. It limits how often the store is checked.
 const MIN_PATIENCE: Duration = Duration::from_millis(100);
 
-/// As it came it may hold pull secrets of Wasm modules.
+/// Before the agent rewrites resources of this type, they may hold pull secrets of Wasm modules.
 const EXTENSION: Type = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
-/// Batches that wait for the writer. Each has about [`recorder::HANDOVER`] bytes, and messages that the
-/// agent consumes.
+/// The most batches that wait for the writer. Each has about [`recorder::HANDOVER`] bytes, and messages that
+/// the agent consumes.
 const MAX_BATCHES: usize = 4;
 
-/// Where configuration is kept, and when it is served.
+/// Settings of the store.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub volume: Volume,
-    /// What needs more is not kept.
+    /// Configuration that needs more bytes is not stored.
     pub max_bytes: u64,
     /// Older configuration is not served.
     pub max_age: Duration,
-    /// How long a new Envoy waits for istiod before it is served what is kept.
+    /// The time that a new Envoy waits for istiod before it is served.
     pub after: Duration,
-    /// Whether a new Envoy that refuses resources of istiod is sent the stored versions of these.
+    /// True if a new Envoy that refuses resources of istiod gets their stored versions.
     pub on_nack: bool,
 }
 
-/// A handle to what is kept.
+/// A handle to the store.
 #[derive(Clone, Debug)]
 pub struct LastKnownGood {
     shared: Arc<Shared>,
     batches: mpsc::Sender<Batch>,
 }
 
-/// How many were before it, and whether it is to be served no more.
+/// The number of Envoys before it, and a flag: true if it is no longer served.
 type Envoy = (usize, Arc<AtomicBool>);
 
-/// What streams, their threads and the writer share.
+/// The state that streams, their threads and the writer share.
 #[derive(Debug)]
 struct Shared {
     config: Config,
     /// Envoy's admin port, if Envoy gets stored versions of resources that it refuses.
     admin: Option<Admin>,
-    /// Resources of which Envoy has the stored version, because it refused istiod's.
+    /// Resources of which Envoy has the stored version, because it has refused istiod's.
     after_nack: Mutex<BTreeMap<Type, Vec<StoredResource>>>,
-    /// What is kept.
+    /// The headers of all files.
     types: Mutex<BTreeMap<Type, Header>>,
-    /// By the ids of their processes.
+    /// All Envoys so far, by the ids of their processes.
     envoys: Mutex<BTreeMap<i32, Envoy>>,
-    /// Whether a recorder has found the writer too slow, until the writer goes on.
+    /// True after a recorder has found the writer too slow, until the writer continues.
     is_stalled: AtomicBool,
     failures: Counter,
     served: Counter,
 }
 
-/// An Envoy that may be served what is kept.
+/// The store as one Envoy may use it.
 #[derive(Clone, Debug)]
 pub(crate) struct EnvoyCache {
-    kept: LastKnownGood,
-    /// Larger if it was started later.
+    store: LastKnownGood,
+    /// Larger for an Envoy that was started later.
     generation: usize,
-    /// Whether it has answered listeners, or nothing usable is kept.
+    /// True if Envoy is no longer served: it has answered listeners, or the store is unusable.
     is_over: Arc<AtomicBool>,
 }
 
-/// What is kept of a type.
+/// The stored configuration of a type.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KeptSnapshot {
     pub version: String,
     pub bytes: u64,
-    /// When the stream to istiod was last known to be open.
+    /// The last time at which the stream to istiod was known to be open.
     pub at: String,
 }
 
 impl LastKnownGood {
-    /// A handle, and the writing, which ends at the shutdown or when all handles are gone, once all is written.
+    /// Returns a handle and the future that writes. The future ends at the shutdown or when all handles are
+    /// dropped, after it has written all changes.
     pub fn new(
         config: Config,
         admin: Option<Admin>,
@@ -179,14 +179,14 @@ impl LastKnownGood {
                 }
             });
         }
-        let after_nack = shared.clone();
+        let observed = shared.clone();
         registry.computed(
             "istio_agent_xds_kept_after_nack",
             "Resources that Envoy has in the stored version, as it has refused istiod's",
             Kind::Gauge,
             &["type"],
             move |series| {
-                let after_nack = after_nack.after_nack.lock();
+                let after_nack = observed.after_nack.lock();
                 for type_url in [CLUSTER, LISTENER].iter().chain(&BY_NAME) {
                     let resources = after_nack.get(type_url).map_or(0, Vec::len);
                     series(&[type_url], resources as f64);
@@ -197,7 +197,7 @@ impl LastKnownGood {
         let mut writer = Writer::new(shared.clone());
         let volume = shared.config.volume.clone();
         let writing = async move {
-            // A disk that hangs must not delay the start.
+            // A disk that hangs must not delay the start of the agent.
             let prepared = spawn_blocking(move || volume.is_used(Content::Configuration));
             if !prepared.await.unwrap_or_default() {
                 received.close();
@@ -214,7 +214,7 @@ impl LastKnownGood {
                     Some(()) = due => Some(Batch::default()),
                 };
                 let is_last = batch.is_none();
-                // A disk that hangs delays nothing but this thread.
+                // A disk that hangs delays this thread only.
                 let written = spawn_blocking(move || {
                     writer.take(batch.unwrap_or_default());
                     if is_last || writer.due().is_some_and(|due| due <= Instant::now()) {
@@ -231,7 +231,7 @@ impl LastKnownGood {
         (Self { shared, batches }, writing)
     }
 
-    /// What is kept for the Envoy of this process. It is kept for delta only.
+    /// Returns the store for the Envoy of this process. Only delta streams can use it.
     pub(super) fn envoy_cache(&self, pid: i32, protocol: Protocol) -> Option<EnvoyCache> {
         if protocol == Protocol::Sotw {
             if !self.shared.config.volume.is_default {
@@ -243,51 +243,45 @@ impl LastKnownGood {
         let new = (envoys.len(), Arc::default());
         let (generation, is_over) = envoys.entry(pid).or_insert(new).clone();
         Some(EnvoyCache {
-            kept: self.clone(),
+            store: self.clone(),
             generation,
             is_over,
         })
     }
 
     /// Returns the resources of which Envoy has the stored version, because it refused istiod's.
-    pub(super) fn after_nack(&self) -> BTreeMap<String, Vec<StoredResource>> {
-        let after_nack = self.shared.after_nack.lock();
-        let owned = after_nack
-            .iter()
-            .map(|(type_url, it)| ((*type_url).to_owned(), it.clone()));
-        owned.collect()
+    pub(super) fn after_nack(&self) -> BTreeMap<Type, Vec<StoredResource>> {
+        self.shared.after_nack.lock().clone()
     }
 
-    /// What is kept, by type URL; None if the directory is not used.
-    pub(super) fn snapshot(&self) -> Option<BTreeMap<String, KeptSnapshot>> {
+    /// Describes the stored configuration, by type URL. Returns None if the directory is not used.
+    pub(super) fn snapshot(&self) -> Option<BTreeMap<Type, KeptSnapshot>> {
         if self.batches.is_closed() {
             return None;
         }
         let types = self.shared.types.lock();
-        let snapshot = |(type_url, header): (&Type, &Header)| {
-            let current = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.current));
+        let snapshots = types.iter().map(|(type_url, header)| {
             let snapshot = KeptSnapshot {
                 version: header.version.clone(),
                 bytes: header.length,
-                at: rfc3339(current.unwrap_or(SystemTime::UNIX_EPOCH)),
+                at: unix_rfc3339(header.current),
             };
-            ((*type_url).to_owned(), snapshot)
-        };
-        Some(types.iter().map(snapshot).collect())
+            (*type_url, snapshot)
+        });
+        Some(snapshots.collect())
     }
 }
 
 impl EnvoyCache {
-    /// How long it waits for the first response of a stream before it is served what is kept, if it is.
+    /// Returns how long Envoy waits for istiod's first response before it is served; None if it is not served.
     pub(super) fn patience(&self) -> Option<Duration> {
         let is_over = self.is_over.load(Ordering::Relaxed);
-        (!is_over).then(|| self.kept.shared.config.after.max(MIN_PATIENCE))
+        (!is_over).then(|| self.store.shared.config.after.max(MIN_PATIENCE))
     }
 
-    /// Whether enough is known to be kept, which a thread finds out. What it is worth is seen when it is
-    /// read.
+    /// Returns true if the writer has found all needed types. Their files are verified when they are served.
     pub(super) fn can_be_served(&self) -> bool {
-        let types = self.kept.shared.types.lock();
+        let types = self.store.shared.types.lock();
         NEEDED.iter().all(|it| types.contains_key(it))
     }
 }

@@ -1,8 +1,8 @@
-//! Hands what passes on a stream of Envoy to the writer.
+//! Sends the requests and responses of a stream of Envoy to the writer.
 //!
-//! The bytes are those Envoy gets, not copied, up to [`HANDOVER`] at once. A slow disk delays a response by
-//! up to [`PATIENCE`]. After that neither this stream is recorded any more, nor another without delay
-//! until the disk has recovered, and what is kept is deleted.
+//! The bytes are not copied, and are sent in batches of up to [`HANDOVER`]. A slow disk delays a response by up
+//! to [`PATIENCE`]. If that is not enough, the stream is no longer recorded, and the stored configuration is
+//! deleted. Other streams do not wait for the disk until it has recovered.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::Ordering;
@@ -24,23 +24,23 @@ use crate::xds::response::Received;
 use crate::xds::stream::LISTENER;
 use crate::xds::wire;
 
-/// How much the writer is given at once.
+/// The bytes of responses after which a batch is sent to the writer.
 pub(super) const HANDOVER: usize = 256 * 1024;
 
-/// How long istiod's responses wait for stored clusters after Envoy has refused some.
+/// The time that istiod's responses wait for stored clusters after Envoy has refused some.
 const CLUSTERS_PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long a response waits for the disk in all.
+/// The time that a response waits for the disk in all.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What a request says of the subscription to its type. Names are not copied.
+/// The fields of a request about the subscription to its type. Names are not copied.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Subscription {
     #[prost(message, optional, tag = "1")]
     node: Option<Node>,
     #[prost(string, tag = "2")]
     pub(super) type_url: String,
-    /// Those added.
+    /// The names that are added.
     #[prost(bytes = "bytes", repeated, tag = "3")]
     pub(super) names: Vec<Bytes>,
     #[prost(bytes = "bytes", repeated, tag = "4")]
@@ -58,7 +58,7 @@ pub(super) struct Held {
     pub(super) name: Bytes,
 }
 
-/// The fields of a node that istiod's answers follow from. Maps are ordered, unlike Envoy's.
+/// The fields of a node that determine istiod's responses. Their maps are ordered, unlike Envoy's.
 #[derive(Clone, PartialEq, Message)]
 struct Node {
     #[prost(string, tag = "1")]
@@ -68,45 +68,50 @@ struct Node {
 }
 
 impl Subscription {
-    /// A digest of the node's id and metadata, Istio's version among it: what is kept for one is not
-    /// served to another.
+    /// Returns a digest of the node's id and metadata, which include Istio's version. Configuration of one
+    /// identity is not served to another.
     pub(super) fn identity(&self) -> Option<String> {
         let node = self.node.as_ref()?.encode_to_vec();
         Some(BASE64_STANDARD.encode(digest(&SHA256, &node)))
     }
 }
 
-/// What passes on one stream. Without an Envoy for which configuration is kept, it does nothing.
-#[derive(Debug)]
+/// The recorder of one stream. It does nothing if configuration is not stored for the client.
 pub(crate) struct Recorder {
     envoy: Option<EnvoyCache>,
     is_recording: bool,
     stream: u32,
-    /// The types that it has asked for.
+    /// The types that Envoy has subscribed to.
     subscribed: HashSet<Type>,
-    /// The type of the response that passes, if it is kept, and how much of its gRPC head is to come.
+    /// The type of the passing response, if it is stored, and the bytes of its gRPC head that are to come.
     passing: Option<(Type, usize)>,
-    /// For the writer.
+    /// The next batch for the writer.
     pub(super) pending: Vec<(Type, WriteOp)>,
-    /// In `pending`.
+    /// The bytes of responses in `pending`.
     bytes: usize,
-    /// What is left of [`PATIENCE`].
+    /// The rest of [`PATIENCE`].
     patience: Duration,
-    /// How many responses of a type have begun.
+    /// The number of responses of a type that have begun.
     begun: HashMap<Type, u32>,
-    /// Requests of the writer for stored versions.
-    missing: (mpsc::Sender<Missing>, Option<mpsc::Receiver<Missing>>),
+    /// The queue in which the writer asks for stored versions.
+    missing: mpsc::Sender<Missing>,
+    /// The stored versions that the writer has asked for.
+    pub(crate) stored_versions: StoredStream,
     /// Stored versions that Envoy has not answered.
     unanswered: VecDeque<Stored>,
-    /// Whether Envoy has got a stored version on the stream, and may subscribe to what it needs.
+    /// True if Envoy has got a stored version on the stream, and may subscribe to resources that it needs.
     has_stored: bool,
-    /// Until when istiod's responses wait for stored clusters, which listeners may need.
+    /// The end of the wait of istiod's responses for stored clusters, which listeners may need.
     pub(crate) clusters_due: Option<Instant>,
 }
 
 impl Recorder {
     pub(crate) fn new(envoy: Option<EnvoyCache>, stream: u32) -> Self {
-        let missing = mpsc::channel(after_nack::MAX_WAITING);
+        let (missing, requests) = mpsc::channel(after_nack::MAX_WAITING);
+        let stored_versions: StoredStream = match &envoy {
+            Some(envoy) => after_nack::stored(envoy.store.shared.clone(), requests),
+            None => Box::pin(tokio_stream::pending()),
+        };
         Self {
             is_recording: envoy.is_some(),
             envoy,
@@ -117,18 +122,11 @@ impl Recorder {
             bytes: 0,
             patience: PATIENCE,
             begun: HashMap::new(),
-            missing: (missing.0, Some(missing.1)),
+            missing,
+            stored_versions,
             unanswered: VecDeque::new(),
             has_stored: false,
             clusters_due: None,
-        }
-    }
-
-    /// Returns the stored versions of resources that Envoy lacks, as they are found.
-    pub(crate) fn stored_versions(&mut self) -> StoredStream {
-        match self.envoy.as_ref().zip(self.missing.1.take()) {
-            Some((envoy, missing)) => after_nack::stored(envoy.kept.shared.clone(), missing),
-            None => Box::pin(tokio_stream::pending()),
         }
     }
 
@@ -150,22 +148,20 @@ impl Recorder {
         Some(frame)
     }
 
-    /// Takes Envoy's answer to the oldest response with stored versions of a type.
+    /// Takes Envoy's ACK or NACK of the oldest response with stored versions of a type.
     pub(crate) fn stored_answered(&mut self, request: &Request) {
         let mut unanswered = self.unanswered.iter();
         let index = unanswered.position(|it| it.missing.type_url == request.type_url);
         let stored = index.and_then(|index| self.unanswered.remove(index));
-        let refusal = Subscription::decode(request.frame.slice(HEAD..)).ok();
-        let refusal = refusal.and_then(|it| it.refusal).map(ErrorDetail::text);
+        let subscription = Subscription::decode(request.frame.slice(HEAD..)).unwrap_or_default();
+        let refusal = subscription.refusal.map(ErrorDetail::text);
         if let Some((envoy, stored)) = self.envoy.as_ref().zip(stored) {
-            envoy
-                .kept
-                .shared
-                .stored_answered(stored, refusal.as_deref());
+            let shared = &envoy.store.shared;
+            shared.stored_answered(stored, refusal.as_deref());
         }
     }
 
-    /// From now on nothing is kept of this stream.
+    /// Stops recording the stream.
     pub(crate) fn stop(&mut self) {
         self.is_recording = false;
         self.passing = None;
@@ -180,22 +176,21 @@ impl Recorder {
         if request.type_url == LISTENER && !request.nonce.is_empty() {
             envoy.is_over.store(true, Ordering::Relaxed);
         }
-        // It has been decoded before.
-        let subscription = Subscription::decode(request.frame.slice(HEAD..)).ok();
-        let Some(subscription) = subscription.filter(|_| self.is_recording) else {
+        let decoded = Subscription::decode(request.frame.slice(HEAD..)).ok();
+        let Some(subscription) = decoded.filter(|_| self.is_recording) else {
             return;
         };
         if self.subscribed.is_empty()
             && let Some(identity) = subscription.identity()
         {
-            let begin = WriteOp::Begin(identity, envoy.generation, self.missing.0.clone());
+            let begin = WriteOp::Begin(identity, envoy.generation, self.missing.clone());
             self.pending.push(("", begin));
         }
-        let Some(type_url) = kept(&request.type_url) else {
+        let Some(type_url) = stored_type(&request.type_url) else {
             return;
         };
         if !request.nonce.is_empty() {
-            let shared = &envoy.kept.shared;
+            let shared = &envoy.store.shared;
             if subscription.refusal.is_some()
                 && type_url == CLUSTER
                 && shared.admin.is_some()
@@ -204,7 +199,8 @@ impl Recorder {
                 self.clusters_due = Some(after(CLUSTERS_PATIENCE));
             }
             let refusal = subscription.refusal.map(ErrorDetail::text);
-            self.answered(type_url, &request.nonce, refusal);
+            let answered = WriteOp::Answered(request.nonce.clone(), refusal);
+            self.pending.push((type_url, answered));
         }
         if self.has_stored && BY_NAME.contains(&type_url) {
             let [names, unsubscribed] = [&subscription.names, &subscription.unsubscribed]
@@ -219,11 +215,11 @@ impl Recorder {
         }
     }
 
-    /// Whether the bytes that follow are of a type that is kept.
+    /// Begins a response that passes.
     pub(crate) fn begins(&mut self, type_url: &str) {
-        let kept = kept(type_url).filter(|it| self.is_recording && *it != EXTENSION);
-        self.passing = kept.map(|type_url| (type_url, HEAD));
-        if let Some(type_url) = kept {
+        let recorded = stored_type(type_url).filter(|it| self.is_recording && *it != EXTENSION);
+        self.passing = recorded.map(|type_url| (type_url, HEAD));
+        if let Some(type_url) = recorded {
             *self.begun.entry(type_url).or_default() += 1;
         }
         self.patience = PATIENCE;
@@ -239,62 +235,53 @@ impl Recorder {
         }
     }
 
-    /// The response that passes is complete. It counts from its ACK.
+    /// Ends the response that passes.
     pub(crate) fn passed(&mut self, received: &Received) {
         if let Some((type_url, _)) = self.passing.take() {
-            self.complete(type_url, received, false);
+            let complete = WriteOp::Complete(received.clone(), false);
+            self.pending.push((type_url, complete));
         }
     }
 
-    /// Takes a message without its head: one that Envoy gets in place of istiod's, or one that the agent
-    /// has consumed, which is all there is of its type.
+    /// Takes a complete message without its head: one that Envoy gets instead of istiod's, or, if `is_all`, one
+    /// that the agent has consumed, with all resources of its type.
     pub(crate) fn replaced(&mut self, received: &Received, message: &Bytes, is_all: bool) {
-        let Some(type_url) = kept(&received.type_url).filter(|_| self.is_recording) else {
+        let recorded = stored_type(&received.type_url).filter(|_| self.is_recording);
+        let Some(type_url) = recorded else {
             return;
         };
         *self.begun.entry(type_url).or_default() += 1;
-        self.pending
-            .push((type_url, WriteOp::Bytes(message.clone())));
-        self.complete(type_url, received, is_all);
-        if is_all {
-            self.answered(type_url, &received.nonce, None);
-        }
-    }
-
-    fn complete(&mut self, type_url: Type, received: &Received, is_all: bool) {
+        let bytes = WriteOp::Bytes(message.clone());
         let complete = WriteOp::Complete(received.clone(), is_all);
-        self.pending.push((type_url, complete));
+        let accepted = is_all.then(|| WriteOp::Answered(received.nonce.clone(), None));
+        let ops = [bytes, complete].into_iter().chain(accepted);
+        self.pending.extend(ops.map(|op| (type_url, op)));
     }
 
-    fn answered(&mut self, type_url: Type, nonce: &str, refusal: Option<String>) {
-        let answered = WriteOp::Answered(nonce.to_owned(), refusal);
-        self.pending.push((type_url, answered));
-    }
-
-    /// Gives the writer what it is to write. A writer without room for it is given up.
+    /// Sends a batch to the writer if it is large enough or ends a response. If the writer has no room for it in
+    /// time, recording stops.
     pub(crate) async fn flush(&mut self) {
-        let last = self.pending.last();
-        let is_part = matches!(
-            last,
-            None | Some((_, WriteOp::Bytes(_) | WriteOp::Complete(..)))
-        );
-        let is_part = is_part && self.bytes < HANDOVER;
-        let Some(EnvoyCache { kept, .. }) = self.envoy.as_ref().filter(|_| !is_part) else {
+        let is_part = self.bytes < HANDOVER
+            && matches!(
+                self.pending.last(),
+                None | Some((_, WriteOp::Bytes(_) | WriteOp::Complete(..)))
+            );
+        let Some(EnvoyCache { store, .. }) = self.envoy.as_ref().filter(|_| !is_part) else {
             return;
         };
-        let is_stalled = &kept.shared.is_stalled;
+        let is_stalled = &store.shared.is_stalled;
         if is_stalled.load(Ordering::Relaxed) {
             self.patience = Duration::ZERO;
         }
         let began = Instant::now();
-        let room = timeout(self.patience, kept.batches.reserve()).await;
+        let room = timeout(self.patience, store.batches.reserve()).await;
         self.patience = self.patience.saturating_sub(began.elapsed());
         self.bytes = 0;
         if let Ok(Ok(room)) = room {
             room.send((self.stream, std::mem::take(&mut self.pending)));
             return;
         }
-        // Without a writer, the agent stops.
+        // The queue is closed only if the agent stops or the directory is not used.
         is_stalled.fetch_or(room.is_err(), Ordering::Relaxed);
         drop(room);
         self.stop();
@@ -306,12 +293,12 @@ impl Drop for Recorder {
         if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
             self.pending.push(("", WriteOp::End));
             let batch = (self.stream, std::mem::take(&mut self.pending));
-            let _ = envoy.kept.batches.try_send(batch); // Without it, the configuration looks older.
+            let _ = envoy.store.batches.try_send(batch); // If it is lost, the files look older than they are.
         }
     }
 }
 
-/// The type, if it is kept. Secrets are not.
-fn kept(type_url: &str) -> Option<Type> {
+/// Returns the type if it is stored. Secrets are not.
+fn stored_type(type_url: &str) -> Option<Type> {
     TYPES.into_iter().find(|it| *it == type_url)
 }

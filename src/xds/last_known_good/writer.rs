@@ -1,6 +1,7 @@
-//! Writes what Envoy has accepted on the newest stream to disk, every few seconds.
+//! Writes the responses that Envoy has accepted on the newest stream to disk, every few seconds.
 
 use std::collections::{BTreeMap, HashSet};
+use std::fmt::Display;
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
@@ -18,23 +19,25 @@ use crate::clock::{after, later};
 use crate::directory::Directory;
 use crate::xds::response::Received;
 
-/// The most bytes in memory: of responses that wait for their ACK, and with those that wait to be written.
+/// The most bytes in memory of responses that wait for their ACK.
 const MAX_UNANSWERED: usize = 2 << 20;
-const MAX_HELD: usize = 3 << 20;
 
-/// How long changes wait to be written, together.
+/// The most bytes in memory of responses that wait for their ACK or to be written.
+const MAX_MEMORY: usize = 3 << 20;
+
+/// The time in which changes are collected before they are written.
 const DELAY: Duration = Duration::from_secs(5);
 
-/// How often files say that they are current, without changes.
+/// The interval in which unchanged files are marked as current.
 const REFRESH: Duration = Duration::from_secs(3600);
 
-/// The reason for a resource that a stored one needs.
+/// The reason why Envoy has no version of a resource that a stored one needs.
 const NOT_SENT: &str = "istiod has not sent it within 5 s";
 
 pub(super) const OTHER_NODE: &str = "it is stored for another node";
 
-/// An error with the file of the type that it is about, or with the directory.
-pub(super) fn named(config: &Config, type_url: Type, error: impl std::fmt::Display) -> io::Error {
+/// Adds the path of a type's file to an error, or the path of the directory if the type is empty.
+pub(super) fn with_path(config: &Config, type_url: Type, error: impl Display) -> io::Error {
     let path = config
         .volume
         .directory
@@ -43,58 +46,62 @@ pub(super) fn named(config: &Config, type_url: Type, error: impl std::fmt::Displ
     io::Error::other(format!("{}: {error}", path.display()))
 }
 
-/// What a stream has to tell the writer of a type.
+/// An operation of a stream on the file of a type.
 #[derive(Debug)]
 pub(super) enum WriteOp {
-    /// The first request has come, of any type: of which node, of which generation its Envoy
-    /// is, and where the stream is asked for stored versions.
+    /// The first request of the stream: the identity of the node, the generation of its Envoy, and the queue
+    /// in which the stream takes requests for stored versions. The type is empty.
     Begin(String, usize, mpsc::Sender<Missing>),
-    /// The first request of the type has come: the digests of the names that Envoy holds.
+    /// The first request of the type: the digests of the names that Envoy holds.
     Subscribed(HashSet<u64>),
     /// Bytes of a response.
     Bytes(Bytes),
-    /// A response has passed; whether it is all there is of its type, whatever Envoy holds.
+    /// A response is complete; true if it has all resources of the type, whatever Envoy holds.
     Complete(Received, bool),
-    /// Envoy has answered the response of this nonce, and says why if it has refused it.
+    /// Envoy has sent the ACK of the response with this nonce, or the NACK with its reason.
     Answered(String, Option<String>),
-    /// Envoy has subscribed to names and unsubscribed from others, of a type that it asks for by name.
+    /// Envoy has subscribed to names and unsubscribed from others, of a type in [`BY_NAME`].
     Changed(Vec<u64>, Vec<u64>),
-    /// The stream has looked for stored versions of these resources.
+    /// The stream has looked up stored versions of these resources.
     LookedUp(Vec<u64>),
-    /// The stream has ended.
+    /// The stream has ended. The type is empty.
     End,
 }
 
-/// A stream, and what it has to tell of which types.
+/// The id of a stream, and its operations on the files of types.
 pub(super) type Batch = (u32, Vec<(Type, WriteOp)>);
 
-/// Opens the file of a type, and reads what counts of it.
-pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<(File, Header)> {
-    let file = directory.private_file(file_name(type_url))?;
-    let header = Header::read(&file)?;
-    Ok((file, header))
+/// Opens the file of a type and reads its header. Returns None if there is no file.
+pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<Option<(File, Header)>> {
+    match directory.private_file(file_name(type_url)) {
+        Ok(file) => Header::read(&file).map(|header| Some((file, header))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
-pub(super) fn file_name(type_url: Type) -> &'static str {
+/// Returns the last part of a type URL, the name of its file.
+pub(super) fn file_name(type_url: &str) -> &str {
     type_url.rsplit('.').next().unwrap_or(type_url)
 }
 
-/// The thread's state.
+/// The state of the writer's thread.
 #[derive(Debug)]
 pub(super) struct Writer {
     pub(super) shared: Arc<Shared>,
-    /// Of the newest Envoy that has begun a stream.
+    /// The generation of the newest Envoy that has begun a stream.
     generation: usize,
-    /// The stream that is recorded, or was last.
+    /// The stream that is recorded, or the last that was.
     stream: Option<u32>,
-    /// None if it cannot be used.
+    /// None if the directory cannot be used.
     pub(super) directory: Option<Directory>,
     pub(super) files: BTreeMap<Type, TypeFile>,
-    /// When files were last said to be current, if istiod has answered on the stream, which is open.
+    /// The last time at which files were marked as current; None before istiod's first response on the stream,
+    /// and after its end.
     refreshed: Option<Instant>,
-    /// When changes began to wait.
+    /// The time since which changes wait.
     changed: Option<Instant>,
-    /// Where the stream is asked for stored versions.
+    /// The queue in which the stream takes requests for stored versions.
     missing: Option<mpsc::Sender<Missing>>,
 }
 
@@ -112,7 +119,7 @@ impl Writer {
         }
     }
 
-    /// When files are to be written.
+    /// Returns when files have to be written, or stored versions looked up.
     pub(super) fn due(&self) -> Option<Instant> {
         let refresh = self.refreshed.map(|at| later(at, REFRESH));
         let changed = self.changed.map(|at| later(at, DELAY));
@@ -120,23 +127,14 @@ impl Writer {
         refresh.into_iter().chain(changed).chain(missing).min()
     }
 
-    /// Asks the stream for the stored versions of resources of which Envoy may have no version.
-    fn ask(&mut self) {
-        let files = self.files.iter_mut();
-        let missing = files.filter_map(|(type_url, file)| file.due_missing(type_url));
-        if let Some(stream) = &self.missing {
-            // Without room they are asked for again later.
-            missing.for_each(|missing| _ = stream.try_send(missing));
-        }
-    }
-
+    /// Applies the operations of a batch, and asks its stream for stored versions that are due.
     pub(super) fn take(&mut self, (stream, ops): Batch) {
         if self.shared.is_stalled.swap(false, Ordering::Relaxed) {
             self.fail("", "the disk is too slow");
         }
         for (type_url, op) in ops {
             let applied = self.apply(stream, type_url, op);
-            // Stored resources may need others, which istiod has not sent.
+            // Stored resources may need others that istiod has not sent.
             if self.files.values().any(|file| !file.missing.is_empty()) {
                 let files = self.files.iter_mut();
                 let by_name = files.filter(|(type_url, _)| BY_NAME.contains(type_url));
@@ -146,12 +144,17 @@ impl Writer {
                 self.fail(type_url, error);
             }
         }
-        self.ask();
+        if let Some(stream) = &self.missing {
+            let files = self.files.iter_mut();
+            let due = files.filter_map(|(type_url, file)| file.due_missing(type_url));
+            // If the stream's queue is full, they are due again later.
+            due.for_each(|missing| _ = stream.try_send(missing));
+        }
         let waits = self.files.values().any(|file| file.is_changed);
         self.changed = waits.then(|| self.changed.unwrap_or_else(Instant::now));
     }
 
-    /// Writes what has changed, and at most once in a while what is only current still.
+    /// Writes changed files. Marks the other files as current, if `is_refresh` or after [`REFRESH`].
     pub(super) fn write(&mut self, is_refresh: bool) {
         let refreshed = self.refreshed;
         let is_refresh = refreshed.is_some_and(|at| is_refresh || at.elapsed() >= REFRESH);
@@ -162,15 +165,15 @@ impl Writer {
         let Some(directory) = &self.directory else {
             return;
         };
-        let due = |(_, file): &(&Type, &mut TypeFile)| {
-            file.is_changed || is_refresh && file.is_subscribed
-        };
-        let mut due = self.files.iter_mut().filter(due);
-        let failed = due.find_map(|(of, file)| Some((*of, file.commit(directory).err()?)));
-        match failed {
-            Some((type_url, error)) => self.fail(type_url, error),
-            None => self.publish(),
+        for (type_url, file) in &mut self.files {
+            if (file.is_changed || is_refresh && file.is_subscribed)
+                && let Err(error) = file.commit(directory)
+            {
+                let type_url = *type_url;
+                return self.fail(type_url, error);
+            }
         }
+        self.publish();
     }
 
     fn apply(&mut self, stream: u32, type_url: Type, op: WriteOp) -> io::Result<()> {
@@ -178,45 +181,36 @@ impl Writer {
         let file = self.files.get_mut(type_url).filter(|_| is_recorded);
         match (op, file.zip(self.directory.as_ref())) {
             (WriteOp::Begin(identity, generation, missing), _) => {
-                self.begin(stream, &identity, generation, missing)
+                self.begin(stream, &identity, generation, missing)?;
             }
-            (WriteOp::End, _) => {
-                if is_recorded {
-                    self.write(true);
-                    self.refreshed = None;
-                }
-                Ok(())
+            (WriteOp::End, _) if is_recorded => {
+                self.write(true);
+                self.refreshed = None;
             }
-            // Of an older Envoy, which drains after a hot restart, or one that could not be kept.
-            (_, None) => Ok(()),
+            // The stream is one of an older Envoy, which drains after a hot restart, or recording it has failed.
+            (_, None) | (WriteOp::End, _) => {}
             (WriteOp::Subscribed(mut held), Some((file, _))) => {
-                // Envoy does not name what it has refused, whichever version it has.
+                // Envoy does not name resources that it has refused, whichever version it has.
                 held.extend(file.missing.keys());
                 (file.held, file.is_subscribed) = (Some(held), true);
-                Ok(())
             }
-            (WriteOp::Bytes(bytes), Some((file, _))) => {
-                file.passes(bytes);
-                Ok(())
-            }
+            (WriteOp::Bytes(bytes), Some((file, _))) => file.read(bytes),
             (WriteOp::Complete(response, is_all), Some((file, _))) => {
                 self.refreshed.get_or_insert_with(Instant::now);
-                file.passed(response, is_all)
+                file.complete(response, is_all)?;
             }
             (WriteOp::Answered(nonce, refusal), Some((file, directory))) => {
                 let answered = file.answered(directory, &nonce, refusal.as_deref());
-                let is_of_envoy = NEEDED.contains(&type_url) || BY_NAME.contains(&type_url);
-                if self.shared.admin.is_none() || !is_of_envoy {
+                let is_inspectable = NEEDED.contains(&type_url) || BY_NAME.contains(&type_url);
+                if self.shared.admin.is_none() || !is_inspectable {
                     file.missing.clear();
                 }
                 self.shared.end_after_nack(type_url, file);
-                answered
+                answered?;
             }
             (WriteOp::Changed(names, unsubscribed), Some((file, _))) => {
-                let reason = Arc::from(NOT_SENT);
-                file.subscribed(&names, &unsubscribed, &reason);
+                file.subscribed(&names, &unsubscribed, &Arc::from(NOT_SENT));
                 self.shared.end_after_nack(type_url, file);
-                Ok(())
             }
             (WriteOp::LookedUp(names), Some((file, _))) => {
                 for name in names {
@@ -224,38 +218,36 @@ impl Writer {
                         missing.due = None;
                     }
                 }
-                Ok(())
             }
         }
+        Ok(())
     }
 
-    /// Has no more in memory than may be, and deletes all if the disk would hold too much.
+    /// Moves bytes from memory to disk above a limit. Deletes all files if they would be larger than configured.
     fn bound(&mut self, type_url: Type) -> io::Result<()> {
-        let files = || self.files.values();
-        let held: usize = files().map(TypeFile::held).sum();
-        let changed: usize = files().map(|file| file.changed).sum();
-        // The largest is there twice while it is replaced.
-        let largest = files().map(|file| file.header.length).max();
-        let size = files().map(TypeFile::size).sum::<u64>() + largest.unwrap_or_default();
-        let most = self.shared.config.max_bytes;
-        if size > most {
+        let unanswered: usize = self.files.values().map(TypeFile::memory).sum();
+        let changed: usize = self.files.values().map(|file| file.changed).sum();
+        let size: u64 = self.files.values().map(TypeFile::size).sum();
+        // The disk has two copies of the largest file while it is replaced.
+        let largest = self.files.values().map(|file| file.header.length).max();
+        let max_bytes = self.shared.config.max_bytes;
+        if size + largest.unwrap_or_default() > max_bytes {
             tracing::info!(
                 target: "xdsproxy",
-                "configuration is not stored: it needs more than {most} bytes (ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES)"
+                "configuration is not stored: it needs more than {max_bytes} bytes (ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES)"
             );
             self.delete();
         }
-        if changed > MAX_CHANGED || changed > 0 && held + changed > MAX_HELD {
+        if changed > MAX_CHANGED || changed > 0 && unanswered + changed > MAX_MEMORY {
             self.write(false);
         }
         match self.files.get_mut(type_url).zip(self.directory.as_ref()) {
-            Some((file, directory)) if held > MAX_UNANSWERED => file.spill(directory),
+            Some((file, directory)) if unanswered > MAX_UNANSWERED => file.spill(directory),
             _ => Ok(()),
         }
     }
 
-    /// Records a stream, unless a newer Envoy has had one. What is kept for another node, or cannot be
-    /// used, is removed.
+    /// Records a stream, unless a newer Envoy has had one. Removes files of another node and unusable ones.
     fn begin(
         &mut self,
         stream: u32,
@@ -275,31 +267,26 @@ impl Writer {
         self.generation = generation;
         self.missing = Some(missing);
         self.refreshed = None;
-        let directory = Directory::private(&self.shared.config.volume.directory, DIRECTORY, true)?;
-        let directory = self.directory.insert(directory);
+        let parent = &self.shared.config.volume.directory;
+        let opened = Directory::private(parent, DIRECTORY, true)?;
+        let directory = self.directory.insert(opened);
         for type_url in TYPES {
             let name = file_name(type_url);
             directory.remove_file(&temporary(name))?;
             let found = match open(directory, type_url) {
-                Ok(found) if found.1.identity == identity => Some(found),
-                found => {
-                    let why = match found {
-                        Ok(_) => Some(OTHER_NODE.to_owned()),
-                        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-                        Err(error) => {
-                            self.shared.failures.inc();
-                            Some(error.to_string())
-                        }
-                    };
-                    if let Some(why) = why {
-                        let why = named(&self.shared.config, type_url, why);
-                        tracing::error!(target: "xdsproxy", "removing stored configuration: {why}");
-                    }
-                    directory.remove_file(name)?;
-                    None
+                Ok(Some((_, header))) if header.identity != identity => Err(OTHER_NODE.to_owned()),
+                Ok(found) => Ok(found),
+                Err(error) => {
+                    self.shared.failures.inc();
+                    Err(error.to_string())
                 }
             };
-            let mut file = TypeFile::new(name, found, identity);
+            if let Err(why) = &found {
+                let why = with_path(&self.shared.config, type_url, why);
+                tracing::error!(target: "xdsproxy", "removing stored configuration: {why}");
+                directory.remove_file(name)?;
+            }
+            let mut file = TypeFile::new(name, found.ok().flatten(), identity);
             let missing = before.remove(type_url).map(|before| before.missing);
             file.missing = missing.unwrap_or_default();
             // istiod may send them first on this stream.
@@ -313,15 +300,15 @@ impl Writer {
     }
 
     fn publish(&self) {
-        let kept = self.files.iter().filter(|(_, file)| file.file.is_some());
-        let headers = kept.map(|(type_url, file)| (*type_url, file.header.clone()));
+        let stored = self.files.iter().filter(|(_, file)| file.file.is_some());
+        let headers = stored.map(|(type_url, file)| (*type_url, file.header.clone()));
         *self.shared.types.lock() = headers.collect();
     }
 
-    /// Ends the recording and deletes all that is kept, as Envoy may soon have nothing of it any more.
-    fn fail(&mut self, type_url: Type, error: impl std::fmt::Display) {
+    /// Stops recording and deletes all files, because they will not follow the changes that Envoy accepts.
+    fn fail(&mut self, type_url: Type, error: impl Display) {
         self.shared.failures.inc();
-        let error = named(&self.shared.config, type_url, error);
+        let error = with_path(&self.shared.config, type_url, error);
         tracing::error!(
             target: "xdsproxy",
             "cannot store configuration in {error}; an Envoy that starts while istiod is unreachable will get none"
@@ -332,7 +319,7 @@ impl Writer {
     fn delete(&mut self) {
         if let Some(directory) = self.directory.take() {
             for name in TYPES.map(file_name) {
-                let _ = directory.remove_file(name); // Else the last that counts stays.
+                let _ = directory.remove_file(name); // A file that stays has the last accepted state.
                 let _ = directory.remove_file(&temporary(name));
             }
         }

@@ -1,8 +1,8 @@
-//! Records per type URL what the relay has passed on, for `/debug/xdsz` and the metrics.
+//! Records the requests and responses of the relay per type URL, for `/debug/xdsz` and the metrics.
 //!
-//! The relay reports each message to its [`Observer`] when it is complete. Up to [`MAX_TYPES`] types
-//! have a record of their own; further ones, and those without a usable name, share one. A response
-//! has its ACK when a request carries its nonce: from Envoy, or from the agent for what it consumes.
+//! The relay reports each complete message to its [`Observer`]. Up to [`MAX_TYPES`] types have a separate
+//! record; all others, and types without a usable name, share one. The ACK of a response is the request with
+//! its nonce, from Envoy, or from the agent for a response that the agent consumes.
 
 mod record;
 mod services;
@@ -29,31 +29,32 @@ pub use record::{
 };
 pub(super) use services::Services;
 
-/// How many types have a record of their own. A mesh has about ten.
+/// The most types with a separate record. A mesh has about ten.
 const MAX_TYPES: usize = 64;
 
-/// A type with a longer name is counted with the others.
+/// The longest name of a type with a separate record, in bytes.
 const MAX_TYPE: usize = 256;
 
-/// How much is kept of a version, a nonce or the reason of an end, in bytes.
+/// The most bytes of a version, a nonce or the reason of an end that are recorded.
 const MAX_TEXT: usize = 256;
 
+/// The name of the record that all other types share.
 const OTHER: &str = "other";
 
-/// Records what passes. Clones share the record.
+/// Records requests and responses. Clones share the record.
 #[derive(Clone, Debug)]
 pub struct Observer {
     table: Arc<Mutex<Table>>,
     pub(super) metrics: Metrics,
-    kept: Option<LastKnownGood>,
+    store: Option<LastKnownGood>,
 }
 
-/// Where responses come from.
+/// The origin of responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
     Istiod,
-    /// What this Envoy or one before it has accepted.
+    /// Stored responses, which this Envoy or an earlier one has accepted.
     Kept,
 }
 
@@ -61,16 +62,16 @@ pub enum Source {
 struct Table {
     types: BTreeMap<String, Type>,
     streams: u64,
-    /// By their numbers.
+    /// The open streams, by their ids.
     open: BTreeMap<u32, StreamSnapshot>,
     last_end: Option<EndSnapshot>,
-    /// Since when Envoy has served stored configuration, as istiod has not answered since.
+    /// The time since which Envoy has stored configuration, without a response of istiod.
     served_since: Option<SystemTime>,
 }
 
 type Value = fn(&Type) -> Option<f64>;
 
-/// The metrics per type: name, meaning, kind, and where the value is.
+/// The metrics per type: name, help, kind and value.
 const FAMILIES: [(&str, &str, Kind, Value); 5] = [
     (
         "istio_agent_xds_pushes_total",
@@ -105,7 +106,7 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
 ];
 
 impl Observer {
-    pub(crate) fn new(registry: &Registry, kept: Option<LastKnownGood>) -> Self {
+    pub(crate) fn new(registry: &Registry, store: Option<LastKnownGood>) -> Self {
         let table = Arc::<Mutex<Table>>::default();
         for (name, help, kind, value) in FAMILIES {
             let table = table.clone();
@@ -117,30 +118,27 @@ impl Observer {
                 }
             });
         }
-        if kept.is_some() {
+        if store.is_some() {
             let table = table.clone();
-            let (name, help) = (
-                "istio_agent_xds_kept_served_since_timestamp_seconds",
-                "Since when Envoy has served stored configuration, as seconds of Unix time",
-            );
+            let name = "istio_agent_xds_kept_served_since_timestamp_seconds";
+            let help = "Since when Envoy has served stored configuration, as seconds of Unix time";
             registry.computed(name, help, Kind::Gauge, &[], move |series| {
                 if let Some(since) = table.lock().served_since {
                     series(&[], unix_seconds(since));
                 }
             });
         }
-        let metrics = Metrics::new(registry);
         Self {
             table,
-            metrics,
-            kept,
+            metrics: Metrics::new(registry),
+            store,
         }
     }
 
-    /// What has been recorded so far.
+    /// Returns everything that has been recorded so far.
     pub fn snapshot(&self) -> Snapshot {
-        let kept = self.kept.as_ref().and_then(LastKnownGood::snapshot);
-        let after_nack = self.kept.as_ref().map(LastKnownGood::after_nack);
+        let kept = self.store.as_ref().and_then(LastKnownGood::snapshot);
+        let after_nack = self.store.as_ref().map(LastKnownGood::after_nack);
         let table = self.table.lock();
         Snapshot {
             kept,
@@ -173,26 +171,30 @@ impl Observer {
         table.open.insert(id, stream);
     }
 
-    fn change(&self, id: u32, change: impl FnOnce(&mut StreamSnapshot)) {
-        self.table.lock().open.get_mut(&id).map(change);
-    }
-
+    /// Records the first response of istiod on a stream.
     pub(super) fn istiod_answered(&self, id: u32) {
-        self.change(id, |stream| stream.connected = true);
-        self.table.lock().served_since = None;
+        let mut table = self.table.lock();
+        table.served_since = None;
+        if let Some(stream) = table.open.get_mut(&id) {
+            stream.connected = true;
+        }
     }
 
-    /// Istiod's stream has ended.
+    /// Records the end of istiod's stream.
     pub(super) fn istiod_ended(&self, end: &End) {
         self.metrics.istiod_ends.with([end.classes().0]).inc();
     }
 
-    /// From now on what is kept answers.
-    pub(super) fn serves_kept(&self, id: u32) {
-        self.change(id, |stream| stream.source = Source::Kept);
-        self.table.lock().served_since.get_or_insert_with(now);
+    /// Records that stored configuration is served on a stream.
+    pub(super) fn serves_stored(&self, id: u32) {
+        let mut table = self.table.lock();
+        table.served_since.get_or_insert_with(now);
+        if let Some(stream) = table.open.get_mut(&id) {
+            stream.source = Source::Kept;
+        }
     }
 
+    /// Records the end of Envoy's stream.
     pub(super) fn stream_ended(&self, id: u32, end: &End) {
         self.metrics.envoy_ends.with([end.classes().1]).inc();
         let mut table = self.table.lock();
@@ -204,43 +206,42 @@ impl Observer {
         });
     }
 
+    /// Records a response.
     pub(super) fn received(&self, received: Received, source: Source) {
         self.metrics.responses.inc();
         let mut table = self.table.lock();
-        table.of(&received.type_url).received(received, source);
+        table.record(&received.type_url).received(received, source);
     }
 
-    /// Records a request, and the number of services after it, if it changes.
-    pub(super) fn requested(&self, request: &Request, services: Option<usize>) {
-        if let Some(services) = services {
-            self.metrics.services.set(services as f64);
-        }
+    /// Records a request of Envoy.
+    pub(super) fn requested(&self, request: &Request) {
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
-        self.table.lock().of(&request.type_url).seen.requests += 1;
+        self.table.lock().record(&request.type_url).seen.requests += 1;
         self.answered(&request.type_url, &request.nonce, request.nack.as_deref());
     }
 
-    /// Records the ACK of the response of this nonce, or its NACK with the reason.
+    /// Records the ACK of the response with this nonce, or its NACK with the reason.
     pub(super) fn answered(&self, type_url: &str, nonce: &str, nack: Option<&str>) {
         if nonce.is_empty() {
             return;
         }
-        let took = self.table.lock().of(type_url).answered(nonce, nack);
-        if let Some(took) = took {
-            self.metrics.push_to_ack.observe(took.as_secs_f64());
+        let latency = self.table.lock().record(type_url).answered(nonce, nack);
+        if let Some(latency) = latency {
+            self.metrics.push_to_ack.observe(latency.as_secs_f64());
         }
     }
 }
 
 impl Table {
-    /// The entry of a type, or that of all others.
-    fn of(&mut self, type_url: &str) -> &mut Type {
-        let is_named = (1..=MAX_TYPE).contains(&type_url.len());
-        let has_room = self.types.len() < MAX_TYPES;
-        let name = match is_named && (has_room || self.types.contains_key(type_url)) {
-            true => type_url,
-            false => OTHER,
+    /// Returns the record of a type, or the shared one.
+    fn record(&mut self, type_url: &str) -> &mut Type {
+        let is_usable = (1..=MAX_TYPE).contains(&type_url.len());
+        let has_room = self.types.len() < MAX_TYPES || self.types.contains_key(type_url);
+        let name = if is_usable && has_room {
+            type_url
+        } else {
+            OTHER
         };
         self.types.entry(name.to_owned()).or_default()
     }
@@ -250,12 +251,13 @@ pub(super) fn now() -> SystemTime {
     Clock::system().now()
 }
 
-pub(super) fn unix_seconds(at: SystemTime) -> f64 {
-    let since = at.duration_since(SystemTime::UNIX_EPOCH);
+/// Converts a time to seconds of Unix time, at least 0.
+pub(super) fn unix_seconds(time: SystemTime) -> f64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH);
     since.unwrap_or_default().as_secs_f64()
 }
 
-/// What is kept of a text.
+/// Returns the beginning of a text, at most [`MAX_TEXT`] bytes.
 fn beginning(text: &str) -> &str {
     let end = (0..=MAX_TEXT.min(text.len())).rfind(|&end| text.is_char_boundary(end));
     &text[..end.unwrap_or(0)]

@@ -1,8 +1,8 @@
-//! What an [`super::Observer`] records, in its JSON form (times in UTC to the second, durations in
-//! seconds), and the record of one type: how much of it came, the last response, and its ACK or NACK.
+//! Defines the records of an [`super::Observer`] in their JSON form (times in UTC to the second, durations in
+//! seconds), and the record of one type: counters, the last response, and its ACK or NACK.
 //!
-//! A response waits for the request that carries its nonce. One that a newer response displaces goes
-//! on waiting, up to [`MAX_UNANSWERED`] of a type.
+//! A response waits for the request with its nonce, even after a newer response. Up to [`MAX_UNANSWERED`]
+//! responses of a type wait.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, SystemTime};
@@ -17,26 +17,26 @@ use crate::problem::{Problem, codes};
 use crate::xds::last_known_good::{KeptSnapshot, StoredResource, after_nack};
 use crate::xds::response::{Consumer, Received};
 
-/// How many responses of a type may wait for their ACK before the oldest is forgotten.
+/// The most responses of a type that wait for their ACK. Beyond it the oldest is dropped.
 pub(super) const MAX_UNANSWERED: usize = 8;
 
 /// Everything an [`super::Observer`] has recorded.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
-    /// Streams so far.
+    /// The number of streams so far.
     pub streams: u64,
     /// The newest open stream.
     pub stream: Option<StreamSnapshot>,
     pub last_end: Option<EndSnapshot>,
-    /// By type URL.
+    /// The requests and responses of each type, by type URL.
     pub types: BTreeMap<String, TypeSnapshot>,
-    /// What is kept on disk, by type URL.
+    /// Stored configuration, by type URL.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub kept: Option<BTreeMap<String, KeptSnapshot>>,
-    /// Resources that Envoy has in the stored version, as it has refused istiod's, by type URL.
+    pub kept: Option<BTreeMap<&'static str, KeptSnapshot>>,
+    /// Resources of which Envoy has the stored version, because it has refused istiod's, by type URL.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub after_nack: BTreeMap<String, Vec<StoredResource>>,
-    /// Since when Envoy has served what is kept, as istiod has not answered since.
+    pub after_nack: BTreeMap<&'static str, Vec<StoredResource>>,
+    /// The time since which Envoy has stored configuration, without a response of istiod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub served_since: Option<String>,
 }
@@ -46,7 +46,7 @@ pub struct StreamSnapshot {
     pub id: u32,
     pub protocol: &'static str,
     pub since: String,
-    /// Whether istiod has answered on it. Until then Envoy's stream is held.
+    /// True once istiod has responded on the stream. Until then Envoy's stream is held.
     pub connected: bool,
     pub source: Source,
 }
@@ -60,9 +60,9 @@ pub struct EndSnapshot {
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TypeSnapshot {
-    /// Where its responses go.
+    /// The side that gets the responses.
     pub consumer: Option<Consumer>,
-    /// Requests of Envoy, ACKs and NACKs included.
+    /// The number of Envoy's requests, including ACKs and NACKs.
     pub requests: u64,
     pub responses: u64,
     pub bytes: u64,
@@ -89,38 +89,39 @@ pub struct PushSnapshot {
 pub struct AckSnapshot {
     pub version: String,
     pub at: String,
-    /// Since the response was complete.
+    /// The time since the response was complete.
     pub after_seconds: f64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct NackSnapshot {
-    /// Unknown if the response was forgotten or one of an earlier stream.
+    /// None if the response was dropped, or belongs to an earlier stream.
     pub version: Option<String>,
     pub reason: String,
     pub at: String,
 }
 
 impl TypeSnapshot {
-    /// The NACK of the last response, if there is one, and the version. Times have whole seconds; of an ACK
-    /// and a NACK within one, the one of this version is the last.
+    /// Returns the version and the NACK of the last response, if Envoy has refused it. Times have whole seconds:
+    /// if an ACK and a NACK have the same time, the one with the version of the last response is the later.
     fn refusal(&self) -> Option<(&str, &NackSnapshot)> {
         let (response, nack) = (self.last_response.as_ref()?, self.last_nack.as_ref()?);
         let is_last = self.last_ack.as_ref().is_none_or(|ack| {
-            let is_of_this = nack.version.as_ref() == Some(&response.version);
-            nack.at > ack.at || (nack.at == ack.at && is_of_this && ack.version != response.version)
+            let has_version = nack.version.as_ref() == Some(&response.version);
+            nack.at > ack.at || nack.at == ack.at && has_version && ack.version != response.version
         });
         (response.answered && is_last).then_some((&*response.version, nack))
     }
 }
 
 impl Snapshot {
-    /// The types whose last response was refused, with Envoy's reason, which names the resources.
+    /// Lists types whose last response was refused, with Envoy's reason, which names the resources, and types
+    /// with stored versions in place of refused ones.
     pub fn refusals(&self) -> Vec<Problem> {
-        let stored = self.after_nack.iter();
-        let stored = stored.map(|(type_url, it)| after_nack::problem(type_url, it));
-        let problems = self.types.iter().filter_map(|(url, of_type)| {
-            let (version, nack) = of_type.refusal()?;
+        let resources = self.after_nack.iter();
+        let stored = resources.map(|(type_url, it)| after_nack::problem(type_url, it));
+        let refused = self.types.iter().filter_map(|(url, seen)| {
+            let (version, nack) = seen.refusal()?;
             let found = format!("version {version} at {}: {}", nack.at, nack.reason);
             let (code, subject) = match port::taken(&nack.reason) {
                 Some(port) => (codes::PORT_TAKEN, format!("port {port}")),
@@ -131,18 +132,18 @@ impl Snapshot {
             };
             Some(Problem::new(code, subject, port::explained(found)))
         });
-        stored.chain(problems).collect()
+        stored.chain(refused).collect()
     }
 }
 
-/// One type, since the agent's start.
+/// The record of a type since the start of the agent.
 #[derive(Debug, Default)]
 pub(super) struct Type {
-    /// The last response has an age of zero.
+    /// The snapshot, in which the last response has an age of zero.
     pub(super) seen: TypeSnapshot,
-    /// When the last response came.
+    /// The time of the last response.
     pub(super) last: Option<(SystemTime, Instant)>,
-    /// In the order of arrival.
+    /// The responses that wait for their ACK, in the order of arrival.
     pub(super) unanswered: VecDeque<Unanswered>,
 }
 
@@ -182,8 +183,8 @@ impl Type {
         }
     }
 
-    /// Records the ACK of the response of this nonce, or its NACK. Returns how long an ACK took. From now
-    /// on neither the response nor those before it wait.
+    /// Records the ACK of the response with this nonce, or its NACK. Returns the time that an ACK took. The
+    /// response and earlier ones no longer wait.
     pub(super) fn answered(&mut self, nonce: &str, nack: Option<&str>) -> Option<Duration> {
         let mut waiting = self.unanswered.iter();
         let index = waiting.position(|response| response.nonce == beginning(nonce));
@@ -204,18 +205,16 @@ impl Type {
             });
             return None;
         }
-        // A changed subscription names the last response again, which is no ACK.
-        let Unanswered {
-            version, received, ..
-        } = answered?;
-        let took = received.elapsed();
+        // A request that changes a subscription has the nonce of the last response, but is not an ACK.
+        let response = answered?;
+        let latency = response.received.elapsed();
         self.seen.acks += 1;
         self.seen.last_ack = Some(AckSnapshot {
-            version,
+            version: response.version,
             at,
-            after_seconds: took.as_secs_f64(),
+            after_seconds: latency.as_secs_f64(),
         });
-        Some(took)
+        Some(latency)
     }
 
     pub(super) fn snapshot(&self) -> TypeSnapshot {

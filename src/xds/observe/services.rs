@@ -1,4 +1,4 @@
-//! How many services Envoy was sent, by its subscriptions to endpoints: one for each cluster, which is
+//! Counts the services that Envoy was sent, by its subscriptions to endpoints. There is one for each cluster,
 //! named `outbound|<port>|<subset>|<host>`.
 
 use std::collections::{HashMap, HashSet};
@@ -13,7 +13,7 @@ use crate::xds::request::{HEAD, Request};
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const OUTBOUND: &[u8] = b"outbound|";
 
-/// The subscriptions of one stream. Clusters and hosts are kept as hashes.
+/// The subscriptions to endpoints on one stream. Clusters and hosts are stored as hashes.
 #[derive(Debug, Default)]
 pub(in crate::xds) struct Services {
     hasher: RandomState,
@@ -21,18 +21,19 @@ pub(in crate::xds) struct Services {
     hosts: HashMap<u64, u64>,
 }
 
-/// The names in a `DiscoveryRequest`, which are all of the type, or in a `DeltaDiscoveryRequest`.
+/// The names in a `DiscoveryRequest`, which lists all names of the type, or in a `DeltaDiscoveryRequest`.
 #[derive(Clone, PartialEq, prost::Message)]
 struct Names {
     #[prost(bytes = "bytes", repeated, tag = "3")]
     added: Vec<Bytes>,
-    /// The type in a `DiscoveryRequest`, which no cluster has for a name.
+    /// The type in a `DiscoveryRequest`: it has no effect, because it is not the name of a cluster.
     #[prost(bytes = "bytes", repeated, tag = "4")]
     removed: Vec<Bytes>,
 }
 
 impl Services {
-    /// The number of services after a request that changes the subscriptions to endpoints; None after any other.
+    /// Returns the number of services after a request that changes the subscriptions to endpoints; None after
+    /// any other request.
     pub(crate) fn requested(&mut self, request: &Request, protocol: Protocol) -> Option<usize> {
         if request.type_url != ENDPOINTS {
             return None;

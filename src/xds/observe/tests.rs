@@ -25,7 +25,7 @@ fn response(type_url: &str, nonce: &str) -> Received {
     }
 }
 
-fn of(observer: &Observer, type_url: &str) -> TypeSnapshot {
+fn recorded(observer: &Observer, type_url: &str) -> TypeSnapshot {
     observer.snapshot().types.remove(type_url).unwrap()
 }
 
@@ -52,7 +52,7 @@ async fn an_ack_or_nack_is_matched_by_its_nonce() {
         for &(nonce, refusal) in &answers {
             observer.answered(CLUSTER, nonce, refusal);
         }
-        let seen = of(&observer, CLUSTER);
+        let seen = recorded(&observer, CLUSTER);
         assert_eq!((seen.acks, seen.nacks), (acks, nacks), "{answers:?}");
         let version = seen.last_ack.map(|ack| ack.version);
         assert_eq!(version.as_deref(), accepted, "{answers:?}");
@@ -66,7 +66,7 @@ async fn records_the_last_response_its_age_and_how_long_its_ack_took() {
     tokio::time::advance(Duration::from_millis(20)).await;
     observer.answered(CLUSTER, "1", None);
     tokio::time::advance(Duration::from_secs(2)).await;
-    let seen = of(&observer, CLUSTER);
+    let seen = recorded(&observer, CLUSTER);
     let last = seen.last_response.unwrap();
     assert_eq!((&*last.version, &*last.nonce), ("version of 1", "1"));
     assert_eq!((last.resources, last.bytes, last.answered), (3, 100, true));
@@ -97,8 +97,8 @@ fn a_nack_is_recorded_with_its_version_and_reason() {
         nonce: "1".to_owned(),
         nack: Some("no such port".to_owned()),
     };
-    observer.requested(&request, None);
-    let seen = of(&observer, CLUSTER);
+    observer.requested(&request);
+    let seen = recorded(&observer, CLUSTER);
     assert_eq!((seen.requests, seen.nacks), (1, 1));
     let refused = seen.last_nack.unwrap();
     assert_eq!(refused.version.as_deref(), Some("version of 1"));

@@ -1,10 +1,10 @@
 //! Cuts istiod's responses through to Envoy while their bytes arrive.
 //!
-//! The disposition of a message is decided at its start, by the type of its first resource: the field
-//! that names the type is written behind all resources. Until then its bytes are held, a few hundred
-//! for nearly all messages. From then on a passing message costs no memory, however large it is, and
-//! what leaves are slices of what came. Version, nonce and the number of resources are read on the
-//! way, for [`Output::Complete`]. A malformed message that passes is left to Envoy to refuse.
+//! The disposition of a message is decided at its start, by the type of its first resource, because the
+//! field that names the type follows all resources. Until then the bytes of the message are held, a few
+//! hundred for nearly all messages. After that a passing message costs no memory, however large it is: its
+//! output are slices of the input. Version, nonce and the number of resources are read on the way, for
+//! [`Output::Complete`]. A malformed message that passes is left to Envoy to refuse.
 
 use bytes::{Bytes, BytesMut};
 use tonic::Status;
@@ -14,12 +14,12 @@ use super::intercept::{Disposition, Interceptors};
 use super::request::HEAD;
 use super::wire::{Malformed, Walker};
 
-/// The most bytes held of a message without a disposition yet, or of one that is intercepted.
+/// The most bytes held of a message that has no disposition yet, or is intercepted.
 ///
-/// Large enough for any name table; a limit at all, so that istiod cannot fill the pod's memory.
+/// Any name table fits. The limit keeps istiod from filling the pod's memory.
 const MAX_HELD: usize = 256 * 1024 * 1024;
 
-/// What comes out of istiod's stream.
+/// A part of istiod's stream, for its consumer.
 #[derive(Clone, Debug)]
 pub enum Output {
     /// A message of this type begins to pass.
@@ -27,19 +27,19 @@ pub enum Output {
     /// Bytes for Envoy: a whole message or part of one, in order.
     Pass(Bytes),
     Captured(Captured),
-    /// A message is complete. Comes before [`Output::Captured`] of the same.
+    /// A message is complete. Comes before [`Output::Captured`] of the same message.
     Complete(Received),
 }
 
-/// What is known of a message when it is complete.
+/// The description of a complete message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Received {
     pub type_url: String,
     pub version: String,
-    /// Empty if the message is malformed before it.
+    /// Empty if the message is malformed before this field.
     pub nonce: String,
     pub resources: u32,
-    /// Its length without the head.
+    /// The length of the message without the head of its frame.
     pub bytes: u64,
     pub consumer: Consumer,
 }
@@ -53,13 +53,13 @@ pub struct Captured {
     pub message: Bytes,
 }
 
-/// Where a message goes.
+/// The side that gets a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Consumer {
     Envoy,
     Agent,
-    /// Envoy cannot know the type, and the agent does not ask for it.
+    /// No side: Envoy does not know the type, and the agent does not subscribe to it.
     None,
 }
 
@@ -68,9 +68,9 @@ pub enum Consumer {
 pub struct ResponseReader {
     protocol: Protocol,
     interceptors: Interceptors,
-    /// The message whose head is known and whose last byte has not come.
+    /// The message that has begun, with a complete head, and has not ended.
     message: Option<Message>,
-    /// Bytes so far of an incomplete head, or of a message that does not pass yet, head included.
+    /// The bytes of an incomplete head, or of a message that does not pass yet, head included.
     held: BytesMut,
 }
 
@@ -78,7 +78,7 @@ pub struct ResponseReader {
 struct Message {
     /// Bytes behind the head.
     length: usize,
-    /// Bytes to come, those of the head among them.
+    /// Bytes to come, including those of the head.
     left: usize,
     head_left: usize,
     disposition: Option<Disposition>,
@@ -96,25 +96,25 @@ impl ResponseReader {
         }
     }
 
-    /// Whether a message has been passed on in part, so that no other may be put between.
-    pub fn passing(&self) -> bool {
-        let disposition = self.message.as_ref().and_then(|it| it.disposition);
-        disposition == Some(Disposition::Pass)
+    /// Returns true after a part of a passing message, when no other message may be sent.
+    pub fn is_passing(&self) -> bool {
+        let message = self.message.as_ref();
+        message.is_some_and(|it| it.disposition == Some(Disposition::Pass))
     }
 
-    /// Whether the stream may end here.
-    pub fn between_messages(&self) -> bool {
+    /// Returns true if the stream may end here.
+    pub fn is_between_messages(&self) -> bool {
         self.message.is_none() && self.held.is_empty()
     }
 
     /// Takes the next bytes of the stream.
     pub fn feed(&mut self, mut bytes: Bytes, mut out: impl FnMut(Output)) -> Result<(), Status> {
         while !bytes.is_empty() {
-            let message = match self.message.take() {
-                Some(message) => Some(message),
+            let begun = match self.message.take() {
                 None => self.begin(&bytes)?,
+                begun => begun,
             };
-            let Some(mut message) = message else {
+            let Some(mut message) = begun else {
                 self.held.extend_from_slice(&bytes);
                 return Ok(());
             };
@@ -134,15 +134,16 @@ impl ResponseReader {
                 Some(Disposition::Withhold) => self.held = BytesMut::new(),
                 Some(Disposition::Intercept(_)) | None => self.hold(&part)?,
             }
-            match message.left {
-                0 => self.complete(message, &mut out)?,
-                _ => self.message = Some(message),
+            if message.left == 0 {
+                self.complete(message, &mut out)?;
+            } else {
+                self.message = Some(message);
             }
         }
         Ok(())
     }
 
-    /// The message that begins with what is held and `bytes`, once these hold its head.
+    /// Begins the message whose head ends in `bytes`, or returns None if the head continues.
     fn begin(&self, bytes: &[u8]) -> Result<Option<Message>, Status> {
         let mut head = [0; HEAD];
         let known = self.held.len();
@@ -182,15 +183,15 @@ impl ResponseReader {
     fn complete(&mut self, message: Message, out: &mut impl FnMut(Output)) -> Result<(), Status> {
         let (consumer, fields) = match message.disposition {
             Some(Disposition::Intercept(_)) => {
-                let fields = message.walker.finish().map_err(malformed)?;
-                (Consumer::Agent, fields)
+                (Consumer::Agent, message.walker.finish().map_err(malformed)?)
             }
             Some(Disposition::Withhold) => (Consumer::None, message.walker.fields),
             Some(Disposition::Pass) | None => (Consumer::Envoy, message.walker.fields),
         };
-        let type_url = match fields.type_url.is_empty() {
-            true => fields.resource_type.unwrap_or_default(),
-            false => fields.type_url,
+        let type_url = if fields.type_url.is_empty() {
+            fields.resource_type.unwrap_or_default()
+        } else {
+            fields.type_url
         };
         let received = Received {
             type_url,
@@ -214,7 +215,7 @@ impl ResponseReader {
 }
 
 impl Message {
-    /// Reads the next bytes. A message the agent does not open may be malformed.
+    /// Reads the next bytes. Fails for a malformed message, unless the agent only forwards or withholds it.
     fn read(&mut self, part: &[u8]) -> Result<(), Status> {
         let body = &part[self.head_left.min(part.len())..];
         self.head_left = 0;
@@ -229,8 +230,8 @@ impl Message {
         Ok(())
     }
 
-    /// Decides the disposition if the type is known by now, which it must be at the end. Returns the
-    /// type it has been decided by.
+    /// Decides the disposition once the type is known, at the latest at the end of the message. Returns the
+    /// type when it decides.
     fn decide(&mut self, interceptors: &Interceptors) -> Option<String> {
         if self.disposition.is_some() {
             return None;

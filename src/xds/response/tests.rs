@@ -70,7 +70,7 @@ fn read(protocol: Protocol, stream: &[u8], chunk: usize) -> Result<Vec<Output>, 
     for part in stream.chunks(chunk.max(1)) {
         reader.feed(Bytes::copy_from_slice(part), |output| out.push(output))?;
     }
-    assert!(reader.between_messages(), "the whole stream was read");
+    assert!(reader.is_between_messages(), "the whole stream was read");
     Ok(out)
 }
 
@@ -155,7 +155,7 @@ fn a_large_message_flows_from_its_first_resource_on_and_nothing_of_it_is_held() 
             .unwrap();
         assert_eq!(flowed, seen);
     }
-    assert!(reader.between_messages());
+    assert!(reader.is_between_messages());
 }
 
 /// The reports of the complete messages of a stream.
@@ -240,7 +240,7 @@ fn a_lying_length_costs_only_what_was_sent() {
     let mut reader = ResponseReader::new(Protocol::Delta, Interceptors::default());
     let head = Bytes::from_static(&[0, 0xff, 0xff, 0xff, 0xff, 0x0a, 1, b'v']);
     reader.feed(head, |output| panic!("{output:?}")).unwrap();
-    assert!(!reader.between_messages());
+    assert!(!reader.is_between_messages());
     assert!(reader.held.capacity() < 1024);
 }
 

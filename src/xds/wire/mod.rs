@@ -1,9 +1,9 @@
 //! Reads type, version, nonce and number of resources of a discovery response while its bytes pass, and
-//! where each resource is.
+//! finds the place of each resource.
 //!
 //! A [`Walker`] takes the bytes of one message in chunks of any size. It skips fields by their length
-//! and keeps only the strings it is there for, so a message of any size costs the same memory, and
-//! unknown fields make no difference. What is skipped is not validated. Field numbers are from
+//! and stores only the strings in [`Fields`], so a message of any size costs the same memory. Unknown fields
+//! are skipped too. Skipped bytes are not validated. Field numbers are from
 //! `envoy/service/discovery/v3/discovery.proto`, the encoding from the protobuf guide.
 
 use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
@@ -15,40 +15,40 @@ use smallvec::SmallVec;
 
 use super::Protocol;
 
-/// Longest string kept. No control plane sends a longer type URL or nonce.
+/// The longest string that is read, in bytes. No control plane sends a longer type URL or nonce.
 const MAX_STRING: u64 = 16 * 1024;
 
-/// The most bytes a field's tag and the length or number behind it take: two varints.
+/// The most bytes of a field's tag and the length or number after it: two varints.
 const MAX_HEADER: usize = 20;
 
-/// The bytes are no protobuf message.
+/// The error that bytes are not a protobuf message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a protobuf message: {0}")]
 pub struct Malformed(&'static str);
 
-/// What has been read of a message so far.
+/// The fields of a message that have been read so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fields {
     pub type_url: String,
     pub nonce: String,
     pub version: String,
-    /// The type of the first resource, known long before `type_url`, which is written last.
+    /// The type of the first resource, known long before `type_url`, which control planes write last.
     pub resource_type: Option<String>,
-    /// How many resources have begun.
+    /// The number of resources that have begun.
     pub resources: u32,
 }
 
-/// A resource or the name of a removed one.
+/// The field of a resource, or of the name of a removed one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Found {
-    /// The [`digest`] of its name.
+pub(super) struct ResourceField {
+    /// The [`digest`] of the name.
     pub(super) name: u64,
-    /// Where the field is in the message, tag included.
-    pub(super) place: Range<u64>,
+    /// The bytes of the field in the message, tag included.
+    pub(super) range: Range<u64>,
     pub(super) is_removed: bool,
 }
 
-/// Stands for a name, in this process.
+/// Returns a digest that stands for a name, in this process only.
 pub(super) fn digest(name: &[u8]) -> u64 {
     let mut hasher = hasher();
     hasher.write(name);
@@ -64,67 +64,68 @@ fn hasher() -> DefaultHasher {
 #[derive(Clone, Debug)]
 pub struct Walker {
     protocol: Protocol,
-    /// Of the name that is being read, if names are looked for at all.
+    /// The hasher of the name that is being read; None if names are not read.
     name: Option<DefaultHasher>,
-    /// Where the last field outside of resources begins.
-    field: u64,
-    /// Length of the message.
+    /// The beginning of the last field outside of resources.
+    field_start: u64,
+    /// The length of the message.
     end: u64,
-    /// Ends of the messages entered inside it, outermost first: a resource, and its `Any`.
-    entered: SmallVec<[u64; 2]>,
-    /// How many bytes have been read.
-    at: u64,
+    /// The ends of the nested messages that are being read, outermost first: a resource, and its `Any`.
+    nested_ends: SmallVec<[u64; 2]>,
+    /// The number of bytes that have been read.
+    position: u64,
     step: Step,
-    /// The part of a header or of a kept string that earlier chunks had.
+    /// The part of a header or of a stored string from earlier chunks.
     held: Vec<u8>,
-    /// What has been read so far, of a message that may not be whole or well-formed.
+    /// The fields so far. The message may be incomplete or malformed.
     pub(super) fields: Fields,
 }
 
-/// What the next byte belongs to.
+/// The part of a field that the next byte belongs to.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// The header of a field: all up to its value, or all of it if that is a varint.
+    /// The header: all before the value, or the whole field if the value is a varint.
     Header,
     /// A value that is skipped up to this position.
     Skip(u64),
-    /// A string that ends at this position, and where it is kept.
-    Keep(u64, Place),
+    /// A string that ends at this position, and its member of [`Fields`].
+    Store(u64, Member),
     /// A name that ends at this position.
     Name(u64),
 }
 
-type Place = fn(&mut Fields) -> &mut String;
+type Member = fn(&mut Fields) -> &mut String;
 
 impl Walker {
-    /// A walker of a discovery response of `length` bytes.
+    /// Creates a walker of a discovery response of `length` bytes.
     pub fn new(protocol: Protocol, length: u64) -> Self {
         Self {
             protocol,
             name: None,
-            field: 0,
+            field_start: 0,
             end: length,
-            entered: SmallVec::new(),
-            at: 0,
+            nested_ends: SmallVec::new(),
+            position: 0,
             step: Step::Header,
             held: Vec::new(),
             fields: Fields::default(),
         }
     }
 
-    /// Like [`Walker::new`] of a delta response, for [`Walker::find`].
-    pub(super) fn of_names(length: u64) -> Self {
+    /// Creates a walker of a delta response, for [`Walker::find`].
+    pub(super) fn finder(length: u64) -> Self {
         Self {
             name: Some(hasher()),
             ..Self::new(Protocol::Delta, length)
         }
     }
 
-    /// The fields of a message that was fed whole.
+    /// Returns the fields of a complete message. Fails if bytes are missing.
     pub fn finish(self) -> Result<Fields, Malformed> {
-        match self.at == self.end {
-            true => Ok(self.fields),
-            false => Err(Malformed("it ends inside a field")),
+        if self.position == self.end {
+            Ok(self.fields)
+        } else {
+            Err(Malformed("it ends inside a field"))
         }
     }
 
@@ -133,83 +134,80 @@ impl Walker {
         self.find(bytes, |_| ())
     }
 
-    /// Reads the next bytes of the message, and reports what ends in them.
+    /// Reads the next bytes of the message, and calls `each` for the resources that end in them.
     pub(super) fn find(
         &mut self,
         mut bytes: &[u8],
-        mut found: impl FnMut(Found),
+        mut each: impl FnMut(ResourceField),
     ) -> Result<(), Malformed> {
         while !bytes.is_empty() {
             let read = match self.step {
-                Step::Header => self.header(bytes)?,
-                Step::Skip(end) => within(end - self.at, bytes),
-                Step::Keep(end, _) => {
-                    let read = within(end - self.at, bytes);
-                    self.held.extend_from_slice(&bytes[..read]);
-                    read
-                }
-                Step::Name(end) => {
-                    let read = within(end - self.at, bytes);
-                    if let Some(name) = &mut self.name {
-                        name.write(&bytes[..read]);
+                Step::Header => self.read_header(bytes)?,
+                Step::Skip(end) | Step::Store(end, _) | Step::Name(end) => {
+                    let part = &bytes[..available(end - self.position, bytes)];
+                    match (self.step, &mut self.name) {
+                        (Step::Store(..), _) => self.held.extend_from_slice(part),
+                        (Step::Name(_), Some(name)) => name.write(part),
+                        _ => {}
                     }
-                    read
+                    part.len()
                 }
             };
-            self.at += read as u64;
+            self.position += read as u64;
             bytes = &bytes[read..];
-            self.settle(&mut found)?;
+            self.end_fields(&mut each)?;
         }
         Ok(())
     }
 
-    /// The end of the innermost message.
+    /// Returns the end of the innermost message.
     fn inner_end(&self) -> u64 {
-        self.entered.last().copied().unwrap_or(self.end)
+        self.nested_ends.last().copied().unwrap_or(self.end)
     }
 
-    /// Reads the header of a field, or what `bytes` have of it. Returns how many of them it took.
-    fn header(&mut self, bytes: &[u8]) -> Result<usize, Malformed> {
+    /// Reads the header of a field, or the part of it in `bytes`. Returns the number of bytes it has read.
+    fn read_header(&mut self, bytes: &[u8]) -> Result<usize, Malformed> {
         let known = self.held.len();
-        let longest = (self.inner_end() - self.at).min((MAX_HEADER - known) as u64);
-        let now = within(longest, bytes);
-        self.held.extend_from_slice(&bytes[..now]);
+        let longest = (self.inner_end() - self.position).min((MAX_HEADER - known) as u64);
+        let tried = available(longest, bytes);
+        self.held.extend_from_slice(&bytes[..tried]);
         let mut rest = &self.held[..];
         let Some((number, wire_type, length)) = decode_header(&mut rest) else {
-            return match now as u64 == longest {
-                true => Err(Malformed("a field without a valid tag and length")),
-                false => Ok(now),
-            };
+            if tried as u64 == longest {
+                return Err(Malformed("a field without a valid tag and length"));
+            }
+            return Ok(tried);
         };
-        let read = now - rest.len();
+        let read = tried - rest.len();
         self.held.clear();
-        if self.entered.is_empty() {
-            self.field = self.at - known as u64;
+        if self.nested_ends.is_empty() {
+            self.field_start = self.position - known as u64;
         }
-        let end = (self.at + read as u64).checked_add(length);
-        let end = end.filter(|end| *end <= self.inner_end());
-        let end = end.ok_or(Malformed("a field is longer than its message"))?;
+        let end = (self.position + read as u64)
+            .checked_add(length)
+            .filter(|end| *end <= self.inner_end())
+            .ok_or(Malformed("a field is longer than its message"))?;
         self.step = match wire_type {
-            WireType::LengthDelimited => self.field(number, length, end)?,
+            WireType::LengthDelimited => self.begin_value(number, length, end)?,
             _ => Step::Skip(end),
         };
         Ok(read)
     }
 
-    /// What to do with the value of a length-delimited field.
-    fn field(&mut self, number: u32, length: u64, end: u64) -> Result<Step, Malformed> {
+    /// Returns the step that reads the value of a length-delimited field.
+    fn begin_value(&mut self, number: u32, length: u64, end: u64) -> Result<Step, Malformed> {
         let (fields, finds_names) = (&mut self.fields, self.name.is_some());
         let has_type = fields.resource_type.is_some();
-        let place: Place = match (self.entered.len(), number) {
+        let member: Member = match (self.nested_ends.len(), number) {
             (0, 1) => |fields| &mut fields.version,
             (0, 4) => |fields| &mut fields.type_url,
             (0, 5) => |fields| &mut fields.nonce,
             (0, 2) => {
                 fields.resources = fields.resources.saturating_add(1);
-                return Ok(match has_type && !finds_names {
-                    true => Step::Skip(end),
-                    false => self.enter(end),
-                });
+                if has_type && !finds_names {
+                    return Ok(Step::Skip(end));
+                }
+                return Ok(self.enter(end));
             }
             (depth, _) => match (self.protocol, depth, number) {
                 (Protocol::Sotw, 1, 1) | (Protocol::Delta, 2, 1) if !has_type => {
@@ -226,54 +224,53 @@ impl Walker {
         if length > MAX_STRING {
             return Err(Malformed("a type URL, version or nonce over 16 KiB"));
         }
-        Ok(Step::Keep(end, place))
+        Ok(Step::Store(end, member))
     }
 
     fn enter(&mut self, end: u64) -> Step {
-        self.entered.push(end);
+        self.nested_ends.push(end);
         Step::Header
     }
 
-    /// Ends what is complete: a kept string, a name, a skipped value, entered messages.
-    fn settle(&mut self, found: &mut impl FnMut(Found)) -> Result<(), Malformed> {
+    /// Ends the values and nested messages that are complete.
+    fn end_fields(&mut self, each: &mut impl FnMut(ResourceField)) -> Result<(), Malformed> {
         match self.step {
-            Step::Keep(end, place) if end == self.at => {
-                let text = std::mem::take(&mut self.held);
-                let text = String::from_utf8(text).map_err(|_| Malformed("a string not UTF-8"))?;
-                *place(&mut self.fields) = text;
+            Step::Store(end, member) if end == self.position => {
+                let text = String::from_utf8(std::mem::take(&mut self.held));
+                *member(&mut self.fields) = text.map_err(|_| Malformed("a string not UTF-8"))?;
                 self.step = Step::Header;
             }
-            Step::Skip(end) if end == self.at => self.step = Step::Header,
-            Step::Name(end) if end == self.at => {
+            Step::Skip(end) if end == self.position => self.step = Step::Header,
+            Step::Name(end) if end == self.position => {
                 self.step = Step::Header;
-                if self.entered.is_empty() {
-                    self.found(true, found);
+                if self.nested_ends.is_empty() {
+                    self.end_resource(true, each);
                 }
             }
             _ => {}
         }
-        while self.entered.last() == Some(&self.at) {
-            self.entered.pop();
-            if self.entered.is_empty() {
-                self.found(false, found);
+        while self.nested_ends.last() == Some(&self.position) {
+            self.nested_ends.pop();
+            if self.nested_ends.is_empty() {
+                self.end_resource(false, each);
             }
         }
         Ok(())
     }
 
-    fn found(&mut self, is_removed: bool, found: &mut impl FnMut(Found)) {
+    fn end_resource(&mut self, is_removed: bool, each: &mut impl FnMut(ResourceField)) {
         if let Some(name) = &mut self.name {
-            found(Found {
+            each(ResourceField {
                 name: std::mem::replace(name, hasher()).finish(),
-                place: self.field..self.at,
+                range: self.field_start..self.position,
                 is_removed,
             });
         }
     }
 }
 
-/// Takes the header off `bytes`, if they hold it whole and it is one: the field's number, its wire
-/// type, and the length of what follows.
+/// Splits a complete and valid header off `bytes`. Returns the number of the field, its wire type, and the
+/// length of its value.
 pub(super) fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
     let (number, wire_type) = decode_key(bytes).ok()?;
     let length = match wire_type {
@@ -281,14 +278,14 @@ pub(super) fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
         WireType::LengthDelimited => decode_varint(bytes).ok()?,
         WireType::SixtyFourBit => 8,
         WireType::ThirtyTwoBit => 4,
-        // No message of proto3 has groups.
+        // Messages of proto3 do not have groups.
         WireType::StartGroup | WireType::EndGroup => return None,
     };
     Some((number, wire_type, length))
 }
 
-/// How many of `bytes` are among the next `left`.
-fn within(left: u64, bytes: &[u8]) -> usize {
+/// Returns how many of `bytes` belong to a value that has `left` more bytes.
+fn available(left: u64, bytes: &[u8]) -> usize {
     usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len())
 }
 

@@ -130,7 +130,7 @@ fn finds_resources_by_their_names_and_the_names_removed() {
     };
     let bytes = delta.encode_to_vec();
     for chunk in [1, 2, 7, bytes.len()] {
-        let mut walker = Walker::of_names(bytes.len() as u64);
+        let mut walker = Walker::finder(bytes.len() as u64);
         let mut found = Vec::new();
         for part in bytes.chunks(chunk) {
             walker.find(part, |it| found.push(it)).unwrap();
@@ -142,11 +142,11 @@ fn finds_resources_by_their_names_and_the_names_removed() {
             names,
             expected.map(|(name, is_removed)| (digest(name.as_bytes()), is_removed))
         );
-        // Each place is a message with this field only.
+        // Each range is a message with this field only.
         for it in found {
-            let place = &bytes[it.place.start as usize..it.place.end as usize];
+            let field = &bytes[it.range.start as usize..it.range.end as usize];
             let fields =
-                walk(Walker::new(Protocol::Delta, place.len() as u64), place, 100).unwrap();
+                walk(Walker::new(Protocol::Delta, field.len() as u64), field, 100).unwrap();
             assert_eq!(fields.resources, u32::from(!it.is_removed));
         }
     }

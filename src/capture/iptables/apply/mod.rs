@@ -1,26 +1,29 @@
-//! Sets rules up and removes them, by `iptables-save` and `iptables-restore`.
+//! Sets up and removes rules, by `iptables-save` and `iptables-restore`.
 //!
-//! Each table of each family changes at once; the kernel offers no more. What fails midway is undone.
+//! [`Request::carry_out`] changes the rules, [`Request::preview`] only renders the changes, and [`live`] reads
+//! the rules of a machine. Each table of each family changes in one transaction, the largest unit that the
+//! kernel offers. If a later table fails, the earlier ones are restored.
 //!
-//! Ours are all rules in chains whose names start like Istio's, the jumps to these, and what the configuration
-//! or, for DNS, an earlier version puts into the kernel's own chains. Rules of others stay as they are.
+//! Istio's rules are all rules in chains whose names start like Istio's, the jumps to these chains, and the
+//! rules that the configuration or, for DNS, an earlier version puts into the kernel's own chains. Rules of
+//! others stay unchanged.
 
 use super::programs::{Kernel, Programs, missing};
 use super::saved::{ISTIO, Saved, entry, jumps_to_istio};
-use super::{TableText, wanted};
+use super::{TableText, tables};
 use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Owner, Rules, Table};
 use crate::problem::Problem;
 
-/// What to do, and what it depends on besides the configuration, whose users and groups are numbers.
+/// A change of the rules to those of a configuration, whose users and groups are numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     pub config: &'a Config,
     /// Removes rules instead of setting them up.
     pub is_removal: bool,
-    /// Sets rules up anew that are in place.
+    /// Sets up rules even if they already exist.
     pub is_forced: bool,
     /// Directories of programs, separated by colons.
     pub path: &'a str,
@@ -34,7 +37,7 @@ struct Change {
 }
 
 impl Request<'_> {
-    /// Leaves exactly the rules of the configuration, or none; rules of others stay.
+    /// Changes Istio's rules to the rules of the configuration, or removes them. Rules of others stay.
     pub async fn carry_out(&self) -> Result<(), Problem> {
         let changes = self.plan().await?;
         for (index, change) in changes.iter().enumerate() {
@@ -51,7 +54,7 @@ impl Request<'_> {
         Ok(())
     }
 
-    /// What would be given to which program.
+    /// Returns each program that would run, with its input.
     pub async fn preview(&self) -> Result<String, Problem> {
         let changes = self.plan().await?;
         let text = |Change { programs, text }| format!("{}-restore\n{text}", programs.name);
@@ -67,36 +70,36 @@ impl Request<'_> {
         Ok(changes)
     }
 
-    /// What was found in a family; nothing in place of a failure in IPv6 if no rules are wanted or known there.
+    /// Ignores a failure in IPv6 if no IPv6 rules are wanted, unless known rules are to be removed.
     pub(in crate::capture) fn if_needed<T: Default>(
         &self,
         family: Family,
         found: Result<T, Problem>,
     ) -> Result<T, Problem> {
-        let has_istio = || Kernel::look(family).is_ok_and(|kernel| kernel.has_istio);
+        let has_istio = || Kernel::read(family).is_ok_and(|kernel| kernel.has_istio);
         let is_optional = family == Family::V6 && !self.config.has_v6;
-        match found {
-            Err(error) if is_optional && !(self.is_removal && has_istio()) => {
-                tracing::warn!("IPv6 rules stay unchanged: {error}");
-                Ok(T::default())
+        found.or_else(|error| {
+            if !is_optional || self.is_removal && has_istio() {
+                return Err(error);
             }
-            found => found,
-        }
+            tracing::warn!("IPv6 rules stay unchanged: {error}");
+            Ok(T::default())
+        })
     }
 
     async fn changes(&self, family: Family) -> Result<Vec<Change>, Problem> {
         let rules = Rules::new(self.config);
         let is_wanted = !self.is_removal && (family == Family::V4 || self.config.has_v6);
-        let kernel = Kernel::look(family)?;
+        let kernel = Kernel::read(family)?;
         let kind = self.config.kind.filter(|_| !self.is_removal);
         let found = Programs::find(family, kind, self.path, kernel).await?;
-        let is_unseen = self.is_removal && !kernel.is_seen_by(&found);
+        let is_unseen = self.is_removal && !kernel.is_covered_by(&found);
         if found.is_empty() && (is_wanted || is_unseen) {
             return Err(missing(family, self.path));
         }
         let mut changes = Vec::new();
         for (index, programs) in found.into_iter().enumerate() {
-            // Others have nothing, or what is left of earlier runs.
+            // Programs of another kind have no rules, or rules of earlier runs.
             let rules = (is_wanted && index == 0).then_some(&rules);
             if index == 0 || programs.kind.is_some() {
                 changes.extend(self.change(family, programs, rules)?);
@@ -105,7 +108,7 @@ impl Request<'_> {
         Ok(changes)
     }
 
-    /// The change to these rules, or to none of ours. None if there is nothing to change.
+    /// Returns the change that sets up these rules, or removes Istio's rules. None if nothing changes.
     fn change(
         &self,
         family: Family,
@@ -113,32 +116,40 @@ impl Request<'_> {
         rules: Option<&Rules>,
     ) -> Result<Option<Change>, Problem> {
         let saved = programs.parse(&programs.saved)?;
-        let own = self.own(family, saved.layout().tproxy_mark()).of(&saved);
+        let known = self.known_rules(family, saved.layout().tproxy_mark());
+        let present = select_istio(&saved, &known);
         let goal = rules.map(|rules| Layout::new(rules, family));
-        let is_there = own.layout() == goal.unwrap_or_default();
-        if is_there && !(self.is_forced && rules.is_some()) {
+        let is_unchanged = present.layout() == goal.unwrap_or_default();
+        if is_unchanged && !(self.is_forced && rules.is_some()) {
             return Ok(None);
         }
-        let new = rules.map(|rules| wanted(rules, family));
-        let text = swap(&own, &new.unwrap_or_default());
+        let new = rules.map(|rules| tables(rules, family));
+        let text = swap(&present, &new.unwrap_or_default());
         Ok(Some(Change { programs, text }))
     }
 
-    /// Ours are all rules that any mode has, with the mark of the configuration or this one.
-    fn own(&self, family: Family, mark: Option<u32>) -> Own {
+    /// Returns Istio's rules in the kernel's own chains, apart from jumps, in any mode and for any user, with the
+    /// mark of the configuration or this one.
+    fn known_rules(&self, family: Family, mark: Option<u32>) -> Vec<PlacedEntry> {
         let mut config = self.config.clone();
         (config.mode, config.has_v6) = (Mode::Tproxy, true);
-        let marks = [Some(config.tproxy_mark), mark];
-        Own::new(marks.into_iter().flatten().map(|mark| {
+        let mut known = Vec::new();
+        for mark in [Some(config.tproxy_mark), mark].into_iter().flatten() {
             config.tproxy_mark = mark;
-            Layout::new(&Rules::new(&config), family)
-        }))
+            let mut chains = Layout::new(&Rules::new(&config), family).chains;
+            chains.retain(|(_, chain), _| chain.is_builtin());
+            for (chain, entries) in chains {
+                let entries = entries.into_iter().map(for_any_user);
+                known.extend(entries.map(|entry| (chain, entry)));
+            }
+        }
+        known
     }
 }
 
-/// The rules of a family, as programs on `path` print them that see chains of ours, if any do.
+/// Reads the rules of a family with the first programs on `path` that print Istio's chains.
 pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, Problem> {
-    let kernel = Kernel::look(family)?;
+    let kernel = Kernel::read(family)?;
     let found = match Programs::find(family, kind, path, kernel).await {
         // Legacy tables cannot be read without NET_RAW, which the sidecar lacks in mode TPROXY. A program
         // that looks for rules creates these tables.
@@ -153,67 +164,58 @@ pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layo
             return Ok(layout);
         }
     }
-    match kernel.is_seen_by(&found) {
-        true => Ok(Layout::default()),
-        false => Err(missing(family, path)),
+    if !kernel.is_covered_by(&found) {
+        return Err(missing(family, path));
     }
+    Ok(Layout::default())
 }
 
-/// Puts the tables of the changes back as they were.
+/// Restores the saved tables of the changes.
 async fn undo(changes: &[Change]) -> Result<(), Problem> {
-    for Change { programs, text, .. } in changes.iter().rev() {
+    for Change { programs, text } in changes.iter().rev() {
         let now = programs.save().await?;
         if programs.parse(&now)? == programs.parse(&programs.saved)? {
             continue;
         }
-        let tables = text.lines().filter(|line| line.starts_with('*'));
-        let before = tables.map(|table| {
-            let mut saved = programs.saved.split_inclusive("COMMIT\n");
-            let saved = saved.find(|saved| saved.lines().any(|line| line == table));
-            saved.map_or_else(|| format!("{table}\nCOMMIT\n"), str::to_owned)
-        });
-        let before: String = before.collect();
+        let mut before = String::new();
+        for name in text.lines().filter(|line| line.starts_with('*')) {
+            let mut tables = programs.saved.split_inclusive("COMMIT\n");
+            match tables.find(|table| table.lines().any(|line| line == name)) {
+                Some(table) => before += table,
+                None => before += &format!("{name}\nCOMMIT\n"),
+            }
+        }
         programs.restore(&before, "--counters").await?;
     }
     Ok(())
 }
 
-/// All tables. The last one begins to redirect connections, so it comes last, and goes first.
+/// All tables, in the order of a set-up; a removal reverses it. The nat table redirects connections, so it is
+/// set up last and removed first.
 const ORDER: [&str; 5] = ["security", "filter", "raw", "mangle", "nat"];
 
-/// Which rules in the kernel's own chains are ours, besides jumps, whatever users they are for.
-#[derive(Debug)]
-struct Own(Vec<((Table, Chain), Entry)>);
+/// An entry of a chain of the kernel's own.
+type PlacedEntry = ((Table, Chain), Entry);
 
-impl Own {
-    fn new(layouts: impl Iterator<Item = Layout>) -> Self {
-        let chains = layouts.flat_map(|layout| layout.chains);
-        let builtin = chains.filter(|((_, chain), _)| chain.is_builtin());
-        let rules = builtin.flat_map(|(place, rules)| {
-            let rules = rules.into_iter();
-            rules.map(move |entry| (place, of_any_user(entry)))
-        });
-        Self(rules.collect())
-    }
-
-    /// Our part of the tables.
-    fn of<'a>(&self, saved: &Saved<'a>) -> Saved<'a> {
-        let (mut own, earlier) = (saved.clone(), saved.earlier_dns());
-        own.rules.retain(|rule| {
-            let is_listed = |place| self.0.contains(&(place, of_any_user(entry(rule.text))));
-            rule.chain.starts_with(ISTIO)
-                || jumps_to_istio(rule.text)
-                || rule.place().is_some_and(is_listed)
-                || earlier.contains(&rule)
-        });
-        own.chains.retain(|(_, chain)| chain.starts_with(ISTIO));
-        own
-    }
+/// Returns the part of the tables that is Istio's.
+fn select_istio<'a>(saved: &Saved<'a>, known: &[PlacedEntry]) -> Saved<'a> {
+    let (mut selected, earlier) = (saved.clone(), saved.earlier_dns());
+    selected.rules.retain(|rule| {
+        let is_known = |chain| known.contains(&(chain, for_any_user(entry(rule.text))));
+        rule.chain.starts_with(ISTIO)
+            || jumps_to_istio(rule.text)
+            || rule.place().is_some_and(is_known)
+            || earlier.contains(&rule)
+    });
+    selected
+        .chains
+        .retain(|(_, chain)| chain.starts_with(ISTIO));
+    selected
 }
 
-/// The input of `iptables-restore --noflush` that leaves these tables in place of all that is ours. Empty if
-/// there is nothing to do. Each table changes at once.
-fn swap(own: &Saved<'_>, new: &[TableText]) -> String {
+/// Renders the input of `iptables-restore --noflush` that replaces Istio's old rules by these tables. Empty if
+/// nothing changes.
+fn swap(old: &Saved<'_>, new: &[TableText]) -> String {
     let mut order = ORDER;
     if new.is_empty() {
         order.reverse();
@@ -221,21 +223,21 @@ fn swap(own: &Saved<'_>, new: &[TableText]) -> String {
     let nothing = TableText::default();
     let texts = order.map(|name| {
         let new = new.iter().find(|table| table.name == name);
-        swap_table(name, own, new.unwrap_or(&nothing))
+        swap_table(name, old, new.unwrap_or(&nothing))
     });
     texts.concat()
 }
 
-fn swap_table(name: &str, own: &Saved<'_>, new: &TableText) -> String {
+fn swap_table(name: &str, old: &Saved<'_>, new: &TableText) -> String {
     let mut text = String::new();
-    let rules = own.rules.iter().filter(|rule| rule.table == name);
+    let rules = old.rules.iter().filter(|rule| rule.table == name);
     for rule in rules.filter(|rule| !rule.chain.starts_with(ISTIO)) {
         text += &format!("-D {} {}\n", rule.chain, rule.text);
     }
-    let chains = own.chains.iter().filter(|(table, _)| *table == name);
+    let chains = old.chains.iter().filter(|(table, _)| *table == name);
     let mut stale: Vec<_> = chains.map(|(_, chain)| *chain).collect();
     stale.retain(|chain| !new.chains.contains(chain));
-    // That empties a chain that exists.
+    // Declaring a chain that exists empties it.
     for chain in new.chains.iter().chain(&stale) {
         text += &format!(":{chain} - [0:0]\n");
     }
@@ -245,14 +247,14 @@ fn swap_table(name: &str, own: &Saved<'_>, new: &TableText) -> String {
     for chain in stale {
         text += &format!("-X {chain}\n");
     }
-    match text.is_empty() {
-        true => text,
-        false => format!("*{name}\n{text}COMMIT\n"),
+    if text.is_empty() {
+        return text;
     }
+    format!("*{name}\n{text}COMMIT\n")
 }
 
-/// The rule for another user and loopback range: those of a cleanup may differ.
-fn of_any_user(mut entry: Entry) -> Entry {
+/// Replaces users, groups and loopback ranges, because a cleanup may be given other ones than the set-up.
+fn for_any_user(mut entry: Entry) -> Entry {
     if let Entry::Rule { matches, .. } = &mut entry {
         for each in matches {
             match each {

@@ -1,4 +1,4 @@
-//! Texts for `iptables-restore`, from what is there and what is to be.
+//! Tests the input of `iptables-restore`, made of the present and the wanted rules.
 
 use super::*;
 use crate::capture::rules::Verdict;
@@ -19,27 +19,23 @@ const OLD: &str = "\
 COMMIT
 ";
 
-/// Leaving by eth1 is ours.
-fn own() -> Own {
+/// The rule for packets that leave by eth1 is Istio's.
+fn istio_part(text: &str) -> Saved<'_> {
     let leaves = Match::Is(Criterion::OutInterface("eth1".to_owned()));
     let entry = Entry::rule(vec![leaves], Verdict::Return);
-    let mut layout = Layout::default();
-    layout
-        .chains
-        .insert((Table::Nat, Chain::Output), vec![entry]);
-    Own::new([layout].into_iter())
+    let known = [((Table::Nat, Chain::Output), entry)];
+    select_istio(&Saved::parse(text).expect("a text"), &known)
 }
 
 #[test]
 fn ours_is_replaced_and_all_else_stays() {
-    let saved = Saved::parse(OLD).expect("a text");
     let new = TableText {
         name: "nat",
         chains: vec!["ISTIO_OUTPUT", "ISTIO_REDIRECT"],
         lines: vec!["-A OUTPUT -j ISTIO_OUTPUT".to_owned()],
     };
     assert_eq!(
-        swap(&own().of(&saved), &[new]),
+        swap(&istio_part(OLD), &[new]),
         "\
 *nat
 -D OUTPUT -o eth1 -j RETURN
@@ -64,7 +60,7 @@ fn the_table_that_redirects_comes_last_and_goes_first() {
         let names = text.lines().filter_map(|line| line.strip_prefix('*'));
         names.map(str::to_owned).collect::<Vec<_>>()
     };
-    let removal = swap(&own().of(&Saved::parse(&old).expect("a text")), &[]);
+    let removal = swap(&istio_part(&old), &[]);
     assert_eq!(names(&removal), ["nat", "mangle", "raw"]);
     let table = |name| TableText {
         name,

@@ -1,8 +1,9 @@
-//! The programs of iptables on this machine, and which of them to use.
+//! Finds the programs of iptables on this machine, and selects which of them to use.
 //!
-//! There are two kinds, which do not see each other's rules. What they are is found without running them,
-//! and so is whether the kernel has tables of their kind at all.
+//! There are two kinds, which do not see each other's rules. The kind of a program, and whether the kernel has
+//! tables of a kind, are detected without running programs.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -17,43 +18,45 @@ use crate::capture::{problem, program};
 use crate::netlink::nft_chains;
 use crate::problem::{Problem, codes};
 
-/// How long a program of kind legacy waits for another one.
+/// Seconds for which a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";
-/// Time limit of a program, waiting included.
+/// Time limit of a program, including the wait.
 const LIMIT: Duration = Duration::from_secs(40);
 
-/// Which kinds of tables the kernel has.
+/// The kinds of tables that the kernel has.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Kernel {
     legacy: bool,
-    /// None is a kernel without nftables.
+    /// None for a kernel without nftables.
     nft: Option<bool>,
-    /// Whether nftables has chains of Istio's.
+    /// True if nftables has Istio's chains.
     pub(super) has_istio: bool,
 }
 
 /// The programs of one kind and family.
 #[derive(Clone, Debug)]
 pub(super) struct Programs {
-    /// None is what neither its name nor its links say.
+    /// None if neither the name nor the link says it.
     pub(super) kind: Option<Kind>,
     /// The path without `-save` and `-restore`.
     pub(super) name: String,
-    /// What `iptables-save` prints; empty if the kernel says that there are no tables.
+    /// Output of `iptables-save`; empty if the kernel has no tables of the kind.
     pub(super) saved: String,
 }
 
 impl Kernel {
-    /// Whether there are programs for each kind of tables that may have rules of Istio's.
-    pub(super) fn is_seen_by(self, programs: &[Programs]) -> bool {
+    /// Returns true if there are programs for each kind of tables that may have Istio's rules.
+    pub(super) fn is_covered_by(self, programs: &[Programs]) -> bool {
+        let kinds = programs.iter().map(|programs| programs.kind);
         let has = |kind| {
-            let mut kinds = programs.iter().map(|programs| programs.kind);
-            kinds.any(|found| found.is_none_or(|found| found == kind))
+            kinds
+                .clone()
+                .any(|found| found.is_none_or(|found| found == kind))
         };
         (!self.legacy || has(Kind::Legacy)) && (!self.has_istio || has(Kind::Nft))
     }
 
-    pub(super) fn look(family: Family) -> Result<Self, Problem> {
+    pub(super) fn read(family: Family) -> Result<Self, Problem> {
         let failed = |error| problem(codes::CAPTURE_RULES_UNREADABLE, command(family), error);
         let (number, names) = match family {
             Family::V4 => (2, "/proc/thread-self/net/ip_tables_names"),
@@ -69,16 +72,16 @@ impl Kernel {
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
             Err(error) => return Err(failed(error)),
         };
-        let mut of_family = chains.iter().flatten().filter(|(it, ..)| *it == number);
+        let of_family = chains.iter().flatten().filter(|(it, ..)| *it == number);
         Ok(Self {
             legacy,
             has_istio: of_family.clone().any(|(.., name)| name.starts_with(ISTIO)),
-            nft: chains.is_some().then(|| of_family.next().is_some()),
+            nft: chains.as_ref().map(|_| of_family.count() > 0),
         })
     }
 }
 
-/// How kernels refuse what they are built without.
+/// Returns true for the errors of kernels that are built without nftables.
 fn is_not_supported(error: &io::Error) -> bool {
     let known = [
         Errno::INVAL,
@@ -89,7 +92,7 @@ fn is_not_supported(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|errno| known.contains(&errno))
 }
 
-/// The error where there are no programs to see or set rules with.
+/// Returns the error of a machine without programs that read or set up rules.
 pub(super) fn missing(family: Family, path: &str) -> Problem {
     let name = command(family);
     let found = format!("{name}-save and {name}-restore (nft or legacy) are not in PATH ({path})");
@@ -97,8 +100,9 @@ pub(super) fn missing(family: Family, path: &str) -> Problem {
 }
 
 impl Programs {
-    /// The programs of a family in the directories of `path`, one of each kind, with what they print: the
-    /// one to use first. Tables of kind legacy count once they have rules: listing creates them.
+    /// Finds the programs of a family in the directories of `path`, one of each kind, and runs them to read the
+    /// rules. The first is the one to use. Legacy tables only count if they have rules, because listing
+    /// creates them.
     pub(super) async fn find(
         family: Family,
         kind: Option<Kind>,
@@ -108,7 +112,7 @@ impl Programs {
         let name = command(family);
         let mut found: Vec<_> = ["-legacy", "-nft", ""]
             .iter()
-            .filter_map(|suffix| Self::at(&format!("{name}{suffix}"), path))
+            .filter_map(|suffix| Self::find_named(&format!("{name}{suffix}"), path))
             .filter(|found| kind.is_none() || found.kind == kind)
             .collect();
         found.sort_by_key(|found| found.kind);
@@ -133,8 +137,8 @@ impl Programs {
         Ok(found)
     }
 
-    /// The first programs of this name.
-    fn at(name: &str, path: &str) -> Option<Self> {
+    /// Finds the first programs of this name.
+    fn find_named(name: &str, path: &str) -> Option<Self> {
         let directories = path.split(':').filter(|directory| !directory.is_empty());
         let mut names = directories.map(|directory| format!("{directory}/{name}"));
         let name = names.find(|name| Path::new(&format!("{name}-restore")).is_file())?;
@@ -145,14 +149,14 @@ impl Programs {
         })
     }
 
-    /// What `iptables-save` prints, with counters.
+    /// Runs `iptables-save` and returns its output, with counters.
     pub(super) async fn save(&self) -> Result<String, Problem> {
         let text = self.run("save", &["--counters"], "").await?;
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
-    /// Changes tables by the lines of a text. The option says what becomes of their other rules:
-    /// `--noflush`, or `--counters` in place of them.
+    /// Runs `iptables-restore` with a text. The option decides about other rules of the same tables:
+    /// `--noflush` keeps them, `--counters` replaces them.
     pub(super) async fn restore(&self, text: &str, option: &str) -> Result<(), Problem> {
         let arguments: &[_] = match self.kind {
             Some(Kind::Nft) => &[option],
@@ -165,31 +169,28 @@ impl Programs {
         self.run("restore", arguments, text).await.map(drop)
     }
 
-    async fn run(&self, what: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, Problem> {
-        let program = format!("{}-{what}", self.name);
+    async fn run(&self, verb: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, Problem> {
+        let program = format!("{}-{verb}", self.name);
         program::run(&program, arguments, input, LIMIT).await
     }
 
     pub(super) fn parse<'a>(&self, text: &'a str) -> Result<Saved<'a>, Problem> {
         Saved::parse(text).map_err(|line| {
-            let line: String = line.chars().take(80).collect();
+            let start: String = line.chars().take(80).collect();
             let subject = format!("output of `{}-save`", self.name);
-            Problem::value(codes::CAPTURE_RULES_UNREADABLE, subject, &line, "rules")
+            Problem::value(codes::CAPTURE_RULES_UNREADABLE, subject, &start, "rules")
         })
     }
 }
 
-/// What the name of a program says, or the name of the file it is a link to.
+/// Detects the kind by the name of a program, or of the file that it is a link to.
 fn kind(name: &str) -> Option<Kind> {
-    let restore = format!("{name}-restore");
-    let target = fs::canonicalize(&restore).unwrap_or_default();
-    let target = target.file_name().unwrap_or_default().to_string_lossy();
-    let name = Path::new(name).file_name().unwrap_or_default();
-    match format!("{} {target}", name.to_string_lossy()) {
-        names if names.contains("nft") => Some(Kind::Nft),
-        names if names.contains("legacy") => Some(Kind::Legacy),
-        _ => None,
-    }
+    let target = fs::canonicalize(format!("{name}-restore")).unwrap_or_default();
+    let files = [Path::new(name), &target].map(|path| path.file_name().unwrap_or_default());
+    let names = files.map(OsStr::to_string_lossy).join(" ");
+    let kinds = [("nft", Kind::Nft), ("legacy", Kind::Legacy)];
+    let (_, kind) = kinds.into_iter().find(|(part, _)| names.contains(part))?;
+    Some(kind)
 }
 
 fn command(family: Family) -> &'static str {

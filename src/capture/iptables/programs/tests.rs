@@ -1,4 +1,4 @@
-//! Which programs are chosen, and what becomes of those that misbehave.
+//! Tests the choice of programs, and the errors of programs that misbehave.
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 

@@ -1,19 +1,19 @@
-//! Reads what `iptables-save` and `ip6tables-save` print, of either kind, with or without counters.
+//! Parses the output of `iptables-save` and `ip6tables-save`, of either kind, with or without counters.
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use crate::address::Cidr;
 use crate::capture::layout::{Entry, Layout};
-use crate::capture::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict};
+use crate::capture::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict, named};
 
-/// What the names of Istio's chains start with, in every version.
+/// Prefix of the names of Istio's chains, in every version.
 pub(super) const ISTIO: &str = "ISTIO_";
 
 /// The tables of one family.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Saved<'a> {
-    /// The tables and names of all chains, also of the kernel's own.
+    /// Tables and names of all chains, including the kernel's own.
     pub(super) chains: Vec<(&'a str, &'a str)>,
     pub(super) rules: Vec<SavedRule<'a>>,
 }
@@ -27,23 +27,23 @@ pub(super) struct SavedRule<'a> {
 }
 
 impl<'a> Saved<'a> {
-    /// Reads the program's output. An error is the line that it does not print, or the last one if more
-    /// would follow.
+    /// Parses the program's output. The error is the first invalid line, or the last line if the output is
+    /// incomplete.
     pub fn parse(text: &'a str) -> Result<Self, &'a str> {
-        let (mut saved, mut open) = (Self::default(), None);
+        let (mut saved, mut open_table) = (Self::default(), None);
         let lines = text.lines().map(str::trim_end);
         for line in lines.filter(|line| !line.is_empty() && !line.starts_with('#')) {
-            match (line.strip_prefix('*'), open) {
-                (table @ Some(_), None) => open = table,
-                (None, Some(_)) if line == "COMMIT" => open = None,
+            match (line.strip_prefix('*'), open_table) {
+                (table @ Some(_), None) => open_table = table,
+                (None, Some(_)) if line == "COMMIT" => open_table = None,
                 (None, Some(table)) => saved.add(table, line).ok_or(line)?,
                 _ => return Err(line),
             }
         }
-        match open {
-            None => Ok(saved),
-            Some(_) => Err(text.lines().next_back().unwrap_or_default()),
+        if open_table.is_some() {
+            return Err(text.lines().next_back().unwrap_or_default());
         }
+        Ok(saved)
     }
 
     /// Adds a line that declares a chain, or adds a rule to one.
@@ -52,30 +52,36 @@ impl<'a> Saved<'a> {
             self.chains.push((table, declared.split(' ').next()?));
             return Some(());
         }
-        let line = match line.strip_prefix('[') {
-            Some(counted) => counted.split_once("] ")?.1,
+        let uncounted = match line.strip_prefix('[') {
+            Some(counters) => counters.split_once("] ")?.1,
             None => line,
         };
-        let rule = line.strip_prefix("-A ")?;
+        let rule = uncounted.strip_prefix("-A ")?;
         let (chain, text) = rule.split_once(' ').unwrap_or((rule, ""));
         self.rules.push(SavedRule { table, chain, text });
         Some(())
     }
 
-    /// The DNS rules of earlier versions, which stand in the kernel's own chains. A rule that lets queries of
-    /// some owners pass is Istio's if the next one of its chain is: other DNS proxies have such rules as well.
+    /// Returns the DNS rules of earlier versions, last first, which are in the kernel's own chains. A rule that
+    /// lets queries of some owners pass is Istio's if the next rule of its chain is, because other DNS proxies
+    /// have such rules as well.
     pub(super) fn earlier_dns(&self) -> Vec<&SavedRule<'a>> {
-        let mut next = None;
-        let is_istios = |rule: &&SavedRule<'a>| {
-            let place = Some((rule.table, rule.chain));
+        let mut chain_of_next = None;
+        let mut found = Vec::new();
+        for rule in self.rules.iter().rev() {
+            let chain = Some((rule.table, rule.chain));
             let is_certain = rule.is_earlier_dns();
-            next = place.filter(|_| is_certain.is_some_and(|it| it || next == place));
-            next.is_some()
-        };
-        self.rules.iter().rev().filter(is_istios).collect()
+            if is_certain.is_some_and(|it| it || chain_of_next == chain) {
+                chain_of_next = chain;
+                found.push(rule);
+            } else {
+                chain_of_next = None;
+            }
+        }
+        found
     }
 
-    /// The rules in chains that traffic capture knows.
+    /// Returns the rules in chains that traffic capture knows.
     pub fn layout(&self) -> Layout {
         let (mut layout, earlier) = (Layout::default(), self.earlier_dns());
         for (table, name) in &self.chains {
@@ -95,8 +101,7 @@ impl<'a> Saved<'a> {
                 let line = format!("{table}: -A {chain} {text}");
                 layout.earlier_dns.push(line);
             } else if let Some(place) = rule.place() {
-                let entries = layout.chains.entry(place).or_default();
-                entries.push(entry(text));
+                layout.chains.entry(place).or_default().push(entry(text));
             }
         }
         layout
@@ -104,14 +109,15 @@ impl<'a> Saved<'a> {
 }
 
 impl SavedRule<'_> {
-    /// Whether it is certain that Istio 1.8 to 1.24 has written the rule for DNS. `None` for other rules.
+    /// Returns true if the rule was certainly written by Istio 1.8 to 1.24 for DNS, false if it may have been, and
+    /// None for other rules.
     fn is_earlier_dns(&self) -> Option<bool> {
         let (server, rest) = self.text.split_once("-p udp -m udp ")?;
         let (matches, target) = rest.split_once(" -j ")?;
         let (port, owner) = matches.split_once(" -m owner ").unwrap_or((matches, ""));
-        // Some versions name the resolver, in either direction.
-        let server = server.trim_start_matches("-d ").trim_start_matches("-s ");
-        if server.trim_end().contains(' ') {
+        // Some versions name the resolver, as destination or source.
+        let address = server.trim_start_matches("-d ").trim_start_matches("-s ");
+        if address.trim_end().contains(' ') {
             return None;
         }
         let by_owner = if owner.is_empty() { "" } else { " owner" };
@@ -128,32 +134,24 @@ impl SavedRule<'_> {
         }
     }
 
-    /// The chain, if traffic capture knows it.
+    /// Returns table and chain, if traffic capture knows them.
     pub(super) fn place(&self) -> Option<(Table, Chain)> {
         named(&Table::ALL, self.table).zip(named(&Chain::ALL, self.chain))
     }
 }
 
-fn named<T: Copy>(all: &[(T, &str)], name: &str) -> Option<T> {
-    let found = all.iter().find(|(_, found)| *found == name);
-    found.map(|(it, _)| *it)
-}
-
-/// The rule that stands behind `-A CHAIN`.
+/// Parses the part of a rule behind `-A CHAIN`.
 pub(in crate::capture) fn entry(text: &str) -> Entry {
     let words: Vec<_> = text.split(' ').collect();
-    match read(&words) {
-        Some((matches, verdict)) => Entry::rule(matches, verdict),
-        None => Entry::Foreign(text.to_owned()),
-    }
+    read(&words).unwrap_or_else(|| Entry::Foreign(text.to_owned()))
 }
 
-/// None is a rule with anything the model has not.
-fn read(mut words: &[&str]) -> Option<(Vec<Match>, Verdict)> {
+/// Converts the words of a rule to the model. Returns None if the model cannot express it.
+fn read(mut words: &[&str]) -> Option<Entry> {
     let (mut matches, mut module) = (Vec::new(), "");
     loop {
         match words {
-            ["-j", target @ ..] => return Some((matches, verdict(target)?)),
+            ["-j", target @ ..] => return Some(Entry::rule(matches, verdict(target)?)),
             // Extensions that match nothing without their options.
             [
                 "-m",
@@ -180,8 +178,7 @@ fn criterion(module: &str, option: &str, value: &str) -> Option<Criterion> {
         ("-o", _) => Criterion::OutInterface(value.to_owned()),
         ("-s", _) => Criterion::Source(Cidr::parse(value)?),
         ("-d", _) => Criterion::Destination(Cidr::parse(value)?),
-        ("-p", _) if value == "tcp" => Criterion::Protocol(Protocol::Tcp),
-        ("-p", _) if value == "udp" => Criterion::Protocol(Protocol::Udp),
+        ("-p", _) => Criterion::Protocol(named(&Protocol::ALL, value)?),
         ("--sport", "tcp" | "udp") => Criterion::SourcePort(value.parse().ok()?),
         ("--dport", "tcp" | "udp") => Criterion::DestinationPort(vec![range(value, ':')?]),
         ("--dports", "multiport") => {
@@ -221,37 +218,41 @@ fn verdict(target: &[&str]) -> Option<Verdict> {
             mark: mark(set)?,
         },
         ["MARK", "--set-xmark", set] => Verdict::SetMark(mark(set)?),
-        ["CONNMARK", direction, "--nfmask", ALL, "--ctmask", ALL] => match *direction {
-            "--save-mark" => Verdict::SaveMark,
-            "--restore-mark" => Verdict::RestoreMark,
-            _ => return None,
-        },
+        ["CONNMARK", "--save-mark", "--nfmask", ALL, "--ctmask", ALL] => Verdict::SaveMark,
+        [
+            "CONNMARK",
+            "--restore-mark",
+            "--nfmask",
+            ALL,
+            "--ctmask",
+            ALL,
+        ] => Verdict::RestoreMark,
         ["CT", "--zone", zone] => Verdict::Zone(zone.parse().ok()?),
         [chain] => Verdict::Jump(named(&Chain::ALL, chain).filter(|it| !it.is_builtin())?),
         _ => return None,
     })
 }
 
-/// A single number, or the first and the last of a range.
+/// Parses a single number, or the first and the last of a range.
 fn range<T: FromStr>(text: &str, separator: char) -> Option<RangeInclusive<T>> {
     let (first, last) = text.split_once(separator).unwrap_or((text, text));
     Some(first.parse().ok()?..=last.parse().ok()?)
 }
 
-/// A mark of all bits.
+/// Parses a mark whose mask has all bits.
 fn mark(text: &str) -> Option<u32> {
     let hex = text.strip_suffix("/0xffffffff").unwrap_or(text);
     u32::from_str_radix(hex.strip_prefix("0x")?, 16).ok()
 }
 
-/// Whether the target is one of Istio's chains, of any version.
+/// Returns true if the target is one of Istio's chains, of any version.
 pub(in crate::capture) fn jumps_to_istio(text: &str) -> bool {
     target(text).is_some_and(|target| target.starts_with(ISTIO))
 }
 
 pub(in crate::capture) fn target(text: &str) -> Option<&str> {
     let words: Vec<_> = text.split(' ').collect();
-    // Before it there may be a comment, with anything in it.
+    // The last option counts, because a comment before it may contain any words.
     let option = words.iter().rposition(|word| matches!(*word, "-j" | "-g"));
     words.get(option? + 1).copied()
 }

@@ -119,7 +119,7 @@ fn ask(table: Option<&NameTable>, query: &[u8], policy: Policy) -> (Action, Vec<
     (action, out)
 }
 
-/// What the sample says: owners with their data, in order of the data; nothing if it is passed on.
+/// Returns the answers from the sample: owners with their data, sorted; `None` if the query is forwarded.
 fn says(name: &str, kind: u16) -> Option<Vec<(String, String)>> {
     let query = query(name, kind, None);
     let (Action::Reply(_), reply) = ask(Some(&sample()), &query, POLICY) else {

@@ -1,8 +1,8 @@
-//! Replies kept for a while: for as long as they are fresh, and longer for when no server answers.
+//! Stores replies while they are fresh, and longer for the case that no server answers.
 //!
-//! Both only as far as the configuration allows, which by default it does not: see [`super`]. A stale
-//! reply takes the place of a failure only. Entries and bytes are bounded; beyond, any entry is removed.
-//! Keys are bytes, and time is an argument.
+//! The configuration limits both times, by default to zero: see [`super`]. A stale reply only takes the
+//! place of a failure. Entries and bytes are bounded; a random entry is removed to make room. Keys are
+//! bytes, and time is an argument.
 
 use std::time::Duration;
 
@@ -13,29 +13,28 @@ use super::message::Reply;
 use crate::clock::later;
 use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, Record, SOA, Section, TC};
 
-/// TTL of a stale answer: short, so that clients that keep it ask again soon.
+/// TTL of a stale answer: short, so that clients that cache it retry soon.
 const STALE_TTL: u32 = 5;
 
-/// What an entry costs beside the bytes of its key and its reply, about.
+/// Approximate bytes of an entry besides its key and its reply.
 const OVERHEAD: usize = 160;
 
-/// What is kept, and for how long.
+/// Limits of the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     pub max_entries: usize,
     pub max_bytes: usize,
-    /// An answer is given again for its TTL, and no longer than this. Zero: servers are asked each
-    /// time.
+    /// An answer is fresh for its TTL, at most for this time. With zero, servers are asked each time.
     pub max_ttl: Duration,
-    /// The same for names and types that do not exist.
+    /// Like `max_ttl`, for names and types that do not exist.
     pub max_negative_ttl: Duration,
-    /// How long after its TTL an answer may be given while no server answers. Zero: never.
+    /// Time after its TTL in which an answer may be used while no server answers. With zero, never.
     pub max_stale: Duration,
 }
 
 impl Config {
-    /// Whether anything is kept at all.
-    pub(super) fn keeps(&self) -> bool {
+    /// Returns whether any reply can be stored.
+    pub(super) fn is_enabled(&self) -> bool {
         let times = [self.max_ttl, self.max_negative_ttl, self.max_stale];
         self.max_entries > 0 && self.max_bytes > 0 && times.iter().any(|time| !time.is_zero())
     }
@@ -57,13 +56,13 @@ struct Entry {
     weight: usize,
 }
 
-/// What is there for a key.
+/// The result of a lookup.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum Lookup {
     Fresh(Reply),
-    /// For when no server answers.
+    /// Usable only if no server answers.
     Stale(Reply),
-    Nothing,
+    Miss,
 }
 
 impl Cache {
@@ -75,35 +74,35 @@ impl Cache {
         }
     }
 
-    pub(super) fn get(&mut self, key: &[u8], now: Instant) -> Found {
+    pub(super) fn get(&mut self, key: &[u8], now: Instant) -> Lookup {
         let Some(entry) = self.entries.get(key) else {
-            return Found::Nothing;
+            return Lookup::Miss;
         };
         if now < entry.fresh_until {
             let age = now.duration_since(entry.stored).as_secs();
             let age = u32::try_from(age).unwrap_or(u32::MAX);
-            return Found::Fresh(with_ttls(&entry.reply, |ttl| ttl.saturating_sub(age)));
+            return Lookup::Fresh(with_ttls(&entry.reply, |ttl| ttl.saturating_sub(age)));
         }
         if now < entry.stale_until {
-            return Found::Stale(with_ttls(&entry.reply, |ttl| ttl.min(STALE_TTL)));
+            return Lookup::Stale(with_ttls(&entry.reply, |ttl| ttl.min(STALE_TTL)));
         }
         self.remove(key);
-        Found::Nothing
+        Lookup::Miss
     }
 
-    /// Keeps a reply that may be kept. What is known now replaces what was, also where it is not
-    /// kept itself; a server's failure replaces nothing.
+    /// Stores a reply if it may be stored. Even if not, it removes the entry that it makes obsolete; a
+    /// server's failure removes nothing.
     pub(super) fn put(&mut self, key: Vec<u8>, reply: &Reply, now: Instant) {
         if [NOERROR, NXDOMAIN].contains(&reply.rcode()) {
             self.remove(&key);
         }
-        let Some((ttl, is_negative)) = lifetime(reply) else {
+        let Some((ttl, is_negative)) = cacheable_ttl(reply) else {
             return;
         };
-        let (fresh, whole) = self.times(ttl, is_negative);
+        let (fresh, usable) = self.lifetime(ttl, is_negative);
         let weight = OVERHEAD + key.len() + reply.0.len() + size_of::<Reply>();
-        // One reply shall not empty the cache.
-        if whole.is_zero() || weight > self.config.max_bytes / 8 {
+        // One reply must not empty the cache.
+        if usable.is_zero() || weight > self.config.max_bytes / 8 {
             return;
         }
         self.make_room(weight);
@@ -112,30 +111,31 @@ impl Cache {
             reply: reply.clone(),
             stored: now,
             fresh_until: later(now, fresh),
-            stale_until: later(now, whole),
+            stale_until: later(now, usable),
             weight,
         };
         self.entries.insert(key, entry);
     }
 
-    /// How many entries there are, and what they take.
+    /// Returns the number of entries, and their bytes.
     #[cfg(test)]
     pub(super) fn size(&self) -> (usize, usize) {
         (self.entries.len(), self.bytes)
     }
 
-    /// How long a reply is fresh, and how long it is of any use. That a name does not exist is not
-    /// said once it is stale.
-    fn times(&self, ttl: Duration, is_negative: bool) -> (Duration, Duration) {
+    /// Returns how long a reply is fresh, and how long it is usable. A negative reply is not usable when
+    /// it is stale.
+    fn lifetime(&self, ttl: Duration, is_negative: bool) -> (Duration, Duration) {
         if is_negative {
             let fresh = ttl.min(self.config.max_negative_ttl);
             return (fresh, fresh);
         }
         let fresh = ttl.min(self.config.max_ttl);
-        let stale = self.config.max_stale;
-        let later = ttl.saturating_add(stale);
-        let whole = if stale.is_zero() { fresh } else { later };
-        (fresh, whole)
+        let max_stale = self.config.max_stale;
+        if max_stale.is_zero() {
+            return (fresh, fresh);
+        }
+        (fresh, ttl.saturating_add(max_stale))
     }
 
     fn make_room(&mut self, weight: usize) {
@@ -157,7 +157,7 @@ impl Cache {
     }
 }
 
-/// The reply with other TTLs.
+/// Returns the reply with changed TTLs.
 fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
     let mut bytes = reply.0.to_vec();
     let end = wire::question_end(&bytes);
@@ -169,8 +169,9 @@ fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
     Reply(bytes.into(), reply.1)
 }
 
-/// How long a reply may be kept, and whether it is negative; `None` if it must not be. Source: RFC 2308, sections 2, 4 and 5.
-fn lifetime(reply: &Reply) -> Option<(Duration, bool)> {
+/// Returns how long a reply may be stored, and whether it is negative; `None` if it must not be stored.
+/// Source: RFC 2308, sections 2, 4 and 5.
+fn cacheable_ttl(reply: &Reply) -> Option<(Duration, bool)> {
     let bytes = &reply.0;
     let end = wire::question_end(bytes)?;
     let records = wire::records(bytes, end)?;
@@ -178,27 +179,26 @@ fn lifetime(reply: &Reply) -> Option<(Duration, bool)> {
         return None;
     }
     let kind = wire::u16_at(bytes, end - 4)?;
-    let answers = || records.iter().filter(|r| r.section == Section::Answer);
-    let is_asked = |r: &Record| r.kind == kind || kind == ANY;
+    let mut answers = records.iter().filter(|r| r.section == Section::Answer);
+    let min_answer_ttl = answers.clone().filter_map(|r| ttl(bytes, r)).min();
     let is_negative = match reply.rcode() {
-        NOERROR => !answers().any(is_asked),
+        NOERROR => !answers.any(|r| r.kind == kind || kind == ANY),
         NXDOMAIN => true,
         _ => return None,
     };
-    let of_answers = answers().filter_map(|record| ttl(bytes, record)).min();
     let seconds = if is_negative {
         let is_soa = |r: &&Record| r.section == Section::Authority && r.kind == SOA;
         let soa = records.iter().find(is_soa)?;
         let minimum = wire::u32_at(bytes, soa.end.checked_sub(4)?)?;
-        let of_answers = of_answers.unwrap_or(u32::MAX);
-        ttl(bytes, soa)?.min(minimum).min(of_answers)
+        let soa_ttl = ttl(bytes, soa)?.min(minimum);
+        soa_ttl.min(min_answer_ttl.unwrap_or(u32::MAX))
     } else {
-        of_answers?
+        min_answer_ttl?
     };
     (seconds > 0).then_some((Duration::from_secs(seconds.into()), is_negative))
 }
 
-/// A TTL with the highest bit set is none. Source: RFC 2181, section 8.
+/// Returns the TTL of a record. One with the highest bit set is invalid. Source: RFC 2181, section 8.
 fn ttl(message: &[u8], record: &Record) -> Option<u32> {
     wire::u32_at(message, record.ttl_at()).filter(|ttl| *ttl <= i32::MAX.unsigned_abs())
 }

@@ -1,4 +1,4 @@
-//! Lifetimes, replacement and bounds of kept replies.
+//! Lifetimes, replacement and bounds of stored replies.
 
 use super::super::message::Query;
 use super::super::tests::{Answer, KEEPING, query};
@@ -21,22 +21,22 @@ fn caching(max_ttl: u64, max_negative_ttl: u64, max_stale: u64) -> Cache {
     })
 }
 
-/// What is found after some seconds, with the TTL of the first record.
+/// Looks up the key after some seconds. Returns the kind of the result, and the TTL of the first record.
 fn found(cache: &mut Cache, stored: Instant, after: u64) -> (&'static str, u32) {
     let ttl = |reply: &Reply| {
         let at = 12 + "a.test".len() + 2 + 4 + 6;
         wire::u32_at(&reply.0, at).expect("a TTL")
     };
     match cache.get(b"key", stored + Duration::from_secs(after)) {
-        Found::Fresh(reply) => ("fresh", ttl(&reply)),
-        Found::Stale(reply) => ("stale", ttl(&reply)),
-        Found::Nothing => ("nothing", 0),
+        Lookup::Fresh(reply) => ("fresh", ttl(&reply)),
+        Lookup::Stale(reply) => ("stale", ttl(&reply)),
+        Lookup::Miss => ("nothing", 0),
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_cache_without_time_or_room_keeps_nothing() {
-    assert!(KEEPING.keeps());
+    assert!(KEEPING.is_enabled());
     for off in [
         Config {
             max_stale: Duration::ZERO,
@@ -51,7 +51,7 @@ async fn a_cache_without_time_or_room_keeps_nothing() {
             ..KEEPING
         },
     ] {
-        assert!(!off.keeps(), "{off:?}");
+        assert!(!off.is_enabled(), "{off:?}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! That answers arrive.
+//! Checks that answers arrive.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};

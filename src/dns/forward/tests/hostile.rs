@@ -1,4 +1,4 @@
-//! That nothing a server or a file says does harm.
+//! Checks that hostile servers and files do no harm.
 
 use std::time::Duration;
 

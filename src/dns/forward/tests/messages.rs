@@ -14,7 +14,7 @@ pub(crate) fn query(id: u16, name: &str) -> Vec<u8> {
     bytes
 }
 
-/// The same with an OPT record.
+/// A query with an OPT record.
 pub(crate) fn query_with_opt(id: u16, name: &str, size: u16, options: &[u8]) -> Vec<u8> {
     let mut bytes = query(id, name);
     bytes[11] = 1;
@@ -43,7 +43,7 @@ pub(crate) fn advertised(query: &[u8]) -> Option<u16> {
     Some(u16::from_be_bytes([size[0], size[1]]))
 }
 
-/// What a server says.
+/// The content of a server's reply.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Answer {
     pub(crate) rcode: u8,
@@ -87,7 +87,7 @@ impl Answer {
         }
     }
 
-    /// In reply to a query, whose OPT record is answered with one.
+    /// Encodes the reply to a query, with an OPT record if the query has one.
     pub(crate) fn to(&self, query: &[u8]) -> Vec<u8> {
         let mut bytes = query[..2].to_vec();
         bytes.extend([0x81 | if self.is_cut { 2 } else { 0 }, 0x80 | self.rcode]);

@@ -1,4 +1,4 @@
-//! What is found in a table, against the same rules written out as maps.
+//! Compares lookups in a table with the same rules written out as maps.
 
 mod limits;
 

@@ -1,65 +1,67 @@
-//! Hot restart as a state machine without I/O: events in, one action out.
+//! Decides about hot restarts: a state machine without I/O, events in, one action out.
 //!
-//! When a restart is wanted, what the successor would start from is checked, the successor is started
-//! beside the Envoy that serves, and takes over when it serves itself; the Envoy before, now its
-//! parent, leaves. One restart at a time: what is wanted meanwhile waits until the parent is gone. A
-//! successor that fails is killed and not asked to quit, as it would end its parent. From its start
-//! until it serves it leaves a mark in the memory they share, so after a failure no successor can
-//! use the same base id; the next restart is a full one.
+//! A restart checks the inputs of the successor, starts it next to the current Envoy, and promotes it once it is
+//! live; the previous Envoy, now its parent, finishes its requests and exits. There is one restart at a time: a
+//! request during a restart waits until the parent has exited. A successor that fails is killed and not asked to
+//! quit, because it would end its parent. From its start until it is live, a successor sets a mark in the shared
+//! memory. After a failure the mark remains, so no other successor can use the base id: the next restart is a full
+//! one.
 
 use crate::envoy::machine::EndBy;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The Envoy that serves does so, and may be replaced.
+    /// The current Envoy serves and may be replaced.
     Ready {
-        /// Whether it shares memory with a successor.
+        /// True if it can share memory with a successor.
         shares_memory: bool,
     },
-    /// It drains, is on its way down, or is gone.
+    /// The current Envoy drains, shuts down, or has exited.
     Unready,
-    /// No Envoy is wanted any more.
+    /// The agent stops.
     Stop,
+    /// A restart was requested.
     Wanted,
-    /// The check found nothing to start: it is what serves already, or cannot be used.
+    /// The inputs are unchanged or unusable.
     NothingToStart,
-    /// The check found something to start.
+    /// The inputs have changed and are usable.
     Usable {
-        /// Whether the admin port is that of the Envoy that serves. A successor that failed may have
-        /// taken it.
+        /// True if the current Envoy owns the admin port. A successor that failed may have taken it.
         is_live: bool,
     },
+    /// The successor serves.
     Live,
-    /// The wait of the last action is over.
+    /// The time of the last action is over.
     Deadline,
     /// A successor in another container is about to start.
     Lend,
-    /// That successor is gone, and has not taken over.
+    /// The successor in the other container has exited without taking over.
     Reclaim {
-        /// Whether its mark in the shared memory has been cleared.
+        /// True if its mark in the shared memory has been cleared.
         is_clear: bool,
     },
     SuccessorExited,
     ParentExited {
-        /// Before its successor has ended it.
+        /// True if its successor had not ended it yet.
         early: bool,
     },
+    /// The current Envoy has exited.
     ServingExited,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Nothing,
-    /// Find out whether there is something to start.
+    /// Read and validate the inputs.
     Check,
-    /// Start the successor, and look out for [`Event::Live`] for some time.
+    /// Start the successor and report [`Event::Live`], or [`Event::Deadline`] after its time.
     Start,
     KillSuccessor,
-    /// The successor is now the Envoy that serves; the one before is its parent, and leaves within
-    /// some time.
+    /// Make the successor the current Envoy and the previous one its parent. Report [`Event::Deadline`] if the
+    /// parent does not exit in time.
     Promote,
     KillParent,
-    /// Shut the Envoy that serves down, and start the next after it.
+    /// Shut the current Envoy down, then start the next one.
     Replace(EndBy),
 }
 
@@ -68,23 +70,26 @@ pub enum Phase {
     Idle,
     Checking,
     Starting,
+    /// The successor has been killed.
     Failing,
     /// A successor in another container starts.
     Lent,
-    /// The parent is about to leave.
+    /// The successor serves; its parent exits soon.
     Leaving,
+    /// The parent has been killed, or its successor has exited.
     Clearing,
 }
 
 #[derive(Debug)]
 pub struct Machine {
     phase: Phase,
+    /// True if the current Envoy may be replaced.
     is_ready: bool,
     is_wanted: bool,
     is_stopped: bool,
-    /// Whether Envoys can share memory here.
+    /// True if Envoys can share memory on this machine.
     pub(super) can_share: bool,
-    /// Whether a successor can use the base id of the Envoy that serves.
+    /// True if a successor can use the base id of the current Envoy.
     is_continuable: bool,
 }
 
@@ -113,7 +118,7 @@ impl Machine {
         use Phase::{Checking, Clearing, Failing, Idle, Leaving, Lent, Starting};
         match (self.phase, event) {
             (_, Event::Ready { shares_memory }) => {
-                self.is_ready = true;
+                self.is_ready = !self.is_stopped;
                 self.is_continuable &= shares_memory;
                 self.next()
             }
@@ -127,11 +132,10 @@ impl Machine {
                 self.next()
             }
             (_, Event::ServingExited) => self.serving_exited(),
-            (Idle, Event::Lend) if self.is_ready && !self.is_stopped && self.is_continuable => {
-                // The mark is there until the successor serves.
+            (Idle, Event::Lend) if self.is_ready && self.is_continuable => {
+                // The mark stays set until the successor serves.
                 self.is_continuable = false;
-                self.phase = Lent;
-                Action::Nothing
+                self.enter(Lent, Action::Nothing)
             }
             (Lent, Event::Reclaim { is_clear }) => {
                 self.is_continuable |= is_clear;
@@ -139,75 +143,65 @@ impl Machine {
             }
             (Checking, Event::NothingToStart) => self.rest(),
             (Checking, Event::Usable { is_live }) => self.usable(is_live),
-            (Starting, Event::Live) => self.promote(),
-            (Starting, Event::Deadline) => self.fail(),
+            (Starting, Event::Live) => {
+                self.is_continuable = self.can_share;
+                self.enter(Leaving, Action::Promote)
+            }
+            (Starting, Event::Deadline) => self.enter(Failing, Action::KillSuccessor),
             (Starting | Failing, Event::SuccessorExited) => self.rest(),
             (Leaving, Event::ParentExited { early: true }) if self.is_ready => {
-                self.phase = Idle;
                 self.replace(EndBy::Kill)
             }
             (Leaving | Clearing, Event::ParentExited { .. }) => self.rest(),
-            (Leaving, Event::Deadline) => {
-                self.phase = Clearing;
-                Action::KillParent
-            }
+            (Leaving, Event::Deadline) => self.enter(Clearing, Action::KillParent),
             _ => Action::Nothing,
         }
     }
 
-    /// Nothing is under way any more, so what waits may begin.
+    fn enter(&mut self, phase: Phase, action: Action) -> Action {
+        self.phase = phase;
+        action
+    }
+
+    /// Ends the current restart, and begins the next one if it is wanted.
     fn rest(&mut self) -> Action {
         self.phase = Phase::Idle;
         self.next()
     }
 
+    /// Begins a wanted restart if none is running.
     fn next(&mut self) -> Action {
-        let may_begin = self.is_ready && !self.is_stopped;
-        if self.phase != Phase::Idle || !may_begin || !self.is_wanted {
+        if self.phase != Phase::Idle || !self.is_ready || !self.is_wanted {
             return Action::Nothing;
         }
         self.is_wanted = false;
-        self.phase = Phase::Checking;
-        Action::Check
+        self.enter(Phase::Checking, Action::Check)
     }
 
     fn usable(&mut self, is_live: bool) -> Action {
         if !self.is_ready {
-            // It is still wanted, once an Envoy serves again.
+            // The restart waits until an Envoy serves again.
             self.is_wanted = true;
             return self.rest();
         }
         if !is_live || !self.is_continuable {
-            self.phase = Phase::Idle;
             return self.replace(EndBy::Quit);
         }
-        // The mark is there until the successor serves.
+        // The mark stays set until the successor serves.
         self.is_continuable = false;
-        self.phase = Phase::Starting;
-        Action::Start
+        self.enter(Phase::Starting, Action::Start)
     }
 
     fn replace(&mut self, end_by: EndBy) -> Action {
         self.is_ready = false;
-        Action::Replace(end_by)
-    }
-
-    fn promote(&mut self) -> Action {
-        self.phase = Phase::Leaving;
-        self.is_continuable = self.can_share;
-        Action::Promote
-    }
-
-    fn fail(&mut self) -> Action {
-        self.phase = Phase::Failing;
-        Action::KillSuccessor
+        self.enter(Phase::Idle, Action::Replace(end_by))
     }
 
     fn stop(&mut self) -> Action {
         self.is_ready = false;
         self.is_stopped = true;
         match self.phase {
-            Phase::Starting => self.fail(),
+            Phase::Starting => self.enter(Phase::Failing, Action::KillSuccessor),
             _ => Action::Nothing,
         }
     }
@@ -216,22 +210,15 @@ impl Machine {
         self.is_ready = false;
         self.is_continuable = self.can_share;
         match self.phase {
-            Phase::Leaving => {
-                self.phase = Phase::Clearing;
-                match self.is_stopped {
-                    // The Envoy that was asked to end has ended its parent.
-                    true => Action::Nothing,
-                    false => Action::KillParent,
-                }
-            }
+            // An Envoy that was asked to stop has ended its parent itself.
+            Phase::Leaving if self.is_stopped => self.enter(Phase::Clearing, Action::Nothing),
+            Phase::Leaving => self.enter(Phase::Clearing, Action::KillParent),
             Phase::Starting => {
                 self.is_wanted = true;
-                self.fail()
+                self.enter(Phase::Failing, Action::KillSuccessor)
             }
-            // A check goes on, and what it finds waits for an Envoy that serves.
-            Phase::Checking | Phase::Idle | Phase::Clearing | Phase::Failing | Phase::Lent => {
-                Action::Nothing
-            }
+            // A running check continues; its result waits for an Envoy that serves.
+            _ => Action::Nothing,
         }
     }
 }

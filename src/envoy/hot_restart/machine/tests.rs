@@ -218,22 +218,22 @@ fn an_envoy_whose_parent_is_in_another_container_is_not_replaced_before_that_has
     }
 }
 
-/// What a supervisor would know.
+/// The knowledge of a supervisor.
 #[derive(Debug, Default)]
 struct World {
     serving: bool,
     next: bool,
     old: bool,
-    /// Whether a successor in another container starts.
+    /// True while a successor in another container starts.
     is_lent: bool,
     is_checking: bool,
-    /// Whether the wait for the old one is over.
+    /// True if the wait for the old Envoy is over.
     is_overdue: bool,
     is_stopped: bool,
 }
 
 impl World {
-    /// Whether the event can come now.
+    /// Returns true if the event can come now.
     fn allows(&self, event: Event) -> bool {
         match event {
             Event::Ready { .. } => self.serving && !self.is_stopped,

@@ -78,9 +78,12 @@ async fn without_a_watch_files_that_need_not_exist_are_read_now_and_then() {
 #[tokio::test(start_paused = true)]
 async fn a_watch_the_kernel_refuses_is_tried_again() {
     static REFUSED: AtomicBool = AtomicBool::new(false);
-    let refused_once = || match REFUSED.swap(true, Ordering::Relaxed) {
-        false => refused(),
-        true => FileWatch::new(),
+    let refused_once = || {
+        if REFUSED.swap(true, Ordering::Relaxed) {
+            FileWatch::new()
+        } else {
+            refused()
+        }
     };
     let watcher = Arc::new(watcher(&Arc::default(), refused_once));
     let mut tasks = JoinSet::new();

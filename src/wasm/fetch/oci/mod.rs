@@ -1,8 +1,8 @@
-//! Fetches modules from OCI registries: the manifest, of an index the right one, and the layer with the
-//! module. That is the last layer of an image of Docker or OCI, a tar.gz with a file `plugin.wasm`, or the
-//! layer of an artifact that is the module.
+//! Fetches modules from OCI registries: the manifest, if necessary by way of an index, and then the layer
+//! with the module. That is the last layer of a Docker or OCI image, a tar.gz with a file `plugin.wasm`, or
+//! the layer of an artifact that is the module itself.
 //!
-//! Sources: the OCI Distribution Specification 1.1, and the token authentication of Docker's registry.
+//! Sources: OCI Distribution Specification 1.1, token authentication of Docker's registry.
 
 mod registry;
 
@@ -20,16 +20,16 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::download::{Download, Plan, hexadecimal, unusable};
-use super::{Config, Error, Reference, Source, no_manifest, place, secret, sha256};
+use super::{Config, Error, Reference, Source, location, no_manifest, secret, sha256};
 use crate::dial::proxy::basic;
 use crate::json;
 use crate::lifecycle::with_causes;
 use crate::regular_file;
 use registry::Registry;
 
-/// Registries take manifests of up to 4 MiB.
+/// Registries accept manifests of up to 4 MiB.
 const MAX_MANIFEST: usize = 4 << 20;
-/// Of a Docker configuration.
+/// Most bytes of a Docker configuration.
 const MAX_CONFIG: u64 = 1 << 20;
 
 const IMAGE_LAYERS: [&str; 2] = [
@@ -38,7 +38,7 @@ const IMAGE_LAYERS: [&str; 2] = [
 ];
 const MODULE_LAYER: &str = "application/vnd.module.wasm.content.layer.v1+wasm";
 
-/// What is asked for: manifests and indexes of Docker and OCI.
+/// The accepted media types: manifests and indexes of Docker and OCI.
 const ACCEPT: &str = "application/vnd.docker.distribution.manifest.v2+json, \
      application/vnd.docker.distribution.manifest.list.v2+json, \
      application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json";
@@ -47,15 +47,15 @@ const ACCEPT: &str = "application/vnd.docker.distribution.manifest.v2+json, \
 #[derive(Debug)]
 pub(crate) struct Image {
     registry: Registry,
-    /// Digest and size.
+    /// Digest and size of the layer with the module.
     layer: (String, u64),
-    /// That of the manifest, hexadecimal, and of the index that it is in.
+    /// The digests, in hexadecimal, of the manifest and of the index that contains it.
     pub(crate) digests: Vec<String>,
 }
 
 impl Config {
-    /// Fetches the manifest of an image. `expected` helps to choose among those of an index. Attempts
-    /// end by `deadline`.
+    /// Fetches the manifest of an image. From an index, it chooses the one with the `expected` digest, if
+    /// there is one. The attempts end at `deadline`.
     pub(crate) async fn image(
         &self,
         source: &Source,
@@ -71,8 +71,8 @@ impl Config {
                 None => credentials_in_files(&self.credentials, &image).await,
             };
             let authority = source.authority();
-            let registry = Registry::new(self, authority, reference, credentials?, deadline);
-            let mut registry = registry.await?;
+            let connecting = Registry::new(self, authority, reference, credentials?, deadline);
+            let mut registry = connecting.await?;
             let mut manifest = registry.manifest(&reference.version).await?;
             let mut index = None;
             if let Some(child) = manifest.child(expected)? {
@@ -100,15 +100,15 @@ impl Config {
     ) -> Result<Download, Error> {
         let (digest, size) = image.layer;
         let path = format!("blobs/sha256:{digest}");
-        let response = image.registry.get(&path, "*/*").await;
-        let response = response.map_err(|problem| unusable(&source.redacted(), &problem))?;
+        let received = image.registry.get(&path, "*/*").await;
+        let response = received.map_err(|problem| unusable(&source.redacted(), &problem))?;
         let plan = Plan {
             file: Some("plugin.wasm"),
             max_received: size,
             digest: Some(digest),
             ..self.plan(source, directory)
         };
-        plan.carry_out(response.into_body()).await
+        plan.download(response.into_body()).await
     }
 }
 
@@ -130,14 +130,14 @@ impl Registry {
     }
 }
 
-/// A manifest, or an index of some.
+/// A manifest, or an index of manifests.
 #[derive(Debug, Deserialize)]
 struct Manifest {
     #[serde(default)]
     layers: Vec<Descriptor>,
-    /// Of an index only.
+    /// Set in an index.
     manifests: Option<Vec<Descriptor>>,
-    /// Of the bytes it was read from.
+    /// The digest of its encoding.
     #[serde(skip)]
     digest: String,
 }
@@ -162,42 +162,45 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The digest of the manifest to use, if this is an index: the expected one if it is there, or that
-    /// for linux/amd64, which modules are published for. One without a platform is taken for it.
+    /// Returns the digest of the manifest to use, if this is an index: the expected one if it is listed,
+    /// else the one for linux/amd64, which is the platform of published modules. A manifest without a
+    /// platform counts as such.
     fn child(&self, expected: Option<&str>) -> Result<Option<String>, String> {
         let Some(manifests) = &self.manifests else {
             return Ok(None);
         };
-        let is_expected = |one: &&Descriptor| expected.is_some() && sha256(&one.digest) == expected;
-        let is_usual = |one: &&Descriptor| {
-            let platform = &one.platform;
+        let is_expected =
+            |child: &&Descriptor| expected.is_some() && sha256(&child.digest) == expected;
+        let is_usual = |child: &&Descriptor| {
+            let platform = &child.platform;
             platform.is_null() || platform["os"] == "linux" && platform["architecture"] == "amd64"
         };
-        let found = manifests.iter().find(is_expected);
-        let found = found.or_else(|| manifests.iter().find(is_usual));
-        let found = found.ok_or("no child with platform linux/amd64 in the index")?;
-        found.hexadecimal().map(Some)
+        let listed = manifests.iter().find(is_expected);
+        let Some(child) = listed.or_else(|| manifests.iter().find(is_usual)) else {
+            return Err("no child with platform linux/amd64 in the index".to_owned());
+        };
+        child.hexadecimal().map(Some)
     }
 
-    /// Digest and size of the layer with the module, which has at most `limit` bytes.
+    /// Returns digest and size of the layer with the module, which may have at most `limit` bytes.
     fn layer(&self, limit: u64) -> Result<(String, u64), String> {
         let last = self.layers.last();
-        let of_image = last.filter(|last| IMAGE_LAYERS.contains(&last.media_type.as_str()));
+        let image_layer = last.filter(|last| IMAGE_LAYERS.contains(&&*last.media_type));
         let mut layers = self.layers.iter();
-        let found = of_image.or_else(|| layers.find(|layer| layer.media_type == MODULE_LAYER));
-        let found = found.ok_or_else(|| {
+        let module_layer = || layers.find(|layer| layer.media_type == MODULE_LAYER);
+        let Some(layer) = image_layer.or_else(module_layer) else {
             let types = self.layers.iter().map(|layer| layer.media_type.as_str());
-            let types = types.collect::<Vec<_>>().join(", ");
+            let found = types.collect::<Vec<_>>().join(", ");
             let [docker, oci] = IMAGE_LAYERS;
-            format!(
-                "the given image is in invalid format as an OCI image: found layers [{types}], \
+            return Err(format!(
+                "the given image is in invalid format as an OCI image: found layers [{found}], \
                  expected {docker} or {oci} as the last, or {MODULE_LAYER}"
-            )
-        })?;
-        if found.size > limit {
-            return Err(format!("layer of {} bytes, limit {limit}", found.size));
+            ));
+        };
+        if layer.size > limit {
+            return Err(format!("layer of {} bytes, limit {limit}", layer.size));
         }
-        Ok((found.hexadecimal()?, found.size))
+        Ok((layer.hexadecimal()?, layer.size))
     }
 }
 
@@ -209,15 +212,15 @@ impl Descriptor {
     }
 }
 
-/// What a registry is given, from Docker's configuration. Its helper programs (`credHelpers`, `credsStore`)
-/// are not run: what a pull secret names would be executed. Headers are marked as secret, and not shown.
+/// Credentials from Docker's configuration. Its helper programs (`credHelpers`, `credsStore`) are not run,
+/// because a pull secret could name any program. The headers are marked as sensitive, so they are not logged.
 #[derive(Debug, PartialEq, Eq)]
 enum Credentials {
-    /// For the registry or its token server.
+    /// A header for the registry or its token server.
     Password(HeaderValue),
     /// An OAuth 2 refresh token for the token server.
     Identity(HeaderValue),
-    /// For the registry itself.
+    /// A header for the registry itself.
     Token(HeaderValue),
 }
 
@@ -237,19 +240,19 @@ struct Entry {
     registrytoken: String,
 }
 
-/// The credentials for an image in Docker's configuration: those of the longest key that names its
-/// repository or a part of the path to it, such as the host. None is access without any.
+/// Returns the credentials for an image from Docker's configuration: those of the longest key that is the
+/// repository or a part of the path to it, such as the host. `None` means anonymous access.
 fn read_credentials(config: &[u8], image: &str) -> Result<Option<Credentials>, String> {
-    // The error of the parser would show a part of the secret.
+    // The text of the parser's error may contain a part of the secret.
     let config: DockerConfig = json::read(config).map_err(|error| {
         let kind = error.classify();
         format!("not a Docker configuration in JSON ({kind:?} error)")
     })?;
-    let image = place(image);
+    let image = location(image);
     let ranked = config.auths.into_iter().filter_map(|(key, entry)| {
-        let place = place(&key);
-        // It may be a URL of the registry's API.
-        let (host, path) = place.split_once('/')?;
+        // The key may be a URL of the registry's API.
+        let key_location = location(&key);
+        let (host, path) = key_location.split_once('/')?;
         let api = path.strip_prefix("v1/").or(path.strip_prefix("v2/"));
         let rest = image.strip_prefix(&format!("{host}/{}", api.unwrap_or(path)))?;
         Some(((rest.len(), key.len()), entry))
@@ -258,18 +261,18 @@ fn read_credentials(config: &[u8], image: &str) -> Result<Option<Credentials>, S
     nearest.map_or(Ok(None), |(_, entry)| entry.credentials())
 }
 
-/// The credentials in the first of these files that exists.
+/// Reads the credentials from the first of these files that exists.
 async fn credentials_in_files(
     paths: &[PathBuf],
     image: &str,
 ) -> Result<Option<Credentials>, String> {
     for path in paths {
-        let of_path = |problem: String| format!("{}: {problem}", path.display());
-        match regular_file::read_blocking(path.clone(), MAX_CONFIG).await {
-            Ok(config) => return read_credentials(&config, image).map_err(of_path),
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => return Err(of_path(error.to_string())),
-        }
+        let found = match regular_file::read_blocking(path.clone(), MAX_CONFIG).await {
+            Ok(config) => read_credentials(&config, image),
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => Err(error.to_string()),
+        };
+        return found.map_err(|problem| format!("{}: {problem}", path.display()));
     }
     Ok(None)
 }
@@ -285,15 +288,17 @@ impl Entry {
         }
         let mut password = format!("{}:{}", self.username, self.password).into_bytes();
         if !self.auth.is_empty() {
-            let decoded = STANDARD.decode(self.auth.trim()).ok();
-            let decoded = decoded.filter(|decoded| decoded.contains(&b':'));
             let expected = "\"auth\" of the registry is not the base64 of user:password";
-            password = decoded.ok_or(expected)?;
-            // Docker pads it.
+            let decoded = STANDARD.decode(self.auth.trim()).ok();
+            let valid = decoded.filter(|auth| auth.contains(&b':'));
+            password = valid.ok_or(expected)?;
+            // Docker pads it with zeros.
             while password.pop_if(|byte| *byte == 0).is_some() {}
         }
-        let password = Some(password).filter(|password| password != b":");
-        Ok(password.and_then(|password| Some(Credentials::Password(basic(&password)?))))
+        if password == b":" {
+            return Ok(None);
+        }
+        Ok(basic(&password).map(Credentials::Password))
     }
 }
 

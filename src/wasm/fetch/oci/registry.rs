@@ -1,5 +1,5 @@
-//! Sends requests to a registry: authentication, which token servers are asked, and plain HTTP where it
-//! does not speak TLS.
+//! Sends requests to a registry: authenticates, by a token server if the registry names one, and falls back
+//! to plain HTTP if it does not support TLS.
 
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Uri, header};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
@@ -14,7 +14,7 @@ use crate::wasm::fetch::server::{Server, get};
 use crate::wasm::fetch::{Config, Reference, secret};
 
 const MAX_TOKEN: usize = 1 << 20;
-/// How docker, and registries made for it, name a client.
+/// The name of the client for token servers.
 const CLIENT_ID: &str = "istio-agent";
 
 /// The repository of one image.
@@ -23,11 +23,11 @@ pub(super) struct Registry {
     server: Server,
     base: Uri,
     repository: String,
-    /// Whether its certificate is not verified.
+    /// True if its certificate is not verified.
     is_insecure: bool,
     credentials: Option<Credentials>,
     has_answered: bool,
-    /// Of the requests to come.
+    /// The header of further requests.
     authorization: Option<HeaderValue>,
 }
 
@@ -38,7 +38,7 @@ struct Token {
 }
 
 impl Registry {
-    /// `authority` is the registry as the URL names it.
+    /// Creates a client. `authority` is the registry's name in the URL.
     pub(super) async fn new(
         config: &Config,
         authority: &str,
@@ -58,8 +58,7 @@ impl Registry {
         })
     }
 
-    /// Requests a part of the repository, and succeeds with status 200 only. A token that has expired
-    /// is replaced once.
+    /// Requests a part of the repository. Fails unless the status is 200. An expired token is replaced once.
     pub(super) async fn get(
         &mut self,
         path: &str,
@@ -98,7 +97,7 @@ impl Registry {
         }
     }
 
-    /// Whether plain HTTP is next: the registry has answered TLS in HTTP, or is local.
+    /// Returns whether to continue with plain HTTP: the registry answered TLS with HTTP, or is local.
     fn falls_back(&self, error: &Error) -> bool {
         let source = match error {
             Error::Tls { source, .. } => source.get_ref().and_then(|it| it.downcast_ref()),
@@ -112,13 +111,13 @@ impl Registry {
         self.base.scheme_str() == Some("https")
     }
 
-    /// Whether it is on this machine or in a private network.
+    /// Returns whether the registry is on this machine or in a private network.
     fn is_local(&self) -> bool {
         let host = self.base.host().unwrap_or_default();
         address::is_private(host) || host == "localhost" || host.ends_with(".local")
     }
 
-    /// Gets what the registry asks for in a 401.
+    /// Obtains the authorization that the registry requires in a 401.
     async fn authenticate(&mut self, headers: &HeaderMap) -> Result<(), String> {
         let refuses = format!("{} asks for authorization", self.base);
         let may_send = self.has_tls() || self.is_insecure || self.is_local();
@@ -126,71 +125,65 @@ impl Registry {
             let listed = "WASM_INSECURE_REGISTRIES does not list it";
             return Err(format!("{refuses} over plain HTTP, and {listed}"));
         }
-        let authorization = match (challenge(headers), &self.credentials) {
-            (None, _) => return Err(format!("{refuses} by an unknown scheme")),
+        let Some(challenge) = challenge(headers) else {
+            return Err(format!("{refuses} by an unknown scheme"));
+        };
+        let authorization = match (challenge, &self.credentials) {
             (_, Some(Credentials::Token(token))) => token.clone(),
-            (Some(Challenge::Basic), Some(Credentials::Password(password))) => password.clone(),
-            (Some(Challenge::Basic), _) => {
+            (Challenge::Basic, Some(Credentials::Password(password))) => password.clone(),
+            (Challenge::Basic, _) => {
                 return Err(format!("{refuses} by password, and none is configured"));
             }
-            (
-                Some(Challenge::Bearer {
-                    realm,
-                    service,
-                    scope,
-                }),
-                _,
-            ) => {
-                let server = token_server(&realm, &self.base)?;
-                let own = || format!("repository:{}:pull", self.repository);
-                let mut parameters = vec![("scope", scope.unwrap_or_else(own))];
-                parameters.extend(service.map(|service| ("service", service)));
-                self.token(&server, parameters).await?
+            (Challenge::Bearer(bearer), _) => {
+                let server = token_server(&bearer.realm, &self.base)?;
+                let usual_scope = || format!("repository:{}:pull", self.repository);
+                let mut parameters = vec![("scope", bearer.scope.unwrap_or_else(usual_scope))];
+                parameters.extend(bearer.service.map(|service| ("service", service)));
+                self.request_token(&server, parameters).await?
             }
         };
         self.authorization = Some(authorization);
         Ok(())
     }
 
-    /// Asks a token server.
-    async fn token(
+    /// Requests a token from a token server.
+    async fn request_token(
         &self,
         server: &Uri,
         mut parameters: Vec<(&str, String)>,
     ) -> Result<HeaderValue, String> {
         let request = if let Some(Credentials::Identity(token)) = &self.credentials {
-            let (kind, client) = ("refresh_token".to_owned(), CLIENT_ID.to_owned());
-            let own = [("grant_type", kind), ("client_id", client)];
-            parameters.extend(own);
             let token = token.to_str().unwrap_or_default().to_owned();
+            parameters.push(("grant_type", "refresh_token".to_owned()));
+            parameters.push(("client_id", CLIENT_ID.to_owned()));
             parameters.push(("refresh_token", token));
             let mut request = get(server.clone(), None).map(|_| form(&parameters).into());
             *request.method_mut() = Method::POST;
-            let kind = HeaderValue::from_static("application/x-www-form-urlencoded");
-            request.headers_mut().insert(header::CONTENT_TYPE, kind);
+            let value = HeaderValue::from_static("application/x-www-form-urlencoded");
+            request.headers_mut().insert(header::CONTENT_TYPE, value);
             request
         } else {
-            let joint = if server.query().is_some() { '&' } else { '?' };
-            let uri = url(&format!("{server}{joint}{}", form(&parameters)))?;
+            let separator = if server.query().is_some() { '&' } else { '?' };
+            let uri = url(&format!("{server}{separator}{}", form(&parameters)))?;
             match &self.credentials {
                 Some(Credentials::Password(password)) => get(uri, Some(password)),
                 _ => get(uri, None),
             }
         };
         let failed = |error: Error| format!("no token: {}", with_causes(&error));
-        let response = self.server.send(&request, |_| false).await;
-        let mut response = response.map_err(failed)?;
+        let received = self.server.send(&request, |_| false).await;
+        let mut response = received.map_err(failed)?;
         let (name, status) = (server.host().unwrap_or_default(), response.status());
         if !status.is_success() {
             return Err(format!("token server {name} answers with {status}"));
         }
         let body = response.body_mut().collect(MAX_TOKEN).await;
-        // The error of the parser would show a part of the token.
-        let token: Option<Token> = serde_json::from_slice(&body.map_err(failed)?).ok();
-        let token = token.and_then(|token| token.token.or(token.access_token));
-        let token = token.filter(|token| !token.is_empty());
-        let token = token.ok_or_else(|| format!("token server {name} answers without a token"))?;
-        secret(format!("Bearer {token}"))
+        // The text of the parser's error may contain a part of the token.
+        let parsed: Option<Token> = serde_json::from_slice(&body.map_err(failed)?).ok();
+        match parsed.and_then(|parsed| parsed.token.or(parsed.access_token)) {
+            Some(token) if !token.is_empty() => secret(format!("Bearer {token}")),
+            _ => Err(format!("token server {name} answers without a token")),
+        }
     }
 }
 
@@ -198,7 +191,7 @@ fn url(text: &str) -> Result<Uri, String> {
     text.parse().map_err(|_| format!("{text:?} is not a URL"))
 }
 
-/// Parameters as in a URL's query.
+/// Encodes parameters as in a URL's query.
 fn form(parameters: &[(&str, String)]) -> String {
     let pairs = parameters.iter().map(|(name, value)| {
         let value = utf8_percent_encode(value, NON_ALPHANUMERIC);
@@ -207,19 +200,22 @@ fn form(parameters: &[(&str, String)]) -> String {
     pairs.collect::<Vec<_>>().join("&")
 }
 
-/// What a registry asks for.
+/// The authorization that a registry requires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Challenge {
     Basic,
-    /// A token of the server at `realm`.
-    Bearer {
-        realm: String,
-        service: Option<String>,
-        scope: Option<String>,
-    },
+    Bearer(Bearer),
 }
 
-/// The challenge of an answer; Bearer comes before Basic.
+/// The parameters of a token, which the server at `realm` issues.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Bearer {
+    realm: String,
+    service: Option<String>,
+    scope: Option<String>,
+}
+
+/// Returns the challenge of a response; Bearer precedes Basic.
 fn challenge(headers: &HeaderMap) -> Option<Challenge> {
     let mut asks_for_basic = false;
     for value in headers.get_all(header::WWW_AUTHENTICATE) {
@@ -227,43 +223,42 @@ fn challenge(headers: &HeaderMap) -> Option<Challenge> {
         let lower_case = text.to_ascii_lowercase();
         if let Some(begin) = lower_case.find("bearer ") {
             let named = |name| parameter(&text[begin..], name);
-            return Some(Challenge::Bearer {
+            return Some(Challenge::Bearer(Bearer {
                 realm: named("realm").unwrap_or_default(),
                 service: named("service"),
                 scope: named("scope"),
-            });
+            }));
         }
         asks_for_basic |= lower_case.contains("basic");
     }
     asks_for_basic.then_some(Challenge::Basic)
 }
 
-/// The value of a quoted parameter.
+/// Returns the value of a quoted parameter.
 fn parameter(challenge: &str, name: &str) -> Option<String> {
     let (_, rest) = challenge.split_once(&format!("{name}=\""))?;
     Some(rest.split_once('"')?.0.to_owned())
 }
 
-/// The token server of a registry at `base`, if it may be asked: it could be any that the registry
-/// names, inside the cluster too. One on the registry's own host may.
+/// Returns the token server of a registry at `base`. Fails unless it is on the registry's host or outside:
+/// the registry could name any server in the cluster.
 fn token_server(realm: &str, base: &Uri) -> Result<Uri, String> {
-    let refused = |problem: &str| Err(format!("rejected unsafe bearer realm: {problem}"));
     let uri: Uri = realm.parse().unwrap_or_default();
     let (scheme, host) = (uri.scheme_str(), uri.host().unwrap_or_default());
     let is_allowed =
         scheme == Some("https") || scheme == Some("http") && base.scheme() == uri.scheme();
     let name = host.trim_end_matches('.').to_ascii_lowercase();
-    let names_inside = ["metadata.google.internal", "localhost"];
-    if !is_allowed {
+    let is_inside =
+        address::is_private(host) || ["metadata.google.internal", "localhost"].contains(&&*name);
+    let problem = if !is_allowed {
         let scheme = scheme.unwrap_or_default();
-        refused(&format!("realm scheme {scheme:?} not allowed"))
-    } else if uri.host() != base.host()
-        && (address::is_private(host) || names_inside.contains(&name.as_str()))
-    {
-        refused(&format!("host {host} not allowed"))
+        format!("realm scheme {scheme:?} not allowed")
+    } else if is_inside && uri.host() != base.host() {
+        format!("host {host} not allowed")
     } else {
-        Ok(uri)
-    }
+        return Ok(uri);
+    };
+    Err(format!("rejected unsafe bearer realm: {problem}"))
 }
 
 #[cfg(test)]
@@ -315,11 +310,11 @@ mod challenge_tests {
     fn bearer(realm: &str, service: Option<&str>, scope: Option<&str>) -> Option<Challenge> {
         let [service, scope] = [service, scope].map(|text| text.map(str::to_owned));
         let realm = realm.to_owned();
-        Some(Challenge::Bearer {
+        Some(Challenge::Bearer(Bearer {
             realm,
             service,
             scope,
-        })
+        }))
     }
 
     #[test]
@@ -398,8 +393,8 @@ mod challenge_tests {
                 let value = text.parse().expect("a header");
                 headers.insert(header::WWW_AUTHENTICATE, value);
                 let base = Uri::from_static("https://r.io/");
-                if let Some(Challenge::Bearer { realm, .. }) = challenge(&headers)
-                    && let Ok(server) = token_server(&realm, &base)
+                if let Some(Challenge::Bearer(bearer)) = challenge(&headers)
+                    && let Ok(server) = token_server(&bearer.realm, &base)
                 {
                     let host = server.host().unwrap_or_default();
                     prop_assert!(!address::is_private(host) && host != "localhost", "{}", text);

@@ -84,9 +84,11 @@ async fn an_image_is_pulled_by_tag_by_digest_and_through_an_index() {
 
 #[tokio::test]
 async fn a_registry_without_tls_is_asked_over_http() {
-    let server = Server::start(|head, _| match head.starts_with("GET ") {
-        true => image(head),
-        false => answer("400 Bad Request", "", b""),
+    let server = Server::start(|head, _| {
+        if head.starts_with("GET ") {
+            return image(head);
+        }
+        answer("400 Bad Request", "", b"")
     });
     let server = server.await;
     let url = format!("oci://{}/team/plugin:v1", server.address);
@@ -105,9 +107,11 @@ pub(super) fn host(head: &str) -> &str {
 #[tokio::test]
 async fn bad_answers_of_registries_are_errors_that_say_what_came() {
     let corrupt = |part: &'static str, body: Vec<u8>| {
-        move |head: &str, _: usize| match path(head).contains(part) {
-            true => body.clone(),
-            false => image(head),
+        move |head: &str, _: usize| {
+            if path(head).contains(part) {
+                return body.clone();
+            }
+            image(head)
         }
     };
     let other = layer().iter().map(|byte| byte ^ 1).collect::<Vec<_>>();
@@ -222,19 +226,18 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
             "answers without a token",
         ),
     ] {
-        let text = String::from_utf8_lossy(&body).contains("SELF");
+        let names_itself = String::from_utf8_lossy(&body).contains("SELF");
         let respond = corrupt(part, body);
         let server = Server::tls(move |head, before| {
             if path(head).starts_with("/x") {
                 return ok(b"{}");
             }
-            let found = respond(head, before);
-            match text {
-                true => String::from_utf8_lossy(&found)
-                    .replace("SELF", host(head))
-                    .into(),
-                false => found,
+            let response = respond(head, before);
+            if !names_itself {
+                return response;
             }
+            let text = String::from_utf8_lossy(&response);
+            text.replace("SELF", host(head)).into()
         });
         let server = server.await;
         let url = format!("oci://{}/team/plugin:v1", server.address);

@@ -13,38 +13,33 @@ fn guarded(head: &str, authority: &str) -> Vec<u8> {
         let basic = "authorization: Basic dTpw";
         let scope = "scope=repository%3Ateam%2Fplugin%3Apull&service=the%20registry";
         let known = has(basic) || head.starts_with("POST ");
-        return match known && (head.starts_with("POST ") || head.contains(scope)) {
-            true => ok(br#"{"access_token":"good"}"#),
-            false => answer("401 Unauthorized", "", b""),
-        };
-    }
-    match has("authorization: Bearer good") {
-        true => image(head),
-        false => {
-            let realm = format!("https://{authority}/token");
-            let challenge = format!("Bearer realm=\"{realm}\",service=\"the registry\"");
-            answer(
-                "401 Unauthorized",
-                &format!("www-authenticate: {challenge}\r\n"),
-                b"",
-            )
+        if known && (head.starts_with("POST ") || head.contains(scope)) {
+            return ok(br#"{"access_token":"good"}"#);
         }
+        return answer("401 Unauthorized", "", b"");
     }
+    if has("authorization: Bearer good") {
+        return image(head);
+    }
+    let realm = format!("https://{authority}/token");
+    let challenge = format!("Bearer realm=\"{realm}\",service=\"the registry\"");
+    answer(
+        "401 Unauthorized",
+        &format!("www-authenticate: {challenge}\r\n"),
+        b"",
+    )
 }
 
 #[tokio::test]
 async fn registries_get_the_credentials_of_the_pull_secret_in_the_way_they_ask_for() {
     let bearer = Server::tls(|head, _| guarded(head, host(head)));
-    let basic = Server::tls(
-        |head, _| match head.contains("authorization: Basic dTpw\r\n") {
-            true => image(head),
-            false => answer(
-                "401 No",
-                "www-authenticate: Basic realm=\"Registry\"\r\n",
-                b"",
-            ),
-        },
-    );
+    let basic = Server::tls(|head, _| {
+        if head.contains("authorization: Basic dTpw\r\n") {
+            return image(head);
+        }
+        let challenge = "www-authenticate: Basic realm=\"Registry\"\r\n";
+        answer("401 No", challenge, b"")
+    });
     let (bearer, basic) = (bearer.await, basic.await);
     let secret = |server: &Server, member: &str, value: &str| {
         json!({"auths": {server.address.to_string(): {member: value}}}).to_string()
@@ -147,10 +142,10 @@ async fn a_token_that_has_expired_is_replaced_once_for_each_request() {
                 return ok(format!(r#"{{"token":"t{issued}"}}"#).as_bytes());
             }
             *used += 1;
-            match head.contains(&format!("authorization: Bearer t{issued}\r\n")) && *used <= uses {
-                true => image(head),
-                false => guarded("", host(head)),
+            if head.contains(&format!("authorization: Bearer t{issued}\r\n")) && *used <= uses {
+                return image(head);
             }
+            guarded("", host(head))
         });
         let server = server.await;
         let url = format!("oci://{}/team/plugin:v1", server.address);
@@ -187,9 +182,11 @@ async fn a_token_server_elsewhere_gets_the_password_and_leads_nowhere_inside() {
 
 #[tokio::test]
 async fn a_token_server_that_stays_busy_ends_the_fetch() {
-    let server = Server::tls(|head, _| match path(head).starts_with("/token") {
-        true => answer("429 Busy", "", b""),
-        false => guarded(head, host(head)),
+    let server = Server::tls(|head, _| {
+        if path(head).starts_with("/token") {
+            return answer("429 Busy", "", b"");
+        }
+        guarded(head, host(head))
     });
     let server = server.await;
     let url = format!("oci://{}/team/plugin:v1", server.address);

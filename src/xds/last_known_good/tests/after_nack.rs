@@ -10,7 +10,7 @@ enum Event {
     Push {
         names: Vec<(u8, bool)>,
         is_refused_whole: bool,
-        /// Whether istiod's next response begins before the stored versions are found.
+        /// True if istiod's next response begins before the stored versions are found.
         is_overtaken: bool,
     },
     /// Envoy and the agent start again.

@@ -125,7 +125,7 @@ proptest! {
     }
 }
 
-/// In the process that is killed: where to keep, and which generation to begin with.
+/// The variable of the process that is killed: the first generation to store, and the directory.
 const KEEPER: &str = "KEPT_BY_A_PROCESS_THAT_IS_KILLED";
 
 /// Bytes of a generation, 40,000 if it is not set. With 100 MB the test takes minutes.

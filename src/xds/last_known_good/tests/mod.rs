@@ -110,14 +110,14 @@ fn received(nonce: &str, bytes: &Bytes) -> Received {
     }
 }
 
-/// What a response holds of the resources of its type.
+/// The part of a type's resources that a response has.
 #[derive(Clone, Copy, PartialEq)]
 enum Coverage {
     /// All, whatever Envoy held.
     All,
     /// The first of a stream, to an Envoy that held [`PART`].
     Initial,
-    /// What has changed.
+    /// The changed resources.
     Part,
 }
 
@@ -150,13 +150,16 @@ fn keep(writer: &mut Writer, nonce: &str, bytes: &Bytes, coverage: Coverage) {
     take(writer, 1, answered(nonce, true));
 }
 
-/// What is kept of clusters; None if nothing is.
+/// Returns the stored clusters; None if there is no file.
 fn kept(parent: &Path) -> io::Result<Option<Resources>> {
     let opened = Directory::private(parent, DIRECTORY, false)
         .and_then(|directory| writer::open(&directory, CLUSTER));
-    let (file, header) = match opened {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        found => found?,
+    let found = match opened {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        opened => opened?,
+    };
+    let Some((file, header)) = found else {
+        return Ok(None);
     };
     let index = Index::read(&header, file)?;
     let mut found = Resources::new();
@@ -188,7 +191,7 @@ fn resources(pairs: &[(&str, &str)]) -> Resources {
     pairs.iter().map(owned).collect()
 }
 
-/// What a stream has kept of clusters.
+/// Asserts that these clusters are stored.
 #[track_caller]
 fn assert_kept(parent: &Path, expected: Option<&Resources>) {
     assert_eq!(kept(parent).unwrap().as_ref(), expected);
@@ -284,7 +287,7 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     assert_eq!(writer.shared.failures.get(), 1);
 }
 
-/// What is logged while `work` runs.
+/// Returns the log lines of `work`.
 fn logged(work: impl FnOnce()) -> String {
     // With one subscriber alone, a line first met by another test's thread stays off in ours.
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
@@ -372,19 +375,19 @@ fn an_older_envoy_of_another_node_does_not_alter_what_a_newer_one_has_accepted()
 fn a_file_is_replaced_at_twice_its_size_and_one_that_is_being_served_stays_as_it_was() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
-    let of = |name: &str, mark: &str| resources(&[(name, &mark.repeat(1 << 17))]);
-    let mut all = of("a", "0");
-    all.extend(of("b", "0"));
+    let large = |name: &str, mark: &str| resources(&[(name, &mark.repeat(1 << 17))]);
+    let mut all = large("a", "0");
+    all.extend(large("b", "0"));
     keep(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
-    let (served, header) = writer::open(&directory, CLUSTER).unwrap();
+    let (served, header) = writer::open(&directory, CLUSTER).unwrap().unwrap();
     let index = Index::read(&header, served).unwrap();
     let numbers: HashSet<_> = (1..10)
         .map(|number| {
             let mark = number.to_string();
-            let bytes = response(&mark, &of("a", &mark), &[]);
+            let bytes = response(&mark, &large("a", &mark), &[]);
             keep(&mut writer, &mark, &bytes, Coverage::Part);
-            all.extend(of("a", &mark));
+            all.extend(large("a", &mark));
             assert_kept(parent.path(), Some(&all));
             let found = file(parent.path()).metadata().unwrap();
             assert!(found.len() < 5 << 17, "{}", found.len());
@@ -423,7 +426,7 @@ fn a_response_of_any_size_is_stored_completely_and_held_mostly_on_disk() {
             for piece in bytes.chunks(pieces) {
                 let piece = WriteOp::Bytes(bytes.slice_ref(piece));
                 take(&mut writer, 1, vec![piece]);
-                let held = writer.files[CLUSTER].held();
+                let held = writer.files[CLUSTER].memory();
                 assert!(held <= 3 << 20, "{held}");
             }
             let complete = WriteOp::Complete(received(nonce, &bytes), true);
@@ -439,12 +442,12 @@ fn a_response_of_any_size_is_stored_completely_and_held_mostly_on_disk() {
 struct Step {
     changed: Vec<u8>,
     removed: Vec<u8>,
-    /// Whether it is all there is of the type.
+    /// True if it has all resources of the type.
     replaces: bool,
     refused: Refused,
-    /// Whether its bytes do not stay in memory.
+    /// True if its bytes are moved to disk.
     is_spilled: bool,
-    /// Whether Envoy answers it only after the next response.
+    /// True if Envoy answers it only after the next response.
     is_late: bool,
     is_written: bool,
 }

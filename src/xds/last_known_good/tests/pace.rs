@@ -44,13 +44,13 @@ async fn changes_of_five_seconds_are_written_together_each_resource_once() {
 fn more_than_two_megabytes_are_not_made_to_wait() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
-    let of = |name: &str| resources(&[(name, &"1".repeat(600 << 10))]);
-    let mut all = of("0");
+    let large = |name: &str| resources(&[(name, &"1".repeat(600 << 10))]);
+    let mut all = large("0");
     accept(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
     for name in ["1", "2", "3"] {
         assert_kept(parent.path(), None);
-        all.extend(of(name));
-        let bytes = response(name, &of(name), &[]);
+        all.extend(large(name));
+        let bytes = response(name, &large(name), &[]);
         accept(&mut writer, name, &bytes, Coverage::Part);
     }
     assert_kept(parent.path(), Some(&all));
@@ -62,18 +62,18 @@ fn what_needs_more_than_the_limit_is_not_kept_which_is_no_failure() {
     let mut handle = handle(parent.path());
     Arc::get_mut(&mut handle.shared).unwrap().config.max_bytes = 200_000;
     let mut writer = Writer::new(handle.shared.clone());
-    let of = |bytes: usize| resources(&[("a", &"1".repeat(bytes))]);
+    let content = |bytes: usize| resources(&[("a", &"1".repeat(bytes))]);
     for (bytes, is_kept) in [(90_000, true), (210_000, false), (90_000, true)] {
         begin(&mut writer, 1, 1, IDENTITY);
         let log = logged(|| {
             keep(
                 &mut writer,
                 "1",
-                &response("1", &of(bytes), &[]),
+                &response("1", &content(bytes), &[]),
                 Coverage::All,
             )
         });
-        assert_kept(parent.path(), is_kept.then(|| of(bytes)).as_ref());
+        assert_kept(parent.path(), is_kept.then(|| content(bytes)).as_ref());
         assert_eq!(
             log.contains("needs more than 200000 bytes"),
             !is_kept,
@@ -85,7 +85,7 @@ fn what_needs_more_than_the_limit_is_not_kept_which_is_no_failure() {
     assert_eq!(writer.shared.failures.get(), 0);
 }
 
-/// What is kept after one of `a`, `b` and `c` each is changed in a response that is refused so.
+/// Returns the stored resources after a response that changes `a`, `b` and `c` is refused with this reason.
 fn kept_after(reason: &str, coverage: Coverage) -> Resources {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
@@ -171,8 +171,8 @@ async fn what_waits_is_written_when_the_agent_stops() {
     let config = handle(parent.path()).shared.config.clone();
     let (handle, writing) =
         LastKnownGood::new(config, None, &Registry::default(), shutdown.clone());
-    let ops = passed("1", &one("a", "1"), Coverage::All).into_iter();
-    let ops = ops.chain(answered("1", true)).map(|op| (CLUSTER, op));
+    let response = passed("1", &one("a", "1"), Coverage::All).into_iter();
+    let ops = response.chain(answered("1", true)).map(|op| (CLUSTER, op));
     let first = (
         "",
         WriteOp::Begin(IDENTITY.to_owned(), 1, mpsc::channel(1).0),

@@ -50,7 +50,7 @@ async fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_i
     writing.await;
     assert_kept(parent.path(), Some(&clusters));
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
-    let (_, header) = writer::open(&directory, TABLE).unwrap();
+    let (_, header) = writer::open(&directory, TABLE).unwrap().unwrap();
     let fields = DeltaDiscoveryResponse {
         type_url: String::new(),
         nonce: String::new(),
@@ -96,7 +96,7 @@ fn what_comes_by_sotw_is_not_kept() {
 async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
     let parent = tempfile::tempdir().unwrap();
     let (envoy, mut batches) = envoy(parent.path());
-    let shared = envoy.kept.shared.clone();
+    let shared = envoy.store.shared.clone();
     let recorder = |stream| Recorder::new(Some(envoy.clone()), stream);
     let mut recorders = [recorder(1), recorder(2)];
     let large = resources(&[("a", &"1".repeat(5 << 16))]);
@@ -145,7 +145,7 @@ async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
 async fn a_writer_that_has_stopped_is_not_a_slow_disk() {
     let parent = tempfile::tempdir().unwrap();
     let (envoy, batches) = envoy(parent.path());
-    let shared = envoy.kept.shared.clone();
+    let shared = envoy.store.shared.clone();
     drop(batches);
     let mut recorder = Recorder::new(Some(envoy), 1);
     request(&mut recorder, CLUSTER, "", &[]);

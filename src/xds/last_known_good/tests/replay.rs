@@ -35,8 +35,8 @@ fn store(parent: &Path) {
         (LISTENER, &Resources::new()),
     ] {
         let bytes = response("1", resources, &[]);
-        let ops = passed("1", &bytes, Coverage::All).into_iter();
-        let ops = ops.chain(answered("1", true));
+        let response = passed("1", &bytes, Coverage::All).into_iter();
+        let ops = response.chain(answered("1", true));
         writer.take((1, ops.map(|op| (type_url, op)).collect()));
     }
     writer.write(false);
@@ -62,7 +62,7 @@ fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Resul
         .for_each(|request| sender.try_send(request).unwrap());
     drop(sender);
     let (out, mut answers) = mpsc::channel(1000);
-    answer(&kept, queue, &out)?;
+    answer(&kept.shared, queue, &out)?;
     drop(out);
     let mut bytes = Vec::new();
     while let Some(block) = answers.blocking_recv() {
@@ -184,7 +184,7 @@ fn files_that_are_exchanged_while_they_are_read_change_nothing() {
     let kept = handle(parent.path());
     let (requests, queue) = mpsc::channel(1000);
     let (out, mut answers) = mpsc::channel(1000);
-    let thread = std::thread::spawn(move || answer(&kept, queue, &out));
+    let thread = std::thread::spawn(move || answer(&kept.shared, queue, &out));
     let ask = |type_url| requests.try_send(request(type_url, &["*"], ""));
     ask(CLUSTER).unwrap();
     let mut bytes = answers.blocking_recv().unwrap().unwrap().to_vec();
@@ -201,8 +201,8 @@ fn files_that_are_exchanged_while_they_are_read_change_nothing() {
     }
     thread.join().unwrap().unwrap();
     let both = resources(&[("a", "1"), ("b", "2")]);
-    let found = parsed(&bytes).unwrap();
-    let found: Vec<_> = found
+    let found: Vec<_> = parsed(&bytes)
+        .unwrap()
         .into_iter()
         .map(|(_, _, resources)| resources)
         .collect();

@@ -1,0 +1,78 @@
+//! Defines the exposition formats that pages have, and their content types.
+
+use http::HeaderValue;
+
+pub(super) const OPEN_METRICS: &str = "application/openmetrics-text";
+/// The content type of a merged page in text.
+pub(super) const TEXT_PAGE: &str = "text/plain; version=0.0.4; charset=utf-8";
+const OPEN_METRICS_0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
+const OPEN_METRICS_1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The stricter format is the greater one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Format {
+    #[default]
+    Text,
+    OpenMetrics,
+}
+
+impl Format {
+    /// Returns the format of a page with one of the content types above.
+    pub(super) fn from_content_type(content_type: &str) -> Self {
+        if content_type == TEXT_PAGE {
+            Self::Text
+        } else {
+            Self::OpenMetrics
+        }
+    }
+}
+
+/// Returns the one of the content types above that a page's `Content-Type` stands for.
+pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
+    let text = header
+        .and_then(|header| header.to_str().ok())
+        .unwrap_or_default();
+    if media_type(text) != OPEN_METRICS {
+        TEXT_PAGE
+    } else if text.contains("1.0.0") {
+        OPEN_METRICS_1
+    } else if text.contains("0.0.1") || !text.contains("version") {
+        OPEN_METRICS_0
+    } else {
+        TEXT_PAGE
+    }
+}
+
+/// Strips the parameters from a media type, or from another member of a header that is a list.
+pub(super) fn media_type(member: &str) -> String {
+    let name = member.split(';').next().unwrap_or_default();
+    name.trim().to_ascii_lowercase()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_what_its_header_says_and_text_otherwise() {
+        for (header, expected) in [
+            (None, TEXT_PAGE),
+            (Some("application/openmetrics-text"), OPEN_METRICS_0),
+            (
+                Some("application/openmetrics-text; version=0.0.1"),
+                OPEN_METRICS_0,
+            ),
+            (
+                Some("Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\""),
+                OPEN_METRICS_1,
+            ),
+            (Some("application/openmetrics-text; version=2"), TEXT_PAGE),
+            (Some("text/plain; version=0.0.4"), TEXT_PAGE),
+            (Some("text/html"), TEXT_PAGE),
+            (Some(""), TEXT_PAGE),
+        ] {
+            let value = header.map(|header| header.parse().expect("a value"));
+            assert_eq!(content_type(value.as_ref()), expected, "{header:?}");
+        }
+    }
+}
