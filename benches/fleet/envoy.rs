@@ -40,9 +40,10 @@ pub(super) async fn run(name: &str, admin_port: u16) {
     tokio::join!(
         support::act_as_admin(admin, Arc::new(AtomicBool::new(true))),
         retry(async |backoff| envoy.fetch_secrets(backoff).await),
-        retry(async |backoff| match envoy.is_delta {
-            false => envoy.discover(backoff).await,
-            true => envoy.discover_delta(backoff).await,
+        retry(async |backoff| if !envoy.is_delta {
+            envoy.discover(backoff).await
+        } else {
+            envoy.discover_delta(backoff).await
         }),
     );
 }

@@ -317,6 +317,8 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
+    // Each reader builds a decoding table, which takes long without optimization.
+    #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn any_frames_pass_or_end_the_connection_in_any_chunks(
         bytes in prop_oneof![

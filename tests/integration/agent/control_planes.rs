@@ -248,12 +248,11 @@ async fn sixteen_seconds_later() {
 #[tokio::test]
 async fn silence_leads_from_one_control_plane_to_another_and_ends_nothing_where_there_is_none() {
     for has_second in [false, true] {
-        let (mut bench, mut second) = match has_second {
-            false => (Bench::start().await, None),
-            true => {
-                let (bench, second) = Bench::with_second().await;
-                (bench, Some(second))
-            }
+        let (mut bench, mut second) = if !has_second {
+            (Bench::start().await, None)
+        } else {
+            let (bench, second) = Bench::with_second().await;
+            (bench, Some(second))
         };
         let protocol = Protocol::Sotw;
         let mut envoy = bench.envoy(protocol).await;

@@ -520,9 +520,10 @@ impl Mesh {
     }
 
     async fn client(&self) -> UdpSocket {
-        let any: IpAddr = match self.address.is_ipv4() {
-            true => Ipv4Addr::UNSPECIFIED.into(),
-            false => Ipv6Addr::UNSPECIFIED.into(),
+        let any: IpAddr = if self.address.is_ipv4() {
+            Ipv4Addr::UNSPECIFIED.into()
+        } else {
+            Ipv6Addr::UNSPECIFIED.into()
         };
         let client = UdpSocket::bind((any, 0)).await.unwrap();
         client.connect(self.address).await.unwrap();

@@ -37,9 +37,10 @@ fn start(directory: &Path, words: &[&str], variables: &[(&str, &str)]) -> Result
         .envs(variables.iter().copied())
         .output()
         .unwrap();
-    match output.status.success() {
-        true => Ok(String::from_utf8(output.stdout).unwrap()),
-        false => Err(String::from_utf8(output.stderr).unwrap()),
+    if output.status.success() {
+        Ok(String::from_utf8(output.stdout).unwrap())
+    } else {
+        Err(String::from_utf8(output.stderr).unwrap())
     }
 }
 

@@ -405,8 +405,9 @@ async fn answer(stream: &mut TcpStream, path: &str) -> Result<bool, String> {
     let head = read_head(stream).await.map_err(failed)?;
     let mut body = [0; 4];
     stream.read_exact(&mut body).await.map_err(failed)?;
-    match head.starts_with("HTTP/1.1 200") && body == *b"whol" {
-        true => Ok(head.contains("connection: close")),
-        false => Err(head),
+    if head.starts_with("HTTP/1.1 200") && body == *b"whol" {
+        Ok(head.contains("connection: close"))
+    } else {
+        Err(head)
     }
 }

@@ -354,9 +354,10 @@ pub async fn program_of(user: u32, words: &[&str]) -> Result<String, String> {
         .unwrap_or_else(|_| panic!("{words:?}: not within {PATIENCE:?}"))
         .unwrap_or_else(|error| panic!("{words:?}: {error}"));
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    match output.status.success() {
-        true => Ok(text(&output.stdout)),
-        false => Err(format!("{}: {}", output.status, text(&output.stderr))),
+    if output.status.success() {
+        Ok(text(&output.stdout))
+    } else {
+        Err(format!("{}: {}", output.status, text(&output.stderr)))
     }
 }
 

@@ -66,9 +66,10 @@ fn scope(pod: &Pod, words: &[&str]) -> Result<String, String> {
     command.arg("scope").args(words).stdin(Stdio::null());
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    match output.status.success() {
-        true => Ok(text(output.stdout)),
-        false => Err(text(output.stderr)),
+    if output.status.success() {
+        Ok(text(output.stdout))
+    } else {
+        Err(text(output.stderr))
     }
 }
 
@@ -91,9 +92,12 @@ async fn advises_the_services_with_connections_and_those_asked_for_and_says_what
         routes("in", &of_used, "0"),
     ];
     let clusters = resources.iter().filter_map(|it| it["name"].as_str());
-    let of_cluster = |name: &str| match name == of_used {
-        true => endpoints(name, &[backend.port]),
-        false => endpoints(name, &[]),
+    let of_cluster = |name: &str| {
+        if name == of_used {
+            endpoints(name, &[backend.port])
+        } else {
+            endpoints(name, &[])
+        }
     };
     let outbound = clusters.filter(|name| name.starts_with("outbound|"));
     let all: Vec<_> = outbound.map(of_cluster).collect();

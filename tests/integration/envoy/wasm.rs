@@ -247,9 +247,10 @@ pub async fn server(module: Vec<u8>, is_there: Arc<AtomicBool>) -> (String, Join
     serving.spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
             let _ = read_head(&mut stream).await;
-            let (status, body) = match is_there.load(Ordering::Relaxed) {
-                true => ("200 OK", module.as_slice()),
-                false => ("404 Not Found", &b""[..]),
+            let (status, body) = if is_there.load(Ordering::Relaxed) {
+                ("200 OK", module.as_slice())
+            } else {
+                ("404 Not Found", &b""[..])
             };
             let length = body.len();
             let head = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n");

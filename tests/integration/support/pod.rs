@@ -123,9 +123,10 @@ impl Pod {
             .env(PROXY_CONFIG, &proxy_config);
         Self {
             agent: Process::start(&mut command, &directory.path().join("agent.log")),
-            envoy: match settings.is_v6() {
-                true => Admin::new(Ipv6Addr::LOCALHOST.into(), admin_port, ADMIN_LIMIT),
-                false => admin(admin_port),
+            envoy: if settings.is_v6() {
+                Admin::new(Ipv6Addr::LOCALHOST.into(), admin_port, ADMIN_LIMIT)
+            } else {
+                admin(admin_port)
             },
             status_port,
             directory,
@@ -337,9 +338,10 @@ fn give(directory: &Path, user: u32) {
     chown(directory, Some(user), Some(user)).unwrap();
     for entry in fs::read_dir(directory).unwrap() {
         let entry = entry.unwrap();
-        match entry.file_type().unwrap().is_dir() {
-            true => give(&entry.path(), user),
-            false => chown(entry.path(), Some(user), Some(user)).unwrap(),
+        if entry.file_type().unwrap().is_dir() {
+            give(&entry.path(), user)
+        } else {
+            chown(entry.path(), Some(user), Some(user)).unwrap()
         }
     }
 }

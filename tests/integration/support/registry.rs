@@ -61,18 +61,20 @@ impl Registry {
     fn curl(&self, path: &str, arguments: &[&str]) -> Result<String, String> {
         let mut command = Command::new("curl");
         command.args(["-sSfkL", "-i", "-u", USER]).args(arguments);
-        let path = match path.starts_with("https:") {
-            true => path.to_owned(),
-            false => format!("https://{}/v2/{path}", self.authority),
+        let path = if path.starts_with("https:") {
+            path.to_owned()
+        } else {
+            format!("https://{}/v2/{path}", self.authority)
         };
         let output = command
             .arg(path)
             .output()
             .map_err(|error| error.to_string())?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        match output.status.success() {
-            true => Ok(text(&output.stdout)),
-            false => Err(text(&output.stderr)),
+        if output.status.success() {
+            Ok(text(&output.stdout))
+        } else {
+            Err(text(&output.stderr))
         }
     }
 

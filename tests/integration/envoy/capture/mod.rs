@@ -172,9 +172,10 @@ impl Captured {
         let resolver = Resolver::of(peer.within(|| bound(resolver)));
 
         let is_transparent = words.contains("TPROXY");
-        let sources: Vec<_> = match is_transparent {
-            true => Vec::new(),
-            false => families.iter().map(|family| family.passthrough).collect(),
+        let sources: Vec<_> = if is_transparent {
+            Vec::new()
+        } else {
+            families.iter().map(|family| family.passthrough).collect()
         };
         let mut own = json!({
             "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
@@ -191,9 +192,10 @@ impl Captured {
         )
         .unwrap() = json!(families[0].pod);
         let control_plane = ControlPlane::of(&[
-            match is_transparent {
-                true => transparent(captured("inbound", 15006, &[])),
-                false => captured("inbound", 15006, &[]),
+            if is_transparent {
+                transparent(captured("inbound", 15006, &[]))
+            } else {
+                captured("inbound", 15006, &[])
             },
             captured("outbound", 15001, &["own"]),
             passthrough("inbound", &sources),
@@ -288,9 +290,10 @@ async fn both_directions(test: &str, families: &[Addresses], words: &str) {
     for family in families {
         let inbound = captured.peer_gets(family.pod, 8080, "/").await;
         assert_eq!(marks(&inbound), ["inbound"]);
-        let expected = match words.contains("TPROXY") {
-            true => family.peer,
-            false => family.passthrough,
+        let expected = if words.contains("TPROXY") {
+            family.peer
+        } else {
+            family.passthrough
         };
         assert_eq!(client(&inbound), expected);
         let excluded = captured.peer_gets(family.pod, 7005, "/").await;
