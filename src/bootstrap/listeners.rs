@@ -67,7 +67,7 @@ struct Listener {
     stat_prefix: &'static str,
     /// Path prefixes and clusters.
     routes: &'static [(&'static str, &'static str)],
-    /// The address it binds, and in a dual-stack pod that of the other family.
+    /// The address it binds, and in a dual-stack pod the address of the other family.
     hosts: (&'static str, Option<&'static str>),
     compressors: &'static [(&'static str, &'static str)],
     accepts_proxy_protocol: bool,

@@ -8,7 +8,7 @@ use super::document::extension;
 use super::node::Metadata;
 use crate::proxy_config::{TlsSettings, tls_settings::Mode};
 
-/// Returns the transport socket, or None for plaintext. Files of the node metadata override those of the
+/// Returns the transport socket, or None for plaintext. Files of the node metadata override files of the
 /// settings. `default_sni` is the name in the handshake if none is configured and the certificate is the
 /// workload's.
 pub(super) fn upstream(

@@ -197,7 +197,7 @@ impl Loader<'_> {
         found.max(min)
     }
 
-    /// Returns the headers of each call: the cluster, and those of variables with this prefix.
+    /// Returns the headers of each call: the cluster, and one for each variable with this prefix.
     fn metadata(&mut self, prefix: &str) -> Vec<(HeaderName, HeaderValue)> {
         let cluster = self.get(&variables::ISTIO_META_CLUSTER_ID);
         let mut metadata = Vec::new();

@@ -74,7 +74,7 @@ fn is_reachable(address: IpAddr) -> bool {
     !is_local && !address.is_loopback() && !address.is_unspecified() && !address.is_multicast()
 }
 
-/// Returns the addresses of the node: `INSTANCE_IP`, then those of interfaces that are neither loopback nor
+/// Returns the addresses of the node: `INSTANCE_IP`, then the addresses of the interfaces, except loopback and
 /// `excluded`. There is at least one address, and each occurs once.
 pub(super) fn addresses(
     instance_ip: &str,

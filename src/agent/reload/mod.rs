@@ -92,7 +92,7 @@ impl Inputs {
             return Err(fixed_error("DISABLE_ENVOY").into());
         };
         let mut command = envoy.command.clone();
-        // Only a hot restart compares the inputs with those of the Envoy before.
+        // Only a hot restart compares the new inputs with the inputs of the current Envoy.
         let is_compared = envoy.hot_restart.is_some();
         if config.has_custom_bootstrap {
             let path = &command.bootstrap;

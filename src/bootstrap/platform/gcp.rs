@@ -13,7 +13,7 @@ use crate::regular_file::{self, MAX_SETTINGS};
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
 /// The limit of detection on a machine whose product name is not Google's.
 const DETECTION_LIMIT: Duration = Duration::from_millis(200);
-/// The limit of a member. It is shorter than that of discovery, so that a missing one does not cost the others.
+/// The limit of one request. It is shorter than the limit of discovery, so that a missing member does not cost the others.
 const MEMBER_LIMIT: Duration = Duration::from_secs(4);
 /// The limit of a token, which Google signs.
 const TOKEN_LIMIT: Duration = Duration::from_secs(5);

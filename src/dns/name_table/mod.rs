@@ -5,8 +5,8 @@
 //! search domain appended are not entered: the ending is cut off and the rest is looked up.
 //!
 //! If several hosts share a name, the host of that name precedes short forms, longer forms precede
-//! shorter ones, and `alt_hosts` come last; among equals the host that sorts first precedes. The addresses
-//! of each family are those of the first host that has any. Names are text, lower case, without a dot at
+//! shorter ones, and `alt_hosts` come last; among equals the host that sorts first precedes. For
+//! each address family, the first host with addresses answers. Names are text, lower case, without a dot at
 //! their end.
 
 mod host;

@@ -17,7 +17,7 @@ use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Owner, Rules, Table};
 use crate::problem::Problem;
 
-/// A change of the rules to those of a configuration, whose users and groups are numbers.
+/// Replaces the present rules by the rules of a configuration, whose users and groups are numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     pub config: &'a Config,
