@@ -220,7 +220,7 @@ impl Config {
 }
 
 impl<'a> Loader<'a> {
-    /// Merges ProxyConfig and reads the pod. `manifest_annotations` are those of a pod manifest: such a pod
+    /// Merges ProxyConfig and reads the pod. `manifest_annotations` come from a pod manifest: such a pod
     /// does not run here, so nothing is looked up for it.
     fn read(
         flags: &'a ProxyFlags,

@@ -161,7 +161,7 @@ fn simulated_connections(layout: &Layout, family: Family, (user, group): (u32, u
     checks
 }
 
-/// Returns the user and the group of Envoy, which are those of the agent unless it is root.
+/// Returns the user and the group of Envoy: the agent's, unless the agent is root.
 fn envoy_ids(subject: Subject<'_>) -> (u32, u32) {
     let envoy = subject.config.envoy.as_ref();
     match (envoy.and_then(|envoy| envoy.command.user), subject.running) {

@@ -470,7 +470,7 @@ impl Supervisor {
         self.current.call(Step::DrainCall, async move {
             admin.drain(call, inbound_only).await;
             if let Some(order) = order {
-                let _ = order.send(()); // Nobody may be waiting any more.
+                let _ = order.send(()); // It fails if the caller no longer waits.
             }
         });
     }

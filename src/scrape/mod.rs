@@ -151,7 +151,7 @@ impl Scrape {
 }
 
 impl Inner {
-    /// Returns the time in which the page is made: the scraper's timeout without that of the transfer.
+    /// Returns the time in which the page is made: the scraper's timeout less the time for the transfer.
     fn time(&self, headers: &HeaderMap) -> Duration {
         let seconds = headers.get(&TIMEOUT).and_then(|header| {
             let text = header.to_str().ok();

@@ -43,7 +43,7 @@ impl Record {
         }
     }
 
-    /// Returns the environment of a standby that takes over: the recorded variables, replaced by those of its own
+    /// Returns the environment of a standby that takes over: the recorded variables, replaced by variables of its own
     /// container, such as limits and the container's name.
     pub fn environment(&self, own: &Environment) -> BTreeMap<String, String> {
         let mut merged = self.variables.clone();

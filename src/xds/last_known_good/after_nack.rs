@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryResponse;
 use futures_util::stream::BoxStream;
 use prost::Message;
 use serde::Serialize;
@@ -78,6 +77,19 @@ pub struct StoredResource {
 /// The stored versions, for each request of the writer.
 pub(crate) type StoredStream = BoxStream<'static, Stored>;
 
+/// The names in a delta response. The resources are skipped, because copies of them would take memory.
+#[derive(Clone, PartialEq, Message)]
+struct Names {
+    #[prost(message, repeated, tag = "2")]
+    resources: Vec<Name>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Name {
+    #[prost(string, tag = "3")]
+    name: String,
+}
+
 /// Looks up the stored versions that the writer asks for, one request after the other.
 pub(super) fn stored(shared: Arc<Shared>, missing: mpsc::Receiver<Missing>) -> StoredStream {
     let missing = ReceiverStream::new(missing);
@@ -130,7 +142,7 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
         Ok(())
     })?;
     let current = unix_rfc3339(header.missing_current());
-    let response = DeltaDiscoveryResponse::decode(&frame[HEAD..])?;
+    let response = Names::decode(&frame[HEAD..])?;
     let resources = response.resources.into_iter().map(|resource| {
         let reason = reasons.get(&digest(resource.name.as_bytes()));
         StoredResource {
