@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn private_addresses_are_told_from_public_ones_and_names() {
+    fn private_addresses_are_distinguished_from_public_addresses_and_names() {
         for private in [
             "10.0.0.1",
             "172.16.0.1",
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn host_bits_are_kept_and_malformed_ranges_are_none() {
+    fn a_cidr_keeps_its_host_bits_and_malformed_cidrs_are_refused() {
         for text in ["10.1.2.3/8", "0.0.0.0/0", "::1/128", "2001:db8::1/32"] {
             assert_eq!(
                 Cidr::parse(text).map(|cidr| cidr.to_string()).as_deref(),

@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_wait_beyond_any_clock_leads_far_away() {
+    async fn a_wait_that_overflows_the_clock_is_capped() {
         let now = Instant::now();
         for wait in [Duration::from_secs(u64::MAX), Duration::MAX] {
             assert_eq!(later(now, wait), now + FAR_AWAY);
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_clock_set_back_does_not_put_off_what_is_due() {
+    async fn a_clock_set_back_does_not_delay_a_deadline() {
         let start = SystemTime::UNIX_EPOCH + Duration::from_secs(100_000);
         let clock = Clock::simulated(start);
         let before = Instant::now();
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_machine_counts_the_time_that_passes() {
+    async fn the_system_clock_waits_in_real_time() {
         let clock = Clock::system();
         let time = Duration::from_millis(20);
         let before = Instant::now();

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prints_istios_form() {
+    fn an_identity_is_printed_as_istios_spiffe_uri() {
         let id = SpiffeId::new("cluster.local", "shop", "cart");
         assert_eq!(id.to_string(), "spiffe://cluster.local/ns/shop/sa/cart");
     }

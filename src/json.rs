@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_null_is_absent_at_any_depth() {
+    fn null_members_are_removed_at_any_depth() {
         let mut given =
             json!({"a": null, "b": [null, {"c": null, "d": [[null], 1]}], "e": "null", "f": false});
         let expected = json!({"b": [{"d": [[], 1]}], "e": "null", "f": false});

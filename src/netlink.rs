@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_that_ends_a_request_says_why() {
+    fn a_netlink_error_number_becomes_an_io_error() {
         let kind = |number: i32| outcome(&number.to_ne_bytes()).map_err(|error| error.kind());
         assert_eq!(kind(0), Ok(()));
         assert_eq!(kind(-17), Err(io::ErrorKind::AlreadyExists));
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn the_user_is_that_of_the_very_connection_whose_process_still_holds_it() {
+    fn the_user_is_read_only_for_the_exact_connection_while_a_process_holds_it() {
         const LISTEN: u8 = 10;
         let (v4, mapped, v6) = (
             ["127.0.0.1:5", "127.0.0.1:15020"],

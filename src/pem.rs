@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_broken_costs_no_other_block_and_is_named() {
+    fn a_broken_pem_block_is_named_and_the_others_are_read() {
         let (a, b) = (certificate(), certificate());
         let (begin, end) = (
             "-----BEGIN CERTIFICATE-----\n",

@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn old_content_and_leftovers_of_a_killed_agent_give_way_to_a_file_with_the_mode() {
+    fn a_replaced_file_has_the_new_content_and_mode_despite_a_leftover_temporary_file() {
         let directory = tempfile::tempdir().unwrap();
         let (path, victim) = (directory.path().join("a.pem"), directory.path().join("b"));
         fs::write(&victim, "untouched").unwrap();
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_leaves_what_was_there_and_no_temporary_file() {
+    fn a_failed_replacement_leaves_the_old_entry_and_no_temporary_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("taken");
         fs::create_dir_all(path.join("by a directory")).unwrap();

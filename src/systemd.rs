@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn systemd_hears_of_readiness_life_and_the_stop() {
+    async fn systemd_is_notified_of_readiness_watchdog_and_stop() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("notify").display().to_string();
         let name = format!("@istio-agent-test-{}", std::process::id());
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_agent_runs_on_where_systemd_does_not_listen() {
+    async fn the_agent_keeps_running_if_systemd_does_not_listen() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("none").display().to_string();
         let config = Config::new(&path, Some(Duration::from_secs(1))).expect("a socket");

@@ -267,7 +267,7 @@ mod tests {
 
     /// Also the usual places are looked for, where a variable is empty.
     #[test]
-    fn system_roots_are_where_ssl_cert_file_and_ssl_cert_dir_say() {
+    fn system_roots_are_read_from_ssl_cert_file_and_ssl_cert_dir() {
         let place = tempfile::tempdir().expect("a folder");
         let put = |path: &str, text: &str| {
             let path = place.path().join(path);

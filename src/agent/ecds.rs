@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_resource_that_cannot_be_read_refuses_the_response() {
+    async fn an_undecodable_resource_rejects_the_response() {
         let broken = protobuf::Any {
             type_url: TYPE_URL.to_owned(),
             value: b"\xff".to_vec(),
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_removed_or_replaced_while_its_module_is_fetched_does_not_come_back() {
+    async fn a_resource_removed_or_replaced_during_its_module_fetch_is_not_sent_again() {
         let directory = tempfile::tempdir().expect("a directory");
         let (wasm, _fetches) = start(directory.path());
         let ecds = Ecds(wasm);
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_delta_response_has_what_only_the_older_one_had() {
+    fn a_newer_delta_response_takes_over_resources_that_only_the_older_one_has() {
         let ecds = Ecds(wasm());
         let (a, b) = (("a", other("a")), ("b", other("b")));
         let older = delta(

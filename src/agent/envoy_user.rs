@@ -52,7 +52,7 @@ mod tests {
 
     /// Group and mode of a directory before and after, as root, which alone may change owners.
     #[test]
-    fn only_closed_directories_of_root_get_the_group() {
+    fn only_root_directories_closed_to_others_get_envoys_group() {
         if !rustix::process::getuid().is_root() {
             eprintln!("Only root gives files away: this test is not run.");
             return;
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn files_become_envoys_own() {
+    fn files_are_given_to_envoys_user() {
         if !rustix::process::getuid().is_root() {
             eprintln!("Only root gives files away: this test is not run.");
             return;

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_found_in_both_protocols_and_nothing_else_is_one() {
+    fn a_name_table_is_found_in_sotw_and_delta_and_other_types_are_errors() {
         for protocol in [Protocol::Sotw, Protocol::Delta] {
             let any = |type_url: &str| Any {
                 type_url: type_url.into(),

@@ -187,7 +187,7 @@ fn the_platforms_locality_is_used_if_no_label_has_one() {
 }
 
 #[test]
-fn the_file_is_written_whole_and_removed_when_envoy_has_ended() {
+fn the_bootstrap_file_is_complete_and_is_removed_after_envoy_exits() {
     let root = TempDir::new().expect("a directory");
     let case = case("sidecar");
     let mut config = config(&case).bootstrap;
@@ -211,7 +211,7 @@ fn the_default_file_is_where_pilot_agent_puts_it() {
 }
 
 #[test]
-fn the_first_place_that_limits_connections_wins() {
+fn the_connection_limit_comes_from_the_first_source_that_sets_it() {
     let meta = "ISTIO_META_GLOBAL_DOWNSTREAM_MAX_CONNECTIONS";
     let runtime = "overload.global_downstream_max_connections";
     for (document, limit) in [

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_the_metadata_win() {
+    fn tls_files_in_the_node_metadata_override_the_tls_settings() {
         let files = [
             ("TLS_CLIENT_CERT_CHAIN", "c"),
             ("TLS_CLIENT_KEY", "k"),
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_meshs_own_tls_has_its_names() {
+    fn istio_mutual_uses_the_workload_certificate_and_istios_alpn() {
         let none = Metadata::default();
         let context = context(json!({"mode": "ISTIO_MUTUAL"}), &none, true).expect("TLS");
         assert_eq!(context["sni"], "tracer");
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn without_roots_the_systems_are_used_unless_nothing_is_to_be_checked() {
+    fn without_ca_certificates_the_system_roots_are_used_unless_verification_is_off() {
         let none = Metadata::default();
         let settings = json!({"mode": "SIMPLE", "subjectAltNames": ["a"]});
         let checked = context(settings, &none, false).expect("TLS");

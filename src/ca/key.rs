@@ -107,7 +107,7 @@ mod tests {
     use rcgen::PublicKeyData;
 
     #[test]
-    fn every_form_is_labelled_as_what_it_is_and_holds_the_same_key() {
+    fn each_key_encoding_has_its_pem_label_and_the_same_key() {
         for (key_type, label) in [
             (KeyType::P256, "EC PRIVATE KEY"),
             (KeyType::P384, "EC PRIVATE KEY"),

@@ -207,7 +207,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(24), ..ProptestConfig::default() })]
 
     #[test]
-    fn packets_go_one_way_by_iptables_and_nft(config in configs(), flows in flows()) {
+    fn iptables_and_nftables_rules_send_each_packet_the_same_way(config in configs(), flows in flows()) {
         let [by_iptables, by_nft] = wanted(&config);
         for flow in flows {
             let packet = packet(flow.parse().expect("a flow"));
@@ -221,7 +221,7 @@ proptest! {
     }
 
     #[test]
-    fn kernels_have_the_rules_of_the_model_by_iptables_and_nft(config in configs()) {
+    fn rules_read_from_the_kernel_equal_the_model_for_iptables_and_nftables(config in configs()) {
         if let Some([iptables, nft]) = loaded(&config) {
             let [by_iptables, by_nft] = wanted(&config);
             prop_assert_eq!(iptables, by_iptables);

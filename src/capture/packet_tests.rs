@@ -66,7 +66,7 @@ impl Fixture {
 }
 
 #[test]
-fn applications_are_captured_and_the_proxy_passes() {
+fn packets_of_applications_are_captured_and_those_of_the_proxy_are_not() {
     rules(|_| {}).assert(&[
         ("out,tcp,1000,10.0.0.5:443", Redirected(15001)),
         ("out,tcp,1000,[2001:db8::5]:443", Redirected(15001)),
@@ -90,7 +90,7 @@ fn applications_are_captured_and_the_proxy_passes() {
 }
 
 #[test]
-fn ports_ranges_interfaces_and_groups_decide() {
+fn ports_ranges_interfaces_and_groups_decide_whether_a_packet_is_captured() {
     let fixture = rules(|s| {
         let text = str::to_owned;
         (s.istio_inbound_ports, s.istio_outbound_ports) = (text("80,81"), text("9000"));
@@ -174,7 +174,7 @@ fn tproxy_takes_new_connections() {
 }
 
 #[test]
-fn the_admin_port_rejects() {
+fn connections_to_the_admin_port_are_rejected() {
     let fixture = rules(|s| s.protect_admin = true);
     fixture.assert(&[
         ("out,tcp,1000,127.0.0.1:15000,lo", Rejected),
@@ -204,7 +204,7 @@ fn jumps_without_effect_are_not_among_the_rules() {
 }
 
 #[test]
-fn rules_of_others_match_nothing_and_loops_end() {
+fn the_simulation_skips_foreign_rules_and_ends_jump_loops() {
     let Fixture([mut layout, _]) = rules(|_| {});
     let output = layout.chains.get_mut(&(Table::Nat, Chain::Output));
     output

@@ -202,8 +202,7 @@ async fn a_ca_certificate_with_a_fault_is_refused_as_a_leaf() {
 }
 
 #[tokio::test]
-async fn a_ca_certificate_that_no_eligible_root_has_signed_is_refused_and_the_error_names_the_cure()
-{
+async fn a_ca_certificate_as_a_leaf_without_an_eligible_root_is_refused_with_the_remedy() {
     let cure = "CN=leaf, issued by CN=root, is a CA's (CA:TRUE), and no root has signed it \
                 directly: issue it with -addext basicConstraints=CA:FALSE (openssl) or isCA: false";
     let plain = root("root", unchanged);
@@ -235,7 +234,7 @@ async fn a_ca_certificate_that_no_eligible_root_has_signed_is_refused_and_the_er
 }
 
 #[tokio::test]
-async fn a_root_of_each_algorithm_can_have_signed_it_unless_a_byte_has_changed_since() {
+async fn signatures_of_each_algorithm_are_verified_and_an_altered_leaf_is_refused() {
     let algorithms: [&SignatureAlgorithm; 5] = [
         &rcgen::PKCS_ECDSA_P256_SHA256,
         &rcgen::PKCS_ECDSA_P384_SHA384,
@@ -287,7 +286,7 @@ fn a_sha1_signature_is_refused_and_a_version_1_root_may_sign() {
 }
 
 #[tokio::test]
-async fn limits_of_webpki_name_the_certificate() {
+async fn errors_for_constraints_that_webpki_cannot_verify_name_the_certificate() {
     let plain = root("root", unchanged);
     let constrained = issued("constrained", &plain, permits_uris);
     let leaf = issued("leaf", &constrained, has_uri);

@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_shell_learns_every_command_but_the_hidden_one() {
+    fn each_shell_has_a_completion_script_with_the_commands() {
         for name in ["bash", "zsh", "fish", "powershell"] {
             let shell = shell(name).expect("a shell");
             let script = script(&CompletionFlags { shell: Some(shell) });

@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn files_that_are_not_read_in_time_are_not_checked_and_no_finding() {
+    async fn the_doctor_reports_files_not_read_in_time_as_not_checked() {
         static ONE: tokio::sync::Semaphore = tokio::sync::Semaphore::const_new(1);
         let (release, released) = std::sync::mpsc::channel::<()>();
         let read = move || {

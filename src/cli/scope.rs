@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pipe_is_named_and_not_waited_for_and_what_is_too_much_is_said() {
+    fn merge_refuses_a_pipe_and_files_above_the_size_limit() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = |name: &str| directory.path().join(name);
         let fifo = rustix::fs::FileType::Fifo;

@@ -58,7 +58,7 @@ fn an_unknown_flag_of_proxy_is_reported_and_keeps_the_type() {
 }
 
 #[test]
-fn a_misspelt_flag_of_proxy_has_the_nearest_one_beside_it() {
+fn a_misspelt_proxy_flag_is_reported_with_the_nearest_flag() {
     for (line, name) in [
         ("pilot-agent proxy --domian x", "--domian (--domain?)"),
         (
@@ -87,7 +87,7 @@ fn the_version_is_printed_by_a_flag_too() {
 }
 
 #[test]
-fn help_has_logging_by_itself_and_no_default_that_is_empty() {
+fn help_groups_the_logging_flags_and_shows_no_empty_default() {
     for line in [
         "pilot-agent --help",
         "pilot-agent proxy --help",
@@ -120,7 +120,7 @@ fn help_has_logging_by_itself_and_no_default_that_is_empty() {
 }
 
 #[test]
-fn refuses_with_one_sentence() {
+fn invalid_command_lines_are_refused_with_one_sentence() {
     for (line, sentence) in [
         ("pilot-agent proxy gateway", "invalid proxy Type: gateway"),
         (

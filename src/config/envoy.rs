@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_is_so_many_restarts_in_a_duration() {
+    fn a_restart_budget_is_parsed_as_count_slash_duration() {
         let expected = Budget {
             restarts: 3,
             within: Duration::from_secs(600),

@@ -38,7 +38,7 @@ fn flags_reach_envoy_and_may_switch_it_off() {
 }
 
 #[test]
-fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_period() {
+fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
     let seconds = Duration::from_secs;
     for (variables, at_least, at_most) in [
         (&[][..], 5, 3600),
@@ -86,7 +86,7 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
 }
 
 #[test]
-fn a_crashed_envoy_is_restarted_three_times_in_ten_minutes_unless_the_setting_says_otherwise() {
+fn the_default_restart_budget_is_three_in_ten_minutes() {
     let budget = |restarts, seconds| {
         let within = Duration::from_secs(seconds);
         Some(Budget { restarts, within })
@@ -154,7 +154,7 @@ fn hot_restart_is_off_by_default_and_an_old_envoy_outlives_its_drain() {
 }
 
 #[test]
-fn late_annotations_win_over_checked_values() {
+fn pod_annotations_override_proxy_config_after_its_validation() {
     let machine = machine(&[("PROXY_CONFIG", "{statusPort: 15099}")]);
     let annotations = "sidecar.istio.io/discoveryAddress=\"a_b:15012\"\n\
                        status.sidecar.istio.io/port=\"0\"\n";

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_is_yaml_that_says_the_same() {
+    fn the_yaml_report_has_the_content_of_the_json_report() {
         let report = reported(&[("PROXY_CONFIG", "{tracing: {sampling: 5}, meshId: 'a # b'}")]);
         let text = report.yaml();
         let line = "  statusPort: 15099                                          \

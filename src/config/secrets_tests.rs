@@ -34,7 +34,7 @@ fn a_missing_root_is_one_problem_which_names_the_config_map() {
 }
 
 #[test]
-fn a_missing_root_beside_a_client_certificate_is_waited_for_where_only_discovery_needs_it() {
+fn a_missing_root_for_discovery_only_is_a_warning_and_not_an_error() {
     let variables = [("PROV_CERT", "./prov")];
     // The authority needs it as well.
     let root = "root file for istiod (PROV_CERT)";
@@ -49,7 +49,7 @@ fn a_missing_root_beside_a_client_certificate_is_waited_for_where_only_discovery
 }
 
 #[test]
-fn keys_are_ecdsa_unless_rsa_is_configured_or_qat_is_and_only_the_default_falls_back() {
+fn keys_are_ecdsa_unless_rsa_or_qat_is_configured_and_only_the_default_falls_back() {
     const QAT: (&str, &str) = (
         "PROXY_CONFIG",
         "{privateKeyProvider: {qat: {pollDelay: 2ms}}}",

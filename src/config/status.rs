@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn gauges_of_the_wait_for_last_requests_are_hidden_without_statistics_of_the_operators() {
+    fn in_flight_gauges_are_hidden_unless_the_operator_includes_them() {
         let waits = || StatsConfig {
             of_requests: vec!["x".to_owned()],
             ..StatsConfig::default()
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn systemd_is_notified_at_the_socket_it_names_and_its_watchdog_if_it_is_for_this_process() {
+    fn systemd_is_notified_at_notify_socket_and_the_watchdog_if_its_pid_is_this_process() {
         let own: &str = std::process::id().to_string().leak();
         for (socket, time, process, expected, warned) in [
             ("", "2000000", "", None, None),

@@ -164,7 +164,7 @@ fn several_control_planes_have_names_of_their_own_and_share_everything_else() {
 }
 
 #[test]
-fn an_address_of_a_control_plane_that_is_none_is_reported() {
+fn an_invalid_control_plane_address_is_reported() {
     for (list, count) in [
         ("a", 1),
         ("a:1,b", 1),
@@ -189,7 +189,7 @@ fn an_address_of_a_control_plane_that_is_none_is_reported() {
 }
 
 #[test]
-fn headers_of_one_use_split_the_connection_and_are_lower_case() {
+fn headers_for_xds_only_need_a_second_connection_and_are_lower_case() {
     let config = machine(&[("XDS_HEADER_X-Team", "a=b")]).config();
     let (name, value) = &config.istiod.metadata[1];
     assert_eq!((name.as_str(), value.as_bytes()), ("x-team", &b"a=b"[..]));
@@ -215,7 +215,7 @@ fn localhost_is_expected_to_have_istiods_name() {
 }
 
 #[test]
-fn plaintext_is_per_policy_for_discovery() {
+fn control_plane_auth_policy_none_uses_plaintext() {
     let plaintext = "{controlPlaneAuthPolicy: NONE, discoveryAddress: 'a:15010'}";
     let config = machine(&[("PROXY_CONFIG", plaintext), ("CA_ADDR", "a:15010")]).config();
     assert!(matches!(config.istiod.security, Security::Plaintext));
@@ -224,7 +224,7 @@ fn plaintext_is_per_policy_for_discovery() {
 }
 
 #[test]
-fn roots_are_the_first_that_apply() {
+fn the_first_applicable_root_setting_is_used_for_xds_and_ca() {
     use crate::trust_anchors::SystemRoots;
     use tls::Roots::{File, System};
     let file = |path: &str| File(path.into());
@@ -289,7 +289,7 @@ fn metadata_names_the_root_of_mounted_certificates() {
 }
 
 #[test]
-fn problems_of_the_authority_wait_where_another_process_may_serve_secrets() {
+fn ca_configuration_errors_are_deferred_if_another_process_may_serve_sds() {
     let bad = ("CA_ROOT_CA", "gone.pem");
     assert_eq!(machine(&[bad]).subjects().len(), 1);
     let machine = machine(&[bad]);
@@ -351,7 +351,7 @@ fn every_problem_is_reported_at_once() {
 }
 
 #[test]
-fn of_equal_keys_in_a_document_the_last_counts_with_a_warning() {
+fn the_last_of_equal_keys_in_a_document_is_used_with_a_warning() {
     let config = machine(&[(
         "PROXY_CONFIG",
         "drainDuration: 3s\nproxyMetadata: {A: x1, A: x2}\ndrainDuration: 7s\n",

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_other_than_success_is_an_error_that_tells_it() {
+    async fn a_refused_connect_request_is_an_error_with_the_proxys_status() {
         let (result, request) = tunnel("HTTP/1.0 200 Connection established\r\nA: b\r\n\r\n").await;
         assert_eq!(result, Ok(()));
         assert_eq!(

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn localhost_is_each_family_a_resolver_has() {
+    fn localhost_listens_on_each_address_family_of_the_resolvers() {
         let v4 = "10.0.0.10";
         let v6 = "fd00::10";
         for (said, resolvers, expected, is_machine_resolver) in [
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn all_addresses_are_each_of_them_that_the_machine_has() {
+    fn a_wildcard_address_listens_on_each_address_of_the_machine() {
         let own = ["127.0.0.9", "192.0.2.1", "2001:db8::1"].map(|ip| ip.parse().unwrap());
         let has_v6 = UdpSocket::bind("[::1]:0").is_ok();
         let mut all = vec!["127.0.0.1:53", "[::1]:53", "127.0.0.9:53"];

@@ -204,7 +204,7 @@ async fn refused_messages_are_counted_as_neither_request_nor_response() {
 }
 
 #[tokio::test]
-async fn is_ready_with_the_first_table_even_an_empty_one() {
+async fn dns_is_ready_after_the_first_table_even_an_empty_one() {
     let server = server();
     let udp = server.udp().await;
     assert_eq!(
@@ -366,7 +366,7 @@ async fn a_client_that_closes_its_side_still_gets_its_answers() {
 }
 
 #[tokio::test]
-async fn ends_on_shutdown() {
+async fn the_dns_server_ends_on_shutdown() {
     let mut server = with_table().await;
     let _open = server.tcp().await;
     server.shutdown.cancel();
@@ -375,7 +375,7 @@ async fn ends_on_shutdown() {
 }
 
 #[tokio::test]
-async fn another_agent_goes_on_with_the_sockets_and_no_query_is_lost() {
+async fn another_agent_takes_over_the_dns_sockets_without_losing_a_query() {
     let mut former = with_table().await;
     let udp = former.udp().await;
     udp.send(&query("slow.com", 1, None)).await.expect("sent");

@@ -230,7 +230,7 @@ COMMIT
     }
 
     #[test]
-    fn rules_that_lead_elsewhere_are_found_by_the_packets_they_mislead() {
+    fn the_doctor_finds_misrouting_rules_by_simulated_connections() {
         let ends = |layout: &Layout, user| {
             let checks = simulated_connections(layout, Family::V4, (user, user)).into_iter();
             checks.map(|check| check.found).collect::<Vec<_>>()

@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn the_life_of_a_certificate_is_compared_with_the_clock() {
+    fn the_validity_of_a_certificate_is_compared_with_the_clock() {
         let facts = Facts::read(&certificate()).unwrap();
         assert_eq!(facts.to_string(), "a.test");
         let day = |days: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(days * 86_400);

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_set_is_not_passed() {
+    fn unset_options_are_not_passed_to_envoy() {
         let bare = Command {
             is_ipv6: true,
             log: LogLevels::default(),
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_rare_stands_where_pilot_agent_puts_it() {
+    fn optional_arguments_have_the_order_of_pilot_agent() {
         let rare = Command {
             file_flush_min_size_kb: 64,
             core_dump: true,

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_record_is_named() {
+    fn the_error_for_an_invalid_crash_record_names_the_file() {
         let directory = tempfile::tempdir().expect("a directory");
         fs::write(directory.path().join(NAME), "{}").expect("written");
         let error = Crash::read(directory.path()).expect_err("no record");
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_control_groups_has_no_count() {
+    fn no_count_of_kills_is_found_without_control_groups() {
         let root = tempfile::tempdir().expect("a directory");
         assert_eq!(oom_kills(root.path()), None);
     }

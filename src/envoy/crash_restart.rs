@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn allows_as_many_restarts_as_the_budget_in_any_stretch_and_the_first_at_once() {
+    async fn no_time_window_has_more_restarts_than_the_budget_and_the_first_is_immediate() {
         let within = Duration::from_secs(600);
         let mut restarts = restarts(2, within);
         assert_eq!(crash(&mut restarts), Some(Duration::ZERO));
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_end_that_is_no_crash_takes_nothing_out_of_the_budget() {
+    async fn an_exit_without_a_crash_does_not_use_the_restart_budget() {
         let mut restarts = restarts(1, Duration::from_secs(600));
         assert_eq!(restarts.take(Ended::Code(0), None, true), None);
         assert_eq!(crash(&mut restarts), Some(Duration::ZERO));

@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_that_failed_and_services_without_a_healthy_one_are_read_in_both_families() {
+    fn failed_endpoints_and_services_without_a_healthy_one_are_read_in_both_families() {
         let page = "outbound|80||a.b::observability_name::outbound|80||a.b\n\
                     outbound|80||a.b::default_priority::max_connections::1024\n\
                     outbound|80||a.b::eds_service_name::outbound|80||a.b\n\

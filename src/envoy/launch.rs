@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_is_known_once_it_is_written_and_its_file_goes_with_it() {
+    fn the_base_id_is_known_once_envoy_has_written_it_and_its_file_is_removed() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("envoy-base-id");
         fs::write(&file, "1").expect("left by another");
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn an_envoy_of_another_user_has_a_file_to_write_its_number_to() {
+    fn an_envoy_of_another_user_owns_the_file_for_its_base_id() {
         if !rustix::process::getuid().is_root() {
             eprintln!("Only root gives files away: this test is not run.");
             return;

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_longer_than_what_is_kept_is_kept_in_part() {
+    fn a_line_above_the_storage_limit_is_stored_in_part() {
         let mut last = VecDeque::new();
         store(&mut last, &[b'x'; MAX_STORED * 2]);
         assert_eq!(lines(&last), ["x".repeat(MAX_STORED)]);

@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drain_keeps_a_part_of_its_time_for_the_last_requests() {
+    fn a_drain_reserves_part_of_its_time_for_in_flight_requests() {
         let millis = Duration::from_millis;
         for (whole, time, last_requests) in [
             (millis(0), millis(0), millis(0)),
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drain_until_idle_stays_under_its_ceiling_however_long_its_least() {
+    fn a_drain_until_idle_never_exceeds_its_maximum_even_with_a_longer_minimum() {
         let limits = limits(Drain::UntilIdle {
             at_least: Duration::from_secs(90),
             at_most: Duration::from_secs(60),

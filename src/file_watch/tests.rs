@@ -162,7 +162,7 @@ async fn paths_watched_and_unwatched_by_several_threads_stay_watched() {
 }
 
 #[tokio::test]
-async fn after_more_events_than_the_kernel_holds_any_file_may_have_changed() {
+async fn after_an_inotify_queue_overflow_every_file_counts_as_changed() {
     let directory = tempfile::tempdir().unwrap();
     let [one, other] = ["one", "other"].map(|name| directory.path().join(name));
     let watch = FileWatch::new().unwrap();
@@ -194,7 +194,7 @@ async fn links_in_a_circle_are_watched_and_do_no_harm() {
 }
 
 #[test]
-fn visits_links_and_ends_and_no_plain_directories() {
+fn the_walk_visits_symbolic_links_and_their_targets_and_no_plain_directories() {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path().canonicalize().unwrap();
     fs::create_dir_all(root.join("plain/..1")).unwrap();

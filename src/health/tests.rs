@@ -54,7 +54,7 @@ fn checks(check: Check) -> (Checks, watch::Receiver<Verdict>) {
 }
 
 #[test]
-fn the_verdict_changes_after_as_many_equal_results_as_the_threshold_says() {
+fn the_health_changes_after_as_many_equal_results_as_the_threshold() {
     let (mut checks, verdict) = checks(tcp(1));
     for (results, expected) in [
         ("+", None),
@@ -78,7 +78,7 @@ fn the_verdict_changes_after_as_many_equal_results_as_the_threshold_says() {
 }
 
 #[tokio::test]
-async fn an_application_that_comes_and_goes_is_healthy_and_unhealthy_and_a_stop_ends_its_health() {
+async fn health_follows_the_application_and_a_stopping_agent_is_unhealthy() {
     let listener = TcpListener::bind((SOURCE, 0)).await.expect("a port");
     let address = listener.local_addr().expect("an address");
     let (stop, (_sender, envoy)) = (Stop::new(), watch::channel(Report::default()));
@@ -189,7 +189,7 @@ async fn a_program_is_judged_by_its_exit_code_within_its_time() {
 }
 
 #[tokio::test]
-async fn what_a_program_has_started_is_killed_when_it_ends_or_hangs() {
+async fn children_of_a_probe_program_are_killed_when_it_ends_or_hangs() {
     for (end, expected) in [
         ("true", Ok(())),
         (

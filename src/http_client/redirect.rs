@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn private_addresses_of_other_hosts_are_refused_where_that_is_wanted() {
+    fn private_addresses_of_other_hosts_are_refused_if_configured() {
         for (location, is_followed) in [
             ("https://10.0.0.1:8/b", true),
             ("https://10.0.0.2/b", false),

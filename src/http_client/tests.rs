@@ -156,7 +156,7 @@ async fn the_deadline_covers_head_and_body() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_is_given_up_ends_its_connection() {
+async fn a_cancelled_request_closes_its_connection() {
     for client in [Client::default(), keeping()] {
         for answer in ["", "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nOK"] {
             let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");

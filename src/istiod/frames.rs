@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn names_what_came_instead_of_http2() {
+    fn the_error_quotes_bytes_received_instead_of_http2() {
         let expected = Http2State::Closed(
             "it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned(),
             false,
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn keeps_the_first_reason_of_a_loss() {
+    async fn the_first_reason_of_a_closed_connection_is_kept() {
         let (mut reader, seen) = Reader::new(tokio::io::empty());
         let mut nothing = Vec::new();
         for _ in 0..2 {

@@ -233,7 +233,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn reads_the_file_again_each_time_and_hides_the_value() {
+    fn the_token_file_is_read_each_time_and_its_value_is_hidden() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("istio-token");
         let reader = Reader::new(Source::File(path.clone()));

@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn callers_are_named_for_the_scopes_asked_for() {
+    fn callers_are_logged_for_the_configured_scopes() {
         for (scopes, named) in [("sds,ca", true), ("all", true), ("ca", false), ("", false)] {
             let lines = logged(
                 Options::parse("", &[], false, scopes).expect("flags"),

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_told_is_left_out() {
+    fn values_missing_in_proc_are_omitted() {
         for text in ["", "VmRSS:", "VmRSS: many kB", "VmRSS: 1", "IpExt:", ")"] {
             assert_eq!(memory(text, "VmRSS:"), None, "{text:?}");
             assert_eq!(start_time(text, text), None, "{text:?}");

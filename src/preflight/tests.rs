@@ -486,7 +486,7 @@ fn each_kind_of_difference_of_traffic_capture_is_found() {
 }
 
 #[test]
-fn a_usual_pod_does_not_differ_and_each_line_of_another_has_its_row() {
+fn a_default_pod_has_no_differences_and_each_finding_names_its_row() {
     let mut pod = pod(&[], json!({"TRUST_DOMAIN": "td"}), json!({}));
     pod["spec"]["initContainers"] =
         init(&["-p", "15001"], json!({}))["spec"]["initContainers"].take();
@@ -539,7 +539,7 @@ fn pods_of_an_owner_with_equal_settings_are_one_finding_with_their_number() {
 }
 
 #[test]
-fn what_was_not_compared_is_named() {
+fn settings_that_were_not_compared_are_named() {
     let mut pod = pod(&[], json!({}), json!({}));
     let proxy = &mut pod["spec"]["containers"][1];
     proxy["env"][0] =

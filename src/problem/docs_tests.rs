@@ -8,7 +8,7 @@ use crate::preflight::differences;
 use crate::preflight::docs_tests::sentence;
 
 #[test]
-fn the_documentation_lists_every_code_as_it_is() {
+fn problems_md_lists_every_code() {
     let mut text = String::new();
     for codes in TABLE.chunk_by(|code, next| code.section == next.section) {
         text += &format!("\n## {}\n\n", codes[0].section);

@@ -154,7 +154,7 @@ fn a_member_without_effect_is_named_with_its_line_and_the_nearest_name() {
 }
 
 #[test]
-fn of_equal_keys_the_last_counts_with_a_warning() {
+fn the_last_of_equal_keys_is_used_with_a_warning() {
     let (found, notes) = read(
         "meshId: a\nproxyMetadata: {c: '2', c: '3'}\nsds: {k8sSaJwtPath: '4',\n  k8sSaJwtPath: '5'}\n\
          <<: {meshId: '6'}\nmeshId: '7'",

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_first_document_is_named_and_not_read() {
+    fn further_yaml_documents_are_named_and_ignored() {
         for (rest, named) in [
             ("", None),
             ("---\n", Some("it line 3")),

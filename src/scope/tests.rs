@@ -62,7 +62,7 @@ fn hosts(advice: &str) -> Vec<&str> {
 }
 
 #[test]
-fn generated_labels_do_not_select() {
+fn generated_labels_are_not_used_in_the_workload_selector() {
     let found = labels(Some(&json!({
         "app": "cart",
         "version": "v1",
@@ -86,7 +86,7 @@ fn generated_labels_do_not_select() {
 }
 
 #[test]
-fn each_thing_that_is_not_known_is_said() {
+fn the_advice_names_each_unknown() {
     let plain = advice(&usage(&[service("bank", "a.bank", 1, false)]));
     let with = |change: fn(&mut Pod)| {
         let mut usage = usage(&[service("bank", "a.bank", 1, false)]);
@@ -120,7 +120,7 @@ fn each_thing_that_is_not_known_is_said() {
 }
 
 #[test]
-fn what_is_kept_counts_and_whole_namespaces_stand_for_their_services() {
+fn the_sidecar_resource_has_kept_hosts_and_whole_namespaces_cover_their_services() {
     let used = [
         service("bank", "a.bank", 1, false),
         service("shop", "b.shop", 0, true),
@@ -170,7 +170,7 @@ fn what_is_kept_counts_and_whole_namespaces_stand_for_their_services() {
 }
 
 #[test]
-fn pods_are_merged_by_what_any_of_them_used_and_the_labels_of_all() {
+fn merged_pods_have_the_services_any_of_them_used_and_their_common_labels() {
     let mut first = usage(&[service("bank", "a.bank", 1, false)]);
     first.labels.insert("version".to_owned(), "v1".to_owned());
     let mut second = usage(&[
@@ -288,7 +288,7 @@ async fn counters_are_summed_by_cluster() {
 
 /// Istio's filters are not in every Envoy; the labels are those of Istio's standard metrics.
 #[tokio::test]
-async fn istios_metrics_tell_what_went_to_no_service() {
+async fn traffic_to_no_known_service_is_counted_from_istios_metrics() {
     let mut page = String::from("# TYPE istio_requests_total counter\n");
     for (family, cluster, count) in [
         ("istio_requests_total", "PassthroughCluster", 3),

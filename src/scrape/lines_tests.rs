@@ -54,7 +54,7 @@ fn texts<'p>(pages: &[&'p str]) -> Vec<(Format, &'p [u8])> {
 }
 
 #[test]
-fn lines_of_text_pass_as_they_are() {
+fn valid_lines_of_the_text_format_pass_unchanged() {
     let page = "# a comment\n\n#\n# HELP a  C:\\dir \"x\"\n# TYPE a gauge\na{x=\"}\\\"\\\\ # é\", } 1e3  15\t\n\
                 a { y = \"1\" }\t+Inf\n# UNIT a s\nb NaN\nb -0x\nb_bucket{le=\"+Inf\"} 1\nb 1\n\
                 {\"c.d\",\"e f\"=\"g\"} 0.5\n# TYPE \"c.d\" untyped\n# TYPE late counter\nlate 0\nlast 1";
@@ -63,7 +63,7 @@ fn lines_of_text_pass_as_they_are() {
 }
 
 #[test]
-fn a_malformed_sample_says_nothing_about_the_next_of_its_name() {
+fn a_malformed_sample_does_not_affect_later_samples_of_its_name() {
     let pages = [
         "a 1\n",
         "hidden_x_active 1\nb one\nb 1\nc 1\na one\na 2\n",
@@ -160,7 +160,7 @@ fn malformed_lines_are_left_out_and_counted() {
 }
 
 #[test]
-fn quotes_are_closed_by_a_later_line_or_cost_their_own() {
+fn a_quote_is_closed_by_a_later_line_or_its_own_line_is_dropped() {
     let many = "b 1\n".repeat(MAX_LINE / 4);
     for (page, left, malformed) in [
         (
@@ -230,7 +230,7 @@ fn a_line_over_1_mib_is_skipped_and_the_rest_passes() {
 }
 
 #[test]
-fn the_beginning_of_a_line_is_no_line_where_a_source_breaks_off() {
+fn an_incomplete_last_line_of_an_interrupted_source_is_dropped() {
     for (is_whole, expected) in [(true, "a 1\nb 12\n"), (false, "a 1\n")] {
         assert_eq!(merged(&texts(&["a 1\nb 12"]), Text, is_whole).0, expected);
     }
@@ -248,7 +248,7 @@ fn hidden_families_are_left_out_with_their_declarations() {
 }
 
 #[test]
-fn carriage_returns_are_taken_away() {
+fn carriage_returns_are_removed() {
     let page = "# TYPE a gauge\r\na 1\r\n\r\n";
     let expected = "# TYPE a gauge\na 1\n\n";
     assert_eq!(
@@ -272,7 +272,7 @@ fn text_becomes_openmetrics_without_another_name_for_a_sample() {
 }
 
 #[test]
-fn openmetrics_becomes_text_without_what_text_has_no_place_for() {
+fn openmetrics_is_converted_to_text_without_units_exemplars_and_info_types() {
     let page = "# TYPE a counter\n# UNIT a seconds\n# HELP a A.\na_total 1 1.5 # {t=\"# }\"} 1\n\
                 a_total{x=\"# y\"} 2 # {} 1\na_created 5\n# TYPE i info\ni_info{v=\"1\"} 1\n\
                 # TYPE x unknown\nx 1\n# TYPE s summary\ns_count 1\n# EOF\nlate 1\n";
@@ -283,7 +283,7 @@ fn openmetrics_becomes_text_without_what_text_has_no_place_for() {
 }
 
 #[test]
-fn openmetrics_passes_as_it_is_without_comments_and_without_its_end() {
+fn openmetrics_passes_unchanged_except_comments_and_eof() {
     let page = "# TYPE a counter\n# TYPE b_seconds gauge\n# UNIT b_seconds seconds\n# HELP a \n# a comment\n\na_total 1 1.5 # {t=\"x\"} 1\n\
                 a_created 5\n# TYPE i info\ni_info{v=\"1\"} 1\n# EOF \t\r\nlate 1\n";
     let expected = page.replace("# a comment\n\n", "");
@@ -293,7 +293,7 @@ fn openmetrics_passes_as_it_is_without_comments_and_without_its_end() {
 }
 
 #[test]
-fn series_beyond_the_most_that_are_remembered_are_there_twice() {
+fn duplicates_beyond_the_remembered_series_are_not_removed() {
     let page: String = (0..40_000)
         .map(|number| format!("a{{n=\"{number}\"}} 1\n"))
         .collect();

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn only_real_codings_of_a_page_count() {
+    fn only_known_content_encodings_of_a_page_are_considered() {
         for (values, expected) in [
             (&[][..], Ok(false)),
             (&["gzip"], Ok(true)),

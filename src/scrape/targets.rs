@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_asked_is_named() {
+    fn the_error_for_an_unusable_scrape_target_gives_the_reason() {
         for (json, expected) in [
             ("", "a JSON object"),
             ("[", "a JSON object"),

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_valid_list_of_every_issuer_is_needed_and_the_problem_names_the_issuer_that_lacks_one() {
+    fn each_issuer_needs_a_valid_crl_and_the_problem_names_an_issuer_without_one() {
         let ca = |name: &str| {
             CertifiedIssuer::self_signed(authority(name), KeyPair::generate().unwrap()).unwrap()
         };

@@ -143,7 +143,7 @@ fn ended(result: Result<(), Status>) -> (Code, String) {
 }
 
 #[tokio::test]
-async fn a_later_request_is_answered_by_the_rules() {
+async fn later_requests_are_answered_by_the_rules_of_sotw_xds() {
     const NOTHING: &[&str] = &[];
     let state = signed().await;
     for (rule, first, then, expected) in [
@@ -242,7 +242,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
 }
 
 #[tokio::test]
-async fn a_refusal_as_the_first_request_asks_for_nothing() {
+async fn a_nack_as_the_first_request_subscribes_to_nothing() {
     let state = signed().await;
     let mut stream = fresh();
     stream
@@ -269,7 +269,7 @@ async fn a_request_waits_until_there_is_a_secret() {
 }
 
 #[tokio::test]
-async fn pushes_what_changed_and_was_asked_for_roots_first() {
+async fn only_changed_and_subscribed_secrets_are_pushed_and_roots_come_first() {
     let authority = FakeAuthority::new(&clock());
     let old = signed_by(&authority).await;
     let mut both = subscribed(&["default", "ROOTCA"], &old);
@@ -362,7 +362,7 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
 }
 
 #[tokio::test]
-async fn a_version_of_an_earlier_stream_counts_and_an_ended_stream_does_not() {
+async fn a_version_of_an_earlier_stream_counts_as_accepted_and_ended_streams_are_ignored() {
     let state = signed().await;
     let mut stream = fresh();
     let mut again = request(&["default"], "");

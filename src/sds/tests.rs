@@ -159,7 +159,7 @@ async fn streams_wait_for_the_authority_and_get_every_rotation() {
 }
 
 #[tokio::test]
-async fn a_new_stream_is_answered_while_the_authority_is_away() {
+async fn a_new_stream_is_answered_while_the_authority_does_not_answer() {
     let mut fixture = start(Answer::Signed).await;
     let first = fixture.subscribe("default").await.next().await;
     fixture.authority.set(Answer::Waits);

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn renews_when_the_grace_part_of_life_is_left() {
+    fn the_renewal_is_due_when_the_grace_ratio_of_the_lifetime_remains() {
         for (ratio, life, expected) in [
             (0.5, 24 * HOUR, 12 * HOUR),
             (0.25, HOUR, 45 * MINUTE),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn retries_grow_more_urgent_towards_the_end_of_life() {
+    fn retries_become_more_frequent_towards_the_expiry() {
         for (remaining, expected) in [
             (None, Duration::from_secs(5)),
             (Some(12 * HOUR), Duration::from_secs(60)),

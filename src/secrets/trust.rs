@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_certificate_is_left_out_without_the_others() {
+    fn invalid_blocks_are_omitted_and_valid_roots_are_kept() {
         let good = root();
         let cut = root().replace(END, "");
         let broken = format!("{BEGIN}\nAAAA\n{END}\n{BEGIN}\n!!\n{END}\n{good}{cut}");

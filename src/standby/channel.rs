@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_message_is_an_error() {
+    async fn an_invalid_or_incomplete_handover_message_is_an_error() {
         for (bytes, expected) in [
             (&b"{}\n"[..], io::ErrorKind::InvalidData),
             (b"\xff\n", io::ErrorKind::InvalidData),

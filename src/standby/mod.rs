@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_program_that_fails_is_the_same_build_each_time() {
+    async fn the_error_of_a_failing_program_is_the_same_each_time() {
         let folder = tempfile::tempdir().unwrap();
         let script = folder.path().join("script");
         fs::write(&script, "echo $$ >&2; exit 3").unwrap();

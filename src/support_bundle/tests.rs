@@ -226,7 +226,7 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
 }
 
 #[tokio::test]
-async fn secrets_of_the_environment_and_the_token_are_known() {
+async fn secrets_in_the_environment_and_the_token_are_redacted() {
     let directory = tempfile::tempdir().expect("a directory");
     let token = directory.path().join("token");
     fs::write(&token, "opaque-token\n").expect("written");

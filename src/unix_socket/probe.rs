@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_settings_are_healthy() {
+    async fn only_a_peer_that_sends_http2_settings_is_healthy() {
         assert!(matches!(
             answered_with(b"\0\0\0\x04\0\0\0\0\0").await,
             Health::Healthy

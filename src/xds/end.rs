@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn istiods_status_reaches_envoy_as_it_came() {
+    fn istiods_status_reaches_envoy_unchanged() {
         for code in 0..=16 {
             let mut trailers = HeaderMap::new();
             trailers.insert("grpc-status", HeaderValue::from(code));

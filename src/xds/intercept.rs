@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn what_envoy_unsubscribes_from_is_told_to_the_interceptor_of_its_type() {
+    fn an_interceptor_is_told_which_names_envoy_unsubscribes_from() {
         struct Told(mpsc::Sender<Vec<String>>);
         impl Interceptor for Told {
             fn type_url(&self) -> &str {
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn subscriptions_name_only_their_type() {
+    fn the_agents_own_subscriptions_contain_only_the_type_url() {
         let url = "type.googleapis.com/istio.networking.nds.v1.NameTable";
         let interceptors = Interceptors::new(vec![Box::new(Subscription(url))]);
         let mut expected = vec![0, 0, 0, 0, 55, 0x22, 0x35];

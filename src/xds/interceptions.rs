@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_newer_response_takes_the_place_of_one_under_way() {
+    async fn a_newer_response_replaces_one_that_is_being_handled() {
         let (mut state, mut interceptions) = (state(true), Interceptions::default());
         for message in ["slow", "slower", "newest"] {
             state.captured.push_back(captured(message));
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_that_ended_just_before_is_not_passed_on_either() {
+    async fn a_newer_response_also_replaces_one_just_handled() {
         let (mut state, mut interceptions) = (state(true), Interceptions::default());
         state.captured.push_back(captured("first"));
         interceptions.start(&mut state, Protocol::Delta);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_follows_an_outcome_is_passed_on_unless_a_newer_response_comes() {
+    async fn a_late_outcome_is_forwarded_unless_a_newer_response_comes() {
         let (mut state, mut interceptions) = (state(true), Interceptions::default());
         let later = |outcome| Later {
             outcome,

@@ -376,7 +376,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn requests_leave_exactly_as_they_came(
+        fn requests_are_forwarded_byte_for_byte(
             message in prop::collection::vec(any::<u8>(), 0..64),
             type_url in ".{0,20}",
             chunk in 1usize..90,

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rewritten_message_waits_for_the_gap_behind_a_passing_one() {
+    fn a_rewritten_response_waits_until_a_passing_response_is_complete() {
         let mut state = state();
         let (passing, own) = (response(CLUSTER), response(EXTENSION));
         state.read_responses(own.clone()).unwrap();
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_response_is_acknowledged_and_a_refused_one_says_why() {
+    fn a_response_consumed_by_the_agent_is_acked_or_nacked_with_the_reason() {
         let mut state = state();
         state.read_responses(response(NAMES)).unwrap();
         let captured = state.captured.pop_front().unwrap();
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn istiod_waits_while_envoy_or_the_interceptors_have_enough() {
+    fn istiod_waits_while_the_queue_of_envoy_or_of_the_interceptors_is_full() {
         let mut state = state();
         assert!(state.wants_responses());
         state.read_responses(response(CLUSTER)).unwrap();

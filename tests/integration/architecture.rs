@@ -127,7 +127,7 @@ fn paths(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn modules_use_each_other_as_the_table_says() {
+fn module_dependencies_equal_the_table() {
     let ((rows, base), code) = (table(), code());
     for (module, uses) in &code {
         let mut uses = uses.clone();
@@ -171,7 +171,7 @@ fn modules_form_no_cycle() {
 }
 
 #[test]
-fn paths_are_found_in_groups_and_outside_of_code_for_tests() {
+fn module_paths_are_found_in_use_groups_and_outside_test_code() {
     let text = "use crate::{a::{b, c}, d};\nlet x = crate::e::f();\n// crate::g\n\
                 #[cfg(test)]\nuse crate::h;\nmod x {\n    #[cfg(test)]\n    #[allow(y)]\n    fn z() {\n        \
                 crate::i();\n    }\n    use crate::j;\n}\n#[cfg(test)]\nmod tests {\n    use crate::k;\n}\n";

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_request_or_was_altered() {
+    fn refuses_malformed_and_altered_csrs() {
         let key = KeyPair::generate().unwrap();
         assert_eq!(parse("").unwrap_err(), CsrError::NotPem);
         assert_eq!(parse(&key.serialize_pem()).unwrap_err(), CsrError::NotPem);

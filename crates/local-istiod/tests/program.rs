@@ -93,7 +93,7 @@ fn a_syntax_error_is_reported_with_file_and_line_and_corrected_without_a_restart
 }
 
 #[test]
-fn what_prevents_a_start_is_reported_in_a_sentence() {
+fn startup_errors_are_reported_in_one_sentence() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let in_use = format!("cannot listen on {address}: Address already in use");

@@ -71,7 +71,7 @@ impl Place {
 }
 
 #[tokio::test]
-async fn without_hot_restart_the_bootstrap_has_no_number_and_a_custom_one_is_left_to_envoy() {
+async fn without_hot_restart_the_bootstrap_has_no_epoch_and_a_custom_one_is_not_read() {
     let place = Place::new();
     place.set("ISTIO_AGENT_HOT_RESTART", "false");
     let prepared = place.inputs().await.prepare(0).expect("prepared");
@@ -88,7 +88,7 @@ async fn without_hot_restart_the_bootstrap_has_no_number_and_a_custom_one_is_lef
 }
 
 #[tokio::test]
-async fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells_changes() {
+async fn each_epoch_has_its_own_bootstrap_file_and_a_digest_that_shows_changes() {
     let place = Place::new();
     let inputs = place.inputs().await;
     let first = inputs.prepare(0).expect("prepared");
@@ -117,7 +117,7 @@ async fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells
 }
 
 #[tokio::test]
-async fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
+async fn a_restart_refuses_changed_ports_and_inputs_that_have_become_invalid() {
     let place = Place::new();
     let over = place.root.path().join("override.json");
     fs::write(&over, "{}").expect("written");
@@ -157,7 +157,7 @@ async fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
 }
 
 #[tokio::test]
-async fn who_serves_secrets_is_the_same_for_each_envoy() {
+async fn each_envoy_uses_the_same_sds_server() {
     let place = Place::new();
     place.set("ISTIO_AGENT_EXTERNAL_SDS", "wait");
     let inputs = place.inputs().await;
@@ -169,7 +169,7 @@ async fn who_serves_secrets_is_the_same_for_each_envoy() {
 }
 
 #[tokio::test]
-async fn what_is_written_for_an_envoy_of_another_user_is_that_users() {
+async fn the_bootstrap_of_an_envoy_with_another_user_is_owned_by_that_user() {
     if !rustix::process::getuid().is_root() {
         eprintln!("Only root gives files away: this test is not run.");
         return;
@@ -184,7 +184,7 @@ async fn what_is_written_for_an_envoy_of_another_user_is_that_users() {
 }
 
 #[tokio::test]
-async fn a_custom_bootstrap_is_read_in_place_and_left_there() {
+async fn a_custom_bootstrap_is_used_in_place_and_not_deleted() {
     let place = Place::new();
     let custom = place.root.path().join("custom.json");
     fs::write(&custom, "{}").expect("written");

@@ -70,7 +70,7 @@ fn static_metadata_has_four_parts() {
 }
 
 #[tokio::test]
-async fn no_platform_is_no_metadata() {
+async fn platform_none_discovers_no_metadata() {
     let root = root(&[]);
     let mut config = config(&root);
     config.choice = "none".to_owned();
@@ -83,7 +83,7 @@ async fn googles_metadata_service_is_queried() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn googles_metadata_that_takes_three_seconds_is_waited_for_without_what_never_comes() {
+async fn google_metadata_that_takes_three_seconds_is_used_without_missing_values() {
     googles_metadata_arrives_after(Duration::from_secs(3)).await;
 }
 

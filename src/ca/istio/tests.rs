@@ -24,7 +24,7 @@ fn found(result: Result<Vec<String>, SignError>) -> (Code, String) {
 }
 
 #[tokio::test]
-async fn sends_the_request_and_returns_the_chain_as_it_came() {
+async fn sends_the_csr_and_returns_the_chain_unchanged() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
     fake.answers(vec![Answer::Chain(vec!["leaf", "between", "roots"]); 2]);
@@ -48,7 +48,7 @@ async fn sends_the_request_and_returns_the_chain_as_it_came() {
 }
 
 #[tokio::test]
-async fn keeps_code_and_message_of_a_refusal_and_the_connection() {
+async fn a_refusal_keeps_its_code_and_message_and_the_connection_stays_open() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
     let ca = ca(&istiod, DAY);
@@ -85,7 +85,7 @@ async fn a_refusal_with_a_long_text_keeps_its_code_and_the_connection() {
 }
 
 #[tokio::test]
-async fn an_authority_that_never_answers_is_left_at_the_deadline() {
+async fn a_request_to_a_silent_authority_fails_at_the_deadline_and_the_next_redials() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
     fake.answers([Answer::Never, Answer::Chain(vec!["leaf", "root"])]);
@@ -133,7 +133,7 @@ async fn a_slow_authority_gets_twice_the_time_after_each_miss_up_to_eight_times(
 }
 
 #[tokio::test]
-async fn a_connection_that_cannot_be_had_or_breaks_does_not_wedge() {
+async fn a_failed_or_broken_connection_fails_one_request_and_not_the_next() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (istiod, _tasks) = run(plaintext(address));
@@ -202,7 +202,7 @@ async fn streams_of_two_envoys_that_read_nothing_do_not_hold_up_signing() {
 }
 
 #[test]
-fn tells_passing_causes_from_lasting_ones() {
+fn permanent_grpc_codes_are_distinguished_from_transient_ones() {
     for code in (1..=16).map(Code::from) {
         let message = String::new();
         let problem = Problem::new(codes::ISTIOD_ERROR, "", "");
@@ -231,7 +231,7 @@ fn tells_passing_causes_from_lasting_ones() {
 }
 
 #[tokio::test]
-async fn a_client_certificate_that_came_later_is_shown_once_istiod_does_not_know_us() {
+async fn a_late_client_certificate_is_presented_after_istiod_answers_unauthenticated() {
     let authority = Authority::new("root");
     let tls = fake::server_tls(&authority, fake::NAME, Clients::Optional);
     let fake = Fake::start(Some(tls)).await;

@@ -188,7 +188,7 @@ fn marks_may_be_hexadecimal_as_for_iptables() {
 }
 
 #[test]
-fn what_has_no_effect_is_not_checked() {
+fn settings_without_effect_are_not_validated() {
     checked(|s| s.istio_local_exclude_ports = "x".to_owned());
     checked(|s| {
         s.istio_outbound_owner_groups = "1".to_owned();

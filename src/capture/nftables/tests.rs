@@ -29,7 +29,7 @@ fn entries(expr: &Value) -> [Vec<Entry>; 2] {
 }
 
 #[test]
-fn a_chain_that_the_kernel_does_not_call_as_it_should_is_unknown() {
+fn a_chain_with_another_hook_priority_type_or_policy_is_unknown() {
     let [v4, v6] = live(&[output(|_| ())]);
     assert!(v4.chains.contains_key(&(Table::Nat, Chain::Output)));
     assert!(v6.unknown_chains.is_empty());
@@ -88,7 +88,7 @@ fn a_protocol_may_be_a_number() {
 }
 
 #[test]
-fn a_rule_with_anything_else_is_foreign() {
+fn an_nft_rule_with_an_unsupported_expression_is_foreign() {
     let matched = |op: &str, left: Value, right: Value| json!([{"match": {"op": op, "left": left, "right": right}}, {"return": null}]);
     let port = || json!({"payload": {"protocol": "tcp", "field": "dport"}});
     let address = || json!({"payload": {"protocol": "ip", "field": "daddr"}});

@@ -76,7 +76,7 @@ fn equal_rules_differ_in_nothing() {
 }
 
 #[test]
-fn every_rule_that_is_missing_too_many_or_moved_is_named_and_misleads() {
+fn every_missing_extra_or_moved_rule_is_named_and_affects_traffic() {
     let mut tried = 0;
     for (change, family) in CONFIGS.map(|c| [(c, Family::V4), (c, Family::V6)]).concat() {
         let wanted = wanted(change, family);
@@ -238,7 +238,7 @@ fn rules_of_others_before_ours_are_named_if_they_may_take_packets() {
 }
 
 #[test]
-fn rules_of_others_behind_ours_are_none_of_our_business() {
+fn foreign_rules_after_istios_are_ignored() {
     let (texts, misled) = findings(
         |_| {},
         |found| {
@@ -252,7 +252,7 @@ fn rules_of_others_behind_ours_are_none_of_our_business() {
 }
 
 #[test]
-fn dns_rules_of_an_earlier_version_are_named_and_matter() {
+fn dns_rules_of_an_earlier_version_are_named_and_affect_traffic() {
     let rule = "nat: -A POSTROUTING -p udp -m udp --dport 15053 -j SNAT --to-source 127.0.0.1";
     for settings in [|_: &mut Settings| {}, dns_of_servers] {
         let (texts, misled) = findings(settings, |found| found.earlier_dns = vec![rule.to_owned()]);
@@ -286,7 +286,7 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
 }
 
 #[test]
-fn rules_of_an_earlier_version_for_the_same_settings_are_named_and_harmless_while_they_are_whole() {
+fn complete_rules_of_an_earlier_version_are_named_and_do_not_affect_traffic() {
     let all: Change = |s| (s.redirect_dns, s.capture_all_dns) = (true, true);
     for change in [dns_of_servers, all] {
         let line = "-A ISTIO_OUTPUT_DNS -p udp --dport 53 -m owner --uid-owner 1337 -j RETURN\n";

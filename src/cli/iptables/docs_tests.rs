@@ -40,7 +40,7 @@ fn the_documentation_lists_every_variable_as_it_is() {
 }
 
 #[test]
-fn every_variable_of_the_list_counts() {
+fn every_documented_variable_of_istio_iptables_has_an_effect() {
     let read = |name: &str, value: &str| {
         let environment = [(name, value)].into_iter().collect();
         let arguments = flags::arguments(&[], &environment);

@@ -77,7 +77,7 @@ fn configured(file: &str) -> (String, Config) {
 }
 
 #[test]
-fn rules_are_those_of_the_golden_files() {
+fn rules_equal_the_golden_files() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
     let mut count = 0;
     for entry in fs::read_dir(&folder).expect("golden files") {
@@ -109,7 +109,7 @@ fn rules_are_those_of_the_golden_files() {
 /// A file has the arguments and variables of istio-validation, and the rules of its pod, as
 /// `iptables-save` or `nft -j list ruleset` printed them. Istio's CNI plugin set them up.
 #[test]
-fn the_rules_of_the_cni_plugin_are_those_that_the_arguments_of_istio_validation_ask_for() {
+fn verify_with_istio_validations_arguments_accepts_the_cni_plugins_rules() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture-cni");
     for name in ["usual", "annotations", "tproxy"] {
         for (suffix, is_native) in [("", false), ("-nftables", true)] {
@@ -154,7 +154,7 @@ fn the_rules_of_the_cni_plugin_are_those_that_the_arguments_of_istio_validation_
 }
 
 #[test]
-fn rules_are_read_from_a_kernel_as_they_were_written() {
+fn iptables_rules_read_from_the_kernel_equal_those_written() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
     for entry in fs::read_dir(folder).expect("golden files") {
         let path = entry.expect("an entry").path();
@@ -184,7 +184,7 @@ fn rules_are_read_from_a_kernel_as_they_were_written() {
 }
 
 #[test]
-fn rules_of_nft_are_read_from_a_kernel_as_they_were_written() {
+fn nft_rules_read_from_the_kernel_equal_those_written() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
     for entry in fs::read_dir(folder).expect("golden files") {
         let path = entry.expect("an entry").path();
@@ -300,7 +300,7 @@ async fn a_dry_run_writes_the_file_of_its_variable() {
 }
 
 #[test]
-fn what_to_do_with_the_rules_is_read_from_flags_and_variables() {
+fn modes_and_probe_settings_are_read_from_flags_and_variables() {
     let variables = [
         ("RECONCILE", "true"),
         ("FORCE_APPLY", "1"),

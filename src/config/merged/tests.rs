@@ -32,7 +32,7 @@ fn empty_documents_change_nothing() {
 }
 
 #[test]
-fn members_merge_by_their_rule() {
+fn each_proxy_config_member_is_merged_by_its_own_rule() {
     for (documents, name, expected) in [
         (
             [
@@ -169,7 +169,7 @@ fn every_wrong_member_is_named_with_its_document_and_line() {
 }
 
 #[test]
-fn origins_are_kept() {
+fn merged_members_keep_their_document_and_line() {
     let merged = merged(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
     assert_eq!(merged.origins.find("statusPort"), "document 1 line 2");
     assert_eq!(merged.origins.find("drainDuration"), "document 0 line 2");
@@ -177,7 +177,7 @@ fn origins_are_kept() {
 }
 
 #[test]
-fn the_flag_wins_over_documents_and_those_over_limits() {
+fn the_concurrency_flag_overrides_documents_and_these_override_the_cpu_limit() {
     for (document, variable, flag, threads) in [
         ("{}", 0, 0, None),
         ("{}", 4, 0, Some(4)),

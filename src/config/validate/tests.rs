@@ -17,7 +17,7 @@ fn notes(text: &str) -> Diagnostics {
 }
 
 #[test]
-fn good_values_are_good() {
+fn valid_proxy_configs_are_accepted() {
     for text in [
         "{}",
         "{tracingServiceName: APP_LABEL_AND_NAMESPACE}",
@@ -133,7 +133,7 @@ fn the_line_is_that_of_the_member_or_of_its_parent() {
 
 proptest! {
     #[test]
-    fn any_document_is_used_or_refused_by_member(
+    fn an_arbitrary_document_is_accepted_or_its_invalid_members_are_named(
         documents in prop::collection::vec(
             prop::collection::hash_map(random::name(), random::document(), 0..8),
             1..3,

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn passes_as_it_came_but_for_its_id() {
+    fn a_query_is_forwarded_unchanged_except_its_id() {
         let mut signed = query(7, "a.test");
         signed[11] = 1;
         signed.extend([0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2]);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_minds_all_that_may_change_the_answer() {
+    fn the_cache_key_has_every_field_that_can_change_the_answer() {
         let key = |bytes: Vec<u8>| parsed(bytes).cache_key();
         let base = key(query_with_opt(1, "a.test", 1232, &[]));
         assert!(base.is_some());
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_single_question_is_not_forwarded() {
+    fn only_a_message_with_one_valid_question_is_forwarded() {
         let whole = query_with_opt(1, "a.test", 1232, &[]);
         for length in 0..whole.len() {
             assert!(
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_without_all_it_promises_is_a_failure_of_the_server() {
+    fn a_reply_with_missing_records_becomes_servfail() {
         let asked = query_with_opt(1, "a.test", 1232, &[]);
         let bytes = Answer::address(1).to(&asked);
         let query = parsed(asked.clone());

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_servers() {
+    fn nameservers_are_read() {
         let cases: &[(&str, &[&str])] = &[
             ("nameserver 10.96.0.10\n", &["10.96.0.10:53"]),
             ("nameserver\t1.1.1.1  2.2.2.2", &["1.1.1.1:53"]),
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn names_lines_that_hold_no_server() {
+    fn lines_without_a_valid_server_are_named() {
         let lines = [
             "nameserver",
             "nameserver dns.example",

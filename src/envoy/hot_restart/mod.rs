@@ -580,7 +580,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn the_time_of_a_parent_runs_from_when_its_successor_serves() {
+    async fn the_parent_shutdown_time_starts_when_the_successor_is_live() {
         let second = Duration::from_secs(1);
         let limits = Limits {
             parent_shutdown: second * 60,

@@ -81,7 +81,7 @@ mod tests {
     use crate::envoy::handle::Report;
 
     #[tokio::test(start_paused = true)]
-    async fn what_changes_while_files_settle_is_part_of_one_restart() {
+    async fn changes_within_the_settling_time_cause_one_restart() {
         let place = tempfile::tempdir().expect("a directory");
         let files = ["mesh", "override"].map(|name| place.path().join(name));
         let files: Arc<[PathBuf]> = files.into();

@@ -85,7 +85,7 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
 }
 
 #[test]
-fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
+fn a_drain_until_idle_lasts_between_its_minimum_and_its_maximum() {
     let start = [
         (ASK, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 5)),
@@ -110,7 +110,7 @@ fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
 }
 
 #[test]
-fn long_requests_are_waited_for_until_the_last_has_ended_or_a_more_urgent_request_comes() {
+fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_comes() {
     let drained = [
         (ASK, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
@@ -171,7 +171,7 @@ fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing()
 }
 
 #[test]
-fn an_envoy_drained_by_order_ends_without_a_further_drain() {
+fn an_envoy_already_drained_on_request_exits_without_another_drain() {
     let told = (DrainOrdered, Action::Drain);
     let machine = walk(LIMITS, &up(&[told, told]));
     assert_eq!(machine.phase().state(), State::Draining);
@@ -212,7 +212,7 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested(
 }
 
 #[test]
-fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is_requested() {
+fn a_replaced_envoy_drains_and_is_followed_by_another_unless_a_stop_is_requested() {
     let wait = (ANSWERED, begin(Step::DrainTime, SECOND * 4));
     let close = (Deadline, begin(Step::LastRequests, SECOND));
     for (end_by, end) in [(EndBy::Quit, QUIT), (EndBy::Kill, KILL)] {
@@ -237,7 +237,7 @@ fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is
 }
 
 #[test]
-fn the_plan_names_the_steps_that_are_left() {
+fn the_plan_lists_the_remaining_steps() {
     let waits = |machine: &Machine| -> Vec<_> {
         let steps = machine.plan().0;
         steps.iter().map(|step| step.waits_for).collect()
@@ -370,7 +370,7 @@ proptest! {
     }
 
     #[test]
-    fn a_request_makes_it_no_slower_but_where_it_calls_off_a_successor(before in events()) {
+    fn a_more_urgent_stop_never_lengthens_the_shutdown_unless_it_cancels_a_replacement(before in events()) {
         let requests = [ASK, ASK_AGAIN, ASK_A_THIRD_TIME];
         for (request, limits) in requests.into_iter().flat_map(|request| {
             [UNTIL_IDLE, LONG_REQUESTS].map(|limits| (request, limits))

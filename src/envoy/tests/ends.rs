@@ -25,7 +25,7 @@ async fn an_envoy_that_cannot_start_is_an_error_that_names_its_status() {
 }
 
 #[tokio::test]
-async fn a_later_crash_is_passed_on_and_remembered_until_an_envoy_ends_well() {
+async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
     let mut crashing = stage("crashes");
     crashing.config.early = Duration::ZERO;
     let crash = Exit::ByItself(Ended::Signal(11));
@@ -63,7 +63,7 @@ fn an_end_by_a_signal_has_the_code_a_shell_would_give_it() {
 }
 
 #[tokio::test]
-async fn an_envoy_that_ends_by_itself_without_a_fault_is_no_error_and_no_reason_to_start_again() {
+async fn an_envoy_that_exits_with_status_0_is_neither_an_error_nor_restarted() {
     let mut stage = stage("exits-cleanly");
     stage.config.restarts = Some(budget(1));
     let exit = stage.run(0).await.expect("an end");

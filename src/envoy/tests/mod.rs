@@ -174,7 +174,7 @@ async fn a_second_request_cuts_the_drain_short() {
 }
 
 #[tokio::test]
-async fn kills_an_envoy_that_ignores_its_termination() {
+async fn an_envoy_that_ignores_sigterm_is_killed() {
     let mut stage = stage("ignores-sigterm");
     stage.config.limits.terminate = Duration::from_millis(200);
     assert_eq!(stage.run(2).await.expect("an end"), Exit::Requested);
@@ -330,7 +330,7 @@ async fn a_request_longer_than_a_timed_drain_delays_the_end_until_it_has_ended()
 }
 
 #[tokio::test]
-async fn asked_to_stop_before_its_start_envoy_is_not_started() {
+async fn envoy_is_not_started_after_a_request_to_stop() {
     let mut stage = stage("obeys");
     stage.config.command.binary = "missing".into();
     let stop = Stop::new();

@@ -25,7 +25,7 @@ fn several(addresses: &[impl std::fmt::Display]) -> Config {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_after_ten_minutes() {
+async fn after_three_consecutive_failures_the_next_control_plane_is_used_for_ten_minutes() {
     let hosts = Hosts::new(several(&["a:1", "b:1", "c:1"]));
     let mut used = String::new();
     for failed in [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] {
@@ -56,7 +56,7 @@ async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_aft
 }
 
 #[test]
-fn one_alone_is_used_however_often_it_fails_or_is_silent() {
+fn a_single_control_plane_is_never_abandoned() {
     let hosts = Hosts::new(several(&["a:1"]));
     for is_silent in [false, true].repeat(5) {
         assert!(!hosts.record_failure(&hosts.current().clone(), is_silent, &why()));
@@ -65,7 +65,7 @@ fn one_alone_is_used_however_often_it_fails_or_is_silent() {
 }
 
 #[test]
-fn a_silent_one_is_left_at_once_and_what_comes_of_one_that_was_left_does_not_count() {
+fn a_silent_control_plane_is_abandoned_at_once_and_its_later_results_are_ignored() {
     let hosts = Hosts::new(several(&["a:1", "b:1"]));
     let first = hosts.current().clone();
     // One that was left does not count against the one in use, nor an answer of it for that.

@@ -118,7 +118,7 @@ async fn the_status_shows_the_connection_and_the_dials() {
 }
 
 #[tokio::test]
-async fn dials_anew_after_istiod_closed() {
+async fn a_closed_connection_is_dialed_again() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
     for dials in 1..4 {
@@ -194,7 +194,7 @@ async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials()
 }
 
 #[tokio::test]
-async fn leaves_a_connection_at_goaway_while_its_streams_finish() {
+async fn after_goaway_new_calls_use_another_connection_and_open_streams_finish() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
     let mut old = istiod.connection().await.unwrap();
@@ -230,7 +230,7 @@ async fn one_call_gets_the_error_of_a_refused_dial_and_another_waits() {
 }
 
 #[tokio::test]
-async fn an_address_that_cannot_be_reached_names_its_setting_and_a_dead_proxy_its_variable() {
+async fn errors_for_an_unreachable_address_or_proxy_name_its_setting() {
     let address = unused_address().await;
     let mut authority = plaintext(address);
     authority.setting = "CA_ADDR";
@@ -351,7 +351,7 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
 }
 
 #[tokio::test]
-async fn a_peer_that_falls_silent_is_left_after_the_keepalive_timeout() {
+async fn a_silent_connection_is_closed_after_the_keepalive_timeout() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mut config = plaintext(listener.local_addr().unwrap());
     config.keepalive.interval = Duration::from_millis(20);
@@ -438,7 +438,7 @@ async fn the_uri_names_the_server_with_tls_and_the_address_without() {
 }
 
 #[tokio::test]
-async fn ends_when_stopped_or_when_all_handles_are_dropped() {
+async fn the_connection_task_ends_when_stopped_or_when_all_handles_are_dropped() {
     let fake = Fake::start(None).await;
     let stop = CancellationToken::new();
     let (istiod, run) = super::new(plaintext(fake.address), &Registry::default(), stop.clone());

@@ -65,7 +65,7 @@ async fn refuses_a_certificate_for_another_name_or_of_another_root() {
 }
 
 #[tokio::test]
-async fn clocks_that_differ_are_named_with_both_dates() {
+async fn an_expired_or_future_istiod_certificate_is_reported_with_both_dates() {
     let authority = Authority::new("root");
     let files = Files::new();
     let roots = files.write("root.pem", &authority.pem());
@@ -123,7 +123,7 @@ async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_si
 }
 
 #[tokio::test]
-async fn wants_http2_to_be_offered() {
+async fn a_server_without_http2_in_alpn_is_refused() {
     let authority = Authority::new("root");
     let mut tls = fake::server_tls(&authority, NAME, Clients::Optional);
     tls.alpn_protocols.clear();
@@ -165,7 +165,7 @@ async fn a_rotated_root_file_is_all_the_next_dial_trusts() {
 }
 
 #[tokio::test]
-async fn shows_a_client_certificate_while_it_is_valid() {
+async fn the_client_certificate_is_sent_while_it_is_valid() {
     let authority = Authority::new("root");
     let files = Files::new();
     let roots = files.write("root.pem", &authority.pem());

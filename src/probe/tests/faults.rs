@@ -54,7 +54,7 @@ async fn applications_that_misbehave_are_errors_within_the_timeout() {
 }
 
 #[tokio::test]
-async fn answers_that_go_reads_are_answers() {
+async fn probe_responses_that_only_go_accepts_are_accepted() {
     for answer in [
         "HTTP/1.0 202 Accepted\r\ncontent-length: 2\r\n\r\nOK",
         "HTTP/1.1 202\nfolded: a\n b\nspace : c\n\nOK",
@@ -66,7 +66,7 @@ async fn answers_that_go_reads_are_answers() {
 }
 
 #[tokio::test]
-async fn the_status_counts_when_the_body_breaks_off_or_does_not_end_in_time() {
+async fn the_status_is_used_even_if_the_body_is_incomplete_or_late() {
     for hangs in [false, true] {
         let app = App::start(move |mut stream, _| async move {
             let mut request = [0; 4096];

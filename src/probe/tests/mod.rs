@@ -401,7 +401,7 @@ async fn a_grpc_probe_is_addressed_to_the_host_and_port_it_dials() {
 }
 
 #[test]
-fn the_callers_host_is_kept_and_headers_about_its_connection_are_not() {
+fn the_callers_host_is_forwarded_and_its_connection_headers_are_not() {
     let mut headers = HeaderMap::new();
     for (name, value) in [
         ("host", "cart"),

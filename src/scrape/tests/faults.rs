@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn what_fails_leaves_the_rest_and_is_seen_in_the_same_page() {
+async fn a_failed_source_leaves_the_others_and_is_counted_in_the_same_page() {
     let envoy = page("text/plain", "envoy 1\n");
     let missing = server(|stream, _| {
         send(
@@ -107,7 +107,7 @@ fn unusable() -> Vec<(&'static str, u16, &'static str)> {
 }
 
 #[tokio::test]
-async fn no_target_takes_the_rest_with_it() {
+async fn an_endless_or_unusable_source_does_not_drop_the_samples_of_others() {
     let timeout = [("x-prometheus-scrape-timeout-seconds", "0.6")];
     let good = page("text/plain", "good 1\n");
     for (name, bad, left) in endless().into_iter().chain(unusable()) {

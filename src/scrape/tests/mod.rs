@@ -140,7 +140,7 @@ fn failures(registry: &Registry, kind: &str) -> u64 {
 
 #[tokio::test]
 #[expect(clippy::disallowed_methods, reason = "how an update is asked for")]
-async fn every_page_is_merged_as_it_is_written_down() {
+async fn merged_pages_equal_the_golden_files() {
     let cases = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/scrape");
     let mut count = 0;
     for case in fs::read_dir(cases).expect("cases") {
@@ -187,7 +187,7 @@ async fn every_page_is_merged_as_it_is_written_down() {
 }
 
 #[tokio::test]
-async fn figures_of_the_agents_process_leave_the_applications_theirs() {
+async fn the_agents_process_metrics_do_not_replace_those_of_the_application() {
     let page = page(
         "text/plain",
         "# TYPE process_open_fds gauge\nprocess_open_fds 7\n",
@@ -211,7 +211,7 @@ fn listening() -> (u16, std::sync::mpsc::Receiver<String>) {
 }
 
 #[tokio::test]
-async fn requests_carry_what_the_scraper_said_and_no_more() {
+async fn requests_to_sources_have_only_the_documented_headers_of_the_scraper() {
     let (port, hears) = listening();
     let (scrape, _) = scrape(port, &[]);
     let headers = [
@@ -350,7 +350,7 @@ async fn the_page_is_gzip_for_a_scraper_that_accepts_it() {
 }
 
 #[tokio::test]
-async fn a_last_family_that_fills_what_is_held_to_the_byte_is_passed_on() {
+async fn a_last_family_that_exactly_fills_the_buffer_is_sent() {
     let envoy = page("text/plain", "");
     let line = format!("a{{x=\"{}\"}} 1\n", "y".repeat(90));
     // What is held back is let out every 326 lines, and a segment is full after the second time.

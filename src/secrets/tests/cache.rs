@@ -51,7 +51,7 @@ async fn a_restarted_agent_serves_the_cached_certificate_and_renews_it_when_due(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cached_certificate_for_or_from_others_or_damaged_is_not_used() {
+async fn a_damaged_or_mismatched_cached_certificate_is_not_used() {
     type Change = fn(&Path, &mut Config);
     let changes: [(&str, Change); 7] = [
         ("another identity", |_, config| {

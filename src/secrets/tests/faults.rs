@@ -44,7 +44,7 @@ impl Log {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_goes_unreported() {
+async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_in_use() {
     // With one subscriber alone, a line first met by another test's thread stays off in ours.
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
     let log = Log::default();
@@ -98,7 +98,7 @@ async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_goes_un
 }
 
 #[tokio::test(start_paused = true)]
-async fn clocks_that_differ_and_short_lives_cost_no_storm() {
+async fn clock_skew_and_short_lifetimes_do_not_cause_a_storm_of_requests() {
     const SHORT: Duration = Duration::from_secs(10);
     const LONG: Duration = Duration::from_secs(24 * 3600);
     // Seconds the authority's clock is ahead, life asked for, requests in ten minutes.
@@ -266,7 +266,7 @@ async fn a_certificate_for_another_name_is_used_and_reported() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whatever_is_published_while_roots_rotate_vouches_for_itself() {
+async fn every_certificate_published_during_a_root_rotation_is_valid_under_its_roots() {
     for rotate in [
         FakeAuthority::rotate_root,
         FakeAuthority::rotate_root_with_overlap,
@@ -333,7 +333,7 @@ async fn a_machine_resumed_between_two_attempts_makes_the_next_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn roots_of_the_mesh_join_the_authoritys_and_a_changed_bundle_renews_at_a_time_of_our_own() {
+async fn mesh_roots_are_added_to_the_authoritys_and_a_changed_bundle_causes_a_renewal() {
     let other = FakeAuthority::new(&clock());
     let mut fixture = start(config(), Answer::Waits);
     fixture
@@ -535,8 +535,7 @@ async fn a_failure_is_two_lines_and_its_repetitions_are_logged_at_growing_interv
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_problem_names_the_cause_and_for_an_expired_certificate_when_and_since_when_renewals_fail()
- {
+async fn the_problem_names_the_cause_the_expiry_and_since_when_renewals_fail() {
     let mut fixture = start(config(), Answer::Waits);
     let code = |fixture: &Fixture| fixture.secrets.problem().map(|problem| problem.code);
     assert_eq!(code(&fixture), Some(codes::CERTIFICATE_NOT_ISSUED));

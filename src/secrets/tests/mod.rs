@@ -74,7 +74,7 @@ impl Fixture {
 }
 
 #[tokio::test(start_paused = true)]
-async fn asks_at_once_and_serves_the_answer_as_it_came() {
+async fn requests_a_certificate_at_once_and_serves_the_response_unchanged() {
     let mut fixture = start(config(), Answer::Signed);
     let workload = fixture.first().await;
     let roots = fixture.authority.root_pem();
@@ -124,7 +124,7 @@ async fn keeps_the_last_good_certificate_while_the_authority_is_down() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn withdraws_a_certificate_when_it_expires_and_finds_the_authority_again() {
+async fn an_expired_certificate_is_withdrawn_until_the_authority_answers_again() {
     for answer in [Answer::Fails(Code::Unavailable), Answer::Waits] {
         let mut fixture = start(config(), Answer::Signed);
         let first = fixture.first().await;
@@ -152,7 +152,7 @@ async fn a_clock_that_jumps_past_the_renewal_renews_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unusable_answer_is_never_published_and_never_asked_for_in_haste() {
+async fn an_unusable_response_is_never_published_and_retried_with_backoff() {
     for answer in [
         Answer::Empty,
         Answer::LeafOnly,

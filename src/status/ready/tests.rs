@@ -118,7 +118,7 @@ async fn answer(
 }
 
 #[tokio::test]
-async fn what_istiod_answers_instead_of_configuration_is_named_until_it_answers() {
+async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     let pod = Pod::new().await;
     pod.says("");
     let missing = pod.missing().await;
@@ -157,7 +157,7 @@ async fn an_envoy_that_has_passed_is_not_asked_again() {
 }
 
 #[tokio::test]
-async fn another_process_is_checked_anew() {
+async fn a_new_envoy_process_is_checked_again() {
     let pod = Pod::new().await;
     assert_eq!(pod.ready.check().await, Ok(()));
     pod.report.send_replace(Report::default());

@@ -93,7 +93,7 @@ async fn a_head_that_is_too_large_is_refused() {
 }
 
 #[tokio::test]
-async fn a_connection_whose_head_is_late_is_closed_and_an_idle_one_later() {
+async fn a_connection_with_a_late_head_is_closed_before_an_idle_one() {
     let port = port().await;
     let mut idle = port.connect().await;
     assert_eq!(asked(&mut idle, READY).await, "HTTP/1.1 200 OK");
@@ -253,7 +253,7 @@ async fn the_end_of_the_port_ends_its_connections() {
 }
 
 #[tokio::test]
-async fn a_port_that_another_agent_goes_on_with_accepts_no_more_and_answers_once_more() {
+async fn a_handed_over_port_answers_one_more_request_on_each_open_connection() {
     let port = port().await;
     let mut streams = [port.connect().await, port.connect().await];
     assert_eq!(asked(&mut streams[0], READY).await, "HTTP/1.1 200 OK");

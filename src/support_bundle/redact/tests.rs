@@ -565,7 +565,7 @@ fn tokens_and_hashes_do_not_pass_wherever_they_are() {
 }
 
 #[test]
-fn what_an_operator_needs_passes() {
+fn configuration_an_operator_needs_is_not_redacted() {
     let document = json!({
         "name": "outbound|80|v1|cart.shop.svc.cluster.local", "alt_stat_name": "cart;",
         "version_info": "2026-11-23T18:21:27Z/7", "last_updated": "2026-11-23T18:21:27.123Z",
@@ -687,7 +687,7 @@ fn private_keys_and_tokens_do_not_pass_and_certificates_do() {
 }
 
 #[test]
-fn what_is_longer_than_the_bound_is_left_out_whole() {
+fn texts_above_the_size_limit_are_omitted_completely() {
     let long = "x".repeat(MAX_TEXT) + SECRET;
     let left_out = String::from_utf8_lossy(LEFT_OUT);
     assert_eq!(
@@ -722,7 +722,7 @@ fn numbers_and_order_and_indentation_stay() {
 
 /// If a search read the rest of the text at each of these, the test would take hours.
 #[test]
-fn no_text_is_read_again_for_each_name_in_it() {
+fn the_time_to_redact_a_text_is_linear_in_its_length() {
     for part in [
         "author:",
         "author=[",
@@ -772,7 +772,7 @@ fn no_text_is_read_again_for_each_name_in_it() {
 }
 
 #[test]
-fn what_is_no_json_does_not_pass_for_it() {
+fn text_that_is_not_json_is_refused_as_json() {
     let deep = "[".repeat(1000);
     for wrong in [
         "<html>",
@@ -884,7 +884,7 @@ proptest! {
     }
 
     #[test]
-    fn json_without_secrets_passes_as_it_is(document in json_value(), chunk in 1..50_usize) {
+    fn json_without_secrets_passes_unchanged(document in json_value(), chunk in 1..50_usize) {
         let text = document.to_string();
         let (out, is_good) = passed(none(), Form::OwnJson, text.as_bytes(), chunk);
         prop_assert!(is_good);

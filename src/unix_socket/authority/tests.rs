@@ -149,7 +149,7 @@ async fn requests_of_every_client_arrive_with_an_authority_in_any_chunks() {
 }
 
 #[test]
-fn a_valid_authority_or_none_leaves_every_byte_as_it_is() {
+fn requests_with_a_valid_or_no_authority_pass_unchanged() {
     let bad = frame(HEADERS, END_HEADERS, 3, &authority("a/path"));
     let recorded = RECORDED[1].2.to_vec();
     let mut cases = vec![recorded];
@@ -247,7 +247,7 @@ fn header_blocks_are_replaced_once_an_authority_is_not_valid() {
 }
 
 #[test]
-fn a_long_value_comes_out_whole() {
+fn a_long_header_value_is_complete_after_a_replacement() {
     let long = "v".repeat(16_000);
     let mut payload = authority("a/path");
     payload.extend_from_slice(b"\0\x01x");
@@ -262,7 +262,7 @@ fn a_long_value_comes_out_whole() {
 }
 
 #[test]
-fn what_cannot_be_replaced_ends_the_connection() {
+fn a_malformed_header_block_after_a_replacement_ends_the_connection() {
     let bad = frame(HEADERS, END_HEADERS, 1, &authority("a/path"));
     for (next, problem) in [
         (frame(HEADERS, END_HEADERS, 3, &[0xff]), "cannot be decoded"),
@@ -290,7 +290,7 @@ fn what_cannot_be_replaced_ends_the_connection() {
 }
 
 #[test]
-fn coded_strings_take_little_time_however_many_there_are() {
+fn many_huffman_coded_strings_are_decoded_within_a_second() {
     let fields = [0x01, 0x80].repeat(8000);
     let bytes = connection(&[frame(HEADERS, END_HEADERS, 1, &fields)]);
     let start = tokio::time::Instant::now();

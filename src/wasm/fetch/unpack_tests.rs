@@ -56,7 +56,7 @@ fn unpacked(bytes: &[u8], file: Option<&'static str>, limit: u64) -> Result<Vec<
 }
 
 #[test]
-fn modules_come_out_of_every_packing_of_an_http_server() {
+fn modules_are_unpacked_from_plain_tar_and_gzip_downloads() {
     let tar = file("any/name", MODULE);
     let directory = entry("./", EntryType::Directory, 0, b"");
     let extension = entry("x", EntryType::XHeader, 10, b"10 path=a\n");
@@ -115,7 +115,7 @@ fn the_plugin_of_a_layer_is_found_by_its_base_name() {
 }
 
 #[test]
-fn bombs_and_what_is_no_module_are_refused() {
+fn decompression_bombs_and_files_that_are_not_modules_are_refused() {
     let mut broken = file("a", MODULE);
     broken[124] = b'x';
     let nested = (0..8).fold(MODULE.to_vec(), |inner, _| gzip(&inner));

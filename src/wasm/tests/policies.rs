@@ -208,7 +208,7 @@ async fn modules_of_resources_that_are_removed_in_delta_are_removed() {
 }
 
 #[tokio::test]
-async fn modules_that_no_resource_names_any_more_are_removed_and_urls_forget_them() {
+async fn modules_without_a_resource_are_deleted_and_their_urls_are_fetched_again() {
     let served = Arc::new(AtomicUsize::new(0));
     let server = registry(served.clone()).await;
     let directory = tempfile::tempdir().expect("a directory");
@@ -245,7 +245,7 @@ async fn modules_that_no_resource_names_any_more_are_removed_and_urls_forget_the
 }
 
 #[tokio::test]
-async fn the_cache_stays_within_its_limit_but_for_what_is_in_use() {
+async fn the_cache_exceeds_its_limit_only_for_modules_in_use() {
     let body = |index: usize| [MODULE, &vec![index as u8; 400]].concat();
     let server = Server::start(move |head, _| ok(&body(path(head).len()))).await;
     let directory = tempfile::tempdir().expect("a directory");
@@ -291,7 +291,7 @@ async fn a_bounded_number_of_resources_is_remembered() {
 }
 
 #[tokio::test]
-async fn a_url_that_looks_like_a_pinned_one_stands_for_itself_alone() {
+async fn a_url_that_contains_a_digest_does_not_share_a_pinned_module() {
     let server = Server::start(|_, _| ok(MODULE)).await;
     let directory = tempfile::tempdir().expect("a directory");
     let agent = start(config(directory.path()));
@@ -325,7 +325,7 @@ async fn nothing_is_done_on_disk_at_the_start_and_a_disk_that_hangs_is_given_up(
 }
 
 #[tokio::test]
-async fn a_redirect_is_held_to_the_digest_and_not_to_the_list_of_what_is_allowed() {
+async fn a_redirect_target_must_match_the_digest_but_not_the_allow_list() {
     let elsewhere = Server::start(|_, _| ok(MODULE)).await;
     let direct = format!("http://{}/m", elsewhere.address);
     let location = format!("location: {direct}\r\n");

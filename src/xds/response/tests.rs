@@ -248,7 +248,7 @@ proptest! {
     /// Every message that passes leaves exactly as it came, unknown fields included, in whatever
     /// chunks it came and whatever stands between.
     #[test]
-    fn passing_messages_leave_exactly_as_they_came(
+    fn responses_are_forwarded_byte_for_byte(
         kinds in prop::collection::vec((0usize..3, 0usize..4, 0usize..300), 0..12),
         chunk in 1usize..400,
         delta in any::<bool>(),

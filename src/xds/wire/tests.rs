@@ -77,7 +77,7 @@ fn knows_the_type_once_the_first_resource_has_begun() {
 }
 
 #[test]
-fn refuses_what_is_no_message() {
+fn malformed_messages_are_refused() {
     let cases: [(&str, &[u8]); 10] = [
         ("field longer than the message", &[0x22, 5, b'a']),
         ("resource longer than the message", &[0x12, 0x7f, 0x0a]),

@@ -11,7 +11,7 @@ use crate::support::bench::Bench;
 use crate::support::{CLUSTER, framed, soon};
 
 #[tokio::test]
-async fn streams_of_several_clients_live_side_by_side_and_beside_envoys_up_to_a_bound() {
+async fn a_limited_number_of_clients_have_streams_next_to_envoys() {
     let mut bench = Bench::start().await;
     let mut streams = Vec::new();
     // The last one is of Envoy, and evicts none.

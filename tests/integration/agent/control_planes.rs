@@ -246,7 +246,7 @@ async fn sixteen_seconds_later() {
 }
 
 #[tokio::test]
-async fn silence_leads_from_one_control_plane_to_another_and_ends_nothing_where_there_is_none() {
+async fn a_silent_control_plane_is_abandoned_only_if_there_is_another() {
     for has_second in [false, true] {
         let (mut bench, mut second) = if !has_second {
             (Bench::start().await, None)
@@ -323,7 +323,7 @@ async fn envoys_stream_is_held_and_its_requests_are_sent_again_until_istiod_has_
 }
 
 #[tokio::test]
-async fn a_refused_token_holds_the_stream_until_there_is_a_good_one() {
+async fn envoys_stream_is_held_while_the_token_is_refused() {
     let mut bench = Bench::start().await;
     std::fs::write(bench.directory.path().join("token"), "no token").unwrap();
     let mut envoy = bench.envoy(Protocol::Delta).await;

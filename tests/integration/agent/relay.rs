@@ -245,7 +245,7 @@ async fn a_stream_is_held_while_istiod_is_away_and_continues_when_it_returns() {
 }
 
 #[tokio::test]
-async fn the_health_of_the_workload_is_reported_between_envoys_requests_and_again_on_each_stream() {
+async fn workload_health_is_reported_between_envoys_requests_and_again_on_each_stream() {
     let mut bench = Bench::start().await;
     for (number, (protocol, _)) in BOTH.repeat(2).into_iter().enumerate() {
         // Also to a client that is no child of the agent: an Envoy in a wrapper, or an application.

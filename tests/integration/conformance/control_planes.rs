@@ -9,7 +9,7 @@ use crate::support::programs::ours_only;
 use crate::support::{ask_for_secrets, next_response, options, relays, until};
 
 #[tokio::test]
-async fn certificates_and_discovery_go_on_with_the_next_control_plane_and_return_to_the_first() {
+async fn certificates_and_discovery_fail_over_and_return_to_the_first_control_plane() {
     if !ours_only("several control planes") {
         return;
     }

@@ -360,7 +360,7 @@ async fn a_query_no_resolver_answers_fails_after_the_timeout() {
 }
 
 #[tokio::test]
-async fn messages_that_are_no_question_do_no_harm() {
+async fn messages_that_are_not_a_question_do_not_stop_the_dns_server() {
     let mesh = Mesh::start("false").await;
     let good = query("www.google.com.", 1, None);
     let client = mesh.client().await;
@@ -383,7 +383,7 @@ async fn messages_that_are_no_question_do_no_harm() {
 }
 
 #[tokio::test]
-async fn the_last_name_table_stays_while_istiod_is_away() {
+async fn the_last_name_table_is_used_while_istiod_is_unreachable() {
     if std::env::var_os("DNS_ADDR").is_some() {
         return; // Its istiod is not ours.
     }
@@ -402,7 +402,7 @@ async fn the_last_name_table_stays_while_istiod_is_away() {
 }
 
 #[tokio::test]
-async fn a_change_of_one_host_is_no_name_table_and_the_last_one_stays() {
+async fn an_incremental_name_table_is_refused_and_the_last_one_is_used() {
     if std::env::var_os("DNS_ADDR").is_some() {
         return; // Its istiod is not ours.
     }

@@ -77,7 +77,7 @@ async fn after_all_floods_a_good_envoy_is_served_and_memory_has_not_grown() {
 }
 
 #[tokio::test]
-async fn requests_while_istiod_is_away_are_held_up_to_a_bound() {
+async fn requests_while_istiod_is_unreachable_are_buffered_up_to_a_limit() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let options = istiod.kill().await;

@@ -164,7 +164,7 @@ fn the_start_script_gives_the_agent_what_the_files_of_istioctl_say() {
 }
 
 #[test]
-fn the_start_script_finds_envoy_in_the_path_where_nothing_says_otherwise() {
+fn the_start_script_finds_envoy_in_path_unless_configured() {
     const MESH: &str = "etc/istio/config/mesh";
     let named = "{\"defaultConfig\": {\"binaryPath\": \"/opt/envoy\"}}";
     for (files, proxy_config, expected) in [
@@ -249,7 +249,7 @@ fn the_doctor_has_the_settings_of_the_unit_and_of_istioctl() {
 }
 
 #[test]
-fn the_start_script_leaves_capture_alone_if_that_is_made_by_hand() {
+fn the_start_script_does_not_remove_custom_iptables_rules() {
     for (custom, expected) in [("", "istio-iptables --cleanup-only"), ("true", "")] {
         let variables = [("ISTIO_CUSTOM_IP_TABLES", custom)];
         let printed = start(machine(&[]).path(), &["clean"], &variables).unwrap();
@@ -272,7 +272,7 @@ fn hears(systemd: &UnixDatagram, last: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn systemd_hears_of_readiness_and_of_life_unless_the_agent_hangs() {
+async fn systemd_gets_readiness_and_watchdog_messages_unless_the_agent_hangs() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let socket = place.path("notify");

@@ -20,7 +20,7 @@ fn files(place: &Place) -> Option<[String; 3]> {
 }
 
 #[tokio::test]
-async fn every_rotation_is_written_without_envoy_and_without_subscribers() {
+async fn rotations_are_written_without_envoy_with_mode_0600_or_0644_in_kubernetes() {
     let istiod = restarted(local_istiod().await, |options| {
         options.max_cert_ttl = Duration::from_secs(4);
     })
@@ -71,7 +71,7 @@ async fn secrets_from_files_are_written_too_and_each_rotation_of_them() {
 }
 
 #[tokio::test]
-async fn nothing_is_written_where_secrets_are_read() {
+async fn certificates_are_not_written_to_the_directory_that_secrets_are_read_from() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod)
         .set("FILE_MOUNTED_CERTS", "true")
@@ -90,7 +90,7 @@ async fn nothing_is_written_where_secrets_are_read() {
 }
 
 #[tokio::test]
-async fn what_was_written_is_the_client_certificate_of_the_next_agent() {
+async fn the_next_agent_uses_the_written_certificate_as_its_client_certificate() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod)
         .set("DISABLE_ENVOY", "true")
@@ -116,7 +116,7 @@ async fn what_was_written_is_the_client_certificate_of_the_next_agent() {
 }
 
 #[tokio::test]
-async fn a_cached_certificate_bridges_a_restart_while_the_authority_is_away() {
+async fn a_cached_certificate_is_served_after_a_restart_while_the_authority_is_down() {
     let istiod = local_istiod().await;
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let place = Place::of(&istiod)

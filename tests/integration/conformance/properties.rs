@@ -182,7 +182,7 @@ proptest! {
     }
 
     #[test]
-    fn der_of_any_bytes_is_no_certificate(
+    fn arbitrary_der_is_refused_as_a_certificate(
         der in prop::collection::vec(any::<u8>(), 0..300), cut: prop::sample::Index
     ) {
         let wrap = |der: &[u8]| {

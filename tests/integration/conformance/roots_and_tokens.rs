@@ -98,7 +98,7 @@ async fn the_root_of_another_mesh_is_refused_and_the_right_one_used_once_it_is_t
 }
 
 #[tokio::test]
-async fn envoys_stream_is_held_with_a_refused_token_and_a_repaired_one_is_used_without_a_restart() {
+async fn a_refused_token_holds_envoys_stream_until_a_valid_one_is_read_without_a_restart() {
     let mut istiod = local_istiod().await;
     let expired = istiod
         .mint_token("default", "bench", Duration::ZERO)

@@ -19,7 +19,7 @@ const ASKED_FOR_TEXT: &str = "text/plain;version=0.0.4";
 const MIB: usize = 1 << 20;
 
 #[tokio::test]
-async fn formats_are_negotiated_with_envoy_and_the_application_apart() {
+async fn formats_are_negotiated_separately_with_envoy_and_the_application() {
     let scraped = Scraped::start(1).await;
     let om = "application/openmetrics-text";
     let prometheus = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
@@ -79,7 +79,7 @@ fn formats(accept: &str) -> Vec<Vec<String>> {
 }
 
 #[tokio::test]
-async fn sources_are_asked_with_what_is_theirs_to_know() {
+async fn each_scrape_source_gets_only_the_headers_meant_for_it() {
     let scraped = Scraped::start(1).await;
     let headers = "user-agent: Prometheus/3.0\r\nx-prometheus-scrape-timeout-seconds: 7\r\n\
                    authorization: Bearer x\r\ncookie: x\r\n";
@@ -136,7 +136,7 @@ async fn a_single_target_gives_the_page_its_format_and_comes_last() {
 }
 
 #[tokio::test]
-async fn several_targets_come_in_order_with_one_end_in_the_format_they_share() {
+async fn several_targets_are_merged_in_order_in_the_format_they_share() {
     let scraped = Scraped::start(2).await;
     let (one, two) = (&scraped.targets[0], &scraped.targets[1]);
     let (om, text) = ((OM1, "# EOF\n"), (TEXT, ""));
@@ -216,7 +216,7 @@ async fn redirects_are_followed_and_only_200_is_a_page() {
 }
 
 #[tokio::test]
-async fn the_page_is_encoded_for_who_takes_that() {
+async fn the_page_is_gzip_for_a_scraper_that_accepts_gzip() {
     let scraped = Scraped::start(1).await;
     let mut large = "# TYPE large gauge\n".to_owned();
     for number in 0..5000 {
@@ -347,7 +347,7 @@ async fn a_hostile_source_costs_its_own_samples_and_little_memory() {
 }
 
 #[tokio::test]
-async fn a_source_that_hangs_takes_no_longer_than_the_scraper_has() {
+async fn a_source_that_hangs_does_not_exceed_the_timeout_of_the_scraper() {
     if !ours_only("what is there comes in time") {
         return;
     }
@@ -421,7 +421,7 @@ async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_ar
 }
 
 #[tokio::test]
-async fn a_page_is_read_whatever_else_its_content_encoding_names() {
+async fn unknown_content_encodings_of_a_page_are_ignored() {
     let scraped = Scraped::start(1).await;
     let rows = [
         "",
@@ -503,7 +503,7 @@ async fn a_target_that_leads_to_the_agents_own_page_is_asked_once() {
 }
 
 #[tokio::test]
-async fn all_metrics_are_at_metrics_and_the_agents_alone_below_it() {
+async fn metrics_has_all_sources_and_metrics_agent_only_the_agent() {
     let scraped = Scraped::start(1).await;
     let merged = ask(scraped.port(), "GET /metrics").await.body;
     assert!(merged.contains("\nenvoy 1\n") && merged.contains("\nistio_agent_scrapes_total 1\n"));

@@ -214,7 +214,7 @@ fn gateway(place: &Place, count: usize, absent: usize) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn of_five_hundred_names_the_499_that_exist_are_answered() {
+async fn a_request_for_500_names_is_answered_with_the_499_secrets_that_exist() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).kind("router");
     let names = gateway(&place, 500, 77);
@@ -242,7 +242,7 @@ async fn of_five_hundred_names_the_499_that_exist_are_answered() {
 }
 
 #[tokio::test]
-async fn beside_an_external_sds_server_only_files_are_served_and_the_node_says_so() {
+async fn the_agent_serves_only_secrets_from_files_beside_an_external_sds_server() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let socket = place.sds_socket();
@@ -279,7 +279,7 @@ async fn beside_an_external_sds_server_only_files_are_served_and_the_node_says_s
 }
 
 #[tokio::test]
-async fn beside_an_external_sds_server_a_read_only_root_costs_only_secrets_from_files() {
+async fn a_read_only_root_beside_an_external_sds_server_disables_only_secrets_from_files() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     // No directory can be made here, as under a read-only root.

@@ -48,7 +48,7 @@ async fn next_names(envoy: &mut Envoy) -> (Vec<String>, String) {
 }
 
 #[tokio::test]
-async fn only_what_is_new_is_answered() {
+async fn only_requests_for_new_names_are_answered() {
     let (_istiod, place, agent) = start().await;
     let mut envoy = ask_for_secrets(&place, &["default"]).await;
     let (names, first) = next_names(&mut envoy).await;
@@ -81,7 +81,7 @@ async fn only_what_is_new_is_answered() {
 }
 
 #[tokio::test]
-async fn odd_first_requests_end_their_stream_with_a_reason_or_are_skipped() {
+async fn invalid_first_requests_end_their_stream_with_a_reason_or_are_skipped() {
     let (_istiod, place, _agent) = start().await;
     let long = "x".repeat(1 << 20);
     for name in ["", "default ", "file-cert:/etc/passwd", &long] {
@@ -172,7 +172,7 @@ async fn other_methods_are_not_implemented() {
 }
 
 #[tokio::test]
-async fn what_envoy_says_cannot_forge_a_line_of_the_log() {
+async fn text_from_envoy_cannot_forge_a_log_line() {
     let (_istiod, place, agent) = start().await;
     let forged = "x\nforged\r\x1b[2Jforged\u{2028}forged";
     let mut envoy = ask_for_secrets(&place, &["default", forged]).await;

@@ -63,8 +63,7 @@ async fn the_agent_ends_and_leaves_no_process_after_any_order_of_events() {
 }
 
 #[tokio::test]
-async fn signals_that_do_not_end_pilot_agent_do_not_end_the_agent_and_have_their_defaults_in_envoy()
-{
+async fn signals_that_pilot_agent_ignores_are_ignored_and_have_their_defaults_in_envoy() {
     let istiod = local_istiod().await;
     // As a process before the agent may have left them.
     let place = Place::with_envoy(&istiod).started_by(&["env", "--ignore-signal=USR1,ALRM"]);
@@ -97,8 +96,7 @@ async fn signals_that_do_not_end_pilot_agent_do_not_end_the_agent_and_have_their
 }
 
 #[tokio::test]
-async fn an_envoy_whose_admin_port_is_closed_is_terminated_after_its_drain_without_further_counts()
-{
+async fn an_envoy_with_a_closed_admin_port_is_terminated_after_its_drain_time() {
     let place = Place::with_envoy(&local_istiod().await)
         .proxy("proxyAdminPort", json!(free_port()))
         .proxy("terminationDrainDuration", json!("100ms"));

@@ -203,7 +203,7 @@ fn read(line: &str, is_json: bool) -> Option<(String, String, Value)> {
 }
 
 #[tokio::test]
-async fn the_lines_that_checks_search_for_are_pilot_agents_in_both_formats() {
+async fn log_lines_that_monitoring_searches_for_equal_pilot_agents_in_text_and_json() {
     for is_json in [false, true] {
         let place = Place::with_envoy(&local_istiod().await)
             .set("INSTANCE_IP", "10.1.2.3")
@@ -245,7 +245,7 @@ async fn the_lines_that_checks_search_for_are_pilot_agents_in_both_formats() {
 }
 
 #[tokio::test]
-async fn small_commands_take_further_words_and_wait_says_what_for() {
+async fn version_and_wait_ignore_further_words_and_wait_names_its_timeout() {
     let place = Place::of(&local_istiod().await);
     let waited = place.run(&["wait", "now", "--timeoutSeconds=0"]);
     assert!(!waited.status.success());

@@ -38,7 +38,7 @@ fn root() -> String {
 }
 
 #[tokio::test]
-async fn the_bundle_of_the_mesh_joins_the_roots_where_that_is_wanted() {
+async fn the_mesh_trust_bundle_is_added_to_the_roots_only_if_configured() {
     for (wanted, from_files) in [(true, false), (true, true), (false, false)] {
         let bundles = watch::Sender::new(snapshot(&root()));
         let istiod = LocalIstiod::start(Options {

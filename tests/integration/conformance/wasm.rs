@@ -229,7 +229,7 @@ async fn the_doctor_names_each_missing_module_with_cause_and_remedy() {
 }
 
 #[tokio::test]
-async fn a_name_that_leads_to_a_blocked_address_at_the_second_lookup_is_not_followed_there() {
+async fn a_name_that_resolves_to_a_blocked_address_at_the_second_lookup_is_refused() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).set("WASM_HTTP_REQUEST_MAX_RETRIES", "2");
     place.write("hosts", "127.0.0.1 modules.test\n");

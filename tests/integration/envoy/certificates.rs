@@ -77,7 +77,7 @@ const DOWN: Duration = Duration::from_secs(9);
 const UP: Duration = Duration::from_millis(16_500);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_authority_that_refuses_for_the_second_half_of_a_life_fails_no_handshake() {
+async fn an_authority_that_refuses_for_half_a_certificate_lifetime_fails_no_handshake() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let mut control_plane = ControlPlane::start(&[secured_listener("tls", port)], LIFE).await;
@@ -103,7 +103,7 @@ async fn an_authority_that_refuses_for_the_second_half_of_a_life_fails_no_handsh
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_authority_that_hangs_for_the_second_half_of_a_life_fails_no_handshake() {
+async fn an_authority_that_hangs_for_half_a_certificate_lifetime_fails_no_handshake() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let mut authority = ControlPlane::start(&[], LIFE).await;

@@ -112,7 +112,7 @@ struct Outcome {
 }
 
 #[tokio::test]
-async fn no_response_is_lost_that_envoy_accepted_the_request_of() {
+async fn no_response_to_a_request_that_envoy_accepted_is_lost_in_a_drain() {
     let Some(binary) = envoy_binary() else { return };
     let runs = variable("RUNS").map_or(RUNS, |runs| runs.to_str().unwrap().parse().unwrap());
     let mut figures = Figures::default();
@@ -141,7 +141,7 @@ async fn no_response_is_lost_that_envoy_accepted_the_request_of() {
 
 /// What is open when the drain is over, and what an agent says of it.
 #[tokio::test]
-async fn an_open_stream_holds_envoy_as_long_as_announced_and_an_idle_connection_not_at_all() {
+async fn an_open_stream_delays_envoys_exit_as_announced_and_an_idle_connection_does_not() {
     let Some(binary) = envoy_binary() else { return };
     for (open, expected) in [
         ("idle", "Envoy has no active requests left"),

@@ -49,7 +49,7 @@ fn proxy_config(probed: u16, more: Value) -> String {
 }
 
 #[tokio::test]
-async fn istiod_learns_of_each_change_of_a_workloads_health_also_over_restarts_and_of_a_drain() {
+async fn each_health_change_is_reported_to_istiod_also_after_restarts_and_at_a_drain() {
     let Some(binary) = envoy_binary() else { return };
     let mut control_plane = ControlPlane::of(&[]).await;
     let port = free_port();
@@ -196,7 +196,7 @@ fn resources(client: u16, always: u16, machine: u16) -> Vec<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_machine_gets_traffic_while_its_probe_succeeds_and_no_request_fails_when_that_changes() {
+async fn a_machine_gets_traffic_only_while_its_probe_succeeds_and_no_request_fails() {
     let Some(binary) = envoy_binary() else { return };
     let (always, client, machine) = (Backend::start().await, free_port(), free_port());
     let resources = resources(client, always.port, machine);

@@ -362,7 +362,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
 }
 
 #[tokio::test]
-async fn a_successor_killed_while_its_parent_leaves_ends_the_agent_and_the_parent() {
+async fn a_successor_killed_while_its_parent_exits_ends_the_agent_and_the_parent() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
@@ -376,7 +376,7 @@ async fn a_successor_killed_while_its_parent_leaves_ends_the_agent_and_the_paren
 }
 
 #[tokio::test]
-async fn a_successor_that_crashed_while_its_parent_leaves_is_restarted_and_the_parent_ends() {
+async fn a_successor_that_crashes_while_its_parent_exits_is_restarted() {
     let Some(binary) = envoy_binary() else { return };
     let stage = Stage::serving_with(&binary, "1/1h").await;
     let first = stage.only_envoy().await;

@@ -225,7 +225,7 @@ async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_envoy_that_refuses_what_was_kept_is_handed_over() {
+async fn an_envoy_that_rejects_the_stored_configuration_is_served_by_istiod() {
     let Some(binary) = envoy_binary() else { return };
     let (port, logs) = (free_port(), memory());
     let file = logs.path().join("there/access.log");
@@ -258,7 +258,7 @@ async fn an_envoy_that_refuses_what_was_kept_is_handed_over() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_a_refused_response_the_accepted_listeners_are_kept_and_the_old_one_of_the_refused() {
+async fn accepted_listeners_of_a_rejected_response_replace_their_stored_versions() {
     let Some(binary) = envoy_binary() else { return };
     let [refused, old, new] = [free_port(), free_port(), free_port()];
     let all = [answering("refused", refused), answering("accepted", old)];
@@ -299,7 +299,7 @@ async fn of_a_refused_response_the_accepted_listeners_are_kept_and_the_old_one_o
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_control_plane_that_takes_the_stream_and_answers_nothing_counts_as_away() {
+async fn a_control_plane_that_accepts_streams_without_answering_counts_as_unreachable() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::of(&[answering("answering", port)]).await;

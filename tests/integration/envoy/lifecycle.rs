@@ -176,7 +176,7 @@ async fn envoy_reopens_its_access_logs_at_sigusr1_which_the_agent_ignores() {
 }
 
 #[tokio::test]
-async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status_where_restarts_are_off() {
+async fn with_restarts_off_an_envoy_crash_ends_the_agent_with_its_signal_in_the_status() {
     let Some(binary) = envoy_binary() else { return };
     for (signal, expected, restarts) in [(Signal::SEGV, 128 + 11, "0"), (Signal::KILL, 128 + 9, "")]
     {
@@ -272,7 +272,7 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
 
 /// As `pkill envoy` at the end of a job.
 #[tokio::test]
-async fn an_envoy_that_is_asked_to_exit_by_others_is_not_restarted_and_ends_the_agent_well() {
+async fn an_envoy_stopped_by_another_process_is_not_restarted_and_the_agent_exits_with_0() {
     let Some(binary) = envoy_binary() else { return };
     for signal in [Some(Signal::TERM), Some(Signal::INT), None] {
         let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
@@ -463,7 +463,7 @@ async fn envoy_does_not_outlive_a_killed_agent() {
 
 /// As the hook before the end of a native sidecar's container, and what follows it.
 #[tokio::test]
-async fn a_native_sidecar_drains_ahead_of_the_end_and_then_ends_at_once() {
+async fn a_native_sidecar_that_its_hook_has_drained_exits_at_once_after_sigterm() {
     let Some(binary) = envoy_binary() else { return };
     let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
     // Not one of the ports every pod has.
@@ -482,7 +482,7 @@ async fn a_native_sidecar_drains_ahead_of_the_end_and_then_ends_at_once() {
 
 /// As the last thing the application of a job does.
 #[tokio::test]
-async fn a_job_that_is_done_ends_agent_and_envoy_at_once_and_well() {
+async fn quitquitquit_from_a_finished_job_ends_agent_and_envoy_at_once_with_0() {
     let Some(binary) = envoy_binary() else { return };
     let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
     let _open = connect(port).await.unwrap();

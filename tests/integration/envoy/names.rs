@@ -193,8 +193,8 @@ async fn resolvers_of_all_kinds_get_what_they_ask_for() {
 }
 
 #[tokio::test]
-async fn an_agent_in_the_resolvers_place_runs_envoy_as_the_uncaptured_user() {
-    const TEST: &str = "names::an_agent_in_the_resolvers_place_runs_envoy_as_the_uncaptured_user";
+async fn an_agent_that_replaces_the_resolver_runs_envoy_as_the_exempt_user() {
+    const TEST: &str = "names::an_agent_that_replaces_the_resolver_runs_envoy_as_the_exempt_user";
     if envoy_binary().is_none() || !namespace::is_inside(TEST) {
         return;
     }

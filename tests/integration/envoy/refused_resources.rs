@@ -561,7 +561,7 @@ async fn stored_clusters_reach_envoy_before_listeners_of_istiod_that_need_them()
 }
 
 #[tokio::test]
-async fn what_stored_resources_need_and_istiod_does_not_mention_comes_from_the_store() {
+async fn dependencies_of_stored_resources_that_istiod_does_not_send_come_from_the_store() {
     let (backend, port) = (Backend::start().await, free_port());
     let (books, web) = (cluster("books"), listener("web", port, "all"));
     let all = |version| of(version, routes("all", "books", version));

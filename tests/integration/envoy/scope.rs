@@ -74,7 +74,7 @@ fn scope(pod: &Pod, words: &[&str]) -> Result<String, String> {
 }
 
 #[tokio::test]
-async fn advises_the_services_with_connections_and_those_asked_for_and_says_what_it_cannot_know() {
+async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown() {
     let Some(envoy) = envoy_binary() else { return };
     let (backend, port, dns) = (Backend::start().await, free_port(), free_port());
     let used = "used.shop.svc.cluster.local";

@@ -153,7 +153,7 @@ fn gateway(socket: &Path, port: u16, names: &[String]) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_when_it_is_there() {
+async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_once_it_exists() {
     let Some(binary) = envoy_binary() else { return };
     let directory = tempfile::tempdir().unwrap();
     let control_plane = ControlPlane::of(&[]).await;
@@ -336,7 +336,7 @@ impl Mesh {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn issues_of_a_root_that_are_not_valid_fail_no_handshake_wherever_they_are_in_its_file() {
+async fn invalid_issues_of_a_root_fail_no_handshake_at_any_position_in_the_file() {
     let Some(binary) = envoy_binary() else { return };
     let mesh = Mesh::new();
     let control_plane = mesh.control_plane().await;

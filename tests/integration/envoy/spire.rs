@@ -126,7 +126,7 @@ async fn certificates(load: &Load, count: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn envoy_serves_with_the_certificate_of_a_spire_that_was_there_before_the_agent() {
+async fn envoy_serves_with_the_certificate_of_a_spire_agent_started_earlier() {
     let Some(mut sidecar) = Sidecar::start("fail").await else {
         return;
     };
@@ -161,7 +161,7 @@ async fn envoy_serves_with_the_certificate_of_a_spire_that_was_there_before_the_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn envoy_serves_with_the_certificate_of_a_spire_that_starts_after_an_agent_that_waits() {
+async fn envoy_serves_with_the_certificate_of_a_spire_agent_that_this_agent_waits_for() {
     let Some(sidecar) = Sidecar::start("wait").await else {
         return;
     };
@@ -243,7 +243,7 @@ async fn an_agent_that_restarts_while_spire_is_down_leaves_the_socket_to_spire()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_workload_without_an_entry_is_told_why_it_is_not_ready_and_serves_once_it_has_one() {
+async fn a_workload_without_a_spire_entry_is_unready_with_the_reason_until_it_has_one() {
     let Some(sidecar) = Sidecar::start("wait").await else {
         return;
     };

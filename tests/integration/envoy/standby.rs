@@ -286,7 +286,7 @@ async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again()
 }
 
 #[tokio::test]
-async fn an_envoy_that_waits_for_configuration_does_not_serve_and_another_takes_over_later() {
+async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;

@@ -291,17 +291,17 @@ async fn recovers(delta: &str) {
 }
 
 #[tokio::test]
-async fn envoy_gets_a_module_once_it_is_there_over_sotw() {
+async fn envoy_gets_a_module_over_sotw_once_it_can_be_fetched() {
     recovers("false").await;
 }
 
 #[tokio::test]
-async fn envoy_gets_a_module_once_it_is_there_over_delta() {
+async fn envoy_gets_a_module_over_delta_once_it_can_be_fetched() {
     recovers("true").await;
 }
 
 #[tokio::test]
-async fn a_fetch_that_hangs_holds_up_no_listener_no_other_module_no_readiness_and_no_end() {
+async fn a_hanging_module_fetch_delays_no_listener_other_module_readiness_or_shutdown() {
     let Some(binary) = envoy_binary() else { return };
     // Accepts connections by its queue, and never answers.
     let silent = TcpListener::bind(local(0)).await.unwrap();

@@ -56,7 +56,7 @@ mod state_of_the_world_protocol {
     }
 
     #[test]
-    fn sends_what_is_asked_by_name_until_the_names_are_withdrawn() {
+    fn sends_subscribed_resources_until_envoy_unsubscribes() {
         let all = resources(&[(ENDPOINTS, "a", b"a"), (ENDPOINTS, "b", b"b")]);
         let mut stream = state_of_the_world::Subscriptions::new(Report::default());
         let first = stream.request(ask(ENDPOINTS, &["a"], ""), &all).unwrap();

@@ -28,7 +28,7 @@ fn istio_part(text: &str) -> Saved<'_> {
 }
 
 #[test]
-fn ours_is_replaced_and_all_else_stays() {
+fn istio_rules_are_replaced_and_other_rules_stay() {
     let new = TableText {
         name: "nat",
         chains: vec!["ISTIO_OUTPUT", "ISTIO_REDIRECT"],
@@ -53,7 +53,7 @@ COMMIT
 }
 
 #[test]
-fn the_table_that_redirects_comes_last_and_goes_first() {
+fn the_nat_table_is_set_up_last_and_removed_first() {
     let text = |name| format!("*{name}\n:ISTIO_OUTPUT - [0:0]\nCOMMIT\n");
     let old = text("mangle") + &text("nat") + &text("raw");
     let names = |text: &str| {

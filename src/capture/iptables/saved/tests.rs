@@ -101,7 +101,7 @@ const PASSES: [&str; 3] = [
 ];
 
 #[test]
-fn dns_rules_of_earlier_versions_are_told_from_those_of_others() {
+fn dns_rules_of_earlier_istio_versions_are_distinguished_from_foreign_rules() {
     let found = |lines: &[&'static str]| {
         let rule = |line: &&'static str| {
             let (table, rule) = line.split_once(' ').unwrap();
@@ -166,7 +166,7 @@ fn dns_rules_of_earlier_versions_are_told_from_those_of_others() {
 }
 
 #[test]
-fn a_text_of_another_program_is_refused_with_its_line() {
+fn text_that_is_not_iptables_save_output_is_refused_with_the_line() {
     for (text, error) in [
         ("Killed", "Killed"),
         ("*nat\n:OUTPUT ACCEPT [0:0]\n", ":OUTPUT ACCEPT [0:0]"),

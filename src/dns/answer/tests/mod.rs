@@ -187,7 +187,7 @@ fn answers_addresses_as_the_table_says() {
 }
 
 #[test]
-fn a_searched_name_is_another_name_for_what_was_meant() {
+fn a_name_with_a_search_domain_is_a_cname_of_the_name_without_it() {
     for (name, target, ip) in [
         ("www.google.com.", "www.google.com.", "1.1.1.1"),
         ("productpage.ns1.", "productpage.ns1.", "9.9.9.9"),
@@ -223,7 +223,7 @@ fn a_family_without_addresses_is_an_empty_answer() {
 }
 
 #[test]
-fn a_searched_name_of_a_wildcard_has_its_addresses_and_no_name_of_an_answer_has_a_star() {
+fn a_wildcard_name_with_a_search_domain_is_answered_without_a_star_in_any_name() {
     let mut alt = kubernetes("web", "ns1", &["7.7.7.7"]);
     alt.alt_hosts = vec!["*.web.example".into()];
     let hosts = [
@@ -264,7 +264,7 @@ fn a_searched_name_of_a_wildcard_has_its_addresses_and_no_name_of_an_answer_has_
 }
 
 #[test]
-fn what_the_table_does_not_know_is_passed_on() {
+fn names_and_types_not_in_the_name_table_are_forwarded() {
     for (name, kind) in [
         ("www.bing.com.", 1),
         (
@@ -294,7 +294,7 @@ fn what_the_table_does_not_know_is_passed_on() {
 }
 
 #[test]
-fn any_is_answered_with_the_addresses_there_are() {
+fn a_query_of_type_any_is_answered_with_both_address_families() {
     let name = "dual.localhost.".to_owned();
     let both = vec![
         (name.clone(), "2.2.2.2".to_owned()),
@@ -322,7 +322,7 @@ fn case_is_kept_in_names_and_lower_in_targets() {
 }
 
 #[test]
-fn a_dot_inside_of_a_label_is_no_dot() {
+fn a_dot_byte_inside_a_label_does_not_separate_labels() {
     let mut query = query("wwwxgoogle.com", 1, None);
     query[16] = b'.';
     assert!(matches!(
@@ -336,7 +336,7 @@ fn question(query: &[u8]) -> Question {
 }
 
 #[test]
-fn names_that_read_otherwise_as_text_are_not_looked_up() {
+fn names_that_need_escapes_as_text_are_not_looked_up() {
     let long = "UP.".repeat(80);
     for (text, is_plain) in [
         ("www.google.com.", true),

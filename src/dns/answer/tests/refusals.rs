@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn refuses_what_is_no_plain_question() {
+fn messages_other_than_a_standard_query_are_refused_or_ignored() {
     let good = query("www.google.com", 1, Some(1232));
     let changed = |at: usize, to: u8| {
         let mut query = good.clone();
@@ -55,7 +55,7 @@ fn refuses_what_is_no_plain_question() {
 }
 
 #[test]
-fn every_answer_has_our_opt_record_if_the_question_had_one_and_no_option_of_it() {
+fn an_answer_has_the_agents_opt_record_without_the_clients_options() {
     let table = sample();
     let opt = [0, 0, 41, 4, 208, 0, 0, 0, 0, 0, 0];
     let with = |change: fn(&mut Vec<u8>)| {
@@ -152,12 +152,12 @@ fn an_answer_keeps_the_flags_that_a_client_sets() {
 proptest! {
     /// Runs for as long as PROPTEST_CASES says.
     #[test]
-    fn any_bytes_are_answered_or_not(bytes: Vec<u8>) {
+    fn arbitrary_bytes_get_a_valid_dns_answer_or_none(bytes: Vec<u8>) {
         check(&bytes)?;
     }
 
     #[test]
-    fn any_change_of_a_query_is_answered_or_not(
+    fn altered_queries_get_a_valid_dns_answer_or_none(
         changes in prop::collection::vec((0_usize..80, any::<u8>()), 0..4),
         cut in 0_usize..80,
         name in prop::sample::select(vec!["www.google.com", "a.wildcard.ns1.svc.cluster.local"]),

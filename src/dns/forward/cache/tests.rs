@@ -98,7 +98,7 @@ async fn an_answer_is_fresh_for_its_ttl_then_stale_then_gone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_known_now_replaces_what_was_and_a_failure_replaces_nothing() {
+async fn a_new_answer_replaces_the_cached_one_and_a_failure_does_not() {
     let cases = [
         (Answer::rcode(2), "fresh"),
         (Answer::rcode(5), "fresh"),

@@ -10,7 +10,7 @@ use super::*;
 use upstream::unused_address;
 
 #[tokio::test(start_paused = true)]
-async fn brings_back_the_reply_with_the_clients_id_and_question() {
+async fn a_reply_has_the_clients_id_and_question() {
     let upstream = Upstream::saying(|_| Answer::address(7)).await;
     let bench = Bench::new(&[upstream.address]);
     let asked = query(0x1234, "WwW.Example.Com");
@@ -23,7 +23,7 @@ async fn brings_back_the_reply_with_the_clients_id_and_question() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_twentieth_of_all_packets_lost_each_way_fails_less_than_one_in_a_thousand() {
+async fn fewer_than_one_query_in_1000_fails_with_5_percent_packet_loss_each_way() {
     for seed in 0..5 {
         let mut random = fastrand::Rng::with_seed(seed);
         let lossy = move |query: &[u8]| {
@@ -63,7 +63,7 @@ async fn answers_of_any_size_arrive_whole() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reply_longer_than_it_may_be_arrives_whole() {
+async fn a_udp_reply_above_the_advertised_size_arrives_whole() {
     let big = |query: &[u8]| vec![Answer::of_size(60_000, query).to(query)];
     let upstream = Upstream::new(big, |_| Vec::new()).await;
     let bench = Bench::new(&[upstream.address]);
@@ -153,7 +153,7 @@ async fn a_server_that_does_not_know_edns_is_asked_again_without_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_cannot_answer_is_not_the_last_word_while_there_are_others() {
+async fn an_error_from_one_server_is_returned_only_if_no_other_server_answers() {
     for rcode in [2, 4, 5] {
         let bad = Upstream::saying(move |_| Answer::rcode(rcode)).await;
         let good = Upstream::saying(|_| Answer::address(1)).await;
@@ -210,7 +210,7 @@ async fn resolv_conf_may_ask_for_tcp() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_refuses_costs_nothing() {
+async fn a_server_with_a_closed_port_delays_no_query() {
     let good = Upstream::saying(|_| Answer::address(1)).await;
     let bench = Bench::new(&[unused_address().await, good.address]);
     for id in 0..20 {

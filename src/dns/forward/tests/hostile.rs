@@ -46,7 +46,7 @@ const FORGED_REPLIES: &[(&str, Alter)] = &[
 ];
 
 #[tokio::test(start_paused = true)]
-async fn waits_past_replies_that_are_not_to_its_query() {
+async fn replies_that_do_not_match_the_query_are_ignored() {
     for (what, alter) in FORGED_REPLIES {
         let spoofed = |query: &[u8]| {
             let forged = alter(Answer::address(66).to(query));
@@ -61,7 +61,7 @@ async fn waits_past_replies_that_are_not_to_its_query() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_forged_replies_are_no_answer() {
+async fn forged_replies_never_reach_the_client() {
     for (what, alter) in FORGED_REPLIES {
         let spoofed = |query: &[u8]| vec![alter(Answer::address(66).to(query))];
         let over_tcp = |query: &[u8]| frame(&alter(Answer::address(66).to(query)));
@@ -75,7 +75,7 @@ async fn only_forged_replies_are_no_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn takes_nothing_from_another_source() {
+async fn replies_from_another_source_address_are_ignored() {
     let upstream = Upstream::silent().await;
     let other = UdpSocket::bind("127.0.0.1:0").await.expect("a socket");
     let bench = Bench::new(&[upstream.address]);
@@ -187,7 +187,7 @@ async fn a_reply_that_trickles_in_over_tcp_takes_the_timeout_and_no_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_follows_a_whole_reply_over_tcp_is_left_alone() {
+async fn bytes_after_a_complete_reply_over_tcp_are_ignored() {
     let flooding = |query: &[u8]| {
         let mut bytes = frame(&Answer::address(1).to(query));
         bytes.extend(vec![0xff; 100 * 1024]);
@@ -222,7 +222,7 @@ async fn a_storm_of_names_that_do_not_exist_takes_no_more_memory_than_allowed() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn more_queries_than_may_wait_are_refused_and_leave_nothing_behind() {
+async fn queries_above_the_limit_are_refused_and_leave_nothing_behind() {
     let upstream = Upstream::silent().await;
     let bench = Bench::with(&[upstream.address], |c| c.timeout = Duration::from_secs(1));
     let mut asking = tokio::task::JoinSet::new();
@@ -286,7 +286,7 @@ async fn a_query_that_comes_back_to_us_ends_the_forwarding_loop() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_server_is_no_answer_at_once() {
+async fn without_servers_a_query_fails_at_once() {
     for parallel in [false, true] {
         for text in [
             "",
@@ -309,7 +309,7 @@ async fn no_server_is_no_answer_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn we_are_not_our_own_server() {
+async fn the_agents_own_addresses_are_not_used_as_servers() {
     let upstream = Upstream::saying(|_| Answer::address(1)).await;
     let us = Upstream::saying(|_| Answer::address(66)).await;
     let bench = Bench::with(&[us.address, upstream.address], |config| {
@@ -325,7 +325,7 @@ async fn we_are_not_our_own_server() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_changed_file_counts_within_a_second_and_a_spoilt_one_does_not() {
+async fn a_changed_resolv_conf_is_used_within_a_second_and_an_invalid_one_is_ignored() {
     let old = Upstream::saying(|_| Answer::address(1)).await;
     let new = Upstream::saying(|_| Answer::address(2)).await;
     let bench = Bench::new(&[old.address]);

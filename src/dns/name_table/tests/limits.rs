@@ -37,7 +37,7 @@ fn names_that_cannot_be_asked_for_are_left_out() {
 }
 
 #[test]
-fn members_of_a_later_istiod_are_left_alone_whatever_they_hold() {
+fn unknown_fields_of_a_host_are_ignored() {
     let info = [10, 7, b'1', b'.', b'1', b'.', b'1', b'.', b'1', 50, 1, 0xff];
     let pair = [&[10, 1, b'a', 18, info.len() as u8], &info[..]].concat();
     let encoded = [&[10, pair.len() as u8], &pair[..]].concat();
@@ -47,7 +47,7 @@ fn members_of_a_later_istiod_are_left_alone_whatever_they_hold() {
 }
 
 #[test]
-fn fields_of_a_later_istiod_are_left_alone_but_for_the_one_that_makes_it_a_change() {
+fn unknown_fields_of_the_name_table_are_ignored_and_incremental_tables_refused() {
     let table = encode([("a", external(&["1.1.1.1"]))]);
     // Field, its type, and its content.
     for (tag, content, is_table) in [
@@ -91,7 +91,7 @@ fn what_is_no_table_is_refused_with_its_place() {
 }
 
 #[test]
-fn shows_what_came_and_the_forms_made_of_it() {
+fn the_debug_dump_shows_the_received_table_and_the_names_derived_from_it() {
     let mut product = kubernetes("Page", "ns1", &["9.9.9.9", "bad", "::1"]);
     product.alt_hosts = vec!["page.example.com".into()];
     let table = encode([

@@ -238,7 +238,7 @@ fn info() -> impl Strategy<Value = NameInfo> {
 
 proptest! {
     #[test]
-    fn finds_what_the_written_out_maps_hold(
+    fn lookups_in_the_name_table_equal_those_in_a_model(
         hosts in prop::collection::vec((host(), info()), 0..6),
         names in prop::collection::vec(host(), 20),
     ) {
@@ -254,7 +254,7 @@ proptest! {
     }
 
     #[test]
-    fn bytes_that_are_no_table_are_an_error_or_a_table(bytes: Vec<u8>) {
+    fn arbitrary_bytes_are_a_name_table_or_an_error(bytes: Vec<u8>) {
         if let Ok(table) = NameTable::build(&bytes, domains()) {
             table.to_json();
         }
@@ -294,7 +294,7 @@ fn the_order_of_the_message_decides_nothing() {
 }
 
 #[test]
-fn the_last_of_one_host_counts_alone() {
+fn the_last_entry_of_a_repeated_host_replaces_the_earlier_ones() {
     let times = 20;
     let mut hosts: Vec<_> = (0..times)
         .map(|_| {

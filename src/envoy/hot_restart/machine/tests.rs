@@ -45,14 +45,14 @@ const PROMOTED: [(Event, Action); 4] =
     [STARTED[0], STARTED[1], STARTED[2], (Live, Action::Promote)];
 
 #[test]
-fn a_successor_is_checked_started_and_promoted_and_the_parent_leaves() {
+fn a_successor_is_validated_started_and_promoted_and_the_parent_exits() {
     let machine = after(&PROMOTED, &[(LEFT, Action::Nothing)]);
     assert_eq!(machine.phase(), Phase::Idle);
     assert!(machine.is_continuable);
 }
 
 #[test]
-fn what_is_wanted_during_a_restart_waits_until_the_parent_has_left() {
+fn a_restart_requested_during_a_restart_waits_until_the_parent_exits() {
     let again = [
         (Wanted, Action::Nothing),
         (Wanted, Action::Nothing),
@@ -64,7 +64,7 @@ fn what_is_wanted_during_a_restart_waits_until_the_parent_has_left() {
 }
 
 #[test]
-fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
+fn unchanged_or_invalid_inputs_start_no_successor() {
     let machine = after(&STARTED[..2], &[(NothingToStart, Action::Nothing)]);
     assert_eq!(machine.phase(), Phase::Idle);
     assert!(machine.is_continuable);
@@ -139,7 +139,7 @@ fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
 }
 
 #[test]
-fn a_restart_is_wanted_again_when_the_serving_envoy_dies_or_drains_before_its_successor_serves() {
+fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_before_the_new_one_is_live() {
     let again = (READY, Action::Check);
     let ended = [(ServingExited, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&ended[..], &[again]].concat());
@@ -170,7 +170,7 @@ fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
 }
 
 #[test]
-fn a_successor_in_another_container_is_one_attempt_and_bars_others_while_it_starts() {
+fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile() {
     let lent = [(READY, Action::Nothing), (Event::Lend, Action::Nothing)];
     assert_eq!(walk(&lent).phase(), Phase::Lent);
     let wanted = [
@@ -205,7 +205,7 @@ fn a_successor_in_another_container_is_one_attempt_and_bars_others_while_it_star
 }
 
 #[test]
-fn an_envoy_whose_parent_is_in_another_container_is_not_replaced_before_that_has_left() {
+fn a_restart_waits_until_a_parent_in_another_container_has_exited() {
     let mut machine = Machine::new(true);
     machine.begin_with_parent();
     for (event, expected) in [
@@ -298,7 +298,7 @@ impl World {
 
 proptest! {
     #[test]
-    fn there_is_one_successor_at_most_and_no_parent_is_killed_under_its_successor(
+    fn at_most_one_successor_exists_and_no_parent_of_a_running_successor_is_killed(
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NOT_LIVE,
             NothingToStart, Live, Deadline, SuccessorExited, LEFT,

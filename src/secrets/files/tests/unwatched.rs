@@ -35,7 +35,7 @@ fn refused() -> io::Result<FileWatch> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_all_the_same() {
+async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_anyway() {
     let fixture = empty();
     fixture.write("file", "no directory");
     let name = fixture.root("file/root.pem");
@@ -58,7 +58,7 @@ async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_all_the_sa
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_watch_files_that_need_not_exist_are_read_now_and_then() {
+async fn optional_files_are_read_periodically_without_a_watch() {
     let directory = tempfile::tempdir().unwrap();
     let table = Arc::new(Table::default());
     let watcher = watcher(&table, refused);
@@ -113,7 +113,7 @@ async fn the_files_in_use_are_bounded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_inotify_misses_is_read_within_a_minute_and_unwanted_files_are_forgotten() {
+async fn changes_missed_by_inotify_are_read_within_a_minute_and_unused_files_are_forgotten() {
     let table = Arc::new(Table::default());
     let watcher = watcher(&table, refused);
     let directory = tempfile::tempdir().unwrap();

@@ -116,7 +116,7 @@ fn config(resource: Bytes) -> Any {
 }
 
 #[test]
-fn what_has_no_remote_module_is_left_alone_and_what_cannot_be_read_is_refused() {
+fn resources_without_a_remote_module_pass_and_undecodable_ones_are_refused() {
     let local = |source| {
         let specifier = Some(source);
         let code = Code::Local(EnvoySource {

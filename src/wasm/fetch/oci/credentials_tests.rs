@@ -56,7 +56,7 @@ fn docker_configurations_of_all_forms_are_read() {
 }
 
 #[test]
-fn of_several_keys_the_longest_that_leads_to_the_image_is_used_and_no_other_path() {
+fn the_credentials_with_the_longest_matching_path_are_used() {
     for (keys, image, expected) in [
         (
             &["r.io/team-a", "r.io/team-b"][..],
@@ -126,7 +126,7 @@ fn of_several_keys_the_longest_that_leads_to_the_image_is_used_and_no_other_path
 }
 
 #[test]
-fn what_is_no_docker_configuration_is_an_error_without_the_secret() {
+fn the_error_for_an_invalid_docker_configuration_does_not_show_the_secret() {
     for config in [
         "null",
         "",

@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_manifest_is_an_error_that_says_why() {
+    fn the_error_for_an_invalid_manifest_gives_the_reason() {
         for (document, expected) in [
             ("<html>", "not a manifest"),
             ("null", "not a manifest"),

@@ -353,7 +353,7 @@ mod challenge_tests {
     }
 
     #[test]
-    fn token_servers_inside_are_not_asked() {
+    fn token_servers_at_private_addresses_are_refused() {
         for (realm, base, is_allowed) in [
             ("https://auth.io/token", "https://r.io/", true),
             ("https://r.io/token?a=b", "https://r.io/", true),

@@ -101,7 +101,7 @@ async fn registries_get_the_credentials_of_the_pull_secret_in_the_way_they_ask_f
 }
 
 #[tokio::test]
-async fn a_layer_may_be_elsewhere_and_is_held_to_its_digest_there() {
+async fn a_layer_on_another_server_must_match_its_digest() {
     let storage = Server::tls(|head, _| image(&head.replace("/stored", "/v2/team/plugin/blobs")));
     let forged = Server::tls(|_, _| ok(&layer().iter().map(|byte| byte ^ 1).collect::<Vec<_>>()));
     for (elsewhere, expected) in [(storage.await, Ok(MODULE)), (forged.await, Err(()))] {
@@ -159,7 +159,7 @@ async fn a_token_that_has_expired_is_replaced_once_for_each_request() {
 }
 
 #[tokio::test]
-async fn a_token_server_elsewhere_gets_the_password_and_leads_nowhere_inside() {
+async fn an_external_token_server_gets_the_password_and_may_not_redirect_inside() {
     let tokens = Server::tls(|head, _| guarded(head, "unused"));
     let inside = Server::tls(|_, _| answer("302 No", "location: https://10.0.0.1/\r\n", b""));
     for (tokens, expected) in [

@@ -60,7 +60,7 @@ fn on_a_full_disk_nothing_is_kept_until_there_is_space() {
 }
 
 #[test]
-fn on_a_disk_that_becomes_read_only_the_last_response_that_counted_stays() {
+fn on_a_disk_that_becomes_read_only_the_last_stored_response_stays() {
     let Some(mount) = Mount::new("size=100m") else {
         return;
     };
@@ -77,7 +77,7 @@ fn on_a_disk_that_becomes_read_only_the_last_response_that_counted_stays() {
 }
 
 #[test]
-fn a_directory_that_vanishes_is_made_anew_for_the_next_stream() {
+fn a_deleted_directory_is_created_again_for_the_next_stream() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     keep_one(&mut writer, "1", "1");
@@ -130,7 +130,7 @@ fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_ou
 }
 
 #[test]
-fn what_another_user_can_write_and_links_are_not_used() {
+fn files_that_other_users_can_write_and_links_are_not_used() {
     let parent = tempfile::tempdir().unwrap();
     keep_one(&mut writer(parent.path()), "1", "1");
     let directory = parent.path().join(DIRECTORY);

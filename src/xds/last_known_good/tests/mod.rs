@@ -198,7 +198,7 @@ fn assert_kept(parent: &Path, expected: Option<&Resources>) {
 }
 
 #[test]
-fn a_response_counts_from_its_ack_and_never_after_a_nack_or_the_streams_end() {
+fn a_response_is_stored_at_its_ack_and_not_after_a_nack_or_the_end_of_the_stream() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let first = resources(&[("a", "1"), ("b", "1")]);
@@ -217,7 +217,7 @@ fn a_response_counts_from_its_ack_and_never_after_a_nack_or_the_streams_end() {
 }
 
 #[test]
-fn a_refused_response_does_not_count_and_those_behind_it_do() {
+fn a_nacked_response_is_not_stored_and_later_ones_are() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let one = |name: &str| response(name, &resources(&[(name, name)]), &[]);
@@ -346,7 +346,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
 }
 
 #[test]
-fn an_older_envoy_of_another_node_does_not_alter_what_a_newer_one_has_accepted() {
+fn an_older_envoy_of_another_node_does_not_change_the_store_of_a_newer_one() {
     for newer in ["changed", IDENTITY] {
         let parent = tempfile::tempdir().unwrap();
         let mut writer = writer(parent.path());
@@ -372,7 +372,7 @@ fn an_older_envoy_of_another_node_does_not_alter_what_a_newer_one_has_accepted()
 }
 
 #[test]
-fn a_file_is_replaced_at_twice_its_size_and_one_that_is_being_served_stays_as_it_was() {
+fn a_file_is_compacted_at_twice_its_size_without_changing_a_copy_being_served() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let large = |name: &str, mark: &str| resources(&[(name, &mark.repeat(1 << 17))]);
@@ -546,7 +546,7 @@ impl Unanswered {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(120))]
     #[test]
-    fn what_is_kept_is_the_sum_of_what_was_accepted(
+    fn the_stored_resources_equal_the_accepted_ones(
         steps in prop::collection::vec(step(), 1..30),
         restart in 0usize..30,
     ) {

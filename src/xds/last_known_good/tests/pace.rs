@@ -57,7 +57,7 @@ fn more_than_two_megabytes_are_not_made_to_wait() {
 }
 
 #[test]
-fn what_needs_more_than_the_limit_is_not_kept_which_is_no_failure() {
+fn resources_above_the_size_limit_are_not_stored_and_this_is_not_a_failure() {
     let parent = tempfile::tempdir().unwrap();
     let mut handle = handle(parent.path());
     Arc::get_mut(&mut handle.shared).unwrap().config.max_bytes = 200_000;
@@ -109,7 +109,7 @@ fn kept_after(reason: &str, coverage: Coverage) -> Resources {
 }
 
 #[test]
-fn of_a_refused_response_what_the_reason_does_not_name_is_kept() {
+fn resources_that_the_reason_of_a_nack_does_not_name_are_stored() {
     let cluster = "Error adding/updating cluster(s) ";
     let listener = "Error adding/updating listener(s) ";
     let none = ["a", "b", "c"];
@@ -139,7 +139,7 @@ fn of_a_refused_response_what_the_reason_does_not_name_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn files_say_each_hour_and_at_the_end_of_the_stream_that_they_are_current() {
+async fn the_time_in_a_file_is_refreshed_each_hour_and_at_the_end_of_the_stream() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     keep(&mut writer, "1", &one("a", "1"), Coverage::All);
@@ -165,7 +165,7 @@ async fn files_say_each_hour_and_at_the_end_of_the_stream_that_they_are_current(
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_waits_is_written_when_the_agent_stops() {
+async fn pending_changes_are_written_when_the_agent_stops() {
     let parent = tempfile::tempdir().unwrap();
     let shutdown = CancellationToken::new();
     let config = handle(parent.path()).shared.config.clone();

@@ -15,7 +15,7 @@ use crate::xds::Protocol;
 use crate::xds::request::RequestReader;
 
 #[tokio::test(start_paused = true)]
-async fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
+async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
     const TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
     let parent = tempfile::tempdir().unwrap();
     let config = Config {
@@ -87,7 +87,7 @@ fn request(recorder: &mut Recorder, type_url: &str, nonce: &str, held: &[&str]) 
 }
 
 #[test]
-fn what_comes_by_sotw_is_not_kept() {
+fn sotw_responses_are_not_stored() {
     let kept = handle(Path::new(""));
     assert!(kept.envoy_cache(1, Protocol::Sotw).is_none());
 }
@@ -172,7 +172,7 @@ fn ops_of(held: &[&str]) -> Vec<WriteOp> {
 }
 
 #[test]
-fn what_a_reconnecting_envoy_does_not_name_is_dropped_at_the_ack_of_the_first_response() {
+fn resources_that_a_reconnecting_envoy_does_not_name_are_removed_at_the_first_ack() {
     let three = resources(&[("a", "0"), ("b", "0"), ("lost", "0")]);
     for (held, expected) in [
         (&["a", "b"][..], &[("a", "0"), ("b", "0"), ("c", "1")][..]),
@@ -200,7 +200,7 @@ fn what_a_reconnecting_envoy_does_not_name_is_dropped_at_the_ack_of_the_first_re
 }
 
 #[test]
-fn a_reconnecting_envoy_of_which_nothing_is_kept_has_kept_what_is_as_much_as_it_names() {
+fn without_a_store_a_reconnecting_envoys_first_response_must_be_complete() {
     for (held, expected) in [
         (&["a"][..], Some(resources(&[("c", "2")]))),
         (&["a", "b"], None),
@@ -238,7 +238,7 @@ fn identity(id: &str, labels: usize) -> String {
 }
 
 #[test]
-fn the_identity_is_that_of_id_and_metadata_whatever_the_order_of_maps() {
+fn the_identity_depends_on_id_and_metadata_but_not_on_the_order_of_maps() {
     let first = identity("a", 30);
     for _ in 0..5 {
         assert_eq!(identity("a", 30), first);

@@ -91,7 +91,7 @@ fn parsed(bytes: &[u8]) -> io::Result<Vec<Answer>> {
 }
 
 #[test]
-fn a_subscription_gets_what_is_kept_of_its_names_once() {
+fn a_subscription_gets_the_stored_resources_of_its_names_once() {
     let parent = tempfile::tempdir().unwrap();
     store(parent.path());
     let requests = vec![
@@ -118,7 +118,7 @@ fn a_subscription_gets_what_is_kept_of_its_names_once() {
 }
 
 #[test]
-fn what_is_too_old_or_of_another_node_is_not_served() {
+fn stored_resources_that_are_too_old_or_of_another_node_are_not_served() {
     let parent = tempfile::tempdir().unwrap();
     let day = Duration::from_secs(86400);
     let refused = |max_age, request| {

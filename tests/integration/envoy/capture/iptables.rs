@@ -103,8 +103,8 @@ COMMIT
 "#;
 
 #[test]
-fn rules_are_set_up_once_and_removed_without_a_trace_on_rules_of_others() {
-    if !is_inside("rules_are_set_up_once_and_removed_without_a_trace_on_rules_of_others") {
+fn rules_are_set_up_once_and_removed_without_changing_foreign_rules() {
+    if !is_inside("rules_are_set_up_once_and_removed_without_changing_foreign_rules") {
         return;
     }
     for kind in KINDS {
@@ -145,8 +145,8 @@ fn rules_are_set_up_once_and_removed_without_a_trace_on_rules_of_others() {
 }
 
 #[test]
-fn what_is_damaged_or_of_another_version_is_replaced() {
-    if !is_inside("what_is_damaged_or_of_another_version_is_replaced") {
+fn damaged_rules_and_rules_of_another_version_are_replaced() {
+    if !is_inside("damaged_rules_and_rules_of_another_version_are_replaced") {
         return;
     }
     for kind in KINDS {
@@ -322,8 +322,8 @@ fn with_fake_in(directory: &str, fake: &str, script: &str) {
 }
 
 #[test]
-fn a_failure_midway_leaves_the_rules_of_before() {
-    if !is_inside("a_failure_midway_leaves_the_rules_of_before") {
+fn after_a_failure_midway_the_previous_rules_are_in_place() {
+    if !is_inside("after_a_failure_midway_the_previous_rules_are_in_place") {
         return;
     }
     for kind in KINDS {
@@ -387,8 +387,8 @@ fn start(words: &str) -> Child {
 }
 
 #[test]
-fn of_two_at_once_one_is_after_the_other() {
-    if !is_inside("of_two_at_once_one_is_after_the_other") {
+fn two_concurrent_runs_of_istio_iptables_are_serialized() {
+    if !is_inside("two_concurrent_runs_of_istio_iptables_are_serialized") {
         return;
     }
     for kind in KINDS {
@@ -677,8 +677,8 @@ fn a_return_for_an_interface_stays_unless_the_settings_name_it() {
 }
 
 #[test]
-fn tables_that_listing_has_made_do_not_make_rules_legacy() {
-    if !is_inside("tables_that_listing_has_made_do_not_make_rules_legacy") {
+fn empty_legacy_tables_do_not_select_legacy_iptables() {
+    if !is_inside("empty_legacy_tables_do_not_select_legacy_iptables") {
         return;
     }
     for program in ["iptables-legacy", "ip6tables-legacy"] {
@@ -698,8 +698,8 @@ fn tables_that_listing_has_made_do_not_make_rules_legacy() {
 }
 
 #[test]
-fn one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place() {
-    if !is_inside("one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place") {
+fn at_most_one_iptables_program_per_family_runs_unless_rules_are_removed() {
+    if !is_inside("at_most_one_iptables_program_per_family_runs_unless_rules_are_removed") {
         return;
     }
     for kind in KINDS {
@@ -750,8 +750,8 @@ fn only_a_pod_with_ipv6_needs_its_programs() {
 }
 
 #[test]
-fn programs_for_ipv6_that_fail_matter_only_to_those_who_want_or_have_its_rules() {
-    if !is_inside("programs_for_ipv6_that_fail_matter_only_to_those_who_want_or_have_its_rules") {
+fn failing_ip6tables_programs_matter_only_if_ipv6_rules_are_wanted_or_exist() {
+    if !is_inside("failing_ip6tables_programs_matter_only_if_ipv6_rules_are_wanted_or_exist") {
         return;
     }
     const V4: &str = "-b * -i *";

@@ -49,9 +49,8 @@ fn nft(input: &str) {
 }
 
 #[test]
-fn a_run_of_nft_leaves_what_its_arguments_ask_for_whatever_was_there() {
-    const TEST: &str =
-        "capture::nftables::a_run_of_nft_leaves_what_its_arguments_ask_for_whatever_was_there";
+fn an_nft_run_sets_up_its_rules_whatever_rules_existed() {
+    const TEST: &str = "capture::nftables::an_nft_run_sets_up_its_rules_whatever_rules_existed";
     if !namespace::is_inside(TEST) {
         return;
     }
@@ -90,9 +89,9 @@ fn a_run_of_nft_leaves_what_its_arguments_ask_for_whatever_was_there() {
 }
 
 #[test]
-fn ipv6_is_left_alone_without_ipv6_addresses_and_dns_servers_of_ipv6_do_no_harm() {
+fn ipv6_is_not_captured_without_ipv6_addresses_even_with_ipv6_dns_servers() {
     const TEST: &str = "capture::nftables::\
-        ipv6_is_left_alone_without_ipv6_addresses_and_dns_servers_of_ipv6_do_no_harm";
+        ipv6_is_not_captured_without_ipv6_addresses_even_with_ipv6_dns_servers";
     if !namespace::is_inside(TEST) {
         return;
     }
