@@ -297,7 +297,7 @@ const OPENMETRICS: &[Kind] = &[
 ];
 
 #[test]
-fn prometheus_can_read_what_is_left_of_lines_of_any_kind() {
+fn every_kind_of_line_is_merged_into_lines_that_prometheus_can_read() {
     for (from, kinds) in [(Text, TEXT), (OpenMetrics, OPENMETRICS)] {
         for (line, in_text, in_openmetrics) in kinds {
             for (to, becomes) in [(Text, in_text), (OpenMetrics, in_openmetrics)] {

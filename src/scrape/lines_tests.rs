@@ -29,14 +29,13 @@ fn merged_in(
         let mut lines = Lines::new(*from, to, hidden.clone());
         for chunk in page.chunks(size) {
             lines.push(chunk, &mut seen, &mut output);
-            merged.extend(std::iter::from_fn(|| output.take_ready()).flatten());
+            merged.extend(output.take_ready().into_iter().flatten());
         }
         lines.finish(is_whole, &mut seen, &mut output);
         left_out.0 += lines.duplicates;
         left_out.1 += lines.malformed;
     }
-    output.finish().expect("a page");
-    merged.extend(std::iter::from_fn(|| output.take_ready()).flatten());
+    merged.extend(output.finish().expect("a page"));
     (merged, left_out)
 }
 

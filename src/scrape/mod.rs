@@ -1,11 +1,11 @@
 //! Merges the metrics of the agent, Envoy and the application into one page.
 //!
-//! All sources are requested at once, and the beginning of each page is buffered ("set aside"). When every
-//! source has ended or filled its buffer, or half of the time is over, the format of the merged page is
-//! decided, and the sources are written one after the other: those that have ended come first; a large or
-//! slow page passes straight from its socket in the time that is left. A source that fails is logged,
-//! counted and left out; if it breaks off, its complete lines stay. In OpenMetrics the response is then
-//! aborted, as its end would say that nothing is missing.
+//! All sources are requested at once. When the head of each response has arrived, or half of the time is over,
+//! the format of the merged page is decided. Then the agent's metrics, those of the targets and those of Envoy
+//! are written, in this order, each straight from its socket and within a share of the time that is left. A
+//! source whose head is late comes last. A source that fails is logged, counted and left out; if it breaks off,
+//! its complete lines stay. In OpenMetrics the response is then aborted, as its end would say that nothing is
+//! missing.
 //!
 //! [`Scrape::page`] answers one scrape. No submodule imports from this file.
 
@@ -15,24 +15,25 @@ mod metrics;
 mod negotiate;
 mod output;
 mod page;
-mod producer;
 mod sample;
 mod seen;
 mod source;
 pub mod targets;
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::stream::TryStreamExt;
+use futures_util::future::{FutureExt, join_all, ready};
+use futures_util::stream::{self, StreamExt};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, VARY};
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, request};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
+use tokio_stream::wrappers::ReceiverStream;
 
 use crate::clock::later;
 use crate::duration::{rounded, scaled};
@@ -49,10 +50,8 @@ use seen::Seen;
 use source::{Origin, Source};
 use targets::Target;
 
-/// The most that is set aside of all sources together, in bytes.
-const MAX_ASIDE: usize = 512 << 10;
-/// The largest share of a scrape's time in which sources are only set aside, so that they come in their order.
-const ASIDE_SHARE: f64 = 0.5;
+/// The largest share of a scrape's time in which the heads of all responses are awaited.
+const HEAD_SHARE: f64 = 0.5;
 /// The share of the scraper's timeout in which the page is made; the rest is for its transfer.
 const PAGE_SHARE: f64 = 0.95;
 /// The longest timeout that a scraper can set.
@@ -113,19 +112,17 @@ impl Scrape {
         let begin = Instant::now();
         let time = scrape.time(&request.headers);
         let mut sources = scrape.request_sources(&request);
-        let settled = source::settled(&mut sources, true);
-        // Sources that are late have their turn later.
-        let _ = timeout_at(later(begin, scaled(time, ASIDE_SHARE)), settled).await;
+        let heads = join_all(sources.iter_mut().map(Source::read_head));
+        let _ = timeout_at(later(begin, scaled(time, HEAD_SHARE)), heads).await;
         // The counters on this page include the sources that have failed by now.
         sources.retain(|source| {
-            let is_missing = source.has_ended && source.content_type.is_none();
-            if is_missing {
-                scrape.metrics.report(source);
-            }
-            !is_missing
+            scrape.metrics.report(source);
+            source.failure.is_none()
         });
+        // A late source has all the time that the others leave.
+        sources.sort_by_key(|source| source.content_type.is_none());
         let has_one_target = scrape.config.targets.len() == 1;
-        let content_type = content_type(&sources, has_one_target);
+        let content_type = content_type(&sources);
         let is_gzip = negotiate::accepts_gzip(&request.headers);
         let page = Page {
             registry: scrape.registry.clone(),
@@ -134,12 +131,16 @@ impl Scrape {
             has_one_target,
             format: Format::from_content_type(content_type),
             deadline: later(begin, time),
-            sources,
             seen: Seen::default(),
             output: Output::new(is_gzip),
         };
-        let frames = producer::stream(|chunks| page.write(chunks)).map_ok(Frame::data);
-        let mut response = Response::new(StreamBody::new(frames).boxed_unsync());
+        let (sender, chunks) = mpsc::channel(1);
+        // Reading the body drives the future that writes the page. Its error is the end of the stream.
+        let error = page.write(sources, sender).into_stream();
+        let error = error.filter_map(|written| ready(written.err().map(Err)));
+        let frames = ReceiverStream::new(chunks).map(|chunk| Ok(Frame::data(chunk)));
+        let body = StreamBody::new(stream::select(frames, error));
+        let mut response = Response::new(body.boxed_unsync());
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         headers.insert(VARY, HeaderValue::from_static("Accept-Encoding"));
@@ -169,8 +170,9 @@ impl Inner {
         scaled(timeout.min(MAX_TIMEOUT), PAGE_SHARE)
     }
 
-    /// Requests the pages of Envoy and of the targets, in this order.
-    fn request_sources(&self, request: &request::Parts) -> VecDeque<Source> {
+    /// Requests the pages of the targets and of Envoy, in this order: Envoy's is the largest, and the series of
+    /// the last source need not be remembered.
+    fn request_sources(&self, request: &request::Parts) -> Vec<Source> {
         let targets = &self.config.targets;
         let envoy = self.config.envoy_port.map(|port| {
             let query = request.uri.query().map(|query| format!("?{query}"));
@@ -184,7 +186,7 @@ impl Inner {
         let applications = targets.iter().map(|Target { port, path }| {
             self.request(&request.headers, Origin::Application, *port, path, limit)
         });
-        envoy.into_iter().chain(applications).collect()
+        applications.chain(envoy).collect()
     }
 
     fn request(
@@ -202,8 +204,7 @@ impl Inner {
         *request.headers_mut() = negotiate::for_source(origin.format(), headers, &self.id);
         let client = self.client.clone();
         let response = async move { client.send(request).await };
-        let room = MAX_ASIDE / (self.config.targets.len() + 1);
-        Source::new(origin, port, path, response, room, limit)
+        Source::new(origin, port, path, Box::pin(response), limit)
     }
 }
 
@@ -217,11 +218,11 @@ fn self_scrape() -> Response<UnsyncBoxBody<Bytes, BoxError>> {
 }
 
 /// Returns the content type that all application pages have, or text if they differ.
-fn content_type(sources: &VecDeque<Source>, has_one_target: bool) -> &'static str {
+fn content_type(sources: &[Source]) -> &'static str {
     let mut types = sources
         .iter()
         .filter(|source| source.origin == Origin::Application)
-        .filter_map(|source| source.page_type(has_one_target));
+        .filter_map(|source| source.content_type);
     let first = types.next().unwrap_or(TEXT_PAGE);
     if types.all(|other| other == first) {
         first

@@ -1,6 +1,7 @@
 //! Collects the merged page in the encoding of the response, and hands it out in chunks.
 
 use std::io::{self, Write};
+use std::mem;
 
 use bytes::Bytes;
 use flate2::Compression;
@@ -9,45 +10,42 @@ use flate2::write::GzEncoder;
 /// The least that is sent at once, in bytes, but for the end of the page.
 const MIN_CHUNK: usize = 32 << 10;
 
-#[derive(Default)]
-pub(super) struct Output {
-    gzip: Option<GzEncoder<Vec<u8>>>,
-    plain: Vec<u8>,
-    has_ended: bool,
+pub(super) enum Output {
+    Plain(Vec<u8>),
+    Gzip(GzEncoder<Vec<u8>>),
 }
 
 impl Output {
     pub(super) fn new(is_gzip: bool) -> Self {
-        Self {
-            gzip: is_gzip.then(|| GzEncoder::new(Vec::new(), Compression::fast())),
-            ..Self::default()
+        if is_gzip {
+            Self::Gzip(GzEncoder::new(Vec::new(), Compression::fast()))
+        } else {
+            Self::Plain(Vec::new())
         }
     }
 
     pub(super) fn write(&mut self, lines: &[u8]) {
-        match &mut self.gzip {
+        match self {
+            Self::Plain(page) => page.extend_from_slice(lines),
             // Writing to a vector does not fail.
-            Some(gzip) => drop(gzip.write_all(lines)),
-            None => self.plain.extend_from_slice(lines),
+            Self::Gzip(page) => drop(page.write_all(lines)),
         }
     }
 
-    /// Ends the page, and makes the rest of it ready.
-    pub(super) fn finish(&mut self) -> io::Result<()> {
-        if let Some(gzip) = self.gzip.take() {
-            self.plain = gzip.finish()?;
-        }
-        self.has_ended = true;
-        Ok(())
-    }
-
-    /// Takes the next chunk that is ready to be sent. After [`Self::finish`], None is the end of the page.
+    /// Takes the next chunk if there is enough of it.
     pub(super) fn take_ready(&mut self) -> Option<Bytes> {
-        let written = match &mut self.gzip {
-            Some(gzip) => gzip.get_mut(),
-            None => &mut self.plain,
+        let written = match self {
+            Self::Plain(page) => page,
+            Self::Gzip(page) => page.get_mut(),
         };
-        let is_ready = written.len() >= MIN_CHUNK || self.has_ended && !written.is_empty();
-        is_ready.then(|| std::mem::take(written).into())
+        (written.len() >= MIN_CHUNK).then(|| mem::take(written).into())
+    }
+
+    /// Ends the page, and returns the rest of it.
+    pub(super) fn finish(self) -> io::Result<Bytes> {
+        match self {
+            Self::Plain(page) => Ok(page.into()),
+            Self::Gzip(page) => page.finish().map(Bytes::from),
+        }
     }
 }

@@ -1,8 +1,5 @@
 //! Writes the page while the scraper reads it: the agent's own metrics, then the sources in turn.
 
-use std::collections::VecDeque;
-use std::future::poll_fn;
-
 use bytes::Bytes;
 use tokio::sync::mpsc::Sender;
 use tokio::time::{Instant, timeout_at};
@@ -12,14 +9,12 @@ use super::lines::{Hidden, Lines};
 use super::metrics::Metrics;
 use super::output::Output;
 use super::seen::Seen;
-use super::source::{self, Origin, Source};
+use super::source::{Origin, Source};
 use crate::clock::after;
 use crate::duration::scaled;
 use crate::lifecycle::BoxError;
 use crate::metrics::Registry;
 use crate::problem::codes;
-
-type Chunks = Sender<Result<Bytes, BoxError>>;
 
 pub(super) struct Page {
     pub registry: Registry,
@@ -29,94 +24,71 @@ pub(super) struct Page {
     pub has_one_target: bool,
     pub format: Format,
     pub deadline: Instant,
-    /// The sources that are not written yet.
-    pub sources: VecDeque<Source>,
     pub seen: Seen,
     pub output: Output,
 }
 
 impl Page {
-    /// Sends the page in chunks. An error aborts the response.
-    pub(super) async fn write(mut self, chunks: Chunks) -> Result<(), BoxError> {
-        self.seen.begin(self.sources.is_empty());
+    /// Sends the page in chunks. An error aborts the response. A chunk that cannot be sent is ignored: the
+    /// response was dropped then, and this future with it.
+    pub(super) async fn write(
+        mut self,
+        sources: Vec<Source>,
+        chunks: Sender<Bytes>,
+    ) -> Result<(), BoxError> {
+        self.seen.begin(sources.is_empty());
         let agent = self.registry.render();
         let mut lines = Lines::new(Format::Text, self.format, Vec::new());
         lines.push(agent.as_bytes(), &mut self.seen, &mut self.output);
-        while !self.sources.is_empty() {
-            let settled = source::settled(&mut self.sources, false);
-            let next = timeout_at(self.deadline, settled).await.ok().flatten();
-            // If none has settled in time, the first one is late.
-            if let Some(source) = self.sources.remove(next.unwrap_or(0)) {
-                self.write_source(source, &chunks).await?;
-            }
+        let mut sources = sources.into_iter();
+        while let Some(source) = sources.next() {
+            self.write_source(source, sources.len(), &chunks).await?;
         }
         if self.format == Format::OpenMetrics {
             self.output.write(b"# EOF\n");
         }
-        self.output.finish()?;
-        self.send(&chunks).await;
+        let _ = chunks.send(self.output.finish()?).await;
         Ok(())
     }
 
-    async fn send(&mut self, chunks: &Chunks) {
-        while let Some(chunk) = self.output.take_ready() {
-            // It fails only if the response was dropped, and this future with it.
-            let _ = chunks.send(Ok(chunk)).await;
-        }
-    }
-
-    /// Writes a source, while the others are set aside.
-    async fn write_source(&mut self, mut source: Source, chunks: &Chunks) -> Result<(), BoxError> {
-        let is_last = self.sources.is_empty();
-        self.seen.begin(is_last);
-        // A source that others wait for leaves them half of the time.
-        let until = if is_last {
-            self.deadline
-        } else {
-            after(scaled(self.deadline.duration_since(Instant::now()), 0.5))
+    /// Writes a source, in an equal share of the time that is left for it and `others`.
+    async fn write_source(
+        &mut self,
+        mut source: Source,
+        others: usize,
+        chunks: &Sender<Bytes>,
+    ) -> Result<(), BoxError> {
+        self.seen.begin(others == 0);
+        let left = self.deadline.duration_since(Instant::now());
+        let until = after(scaled(left, 1.0 / (others + 1) as f64));
+        let mut is_late = timeout_at(until, source.read_head()).await.is_err();
+        let hidden = match source.origin {
+            Origin::Envoy => self.hidden.clone(),
+            Origin::Application => Vec::new(),
         };
-        // The format of the source is known with its first chunk.
-        let mut lines = None;
-        let is_late = loop {
-            self.send(chunks).await;
-            let others = &mut self.sources;
-            let chunk = poll_fn(|context| {
-                others.iter_mut().for_each(|other| other.set_aside(context));
-                source.poll_chunk(context)
-            });
-            let Ok(chunk) = timeout_at(until, chunk).await else {
-                break true;
-            };
-            let Some(chunk) = chunk else {
-                break false;
-            };
-            let lines = lines.get_or_insert_with(|| {
-                let hidden = match source.origin {
-                    Origin::Envoy => self.hidden.clone(),
-                    Origin::Application => Vec::new(),
-                };
-                Lines::new(source.format(), self.format, hidden)
-            });
-            lines.push(&chunk, &mut self.seen, &mut self.output);
-            // A page that always has more is never late by the timer alone.
-            if Instant::now() >= until {
-                break true;
+        let mut lines = Lines::new(source.format(), self.format, hidden);
+        while !is_late {
+            if let Some(chunk) = self.output.take_ready() {
+                let _ = chunks.send(chunk).await;
             }
-        };
+            match timeout_at(until, source.chunk()).await {
+                Ok(Some(chunk)) => lines.push(&chunk, &mut self.seen, &mut self.output),
+                Ok(None) => break,
+                Err(_) => is_late = true,
+            }
+            // A page that always has more is never late by the timer alone.
+            is_late |= Instant::now() >= until;
+        }
         if is_late {
             source.fail(codes::SCRAPE_LATE, "timed out");
         }
-        let mut has_end = false;
-        if let Some(mut lines) = lines {
-            lines.finish(source.failure.is_none(), &mut self.seen, &mut self.output);
-            let origin = [source.origin.name()];
-            self.metrics.duplicates.with(origin).add(lines.duplicates);
-            self.metrics.malformed.with(origin).add(lines.malformed);
-            has_end = lines.has_ended;
-        }
-        // One of several targets is read like text, which has no end.
+        lines.finish(source.failure.is_none(), &mut self.seen, &mut self.output);
+        let origin = [source.origin.name()];
+        self.metrics.duplicates.with(origin).add(lines.duplicates);
+        self.metrics.malformed.with(origin).add(lines.malformed);
+        // One of several targets may lack its end, as with pilot-agent.
         let needs_end = self.has_one_target && source.format() == Format::OpenMetrics;
-        if source.failure.is_none() && needs_end && !has_end {
+        if source.failure.is_none() && needs_end && !lines.has_ended {
             source.fail(codes::SCRAPE_PAGE_INVALID, "no # EOF at the end");
         }
         self.metrics.report(&source);

@@ -268,7 +268,6 @@ async fn a_scrape_that_comes_from_the_agent_itself_asks_no_source() {
 
 #[tokio::test]
 async fn malformed_lines_are_left_out_of_large_pages_of_any_source() {
-    // More than can be set aside.
     let many: String = (0..40_000)
         .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
         .collect();
@@ -276,9 +275,12 @@ async fn malformed_lines_are_left_out_of_large_pages_of_any_source() {
                bad 1 1.5\nbad 1 -5\n# TYPE bad-name gauge\nbad-name 1\n# TYPE bad gauge gauge\n";
     let large = page("text/plain", [bad, &many, bad].concat());
     let small = page("text/plain", [bad, "small 1\n", bad].concat());
-    for (envoy, target) in [(large, small), (small, large)] {
+    for (envoy, target, expected) in [
+        (large, small, format!("small 1\n{many}")),
+        (small, large, format!("{many}small 1\n")),
+    ] {
         let (scrape, registry) = scrape_up_to(u64::MAX, envoy, &[target]);
-        assert_eq!(others(&scrape, &[]).await, format!("small 1\n{many}"));
+        assert_eq!(others(&scrape, &[]).await, expected);
         let rendered = registry.render();
         for source in ["envoy", "application"] {
             let counted = format!("malformed_lines_total{{source=\"{source}\"}} 20\n");
@@ -422,13 +424,20 @@ async fn a_large_and_slow_page_has_the_rest_of_the_time_and_comes_last() {
 }
 
 #[tokio::test]
-async fn a_slow_target_has_the_time_that_a_large_page_leaves() {
-    let large: String = (0..50_000).map(|n| format!("e{{n=\"{n}\"}} 1\n")).collect();
-    let targets = [slow(20, Duration::from_millis(2400))];
-    let (scrape, registry) = scrape(page("text/plain", large), &targets);
+async fn a_slow_target_gets_its_share_and_a_late_one_the_time_after_a_large_page() {
     let timeout = [("x-prometheus-scrape-timeout-seconds", "3")];
-    let found = others(&scrape, &timeout).await;
-    assert!(found.ends_with("slow{n=\"19\"} 1\n"));
-    assert_eq!(found.lines().count(), 50_020);
-    assert_eq!(failures(&registry, "application"), 0);
+    let large: String = (0..50_000).map(|n| format!("e{{n=\"{n}\"}} 1\n")).collect();
+    let late = server(|stream, _| {
+        thread::sleep(Duration::from_millis(2400));
+        let head = head("text/plain", "content-length: 7\r\n");
+        send(stream, (head + "late 1\n").as_bytes());
+    });
+    let slow = slow(20, Duration::from_millis(1000));
+    for (target, lines, is_last) in [(slow, 20, false), (late, 1, true)] {
+        let (scrape, registry) = scrape(page("text/plain", large.clone()), &[target]);
+        let found = others(&scrape, &timeout).await;
+        assert_eq!(found.lines().count(), 50_000 + lines);
+        assert_eq!(found.ends_with("late 1\n"), is_last);
+        assert_eq!(failures(&registry, "application"), 0);
+    }
 }

@@ -125,8 +125,8 @@ async fn a_single_target_gives_the_page_its_format_and_comes_last() {
         let page = scraped.page().await;
         page.assert_readable(kind);
         assert_eq!(page.kind(), expected, "{kind}");
-        assert_eq!(page.samples(), ["envoy 1", "app 1"], "{kind}");
-        let last = if end.is_empty() { "app 1\n" } else { end };
+        assert_eq!(page.samples(), ["app 1", "envoy 1"], "{kind}");
+        let last = if end.is_empty() { "envoy 1\n" } else { end };
         assert!(page.text().ends_with(last), "{kind}");
         assert!(page.text().starts_with("# HELP "), "{kind}");
     }
@@ -158,7 +158,7 @@ async fn several_targets_are_merged_in_order_in_the_format_they_share() {
             (expected, ends),
             "{first:?}, {second:?}"
         );
-        assert_eq!(page.samples(), ["envoy 1", "one 1", "two 1"]);
+        assert_eq!(page.samples(), ["one 1", "two 1", "envoy 1"]);
         assert!(ends == 0 || page.text().ends_with("\n# EOF\n"));
     }
 }
@@ -174,7 +174,7 @@ async fn a_target_that_fails_leaves_the_others_their_format_and_is_counted() {
     let page = scraped.page().await;
     page.assert_readable("one fails");
     assert_eq!((page.kind(), page.ends()), (OM1, 1));
-    assert_eq!(page.samples(), ["envoy 1", "two 1"]);
+    assert_eq!(page.samples(), ["two 1", "envoy 1"]);
     // What has failed is on the page itself, and asking for the figure was a scrape as well.
     let series = "istio_agent_scrape_failures_total{type=\"application\"}";
     assert_eq!(page.figure(series), before + 1);
@@ -201,8 +201,8 @@ async fn redirects_are_followed_and_only_200_is_a_page() {
     };
     let elsewhere = format!("http://localhost:{}/m", other.port);
     for (answer, expected) in [
-        (to(302, &elsewhere), vec!["envoy 1", "other 1"]),
-        (to(308, &elsewhere), vec!["envoy 1", "other 1"]),
+        (to(302, &elsewhere), vec!["other 1", "envoy 1"]),
+        (to(308, &elsewhere), vec!["other 1", "envoy 1"]),
         (to(302, "/again"), vec!["envoy 1"]),
         (to(204, ""), vec!["envoy 1"]),
         (to(404, ""), vec!["envoy 1"]),
@@ -356,7 +356,7 @@ async fn a_source_that_hangs_does_not_exceed_the_timeout_of_the_scraper() {
     for (says, expected) in [
         (String::new(), vec!["envoy 1"]),
         (head.to_owned(), vec!["envoy 1"]),
-        (format!("{head}app 1\n"), vec!["envoy 1", "app 1"]),
+        (format!("{head}app 1\n"), vec!["app 1", "envoy 1"]),
     ] {
         scraped.targets[0].says_and_holds(&says);
         let begin = Instant::now();
@@ -382,7 +382,7 @@ async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetric
     scraped.targets[0].says(cut(TEXT));
     let page = scraped.page().await;
     page.assert_readable("cut off");
-    assert_eq!(page.samples(), ["envoy 1", "app 1"]);
+    assert_eq!(page.samples(), ["app 1", "envoy 1"]);
     // The last chunk of a whole response is empty.
     assert!(scraped.raw().await.ends_with("\r\n0\r\n\r\n"));
     for says in [
@@ -416,7 +416,7 @@ async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_ar
     page.assert_readable("gzip");
     assert_eq!(
         page.samples(),
-        ["envoy 1", "app{n=\"1\"} 1", "app{n=\"1\"} 1"]
+        ["app{n=\"1\"} 1", "app{n=\"1\"} 1", "envoy 1"]
     );
 }
 
@@ -437,13 +437,13 @@ async fn unknown_content_encodings_of_a_page_are_ignored() {
         scraped.targets[0].says(answer_of(TEXT, &header, body));
         let page = scraped.page().await;
         page.assert_readable(coding);
-        let expected = ["envoy 1", "site_up{site=\"a\"} 1", "site_up{site=\"b\"} 0"];
+        let expected = ["site_up{site=\"a\"} 1", "site_up{site=\"b\"} 0", "envoy 1"];
         assert_eq!(page.samples(), expected, "{coding}");
     }
 }
 
 #[tokio::test]
-async fn one_of_several_targets_without_an_end_costs_the_others_nothing() {
+async fn a_target_without_an_eof_line_loses_no_samples_of_the_other_targets() {
     if !ours_only("valid samples of such a target") {
         return;
     }
@@ -454,14 +454,18 @@ async fn one_of_several_targets_without_an_end_costs_the_others_nothing() {
         ("", None),
         (
             "# TYPE two counter\ntwo_total 1 1.5 # {x=\"y\"} 1\n",
-            Some("two_total 1"),
+            Some("two_total 1 1.5 # {x=\"y\"} 1"),
         ),
         ("# TYPE two gauge\ntwo 1", Some("two 1")),
     ] {
         two.has(OM1, body);
         let page = scraped.page().await;
         page.assert_readable(body);
-        let expected: Vec<_> = ["envoy 1", "one 1"].into_iter().chain(left).collect();
+        let expected: Vec<_> = ["one 1"]
+            .into_iter()
+            .chain(left)
+            .chain(["envoy 1"])
+            .collect();
         assert_eq!(page.samples(), expected, "{body}");
     }
     assert_eq!(scraped.failures("application").await, 0);
@@ -570,7 +574,7 @@ async fn prometheus_has_all_series_of_the_page() {
         let text = read("malformed/app0.txt") + "text{x=\"a\nb\"} 1\n";
         let metrics = read("malformed_openmetrics/app0.om").replace("# EOF\n", "");
         scraped.envoy.has(TEXT, &read("malformed/envoy"));
-        // Both in text, then in OpenMetrics; each page is small once, and too large to be set aside.
+        // Both in text, then in OpenMetrics; each page is small once, and large once.
         for (number, (kind, more)) in [(TEXT, ""), (TEXT, &many), (OM1, ""), (OM1, &many)]
             .into_iter()
             .enumerate()

@@ -228,7 +228,10 @@ impl Page {
             .lines()
             .filter(|line| !line.starts_with('#') && !line.is_empty());
         let samples = samples.filter(|line| !line.starts_with("istio_agent_"));
-        samples.map(str::to_owned).collect()
+        let mut samples: Vec<_> = samples.map(str::to_owned).collect();
+        // pilot-agent writes Envoy's part first, and this agent writes it last.
+        samples.sort_by_key(|sample| sample.starts_with("envoy"));
+        samples
     }
 
     pub fn ends(&self) -> usize {
