@@ -161,7 +161,6 @@ async fn whole(target: &Target, round: usize) -> f64 {
         grace_ratio: 0.5,
         grace_jitter: 0.0,
         least_pause: secrets::MIN_PAUSE,
-        spread_by: String::new(),
         cache: None,
     };
     let registry = Registry::default();

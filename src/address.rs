@@ -4,6 +4,8 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use rustls::pki_types::DnsName;
+
 /// A range of addresses as it was written: the bits behind the prefix are not cleared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cidr {
@@ -37,19 +39,7 @@ pub fn is_valid(address: &str) -> bool {
 /// Returns true for a DNS name, which may end in a dot. Its last label is not a number, because the name would be an
 /// invalid IPv4 address.
 fn is_name(host: &str) -> bool {
-    let host = host.strip_suffix('.').unwrap_or(host);
-    let top = host.rsplit('.').next().unwrap_or_default();
-    let numeric = top.chars().all(|c| c.is_ascii_digit());
-    host.len() <= 253 && !numeric && host.split('.').all(is_label)
-}
-
-/// Returns true for one label of a DNS name.
-fn is_label(label: &str) -> bool {
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-';
-    (1..=63).contains(&label.len())
-        && label.chars().all(is_allowed)
-        && !label.starts_with('-')
-        && !label.ends_with('-')
+    !host.contains('_') && DnsName::try_from(host).is_ok()
 }
 
 /// Returns true if a host, with or without brackets, is an address of this machine, its link or a private

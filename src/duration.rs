@@ -22,13 +22,9 @@ pub fn parse(text: &str) -> Option<Duration> {
 
 /// Formats a duration for protobuf's JSON: seconds with 0, 3, 6 or 9 decimals.
 pub fn seconds(duration: Duration) -> String {
-    let (seconds, nanos) = (duration.as_secs(), duration.subsec_nanos());
-    match nanos {
-        0 => format!("{seconds}s"),
-        n if n.is_multiple_of(1_000_000) => format!("{seconds}.{:03}s", n / 1_000_000),
-        n if n.is_multiple_of(1_000) => format!("{seconds}.{:06}s", n / 1_000),
-        n => format!("{seconds}.{n:09}s"),
-    }
+    // Longer durations than protobuf's are never parsed.
+    let message = prost_types::Duration::try_from(duration).unwrap_or_default();
+    message.to_string()
 }
 
 /// Multiplies a duration by a factor. Returns zero if the product is negative or not a number, and the longest

@@ -25,7 +25,7 @@ fn main() -> std::process::ExitCode {
     let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
     let result = match cli::parse(words) {
         Ok(typed) => run(typed),
-        Err(Refused::Help(text)) => print(text.trim_end()).map(|()| ExitCode::Success),
+        Err(Refused::Help(text)) => print(&text).map(|()| ExitCode::Success),
         Err(Refused::Error(text)) => Err(text.into()),
     };
     let code = result.unwrap_or_else(|error| fail(error.as_ref()));
@@ -63,33 +63,27 @@ async fn free_memory() -> Infallible {
     }
 }
 
+/// The end of a command that prints no text.
+const DONE: (String, ExitCode) = (String::new(), ExitCode::Success);
+
 fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     let Cli { log, command, .. } = typed.cli;
     let environment = Environment::of_process();
-    match command {
-        None => print(cli::help().trim_end())?,
+    let success = |text: String| (text, ExitCode::Success);
+    let (text, code) = match command {
+        None => success(cli::help()),
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
             cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
             return proxy(flags, log, typed.flags, environment, typed.unknown_flags);
         }
-        Some(Command::Config(flags)) => {
-            let (text, is_usable) = show::config(&flags, &log, &typed.flags, &environment);
-            print(&text)?;
-            if !is_usable {
-                return Ok(ExitCode::CommandFailed);
-            }
-        }
+        Some(Command::Config(flags)) => show::config(&flags, &log, &typed.flags, &environment),
         Some(Command::Bootstrap(flags)) => {
-            if let Some(text) = block_on(show::bootstrap(&flags, &log, &environment))?? {
-                print(text.trim_end())?;
-            }
+            success(block_on(show::bootstrap(&flags, &log, &environment))??)
         }
         Some(Command::Doctor(flags)) => {
             doctor::restart_with_unit(&environment);
-            let (text, code) = block_on(doctor::run(&flags, &log, &environment))?;
-            print(&text)?;
-            return Ok(code);
+            block_on(doctor::run(&flags, &log, &environment))?
         }
         Some(Command::Preflight(flags)) => {
             let mut report = preflight::report(&flags.read()?)?;
@@ -99,23 +93,21 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             } else {
                 report.to_string()
             };
-            print(&text)?;
-            return Ok(doctor::exit_code(report.level));
+            (text, doctor::exit_code(report.level))
         }
-        Some(Command::Scope(flags)) => {
-            let text = block_on(scope::run(&flags, &environment))??;
-            print(text.trim_end())?;
-        }
+        Some(Command::Scope(flags)) => success(block_on(scope::run(&flags, &environment))??),
         Some(Command::SupportBundle(flags)) => {
             let to = support_bundle::open(&flags)?;
             let run = support_bundle::run(&flags, &log, &typed.flags, &environment, to);
             block_on(run)??;
+            DONE
         }
         Some(Command::Request(flags)) => {
             let status_port = || config::status_port(&environment, ".".as_ref());
             let mut output = io::stdout();
             let run = request::run(&flags, &environment, status_port, &mut output);
             block_on(run)??;
+            DONE
         }
         Some(Command::Standby) => {
             logging::init(log.options()?)?;
@@ -129,35 +121,27 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             if let Some(record) = next? {
                 return Err(standby::exec::proxy(&record, &environment).into());
             }
+            DONE
         }
         Some(Command::Wait(flags)) => {
             logging::init(log.options()?)?;
             block_on(wait::run(&flags))??;
+            DONE
         }
-        Some(Command::Version(flags)) => print(&version::text(&flags, &environment)?)?,
-        Some(Command::Completion(flags)) => print(&completion::script(&flags))?,
+        Some(Command::Version(flags)) => success(version::text(&flags, &environment)?),
+        Some(Command::Completion(flags)) => success(completion::script(&flags)),
         Some(command @ (Command::Iptables(_) | Command::CleanIptables(_))) => {
             logging::init(log.options()?)?;
             let is_cleanup = matches!(command, Command::CleanIptables(_));
-            return capture(&typed.flags, is_cleanup, &environment);
+            let captured = block_on(iptables::run(&typed.flags, is_cleanup, &environment))?;
+            captured.unwrap_or_else(|error| {
+                fail(error.as_ref());
+                (String::new(), iptables::exit_code(&error))
+            })
         }
-    }
-    Ok(ExitCode::Success)
-}
-
-fn capture(flags: &[Flag], is_cleanup: bool, env: &Environment) -> Result<ExitCode, BoxError> {
-    match block_on(iptables::run(flags, is_cleanup, env))? {
-        Ok((text, code)) => {
-            if !text.is_empty() {
-                print(text.trim_end())?;
-            }
-            Ok(code)
-        }
-        Err(error) => {
-            fail(error.as_ref());
-            Ok(iptables::exit_code(&error))
-        }
-    }
+    };
+    print(&text)?;
+    Ok(code)
 }
 
 fn proxy(
@@ -216,8 +200,9 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     Ok(output)
 }
 
+/// Prints the lines of a text. The last one may lack its line feed.
 fn print(text: &str) -> Result<(), BoxError> {
-    let mut lines = text.split('\n').map(logging::printable);
+    let mut lines = text.lines().map(logging::printable);
     cli::unless_unread(lines.try_for_each(|line| writeln!(io::stdout(), "{line}")))?;
     Ok(())
 }

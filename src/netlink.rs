@@ -1,11 +1,10 @@
 //! Sends requests to the kernel over netlink.
 //!
-//! [`Socket::request`] sends a message and returns the kernel's replies. [`nft_chains`] and [`tcp_owner`] are
+//! [`request`] sends a message and returns the kernel's replies. [`nft_chains`] and [`tcp_owner`] are
 //! ready-made requests. Numbers are defined in `linux/netlink.h`, `linux/netfilter` and `linux/inet_diag.h`.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -37,8 +36,7 @@ pub(crate) fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
 /// Lists the chains of nftables: the number of the family, the name of the table and the name of the chain.
 pub(crate) fn nft_chains() -> io::Result<Vec<(u8, String, String)>> {
     const GET_CHAIN: u16 = 10 << 8 | 4;
-    let socket = Socket::open(Some(netlink::NETFILTER))?;
-    let replies = socket.request(GET_CHAIN, DUMP, &[0; 4])?;
+    let replies = request(Some(netlink::NETFILTER), GET_CHAIN, DUMP, &[0; 4])?;
     Ok(replies
         .iter()
         .filter_map(|reply| nft_chain(reply))
@@ -62,15 +60,14 @@ pub(crate) fn tcp_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, 
     const TCP: u8 = 6;
     let ends = [end, other].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
     let family = if ends[0].is_ipv4() { 2 } else { 10 };
-    let mut request = vec![family, TCP, 0, 0];
+    let mut body = vec![family, TCP, 0, 0];
     // In any state.
-    request.extend([0xff; 4]);
-    request.extend(ports_and_addresses(ends));
+    body.extend([0xff; 4]);
+    body.extend(ports_and_addresses(ends));
     // On any interface, with any cookie.
-    request.extend([0; 4]);
-    request.extend([0xff; 8]);
-    let socket = Socket::open(Some(netlink::SOCK_DIAG))?;
-    let replies = socket.request(BY_FAMILY, 0, &request)?;
+    body.extend([0; 4]);
+    body.extend([0xff; 8]);
+    let replies = request(Some(netlink::SOCK_DIAG), BY_FAMILY, 0, &body)?;
     let owner = replies.iter().find_map(|reply| owner_of(ends, reply));
     owner.ok_or_else(|| io::Error::other("its process has closed the connection"))
 }
@@ -114,43 +111,39 @@ pub(crate) fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-#[derive(Debug)]
-pub(crate) struct Socket(OwnedFd);
-
-impl Socket {
-    /// Opens a socket. None means NETLINK_ROUTE, whose number is 0.
-    pub(crate) fn open(protocol: Option<Protocol>) -> io::Result<Self> {
-        let (family, flags) = (AddressFamily::NETLINK, SocketFlags::CLOEXEC);
-        let socket = socket_with(family, SocketType::RAW, flags, protocol)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(LIMIT))?;
-        Ok(Self(socket))
-    }
-
-    /// Sends a request, and waits until it is done. Returns the replies, without netlink's headers. `body` is
-    /// the header of the protocol, whose length is a multiple of 4, and attributes.
-    pub(crate) fn request(&self, kind: u16, flags: u16, body: &[u8]) -> io::Result<Vec<Vec<u8>>> {
-        let sequence = fastrand::u32(..).to_ne_bytes();
-        let message = message(kind, flags, sequence, body);
-        send(&self.0, &message, SendFlags::empty())?;
-        let (mut replies, mut total) = (Vec::new(), 0);
-        let mut buffer = vec![0; 32 << 10];
-        while total < MAX_REPLIES {
-            let (length, _) = recv(&self.0, buffer.as_mut_slice(), RecvFlags::empty())?;
-            total += length;
-            let mut rest = &buffer[..length];
-            while !rest.is_empty() {
-                let (kind, [replied, payload, after]) = split(rest)?;
-                rest = after;
-                match kind {
-                    // A late reply to an earlier request.
-                    _ if *replied != sequence => {}
-                    ERROR | DONE => return outcome(payload).map(|()| replies),
-                    _ => replies.push(payload.to_vec()),
-                }
+/// Sends a request, and waits until it is done. Returns the replies, without netlink's headers. The protocol
+/// None is NETLINK_ROUTE, whose number is 0. `body` is the header of the protocol, whose length is a multiple of
+/// 4, and attributes.
+pub(crate) fn request(
+    protocol: Option<Protocol>,
+    kind: u16,
+    flags: u16,
+    body: &[u8],
+) -> io::Result<Vec<Vec<u8>>> {
+    let (family, cloexec) = (AddressFamily::NETLINK, SocketFlags::CLOEXEC);
+    let socket = socket_with(family, SocketType::RAW, cloexec, protocol)?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(LIMIT))?;
+    let sequence = fastrand::u32(..).to_ne_bytes();
+    let message = message(kind, flags, sequence, body);
+    send(&socket, &message, SendFlags::empty())?;
+    let (mut replies, mut total) = (Vec::new(), 0);
+    let mut buffer = vec![0; 32 << 10];
+    while total < MAX_REPLIES {
+        let (length, _) = recv(&socket, buffer.as_mut_slice(), RecvFlags::empty())?;
+        total += length;
+        let mut rest = &buffer[..length];
+        while !rest.is_empty() {
+            let (kind, [replied, payload, after]) = split(rest)?;
+            rest = after;
+            match kind {
+                // Another process may send to this socket.
+                _ if *replied != sequence => {}
+                ERROR | DONE => return outcome(payload).map(|()| replies),
+                _ => replies.push(payload.to_vec()),
             }
         }
-        Err(io::Error::other("endless answer of the kernel"))
     }
+    Err(io::Error::other("endless answer of the kernel"))
 }
 
 /// Encodes a message. The kernel fills in the port of the socket, so it is 0.

@@ -6,7 +6,6 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -96,12 +95,14 @@ impl SystemRoots {
             }
         }
         for directory in &self.directories {
-            match entries(directory) {
-                Ok(paths) => {
-                    // Other files lie there, too.
-                    let read = |path: PathBuf| regular_file::read(&path, MAX_PEM).ok();
-                    let pems = paths.into_iter().filter_map(read);
-                    pems.for_each(|pem| anchors.add(&pem, now));
+            match std::fs::read_dir(directory) {
+                Ok(entries) => {
+                    // Other files are there, too, and links to the same certificates.
+                    for entry in entries.flatten() {
+                        if let Ok(pem) = regular_file::read(&entry.path(), MAX_PEM) {
+                            anchors.add(&pem, now);
+                        }
+                    }
                 }
                 Err(error) => problems.push(format!("{}: {error}", directory.display())),
             }
@@ -111,17 +112,6 @@ impl SystemRoots {
             format!("no root certificates found ({left_out}); {problems}")
         })
     }
-}
-
-/// The files of a directory, except second names of one in the same directory.
-fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
-    let is_second_name = |path: &PathBuf| {
-        let target = std::fs::read_link(path);
-        target.is_ok_and(|target| !target.to_string_lossy().contains('/'))
-    };
-    let found = std::fs::read_dir(directory)?.flatten();
-    let paths = found.map(|entry| entry.path());
-    Ok(paths.filter(|path| !is_second_name(path)).collect())
 }
 
 /// Reads trust anchors.

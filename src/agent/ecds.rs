@@ -149,23 +149,21 @@ async fn rewrite(
 ) -> Result<(Bytes, Converted), String> {
     let broken = |error| format!("discovery response from istiod: {error}");
     let fields = wire::fields(message).map_err(broken)?;
-    let mut resources = Vec::new();
-    for field in &fields {
-        if let (Protocol::Delta, REMOVED, Some(name)) = (protocol, field.number, &field.content) {
-            wasm.forget(name);
-        }
-        let Some(content) = field.content.as_ref().filter(|_| field.number == RESOURCES) else {
-            continue;
-        };
-        let any = match protocol {
-            Protocol::Sotw => Some(content.clone()),
-            Protocol::Delta => wire::last(content, RESOURCE).map_err(broken)?,
-        };
-        // A resource without an `Any` is rejected as an empty one.
-        resources.push(any.unwrap_or_default());
-    }
     // In delta, resources that are not in the response stay in use.
     let is_complete = protocol == Protocol::Sotw;
+    let mut resources = Vec::new();
+    for field in &fields {
+        match (field.number, &field.content) {
+            (REMOVED, Some(name)) if !is_complete => wasm.forget(name),
+            (RESOURCES, Some(any)) if is_complete => resources.push(any.clone()),
+            (RESOURCES, Some(resource)) => {
+                let any = wire::last(resource, RESOURCE).map_err(broken)?;
+                // A resource without an `Any` is rejected as an empty one.
+                resources.push(any.unwrap_or_default());
+            }
+            _ => {}
+        }
+    }
     let converted = wasm.convert(&resources, is_complete).await?;
     if converted.resources.iter().all(Option::is_none) {
         return Ok((message.clone(), converted));
@@ -175,19 +173,17 @@ async fn rewrite(
     for field in &fields {
         let content = field.content.as_ref().filter(|_| field.number == RESOURCES);
         let change = content.and_then(|content| Some((content, changes.next()?.clone()?)));
-        match change {
-            Some((content, any)) => {
-                let content = match protocol {
-                    Protocol::Sotw => any,
-                    Protocol::Delta => {
-                        let replaced = wire::edited(content, RESOURCE, |_| Ok(Some(any)));
-                        replaced.map_err(broken)?
-                    }
-                };
-                wire::append(&mut rewritten, RESOURCES, &content);
+        let Some((content, any)) = change else {
+            rewritten.extend_from_slice(&field.record);
+            continue;
+        };
+        let content = match protocol {
+            Protocol::Sotw => any,
+            Protocol::Delta => {
+                wire::edited(content, RESOURCE, |_| Ok(Some(any))).map_err(broken)?
             }
-            None => rewritten.extend_from_slice(&field.record),
-        }
+        };
+        wire::append(&mut rewritten, RESOURCES, &content);
     }
     Ok((rewritten.into(), converted))
 }

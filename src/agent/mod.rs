@@ -329,20 +329,14 @@ impl Agent {
 
     /// Runs until Envoy has exited. Also returns the standby if this process is to wait as standby again.
     async fn run(mut self, stop: Stop) -> (Result<ExitCode, BoxError>, Option<Standby>) {
-        let run = run_envoy(
-            self.config,
-            self.inputs,
-            self.supervisor,
-            stop.clone(),
-            self.standby.clone(),
-            self.successor,
-        );
-        let mut envoy = pin!(run);
+        let mut tasks = std::mem::take(&mut self.tasks);
+        let (shutdown, standby) = (self.shutdown.clone(), self.standby.clone());
+        let mut envoy = pin!(self.run_envoy(stop.clone()));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
                 code = &mut envoy => break code,
-                ended = self.tasks.next_ended(), if broken.is_none() => {
+                ended = tasks.next_ended(), if broken.is_none() => {
                     let broken = broken.insert(unexpected_end(ended));
                     tracing::error!("{broken}");
                     stop.request(Urgency::Drain, "a part of the agent ended");
@@ -355,15 +349,58 @@ impl Agent {
             }
             result = Err(broken.into());
         }
-        self.shutdown.cancel();
-        let aborted = self.tasks.drain(STOP_LIMIT).await;
+        shutdown.cancel();
+        let aborted = tasks.drain(STOP_LIMIT).await;
         if aborted > 0 {
             tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were aborted");
         }
         let cause = stop.requested().borrow().cause;
         let is_told_to_stop = cause.is_some_and(|cause| cause != handover::FAILED);
         let waits = |standby: &Standby| !standby.has_lock() && !is_told_to_stop;
-        (result, self.standby.filter(waits))
+        (result, standby.filter(waits))
+    }
+
+    /// Asks the cloud's metadata service for the platform, and runs Envoy. Without Envoy, waits for a stop request.
+    async fn run_envoy(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
+        let config = &mut self.config;
+        tokio::select! {
+            found = platform::discover(&config.platform) => config.bootstrap.node.platform = found,
+            () = stop.first_request() => {}
+        }
+        if let Some(grpc) = &config.grpc {
+            bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
+        }
+        let (Some(inputs), Some(supervisor)) = (self.inputs, self.supervisor) else {
+            stop.first_request().await;
+            return Ok(ExitCode::Success);
+        };
+        inputs.set_platform(config.bootstrap.node.platform.clone());
+        if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
+            let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
+            envoy_user::admit(user, &directories);
+        }
+        let exit = match self.successor {
+            Some(successor) => successor.run(supervisor).await?,
+            None => {
+                if let (Some(_), Some(envoy)) = (&self.standby, &config.envoy) {
+                    until_port_is_free(envoy.admin.address).await;
+                }
+                supervisor.await?
+            }
+        };
+        let (code, is_final) = match exit {
+            Exit::Requested => {
+                tracing::info!("Agent has successfully terminated");
+                let is_quit = stop.requested().borrow().cause == Some(QUIT);
+                (ExitCode::Success, is_quit)
+            }
+            Exit::Superseded => (ExitCode::Success, false),
+            Exit::ByItself(ended) => (ExitCode::Envoy(ended.code()), ended.code() == 0),
+        };
+        if let Some(standby) = self.standby.filter(|_| is_final) {
+            standby.record_end();
+        }
+        Ok(code)
     }
 
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
@@ -402,57 +439,6 @@ impl Agent {
             until_shutdown.await;
         });
     }
-}
-
-/// Asks the cloud's metadata service for the platform, and runs Envoy. Without Envoy, waits for a stop request.
-async fn run_envoy(
-    mut config: Config,
-    inputs: Option<Arc<Inputs>>,
-    supervisor: Option<Supervisor>,
-    stop: Stop,
-    standby: Option<Standby>,
-    successor: Option<Successor>,
-) -> Result<ExitCode, BoxError> {
-    tokio::select! {
-        found = platform::discover(&config.platform) => config.bootstrap.node.platform = found,
-        () = stop.first_request() => {}
-    }
-    if let Some(grpc) = &config.grpc {
-        bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
-    }
-    if let Some(inputs) = inputs {
-        inputs.set_platform(config.bootstrap.node.platform.clone());
-    }
-    let Some(supervisor) = supervisor else {
-        stop.first_request().await;
-        return Ok(ExitCode::Success);
-    };
-    if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
-        let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
-        envoy_user::admit(user, &directories);
-    }
-    let exit = match successor {
-        Some(successor) => successor.run(supervisor).await?,
-        None => {
-            if let (Some(_), Some(envoy)) = (&standby, &config.envoy) {
-                until_port_is_free((envoy.admin_host, envoy.admin_port).into()).await;
-            }
-            supervisor.await?
-        }
-    };
-    let (code, is_final) = match exit {
-        Exit::Requested => {
-            tracing::info!("Agent has successfully terminated");
-            let is_quit = stop.requested().borrow().cause == Some(QUIT);
-            (ExitCode::Success, is_quit)
-        }
-        Exit::Superseded => (ExitCode::Success, false),
-        Exit::ByItself(ended) => (ExitCode::Envoy(ended.code()), ended.code() == 0),
-    };
-    if let Some(standby) = standby.filter(|_| is_final) {
-        standby.record_end();
-    }
-    Ok(code)
 }
 
 /// Waits for the exit of the Envoy whose agent was killed. The kernel kills it, which takes a moment.

@@ -4,8 +4,8 @@ use serde_json::{Map, Value, json};
 
 use super::clusters::{self, LOCAL_CLUSTER};
 use super::config::Config;
-use super::tracer::Tracer;
-use super::{listeners, node, runtime, services, stats};
+use super::services::{self, Tracer};
+use super::{listeners, node, stats};
 use crate::proxy_config::ProxyConfig;
 use crate::{duration, json};
 
@@ -16,7 +16,10 @@ pub fn document(config: &Config) -> Value {
     let document = json!({
         "application_log_config": { "log_format": log_format(config.log_as_json) },
         "node": {},
-        "layered_runtime": runtime::section(config),
+        "layered_runtime": { "layers": [
+            { "name": "global config", "static_layer": runtime_values(config) },
+            { "name": "admin", "admin_layer": {} },
+        ]},
         "bootstrap_extensions": extensions(config.metadata_discovery),
         "stats_flush_interval": config.stats.flush.map(duration::seconds),
         "stats_eviction_interval": config.stats.eviction.map(duration::seconds),
@@ -44,6 +47,32 @@ pub fn document(config: &Config) -> Value {
     // It is added last, because members of node metadata may be null.
     document["node"] = node::section(&config.node);
     document
+}
+
+/// Returns Envoy's runtime values: those Istio needs, overridden by the user's. Null stands for a value of Istio
+/// that the user removes.
+fn runtime_values(config: &Config) -> Value {
+    let mut values = json!({
+        "re2.max_program_size.error_level": "32768",
+        "envoy.deprecated_features:envoy.config.listener.v3.Listener.hidden_envoy_deprecated_use_original_dst": true,
+        "envoy.reloadable_features.http_reject_path_with_fragment": false,
+        "envoy.reloadable_features.fixed_heap_use_allocated": true,
+        "envoy.reloadable_features.coalesce_lb_rebuilds_on_batch_update": false,
+    });
+    if config.compliance_fips_140_2 {
+        values["envoy.reloadable_features.google_grpc_disable_tls_13"] = json!(true);
+    }
+    if config.keep_path_fragment {
+        let feature = "http_strip_fragment_from_path_unsafe_if_disabled";
+        values[format!("envoy.reloadable_features.{feature}")] = json!("false");
+    }
+    for (name, text) in &config.node.proxy_config.runtime_values {
+        values[name] = match text.as_str() {
+            "" => Value::Null,
+            text => text.parse().map_or_else(|_| json!(text), Value::Bool),
+        };
+    }
+    values
 }
 
 /// Removes members and items that are null: sections write null for a member that they leave out.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::config::Config;
 use super::document::document;
-use super::tracer::Tracer;
+use super::services::Tracer;
 use crate::permission;
 use crate::problem::Problem;
 use crate::replace_file::replace_file;

@@ -13,12 +13,10 @@ mod listeners;
 pub mod metadata;
 pub mod node;
 pub mod platform;
-mod runtime;
 mod services;
 pub mod show;
 mod stats;
 mod tls;
-mod tracer;
 
 pub use config::{Config, Ports, StatsConfig};
 pub use document::document;

@@ -1,13 +1,14 @@
-//! Configures the clusters of services Envoy reports to (tracer, metrics, access logs), and statistics sinks.
+//! Configures the services Envoy reports to: their clusters (tracer, metrics, access logs), the tracer until
+//! istiod configures another, and statistics sinks.
 
 use serde_json::{Value, json};
 
 use super::clusters::{cluster, http2};
 use super::config::Config;
 use super::tls;
-use super::tracer::Tracer;
 use crate::address;
-use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings, time};
+use crate::proxy_config::tracing::Tracer::{Datadog, Lightstep, Zipkin};
+use crate::proxy_config::{ProxyConfig, RemoteService, TcpKeepalive, TlsSettings, time};
 
 pub(super) fn section(config: &Config) -> Vec<Value> {
     let proxy_config = &config.node.proxy_config;
@@ -15,19 +16,70 @@ pub(super) fn section(config: &Config) -> Vec<Value> {
     let metrics = metrics_service(config)
         .map(|(address, service)| remote(config, "envoy_metrics_service", &address, service));
     let service = proxy_config.envoy_access_log_service.as_ref();
-    let access_log = service.and_then(|service| {
-        let address = socket_address(config, &service.address)?;
-        Some(remote(
-            config,
-            "envoy_accesslog_service",
-            &address,
-            Some(service),
-        ))
+    let access_log = service.and_then(|it| {
+        let address = socket_address(config, &it.address)?;
+        Some(remote(config, "envoy_accesslog_service", &address, service))
     });
-    [tracer, metrics, access_log]
-        .into_iter()
-        .flatten()
-        .collect()
+    let services = [tracer, metrics, access_log];
+    services.into_iter().flatten().collect()
+}
+
+pub(super) struct Tracer<'a> {
+    name: &'static str,
+    cluster: &'static str,
+    address: &'a str,
+    /// The token of Lightstep, which speaks HTTP/2.
+    pub(super) token: Option<&'a str>,
+}
+
+impl<'a> Tracer<'a> {
+    pub(super) fn configured(config: &'a ProxyConfig) -> Option<Self> {
+        let (name, cluster, address, token) = match config.tracing.as_ref()?.tracer.as_ref()? {
+            Zipkin(it) => ("zipkin", "zipkin", &it.address, None),
+            Lightstep(it) => (
+                "lightstep",
+                "lightstep",
+                &it.address,
+                Some(&it.access_token),
+            ),
+            Datadog(it) => ("datadog", "datadog_agent", &it.address, None),
+            _ => return None,
+        };
+        Some(Self {
+            name,
+            cluster,
+            address,
+            token: token.map(String::as_str),
+        })
+    }
+
+    pub(super) fn section(&self, config: &Config) -> Value {
+        let (message, mut members) = match self.name {
+            "zipkin" => (
+                "ZipkinConfig",
+                json!({
+                    "collector_endpoint": "/api/v2/spans",
+                    "collector_endpoint_version": "HTTP_JSON",
+                    "trace_id_128bit": true,
+                    "shared_span_context": false,
+                }),
+            ),
+            "lightstep" => {
+                let file = config.token_file();
+                let members = json!({ "access_token_file": file.to_string_lossy() });
+                ("LightstepConfig", members)
+            }
+            _ => (
+                "DatadogConfig",
+                json!({ "service_name": config.node.cluster }),
+            ),
+        };
+        let message = format!("type.googleapis.com/envoy.config.trace.v3.{message}");
+        members["@type"] = json!(message);
+        members["collector_cluster"] = json!(self.cluster);
+        let name = format!("envoy.tracers.{}", self.name);
+        json!({ "http": { "name": name, "typed_config": members } })
+    }
 }
 
 /// Returns the address of the metrics service, which one of two members has, and its settings.

@@ -14,7 +14,7 @@ use super::explain::{Flow, explain};
 use super::iptables::{self, saved::Saved};
 use super::layout::Layout;
 use super::nftables;
-use super::packet::{Direction, Packet, simulate};
+use super::packet::{Packet, Sender, simulate};
 use super::rules::{Family, Rules};
 use crate::address::Cidr;
 
@@ -99,7 +99,7 @@ fn wanted(config: &Config) -> [[Layout; 2]; 2] {
     let rules = Rules::new(config);
     [
         FAMILIES.map(|family| Layout::new(&rules, family)),
-        FAMILIES.map(|family| nftables::wanted(&rules, family)),
+        FAMILIES.map(|family| nftables::versions(&rules, family).remove(0)),
     ]
 }
 
@@ -190,12 +190,12 @@ fn flows() -> impl Strategy<Value = Vec<String>> {
 /// The packet that a flow without gaps describes.
 fn packet(flow: Flow) -> Packet {
     let unspecified = IpAddr::from([0, 0, 0, 0]);
-    let direction = flow.sender.map(|sender| Direction::Out {
-        user: sender.user,
-        group: sender.group.expect("a group"),
+    let sender = flow.user.map(|user| Sender {
+        user,
+        group: flow.group.expect("a group"),
     });
     Packet {
-        direction: direction.unwrap_or(Direction::In),
+        sender,
         protocol: flow.protocol,
         source: (flow.source.unwrap_or(unspecified), 40000).into(),
         destination: (flow.destination.unwrap_or(unspecified), flow.port).into(),

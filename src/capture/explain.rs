@@ -1,36 +1,30 @@
 //! Parses flows as `--explain` spells them, and describes in words what the rules do with them.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
 use super::config::{self, Config};
 use super::iptables::appended;
-use super::packet::{Decision, Direction, LOOPBACK, Packet, Trace};
+use super::packet::{Decision, LOOPBACK, Packet, Sender, Trace};
 use super::rules::{DNS_PORT, Id, Protocol, named};
 use crate::problem::{Problem, codes};
 
 /// Grammar of a flow.
-pub const GRAMMAR: &str = "out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or \
-                           in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]";
+const GRAMMAR: &str = "out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or \
+                       in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]";
 
 /// A description of the first packet of a connection or exchange; optional parts may be missing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flow {
-    /// The sending process; None if the packet arrives.
-    pub sender: Option<Sender>,
+    /// The user of the sending process; None if the packet arrives.
+    pub user: Option<Id>,
+    pub group: Option<Id>,
     pub protocol: Protocol,
     pub source: Option<IpAddr>,
     pub destination: Option<IpAddr>,
     pub port: u16,
     pub interface: Option<String>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sender {
-    pub user: Id,
-    pub group: Option<Id>,
 }
 
 impl FromStr for Flow {
@@ -48,9 +42,9 @@ impl FromStr for Flow {
         };
         let protocol = named(&Protocol::ALL, protocol)
             .ok_or_else(|| problem("the protocol of --explain", protocol, "tcp or udp"))?;
-        let (sender, fields) = match fields {
-            [user, fields @ ..] if is_sent => (Some(sender(user)?), fields),
-            fields => (None, fields),
+        let ((user, group), fields) = match fields {
+            [user, fields @ ..] if is_sent => (user_and_group(user)?, fields),
+            fields => ((None, None), fields),
         };
         let source: Option<IpAddr> = fields.first().and_then(|first| first.parse().ok());
         let (target, interface) = match &fields[usize::from(source.is_some())..] {
@@ -62,14 +56,12 @@ impl FromStr for Flow {
         if let (Some(from), Some(to)) = (source, destination)
             && from.is_ipv4() != to.is_ipv4()
         {
-            let (found, expected) = (
-                from.to_string(),
-                format!("an address of the same family as {to}"),
-            );
-            return Err(problem("the source of --explain", &found, expected));
+            let expected = "an address of the same family as the destination";
+            return Err(problem("the source of --explain", fields[0], expected));
         }
         Ok(Self {
-            sender,
+            user,
+            group,
             protocol,
             source,
             destination,
@@ -79,18 +71,17 @@ impl FromStr for Flow {
     }
 }
 
-fn problem(subject: &str, found: &str, expected: impl Into<Cow<'static, str>>) -> Problem {
+fn problem(subject: &str, found: &str, expected: &'static str) -> Problem {
     Problem::value(codes::ARGUMENT_INVALID, subject, found, expected)
 }
 
 /// Parses `USER` or `USER/GROUP`.
-fn sender(text: &str) -> Result<Sender, Problem> {
+fn user_and_group(text: &str) -> Result<(Option<Id>, Option<Id>), Problem> {
     let (user, group) = match text.split_once('/') {
         Some((user, group)) => (user, Some(account(group)?)),
         None => (text, None),
     };
-    let user = account(user)?;
-    Ok(Sender { user, group })
+    Ok((Some(account(user)?), group))
 }
 
 /// Parses a single user or group.
@@ -109,27 +100,22 @@ fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
     if !text.is_empty() && config::is_interface(text) && (is_sent || text != LOOPBACK) {
         return Ok(text.to_owned());
     }
-    let expected = if is_sent {
-        "the name of a network interface"
-    } else {
-        "the name of a network interface but lo: what arrives there was sent (out)"
-    };
+    let expected =
+        "an interface, such as eth0, and with `in` not lo, because what arrives there was sent";
     Err(problem("the interface of --explain", text, expected))
 }
 
 /// Parses a destination. A packet that arrives needs a port only.
 fn destination(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem> {
     match (text.parse::<u16>(), text.parse::<SocketAddr>()) {
-        (Ok(port), _) if !is_sent && port != 0 => return Ok((None, port)),
-        (_, Ok(address)) if address.port() != 0 => return Ok((Some(address.ip()), address.port())),
-        _ => {}
+        (Ok(port), _) if !is_sent && port != 0 => Ok((None, port)),
+        (_, Ok(address)) if address.port() != 0 => Ok((Some(address.ip()), address.port())),
+        _ => {
+            let expected =
+                "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443, or with `in` a port";
+            Err(problem("the destination of --explain", text, expected))
+        }
     }
-    let expected = if is_sent {
-        "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443"
-    } else {
-        "PORT or ADDRESS:PORT, such as 8080, 10.0.0.5:8080 or [2001:db8::5]:8080"
-    };
-    Err(problem("the destination of --explain", text, expected))
 }
 
 /// Describes where a packet ends, and because of which rules.
@@ -157,13 +143,13 @@ pub fn explain(packet: &Packet, trace: &Trace<'_>, config: &Config) -> String {
 impl fmt::Display for Packet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.protocol.name().to_uppercase())?;
-        if let Direction::Out { user, group } = &self.direction {
+        if let Some(Sender { user, group }) = &self.sender {
             write!(f, " from user {user}, group {group}")?;
         }
-        match (&self.direction, self.source.ip()) {
+        match (&self.sender, self.source.ip()) {
             (_, source) if source.is_unspecified() => {}
-            (Direction::Out { .. }, source) => write!(f, " at {source}")?,
-            (Direction::In, source) => write!(f, " from {source}")?,
+            (Some(_), source) => write!(f, " at {source}")?,
+            (None, source) => write!(f, " from {source}")?,
         }
         write!(f, " to {} over {}", self.destination, self.interface)
     }

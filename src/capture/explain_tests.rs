@@ -13,12 +13,9 @@ fn a_flow_is_read_field_by_field() {
     let flow: Flow = "out, tcp, envoy/1337, 127.0.0.6, 10.0.0.5:443, eth1"
         .parse()
         .expect("a flow");
-    let sender = Sender {
-        user: account("envoy").expect("a name"),
-        group: Some(account("1337").expect("a number")),
-    };
     let expected = Flow {
-        sender: Some(sender),
+        user: Some(account("envoy").expect("a name")),
+        group: Some(account("1337").expect("a number")),
         protocol: Protocol::Tcp,
         source: Some([127, 0, 0, 6].into()),
         destination: Some([10, 0, 0, 5].into()),
@@ -40,10 +37,9 @@ fn a_flow_is_read_field_by_field() {
 #[test]
 fn a_wrong_flow_is_refused_with_what_was_found_and_expected() {
     let user = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
-    let to = "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443";
-    let at = "PORT or ADDRESS:PORT, such as 8080, 10.0.0.5:8080 or [2001:db8::5]:8080";
-    let name = "the name of a network interface";
-    let not_lo = "the name of a network interface but lo: what arrives there was sent (out)";
+    let to = "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443, or with `in` a port";
+    let name =
+        "an interface, such as eth0, and with `in` not lo, because what arrives there was sent";
     for (text, field, found, expected) in [
         ("up,tcp,80", "direction", "up", "out or in"),
         ("out,sctp,0,1.1.1.1:1", "protocol", "sctp", "tcp or udp"),
@@ -60,16 +56,16 @@ fn a_wrong_flow_is_refused_with_what_was_found_and_expected() {
         ),
         ("out,tcp,0,1.1.1.1:0", "destination", "1.1.1.1:0", to),
         ("out,tcp,0,::1:443", "", "", ""),
-        ("in,tcp,0", "destination", "0", at),
-        ("in,tcp,host:80", "destination", "host:80", at),
-        ("in,tcp,80,lo", "interface", "lo", not_lo),
+        ("in,tcp,0", "destination", "0", to),
+        ("in,tcp,host:80", "destination", "host:80", to),
+        ("in,tcp,80,lo", "interface", "lo", name),
         ("out,tcp,0,1.1.1.1:1,a b", "interface", "a b", name),
         ("out,tcp,0,1.1.1.1:1,", "interface", "", name),
         (
             "in,tcp,::1,1.1.1.1:1",
             "source",
             "::1",
-            "an address of the same family as 1.1.1.1",
+            "an address of the same family as the destination",
         ),
         ("in,tcp,80,eth0,more", "", "", ""),
         ("out", "", "", ""),
@@ -91,10 +87,10 @@ fn a_decision_is_explained_with_its_rules() {
     });
     let layout = Layout::new(&Rules::new(&config), Family::V4);
     let mut packet = Packet {
-        direction: Direction::Out {
+        sender: Some(Sender {
             user: account("1337").expect("a number"),
             group: account("1337").expect("a number"),
-        },
+        }),
         protocol: Protocol::Tcp,
         source: ([10, 0, 0, 1], 0).into(),
         destination: ([10, 0, 0, 5], 443).into(),
@@ -107,7 +103,7 @@ fn a_decision_is_explained_with_its_rules() {
          nat: -A OUTPUT -j ISTIO_OUTPUT\n  \
          nat: -A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n"
     );
-    packet.direction = Direction::In;
+    packet.sender = None;
     packet.source = ([0, 0, 0, 0], 0).into();
     assert_eq!(
         text(&packet),
@@ -129,7 +125,7 @@ proptest! {
         text in "(out|in|x)?,(tcp|udp)?(,[0-9a-z:.\\[\\]/ \u{e9}-]{0,12}){0,4}|[ -~]{0,20}",
     ) {
         match text.parse::<Flow>() {
-            Ok(flow) => prop_assert!(flow.port != 0 && flow.sender.is_some() == text.trim_start().starts_with("out")),
+            Ok(flow) => prop_assert!(flow.port != 0 && flow.user.is_some() == text.trim_start().starts_with("out")),
             Err(problem) => prop_assert!(!problem.expected.is_empty()),
         }
     }

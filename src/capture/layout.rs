@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::rules::{Chain, Criterion, Family, Match, Place, Rule, Rules, Table, Verdict};
+use super::rules::{Chain, Criterion, Family, Match, Rule, Rules, Table, Verdict};
 
 /// Rules of one family that are wanted, or that a machine has. Equal rules are equal entries, whichever way
 /// they were written.
@@ -34,10 +34,8 @@ pub(super) fn chains<'a>(
     let mut chains = BTreeMap::<_, Vec<&Rule>>::new();
     for rule in rules {
         let chain = chains.entry((rule.table, rule.chain)).or_default();
-        let index = match rule.place {
-            Place::Last => chain.len(),
-            Place::At(number) => chain.len().min(number - 1),
-        };
+        let last = chain.len();
+        let index = rule.position.map_or(last, |number| last.min(number - 1));
         chain.insert(index, rule);
         if let Verdict::Jump(target) = rule.verdict {
             chains.entry((rule.table, target)).or_default();

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::ControlFlow::{self, Break, Continue};
 
 use super::layout::{Entry, Layout};
-use super::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict};
+use super::rules::{Chain, Criterion, Id, Match, Protocol, Table, Verdict};
 
 pub(super) const LOOPBACK: &str = "lo";
 /// The tables in the order in which a packet passes them.
@@ -18,7 +18,8 @@ const MAX_JUMPS: usize = 16;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packet {
-    pub direction: Direction,
+    /// The sending process; None if the packet arrives.
+    pub sender: Option<Sender>,
     pub protocol: Protocol,
     pub source: SocketAddr,
     pub destination: SocketAddr,
@@ -26,14 +27,11 @@ pub struct Packet {
     pub interface: String,
 }
 
+/// A single user and group, given by number where it is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// Sent by a process of this single user and group, given by number where it is known.
-    Out {
-        user: Id,
-        group: Id,
-    },
-    In,
+pub struct Sender {
+    pub user: Id,
+    pub group: Id,
 }
 
 /// The place where a packet ends.
@@ -61,9 +59,9 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
     let mut walk = Walk {
         layout,
         packet: packet.clone(),
-        hook: match packet.direction {
-            Direction::Out { .. } => Chain::Output,
-            Direction::In => Chain::Prerouting,
+        hook: match packet.sender {
+            Some(_) => Chain::Output,
+            None => Chain::Prerouting,
         },
         mark: 0,
         is_translated: false,
@@ -171,6 +169,7 @@ impl<'a> Walk<'a> {
     fn holds(&self, each: &Match) -> bool {
         let (Match::Is(criterion) | Match::Not(criterion)) = each;
         let (packet, is_output) = (&self.packet, self.hook == Chain::Output);
+        let sender = packet.sender.as_ref().filter(|_| is_output);
         let is_met = match criterion {
             Criterion::InInterface(name) => !is_output && is_named(&packet.interface, name),
             Criterion::OutInterface(name) => is_output && is_named(&packet.interface, name),
@@ -182,11 +181,8 @@ impl<'a> Walk<'a> {
                 let port = packet.destination.port();
                 ports.iter().any(|ports| ports.contains(&port))
             }
-            Criterion::Owner(owner) => match (&packet.direction, owner) {
-                (Direction::Out { user, .. }, Owner::User(id)) => is_output && id.includes(user),
-                (Direction::Out { group, .. }, Owner::Group(id)) => is_output && id.includes(group),
-                (Direction::In, _) => false,
-            },
+            Criterion::User(id) => sender.is_some_and(|it| id.includes(&it.user)),
+            Criterion::Group(id) => sender.is_some_and(|it| id.includes(&it.group)),
             Criterion::Mark(mark) => self.mark == *mark,
             Criterion::StateInvalid
             | Criterion::StateRelatedOrEstablished

@@ -4,7 +4,7 @@ use super::Decision::{Redirected, Rejected, Tproxied, Untouched};
 use super::*;
 use crate::capture::config::tests::settings;
 use crate::capture::config::{Config, Host, Settings};
-use crate::capture::explain::{Flow, Sender};
+use crate::capture::explain::Flow;
 use crate::capture::iptables::appended;
 use crate::capture::rules::{Family, Rules};
 
@@ -38,12 +38,12 @@ fn packet(flow: &str) -> Packet {
         IpAddr::V4(_) => IpAddr::from([10, 0, 0, 2]),
         IpAddr::V6(_) => "2001:db8::2".parse().expect("an address"),
     };
-    let direction = |sender: &Sender| Direction::Out {
-        user: sender.user.clone(),
-        group: sender.group.clone().unwrap_or_else(|| sender.user.clone()),
-    };
+    let sender = flow.user.map(|user| Sender {
+        group: flow.group.unwrap_or_else(|| user.clone()),
+        user,
+    });
     Packet {
-        direction: flow.sender.as_ref().map_or(Direction::In, direction),
+        sender,
         protocol: flow.protocol,
         source: SocketAddr::new(flow.source.unwrap_or(unspecified), 40000),
         destination: SocketAddr::new(destination, flow.port),
@@ -118,7 +118,7 @@ fn ports_ranges_interfaces_and_groups_decide_whether_a_packet_is_captured() {
 }
 
 #[test]
-fn dns_goes_to_the_agent_and_zones_keep_the_proxys_apart() {
+fn dns_is_redirected_to_the_agent_and_zones_separate_the_proxys_queries() {
     let servers = rules(|s| s.redirect_dns = true);
     servers.assert(&[
         ("out,udp,1000,10.0.0.53:53", Redirected(15053)),

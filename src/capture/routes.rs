@@ -6,9 +6,9 @@
 use std::io;
 use std::net::Ipv6Addr;
 
-use super::config::{Config, InboundPorts, Mode};
+use super::config::{Config, Mode};
 use super::rules::Family;
-use crate::netlink::{DUMP, Socket, attribute, parts};
+use crate::netlink::{DUMP, attribute, parts, request};
 use crate::problem::{Problem, codes};
 
 /// `lo` in every network namespace.
@@ -31,13 +31,12 @@ struct Item {
 
 /// Adds what the configuration needs, where it is missing.
 pub fn add(config: &Config) -> Result<(), Problem> {
-    let socket = open()?;
     for item in items(config).iter().filter(|item| item.is_wanted) {
         // The kernel accepts a rule that exists and adds it again.
-        if item.kind == NEW_RULE && item.exists(&socket)? {
+        if item.kind == NEW_RULE && item.exists()? {
             continue;
         }
-        if let Err(error) = socket.request(item.kind, CREATE_NEW, &item.body())
+        if let Err(error) = request(None, item.kind, CREATE_NEW, &item.body())
             && error.kind() != io::ErrorKind::AlreadyExists
         {
             return Err(failed("add", &item.name, error));
@@ -49,11 +48,10 @@ pub fn add(config: &Config) -> Result<(), Problem> {
 /// Removes what the configuration does not need: the address of `lo`, and rules and routes with the mark and
 /// the routing table of the configuration.
 pub fn remove(config: &Config) -> Result<(), Problem> {
-    let socket = open()?;
     for item in items(config).iter().filter(|item| !item.is_wanted) {
         // pilot-agent adds one more rule with each run.
         loop {
-            match socket.request(item.kind + 1, 0, &item.body()) {
+            match request(None, item.kind + 1, 0, &item.body()) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(failed("remove", &item.name, error));
@@ -68,19 +66,14 @@ pub fn remove(config: &Config) -> Result<(), Problem> {
 
 /// Returns the names of routes and addresses that the configuration needs and the machine lacks.
 pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Problem> {
-    let socket = open()?;
     let mut missing = Vec::new();
     for item in items(config).into_iter().filter(|item| item.is_wanted) {
-        if !item.exists(&socket)? {
+        if !item.exists()? {
             let is_v4 = item.header[0] == V4;
             missing.push((if is_v4 { Family::V4 } else { Family::V6 }, item.name));
         }
     }
     Ok(missing)
-}
-
-fn open() -> Result<Socket, Problem> {
-    Socket::open(None).map_err(|error| failed("open", "a netlink socket", error))
 }
 
 fn failed(verb: &str, item: &str, error: io::Error) -> Problem {
@@ -90,7 +83,7 @@ fn failed(verb: &str, item: &str, error: io::Error) -> Problem {
 
 /// Returns everything that a configuration may need.
 fn items(config: &Config) -> Vec<Item> {
-    let is_tproxy = config.mode == Mode::Tproxy && config.inbound != InboundPorts::None;
+    let is_tproxy = config.mode == Mode::Tproxy && config.captures_inbound();
     let mut items = vec![passthrough_address(config.has_v6)];
     items.extend(local_delivery(config, V4, is_tproxy));
     items.extend(local_delivery(config, V6, is_tproxy && config.has_v6));
@@ -146,10 +139,10 @@ fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
 }
 
 impl Item {
-    fn exists(&self, socket: &Socket) -> Result<bool, Problem> {
+    fn exists(&self) -> Result<bool, Problem> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
-        let listed = socket.request(self.kind + 2, DUMP, &header);
+        let listed = request(None, self.kind + 2, DUMP, &header);
         let replies = listed.map_err(|error| failed("list", &self.name, error))?;
         Ok(replies.iter().any(|reply| self.matches(reply)))
     }

@@ -14,6 +14,7 @@ use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::time::{interval, timeout};
 
+use super::config::Config;
 use super::rules::Family;
 use crate::duration::rounded;
 use crate::problem::{Problem, codes};
@@ -23,66 +24,59 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// Pause before another connection is accepted after an error.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The connection to open.
-#[derive(Clone, Copy, Debug)]
-pub struct Probe {
-    pub family: Family,
-    /// Envoy's ports of outbound and inbound traffic, at which the connection may arrive.
-    pub ports: [u16; 2],
-    /// The port that the connection is opened to.
-    pub destination: u16,
-    pub limit: Duration,
+/// Connects to this port until a connection arrives at one of Envoy's ports, or the limit is reached.
+pub async fn run(
+    config: &Config,
+    family: Family,
+    port: u16,
+    limit: Duration,
+) -> Result<(), Problem> {
+    let (loopback, other): (IpAddr, IpAddr) = match family {
+        Family::V4 => (Ipv4Addr::LOCALHOST.into(), [127, 0, 0, 6].into()),
+        Family::V6 => (Ipv6Addr::LOCALHOST.into(), Ipv6Addr::from(6).into()),
+    };
+    let destination = SocketAddr::new(other, port);
+    let addresses = [config.outbound_port, config.inbound_port];
+    let addresses = addresses.map(|port| SocketAddr::new(loopback, port));
+    let names = format!("{} or {}", addresses[0], addresses[1]);
+    let listeners: Vec<_> = addresses.into_iter().filter_map(listen).collect();
+    if listeners.is_empty() {
+        return Err(failed(format!("cannot listen on {names}")));
+    }
+    let accepts = listeners
+        .iter()
+        .map(|listener| Box::pin(accept(listener, destination)));
+    let captured = async {
+        tokio::select! {
+            _ = select_all(accepts) => {}
+            never = connect(SocketAddr::new(loopback, 0), destination) => match never {},
+        }
+    };
+    timeout(limit, captured).await.map_err(|_| {
+        let user = rustix::process::geteuid().as_raw();
+        let limit = rounded(limit);
+        failed(format!(
+            "no connection of user {user} to {destination} was redirected to {names} within {limit}"
+        ))
+    })
 }
 
-impl Probe {
-    /// Connects until a connection is captured, or the limit is reached.
-    pub async fn run(&self) -> Result<(), Problem> {
-        let (loopback, other): (IpAddr, IpAddr) = match self.family {
-            Family::V4 => (Ipv4Addr::LOCALHOST.into(), [127, 0, 0, 6].into()),
-            Family::V6 => (Ipv6Addr::LOCALHOST.into(), Ipv6Addr::from(6).into()),
+/// Returns once a connection to the port of the destination arrives. Closes other connections.
+async fn accept(listener: &TcpListener, destination: SocketAddr) {
+    loop {
+        let accepted = async {
+            let (stream, _) = listener.accept().await?;
+            io::Result::Ok(match destination {
+                SocketAddr::V4(_) => sockopt::ip_original_dst(stream)?.port(),
+                SocketAddr::V6(_) => sockopt::ipv6_original_dst(stream)?.port(),
+            })
         };
-        let destination = SocketAddr::new(other, self.destination);
-        let addresses = self.ports.map(|port| SocketAddr::new(loopback, port));
-        let names = format!("{} or {}", addresses[0], addresses[1]);
-        let listeners: Vec<_> = addresses.into_iter().filter_map(listen).collect();
-        if listeners.is_empty() {
-            return Err(failed(format!("cannot listen on {names}")));
-        }
-        let accepts = listeners
-            .iter()
-            .map(|listener| Box::pin(self.accept(listener)));
-        let captured = async {
-            tokio::select! {
-                _ = select_all(accepts) => {}
-                never = connect(SocketAddr::new(loopback, 0), destination) => match never {},
-            }
-        };
-        timeout(self.limit, captured).await.map_err(|_| {
-            let user = rustix::process::geteuid().as_raw();
-            let limit = rounded(self.limit);
-            failed(format!(
-                "no connection of user {user} to {destination} was redirected to {names} within {limit}"
-            ))
-        })
-    }
-
-    /// Returns once the connection arrives. Closes other connections.
-    async fn accept(&self, listener: &TcpListener) {
-        loop {
-            let accepted = async {
-                let (stream, _) = listener.accept().await?;
-                io::Result::Ok(match self.family {
-                    Family::V4 => sockopt::ip_original_dst(stream)?.port(),
-                    Family::V6 => sockopt::ipv6_original_dst(stream)?.port(),
-                })
-            };
-            match accepted.await {
-                Ok(port) if port == self.destination => return,
-                Ok(port) => tracing::debug!("captured a connection to port {port}"),
-                Err(error) => {
-                    tracing::debug!("cannot accept a captured connection: {error}");
-                    tokio::time::sleep(PAUSE).await;
-                }
+        match accepted.await {
+            Ok(port) if port == destination.port() => return,
+            Ok(port) => tracing::debug!("captured a connection to port {port}"),
+            Err(error) => {
+                tracing::debug!("cannot accept a captured connection: {error}");
+                tokio::time::sleep(PAUSE).await;
             }
         }
     }

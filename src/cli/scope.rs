@@ -62,22 +62,19 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
 
 /// Merges the usage of the pods in these files, which have at most `budget` bytes in all.
 fn merged(paths: &[PathBuf], mut budget: u64) -> Result<Usage, BoxError> {
-    let mut merged = None;
+    let mut usages = Vec::new();
     for (index, path) in paths.iter().enumerate() {
-        let usages = read_usages(path, &mut budget).map_err(|error| {
+        let read = read_usages(path, &mut budget);
+        usages.extend(read.map_err(|error| {
             let error = format!("{}: {error}", path.display());
             unusable(&format!("{:?}", &paths[index..]), &error)
-        })?;
-        for usage in usages {
-            merged = Some(match merged {
-                Some(merged) => advice::merge(merged, usage)?,
-                None => usage,
-            });
-        }
+        })?);
     }
-    merged.ok_or_else(|| {
-        "the files of --merge are empty, expected output of `pilot-agent scope --json`".into()
-    })
+    let mut usages = usages.into_iter();
+    let first = usages
+        .next()
+        .ok_or("the files of --merge are empty, expected output of `pilot-agent scope --json`")?;
+    Ok(usages.try_fold(first, advice::merge)?)
 }
 
 /// Reads one or more outputs in a file, and subtracts its size from the budget.

@@ -13,6 +13,7 @@ use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, Unusable};
 use crate::doctor::report::Level;
+use crate::exit_code::ExitCode;
 use crate::lifecycle::BoxError;
 use crate::regular_file;
 
@@ -79,27 +80,32 @@ pub(super) fn read_input(path: &Path, limit: u64) -> io::Result<String> {
     Ok(text)
 }
 
-/// Returns the effective configuration as text, and true if the agent would start with it.
+/// Returns the effective configuration as text. Fails, by its code, if the agent would not start with it.
 pub fn config(
     flags: &ConfigFlags,
     log: &LogFlags,
     all: &[Flag],
     environment: &Environment,
-) -> (String, bool) {
+) -> (String, ExitCode) {
     let report = config::report::report(&flags.proxy, log, all, environment, ".".as_ref());
     let text = match flags.output.as_str() {
         "json" => format!("{:#}", report.json()),
-        _ => report.yaml().trim_end().to_owned(),
+        _ => report.yaml(),
     };
-    (text, report.is_usable())
+    let code = if report.is_usable() {
+        ExitCode::Success
+    } else {
+        ExitCode::CommandFailed
+    };
+    (text, code)
 }
 
-/// Returns the bootstrap as text, unless it was written to a file.
+/// Returns the bootstrap as text, which is empty if it was written to a file.
 pub async fn bootstrap(
     flags: &BootstrapFlags,
     log: &LogFlags,
     environment: &Environment,
-) -> Result<Option<String>, BoxError> {
+) -> Result<String, BoxError> {
     let mut config =
         config::load(&flags.proxy, log, environment, ".".as_ref()).map_err(Unusable)?;
     config.bootstrap.node.platform = platform::discover(&config.platform).await;
@@ -111,7 +117,7 @@ pub async fn bootstrap(
         let override_json = envoy.command.override_json.as_deref();
         show::validate(&config.bootstrap, &envoy.command.binary, override_json)?;
     }
-    Ok(text)
+    Ok(text.unwrap_or_default())
 }
 
 #[cfg(test)]

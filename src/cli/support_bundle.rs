@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use tokio::time::timeout;
 
 use super::{doctor, unless_unread};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
+use crate::doctor::{THREADS, run_within};
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
 use crate::support_bundle::{self, PATIENCE, Sources};
@@ -76,19 +76,16 @@ pub async fn run(
     environment: &Environment,
     mut output: Box<dyn Write>,
 ) -> Result<(), BoxError> {
-    let reading = tokio::task::spawn_blocking({
+    let read = run_within(PATIENCE, &THREADS, {
         let (proxy, log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
         let environment = environment.clone();
         move || sources(&proxy, &log, &all, &environment, ".".as_ref())
     });
-    let (sources, token) = match timeout(PATIENCE, reading).await {
-        Ok(Ok(found)) => found,
-        _ => {
-            let (code, found) = (codes::BUNDLE_SETTINGS_LATE, "not read within 5 s");
-            tracing::warn!("{}", Problem::new(code, "configuration files", found));
-            sources(&flags.proxy, log, all, environment, "/dev/null".as_ref())
-        }
-    };
+    let (sources, token) = read.await.unwrap_or_else(|why| {
+        let code = codes::BUNDLE_SETTINGS_LATE;
+        tracing::warn!("{}", Problem::new(code, "configuration files", why));
+        sources(&flags.proxy, log, all, environment, "/dev/null".as_ref())
+    });
     let secrets = support_bundle::known_secrets(environment, token)
         .await
         .map_err(|error| format!("cannot tell secrets apart: {error}"))?;

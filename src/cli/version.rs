@@ -43,12 +43,12 @@ pub(super) fn istio(env: &Environment) -> Result<String, Problem> {
     }
 }
 
-/// Returns the output of `version`, without its last line feed.
+/// Returns the output of `version`. As in pilot-agent, JSON and YAML end with an empty line.
 pub fn text(flags: &VersionFlags, env: &Environment) -> Result<String, Problem> {
     let istio = istio(env)?;
     Ok(match flags.output.as_str() {
-        "json" => format!("{:#}\n", build_info(&istio)),
-        "yaml" => yaml(&build_info(&istio)),
+        "json" => format!("{:#}\n\n", build_info(&istio)),
+        "yaml" => yaml(&build_info(&istio)) + "\n",
         _ if flags.short => format!("client version: {istio}"),
         _ => format!(
             "client version: version.BuildInfo{{Version:{istio:?}, \

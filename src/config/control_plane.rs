@@ -7,10 +7,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
-use indexmap::IndexSet;
 
 use super::environment::{self as variables, Environment, Variable};
-use super::{HOST_PORT, Loader, below, entries};
+use super::{HOST_PORT, Loader, below};
 use crate::address;
 use crate::compliance::Policy;
 use crate::dial::proxy::{Proxies, Proxy};
@@ -37,12 +36,6 @@ pub(super) const ISTIOD_NAME: &str = "istiod.istio-system.svc";
 pub struct GoogleToken {
     pub audience: String,
     pub path: PathBuf,
-}
-
-/// Splits the value of `DISCOVERY_ADDRESS` into its addresses, each once.
-pub(super) fn addresses(text: &str) -> Vec<String> {
-    let addresses: IndexSet<_> = entries(text).map(str::to_owned).collect();
-    addresses.into_iter().collect()
 }
 
 impl Loader<'_> {
@@ -108,9 +101,7 @@ impl Loader<'_> {
     pub(super) fn last_known_good(&self) -> Option<last_known_good::Config> {
         Some(last_known_good::Config {
             volume: self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG)?,
-            max_bytes: self
-                .get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES)
-                .into(),
+            max_bytes: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES),
             max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
             after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),
             on_nack: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_ON_NACK),
@@ -119,7 +110,7 @@ impl Loader<'_> {
 
     /// Configures the connection to the certificate authority, which may be the one for discovery.
     fn authority(&mut self, discovery: &Config) -> Config {
-        let (address, setting, is_given) = match self.non_empty(&variables::CA_ADDR) {
+        let (address, setting, is_given) = match self.get(&variables::CA_ADDR) {
             Some(address) => (address, "CA_ADDR", true),
             None => (discovery.address.clone(), discovery.setting, false),
         };
@@ -152,9 +143,9 @@ impl Loader<'_> {
 
     /// Adds the other control planes of `DISCOVERY_ADDRESS`, which are used while this one fails.
     fn with_others(&self, mut config: Config, override_name: bool) -> Config {
-        let addresses = addresses(&self.get(&variables::DISCOVERY_ADDRESS));
+        let addresses = self.get(&variables::DISCOVERY_ADDRESS);
         if !addresses.is_empty() {
-            config.setting = variables::DISCOVERY_ADDRESS.name;
+            config.setting = variables::DISCOVERY_ADDRESS.row.name;
         }
         let others = addresses.into_iter().skip(1).map(|address| {
             let mut other = config.clone();
@@ -192,7 +183,7 @@ impl Loader<'_> {
         let found = self.get(variable);
         if found < min {
             let (expected, used) = (format!("at least {min:?}"), format!("{min:?} is used"));
-            self.warn(variable.name, &format!("{found:?}"), expected, used);
+            self.warn(variable.row.name, &format!("{found:?}"), expected, used);
         }
         found.max(min)
     }
@@ -217,7 +208,7 @@ impl Loader<'_> {
     }
 
     fn tls(&self, roots: tls::Roots, address: &str, override_name: bool) -> tls::Config {
-        let directory = self.non_empty(&variables::PROV_CERT).map(PathBuf::from);
+        let directory = self.get(&variables::PROV_CERT);
         tls::Config {
             server_name: self.server_name(address, override_name),
             roots,
@@ -232,7 +223,7 @@ impl Loader<'_> {
     /// Returns the name that istiod's certificate must contain. `ISTIOD_SAN` may override it.
     fn server_name(&self, address: &str, override_name: bool) -> String {
         let host = address::split(address).map_or(address, |(host, _)| host);
-        match self.non_empty(&variables::ISTIOD_SAN) {
+        match self.get(&variables::ISTIOD_SAN) {
             Some(name) if override_name => name,
             _ if host.contains("localhost") => ISTIOD_NAME.to_owned(),
             _ => host.to_owned(),
@@ -256,19 +247,19 @@ impl Loader<'_> {
     /// root in the node metadata, istiod's root.
     fn roots(
         &mut self,
-        variable: &Variable<String>,
+        variable: &Variable<Option<String>>,
         is_mounted: bool,
         metadata_root: Option<PathBuf>,
     ) -> tls::Roots {
-        let name = variable.name;
-        let client = self.non_empty(&variables::PROV_CERT).map(PathBuf::from);
-        match (self.non_empty(variable).as_deref(), client, metadata_root) {
+        let name = variable.row.name;
+        let client = self.get(&variables::PROV_CERT);
+        match (self.get(variable).as_deref(), client, metadata_root) {
             (Some("SYSTEM"), ..) => tls::Roots::System(self.system_roots()),
             (Some(file), ..) => self.root_file(name, file.into(), true),
             _ if is_mounted => self.root_file("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into(), true),
             (_, Some(client), _) => {
                 // Discovery reads the file when it dials. The authority reports it if it is needed.
-                let is_needed = name != variables::XDS_ROOT_CA.name;
+                let is_needed = name != variables::XDS_ROOT_CA.row.name;
                 self.root_file("PROV_CERT", client.join("root-cert.pem"), is_needed)
             }
             (.., Some(file)) => self.root_file("TLS_CLIENT_ROOT_CERT", file, true),
@@ -292,12 +283,11 @@ impl Loader<'_> {
         if !below(self.root, &file).is_file() {
             let (code, path) = (codes::FILE_MISSING, file.display().to_string());
             let subject = format!("root file for istiod ({name})");
+            let expected = "an existing file of root certificates";
+            let problem = Problem::value(code, subject, &path, expected);
             if is_needed {
-                let expected = "an existing file of root certificates";
-                let problem = Problem::value(code, subject, &path, expected);
                 self.notes.add(problem);
             } else {
-                let problem = Problem::value(code, subject, &path, "a file of root certificates");
                 let consequence = "istiod cannot be verified until the file exists";
                 self.notes.warnings.push(problem.consequence(consequence));
             }
@@ -318,39 +308,34 @@ pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Poli
         ),
         None => ("fips-140-2, fips-140-3 or pqc", "no policy is in force"),
     };
-    let subject = variables::COMPLIANCE_POLICY.name;
+    let subject = variables::COMPLIANCE_POLICY.row.name;
     warnings.push(Problem::replaced(subject, &name, expected, consequence));
     policy.unwrap_or_default()
 }
 
 /// Reads the HTTP proxies of the environment, and warns of those that cannot be used.
 pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies {
+    let mut proxy = |variable: &Variable<String>| {
+        let proxy = Proxy::parse(either_case(env, variable)?);
+        if proxy.is_none() {
+            let (expected, used) = ("http://host:port", "no proxy is used");
+            let (name, found) = (variable.row.name, "(not shown)");
+            warnings.push(Problem::replaced(name, found, expected, used));
+        }
+        proxy
+    };
     let excluded = either_case(env, &variables::NO_PROXY).unwrap_or_default();
     Proxies {
-        http: proxy(env, &variables::HTTP_PROXY, warnings),
-        https: proxy(env, &variables::HTTPS_PROXY, warnings),
+        http: proxy(&variables::HTTP_PROXY),
+        https: proxy(&variables::HTTPS_PROXY),
         excluded: excluded.to_owned(),
     }
 }
 
-fn proxy(
-    env: &Environment,
-    variable: &Variable<String>,
-    warnings: &mut Vec<Problem>,
-) -> Option<Proxy> {
-    let proxy = Proxy::parse(either_case(env, variable)?);
-    if proxy.is_none() {
-        let (expected, used) = ("http://host:port", "no proxy is used");
-        let (name, found) = (variable.name, "(not shown)");
-        warnings.push(Problem::replaced(name, found, expected, used));
-    }
-    proxy
-}
-
 /// Reads a variable in upper case, else in lower case. Empty values do not count.
 fn either_case<'a>(env: &'a Environment, variable: &Variable<String>) -> Option<&'a str> {
-    let lower = variable.name.to_ascii_lowercase();
-    let names = [variable.name, &lower].into_iter();
+    let lower = variable.row.name.to_ascii_lowercase();
+    let names = [variable.row.name, &lower].into_iter();
     let mut texts = names.filter_map(|name| env.text(name));
     texts.find(|text| !text.is_empty())
 }

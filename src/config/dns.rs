@@ -65,11 +65,9 @@ impl Loader<'_> {
     }
 
     fn dns_cache(&self) -> cache::Config {
-        let entries = self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES);
-        let bytes = self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_BYTES);
         cache::Config {
-            max_entries: usize::try_from(entries).unwrap_or(usize::MAX),
-            max_bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
+            max_entries: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES),
+            max_bytes: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_BYTES),
             max_ttl: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_TTL),
             max_negative_ttl: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL),
             max_stale: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_STALE),

@@ -12,6 +12,7 @@ use super::{IGNORED, Loader, below};
 use crate::bootstrap;
 use crate::compliance::Policy;
 use crate::dns::listen;
+use crate::envoy::admin::Admin;
 use crate::envoy::command::{Command, LogLevels};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
@@ -53,9 +54,11 @@ impl Loader<'_> {
         Some(envoy::Config {
             command: self.command(bootstrap),
             directory: bootstrap.directory.clone(),
-            admin_host: bootstrap.admin_host(),
-            admin_port: self.proxy_config.admin_port(),
-            admin_call: ADMIN_CALL,
+            admin: Admin::new(
+                bootstrap.admin_host(),
+                self.proxy_config.admin_port(),
+                ADMIN_CALL,
+            ),
             early: EARLY,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             limits: Limits {
@@ -87,7 +90,8 @@ impl Loader<'_> {
         let min = drain.saturating_add(Duration::from_secs(1));
         if wanted < min {
             let (found, used) = (format!("{wanted:?}"), format!("{min:?} is used"));
-            self.warn(variable.name, &found, "more than the drain duration", used);
+            let name = variable.row.name;
+            self.warn(name, &found, "more than the drain duration", used);
         }
         Some(hot_restart::Limits {
             parent_shutdown: wanted.max(min),
@@ -107,7 +111,8 @@ impl Loader<'_> {
             self.flags.mesh_config.clone(),
             binary_file.into(),
             PathBuf::from(&self.proxy_config.custom_config_file),
-            self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE).into(),
+            self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE)
+                .unwrap_or_default(),
         ];
         files.retain(|file| !file.as_os_str().is_empty());
         files
@@ -129,8 +134,7 @@ impl Loader<'_> {
 
     /// Returns the pod's grace period without the reserve for the shutdown; None if it is unknown.
     fn grace_without_reserve(&self) -> Option<Duration> {
-        let seconds = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
-        let grace = Duration::from_secs(seconds.into());
+        let grace = Duration::from_secs(self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS));
         let time = grace.saturating_sub(RESERVE);
         let time_or_half = time.max(duration::scaled(grace, 0.5));
         (!time_or_half.is_zero()).then_some(time_or_half)
@@ -166,7 +170,8 @@ impl Loader<'_> {
         let is_off = text.is_empty() || text.split('/').next() == Some("0");
         if budget.is_none() && !is_off {
             let expected = "restarts in a duration, such as 3/10m";
-            self.warn(variable.name, &text, expected, "Envoy is not restarted");
+            let name = variable.row.name;
+            self.warn(name, &text, expected, "Envoy is not restarted");
         }
         budget
     }
@@ -207,11 +212,11 @@ impl Loader<'_> {
 
     /// Reads the file that Envoy merges over its bootstrap. If it cannot be used, Envoy starts without it.
     fn bootstrap_override(&mut self) -> Option<String> {
-        let path = self.non_empty(&variables::ISTIO_BOOTSTRAP_OVERRIDE)?;
+        let path = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE)?;
         match read_object(&below(self.root, &path)) {
             Ok(document) => Some(with_host_ip(&document, &self.get(&variables::HOST_IP))),
             Err(error) => {
-                let subject = format!("{path} (ISTIO_BOOTSTRAP_OVERRIDE)");
+                let subject = format!("{} (ISTIO_BOOTSTRAP_OVERRIDE)", path.display());
                 let problem = Problem::new(codes::BOOTSTRAP_OVERRIDE_UNREADABLE, subject, error);
                 self.notes.warnings.push(problem);
                 None

@@ -93,7 +93,8 @@ impl Loader<'_> {
     fn port_or_none(&mut self, variable: &variables::Variable<u32>) -> u16 {
         let port = self.get(variable);
         u16::try_from(port).unwrap_or_else(|_| {
-            self.problem(variable.name, &port.to_string(), "a port, or 0 for none");
+            let (name, found) = (variable.row.name, port.to_string());
+            self.problem(name, &found, "a port, or 0 for none");
             0
         })
     }
@@ -117,9 +118,9 @@ impl Loader<'_> {
     /// Configures the bootstrap of gRPC applications; None if it is switched off.
     pub(super) fn grpc(&self, xds_socket: &Path) -> Option<grpc::Config> {
         Some(grpc::Config {
-            path: self.non_empty(&variables::GRPC_XDS_BOOTSTRAP)?.into(),
+            path: self.get(&variables::GRPC_XDS_BOOTSTRAP)?,
             xds_socket: xds_socket.to_owned(),
-            certificates: self.non_empty(&variables::OUTPUT_CERTS).map(Into::into),
+            certificates: self.get(&variables::OUTPUT_CERTS),
         })
     }
 
@@ -135,7 +136,7 @@ impl Loader<'_> {
         platform::Config {
             choice: self.get(&variables::CLOUD_PLATFORM),
             gcp,
-            gcp_host: self.non_empty(&variables::GCE_METADATA_HOST),
+            gcp_host: self.get(&variables::GCE_METADATA_HOST),
             root: "/".into(),
             v6: self.addresses.iter().any(IpAddr::is_ipv6),
         }
@@ -346,7 +347,8 @@ impl Loader<'_> {
         }
         // It would make istiod send changes of the name table, which the agent does not support.
         raw.remove("DELTA_NDS");
-        if let Some(address) = self.non_empty(&variables::DNS_PROXY_ADDR) {
+        let address = self.get(&variables::DNS_PROXY_ADDR);
+        if !address.is_empty() {
             raw.insert("DNS_PROXY_ADDR".to_owned(), address.into());
         }
         self.notes.problems.extend(metadata::check(&mut raw));

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use clap::parser::ValueSource;
-use clap::{ArgAction, ArgMatches, Args, Command};
+use clap::{ArgAction, ArgMatches, Args, Command, ValueEnum};
 
 use super::environment::Value;
 use super::pod::NodeType;
@@ -143,9 +143,9 @@ fn node_type(text: &str) -> Result<NodeType, String> {
     if ["ztunnel", "agentgateway"].contains(&text) {
         return Err(format!("proxy type {text} is not supported by this agent"));
     }
-    let known = NodeType::NAMES.iter().find(|(name, _)| *name == text);
-    known.map(|(_, kind)| *kind).ok_or_else(|| {
-        let hint = spelling::hint(text, "", NodeType::NAMES.map(|(name, _)| name));
+    NodeType::from_str(text, false).map_err(|_| {
+        let names = NodeType::value_variants().iter().map(ToString::to_string);
+        let hint = spelling::hint(text, "", names);
         format!("invalid proxy Type: {text}{hint}")
     })
 }

@@ -42,7 +42,7 @@ pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
 use environment::Environment;
 use flags::{LogFlags, ProxyFlags};
-use merged::{Documents, Origins};
+use merged::Origins;
 use pod::{Interface, Pairs};
 pub use secrets::{AbsentSocket, SecretSources, WorkloadCertificate};
 
@@ -137,38 +137,19 @@ pub fn load(
     env: &Environment,
     root: &Path,
 ) -> Result<Config, Vec<Problem>> {
-    load_with(flags, log, env, root, pod::interfaces())
-}
-
-/// Reads the configuration of a machine with these interfaces.
-pub(crate) fn load_with(
-    flags: &ProxyFlags,
-    log: &LogFlags,
-    env: &Environment,
-    root: &Path,
-    interfaces: io::Result<Vec<Interface>>,
-) -> Result<Config, Vec<Problem>> {
-    Loader::read(flags, env, root, interfaces, None).config(log)
+    Loader::read(flags, env, root, pod::interfaces(), None).config(log)
 }
 
 /// Reads the status port of the agent that runs in `root`. That agent reports its configuration
 /// problems.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
-    documents(env, root).status_port()
+    let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
+    merged::status_port(env, root, &annotations)
 }
 
 /// Reads the ProxyConfig of all its sources, even if the agent cannot use it.
 pub fn proxy_config(flags: &ProxyFlags, env: &Environment, root: &Path) -> ProxyConfig {
-    documents(env, root).merge(flags).config
-}
-
-fn documents<'a>(env: &'a Environment, root: &'a Path) -> Documents<'a> {
-    let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
-    Documents {
-        env,
-        root,
-        annotations,
-    }
+    Loader::read(flags, env, root, Ok(Vec::new()), None).proxy_config
 }
 
 impl Config {
@@ -231,15 +212,10 @@ impl<'a> Loader<'a> {
     ) -> Self {
         let mut pod_warnings = Vec::new();
         let labels = pod::pairs(root, "labels", &mut pod_warnings);
-        let documents = Documents {
-            env,
-            root,
-            annotations: manifest_annotations
-                .or_else(|| pod::pairs(root, "annotations", &mut pod_warnings))
-                .unwrap_or_default(),
-        };
-        let merged = documents.merge(flags);
-        let annotations = documents.annotations;
+        let annotations = manifest_annotations
+            .or_else(|| pod::pairs(root, "annotations", &mut pod_warnings))
+            .unwrap_or_default();
+        let merged = merged::merge(flags, env, root, &annotations);
         let mut notes = merged.notes;
         notes.warnings.splice(..0, pod_warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
@@ -260,7 +236,7 @@ impl<'a> Loader<'a> {
             proxy_config: merged.config,
             origins: merged.origins,
             labels,
-            addresses: pod::addresses(&instance_ip, &interfaces, &excluded, warnings),
+            addresses: pod::addresses(instance_ip, &interfaces, &excluded, warnings),
             interface_addresses: interface_addresses.into_iter().collect(),
             namespace: env.get(&environment::POD_NAMESPACE),
             policy: control_plane::compliance(env, warnings),
@@ -290,9 +266,8 @@ impl<'a> Loader<'a> {
             || below(self.root, &sds_socket).exists();
         let (istiod, ca_istiod) = self.control_plane(secret_sources.has_authority(), may_serve);
         let bootstrap = self.bootstrap(&xds_socket, &sds_socket, log.as_json);
-        let secrets = self.workload_certificate(&bootstrap.node.id, &secret_sources);
+        let secrets = self.workload_certificate(&secret_sources);
         let grpc = self.grpc(&xds_socket);
-        let max_request_bytes = self.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
         let ignored = self.env.without_effect();
         Config {
             istiod,
@@ -303,8 +278,7 @@ impl<'a> Loader<'a> {
             may_dump_core: self.get(&environment::ISTIO_AGENT_CORE_DUMP),
             xds_socket,
             sds_socket,
-            // More than the address space is the same as no limit.
-            max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
+            max_request_bytes: self.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE),
             envoy: self.envoy(&bootstrap),
             has_custom_bootstrap: !self.proxy_config.custom_config_file.is_empty(),
             status: self.status(grpc.as_ref().map(|grpc| grpc.path.clone())),
@@ -333,25 +307,15 @@ impl<'a> Loader<'a> {
         self.env.get(variable)
     }
 
-    /// Returns the variable's value unless it is empty.
-    fn non_empty(&self, variable: &environment::Variable<String>) -> Option<String> {
-        Some(self.get(variable)).filter(|text| !text.is_empty())
-    }
-
     /// Returns the directory that the variable names; None if the variable is empty.
-    fn volume(&self, variable: &environment::Variable<String>) -> Option<Volume> {
+    fn volume(&self, variable: &environment::Variable<Option<PathBuf>>) -> Option<Volume> {
         let is_container = self.env.is_set(&environment::KUBERNETES_SERVICE_HOST)
             || CONTAINER_MARKS.iter().any(|path| Path::new(path).exists());
         Some(Volume {
-            directory: self.non_empty(variable)?.into(),
+            directory: self.get(variable)?,
             is_default: !self.env.is_set(variable),
             is_machine: !is_container,
         })
-    }
-
-    /// Splits a comma-separated list.
-    fn list(&self, variable: &environment::Variable<String>) -> Vec<String> {
-        entries(&self.get(variable)).map(str::to_owned).collect()
     }
 
     /// Reads user IDs; None is every user.
@@ -363,7 +327,7 @@ impl<'a> Loader<'a> {
         let users: Result<_, _> = entries(&given).map(str::parse).collect();
         if users.is_err() {
             let expected = "numbers of users, separated by commas, or any";
-            self.problem(variable.name, &given, expected);
+            self.problem(variable.row.name, &given, expected);
         }
         Some(users.unwrap_or_default())
     }
@@ -379,7 +343,8 @@ impl<'a> Loader<'a> {
     }
 
     fn problem(&mut self, subject: &str, found: &str, expected: impl Into<Cow<'static, str>>) {
-        self.notes.problem(subject, found, expected);
+        let problem = Problem::value(codes::SETTING_INVALID, subject, found, expected);
+        self.notes.add(problem);
     }
 
     fn warn(
@@ -389,7 +354,8 @@ impl<'a> Loader<'a> {
         expected: impl Into<Cow<'static, str>>,
         consequence: impl Into<Cow<'static, str>>,
     ) {
-        self.notes.warn(subject, found, expected, consequence);
+        let warning = Problem::replaced(subject, found, expected, consequence);
+        self.notes.warnings.push(warning);
     }
 }
 
@@ -409,6 +375,18 @@ fn below(root: &Path, path: impl AsRef<Path>) -> PathBuf {
 /// Splits a comma-separated list, without empty entries.
 fn entries(text: &str) -> impl Iterator<Item = &str> {
     text.split(',').map(str::trim).filter(|it| !it.is_empty())
+}
+
+/// Reads the configuration of a machine with these interfaces.
+#[cfg(test)]
+pub(crate) fn load_with(
+    flags: &ProxyFlags,
+    log: &LogFlags,
+    env: &Environment,
+    root: &Path,
+    interfaces: io::Result<Vec<Interface>>,
+) -> Result<Config, Vec<Problem>> {
+    Loader::read(flags, env, root, interfaces, None).config(log)
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
+use clap::ValueEnum;
 use indexmap::IndexSet;
 
 use super::Problem;
@@ -19,25 +20,17 @@ use crate::regular_file;
 pub type Pairs = BTreeMap<String, String>;
 
 /// The type of node; the first part of the node id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum NodeType {
     Sidecar,
     Router,
     Waypoint,
 }
 
-impl NodeType {
-    pub(super) const NAMES: [(&'static str, Self); 3] = [
-        ("sidecar", Self::Sidecar),
-        ("router", Self::Router),
-        ("waypoint", Self::Waypoint),
-    ];
-}
-
 impl fmt::Display for NodeType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let entry = Self::NAMES.iter().find(|(_, kind)| kind == self);
-        f.write_str(entry.map_or("", |(name, _)| name))
+        let value = self.to_possible_value();
+        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
     }
 }
 
@@ -77,7 +70,7 @@ fn is_reachable(address: IpAddr) -> bool {
 /// Returns the addresses of the node: `INSTANCE_IP`, then the addresses of the interfaces, except loopback and
 /// `excluded`. There is at least one address, and each occurs once.
 pub(super) fn addresses(
-    instance_ip: &str,
+    instance_ip: Option<IpAddr>,
     interfaces: &[Interface],
     excluded: &[&str],
     warnings: &mut Vec<Problem>,
@@ -88,11 +81,6 @@ pub(super) fn addresses(
             warnings.push(Problem::value(code, EXCLUDED_INTERFACES, name, expected));
         }
     }
-    let first = instance_ip.parse::<IpAddr>().ok();
-    if first.is_none() && !instance_ip.is_empty() {
-        let (name, used) = ("INSTANCE_IP", "the addresses of the interfaces are used");
-        warnings.push(Problem::replaced(name, instance_ip, "an IP address", used));
-    }
     let reachable = interfaces.iter().filter(|it| !it.is_loopback);
     let mut found: Vec<_> = reachable.map(|it| it.address).collect();
     if found.is_empty() {
@@ -101,7 +89,7 @@ pub(super) fn addresses(
     let excluded_interfaces = interfaces.iter().filter(|it| excluded.contains(&&*it.name));
     let excluded_addresses: Vec<_> = excluded_interfaces.map(|it| it.address).collect();
     found.retain(|address| !excluded_addresses.contains(address));
-    let mut addresses: IndexSet<_> = first.into_iter().chain(found).collect();
+    let mut addresses: IndexSet<_> = instance_ip.into_iter().chain(found).collect();
     if addresses.is_empty() {
         addresses.insert(Ipv4Addr::LOCALHOST.into());
     }
@@ -292,7 +280,6 @@ mod tests {
         for (instance_ip, interfaces, excluded, expected, warned) in [
             ("FD00::2", &both[..], &[][..], "fd00::2,10.0.0.2", 0),
             ("", &both, &[], "10.0.0.2,fd00::2", 0),
-            ("pod", &both, &[], "10.0.0.2,fd00::2", 1),
             ("", &both, &["eth0"], "fd00::2", 0),
             ("10.0.0.2", &both, &["eth0", "net1"], "10.0.0.2,fd00::2", 1),
             ("", &both, &["eth0", "eth1"], "127.0.0.1", 0),
@@ -303,7 +290,8 @@ mod tests {
             ("10.9.9.9", &[], &[], "10.9.9.9,127.0.0.1,::1", 0),
         ] {
             let mut warnings = Vec::new();
-            let found = addresses(instance_ip, interfaces, excluded, &mut warnings);
+            let ip = instance_ip.parse().ok();
+            let found = addresses(ip, interfaces, excluded, &mut warnings);
             let found: Vec<_> = found.iter().map(ToString::to_string).collect();
             assert_eq!(
                 found.join(","),

@@ -95,24 +95,10 @@ impl Loader<'_> {
     /// Returns the files with the workload's certificate; None if only an authority provides it.
     fn workload_files(&mut self) -> Option<files::WorkloadFiles> {
         let is_requested = self.get(&variables::FILE_MOUNTED_CERTS);
-        if let (true, Some(client)) = (is_requested, self.non_empty(&variables::PROV_CERT)) {
+        if let (true, Some(client)) = (is_requested, self.get(&variables::PROV_CERT)) {
             let expected = "nothing, because FILE_MOUNTED_CERTS is set";
-            self.problem("PROV_CERT", &client, expected);
+            self.problem("PROV_CERT", &client.to_string_lossy(), expected);
         }
-        if self.uses_google() {
-            return Some(files_in(MOUNTED, GOOGLE_NAMES, true));
-        }
-        if self.missing(MOUNTED, NAMES).is_empty() {
-            return Some(files_in(MOUNTED, NAMES, true));
-        }
-        // Files that the agent writes itself are not a source.
-        let output = self.non_empty(&variables::OUTPUT_CERTS);
-        let is_output = output.is_some_and(|it| is_same_directory(it.as_ref(), LEGACY.as_ref()));
-        (is_requested || !is_output).then(|| files_in(LEGACY, NAMES, is_requested))
-    }
-
-    /// Returns true if Google's mounted certificates are requested. They must exist then.
-    fn uses_google(&mut self) -> bool {
         match self.get(&variables::CA_PROVIDER).as_str() {
             GOOGLE => {
                 let missing = self.missing(MOUNTED, GOOGLE_NAMES);
@@ -121,14 +107,18 @@ impl Loader<'_> {
                     let (code, subject) = (codes::FILE_MISSING, "GKE workload certificates");
                     self.notes.add(Problem::new(code, subject, found));
                 }
-                true
+                return Some(files_in(MOUNTED, GOOGLE_NAMES, true));
             }
-            "" | "Citadel" => false,
-            other => {
-                self.problem("CA_PROVIDER", other, format!("Citadel or {GOOGLE}"));
-                false
-            }
+            "" | "Citadel" => {}
+            other => self.problem("CA_PROVIDER", other, format!("Citadel or {GOOGLE}")),
         }
+        if self.missing(MOUNTED, NAMES).is_empty() {
+            return Some(files_in(MOUNTED, NAMES, true));
+        }
+        // Files that the agent writes itself are not a source.
+        let output = self.get(&variables::OUTPUT_CERTS);
+        let is_output = output.is_some_and(|it| is_same_directory(&it, LEGACY.as_ref()));
+        (is_requested || !is_output).then(|| files_in(LEGACY, NAMES, is_requested))
     }
 
     /// Returns the paths of the files that do not exist.
@@ -175,12 +165,8 @@ impl Loader<'_> {
         )
     }
 
-    /// Configures the workload's certificate. Renewals are spread over time by `node_id`.
-    pub(super) fn workload_certificate(
-        &mut self,
-        node_id: &str,
-        sources: &SecretSources,
-    ) -> WorkloadCertificate {
+    /// Configures the workload's certificate.
+    pub(super) fn workload_certificate(&mut self, sources: &SecretSources) -> WorkloadCertificate {
         let (key_type, falls_back_to_rsa) = self.key_type();
         WorkloadCertificate {
             renewal: secrets::Config {
@@ -196,7 +182,6 @@ impl Loader<'_> {
                 grace_ratio: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO),
                 grace_jitter: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO_JITTER),
                 least_pause: secrets::MIN_PAUSE,
-                spread_by: node_id.to_owned(),
                 cache: self.volume(&variables::ISTIO_AGENT_KEEP_CERTS),
             },
             cert_signer: self.get(&variables::ISTIO_META_CERT_SIGNER),
@@ -206,20 +191,19 @@ impl Loader<'_> {
     }
 
     fn output(&mut self, sources: &SecretSources) -> Option<output::Config> {
-        let directory = PathBuf::from(self.non_empty(&variables::OUTPUT_CERTS)?);
+        let directory = self.get(&variables::OUTPUT_CERTS)?;
         let workload = sources.files.workload.as_ref();
         let source = workload.and_then(|files| files.chain.parent());
         if source.is_some_and(|source| is_same_directory(source, &directory)) {
             let found = format!("secrets are read from {}", directory.display());
-            let (code, name) = (codes::SETTING_REPLACED, variables::OUTPUT_CERTS.name);
+            let (code, name) = (codes::SETTING_REPLACED, variables::OUTPUT_CERTS.row.name);
             let problem = Problem::new(code, name, found).consequence("no files are written");
             self.notes.warnings.push(problem);
             return None;
         }
-        let kubernetes = self.non_empty(&variables::KUBERNETES_SERVICE_HOST);
         Some(output::Config {
             directory,
-            readable_by_all: kubernetes.is_some(),
+            readable_by_all: self.env.is_set(&variables::KUBERNETES_SERVICE_HOST),
         })
     }
 
@@ -228,21 +212,18 @@ impl Loader<'_> {
         let is_rsa_set = self.env.is_set(&variables::WORKLOAD_RSA_KEY_SIZE);
         // Envoy's QAT provider supports only RSA keys.
         let has_qat = self.key_provider().is_some_and(|it| it.kind == Kind::Qat);
+        let curve = match self.get(&variables::ECC_CURVE).as_str() {
+            "P384" => KeyType::P384,
+            _ => KeyType::P256,
+        };
         match self.get(&variables::ECC_SIGNATURE_ALGORITHM).as_str() {
             "" if is_rsa_set || has_qat => (self.rsa(), false),
-            "" => (self.curve(), true),
-            "ECDSA" => (self.curve(), false),
+            "" => (curve, true),
+            "ECDSA" => (curve, false),
             other => {
                 self.problem("ECC_SIGNATURE_ALGORITHM", other, "ECDSA");
                 (KeyType::P256, false)
             }
-        }
-    }
-
-    fn curve(&self) -> KeyType {
-        match self.get(&variables::ECC_CURVE).as_str() {
-            "P384" => KeyType::P384,
-            _ => KeyType::P256,
         }
     }
 
@@ -273,8 +254,9 @@ impl Loader<'_> {
         let ratio = self.get(variable);
         let used = ratio.clamp(0.0, 1.0);
         if used != ratio {
-            let (found, consequence) = (ratio.to_string(), format!("{used} is used"));
-            self.warn(variable.name, &found, "a number from 0 to 1", consequence);
+            let (name, found) = (variable.row.name, ratio.to_string());
+            let consequence = format!("{used} is used");
+            self.warn(name, &found, "a number from 0 to 1", consequence);
         }
         used
     }

@@ -69,7 +69,7 @@ impl Loader<'_> {
         let text = self.get(&variables::ISTIO_KUBE_APP_PROBERS);
         Probers::parse(&text).unwrap_or_else(|errors| {
             for error in errors {
-                let name = variables::ISTIO_KUBE_APP_PROBERS.name;
+                let name = variables::ISTIO_KUBE_APP_PROBERS.row.name;
                 let problem = Problem::new(codes::SETTING_INVALID, name, error);
                 self.notes.add(problem);
             }
@@ -84,7 +84,7 @@ impl Loader<'_> {
             envoy_port: (is_merged && has_envoy).then_some(bootstrap.ports.prometheus),
             hidden: hidden(&bootstrap.stats),
             targets: self.targets(self.proxy_config.agent_port().unwrap_or(DEFAULT_PORT)),
-            limit: self.get(&variables::ISTIO_AGENT_SCRAPE_LIMIT_BYTES).into(),
+            limit: self.get(&variables::ISTIO_AGENT_SCRAPE_LIMIT_BYTES),
             timeout: self.get(&variables::ISTIO_AGENT_SCRAPE_TIMEOUT),
         }
     }
@@ -105,29 +105,24 @@ impl Loader<'_> {
 
     /// None if systemd did not start the agent, or expects no notifications.
     pub(super) fn systemd(&mut self) -> Option<systemd::Config> {
-        let socket = self.non_empty(&variables::NOTIFY_SOCKET)?;
+        let socket = self.get(&variables::NOTIFY_SOCKET)?;
         let config = systemd::Config::new(&socket, self.watchdog());
         if config.is_none() {
             let expected = "a path, or an abstract name after @";
-            let name = variables::NOTIFY_SOCKET.name;
+            let name = variables::NOTIFY_SOCKET.row.name;
             self.warn(name, &socket, expected, "systemd is not notified");
         }
         config
     }
 
     /// Returns the interval in which systemd expects notifications, if they are for this process.
-    fn watchdog(&mut self) -> Option<Duration> {
-        let name = variables::WATCHDOG_USEC.name;
-        let found = self.non_empty(&variables::WATCHDOG_USEC)?;
-        let process = self.non_empty(&variables::WATCHDOG_PID);
+    fn watchdog(&self) -> Option<Duration> {
+        let process = self.get(&variables::WATCHDOG_PID);
         if process.is_some_and(|process| process != std::process::id().to_string()) {
             return None;
         }
-        let time = found.parse().ok().filter(|time| *time > 0);
-        if time.is_none() {
-            self.warn(name, &found, "microseconds", "the watchdog is not answered");
-        }
-        time.map(Duration::from_micros)
+        let time = self.get(&variables::WATCHDOG_USEC)?;
+        Some(Duration::from_micros(time.get()))
     }
 }
 

@@ -393,7 +393,7 @@ fn the_pods_annotation_wins_over_the_variable_and_that_over_the_mesh() {
     assert_eq!(envoy.command.drain_time.as_secs(), 3);
     assert_eq!(envoy.command.binary, Path::new("/bin/true"));
     assert_eq!(envoy.command.concurrency, None);
-    assert_eq!(envoy.admin_port, 15_999);
+    assert_eq!(envoy.admin.address.port(), 15_999);
 }
 
 #[test]

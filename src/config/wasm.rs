@@ -1,6 +1,6 @@
 //! Configures the download and the cache of Wasm modules.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::environment::{self as variables, Value, Variable};
 use super::{IGNORED, Loader};
@@ -22,24 +22,20 @@ impl Loader<'_> {
         Some(Config {
             directory: directory.components().collect(),
             fetch: FetchConfig {
-                insecure: self.list(&variables::WASM_INSECURE_REGISTRIES),
+                insecure: self.get(&variables::WASM_INSECURE_REGISTRIES),
                 blocked: self.blocked_networks(),
                 proxies: self.proxies.clone(),
                 request_limit: self.positive(&variables::WASM_HTTP_REQUEST_TIMEOUT),
                 attempts: self.positive(&variables::WASM_HTTP_REQUEST_MAX_RETRIES),
-                max_bytes: self
-                    .positive(&variables::ISTIO_WASM_MAX_BINARY_SIZE_BYTES)
-                    .into(),
+                max_bytes: self.positive(&variables::ISTIO_WASM_MAX_BINARY_SIZE_BYTES),
                 credentials: self.registry_credentials(),
                 roots: self.system_roots(),
             },
             expiry: self.positive(&variables::WASM_MODULE_EXPIRY),
             purge_interval: self.positive(&variables::WASM_PURGE_INTERVAL),
-            max_cache_bytes: self
-                .get(&variables::ISTIO_AGENT_WASM_CACHE_MAX_BYTES)
-                .into(),
+            max_cache_bytes: self.get(&variables::ISTIO_AGENT_WASM_CACHE_MAX_BYTES),
             requires_digest: self.get(&variables::ISTIO_AGENT_WASM_REQUIRE_DIGEST),
-            allowed: self.list(&variables::ISTIO_AGENT_WASM_ALLOWED_REGISTRIES),
+            allowed: self.get(&variables::ISTIO_AGENT_WASM_ALLOWED_REGISTRIES),
         })
     }
 
@@ -47,7 +43,7 @@ impl Loader<'_> {
     fn positive<T: Value + Default + PartialEq>(&self, variable: &Variable<T>) -> T {
         let value = self.get(variable);
         if value == T::default() {
-            T::parse(variable.default).unwrap_or(value)
+            T::parse(variable.row.default).unwrap_or(value)
         } else {
             value
         }
@@ -55,11 +51,11 @@ impl Loader<'_> {
 
     fn blocked_networks(&mut self) -> Vec<Cidr> {
         let variable = variables::BLOCKED_CIDRS_IN_WASM_FETCH;
-        let networks = self.list(&variable).into_iter().filter_map(|entry| {
+        let networks = self.get(&variable).into_iter().filter_map(|entry| {
             let network = Cidr::parse(&entry);
             if network.is_none() {
                 let expected = "networks such as 10.0.0.0/8";
-                self.warn(variable.name, &entry, expected, IGNORED);
+                self.warn(variable.row.name, &entry, expected, IGNORED);
             }
             network
         });
@@ -68,12 +64,12 @@ impl Loader<'_> {
 
     /// Lists the files with registry credentials, by precedence.
     fn registry_credentials(&self) -> Vec<PathBuf> {
-        let file_in = |variable, name| Some(Path::new(&self.non_empty(variable)?).join(name));
-        let home = file_in(&variables::HOME, ".docker/config.json");
-        let docker = file_in(&variables::DOCKER_CONFIG, "config.json").or(home);
-        let runtime = file_in(&variables::XDG_RUNTIME_DIR, "containers/auth.json");
-        let file = self.non_empty(&variables::REGISTRY_AUTH_FILE);
-        let files = [docker, file.map(PathBuf::from), runtime];
+        let file =
+            |directory: &Variable<Option<PathBuf>>, name| Some(self.get(directory)?.join(name));
+        let home = file(&variables::HOME, ".docker/config.json");
+        let docker = file(&variables::DOCKER_CONFIG, "config.json").or(home);
+        let runtime = file(&variables::XDG_RUNTIME_DIR, "containers/auth.json");
+        let files = [docker, self.get(&variables::REGISTRY_AUTH_FILE), runtime];
         files.into_iter().flatten().collect()
     }
 }

@@ -89,13 +89,10 @@ pub async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
         let both: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         return Ok(both.map(|address| (address, port).into()).to_vec());
     }
-    match tokio::net::lookup_host((host, port)).await {
-        Ok(found) => Ok(found.collect()),
-        Err(source) => Err(Error::Resolve {
-            host: host.to_owned(),
-            source,
-        }),
-    }
+    let found = tokio::net::lookup_host((host, port)).await;
+    let host = host.to_owned();
+    let found = found.map_err(|source| Error::Resolve { host, source })?;
+    Ok(found.collect())
 }
 
 impl Dialer {

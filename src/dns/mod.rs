@@ -15,6 +15,7 @@ mod search_domains;
 mod server;
 mod wire;
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
@@ -32,11 +33,13 @@ use metrics::Metrics;
 use name_table::NameTable;
 pub use search_domains::SearchDomains;
 pub use server::Bound;
-use server::QueriedNames;
 
 /// Bytes of queries that the kernel may hold while the thread is busy. The kernel lowers it to its own
 /// limit, by default twice the usual buffer.
 const RECEIVE_BUFFER: usize = 1 << 20;
+
+/// Most names of the mesh that are remembered as queried: more than a workload uses.
+const MAX_QUERIED: usize = 10_000;
 
 /// The protocol that a query is received or forwarded over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,12 +71,14 @@ pub struct Config {
 /// Handle of the DNS server: takes name tables and shows the last one. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Dns {
+    /// The last name table.
     tables: watch::Sender<Option<Arc<NameTable>>>,
     search_domains: SearchDomains,
     metrics: Metrics,
     /// Empty until the server has its sockets.
     addresses: Arc<OnceLock<Vec<SocketAddr>>>,
-    queried: QueriedNames,
+    /// Names of the mesh that clients queried, for `pilot-agent scope`.
+    queried: Arc<parking_lot::Mutex<HashSet<Box<[u8]>>>>,
     /// Locked while an index is built, so that the updates of streams that have ended do not pile up.
     building: Arc<Mutex<()>>,
 }
@@ -95,37 +100,36 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
     Dns,
     impl Future<Output = Result<(), BoxError>> + Send + use<F, S>,
 ) {
-    let metrics = Metrics::new(registry);
-    let (tables, receiver) = watch::channel(None);
-    let dns = Dns {
-        tables,
-        search_domains: config.search_domains,
-        metrics: metrics.clone(),
-        addresses: Arc::default(),
-        queried: QueriedNames::default(),
-        building: Arc::default(),
-    };
+    let dns = Dns::new(config.search_domains, registry);
     let shared = server::Shared {
+        dns: dns.clone(),
         forwarder,
         policy: config.policy,
-        metrics,
-        queried: dns.queried.clone(),
-        tables: receiver,
     };
-    let addresses = dns.addresses.clone();
     let serving = async move {
         let Some(bound) = shutdown.run_until_cancelled(sockets).await.transpose()? else {
             return Ok(());
         };
         let local: Result<_, _> = bound.iter().map(|(udp, _)| udp.local_addr()).collect();
         // This future alone sets the addresses, and runs once.
-        let _ = addresses.set(local?);
+        let _ = shared.dns.addresses.set(local?);
         server::serve(bound, Arc::new(shared), retirement, shutdown).await
     };
     (dns, serving)
 }
 
 impl Dns {
+    fn new(search_domains: SearchDomains, registry: &Registry) -> Self {
+        Self {
+            tables: watch::Sender::new(None),
+            search_domains,
+            metrics: Metrics::new(registry),
+            addresses: Arc::default(),
+            queried: Arc::default(),
+            building: Arc::default(),
+        }
+    }
+
     /// Builds the index of an encoded name table and replaces the last table by it. If the table cannot
     /// be read, the last one stays and the reason is returned.
     pub async fn update(&self, encoded: Bytes) -> Result<(), String> {
@@ -177,9 +181,17 @@ impl Dns {
         let Some(table) = self.tables.borrow().clone() else {
             return Vec::new();
         };
-        let names = self.queried.names();
+        let names = self.queried.lock().clone();
         let hosts = names.iter().filter_map(|name| table.host_of(name));
         hosts.collect()
+    }
+
+    /// Remembers a name of the mesh that a client queried.
+    fn remember(&self, name: &[u8]) {
+        let mut queried = self.queried.lock();
+        if queried.len() < MAX_QUERIED && !queried.contains(name) {
+            queried.insert(name.into());
+        }
     }
 
     /// Returns the addresses that the server listens on.

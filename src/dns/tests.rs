@@ -227,7 +227,7 @@ async fn dns_is_ready_after_the_first_table_even_an_empty_one() {
 }
 
 #[tokio::test]
-async fn a_table_that_cannot_be_read_leaves_the_one_before() {
+async fn an_undecodable_name_table_leaves_the_previous_one_in_use() {
     let server = with_table().await;
     let error = server.dns.update(Bytes::from_static(&[0x0a, 9])).await;
     let error = error.expect_err("no table").to_string();

@@ -7,8 +7,7 @@
 //! RFC 6891.
 //!
 //! An answer that is written here repeats the question unchanged, and its names point back into it where
-//! possible. Room for the OPT record is reserved from the start. Records that do not fit are left out,
-//! and the TC bit is set.
+//! possible.
 
 use std::io;
 
@@ -217,10 +216,34 @@ impl Edns {
 pub(crate) fn push_opt(answer: &mut Vec<u8>, query_edns: Option<Edns>, extended: u8) {
     if let Some(edns) = query_edns {
         answer.extend(edns.without_options(OWN_UDP, extended));
-        let count_at = Section::Additional as usize;
-        let count = u16_at(answer, count_at).unwrap_or_default();
-        put(answer, count_at, &count.saturating_add(1).to_be_bytes());
+        count_record(answer, Section::Additional);
     }
+}
+
+/// Adds a record whose owner name is at offset `owner` of the answer. Returns the offset of its data.
+pub(crate) fn push_record(
+    answer: &mut Vec<u8>,
+    owner: usize,
+    kind: u16,
+    ttl: u32,
+    data: &[u8],
+) -> usize {
+    // Owners are in the first 700 bytes, and a pointer has 14 bits.
+    let fixed = [0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes);
+    answer.extend_from_slice(fixed.as_flattened());
+    answer.extend_from_slice(&ttl.to_be_bytes());
+    // The data is an address or a name, so its length fits.
+    answer.extend_from_slice(&(data.len() as u16).to_be_bytes());
+    answer.extend_from_slice(data);
+    count_record(answer, Section::Answer);
+    answer.len() - data.len()
+}
+
+/// Counts a record that was added to a section.
+fn count_record(message: &mut [u8], section: Section) {
+    let count_at = section as usize;
+    let count = u16_at(message, count_at).unwrap_or_default();
+    put(message, count_at, &count.saturating_add(1).to_be_bytes());
 }
 
 /// Cuts off what follows `records`, the first ones of the message, and corrects the header's counts.
@@ -326,70 +349,6 @@ pub(crate) fn read(message: &[u8]) -> Result<Question, InvalidQuery> {
     })
 }
 
-/// Writes an answer with records.
-#[derive(Debug)]
-pub(crate) struct Writer<'a> {
-    out: &'a mut Vec<u8>,
-    limit: usize,
-    ttl: u32,
-    answers: u16,
-    edns: Option<Edns>,
-}
-
-impl<'a> Writer<'a> {
-    /// Begins an authoritative answer of at most `limit` bytes to `query`, in place of the content of
-    /// `out`. All its records have the TTL.
-    pub(crate) fn new(
-        query: &[u8],
-        question: &Question,
-        limit: usize,
-        ttl: u32,
-        out: &'a mut Vec<u8>,
-    ) -> Self {
-        header(query, NOERROR, Some(question.end), out);
-        out[FLAGS] |= AA;
-        Self {
-            out,
-            limit: limit - question.edns.map_or(0, |_| OPT_LENGTH),
-            ttl,
-            answers: 0,
-            edns: question.edns,
-        }
-    }
-
-    /// Adds a record whose owner name is at offset `owner` of the answer. Returns the offset of its data.
-    /// If the record does not fit, it and all later ones are left out, and the TC bit is set.
-    pub(crate) fn record(&mut self, owner: usize, kind: u16, data: &[u8]) -> usize {
-        let start = self.out.len();
-        if self.out[FLAGS] & TC != 0 {
-            return start;
-        }
-        // Owners are in the first 700 bytes, and a pointer has 14 bits.
-        let fixed = [0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes);
-        self.out.extend_from_slice(fixed.as_flattened());
-        self.out.extend_from_slice(&self.ttl.to_be_bytes());
-        // The data is an address or a name, so its length fits.
-        let length = (data.len() as u16).to_be_bytes();
-        self.out.extend_from_slice(&length);
-        let data_at = self.out.len();
-        self.out.extend_from_slice(data);
-        if self.out.len() > self.limit {
-            self.out.truncate(start);
-            self.out[FLAGS] |= TC;
-        } else {
-            self.answers += 1;
-        }
-        data_at
-    }
-
-    /// Ends the answer, with an OPT record if the query had one.
-    pub(crate) fn finish(self) {
-        let count_at = Section::Answer as usize;
-        put(self.out, count_at, &self.answers.to_be_bytes());
-        push_opt(self.out, self.edns, 0);
-    }
-}
-
 /// Writes an answer without records to `out`: the header, and the question up to `end`.
 pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<u8>) {
     out.clear();
@@ -400,11 +359,9 @@ pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<
     out[QUESTIONS + 1] = u8::from(end.is_some());
 }
 
-/// Copies `message` to `out`. If it is longer than `limit`, the TC bit is set and only the first answers
-/// that fit and the OPT record remain. Names only point back, so the remaining ones stay valid.
-pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
-    out.clear();
-    out.extend_from_slice(message);
+/// Cuts a message that is longer than `limit`: sets the TC bit, and leaves only the first answers that fit
+/// and the OPT record. Names only point back, so the remaining ones stay valid.
+pub(crate) fn fit(message: &mut Vec<u8>, limit: usize) {
     let limit = limit.max(MIN_UDP);
     if message.len() <= limit {
         return;
@@ -412,13 +369,14 @@ pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     let question_end = question_end(message).unwrap_or(HEADER);
     let records = records(message, question_end).unwrap_or_default();
     let opt = records.iter().find(|record| record.kind == OPT);
-    let opt = opt.map_or(&[][..], |opt| &message[opt.start..opt.end]);
+    let opt = opt.map(|opt| message[opt.start..opt.end].to_vec());
+    let opt = opt.unwrap_or_default();
     // A question is shorter than the smallest limit.
     let room = limit.saturating_sub(opt.len());
     let fits = |record: &&Record| record.section == Section::Answer && record.end <= room;
     let count = records.iter().take_while(fits).count();
-    truncate_to(out, question_end, &records[..count]);
-    out[FLAGS] |= TC;
-    out[Section::Additional as usize + 1] = u8::from(!opt.is_empty());
-    out.extend(opt);
+    truncate_to(message, question_end, &records[..count]);
+    message[FLAGS] |= TC;
+    message[Section::Additional as usize + 1] = u8::from(!opt.is_empty());
+    message.extend(opt);
 }

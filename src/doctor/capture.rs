@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use super::report::Check;
 use super::{PROBE_LIMIT, Subject};
 use crate::capture::layout::Layout;
-use crate::capture::packet::{Decision, Direction, Packet, simulate};
+use crate::capture::packet::{Decision, Packet, Sender, simulate};
 use crate::capture::program::PATH;
 use crate::capture::rules::{Chain, Family, Protocol};
 use crate::capture::verify;
@@ -65,10 +65,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
             return vec![test_connection(subject, family, why).await];
         }
     };
-    let version = match family {
-        Family::V4 => "IPv4",
-        Family::V6 => "IPv6",
-    };
+    let version = if family == Family::V4 { "IPv4" } else { "IPv6" };
     if !layout.is_captured() {
         let found =
             format!("no chain of Istio for {version} leads to ports {OUTBOUND} and {INBOUND}");
@@ -135,10 +132,10 @@ fn simulated_connections(layout: &Layout, family: Family, (user, group): (u32, u
     let [loopback, inbound, outside] = addresses(family);
     let simulate_to = |destination: (IpAddr, u16), interface: &str| {
         let packet = Packet {
-            direction: Direction::Out {
+            sender: Some(Sender {
                 user: user.into(),
                 group: group.into(),
-            },
+            }),
             protocol: Protocol::Tcp,
             source: (loopback, 0).into(),
             destination: destination.into(),

@@ -85,14 +85,11 @@ async fn workload_secrets(
         return (secrets, Vec::new());
     };
     let (is_only_source, path) = (files.is_only_source, files.chain.display().to_string());
-    let read = match run_blocking(move || files.read()).await {
-        Ok(read) => read,
-        Err(late) => {
-            let problem = Problem::new(codes::SECRET_FILE_UNREADABLE, path, late);
-            let level = secrets[0].as_ref().map_or(Level::Error, |_| Level::Warning);
-            return (secrets, vec![Check::problem(level, &problem)]);
-        }
-    };
+    let read = run_blocking(move || files.read()).await;
+    let read = read.unwrap_or_else(|late| {
+        let problem = Problem::new(codes::SECRET_FILE_UNREADABLE, path, late);
+        [Err(problem.clone()), Err(problem)]
+    });
     let mut checks = Vec::new();
     for (read, secret) in read.into_iter().zip(&mut secrets) {
         match read {

@@ -11,6 +11,7 @@ use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{CertificateError, Error};
 use x509_parser::parse_x509_certificate;
 
+use super::checked;
 use super::report::{Check, Level};
 use crate::clock::rfc3339;
 use crate::pem;
@@ -29,11 +30,9 @@ impl Facts {
 
     /// Checks that the certificate is valid now. `name` names it.
     pub(super) fn validity(&self, name: &str, now: SystemTime) -> Check {
-        let Some(problem) = self.validity_problem(name, now) else {
-            let end = rfc3339(self.not_after);
-            return Check::ok(name, format!("{self}, valid until {end}"));
-        };
-        Check::of(&problem)
+        let found = format!("{self}, valid until {}", rfc3339(self.not_after));
+        let problem = self.validity_problem(name, now);
+        checked(name, problem.map_or(Ok(found), Err))
     }
 }
 

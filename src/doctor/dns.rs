@@ -5,46 +5,44 @@ use std::net::SocketAddr;
 use futures_util::future::join_all;
 
 use super::report::{Check, Level};
-use super::{PROBE_LIMIT, Running, Subject, run_blocking};
+use super::{PROBE_LIMIT, Running, Subject, checked, run_blocking};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, Forwarder};
-use crate::dns::{self, Transport};
+use crate::dns::{self, Dns};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let Some(config) = &subject.config.dns else {
-        // Applications query these resolvers themselves. A virtual machine may not have any.
-        let config = forward::Config {
+    let captured = subject.config.dns.as_ref();
+    let config = captured.map_or_else(
+        // Applications query these resolvers themselves.
+        || forward::Config {
             resolv_conf: subject.config.resolv_conf.clone(),
             ..forward::Config::default()
-        };
-        let forwarder = Forwarder::new(config.clone(), &Registry::default());
-        let mut checks = resolvers(&config, &forwarder).await;
-        checks.retain(|check| check.code != codes::DNS_RESOLVER_MISSING.name);
-        return checks;
-    };
-    let dns = subject.running.and_then(|running| running.dns.as_ref());
-    let addresses = dns.map(|dns| dns.addresses()).unwrap_or_default();
-    let running = subject.running.and_then(|it| it.forwarder.clone());
-    // A forwarding loop is detected only by the forwarder of the running agent.
-    let forwarder =
-        running.unwrap_or_else(|| Forwarder::new(config.forwarder.clone(), &Registry::default()));
-    let (mut checks, resolvers) = tokio::join!(
-        join_all(addresses.iter().map(|address| server(*address))),
-        resolvers(&config.forwarder, &forwarder)
+        },
+        |dns| dns.forwarder.clone(),
     );
+    // A forwarding loop is detected only by the forwarder of the running agent.
+    let running = subject.running.and_then(|it| it.forwarder.clone());
+    let forwarder = running.unwrap_or_else(|| Forwarder::new(config.clone(), &Registry::default()));
+    let dns = subject.running.and_then(|running| running.dns.as_ref());
+    let addresses = dns.map(Dns::addresses).unwrap_or_default();
+    let servers = join_all(addresses.iter().map(|address| server(*address)));
+    let (mut checks, resolvers) = tokio::join!(servers, resolvers(&config, &forwarder));
     checks.extend(resolvers);
-    checks.push(name_table(subject.running));
+    if captured.is_some() {
+        checks.push(name_table(subject.running));
+    } else {
+        // A virtual machine may not have any resolver.
+        checks.retain(|check| check.code != codes::DNS_RESOLVER_MISSING.name);
+    }
     checks
 }
 
 /// Checks that the agent's own server answers.
 async fn server(address: SocketAddr) -> Check {
-    match dns::answers(address, PROBE_LIMIT).await {
-        Ok(()) => Check::ok(format!("server {address}"), "answers"),
-        Err(problem) => Check::of(&problem),
-    }
+    let answers = dns::answers(address, PROBE_LIMIT).await;
+    checked(format!("server {address}"), answers.map(|()| "answers"))
 }
 
 /// Reads `resolv.conf`, and queries the resolvers in it.
@@ -64,15 +62,10 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
         let found = format!("{count} resolvers, search domains: {search}");
         checks.push(Check::ok(name, found));
     }
-    let transport = if resolv_conf.use_tcp {
-        Transport::Tcp
-    } else {
-        Transport::Udp
-    };
     // Resolvers of a cluster answer in its domains without querying other resolvers.
     let domain = resolv_conf.search.first().map_or("", String::as_str);
     let servers = resolv_conf.nameservers.iter();
-    let probes = servers.map(|server| forwarder.probe(*server, transport, domain));
+    let probes = servers.map(|server| forwarder.probe(*server, domain));
     let answers = join_all(probes).await;
     let has_any = answers.iter().any(is_answer);
     let answers_by_server = resolv_conf.nameservers.iter().zip(answers);
@@ -101,10 +94,7 @@ fn name_table(running: Option<&Running>) -> Check {
     let Some(dns) = running.and_then(|running| running.dns.as_ref()) else {
         return Check::skipped(name, "known to a running agent only");
     };
-    match dns.hosts() {
-        Ok(hosts) => Check::ok(name, format!("{hosts} hosts")),
-        Err(problem) => Check::of(&problem),
-    }
+    checked(name, dns.hosts().map(|hosts| format!("{hosts} hosts")))
 }
 
 #[cfg(test)]

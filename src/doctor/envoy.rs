@@ -3,7 +3,6 @@
 use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject, run_blocking};
 use crate::config;
-use crate::envoy::admin::Admin;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::Report;
 use crate::envoy::{Config, inspect, program};
@@ -18,10 +17,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         return vec![Check::skipped("Envoy", why)];
     };
     let handle = subject.running.and_then(|running| running.envoy.as_ref());
-    let admin = match handle {
-        Some(envoy) => envoy.admin().within(PROBE_LIMIT),
-        None => Admin::new(envoy.admin_host, envoy.admin_port, PROBE_LIMIT),
-    };
+    let admin = envoy.admin.within(PROBE_LIMIT);
     let report = handle.map(|envoy| envoy.snapshot());
     let process = async {
         match &report {
@@ -97,7 +93,7 @@ fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
     let status = config.status.as_ref().map_or(0, |status| status.port);
     for (code, port) in [
         (codes::STATUS_PORT_TAKEN, status),
-        (codes::PORT_TAKEN, envoy.admin_port),
+        (codes::PORT_TAKEN, envoy.admin.address.port()),
         (codes::PORT_TAKEN, config.bootstrap.ports.health),
     ] {
         let holder = port::holder(port);

@@ -1,24 +1,44 @@
 //! Checks every control plane: resolves its name, dials it, and sends a discovery request.
+//!
+//! The request is as cheap for istiod as possible. It asks for the endpoints of a cluster that does not exist: istiod
+//! answers any name and any kind of proxy with an empty list, without generating clusters or listeners. The node has no
+//! metadata by which istiod registers machines (`AUTO_REGISTER_GROUP`, `WorkloadEntry`), so istiod writes nothing to the
+//! Kubernetes cluster when the stream opens and ends.
 
 use std::time::SystemTime;
 
+use envoy_types::pb::envoy::config::core::v3::Node as EnvoyNode;
+use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
+use envoy_types::pb::envoy::service::discovery::v3::aggregated_discovery_service_client::AggregatedDiscoveryServiceClient;
+use envoy_types::pb::google::protobuf::value::Kind;
+use envoy_types::pb::google::protobuf::{Struct, Value};
+use futures_util::StreamExt;
 use futures_util::future::{OptionFuture, join_all};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
+use tonic::metadata::MetadataMap;
 
-use super::discovery;
 use super::report::{Check, Level};
 use super::token::Credentials;
-use super::{PROBE_LIMIT, Subject};
+use super::{PROBE_LIMIT, Subject, checked};
+use crate::bootstrap::node::Node;
 use crate::duration::rounded;
-use crate::istiod::probe::{self, Probe};
-use crate::istiod::{Config, Security, refusal};
+use crate::istiod::{Config, Probe, Security, open_probe, refusal};
 use crate::problem::codes;
 use crate::secrets::Facts;
 use crate::xds::observe::Source;
 
 const RENEW: &str =
     "renew istiod's certificate: kubectl rollout restart deployment istiod -n istio-system";
+const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const NO_CLUSTER: &str = "outbound|1||istio-agent-doctor.invalid";
+/// The metadata that istiod compares with the token, and from which it derives the format of its response.
+const METADATA: [&str; 4] = [
+    "NAMESPACE",
+    "SERVICE_ACCOUNT",
+    "CLUSTER_ID",
+    "ISTIO_VERSION",
+];
 
 /// Makes the checks with these credentials.
 pub(super) async fn checks(
@@ -87,7 +107,7 @@ async fn examine(
     until: Instant,
 ) -> (Vec<Check>, bool) {
     let left = until.saturating_duration_since(Instant::now());
-    let probe = match probe::open(config, left).await {
+    let probe = match open_probe(config, left).await {
         Ok(probe) => probe,
         Err(problem) => return (vec![Check::of(&problem)], false),
     };
@@ -135,21 +155,46 @@ async fn ask(
     credentials: &Credentials,
     until: Instant,
 ) -> Check {
-    let node = &subject.config.bootstrap.node;
-    let authorization = credentials.authorization.clone();
-    let request = discovery::ask(probe, config, authorization, node);
-    let answer = timeout_at(until, request).await.unwrap_or_else(|_| {
+    // The stream stays open until the response arrives.
+    let request = std::future::ready(request(&subject.config.bootstrap.node));
+    let requests = futures_util::stream::once(request).chain(futures_util::stream::pending());
+    let mut call = tonic::Request::new(requests);
+    let headers = config.headers(credentials.authorization.clone());
+    *call.metadata_mut() = MetadataMap::from_headers(headers);
+    let service = probe.connection.clone().service();
+    let mut client = AggregatedDiscoveryServiceClient::with_origin(service, config.uri("/"));
+    let answer = async {
+        let responses = client.stream_aggregated_resources(call).await?;
+        let response = responses.into_inner().message().await?;
+        response.ok_or_else(|| Status::ok("the stream ended without an answer"))
+    };
+    let answer = timeout_at(until, answer).await.unwrap_or_else(|_| {
         let late = format!("no answer within {}", rounded(PROBE_LIMIT));
         Err(Status::deadline_exceeded(late))
     });
-    match answer {
-        Ok(version) => {
-            let name = format!("discovery request to {}", config.subject());
-            Check::ok(name, format!("answered, version {version:?}"))
-        }
-        Err(status) => {
-            let (token, code) = (&credentials.token, codes::ISTIOD_ERROR);
-            Check::of(&refusal::explain(config, token, code, &status))
-        }
+    let (token, code) = (&credentials.token, codes::ISTIOD_ERROR);
+    let found = answer
+        .map(|response| format!("answered, version {:?}", response.version_info))
+        .map_err(|status| refusal::explain(config, token, code, &status));
+    checked(format!("discovery request to {}", config.subject()), found)
+}
+
+fn request(node: &Node) -> DiscoveryRequest {
+    let field = |name: &str| {
+        let text = node.metadata.get(name)?.as_str()?;
+        let kind = Some(Kind::StringValue(text.to_owned()));
+        Some((name.to_owned(), Value { kind }))
+    };
+    DiscoveryRequest {
+        node: Some(EnvoyNode {
+            id: node.id.clone(),
+            metadata: Some(Struct {
+                fields: METADATA.into_iter().filter_map(field).collect(),
+            }),
+            ..Default::default()
+        }),
+        type_url: ENDPOINTS.to_owned(),
+        resource_names: vec![NO_CLUSTER.to_owned()],
+        ..Default::default()
     }
 }

@@ -9,7 +9,6 @@ mod capture;
 mod certificate;
 mod certificates;
 mod configuration;
-mod discovery;
 mod dns;
 mod envoy;
 mod istiod;
@@ -100,7 +99,7 @@ pub async fn report(
             group("capture", capture::checks(subject)),
             group("DNS", dns::checks(subject)),
             group("probes", probes::checks(subject)),
-            group("next container", stored::checks(subject)),
+            group("next container", stored::checks(config)),
             group("standby", async { standby::checks(subject) }),
         ))
     });
@@ -181,6 +180,14 @@ async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
     let made = tokio::time::timeout(LIMIT, checks).await;
     let checks = made.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]);
     Group::new(name, checks)
+}
+
+/// Reports what a check found: a passed check, or its problem.
+fn checked(name: impl ToString, found: Result<impl ToString, Problem>) -> Check {
+    match found {
+        Ok(found) => Check::ok(name, found),
+        Err(problem) => Check::of(&problem),
+    }
 }
 
 fn late(name: impl ToString, why: impl ToString) -> Check {

@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use http::{HeaderMap, HeaderValue, header};
 
 use super::report::{Check, Level};
-use super::{PROBE_LIMIT, Subject, get};
+use super::{PROBE_LIMIT, Subject, checked, get};
 use crate::config::Config;
 use crate::lifecycle::with_causes;
 use crate::probe::{self, Probe};
@@ -39,11 +39,8 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     // Envoy may expect another protocol there, or have no such listener.
     let is_known = !config.bootstrap.health_proxy_protocol && !config.has_custom_bootstrap;
     if is_ready && config.envoy.is_some() && port != 0 && is_known {
-        const NAME: &str = "readiness through Envoy";
-        checks.push(match ready(config.bootstrap.admin_host(), port).await {
-            Ok(found) => Check::ok(NAME, found),
-            Err(found) => Check::of(&unready(found)),
-        });
+        let found = ready(config.bootstrap.admin_host(), port).await;
+        checks.push(checked("readiness through Envoy", found.map_err(unready)));
     }
     checks
 }

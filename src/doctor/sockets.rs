@@ -30,10 +30,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let config = subject.config;
     let (xds, sds) = tokio::join!(inspect(&config.xds_socket), inspect(&config.sds_socket));
     let owner = subject.running.map_or(Owner::Agent, |_| Owner::This);
-    let serves_secrets = match subject.running {
-        Some(running) => running.serves_secrets,
-        None => config.secret_sources.absent_socket == AbsentSocket::Serve,
-    };
+    let is_own = config.secret_sources.absent_socket == AbsentSocket::Serve;
+    let serves_secrets = subject.running.map_or(is_own, |it| it.serves_secrets);
     let sds_owner = if serves_secrets { owner } else { Owner::Other };
     let mut checks = vec![check("XDS socket", &config.xds_socket, &xds, owner)];
     if config.envoy.is_some() {

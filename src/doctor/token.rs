@@ -7,7 +7,7 @@ use futures_util::future::join_all;
 use http::HeaderValue;
 
 use super::report::{Check, Level};
-use super::{Subject, run_blocking};
+use super::{Subject, checked, run_blocking};
 use crate::clock::rfc3339;
 use crate::config::Config;
 use crate::duration::rounded;
@@ -106,11 +106,8 @@ fn valid(path: &Path, claims: &Claims) -> Check {
 async fn check_roots(roots: Roots) -> Check {
     let blocking = roots.clone();
     let read = run_blocking(move || trust_anchors::read(&blocking)).await;
-    match read.unwrap_or_else(|late| Err(trust_anchors::unusable(&roots, late))) {
-        Ok(anchors) => {
-            let found = format!("{roots}, usable certificates: {}", anchors.store.len());
-            Check::ok("roots for istiod", found)
-        }
-        Err(problem) => Check::of(&problem),
-    }
+    let read = read.unwrap_or_else(|late| Err(trust_anchors::unusable(&roots, late)));
+    let count = read.map(|anchors| anchors.store.len());
+    let found = count.map(|count| format!("{roots}, usable certificates: {count}"));
+    checked("roots for istiod", found)
 }

@@ -86,9 +86,15 @@ impl Counting {
         let (name, path) = self.active.name_and_path();
         let (mut failures, mut last) = (0, None);
         loop {
-            match statistics_page(admin, path).await {
-                Err((problem, is_closed)) => {
-                    failures = if is_closed { FAILURES } else { failures + 1 };
+            match admin.call(Method::GET, path).await {
+                Err(error) => {
+                    // Envoy has exited if its admin port is closed.
+                    failures = if error.is_closed() {
+                        FAILURES
+                    } else {
+                        failures + 1
+                    };
+                    let problem = with_causes(&error);
                     tracing::warn!(
                         "cannot count Envoy's {name} ({failures} of {FAILURES}): {problem}"
                     );
@@ -169,20 +175,6 @@ impl Counting {
             || listener.contains("worker_")
             || listener.starts_with("envoy_internal_");
         !is_envoys && local_port(listener).is_none_or(|port| !self.internal_ports.contains(&port))
-    }
-}
-
-/// Reads a page of statistics. Fails with the problem, and true if the admin port is closed: Envoy has exited.
-async fn statistics_page(admin: Admin, path: &str) -> Result<String, (String, bool)> {
-    match admin.request(Method::GET, path).await {
-        Ok(answer) if answer.status().is_success() => {
-            Ok(String::from_utf8_lossy(answer.body()).into_owned())
-        }
-        Ok(answer) => {
-            let problem = format!("status {}, expected 200", answer.status().as_u16());
-            Err((problem, false))
-        }
-        Err(error) => Err((with_causes(&error), error.is_closed())),
     }
 }
 

@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode};
+use http::{Method, Request, Response};
 use serde_json::Value;
 use tokio::time::Instant;
 
@@ -43,13 +43,17 @@ pub(super) enum DrainCall {
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("no answer from Envoy's admin port")]
-pub struct Error(#[from] http_client::Error);
+pub enum Error {
+    #[error("no answer from Envoy's admin port")]
+    NoAnswer(#[from] http_client::Error),
+    #[error("unexpected status {0}")]
+    Status(u16),
+}
 
 impl Error {
     /// Returns true if there was no connection, because nothing listens at the port.
     pub(super) fn is_closed(&self) -> bool {
-        matches!(self.0, http_client::Error::Connect(_))
+        matches!(self, Self::NoAnswer(http_client::Error::Connect(_)))
     }
 }
 
@@ -78,15 +82,19 @@ impl Admin {
         Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
+    /// Sends one request without a body, and returns the answer as text. Fails unless its status is a success.
+    pub(super) async fn call(&self, method: Method, path: &str) -> Result<String, Error> {
+        let answer = self.request(method, path).await?;
+        match answer.status() {
+            status if !status.is_success() => Err(Error::Status(status.as_u16())),
+            _ => Ok(String::from_utf8_lossy(answer.body()).into_owned()),
+        }
+    }
+
     /// Returns the text of a page, or the reason why it cannot be read.
     pub async fn text(&self, path: &str) -> Result<String, String> {
-        match self.request(Method::GET, path).await {
-            Ok(answer) if answer.status() == StatusCode::OK => {
-                Ok(String::from_utf8_lossy(answer.body()).into_owned())
-            }
-            Ok(answer) => Err(format!("unexpected status {}", answer.status().as_u16())),
-            Err(error) => Err(with_causes(&error)),
-        }
+        let text = self.call(Method::GET, path).await;
+        text.map_err(|error| with_causes(&error))
     }
 
     /// Returns a page as JSON, or the reason why it cannot be read.
@@ -104,34 +112,22 @@ impl Admin {
         };
         let scope = if inbound_only { "inboundonly&" } else { "" };
         let path = format!("/drain_listeners?{scope}{options}");
-        match self.post(path.trim_end_matches(['?', '&'])).await {
-            Ok(status) if status.is_success() => {}
-            Ok(status) => tracing::warn!(
-                status = status.as_u16(),
-                "Envoy refused to {action} its listeners; continuing anyway"
-            ),
-            Err(error) => warn(
-                &error,
-                &format!("failed to {action} listeners; continuing anyway"),
-            ),
+        let path = path.trim_end_matches(['?', '&']);
+        if let Err(error) = self.call(Method::POST, path).await {
+            let decision = format!("failed to {action} listeners; continuing anyway");
+            warn(&error, &decision);
         }
     }
 
     /// Asks Envoy to flush its logs and exit. Returns only after a failure; the supervisor waits for Envoy's exit.
     pub(super) async fn quit(self) {
-        match self.post("/quitquitquit").await {
-            Ok(status) if !status.is_success() => tracing::warn!(
-                status = status.as_u16(),
-                "Envoy refused to quit; terminating it"
-            ),
+        match self.call(Method::POST, "/quitquitquit").await {
             // An Envoy that exits may close the connection before its answer.
-            Ok(_) | Err(Error(http_client::Error::Broken { .. })) => std::future::pending().await,
-            Err(error) => warn(&error, "cannot ask Envoy to quit; terminating it"),
+            Ok(_) | Err(Error::NoAnswer(http_client::Error::Broken { .. })) => {
+                std::future::pending().await
+            }
+            Err(error) => warn(&error, "Envoy does not quit; terminating it"),
         }
-    }
-
-    async fn post(&self, path: &str) -> Result<StatusCode, Error> {
-        Ok(self.request(Method::POST, path).await?.status())
     }
 
     /// Waits until Envoy is live.

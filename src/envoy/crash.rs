@@ -15,7 +15,7 @@ use crate::duration::approximate;
 use crate::permission;
 use crate::port;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
+use crate::regular_file::{self, if_exists};
 use crate::replace_file::replace_file;
 
 const NAME: &str = "envoy-crash.json";
@@ -73,14 +73,6 @@ impl Crash {
         };
         // Pilot-agent's log line begins with these words.
         Problem::new(code, "Envoy exited with error", self)
-    }
-}
-
-/// Turns the error for a missing file into None.
-fn if_exists<T>(done: io::Result<T>) -> io::Result<Option<T>> {
-    match done {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        done => done.map(Some),
     }
 }
 

@@ -20,11 +20,10 @@ pub(crate) mod program;
 pub mod shutdown;
 mod supervisor;
 
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
 use crate::lifecycle::{BoxError, Stop, with_causes};
 use crate::metrics::{Kind, Registry};
@@ -38,19 +37,13 @@ pub use instance::Ended;
 use shutdown::Limits;
 use supervisor::Supervisor;
 
-/// The capacity of the queue of orders; a sender waits while it is full.
-const MAX_ORDERS: usize = 8;
-
 /// The settings of the supervisor.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub command: Command,
     /// The directory of the crash record and of the base id files.
     pub directory: PathBuf,
-    pub admin_host: IpAddr,
-    pub admin_port: u16,
-    /// The limit of a request to the admin port.
-    pub admin_call: Duration,
+    pub admin: Admin,
     /// A first Envoy that crashes within this time has failed to start.
     pub early: Duration,
     /// True for a sidecar: its outbound listeners are not drained.
@@ -84,13 +77,8 @@ pub fn new(
     Envoy,
     impl Future<Output = Result<Exit, BoxError>> + Send + 'static,
 ) {
-    let admin = Admin::new(config.admin_host, config.admin_port, config.admin_call);
-    let (publish, report) = watch::channel(Report::default());
-    let (sender, orders) = mpsc::channel(MAX_ORDERS);
-    publish_state(metrics, report.clone());
-    let envoy = Envoy::new(admin, report, sender);
-    let requests = stop.requested();
-    let supervisor = Supervisor::new(config, admin, prepare, publish, requests, orders, metrics);
+    let (envoy, supervisor) = Supervisor::new(config, prepare, stop, metrics);
+    publish_state(metrics, envoy.report());
     (envoy, supervisor.run())
 }
 

@@ -6,28 +6,27 @@
 
 use std::time::Duration;
 
-use futures_util::future::OptionFuture;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::sleep;
 
 use super::active::{Active, Counting};
-use super::admin::{Admin, DrainCall};
+use super::admin::DrainCall;
 use super::crash::Crash;
 use super::crash_restart::Restarts;
-use super::handle::{Order, Report, Role, State};
-use super::hot_restart::{HotRestart, Prepare, wait_until_live};
+use super::handle::{Envoy, Order, Report, Role, State};
+use super::hot_restart::{Command, HotRestart, Prepare, wait_until_live};
 use super::instance::{self, Ended, Instance, KILLED, TERMINATED, unkillable};
-use super::launch::{BaseId, Launch};
 use super::machine::{Action, Event, Machine, Phase};
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Exit, warn};
-use crate::clock::{Clock, after};
+use crate::clock::Clock;
 use crate::duration::{rounded, scaled};
-use crate::lifecycle::{BoxError, StopRequest, Urgency};
+use crate::lifecycle::{BoxError, Stop, StopRequest, Urgency};
 use crate::metrics::{Counter, Registry};
-use crate::problem::Problem;
 
+/// The capacity of the queue of orders; a sender waits while it is full.
+const MAX_ORDERS: usize = 8;
 /// The period in which connections and requests are counted.
 const PERIOD: Duration = Duration::from_secs(1);
 /// The period after the listeners are closed.
@@ -37,8 +36,12 @@ const QUIT_CALL: f64 = 0.5;
 
 pub(super) struct Supervisor {
     config: Config,
-    admin: Admin,
-    current: Current,
+    /// Decides about the current Envoy, which serves or starts to, and is not the successor of a hot restart.
+    machine: Machine,
+    /// The current Envoy.
+    instance: Option<Instance>,
+    /// Running requests to its admin port, and timers.
+    calls: JoinSet<Event>,
     budget: Restarts,
     /// The exit of the last Envoy, if the agent did not cause it, until the next start.
     last_end: Option<Ended>,
@@ -54,75 +57,29 @@ pub(super) struct Supervisor {
     drains: Counter,
 }
 
-/// The Envoy that serves, or starts to, and is not the successor of a hot restart.
-pub(super) struct Current {
-    pub(super) machine: Machine,
-    pub(super) instance: Option<Instance>,
-    /// The launch of the last instance, also after its exit.
-    pub(super) launch: Option<Launch>,
-    /// The number of Envoys started so far.
-    pub(super) count: u32,
-    /// Running requests to its admin port.
-    calls: JoinSet<Event>,
-    /// The time of the next [`Event::Deadline`].
-    deadline: Option<Instant>,
-}
-
-impl Current {
-    /// Starts an Envoy and counts it, without making it the current one.
-    pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, Problem> {
-        let instance = Instance::start(launch, self.count)?;
-        self.count += 1;
-        Ok(instance)
-    }
-
-    pub(super) fn set(&mut self, instance: Instance) {
-        self.launch = Some(instance.launch.clone());
-        self.instance = Some(instance);
-    }
-
-    pub(super) fn base_id(&self) -> Option<&BaseId> {
-        self.launch.as_ref()?.base_id.as_deref()
-    }
-
-    /// Runs a request to the admin port; `step` is done when it ends.
-    fn call(&mut self, step: Step, call: impl Future<Output = ()> + Send + 'static) {
-        self.calls.spawn(async move {
-            call.await;
-            Event::Done(step)
-        });
-    }
-}
-
 impl Supervisor {
+    /// Creates the supervisor and its handle.
     pub(super) fn new(
         config: Config,
-        admin: Admin,
         prepare: Prepare,
-        publish: watch::Sender<Report>,
-        stop: watch::Receiver<StopRequest>,
-        orders: mpsc::Receiver<Order>,
+        stop: &Stop,
         metrics: &Registry,
-    ) -> Self {
-        let directory = config.directory.clone();
-        Self {
-            current: Current {
-                machine: Machine::new(config.limits),
-                instance: None,
-                launch: None,
-                count: 0,
-                calls: JoinSet::new(),
-                deadline: None,
-            },
+    ) -> (Envoy, Self) {
+        let (publish, report) = watch::channel(Report::default());
+        let (sender, orders) = mpsc::channel(MAX_ORDERS);
+        let envoy = Envoy::new(config.admin, report, sender);
+        let supervisor = Self {
+            machine: Machine::new(config.limits),
+            instance: None,
+            calls: JoinSet::new(),
             budget: Restarts::new(config.restarts),
             last_end: None,
             pause: Duration::ZERO,
-            hot_restart: HotRestart::new(config.hot_restart, directory, admin, prepare, metrics),
+            hot_restart: HotRestart::new(&config, prepare, metrics),
             config,
-            admin,
             drain_order: None,
             publish,
-            stop,
+            stop: stop.requested(),
             orders,
             restarts: metrics.counter(
                 "istio_agent_envoy_restarts_total",
@@ -132,7 +89,8 @@ impl Supervisor {
                 "istio_agent_envoy_drains_total",
                 "Times Envoy was told to send its clients away.",
             ),
-        }
+        };
+        (envoy, supervisor)
     }
 
     /// Runs Envoy until its last exit, then ends the Envoys of an unfinished hot restart.
@@ -145,7 +103,7 @@ impl Supervisor {
         self.publish();
         self.hot_restart.end(self.config.limits.kill).await;
         self.publish();
-        if self.current.instance.is_none() {
+        if self.instance.is_none() {
             self.publish
                 .send_modify(|report| report.state = State::Exited);
         }
@@ -161,7 +119,7 @@ impl Supervisor {
             urgency => Event::StopRequested(urgency),
         };
         loop {
-            let action = self.current.machine.apply(event);
+            let action = self.machine.apply(event);
             if action != Action::Drain {
                 // A drain order without effect is answered at once, by dropping its sender.
                 self.drain_order = None;
@@ -173,7 +131,7 @@ impl Supervisor {
                 Action::Start => self.start()?,
                 Action::Pause => {
                     tracing::warn!("starting Envoy again in {}", rounded(self.pause));
-                    self.current.deadline = Some(after(self.pause));
+                    self.call(Event::PauseOver, sleep(self.pause));
                 }
                 Action::Drain => self.call_drain(DrainCall::Stay),
                 Action::Begin(step) => {
@@ -181,7 +139,8 @@ impl Supervisor {
                     self.begin(step);
                 }
             }
-            self.hot_restart.observe(event, &mut self.current);
+            let is_running = self.machine.phase() == Phase::Running;
+            self.hot_restart.observe(event, is_running);
             let Some(next) = self.next().await? else {
                 return Ok(Exit::Superseded);
             };
@@ -192,10 +151,8 @@ impl Supervisor {
     /// Waits until the successor in another container has ended Envoy. After a stop request Envoy still has the time
     /// of a drain.
     async fn await_end_by_successor(&mut self) -> Result<Exit, BoxError> {
-        if let Some(base_id) = self.current.base_id() {
-            base_id.set_lent(true);
-        }
-        let Some(mut envoy) = self.current.instance.take() else {
+        self.hot_restart.set_lent(true);
+        let Some(mut envoy) = self.instance.take() else {
             return Ok(Exit::Superseded);
         };
         let (stop, drain) = (&mut self.stop, self.config.limits.drain.at_most());
@@ -206,7 +163,7 @@ impl Supervisor {
         };
         tokio::select! {
             ended = envoy.ended() => tracing::info!("the former Envoy has exited: {}", ended?),
-            () = tokio::time::sleep(self.hot_restart.parent_limit()) => {
+            () = sleep(self.hot_restart.parent_limit()) => {
                 tracing::warn!("killing the former Envoy, which its successor should have ended");
             }
             () = stopped_and_drained => {
@@ -219,7 +176,7 @@ impl Supervisor {
 
     fn exit(&self) -> Exit {
         match self.last_end {
-            Some(ended) if !self.current.machine.is_stop_requested() => Exit::ByItself(ended),
+            Some(ended) if !self.machine.is_stop_requested() => Exit::ByItself(ended),
             _ => Exit::Requested,
         }
     }
@@ -241,12 +198,10 @@ impl Supervisor {
     async fn next(&mut self) -> Result<Option<Event>, BoxError> {
         loop {
             self.publish();
-            let current = &mut self.current;
-            let requested = current.machine.requested();
-            let deadline = OptionFuture::from(current.deadline.map(sleep_until));
-            tokio::select! {
+            let requested = self.machine.requested();
+            let command = tokio::select! {
                 biased;
-                ended = instance::ended(&mut current.instance) => return self.handle_exit(ended?).await.map(Some),
+                ended = instance::ended(&mut self.instance) => return self.handle_exit(ended?).await.map(Some),
                 urgency = more_urgent(&mut self.stop, requested) => return Ok(Some(Event::StopRequested(urgency))),
                 Some(order) = self.orders.recv() => match order {
                     Order::Drain(order) => {
@@ -255,32 +210,44 @@ impl Supervisor {
                     }
                     Order::Lend(answer) => {
                         // A sender that no longer listens will reclaim it.
-                        let _ = answer.send(self.hot_restart.lend(current));
+                        let _ = answer.send(self.hot_restart.lend());
+                        None
                     }
-                    Order::Reclaim => self.hot_restart.reclaim(current),
+                    Order::Reclaim => self.hot_restart.reclaim(),
                     Order::Supersede => return Ok(None),
-                    Order::ParentEnded => {
-                        if let Some(event) = self.hot_restart.handle_parent_exit(current) {
-                            return Ok(Some(event));
-                        }
-                    }
-                    Order::Restart { reason } => self.hot_restart.request(reason, current),
+                    Order::ParentEnded => self.hot_restart.handle_parent_exit(),
+                    Order::Restart { reason } => self.hot_restart.request(reason),
                 },
-                progress = self.hot_restart.progress() => {
-                    let progressed = self.hot_restart.handle_progress(progress?, &mut self.current);
-                    if let Some(event) = progressed.await {
-                        return Ok(Some(event));
-                    }
-                }
-                Some(call) = current.calls.join_next() => match call {
+                progress = self.hot_restart.progress() => self.hot_restart.handle_progress(progress?).await,
+                Some(call) = self.calls.join_next() => match call {
                     Ok(event) => return Ok(Some(event)),
-                    // Each step also ends with its deadline, so a lost answer delays it at most.
-                    Err(error) => warn(&error, "continuing without an answer from Envoy"),
+                    // Each step also ends with its time, so a lost answer delays it at most.
+                    Err(error) => {
+                        warn(&error, "continuing without an answer from Envoy");
+                        None
+                    }
                 },
-                Some(()) = deadline => {
-                    self.current.deadline = None;
-                    return Ok(Some(Event::Deadline));
-                }
+            };
+            if let Some(event) = command.and_then(|command| self.carry_out(command)) {
+                return Ok(Some(event));
+            }
+        }
+    }
+
+    /// Carries out a decision of the hot restart. Returns the event for the machine.
+    fn carry_out(&mut self, command: Command) -> Option<Event> {
+        match command {
+            Command::Replace(end_by) => Some(Event::Replace(end_by)),
+            Command::Promote(successor) => {
+                let (epoch, limit) = (successor.epoch, rounded(self.hot_restart.parent_limit()));
+                let parent = self.instance.replace(*successor)?;
+                let parent_epoch = parent.epoch;
+                tracing::info!(
+                    "Envoy epoch {epoch} is live; epoch {parent_epoch} exits within {limit}"
+                );
+                self.hot_restart.parent = Some(parent);
+                // The parent was drained; clients of the successor must be asked, too.
+                self.machine.is_drained().then_some(Event::DrainOrdered)
             }
         }
     }
@@ -288,7 +255,7 @@ impl Supervisor {
     /// Publishes a step of a shutdown. `is_requested` is true for the first step after a stop request, which begins
     /// or shortens the shutdown. The steps of a full restart are not published, because it is not a shutdown.
     fn report_step(&self, step: PlannedStep, is_requested: bool) {
-        let (clock, plan) = (Clock::system(), self.current.machine.plan());
+        let (clock, plan) = (Clock::system(), self.machine.plan());
         let cause = self.stop.borrow().cause.unwrap_or("no reason was given");
         if is_requested {
             tracing::info!("stopping Envoy ({cause}): {plan}");
@@ -316,34 +283,26 @@ impl Supervisor {
         if self.last_end.take().is_some() {
             self.restarts.inc();
         }
-        let launch = self.hot_restart.next_launch(&mut self.current)?;
-        if self.current.count == 0 {
-            let command = &launch.prepared.command;
-            let arguments = command.arguments(&launch.mode).join(" ");
-            let program = command.binary.display();
-            tracing::info!(target: crate::logging::WHOLE, "Envoy command: [{program} {arguments}]");
-        }
-        let (admin, restart_epoch) = (self.admin, launch.restart_epoch());
-        let instance = self.current.spawn(launch)?;
-        self.current.set(instance);
-        self.current.calls.spawn(async move {
+        let instance = self.hot_restart.start()?;
+        let (admin, restart_epoch) = (self.config.admin, instance.launch.restart_epoch());
+        self.instance = Some(instance);
+        self.call(Event::Live, async move {
             if restart_epoch == 0 {
                 admin.live().await;
             } else {
                 // The parent in another container may still answer at the admin port.
                 wait_until_live(admin, restart_epoch).await;
             }
-            Event::Live
         });
         Ok(())
     }
 
     /// Publishes Envoy's state, the running Envoys, and the last restart.
     fn publish(&self) {
-        let (machine, hot_restart) = (&self.current.machine, &self.hot_restart);
+        let (machine, hot_restart) = (&self.machine, &self.hot_restart);
         let [parent, current, successor] = [
             (&hot_restart.parent, Role::Leaving),
-            (&self.current.instance, Role::Current),
+            (&self.instance, Role::Current),
             (&hot_restart.successor, Role::Next),
         ]
         .map(|(instance, role)| Some(instance.as_ref()?.report(role)));
@@ -366,13 +325,12 @@ impl Supervisor {
 
     /// Handles the exit of the current Envoy. Fails if the first Envoy crashed before it served.
     async fn handle_exit(&mut self, ended: Ended) -> Result<Event, BoxError> {
-        self.current.calls = JoinSet::new();
-        self.current.deadline = None;
-        let has_served = self.current.machine.phase() > Phase::Starting;
-        let is_expected = self.current.machine.expects_exit();
+        self.calls = JoinSet::new();
+        let has_served = self.machine.phase() > Phase::Starting;
+        let is_expected = self.machine.expects_exit();
         self.last_end = (!is_expected).then_some(ended);
         let crash = self.record_exit(ended).await;
-        self.hot_restart.handle_current_exit(&mut self.current);
+        self.hot_restart.handle_current_exit();
         let out_of_memory = crash.as_ref().and_then(|crash| crash.out_of_memory);
         if let Some(crash) = crash {
             let is_early = crash.uptime_seconds < self.config.early.as_secs_f64();
@@ -394,9 +352,9 @@ impl Supervisor {
 
     /// Records and returns a crash. An exit on request removes the record.
     async fn record_exit(&mut self, ended: Ended) -> Option<Crash> {
-        let mut envoy = self.current.instance.take()?;
+        let mut envoy = self.instance.take()?;
         let directory = &self.config.directory;
-        if is_crash(ended, self.current.machine.phase()) {
+        if is_crash(ended, self.machine.phase()) {
             let crash = envoy.crash(ended).await;
             Crash::record(Some(&crash), directory);
             self.publish
@@ -404,21 +362,22 @@ impl Supervisor {
             return Some(crash);
         }
         envoy.output.last_lines().await;
-        if self.current.machine.expects_exit() {
+        if self.machine.expects_exit() {
             tracing::info!("Envoy exited normally");
             Crash::record(None, directory);
         }
         None
     }
 
-    /// Begins a step. Its request ends with [`Event::Done`] if the next step can begin before the deadline.
+    /// Begins a step. Its request ends with [`Event::Done`] if the next step can begin before its time is over.
     fn begin(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
-        self.current.deadline = Some(after(at_most));
-        // The request of the previous step, which drains Envoy or closes its listeners, continues in these two.
+        // The request of the previous step, which drains Envoy or closes its listeners, continues in these two. The
+        // machine ignores its end, and that of its timer.
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
-            self.current.calls = JoinSet::new();
+            self.calls = JoinSet::new();
         }
-        let limit = rounded(at_most);
+        let (done, limit) = (Event::Done(waits_for), rounded(at_most));
+        self.call(done, sleep(at_most));
         match waits_for {
             Step::DrainCall => {
                 tracing::info!("Agent draining Proxy for termination");
@@ -431,43 +390,51 @@ impl Supervisor {
             Step::Connections => {
                 tracing::info!("waiting up to {limit} for Envoy's active connections to close");
                 let until_none = self.until_none(Active::Connections, PERIOD);
-                self.current.call(waits_for, async move {
-                    tokio::time::sleep(PERIOD).await;
+                self.call(done, async move {
+                    sleep(PERIOD).await;
                     until_none.await;
                 });
             }
             Step::LastRequests => {
                 tracing::info!("closing Envoy's listeners; running requests have {limit} to end");
                 let closed = self.close_listeners();
-                self.current.call(waits_for, closed);
+                self.call(done, closed);
             }
             Step::LongRequests => {
                 tracing::info!("the drain is over; running requests have {limit} more to end");
                 let until_none = self.until_none(Active::Requests, PERIOD);
-                self.current.call(waits_for, until_none);
+                self.call(done, until_none);
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
-                let admin = self.admin.within(scaled(at_most, QUIT_CALL));
-                self.current.call(waits_for, admin.quit());
+                let admin = self.config.admin.within(scaled(at_most, QUIT_CALL));
+                self.call(done, admin.quit());
             }
             Step::Termination => {
                 tracing::info!("Terminating Envoy");
-                self.current.instance.iter().for_each(Instance::terminate);
+                self.instance.iter().for_each(Instance::terminate);
             }
             Step::Kill => {
                 tracing::warn!("Killing Envoy: it did not exit in time, or a kill was requested");
-                self.current.instance.iter().for_each(Instance::kill);
+                self.instance.iter().for_each(Instance::kill);
             }
         }
+    }
+
+    /// Runs a request to the admin port, or a timer. Its end is this event.
+    fn call(&mut self, end: Event, call: impl Future<Output = ()> + Send + 'static) {
+        self.calls.spawn(async move {
+            call.await;
+            end
+        });
     }
 
     /// Asks Envoy to drain, then answers the drain order, if there is one.
     fn call_drain(&mut self, call: DrainCall) {
         self.drains.inc();
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let (admin, inbound_only) = (self.config.admin, self.config.drain_inbound_only);
         let order = self.drain_order.take();
-        self.current.call(Step::DrainCall, async move {
+        self.call(Event::Done(Step::DrainCall), async move {
             admin.drain(call, inbound_only).await;
             if let Some(order) = order {
                 let _ = order.send(()); // It fails if the caller no longer waits.
@@ -477,7 +444,7 @@ impl Supervisor {
 
     /// Closes Envoy's listeners and waits for the running requests.
     fn close_listeners(&self) -> impl Future<Output = ()> + Send + use<> {
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let (admin, inbound_only) = (self.config.admin, self.config.drain_inbound_only);
         let is_timed = matches!(self.config.limits.drain, Drain::For(_));
         let until_none = self.until_none(Active::Connections, LAST_PERIOD);
         async move {
@@ -486,7 +453,7 @@ impl Supervisor {
                 // The workload may send requests until the end of a timed drain.
                 return std::future::pending().await;
             }
-            tokio::time::sleep(LAST_PERIOD).await;
+            sleep(LAST_PERIOD).await;
             until_none.await;
         }
     }
@@ -497,7 +464,7 @@ impl Supervisor {
         active: Active,
         period: Duration,
     ) -> impl Future<Output = ()> + Send + use<> {
-        let (admin, publish) = (self.admin, self.publish.clone());
+        let (admin, publish) = (self.config.admin, self.publish.clone());
         let counting = Counting {
             active,
             period,
@@ -539,7 +506,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_agents_own_signals_make_no_crash_and_only_from_their_step_on() {
+    fn an_exit_by_signal_is_a_crash_unless_the_agent_has_sent_the_signal() {
         let (term, kill) = (Ended::Signal(TERMINATED), Ended::Signal(KILLED));
         for (ended, phase, expected) in [
             (Ended::Code(0), Phase::Running, false),

@@ -23,14 +23,6 @@ use tokio::io::unix::AsyncFd;
 /// The most links of a path that are followed, as in the kernel.
 const MAX_LINKS: usize = 40;
 
-/// The files that may have changed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Changed {
-    Paths(BTreeSet<PathBuf>),
-    /// The kernel dropped events: its queue was full.
-    Anything,
-}
-
 /// Watched paths.
 #[derive(Debug)]
 pub(crate) struct FileWatch {
@@ -89,32 +81,28 @@ impl FileWatch {
         }
     }
 
-    /// Waits until watched paths may have changed.
-    pub(crate) async fn changed(&self) -> io::Result<Changed> {
+    /// Waits until watched paths may have changed, and returns them.
+    pub(crate) async fn changed(&self) -> io::Result<BTreeSet<PathBuf>> {
         loop {
             let mut ready = self.inotify.readable().await?;
             let pending = self.pending();
             ready.clear_ready();
-            match pending? {
-                Changed::Paths(paths) if paths.is_empty() => {}
-                changed => return Ok(changed),
+            let paths = pending?;
+            if !paths.is_empty() {
+                return Ok(paths);
             }
         }
     }
 
     /// Reads all pending events. Returns the paths that they may have changed.
-    fn pending(&self) -> io::Result<Changed> {
+    fn pending(&self) -> io::Result<BTreeSet<PathBuf>> {
         let mut buffer = [MaybeUninit::uninit(); 4096];
         let mut reader = Reader::new(self.inotify.get_ref(), &mut buffer);
-        let (mut paths, mut is_overflow) = (BTreeSet::new(), false);
+        let mut paths = BTreeSet::new();
         loop {
             match reader.next() {
-                Ok(event) if event.events().contains(ReadFlags::QUEUE_OVERFLOW) => {
-                    is_overflow = true;
-                }
                 Ok(event) => self.apply(&event, &mut paths),
-                Err(Errno::AGAIN) if is_overflow => return Ok(Changed::Anything),
-                Err(Errno::AGAIN) => return Ok(Changed::Paths(paths)),
+                Err(Errno::AGAIN) => return Ok(paths),
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -176,7 +164,10 @@ impl FileWatch {
         let mut watched = self.watched.lock();
         let gone =
             ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;
-        if event.events().intersects(gone) {
+        if event.events().contains(ReadFlags::QUEUE_OVERFLOW) {
+            // The kernel dropped events, which may have been about any path.
+            changed.extend(watched.paths.keys().cloned());
+        } else if event.events().intersects(gone) {
             if let Some(names) = watched.directories.remove(&event.wd()) {
                 changed.extend(names.into_values().flatten());
                 self.end_watch(event.wd());

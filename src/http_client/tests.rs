@@ -439,7 +439,7 @@ fn a_url_has_a_host_and_may_leave_out_the_rest() {
 }
 
 #[tokio::test]
-async fn addresses_that_cannot_be_asked_are_errors() {
+async fn requests_to_unusable_addresses_are_errors() {
     for url in [
         "/path",
         "https://localhost/",

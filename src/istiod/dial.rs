@@ -22,8 +22,8 @@ use crate::address;
 use crate::clock::{self, Clock, rfc3339};
 use crate::dial::proxy::Proxy;
 use crate::dial::{self, Dialer};
-use crate::duration::rounded;
-use crate::executor::Executor;
+use crate::duration::{rounded, scaled};
+use crate::executor::{ConnectionTasks, Executor};
 use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
 
@@ -164,6 +164,29 @@ fn date_mismatch(what: &str, date: UnixTime, now: UnixTime, side: &str) -> Strin
     format!("its certificate {what} {date}, {apart} {side}; it is {now} here")
 }
 
+/// A separate connection. It is closed when this is dropped.
+#[derive(Debug)]
+pub struct Probe {
+    pub connection: Connection,
+    _tasks: ConnectionTasks,
+}
+
+/// Opens a connection for the doctor, as the agent does, but within `limit` and without retries.
+pub async fn open_probe(config: &Config, limit: Duration) -> Result<Probe, Problem> {
+    let tasks = ConnectionTasks::default();
+    let mut config = config.clone();
+    (config.limits.total, config.limits.per_address) = (limit, scaled(limit, 0.5));
+    let dialed = dial(&config.into(), &Dialer::default(), tasks.executor()).await;
+    let (connection, driver) = dialed.map_err(|failure| failure.problem)?;
+    tasks.executor().spawn(async move {
+        driver.run(|| {}).await; // Calls on the connection fail with the reason.
+    });
+    Ok(Probe {
+        connection,
+        _tasks: tasks,
+    })
+}
+
 /// Opens a connection. `dialer` remembers addresses that failed.
 pub(super) async fn dial(
     config: &Arc<Config>,
@@ -235,7 +258,6 @@ impl Attempt<'_> {
     ) -> Result<(Connection, Driver), Failure> {
         let stream = self.open_tunnel(stream).await?;
         let Some(tls) = tls else {
-            let stream = self.set_options(stream)?;
             return self.start_http2(Box::new(stream), None).await;
         };
         let has_client = tls.without_client.is_some();
@@ -254,8 +276,9 @@ impl Attempt<'_> {
         }
     }
 
-    /// Requests a tunnel to istiod from the proxy, if there is one.
+    /// Sets the options of the socket, and requests a tunnel to istiod from the proxy, if there is one.
     async fn open_tunnel(&self, mut stream: TcpStream) -> Result<TcpStream, Failure> {
+        self.set_options(&stream)?;
         if let Some(proxy) = &self.config.proxy {
             let (host, port) = host_and_port(self.config)?;
             let opening = proxy.tunnel(&mut stream, host, port);
@@ -277,7 +300,6 @@ impl Attempt<'_> {
         client_certificate: bool,
     ) -> Result<(Connection, Driver), Failure> {
         let to = self.to;
-        let stream = self.set_options(stream)?;
         let handshake = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
         let encrypted = self.bound.run(HANDSHAKE, handshake).await?;
         let stream = encrypted.map_err(|error| handshake_failure(self.config, tls, to, &error))?;
@@ -320,14 +342,13 @@ impl Attempt<'_> {
 
     /// Sets options of the socket. With the timeout, unacknowledged bytes close the connection, so a call on a
     /// connection that broke while idle fails soon, although pings wait for their interval.
-    fn set_options(&self, stream: TcpStream) -> Result<TcpStream, Failure> {
+    fn set_options(&self, stream: &TcpStream) -> Result<(), Failure> {
         let limit = self.config.keepalive.timeout.as_millis();
         let limit = u32::try_from(limit).unwrap_or(u32::MAX);
         stream
             .set_nodelay(true)
-            .and_then(|()| Ok(rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?))
-            .map_err(|error| self.connect_error(error))?;
-        Ok(stream)
+            .and_then(|()| Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit)?))
+            .map_err(|error| self.connect_error(error))
     }
 
     fn connect_error(&self, source: io::Error) -> Failure {
@@ -356,11 +377,7 @@ impl<'a> Bound<'a> {
     /// Returns this bound, or an earlier one that starts now.
     fn at_most(self, limit: Duration) -> Self {
         let other = Self::new(self.config, limit);
-        if other.deadline < self.deadline {
-            other
-        } else {
-            self
-        }
+        std::cmp::min_by_key(self, other, |bound| bound.deadline)
     }
 
     /// Runs a step. The error is its timeout.

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn sees_settings_and_goaway_however_the_bytes_are_cut() {
+    fn settings_and_goaway_are_recognized_in_chunks_of_any_size() {
         let data = [7; 70_000];
         let bytes = [
             frame(SETTINGS, &[4; 12]),

@@ -9,7 +9,6 @@ mod dial;
 pub(crate) mod fake;
 mod frames;
 mod hosts;
-pub mod probe;
 pub mod refusal;
 pub mod status;
 pub mod tls;
@@ -30,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
 pub use connection::Connection;
-pub use dial::Limits;
+pub use dial::{Limits, Probe, open_probe};
 use hosts::Hosts;
 pub(crate) use hosts::MAX_SILENCE;
 use status::{Connected, Record, Status};
@@ -104,13 +103,8 @@ impl fmt::Debug for Config {
         let names: Vec<_> = self.metadata.iter().map(|(name, _)| name).collect();
         f.debug_struct("Config")
             .field("address", &self.address)
-            .field("security", &self.security)
-            .field("token", &self.token)
             .field("metadata", &names)
-            .field("keepalive", &self.keepalive)
-            .field("limits", &self.limits)
-            .field("others", &self.others)
-            .finish()
+            .finish_non_exhaustive()
     }
 }
 
@@ -210,13 +204,13 @@ impl Istiod {
     /// Returns the state of the connection and the dials so far.
     pub fn status(&self) -> Status {
         let connection = self.shared.connection();
-        let (dials, last_error) = self.shared.record.latest();
+        let Shared { record, .. } = &*self.shared;
         let claims = self.shared.token.last().claims;
         Status {
             address: self.address().to_owned(),
             connected: connection.map(|connection| connection.about().clone()),
-            dials,
-            last_error,
+            dials: *record.dials.lock(),
+            last_error: record.last_error.lock().clone(),
             token_expires: claims.and_then(|claims| claims.expiry()).map(rfc3339),
         }
     }

@@ -60,20 +60,16 @@ pub struct Failure {
 /// The dials so far and the last error.
 #[derive(Debug)]
 pub(super) struct Record {
-    dials: Mutex<Dials>,
+    pub(super) dials: Mutex<u64>,
+    pub(super) last_error: Mutex<Option<Failure>>,
     failures: Counter,
-}
-
-#[derive(Debug, Default)]
-struct Dials {
-    count: u64,
-    last_error: Option<Failure>,
 }
 
 impl Record {
     pub(super) fn new(registry: &Registry) -> Self {
         Self {
             dials: Mutex::default(),
+            last_error: Mutex::default(),
             failures: registry.counter(
                 "istio_agent_istiod_connection_failures",
                 "The total number of connection failures to Istiod",
@@ -82,7 +78,7 @@ impl Record {
     }
 
     pub(super) fn count_dial(&self) {
-        self.dials.lock().count += 1;
+        *self.dials.lock() += 1;
     }
 
     pub(super) fn record_failed_dial(&self, problem: &Problem) {
@@ -91,20 +87,14 @@ impl Record {
     }
 
     pub(super) fn clear_error(&self) {
-        self.dials.lock().last_error = None;
+        *self.last_error.lock() = None;
     }
 
     pub(super) fn record_error(&self, problem: &Problem) {
         let mut problem = problem.clone();
         problem.found = problem.found.chars().take(MAX_ERROR).collect();
         let at = rfc3339(Clock::system().now());
-        self.dials.lock().last_error = Some(Failure { at, problem });
-    }
-
-    /// Returns the number of dials and the last error.
-    pub(super) fn latest(&self) -> (u64, Option<Failure>) {
-        let dials = self.dials.lock();
-        (dials.count, dials.last_error.clone())
+        *self.last_error.lock() = Some(Failure { at, problem });
     }
 }
 

@@ -248,7 +248,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn another_token_is_noticed_also_behind_a_link() {
+    async fn a_changed_token_is_noticed_through_a_link() {
         let dir = tempfile::tempdir().unwrap();
         let (path, data) = (dir.path().join("istio-token"), dir.path().join("..data"));
         for name in ["old", "new"] {

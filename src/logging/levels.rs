@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn scopes_that_log_nothing_are_silent_but_for_that_of_libraries() {
+    fn scopes_that_log_no_errors_are_named_except_the_scope_of_libraries() {
         for (flag, expected) in [
             ("", None),
             ("sds:fatal,ca:none,dns:error", Some("none for ca, sds")),

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_of_others_are_cut_and_reports_of_the_agent_are_whole() {
+    fn external_texts_are_truncated_and_reports_of_the_agent_are_not() {
         let long = "x".repeat(900_000);
         let lines = logged(Options::default(), || {
             tracing::error!(target: "wasm", "failed: {long}; trying again");

@@ -1,12 +1,11 @@
 //! Reports, for pod manifests, where this agent differs from pilot-agent.
 //!
-//! Each finding belongs to a row of [`differences::TABLE`]. Rows without a selector hold for all pods,
-//! and are not repeated for each.
+//! Each finding belongs to a row of [`differences::TABLE`].
 
 pub mod differences;
 mod pods;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 
 use indexmap::IndexMap;
@@ -23,7 +22,7 @@ use crate::json;
 use crate::lifecycle::BoxError;
 use crate::logging::printable;
 use crate::problem::{Diagnostics, Problem, codes};
-use differences::{Difference, Impact, Selector, TABLE};
+use differences::{Difference, Selector, TABLE};
 pub use pods::Owners;
 use pods::{Container, Pods, add};
 
@@ -88,15 +87,11 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
         return Err("no pod and no template of pods in the text".into());
     }
     let (mut findings, mut counts) = (IndexMap::<ContainerCheck, Owners>::new(), BTreeMap::new());
-    // The init containers of most pods are the same.
-    let mut compared = HashMap::new();
     for (settings, owners) in &pods.settings {
-        let mut found = Vec::new();
-        for container in &settings.containers {
-            let key = (container, &settings.annotations);
-            let new = || differences(container, &settings.annotations, table);
-            found.extend_from_slice(compared.entry(key).or_insert_with(new));
-        }
+        let containers = settings.containers.iter();
+        let found: Vec<_> = containers
+            .flat_map(|container| differences(container, &settings.annotations, table))
+            .collect();
         let levels = found.iter().map(|found| found.check.level);
         let level = levels.fold(Level::Ok, Level::max);
         *counts.entry(level).or_default() += owners.values().sum::<usize>();
@@ -185,7 +180,7 @@ impl<'a> Findings<'a> {
         let texts = annotated.chain(env.with_prefix(""));
         given.extend(texts.map(|(name, value)| (name.to_owned(), value.into())));
         self.settings(&given.into());
-        let text = env.text(environment::ISTIO_KUBE_APP_PROBERS.name);
+        let text = env.text(environment::ISTIO_KUBE_APP_PROBERS.row.name);
         let probers = text.and_then(|text| json::read::<Map<_, Value>>(text).ok());
         for (path, prober) in probers.iter().flatten() {
             if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
@@ -202,10 +197,11 @@ impl<'a> Findings<'a> {
     }
 
     fn problems(&mut self, notes: &Diagnostics) {
-        let errors = notes.problems.iter().map(|one| (Level::Error, one));
-        let warnings = notes.warnings.iter().map(|one| (Level::Warning, one));
-        for (level, problem) in errors.chain(warnings) {
-            self.problem(level, problem);
+        for problem in &notes.problems {
+            self.problem(Level::Error, problem);
+        }
+        for problem in &notes.warnings {
+            self.problem(Level::Warning, problem);
         }
     }
 
@@ -244,11 +240,7 @@ impl<'a> Findings<'a> {
     /// Adds a difference with both behaviours, as a warning if it can surprise.
     fn difference(&mut self, setting: &str, row: &Difference) {
         let found = format!("{}; {}", row.pilot_agent, row.this_agent);
-        let level = match row.impact {
-            Impact::Benign => Level::Ok,
-            Impact::Surprising | Impact::Harmful => Level::Warning,
-        };
-        let mut check = Check::new(setting, level, found);
+        let mut check = Check::new(setting, row.level, found);
         row.advice.clone_into(&mut check.remedy);
         self.add(check, Some(row));
     }

@@ -149,34 +149,11 @@ pub struct Diagnostics {
 }
 
 impl Diagnostics {
-    /// Adds a value that makes the configuration unusable, once.
-    pub fn problem(
-        &mut self,
-        subject: impl ToString,
-        found: &str,
-        expected: impl Into<Cow<'static, str>>,
-    ) {
-        let problem = Problem::value(codes::SETTING_INVALID, subject, found, expected);
-        self.add(problem);
-    }
-
     /// Adds a problem that makes the configuration unusable, once.
     pub fn add(&mut self, problem: Problem) {
         if !self.problems.contains(&problem) {
             self.problems.push(problem);
         }
-    }
-
-    /// Adds a value that is ignored or replaced by another, as the consequence states.
-    pub fn warn(
-        &mut self,
-        subject: impl ToString,
-        found: &str,
-        expected: impl Into<Cow<'static, str>>,
-        consequence: impl Into<Cow<'static, str>>,
-    ) {
-        let warning = Problem::replaced(subject, found, expected, consequence);
-        self.warnings.push(warning);
     }
 }
 

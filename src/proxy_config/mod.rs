@@ -67,10 +67,7 @@ impl ProxyConfig {
                 members.sort_keys();
             }
         }
-        match written {
-            Value::Object(members) => members,
-            _ => Map::new(),
-        }
+        object(written)
     }
 
     /// Returns the form for logs. Tokens are hidden, and so are the values of `proxyMetadata` that are not node
@@ -79,10 +76,9 @@ impl ProxyConfig {
         let mut document = Value::from(self.document());
         let token = document.pointer_mut("/tracing/lightstep/accessToken");
         token.into_iter().for_each(hide);
-        let found = document.pointer_mut("/readinessProbe/httpGet/httpHeaders");
-        if let Some(Value::Array(headers)) = found {
-            let values = headers.iter_mut().filter_map(|it| it.get_mut("value"));
-            values.for_each(hide);
+        let headers = document.pointer_mut("/readinessProbe/httpGet/httpHeaders");
+        for header in headers.and_then(Value::as_array_mut).into_iter().flatten() {
+            header.get_mut("value").into_iter().for_each(hide);
         }
         if let Some(Value::Object(metadata)) = document.pointer_mut("/proxyMetadata") {
             for (name, value) in metadata {
@@ -91,10 +87,7 @@ impl ProxyConfig {
                 }
             }
         }
-        match document {
-            Value::Object(members) => members,
-            _ => Map::new(),
-        }
+        object(document)
     }
 
     pub fn admin_port(&self) -> u16 {
@@ -133,6 +126,13 @@ impl fmt::Debug for ProxyConfig {
 /// Converts a duration of a message. No duration of ProxyConfig is negative.
 pub fn time(duration: Option<prost_types::Duration>) -> Option<Duration> {
     duration.and_then(|duration| duration.try_into().ok())
+}
+
+fn object(document: Value) -> Map<String, Value> {
+    match document {
+        Value::Object(members) => members,
+        _ => Map::new(),
+    }
 }
 
 fn hide(value: &mut Value) {

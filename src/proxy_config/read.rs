@@ -6,7 +6,7 @@
 //! expectation; the other members are read anyway.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
 
 use indexmap::IndexMap;
@@ -118,15 +118,12 @@ impl Reader<'_> {
         let Tree::Map(entries) = &node.value else {
             return self.problem(node, node.value.describe(), "an object".into());
         };
-        let (mut last, mut repeated) = (IndexMap::new(), BTreeSet::new());
+        let mut last = IndexMap::new();
         for (key, node) in entries {
             if last.insert(key.as_str(), node).is_some() {
-                repeated.insert(key.as_str());
+                let text = format!("another member {key}");
+                self.warn(codes::MEMBER_REPEATED, node, text);
             }
-        }
-        for key in repeated {
-            let text = format!("another member {key}");
-            self.warn(codes::MEMBER_REPEATED, last[key], text);
         }
         Some(last)
     }

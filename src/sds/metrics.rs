@@ -1,7 +1,5 @@
 //! Counts events of the secret discovery service, under the names of pilot-agent's xDS server.
 
-use prost::Message;
-
 use super::Refusals;
 use crate::metrics::{Counter, Gauge, Kind, Registry};
 use crate::problem::{Problem, codes};
@@ -12,7 +10,7 @@ pub(super) struct Metrics {
     pub(super) rejects: Counter,
     pub(super) internal_errors: Counter,
     pub(super) refusals: Refusals,
-    largest_request: Gauge,
+    pub(super) largest_request: Gauge,
 }
 
 impl Metrics {
@@ -50,10 +48,5 @@ impl Metrics {
                 "The maximum size request we have received so far.",
             ),
         }
-    }
-
-    /// Records the size of a request.
-    pub(super) fn record_size(&self, request: &impl Message) {
-        self.largest_request.raise(request.encoded_len() as f64);
     }
 }

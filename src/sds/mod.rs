@@ -14,7 +14,6 @@ mod stream;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -24,6 +23,7 @@ use envoy_types::pb::envoy::service::discovery::v3::{
 use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_server::{
     SecretDiscoveryService, SecretDiscoveryServiceServer,
 };
+use futures_util::stream::BoxStream;
 use hyper_util::service::TowerToHyperService;
 use parking_lot::Mutex;
 use tonic::{Status, Streaming};
@@ -69,7 +69,7 @@ struct Service {
 }
 
 /// The responses of one stream.
-type BoxStream<T> = Pin<Box<dyn tokio_stream::Stream<Item = Result<T, Status>> + Send>>;
+type Responses<T> = BoxStream<'static, Result<T, Status>>;
 
 /// Serves secrets on `listener` until `shutdown`.
 pub fn serve(
@@ -106,8 +106,8 @@ pub fn serve(
 
 #[tonic::async_trait]
 impl SecretDiscoveryService for Service {
-    type StreamSecretsStream = BoxStream<DiscoveryResponse>;
-    type DeltaSecretsStream = BoxStream<DeltaDiscoveryResponse>;
+    type StreamSecretsStream = Responses<DiscoveryResponse>;
+    type DeltaSecretsStream = Responses<DeltaDiscoveryResponse>;
 
     async fn stream_secrets(
         &self,

@@ -26,13 +26,6 @@ const MAX_REASON: usize = 1024;
 /// The type of a leading request without names, which some xDS clients send.
 const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
-/// Version and nonce of a response.
-#[derive(Debug)]
-pub(super) struct ResponseId {
-    pub(super) version: String,
-    pub(super) nonce: String,
-}
-
 /// Looks up the resource of a name; None if it does not exist now.
 pub(super) type Lookup<'a> = dyn Fn(&Name) -> Option<Resource<'a>> + 'a;
 
@@ -126,11 +119,11 @@ impl StateOfTheWorld {
     }
 
     /// Returns the response that is due, if any, and marks it as sent. It has all newly requested names, or
-    /// one changed name, roots first.
+    /// one changed name, roots first. `empty` returns a response with a version and a nonce.
     pub(super) fn next_response(
         &mut self,
         lookup: &Lookup<'_>,
-        id: impl FnOnce() -> ResponseId,
+        empty: impl FnOnce() -> DiscoveryResponse,
     ) -> Option<DiscoveryResponse> {
         let (mut due, mut changed) = (Vec::new(), None);
         for (name, sent) in &mut self.names {
@@ -145,18 +138,16 @@ impl StateOfTheWorld {
         if due.is_empty() {
             due.push(changed?);
         }
-        let ResponseId { version, nonce } = id();
-        self.nonce = Some(nonce.clone());
+        let response = empty();
+        self.nonce = Some(response.nonce.clone());
         let resources = due.into_iter().map(|(name, sent, resource)| {
             *sent = Some(resource.version());
             resource.encode(name)
         });
         Some(DiscoveryResponse {
-            version_info: version,
             resources: resources.collect(),
             type_url: TYPE_URL.to_owned(),
-            nonce,
-            ..Default::default()
+            ..response
         })
     }
 

@@ -14,7 +14,7 @@ use tonic::{Code, Status};
 
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL};
-use super::sotw::{Lookup, ResponseId, StateOfTheWorld};
+use super::sotw::{Lookup, StateOfTheWorld};
 use super::{Refusals, SecretOptions};
 use crate::ca::{Ca, csr};
 use crate::metrics::Registry;
@@ -87,11 +87,12 @@ impl Stream {
     }
 
     fn look_up(&mut self, lookup: &Lookup<'_>, nonce: &str) -> Option<DiscoveryResponse> {
-        let id = || ResponseId {
-            version: "now/1".to_owned(),
+        let empty = || DiscoveryResponse {
+            version_info: "now/1".to_owned(),
             nonce: nonce.to_owned(),
+            ..Default::default()
         };
-        self.0.next_response(lookup, id)
+        self.0.next_response(lookup, empty)
     }
 }
 

@@ -10,12 +10,13 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::DataSource;
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+use prost::Message as _;
 use tonic::{Status, Streaming};
 
 use super::Service;
 use super::resource::{self, Resource};
-use super::sotw::{ResponseId, StateOfTheWorld};
-use crate::clock::{Clock, rfc3339};
+use super::sotw::StateOfTheWorld;
+use crate::clock::rfc3339;
 use crate::secrets::name::Name;
 use crate::secrets::{Secret, SecretState, Subscription};
 
@@ -47,7 +48,8 @@ impl Stream {
     }
 
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        self.protocol.metrics.record_size(request);
+        let metrics = &self.protocol.metrics;
+        metrics.largest_request.raise(request.encoded_len() as f64);
         self.protocol.apply(request)?;
         self.secrets.want(self.protocol.names().cloned().collect());
         let mut names = self.protocol.unsent();
@@ -74,15 +76,15 @@ impl Stream {
                 crl: crl.clone().filter(|_| sources.files.are_own_roots(name)),
             })
         };
-        let id = || ResponseId {
-            version: format!(
-                "{}/{}",
-                rfc3339(Clock::system().now()),
-                self.service.responses.fetch_add(1, Ordering::Relaxed) + 1
-            ),
-            nonce: random_uuid(),
+        let empty = || {
+            let number = self.service.responses.fetch_add(1, Ordering::Relaxed) + 1;
+            DiscoveryResponse {
+                version_info: format!("{}/{number}", rfc3339(SystemTime::now())),
+                nonce: random_uuid(),
+                ..Default::default()
+            }
         };
-        self.protocol.next_response(&lookup, id)
+        self.protocol.next_response(&lookup, empty)
     }
 
     /// Waits for the next response that is due.
@@ -129,39 +131,35 @@ impl Stream {
         self,
         requests: Streaming<DiscoveryRequest>,
     ) -> impl tokio_stream::Stream<Item = Result<DiscoveryResponse, Status>> + Send {
-        futures_util::stream::unfold(Some((self, requests)), |open| async {
-            let (mut stream, mut requests) = open?;
-            match stream.next_result(&mut requests).await? {
-                Ok(response) => Some((Ok(response), Some((stream, requests)))),
-                Err(status) => Some((Err(status), None)),
-            }
+        let open = (self, requests);
+        futures_util::stream::try_unfold(open, |(mut stream, mut requests)| async move {
+            let response = stream.answer(&mut requests).await?;
+            Ok::<_, Status>(response.map(|it| (it, (stream, requests))))
         })
     }
 
-    /// Returns the next response, or the status the stream ends with; None when Envoy has closed it.
-    async fn next_result(
+    /// Applies requests until a response is due. Returns None when Envoy has closed the stream, and fails with the
+    /// status that ends it.
+    async fn answer(
         &mut self,
         requests: &mut Streaming<DiscoveryRequest>,
-    ) -> Option<Result<DiscoveryResponse, Status>> {
+    ) -> Result<Option<DiscoveryResponse>, Status> {
         loop {
             let request = tokio::select! {
                 biased;
                 request = requests.message() => request,
-                response = self.next_response() => return Some(Ok(response)),
+                response = self.next_response() => return Ok(Some(response)),
             };
             let applied = match request {
                 Ok(Some(request)) => self.apply(&request),
                 Ok(None) => {
                     let id = self.protocol.id;
                     tracing::info!(target: "ads", "ADS: \"\" {id} terminated");
-                    return None;
+                    return Ok(None);
                 }
                 Err(status) => Err(status),
             };
-            if let Err(status) = applied {
-                self.protocol.report_end(&status);
-                return Some(Err(status));
-            }
+            applied.inspect_err(|status| self.protocol.report_end(status))?;
         }
     }
 }
@@ -169,13 +167,9 @@ impl Stream {
 /// Makes a UUID of version 4. It distinguishes responses and does not need to be secret.
 pub(super) fn random_uuid() -> String {
     let bits = fastrand::u128(..) & !(0xf << 76) & !(0b11 << 62) | (0x4 << 76) | (0b10 << 62);
-    let hex = format!("{bits:032x}");
-    [
-        &hex[..8],
-        &hex[8..12],
-        &hex[12..16],
-        &hex[16..20],
-        &hex[20..],
-    ]
-    .join("-")
+    let mut uuid = format!("{bits:032x}");
+    for group_end in [20, 16, 12, 8] {
+        uuid.insert(group_end, '-');
+    }
+    uuid
 }

@@ -4,20 +4,21 @@
 //! which must be in memory: a private key does not belong on a disk. A cached certificate is used only if no
 //! other user can have written it, identity and kind of key are as configured, and it has not expired.
 
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
+use super::Config;
 use super::certificate::Workload;
 use crate::clock::rfc3339;
 use crate::directory::Directory;
 use crate::identity::SpiffeId;
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
+use crate::regular_file::if_exists;
 use crate::volume::{Content, is_in_memory};
 
 const DIRECTORY: &str = Content::Certificate.directory();
@@ -45,12 +46,14 @@ struct Header {
 }
 
 impl CertificateCache {
-    pub(super) fn new(parent: &Path, identity: &SpiffeId, kind: String) -> Self {
-        Self {
-            parent: parent.to_owned(),
-            identity: identity.clone(),
-            kind,
-        }
+    /// Returns None if no directory is configured, or if the default one cannot be used.
+    pub(super) fn new(config: &Config) -> Option<Self> {
+        let volume = config.cache.as_ref()?;
+        volume.is_used(Content::Certificate).then(|| Self {
+            parent: volume.directory.clone(),
+            identity: config.identity.clone(),
+            kind: format!("{:?} {:?}", config.key_type, config.encoding),
+        })
     }
 
     /// Reads the cached certificate, if it can be used, and when it was issued.
@@ -88,9 +91,9 @@ impl CertificateCache {
 
     fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, BoxError> {
         let directory = Directory::private(&self.parent, DIRECTORY, false);
-        let text = match directory.and_then(|directory| directory.read_private(FILE)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            text => text?,
+        let text = directory.and_then(|directory| directory.read_private(FILE));
+        let Some(text) = if_exists(text)? else {
+            return Ok(None);
         };
         let mut parts = text.splitn(2, |byte| *byte == b'\n');
         let line = parts.next().unwrap_or_default();

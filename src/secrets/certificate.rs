@@ -127,17 +127,15 @@ impl Certificate {
     /// Returns the problems of a certificate that is not for the identity, or not valid. It may be used
     /// anyway.
     pub(super) fn problems(&self, identity: &SpiffeId, now: SystemTime) -> Vec<Problem> {
-        let other_identity = (!self.is_issued_to(identity)).then(|| {
+        let mut problems = Vec::new();
+        if !self.is_issued_to(identity) {
             let names = self.leaf.names.join(", ");
             let found = format!("issued to {names}, requested for {identity}");
-            Problem::new(
-                codes::CERTIFICATE_FOR_OTHER_IDENTITY,
-                NEW_CERTIFICATE,
-                found,
-            )
-        });
-        let problems = other_identity.into_iter();
-        problems.chain(self.clock_problem(now)).collect()
+            let code = codes::CERTIFICATE_FOR_OTHER_IDENTITY;
+            problems.push(Problem::new(code, NEW_CERTIFICATE, found));
+        }
+        problems.extend(self.clock_problem(now));
+        problems
     }
 
     /// Reports a certificate that is not valid now. The authority signs for the present, and an expired

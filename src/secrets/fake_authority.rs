@@ -76,7 +76,6 @@ pub(crate) fn config() -> Config {
         grace_ratio: 0.5,
         grace_jitter: 0.0,
         least_pause: crate::secrets::MIN_PAUSE,
-        spread_by: String::new(),
         cache: None,
     }
 }

@@ -37,7 +37,7 @@ use crate::clock::{Clock, in_utc, rfc3339};
 use crate::identity::SpiffeId;
 use crate::metrics::Registry;
 use crate::problem::{self, Problem, codes};
-use crate::volume::{Content, Volume};
+use crate::volume::Volume;
 use cache::CertificateCache;
 pub use certificate::Secret;
 pub use files::{SecretState, Subscription};
@@ -65,8 +65,6 @@ pub struct Config {
     pub grace_jitter: f64,
     /// Bounds of the shortest pause between two renewals, which is a tenth of the lifetime.
     pub least_pause: RangeInclusive<Duration>,
-    /// A text that differs between agents, such as the name of the pod. It spreads renewals.
-    pub spread_by: String,
     /// A directory in memory that holds key and certificate across restarts.
     pub cache: Option<Volume>,
 }
@@ -126,13 +124,8 @@ pub fn new<C: Ca>(
         clock: clock.clone(),
     };
     metrics::register_gauges(&secrets, registry);
-    let volume = config.cache.as_ref();
-    let usable = volume.filter(|volume| volume.is_used(Content::Certificate));
-    let cache = usable.map(|volume| {
-        let kind = format!("{:?} {:?}", config.key_type, config.encoding);
-        CertificateCache::new(&volume.directory, &config.identity, kind)
-    });
     let renewal = Renewal {
+        cache: CertificateCache::new(&config),
         key_type: Mutex::new(config.key_type),
         config,
         ca,
@@ -141,7 +134,6 @@ pub fn new<C: Ca>(
         metrics: Metrics::new(registry),
         authority_roots: Mutex::default(),
         mesh: secrets.mesh.clone(),
-        cache,
     };
     (secrets, renewal.run())
 }

@@ -16,7 +16,7 @@ use super::cache::CertificateCache;
 use super::certificate::Workload;
 use super::metrics::Metrics;
 use super::observe::Dates;
-use super::schedule::{self, Retries, time_left};
+use super::schedule::{self, time_left};
 use super::trust::{Bundle, MeshBundle, Roots};
 use super::{Config, Failure, State};
 use crate::ca::key::KeyType;
@@ -26,25 +26,13 @@ use crate::duration::rounded;
 use crate::problem::{Problem, codes, sentence};
 
 /// Why an attempt brought no certificate.
-struct IssueError {
-    problem: Problem,
-    /// The error of the request to the authority, if it has failed.
-    request: Option<SignError>,
-}
-
-impl From<Problem> for IssueError {
-    fn from(problem: Problem) -> Self {
-        let request = None;
-        Self { problem, request }
-    }
-}
-
-impl From<SignError> for IssueError {
-    fn from(error: SignError) -> Self {
-        let problem = error.problem.clone();
-        let request = Some(error);
-        Self { problem, request }
-    }
+#[derive(Debug, thiserror::Error)]
+enum IssueError {
+    /// There was no request, or its response cannot be used.
+    #[error("{}", .0.found)]
+    Unusable(#[from] Problem),
+    #[error(transparent)]
+    NotSigned(#[from] SignError),
 }
 
 /// Limit of one request to the authority, far above the limit of its client.
@@ -76,7 +64,7 @@ impl<C: Ca> Renewal<C> {
     }
 
     async fn keep_fresh(&self) {
-        let mut retries = Retries::default();
+        let mut failures = 0;
         let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
             let awaits_first = mesh.borrow_and_update().roots.is_none();
@@ -85,15 +73,15 @@ impl<C: Ca> Renewal<C> {
         loop {
             // Before the request, because the authority may not know a bundle that comes during it.
             let awaits_first = mesh.borrow_and_update().roots.is_none();
-            match self.issue(retries.failures > 0).await {
+            match self.issue(failures > 0).await {
                 Ok((workload, response)) => {
                     let (workload, issued) = (Arc::new(workload), self.clock.now());
                     // A certificate without any lifetime left is renewed with backoff.
                     let pause = if workload.certificate.not_after() > issued {
-                        retries = Retries::default();
+                        failures = 0;
                         Duration::ZERO
                     } else {
-                        retries.next_wait(true, Some(Duration::MAX))
+                        schedule::next_wait(&mut failures, true, Some(Duration::MAX))
                     };
                     let due = self.publish(workload.clone(), issued, pause).await;
                     if let Some(cache) = self.cache.clone() {
@@ -101,7 +89,7 @@ impl<C: Ca> Renewal<C> {
                     }
                     self.wait_for_renewal(due, &mut mesh, awaits_first).await;
                 }
-                Err(error) => self.wait_after(error, &mut retries).await,
+                Err(error) => self.wait_after(error, &mut failures).await,
             }
         }
     }
@@ -130,7 +118,7 @@ impl<C: Ca> Renewal<C> {
 
     /// Draws and logs the delay of the renewal after a change of the mesh's trust bundle.
     fn bundle_delay(&self) -> Duration {
-        let wait = schedule::spread(self.remaining().unwrap_or_default(), self.random());
+        let wait = schedule::spread(self.remaining().unwrap_or_default(), fastrand::f64());
         let within = rounded(wait);
         tracing::info!(
             target: "cache",
@@ -140,21 +128,19 @@ impl<C: Ca> Renewal<C> {
     }
 
     /// Reports a failure, and waits until the next attempt is due.
-    async fn wait_after(&self, error: IssueError, retries: &mut Retries) {
-        let request = error.request.as_ref();
+    async fn wait_after(&self, error: IssueError, failures: &mut u32) {
+        let request = match &error {
+            IssueError::NotSigned(error) => Some(error),
+            IssueError::Unusable(_) => None,
+        };
         let is_transient = request.is_some_and(|error| !error.is_lasting());
-        let mut wait = retries.next_wait(is_transient, self.remaining());
-        let next_key = self.switch_key_type(request, retries.failures);
+        let mut wait = schedule::next_wait(failures, is_transient, self.remaining());
+        let next_key = self.switch_key_type(request, *failures);
         if !next_key.is_empty() && *self.key_type.lock() != self.config.key_type {
             wait = schedule::MIN_WAIT;
         }
-        self.report(error, retries.failures, wait, next_key);
+        self.report(error, *failures, wait, next_key);
         self.clock.sleep_until_due(self.clock.after(wait)).await;
-    }
-
-    /// Draws a number from 0 to 1, which spreads the agents of a mesh.
-    fn random(&self) -> f64 {
-        schedule::shifted(&self.config.spread_by, fastrand::f64())
     }
 
     /// Publishes a cached certificate. Returns when it is to be renewed.
@@ -180,13 +166,8 @@ impl<C: Ca> Renewal<C> {
             .renewal_time(&workload, issued)
             .max(self.clock.after(pause));
         *self.authority_roots.lock() = Some(workload.roots.clone());
-        if let Some(both) = self.old_and_new_roots() {
-            tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
-            self.state.send_if_modified(|state| {
-                let is_new = state.roots.as_ref() != Some(&both);
-                state.roots = Some(both);
-                is_new
-            });
+        if let Some((published, next)) = self.changed_roots() {
+            self.publish_roots(next.union(&published));
             tokio::time::sleep(ROOTS_AHEAD).await;
         }
         let dates = Dates {
@@ -285,7 +266,7 @@ impl<C: Ca> Renewal<C> {
     /// Computes when a certificate that was taken into use at `issued` is to be renewed.
     fn renewal_time(&self, workload: &Workload, issued: SystemTime) -> SystemTime {
         let config = &self.config;
-        let ratio = schedule::jittered(config.grace_ratio, config.grace_jitter, self.random());
+        let ratio = schedule::jittered(config.grace_ratio, config.grace_jitter, fastrand::f64());
         let mut not_after = workload.certificate.not_after();
         if not_after <= issued {
             // This clock may be ahead, or the authority's is wrong and may be corrected soon.
@@ -309,30 +290,29 @@ impl<C: Ca> Renewal<C> {
         })
     }
 
-    /// Merges the published roots and the next ones, if they differ.
-    fn old_and_new_roots(&self) -> Option<Roots> {
+    /// Returns the published roots and the next ones, if they differ. Before the first certificate there is
+    /// nothing to publish.
+    fn changed_roots(&self) -> Option<(Roots, Roots)> {
         let published = self.state.borrow().roots.clone()?;
-        let merged = self.merged_roots().filter(|merged| *merged != published)?;
-        Some(merged.union(&published))
+        let next = self.merged_roots().filter(|next| *next != published)?;
+        Some((published, next))
+    }
+
+    fn publish_roots(&self, roots: Roots) {
+        tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
+        self.state.send_if_modified(|state| {
+            let last = state.roots.replace(roots);
+            last != state.roots
+        });
     }
 
     /// Publishes each trust bundle of the mesh.
     async fn follow_mesh_bundle(&self) {
         let mut mesh = self.mesh.subscribe();
         while mesh.changed().await.is_ok() {
-            self.state.send_if_modified(|state| {
-                let merged = self.merged_roots();
-                // Before the first certificate there is nothing to publish.
-                let is_new = state.roots.is_some() && state.roots != merged;
-                if is_new {
-                    tracing::info!(
-                        target: "cache",
-                        "Root cert has changed, start rotating root cert"
-                    );
-                    state.roots = merged;
-                }
-                is_new
-            });
+            if let Some((_, next)) = self.changed_roots() {
+                self.publish_roots(next);
+            }
         }
     }
 
@@ -347,7 +327,11 @@ impl<C: Ca> Renewal<C> {
     /// Publishes a failure and logs it: pilot-agent's line and one of this agent. Repetitions are logged at
     /// growing intervals.
     fn report(&self, error: IssueError, failures: u32, wait: Duration, next_key: &str) {
-        let IssueError { problem, request } = error;
+        let text = error.to_string();
+        let (problem, is_request) = match error {
+            IssueError::Unusable(problem) => (problem, false),
+            IssueError::NotSigned(error) => (error.problem, true),
+        };
         let last = self.state.borrow().failure.clone();
         let is_new = last.as_ref().is_none_or(|last| last.problem != problem);
         if is_new || failures.is_power_of_two() {
@@ -359,15 +343,12 @@ impl<C: Ca> Renewal<C> {
             let follows = format!(
                 "failure {failures} in a row, next attempt in {wait_text}{next_key}; {served}"
             );
-            let text = request
-                .as_ref()
-                .map_or_else(|| problem.found.clone(), SignError::to_string);
             if self.state.borrow().roots.is_none() {
                 tracing::warn!(
                     target: "sds",
                     "failed to warm certificate: failed to generate workload certificate: {text}"
                 );
-            } else if request.is_some() {
+            } else if is_request {
                 let attempt = failures.saturating_add(1);
                 tracing::warn!(
                     target: "ca",

@@ -3,7 +3,6 @@
 //! Pure arithmetic on wall-clock moments. A certificate is renewed when the grace part of its lifetime
 //! is left, with a little jitter, so that a fleet does not renew in step.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::RangeInclusive;
 use std::time::{Duration, SystemTime};
 
@@ -48,15 +47,6 @@ pub(super) fn jittered(ratio: f64, jitter: f64, random: f64) -> f64 {
     (ratio + jitter * (random * 2.0 - 1.0)).clamp(0.0, 1.0)
 }
 
-/// Returns a number from 0 to 1: random, and shifted by a hash of `spread_by`. Clones of one virtual
-/// machine share their random numbers for a while, and still spread.
-pub(super) fn shifted(spread_by: &str, random: f64) -> f64 {
-    let mut hasher = DefaultHasher::new();
-    spread_by.hash(&mut hasher);
-    let shift = hasher.finish() as f64 / u64::MAX as f64;
-    (shift + random).fract()
-}
-
 /// Returns the delay of a renewal that is due in the whole mesh at the same moment: `random` (0 to 1) times
 /// a tenth of the remaining lifetime, at most [`MAX_SPREAD`].
 pub(super) fn spread(remaining: Duration, random: f64) -> Duration {
@@ -86,32 +76,24 @@ pub(super) fn renewal_time(
 
 /// Returns the longest wait after a failure, when the current certificate is valid for `remaining`: the
 /// nearer its end, the shorter.
-pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
+fn retry_cap(remaining: Option<Duration>) -> Duration {
     remaining.map_or(RETRY_CAP_WITHOUT_CERTIFICATE, |left| {
         scaled(left, 0.1).clamp(RETRY_BASE, RETRY_CAP)
     })
 }
 
-/// The failures since the last success.
-#[derive(Default)]
-pub(super) struct Retries {
-    pub(super) failures: u32,
-}
-
-impl Retries {
-    /// Counts a failure and returns the wait after it, when the certificate is valid for `remaining`. A
-    /// failure that does not pass by itself has the longest wait.
-    pub(super) fn next_wait(
-        &mut self,
-        is_transient: bool,
-        remaining: Option<Duration>,
-    ) -> Duration {
-        let cap = retry_cap(remaining);
-        let base = if is_transient { RETRY_BASE } else { cap };
-        let wait = Backoff::after(self.failures, base, cap).next_wait();
-        self.failures = self.failures.saturating_add(1);
-        wait.max(MIN_WAIT)
-    }
+/// Counts a failure and returns the wait after it, when the certificate is valid for `remaining`. A failure
+/// that does not pass by itself has the longest wait.
+pub(super) fn next_wait(
+    failures: &mut u32,
+    is_transient: bool,
+    remaining: Option<Duration>,
+) -> Duration {
+    let cap = retry_cap(remaining);
+    let base = if is_transient { RETRY_BASE } else { cap };
+    let wait = Backoff::after(*failures, base, cap).next_wait();
+    *failures = failures.saturating_add(1);
+    wait.max(MIN_WAIT)
 }
 
 #[cfg(test)]
@@ -180,13 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fleet_spreads_whether_or_not_its_random_numbers_differ() {
-        let pods = (0..1000).map(|pod| shifted(&format!("pod-{pod}"), 0.3));
-        let places: Vec<_> = pods.collect();
-        assert!(places.iter().all(|place| (0.0..1.0).contains(place)));
-        let early = places.iter().filter(|place| **place < 0.1).count();
-        assert!((50..150).contains(&early), "{early}");
-        assert_ne!(shifted("pod", 0.3), shifted("pod", 0.4));
+    fn renewals_of_a_whole_mesh_spread_over_a_part_of_the_remaining_lifetime() {
         assert_eq!(spread(24 * HOUR, 1.0), Duration::from_secs(30));
         assert_eq!(spread(MINUTE, 0.5), Duration::from_secs(3));
     }
@@ -194,22 +170,17 @@ mod tests {
     #[test]
     fn requests_of_a_thousand_agents_are_spread_over_the_window_promised() {
         let (day, jitter) = (24 * HOUR, 0.01);
-        // Clones of one machine share their random numbers.
-        let clones: fn() -> f64 = || 0.7;
-        for random in [clones, fastrand::f64] {
-            let mut tenths = [0; 10];
-            for pod in 0..1000 {
-                let random = shifted(&format!("pod-{pod}"), random());
-                let due = delay(jittered(0.5, jitter, random), day);
-                let earliest = scaled(day, 0.5 - jitter);
-                let part = (due - earliest).div_duration_f64(scaled(day, 2.0 * jitter));
-                tenths[(part * 10.0) as usize] += 1;
-            }
-            assert!(
-                tenths.iter().all(|due| (50..150).contains(due)),
-                "{tenths:?}"
-            );
+        let mut tenths = [0; 10];
+        for _ in 0..1000 {
+            let due = delay(jittered(0.5, jitter, fastrand::f64()), day);
+            let earliest = scaled(day, 0.5 - jitter);
+            let part = (due - earliest).div_duration_f64(scaled(day, 2.0 * jitter));
+            tenths[(part * 10.0) as usize] += 1;
         }
+        assert!(
+            tenths.iter().all(|due| (50..150).contains(due)),
+            "{tenths:?}"
+        );
     }
 
     #[test]

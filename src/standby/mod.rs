@@ -109,7 +109,7 @@ impl Standby {
     fn open(environment: &Environment) -> Result<Self, Problem> {
         let name = environment.get(&ISTIO_AGENT_STANDBY);
         if !is_name(&name) {
-            let (code, subject) = (codes::SETTING_INVALID, ISTIO_AGENT_STANDBY.name);
+            let (code, subject) = (codes::SETTING_INVALID, ISTIO_AGENT_STANDBY.row.name);
             let problem = Problem::value(code, subject, &name, "the name of the container");
             return Err(problem);
         }

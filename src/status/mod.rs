@@ -64,12 +64,11 @@ use crate::secrets::Secrets;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
 use access::{Access, Caller};
-use overview::Overview;
 use probers::AppProbes;
 pub use probers::{Prober, Probers};
 use ready::Readiness;
 use reply::plain;
-use server::Listener;
+use server::UNREAD;
 pub use server::bind;
 use startup::Milestones;
 
@@ -156,9 +155,9 @@ pub fn new(
             std::future::pending().await
         };
         let listener = stop.run_until_cancelled(listener).await.transpose();
-        match listener.and_then(|it| it.map(Listener::new).transpose()) {
+        match listener.and_then(|it| it.map(tokio::net::TcpListener::from_std).transpose()) {
             Ok(Some(listener)) => tokio::select! {
-                () = server::serve(listener, router, retirement, stop.clone()) => {}
+                () = server::serve(listener, UNREAD, router, retirement, stop.clone()) => {}
                 () = watches => {}
             },
             Ok(None) => {}
@@ -254,7 +253,7 @@ impl Router {
     }
 
     /// Returns the doctor's report and the readiness, which is not logged as that of a probe is.
-    async fn diagnosis(&self, age: Duration) -> (Report, Result<(), String>) {
+    async fn diagnosis(&self, age: Duration) -> Diagnosis {
         let check = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
         let (report, ready) = tokio::join!((self.sources.doctor)(age), check);
         let ready = ready.unwrap_or_else(|_| Err("Envoy's admin port does not answer".to_owned()));
@@ -278,7 +277,7 @@ impl Router {
         let made = tokio::task::spawn_blocking(move || {
             // It stays locked until the end, even if the client has closed the connection.
             let _lock = lock;
-            make(&sources, diagnosis)
+            make(&sources, &diagnosis)
         });
         made.await
             .unwrap_or_else(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
@@ -323,16 +322,19 @@ fn progress(sources: &Sources) -> Response<Body> {
     })))
 }
 
-/// Makes a page from the sources and, for the overview, the doctor's report and the readiness.
-type DebugPage = fn(&Sources, (Report, Result<(), String>)) -> Response<Body>;
+/// The doctor's report, and the result of a readiness check.
+type Diagnosis = (Report, Result<(), String>);
+
+/// Makes a page from the sources and, for the overview, the diagnosis.
+type DebugPage = fn(&Sources, &Diagnosis) -> Response<Body>;
 
 fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
         "/debug/" | "/debug/doctor" => {
-            |sources, diagnosis| reply::html(Overview::new(sources, diagnosis).html())
+            |sources, diagnosis| reply::html(overview::html(sources, diagnosis))
         }
         "/debug/overview" => {
-            |sources, diagnosis| reply::json(Some(Overview::new(sources, diagnosis)))
+            |sources, diagnosis| reply::json(Some(overview::snapshot(sources, diagnosis)))
         }
         "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::LAST_LINES.text()),
         "/debug/envoy" => |sources, _| reply::json(sources.envoy.as_ref().map(Envoy::snapshot)),

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
-use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -109,10 +108,10 @@ impl AppProbes {
         let probe = prober.probe(path, &self.config.application);
         let headers = self.headers(headers, prober.port);
         match self.client.probe(&probe, &headers).await {
-            Ok(outcome) => reply::bytes(outcome.status, outcome.body),
+            Ok(outcome) => reply::with(outcome.status, outcome.body, &[]),
             Err(problem) => {
                 tracing::error!(target: "probes", "Request to probe app failed: {problem}, path = {path}");
-                reply::bytes(StatusCode::INTERNAL_SERVER_ERROR, Bytes::new())
+                reply::with(StatusCode::INTERNAL_SERVER_ERROR, "", &[])
             }
         }
     }

@@ -28,12 +28,15 @@ pub(super) fn preferred(headers: &HeaderMap) -> &'static str {
     named.min().map_or("application/json", |(_, name)| name)
 }
 
-fn with(
+/// Makes a response with these headers only.
+pub(super) fn with(
     status: StatusCode,
     body: impl Into<Bytes>,
     headers: &[(HeaderName, &'static str)],
 ) -> Response<Body> {
-    let mut reply = bytes(status, body.into());
+    let body = Full::new(body.into()).map_err(|never| match never {});
+    let mut reply = Response::new(body.boxed_unsync());
+    *reply.status_mut() = status;
     for (name, value) in headers {
         let value = HeaderValue::from_static(value);
         reply.headers_mut().insert(name, value);
@@ -98,14 +101,6 @@ pub(super) fn followed(body: Body, then: impl FnMut() + Send + 'static) -> Body 
     holding.boxed_unsync()
 }
 
-/// Makes a response without a content type.
-pub(super) fn bytes(status: StatusCode, body: Bytes) -> Response<Body> {
-    let body = Full::new(body).map_err(|never| match never {});
-    let mut reply = Response::new(body.boxed_unsync());
-    *reply.status_mut() = status;
-    reply
-}
-
 pub(super) fn moved(to: &str) -> Response<Body> {
     let Ok(location) = HeaderValue::from_str(to) else {
         return not_found();
@@ -125,8 +120,9 @@ pub(super) fn method_not_allowed() -> Response<Body> {
 
 /// Makes an error response as text, which browsers must not take for another type.
 pub(super) fn refusal(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
-    let mut reply = plain(status, text);
-    let no_sniff = HeaderValue::from_static("nosniff");
-    reply.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, no_sniff);
-    reply
+    let headers = [
+        (CONTENT_TYPE, "text/plain; charset=utf-8"),
+        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    ];
+    with(status, text, &headers)
 }

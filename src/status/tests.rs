@@ -14,6 +14,14 @@ fn merged_metrics() -> Scrape {
     Arc::new(|_| Box::pin(async { plain(StatusCode::OK, "merged 1\n") }))
 }
 
+/// A listener as the status port has it, and its port.
+pub(super) fn any_port() -> (tokio::net::TcpListener, u16) {
+    let listener = bind(0).expect("a port");
+    let listener = tokio::net::TcpListener::from_std(listener).expect("a listener");
+    let port = listener.local_addr().expect("an address").port();
+    (listener, port)
+}
+
 /// Merged metrics without other sources than the agent.
 pub(super) fn own_metrics(metrics: Registry) -> Scrape {
     Arc::new(move |_| {

@@ -29,6 +29,7 @@ use crate::executor::ConnectionTasks;
 use crate::lifecycle::BoxError;
 use crate::permission;
 use crate::problem::{Code, Problem, codes};
+use crate::regular_file::if_exists;
 use access::Access;
 use authority::valid_authority;
 
@@ -143,10 +144,10 @@ fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
 }
 
 fn remove_stale(path: &Path) -> Result<(), Problem> {
-    let kind = match fs::symlink_metadata(path) {
-        Ok(metadata) => metadata.file_type(),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed(path, "look at the socket")(error)),
+    let found =
+        if_exists(fs::symlink_metadata(path)).map_err(failed(path, "look at the socket"))?;
+    let Some(kind) = found.map(|found| found.file_type()) else {
+        return Ok(());
     };
     if kind.is_dir() {
         let found = "a directory is in its place";
@@ -342,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_of_another_process_is_not_taken_for_one_to_a_container() {
+    fn only_links_to_the_socket_of_a_container_are_recognized_as_such() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         assert!(!is_link_to_container(&path), "it does not exist");

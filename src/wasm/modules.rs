@@ -75,7 +75,8 @@ pub(super) struct Modules {
 }
 
 type Fetched = Result<(), Error>;
-type Fetching = watch::Receiver<Option<Fetched>>;
+/// Changes once, to the result.
+type Fetching = watch::Receiver<Fetched>;
 
 impl Modules {
     pub(super) fn new(config: Config, executor: Executor, metrics: Metrics) -> Self {
@@ -175,12 +176,9 @@ impl Modules {
     /// Waits for the fetch of a module, and returns the module from the cache.
     async fn wait_for_module(self: &Arc<Self>, request: &Arc<Request>) -> Result<Module, Error> {
         let mut fetching = self.join(request);
-        let fetched = match fetching.wait_for(Option::is_some).await {
-            Ok(fetched) => fetched.clone(),
-            Err(_) => None,
-        };
-        let stopped = || Err((codes::WASM_DOWNLOAD_FAILED, "the agent stops".to_owned()));
-        fetched.unwrap_or_else(stopped)?;
+        // It fails if the agent stops. The first value is the error for that case.
+        let _ = fetching.changed().await;
+        fetching.borrow().clone()?;
         let module = self.find(request, &request.key).await?;
         module.ok_or_else(|| (codes::WASM_CACHE, "the module vanished".to_owned()))
     }
@@ -192,7 +190,8 @@ impl Modules {
         if let Some((_, result)) = fetches.get(&request.fetch_id) {
             return result.clone();
         }
-        let (done, result) = watch::channel(None);
+        let stopped = (codes::WASM_DOWNLOAD_FAILED, "the agent stops".to_owned());
+        let (done, result) = watch::channel(Err(stopped));
         let url = request.source.redacted();
         fetches.insert(request.fetch_id, (url.clone(), result.clone()));
         let (modules, request) = (self.clone(), request.clone());
@@ -211,7 +210,7 @@ impl Modules {
             {
                 modules.metrics.fetches.with([result]).inc();
             }
-            let _ = done.send(Some(fetched));
+            let _ = done.send(fetched);
         });
         result
     }

@@ -139,9 +139,8 @@ impl End {
         Self::ok(Side::Agent, "the first control plane answers again")
     }
 
-    /// Envoy has the stored configuration. Its next stream goes to istiod.
-    pub(crate) fn handed_over() -> Self {
-        let why = "stored configuration served; Envoy's next stream goes to istiod";
+    /// The agent ends the stream that it served with stored configuration.
+    pub(crate) fn agent(why: impl Into<String>) -> Self {
         Self::new(Side::Agent, true, &Status::unavailable(why))
     }
 
@@ -149,11 +148,6 @@ impl End {
     pub(crate) fn unanswered() -> Self {
         let why = format!("no answer to a request within {}", rounded(MAX_SILENCE));
         Self::bad_response(&Status::deadline_exceeded(why))
-    }
-
-    /// The stored configuration cannot be served.
-    pub(crate) fn unusable(error: &io::Error) -> Self {
-        Self::new(Side::Agent, true, &Status::unavailable(error.to_string()))
     }
 
     /// Returns the metric labels of the end, for istiod's stream and for Envoy's.

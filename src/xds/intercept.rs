@@ -7,20 +7,18 @@
 use std::fmt;
 use std::sync::Arc;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
 use envoy_types::pb::google::rpc;
 use futures_util::future::BoxFuture;
 use prost::Message;
 use tonic::Code;
 
-use super::Protocol;
-use super::request::HEAD;
+use super::request::{HEAD, frame};
+use super::{Protocol, WORKLOAD};
 
-/// The prefix of Envoy's own types.
+/// The prefix of Envoy's own types. [`WORKLOAD`] is the only other type that Istio's Envoy knows.
 const ENVOY_TYPES: &str = "type.googleapis.com/envoy.";
-/// The only type outside Envoy's name space that Istio's Envoy knows.
-const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 
 /// The type of requests that report the health of a machine's workload to istiod, with an error if it is
 /// unhealthy. istiod does not respond.
@@ -82,6 +80,7 @@ pub trait Interceptor: Send + Sync {
 
 /// The interceptors of all types.
 #[derive(Clone, Default)]
+#[allow(missing_debug_implementations)]
 pub struct Interceptors(Arc<[Box<dyn Interceptor>]>);
 
 /// The treatment of a response, by its type.
@@ -135,14 +134,6 @@ impl Interceptors {
     }
 }
 
-impl fmt::Debug for Interceptors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list()
-            .entries(self.0.iter().map(|interceptor| interceptor.type_url()))
-            .finish()
-    }
-}
-
 /// Encodes a request of the agent as a gRPC frame: a subscription, an ACK, or a NACK if there is a `problem`.
 pub(crate) fn encode_request(
     protocol: Protocol,
@@ -174,15 +165,6 @@ pub(crate) fn encode_request(
         }
         .encode_to_vec(),
     })
-}
-
-/// Encodes a message as a gRPC frame. Source: gRPC over HTTP/2, Length-Prefixed-Message.
-pub(crate) fn frame(message: &[u8]) -> Bytes {
-    let mut framed = BytesMut::with_capacity(HEAD + message.len());
-    framed.put_u8(0);
-    framed.put_u32(message.len() as u32);
-    framed.extend_from_slice(message);
-    framed.freeze()
 }
 
 #[cfg(test)]

@@ -1,25 +1,17 @@
 //! Runs the interceptors of a stream: one response of a type at a time, in the order of arrival, unless a
 //! newer response replaces the one that is being handled.
 
-use tokio::task::{AbortHandle, JoinError, JoinSet};
+use std::future::poll_fn;
+use std::task::Poll;
 
 use super::Protocol;
-use super::intercept::{Later, Outcome};
+use super::intercept::{Intercepting, Later, Outcome};
 use super::response::Captured;
 use super::stream::StreamState;
 
-/// Running interceptors.
+/// The responses that interceptors are handling, one of a type at most.
 #[derive(Default)]
-pub(super) struct Interceptions {
-    tasks: JoinSet<Outcome>,
-    running: Vec<Running>,
-}
-
-/// A response that its interceptor is handling.
-struct Running {
-    task: AbortHandle,
-    response: Captured,
-}
+pub(super) struct Interceptions(Vec<(Captured, Intercepting)>);
 
 impl Interceptions {
     /// Starts the interceptors for which a response waits, if they are idle or replace the one they handle.
@@ -27,45 +19,43 @@ impl Interceptions {
         for mut response in std::mem::take(&mut state.captured) {
             let index = response.interceptor;
             let interceptor = state.interceptors.get(index);
-            let mut running = self.running.iter();
-            if let Some(older) = running.position(|it| it.response.interceptor == index) {
-                let message = &self.running[older].response.message;
+            let mut running = self.0.iter();
+            if let Some(older) = running.position(|(it, _)| it.interceptor == index) {
+                let message = &self.0[older].0.message;
                 let merged = interceptor.merge(protocol, message, &response.message);
                 let Some(merged) = merged else {
                     state.captured.push_back(response);
                     continue;
                 };
                 response.message = merged;
-                self.running.swap_remove(older).task.abort();
+                drop(self.0.swap_remove(older));
             }
             let outcome = interceptor.intercept(protocol, response.message.clone());
-            let task = self.tasks.spawn(outcome);
-            self.running.push(Running { task, response });
+            self.0.push((response, outcome));
         }
     }
 
-    /// Waits for the next outcome. Cancel safe.
-    pub(super) async fn next(&mut self) -> Option<Result<(Captured, Outcome), JoinError>> {
-        loop {
-            let (id, outcome) = match self.tasks.join_next_with_id().await? {
-                Ok(ended) => ended,
-                // A newer response has replaced it.
-                Err(error) if error.is_cancelled() => continue,
-                Err(error) => return Some(Err(error)),
-            };
-            // A task that ended just before it was replaced is not among those running.
-            let mut ended = self.running.extract_if(.., |it| it.task.id() == id);
-            if let Some(Running { response, .. }) = ended.next() {
-                return Some(Ok((response, outcome)));
+    /// Waits for the next outcome. Returns None if no interceptor runs. Cancel safe.
+    pub(super) async fn next(&mut self) -> Option<(Captured, Outcome)> {
+        poll_fn(|context| {
+            for index in 0..self.0.len() {
+                if let Poll::Ready(outcome) = self.0[index].1.as_mut().poll(context) {
+                    let (response, _) = self.0.swap_remove(index);
+                    return Poll::Ready(Some((response, outcome)));
+                }
             }
-        }
+            if self.0.is_empty() {
+                return Poll::Ready(None);
+            }
+            Poll::Pending
+        })
+        .await
     }
 
     /// Runs the second outcome of a response.
     pub(super) fn follow(&mut self, mut response: Captured, later: Later) {
         response.message = later.rest;
-        let task = self.tasks.spawn(later.outcome);
-        self.running.push(Running { task, response });
+        self.0.push((response, later.outcome));
     }
 }
 
@@ -77,7 +67,7 @@ mod tests {
 
     use super::*;
     use crate::metrics::Registry;
-    use crate::xds::intercept::{Intercepting, Interceptor, Interceptors};
+    use crate::xds::intercept::{Interceptor, Interceptors};
     use crate::xds::observe::Observer;
     use crate::xds::response::{Consumer, Received};
 
@@ -129,11 +119,7 @@ mod tests {
 
     /// The nonce and the message of the next outcome.
     async fn next(interceptions: &mut Interceptions) -> (String, Bytes) {
-        let (response, outcome) = interceptions
-            .next()
-            .await
-            .expect("a task")
-            .expect("an outcome");
+        let (response, outcome) = interceptions.next().await.expect("an outcome");
         match outcome {
             Outcome::Forward(message, _) => (response.received.nonce, message),
             other => panic!("{other:?}"),

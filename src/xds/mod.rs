@@ -21,6 +21,12 @@ pub mod server;
 mod stream;
 pub mod wire;
 
+/// The types of responses that the relay or the store treats specially.
+const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
+
 /// Settings of the relay.
 #[derive(Clone, Debug)]
 pub struct Config {

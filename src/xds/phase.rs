@@ -12,7 +12,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 
@@ -20,8 +20,7 @@ use super::end::{self, End};
 use super::last_known_good::EnvoyCache;
 use super::last_known_good::replay::Replay;
 use super::relay::Relay;
-use crate::clock::after;
-use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
+use crate::istiod::{Closed, Connection, Istiod};
 
 /// Requests of Envoy in the order of arrival.
 #[derive(Clone, Debug, Default)]
@@ -55,19 +54,8 @@ fn memory(request: &Bytes) -> usize {
 
 /// The phase of a session: which side answers Envoy.
 pub(super) enum Phase {
-    /// The agent dials istiod, and no side answers. The stream to istiod will begin with the held requests.
-    Connecting {
-        held: Requests,
-        dial: BoxFuture<'static, Result<Connection, Closed>>,
-    },
-    /// Istiod has not answered yet. The requests are held for the next stream, unless they became too large.
-    AwaitingFirstResponse {
-        held: Option<Requests>,
-        stream: IstiodStream,
-        /// The time at which istiod counts as silent; None if it does not owe an answer, or its silence is not
-        /// limited, because there is no other control plane.
-        silent_at: Option<Instant>,
-    },
+    /// The agent dials istiod, and no side answers.
+    Connecting(BoxFuture<'static, Result<Connection, Closed>>),
     Relaying(IstiodStream),
     ServingLastKnownGood {
         replay: Replay,
@@ -79,7 +67,9 @@ pub(super) enum Phase {
 
 /// A stream to istiod.
 pub(super) struct IstiodStream {
-    connection: Connection,
+    pub(super) connection: Connection,
+    /// True once istiod has responded.
+    pub(super) is_answered: bool,
     /// Completes when the stream should move to another connection.
     moved: BoxFuture<'static, ()>,
     requests: mpsc::Sender<Bytes>,
@@ -100,26 +90,14 @@ pub(super) enum Event {
 
 impl Phase {
     /// Connects after a wait. A new token ends the wait.
-    pub(super) fn connecting(held: Requests, istiod: Istiod, wait: Duration) -> Self {
-        let dial = Box::pin(async move {
+    pub(super) fn connecting(istiod: Istiod, wait: Duration) -> Self {
+        Self::Connecting(Box::pin(async move {
             tokio::select! {
                 () = sleep(wait) => {}
                 () = istiod.token_changed(), if !wait.is_zero() => {}
             }
             istiod.connection().await
-        });
-        Self::Connecting { held, dial }
-    }
-
-    /// Opens a stream of istiod, which begins with the requests that are held.
-    pub(super) fn connected(&mut self, relay: &Relay, connection: Connection) {
-        let held = self.held_mut().map(std::mem::take);
-        let stream = IstiodStream::open(relay, connection);
-        *self = Self::AwaitingFirstResponse {
-            held,
-            stream,
-            silent_at: None,
-        };
+        }))
     }
 
     /// Serves last known good configuration in place of istiod.
@@ -129,28 +107,26 @@ impl Phase {
         Self::ServingLastKnownGood { replay, requests }
     }
 
-    /// Begins to relay. Returns istiod's connection at the first response of the stream only.
+    /// Records a response of istiod. Returns its connection if the response is the first of the stream.
     pub(super) fn answered(&mut self) -> Option<&Connection> {
-        let phase = std::mem::replace(self, Self::Ended);
-        let Self::AwaitingFirstResponse { stream, .. } = phase else {
-            *self = phase;
-            return None;
-        };
-        *self = Self::Relaying(stream);
-        self.connection()
+        match self {
+            Self::Relaying(stream) if !stream.is_answered => {
+                stream.is_answered = true;
+                Some(&stream.connection)
+            }
+            _ => None,
+        }
     }
 
     /// Waits for the next event or the end. Responses are read only if they are wanted. Cancel safe.
     pub(super) async fn next(&mut self, wants_responses: bool) -> Result<Event, End> {
         match self {
-            Self::Connecting { dial, .. } => match dial.await {
+            Self::Connecting(dial) => match dial.await {
                 Ok(connection) => Ok(Event::Connected(connection)),
                 // The agent stops.
                 Err(Closed) => Err(End::stopped()),
             },
-            Self::AwaitingFirstResponse { stream, .. } | Self::Relaying(stream) => {
-                stream.next(wants_responses).await
-            }
+            Self::Relaying(stream) => stream.next(wants_responses).await,
             Self::ServingLastKnownGood { replay, .. } if wants_responses => {
                 replay.next().await.map(Event::Data)
             }
@@ -158,16 +134,12 @@ impl Phase {
         }
     }
 
-    fn stream(&self) -> Option<&IstiodStream> {
+    /// Returns istiod's stream, if there is one.
+    pub(super) fn stream(&self) -> Option<&IstiodStream> {
         match self {
-            Self::AwaitingFirstResponse { stream, .. } | Self::Relaying(stream) => Some(stream),
+            Self::Relaying(stream) => Some(stream),
             _ => None,
         }
-    }
-
-    /// Returns the connection of istiod's stream, if there is one.
-    pub(super) fn connection(&self) -> Option<&Connection> {
-        Some(&self.stream()?.connection)
     }
 
     /// Returns the queue of requests, once there is a stream that takes them.
@@ -177,49 +149,11 @@ impl Phase {
             _ => Some(&self.stream()?.requests),
         }
     }
-
-    /// Returns all requests, as long as another stream of istiod can begin with them.
-    pub(super) fn held(&self) -> Option<&Requests> {
-        match self {
-            Self::Connecting { held, .. } => Some(held),
-            Self::AwaitingFirstResponse { held, .. } => held.as_ref(),
-            _ => None,
-        }
-    }
-
-    pub(super) fn held_mut(&mut self) -> Option<&mut Requests> {
-        match self {
-            Self::Connecting { held, .. } => Some(held),
-            Self::AwaitingFirstResponse { held, .. } => held.as_mut(),
-            _ => None,
-        }
-    }
-
-    /// Drops the requests that are held while istiod has a stream: no other stream can begin with them.
-    pub(super) fn release(&mut self) {
-        if let Self::AwaitingFirstResponse { held, .. } = self {
-            *held = None;
-        }
-    }
-
-    /// Returns the time at which istiod counts as silent: [`MAX_SILENCE`] after a request began to wait for an
-    /// answer. If not `is_limited`, removes the limit, so that the next call begins a new one.
-    pub(super) fn limit_silence(&mut self, is_limited: bool) -> Option<Instant> {
-        let Self::AwaitingFirstResponse {
-            held, silent_at, ..
-        } = self
-        else {
-            return None;
-        };
-        let is_owed = is_limited && held.as_ref().is_some_and(|held| held.memory > 0);
-        *silent_at = is_owed.then(|| silent_at.unwrap_or_else(|| after(MAX_SILENCE)));
-        *silent_at
-    }
 }
 
 impl IstiodStream {
     /// Opens a stream. Does not wait for the response headers, which may come only with the first response.
-    fn open(relay: &Relay, connection: Connection) -> Self {
+    pub(super) fn open(relay: &Relay, connection: Connection) -> Self {
         let (requests, queue) = mpsc::channel(1);
         let sent = relay.observer.metrics.requests.clone();
         let frames = ReceiverStream::new(queue).map(move |request| {
@@ -235,6 +169,7 @@ impl IstiodStream {
         let responses = Responses::Opening(Box::pin(async move { sender.send(request).await }));
         Self {
             connection,
+            is_answered: false,
             moved,
             requests,
             responses,

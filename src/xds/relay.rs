@@ -36,11 +36,11 @@ use super::intercept::Interceptors;
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
 use super::observe::{Observer, Services, Source};
-use super::phase::{Event, Phase, Requests};
+use super::phase::{Event, IstiodStream, Phase, Requests};
 use super::stream::StreamState;
 use crate::backoff::Backoff;
-use crate::clock::later;
-use crate::istiod::Istiod;
+use crate::clock::{after, later};
+use crate::istiod::{Istiod, MAX_SILENCE};
 use crate::problem::{Problem, Repetition, codes};
 
 /// The most bytes of requests held for another stream while istiod has not answered. The first requests of
@@ -78,7 +78,6 @@ pub(super) fn response_body() -> (mpsc::Sender<ToEnvoy>, ResponseBody) {
 pub(crate) type Health = watch::Receiver<Option<Result<(), String>>>;
 
 /// The settings of a relay, and the parts of the agent that it uses.
-#[derive(Debug)]
 pub(crate) struct Relay {
     pub id: u32,
     pub protocol: Protocol,
@@ -119,6 +118,12 @@ struct Session<'a> {
     to_envoy: &'a mpsc::Sender<ToEnvoy>,
     waits_since: Instant,
     phase: Phase,
+    /// All requests, as long as another stream of istiod can begin with them: it has not answered, and they are
+    /// not too large.
+    held: Option<Requests>,
+    /// The time at which istiod counts as silent: [`MAX_SILENCE`] after a request began to wait for an answer. None
+    /// if istiod does not owe one, or if there is no other control plane.
+    silent_at: Option<Instant>,
     /// Requests for istiod. Reading from Envoy does not wait for room at istiod: istiod may not read requests
     /// while it waits for a large response to be taken, and Envoy may not take it before its requests are
     /// sent. If no hop had a queue, all would wait for each other.
@@ -151,7 +156,9 @@ impl<'a> Session<'a> {
             envoy,
             to_envoy,
             waits_since: Instant::now(),
-            phase: Phase::connecting(Requests::default(), istiod, Duration::ZERO),
+            phase: Phase::connecting(istiod, Duration::ZERO),
+            held: Some(Requests::default()),
+            silent_at: None,
             queue: Requests::default(),
             memory: None,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
@@ -164,7 +171,7 @@ impl<'a> Session<'a> {
     async fn run(mut self) -> End {
         let Err(end) = self.relay().await;
         let problem = self.problem(&end.status);
-        self.record_end(&self.phase, &end, &problem, false);
+        self.record_end(&end, &problem, false);
         let Relay { id, observer, .. } = self.relay;
         observer.stream_ended(*id, &end);
         end.log(*id, &problem);
@@ -180,7 +187,9 @@ impl<'a> Session<'a> {
             let to_istiod = requests.map(mpsc::Sender::reserve_owned);
             let is_open = to_istiod.is_some();
             let has_alternative = self.relay.is_envoy && self.relay.istiod.has_others();
-            let silent_at = self.phase.limit_silence(has_alternative);
+            let is_owed = has_alternative && self.phase.stream().is_some() && self.held() > 0;
+            let silent_at = self.silent_at.unwrap_or_else(|| after(MAX_SILENCE));
+            self.silent_at = is_owed.then_some(silent_at);
             let wants_responses = self.state.wants_responses();
             let clusters_due = self.state.recorder.clusters_due;
             tokio::select! {
@@ -198,10 +207,7 @@ impl<'a> Session<'a> {
                 room = self.to_envoy.reserve(), if !self.state.to_envoy.is_empty() => {
                     self.send(room.map_err(|_| End::envoy_gone(None))?);
                 }
-                Some(done) = self.interceptions.next() => {
-                    let (response, outcome) = done.map_err(|panic| {
-                        End::bad_response(&Status::internal(panic.to_string()))
-                    })?;
+                Some((response, outcome)) = self.interceptions.next() => {
                     if let Some(later) = self.state.intercepted(&response, outcome) {
                         self.interceptions.follow(response, later);
                     }
@@ -223,14 +229,14 @@ impl<'a> Session<'a> {
                 }
                 Some(stored) = self.state.recorder.stored_versions.next(), if self.state.stored.is_none() => {
                     self.state.stored = Some(stored);
-                    self.state.send_stored();
+                    self.state.send_waiting();
                 }
                 event = self.phase.next(wants_responses) => {
-                    self.phase.limit_silence(false);
+                    self.silent_at = None;
                     let handled = event.and_then(|event| self.handle(event));
                     handled.or_else(|end| self.istiod_done(end, false))?;
                 }
-                Some(()) = OptionFuture::from(silent_at.map(sleep_until)) => {
+                Some(()) = OptionFuture::from(self.silent_at.map(sleep_until)) => {
                     self.istiod_done(End::unanswered(), true)?;
                 }
             }
@@ -248,6 +254,7 @@ impl<'a> Session<'a> {
                 if self.state.is_answered
                     && let Some(connection) = self.phase.answered()
                 {
+                    self.held = None;
                     self.relay.observer.istiod_answered(self.relay.id);
                     self.relay.istiod.answered(connection);
                     if let Some(failures) = self.failures.end() {
@@ -259,8 +266,8 @@ impl<'a> Session<'a> {
             Event::Opened => {}
             Event::Connected(connection) => {
                 self.health.iter_mut().for_each(Health::mark_changed);
-                self.phase.connected(self.relay, connection);
-                self.queue = self.phase.held().cloned().unwrap_or_default();
+                self.phase = Phase::Relaying(IstiodStream::open(self.relay, connection));
+                self.queue = self.held.clone().unwrap_or_default();
             }
         }
         Ok(())
@@ -276,7 +283,7 @@ impl<'a> Session<'a> {
 
     /// Returns the memory of the requests that are held for another stream of istiod.
     fn held(&self) -> usize {
-        self.phase.held().map_or(0, Requests::memory)
+        self.held.as_ref().map_or(0, Requests::memory)
     }
 
     /// Fails if requests need more memory than they may.
@@ -303,12 +310,11 @@ impl<'a> Session<'a> {
     fn istiod_done(&mut self, end: End, is_silent: bool) -> Result<(), End> {
         let end = self.state.istiod_done(end);
         let problem = self.problem(&end.status);
-        let mut phase = std::mem::replace(&mut self.phase, Phase::Ended);
-        let has_moved = self.record_end(&phase, &end, &problem, is_silent);
-        let can_hold = self.relay.is_envoy && end.istiod_code().is_some();
-        let Some(held) = phase.held_mut().filter(|_| can_hold) else {
+        let has_moved = self.record_end(&end, &problem, is_silent);
+        self.phase = Phase::Ended;
+        if self.held.is_none() || !self.relay.is_envoy || end.istiod_code().is_none() {
             return Err(end);
-        };
+        }
         if let Some(count) = self.failures.failed(&problem) {
             let problem = problem.consequence("Envoy's stream is held, and istiod is asked again");
             let id = self.relay.id;
@@ -319,7 +325,7 @@ impl<'a> Session<'a> {
         } else {
             self.backoff.next_wait()
         };
-        self.phase = Phase::connecting(std::mem::take(held), self.relay.istiod.clone(), wait);
+        self.phase = Phase::connecting(self.relay.istiod.clone(), wait);
         self.state.restart();
         Ok(())
     }
@@ -333,23 +339,22 @@ impl<'a> Session<'a> {
         self.relay.istiod.explain(unimplemented, status)
     }
 
-    /// Records the end of istiod's stream, if this phase has one. Returns true if another control plane is in
+    /// Records the end of istiod's stream, if there is one. Returns true if another control plane is in
     /// use now.
-    fn record_end(&self, phase: &Phase, end: &End, problem: &Problem, is_silent: bool) -> bool {
-        let Some(connection) = phase.connection() else {
+    fn record_end(&self, end: &End, problem: &Problem, is_silent: bool) -> bool {
+        let Some(stream) = self.phase.stream() else {
             return false;
         };
-        let istiod = &self.relay.istiod;
+        let (istiod, code) = (&self.relay.istiod, end.istiod_code());
         self.relay.observer.istiod_ended(end);
-        let code = end.istiod_code();
-        istiod.leave_if_unauthenticated(connection, code);
-        let is_failure = code.is_some() && matches!(phase, Phase::AwaitingFirstResponse { .. });
-        is_failure && istiod.failed(connection, is_silent, problem)
+        istiod.leave_if_unauthenticated(&stream.connection, code);
+        let is_failure = code.is_some() && !stream.is_answered;
+        is_failure && istiod.failed(&stream.connection, is_silent, problem)
     }
 
     /// Returns when Envoy is served last known good configuration, unless istiod answers before.
     fn last_known_good_due(&self) -> Option<Instant> {
-        self.phase.held()?;
+        self.held.as_ref()?;
         let patience = self.relay.store.as_ref()?.patience()?;
         Some(later(self.waits_since, patience))
     }
@@ -360,13 +365,13 @@ impl<'a> Session<'a> {
             self.waits_since = Instant::now();
             return;
         };
-        if let Some(connection) = self.phase.connection() {
-            let status =
-                Status::deadline_exceeded("no answer before stored configuration was served");
-            let problem = self.problem(&status);
-            self.relay.istiod.failed(connection, false, &problem);
+        if let Some(stream) = self.phase.stream() {
+            let why = "no answer before stored configuration was served";
+            let problem = self.problem(&Status::deadline_exceeded(why));
+            let istiod = &self.relay.istiod;
+            istiod.failed(&stream.connection, false, &problem);
         }
-        self.queue = self.phase.held().cloned().unwrap_or_default();
+        self.queue = self.held.take().unwrap_or_default();
         self.phase = Phase::serving(envoy.clone());
         self.state.recorder.stop();
         self.state.source = Source::Kept;
@@ -383,13 +388,13 @@ impl<'a> Session<'a> {
     /// Forwards the requests and bytes that are ready, and starts interceptors.
     fn forward(&mut self) {
         for request in std::mem::take(&mut self.state.to_istiod) {
-            if let Some(held) = self.phase.held_mut() {
+            if let Some(held) = &mut self.held {
                 held.push(request.clone());
             }
             self.queue.push(request);
         }
-        if self.held() > MAX_HELD {
-            self.phase.release();
+        if self.held() > MAX_HELD && self.phase.stream().is_some() {
+            self.held = None;
         }
         self.interceptions
             .start(&mut self.state, self.relay.protocol);

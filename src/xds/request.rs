@@ -3,12 +3,12 @@
 //! Requests are collected completely, so that requests of the agent can be put between them. All are small,
 //! except the first of a delta stream. A frame costs only the bytes that came, whatever length it announces.
 
-use bytes::{Bytes, BytesMut};
-use prost::Message;
+use bytes::{BufMut, Bytes, BytesMut};
+use prost::{DecodeError, Message};
 use tonic::Status;
 
+use super::Protocol;
 use super::wire::decode_header;
-use super::{Protocol, intercept};
 
 /// The length of a gRPC frame's head: a flag byte and a 32-bit length.
 pub(crate) const HEAD: usize = 5;
@@ -27,15 +27,15 @@ const DUMP: &str = "goo.gle/debug";
 const DUMP_END: &str = "\n: ";
 
 /// A discovery request from Envoy.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Request {
     /// The unchanged frame, message included.
     pub frame: Bytes,
     pub type_url: String,
     /// The nonce of the response that the request acknowledges or refuses; empty for other requests.
     pub nonce: String,
-    /// The beginning of the reason, if the request is a NACK.
-    pub nack: Option<String>,
+    /// Envoy's whole reason, if the request is a NACK.
+    pub refusal: Option<String>,
 }
 
 /// Collects the bytes of Envoy's requests.
@@ -62,7 +62,11 @@ impl RequestReader {
             && length <= self.held.len()
         {
             let frame = self.held.split_to(length).freeze();
-            each(self.request(frame)?);
+            let request = Request::decode(self.protocol, frame).map_err(|error| {
+                let problem = format!("not a protobuf message: {error}");
+                Status::internal(format!("discovery request from Envoy: {problem}"))
+            })?;
+            each(request);
         }
         if self.held.is_empty() {
             // The memory is freed while the stream is idle.
@@ -100,26 +104,48 @@ impl RequestReader {
         }
         Ok(Some(HEAD + length))
     }
+}
 
-    fn request(&self, frame: Bytes) -> Result<Request, Status> {
+impl Request {
+    /// Decodes a frame. Names are left to [`Request::subscription`].
+    pub(super) fn decode(protocol: Protocol, frame: Bytes) -> Result<Self, DecodeError> {
         let message = frame.slice(HEAD..);
-        let fields = match self.protocol {
+        let (type_url, nonce, error) = match protocol {
             Protocol::Sotw => SotwFields::decode(message)
-                .map(|it| (it.type_url, it.response_nonce, it.error_detail)),
+                .map(|it| (it.type_url, it.response_nonce, it.error_detail))?,
             Protocol::Delta => DeltaFields::decode(message)
-                .map(|it| (it.type_url, it.response_nonce, it.error_detail)),
+                .map(|it| (it.type_url, it.response_nonce, it.error_detail))?,
         };
-        let (type_url, nonce, error) = fields.map_err(|error| {
-            let problem = format!("not a protobuf message: {error}");
-            Status::internal(format!("discovery request from Envoy: {problem}"))
-        })?;
-        Ok(Request {
+        let refusal = error.map(|it| String::from_utf8_lossy(&it.message).into_owned());
+        Ok(Self {
             frame,
             type_url,
             nonce,
-            nack: error.map(|it| shortened(&it.text())),
+            refusal,
         })
     }
+
+    /// Decodes the subscription.
+    pub(super) fn subscription(&self) -> Result<Subscription, DecodeError> {
+        Subscription::decode(self.frame.slice(HEAD..))
+    }
+}
+
+/// The subscription in a request of either protocol. Nothing is copied.
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct Subscription {
+    /// The encoded node of a delta request.
+    #[prost(bytes = "bytes", optional, tag = "1")]
+    pub(super) node: Option<Bytes>,
+    /// The names that a delta request adds, or all names of a SotW request.
+    #[prost(bytes = "bytes", repeated, tag = "3")]
+    pub(super) names: Vec<Bytes>,
+    /// The names that a delta request removes. A SotW request has its type here.
+    #[prost(bytes = "bytes", repeated, tag = "4")]
+    pub(super) unsubscribed: Vec<Bytes>,
+    /// The encoded names and versions of resources that Envoy has when a delta stream begins.
+    #[prost(bytes = "bytes", repeated, tag = "5")]
+    pub(super) held: Vec<Bytes>,
 }
 
 /// The fields of a `DiscoveryRequest` that the agent reads. Decoding skips all others.
@@ -146,15 +172,9 @@ struct DeltaFields {
 
 /// The reason in a `google.rpc.Status`.
 #[derive(Clone, PartialEq, prost::Message)]
-pub(super) struct ErrorDetail {
+struct ErrorDetail {
     #[prost(bytes = "bytes", tag = "2")]
     message: Bytes,
-}
-
-impl ErrorDetail {
-    pub(super) fn text(self) -> String {
-        String::from_utf8_lossy(&self.message).into_owned()
-    }
 }
 
 /// Returns the beginning of a NACK reason, without resource dumps, which are long and may hold credentials.
@@ -171,8 +191,8 @@ pub(super) fn shortened(reason: &str) -> String {
 
 /// Removes nonce and error from the frame of a delta request. Returns None if the request does not subscribe
 /// to or unsubscribe from names.
-pub(super) fn without_nonce(frame: &Bytes) -> Option<Bytes> {
-    let (mut rest, mut message, mut has_names) = (frame.get(HEAD..)?, Vec::new(), false);
+pub(super) fn without_nonce(request: &Bytes) -> Option<Bytes> {
+    let (mut rest, mut message, mut has_names) = (request.get(HEAD..)?, Vec::new(), false);
     while !rest.is_empty() {
         let field = rest;
         let (number, _, length) = decode_header(&mut rest)?;
@@ -182,7 +202,16 @@ pub(super) fn without_nonce(frame: &Bytes) -> Option<Bytes> {
             message.extend_from_slice(&field[..field.len() - rest.len()]);
         }
     }
-    has_names.then(|| intercept::frame(&message))
+    has_names.then(|| frame(&message))
+}
+
+/// Encodes a message as a gRPC frame. Source: gRPC over HTTP/2, Length-Prefixed-Message.
+pub(crate) fn frame(message: &[u8]) -> Bytes {
+    let mut framed = BytesMut::with_capacity(HEAD + message.len());
+    framed.put_u8(0);
+    framed.put_u32(message.len() as u32);
+    framed.extend_from_slice(message);
+    framed.freeze()
 }
 
 #[cfg(test)]
@@ -192,7 +221,6 @@ mod tests {
     use tonic::Code;
 
     use super::*;
-    use crate::xds::intercept::frame;
 
     fn read(max_bytes: usize, bytes: &[u8], chunk: usize) -> Result<Vec<Request>, Status> {
         let mut reader = RequestReader::new(Protocol::Sotw, max_bytes);
@@ -331,13 +359,16 @@ mod tests {
                     panic!("one request: {requests:?}");
                 };
                 assert_eq!((&*request.type_url, &*request.nonce), ("t", "n"));
-                assert_eq!(request.nack.as_deref(), Some(kept));
+                assert_eq!(
+                    request.refusal.as_deref().map(shortened).as_deref(),
+                    Some(kept)
+                );
             }
         }
     }
 
     #[test]
-    fn without_nonce_and_error_only_a_request_with_names_remains() {
+    fn only_a_request_with_names_is_repeated_without_nonce_and_error() {
         let answer = DeltaDiscoveryRequest {
             type_url: "t".into(),
             response_nonce: "n".into(),
@@ -367,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lying_length_costs_only_what_was_sent() {
+    fn a_false_length_reserves_no_memory() {
         let mut reader = RequestReader::new(Protocol::Delta, 1 << 30);
         let head = Bytes::from_static(&[0, 0x20, 0, 0, 0, 1, 2, 3]);
         reader.feed(head, |_| {}).unwrap();
@@ -391,8 +422,8 @@ mod tests {
             for part in sent.chunks(chunk) {
                 reader.feed(Bytes::copy_from_slice(part), |request| got.push(request)).unwrap();
             }
-            let (nonce, nack) = (String::new(), None);
-            prop_assert_eq!(got, vec![Request { frame: sent, type_url, nonce, nack }]);
+            let (nonce, refusal) = (String::new(), None);
+            prop_assert_eq!(got, vec![Request { frame: sent, type_url, nonce, refusal }]);
         }
     }
 }

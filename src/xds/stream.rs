@@ -8,20 +8,15 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use tonic::{Code, Status};
 
-use super::Protocol;
 use super::end::End;
-use super::intercept::{HEALTH, Interceptors, Later, Outcome, encode_request, frame};
+use super::intercept::{HEALTH, Interceptors, Later, Outcome, encode_request};
 use super::last_known_good::after_nack::{NONCE, Stored};
 use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
-use super::request::{RequestReader, without_nonce};
+use super::request::{RequestReader, frame, without_nonce};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
+use super::{LISTENER, Protocol};
 use crate::problem::{Problem, codes};
-
-/// The type whose first request the agent's own subscriptions follow.
-///
-/// Envoy asks for listeners once its clusters are warm, so they never delay its start.
-pub(super) const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
 /// The most responses that wait for interceptors while more are read from istiod.
 const MAX_INTERCEPTED: usize = 8;
@@ -95,7 +90,7 @@ impl StreamState {
                 };
                 request.frame = frame;
                 request.nonce.clear();
-                request.nack = None;
+                request.refusal = None;
             }
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
@@ -110,6 +105,7 @@ impl StreamState {
                 self.interceptors.requested(type_url, &request.frame);
             }
             self.to_istiod.push(request.frame);
+            // Envoy asks for listeners once its clusters are warm, so the agent's own subscriptions do not delay it.
             if type_url == LISTENER && !std::mem::replace(&mut self.is_subscribed, true) {
                 let subscriptions = self.interceptors.subscriptions(self.protocol);
                 self.to_istiod.extend(subscriptions);
@@ -157,8 +153,7 @@ impl StreamState {
             Output::Captured(response) => self.captured.push_back(response),
         });
         read.map_err(|status| End::bad_response(&status))?;
-        self.send_rewritten();
-        self.send_stored();
+        self.send_waiting();
         Ok(())
     }
 
@@ -179,7 +174,7 @@ impl StreamState {
             Outcome::Forward(message, later) => {
                 self.recorder.replaced(response, &message, false);
                 self.between.push_back(frame(&message));
-                self.send_rewritten();
+                self.send_waiting();
                 return later;
             }
         }
@@ -194,11 +189,16 @@ impl StreamState {
         self.to_istiod.push(answer);
     }
 
-    /// Sends rewritten messages, unless another message is passing.
-    fn send_rewritten(&mut self) {
-        if !self.responses.is_passing() {
-            self.to_envoy.append(&mut self.between);
+    /// Sends rewritten messages and stored versions, unless another message is passing. Stored versions are dropped if
+    /// istiod has sent others.
+    pub(super) fn send_waiting(&mut self) {
+        if self.responses.is_passing() {
+            return;
         }
+        self.to_envoy.append(&mut self.between);
+        let stored = self.stored.take();
+        let frame = stored.and_then(|stored| self.recorder.stored(stored));
+        self.to_envoy.extend(frame);
     }
 
     /// Returns true if there is room for more of istiod's responses.
@@ -206,16 +206,6 @@ impl StreamState {
         // Stored clusters are sent after a passing message, which therefore has to end.
         let awaits_clusters = self.recorder.clusters_due.is_some() && !self.responses.is_passing();
         self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED && !awaits_clusters
-    }
-
-    /// Sends stored versions, unless a message is passing or istiod has sent other versions.
-    pub(super) fn send_stored(&mut self) {
-        if !self.responses.is_passing()
-            && let Some(stored) = self.stored.take()
-            && let Some(frame) = self.recorder.stored(stored)
-        {
-            self.to_envoy.push_back(frame);
-        }
     }
 
     /// Returns the end of the streams after Envoy has closed its half.
@@ -369,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn without_resources_an_own_type_gets_no_answer_and_envoys_goes_to_its_interceptor() {
+    fn empty_responses_are_not_acked_for_the_agents_types_but_intercepted_for_envoys() {
         let empty = |type_url: &str| {
             let response = DiscoveryResponse {
                 type_url: type_url.into(),

@@ -114,12 +114,6 @@ pub enum Id {
     Name(String),
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Owner {
-    User(Id),
-    Group(Id),
-}
-
 impl From<u32> for Id {
     fn from(number: u32) -> Self {
         Self::Numbers(number..=number)
@@ -165,31 +159,11 @@ pub enum Mode {
     Tproxy,
 }
 
+/// What a list captures: `*` is all but the items of another list.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum InboundPorts {
-    None,
-    AllBut(Vec<Ports>),
-    Only(Vec<Ports>),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum OutboundRanges {
-    All,
-    Only(Vec<Cidr>),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum OwnerGroups {
-    AllBut(Vec<Id>),
-    Only(Vec<Id>),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DnsCapture {
-    /// Port 53 of any server.
-    All,
-    /// Port 53 of these servers; not empty.
-    Servers(Vec<IpAddr>),
+pub enum Selection<T> {
+    AllBut(Vec<T>),
+    Only(Vec<T>),
 }
 
 /// The kinds of iptables, which do not see each other's rules.
@@ -210,15 +184,17 @@ pub struct Config {
     pub tunnel_port: u16,
     pub uids: Vec<Id>,
     pub gids: Vec<Id>,
-    pub inbound: InboundPorts,
+    pub inbound: Selection<Ports>,
     pub exclude_interfaces: Vec<String>,
     pub virtual_interfaces: Vec<String>,
-    pub include_ranges: OutboundRanges,
+    /// None is every address.
+    pub include_ranges: Option<Vec<Cidr>>,
     pub exclude_ranges: Vec<Cidr>,
     pub include_outbound_ports: Vec<Ports>,
     pub exclude_outbound_ports: Vec<Ports>,
-    pub owner_groups: OwnerGroups,
-    pub dns: Option<DnsCapture>,
+    pub owner_groups: Selection<Id>,
+    /// Servers whose port 53 is captured. None is every server.
+    pub dns: Vec<Option<Cidr>>,
     pub drop_invalid: bool,
     pub protect_admin: bool,
     pub loopback: Cidr,
@@ -270,24 +246,19 @@ impl Config {
             uids: parser.ids(("proxy_uid", uid)),
             gids: parser.ids(("proxy_gid", gid)),
             inbound: match settings.istio_inbound_ports.as_str() {
-                "" => InboundPorts::None,
-                "*" => InboundPorts::AllBut(parser.ports(setting!(istio_local_exclude_ports))),
-                _ => InboundPorts::Only(parser.ports(setting!(istio_inbound_ports))),
+                "*" => Selection::AllBut(parser.ports(setting!(istio_local_exclude_ports))),
+                _ => Selection::Only(parser.ports(setting!(istio_inbound_ports))),
             },
             exclude_interfaces: parser.interfaces(setting!(istio_exclude_interfaces)),
             virtual_interfaces: parser.interfaces(setting!(kube_virt_interfaces)),
-            include_ranges: match settings.istio_service_cidr.as_str() {
-                "*" => OutboundRanges::All,
-                _ => OutboundRanges::Only(parser.ranges(setting!(istio_service_cidr))),
-            },
+            include_ranges: (settings.istio_service_cidr != "*")
+                .then(|| parser.ranges(setting!(istio_service_cidr))),
             exclude_ranges: parser.ranges(setting!(istio_service_exclude_cidr)),
             include_outbound_ports: parser.ports(setting!(istio_outbound_ports)),
             exclude_outbound_ports: parser.ports(setting!(istio_local_outbound_ports_exclude)),
             owner_groups: match settings.istio_outbound_owner_groups.as_str() {
-                "*" => {
-                    OwnerGroups::AllBut(parser.ids(setting!(istio_outbound_owner_groups_exclude)))
-                }
-                _ => OwnerGroups::Only(parser.ids(setting!(istio_outbound_owner_groups))),
+                "*" => Selection::AllBut(parser.ids(setting!(istio_outbound_owner_groups_exclude))),
+                _ => Selection::Only(parser.ids(setting!(istio_outbound_owner_groups))),
             },
             dns: parser.dns(settings, host),
             drop_invalid: settings.drop_invalid,
@@ -299,18 +270,15 @@ impl Config {
         }
     }
 
-    /// Returns the users and groups of the proxy.
-    pub fn proxies(&self) -> impl Iterator<Item = Owner> {
-        let users = self.uids.iter().cloned().map(Owner::User);
-        users.chain(self.gids.iter().cloned().map(Owner::Group))
+    /// Returns true if inbound connections are captured.
+    pub fn captures_inbound(&self) -> bool {
+        self.inbound != Selection::Only(Vec::new())
     }
 
     /// Returns true if a captured range has a loopback address.
     pub fn includes_loopback(&self) -> bool {
-        match &self.include_ranges {
-            OutboundRanges::All => false,
-            OutboundRanges::Only(ranges) => ranges.iter().any(|range| range.address.is_loopback()),
-        }
+        let mut ranges = self.include_ranges.iter().flatten();
+        ranges.any(|range| range.address.is_loopback())
     }
 }
 
@@ -407,12 +375,12 @@ impl SettingsParser {
         Mode::Redirect
     }
 
-    fn dns(&mut self, settings: &Settings, host: &Host) -> Option<DnsCapture> {
+    fn dns(&mut self, settings: &Settings, host: &Host) -> Vec<Option<Cidr>> {
         if !settings.redirect_dns {
-            return None;
+            return Vec::new();
         }
         if settings.capture_all_dns {
-            return Some(DnsCapture::All);
+            return vec![None];
         }
         if host.nameservers.is_empty() {
             let expected = "a server in resolv.conf, or --capture-all-dns";
@@ -420,9 +388,9 @@ impl SettingsParser {
             let problem = Problem::value(code, flag("redirect_dns"), "true", expected);
             let warning = problem.consequence("DNS is not captured");
             self.0.warnings.push(warning);
-            return None;
         }
-        Some(DnsCapture::Servers(host.nameservers.clone()))
+        let servers = host.nameservers.iter();
+        servers.map(|server| Some((*server).into())).collect()
     }
 
     fn kind(&mut self, (name, text): Setting<'_>) -> Option<Kind> {

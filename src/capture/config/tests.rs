@@ -32,10 +32,8 @@ fn lists_may_have_blanks_and_trailing_commas() {
         s.istio_exclude_interfaces = "eth0, net+".to_owned();
         s.proxy_uid = "1337,envoy".to_owned();
     });
-    assert_eq!(config.inbound, InboundPorts::Only(vec![80..=80, 443..=443]));
-    let OutboundRanges::Only(ranges) = config.include_ranges else {
-        panic!("ranges");
-    };
+    assert_eq!(config.inbound, Selection::Only(vec![80..=80, 443..=443]));
+    let ranges = config.include_ranges.expect("ranges");
     let ranges: Vec<_> = ranges.iter().map(ToString::to_string).collect();
     assert_eq!(ranges, ["10.0.0.1/8", "2001:db8::/32"]);
     assert_eq!(config.exclude_interfaces, ["eth0", "net+"]);
@@ -202,7 +200,7 @@ fn other_modes_redirect_and_dns_without_servers_is_off_with_a_warning() {
         s.istio_inbound_interception_mode = "tproxy".to_owned();
         s.redirect_dns = true;
     });
-    assert_eq!((config.mode, config.dns), (Mode::Redirect, None));
+    assert_eq!((config.mode, config.dns), (Mode::Redirect, Vec::new()));
     assert_eq!(warnings.len(), 2, "{warnings:?}");
 }
 

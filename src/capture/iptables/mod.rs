@@ -6,10 +6,12 @@ pub mod saved;
 
 pub(in crate::capture) use saved::{jumps_to_istio, target};
 
+use indexmap::IndexSet;
+
 use crate::capture::config::range;
 use crate::capture::layout::Entry;
 use crate::capture::rules::{
-    Chain, Criterion, Family, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
+    Chain, Criterion, Family, Match, Protocol, Rule, Rules, Table, Verdict,
 };
 
 /// Renders the output of a dry run: each command, or the input of a command that has one.
@@ -58,21 +60,17 @@ fn new_chains(rules: &[&Rule]) -> Vec<&'static str> {
         Verdict::Jump(chain) => Some(chain),
         _ => None,
     });
-    let mut names = Vec::new();
-    for chain in rules.iter().map(|rule| rule.chain).chain(targets) {
-        if !chain.is_builtin() && !names.contains(&chain.name()) {
-            names.push(chain.name());
-        }
-    }
-    names
+    let chains = rules.iter().map(|rule| rule.chain).chain(targets);
+    let new: IndexSet<_> = chains.filter(|chain| !chain.is_builtin()).collect();
+    new.into_iter().map(Chain::name).collect()
 }
 
 /// Renders the line that adds a rule.
 fn line(rule: &Rule) -> String {
     let (chain, text) = (rule.chain.name(), text(&rule.matches, rule.verdict));
-    match rule.place {
-        Place::Last => format!("-A {chain}{text}"),
-        Place::At(number) => format!("-I {chain} {number}{text}"),
+    match rule.position {
+        None => format!("-A {chain}{text}"),
+        Some(number) => format!("-I {chain} {number}{text}"),
     }
 }
 
@@ -124,8 +122,8 @@ fn condition(each: &Match) -> String {
                 (" -m multiport", "--dports", texts.join(","))
             }
         },
-        Criterion::Owner(Owner::User(id)) => (" -m owner", "--uid-owner", id.to_string()),
-        Criterion::Owner(Owner::Group(id)) => (" -m owner", "--gid-owner", id.to_string()),
+        Criterion::User(id) => (" -m owner", "--uid-owner", id.to_string()),
+        Criterion::Group(id) => (" -m owner", "--gid-owner", id.to_string()),
         Criterion::StateInvalid => (" -m conntrack", "--ctstate", "INVALID".to_owned()),
         Criterion::StateRelatedOrEstablished => (
             " -m conntrack",

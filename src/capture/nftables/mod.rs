@@ -15,8 +15,7 @@ use super::config::range;
 use super::layout::{self, Entry, Layout};
 use super::program;
 use super::rules::{
-    Chain, Criterion, Family, Id, Match, Owner, Place, Ports, Protocol, Rule, Rules, Table,
-    Verdict, named,
+    Chain, Criterion, Family, Id, Match, Ports, Protocol, Rule, Rules, Table, Verdict, named,
 };
 use crate::address::Cidr;
 use crate::netlink::nft_chains;
@@ -111,11 +110,6 @@ pub fn transaction(rules: &Rules) -> String {
     text
 }
 
-/// Returns the layout of a family after [`apply`].
-pub fn wanted(rules: &Rules, family: Family) -> Layout {
-    Layout::shared(&shared(rules), family)
-}
-
 /// Returns the layout of a family after [`apply`], and then its layout after pilot-agent or Istio's CNI
 /// plugin, whose rules without an address apply to IPv6 as well in pods without IPv6.
 pub fn versions(rules: &Rules, family: Family) -> Vec<Layout> {
@@ -134,7 +128,7 @@ fn shared(rules: &Rules) -> Vec<Rule> {
             family: Some(Family::V6),
             table,
             chain,
-            place: Place::At(1),
+            position: Some(1),
             matches: Vec::new(),
             verdict: Verdict::Return,
         }));
@@ -219,8 +213,8 @@ fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
                 ports => format!("{protocol} dport {not}{{ {} }} ", ports.join(", ")),
             }
         }
-        Criterion::Owner(Owner::User(id)) => format!("skuid {not}{} ", owner(id)),
-        Criterion::Owner(Owner::Group(id)) => format!("skgid {not}{} ", owner(id)),
+        Criterion::User(id) => format!("skuid {not}{} ", owner(id)),
+        Criterion::Group(id) => format!("skgid {not}{} ", owner(id)),
         Criterion::StateInvalid => format!("ct state {not}invalid "),
         Criterion::StateRelatedOrEstablished => format!("ct state {not}related,established "),
         Criterion::Mark(mark) => format!("mark {not}{mark} "),
@@ -406,8 +400,8 @@ fn criterion(left: (&str, &str), right: &Value) -> Option<Criterion> {
         ("meta", "l4proto") if right == 6 => Criterion::Protocol(Protocol::Tcp),
         ("meta", "l4proto") if right == 17 => Criterion::Protocol(Protocol::Udp),
         ("meta", "l4proto") => Criterion::Protocol(named(&Protocol::ALL, right.as_str()?)?),
-        ("meta", "skuid") => Criterion::Owner(Owner::User(Id::Numbers(range_of(right)?))),
-        ("meta", "skgid") => Criterion::Owner(Owner::Group(Id::Numbers(range_of(right)?))),
+        ("meta", "skuid") => Criterion::User(Id::Numbers(range_of(right)?)),
+        ("meta", "skgid") => Criterion::Group(Id::Numbers(range_of(right)?)),
         ("meta", "mark") => Criterion::Mark(read(right)?),
         ("ct", "mark") => Criterion::ConnectionMark(read(right)?),
         ("ct", "state") if right == "invalid" => Criterion::StateInvalid,

@@ -8,12 +8,11 @@ use super::Chain::{
 };
 use super::Criterion as C;
 use super::Match::{Is, Not};
-use super::Place::At;
 use super::Table::{Filter, Mangle, Nat, Raw};
 use super::Verdict::{Jump, Return, Zone};
-use super::{Chain, DNS_PORT, Id, Match, Owner, Place, Ports, Protocol, Rule, Table, Verdict};
+use super::{Chain, DNS_PORT, Id, Match, Ports, Protocol, Rule, Rules, Table, Verdict};
 use crate::address::Cidr;
-use crate::capture::config::{Config, DnsCapture, InboundPorts, Mode, OutboundRanges, OwnerGroups};
+use crate::capture::config::{Config, Mode, Selection};
 
 /// Source addresses of connections that Envoy forwards unchanged to the application.
 const PASSTHROUGH: [Cidr; 2] = [Cidr::v4(127, 0, 0, 6, 32), Cidr::low_v6(6)];
@@ -31,49 +30,53 @@ struct Builder<'a> {
     rules: Vec<Rule>,
 }
 
-/// Builds the rules as Istio's current version writes them.
-pub(super) fn rules(config: &Config) -> Vec<Rule> {
-    let mut builder = Builder::new(config);
-    builder.interfaces();
-    builder.drop_invalid();
-    builder.redirects();
-    builder.inbound();
-    builder.outbound();
-    if let Some(dns) = &config.dns {
-        builder.dns(dns);
+impl Rules {
+    /// Builds the rules as Istio's current version writes them.
+    pub fn new(config: &Config) -> Self {
+        let mut builder = Builder::new(config);
+        builder.interfaces();
+        builder.drop_invalid();
+        builder.redirects();
+        builder.inbound();
+        builder.outbound();
+        if !config.dns.is_empty() {
+            builder.dns();
+        }
+        builder.destinations();
+        if config.mode == Mode::Tproxy {
+            builder.tproxy_marks();
+        }
+        if config.protect_admin {
+            builder.protect_admin();
+        }
+        let (rules, has_v6) = (builder.rules, config.has_v6);
+        Self { rules, has_v6 }
     }
-    builder.destinations();
-    if config.mode == Mode::Tproxy {
-        builder.tproxy_marks();
-    }
-    if config.protect_admin {
-        builder.protect_admin();
-    }
-    builder.rules
-}
 
-/// Builds the rules as Istio writes them since 1.25, when DNS got its own chains: the jump is for both
-/// families, and queries of the proxy return once more, although they have left the chain before.
-pub(super) fn earlier(config: &Config) -> Vec<Rule> {
-    let mut rules = rules(config);
-    for rule in &mut rules {
-        if rule.verdict == Jump(OutputDns) {
-            rule.family = None;
+    /// Builds the rules as Istio writes them by iptables since 1.25, when DNS got its own chains: the jump is for
+    /// both families, and queries of the proxy return once more, although they have left the chain before.
+    pub fn earlier(config: &Config) -> Self {
+        let mut earlier = Self::new(config);
+        let rules = &mut earlier.rules;
+        for rule in rules.iter_mut() {
+            if rule.verdict == Jump(OutputDns) {
+                rule.family = None;
+            }
         }
-    }
-    rules.dedup();
-    let first_query = rules
-        .iter()
-        .position(|rule| (rule.table, rule.chain) == (Nat, OutputDns) && rule.matches[0] == UDP);
-    if let Some(first_query) = first_query {
-        let mut returns = Builder::new(config);
-        for owner in config.proxies() {
-            let matches = [UDP, Is(port(53)), Is(C::Owner(owner))];
-            returns.append(Nat, OutputDns, &matches, Return);
+        rules.dedup();
+        let first_query = rules.iter().position(|rule| {
+            (rule.table, rule.chain) == (Nat, OutputDns) && rule.matches[0] == UDP
+        });
+        if let Some(first_query) = first_query {
+            let mut returns = Builder::new(config);
+            for owner in proxies(config) {
+                let matches = [UDP, Is(port(53)), Is(owner)];
+                returns.append(Nat, OutputDns, &matches, Return);
+            }
+            rules.splice(first_query..first_query, returns.rules);
         }
-        rules.splice(first_query..first_query, returns.rules);
+        earlier
     }
-    rules
 }
 
 impl<'a> Builder<'a> {
@@ -84,7 +87,7 @@ impl<'a> Builder<'a> {
 
     /// Appends a rule to a chain.
     fn append(&mut self, table: Table, chain: Chain, matches: &[Match], verdict: Verdict) {
-        self.add((table, chain, Place::Last), matches, verdict);
+        self.add((table, chain, None), matches, verdict);
     }
 
     /// Appends a rule to ISTIO_OUTPUT in the nat table, which decides on outbound traffic.
@@ -95,7 +98,7 @@ impl<'a> Builder<'a> {
     /// Adds a rule for the family of its addresses, or for both families if it has no address.
     fn add(
         &mut self,
-        (table, chain, place): (Table, Chain, Place),
+        (table, chain, position): (Table, Chain, Option<usize>),
         matches: &[Match],
         verdict: Verdict,
     ) {
@@ -109,7 +112,7 @@ impl<'a> Builder<'a> {
             family,
             table,
             chain,
-            place,
+            position,
             matches: matches.to_vec(),
             verdict,
         });
@@ -131,7 +134,7 @@ impl<'a> Builder<'a> {
             }
         }
         for name in &self.config.virtual_interfaces {
-            self.add((Nat, Prerouting, At(1)), &[arrives_by(name)], Return);
+            self.add((Nat, Prerouting, Some(1)), &[arrives_by(name)], Return);
         }
     }
 
@@ -152,7 +155,7 @@ impl<'a> Builder<'a> {
 
     fn inbound(&mut self) {
         let config = self.config;
-        if config.inbound == InboundPorts::None {
+        if !config.captures_inbound() {
             return;
         }
         let table = match config.mode {
@@ -164,14 +167,13 @@ impl<'a> Builder<'a> {
         };
         self.append(table, Prerouting, &[TCP], Jump(Inbound));
         match &config.inbound {
-            InboundPorts::None => {}
-            InboundPorts::AllBut(excluded) => {
+            Selection::AllBut(excluded) => {
                 for ports in excluded {
                     self.append(table, Inbound, &[TCP, Is(in_ports(ports))], Return);
                 }
                 self.capture_inbound(table, &[TCP]);
             }
-            InboundPorts::Only(included) => {
+            Selection::Only(included) => {
                 for ports in included {
                     self.capture_inbound(table, &[TCP, Is(in_ports(ports))]);
                 }
@@ -181,16 +183,12 @@ impl<'a> Builder<'a> {
 
     fn tproxy_targets(&mut self) {
         let (port, mark) = (self.config.inbound_port, self.config.tproxy_mark);
+        let to_envoy = Verdict::Tproxy { port, mark };
         self.append(Mangle, Divert, &[], Verdict::SetMark(mark));
         self.append(Mangle, Divert, &[], Verdict::Accept);
         for range in self.loopback() {
             let matches = [Not(C::Destination(range)), TCP];
-            self.append(
-                Mangle,
-                Chain::Tproxy,
-                &matches,
-                Verdict::Tproxy { port, mark },
-            );
+            self.append(Mangle, Chain::Tproxy, &matches, to_envoy);
         }
     }
 
@@ -215,18 +213,18 @@ impl<'a> Builder<'a> {
         for range in PASSTHROUGH {
             self.append_outbound(&[leaves_by("lo"), Is(C::Source(range))], Return);
         }
-        for owner in config.proxies() {
+        for owner in proxies(config) {
             self.proxy(&owner);
         }
-        let group = |id: &Id| C::Owner(Owner::Group(id.clone()));
         match &config.owner_groups {
-            OwnerGroups::AllBut(excluded) => {
+            Selection::AllBut(excluded) => {
                 for id in excluded {
-                    self.append_outbound(&[Is(group(id))], Return);
+                    self.append_outbound(&[Is(C::Group(id.clone()))], Return);
                 }
             }
-            OwnerGroups::Only(included) => {
-                let in_none: Vec<_> = included.iter().map(|id| Not(group(id))).collect();
+            Selection::Only(included) => {
+                let groups = included.iter().cloned().map(C::Group);
+                let in_none: Vec<_> = groups.map(Not).collect();
                 self.append_outbound(&in_none, Return);
             }
         }
@@ -234,11 +232,11 @@ impl<'a> Builder<'a> {
 
     /// Lets the proxy's own traffic pass, except calls over `lo` to the pod's own address, which are
     /// inbound traffic. Lets the traffic of applications over `lo` pass.
-    fn proxy(&mut self, owner: &Owner) {
+    fn proxy(&mut self, owner: &C) {
         let tunnel = self.config.tunnel_port;
-        let has_dns = self.config.dns.is_some();
+        let has_dns = !self.config.dns.is_empty();
         let not_inbound = match owner {
-            Owner::User(_) if has_dns => C::DestinationPort(vec![53..=53, tunnel..=tunnel]),
+            C::User(_) if has_dns => C::DestinationPort(vec![53..=53, tunnel..=tunnel]),
             _ => port(tunnel),
         };
         for range in self.loopback() {
@@ -247,7 +245,7 @@ impl<'a> Builder<'a> {
                 Not(C::Destination(range)),
                 TCP,
                 Not(not_inbound.clone()),
-                Is(C::Owner(owner.clone())),
+                Is(owner.clone()),
             ];
             self.append_outbound(&matches, Jump(InRedirect));
         }
@@ -256,49 +254,44 @@ impl<'a> Builder<'a> {
             if has_dns {
                 matches.extend([TCP, Not(port(53))]);
             }
-            matches.push(Not(C::Owner(owner.clone())));
+            matches.push(Not(owner.clone()));
             self.append_outbound(&matches, Return);
         }
-        self.append_outbound(&[Is(C::Owner(owner.clone()))], Return);
+        self.append_outbound(&[Is(owner.clone())], Return);
     }
 
     /// Redirects queries to the agent. Conntrack zones separate the proxy's queries to its resolver (1) from
     /// the queries of applications (2), because both may have the same addresses and ports.
-    fn dns(&mut self, dns: &DnsCapture) {
+    fn dns(&mut self) {
         self.append(Raw, Output, &[], Jump(OutputDns));
-        self.dns_jump(dns, Nat, IstioOutput, OutputDns);
+        self.dns_jump(Nat, IstioOutput, OutputDns);
         let to_agent = Verdict::Redirect(DNS_PORT);
         for protocol in [TCP, UDP] {
             let query = [protocol, Is(port(53))];
-            self.per_server(dns, (Nat, OutputDns), query, C::Destination, to_agent);
+            self.per_server((Nat, OutputDns), &query, C::Destination, to_agent);
         }
-        for owner in self.config.proxies() {
+        for owner in proxies(self.config) {
             for (port, zone) in [(port(53), 1), (C::SourcePort(DNS_PORT), 2)] {
-                let matches = [UDP, Is(port), Is(C::Owner(owner.clone()))];
+                let matches = [UDP, Is(port), Is(owner.clone())];
                 self.append(Raw, OutputDns, &matches, Zone(zone));
             }
         }
-        self.dns_jump(dns, Raw, Prerouting, Inbound);
+        self.dns_jump(Raw, Prerouting, Inbound);
         let query = [UDP, Is(port(53))];
-        self.per_server(dns, (Raw, OutputDns), query, C::Destination, Zone(2));
+        self.per_server((Raw, OutputDns), &query, C::Destination, Zone(2));
         let reply = [UDP, Is(C::SourcePort(53))];
-        self.per_server(dns, (Raw, Inbound), reply, C::Source, Zone(1));
+        self.per_server((Raw, Inbound), &reply, C::Source, Zone(1));
     }
 
     /// Appends a jump for each family whose servers are captured, or one for both if all are.
-    fn dns_jump(&mut self, dns: &DnsCapture, table: Table, chain: Chain, target: Chain) {
-        let families: BTreeSet<_> = match dns {
-            DnsCapture::All => [None].into(),
-            DnsCapture::Servers(servers) => {
-                let servers = servers.iter().map(|server| Cidr::from(*server));
-                servers.map(|server| Some(server.family())).collect()
-            }
-        };
+    fn dns_jump(&mut self, table: Table, chain: Chain, target: Chain) {
+        let servers = self.config.dns.iter();
+        let families: BTreeSet<_> = servers.map(|server| server.map(|it| it.family())).collect();
         self.rules.extend(families.into_iter().map(|family| Rule {
             family,
             table,
             chain,
-            place: Place::Last,
+            position: None,
             matches: Vec::new(),
             verdict: Jump(target),
         }));
@@ -307,18 +300,14 @@ impl<'a> Builder<'a> {
     /// Appends a rule for each captured server, or one without an address if all are captured.
     fn per_server(
         &mut self,
-        dns: &DnsCapture,
         (table, chain): (Table, Chain),
-        matches: [Match; 2],
+        matches: &[Match],
         address: fn(Cidr) -> C,
         verdict: Verdict,
     ) {
-        let DnsCapture::Servers(servers) = dns else {
-            return self.append(table, chain, &matches, verdict);
-        };
-        for server in servers {
-            let address = Is(address(Cidr::from(*server)));
-            let matches = [&matches[..], &[address]].concat();
+        for server in &self.config.dns {
+            let address = server.map(address).map(Is);
+            let matches: Vec<_> = matches.iter().cloned().chain(address).collect();
             self.append(table, chain, &matches, verdict);
         }
     }
@@ -333,18 +322,18 @@ impl<'a> Builder<'a> {
             self.append_outbound(&[TCP, Is(in_ports(included))], capture);
         }
         match &config.include_ranges {
-            OutboundRanges::All => {
+            None => {
                 self.append_outbound(&[], capture);
                 for name in &config.virtual_interfaces {
-                    self.add((Nat, Prerouting, At(1)), &[arrives_by(name)], capture);
+                    self.add((Nat, Prerouting, Some(1)), &[arrives_by(name)], capture);
                 }
             }
-            OutboundRanges::Only(ranges) => {
+            Some(ranges) => {
                 for range in ranges {
                     let destination = Is(C::Destination(*range));
                     for name in &config.virtual_interfaces {
                         let matches = [arrives_by(name), destination.clone()];
-                        self.add((Nat, Prerouting, At(1)), &matches, capture);
+                        self.add((Nat, Prerouting, Some(1)), &matches, capture);
                     }
                     self.append_outbound(&[destination], capture);
                 }
@@ -359,41 +348,46 @@ impl<'a> Builder<'a> {
         self.append(Mangle, Prerouting, &matches, Verdict::SaveMark);
         let matches = [TCP, leaves_by("lo"), marked.clone()];
         self.append(Mangle, Output, &matches, Return);
-        for owner in self.config.proxies() {
+        for owner in proxies(self.config) {
             for range in self.loopback() {
                 let matches = [
                     Not(C::Destination(range)),
                     TCP,
                     leaves_by("lo"),
-                    Is(C::Owner(owner.clone())),
+                    Is(owner.clone()),
                 ];
                 self.append(Mangle, Output, &matches, Verdict::SetMark(SELF_CALL_MARK));
             }
         }
         let connection = Is(C::ConnectionMark(self.config.tproxy_mark));
         self.append(Mangle, Output, &[TCP, connection], Verdict::RestoreMark);
-        self.add((Mangle, Inbound, At(1)), &[TCP, marked], Return);
+        self.add((Mangle, Inbound, Some(1)), &[TCP, marked], Return);
         for range in PASSTHROUGH {
             let matches = [TCP, Is(C::Source(range)), arrives_by("lo")];
-            self.add((Mangle, Inbound, At(2)), &matches, Return);
+            self.add((Mangle, Inbound, Some(2)), &matches, Return);
         }
         let matches = [TCP, arrives_by("lo"), Not(C::Mark(SELF_CALL_MARK))];
-        self.add((Mangle, Inbound, At(3)), &matches, Return);
+        self.add((Mangle, Inbound, Some(3)), &matches, Return);
     }
 
     /// Lets only root and the proxy's users open connections to the admin port. Later packets of a
     /// connection pass, because they may not have an owner any more.
     fn protect_admin(&mut self) {
         let matches = [leaves_by("lo"), TCP, Is(port(ADMIN))];
-        self.add((Filter, Output, At(1)), &matches, Jump(ProtectAdmin));
+        self.add((Filter, Output, Some(1)), &matches, Jump(ProtectAdmin));
         let known = Is(C::StateRelatedOrEstablished);
         self.append(Filter, ProtectAdmin, &[known], Return);
         for user in [Id::from(0)].iter().chain(&self.config.uids) {
-            let owner = Is(C::Owner(Owner::User(user.clone())));
-            self.append(Filter, ProtectAdmin, &[owner], Return);
+            self.append(Filter, ProtectAdmin, &[Is(C::User(user.clone()))], Return);
         }
         self.append(Filter, ProtectAdmin, &[TCP], Verdict::Reject);
     }
+}
+
+/// Returns the users and groups of the proxy.
+fn proxies(config: &Config) -> impl Iterator<Item = C> {
+    let users = config.uids.iter().cloned().map(C::User);
+    users.chain(config.gids.iter().cloned().map(C::Group))
 }
 
 fn arrives_by(interface: &str) -> Match {

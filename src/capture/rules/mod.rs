@@ -3,8 +3,7 @@
 
 mod build;
 
-use super::config::Config;
-pub use super::config::{Id, Owner, Ports};
+pub use super::config::{Id, Ports};
 use crate::address::Cidr;
 
 /// The agent's DNS port.
@@ -76,7 +75,8 @@ pub enum Criterion {
     SourcePort(u16),
     /// Any of these ports.
     DestinationPort(Vec<Ports>),
-    Owner(Owner),
+    User(Id),
+    Group(Id),
     StateInvalid,
     StateRelatedOrEstablished,
     Mark(u32),
@@ -112,27 +112,20 @@ pub enum Verdict {
     Zone(u16),
 }
 
-/// The position at which a rule is inserted into its chain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    Last,
-    /// Counted from 1.
-    At(usize),
-}
-
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     /// None is both.
     pub family: Option<Family>,
     pub table: Table,
     pub chain: Chain,
-    pub place: Place,
+    /// The number of the rule that it is inserted before, counted from 1. None appends it.
+    pub position: Option<usize>,
     /// All of them hold. The order is that of the text.
     pub matches: Vec<Match>,
     pub verdict: Verdict,
 }
 
-/// The rules in the order in which they are added to their chains.
+/// The rules in the order in which they are added to their chains. There are always rules for IPv4.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     rules: Vec<Rule>,
@@ -140,18 +133,6 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Builds the rules that a configuration asks for. There are always rules for IPv4.
-    pub fn new(config: &Config) -> Self {
-        let (rules, has_v6) = (build::rules(config), config.has_v6);
-        Self { rules, has_v6 }
-    }
-
-    /// Builds the rules that earlier versions of Istio write for the same configuration, by iptables.
-    pub fn earlier(config: &Config) -> Self {
-        let (rules, has_v6) = (build::earlier(config), config.has_v6);
-        Self { rules, has_v6 }
-    }
-
     /// Iterates over the rules of a family, in the order in which they are added.
     pub fn for_family(&self, family: Family) -> impl Iterator<Item = &Rule> {
         let has_rules = family == Family::V4 || self.has_v6;

@@ -69,7 +69,7 @@ fn findings(settings: Change, change: impl FnOnce(&mut Layout)) -> (Vec<String>,
 }
 
 #[test]
-fn equal_rules_differ_in_nothing() {
+fn equal_rules_have_no_differences() {
     for change in CONFIGS {
         assert_eq!(findings(change, |_| {}), (Vec::new(), false));
     }

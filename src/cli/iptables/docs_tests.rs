@@ -27,7 +27,7 @@ fn settings() -> Vec<(Vec<String>, [String; 3])> {
 }
 
 #[test]
-fn the_documentation_lists_every_variable_as_it_is() {
+fn settings_md_lists_every_variable_of_istio_iptables() {
     let mut expected = "\n| variable | flag | default | meaning |\n|---|---|---|---|\n".to_owned();
     for (names, [flag, default, help]) in settings() {
         let quoted: Vec<_> = names.iter().rev().map(|name| format!("`{name}`")).collect();

@@ -8,10 +8,9 @@ use if_addrs::Interface;
 use super::machine::{self, accounts, field, numbered};
 use crate::address::Cidr;
 use crate::capture::config::Config;
-use crate::capture::explain::{self, Flow, Sender};
+use crate::capture::explain::{self, Flow};
 use crate::capture::layout::Layout;
-use crate::capture::nftables;
-use crate::capture::packet::{Direction, Packet, simulate};
+use crate::capture::packet::{Packet, Sender, simulate};
 use crate::capture::rules::{Id, Rules};
 use crate::lifecycle::BoxError;
 
@@ -19,19 +18,10 @@ use crate::lifecycle::BoxError;
 const INTERFACE: &str = "eth0";
 
 /// Describes what the rules of these arguments do with a flow.
-pub(super) async fn explain(
-    flow: &Flow,
-    config: &Config,
-    is_native: bool,
-) -> Result<String, BoxError> {
+pub(super) async fn explain(flow: &Flow, config: &Config) -> Result<String, BoxError> {
     let packet = packet(flow, &machine::interfaces()?).await;
-    let rules = Rules::new(config);
     let family = Cidr::from(packet.destination.ip()).family();
-    let layout = if is_native {
-        nftables::wanted(&rules, family)
-    } else {
-        Layout::new(&rules, family)
-    };
+    let layout = Layout::new(&Rules::new(config), family);
     let trace = simulate(&layout, &packet);
     Ok(explain::explain(&packet, &trace, config))
 }
@@ -48,12 +38,12 @@ async fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
         addresses.clone().find(is_alike).unwrap_or(unspecified)
     });
     let is_local = destination.is_loopback() || addresses.any(|ip| ip == destination);
-    let is_over_lo = flow.sender.is_some() && is_local;
+    let is_over_lo = flow.user.is_some() && is_local;
     let interface = if is_over_lo { "lo" } else { INTERFACE };
     Packet {
-        direction: match &flow.sender {
-            Some(sender) => direction(sender).await,
-            None => Direction::In,
+        sender: match &flow.user {
+            Some(user) => Some(sender(user, flow.group.as_ref()).await),
+            None => None,
         },
         protocol: flow.protocol,
         source: SocketAddr::new(flow.source.unwrap_or(unspecified), 0),
@@ -64,15 +54,15 @@ async fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
 
 /// Completes a sender. Its group defaults to the user's group in `/etc/passwd`, or else to the group with the
 /// number or name of the user.
-async fn direction(sender: &Sender) -> Direction {
-    let user = numbered("passwd", sender.user.clone()).await;
+async fn sender(given: &Id, group: Option<&Id>) -> Sender {
+    let user = numbered("passwd", given.clone()).await;
     let primary = || match &user {
         Id::Numbers(_) => field(&accounts("passwd"), 2, &user.to_string(), 3).map(Id::from),
         Id::Name(_) => None,
     };
-    let given = sender.group.clone().or_else(primary);
-    let group = numbered("group", given.unwrap_or_else(|| sender.user.clone())).await;
-    Direction::Out { user, group }
+    let group = group.cloned().or_else(primary);
+    let group = numbered("group", group.unwrap_or_else(|| given.clone())).await;
+    Sender { user, group }
 }
 
 #[cfg(test)]

@@ -27,10 +27,8 @@ async fn loopback_and_own_addresses_are_reached_over_lo() {
     let flow = "out,tcp,0/7,127.1.2.3:80,eth7".parse().expect("a flow");
     let packet = packet(&flow, &interfaces).await;
     assert_eq!(packet.interface, "eth7");
-    let Direction::Out { group, .. } = packet.direction else {
-        panic!("sent");
-    };
-    assert_eq!(group, Id::from(7));
+    let sender = packet.sender.expect("sent");
+    assert_eq!(sender.group, Id::from(7));
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::IptablesFlags;
 use crate::address::Cidr;
 use crate::capture;
-use crate::capture::config::{Config, Host, OwnerGroups};
+use crate::capture::config::{Config, Host, Selection};
 use crate::capture::program;
 use crate::capture::rules::{Family, Id};
 use crate::dns::forward::resolv_conf::ResolvConf;
@@ -88,7 +88,7 @@ pub(super) fn field(accounts: &str, key: usize, text: &str, wanted: usize) -> Op
 
 /// Replaces names of users and groups by their numbers. Returns a problem for each unknown name.
 pub(super) async fn resolve(config: &mut Config) -> Vec<Problem> {
-    let (OwnerGroups::AllBut(groups) | OwnerGroups::Only(groups)) = &mut config.owner_groups;
+    let (Selection::AllBut(groups) | Selection::Only(groups)) = &mut config.owner_groups;
     let users = config.uids.iter_mut().map(|id| ("user", "passwd", id));
     let group_ids = config.gids.iter_mut().chain(groups);
     let groups = group_ids.map(|id| ("group", "group", id));

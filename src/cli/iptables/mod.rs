@@ -8,13 +8,14 @@ mod machine;
 use std::net::Ipv4Addr;
 use std::path::Path;
 
+use indexmap::IndexSet;
+
 use crate::capture::config::{Config, Host, Invalid, Mode, Settings};
 use crate::capture::iptables::apply::Request;
 use crate::capture::program::PATH;
 use crate::capture::rules::{Family, Rules};
-use crate::capture::validation::Probe;
 use crate::capture::verify::{self, Finding};
-use crate::capture::{self, iptables, lock, nftables, routes};
+use crate::capture::{self, iptables, lock, nftables, routes, validation};
 use crate::config::environment::Environment;
 use crate::config::flags::Flag;
 use crate::exit_code::ExitCode;
@@ -25,11 +26,9 @@ pub use flags::IptablesFlags;
 
 /// Returns the exit code of an error. The CNI plugin recognizes the code of a failed validation.
 pub fn exit_code(error: &BoxError) -> ExitCode {
-    let problem = error.downcast_ref::<Problem>();
-    if problem.is_some_and(|it| it.code == codes::CAPTURE_VALIDATION_FAILED) {
-        ExitCode::NotCaptured
-    } else {
-        ExitCode::CaptureFailed
+    match error.downcast_ref::<Problem>() {
+        Some(it) if it.code == codes::CAPTURE_VALIDATION_FAILED => ExitCode::NotCaptured,
+        _ => ExitCode::CaptureFailed,
     }
 }
 
@@ -85,7 +84,7 @@ pub async fn run(
         unknown = machine::resolve(&mut config).await;
     }
     if let Some(flow) = &flags.explain {
-        let text = explain::explain(flow, &config, flags.native_nftables).await?;
+        let text = explain::explain(flow, &config).await?;
         return Ok((text, ExitCode::Success));
     }
     if !unknown.is_empty() {
@@ -116,13 +115,8 @@ pub async fn run(
         set_up(&request, &flags).await?;
     }
     if flags.run_validation {
-        let probe = Probe {
-            family,
-            ports: [config.outbound_port, config.inbound_port],
-            destination: flags.iptables_probe_port,
-            limit: flags.probe_timeout,
-        };
-        probe.run().await?;
+        let (port, limit) = (flags.iptables_probe_port, flags.probe_timeout);
+        validation::run(&config, family, port, limit).await?;
         tracing::info!("traffic is captured");
     }
     Ok((text, ExitCode::Success))
@@ -146,13 +140,9 @@ fn follow_cni_plugin(settings: &mut Settings, arguments: &[String]) {
     // The template puts two ports before the ports of the annotation. The plugin reads the annotation.
     let given: Vec<_> = settings.istio_local_exclude_ports.split(',').collect();
     let annotated = given.strip_prefix(&["15090", "15021"]).unwrap_or(&given);
-    let mut ports = Vec::new();
-    for port in annotated.iter().chain(&["15020", "15021", "15090"]) {
-        if !ports.contains(port) {
-            ports.push(*port);
-        }
-    }
-    settings.istio_local_exclude_ports = ports.join(",");
+    let ports = annotated.iter().chain(&["15020", "15021", "15090"]);
+    let ports: IndexSet<_> = ports.copied().collect();
+    settings.istio_local_exclude_ports = Vec::from_iter(ports).join(",");
     if !is_given(arguments, "--istio-local-outbound-ports-exclude") {
         "15020".clone_into(&mut settings.istio_local_outbound_ports_exclude);
     }

@@ -12,7 +12,7 @@ use std::process::Stdio;
 
 use super::machine::{captured, families, field};
 use super::*;
-use crate::capture::config::{Host, OwnerGroups, Settings};
+use crate::capture::config::{Host, Selection, Settings};
 use crate::capture::iptables::saved::Saved;
 use crate::capture::layout::Layout;
 use crate::capture::rules::{Family, Id};
@@ -40,7 +40,7 @@ fn settings(line: &str, variables: &[(&str, &str)]) -> Settings {
 
 /// The rules with the number of root for all users and groups with a name.
 fn rules_of_root(mut config: Config) -> Rules {
-    let (OwnerGroups::AllBut(groups) | OwnerGroups::Only(groups)) = &mut config.owner_groups;
+    let (Selection::AllBut(groups) | Selection::Only(groups)) = &mut config.owner_groups;
     for id in config.uids.iter_mut().chain(&mut config.gids).chain(groups) {
         if matches!(id, Id::Name(_)) {
             *id = Id::from(0);
@@ -200,7 +200,7 @@ fn nft_rules_read_from_the_kernel_equal_those_written() {
         };
         for family in [Family::V4, Family::V6] {
             let found = nftables::parse(listed.as_bytes(), family).expect("a rule set");
-            let wanted = nftables::wanted(&of_root, family);
+            let wanted = nftables::versions(&of_root, family).remove(0);
             assert_eq!(found, wanted, "{}:\n{listed}", path.display());
         }
     }

@@ -31,7 +31,7 @@ pub(crate) fn assert_generated(page: &str, part: &str, expected: &str) {
 }
 
 #[test]
-fn the_documentation_lists_every_variable_as_it_is() {
+fn settings_md_lists_every_environment_variable() {
     assert_generated("settings.md", "settings", &list_of_variables());
 }
 

@@ -1,17 +1,24 @@
 //! The environment: the table of variables and the only code that reads them.
 //!
-//! [`Environment`] is a snapshot, which tests replace by a map. [`Environment::get`] reads one variable. Each
-//! variable has a type. If a value does not parse, the default is used, and [`Environment::malformed`]
-//! reports it, even if the feature is off. Only text may be empty. The table has every variable of
-//! pilot-agent, with its state in this agent.
+//! [`Environment`] is a snapshot, which tests replace by a map. [`Environment::get`] reads one variable. The
+//! type of a variable is the type of its value in [`Config`](super::Config). If a value does not parse, the
+//! default is used, and [`Environment::malformed`] reports it, even if the feature is off. Only text and
+//! optional values may be empty. The table has every variable of pilot-agent, with its state in this agent.
 
 mod others;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
+use std::net::IpAddr;
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
+use indexmap::IndexSet;
+
+use super::{IGNORED, entries};
 use crate::duration;
 use crate::problem::{Problem, codes};
 use crate::spelling;
@@ -23,11 +30,10 @@ pub const UNUSED: &str = "pilot-agent does not use it either";
 #[derive(Clone, Default)]
 pub struct Environment(BTreeMap<String, OsString>);
 
-/// A variable of the table, for [`Environment::get`].
+/// A variable that the agent reads by [`Environment::get`], and its row.
 #[derive(Debug)]
 pub struct Variable<T> {
-    pub name: &'static str,
-    pub default: &'static str,
+    pub row: Row,
     parse: fn(&str) -> Option<T>,
 }
 
@@ -79,22 +85,21 @@ macro_rules! variables {
     ($($name:ident: $type:ty = $default:literal, $help:literal, $counterpart:expr
        $(, $state:expr)?;)*) => {
         $(pub const $name: Variable<$type> = Variable {
-            name: stringify!($name),
-            default: $default,
+            row: Row {
+                name: stringify!($name),
+                kind: <$type as Value>::KIND,
+                is_valid: |text| <$type as Value>::parse(text).is_some(),
+                expected: <$type as Value>::EXPECTED,
+                default: $default,
+                help: $help,
+                counterpart: $counterpart,
+                state: variables!(@state $($state)?),
+            },
             parse: <$type as Value>::parse,
         };)*
 
         /// Every variable the agent reads by name.
-        pub const TABLE: &[Row] = &[$(Row {
-            name: stringify!($name),
-            kind: <$type as Value>::KIND,
-            is_valid: |text| <$type as Value>::parse(text).is_some(),
-            expected: <$type as Value>::EXPECTED,
-            default: $default,
-            help: $help,
-            counterpart: $counterpart,
-            state: variables!(@state $($state)?),
-        }),*];
+        pub const TABLE: &[Row] = &[$($name.row),*];
     };
 }
 
@@ -103,21 +108,21 @@ use Counterpart::{Default as Differs, Own, Same};
 variables! {
     POD_NAME: String = "", "Name of the pod; part of the node ID.", Same;
     POD_NAMESPACE: String = "", "Namespace of the pod; used in the node ID, the identity and the default domain.", Same;
-    INSTANCE_IP: String = "", "IP address of the pod; the first address of the node.", Same;
+    INSTANCE_IP: Option<IpAddr> = "", "IP address of the pod; the first address of the node.", Same;
     SERVICE_ACCOUNT: String = "", "Service account of the pod; part of the identity.", Same;
     PROXY_CONFIG: String = "", "ProxyConfig document (YAML or JSON) that overrides the mesh's defaultConfig.", Same;
     TRUST_DOMAIN: String = "cluster.local", "Trust domain of the workload's identity.", Same;
     ISTIO_META_CLUSTER_ID: String = "", "Cluster name that the agent sends to istiod with each call.", Same;
     ISTIO_META_ISTIO_VERSION: String = "", "Istio version that the agent reports to istiod. If empty, the version in the image is reported, or 1.31.0 if the image has none.", Same;
     ISTIO_META_CERT_SIGNER: String = "", "Signer that certificate requests name.", Same;
-    XDS_ROOT_CA: String = "", "Root certificates for the connection to istiod: a PEM file, or SYSTEM for the system's roots.", Same;
-    CA_ROOT_CA: String = "", "Root certificates for the connection to the certificate authority: a PEM file, or SYSTEM for the system's roots.", Same;
-    DISCOVERY_ADDRESS: String = "", "Comma-separated control plane addresses that replace discoveryAddress. If one fails, the agent uses the next.", Own;
-    CA_ADDR: String = "", "Address of the certificate authority. If empty, istiod signs certificates.", Same;
-    ISTIOD_SAN: String = "", "Name that istiod's certificate must contain.", Same;
+    XDS_ROOT_CA: Option<String> = "", "Root certificates for the connection to istiod: a PEM file, or SYSTEM for the system's roots.", Same;
+    CA_ROOT_CA: Option<String> = "", "Root certificates for the connection to the certificate authority: a PEM file, or SYSTEM for the system's roots.", Same;
+    DISCOVERY_ADDRESS: IndexSet<String> = "", "Comma-separated control plane addresses that replace discoveryAddress. If one fails, the agent uses the next.", Own;
+    CA_ADDR: Option<String> = "", "Address of the certificate authority. If empty, istiod signs certificates.", Same;
+    ISTIOD_SAN: Option<String> = "", "Name that istiod's certificate must contain.", Same;
     PILOT_CERT_PROVIDER: String = "istiod", "Provider of istiod's certificate; it decides which root certificates the agent trusts.", Same;
     JWT_POLICY: String = "third-party-jwt", "Kind of token; it is only logged.", Same;
-    PROV_CERT: String = "", "Directory of a client certificate that the agent presents to istiod.", Same;
+    PROV_CERT: Option<PathBuf> = "", "Directory of a client certificate that the agent presents to istiod.", Same;
     CA_PROVIDER: String = "Citadel", "Kind of certificate authority. GkeWorkloadCertificate uses the certificates that GKE mounts.", Same;
     FILE_MOUNTED_CERTS: bool = "false", "Reads certificates from ./etc/certs and requests none.", Same;
     FILE_DEBOUNCE_DURATION: Duration = "100ms", "The agent reads a changed certificate file after this time without another change.", Same;
@@ -138,14 +143,14 @@ variables! {
     SSL_CERT_DIR: String = "", "Colon-separated directories with further system root certificates. If empty, /etc/ssl/certs and /etc/pki/tls/certs.", Same;
     GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Idle time before the agent sends a keepalive ping to istiod.", Same;
     GRPC_KEEPALIVE_TIMEOUT: Duration = "10s", "Time limit for istiod's answer to a keepalive ping.", Same;
-    ISTIO_GPRC_MAXRECVMSGSIZE: u32 = "209715200", "Maximum size of a message from Envoy, in bytes.",
+    ISTIO_GPRC_MAXRECVMSGSIZE: usize = "209715200", "Maximum size of a message from Envoy, in bytes.",
         Differs("4194304");
     ISTIO_DELTA_XDS: bool = "true", "Envoy uses delta xDS.", Same;
     ENVOY_STATUS_PORT: u16 = "15021", "Port of Envoy's health listener.", Same;
     ENVOY_PROMETHEUS_PORT: u16 = "15090", "Port of Envoy's metrics listener.", Same;
     ISTIO_PROMETHEUS_ANNOTATIONS: String = "", "Application metrics targets, as JSON.", Same;
     PILOT_AGENT_MERGE_ENVOY_STATS: bool = "true", "Merges Envoy's metrics with the application's metrics.", Same;
-    ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u32 = "10485760", "Maximum number of bytes that the agent reads from an application target if there are several targets.", Same;
+    ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u64 = "10485760", "Maximum number of bytes that the agent reads from an application target if there are several targets.", Same;
     ISTIO_AGENT_SCRAPE_TIMEOUT: Duration = "10s", "Time limit of a scrape if the scraper does not send a timeout. pilot-agent has no limit.", Same;
     ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Envoy does not log the use of deprecated fields.", Same;
     ISTIO_BOOTSTRAP: String = "", "Bootstrap template.", Same,
@@ -156,7 +161,7 @@ variables! {
     ENVOY_SECURE_MERGED_METRICS_PORT: u32 = "0", "Port of the merged metrics with mutual TLS; 0 disables it.", Same;
     ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL: bool = "false", "Envoy's health listener accepts the PROXY protocol.", Same;
     ISTIO_ENVOY_ENABLE_CORE_DUMP: bool = "false", "Allows Envoy to dump core.", Same;
-    ISTIO_BOOTSTRAP_OVERRIDE: String = "", "File that Envoy merges over its bootstrap.", Same;
+    ISTIO_BOOTSTRAP_OVERRIDE: Option<PathBuf> = "", "File that Envoy merges over its bootstrap.", Same;
     HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED: bool = "true", "Envoy strips fragments from paths.", Same;
     ISTIO_DUAL_STACK: bool = "false", "Envoy binds both address families if the pod has both.", Same;
     ISTIO_META_ENABLE_SELF_DISCOVERY: bool = "false", "The bootstrap names Envoy's local cluster.", Same;
@@ -165,24 +170,24 @@ variables! {
     MINIMUM_DRAIN_DURATION: Duration = "5s", "Minimum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true.", Same;
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Maximum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits the drain.", Own;
     ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "Time that in-flight requests have after the drain; 0s ends them immediately. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits it; if that is unset too, drain and in-flight requests together take at most 25s.", Own;
-    TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "Termination grace period of the pod, which limits the drain and the in-flight requests after it; 0 means unknown.", Own;
+    TERMINATION_GRACE_PERIOD_SECONDS: u64 = "0", "Termination grace period of the pod, which limits the drain and the in-flight requests after it; 0 means unknown.", Own;
     ISTIO_AGENT_ENVOY_RESTARTS: String = "3/10m", "How often the agent restarts a crashed Envoy within a time. If 0 or empty, the agent exits when Envoy exits.", Own;
     ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot-restarts Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;
     ISTIO_AGENT_STANDBY: String = "", "Name of this container, if a second container of the pod runs this agent and takes over from it.", Own;
     ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time that a replaced Envoy has for its open requests; it must exceed the drain duration. If unset, 10m with ISTIO_AGENT_STANDBY.", Own;
-    GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for proxyless gRPC applications. If empty, none is written.", Same;
-    OUTPUT_CERTS: String = "", "Directory that key, certificate chain and root certificates are written to; the gRPC bootstrap refers to it.", Same;
+    GRPC_XDS_BOOTSTRAP: Option<PathBuf> = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for proxyless gRPC applications. If empty, none is written.", Same;
+    OUTPUT_CERTS: Option<PathBuf> = "", "Directory that key, certificate chain and root certificates are written to; the gRPC bootstrap refers to it.", Same;
     COMPLIANCE_POLICY: String = "", "Restricts TLS of the agent and of Envoy: fips-140-2, fips-140-3 or pqc.", Same;
     PKCS8_KEY: bool = "false", "Writes keys as PKCS #8 instead of PKCS #1 or SEC 1.", Same;
     CREDENTIAL_FETCHER_TYPE: String = "JWT", "Source of tokens: JWT (a file), GoogleComputeEngine or Mock.", Same;
     PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes additional root certificates from istiod's ProxyConfig.", Same;
     KUBERNETES_SERVICE_HOST: String = "", "Set by Kubernetes. If set, files in OUTPUT_CERTS are world-readable.", Same;
-    ISTIO_AGENT_KEEP_CONFIG: String = "./var/lib/istio/data", "Directory that stores the last known good configuration (delta xDS only), so that it survives a restart of the container. The default is used if it is on a disk volume with 10 % free space, or on a machine. If empty, nothing is stored.", Own;
+    ISTIO_AGENT_KEEP_CONFIG: Option<PathBuf> = "./var/lib/istio/data", "Directory that stores the last known good configuration (delta xDS only), so that it survives a restart of the container. The default is used if it is on a disk volume with 10 % free space, or on a machine. If empty, nothing is stored.", Own;
     ISTIO_AGENT_KEEP_CONFIG_AFTER: Duration = "5s", "Time that a new Envoy waits for istiod before the agent serves the last known good configuration.", Own;
     ISTIO_AGENT_KEEP_CONFIG_MAX_AGE: Duration = "24h", "The last known good configuration is not served if the stream to istiod was last open longer ago than this.", Own;
-    ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES: u32 = "67108864", "Maximum size of the stored configuration on disk, in bytes. If it needs more, nothing is stored.", Own;
+    ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES: u64 = "67108864", "Maximum size of the stored configuration on disk, in bytes. If it needs more, nothing is stored.", Own;
     ISTIO_AGENT_KEEP_CONFIG_ON_NACK: bool = "true", "If a new Envoy refuses resources of istiod, the agent sends it the stored versions of these resources.", Own;
-    ISTIO_AGENT_KEEP_CERTS: String = "./etc/istio/proxy", "In-memory directory that stores key and certificate, so that they survive a restart of the container. The default is used if it is a volume in memory. If empty, nothing is stored.", Own;
+    ISTIO_AGENT_KEEP_CERTS: Option<PathBuf> = "./etc/istio/proxy", "In-memory directory that stores key and certificate, so that they survive a restart of the container. The default is used if it is a volume in memory. If empty, nothing is stored.", Own;
     ISTIO_AGENT_CORE_DUMP: bool = "false", "Allows the agent to dump core and to be debugged, which exposes its keys.", Own;
     ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS queries in sidecars; also sent as node metadata.", Same;
     ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS queries in nodes of any type.", Same;
@@ -194,8 +199,8 @@ variables! {
     ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Maximum time that a resolver's answer is cached; 0 disables the cache.", Own;
     ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL: Duration = "0s", "Maximum time that a negative answer is cached.", Own;
     ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "Time that an expired answer may be served while no resolver answers; 0 disables this.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: u32 = "1024", "Maximum number of cached answers.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_BYTES: u32 = "524288", "Maximum memory of the cache, in bytes.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: usize = "1024", "Maximum number of cached answers.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_BYTES: usize = "524288", "Maximum memory of the cache, in bytes.", Own;
     HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of telemetry collectors.", Same;
     CLOUD_PLATFORM: String = "", "Cloud platform: aws, azure, gcp or none. If empty, the agent detects it.", Same;
     GCP_METADATA: String = "", "Google Cloud project, project number, cluster and location, separated by |.", Same;
@@ -209,24 +214,24 @@ variables! {
     ISTIO_AGENT_DEBUG_USERS: String = "", "Comma-separated user IDs that may use /debug/ on the status port, in addition to root and the agent's user, or any.", Own;
     ISTIO_AGENT_CONTROL_USERS: String = "any", "Comma-separated user IDs that may call /drain and /quitquitquit, in addition to root and the agent's user, or any.", Own;
     ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION: bool = "true", "Fetches Wasm modules for Envoy. If false, Envoy never receives them.", Same;
-    WASM_INSECURE_REGISTRIES: String = "", "Comma-separated registries (host:port) whose certificates the agent does not verify; * means all.", Same;
+    WASM_INSECURE_REGISTRIES: Vec<String> = "", "Comma-separated registries (host:port) whose certificates the agent does not verify; * means all.", Same;
     WASM_MODULE_EXPIRY: Duration = "24h", "Wasm modules that were not used for this time are removed.", Same;
     WASM_PURGE_INTERVAL: Duration = "1h", "Interval at which expired Wasm modules are removed.", Same;
     WASM_HTTP_REQUEST_TIMEOUT: Duration = "15s", "Time limit of one request for a Wasm module, until the response headers arrive.", Same;
     WASM_HTTP_REQUEST_MAX_RETRIES: u32 = "5", "Maximum number of attempts of each request for a Wasm module.", Same;
-    ISTIO_WASM_MAX_BINARY_SIZE_BYTES: u32 = "268435456", "Maximum size of a Wasm module, compressed and uncompressed, in bytes.", Same;
-    BLOCKED_CIDRS_IN_WASM_FETCH: String = "", "Comma-separated networks that Wasm modules are never fetched from.", Same;
-    DOCKER_CONFIG: String = "", "Directory of Docker's config.json with registry credentials. If empty, $HOME/.docker.", Same;
-    HOME: String = "", "Home directory, which contains Docker's configuration.", Same;
-    REGISTRY_AUTH_FILE: String = "", "File with registry credentials, used if Docker's config.json does not exist.", Same;
-    XDG_RUNTIME_DIR: String = "", "Directory of containers/auth.json with registry credentials, used if the files above do not exist.", Same;
-    ISTIO_AGENT_WASM_CACHE_MAX_BYTES: u32 = "1073741824", "Maximum size of all cached Wasm modules, in bytes. Modules in use are kept even if they exceed it.", Own;
+    ISTIO_WASM_MAX_BINARY_SIZE_BYTES: u64 = "268435456", "Maximum size of a Wasm module, compressed and uncompressed, in bytes.", Same;
+    BLOCKED_CIDRS_IN_WASM_FETCH: Vec<String> = "", "Comma-separated networks that Wasm modules are never fetched from.", Same;
+    DOCKER_CONFIG: Option<PathBuf> = "", "Directory of Docker's config.json with registry credentials. If empty, $HOME/.docker.", Same;
+    HOME: Option<PathBuf> = "", "Home directory, which contains Docker's configuration.", Same;
+    REGISTRY_AUTH_FILE: Option<PathBuf> = "", "File with registry credentials, used if Docker's config.json does not exist.", Same;
+    XDG_RUNTIME_DIR: Option<PathBuf> = "", "Directory of containers/auth.json with registry credentials, used if the files above do not exist.", Same;
+    ISTIO_AGENT_WASM_CACHE_MAX_BYTES: u64 = "1073741824", "Maximum size of all cached Wasm modules, in bytes. Modules in use are kept even if they exceed it.", Own;
     ISTIO_AGENT_WASM_REQUIRE_DIGEST: bool = "false", "Rejects Wasm modules that are not pinned by a digest.", Own;
-    ISTIO_AGENT_WASM_ALLOWED_REGISTRIES: String = "", "Comma-separated prefixes of host and path that Wasm modules may be fetched from. If empty, any.", Own;
-    NOTIFY_SOCKET: String = "", "Socket on which the agent tells systemd that it is ready or stopping.", Own;
-    WATCHDOG_USEC: String = "", "Interval, in microseconds, within which systemd expects a watchdog notification.", Own;
-    WATCHDOG_PID: String = "", "Process ID that systemd's watchdog applies to. If empty, any.", Own;
-    GCE_METADATA_HOST: String = "", "Host of Google Cloud's metadata service.", Same;
+    ISTIO_AGENT_WASM_ALLOWED_REGISTRIES: Vec<String> = "", "Comma-separated prefixes of host and path that Wasm modules may be fetched from. If empty, any.", Own;
+    NOTIFY_SOCKET: Option<String> = "", "Socket on which the agent tells systemd that it is ready or stopping.", Own;
+    WATCHDOG_USEC: Option<NonZeroU64> = "", "Interval, in microseconds, within which systemd expects a watchdog notification.", Own;
+    WATCHDOG_PID: Option<String> = "", "Process ID that systemd's watchdog applies to. If empty, any.", Own;
+    GCE_METADATA_HOST: Option<String> = "", "Host of Google Cloud's metadata service.", Same;
 }
 
 /// Every variable of pilot-agent.
@@ -273,10 +278,11 @@ impl Environment {
             if value.to_str().is_some_and(row.is_valid) {
                 return None;
             }
-            let (found, used) = (
-                value.to_string_lossy(),
-                format!("{:?} is used", row.default),
-            );
+            let used = match row.default {
+                "" => IGNORED.to_owned(),
+                default => format!("{default:?} is used"),
+            };
+            let found = value.to_string_lossy();
             Some(Problem::replaced(row.name, &found, row.expected, used))
         })
     }
@@ -287,15 +293,16 @@ impl Environment {
         reason = "a default is of its variable's type, as a test shows"
     )]
     pub fn get<T: Value>(&self, variable: &Variable<T>) -> T {
-        let value = self.text(variable.name).and_then(variable.parse);
+        let value = self.text(variable.row.name).and_then(variable.parse);
         value
-            .or_else(|| (variable.parse)(variable.default))
+            .or_else(|| (variable.parse)(variable.row.default))
             .expect("a default is of its variable's type")
     }
 
     /// Returns true if the variable is set and not empty.
     pub fn is_set<T>(&self, variable: &Variable<T>) -> bool {
-        self.0.get(variable.name).is_some_and(|v| !v.is_empty())
+        let value = self.0.get(variable.row.name);
+        value.is_some_and(|value| !value.is_empty())
     }
 
     /// Returns the variable as text; None if it is unset or not text.
@@ -328,7 +335,7 @@ impl fmt::Debug for Environment {
 
 /// Declares the types of variables: kind, expected form, and how a text is read.
 macro_rules! values {
-    ($($type:ty: $kind:literal, $expected:literal, |$text:ident| $parse:expr;)*) => {$(
+    ($($type:ty: $kind:literal, $expected:expr, |$text:ident| $parse:expr;)*) => {$(
         impl Value for $type {
             const KIND: &'static str = $kind;
             const EXPECTED: &'static str = $expected;
@@ -341,15 +348,32 @@ macro_rules! values {
 
 values! {
     String: "string", "text", |text| Some(text.to_owned());
+    Option<String>: "string", "text", |text| optional(text);
+    Option<PathBuf>: "string", "text", |text| optional(text);
+    Option<IpAddr>: "string", "an IP address", |text| optional(text);
+    Option<NonZeroU64>: "string", "microseconds", |text| optional(text);
+    // Comma-separated.
+    Vec<String>: "string", "text", |text| Some(entries(text).map(str::to_owned).collect());
+    IndexSet<String>: "string", "text", |text| Some(entries(text).map(str::to_owned).collect());
     bool: "bool", "true or false", |text| match text {
         "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),
         "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(false),
         _ => None,
     };
     u32: "int", "a whole number from 0 to 4294967295", |text| text.parse().ok();
+    u64: "int", u32::EXPECTED, |text| u32::parse(text).map(Self::from);
+    usize: "int", u32::EXPECTED, |text| Self::try_from(u32::parse(text)?).ok();
     u16: "port", "a port from 1 to 65535", |text| text.parse().ok().filter(|port| *port != 0);
     f64: "float", "a number", |text| text.parse().ok().filter(|number: &f64| number.is_finite());
     Duration: "duration", "a duration such as 100ms or 1h30m", |text| duration::parse(text);
+}
+
+/// Reads a value that may be empty.
+fn optional<T: FromStr>(text: &str) -> Option<Option<T>> {
+    match text {
+        "" => Some(None),
+        text => text.parse().ok().map(Some),
+    }
 }
 
 /// Writes the table for the help of `proxy`.

@@ -3,7 +3,7 @@
 use super::*;
 
 fn read<T: Value>(variable: &Variable<T>, value: Option<&str>) -> (T, usize) {
-    let env: Environment = value.map(|v| (variable.name, v)).into_iter().collect();
+    let env: Environment = value.map(|v| (variable.row.name, v)).into_iter().collect();
     (env.get(variable), env.malformed().count())
 }
 
@@ -37,6 +37,7 @@ fn an_empty_string_is_a_value_for_text_and_a_warning_for_the_rest() {
 fn a_value_of_the_wrong_type_is_a_warning_and_the_default_is_used() {
     assert_eq!(read(&ISTIO_DELTA_XDS, Some("no")), (true, 1));
     assert_eq!(read(&ISTIO_DELTA_XDS, Some("F")), (false, 0));
+    assert_eq!(read(&INSTANCE_IP, Some("pod")), (None, 1));
     assert_eq!(read(&ENVOY_STATUS_PORT, Some("70000")), (15021, 1));
     let day = Duration::from_secs(86_400);
     assert_eq!(read(&SECRET_TTL, Some("24")), (day, 1));

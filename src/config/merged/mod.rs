@@ -16,7 +16,7 @@ use std::path::Path;
 use super::environment::{self, Environment};
 use super::flags::{MESH_CONFIG, ProxyFlags};
 use super::pod::Pairs;
-use super::{HOST_PORT, NOWHERE, below, control_plane, statsd, validate};
+use super::{HOST_PORT, NOWHERE, below, statsd, validate};
 use crate::address;
 use crate::problem::{Code, Diagnostics, Problem, codes};
 use crate::proxy_config::yaml::{self, Node, Tree};
@@ -33,14 +33,6 @@ const TEMPLATE: &str = "var/lib/istio/envoy/envoy_bootstrap_tmpl.json";
 /// The origin of a value that no source sets.
 pub(super) const DEFAULT: &str = "default";
 
-/// The sources of ProxyConfig, except flags.
-pub(super) struct Documents<'a> {
-    pub(super) env: &'a Environment,
-    /// The working directory, against which paths resolve.
-    pub(super) root: &'a Path,
-    pub(super) annotations: Pairs,
-}
-
 /// A merged ProxyConfig with the origin of each member, and its problems.
 #[derive(Debug)]
 pub(super) struct Merged {
@@ -53,129 +45,138 @@ pub(super) struct Merged {
 #[derive(Debug, Default)]
 pub(super) struct Origins(BTreeMap<String, String>);
 
-impl Documents<'_> {
-    /// Merges and checks all sources.
-    pub(super) fn merge(&self, flags: &ProxyFlags) -> Merged {
-        let mut merged = self.without_flags(&flags.mesh_config);
-        merged.notes.warnings.extend(self.env.unknown());
-        merged.notes.warnings.extend(self.env.malformed());
-        let cpus = self.env.get(&environment::ISTIO_CPU_LIMIT);
-        set_threads(&mut merged, flags.concurrency, cpus);
-        if let Some(ClusterName::ServiceCluster(name)) = &mut merged.config.cluster_name
-            && name.is_empty()
-        {
-            name.clone_from(&flags.service_cluster);
-            merged.set_origin("serviceCluster", "--serviceCluster");
-        }
-        if self.root != Path::new(NOWHERE) && !merged.config.statsd_udp_address.is_empty() {
-            statsd::resolve(&mut merged);
-        }
-        validate::check(&mut merged);
-        self.late_annotations(&mut merged);
-        self.discovery_addresses(&mut merged);
-        self.templates(&mut merged, flags);
-        merged
+/// Merges and checks all sources. Paths resolve against `root`, the working directory.
+pub(super) fn merge(
+    flags: &ProxyFlags,
+    env: &Environment,
+    root: &Path,
+    annotations: &Pairs,
+) -> Merged {
+    let mut merged = without_flags(&flags.mesh_config, env, root, annotations);
+    merged.notes.warnings.extend(env.unknown());
+    merged.notes.warnings.extend(env.malformed());
+    let cpus = env.get(&environment::ISTIO_CPU_LIMIT);
+    set_threads(&mut merged, flags.concurrency, cpus);
+    if let Some(ClusterName::ServiceCluster(name)) = &mut merged.config.cluster_name
+        && name.is_empty()
+    {
+        name.clone_from(&flags.service_cluster);
+        merged.set_origin("serviceCluster", "--serviceCluster");
     }
-
-    /// Reads the status port, which no flag changes. [`Self::merge`] reports the problems.
-    pub(super) fn status_port(&self) -> Option<u16> {
-        let mut merged = self.without_flags(Path::new(MESH_CONFIG));
-        self.late_annotations(&mut merged);
-        merged.config.agent_port()
+    if root != Path::new(NOWHERE) && !merged.config.statsd_udp_address.is_empty() {
+        statsd::resolve(&mut merged);
     }
+    validate::check(&mut merged);
+    late_annotations(&mut merged, annotations);
+    discovery_addresses(&mut merged, env);
+    templates(&mut merged, flags, env, root);
+    merged
+}
 
-    /// Merges files, environment and annotations.
-    fn without_flags(&self, mesh_config: &Path) -> Merged {
-        let mut merged = Merged::builtin();
-        let origin = mesh_config.display().to_string();
-        match regular_file::read_text(&below(self.root, mesh_config), MAX_SETTINGS) {
-            Ok(text) => merged.merge_mesh(&origin, &text),
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => {
-                let problem = Problem::new(codes::FILE_UNREADABLE, origin, error);
-                let consequence = codes::FILE_MISSING.consequence;
-                merged.notes.add(problem.consequence(consequence));
-            }
-        }
-        let variable = &environment::PROXY_CONFIG;
-        merged.merge_text(variable.name, &self.env.get(variable));
-        if let Some(text) = self.annotations.get(CONFIG_ANNOTATION) {
-            merged.merge_text(CONFIG_ANNOTATION, text);
-        }
-        merged
-    }
+/// Reads the status port, which no flag changes. [`merge`] reports the problems.
+pub(super) fn status_port(env: &Environment, root: &Path, annotations: &Pairs) -> Option<u16> {
+    let mut merged = without_flags(Path::new(MESH_CONFIG), env, root, annotations);
+    late_annotations(&mut merged, annotations);
+    merged.config.agent_port()
+}
 
-    /// Applies the annotations that win over checked values.
-    fn late_annotations(&self, merged: &mut Merged) {
-        if let Some(address) = self.annotations.get(ADDRESS_ANNOTATION) {
-            merged.config.discovery_address.clone_from(address);
-            merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
-            if address::split(address).is_none() {
-                let code = codes::SETTING_INVALID;
-                merged.problem(code, "discoveryAddress", address, HOST_PORT);
-            }
-        }
-        let Some(text) = self.annotations.get(STATUS_PORT_ANNOTATION) else {
-            return;
-        };
-        if let Ok(port) = text.parse::<u16>() {
-            merged.config.status_port = port.into();
-            merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
-        } else {
-            // A typing error must not switch the status server off.
-            let expected = "a port, or 0 for no status server";
-            let code = codes::STATUS_PORT_ANNOTATION;
-            let problem = Problem::value(code, STATUS_PORT_ANNOTATION, text, expected);
-            merged.notes.warnings.push(problem);
+/// Merges files, environment and annotations.
+fn without_flags(
+    mesh_config: &Path,
+    env: &Environment,
+    root: &Path,
+    annotations: &Pairs,
+) -> Merged {
+    let mut merged = Merged::builtin();
+    let origin = mesh_config.display().to_string();
+    match regular_file::read_text(&below(root, mesh_config), MAX_SETTINGS) {
+        Ok(text) => merged.merge_mesh(&origin, &text),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => {
+            let problem = Problem::new(codes::FILE_UNREADABLE, origin, error);
+            let consequence = codes::FILE_MISSING.consequence;
+            merged.notes.add(problem.consequence(consequence));
         }
     }
+    let variable = &environment::PROXY_CONFIG;
+    merged.merge_text(variable.row.name, &env.get(variable));
+    if let Some(text) = annotations.get(CONFIG_ANNOTATION) {
+        merged.merge_text(CONFIG_ANNOTATION, text);
+    }
+    merged
+}
 
-    /// Applies the first address of `DISCOVERY_ADDRESS`; the connections use the others too.
-    fn discovery_addresses(&self, merged: &mut Merged) {
-        const NAME: &str = environment::DISCOVERY_ADDRESS.name;
-        let given = self.env.get(&environment::DISCOVERY_ADDRESS);
-        let addresses = control_plane::addresses(&given);
-        for address in &addresses {
-            if address::split(address).is_none() {
-                let expected = format!("{HOST_PORT}, separated by commas");
-                merged.notes.problem(NAME, address, expected);
-            }
-        }
-        if let Some(first) = addresses.into_iter().next() {
-            merged.config.discovery_address = first;
-            merged.set_origin("discoveryAddress", NAME);
+/// Applies the annotations that win over checked values.
+fn late_annotations(merged: &mut Merged, annotations: &Pairs) {
+    if let Some(address) = annotations.get(ADDRESS_ANNOTATION) {
+        merged.config.discovery_address.clone_from(address);
+        merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
+        if address::split(address).is_none() {
+            let code = codes::SETTING_INVALID;
+            merged.problem(code, "discoveryAddress", address, HOST_PORT);
         }
     }
+    let Some(text) = annotations.get(STATUS_PORT_ANNOTATION) else {
+        return;
+    };
+    if let Ok(port) = text.parse::<u16>() {
+        merged.config.status_port = port.into();
+        merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
+    } else {
+        // A typing error must not switch the status server off.
+        let expected = "a port, or 0 for no status server";
+        let code = codes::STATUS_PORT_ANNOTATION;
+        let problem = Problem::value(code, STATUS_PORT_ANNOTATION, text, expected);
+        merged.notes.warnings.push(problem);
+    }
+}
 
-    /// Refuses bootstrap templates. They have no effect if Envoy has a custom bootstrap.
-    fn templates(&self, merged: &mut Merged, flags: &ProxyFlags) {
-        const MEMBER: &str = "proxyBootstrapTemplatePath";
-        let custom = merged.config.custom_config_file.clone();
-        if !custom.is_empty() {
-            if !below(self.root, &custom).is_file() {
-                let expected = "an existing file, Envoy's bootstrap";
-                merged.problem(codes::FILE_MISSING, "customConfigFile", &custom, expected);
-            }
-            return;
-        }
-        if !flags.template_file.is_empty() {
-            let path = flags.template_file.clone();
-            merged.config.proxy_bootstrap_template_path = path;
-            merged.set_origin(MEMBER, "--templateFile");
-        }
-        let (code, expected) = (
-            codes::BOOTSTRAP_TEMPLATE_SET,
-            "nothing: this agent writes the bootstrap itself",
-        );
-        let member = merged.config.proxy_bootstrap_template_path.clone();
-        if is_foreign_template(&member) {
-            merged.problem(code, MEMBER, &member, expected);
-        }
-        let variable = self.env.get(&environment::ISTIO_BOOTSTRAP);
-        if is_foreign_template(&variable) {
-            let problem = Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected);
+/// Applies the first address of `DISCOVERY_ADDRESS`; the connections use the others too.
+fn discovery_addresses(merged: &mut Merged, env: &Environment) {
+    const NAME: &str = environment::DISCOVERY_ADDRESS.row.name;
+    let addresses = env.get(&environment::DISCOVERY_ADDRESS);
+    for address in &addresses {
+        if address::split(address).is_none() {
+            let expected = format!("{HOST_PORT}, separated by commas");
+            let code = codes::SETTING_INVALID;
+            let problem = Problem::value(code, NAME, address, expected);
             merged.notes.add(problem);
         }
+    }
+    if let Some(first) = addresses.into_iter().next() {
+        merged.config.discovery_address = first;
+        merged.set_origin("discoveryAddress", NAME);
+    }
+}
+
+/// Refuses bootstrap templates. They have no effect if Envoy has a custom bootstrap.
+fn templates(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, root: &Path) {
+    const MEMBER: &str = "proxyBootstrapTemplatePath";
+    let custom = merged.config.custom_config_file.clone();
+    if !custom.is_empty() {
+        if !below(root, &custom).is_file() {
+            let expected = "an existing file, Envoy's bootstrap";
+            merged.problem(codes::FILE_MISSING, "customConfigFile", &custom, expected);
+        }
+        return;
+    }
+    if !flags.template_file.is_empty() {
+        let path = flags.template_file.clone();
+        merged.config.proxy_bootstrap_template_path = path;
+        merged.set_origin(MEMBER, "--templateFile");
+    }
+    let (code, expected) = (
+        codes::BOOTSTRAP_TEMPLATE_SET,
+        "nothing: this agent writes the bootstrap itself",
+    );
+    let member = merged.config.proxy_bootstrap_template_path.clone();
+    if is_foreign_template(&member) {
+        merged.problem(code, MEMBER, &member, expected);
+    }
+    let variable = env.get(&environment::ISTIO_BOOTSTRAP);
+    if is_foreign_template(&variable) {
+        let problem = Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected);
+        merged.notes.add(problem);
     }
 }
 
@@ -307,7 +308,8 @@ impl Merged {
         consequence: &'static str,
     ) {
         let subject = format!("{path} of {}", self.origins.find(path));
-        self.notes.warn(subject, found, expected, consequence);
+        let warning = Problem::replaced(subject, found, expected, consequence);
+        self.notes.warnings.push(warning);
     }
 }
 

@@ -7,25 +7,30 @@ use serde_json::Value;
 
 use super::HOST_PORT;
 use super::merged::Merged;
+use crate::address;
 use crate::problem::codes;
-use crate::{address, duration};
 
-const NOT_EMPTY: &str = "a string that is not empty";
-
-/// The minimum values of `connectionSettings`. The minimum window sizes are HTTP/2's.
-const MIN_CONNECTION_SETTINGS: [(&str, i64); 7] = [
-    ("listenerPerConnectionBufferLimitBytes", 0),
-    ("clusterPerConnectionBufferLimitBytes", 0),
-    ("httpMaxConcurrentStreams", 1),
-    ("listenerConnectionLimit", 1),
-    ("globalDownstreamConnectionLimit", 1),
-    ("http2InitialStreamWindowSize", 65_535),
-    ("http2InitialConnectionWindowSize", 65_535),
+/// The minimum values of members that may be missing. The minimum window sizes are HTTP/2's.
+const MINIMA: [(&str, i64); 8] = [
+    ("concurrency", 0),
+    (
+        "connectionSettings.listenerPerConnectionBufferLimitBytes",
+        0,
+    ),
+    ("connectionSettings.clusterPerConnectionBufferLimitBytes", 0),
+    ("connectionSettings.httpMaxConcurrentStreams", 1),
+    ("connectionSettings.listenerConnectionLimit", 1),
+    ("connectionSettings.globalDownstreamConnectionLimit", 1),
+    ("connectionSettings.http2InitialStreamWindowSize", 65_535),
+    (
+        "connectionSettings.http2InitialConnectionWindowSize",
+        65_535,
+    ),
 ];
 
 /// Reports values that cannot be used, and warns of outdated ones.
 pub(super) fn check(merged: &mut Merged) {
-    let document = Value::from(merged.config.document());
+    let document = &Value::from(merged.config.document());
     let mut rules = Rules { document, merged };
     rules.required();
     rules.numbers();
@@ -40,60 +45,58 @@ pub(super) fn check(merged: &mut Merged) {
 
 /// The rules, which report to `merged`. A path such as `tracing.zipkin.address` names a member.
 struct Rules<'a> {
-    document: Value,
+    document: &'a Value,
     merged: &'a mut Merged,
 }
 
-impl Rules<'_> {
+impl<'a> Rules<'a> {
     fn required(&mut self) {
         self.filled("configPath");
         self.filled("binaryPath");
         if self.get("tracingServiceName").is_none() {
             self.filled("serviceCluster");
         }
-        let drain = self.merged.config.drain_time();
-        let is_valid = !drain.is_zero() && drain.subsec_nanos() == 0;
         let expected = "a duration of whole seconds, at least 1s";
-        self.expect(
-            is_valid,
-            "drainDuration",
-            duration::seconds(drain),
-            expected,
-        );
-        let (path, expected) = ("controlPlaneAuthPolicy", "NONE or MUTUAL_TLS");
-        let policy = self.text(path);
-        self.expect(policy != "INHERIT", path, policy, expected);
+        // Protobuf's JSON writes a fraction only if there is one.
+        self.text("drainDuration", expected, |text| {
+            !["", "0s"].contains(&text) && !text.contains('.')
+        });
+        let expected = "NONE or MUTUAL_TLS";
+        self.text("controlPlaneAuthPolicy", expected, |text| text != "INHERIT");
     }
 
     fn numbers(&mut self) {
-        self.at_least("concurrency", 0);
-        for (member, min) in MIN_CONNECTION_SETTINGS {
-            self.at_least(&format!("connectionSettings.{member}"), min);
+        for (path, min) in MINIMA {
+            let number = self.number(path);
+            let is_valid = number.is_none_or(|number| number >= min);
+            let expected = format!("a whole number, {min} or more");
+            self.expect(is_valid, path, number.unwrap_or_default(), &expected);
         }
         for path in ["proxyAdminPort", "statusPort"] {
-            let port = self.get(path).and_then(Value::as_i64).unwrap_or_default();
+            let port = self.number(path).unwrap_or_default();
             let is_port = (1..=65535).contains(&port);
             self.expect(is_port, path, port, "a port from 1 to 65535");
         }
     }
 
     fn addresses(&mut self) {
-        self.address("discoveryAddress");
+        self.text("discoveryAddress", HOST_PORT, address::is_valid);
         for path in [
             "envoyMetricsServiceAddress",
             "envoyMetricsService.address",
             "envoyAccessLogService.address",
         ] {
-            if !self.text(path).is_empty() {
-                self.address(path);
-            }
+            self.text(path, HOST_PORT, |it| it.is_empty() || address::is_valid(it));
         }
-        for tracer in ["tracing.zipkin", "tracing.datadog", "tracing.lightstep"] {
+        for tracer in ["tracing.zipkin", "tracing.datadog"] {
             if self.get(tracer).is_some() {
-                self.address(&format!("{tracer}.address"));
+                self.text(&format!("{tracer}.address"), HOST_PORT, |text| {
+                    address::is_valid(&text.replacen("$(HOST_IP)", "127.0.0.1", 1))
+                });
             }
         }
         if self.get("tracing.lightstep").is_some() {
+            self.text("tracing.lightstep.address", HOST_PORT, address::is_valid);
             self.filled("tracing.lightstep.accessToken");
         }
     }
@@ -101,8 +104,8 @@ impl Rules<'_> {
     /// Checks the tracer's certificate. pilot-agent does not check the TLS settings of other services, which
     /// are sent without a certificate if it is missing.
     fn tracing_tls(&mut self) {
-        let has_credential = !self.text("tracing.tlsSettings.credentialName").is_empty();
-        if self.text("tracing.tlsSettings.mode") == "MUTUAL" && !has_credential {
+        let settings = &self.document["tracing"]["tlsSettings"];
+        if settings["mode"] == "MUTUAL" && settings["credentialName"].is_null() {
             self.filled("tracing.tlsSettings.clientCertificate");
             self.filled("tracing.tlsSettings.privateKey");
         }
@@ -117,44 +120,27 @@ impl Rules<'_> {
             return self.expect(false, PATH, "empty", "a provider: cryptomb or qat");
         };
         let path = format!("{PATH}.{method}.pollDelay");
-        let delay = self.text(&path);
-        let is_valid = !["", "0s"].contains(&&*delay);
-        self.expect(is_valid, &path, delay, "a duration that is not zero");
+        let is_valid = |text: &str| !["", "0s"].contains(&text);
+        self.text(&path, "a duration that is not zero", is_valid);
     }
 
     fn filled(&mut self, path: &str) {
-        let text = self.text(path);
-        self.expect(!text.is_empty(), path, text, NOT_EMPTY);
+        self.text(path, "a string that is not empty", |text| !text.is_empty());
     }
 
-    /// Checks an address. The addresses of two tracers may contain the variable `$(HOST_IP)`.
-    fn address(&mut self, path: &str) {
-        let text = self.text(path);
-        let is_valid = match path {
-            "tracing.zipkin.address" | "tracing.datadog.address" => {
-                address::is_valid(&text.replacen("$(HOST_IP)", "127.0.0.1", 1))
-            }
-            _ => address::is_valid(&text),
-        };
-        self.expect(is_valid, path, text, HOST_PORT);
+    /// Checks a text, which is empty if the member is missing.
+    fn text(&mut self, path: &str, expected: &str, is_valid: impl Fn(&str) -> bool) {
+        let text = self.get(path).and_then(Value::as_str).unwrap_or_default();
+        self.expect(is_valid(text), path, text, expected);
     }
 
-    /// Checks a number, which may be missing.
-    fn at_least(&mut self, path: &str, min: i64) {
-        if let Some(value) = self.get(path).and_then(Value::as_i64) {
-            let expected = format!("a whole number, {min} or more");
-            self.expect(value >= min, path, value, &expected);
-        }
+    fn number(&self, path: &str) -> Option<i64> {
+        self.get(path)?.as_i64()
     }
 
-    fn get(&self, path: &str) -> Option<&Value> {
+    fn get(&self, path: &str) -> Option<&'a Value> {
         let pointer = format!("/{}", path.replace('.', "/"));
         self.document.pointer(&pointer)
-    }
-
-    fn text(&self, path: &str) -> String {
-        let text = self.get(path).and_then(Value::as_str);
-        text.unwrap_or_default().to_owned()
     }
 
     fn expect(&mut self, is_valid: bool, path: &str, found: impl Display, expected: &str) {

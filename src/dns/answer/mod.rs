@@ -7,7 +7,10 @@
 
 use super::Transport;
 use super::name_table::{NameTable, ResolvedName};
-use super::wire::{self, InvalidQuery, Question, Writer};
+use super::wire::{self, InvalidQuery, Question};
+
+/// Bytes of the shortest record of an answer.
+const MIN_RECORD: usize = 16;
 
 /// Settings of answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,8 +59,8 @@ pub(crate) fn answer(
                 return Action::Forward(question);
             };
             let limit = question.limit(transport);
-            let writer = Writer::new(query, &question, limit, policy.ttl, out);
-            write(writer, query, &question, &resolved);
+            write(query, &question, &resolved, policy.ttl, limit, out);
+            wire::fit(out, limit);
         }
     }
     Action::Reply(question)
@@ -77,7 +80,17 @@ fn resolve(table: &NameTable, query: &[u8], question: &Question) -> Option<Resol
     table.find(&question.text(query)?)
 }
 
-fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, resolved: &ResolvedName) {
+/// Writes an authoritative answer. It has all addresses, or more than fit in `limit` bytes.
+fn write(
+    query: &[u8],
+    question: &Question,
+    resolved: &ResolvedName,
+    ttl: u32,
+    limit: usize,
+    out: &mut Vec<u8>,
+) {
+    wire::header(query, wire::NOERROR, Some(question.end), out);
+    out[wire::FLAGS] |= wire::AA;
     let wants = |kind| [kind, wire::ANY].contains(&question.kind);
     let v4: &[_] = if wants(wire::A) { &resolved.v4 } else { &[] };
     let v6: &[_] = if wants(wire::AAAA) { &resolved.v6 } else { &[] };
@@ -90,15 +103,16 @@ fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, resolved: &R
         let mut target = [labels, &[0]].concat();
         // The lengths of labels are smaller than the codes of letters, so they stay.
         target.make_ascii_lowercase();
-        owner = writer.record(owner, wire::CNAME, &target);
+        owner = wire::push_record(out, owner, wire::CNAME, ttl, &target);
     }
-    for address in rotated(v4) {
-        writer.record(owner, wire::A, &address.octets());
+    let most = limit / MIN_RECORD + 1;
+    for address in rotated(v4).take(most) {
+        wire::push_record(out, owner, wire::A, ttl, &address.octets());
     }
-    for address in rotated(v6) {
-        writer.record(owner, wire::AAAA, &address.octets());
+    for address in rotated(v6).take(most) {
+        wire::push_record(out, owner, wire::AAAA, ttl, &address.octets());
     }
-    writer.finish();
+    wire::push_opt(out, question.edns, 0);
 }
 
 /// Iterates over all addresses, from a random one on, so that clients that take the first one spread.

@@ -121,11 +121,6 @@ impl Inner {
         timeout: Duration,
     ) -> Option<Reply> {
         let servers = self.servers.current();
-        let transport = if servers.use_tcp {
-            Transport::Tcp
-        } else {
-            transport
-        };
         let slot = match self.in_flight.join(query, transport) {
             Ok(slot) => slot,
             Err((label, reason)) => {
@@ -137,7 +132,7 @@ impl Inner {
         let ask = async || {
             self.metrics.requests.inc();
             let (started, deadline) = (Instant::now(), after(timeout));
-            let (upstream, servers, shared) = (&self.upstream, &servers.nameservers, &slot.query);
+            let (upstream, servers, shared) = (&self.upstream, &servers, &slot.query);
             let asking = upstream.ask(query, shared, servers, transport, deadline);
             let mut reply = asking.await;
             if let Some(plain) = reply.as_ref().and_then(|reply| query.without_edns(reply)) {

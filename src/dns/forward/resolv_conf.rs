@@ -23,8 +23,6 @@ const MAX_SERVERS: usize = 16;
 pub struct ResolvConf {
     pub nameservers: Vec<SocketAddr>,
     pub search: Vec<String>,
-    /// True if servers shall be queried over TCP only.
-    pub use_tcp: bool,
     /// Lines with an invalid server, or with one more than allowed.
     pub unusable: Vec<String>,
 }
@@ -71,8 +69,7 @@ impl ResolvConf {
                 },
                 Some("search") => found.search = words.map(str::to_owned).collect(),
                 Some("domain") => found.search = words.take(1).map(str::to_owned).collect(),
-                // Other options are for the clients.
-                Some("options") => found.use_tcp |= words.any(|word| word == "use-vc"),
+                // Options are for the clients.
                 _ => {}
             }
         }
@@ -171,18 +168,6 @@ mod tests {
         ];
         for (text, expected) in cases {
             assert_eq!(ResolvConf::parse(text).search, *expected, "{text:?}");
-        }
-    }
-
-    #[test]
-    fn use_vc_is_the_option_that_counts() {
-        for (text, expected) in [
-            ("", false),
-            ("options ndots:5 use-vc", true),
-            ("options use-vc\noptions rotate", true),
-            ("options no-use-vc\nsearch use-vc", false),
-        ] {
-            assert_eq!(ResolvConf::parse(text).use_tcp, expected, "{text:?}");
         }
     }
 

@@ -7,7 +7,6 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -41,8 +40,8 @@ struct State {
     read_at: Option<Instant>,
     /// The content of the file when it was read last, or why it could not be read.
     found: Option<Result<ResolvConf, Problem>>,
-    /// The content in use, which has only usable servers.
-    usable: Arc<ResolvConf>,
+    /// The servers in use, without the agent itself.
+    usable: Vec<SocketAddr>,
 }
 
 impl Servers {
@@ -51,7 +50,7 @@ impl Servers {
         Self { path, own, state }
     }
 
-    pub(super) fn current(&self) -> Arc<ResolvConf> {
+    pub(super) fn current(&self) -> Vec<SocketAddr> {
         let mut state = self.state.lock();
         let now = Instant::now();
         let is_old = |read| now.duration_since(read) >= READ_AGAIN;
@@ -79,8 +78,8 @@ impl Servers {
         if !servers.is_empty() {
             let texts: Vec<_> = servers.iter().map(SocketAddr::to_string).collect();
             tracing::info!(target: "dns", "forwarding to the DNS servers {}", texts.join(", "));
-            state.usable = Arc::new(found);
-        } else if !state.usable.nameservers.is_empty() {
+            state.usable = found.nameservers;
+        } else if !state.usable.is_empty() {
             tracing::warn!(target: "dns", "the DNS servers known so far are used");
         }
     }
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_query_finds_out_whether_it_answers_again() {
+    async fn one_query_checks_whether_a_failed_server_answers_again() {
         let [server, _] = servers();
         let mut now = Instant::now();
         let health = Health::default();

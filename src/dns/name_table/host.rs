@@ -5,7 +5,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use prost::encoding::{WireType, decode_key, decode_varint};
+use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 use smallvec::SmallVec;
 
 /// Field number of the map in `NameTable`.
@@ -35,7 +35,7 @@ pub(super) struct Field<'a> {
     /// Offset of its tag in the table.
     pub(super) at: usize,
     pub(super) number: u32,
-    pub(super) value: &'a [u8],
+    value: &'a [u8],
     value_at: usize,
 }
 
@@ -68,17 +68,14 @@ pub(super) fn fields(
 /// Splits the first field off the message: its number, and its content if it is length-delimited.
 fn read_field<'a>(message: &mut &'a [u8]) -> Option<(u32, Option<&'a [u8]>)> {
     let (number, wire_type) = decode_key(message).ok()?;
-    let length = match wire_type {
-        WireType::Varint => decode_varint(message).ok().map(|_| 0)?,
-        WireType::LengthDelimited => decode_varint(message).ok()?,
-        WireType::SixtyFourBit => 8,
-        WireType::ThirtyTwoBit => 4,
-        WireType::StartGroup | WireType::EndGroup => return None,
-    };
-    let (value, rest) = message.split_at_checked(usize::try_from(length).ok()?)?;
+    if wire_type != WireType::LengthDelimited {
+        skip_field(wire_type, number, message, DecodeContext::default()).ok()?;
+        return Some((number, None));
+    }
+    let length = usize::try_from(decode_varint(message).ok()?).ok()?;
+    let (value, rest) = message.split_at_checked(length)?;
     *message = rest;
-    let is_content = wire_type == WireType::LengthDelimited;
-    Some((number, is_content.then_some(value)))
+    Some((number, Some(value)))
 }
 
 impl<'a> Field<'a> {
@@ -92,22 +89,21 @@ impl<'a> Field<'a> {
         fields(self.value, self.value_at)
     }
 
-    pub(super) fn check_text(&self) -> Result<(), Malformed> {
-        let text = std::str::from_utf8(self.value);
-        text.map(drop).map_err(|_| Malformed::Text(self.value_at))
+    pub(super) fn text(&self) -> Result<&'a str, Malformed> {
+        std::str::from_utf8(self.value).map_err(|_| Malformed::Text(self.value_at))
     }
 }
 
-/// A host and its `NameInfo`. Its texts are UTF-8, which is checked when a table is built.
+/// A host and its `NameInfo`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Host<'a> {
     /// Offset of its field in the table, which identifies it.
     pub(super) at: u32,
     /// The name from istiod, perhaps with a dot at its end.
-    pub(super) name: &'a [u8],
-    pub(super) registry: &'a [u8],
-    pub(super) short_name: &'a [u8],
-    pub(super) namespace: &'a [u8],
+    pub(super) name: &'a str,
+    pub(super) registry: &'a str,
+    pub(super) short_name: &'a str,
+    pub(super) namespace: &'a str,
     info: Option<Field<'a>>,
 }
 
@@ -115,11 +111,8 @@ pub(super) struct Host<'a> {
 pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
 
 impl<'a> Host<'a> {
-    /// Reads the map entry in `field`, and applies `check` to its texts.
-    pub(super) fn parse(
-        field: &Field<'a>,
-        check: impl Fn(&Field<'a>) -> Result<(), Malformed>,
-    ) -> Result<Self, Malformed> {
+    /// Reads the map entry in `field`.
+    pub(super) fn parse(field: &Field<'a>) -> Result<Self, Malformed> {
         let mut host = Self {
             // Offsets in a table are less than `u32::MAX`.
             at: field.at as u32,
@@ -128,24 +121,19 @@ impl<'a> Host<'a> {
         for part in field.fields() {
             let part = part?;
             match part.number {
-                1 => {
-                    check(&part)?;
-                    host.name = part.value;
-                }
+                1 => host.name = part.text()?,
                 2 => host.info = Some(part),
                 _ => {}
             }
         }
         for part in host.info.iter().flat_map(Field::fields) {
             let part = part?;
-            // Fields of a newer istiod may not be text.
-            if (IPS..=ALT_HOSTS).contains(&part.number) {
-                check(&part)?;
-            }
             match part.number {
-                2 => host.registry = part.value,
-                3 => host.short_name = part.value,
-                4 => host.namespace = part.value,
+                2 => host.registry = part.text()?,
+                3 => host.short_name = part.text()?,
+                4 => host.namespace = part.text()?,
+                IPS | ALT_HOSTS => _ = part.text()?,
+                // Fields of a newer istiod may not be text.
                 _ => {}
             }
         }
@@ -154,17 +142,16 @@ impl<'a> Host<'a> {
 
     /// Returns the host whose field is at this offset of a table that has been checked.
     pub(super) fn at(table: &'a [u8], at: u32) -> Self {
-        let host = Field::at(table, at).and_then(|field| Self::parse(&field, |_| Ok(())).ok());
+        let host = Field::at(table, at).and_then(|field| Self::parse(&field).ok());
         host.unwrap_or_default()
     }
 
     pub(super) fn ips(&self) -> impl Iterator<Item = &'a str> + use<'a> {
-        let ips = self.parts(IPS);
-        ips.filter_map(|ip| std::str::from_utf8(ip.value).ok())
+        self.parts(IPS).filter_map(|ip| ip.text().ok())
     }
 
-    pub(super) fn alt_hosts(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
-        self.parts(ALT_HOSTS).map(|host| host.value)
+    pub(super) fn alt_hosts(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.parts(ALT_HOSTS).filter_map(|host| host.text().ok())
     }
 
     /// Iterates over the fields of its `NameInfo` with this number.
@@ -190,7 +177,7 @@ impl<'a> Host<'a> {
     /// Returns whether clients can query its name. A Kubernetes host that ends in a dot cannot be queried:
     /// its absolute name would end in two dots.
     pub(super) fn is_queryable(&self) -> bool {
-        let is_absolute = self.is_kubernetes() && self.name.ends_with(b".");
+        let is_absolute = self.is_kubernetes() && self.name.ends_with('.');
         !without_dot(self.name).is_empty() && !is_absolute
     }
 
@@ -199,11 +186,11 @@ impl<'a> Host<'a> {
     }
 
     pub(super) fn is_kubernetes(&self) -> bool {
-        self.registry == b"Kubernetes"
+        self.registry == "Kubernetes"
     }
 }
 
 /// Removes the dot that a host may end in.
-pub(super) fn without_dot(host: &[u8]) -> &[u8] {
-    host.strip_suffix(b".").unwrap_or(host)
+pub(super) fn without_dot(host: &str) -> &str {
+    host.strip_suffix('.').unwrap_or(host)
 }

@@ -2,17 +2,21 @@
 //! Names with a search domain appended are left out, as in pilot-agent.
 
 use std::collections::HashSet;
+use std::iter;
 
 use serde_json::{Value, json};
 
-use super::NameTable;
-use super::host::{Host, without_dot};
+use super::host::Host;
+use super::{Kind, NameTable, Reference};
 
 impl NameTable {
     /// Renders the table host by host: a JSON tree of it would take ten times the memory.
     pub fn to_json(&self) -> String {
-        let hosts = self.all().map(|host| (text(host.name), info(&host)));
-        let forms = self.all().flat_map(|host| self.forms(&host));
+        let hosts = self.all().map(|host| (host.name.to_owned(), info(&host)));
+        let mut names: Vec<_> = self.names.iter().copied().collect();
+        // In the order of the hosts.
+        names.sort_unstable_by_key(|name| name.0);
+        let forms = names.into_iter().flat_map(|name| self.forms(name));
         let resolved_forms = forms.filter_map(|form| {
             let resolved = self.addresses(form.as_bytes())?;
             let v4 = resolved.v4.iter().map(ToString::to_string);
@@ -36,39 +40,24 @@ impl NameTable {
         page + "}}"
     }
 
-    /// Returns the names of a host, lower case, without a dot at their end.
-    fn forms(&self, host: &Host<'_>) -> Vec<String> {
-        let mut forms = vec![lower(without_dot(host.name))];
-        if self.has_short_forms(host) {
-            let short = lower(host.short_name);
-            let alias = format!("{short}.{}", lower(host.namespace));
-            forms.push(format!("{alias}{}", self.domains.first_label));
-            forms.push(alias);
-            if host.namespace == self.domains.namespace.as_bytes() {
-                forms.push(short);
-            }
-            forms.extend(host.alt_hosts().map(lower));
-        }
-        forms
+    /// Returns an entered name, and `shortname.namespace` also with the first label of the domain.
+    fn forms(&self, reference: Reference) -> impl Iterator<Item = String> {
+        let (_, name) = self.resolve(reference);
+        let name = String::from_utf8_lossy(&name).into_owned();
+        let is_alias = reference.kind() == Kind::Alias;
+        let longer = is_alias.then(|| format!("{name}{}", self.domains.first_label));
+        iter::once(name).chain(longer)
     }
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn lower(bytes: &[u8]) -> String {
-    text(bytes).to_ascii_lowercase()
 }
 
 /// Converts a `NameInfo` to JSON, without empty members.
 fn info(host: &Host<'_>) -> Value {
     let members: [(&str, Value); 5] = [
         ("ips", host.ips().collect()),
-        ("registry", text(host.registry).into()),
-        ("shortname", text(host.short_name).into()),
-        ("namespace", text(host.namespace).into()),
-        ("altHosts", host.alt_hosts().map(text).collect()),
+        ("registry", host.registry.into()),
+        ("shortname", host.short_name.into()),
+        ("namespace", host.namespace.into()),
+        ("altHosts", host.alt_hosts().collect()),
     ];
     members
         .into_iter()

@@ -44,7 +44,6 @@ pub struct NameTable {
     hasher: RandomState,
     alt_hosts: Vec<AltHost>,
     hosts: usize,
-    has_wildcards: bool,
 }
 
 /// The addresses of a name.
@@ -80,9 +79,8 @@ enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reference(u32);
 
-/// A name as one or two slices of the message, with a dot between two.
-#[derive(Clone, Copy, Debug)]
-struct Name<'a>(&'a [u8], Option<&'a [u8]>);
+/// An entered name, in lower case.
+type Name = SmallVec<[u8; 64]>;
 
 impl NameTable {
     /// Checks an encoded `NameTable` and builds its index.
@@ -98,7 +96,6 @@ impl NameTable {
             hasher: RandomState::new(),
             alt_hosts: Vec::new(),
             hosts: 0,
-            has_wildcards: false,
         };
         let mut hosts = Vec::new();
         let mut others = Vec::new();
@@ -110,11 +107,7 @@ impl NameTable {
                 // A newer istiod may send other fields.
                 _ => continue,
             }
-            let host = Host::parse(&field, Field::check_text)?;
-            let mut names = [host.name, host.short_name]
-                .into_iter()
-                .chain(host.alt_hosts());
-            table.has_wildcards |= names.any(|name| name.starts_with(b"*"));
+            let host = Host::parse(&field)?;
             hosts.push(Reference::new(Kind::Host, host.at));
             others.extend(table.other_names(&host));
         }
@@ -143,9 +136,6 @@ impl NameTable {
     }
 
     fn find_wildcard(&self, name: &[u8]) -> Option<ResolvedName> {
-        if !self.has_wildcards {
-            return None;
-        }
         let mut buffer = [0; MAX_NAME + 2];
         let wildcard = &mut buffer[..name.len() + 2];
         wildcard[2..].copy_from_slice(name);
@@ -160,7 +150,7 @@ impl NameTable {
     /// Returns the host that a name resolves to, as istiod wrote it, without a dot at its end.
     pub fn host_of(&self, name: &[u8]) -> Option<String> {
         let host = Host::at(&self.encoded, self.find(name)?.host);
-        Some(String::from_utf8_lossy(without_dot(host.name)).into_owned())
+        Some(without_dot(host.name).to_owned())
     }
 
     /// Returns the number of hosts.
@@ -219,25 +209,32 @@ impl NameTable {
         let references = self.names.iter_hash(self.hasher.hash_one(name));
         references.filter_map(move |reference| {
             let (host, entered) = self.resolve(*reference);
-            entered.matches(name).then_some((reference.kind(), host))
+            (entered.as_slice() == name).then_some((reference.kind(), host))
         })
     }
 
     /// Returns the host of a reference, and the name.
-    fn resolve(&self, reference: Reference) -> (Host<'_>, Name<'_>) {
-        let (kind, number) = (reference.kind(), reference.number());
+    fn resolve(&self, reference: Reference) -> (Host<'_>, Name) {
+        let (kind, mut at) = (reference.kind(), reference.number());
+        let mut alt_host = "";
         if kind == Kind::AltHost {
-            let AltHost { at, host } = self.alt_hosts[number as usize];
-            let field = Field::at(&self.encoded, at);
-            let name = field.map_or(&[][..], |field| field.value);
-            return (Host::at(&self.encoded, host), Name(name, None));
+            let entry = self.alt_hosts[at as usize];
+            let field = Field::at(&self.encoded, entry.at);
+            alt_host = field.map_or("", |field| field.text().unwrap_or_default());
+            at = entry.host;
         }
-        let host = Host::at(&self.encoded, number);
-        let name = match kind {
-            Kind::Host => Name(without_dot(host.name), None),
-            Kind::Alias => Name(host.short_name, Some(host.namespace)),
-            Kind::Short | Kind::AltHost => Name(host.short_name, None),
+        let host = Host::at(&self.encoded, at);
+        let first = match kind {
+            Kind::Host => without_dot(host.name),
+            Kind::Alias | Kind::Short => host.short_name,
+            Kind::AltHost => alt_host,
         };
+        let mut name = Name::from_slice(first.as_bytes());
+        if kind == Kind::Alias {
+            name.push(b'.');
+            name.extend_from_slice(host.namespace.as_bytes());
+        }
+        name.make_ascii_lowercase();
         (host, name)
     }
 
@@ -245,12 +242,12 @@ impl NameTable {
     fn all(&self) -> impl Iterator<Item = Host<'_>> {
         let fields = fields(&self.encoded, 0).map_while(Result::ok);
         let hosts = fields.filter(|field| field.number == TABLE);
-        hosts.filter_map(|field| Host::parse(&field, |_| Ok(())).ok())
+        hosts.filter_map(|field| Host::parse(&field).ok())
     }
 
     fn has_short_forms(&self, host: &Host<'_>) -> bool {
         let domain = &self.domains.domain;
-        host.is_kubernetes() && !domain.is_empty() && host.name.ends_with(domain.as_bytes())
+        host.is_kubernetes() && !domain.is_empty() && host.name.ends_with(domain.as_str())
     }
 
     /// Returns the names of a host other than its own, and remembers the offsets of alt hosts.
@@ -260,7 +257,7 @@ impl NameTable {
             return names;
         }
         names.push(Reference::new(Kind::Alias, host.at));
-        if host.namespace == self.domains.namespace.as_bytes() {
+        if host.namespace == self.domains.namespace {
             names.push(Reference::new(Kind::Short, host.at));
         }
         for alt_host in host.parts(ALT_HOSTS) {
@@ -277,13 +274,13 @@ impl NameTable {
     /// Enters a name. It replaces the same name of the same host, or, if too many hosts share the name, the
     /// last of these.
     fn enter(&self, names: &mut HashTable<Reference>, new: Reference) {
-        let name = self.resolve(new).1.to_lowercase();
+        let (_, name) = self.resolve(new);
         if name.len() > MAX_NAME {
             return;
         }
         let hash = self.hasher.hash_one(name.as_slice());
         let same_hash = names.iter_hash(hash).copied();
-        let same_name = same_hash.filter(|old| self.resolve(*old).1.matches(&name));
+        let same_name = same_hash.filter(|old| self.resolve(*old).1 == name);
         let entered: SmallVec<[_; MAX_HOSTS_PER_NAME]> = same_name.collect();
         let precedence = |name: &Reference| (name.kind(), self.resolve(*name).0.name);
         let rank = precedence(&new);
@@ -304,7 +301,7 @@ impl NameTable {
 
     fn hash(&self, reference: Reference) -> u64 {
         let (_, name) = self.resolve(reference);
-        self.hasher.hash_one(name.to_lowercase().as_slice())
+        self.hasher.hash_one(name.as_slice())
     }
 }
 
@@ -315,42 +312,11 @@ impl Reference {
     }
 
     fn kind(self) -> Kind {
-        match self.0 & 3 {
-            0 => Kind::Host,
-            1 => Kind::Alias,
-            2 => Kind::Short,
-            _ => Kind::AltHost,
-        }
+        [Kind::Host, Kind::Alias, Kind::Short, Kind::AltHost][self.0 as usize & 3]
     }
 
     fn number(self) -> u32 {
         self.0 >> 2
-    }
-}
-
-impl Name<'_> {
-    /// Returns whether the name is `other`, which is in lower case.
-    fn matches(&self, other: &[u8]) -> bool {
-        let Self(first, second) = *self;
-        let Some((start, rest)) = other.split_at_checked(first.len()) else {
-            return false;
-        };
-        let ends_alike = match second {
-            Some(second) => rest
-                .strip_prefix(b".")
-                .is_some_and(|rest| rest.eq_ignore_ascii_case(second)),
-            None => rest.is_empty(),
-        };
-        ends_alike && start.eq_ignore_ascii_case(first)
-    }
-
-    fn to_lowercase(self) -> Vec<u8> {
-        let mut name = self.0.to_ascii_lowercase();
-        if let Some(second) = self.1 {
-            name.push(b'.');
-            name.extend(second.to_ascii_lowercase());
-        }
-        name
     }
 }
 

@@ -7,20 +7,17 @@
 mod tcp;
 mod udp;
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use parking_lot::Mutex;
 use tokio::net::TcpListener;
-use tokio::sync::watch;
 
 use super::answer::{self, Action, Policy};
-use super::metrics::{Metrics, Source};
+use super::metrics::Source;
 use super::name_table::NameTable;
 use super::wire::{self, Question};
-use super::{Forward, Transport};
+use super::{Dns, Forward, Transport};
 use crate::lifecycle::{BoxError, CancellationToken, Retirement, Tasks};
 
 /// Wait after an error of a socket, because missing memory or descriptors stay missing for a while.
@@ -29,33 +26,11 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// The UDP and the TCP socket of one address.
 pub type Bound = (std::net::UdpSocket, std::net::TcpListener);
 
-/// Most names of the mesh that are remembered as queried: more than a workload uses.
-const MAX_QUERIED: usize = 10_000;
-
-/// Remembers the names of the mesh that clients queried, for `pilot-agent scope`. Clones share them.
-#[derive(Clone, Debug, Default)]
-pub(super) struct QueriedNames(Arc<Mutex<HashSet<Box<[u8]>>>>);
-
-impl QueriedNames {
-    fn remember(&self, name: &[u8]) {
-        let mut names = self.0.lock();
-        if names.len() < MAX_QUERIED && !names.contains(name) {
-            names.insert(name.into());
-        }
-    }
-
-    pub(super) fn names(&self) -> Vec<Box<[u8]>> {
-        self.0.lock().iter().cloned().collect()
-    }
-}
-
 /// State that all loops share.
 pub(super) struct Shared<F> {
+    pub(super) dns: Dns,
     pub(super) forwarder: F,
     pub(super) policy: Policy,
-    pub(super) metrics: Metrics,
-    pub(super) queried: QueriedNames,
-    pub(super) tables: watch::Receiver<Option<Arc<NameTable>>>,
 }
 
 impl<F: Forward> Shared<F> {
@@ -69,14 +44,14 @@ impl<F: Forward> Shared<F> {
     ) -> Action {
         let action = answer::answer(query, transport, table, self.policy, out);
         if let Action::Reply(_) | Action::Forward(_) = &action {
-            self.metrics.requests.inc();
+            self.dns.metrics.requests.inc();
         }
         if let Action::Reply(question) = &action {
-            self.metrics.response(out, Source::Agent);
+            self.dns.metrics.response(out, Source::Agent);
             if table.is_some()
                 && let Some(name) = question.text(query)
             {
-                self.queried.remember(&name);
+                self.dns.remember(&name);
             }
         }
         action
@@ -87,11 +62,12 @@ impl<F: Forward> Shared<F> {
         let mut out = Vec::new();
         let reply = self.forwarder.forward(query.clone(), transport).await;
         if let Some(reply) = reply.filter(|reply| reply.len() >= wire::HEADER) {
-            wire::fit(&reply, question.limit(transport), &mut out);
-            self.metrics.response(&out, Source::Upstream);
+            out = reply.into();
+            wire::fit(&mut out, question.limit(transport));
+            self.dns.metrics.response(&out, Source::Upstream);
         } else {
             answer::fail(&query, &question, &mut out);
-            self.metrics.response(&out, Source::Agent);
+            self.dns.metrics.response(&out, Source::Agent);
         }
         out
     }

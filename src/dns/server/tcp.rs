@@ -59,7 +59,7 @@ async fn answer<F: Forward>(mut stream: TcpStream, shared: Arc<Shared<F>>) -> io
     let (mut deadline, mut out) = (after(FIRST), Vec::new());
     while let Ok(query) = timeout_at(deadline, wire::read_framed(&mut stream)).await {
         let query = query?;
-        let table = shared.tables.borrow().clone();
+        let table = shared.dns.tables.borrow().clone();
         match shared.answer(&query, Transport::Tcp, table.as_deref(), &mut out) {
             Action::Reply(_) | Action::Refuse => {}
             Action::Forward(question) => {

@@ -96,7 +96,7 @@ impl<F: Forward> Server<F> {
     fn drain(&mut self, socket: &UdpSocket) -> io::Result<bool> {
         let shared = self.shared.clone();
         // Locked for a batch, during which a new table waits.
-        let table = shared.tables.borrow();
+        let table = shared.dns.tables.borrow();
         for _ in 0..BATCH {
             match socket.recv_from(&mut self.query) {
                 Ok((length, client)) => self.answer(socket, length, client, table.as_deref()),
@@ -130,7 +130,7 @@ impl<F: Forward> Server<F> {
             }
             Action::Forward(question) => {
                 answer::fail(query, &question, out);
-                shared.metrics.response(out, Source::Agent);
+                shared.dns.metrics.response(out, Source::Agent);
             }
         }
         send(socket, out, client);
@@ -157,13 +157,11 @@ mod tests {
     use std::task::Poll;
 
     use bytes::Bytes;
-    use tokio::sync::watch;
 
     use super::*;
     use crate::dns::answer::Policy;
     use crate::dns::answer::tests::query;
-    use crate::dns::metrics::Metrics;
-    use crate::dns::server::QueriedNames;
+    use crate::dns::{Dns, SearchDomains};
     use crate::metrics::Registry;
 
     struct NoResolver;
@@ -182,16 +180,13 @@ mod tests {
         client.set_nonblocking(true).expect("set");
         let address = socket.local_addr().expect("an address");
         client.connect(address).expect("connected");
-        let (_tables, tables) = watch::channel(None);
         let shared = Shared {
+            dns: Dns::new(SearchDomains::default(), &Registry::default()),
             forwarder: NoResolver,
             policy: Policy {
                 ttl: 30,
                 forward_before_first_table: false,
             },
-            metrics: Metrics::new(&Registry::default()),
-            queried: QueriedNames::default(),
-            tables,
         };
         (socket, client, Arc::new(shared))
     }

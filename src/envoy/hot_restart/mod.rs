@@ -3,7 +3,8 @@
 //! On request, the inputs are read again. If they have changed, a successor starts next to the current Envoy; once
 //! it is live, the previous Envoy is its parent and finishes its requests. [`machine`] decides; [`HotRestart`]
 //! carries the decision out, and owns the successor, the parent and the running check. The supervisor owns the current
-//! Envoy. Each step is logged, counted and published. [`watch`] orders restarts.
+//! Envoy, and carries out each [`Command`] about it. Each step is logged, counted and published. [`watch`] orders
+//! restarts.
 
 pub mod machine;
 pub mod watch;
@@ -14,21 +15,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::OptionFuture;
 use http::{Method as HttpMethod, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep};
 
+use super::Config;
 use super::admin::Admin;
 use super::command::Mode;
 use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Ended, Instance};
 use super::launch::{BaseId, Launch, Prepared, can_share};
-use super::machine::{Event as EnvoyEvent, Phase as EnvoyPhase};
-use super::supervisor::Current;
-use crate::clock;
+use super::machine::{EndBy, Event as EnvoyEvent};
 use crate::duration::rounded;
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
@@ -90,6 +89,14 @@ pub(super) enum Progress {
     ParentEnded(Ended),
 }
 
+/// A decision about the current Envoy.
+pub(super) enum Command {
+    /// Make the successor the current Envoy, and the previous one its parent.
+    Promote(Box<Instance>),
+    /// Shut the current Envoy down, then start the next one.
+    Replace(EndBy),
+}
+
 /// The state of hot restarts. The supervisor owns the current Envoy.
 pub(super) struct HotRestart {
     is_on: bool,
@@ -99,6 +106,10 @@ pub(super) struct HotRestart {
     /// The directory of the base id files.
     directory: PathBuf,
     machine: Machine,
+    /// The number of Envoys started so far.
+    count: u32,
+    /// The launch of the current Envoy, also after its exit.
+    launch: Option<Launch>,
     /// The reason of the last request.
     reason: &'static str,
     pub(super) last: Option<Restart>,
@@ -106,35 +117,30 @@ pub(super) struct HotRestart {
     prepared: Option<Arc<Prepared>>,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
-    deadline: Option<Instant>,
     /// The time when the current Envoy became live and began to count the time of its parent.
     live_since: Option<Instant>,
+    /// The running call, and the timer of the last action.
     calls: JoinSet<Progress>,
     results: Counters<1>,
 }
 
 impl HotRestart {
-    /// Switches hot restart on if there are `limits`.
-    pub(super) fn new(
-        limits: Option<Limits>,
-        directory: PathBuf,
-        admin: Admin,
-        prepare: Prepare,
-        metrics: &Registry,
-    ) -> Self {
+    pub(super) fn new(config: &Config, prepare: Prepare, metrics: &Registry) -> Self {
+        let is_on = config.hot_restart.is_some();
         Self {
-            is_on: limits.is_some(),
-            limits: limits.unwrap_or_default(),
+            is_on,
+            limits: config.hot_restart.unwrap_or_default(),
             prepare,
-            admin,
-            directory,
-            machine: Machine::new(limits.is_some() && can_share()),
+            admin: config.admin,
+            directory: config.directory.clone(),
+            machine: Machine::new(is_on && can_share()),
+            count: 0,
+            launch: None,
             reason: "",
             last: None,
             prepared: None,
             successor: None,
             parent: None,
-            deadline: None,
             live_since: None,
             calls: JoinSet::new(),
             results: metrics.counters(
@@ -146,15 +152,13 @@ impl HotRestart {
     }
 
     /// Lets a successor in another container start. [`HotRestart::reclaim`] ends this if it does not take over.
-    pub(super) fn lend(&mut self, current: &mut Current) -> Result<Lent, String> {
-        let launch = current.launch.as_ref();
-        let lent = launch
-            .and_then(Launch::lend)
-            .ok_or("Envoy runs without hot restart")?;
-        self.apply(Event::Lend, current);
+    pub(super) fn lend(&mut self) -> Result<Lent, String> {
+        let lent = self.launch.as_ref().and_then(Launch::lend);
+        let lent = lent.ok_or("Envoy runs without hot restart")?;
+        self.apply(Event::Lend);
         let problem = match self.machine.phase() {
             Phase::Lent => return Ok(lent),
-            Phase::Idle if current.machine.phase() != EnvoyPhase::Running => "Envoy does not serve",
+            Phase::Idle if !self.machine.is_ready => "Envoy does not serve",
             Phase::Idle => {
                 "an earlier successor of Envoy has failed, and Envoy must be restarted before the next"
             }
@@ -164,46 +168,54 @@ impl HotRestart {
     }
 
     /// Allows restarts again after the successor in another container has exited.
-    pub(super) fn reclaim(&mut self, current: &mut Current) {
+    pub(super) fn reclaim(&mut self) -> Option<Command> {
         if self.machine.phase() != Phase::Lent {
-            return;
+            return None;
         }
-        let cleared = current.base_id().map(BaseId::clear_mark);
+        let cleared = self.base_id().map(BaseId::clear_mark);
         if let Some(Err(error)) = &cleared {
             tracing::warn!(%error, "no handover is possible until Envoy restarts: its shared memory cannot be written");
         }
         let is_clear = matches!(cleared, Some(Ok(())));
-        self.apply(Event::Reclaim { is_clear }, current);
+        self.apply(Event::Reclaim { is_clear })
     }
 
-    /// Handles the exit of the parent in another container. Returns the event for the current Envoy.
-    pub(super) fn handle_parent_exit(&mut self, current: &mut Current) -> Option<EnvoyEvent> {
-        if let Some(base_id) = current.base_id() {
-            base_id.set_lent(false);
+    /// Leaves the shared memory to an Envoy in another container, or takes it over after that Envoy has exited.
+    pub(super) fn set_lent(&self, is_lent: bool) {
+        if let Some(base_id) = self.base_id() {
+            base_id.set_lent(is_lent);
         }
+    }
+
+    fn base_id(&self) -> Option<&BaseId> {
+        self.launch.as_ref()?.base_id.as_deref()
+    }
+
+    /// Handles the exit of the parent in another container.
+    pub(super) fn handle_parent_exit(&mut self) -> Option<Command> {
+        self.set_lent(false);
         let early = self.is_early();
-        self.apply(Event::ParentExited { early }, current)
+        self.apply(Event::ParentExited { early })
     }
 
     /// Requests a restart. It begins when no other one is running.
-    pub(super) fn request(&mut self, reason: &'static str, current: &mut Current) {
+    pub(super) fn request(&mut self, reason: &'static str) -> Option<Command> {
         if !self.is_on {
             tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
-            return;
+            return None;
         }
         if self.machine.phase() != Phase::Idle {
             tracing::info!("Envoy will be restarted ({reason}) after the current change");
         }
         self.reason = reason;
-        self.apply(Event::Wanted, current);
+        self.apply(Event::Wanted)
     }
 
-    /// Tells the machine about an event of the current Envoy, which has already handled it.
-    pub(super) fn observe(&mut self, event: EnvoyEvent, current: &mut Current) {
-        let is_running = current.machine.phase() == EnvoyPhase::Running;
+    /// Tells the machine about an event of the current Envoy, and whether that Envoy is running after it.
+    pub(super) fn observe(&mut self, event: EnvoyEvent, is_running: bool) {
         let event = match event {
             EnvoyEvent::Live if is_running => Event::Ready {
-                shares_memory: self.handle_live(current),
+                shares_memory: self.handle_live(),
             },
             EnvoyEvent::StopRequested(_) => {
                 self.abandon("Envoy stops");
@@ -212,12 +224,12 @@ impl HotRestart {
             _ if !is_running => Event::Unready,
             _ => return,
         };
-        self.apply(event, current);
+        self.apply(event);
     }
 
     /// Concludes a full restart whose Envoy is live. Returns true if it can share memory with a successor.
-    fn handle_live(&mut self, current: &Current) -> bool {
-        let shares_memory = current.base_id().and_then(BaseId::get).is_some();
+    fn handle_live(&mut self) -> bool {
+        let shares_memory = self.base_id().and_then(BaseId::get).is_some();
         if self.is_on && !shares_memory {
             tracing::warn!("no shared memory, using full restarts");
         }
@@ -232,12 +244,12 @@ impl HotRestart {
     }
 
     /// Handles the exit of the current Envoy.
-    pub(super) fn handle_current_exit(&mut self, current: &mut Current) {
+    pub(super) fn handle_current_exit(&mut self) {
         // In phase Idle the exit is part of a full restart, which continues.
         if self.machine.phase() != Phase::Idle {
             self.abandon("the current Envoy has exited");
         }
-        self.apply(Event::ServingExited, current);
+        self.apply(Event::ServingExited);
     }
 
     /// Gives up the current restart. A running check continues without effect.
@@ -246,12 +258,8 @@ impl HotRestart {
         self.conclude(Outcome::Abandoned, Some(why.to_owned()));
     }
 
-    /// Handles what [`HotRestart::progress`] has returned. Returns the event for the current Envoy.
-    pub(super) async fn handle_progress(
-        &mut self,
-        progress: Progress,
-        current: &mut Current,
-    ) -> Option<EnvoyEvent> {
+    /// Handles what [`HotRestart::progress`] has returned.
+    pub(super) async fn handle_progress(&mut self, progress: Progress) -> Option<Command> {
         let event = match progress {
             Progress::Unchanged => {
                 self.conclude(Outcome::Unchanged, None);
@@ -262,7 +270,7 @@ impl HotRestart {
                 Event::NothingToStart
             }
             Progress::Usable { is_live, prepared } => {
-                if current.machine.phase() == EnvoyPhase::Running {
+                if self.machine.is_ready {
                     self.prepared = Some(prepared);
                 } else {
                     self.abandon("the current Envoy drains or has exited");
@@ -279,7 +287,7 @@ impl HotRestart {
                 Event::Deadline
             }
             Progress::SuccessorEnded(ended) => {
-                self.drop_calls();
+                self.calls = JoinSet::new();
                 if let Some(mut successor) = self.successor.take() {
                     let reason = successor.output.reason().await;
                     let problem =
@@ -289,7 +297,7 @@ impl HotRestart {
                 Event::SuccessorExited
             }
             Progress::ParentEnded(ended) => {
-                self.deadline = None;
+                self.calls = JoinSet::new();
                 let early = self.is_early();
                 if let Some(mut parent) = self.parent.take() {
                     // Its last lines are forwarded before the exit is logged.
@@ -299,43 +307,50 @@ impl HotRestart {
                 Event::ParentExited { early }
             }
         };
-        self.apply(event, current)
+        self.apply(event)
     }
 
-    /// Lets the machine decide and carries the decision out. Returns the event for the current Envoy.
-    fn apply(&mut self, event: Event, current: &mut Current) -> Option<EnvoyEvent> {
+    /// Lets the machine decide, and carries out a decision that is not about the current Envoy.
+    fn apply(&mut self, event: Event) -> Option<Command> {
         match self.machine.apply(event) {
             Action::Nothing => {}
-            Action::Check => self.check(current),
+            Action::Check => self.check(),
             Action::Start => {
-                if let Err(error) = self.start_successor(current) {
+                if let Err(error) = self.start_successor() {
                     self.conclude(Outcome::Failed, Some(error.to_string()));
-                    return self.apply(Event::SuccessorExited, current);
+                    return self.apply(Event::SuccessorExited);
                 }
             }
             Action::KillSuccessor => kill(self.successor.as_ref()),
             Action::KillParent => kill(self.parent.as_ref()),
-            Action::Promote => return self.promote(current),
+            Action::Promote => return self.promote(),
             Action::Replace(end_by) => {
                 tracing::warn!("full restart of Envoy: it stops before the next Envoy starts");
                 self.begin_restart(Method::Full);
-                return Some(EnvoyEvent::Replace(end_by));
+                return Some(Command::Replace(end_by));
             }
         }
         None
     }
 
-    fn start_successor(&mut self, current: &mut Current) -> Result<(), Problem> {
-        let (Some(prepared), Some(parent)) = (self.prepared.take(), &current.launch) else {
+    /// Starts an Envoy and counts it.
+    fn spawn(&mut self, launch: Launch) -> Result<Instance, Problem> {
+        let instance = Instance::start(launch, self.count)?;
+        self.count += 1;
+        Ok(instance)
+    }
+
+    fn start_successor(&mut self) -> Result<(), Problem> {
+        let (Some(prepared), Some(parent)) = (self.prepared.take(), &self.launch) else {
             return Ok(());
         };
         let launch = parent.successor(prepared, self.limits.parent_shutdown);
-        let epoch = current.count;
+        let epoch = self.count;
         tracing::info!("starting Envoy epoch {epoch}, which takes over the sockets (hot restart)");
-        let successor = current.spawn(launch)?;
+        let successor = self.spawn(launch)?;
         let (admin, restart_epoch) = (self.admin, successor.launch.restart_epoch());
-        self.drop_calls();
-        self.deadline = Some(clock::after(self.limits.live));
+        self.calls = JoinSet::new();
+        self.set_deadline(self.limits.live);
         self.calls.spawn(async move {
             wait_until_live(admin, restart_epoch).await;
             Progress::Live
@@ -345,9 +360,23 @@ impl HotRestart {
         Ok(())
     }
 
-    /// Returns the launch of an Envoy that is no successor of this agent's Envoys. It shares memory if possible.
-    pub(super) fn next_launch(&mut self, current: &mut Current) -> Result<Launch, BoxError> {
-        let last = current.launch.take().map(|launch| launch.prepared);
+    /// Starts an Envoy that is no successor of this agent's Envoys: the first one, or another one after an exit.
+    pub(super) fn start(&mut self) -> Result<Instance, BoxError> {
+        let launch = self.next_launch()?;
+        if self.count == 0 {
+            let command = &launch.prepared.command;
+            let arguments = command.arguments(&launch.mode).join(" ");
+            let program = command.binary.display();
+            tracing::info!(target: crate::logging::WHOLE, "Envoy command: [{program} {arguments}]");
+        }
+        let instance = self.spawn(launch)?;
+        self.launch = Some(instance.launch.clone());
+        Ok(instance)
+    }
+
+    /// Returns the launch of such an Envoy. It shares memory if possible.
+    fn next_launch(&mut self) -> Result<Launch, BoxError> {
+        let last = self.launch.take().map(|launch| launch.prepared);
         // A full restart starts the inputs that were validated for it.
         let prepared = match self.prepared.take().or(last) {
             Some(prepared) => prepared,
@@ -355,7 +384,7 @@ impl HotRestart {
         };
         let parent_shutdown = self.limits.parent_shutdown;
         let mut base_id = None;
-        let mode = if let Some(continues) = prepared.continues.filter(|_| current.count == 0) {
+        let mode = if let Some(continues) = prepared.continues.filter(|_| self.count == 0) {
             self.machine.begin_with_parent();
             let file = self.directory.join("envoy-base-id");
             base_id = Some(BaseId::adopted(file, continues.base_id)?);
@@ -364,7 +393,7 @@ impl HotRestart {
                 parent_shutdown,
             }
         } else if self.machine.can_share {
-            let file = format!("envoy-base-id{}", current.count);
+            let file = format!("envoy-base-id{}", self.count);
             let first = BaseId::new(self.directory.join(file), prepared.command.user);
             Mode::First {
                 base_id_file: base_id.insert(first).file.clone(),
@@ -380,24 +409,19 @@ impl HotRestart {
         })
     }
 
-    /// Makes the successor the current Envoy and the previous one its parent.
-    fn promote(&mut self, current: &mut Current) -> Option<EnvoyEvent> {
-        self.drop_calls();
-        let (successor, parent) = (self.successor.take()?, current.instance.take()?);
+    /// Returns the live successor for the supervisor. The time of its parent begins.
+    fn promote(&mut self) -> Option<Command> {
+        self.calls = JoinSet::new();
+        let successor = self.successor.take()?;
         self.begin_parent_shutdown();
-        let limit = rounded(self.parent_limit());
-        let (epoch, parent_epoch) = (successor.epoch, parent.epoch);
-        self.parent = Some(parent);
-        current.set(successor);
-        tracing::info!("Envoy epoch {epoch} is live; epoch {parent_epoch} exits within {limit}");
+        self.launch = Some(successor.launch.clone());
         self.conclude(Outcome::Succeeded, None);
-        let is_drained = current.machine.is_drained();
-        is_drained.then_some(EnvoyEvent::DrainOrdered)
+        Some(Command::Promote(Box::new(successor)))
     }
 
     /// Ends successor and parent when the agent stops.
     pub(super) async fn end(&mut self, limit: Duration) {
-        self.drop_calls();
+        self.calls = JoinSet::new();
         if let Some(successor) = self.successor.take() {
             successor.end(limit).await;
         }
@@ -457,13 +481,13 @@ impl HotRestart {
     }
 
     /// Begins to read and validate the inputs of a successor.
-    fn check(&mut self, current: &Current) {
+    fn check(&mut self) {
         tracing::info!("validating new Envoy inputs ({})", self.reason);
         self.last = Some(Restart::begin(self.reason));
         let limit = self.limits.check;
-        let launch = current.launch.clone();
-        let check = check(self.prepare.clone(), current.count, launch, self.admin);
-        self.drop_calls();
+        let launch = self.launch.clone();
+        let check = check(self.prepare.clone(), self.count, launch, self.admin);
+        self.calls = JoinSet::new();
         self.calls.spawn(async move {
             let problem = match tokio::time::timeout(limit, check).await {
                 Ok(Ok(progress)) => return progress,
@@ -474,15 +498,17 @@ impl HotRestart {
         });
     }
 
-    /// Cancels the running call and the deadline.
-    fn drop_calls(&mut self) {
-        self.calls = JoinSet::new();
-        self.deadline = None;
+    /// Has [`Progress::Deadline`] follow after this time, unless the calls are cancelled before.
+    fn set_deadline(&mut self, limit: Duration) {
+        let over = sleep(limit);
+        self.calls.spawn(async move {
+            over.await;
+            Progress::Deadline
+        });
     }
 
     /// Waits for the next result for [`HotRestart::handle_progress`]. Cancel safe.
     pub(super) async fn progress(&mut self) -> io::Result<Progress> {
-        let deadline = OptionFuture::from(self.deadline.map(sleep_until));
         tokio::select! {
             ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorEnded),
             ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentEnded),
@@ -490,18 +516,13 @@ impl HotRestart {
                 // Only a check is refused; the wait for a successor ends with its deadline.
                 Progress::Refused(error.to_string())
             })),
-            Some(()) = deadline => {
-                self.deadline = None;
-                Ok(Progress::Deadline)
-            }
         }
     }
 
     /// Starts the time of the parent, now that its successor is live.
     fn begin_parent_shutdown(&mut self) {
-        let now = Instant::now();
-        self.live_since = Some(now);
-        self.deadline = Some(clock::later(now, self.parent_limit()));
+        self.live_since = Some(Instant::now());
+        self.set_deadline(self.parent_limit());
     }
 
     /// Returns the time after which a parent is killed.
@@ -578,27 +599,26 @@ fn kill(instance: Option<&Instance>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::envoy::tests::config;
 
     #[tokio::test(start_paused = true)]
     async fn the_parent_shutdown_time_starts_when_the_successor_is_live() {
         let second = Duration::from_secs(1);
-        let limits = Limits {
+        let mut config = config("envoy".into(), "".as_ref());
+        config.hot_restart = Some(Limits {
             parent_shutdown: second * 60,
             live: second,
             check: second,
-        };
-        let admin = Admin::new(std::net::Ipv4Addr::LOCALHOST.into(), 1, second);
+        });
         let mut hot_restart = HotRestart::new(
-            Some(limits),
-            PathBuf::new(),
-            admin,
+            &config,
             Arc::new(|_| Err("nothing".into())),
             &Registry::default(),
         );
         assert!(!hot_restart.is_early(), "there is no successor");
         tokio::time::advance(second * 100).await;
         hot_restart.begin_parent_shutdown();
-        assert_eq!(hot_restart.deadline, Some(Instant::now() + second * 70));
+        let begun = Instant::now();
         assert!(hot_restart.is_early());
         tokio::time::advance(second * 58).await;
         assert!(hot_restart.is_early());
@@ -607,6 +627,9 @@ mod tests {
             !hot_restart.is_early(),
             "a second may have passed unnoticed"
         );
+        let progress = hot_restart.progress().await;
+        assert!(matches!(progress, Ok(Progress::Deadline)), "{progress:?}");
+        assert_eq!(begun.elapsed().as_secs(), 70);
     }
 
     #[test]

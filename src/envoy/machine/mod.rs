@@ -31,10 +31,10 @@ pub enum Event {
     StopRequested(Urgency),
     /// Envoy must shut down so that another one can start.
     Replace(EndBy),
-    /// The event that the step waits for has happened, or cannot be observed.
+    /// The event that the step waits for has happened or cannot be observed, or the time of the step is over.
     Done(Step),
-    /// The time of the last action is over.
-    Deadline,
+    /// The pause before the next start is over.
+    PauseOver,
     EnvoyExited {
         may_restart: bool,
     },
@@ -48,15 +48,16 @@ pub enum EndBy {
     Kill,
 }
 
-/// The next step of the supervisor. [`Event::Deadline`] ends each wait.
+/// The next step of the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Nothing,
     /// Start Envoy and report [`Event::Live`].
     Start,
     Drain,
+    /// Begin the step, and report [`Event::Done`] at the end of its time.
     Begin(PlannedStep),
-    /// Wait before the next start.
+    /// Wait before the next start, and report [`Event::PauseOver`].
     Pause,
     /// Return: Envoy has exited, and none will follow.
     Leave,
@@ -161,7 +162,7 @@ impl Machine {
             (_, Event::EnvoyExited { may_restart }) => self.exited(may_restart),
             (_, Event::StopRequested(urgency)) => self.stop_requested(urgency),
             (_, Event::DrainOrdered) => self.drain_ordered(),
-            (Initial, Event::Begin) | (Pausing, Event::Deadline) => {
+            (Initial, Event::Begin) | (Pausing, Event::PauseOver) => {
                 self.enter(Starting, Action::Start)
             }
             (Starting, Event::Live) if self.is_drained => self.enter(Drained, Action::Drain),
@@ -170,7 +171,6 @@ impl Machine {
                 self.replaced = Some(end_by);
                 self.begin(|_| true)
             }
-            (Shutdown(step), Event::Deadline) => self.begin(|next| next > step),
             (Shutdown(step), Event::Done(done)) if done == step => self.begin(|next| next > step),
             _ => Action::Nothing,
         }

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::envoy::shutdown::Drain;
-use Event::{Begin, Deadline, Done, DrainOrdered, EnvoyExited, Live};
+use Event::{Begin, Done, DrainOrdered, EnvoyExited, Live, PauseOver};
 
 const SECOND: Duration = Duration::from_secs(1);
 const LIMITS: Limits = Limits {
@@ -33,6 +33,8 @@ const QUIT: Action = begin(Step::Quit, LIMITS.quit);
 const TERMINATE: Action = begin(Step::Termination, LIMITS.terminate);
 const KILL: Action = begin(Step::Kill, LIMITS.kill);
 const ANSWERED: Event = Done(Step::DrainCall);
+const DRAINED: Event = Done(Step::DrainTime);
+const CLOSED: Event = Done(Step::LastRequests);
 const ASK: Event = Event::StopRequested(Urgency::Drain);
 const ASK_AGAIN: Event = Event::StopRequested(Urgency::Terminate);
 const ASK_A_THIRD_TIME: Event = Event::StopRequested(Urgency::Kill);
@@ -65,23 +67,16 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
     let way = up(&[
         (ASK, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
-        (Deadline, begin(Step::LastRequests, SECOND)),
+        (DRAINED, begin(Step::LastRequests, SECOND)),
         (ANSWERED, Action::Nothing),
-        (Deadline, QUIT),
-        (Deadline, TERMINATE),
-        (Deadline, KILL),
-        (Deadline, Action::GiveUp),
+        (CLOSED, QUIT),
+        (Done(Step::Quit), TERMINATE),
+        (Done(Step::Termination), KILL),
+        (Done(Step::Kill), Action::GiveUp),
     ]);
     walk(LIMITS, &way);
-    let unanswered = up(&[
-        (ASK, ANNOUNCE),
-        (Deadline, begin(Step::DrainTime, SECOND * 4)),
-        (Deadline, begin(Step::LastRequests, SECOND)),
-        (Deadline, QUIT),
-        (Done(Step::Quit), TERMINATE),
-        (LAST_CRASH, Action::Leave),
-    ]);
-    walk(LIMITS, &unanswered);
+    let exited = [&way[..7], &[(LAST_CRASH, Action::Leave)]].concat();
+    walk(LIMITS, &exited);
 }
 
 #[test]
@@ -90,19 +85,14 @@ fn a_drain_until_idle_lasts_between_its_minimum_and_its_maximum() {
         (ASK, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 5)),
         (Done(Step::Connections), Action::Nothing),
-        (Deadline, begin(Step::Connections, SECOND * 54)),
+        (DRAINED, begin(Step::Connections, SECOND * 54)),
     ];
-    for ends in [
-        [Deadline; 2],
-        [Done(Step::Connections), Done(Step::LastRequests)],
-    ] {
-        let mut way = up(&start);
-        way.extend([
-            (ends[0], begin(Step::LastRequests, SECOND)),
-            (ends[1], QUIT),
-        ]);
-        walk(UNTIL_IDLE, &way);
-    }
+    let mut way = up(&start);
+    way.extend([
+        (Done(Step::Connections), begin(Step::LastRequests, SECOND)),
+        (CLOSED, QUIT),
+    ]);
+    walk(UNTIL_IDLE, &way);
     walk(
         UNTIL_IDLE,
         &[&up(&start)[..], &[(ASK_AGAIN, QUIT)]].concat(),
@@ -114,13 +104,12 @@ fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_come
     let drained = [
         (ASK, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
-        (Deadline, begin(Step::LastRequests, SECOND)),
-        (Deadline, begin(Step::LongRequests, SECOND * 8)),
+        (DRAINED, begin(Step::LastRequests, SECOND)),
+        (CLOSED, begin(Step::LongRequests, SECOND * 8)),
     ];
     for (end, action) in [
         (Done(Step::LongRequests), QUIT),
-        (Done(Step::LastRequests), Action::Nothing),
-        (Deadline, QUIT),
+        (CLOSED, Action::Nothing),
         (ASK, Action::Nothing),
         (ASK_AGAIN, QUIT),
         (ASK_A_THIRD_TIME, KILL),
@@ -143,7 +132,7 @@ fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_come
     let before = [(replaced, drained[0].1), drained[1], drained[2]];
     walk(
         LONG_REQUESTS,
-        &up(&[&before[..], &[(Deadline, QUIT)]].concat()),
+        &up(&[&before[..], &[(CLOSED, QUIT)]].concat()),
     );
     let wanted = [(ASK, Action::Nothing), drained[3]];
     walk(LONG_REQUESTS, &up(&[&before[..], &wanted].concat()));
@@ -177,7 +166,7 @@ fn an_envoy_already_drained_on_request_exits_without_another_drain() {
     assert_eq!(machine.phase().state(), State::Draining);
     walk(
         LIMITS,
-        &up(&[told, told, (Deadline, Action::Nothing), (ASK, QUIT)]),
+        &up(&[told, told, (ANSWERED, Action::Nothing), (ASK, QUIT)]),
     );
     let early = [
         (DrainOrdered, Action::Nothing),
@@ -192,7 +181,7 @@ fn an_envoy_already_drained_on_request_exits_without_another_drain() {
 
 #[test]
 fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested() {
-    let again = [(CRASH, Action::Pause), (Deadline, Action::Start)];
+    let again = [(CRASH, Action::Pause), (PauseOver, Action::Start)];
     walk(
         LIMITS,
         &up(&[again[0], again[1], (LAST_CRASH, Action::Leave)]),
@@ -214,11 +203,11 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested(
 #[test]
 fn a_replaced_envoy_drains_and_is_followed_by_another_unless_a_stop_is_requested() {
     let wait = (ANSWERED, begin(Step::DrainTime, SECOND * 4));
-    let close = (Deadline, begin(Step::LastRequests, SECOND));
+    let close = (DRAINED, begin(Step::LastRequests, SECOND));
     for (end_by, end) in [(EndBy::Quit, QUIT), (EndBy::Kill, KILL)] {
         let replaced = (Event::Replace(end_by), ANNOUNCE);
-        let way = [replaced, wait, close, (Deadline, end)];
-        let next = [(LAST_CRASH, Action::Pause), (Deadline, Action::Start)];
+        let way = [replaced, wait, close, (CLOSED, end)];
+        let next = [(LAST_CRASH, Action::Pause), (PauseOver, Action::Start)];
         let after = [(Live, Action::Nothing), (ASK_AGAIN, QUIT)];
         let machine = walk(LIMITS, &up(&[&way[..], &next, &after].concat()));
         assert!(machine.expects_exit());
@@ -327,7 +316,7 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
         ASK,
         ASK_AGAIN,
         ASK_A_THIRD_TIME,
-        Deadline,
+        PauseOver,
         CRASH,
         LAST_CRASH,
         Event::Replace(EndBy::Quit),
@@ -339,7 +328,7 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
 
 proptest! {
     #[test]
-    fn whatever_happened_before_a_request_leads_to_the_end(
+    fn a_request_to_stop_ends_envoy_after_any_events(
         before in events(),
         limits in prop::sample::select(vec![LIMITS, LONG_REQUESTS, UNTIL_IDLE]),
     ) {
@@ -348,14 +337,15 @@ proptest! {
             world.step(&mut machine, event)?;
         }
         world.step(&mut machine, ASK)?;
-        for _ in 0..limits_in_a_row() {
-            world.step(&mut machine, Deadline)?;
+        // The time of each step is over.
+        while let (Phase::Shutdown(step), false) = (machine.phase(), world.is_over) {
+            world.step(&mut machine, Done(step))?;
         }
         prop_assert!(world.is_over, "still in {:?}", machine.phase());
     }
 
     #[test]
-    fn no_event_brings_an_envoy_on_its_way_down_back_up(before in events(), after in events()) {
+    fn no_event_restarts_an_envoy_that_is_stopping(before in events(), after in events()) {
         let (mut machine, mut world) = (Machine::new(LONG_REQUESTS), World::default());
         for event in before {
             world.step(&mut machine, event)?;
@@ -388,9 +378,4 @@ proptest! {
             prop_assert!(machine.plan().at_most() <= left + more);
         }
     }
-}
-
-/// The largest number of waits between a request and the exit.
-fn limits_in_a_row() -> usize {
-    Machine::new(UNTIL_IDLE).plan().0.len()
 }

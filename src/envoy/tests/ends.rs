@@ -57,7 +57,7 @@ async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
 }
 
 #[test]
-fn an_end_by_a_signal_has_the_code_a_shell_would_give_it() {
+fn an_exit_by_signal_has_the_exit_code_of_a_shell() {
     assert_eq!(Ended::Signal(11).code(), 139);
     assert_eq!(Ended::Code(3).code(), 3);
 }

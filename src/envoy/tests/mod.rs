@@ -48,7 +48,7 @@ fn stage(mode: &str) -> Stage {
     }
 }
 
-fn config(binary: PathBuf, directory: &Path) -> Config {
+pub(super) fn config(binary: PathBuf, directory: &Path) -> Config {
     let long = Duration::from_secs(3600);
     Config {
         directory: directory.to_owned(),
@@ -67,10 +67,8 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
             user: None,
             fips_ciphers: false,
         },
-        admin_host: Ipv4Addr::LOCALHOST.into(),
         // Closed; the wait follows all the same.
-        admin_port: 1,
-        admin_call: Duration::from_secs(2),
+        admin: Admin::new(Ipv4Addr::LOCALHOST.into(), 1, Duration::from_secs(2)),
         early: Duration::from_secs(1),
         drain_inbound_only: true,
         limits: Limits {
@@ -98,7 +96,7 @@ impl Stage {
     /// With an admin port.
     async fn with_admin(mut self, behaviour: Behaviour) -> (Self, FakeAdmin) {
         let admin = FakeAdmin::start(behaviour).await;
-        self.config.admin_port = admin.port;
+        self.config.admin.address.set_port(admin.port);
         (self, admin)
     }
 
@@ -190,7 +188,7 @@ async fn a_third_request_kills_without_waiting() {
 async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
     let short = Duration::from_millis(50);
     let (mut stage, admin) = stage("stopped").with_admin(Behaviour::Silent).await;
-    stage.config.admin_call = short;
+    stage.config.admin.limit = short;
     stage.config.limits = Limits {
         drain_call: short,
         drain: Drain::For(short),

@@ -4,7 +4,7 @@ use tonic::Code;
 use super::{fails, until_gone};
 use crate::compliance::Policy;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
-use crate::istiod::{Config, Security, probe, tls};
+use crate::istiod::{Config, Security, open_probe, tls};
 use crate::problem::codes;
 
 fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
@@ -15,7 +15,7 @@ fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
 }
 
 #[tokio::test]
-async fn tells_what_is_wrong_with_a_root_file() {
+async fn the_error_for_an_unusable_root_file_gives_the_reason() {
     let fake = Fake::start(None).await;
     let files = Files::new();
     let expired = Authority::expired("old").pem();
@@ -110,7 +110,7 @@ async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_si
             istiod.try_connection().await.unwrap();
             continue;
         }
-        let cause = probe::open(&config, config.limits.total).await.unwrap_err();
+        let cause = open_probe(&config, config.limits.total).await.unwrap_err();
         assert_eq!(cause.code, codes::ISTIOD_CERTIFICATE_UNUSABLE);
         let text = cause.to_string();
         let certificate = "the certificate CN=istiod, issued by CN=middle, is a CA's (CA:TRUE)";
@@ -135,7 +135,7 @@ async fn a_server_without_http2_in_alpn_is_refused() {
 }
 
 #[tokio::test]
-async fn a_rotated_root_file_is_all_the_next_dial_trusts() {
+async fn after_a_root_rotation_the_next_dial_trusts_only_the_new_file() {
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let first = Fake::start(Some(fake::server_tls(&old, NAME, Clients::Optional))).await;
     let files = Files::new();

@@ -92,7 +92,7 @@ async fn the_status_is_used_even_if_the_body_is_incomplete_or_late() {
 }
 
 #[tokio::test]
-async fn the_beginning_of_an_endless_body_is_enough() {
+async fn an_endless_body_is_truncated() {
     let app = App::start(|mut stream, _| async move {
         let mut request = [0; 4096];
         let _ = stream.read(&mut request).await;

@@ -18,7 +18,7 @@ use tokio::time::MissedTickBehavior;
 use super::source::{Checked, Source};
 use super::table::{Entry, SecretState, Table};
 use crate::clock::{Clock, after};
-use crate::file_watch::{Changed, FileWatch};
+use crate::file_watch::FileWatch;
 use crate::metrics::{Counter, Registry};
 use crate::problem::{Problem, codes};
 use crate::secrets::Secret;
@@ -113,14 +113,13 @@ impl Watcher {
     async fn report_changes(&self, watch: &FileWatch) -> io::Error {
         loop {
             match watch.changed().await {
-                Ok(Changed::Paths(paths)) => {
+                Ok(paths) => {
                     for path in &paths {
                         let path = path.display();
                         tracing::debug!(target: "cache", "event for file certificate {path}");
                     }
                     self.notify(|source| source.paths().any(|path| paths.contains(path)));
                 }
-                Ok(Changed::Anything) => self.notify(|_| true),
                 Err(error) => return error,
             }
         }

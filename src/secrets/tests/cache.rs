@@ -94,7 +94,7 @@ async fn a_damaged_or_mismatched_cached_certificate_is_not_used() {
 fn nothing_is_cached_on_a_disk() {
     // A disk on every machine that can build this.
     let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
-    let cache = CertificateCache::new(directory.path(), &config().identity, String::new());
+    let cache = CertificateCache::new(&caching(&directory)).expect("it is named");
     let refused = cache.store(b"key", Vec::new(), SystemTime::now());
     let refused = refused.expect_err("on a disk").to_string();
     assert!(refused.contains("on a disk"), "{refused}");
@@ -102,7 +102,7 @@ fn nothing_is_cached_on_a_disk() {
 }
 
 #[test]
-fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_outside() {
+fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
     let Some(parent) = directory() else { return };
     let outside = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     fs::set_permissions(outside.path(), Permissions::from_mode(0o700)).expect("set");
@@ -124,7 +124,7 @@ fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_ou
         });
         let mut stored = 0;
         for _ in 0..2000 {
-            let cache = CertificateCache::new(parent.path(), &config().identity, String::new());
+            let cache = CertificateCache::new(&caching(&parent)).expect("it is named");
             let result = cache.store(b"key", Vec::new(), SystemTime::now());
             stored += usize::from(result.is_ok());
         }

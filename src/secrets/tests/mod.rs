@@ -193,7 +193,7 @@ async fn a_ratio_of_one_renews_every_few_seconds_and_not_without_pause() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn never_asks_twice_at_a_time_and_gives_up_on_silence() {
+async fn requests_are_sent_one_at_a_time_and_time_out() {
     let mut fixture = start(config(), Answer::Waits);
     let state = fixture.state_after(|state| state.failure.is_some()).await;
     let problem = state.failure.expect("is there").problem;
@@ -228,7 +228,7 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusals_name_what_was_found() {
+async fn the_error_for_a_refused_answer_says_what_was_found() {
     const UNUSABLE: &problem::Code = codes::CERTIFICATE_ANSWER_UNUSABLE;
     for (answer, code, expected) in [
         (Answer::Empty, UNUSABLE, "found 0 elements"),
@@ -261,7 +261,7 @@ async fn refusals_name_what_was_found() {
 }
 
 #[tokio::test]
-async fn a_foreign_identity_and_a_clock_that_differs_are_odd_and_not_refused() {
+async fn a_foreign_identity_and_a_different_clock_are_reported_and_not_refused() {
     let clock = clock();
     let authority = FakeAuthority::new(&clock);
     let ours = config().identity;

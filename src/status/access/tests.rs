@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use super::*;
 use crate::lifecycle::{CancellationToken, Retirement, Stop};
 use crate::metrics::Registry;
-use crate::status::tests::{config, own_metrics, sources};
+use crate::status::tests::{any_port, config, own_metrics, sources};
 use crate::status::{Probers, Router, server};
 
 const ROOT: u32 = 0;
@@ -40,11 +40,16 @@ fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, 
     let mut config = config(Probers::default());
     (config.debug_users, config.control_users) = (debug, control);
     let router = Arc::new(Router::new(config, sources).expect("a router"));
-    let listener = server::Listener::of_any_port();
-    let port = listener.port();
+    let (listener, port) = any_port();
     let mut tasks = JoinSet::new();
     let (retirement, stop) = (Retirement::default(), CancellationToken::new());
-    tasks.spawn(server::serve(listener, router, retirement, stop));
+    tasks.spawn(server::serve(
+        listener,
+        server::UNREAD,
+        router,
+        retirement,
+        stop,
+    ));
     (port, tasks)
 }
 

@@ -2,9 +2,8 @@
 //! no further files, and is reloaded every five seconds.
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::Overview;
 use crate::duration::approximate;
 use crate::report::{Level, Report};
 
@@ -21,9 +20,9 @@ const SECTIONS: [(&str, &str, &str); 9] = [
     ("Recent warnings", "warnings", "overview"),
 ];
 
-pub(super) fn page(overview: &Overview) -> String {
-    let agent = &overview.agent;
-    let members = json!(overview);
+pub(super) fn page(doctor: &Report, overview: &Value) -> String {
+    let agent = &overview["agent"];
+    let node = value("", &agent["node"]);
     let page = html! {
         (DOCTYPE)
         html lang="en" {
@@ -31,20 +30,21 @@ pub(super) fn page(overview: &Overview) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width,initial-scale=1";
                 meta http-equiv="refresh" content="5";
-                title { (overview.doctor.verdict) ": " (agent.node) }
+                title { (doctor.verdict) ": " (node) }
                 style { (PreEscaped(include_str!("style.css"))) }
             }
             body {
                 h1 { "istio-agent" }
                 div.dim {
-                    (agent.node) br;
-                    (agent.version) ", up " (approximate(agent.uptime_seconds)) ", seen " (overview.now)
+                    (node) br;
+                    (value("", &agent["version"])) ", up "
+                    (value("uptime_seconds", &agent["uptime_seconds"])) ", seen " (value("", &overview["now"]))
                 }
-                (diagnosis(&overview.doctor))
+                (diagnosis(doctor))
                 main {
                     @for (title, member, path) in SECTIONS {
-                        @if !members[member].is_null() {
-                            section { h2 { (title) " " a href=(path) { "JSON" } } (section(&members[member])) }
+                        @if !overview[member].is_null() {
+                            section { h2 { (title) " " a href=(path) { "JSON" } } (section(&overview[member])) }
                         }
                     }
                 }

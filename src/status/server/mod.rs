@@ -39,26 +39,10 @@ const FIRST_HEAD: Duration = Duration::from_secs(10);
 /// The limit of an idle connection. It is longer than the pause between two probes or scrapes.
 const IDLE: Duration = Duration::from_secs(300);
 /// The limit of a client that does not read. It is longer than any scraper waits; the kernel measures it.
-const UNREAD: Duration = Duration::from_secs(60);
+pub(super) const UNREAD: Duration = Duration::from_secs(60);
 const BACKLOG: u32 = 1024;
 /// The limit of running requests when the port is closed.
 const SHUTDOWN_LIMIT: Duration = Duration::from_millis(500);
-
-/// The bound port.
-#[derive(Debug)]
-pub(super) struct Listener {
-    listener: TcpListener,
-    unread: Duration,
-}
-
-impl Listener {
-    pub(super) fn new(listener: std::net::TcpListener) -> io::Result<Self> {
-        Ok(Self {
-            listener: TcpListener::from_std(listener)?,
-            unread: UNREAD,
-        })
-    }
-}
 
 /// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
 pub fn bind(port: u16) -> Result<std::net::TcpListener, Problem> {
@@ -89,14 +73,14 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 /// Serves until `stop`, then finishes running requests. From the retirement on, it accepts no connections, and closes
-/// each one after its next response.
+/// each one after its next response. A client may read nothing for the time `unread`.
 pub(super) async fn serve(
-    listener: Listener,
+    listener: TcpListener,
+    unread: Duration,
     router: Arc<Router>,
     retirement: Retirement,
     stop: CancellationToken,
 ) {
-    let Listener { listener, unread } = listener;
     let mut connections = Connections::default();
     let accepting = retirement.accepting();
     loop {

@@ -6,20 +6,10 @@ use tokio::time::{Duration, Instant};
 use super::*;
 use crate::lifecycle::Stop;
 use crate::metrics::Registry;
-use crate::status::tests::{config, own_metrics, sources};
+use crate::status::tests::{any_port, config, own_metrics, sources};
 use crate::status::{Probers, Scrape, reply};
 
 const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
-
-impl Listener {
-    pub(in crate::status) fn of_any_port() -> Self {
-        Self::new(bind(0).expect("a port")).expect("a listener")
-    }
-
-    pub(in crate::status) fn port(&self) -> u16 {
-        self.listener.local_addr().expect("an address").port()
-    }
-}
 
 struct Port {
     address: SocketAddr,
@@ -36,14 +26,18 @@ async fn port() -> Port {
 fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let sources = sources(Stop::new(), scrape, metrics);
     let config = config(Probers::default());
-    let mut listener = Listener::of_any_port();
-    listener.unread = UNREAD_LIMIT;
-    let port = listener.port();
+    let (listener, port) = any_port();
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
     let retirement = Retirement::default();
-    tasks.spawn(serve(listener, router, retirement.clone(), stop.clone()));
+    tasks.spawn(serve(
+        listener,
+        UNREAD_LIMIT,
+        router,
+        retirement.clone(),
+        stop.clone(),
+    ));
     Port {
         address: (Ipv4Addr::LOCALHOST, port).into(),
         retirement,
@@ -127,7 +121,7 @@ async fn an_answer_may_take_longer_than_the_idle_limit() {
     let scrape: Scrape = Arc::new(move |_| {
         Box::pin(async move {
             sleep(2 * IDLE).await;
-            reply::bytes(::http::StatusCode::OK, bytes::Bytes::from_static(b"x"))
+            reply::with(::http::StatusCode::OK, "x", &[])
         })
     });
     let port = port_with(scrape, Registry::default());
@@ -143,7 +137,7 @@ async fn a_half_closed_connection_gets_its_answer_and_is_closed() {
     let scrape: Scrape = Arc::new(move |_| {
         Box::pin(async move {
             sleep(FIRST_HEAD / 2).await;
-            reply::bytes(::http::StatusCode::OK, bytes::Bytes::from_static(b"page"))
+            reply::with(::http::StatusCode::OK, "page", &[])
         })
     });
     let port = port_with(scrape, Registry::default());
@@ -202,7 +196,7 @@ async fn a_connection_whose_client_does_not_read_the_answer_is_closed() {
     let answer = bytes::Bytes::from(vec![b'#'; ANSWER]);
     let scrape: Scrape = Arc::new(move |_| {
         let answer = answer.clone();
-        Box::pin(async move { reply::bytes(::http::StatusCode::OK, answer) })
+        Box::pin(async move { reply::with(::http::StatusCode::OK, answer, &[]) })
     });
     let port = port_with(scrape, Registry::default());
     let after_a_pause = read_after_pause(&port, UNREAD_LIMIT / 4).await;
@@ -230,8 +224,7 @@ async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
 
 #[tokio::test]
 async fn a_taken_port_is_an_error_that_names_it() {
-    let taken = Listener::of_any_port();
-    let port = taken.port();
+    let (_taken, port) = any_port();
     let error = bind(port).expect_err("taken");
     assert_eq!(error.code, codes::STATUS_PORT_TAKEN);
     let named = (error.subject.as_str(), error.found.contains("process "));

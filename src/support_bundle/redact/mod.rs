@@ -45,13 +45,7 @@ pub(super) fn copy(
     if form == Form::Lines {
         return copy_lines(secrets, from, to);
     }
-    let copied = copy_json(secrets, form == Form::Json, from, to, 0);
-    copied.map_err(|error| {
-        if error.is_io() {
-            return error.into();
-        }
-        io::Error::other(format!("it is no JSON: {error}"))
-    })
+    Ok(copy_json(secrets, form == Form::Json, from, to, 0)?)
 }
 
 /// Copies JSON that is in `nesting` strings within each other. `checks_names` removes members with the name of a

@@ -15,6 +15,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BufMut, BytesMut};
 use http::uri::Authority;
 use loona_hpack::Decoder;
+use loona_hpack::encoder::encode_integer;
 use loona_hpack::huffman::HuffmanDecoder;
 use tokio::io::{AsyncRead, Join, ReadBuf};
 use tokio::net::UnixStream;
@@ -263,12 +264,9 @@ fn uncoded(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
             let (length, size) = integer(rest, 7)?;
             let (text, after) = rest[size..].split_at_checked(length)?;
             if is_coded {
-                let text = huffman.decode(text).ok()?;
-                put_length(text.len(), &mut uncoded);
-                uncoded.put_slice(&text);
+                put_string(&huffman.decode(text).ok()?, &mut uncoded);
             } else {
-                put_length(length, &mut uncoded);
-                uncoded.put_slice(text);
+                put_string(text, &mut uncoded);
             }
             rest = after;
         }
@@ -323,8 +321,7 @@ fn encode(block: &Block, fields: &Fields, output: &mut BytesMut) {
     for (name, value) in fields {
         output.put_u8(0);
         for text in [name, value] {
-            put_length(text.len(), output);
-            output.put_slice(text);
+            put_string(text, output);
         }
     }
     // Below 16 KiB.
@@ -332,19 +329,10 @@ fn encode(block: &Block, fields: &Fields, output: &mut BytesMut) {
     output[head..head + 3].copy_from_slice(&length.to_be_bytes()[1..]);
 }
 
-/// Appends an integer with a prefix of seven bits (RFC 7541, section 5.1).
-fn put_length(length: usize, output: &mut BytesMut) {
-    const PREFIX: usize = 127;
-    if length < PREFIX {
-        return output.put_u8(length as u8);
-    }
-    output.put_u8(PREFIX as u8);
-    let mut rest = length - PREFIX;
-    while rest >= 128 {
-        output.put_u8((rest % 128) as u8 | 128);
-        rest /= 128;
-    }
-    output.put_u8(rest as u8);
+/// Appends a string without Huffman coding (RFC 7541, section 5.2).
+fn put_string(text: &[u8], output: &mut BytesMut) {
+    output.put_slice(&encode_integer(text.len(), 7));
+    output.put_slice(text);
 }
 
 #[cfg(test)]

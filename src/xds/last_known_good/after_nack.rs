@@ -3,13 +3,13 @@
 //! The writer knows which resources Envoy has refused, and asks the stream for their stored versions
 //! ([`Missing`]). The stream asks Envoy which of them it has, reads the others from the store, and sends them
 //! in one response ([`Stored`]) while no response of the type is unanswered. Other resources that a stored one
-//! needs come from istiod, or after [`PATIENCE`] from the store. istiod does not get Envoy's ACK or NACK of the
-//! response.
+//! needs come from istiod, or after [`PATIENCE`](super::file::PATIENCE) from the store. istiod does not get
+//! Envoy's ACK or NACK of the response.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use futures_util::stream::BoxStream;
@@ -20,38 +20,23 @@ use tokio::task::spawn_blocking;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::file::{Index, TypeFile, refused_names, unix_rfc3339};
-use super::replay::respond;
-use super::{DIRECTORY, Shared, Type, writer};
+use super::file::{Index, Missing, TypeFile, file_name, refused_names, unix_rfc3339};
+use super::{DIRECTORY, Shared, Type};
 use crate::clock::rfc3339;
 use crate::directory::Directory;
 use crate::envoy::inspect;
 use crate::problem::{Problem, codes};
-use crate::xds::observe::now;
-use crate::xds::request::HEAD;
+use crate::xds::request::{HEAD, shortened};
 use crate::xds::wire::digest;
 
 /// The nonce of responses with stored versions. istiod uses UUIDs.
 pub(crate) const NONCE: &str = "kept-after-nack";
-
-/// The time that istiod has to send the resources that a stored resource needs.
-pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The most requests of the writer that wait for the stream.
 pub(super) const MAX_WAITING: usize = 16;
 
 /// The most resources that a log line or a problem names.
 const MAX_NAMES: usize = 5;
-
-/// Resources of a type of which Envoy may have no version.
-#[derive(Clone, Debug)]
-pub(super) struct Missing {
-    pub(super) type_url: Type,
-    /// The number of responses of the type that Envoy had answered on the stream.
-    pub(super) answered: u32,
-    /// The reasons why Envoy has no version, by the digests of the names.
-    pub(super) names: HashMap<u64, Arc<str>>,
-}
 
 /// Stored versions of the resources that Envoy lacks.
 #[derive(Debug)]
@@ -127,30 +112,29 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
         return Ok(stored);
     }
     let directory = Directory::private(&shared.config.volume.directory, DIRECTORY, false)?;
-    let Some((file, header)) = writer::open(&directory, type_url)? else {
+    let Some(index) = Index::open(&directory, type_url)? else {
         return Ok(stored);
     };
-    let index = Index::read(&header, file)?;
     let found = lacking.into_iter().filter_map(|it| index.resources.get(it));
     let ranges: Vec<_> = found.cloned().collect();
     if ranges.is_empty() {
         return Ok(stored);
     }
     let mut frame = Vec::new();
-    respond(&index, ranges, type_url, &header.version, NONCE, |bytes| {
+    index.respond(ranges, type_url, NONCE, |bytes| {
         frame.extend_from_slice(bytes);
         Ok(())
     })?;
-    let current = unix_rfc3339(header.missing_current());
-    let response = Names::decode(&frame[HEAD..])?;
-    let resources = response.resources.into_iter().map(|resource| {
-        let reason = reasons.get(&digest(resource.name.as_bytes()));
-        StoredResource {
-            name: resource.name,
-            reason: reason.map_or("", |reason| reason).to_owned(),
-            since: rfc3339(now()),
-            current: current.clone(),
-        }
+    let current = unix_rfc3339(index.header.missing_current());
+    let names = Names::decode(&frame[HEAD..])?.resources.into_iter();
+    let resources = names.map(|Name { name }| StoredResource {
+        reason: {
+            let reason = reasons.get(&digest(name.as_bytes()));
+            reason.map_or("", |reason| reason).to_owned()
+        },
+        name,
+        since: rfc3339(SystemTime::now()),
+        current: current.clone(),
     });
     stored.resources = resources.collect();
     stored.resources.sort_by(|a, b| a.name.cmp(&b.name));
@@ -168,7 +152,7 @@ impl Shared {
             refusal.is_some() && is_named
         });
         if let Some(reason) = refusal {
-            let reason = crate::xds::request::shortened(reason);
+            let reason = shortened(reason);
             let subject = subject(type_url, &refused);
             tracing::error!(target: "xdsproxy", "Envoy refuses the stored version of {subject} as well: {reason}");
         }
@@ -223,5 +207,5 @@ fn subject(type_url: &str, resources: &[StoredResource]) -> String {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    format!("{} {names}{more}", writer::file_name(type_url))
+    format!("{} {names}{more}", file_name(type_url))
 }

@@ -14,22 +14,22 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use bytes::Bytes;
 use crc32fast::Hasher;
+use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryResponse;
+use prost::Message as _;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Type;
-use super::after_nack::{Missing, PATIENCE};
 use crate::clock::{after, rfc3339};
 use crate::directory::Directory;
-use crate::xds::observe::{now, unix_seconds};
+use crate::regular_file::if_exists;
 use crate::xds::request::shortened;
 use crate::xds::response::Received;
-use crate::xds::wire::{Walker, digest};
+use crate::xds::wire::{ResourceField, Walker, digest};
 
 /// The most bytes that are copied at once.
-pub(super) const BLOCK: usize = 64 * 1024;
+const BLOCK: usize = 64 * 1024;
 
 /// Bytes of the header: a checksum, JSON and spaces.
 const HEADER: u64 = 4096;
@@ -40,6 +40,9 @@ const MAX_UNANSWERED: usize = 64;
 
 /// The most bytes of accepted fields that wait to be written.
 pub(super) const MAX_CHANGED: usize = 2 << 20;
+
+/// The time that istiod has to send the resources that a stored resource needs.
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The beginning of Envoy's reason if it has refused single resources and applied the others. Pairs of a name
 /// and a reason follow, separated by commas or newlines.
@@ -113,50 +116,48 @@ impl Header {
 /// A response, complete or not, that Envoy has neither accepted nor refused.
 #[derive(Debug, Default)]
 struct Response {
-    /// The bytes before those in memory.
+    /// The bytes, if they are in memory.
+    bytes: Vec<u8>,
+    /// The file without a name that has all bytes, if they are too many for the memory.
     spilled: Option<File>,
-    pieces: Vec<Bytes>,
-    /// Bytes in memory.
-    memory: usize,
     length: u64,
     /// The only resources of the file that remain once Envoy has accepted the response; None if all remain.
     retained: Option<HashSet<u64>>,
 }
 
 impl Response {
-    /// Calls `each` for every field, with the digest of the name, true for a removed resource, and the bytes.
-    fn fields(
+    /// Calls `each` with blocks of the bytes in a range.
+    fn read(
         &self,
-        mut each: impl FnMut(u64, bool, Box<[u8]>) -> io::Result<()>,
+        range: Range<u64>,
+        mut each: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
-        let (mut walker, mut found) = (Walker::finder(self.length), Vec::new());
-        // The bytes after the last complete field, and the position of the next ones.
-        let (mut rest, mut position) = (Vec::new(), 0);
-        let mut read = |bytes: &[u8]| {
-            let walked = walker.find(bytes, |it| found.push(it));
-            walked.map_err(io::Error::other)?;
-            let mut taken = 0;
-            for field in found.drain(..) {
-                let end = (field.range.end - position) as usize;
-                rest.extend_from_slice(&bytes[taken..end]);
-                taken = end;
-                // Other fields of the response come before a resource.
-                let length = (field.range.end - field.range.start) as usize;
-                rest.drain(..rest.len() - length);
-                let content = std::mem::take(&mut rest).into();
-                each(field.name, field.is_removed, content)?;
-            }
-            rest.extend_from_slice(&bytes[taken..]);
-            position += bytes.len() as u64;
-            Ok(())
-        };
-        if let Some(file) = &self.spilled {
-            let length = self.length - self.memory as u64;
-            read_blocks(file, 0..length, &mut read)?;
+        match &self.spilled {
+            Some(file) => read_blocks(file, range, each),
+            None => each(&self.bytes[range.start as usize..range.end as usize]),
         }
-        self.pieces.iter().try_for_each(|bytes| read(bytes))?;
-        walker.finish().map(drop).map_err(io::Error::other)
     }
+
+    /// Finds the resources and the names of removed ones.
+    fn fields(&self) -> io::Result<Vec<ResourceField>> {
+        let (mut walker, mut fields) = (Walker::finder(self.length), Vec::new());
+        self.read(0..self.length, |block| {
+            let walked = walker.find(block, |field| fields.push(field));
+            walked.map_err(io::Error::other)
+        })?;
+        walker.finish().map_err(io::Error::other)?;
+        Ok(fields)
+    }
+}
+
+/// Resources of a type of which Envoy may have no version.
+#[derive(Clone, Debug)]
+pub(super) struct Missing {
+    pub(super) type_url: Type,
+    /// The number of responses of the type that Envoy had answered on the stream.
+    pub(super) answered: u32,
+    /// The reasons why Envoy has no version, by the digests of the names.
+    pub(super) names: HashMap<u64, Arc<str>>,
 }
 
 /// A resource of which Envoy may have no version.
@@ -188,7 +189,7 @@ pub(super) struct TypeFile {
     /// The only resources of the file that remain; None if all remain.
     retained: Option<HashSet<u64>>,
     /// Accepted fields that are not in the file, by the digests of their names.
-    changes: HashMap<u64, Box<[u8]>>,
+    changes: HashMap<u64, Vec<u8>>,
     /// The bytes of `changes`.
     pub(super) changed: usize,
     /// True if changes wait to be written, even if only a version has changed.
@@ -222,7 +223,7 @@ impl TypeFile {
 
     /// Returns the bytes of responses in memory.
     pub(super) fn memory(&self) -> usize {
-        self.responses().map(|response| response.memory).sum()
+        self.responses().map(|response| response.bytes.len()).sum()
     }
 
     /// Returns the size of the file in bytes if Envoy accepts all responses.
@@ -232,35 +233,33 @@ impl TypeFile {
     }
 
     /// Takes the next bytes of a response.
-    pub(super) fn read(&mut self, bytes: Bytes) {
-        self.passing.length += bytes.len() as u64;
-        self.passing.memory += bytes.len();
-        self.passing.pieces.push(bytes);
+    pub(super) fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let response = &mut self.passing;
+        response.length += bytes.len() as u64;
+        match &mut response.spilled {
+            Some(file) => file.write_all(bytes)?,
+            None => response.bytes.extend_from_slice(bytes),
+        }
+        Ok(())
     }
 
-    /// Moves the bytes of the incomplete response from memory to a file without a name.
+    /// Moves the bytes of the incomplete response from memory to a file without a name, which takes the next ones.
     pub(super) fn spill(&mut self, directory: &Directory) -> io::Result<()> {
         let response = &mut self.passing;
         if response.spilled.is_none() {
             let name = temporary(self.name);
-            response.spilled = Some(directory.create_file(&name)?);
+            let mut file = directory.create_file(&name)?;
             directory.remove_file(&name)?;
+            file.write_all(&std::mem::take(&mut response.bytes))?;
+            response.spilled = Some(file);
         }
-        if let Some(file) = &mut response.spilled {
-            let mut pieces = response.pieces.drain(..);
-            pieces.try_for_each(|bytes| file.write_all(&bytes))?;
-        }
-        response.memory = 0;
         Ok(())
     }
 
-    /// Ends a response, which then waits for its ACK. `is_all` if it has all resources of the type, whatever
-    /// Envoy held.
-    pub(super) fn complete(&mut self, received: Received, is_all: bool) -> io::Result<()> {
-        self.is_subscribed = true;
-        let held = self.held.take();
+    /// Ends a response, which then waits for its ACK.
+    pub(super) fn complete(&mut self, received: Received) -> io::Result<()> {
         let mut response = std::mem::take(&mut self.passing);
-        response.retained = if is_all { Some(HashSet::new()) } else { held };
+        response.retained = self.held.take();
         self.unanswered.push_back((received, response));
         if self.unanswered.len() > MAX_UNANSWERED {
             return Err(io::Error::other("too many responses wait for their ACK"));
@@ -289,19 +288,16 @@ impl TypeFile {
         if self.file.is_none() && !self.is_changed && !is_complete {
             return Ok(());
         }
-        let mut fields = Vec::new();
-        if refusal.is_some() || held.is_some_and(|held| held > 0) || !self.missing.is_empty() {
-            response.fields(|name, is_removed, _| {
-                fields.push((name, is_removed));
-                Ok(())
-            })?;
-        }
+        let fields = response.fields()?;
         let named = refusal.map(refused_names).unwrap_or_default();
-        let names = fields.iter().map(|(name, _)| *name);
+        let names = fields.iter().map(|field| field.name);
         let refused: HashSet<_> = names.filter(|name| named.contains(name)).collect();
         let is_refused = refusal.is_some() && refused.is_empty();
         let reason = refusal.map(|it| Arc::<str>::from(shortened(it)));
-        for (name, is_removed) in &fields {
+        for ResourceField {
+            name, is_removed, ..
+        } in &fields
+        {
             match &reason {
                 Some(reason) if refused.contains(name) || is_refused && !is_removed => {
                     let (due, reason) = (Some(Instant::now()), reason.clone());
@@ -318,12 +314,12 @@ impl TypeFile {
         }
         if let Some(mut retained) = retained {
             // A replaced resource does not remain, but a refused one does.
-            for (name, _) in &fields {
-                retained.remove(name);
+            for field in &fields {
+                retained.remove(&field.name);
             }
             retained.extend(&refused);
             self.changes.retain(|name, _| retained.contains(name));
-            self.changed = self.changes.values().map(|it| it.len()).sum();
+            self.changed = self.changes.values().map(Vec::len).sum();
             if let Some(before) = &self.retained {
                 retained.retain(|name| before.contains(name));
             }
@@ -332,19 +328,20 @@ impl TypeFile {
         self.header.version = received.version;
         self.is_changed = true;
         let mut is_written = false;
-        response.fields(|name, _, content| {
-            if refused.contains(&name) {
-                return Ok(());
-            }
+        for field in fields.into_iter().filter(|it| !refused.contains(&it.name)) {
+            let mut content = Vec::with_capacity((field.range.end - field.range.start) as usize);
+            response.read(field.range, |block| {
+                content.extend_from_slice(block);
+                Ok(())
+            })?;
             self.changed += content.len();
-            let before = self.changes.insert(name, content);
+            let before = self.changes.insert(field.name, content);
             self.changed -= before.map_or(0, |before| before.len());
-            if self.changed < MAX_CHANGED {
-                return Ok(());
+            if self.changed >= MAX_CHANGED {
+                is_written = true;
+                self.append(directory)?;
             }
-            is_written = true;
-            self.append(directory)
-        })?;
+        }
         if is_written {
             self.commit(directory)?;
         }
@@ -406,7 +403,7 @@ impl TypeFile {
         if std::mem::take(&mut self.is_changed) {
             self.append(directory)?;
         }
-        self.header.current = unix_seconds(now()) as u64;
+        self.header.current = unix_now();
         if let Some(new) = self.new.take() {
             self.header.first = self.header.length;
             self.header.write(&new)?;
@@ -455,7 +452,7 @@ impl TypeFile {
         if let Some(file) = self.new.take().or(self.file.take())
             && retained.as_ref().is_none_or(|names| !names.is_empty())
         {
-            let mut index = Index::read(&old, file)?;
+            let mut index = Index::read(old, file)?;
             index.resources.retain(|name, _| {
                 !self.changes.contains_key(name)
                     && retained.as_ref().is_none_or(|names| names.contains(name))
@@ -483,17 +480,37 @@ pub(super) fn temporary(name: &str) -> String {
     format!("{name}.tmp")
 }
 
+/// Returns the last part of a type URL, the name of its file.
+pub(super) fn file_name(type_url: &str) -> &str {
+    type_url.rsplit('.').next().unwrap_or(type_url)
+}
+
+/// Opens the file of a type and reads its header. Returns None if there is no file.
+pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<Option<(File, Header)>> {
+    let found = if_exists(directory.private_file(file_name(type_url)))?;
+    let read = found.map(|file| Header::read(&file).map(|header| (file, header)));
+    read.transpose()
+}
+
 /// The current resources of a type, in their file.
 #[derive(Debug)]
 pub(super) struct Index {
+    pub(super) header: Header,
     file: File,
     /// The bytes of the resources in the file, tags included, by the digests of their names.
     pub(super) resources: HashMap<u64, Range<u64>>,
 }
 
 impl Index {
+    /// Reads the file of a type. Returns None if there is none.
+    pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<Option<Self>> {
+        let found = open(directory, type_url)?;
+        let read = found.map(|(file, header)| Self::read(header, file));
+        read.transpose()
+    }
+
     /// Reads the valid bytes of a file, and verifies their checksum.
-    pub(super) fn read(header: &Header, file: File) -> io::Result<Self> {
+    pub(super) fn read(header: Header, file: File) -> io::Result<Self> {
         let mut resources = HashMap::new();
         let (mut walker, mut crc) = (Walker::finder(header.length), Hasher::new());
         let valid = HEADER..HEADER.saturating_add(header.length);
@@ -513,7 +530,38 @@ impl Index {
         if crc.finalize() != header.crc {
             return Err(io::Error::other("the checksum of its responses is wrong"));
         }
-        Ok(Self { file, resources })
+        Ok(Self {
+            header,
+            file,
+            resources,
+        })
+    }
+
+    /// Returns the time since istiod's stream was last known to be open.
+    pub(super) fn age(&self) -> Duration {
+        Duration::from_secs(unix_now().saturating_sub(self.header.current))
+    }
+
+    /// Sends a response with the resources in these ranges, as a gRPC frame.
+    pub(super) fn respond(
+        &self,
+        ranges: Vec<Range<u64>>,
+        type_url: &str,
+        nonce: &str,
+        mut send: impl FnMut(&[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let rest = DeltaDiscoveryResponse {
+            system_version_info: self.header.version.clone(),
+            type_url: type_url.to_owned(),
+            nonce: nonce.to_owned(),
+            ..Default::default()
+        }
+        .encode_to_vec();
+        let resources: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+        let length = u32::try_from(resources + rest.len() as u64).map_err(io::Error::other)?;
+        send(&[&[0], &length.to_be_bytes()[..]].concat())?;
+        self.copy(ranges, &mut send)?;
+        rest.chunks(BLOCK).try_for_each(send)
     }
 
     /// Reads the resources in these ranges and calls `each` with blocks of them.
@@ -564,6 +612,12 @@ fn read_blocks(
         range.start += block.len() as u64;
     }
     Ok(())
+}
+
+/// Returns the seconds of Unix time, at least 0.
+fn unix_now() -> u64 {
+    let elapsed = SystemTime::UNIX_EPOCH.elapsed();
+    elapsed.unwrap_or_default().as_secs()
 }
 
 /// Formats seconds of Unix time. The epoch stands for a time out of range.

@@ -33,8 +33,7 @@ use file::{Header, unix_rfc3339};
 pub(super) use recorder::Recorder;
 use writer::{Batch, Writer};
 
-use super::Protocol;
-use super::stream::LISTENER;
+use super::{CLUSTER, ENDPOINTS, LISTENER, Protocol, WORKLOAD};
 use crate::volume::{Content, Volume};
 
 /// The directory below the configured one.
@@ -49,14 +48,12 @@ const TYPES: [Type; 8] = [
     EXTENSION,
     "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig",
     "type.googleapis.com/istio.networking.nds.v1.NameTable",
-    "type.googleapis.com/istio.workload.Workload",
+    WORKLOAD,
 ];
 
 /// One of [`TYPES`].
 type Type = &'static str;
 
-const CLUSTER: Type = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
-const ENDPOINTS: Type = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const ROUTES: Type = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
 /// Envoy asks for resources of these types by their names.
 const BY_NAME: [Type; 3] = [ENDPOINTS, ROUTES, EXTENSION];

@@ -15,13 +15,13 @@ use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
-use super::after_nack::{self, Missing, Stored, StoredStream};
+use super::after_nack::{self, Stored, StoredStream};
+use super::file::Missing;
 use super::writer::WriteOp;
-use super::{BY_NAME, CLUSTER, EXTENSION, EnvoyCache, TYPES, Type};
+use super::{BY_NAME, CLUSTER, EXTENSION, EnvoyCache, LISTENER, TYPES, Type};
 use crate::clock::after;
-use crate::xds::request::{ErrorDetail, HEAD, Request};
+use crate::xds::request::{HEAD, Request, Subscription};
 use crate::xds::response::Received;
-use crate::xds::stream::LISTENER;
 use crate::xds::wire;
 
 /// The bytes of responses after which a batch is sent to the writer.
@@ -33,29 +33,11 @@ const CLUSTERS_PATIENCE: Duration = Duration::from_secs(2);
 /// The time that a response waits for the disk in all.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The fields of a request about the subscription to its type. Names are not copied.
+/// A resource that Envoy has when the stream begins.
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Subscription {
-    #[prost(message, optional, tag = "1")]
-    node: Option<Node>,
-    #[prost(string, tag = "2")]
-    pub(super) type_url: String,
-    /// The names that are added.
-    #[prost(bytes = "bytes", repeated, tag = "3")]
-    pub(super) names: Vec<Bytes>,
-    #[prost(bytes = "bytes", repeated, tag = "4")]
-    unsubscribed: Vec<Bytes>,
-    /// The resources that Envoy has when the stream begins.
-    #[prost(message, repeated, tag = "5")]
-    pub(super) held: Vec<Held>,
-    #[prost(message, optional, tag = "7")]
-    refusal: Option<ErrorDetail>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Held {
+struct Held {
     #[prost(bytes = "bytes", tag = "1")]
-    pub(super) name: Bytes,
+    name: Bytes,
 }
 
 /// The fields of a node that determine istiod's responses. Their maps are ordered, unlike Envoy's.
@@ -67,13 +49,11 @@ struct Node {
     metadata: Option<prost_types::Struct>,
 }
 
-impl Subscription {
-    /// Returns a digest of the node's id and metadata, which include Istio's version. Configuration of one
-    /// identity is not served to another.
-    pub(super) fn identity(&self) -> Option<String> {
-        let node = self.node.as_ref()?.encode_to_vec();
-        Some(BASE64_STANDARD.encode(digest(&SHA256, &node)))
-    }
+/// Returns a digest of the node's id and metadata, which include Istio's version. Configuration of one identity is
+/// not served to another.
+pub(super) fn identity(subscription: &Subscription) -> Option<String> {
+    let node = Node::decode(subscription.node.clone()?).ok()?;
+    Some(BASE64_STANDARD.encode(digest(&SHA256, &node.encode_to_vec())))
 }
 
 /// The recorder of one stream. It does nothing if configuration is not stored for the client.
@@ -153,11 +133,9 @@ impl Recorder {
         let mut unanswered = self.unanswered.iter();
         let index = unanswered.position(|it| it.missing.type_url == request.type_url);
         let stored = index.and_then(|index| self.unanswered.remove(index));
-        let subscription = Subscription::decode(request.frame.slice(HEAD..)).unwrap_or_default();
-        let refusal = subscription.refusal.map(ErrorDetail::text);
         if let Some((envoy, stored)) = self.envoy.as_ref().zip(stored) {
             let shared = &envoy.store.shared;
-            shared.stored_answered(stored, refusal.as_deref());
+            shared.stored_answered(stored, request.refusal.as_deref());
         }
     }
 
@@ -176,12 +154,11 @@ impl Recorder {
         if request.type_url == LISTENER && !request.nonce.is_empty() {
             envoy.is_over.store(true, Ordering::Relaxed);
         }
-        let decoded = Subscription::decode(request.frame.slice(HEAD..)).ok();
-        let Some(subscription) = decoded.filter(|_| self.is_recording) else {
+        let Some(subscription) = request.subscription().ok().filter(|_| self.is_recording) else {
             return;
         };
         if self.subscribed.is_empty()
-            && let Some(identity) = subscription.identity()
+            && let Some(identity) = identity(&subscription)
         {
             let begin = WriteOp::Begin(identity, envoy.generation, self.missing.clone());
             self.pending.push(("", begin));
@@ -191,15 +168,14 @@ impl Recorder {
         };
         if !request.nonce.is_empty() {
             let shared = &envoy.store.shared;
-            if subscription.refusal.is_some()
+            if request.refusal.is_some()
                 && type_url == CLUSTER
                 && shared.admin.is_some()
                 && shared.types.lock().contains_key(CLUSTER)
             {
                 self.clusters_due = Some(after(CLUSTERS_PATIENCE));
             }
-            let refusal = subscription.refusal.map(ErrorDetail::text);
-            let answered = WriteOp::Answered(request.nonce.clone(), refusal);
+            let answered = WriteOp::Answered(request.nonce.clone(), request.refusal.clone());
             self.pending.push((type_url, answered));
         }
         if self.has_stored && BY_NAME.contains(&type_url) {
@@ -209,8 +185,9 @@ impl Recorder {
             self.pending.push((type_url, changed));
         }
         if self.subscribed.insert(type_url) {
-            let held = subscription.held.iter().map(|it| wire::digest(&it.name));
-            let subscribed = WriteOp::Subscribed(held.collect());
+            let held = subscription.held.into_iter().flat_map(Held::decode);
+            let names = held.map(|it| wire::digest(&it.name)).collect();
+            let subscribed = WriteOp::Subscribed(names);
             self.pending.push((type_url, subscribed));
         }
     }
@@ -238,7 +215,7 @@ impl Recorder {
     /// Ends the response that passes.
     pub(crate) fn passed(&mut self, received: &Received) {
         if let Some((type_url, _)) = self.passing.take() {
-            let complete = WriteOp::Complete(received.clone(), false);
+            let complete = WriteOp::Complete(received.clone());
             self.pending.push((type_url, complete));
         }
     }
@@ -251,10 +228,11 @@ impl Recorder {
             return;
         };
         *self.begun.entry(type_url).or_default() += 1;
+        let begins = is_all.then(|| WriteOp::Subscribed(HashSet::new()));
         let bytes = WriteOp::Bytes(message.clone());
-        let complete = WriteOp::Complete(received.clone(), is_all);
+        let complete = WriteOp::Complete(received.clone());
         let accepted = is_all.then(|| WriteOp::Answered(received.nonce.clone(), None));
-        let ops = [bytes, complete].into_iter().chain(accepted);
+        let ops = begins.into_iter().chain([bytes, complete]).chain(accepted);
         self.pending.extend(ops.map(|op| (type_url, op)));
     }
 

@@ -2,28 +2,24 @@
 //!
 //! A subscription gets the stored resources that it names; ACKs and NACKs get no response.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
-use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryResponse;
-use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::file::{BLOCK, Index};
-use super::recorder::Subscription;
-use super::writer::{OTHER_NODE, open, with_path};
-use super::{Config, DIRECTORY, EnvoyCache, NEEDED, Shared, TYPES, Type};
+use super::file::Index;
+use super::recorder::identity;
+use super::writer::{OTHER_NODE, with_path};
+use super::{Config, DIRECTORY, EnvoyCache, NEEDED, Protocol, Shared, TYPES, Type};
 use crate::directory::Directory;
 use crate::duration::rounded;
 use crate::problem::{Problem, codes};
 use crate::xds::end::End;
-use crate::xds::observe::{now, unix_seconds};
-use crate::xds::request::HEAD;
+use crate::xds::request::{Request, Subscription};
 use crate::xds::wire::digest;
 
 /// The most blocks that wait for Envoy.
@@ -61,12 +57,12 @@ impl Replay {
                 let code = codes::KEPT_CONFIG_UNUSABLE;
                 let problem = Problem::new(code, "stored configuration", &error);
                 tracing::warn!(target: "xdsproxy", "{problem}");
-                Err(End::unusable(&error))
+                Err(End::agent(error.to_string()))
             }
             Ok(None) | Err(_) => {
-                let end = End::handed_over();
-                tracing::info!(target: "xdsproxy", "{}", end.status.message());
-                Err(end)
+                let why = "stored configuration served; Envoy's next stream goes to istiod";
+                tracing::info!(target: "xdsproxy", "{why}");
+                Err(End::agent(why))
             }
         }
     }
@@ -78,55 +74,40 @@ pub(super) fn answer(
     mut requests: mpsc::Receiver<Bytes>,
     out: &mpsc::Sender<io::Result<Bytes>>,
 ) -> io::Result<()> {
-    let mut types = None;
-    while let Some(request) = requests.blocking_recv() {
-        let request = Subscription::decode(request.slice(HEAD..))?;
+    let (mut types, mut subscribed) = (None, HashSet::new());
+    while let Some(frame) = requests.blocking_recv() {
+        let request = Request::decode(Protocol::Delta, frame)?;
+        let subscription = request.subscription()?;
         let types = match &mut types {
             Some(types) => types,
-            None => types.insert(open_all(shared, &request)?),
+            None => types.insert(open_all(shared, &subscription)?),
         };
-        if let Some(stored) = types.get_mut(&*request.type_url) {
-            check_age(&shared.config, stored.age)?;
-            stored.answer(&request, out)?;
+        if let Some(index) = types.get(&*request.type_url) {
+            check_age(&shared.config, index.age())?;
+            let is_first = subscribed.insert(request.type_url.clone());
+            answer_one(index, &request.type_url, &subscription, is_first, out)?;
         }
     }
     Ok(())
 }
 
-/// A stored type, and the stream's subscription to it.
-struct StoredType {
-    version: String,
-    /// The time since istiod's stream was last open.
-    age: Duration,
-    index: Index,
-    is_subscribed: bool,
-}
-
 /// Reads and verifies all files, for the node in the first request.
-fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<Type, StoredType>> {
-    let (mut types, config) = (HashMap::<_, StoredType>::new(), &shared.config);
+fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<Type, Index>> {
+    let (mut types, config) = (HashMap::<_, Index>::new(), &shared.config);
     let directory = Directory::private(&config.volume.directory, DIRECTORY, false)
         .map_err(|error| with_path(config, "", error))?;
-    let identity = first.identity();
+    let identity = identity(first);
     for type_url in TYPES {
-        let error_of_type = |error| with_path(config, type_url, error);
-        let Some((file, header)) = open(&directory, type_url).map_err(error_of_type)? else {
+        let opened = Index::open(&directory, type_url);
+        let Some(index) = opened.map_err(|error| with_path(config, type_url, error))? else {
             continue;
         };
-        if identity.as_ref() != Some(&header.identity) {
+        if identity.as_ref() != Some(&index.header.identity) {
             return Err(with_path(config, type_url, OTHER_NODE));
         }
-        let age = (unix_seconds(now()) as u64).saturating_sub(header.current);
-        let index = Index::read(&header, file).map_err(error_of_type)?;
-        let stored = StoredType {
-            version: header.version,
-            age: Duration::from_secs(age),
-            index,
-            is_subscribed: false,
-        };
-        types.insert(type_url, stored);
+        types.insert(type_url, index);
     }
-    let ages = NEEDED.map(|it| types.get(it).map(|stored| stored.age));
+    let ages = NEEDED.map(|it| types.get(it).map(Index::age));
     let [Some(clusters), Some(listeners)] = ages else {
         return Err(with_path(config, "", "it has no clusters or no listeners"));
     };
@@ -151,54 +132,27 @@ fn check_age(config: &Config, age: Duration) -> io::Result<()> {
     Err(with_path(config, "", problem))
 }
 
-impl StoredType {
-    /// Answers a request if it changes the subscription.
-    fn answer(
-        &mut self,
-        request: &Subscription,
-        out: &mpsc::Sender<io::Result<Bytes>>,
-    ) -> io::Result<()> {
-        let is_first = !std::mem::replace(&mut self.is_subscribed, true);
-        let is_all =
-            is_first && request.names.is_empty() || request.names.iter().any(|it| it == "*");
-        let resources = &self.index.resources;
-        let ranges: Vec<_> = if is_all {
-            resources.values().cloned().collect()
-        } else {
-            let names = request.names.iter();
-            let found = names.filter_map(|name| resources.get(&digest(name)));
-            found.cloned().collect()
-        };
-        if ranges.is_empty() && !is_all {
-            return Ok(());
-        }
-        let (version, type_url) = (&self.version, &request.type_url);
-        respond(&self.index, ranges, type_url, version, "kept", |bytes| {
-            let sent = out.blocking_send(Ok(Bytes::copy_from_slice(bytes)));
-            sent.map_err(|_| io::Error::other("the stream has ended"))
-        })
-    }
-}
-
-/// Sends a response with the resources in these ranges, as a gRPC frame.
-pub(super) fn respond(
+/// Answers a request if it changes the subscription.
+fn answer_one(
     index: &Index,
-    ranges: Vec<Range<u64>>,
     type_url: &str,
-    version: &str,
-    nonce: &str,
-    mut send: impl FnMut(&[u8]) -> io::Result<()>,
+    subscription: &Subscription,
+    is_first: bool,
+    out: &mpsc::Sender<io::Result<Bytes>>,
 ) -> io::Result<()> {
-    let rest = DeltaDiscoveryResponse {
-        system_version_info: version.to_owned(),
-        type_url: type_url.to_owned(),
-        nonce: nonce.to_owned(),
-        ..Default::default()
+    let (names, resources) = (&subscription.names, &index.resources);
+    let is_all = is_first && names.is_empty() || names.iter().any(|it| it == "*");
+    let ranges: Vec<_> = if is_all {
+        resources.values().cloned().collect()
+    } else {
+        let found = names.iter().filter_map(|it| resources.get(&digest(it)));
+        found.cloned().collect()
+    };
+    if ranges.is_empty() && !is_all {
+        return Ok(());
     }
-    .encode_to_vec();
-    let resources: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-    let length = u32::try_from(resources + rest.len() as u64).map_err(io::Error::other)?;
-    send(&[&[0], &length.to_be_bytes()[..]].concat())?;
-    index.copy(ranges, &mut send)?;
-    rest.chunks(BLOCK).try_for_each(send)
+    index.respond(ranges, type_url, "kept", |bytes| {
+        let sent = out.blocking_send(Ok(Bytes::copy_from_slice(bytes)));
+        sent.map_err(|_| io::Error::other("the stream has ended"))
+    })
 }

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
-use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,8 +11,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::after_nack::{Missing, PATIENCE};
-use super::file::{Header, MAX_CHANGED, TypeFile, temporary};
+use super::file::{MAX_CHANGED, Missing, PATIENCE, TypeFile, file_name, open, temporary};
 use super::{BY_NAME, Config, DIRECTORY, NEEDED, Shared, TYPES, Type};
 use crate::clock::{after, later};
 use crate::directory::Directory;
@@ -52,12 +50,13 @@ pub(super) enum WriteOp {
     /// The first request of the stream: the identity of the node, the generation of its Envoy, and the queue
     /// in which the stream takes requests for stored versions. The type is empty.
     Begin(String, usize, mpsc::Sender<Missing>),
-    /// The first request of the type: the digests of the names that Envoy holds.
+    /// The first request of the type: the digests of the names that Envoy holds. A response that the agent consumes
+    /// has all resources of its type, and follows this operation without names.
     Subscribed(HashSet<u64>),
     /// Bytes of a response.
     Bytes(Bytes),
-    /// A response is complete; true if it has all resources of the type, whatever Envoy holds.
-    Complete(Received, bool),
+    /// A response is complete.
+    Complete(Received),
     /// Envoy has sent the ACK of the response with this nonce, or the NACK with its reason.
     Answered(String, Option<String>),
     /// Envoy has subscribed to names and unsubscribed from others, of a type in [`BY_NAME`].
@@ -70,20 +69,6 @@ pub(super) enum WriteOp {
 
 /// The id of a stream, and its operations on the files of types.
 pub(super) type Batch = (u32, Vec<(Type, WriteOp)>);
-
-/// Opens the file of a type and reads its header. Returns None if there is no file.
-pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<Option<(File, Header)>> {
-    match directory.private_file(file_name(type_url)) {
-        Ok(file) => Header::read(&file).map(|header| Some((file, header))),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// Returns the last part of a type URL, the name of its file.
-pub(super) fn file_name(type_url: &str) -> &str {
-    type_url.rsplit('.').next().unwrap_or(type_url)
-}
 
 /// The state of the writer's thread.
 #[derive(Debug)]
@@ -194,10 +179,10 @@ impl Writer {
                 held.extend(file.missing.keys());
                 (file.held, file.is_subscribed) = (Some(held), true);
             }
-            (WriteOp::Bytes(bytes), Some((file, _))) => file.read(bytes),
-            (WriteOp::Complete(response, is_all), Some((file, _))) => {
+            (WriteOp::Bytes(bytes), Some((file, _))) => file.read(&bytes)?,
+            (WriteOp::Complete(response), Some((file, _))) => {
                 self.refreshed.get_or_insert_with(Instant::now);
-                file.complete(response, is_all)?;
+                file.complete(response)?;
             }
             (WriteOp::Answered(nonce, refusal), Some((file, directory))) => {
                 let answered = file.answered(directory, &nonce, refusal.as_deref());

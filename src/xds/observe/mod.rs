@@ -19,9 +19,9 @@ use super::Protocol;
 use super::end::End;
 use super::last_known_good::LastKnownGood;
 use super::metrics::Metrics;
-use super::request::Request;
+use super::request::{Request, shortened};
 use super::response::Received;
-use crate::clock::{Clock, rfc3339};
+use crate::clock::rfc3339;
 use crate::metrics::{Kind, Registry};
 use record::Type;
 pub use record::{
@@ -164,7 +164,7 @@ impl Observer {
                 Protocol::Sotw => "SotW",
                 Protocol::Delta => "delta",
             },
-            since: rfc3339(now()),
+            since: rfc3339(SystemTime::now()),
             connected: false,
             source: Source::Istiod,
         };
@@ -188,7 +188,7 @@ impl Observer {
     /// Records that stored configuration is served on a stream.
     pub(super) fn serves_stored(&self, id: u32) {
         let mut table = self.table.lock();
-        table.served_since.get_or_insert_with(now);
+        table.served_since.get_or_insert_with(SystemTime::now);
         if let Some(stream) = table.open.get_mut(&id) {
             stream.source = Source::Kept;
         }
@@ -201,7 +201,7 @@ impl Observer {
         table.open.remove(&id);
         table.last_end = Some(EndSnapshot {
             id,
-            at: rfc3339(now()),
+            at: rfc3339(SystemTime::now()),
             reason: cut(end.reason()),
         });
     }
@@ -218,7 +218,8 @@ impl Observer {
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
         self.table.lock().record(&request.type_url).seen.requests += 1;
-        self.answered(&request.type_url, &request.nonce, request.nack.as_deref());
+        let nack = request.refusal.as_deref().map(shortened);
+        self.answered(&request.type_url, &request.nonce, nack.as_deref());
     }
 
     /// Records the ACK of the response with this nonce, or its NACK with the reason.
@@ -247,12 +248,8 @@ impl Table {
     }
 }
 
-pub(super) fn now() -> SystemTime {
-    Clock::system().now()
-}
-
 /// Converts a time to seconds of Unix time, at least 0.
-pub(super) fn unix_seconds(time: SystemTime) -> f64 {
+fn unix_seconds(time: SystemTime) -> f64 {
     let since = time.duration_since(SystemTime::UNIX_EPOCH);
     since.unwrap_or_default().as_secs_f64()
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::{Source, beginning, cut, now};
+use super::{Source, beginning, cut};
 use crate::clock::rfc3339;
 use crate::port;
 use crate::problem::{Problem, codes};
@@ -157,7 +157,7 @@ pub(super) struct Unanswered {
 
 impl Type {
     pub(super) fn received(&mut self, response: Received, source: Source) {
-        let (at, received) = (now(), Instant::now());
+        let (at, received) = (SystemTime::now(), Instant::now());
         let (version, nonce) = (cut(response.version), cut(response.nonce));
         self.seen.consumer = Some(response.consumer);
         self.seen.responses += 1;
@@ -195,7 +195,7 @@ impl Type {
         {
             last.answered = true;
         }
-        let at = rfc3339(now());
+        let at = rfc3339(SystemTime::now());
         if let Some(reason) = nack {
             self.seen.nacks += 1;
             self.seen.last_nack = Some(NackSnapshot {

@@ -4,13 +4,9 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 
-use bytes::Bytes;
-use prost::Message;
+use crate::xds::request::Request;
+use crate::xds::{ENDPOINTS, Protocol};
 
-use crate::xds::Protocol;
-use crate::xds::request::{HEAD, Request};
-
-const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const OUTBOUND: &[u8] = b"outbound|";
 
 /// The subscriptions to endpoints on one stream. Clusters and hosts are stored as hashes.
@@ -21,16 +17,6 @@ pub(in crate::xds) struct Services {
     hosts: HashMap<u64, u64>,
 }
 
-/// The names in a `DiscoveryRequest`, which lists all names of the type, or in a `DeltaDiscoveryRequest`.
-#[derive(Clone, PartialEq, prost::Message)]
-struct Names {
-    #[prost(bytes = "bytes", repeated, tag = "3")]
-    added: Vec<Bytes>,
-    /// The type in a `DiscoveryRequest`: it has no effect, because it is not the name of a cluster.
-    #[prost(bytes = "bytes", repeated, tag = "4")]
-    removed: Vec<Bytes>,
-}
-
 impl Services {
     /// Returns the number of services after a request that changes the subscriptions to endpoints; None after
     /// any other request.
@@ -38,16 +24,18 @@ impl Services {
         if request.type_url != ENDPOINTS {
             return None;
         }
-        let names = Names::decode(request.frame.get(HEAD..)?).ok()?;
+        let subscription = request.subscription().ok()?;
+        let (names, unsubscribed) = (subscription.names, subscription.unsubscribed);
         match protocol {
             Protocol::Sotw => self.hosts.clear(),
-            Protocol::Delta if names.added.is_empty() && names.removed.is_empty() => return None,
+            Protocol::Delta if names.is_empty() && unsubscribed.is_empty() => return None,
             Protocol::Delta => {}
         }
-        for name in names.removed {
+        // In SotW this is the type, which is not the name of a cluster.
+        for name in unsubscribed {
             self.hosts.remove(&self.hasher.hash_one(&*name));
         }
-        for name in names.added.iter().filter(|name| name.starts_with(OUTBOUND)) {
+        for name in names.iter().filter(|name| name.starts_with(OUTBOUND)) {
             let host = name.rsplit(|byte| *byte == b'|').next();
             let (cluster, host) = (self.hasher.hash_one(&**name), self.hasher.hash_one(host));
             self.hosts.insert(cluster, host);
@@ -59,9 +47,10 @@ impl Services {
 #[cfg(test)]
 mod tests {
     use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
+    use prost::Message;
 
     use super::*;
-    use crate::xds::intercept::frame;
+    use crate::xds::request::frame;
 
     const NAMES: [&str; 4] = [
         "outbound|80||a.shop.svc.cluster.local",
@@ -74,8 +63,7 @@ mod tests {
         Request {
             frame: frame(&message.encode_to_vec()),
             type_url: type_url.to_owned(),
-            nonce: String::new(),
-            nack: None,
+            ..Request::default()
         }
     }
 

@@ -95,7 +95,7 @@ fn a_nack_is_recorded_with_its_version_and_reason() {
         frame: Bytes::from_static(&[0; 47]),
         type_url: CLUSTER.to_owned(),
         nonce: "1".to_owned(),
-        nack: Some("no such port".to_owned()),
+        refusal: Some("no such port".to_owned()),
     };
     observer.requested(&request);
     let seen = recorded(&observer, CLUSTER);

@@ -64,7 +64,7 @@ pub enum Consumer {
 }
 
 /// Splits the bytes of istiod's response stream by the disposition of the messages in it.
-#[derive(Debug)]
+#[allow(missing_debug_implementations)]
 pub struct ResponseReader {
     protocol: Protocol,
     interceptors: Interceptors,
@@ -74,7 +74,6 @@ pub struct ResponseReader {
     held: BytesMut,
 }
 
-#[derive(Debug)]
 struct Message {
     /// Bytes behind the head.
     length: usize,

@@ -7,7 +7,8 @@ use prost::Message;
 use tonic::Code;
 
 use super::*;
-use crate::xds::intercept::{Intercepting, Interceptor, Outcome, frame};
+use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
+use crate::xds::request::frame;
 
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
@@ -236,7 +237,7 @@ fn bad_messages_of_istiod_end_the_stream_with_a_status_that_says_why() {
 }
 
 #[test]
-fn a_lying_length_costs_only_what_was_sent() {
+fn a_false_length_reserves_no_memory() {
     let mut reader = ResponseReader::new(Protocol::Delta, Interceptors::default());
     let head = Bytes::from_static(&[0, 0xff, 0xff, 0xff, 0xff, 0x0a, 1, b'v']);
     reader.feed(head, |output| panic!("{output:?}")).unwrap();
@@ -266,7 +267,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_in_any_chunking_end_in_an_answer(
+    fn arbitrary_bytes_in_any_chunks_do_not_panic(
         bytes in prop::collection::vec(any::<u8>(), 0..200),
         chunk in 1usize..50,
     ) {

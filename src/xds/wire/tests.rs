@@ -100,7 +100,7 @@ fn malformed_messages_are_refused() {
 
 proptest! {
     #[test]
-    fn any_bytes_in_any_chunking_end_in_an_answer(
+    fn arbitrary_bytes_parse_alike_in_any_chunks(
         bytes in prop::collection::vec(any::<u8>(), 0..200),
         chunk in 1usize..50,
         delta in any::<bool>(),

@@ -223,7 +223,7 @@ async fn the_stream_to_istiod_ends_with_envoys() {
 }
 
 #[tokio::test]
-async fn a_stream_is_held_while_istiod_is_away_and_continues_when_it_returns() {
+async fn a_stream_is_held_while_istiod_is_unreachable_and_continues_when_it_returns() {
     let mut bench = Bench::start().await;
     let options = std::mem::replace(
         &mut bench.control_plane,
@@ -380,7 +380,7 @@ async fn a_stalled_envoy_never_blocks_a_certificate_request() {
 }
 
 #[tokio::test]
-async fn requests_for_an_istiod_that_does_not_read_end_envoys_stream_and_those_of_others_wait() {
+async fn requests_that_istiod_does_not_read_end_envoys_stream_and_make_others_wait() {
     let mut bench = Bench::start().await;
     let mut large = request(Protocol::Sotw, CLUSTER);
     prost::encoding::string::encode(778, &"x".repeat(1 << 20), &mut large);

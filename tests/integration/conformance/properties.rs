@@ -196,7 +196,7 @@ proptest! {
     }
 
     #[test]
-    fn two_names_are_served_and_no_other(text in "(default|ROOTCA|.{0,8}){0,3}") {
+    fn of_arbitrary_names_only_default_and_rootca_are_valid(text in "(default|ROOTCA|.{0,8}){0,3}") {
         let served = matches!(text.as_str(), "default" | "ROOTCA");
         prop_assert_eq!(text.parse::<Name>().is_ok(), served);
     }

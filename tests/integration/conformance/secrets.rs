@@ -113,7 +113,7 @@ async fn invalid_first_requests_end_their_stream_with_a_reason_or_are_skipped() 
 }
 
 #[tokio::test]
-async fn the_workloads_key_goes_under_no_other_name() {
+async fn the_workloads_key_is_served_only_under_the_name_default() {
     let (_istiod, place, _agent) = start().await;
     let odd = [
         "Default",

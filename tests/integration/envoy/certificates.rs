@@ -178,7 +178,6 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
         grace_ratio: 1.0,
         grace_jitter: 0.0,
         least_pause: PAUSE,
-        spread_by: String::new(),
         cache: None,
     };
     let registry = Registry::default();

@@ -85,9 +85,9 @@ async fn fifty_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
 }
 
 #[tokio::test]
-async fn an_ipv6_address_of_istiod_that_drops_syns_is_left_within_a_second_and_then_tried_last() {
+async fn an_ipv6_address_of_istiod_that_drops_syns_costs_a_second_and_is_tried_last_later() {
     const TEST: &str = "outages::\
-        an_ipv6_address_of_istiod_that_drops_syns_is_left_within_a_second_and_then_tried_last";
+        an_ipv6_address_of_istiod_that_drops_syns_costs_a_second_and_is_tried_last_later";
     let Some(binary) = envoy_binary() else { return };
     if !namespace::is_inside(TEST) {
         return;

@@ -164,7 +164,7 @@ async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
         "a family twice"
     );
     let shared = own.intersection(&application).count();
-    let dropped = "istio_agent_scrape_duplicate_series_total{source=\"application\"}";
+    let dropped = "istio_agent_scrape_duplicate_series_total{source=\"envoy\"}";
     assert!(shared > 10, "{shared} series of both Envoys");
     assert!(page.contains(dropped), "{shared} dropped");
 }

@@ -14,7 +14,7 @@ use super::{TableText, tables};
 use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
 use crate::capture::layout::{Entry, Layout};
-use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Owner, Rules, Table};
+use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Rules, Table};
 use crate::problem::Problem;
 
 /// Replaces the present rules by the rules of a configuration, whose users and groups are numbers.
@@ -258,7 +258,9 @@ fn for_any_user(mut entry: Entry) -> Entry {
     if let Entry::Rule { matches, .. } = &mut entry {
         for each in matches {
             match each {
-                Match::Is(Criterion::Owner(owner)) => *owner = Owner::User(Id::from(0)),
+                Match::Is(owner @ (Criterion::User(_) | Criterion::Group(_))) => {
+                    *owner = Criterion::User(Id::from(0));
+                }
                 Match::Not(Criterion::Destination(range)) => *range = Cidr::low_v6(0),
                 _ => {}
             }

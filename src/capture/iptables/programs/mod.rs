@@ -83,13 +83,10 @@ impl Kernel {
 
 /// Returns true for the errors of kernels that are built without nftables.
 fn is_not_supported(error: &io::Error) -> bool {
-    let known = [
-        Errno::INVAL,
-        Errno::PROTONOSUPPORT,
-        Errno::OPNOTSUPP,
-        Errno::AFNOSUPPORT,
-    ];
-    Errno::from_io_error(error).is_some_and(|errno| known.contains(&errno))
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::INVAL | Errno::PROTONOSUPPORT | Errno::OPNOTSUPP | Errno::AFNOSUPPORT)
+    )
 }
 
 /// Returns the error of a machine without programs that read or set up rules.

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::address::Cidr;
 use crate::capture::layout::{Entry, Layout};
-use crate::capture::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict, named};
+use crate::capture::rules::{Chain, Criterion, Id, Match, Protocol, Table, Verdict, named};
 
 /// Prefix of the names of Istio's chains, in every version.
 pub(super) const ISTIO: &str = "ISTIO_";
@@ -185,8 +185,8 @@ fn criterion(module: &str, option: &str, value: &str) -> Option<Criterion> {
             let ports = value.split(',').map(|ports| range(ports, ':'));
             Criterion::DestinationPort(ports.collect::<Option<_>>()?)
         }
-        ("--uid-owner", "owner") => Criterion::Owner(Owner::User(Id::Numbers(range(value, '-')?))),
-        ("--gid-owner", "owner") => Criterion::Owner(Owner::Group(Id::Numbers(range(value, '-')?))),
+        ("--uid-owner", "owner") => Criterion::User(Id::Numbers(range(value, '-')?)),
+        ("--gid-owner", "owner") => Criterion::Group(Id::Numbers(range(value, '-')?)),
         ("--ctstate", "conntrack") if value == "INVALID" => Criterion::StateInvalid,
         ("--ctstate", "conntrack") if value == "RELATED,ESTABLISHED" => {
             Criterion::StateRelatedOrEstablished

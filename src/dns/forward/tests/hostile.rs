@@ -268,7 +268,7 @@ async fn a_query_that_comes_back_to_us_ends_the_forwarding_loop() {
     let server = us.local_addr().expect("an address");
     tokio::select! {
         never = &mut serving => never,
-        answer = bench.forwarder.probe(server, Transport::Udp, "a.test") => {
+        answer = bench.forwarder.probe(server, "a.test") => {
             assert_eq!(answer.unwrap_err().code, codes::DNS_LOOP);
         }
     }

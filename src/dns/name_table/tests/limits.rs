@@ -73,7 +73,7 @@ fn unknown_fields_of_the_name_table_are_ignored_and_incremental_tables_refused()
 }
 
 #[test]
-fn what_is_no_table_is_refused_with_its_place() {
+fn a_malformed_name_table_is_refused_with_the_byte_offset() {
     for (encoded, expected) in [
         (&[0x0f][..], "byte 0 begins no whole protobuf field"),
         (&[0x0a, 5, 1], "byte 0 begins no whole protobuf field"),

@@ -316,7 +316,7 @@ fn the_last_entry_of_a_repeated_host_replaces_the_earlier_ones() {
 }
 
 #[test]
-fn of_hosts_that_share_a_name_the_first_eight_are_entered() {
+fn the_table_has_the_first_eight_hosts_that_share_a_name() {
     let hosts: Vec<_> = (0..20_000)
         .map(|number| format!("h{number:05}.ns1.svc.cluster.local"))
         .collect();
@@ -329,9 +329,9 @@ fn of_hosts_that_share_a_name_the_first_eight_are_entered() {
     let table = NameTable::build(&encode(pairs), domains()).expect("a table");
     let mut entered: Vec<_> = table
         .entered(b"x.ns1")
-        .map(|(_, host)| host.name.to_vec())
+        .map(|(_, host)| host.name.to_owned())
         .collect();
     entered.sort();
-    let first = (0..8).map(|number| format!("h{number:05}.ns1.svc.cluster.local").into_bytes());
+    let first = (0..8).map(|number| format!("h{number:05}.ns1.svc.cluster.local"));
     assert_eq!(entered, first.collect::<Vec<_>>());
 }

@@ -84,7 +84,7 @@ pub enum Phase {
 pub struct Machine {
     phase: Phase,
     /// True if the current Envoy may be replaced.
-    is_ready: bool,
+    pub(super) is_ready: bool,
     is_wanted: bool,
     is_stopped: bool,
     /// True if Envoys can share memory on this machine.

@@ -306,7 +306,7 @@ async fn files_that_envoy_cannot_read_are_served_rewritten_and_others_byte_for_b
 }
 
 #[tokio::test]
-async fn odd_files_are_refused_with_a_reason_that_quotes_nothing_of_them() {
+async fn invalid_files_are_refused_with_a_reason_that_does_not_quote_them() {
     let fixture = empty();
     let (pem, key) = generated();
     fixture.write("cert", &pem);

@@ -1,6 +1,7 @@
 //! Histories of pushes, refusals and restarts, in which Envoy gets stored versions.
 
-use super::super::after_nack::{Missing, Stored, read};
+use super::super::after_nack::{Stored, read};
+use super::super::file::Missing;
 use super::*;
 
 /// A push of istiod: the resources with a version that Envoy accepts or not, and whether Envoy refuses all if

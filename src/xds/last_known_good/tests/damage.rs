@@ -15,7 +15,7 @@ use super::{
     CLUSTER, Coverage, IDENTITY, PART, Resources, assert_kept, file, keep, kept, resources,
     response, writer,
 };
-use crate::xds::intercept::frame;
+use crate::xds::request::frame;
 
 /// A file with two responses of clusters.
 fn file_of_two(parent: &Path) -> Resources {
@@ -73,7 +73,7 @@ fn a_file_with_changed_bytes_is_not_used_and_ends_no_writer() {
 }
 
 #[test]
-fn no_name_in_a_file_and_none_of_an_earlier_format_is_a_path() {
+fn names_in_stored_files_are_never_used_as_paths() {
     let parent = tempfile::tempdir().unwrap();
     let outside = parent.path().join("outside");
     fs::write(&outside, "untouched").unwrap();
@@ -120,7 +120,7 @@ proptest! {
             fs::write(&path, [&sum, text.as_bytes(), content].concat()).unwrap();
             let file = fs::File::open(&path).unwrap();
             let header = Header::read(&file).unwrap();
-            let _ = Index::read(&header, file);
+            let _ = Index::read(header, file);
         }
     }
 }

@@ -92,7 +92,7 @@ fn a_deleted_directory_is_created_again_for_the_next_stream() {
 }
 
 #[test]
-fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_outside() {
+fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
     let parent = tempfile::tempdir().unwrap();
     let outside = parent.path().join("outside");
     fs::create_dir(&outside).unwrap();

@@ -21,13 +21,11 @@ use super::file::Index;
 use super::writer::{OTHER_NODE, WriteOp};
 use super::*;
 use crate::directory::Directory;
-use crate::xds::intercept::frame;
+use crate::xds::request::frame;
 use crate::xds::response::{Consumer, Received};
 use crate::xds::wire::digest;
 
 const IDENTITY: &str = "node";
-
-const ENDPOINTS: Type = TYPES[1];
 
 /// Names and contents of resources.
 type Resources = BTreeMap<String, String>;
@@ -113,7 +111,7 @@ fn received(nonce: &str, bytes: &Bytes) -> Received {
 /// The part of a type's resources that a response has.
 #[derive(Clone, Copy, PartialEq)]
 enum Coverage {
-    /// All, whatever Envoy held.
+    /// All: the first of a stream, to an Envoy that held none.
     All,
     /// The first of a stream, to an Envoy that held [`PART`].
     Initial,
@@ -130,11 +128,15 @@ fn subscribed(names: &[&str]) -> WriteOp {
 
 /// A response that has passed.
 fn passed(nonce: &str, bytes: &Bytes, coverage: Coverage) -> Vec<WriteOp> {
-    let first = (coverage == Coverage::Initial).then(|| subscribed(&[PART]));
+    let first = match coverage {
+        Coverage::All => Some(subscribed(&[])),
+        Coverage::Initial => Some(subscribed(&[PART])),
+        Coverage::Part => None,
+    };
     let rest = [
         WriteOp::Bytes(bytes.slice(5..8)),
         WriteOp::Bytes(bytes.slice(8..)),
-        WriteOp::Complete(received(nonce, bytes), coverage == Coverage::All),
+        WriteOp::Complete(received(nonce, bytes)),
     ];
     first.into_iter().chain(rest).collect()
 }
@@ -153,15 +155,14 @@ fn keep(writer: &mut Writer, nonce: &str, bytes: &Bytes, coverage: Coverage) {
 /// Returns the stored clusters; None if there is no file.
 fn kept(parent: &Path) -> io::Result<Option<Resources>> {
     let opened = Directory::private(parent, DIRECTORY, false)
-        .and_then(|directory| writer::open(&directory, CLUSTER));
-    let found = match opened {
+        .and_then(|directory| Index::open(&directory, CLUSTER));
+    let index = match opened {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         opened => opened?,
     };
-    let Some((file, header)) = found else {
+    let Some(index) = index else {
         return Ok(None);
     };
-    let index = Index::read(&header, file)?;
     let mut found = Resources::new();
     for place in index.resources.values() {
         let mut record = Vec::new();
@@ -237,7 +238,7 @@ fn a_nacked_response_is_not_stored_and_later_ones_are() {
     take(&mut writer, 1, vec![WriteOp::Bytes(passing.slice(5..9))]);
     take(&mut writer, 1, answered("c", true));
     let rest = WriteOp::Bytes(passing.slice(9..));
-    let complete = WriteOp::Complete(received("d", &passing), false);
+    let complete = WriteOp::Complete(received("d", &passing));
     take(&mut writer, 1, vec![rest, complete]);
     take(&mut writer, 1, answered("d", true));
     let expected = resources(&[("a", "a"), ("c", "c"), ("d", "d")]);
@@ -333,7 +334,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
             3,
             vec![
                 WriteOp::Bytes(bytes.slice(5..)),
-                WriteOp::Complete(received("1", &bytes), true),
+                WriteOp::Complete(received("1", &bytes)),
                 WriteOp::Answered("2".to_owned(), None),
             ],
         )
@@ -380,8 +381,7 @@ fn a_file_is_compacted_at_twice_its_size_without_changing_a_copy_being_served() 
     all.extend(large("b", "0"));
     keep(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
-    let (served, header) = writer::open(&directory, CLUSTER).unwrap().unwrap();
-    let index = Index::read(&header, served).unwrap();
+    let index = Index::open(&directory, CLUSTER).unwrap().unwrap();
     let numbers: HashSet<_> = (1..10)
         .map(|number| {
             let mark = number.to_string();
@@ -429,8 +429,8 @@ fn a_response_of_any_size_is_stored_completely_and_held_mostly_on_disk() {
                 let held = writer.files[CLUSTER].memory();
                 assert!(held <= 3 << 20, "{held}");
             }
-            let complete = WriteOp::Complete(received(nonce, &bytes), true);
-            take(&mut writer, 1, vec![complete]);
+            let complete = WriteOp::Complete(received(nonce, &bytes));
+            take(&mut writer, 1, vec![subscribed(&[]), complete]);
             take(&mut writer, 1, answered(nonce, true));
             assert_kept(parent.path(), Some(&content));
         }
@@ -577,7 +577,7 @@ proptest! {
                 hand_in(&mut writer, 1, vec![subscribed(&names)]);
             }
             let mut ops = passed(&nonce, &bytes, if step.replaces { Coverage::All } else { Coverage::Part });
-            let complete = ops.split_off(1);
+            let complete = ops.split_off(ops.len() - 2);
             hand_in(&mut writer, 1, ops);
             if step.is_spilled {
                 let directory = writer.directory.as_ref().unwrap();

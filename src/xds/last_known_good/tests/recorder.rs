@@ -9,10 +9,10 @@ use envoy_types::pb::google::protobuf::{Struct, Value, value::Kind};
 
 use tokio::time::Instant;
 
-use super::super::recorder::Subscription;
+use super::super::file::open;
+use super::super::recorder::identity as identity_of;
 use super::*;
-use crate::xds::Protocol;
-use crate::xds::request::RequestReader;
+use crate::xds::request::{RequestReader, Subscription};
 
 #[tokio::test(start_paused = true)]
 async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
@@ -50,7 +50,7 @@ async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
     writing.await;
     assert_kept(parent.path(), Some(&clusters));
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
-    let (_, header) = writer::open(&directory, TABLE).unwrap().unwrap();
+    let (_, header) = open(&directory, TABLE).unwrap().unwrap();
     let fields = DeltaDiscoveryResponse {
         type_url: String::new(),
         nonce: String::new(),
@@ -234,7 +234,7 @@ fn identity(id: &str, labels: usize) -> String {
         ..Default::default()
     };
     let read = Subscription::decode(&message.encode_to_vec()[..]).unwrap();
-    read.identity().unwrap()
+    identity_of(&read).unwrap()
 }
 
 #[test]
@@ -250,14 +250,14 @@ fn the_identity_depends_on_id_and_metadata_but_not_on_the_order_of_maps() {
 #[test]
 fn a_request_without_a_node_has_no_identity() {
     let read = Subscription::decode(&[][..]).unwrap();
-    assert_eq!(read.identity(), None);
+    assert_eq!(identity_of(&read), None);
 }
 
 proptest! {
     #[test]
     fn any_bytes_are_a_request_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
         if let Ok(read) = Subscription::decode(Bytes::from(bytes)) {
-            let _ = read.identity();
+            let _ = identity_of(&read);
         }
     }
 }

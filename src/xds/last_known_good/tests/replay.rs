@@ -3,9 +3,10 @@
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
 
-use super::super::recorder::Subscription;
+use super::super::recorder::identity;
 use super::super::replay::answer;
 use super::*;
+use crate::xds::request::Subscription;
 
 const NODE: &str = "node of these tests";
 
@@ -27,7 +28,7 @@ fn request(type_url: &str, names: &[&str], nonce: &str) -> Bytes {
 fn store(parent: &Path) {
     let first = Subscription::decode(request(CLUSTER, &[], "").slice(5..)).unwrap();
     let mut writer = writer(parent);
-    begin(&mut writer, 1, 1, &first.identity().unwrap());
+    begin(&mut writer, 1, 1, &identity(&first).unwrap());
     let both = resources(&[("a", "1"), ("b", "2")]);
     for (type_url, resources) in [
         (CLUSTER, &both),
