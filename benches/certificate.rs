@@ -143,7 +143,7 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
         limits: istiod::Limits::default(),
         setting: "discoveryAddress",
         identity: identity(),
-        others: Vec::new(),
+        fallbacks: Vec::new(),
     };
     let (istiod, run) = istiod::new(config, &Registry::default(), CancellationToken::new());
     (istiod, JoinSet::from_iter([run]))

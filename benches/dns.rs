@@ -163,7 +163,7 @@ fn index() {
         times.push(start.elapsed().as_secs_f64() * 1e3);
     }
     let mut page = Table::new(&["name table", ""]);
-    page.row(["hosts".to_owned(), table.hosts().to_string()]);
+    page.row(["hosts".to_owned(), table.host_count().to_string()]);
     page.row([
         "message, MB".to_owned(),
         format!("{:.1}", encoded.len() as f64 / 1e6),

@@ -1,4 +1,4 @@
-//! What the merged page of metrics costs beside fetching the same pages directly.
+//! Measures what the merged page of metrics costs, compared with fetching the same pages directly.
 //! `benches/README.md` says how to read the table.
 #![allow(
     clippy::expect_used,

@@ -15,7 +15,7 @@ pub struct Cidr {
 }
 
 /// Splits an address into host and port. The host may be any text that is not empty, such as `$(HOST_IP)`.
-pub fn parts(address: &str) -> Option<(&str, u16)> {
+pub fn split_lenient(address: &str) -> Option<(&str, u16)> {
     let (host, port) = address.rsplit_once(':')?;
     let port = port.parse().ok().filter(|port| *port != 0)?;
     let host = match host.strip_prefix('[') {
@@ -28,7 +28,7 @@ pub fn parts(address: &str) -> Option<(&str, u16)> {
 /// Splits an address into host and port, if the host has only characters that occur in names and IP addresses.
 pub fn split(address: &str) -> Option<(&str, u16)> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    parts(address).filter(|(host, _)| host.chars().all(is_allowed))
+    split_lenient(address).filter(|(host, _)| host.chars().all(is_allowed))
 }
 
 /// Returns true if the text is `host:port` with a host that is an IP address or a DNS name.
@@ -56,19 +56,10 @@ pub fn is_private(host: &str) -> bool {
 }
 
 impl Cidr {
-    pub const fn v4(a: u8, b: u8, c: u8, d: u8, prefix: u8) -> Self {
-        Self {
-            address: IpAddr::V4(Ipv4Addr::new(a, b, c, d)),
-            prefix,
-        }
-    }
-
-    /// A single IPv6 address below 2^16.
-    pub const fn low_v6(last: u16) -> Self {
-        Self {
-            address: IpAddr::V6(Ipv6Addr::new(0, 0, 0, 0, 0, 0, 0, last)),
-            prefix: 128,
-        }
+    /// The range of a single address.
+    pub const fn single(address: IpAddr) -> Self {
+        let prefix = if address.is_ipv4() { 32 } else { 128 };
+        Self { address, prefix }
     }
 
     /// Clears all bits behind the prefix.
@@ -96,16 +87,8 @@ impl Cidr {
         let (address, digits) = text.split_once('/')?;
         let address: IpAddr = address.parse().ok()?;
         let prefix: u8 = digits.parse().ok()?;
-        let max = Self::from(address).prefix;
+        let max = Self::single(address).prefix;
         (prefix <= max && digits == prefix.to_string()).then_some(Self { address, prefix })
-    }
-}
-
-/// The range of a single address.
-impl From<IpAddr> for Cidr {
-    fn from(address: IpAddr) -> Self {
-        let prefix = if address.is_ipv4() { 32 } else { 128 };
-        Self { address, prefix }
     }
 }
 
@@ -126,7 +109,10 @@ mod tests {
             Some(("istiod.istio-system.svc", 15012))
         );
         assert_eq!(split("[fd00::1]:1"), Some(("fd00::1", 1)));
-        assert_eq!(parts("[$(HOST_IP)]:8126"), Some(("$(HOST_IP)", 8126)));
+        assert_eq!(
+            split_lenient("[$(HOST_IP)]:8126"),
+            Some(("$(HOST_IP)", 8126))
+        );
         for text in [
             "a",
             "a:",

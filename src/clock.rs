@@ -1,10 +1,10 @@
 //! Reads the wall clock, and sleeps by it through suspends and changes of the clock. Tests simulate it.
 //!
-//! Certificates expire by the calendar, so renewal waits for a wall-clock moment and not for a
-//! duration: after a suspend, or after the clock was set, [`Clock::sleep_until`] looks again at
-//! once. It needs no periodic wake-up: the kernel reports when the clock was changed (`timerfd` on
-//! `CLOCK_REALTIME` with `TFD_TIMER_CANCEL_ON_SET`). [`Clock::sleep_until_due`] also counts the time
-//! that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set back does not delay it.
+//! Certificates expire by the calendar, so renewal waits for a wall-clock moment and not for a duration:
+//! [`Clock::sleep_until`] reads the clock again after a suspend, or when the clock was set. It needs no periodic
+//! wake-up, because the kernel reports changes (`timerfd` on `CLOCK_REALTIME` with `TFD_TIMER_CANCEL_ON_SET`).
+//! [`Clock::sleep_until_due`] also counts the time that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set
+//! back does not delay it.
 
 use std::io;
 #[cfg(test)]
@@ -63,12 +63,12 @@ struct Set {
 }
 
 impl Clock {
-    /// The machine's clock.
+    /// Returns the machine's clock.
     pub const fn system() -> Self {
         Self(Source::System)
     }
 
-    /// A clock that reads `start` now and follows tokio's clock, also while that is paused.
+    /// Returns a clock that reads `start` now and follows tokio's clock, also while that is paused.
     #[cfg(test)]
     pub(crate) fn simulated(start: SystemTime) -> Self {
         Self(Source::Simulated(Arc::new(Simulated {
@@ -78,8 +78,7 @@ impl Clock {
         })))
     }
 
-    /// Sets a simulated clock forward, as a resumed machine finds it. The machine's own clock is
-    /// left alone.
+    /// Sets a simulated clock forward, as after a suspend. Has no effect on the machine's clock.
     #[cfg(test)]
     pub(crate) fn jump(&self, by: Duration) {
         if let Source::Simulated(simulated) = &self.0 {
@@ -112,7 +111,7 @@ impl Clock {
         now.checked_add(wait.min(FAR_AWAY)).unwrap_or(now)
     }
 
-    /// Returns once the wall clock shows `deadline` or later, however it got there.
+    /// Waits until the wall clock shows `deadline` or later, also if the clock was set.
     pub async fn sleep_until(&self, deadline: SystemTime) {
         while let Ok(left) = deadline.duration_since(self.now()) {
             if left.is_zero() {
@@ -141,8 +140,7 @@ impl Clock {
         }
     }
 
-    /// Returns once the wall clock shows `deadline`, or as much time has passed as was left until
-    /// then, whichever is first.
+    /// Waits until the wall clock shows `deadline`, or until the time that was left has passed, whichever is first.
     pub async fn sleep_until_due(&self, deadline: SystemTime) {
         let Ok(left) = deadline.duration_since(self.now()) else {
             return;

@@ -1,10 +1,8 @@
-//! The TLS versions, cipher suites and key exchanges a compliance policy allows.
+//! Restricts TLS versions, cipher suites and key exchanges by a compliance policy.
 //!
-//! [`Policy::builder`] starts the configuration of every TLS connection to istiod, so none can forget
-//! the policy. Probes are exempt: they take applications as they are.
-//!
-//! A policy limits what is negotiated. Whether a validated module does the work is decided when the agent
-//! is built, by the feature `fips`; [`module`] says it.
+//! [`Policy::builder`] starts the configuration of each TLS connection to istiod and to Wasm servers. Probes do not
+//! use it, because they accept any application. A policy limits what is negotiated; a validated module needs a build
+//! with the feature `fips`, which [`module`] reports.
 
 use std::sync::Arc;
 
@@ -94,7 +92,7 @@ fn is_fips_mode() -> bool {
     aws_lc_rs::try_fips_mode().is_ok()
 }
 
-/// The cryptographic module of this build, and its mode.
+/// Describes the cryptographic module of this build, and its mode.
 pub fn module() -> String {
     let mode = if is_fips_mode() { "in" } else { "not in" };
     format!("AWS-LC {}, {mode} FIPS mode", aws_lc_rs::awslc_version())

@@ -59,7 +59,7 @@ impl Directory {
     }
 
     /// Opens the file `name` for reading and writing. Fails if other users have access to it.
-    pub(crate) fn private_file(&self, name: &str) -> io::Result<File> {
+    pub(crate) fn open_private_file(&self, name: &str) -> io::Result<File> {
         self.open_private(name, OFlags::RDWR)
     }
 

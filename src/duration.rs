@@ -36,11 +36,11 @@ pub fn scaled(duration: Duration, factor: f64) -> Duration {
 
 /// Formats a duration in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
 pub fn rounded(duration: Duration) -> String {
-    approximate(duration.as_secs_f64())
+    rounded_seconds(duration.as_secs_f64())
 }
 
 /// Like [`rounded`], for seconds.
-pub fn approximate(seconds: f64) -> String {
+pub fn rounded_seconds(seconds: f64) -> String {
     const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
     if seconds < 1.0 {
         return format!("{:.0} ms", seconds.max(0.0) * 1e3);
@@ -124,7 +124,7 @@ mod tests {
             (86_399.0, "23 h 59 min"),
             (86_400.0 * 3650.0 + 7_200.0, "3650 d 2 h"),
         ] {
-            assert_eq!(approximate(seconds), expected, "{seconds}");
+            assert_eq!(rounded_seconds(seconds), expected, "{seconds}");
         }
     }
 

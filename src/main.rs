@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use istio_agent::agent::reload::Settings;
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, completion, doctor, iptables, request, scope, show,
+    self, Cli, Command, ParseError, ParsedLine, completion, doctor, iptables, request, scope, show,
     support_bundle, version, wait,
 };
 use istio_agent::config;
@@ -24,9 +24,9 @@ fn main() -> std::process::ExitCode {
     limit_malloc();
     let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
     let result = match cli::parse(words) {
-        Ok(typed) => run(typed),
-        Err(Refused::Help(text)) => print(&text).map(|()| ExitCode::Success),
-        Err(Refused::Error(text)) => Err(text.into()),
+        Ok(line) => run(line),
+        Err(ParseError::Help(text)) => print(&text).map(|()| ExitCode::Success),
+        Err(ParseError::Invalid(text)) => Err(text.into()),
     };
     let code = result.unwrap_or_else(|error| fail(error.as_ref()));
     logging::finish();
@@ -66,18 +66,18 @@ async fn free_memory() -> Infallible {
 /// The end of a command that prints no text.
 const DONE: (String, ExitCode) = (String::new(), ExitCode::Success);
 
-fn run(typed: Typed) -> Result<ExitCode, BoxError> {
-    let Cli { log, command, .. } = typed.cli;
-    let environment = Environment::of_process();
+fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
+    let Cli { log, command, .. } = line.cli;
+    let environment = Environment::from_process();
     let success = |text: String| (text, ExitCode::Success);
     let (text, code) = match command {
         None => success(cli::help()),
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
-            cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
-            return proxy(flags, log, typed.flags, environment, typed.unknown_flags);
+            cli::announce(&line.flags, &line.unknown_flags, &flags.ignored);
+            return proxy(flags, log, line.flags, environment, line.unknown_flags);
         }
-        Some(Command::Config(flags)) => show::config(&flags, &log, &typed.flags, &environment),
+        Some(Command::Config(flags)) => show::config(&flags, &log, &line.flags, &environment),
         Some(Command::Bootstrap(flags)) => {
             success(block_on(show::bootstrap(&flags, &log, &environment))??)
         }
@@ -98,7 +98,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Scope(flags)) => success(block_on(scope::run(&flags, &environment))??),
         Some(Command::SupportBundle(flags)) => {
             let to = support_bundle::open(&flags)?;
-            let run = support_bundle::run(&flags, &log, &typed.flags, &environment, to);
+            let run = support_bundle::run(&flags, &log, &line.flags, &environment, to);
             block_on(run)??;
             DONE
         }
@@ -133,7 +133,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(command @ (Command::Iptables(_) | Command::CleanIptables(_))) => {
             logging::init(log.options()?)?;
             let is_cleanup = matches!(command, Command::CleanIptables(_));
-            let captured = block_on(iptables::run(&typed.flags, is_cleanup, &environment))?;
+            let captured = block_on(iptables::run(&line.flags, is_cleanup, &environment))?;
             captured.unwrap_or_else(|error| {
                 fail(error.as_ref());
                 (String::new(), iptables::exit_code(&error))
@@ -179,7 +179,7 @@ fn proxy(
 /// Returns the path of the Envoy that an agent with this record and our environment runs.
 fn envoy_program(record: &Record, own: &Environment) -> PathBuf {
     let words = std::iter::once("pilot-agent".to_owned()).chain(record.arguments.clone());
-    let Ok(Some(Command::Proxy(flags))) = cli::parse(words).map(|typed| typed.cli.command) else {
+    let Ok(Some(Command::Proxy(flags))) = cli::parse(words).map(|line| line.cli.command) else {
         // The agent with this record reports the problem.
         return PathBuf::new();
     };
@@ -203,7 +203,7 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
 /// Prints the lines of a text. The last one may lack its line feed.
 fn print(text: &str) -> Result<(), BoxError> {
     let mut lines = text.lines().map(logging::printable);
-    cli::unless_unread(lines.try_for_each(|line| writeln!(io::stdout(), "{line}")))?;
+    cli::ignore_closed_pipe(lines.try_for_each(|line| writeln!(io::stdout(), "{line}")))?;
     Ok(())
 }
 

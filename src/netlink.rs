@@ -1,6 +1,6 @@
 //! Sends requests to the kernel over netlink.
 //!
-//! [`request`] sends a message and returns the kernel's replies. [`nft_chains`] and [`tcp_owner`] are
+//! [`request`] sends a message and returns the kernel's replies. [`nft_chains`] and [`tcp_socket_owner`] are
 //! ready-made requests. Numbers are defined in `linux/netlink.h`, `linux/netfilter` and `linux/inet_diag.h`.
 
 use std::io;
@@ -55,7 +55,7 @@ fn nft_chain(reply: &[u8]) -> Option<(u8, String, String)> {
 
 /// Returns the user whose process holds one end of a TCP connection in this network namespace, and the inode
 /// of its socket. Fails for an end that its process has closed.
-pub(crate) fn tcp_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, u32)> {
+pub(crate) fn tcp_socket_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, u32)> {
     const BY_FAMILY: u16 = 20;
     const TCP: u8 = 6;
     let ends = [end, other].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));

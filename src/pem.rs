@@ -14,26 +14,27 @@ const BEGIN: &[u8] = b"-----BEGIN ";
 const END: &[u8] = b"-----END ";
 const DASHES: &[u8] = b"-----";
 
-/// Columns of PEM (RFC 7468, section 2).
+/// The length of a line of base64 (RFC 7468, section 2).
 const COLUMNS: usize = 64;
 
-/// BoringSSL reads longer lines in parts, and may take the last part for the end of headers.
+/// The longest line that BoringSSL reads as a whole. It may take the last part of a longer one for the end of
+/// headers.
 const MAX_LINE: usize = 252;
 
-/// What a block holds, and its base64; None without an END.
+/// The label of a block, and its base64; None without an END.
 type Block<'a> = (&'a str, Option<&'a [u8]>);
 
-/// The items of one kind, such as certificates. An error stands for a broken one.
+/// Returns the items of one kind, such as certificates. An error stands for a broken item.
 pub(crate) fn items<T: PemObject>(pem: &[u8]) -> impl Iterator<Item = Result<T, Error>> {
     blocks(pem).filter_map(item)
 }
 
-/// The first item of a kind.
+/// Returns the first item of one kind.
 pub(crate) fn first<T: PemObject>(pem: &[u8]) -> Result<T, Error> {
     items(pem).next().unwrap_or(Err(Error::NoItemsFound))
 }
 
-/// Returns the text, or its good items of one kind, rewritten, if Envoy cannot read it.
+/// Returns the text unchanged if Envoy can read it. Otherwise rewrites its valid items of one kind.
 pub(crate) fn readable<T: PemObject>(pem: Zeroizing<Vec<u8>>) -> Zeroizing<Vec<u8>> {
     if plain_blocks(&pem).is_some() {
         return pem;
@@ -46,8 +47,7 @@ pub(crate) fn readable<T: PemObject>(pem: Zeroizing<Vec<u8>>) -> Zeroizing<Vec<u
     Zeroizing::new(Vec::from_iter(texts.iter().map(|text| text.as_bytes())).concat())
 }
 
-/// The number of blocks, if Envoy reads each as it is written: BEGIN, END and the base64 have lines of
-/// their own.
+/// Returns the number of blocks if Envoy can read each of them: BEGIN, END and the base64 have lines of their own.
 pub(crate) fn plain_blocks(pem: &[u8]) -> Option<usize> {
     let is_base64 = |byte: &u8| byte.is_ascii_alphanumeric() || b"+/=".contains(byte);
     let (mut inside, mut count) = (false, 0);
@@ -68,7 +68,7 @@ pub(crate) fn plain_blocks(pem: &[u8]) -> Option<usize> {
     (are_plain && !inside).then_some(count)
 }
 
-/// Describes text that is neither a block nor a comment. It is not quoted, as it may be part of a key.
+/// Describes text that is neither a block nor a comment. It is not quoted, because it may be a part of a key.
 pub(crate) fn left_over(pem: &[u8]) -> Option<&'static str> {
     let whole = blocks(pem).filter(|(_, base64)| base64.is_some()).count();
     let marks = [BEGIN, END].map(|mark| memmem::find_iter(pem, mark).count());
@@ -105,13 +105,13 @@ fn blocks(pem: &[u8]) -> impl Iterator<Item = Block<'_>> {
         // An END may share its last dashes with the next BEGIN.
         let is_whole = |rest: &[u8]| rest.starts_with(DASHES) || rest.is_empty() && next.is_some();
         let base64 = end.and_then(|(base64, rest)| is_whole(rest).then_some(base64));
-        // A BEGIN with nothing behind it is no broken item.
+        // A BEGIN without content does not count as a broken item.
         let is_item = base64.is_some() || !content.trim_ascii().is_empty();
         Some((std::str::from_utf8(label).ok()?, base64)).filter(|_| is_item)
     })
 }
 
-/// None if the block is of another kind.
+/// Decodes a block. Returns None if it is of another kind.
 fn item<T: PemObject>((label, base64): Block<'_>) -> Option<Result<T, Error>> {
     let label = label.as_bytes();
     T::from_pem(SectionKind::try_from(label).ok()?, Vec::new())?;
@@ -123,7 +123,7 @@ fn item<T: PemObject>((label, base64): Block<'_>) -> Option<Result<T, Error>> {
     Some(T::from_pem_slice(&Zeroizing::new(text.concat())))
 }
 
-/// The text before and after a part of it.
+/// Splits a text at the first occurrence of `part`.
 fn cut<'a>(text: &'a [u8], part: &[u8]) -> Option<(&'a [u8], &'a [u8])> {
     let start = memmem::find(text, part)?;
     Some((&text[..start], &text[start + part.len()..]))

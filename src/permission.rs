@@ -1,4 +1,5 @@
-//! Adds the owner and the mode to permission errors of the file system.
+//! Describes errors of files and directories: [`problem`] with a code for the cause, [`explained`] with the owner and the
+//! mode if access was denied. [`writable`] finds such errors before a write.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;

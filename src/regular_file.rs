@@ -1,5 +1,5 @@
-//! Reads certificates, keys, tokens and settings: regular files up to a size, as a path may name a
-//! pipe or a device by mistake.
+//! Reads certificates, keys, tokens and settings: regular files up to a size, because a path may name a pipe or a
+//! device by mistake.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};

@@ -133,19 +133,8 @@ impl Check {
         }
     }
 
-    /// Reports a problem with the level of its code.
-    pub fn of(problem: &Problem) -> Self {
-        let level = match problem.code {
-            // Most meshes have such services: a service may be scaled to zero.
-            code if code == codes::NO_HEALTHY_ENDPOINT => Level::Ok,
-            code if WARNINGS.contains(&code) => Level::Warning,
-            _ => Level::Error,
-        };
-        Self::problem(level, problem)
-    }
-
-    /// Reports a problem with this level.
-    pub fn problem(level: Level, problem: &Problem) -> Self {
+    /// Reports a problem with this level instead of the one of its code.
+    pub fn with_level(level: Level, problem: &Problem) -> Self {
         Self {
             code: problem.code.name.to_owned(),
             expected: problem.expected.to_string(),
@@ -175,6 +164,19 @@ impl Check {
     }
 }
 
+/// Reports a problem with the level of its code.
+impl From<&Problem> for Check {
+    fn from(problem: &Problem) -> Self {
+        let level = match problem.code {
+            // Most meshes have such services: a service may be scaled to zero.
+            code if code == codes::NO_HEALTHY_ENDPOINT => Level::Ok,
+            code if WARNINGS.contains(&code) => Level::Warning,
+            _ => Level::Error,
+        };
+        Self::with_level(level, problem)
+    }
+}
+
 impl Report {
     pub(crate) fn new(node: String, groups: Vec<Group>) -> Self {
         let groups = groups.into_iter().filter(|it| !it.checks.is_empty());
@@ -192,7 +194,7 @@ impl Report {
     #[must_use]
     pub fn judged(mut self, state: &str, unexplained: Option<&Problem>) -> Self {
         if let Some(problem) = unexplained.filter(|_| self.level < Level::Error) {
-            let check = Check::of(problem);
+            let check = Check::from(problem);
             self.groups.push(Group::new("readiness", vec![check]));
             self.level = Level::Error;
         }
@@ -261,8 +263,8 @@ impl Report {
         ));
         // Without a configuration the node is unknown.
         lines.retain(|line| !line.is_empty());
-        let wrapped: Vec<_> = lines.iter().map(|line| wrapped(line, width)).collect();
-        wrapped.join("\n")
+        let lines: Vec<_> = lines.iter().map(|line| wrapped(line, width)).collect();
+        lines.join("\n")
     }
 }
 
@@ -305,11 +307,11 @@ mod tests {
     }
 
     fn error(code: &'static Code, subject: &str, found: &str) -> Check {
-        Check::problem(Level::Error, &problem(code, subject, found))
+        Check::with_level(Level::Error, &problem(code, subject, found))
     }
 
     fn warning(code: &'static Code, subject: &str, found: &str) -> Check {
-        Check::problem(Level::Warning, &problem(code, subject, found))
+        Check::with_level(Level::Warning, &problem(code, subject, found))
     }
 
     #[test]

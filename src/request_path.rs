@@ -1,4 +1,4 @@
-//! Escapes request paths from annotations.
+//! Escapes the paths of requests that come from annotations, probes and redirects.
 //!
 //! Source: RFC 3986, section 3.3.
 

@@ -1,6 +1,6 @@
 //! Reports to systemd that the agent is ready, that it stops, and that its serving thread is alive.
 //!
-//! Source: the manuals sd_notify(3) and sd_watchdog_enabled(3).
+//! The agent polls [`Config::report`] on that thread. Source: the manuals sd_notify(3) and sd_watchdog_enabled(3).
 
 use std::future::Future;
 use std::io;

@@ -1,8 +1,8 @@
 //! Reads trust anchors from PEM files.
 //!
-//! Broken and expired certificates of a file are left out with a warning; a file without usable ones
-//! is an error that says what was found. Expiry is checked here, as path validation ignores that of
-//! an anchor. Files are read anew each time.
+//! Broken and expired certificates of a file are left out with a warning; a file without usable ones is an error
+//! with the reason. Expiry is checked here, because path validation ignores the dates of an anchor. Files are read
+//! again at each call.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -17,14 +17,14 @@ use crate::pem;
 use crate::problem::{Problem, codes};
 use crate::regular_file;
 
-/// The certificates that are trusted, and what webpki needs of them.
+/// Trusted certificates, and webpki's form of them.
 #[derive(Debug)]
 pub(crate) struct TrustAnchors {
     pub(crate) store: Arc<RootCertStore>,
     pub(crate) certificates: HashSet<CertificateDer<'static>>,
 }
 
-/// Where trust anchors come from.
+/// The source of trust anchors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Roots {
     /// PEM, one or more certificates.
@@ -32,8 +32,8 @@ pub enum Roots {
     System(SystemRoots),
 }
 
-/// Where the operating system keeps its trust anchors, as Go's package crypto/x509 looks for them: in
-/// the first file that can be read, and in every file of the directories.
+/// The trust anchors of the operating system, found as by Go's package crypto/x509: in the first file that can be
+/// read, and in each file of the directories.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SystemRoots {
     files: Vec<PathBuf>,
@@ -52,7 +52,7 @@ impl fmt::Display for Roots {
 /// Many times the size of an operating system's bundle.
 pub(crate) const MAX_PEM: u64 = 16 << 20;
 
-/// Where the operating systems keep their bundle; the first that exists is used.
+/// The bundles of different operating systems; the first that exists is used.
 pub const SYSTEM_BUNDLES: [&str; 8] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -66,8 +66,8 @@ pub const SYSTEM_BUNDLES: [&str; 8] = [
 const SYSTEM_DIRECTORIES: [&str; 2] = ["/etc/ssl/certs", "/etc/pki/tls/certs"];
 
 impl SystemRoots {
-    /// Takes the variables `SSL_CERT_FILE` and `SSL_CERT_DIR`, directories separated by colons; an empty one
-    /// means the usual places.
+    /// Takes the values of `SSL_CERT_FILE` and `SSL_CERT_DIR` (directories separated by colons). An empty value stands
+    /// for the defaults.
     pub fn new(file: &str, directories: &str) -> Self {
         let usual = |paths: &[&str]| paths.iter().map(PathBuf::from).collect();
         Self {
@@ -141,7 +141,7 @@ pub(crate) fn unusable(roots: &Roots, why: impl ToString) -> Problem {
     Problem::new(code, format!("root certificates of {roots}"), why)
 }
 
-/// The certificates so far, each once, and how many were not usable.
+/// The usable certificates so far, each once, and the numbers of unusable ones.
 #[derive(Default)]
 struct Anchors {
     valid: HashSet<CertificateDer<'static>>,
@@ -189,7 +189,7 @@ impl Anchors {
     }
 }
 
-/// The trust anchors of a text, whose origin is `path` in warnings.
+/// Parses trust anchors. Warnings name `path` as their origin.
 pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnchors, String> {
     let mut anchors = Anchors::default();
     anchors.add(pem, now);

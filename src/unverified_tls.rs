@@ -1,5 +1,5 @@
-//! TLS that accepts any certificate: for probes, which ask whether an application answers and not who
-//! it is, and for registries that the operator lists as insecure.
+//! Configures TLS that accepts any certificate: for probes, as the kubelet does, and for registries that the operator
+//! lists as insecure.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use rustls::crypto::CryptoProvider;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
 
-/// Offers HTTP/1.1, and HTTP/2 before it where that is wanted.
+/// Returns a configuration that offers HTTP/1.1, and HTTP/2 first if `offers_http2` is true.
 pub(crate) fn config(offers_http2: bool) -> Result<Arc<ClientConfig>, Error> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider.clone())

@@ -1,4 +1,5 @@
-//! Determines the version of this build, and the version of Istio that is sent to istiod.
+//! Determines the version of this build ([`AGENT_VERSION`]), and the version of Istio that is sent to istiod
+//! ([`istio`]).
 
 use std::path::Path;
 

@@ -1,4 +1,6 @@
 //! Checks and prepares directories for files that survive a restart of the container.
+//!
+//! Call [`Volume::prepare`] before content is stored. The doctor calls [`Volume::check`], which changes nothing.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -47,7 +49,7 @@ impl Content {
         }
     }
 
-    /// The subdirectory that the agent creates.
+    /// Returns the subdirectory that the agent creates.
     pub(crate) const fn directory(self) -> &'static str {
         match self {
             Self::Configuration => "istio-agent-config",
@@ -57,7 +59,7 @@ impl Content {
 }
 
 impl Volume {
-    /// A directory that the operator has named.
+    /// Makes a volume of a directory that the operator has named.
     pub fn named(directory: impl Into<PathBuf>) -> Self {
         Self {
             directory: directory.into(),
@@ -105,7 +107,7 @@ impl Volume {
 
     /// Creates the subdirectory, and logs a failure. Returns true if the content is to be stored, also after a failure
     /// if the operator has named the directory, because it may become usable later.
-    pub(crate) fn is_used(&self, content: Content) -> bool {
+    pub(crate) fn prepare(&self, content: Content) -> bool {
         let created = self.check(content).and_then(|()| {
             let created = Directory::private(&self.directory, content.directory(), true);
             created.map_err(|error| self.problem(content, error))
@@ -187,7 +189,7 @@ mod tests {
         ] {
             let volume = Volume::named(directory);
             assert_eq!(volume.check(content).is_ok(), is_usable, "{volume:?}");
-            assert!(volume.is_used(content));
+            assert!(volume.prepare(content));
         }
         let found = memory.join("istio-agent").metadata().expect("a directory");
         assert_eq!(found.mode() & 0o7777, 0o700);
@@ -204,6 +206,6 @@ mod tests {
             is_default: true,
             ..Volume::named(memory.path())
         };
-        assert!(!volume.is_used(Content::Certificate));
+        assert!(!volume.prepare(Content::Certificate));
     }
 }

@@ -11,10 +11,9 @@ use istio_agent::lifecycle::CancellationToken;
 use istio_agent::metrics::Registry;
 use istio_agent::unix_socket;
 use istio_agent::volume::Volume;
-use istio_agent::xds::Config;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::last_known_good::{self, LastKnownGood};
-use istio_agent::xds::server::{Discovery, Upstream};
+use istio_agent::xds::server::{Config, Discovery, Upstream};
 
 use super::peer::NAME;
 
@@ -28,7 +27,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
         address: address.to_owned(),
         setting: "discoveryAddress",
         identity: istio_agent::identity::SpiffeId::new("cluster.local", "default", "bench"),
-        others: Vec::new(),
+        fallbacks: Vec::new(),
         proxy: None,
         security: Security::Tls(tls::Config {
             server_name: NAME.to_owned(),
@@ -45,7 +44,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
         limits: Limits::default(),
     };
     let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
-    let (kept, writing) = LastKnownGood::new(
+    let (last_known_good, writing) = LastKnownGood::new(
         last_known_good::Config {
             volume: Volume::named(directory),
             max_bytes: 1 << 30,
@@ -61,23 +60,17 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let config = Config {
         max_request_bytes: 1 << 20,
         cluster_id: String::new(),
-        kept: Some(kept),
-    };
-    let upstream = Upstream {
-        of_envoy: istiod.clone(),
-        of_others: istiod,
-    };
-    let interceptors = Interceptors::default();
-    let is_envoy = Arc::new(|_| true);
-    let discovery = Discovery::new(
-        config,
-        upstream,
-        is_envoy,
-        interceptors,
-        None,
-        &registry,
+        last_known_good: Some(last_known_good),
+        upstream: Upstream {
+            envoy: istiod.clone(),
+            other_clients: istiod,
+        },
+        is_envoy: Arc::new(|_| true),
+        interceptors: Interceptors::default(),
+        health: None,
         shutdown,
-    );
+    };
+    let discovery = Discovery::new(config, &registry);
     let listener = unix_socket::replace(socket).expect("a free path");
     tokio::join!(connection, discovery.serve(listener));
 }

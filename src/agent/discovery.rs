@@ -14,11 +14,10 @@ use crate::lifecycle::Stop;
 use crate::problem::Problem;
 use crate::unix_socket;
 use crate::wasm::Wasm;
-use crate::xds;
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::last_known_good::LastKnownGood;
 use crate::xds::observe::Observer;
-use crate::xds::server::{Discovery, Upstream};
+use crate::xds::server::{self, Discovery, Upstream};
 
 /// Builds the interceptors, which consume responses in place of Envoy or rewrite them.
 pub(super) fn interceptors(
@@ -56,45 +55,41 @@ impl Agent {
         interceptors: Interceptors,
         health: Option<&Health>,
     ) -> Result<Observer, Problem> {
-        let last_known_good = self.config.kept.clone().map(|config| {
+        let last_known_good = self.config.last_known_good.clone().map(|config| {
             let (registry, shutdown) = (&self.metrics, self.shutdown.clone());
             let admin = envoy.map(Envoy::admin);
             let (last_known_good, writing) = LastKnownGood::new(config, admin, registry, shutdown);
             self.spawn("stored configuration", writing);
             last_known_good
         });
-        let config = xds::Config {
-            max_request_bytes: self.config.max_request_bytes,
-            cluster_id: self.config.cluster_id.clone(),
-            kept: last_known_good,
-        };
         // gRPC applications share the directory, and may have created a file of this name.
         let listener = unix_socket::replace(&self.config.bootstrap.xds_socket)?;
-        let of_others = match envoy {
+        let other_clients = match envoy {
             Some(_) => {
                 let name = "connection to istiod for clients other than Envoy";
                 self.istiod(name, self.config.istiod.clone())
             }
             None => istiod.clone(),
         };
-        let upstream = Upstream {
-            of_envoy: istiod.clone(),
-            of_others,
-        };
         let envoys = envoy.map(Envoy::report);
         let is_envoy = move |pid| {
             let report = envoys.as_ref().map(|envoys| envoys.borrow());
             report.is_some_and(|report| report.epochs.iter().any(|epoch| epoch.pid == pid))
         };
-        let discovery = Discovery::new(
-            config,
-            upstream,
-            Arc::new(is_envoy),
+        let config = server::Config {
+            max_request_bytes: self.config.max_request_bytes,
+            cluster_id: self.config.cluster_id.clone(),
+            last_known_good,
+            upstream: Upstream {
+                envoy: istiod.clone(),
+                other_clients,
+            },
+            is_envoy: Arc::new(is_envoy),
             interceptors,
-            health.map(Health::verdict),
-            &self.metrics,
-            self.shutdown.clone(),
-        );
+            health: health.map(Health::verdict),
+            shutdown: self.shutdown.clone(),
+        };
+        let discovery = Discovery::new(config, &self.metrics);
         let observer = discovery.observer();
         self.spawn("discovery service", discovery.serve(listener));
         Ok(observer)

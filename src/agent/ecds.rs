@@ -16,7 +16,7 @@ use tokio::time::sleep_until;
 
 use crate::wasm::{Converted, Wasm, wire};
 use crate::xds::Protocol;
-use crate::xds::intercept::{Intercepting, Interceptor, Later, Outcome};
+use crate::xds::intercept::{Intercepting, Interceptor, Outcome, SecondOutcome};
 
 const TYPE_URL: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
@@ -93,7 +93,7 @@ fn convert(
             }
             let rest = message.clone();
             let outcome = convert(wasm, protocol, message, Some(converted));
-            return Outcome::Forward(rewritten, Some(Later { outcome, rest }));
+            return Outcome::Forward(rewritten, Some(SecondOutcome { outcome, rest }));
         }
     })
 }
@@ -137,7 +137,7 @@ fn one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
         }
         let rest: Vec<_> = parts.iter().map(|part| &part.0[..]).collect();
         let (rest, outcome) = (rest.concat().into(), one_by_one(parts));
-        Outcome::Forward(message, Some(Later { outcome, rest }))
+        Outcome::Forward(message, Some(SecondOutcome { outcome, rest }))
     })
 }
 
@@ -179,9 +179,7 @@ async fn rewrite(
         };
         let content = match protocol {
             Protocol::Sotw => any,
-            Protocol::Delta => {
-                wire::edited(content, RESOURCE, |_| Ok(Some(any))).map_err(broken)?
-            }
+            Protocol::Delta => wire::edit_field(content, RESOURCE, |_| Ok(any)).map_err(broken)?,
         };
         wire::append(&mut rewritten, RESOURCES, &content);
     }
@@ -401,7 +399,7 @@ mod tests {
         (listener, remote_at(name, uri))
     }
 
-    async fn forwarded_first(ecds: &Ecds, message: &Bytes) -> (Bytes, Later) {
+    async fn forwarded_first(ecds: &Ecds, message: &Bytes) -> (Bytes, SecondOutcome) {
         match ecds.intercept(Protocol::Delta, message.clone()).await {
             Outcome::Forward(message, Some(later)) => (message, later),
             other => panic!("{other:?}"),

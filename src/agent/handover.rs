@@ -18,7 +18,7 @@ use crate::config::Config;
 use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
 use crate::envoy::hot_restart::validate;
-use crate::envoy::inspect::{Serving, follows};
+use crate::envoy::inspect::{ActiveResources, check_takeover};
 use crate::lifecycle::{BoxError, CancellationToken, Retirement, Stop, Urgency};
 use crate::metrics::Counters;
 use crate::problem::{Problem, codes};
@@ -133,7 +133,7 @@ impl Holder {
     /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve.
     async fn hand_over(&self, channel: &mut Channel) -> Result<(), String> {
         // The page is missing if an earlier successor has taken the admin port and failed.
-        let serving = Serving::of(self.envoy.admin())
+        let serving = ActiveResources::read(self.envoy.admin())
             .await
             .inspect_err(|why| {
                 tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
@@ -165,13 +165,15 @@ impl Holder {
             channel.send(go).await?;
             channel.receive().await
         };
+        // The other agent reports its own timeout first.
+        let limit = READY_LIMIT.saturating_add(ANSWER_LIMIT);
         tokio::select! {
-            message = timeout(READY_LIMIT.saturating_add(ANSWER_LIMIT), message) => match message {
+            message = timeout(limit, message) => match message {
                 Ok(Ok(Message::Ready)) => Ok(()),
                 Ok(Ok(Message::Refused(why))) => Err(why),
                 Ok(Ok(other)) => Err(other.unexpected()),
                 Ok(Err(_)) => Err("it has exited".to_owned()),
-                Err(_) => Err(format!("it is not ready after {READY_LIMIT:?}")),
+                Err(_) => Err(format!("it is not ready after {limit:?}")),
             },
             _ = report.wait_for(|now| now.pid != pid) => Err("this container's Envoy has exited".to_owned()),
             () = self.stop.first_request() => Err("this container is to stop".to_owned()),
@@ -216,6 +218,14 @@ impl Holder {
     }
 }
 
+/// The Envoy from which a successor's Envoy takes over.
+struct Parent {
+    /// The restart epoch of the successor's Envoy.
+    next_epoch: u32,
+    /// The listeners and secrets of this Envoy, if they are known.
+    serving: Option<ActiveResources>,
+}
+
 /// The agent that takes over.
 pub(super) struct Successor {
     /// This agent, once it serves.
@@ -233,12 +243,12 @@ impl Successor {
             begun = self.begin() => begun,
             () = self.holder.stop.first_request() => return Ok(Exit::Requested),
         };
-        let (channel, restart_epoch, serving) = begun.inspect_err(|why| {
+        let (channel, parent) = begun.inspect_err(|why| {
             let problem = Problem::new(codes::HANDOVER_FAILED, "this container", why);
             tracing::error!("{problem}");
         })?;
         let standby = self.holder.standby.clone();
-        let mut taking_over = pin!(self.take_over(channel, serving, restart_epoch));
+        let mut taking_over = pin!(self.take_over(channel, parent));
         let exit = tokio::select! {
             () = &mut taking_over => return supervisor.await,
             exit = &mut supervisor => exit,
@@ -250,9 +260,8 @@ impl Successor {
         exit
     }
 
-    /// Validates the bootstrap with Envoy, and asks the agent that serves for a handover. Returns the connection, the
-    /// restart epoch of the new Envoy, and the listeners and secrets of the serving Envoy, if they are known.
-    async fn begin(&self) -> Result<(Channel, u32, Option<Serving>), BoxError> {
+    /// Validates the bootstrap with Envoy, and asks the agent that serves for a handover.
+    async fn begin(&self) -> Result<(Channel, Parent), BoxError> {
         let envoy = self.config.envoy.as_ref();
         let (command, limit) = envoy
             .and_then(|it| Some((&it.command, it.hot_restart?.check)))
@@ -267,19 +276,22 @@ impl Successor {
         channel.greet(&hello).await?;
         channel.send(&Message::Begin).await?;
         match channel.answer().await? {
-            Message::Go(lent, serving) => {
-                self.inputs.adopt(lent, override_json);
-                Ok((channel, lent.restart_epoch, serving))
+            Message::Go(takeover, serving) => {
+                self.inputs.adopt(takeover, override_json);
+                let parent = Parent {
+                    next_epoch: takeover.restart_epoch,
+                    serving,
+                };
+                Ok((channel, parent))
             }
             other => Err(other.unexpected().into()),
         }
     }
 
     /// Takes over once Envoy is able to serve, and informs Envoy's supervisor when its parent has exited.
-    async fn take_over(self, mut channel: Channel, serving: Option<Serving>, restart_epoch: u32) {
+    async fn take_over(self, mut channel: Channel, parent: Parent) {
         let taken = async {
-            self.until_ready(&mut channel, serving, restart_epoch)
-                .await?;
+            self.until_ready(&mut channel, &parent).await?;
             self.serve(&mut channel).await
         };
         match taken.await {
@@ -290,7 +302,7 @@ impl Successor {
                 self.holder
                     .standby
                     .change(|state| state.former_envoy = false);
-                self.holder.envoy.order(Order::ParentEnded).await;
+                self.holder.envoy.order(Order::ParentExited).await;
             }
             Err(error) => {
                 let why = error.to_string();
@@ -304,16 +316,12 @@ impl Successor {
     }
 
     /// Waits until Envoy is able to serve, and waits for nothing but the gate.
-    async fn until_ready(
-        &self,
-        channel: &mut Channel,
-        serving: Option<Serving>,
-        restart_epoch: u32,
-    ) -> Result<(), BoxError> {
+    async fn until_ready(&self, channel: &mut Channel, parent: &Parent) -> Result<(), BoxError> {
         let mut why = String::new();
+        let (epoch, serving) = (parent.next_epoch, parent.serving.as_ref());
         let ready = async {
-            let (admin, serving) = (self.holder.envoy.admin(), serving.as_ref());
-            while let Err(missing) = follows(admin, restart_epoch, serving, gate::NAME).await {
+            let admin = self.holder.envoy.admin();
+            while let Err(missing) = check_takeover(admin, epoch, serving, gate::NAME).await {
                 why = missing;
                 sleep(CHECK_INTERVAL).await;
             }
@@ -362,7 +370,7 @@ impl Successor {
 
 /// Returns the path of the gate's socket, to which an Envoy that takes over connects.
 pub(super) fn gate_socket(config: &Config) -> PathBuf {
-    unix_socket::of_container(&config.bootstrap.xds_socket, "gate")
+    unix_socket::container_path(&config.bootstrap.xds_socket, "gate")
 }
 
 /// Links the well-known paths to the sockets of this container.

@@ -28,6 +28,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
@@ -36,7 +37,7 @@ use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
-use crate::envoy::hot_restart::watch::changes;
+use crate::envoy::hot_restart::watch::restart_on_change;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
@@ -86,8 +87,10 @@ pub async fn run(
             // are built.
             ports.bind(&config)?;
         }
-        if let Some((standby, kept)) = standby.as_ref().zip(config.kept.as_mut()) {
-            standby.take_volume(&mut kept.volume).await;
+        if let Some(standby) = &standby
+            && let Some(last_known_good) = &mut config.last_known_good
+        {
+            standby.take_volume(&mut last_known_good.volume).await;
         }
         let mut detected = sds_socket::detect(&config).await?;
         if detected.serves_workload && !config.authority_problems.is_empty() {
@@ -244,7 +247,7 @@ impl Agent {
         let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
         self.supervisor = Some(Box::pin(supervisor));
         if is_replaced {
-            let changes = changes(envoy.clone(), &self.config.inputs)?;
+            let changes = restart_on_change(envoy.clone(), &self.config.inputs)?;
             self.spawn_until_shutdown("watch for changes", changes);
         }
         Ok(Some(envoy))
@@ -405,11 +408,8 @@ impl Agent {
 
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         // Boxed, because a future is about twice as large as the future that it awaits.
-        let task = Box::pin(task);
-        self.tasks.spawn(name, async move {
-            task.await;
-            Ok::<(), BoxError>(())
-        });
+        self.tasks
+            .spawn(name, Box::pin(task).map(Ok::<(), BoxError>));
     }
 
     /// Spawns a task that does not end by itself. It is dropped once another agent serves.
@@ -435,9 +435,7 @@ impl Agent {
     ) {
         let task = Box::pin(task);
         let until_shutdown = self.shutdown.clone().run_until_cancelled_owned(task);
-        self.spawn(name, async move {
-            until_shutdown.await;
-        });
+        self.spawn(name, until_shutdown.map(drop));
     }
 }
 

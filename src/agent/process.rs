@@ -20,7 +20,7 @@ impl Agent {
         let milestones = milestones.clone();
         let stop = stop.clone();
         let report = async move {
-            let ready = milestones.until(milestone);
+            let ready = milestones.wait_for(milestone);
             systemd.report(ready, stop.first_request()).await;
         };
         self.spawn_until_shutdown("reports to systemd", report);

@@ -60,7 +60,7 @@ impl Detected {
 
 pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
     let mut metadata = Vec::new();
-    if is_healthy(Path::new(CREDENTIALS)).await? {
+    if is_healthy(Path::new(CREDENTIALS), true).await? {
         tracing::info!("Credential SDS socket found");
         metadata.push("credential");
     }
@@ -80,10 +80,7 @@ async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem>
         return Ok(false);
     }
     // With `Wait`, a dead socket may belong to a process that is about to start, so it is not removed.
-    let is_healthy = match absent {
-        AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),
-        AbsentSocket::Serve | AbsentSocket::Fail => is_healthy(socket).await?,
-    };
+    let is_healthy = is_healthy(socket, absent != AbsentSocket::Wait).await?;
     match absent {
         _ if is_healthy => tracing::info!(
             "Existing workload SDS socket found at {}. Default Istio SDS Server will only serve files",
@@ -103,13 +100,14 @@ async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem>
     Ok(true)
 }
 
-/// Returns true if a process serves the socket. Removes a dead socket, so that it can be bound again.
-async fn is_healthy(socket: &Path) -> Result<bool, Problem> {
+/// Returns true if a process serves the socket. With `removes_dead`, removes a dead socket, so that it can be bound
+/// again.
+async fn is_healthy(socket: &Path, removes_dead: bool) -> Result<bool, Problem> {
     let problem = match probe::health(socket).await {
         // A full queue also means that a process serves it.
         Health::Healthy | Health::Busy => return Ok(true),
-        Health::Absent => return Ok(false),
-        Health::Dead(problem) => problem,
+        Health::Dead(problem) if removes_dead => problem,
+        Health::Dead(_) | Health::Absent => return Ok(false),
     };
     tracing::debug!(
         "SDS socket {} is dead, removing it: {problem}",

@@ -130,7 +130,7 @@ pub struct StatsConfig {
     pub suffixes: Vec<String>,
     pub expressions: Vec<String>,
     /// Expressions of the statistics by which the agent knows that no request is in flight.
-    pub of_requests: Vec<String>,
+    pub in_flight_expressions: Vec<String>,
     pub tags: Vec<String>,
     /// Bounds of buckets by prefix of the name.
     pub buckets: BTreeMap<String, Vec<Number>>,

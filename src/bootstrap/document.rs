@@ -11,7 +11,7 @@ use crate::{duration, json};
 
 /// Builds the bootstrap.
 pub fn document(config: &Config) -> Value {
-    let tracer = Tracer::configured(&config.node.proxy_config);
+    let tracer = Tracer::configured(config);
     let sinks = services::sinks(config);
     let document = json!({
         "application_log_config": { "log_format": log_format(config.log_as_json) },
@@ -38,7 +38,7 @@ pub fn document(config: &Config) -> Value {
                 "max_active_downstream_connections": connection_limit(&config.node.proxy_config),
             }),
         )]},
-        "tracing": tracer.map(|tracer| tracer.section(config)),
+        "tracing": tracer.map(Tracer::section),
         "stats_sinks": (!sinks.is_empty()).then_some(sinks),
         "cluster_manager": cluster_manager(config),
         "deferred_stat_options": { "enable_deferred_creation_stats": true },

@@ -1,7 +1,7 @@
-//! Checks the members of node metadata that have a type.
+//! Checks the members of node metadata that have a type, and converts them to the form that istiod reads.
 //!
-//! A typed member of another type is an error, as istiod would refuse the node. Members without a type
-//! pass unchanged.
+//! [`canonicalize`] is the entry. A typed member of another type is an error, as istiod would refuse the node.
+//! Members without a type pass unchanged.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -55,7 +55,7 @@ const MEMBERS: [(&str, &str, Read); 7] = [
 ];
 
 /// Converts typed members to the form istiod reads. Returns a problem for each member that has another type.
-pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
+pub fn canonicalize(members: &mut Map<String, Value>) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (name, value) in members.iter_mut() {
         if let Some((expected, read)) = type_of(name)
@@ -82,8 +82,8 @@ pub(super) fn is_typed(name: &str) -> bool {
     type_of(name).is_some()
 }
 
-/// Returns true for a value with which a member that the agent sets is left out.
-pub fn is_empty(value: &Value) -> bool {
+/// Returns true if a member that the agent derives is left out of the metadata when it has this value.
+pub fn is_left_out(value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::String(text) => text.is_empty(),
@@ -143,7 +143,7 @@ mod tests {
         let Value::Object(mut members) = value else {
             panic!("no object");
         };
-        let mismatches = check(&mut members);
+        let mismatches = canonicalize(&mut members);
         if mismatches.is_empty() {
             return Ok(members.into());
         }

@@ -58,7 +58,7 @@ impl Node {
     /// Returns the metadata of a gRPC application: the members with a type, and the generator.
     pub(super) fn application_metadata(&self) -> Metadata {
         let mut metadata = self.metadata();
-        metadata.retain(|name, value| metadata::is_typed(name) && !metadata::is_empty(value));
+        metadata.retain(|name, value| metadata::is_typed(name) && !metadata::is_left_out(value));
         metadata.insert("GENERATOR".to_owned(), json!("grpc"));
         metadata
     }

@@ -8,11 +8,11 @@ use super::config::Config;
 use super::tls;
 use crate::address;
 use crate::proxy_config::tracing::Tracer::{Datadog, Lightstep, Zipkin};
-use crate::proxy_config::{ProxyConfig, RemoteService, TcpKeepalive, TlsSettings, time};
+use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings, time};
 
 pub(super) fn section(config: &Config) -> Vec<Value> {
     let proxy_config = &config.node.proxy_config;
-    let tracer = Tracer::configured(proxy_config).and_then(|tracer| collector(config, &tracer));
+    let tracer = Tracer::configured(config).and_then(|tracer| collector(config, &tracer));
     let metrics = metrics_service(config)
         .map(|(address, service)| remote(config, "envoy_metrics_service", &address, service));
     let service = proxy_config.envoy_access_log_service.as_ref();
@@ -26,6 +26,8 @@ pub(super) fn section(config: &Config) -> Vec<Value> {
 
 pub(super) struct Tracer<'a> {
     name: &'static str,
+    message: &'static str,
+    settings: Value,
     cluster: &'static str,
     address: &'a str,
     /// The token of Lightstep, which speaks HTTP/2.
@@ -33,48 +35,45 @@ pub(super) struct Tracer<'a> {
 }
 
 impl<'a> Tracer<'a> {
-    pub(super) fn configured(config: &'a ProxyConfig) -> Option<Self> {
-        let (name, cluster, address, token) = match config.tracing.as_ref()?.tracer.as_ref()? {
-            Zipkin(it) => ("zipkin", "zipkin", &it.address, None),
-            Lightstep(it) => (
-                "lightstep",
-                "lightstep",
-                &it.address,
-                Some(&it.access_token),
-            ),
-            Datadog(it) => ("datadog", "datadog_agent", &it.address, None),
-            _ => return None,
-        };
-        Some(Self {
-            name,
-            cluster,
-            address,
-            token: token.map(String::as_str),
-        })
-    }
-
-    pub(super) fn section(&self, config: &Config) -> Value {
-        let (message, mut members) = match self.name {
-            "zipkin" => (
-                "ZipkinConfig",
-                json!({
+    pub(super) fn configured(config: &'a Config) -> Option<Self> {
+        let tracing = config.node.proxy_config.tracing.as_ref()?;
+        Some(match tracing.tracer.as_ref()? {
+            Zipkin(zipkin) => Self {
+                name: "zipkin",
+                message: "ZipkinConfig",
+                settings: json!({
                     "collector_endpoint": "/api/v2/spans",
                     "collector_endpoint_version": "HTTP_JSON",
                     "trace_id_128bit": true,
                     "shared_span_context": false,
                 }),
-            ),
-            "lightstep" => {
-                let file = config.token_file();
-                let members = json!({ "access_token_file": file.to_string_lossy() });
-                ("LightstepConfig", members)
-            }
-            _ => (
-                "DatadogConfig",
-                json!({ "service_name": config.node.cluster }),
-            ),
-        };
-        let message = format!("type.googleapis.com/envoy.config.trace.v3.{message}");
+                cluster: "zipkin",
+                address: &zipkin.address,
+                token: None,
+            },
+            Lightstep(lightstep) => Self {
+                name: "lightstep",
+                message: "LightstepConfig",
+                settings: json!({ "access_token_file": config.token_file().to_string_lossy() }),
+                cluster: "lightstep",
+                address: &lightstep.address,
+                token: Some(&lightstep.access_token),
+            },
+            Datadog(datadog) => Self {
+                name: "datadog",
+                message: "DatadogConfig",
+                settings: json!({ "service_name": config.node.cluster }),
+                cluster: "datadog_agent",
+                address: &datadog.address,
+                token: None,
+            },
+            _ => return None,
+        })
+    }
+
+    pub(super) fn section(self) -> Value {
+        let mut members = self.settings;
+        let message = format!("type.googleapis.com/envoy.config.trace.v3.{}", self.message);
         members["@type"] = json!(message);
         members["collector_cluster"] = json!(self.cluster);
         let name = format!("envoy.tracers.{}", self.name);
@@ -93,7 +92,7 @@ pub(super) fn metrics_service(config: &Config) -> Option<(Value, Option<&RemoteS
 
 /// Converts `host:port` to Envoy's form, or an empty text to None. Envoy resolves names.
 pub(super) fn socket_address(config: &Config, address: &str) -> Option<Value> {
-    let (host, port) = address::parts(address)?;
+    let (host, port) = address::split_lenient(address)?;
     let host = match host {
         "$(HOST_IP)" if !config.host_ip.is_empty() => &config.host_ip,
         host => host,

@@ -3,6 +3,7 @@
 
 use std::net::IpAddr;
 
+use indexmap::IndexSet;
 use serde_json::{Value, json};
 
 use super::config::Config;
@@ -98,32 +99,24 @@ fn patterns(config: &Config) -> Vec<Value> {
     if config.exit_on_zero_connections {
         patterns.push(json!({ "suffix": "downstream_cx_active" }));
     }
-    let chosen = [&stats.expressions[..], &stats.of_requests].concat();
+    let chosen = [&stats.expressions[..], &stats.in_flight_expressions].concat();
     let expressions = expanded(&chosen, EXPRESSIONS, addresses);
     patterns.extend(expressions.map(|text| json!({ "safe_regex": { "regex": text } })));
     patterns.extend(["component", "istio"].map(|text| json!({ "prefix": text })));
     patterns
 }
 
-/// Lists the user's patterns, then Istio's. A pattern that names the pod's address is repeated for each.
+/// Lists the user's patterns, then Istio's. A pattern with `{pod_ip}` is repeated for each address of the pod.
 fn expanded(
     chosen: &[String],
     required: &[&str],
     addresses: &[IpAddr],
 ) -> impl Iterator<Item = String> {
-    let chosen = chosen
-        .iter()
-        .flat_map(move |text| per_address(text, addresses));
+    let chosen = chosen.iter().flat_map(move |text| {
+        let texts = addresses
+            .iter()
+            .map(|ip| text.replace("{pod_ip}", &ip.to_string()));
+        texts.collect::<IndexSet<_>>()
+    });
     chosen.chain(required.iter().map(|text| (*text).to_owned()))
-}
-
-fn per_address(pattern: &str, addresses: &[IpAddr]) -> Vec<String> {
-    const PLACEHOLDER: &str = "{pod_ip}";
-    if !pattern.contains(PLACEHOLDER) {
-        return vec![pattern.to_owned()];
-    }
-    let texts = addresses.iter().map(IpAddr::to_string);
-    texts
-        .map(|text| pattern.replace(PLACEHOLDER, &text))
-        .collect()
 }

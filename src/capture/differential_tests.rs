@@ -211,7 +211,7 @@ proptest! {
         let [by_iptables, by_nft] = wanted(&config);
         for flow in flows {
             let packet = packet(flow.parse().expect("a flow"));
-            let family = Cidr::from(packet.destination.ip()).family();
+            let family = Cidr::single(packet.destination.ip()).family();
             let expected = simulate(&by_iptables[family as usize], &packet);
             let found = simulate(&by_nft[family as usize], &packet);
             prop_assert_eq!(found.decision, expected.decision, "{} {:#?}", packet, found.rules);

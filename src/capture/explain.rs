@@ -32,42 +32,12 @@ impl FromStr for Flow {
 
     fn from_str(text: &str) -> Result<Self, Problem> {
         let fields: Vec<_> = text.split(',').map(str::trim).collect();
-        let [direction, protocol, fields @ ..] = fields.as_slice() else {
-            return Err(problem("--explain", text, GRAMMAR));
-        };
-        let is_sent = match *direction {
-            "out" => true,
-            "in" => false,
-            other => return Err(problem("the direction of --explain", other, "out or in")),
-        };
-        let protocol = named(&Protocol::ALL, protocol)
-            .ok_or_else(|| problem("the protocol of --explain", protocol, "tcp or udp"))?;
-        let ((user, group), fields) = match fields {
-            [user, fields @ ..] if is_sent => (user_and_group(user)?, fields),
-            fields => ((None, None), fields),
-        };
-        let source: Option<IpAddr> = fields.first().and_then(|first| first.parse().ok());
-        let (target, interface) = match &fields[usize::from(source.is_some())..] {
-            [target] => (target, None),
-            [target, interface] => (target, Some(self::interface(interface, is_sent)?)),
-            _ => return Err(problem("--explain", text, GRAMMAR)),
-        };
-        let (destination, port) = destination(target, is_sent)?;
-        if let (Some(from), Some(to)) = (source, destination)
-            && from.is_ipv4() != to.is_ipv4()
+        if let Some(protocol) = fields.get(1)
+            && named(&Protocol::ALL, protocol).is_none()
         {
-            let expected = "an address of the same family as the destination";
-            return Err(problem("the source of --explain", fields[0], expected));
+            return Err(problem("the protocol of --explain", protocol, "tcp or udp"));
         }
-        Ok(Self {
-            user,
-            group,
-            protocol,
-            source,
-            destination,
-            port,
-            interface,
-        })
+        parse(&fields).ok_or_else(|| problem("--explain", text, GRAMMAR))
     }
 }
 
@@ -75,47 +45,65 @@ fn problem(subject: &str, found: &str, expected: &'static str) -> Problem {
     Problem::value(codes::ARGUMENT_INVALID, subject, found, expected)
 }
 
-/// Parses `USER` or `USER/GROUP`.
-fn user_and_group(text: &str) -> Result<(Option<Id>, Option<Id>), Problem> {
-    let (user, group) = match text.split_once('/') {
-        Some((user, group)) => (user, Some(account(group)?)),
-        None => (text, None),
+/// Parses the fields of a flow. Returns None if one of them does not follow the grammar.
+fn parse(fields: &[&str]) -> Option<Flow> {
+    let [direction @ ("out" | "in"), protocol, fields @ ..] = fields else {
+        return None;
     };
-    Ok((Some(account(user)?), group))
+    let is_sent = *direction == "out";
+    let (user, group, fields) = match fields {
+        [sender, fields @ ..] if is_sent => {
+            let (user, group) = user_and_group(sender)?;
+            (Some(user), group, fields)
+        }
+        fields => (None, None, fields),
+    };
+    let source: Option<IpAddr> = fields.first().and_then(|first| first.parse().ok());
+    let (target, interface) = match &fields[usize::from(source.is_some())..] {
+        [target] => (target, None),
+        [target, interface] => (target, Some((*interface).to_owned())),
+        _ => return None,
+    };
+    let (destination, port) = match (target.parse::<SocketAddr>(), target.parse::<u16>()) {
+        (Ok(address), _) => (Some(address.ip()), address.port()),
+        // A packet that arrives needs a port only.
+        (_, Ok(port)) if !is_sent => (None, port),
+        _ => return None,
+    };
+    // A packet does not arrive over lo before it was sent.
+    let is_interface = |name: &String| {
+        !name.is_empty() && config::is_interface(name) && (is_sent || name != LOOPBACK)
+    };
+    let is_same_family = |(from, to): (IpAddr, IpAddr)| from.is_ipv4() == to.is_ipv4();
+    let is_valid = port != 0
+        && interface.as_ref().is_none_or(is_interface)
+        && source.zip(destination).is_none_or(is_same_family);
+    let protocol = named(&Protocol::ALL, protocol)?;
+    is_valid.then_some(Flow {
+        user,
+        group,
+        protocol,
+        source,
+        destination,
+        port,
+        interface,
+    })
+}
+
+/// Parses `USER` or `USER/GROUP`.
+fn user_and_group(text: &str) -> Option<(Id, Option<Id>)> {
+    Some(match text.split_once('/') {
+        Some((user, group)) => (account(user)?, Some(account(group)?)),
+        None => (account(text)?, None),
+    })
 }
 
 /// Parses a single user or group.
-fn account(text: &str) -> Result<Id, Problem> {
-    match config::id(text) {
-        Some(Id::Numbers(numbers)) if numbers.start() == numbers.end() => Ok(Id::Numbers(numbers)),
-        Some(Id::Name(name)) if !name.is_empty() => Ok(Id::Name(name)),
-        _ => {
-            let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
-            Err(problem("the user of --explain", text, expected))
-        }
-    }
-}
-
-fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
-    if !text.is_empty() && config::is_interface(text) && (is_sent || text != LOOPBACK) {
-        return Ok(text.to_owned());
-    }
-    let expected =
-        "an interface, such as eth0, and with `in` not lo, because what arrives there was sent";
-    Err(problem("the interface of --explain", text, expected))
-}
-
-/// Parses a destination. A packet that arrives needs a port only.
-fn destination(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem> {
-    match (text.parse::<u16>(), text.parse::<SocketAddr>()) {
-        (Ok(port), _) if !is_sent && port != 0 => Ok((None, port)),
-        (_, Ok(address)) if address.port() != 0 => Ok((Some(address.ip()), address.port())),
-        _ => {
-            let expected =
-                "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443, or with `in` a port";
-            Err(problem("the destination of --explain", text, expected))
-        }
-    }
+fn account(text: &str) -> Option<Id> {
+    config::id(text).filter(|id| match id {
+        Id::Numbers(numbers) => numbers.start() == numbers.end(),
+        Id::Name(name) => !name.is_empty(),
+    })
 }
 
 /// Describes where a packet ends, and because of which rules.

@@ -62,7 +62,7 @@ impl Layout {
     }
 
     /// Returns true if there are chains of traffic capture, or rules of earlier versions.
-    pub fn is_captured(&self) -> bool {
+    pub fn has_istio_rules(&self) -> bool {
         !self.earlier_dns.is_empty() || self.chains.keys().any(|(_, chain)| !chain.is_builtin())
     }
 
@@ -79,7 +79,7 @@ impl Layout {
     }
 
     /// Returns the port that a chain redirects to.
-    pub fn redirects_to(&self, chain: Chain) -> Option<u16> {
+    pub fn redirect_port(&self, chain: Chain) -> Option<u16> {
         let mut rules = self.rules(Table::Nat, chain);
         rules.find_map(|(_, verdict)| match verdict {
             Verdict::Redirect(port) => Some(port),
@@ -125,7 +125,6 @@ impl Entry {
             Match::Is(Criterion::Source(range) | Criterion::Destination(range)) => {
                 range.prefix != 0
             }
-            Match::Is(Criterion::DestinationPort(ports)) => *ports != [0..=u16::MAX],
             Match::Is(Criterion::InInterface(name) | Criterion::OutInterface(name)) => name != "+",
             _ => true,
         });

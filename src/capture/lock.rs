@@ -1,4 +1,5 @@
-//! Keeps two processes from changing the rules of one network namespace at the same time.
+//! Keeps two processes from changing the rules of one network namespace at the same time: a command holds the
+//! file of [`acquire`] while it changes rules.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,5 @@
-//! Simulates how the kernel sends the first packet of a connection through the rules of one address family.
+//! Simulates how the kernel sends the first packet of a connection through the rules of one address family:
+//! [`simulate`] returns where the packet ends, and the rules that matched.
 //!
 //! A packet that is sent passes the tables of OUTPUT and, if it stays on the machine, then the tables of
 //! PREROUTING as a packet that arrived over `lo`. Rules that are not part of traffic capture never match

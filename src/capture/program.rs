@@ -1,4 +1,5 @@
-//! Runs helper programs, with limits of time and output.
+//! Runs helper programs, with limits of time and output. [`run`] returns the standard output and fails with the
+//! message of the program; [`run_with_stderr`] returns both outputs and the status.
 
 use std::ffi::OsStr;
 use std::io::{self, Seek, Write};
@@ -27,7 +28,7 @@ pub async fn run(
     input: &str,
     limit: Duration,
 ) -> Result<Vec<u8>, Problem> {
-    let done = output(program, arguments, input, limit).await;
+    let done = run_with_stderr(program, arguments, input, limit).await;
     done.and_then(printed).map_err(|error| {
         let command = [&[program], arguments].concat().join(" ");
         let code = match error.kind() {
@@ -39,7 +40,7 @@ pub async fn run(
 }
 
 /// Runs a program with this input, and returns its outputs and its status. A program that takes too long is killed.
-pub async fn output(
+pub async fn run_with_stderr(
     program: impl AsRef<OsStr>,
     arguments: &[&str],
     input: &str,

@@ -113,6 +113,8 @@ fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
     const MARK: u16 = 10;
     const TABLE: u16 = 15;
     let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
+    // The members of both headers: family, length of destination and source, TOS; then, of `struct rtmsg`, table,
+    // protocol, scope, type, or, of `struct fib_rule_hdr`, table, two reserved bytes, action; then flags.
     // pilot-agent adds the route with another protocol. A removal with protocol 0 removes routes of any.
     let protocol = if is_wanted { BY_ADMINISTRATOR } else { 0 };
     let attributes = |kind, value: u32| {

@@ -9,7 +9,6 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
-use futures_util::future::select_all;
 use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::time::{interval, timeout};
@@ -39,16 +38,11 @@ pub async fn run(
     let addresses = [config.outbound_port, config.inbound_port];
     let addresses = addresses.map(|port| SocketAddr::new(loopback, port));
     let names = format!("{} or {}", addresses[0], addresses[1]);
-    let listeners: Vec<_> = addresses.into_iter().filter_map(listen).collect();
-    if listeners.is_empty() {
-        return Err(failed(format!("cannot listen on {names}")));
-    }
-    let accepts = listeners
-        .iter()
-        .map(|listener| Box::pin(accept(listener, destination)));
+    let (outbound, inbound) = (listen(addresses[0])?, listen(addresses[1])?);
     let captured = async {
         tokio::select! {
-            _ = select_all(accepts) => {}
+            () = accept(&outbound, destination) => {}
+            () = accept(&inbound, destination) => {}
             never = connect(SocketAddr::new(loopback, 0), destination) => match never {},
         }
     };
@@ -87,8 +81,7 @@ fn failed(found: String) -> Problem {
     Problem::new(code, "iptables validation failed", found)
 }
 
-/// Returns a listener, unless the address is in use.
-fn listen(address: SocketAddr) -> Option<TcpListener> {
+fn listen(address: SocketAddr) -> Result<TcpListener, Problem> {
     let listener = socket(address).and_then(|socket| {
         socket.set_reuseaddr(true)?;
         // Envoy may be running.
@@ -96,9 +89,7 @@ fn listen(address: SocketAddr) -> Option<TcpListener> {
         socket.bind(address)?;
         socket.listen(16)
     });
-    listener
-        .inspect_err(|error| tracing::warn!("cannot listen on {address}: {error}"))
-        .ok()
+    listener.map_err(|error| failed(format!("cannot listen on {address}: {error}")))
 }
 
 fn socket(address: SocketAddr) -> io::Result<TcpSocket> {

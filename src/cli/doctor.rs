@@ -100,10 +100,10 @@ pub async fn report(
         Err(problem) => problem,
     };
     if problem.code != codes::AGENT_NOT_RUNNING {
-        checks.push(Check::of(&problem));
+        checks.push(Check::from(&problem));
     }
     let report = if problem.code == codes::AGENT_SILENT {
-        doctor::report_of_settings(&config, checks)
+        doctor::check_settings(&config, checks)
     } else {
         doctor::report(&config, None, checks).await
     };
@@ -113,7 +113,7 @@ pub async fn report(
 /// Replaces a configuration whose files were not read in time by a skipped check, which is not a finding.
 fn unread(why: String) -> (Option<u16>, Result<Config, Vec<Problem>>, Vec<Check>) {
     let late = Problem::new(codes::CHECKS_LATE, "configuration files", why);
-    let check = Check::problem(Level::Skipped, &late);
+    let check = Check::with_level(Level::Skipped, &late);
     (Some(DEFAULT_PORT), Err(Vec::new()), vec![check])
 }
 
@@ -141,15 +141,10 @@ async fn request_report(port: u16) -> Result<Report, Problem> {
         let text = body.rsplit_once(" [").map_or(body.trim(), |(text, _)| text);
         return Err(Problem::new(codes::CALLER_REFUSED, "doctor", text).remedy(""));
     }
-    let report: Report = serde_json::from_slice(response.body()).map_err(|_| {
+    serde_json::from_slice(response.body()).map_err(|_| {
         let subject = format!("port {port}");
         Problem::new(codes::AGENT_UNKNOWN, subject, quoted(&response))
-    })?;
-    if !report.verdict.is_empty() {
-        return Ok(report);
-    }
-    // Older agents do not give a verdict.
-    Ok(report.judged("the agent runs", None))
+    })
 }
 
 /// Returns the status and the beginning of an unknown response.

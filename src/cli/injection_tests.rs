@@ -138,7 +138,7 @@ fn optional_settings_of_a_sidecar_are_accepted() {
     assert_eq!(start.warnings, expected);
     let status = start.config.status.expect("a status port");
     assert_eq!(
-        (status.port, status.application.as_str()),
+        (status.port, status.application_host.as_str()),
         (15020, "localhost")
     );
 }

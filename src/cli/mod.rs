@@ -16,7 +16,6 @@ pub mod version;
 pub mod wait;
 
 use std::io;
-use std::path::Path;
 
 use clap::error::{ContextKind, ErrorKind};
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -79,30 +78,27 @@ pub enum Command {
     CleanIptables(Box<iptables::IptablesFlags>),
 }
 
-/// A parsed command line, and the unknown flags of `proxy` that were removed from it.
+/// A parsed command line.
 #[derive(Clone, Debug)]
-pub struct Typed {
+pub struct ParsedLine {
     pub cli: Cli,
     /// The flags of the command.
     pub flags: Vec<Flag>,
+    /// The unknown flags of `proxy`, which were removed before the line was parsed.
     pub unknown_flags: Vec<String>,
 }
 
-/// The reason why the command line is invalid, or the requested help.
+/// The reason why no command runs: the line is invalid, or asks for help, whose text this is.
 #[derive(Debug)]
-pub enum Refused {
+pub enum ParseError {
     Help(String),
-    Error(String),
+    Invalid(String),
 }
 
 /// Parses a command line, whose first word is the program.
-pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
+pub fn parse(line: impl IntoIterator<Item = String>) -> Result<ParsedLine, ParseError> {
     let mut command = Cli::command();
-    let mut line: Vec<_> = line.into_iter().collect();
-    if let Some(name) = line.first().and_then(|program| command_of_link(program)) {
-        line.insert(1, name.to_owned());
-    }
-    let (matches, unknown_flags) = unknown::parse(&mut command, line);
+    let (matches, unknown_flags) = unknown::parse(&mut command, line.into_iter().collect());
     match matches.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches))) {
         Ok((mut cli, matches)) => {
             if cli.version {
@@ -112,14 +108,14 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
                 let command = command.find_subcommand(name)?;
                 Some(flags::values(command, matches))
             });
-            Ok(Typed {
+            Ok(ParsedLine {
                 cli,
                 flags: flags.unwrap_or_default(),
                 unknown_flags,
             })
         }
-        Err(error) if error.use_stderr() => Err(Refused::Error(one_sentence(&error))),
-        Err(help) => Err(Refused::Help(help.to_string())),
+        Err(error) if error.use_stderr() => Err(ParseError::Invalid(one_sentence(&error))),
+        Err(help) => Err(ParseError::Help(help.to_string())),
     }
 }
 
@@ -131,14 +127,7 @@ fn quiet(flag: Arg) -> Arg {
     }
 }
 
-/// Returns the command that the name of the program stands for. Older packages have links to this program.
-fn command_of_link(program: &str) -> Option<&'static str> {
-    let name = Path::new(program).file_name()?;
-    let commands = ["istio-iptables", "istio-clean-iptables"];
-    commands.into_iter().find(|command| name == *command)
-}
-
-/// Logs every flag with its value, and the flags and words without effect.
+/// Logs each flag with its value, and the flags and words without effect.
 pub fn announce(flags: &[Flag], unknown: &[String], ignored: &[String]) {
     for flag in flags {
         if !flag.is_hidden && flag.name != "type" {
@@ -159,7 +148,7 @@ pub fn announce(flags: &[Flag], unknown: &[String], ignored: &[String]) {
 }
 
 /// Ignores the error of writing to a pipe that its reader has closed, as `head` does once it has read enough.
-pub fn unless_unread(written: io::Result<()>) -> io::Result<()> {
+pub fn ignore_closed_pipe(written: io::Result<()>) -> io::Result<()> {
     match written {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         written => written,

@@ -12,7 +12,7 @@ use bytes::{Bytes, BytesMut};
 use clap::Args;
 use http::{Method, Request, StatusCode};
 
-use super::unless_unread;
+use super::ignore_closed_pipe;
 use crate::config::environment::Environment;
 use crate::http_client::{Client, http_url};
 use crate::lifecycle::BoxError;
@@ -59,7 +59,7 @@ pub async fn run(
     let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
     if path == "drain" && flags.method == "POST" && standby::another_serves(environment) {
         let written = writeln!(output, "another container of this pod serves");
-        return Ok(unless_unread(written)?);
+        return Ok(ignore_closed_pipe(written)?);
     }
     let url = format!("http://localhost:{port}/{path}");
     let sent = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
@@ -84,11 +84,11 @@ async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Resul
     while let Some(chunk) = body.chunk().await {
         let written = output.write_all(&chunk?);
         if written.is_err() {
-            return Ok(unless_unread(written)?);
+            return Ok(ignore_closed_pipe(written)?);
         }
     }
     let written = output.write_all(b"\n").and_then(|()| output.flush());
-    Ok(unless_unread(written)?)
+    Ok(ignore_closed_pipe(written)?)
 }
 
 #[cfg(test)]

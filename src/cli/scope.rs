@@ -35,7 +35,7 @@ pub struct ScopeFlags {
     keep: Vec<String>,
     /// Keeps services that had a DNS query but no connection.
     #[arg(long = "include-asked", num_args = 0..=1, require_equals = true, default_value = "true",
-          default_missing_value = "true", value_parser = config::flags::truth,
+          default_missing_value = "true", value_parser = config::flags::parse_bool,
           action = clap::ArgAction::Set)]
     include_asked: bool,
 }
@@ -55,7 +55,7 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
     }
     let keep = Keep {
         hosts: flags.keep.clone(),
-        asked: flags.include_asked,
+        looked_up: flags.include_asked,
     };
     Ok(advice::sidecar(&usage, &keep)?)
 }

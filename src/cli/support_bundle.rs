@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde_json::json;
 
-use super::{doctor, unless_unread};
+use super::{doctor, ignore_closed_pipe};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
@@ -29,8 +29,10 @@ pub struct SupportBundleFlags {
 
 /// Opens the output, and sends the log to standard error, because standard output may be the bundle.
 pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
-    let log = logging::Options::parse("", &["stderr".to_owned()], false, "")?;
-    logging::init(log)?;
+    logging::init(logging::Options {
+        targets: vec!["stderr".to_owned()],
+        ..logging::Options::default()
+    })?;
     let Some(path) = &flags.output else {
         if io::stdout().is_terminal() {
             return Err(unusable("standard output", "is a terminal").into());
@@ -84,6 +86,7 @@ pub async fn run(
     let (sources, token) = read.await.unwrap_or_else(|why| {
         let code = codes::BUNDLE_SETTINGS_LATE;
         tracing::warn!("{}", Problem::new(code, "configuration files", why));
+        // There are no files under this root, so only flags and variables are read.
         sources(&flags.proxy, log, all, environment, "/dev/null".as_ref())
     });
     let secrets = support_bundle::known_secrets(environment, token)
@@ -96,6 +99,6 @@ pub async fn run(
         }
     };
     let bundle = support_bundle::collect(&sources, secrets, doctor).await;
-    let written = unless_unread(bundle.write(&mut output));
+    let written = ignore_closed_pipe(bundle.write(&mut output));
     written.map_err(|error| unusable("support bundle", error).into())
 }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::config::pod::NodeType;
 
-fn typed(line: &str) -> Result<Typed, Refused> {
+fn typed(line: &str) -> Result<ParsedLine, ParseError> {
     parse(line.split(' ').map(str::to_owned))
 }
 
@@ -95,7 +95,7 @@ fn help_groups_the_logging_flags_and_shows_no_empty_default() {
         "pilot-agent request --help",
         "pilot-agent istio-iptables --help",
     ] {
-        let Err(Refused::Help(text)) = typed(line) else {
+        let Err(ParseError::Help(text)) = typed(line) else {
             panic!("{line}");
         };
         assert!(
@@ -170,7 +170,7 @@ fn invalid_command_lines_are_refused_with_one_sentence() {
         ),
     ] {
         match typed(line) {
-            Err(Refused::Error(text)) => assert!(text.contains(sentence), "{text}"),
+            Err(ParseError::Invalid(text)) => assert!(text.contains(sentence), "{text}"),
             other => panic!("{line}: {other:?}"),
         }
     }
@@ -232,7 +232,7 @@ fn the_program_and_each_command_have_help() {
         "pilot-agent proxy --help",
         "pilot-agent istio-iptables --help",
     ] {
-        assert!(matches!(typed(line), Err(Refused::Help(_))), "{line}");
+        assert!(matches!(typed(line), Err(ParseError::Help(_))), "{line}");
     }
     for line in [
         "pilot-agent",
@@ -248,7 +248,7 @@ fn the_program_and_each_command_have_help() {
 
 #[test]
 fn help_of_istio_iptables_names_the_variables_of_its_flags() {
-    let Err(Refused::Help(help)) = typed("pilot-agent istio-iptables --help") else {
+    let Err(ParseError::Help(help)) = typed("pilot-agent istio-iptables --help") else {
         panic!("no help");
     };
     for line in [

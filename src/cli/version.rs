@@ -20,7 +20,7 @@ pub struct VersionFlags {
     ignored: Vec<String>,
     /// Prints only the version.
     #[arg(short, long, num_args = 0..=1, require_equals = true, default_value = "false",
-          default_missing_value = "true", value_parser = crate::config::flags::truth,
+          default_missing_value = "true", value_parser = crate::config::flags::parse_bool,
           action = clap::ArgAction::Set)]
     short: bool,
     /// Output format: yaml or json.

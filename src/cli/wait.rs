@@ -1,9 +1,8 @@
 //! Implements the `wait` command: requests the readiness URL until its status is 200, or a timeout.
 //!
-//! The first request is sent at once. On loopback the pause is a tenth of the time waited so far, and the
-//! period is only its upper bound, so that the other containers of a pod start earlier.
+//! The first request is sent at once. The pause is a tenth of the time waited so far, and the period of the flags
+//! is only its upper bound, so that the other containers of a pod start earlier.
 
-use std::net::IpAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,9 +14,9 @@ use crate::duration::scaled;
 use crate::http_client::{Client, http_url};
 use crate::lifecycle::{BoxError, with_causes};
 
-/// Bounds of the pause on loopback.
+/// Bounds of the pause.
 const MIN_PAUSE: Duration = Duration::from_millis(10);
-const MAX_LOCAL_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Args, Clone, Debug)]
 pub struct WaitFlags {
@@ -59,7 +58,7 @@ async fn until_ready(flags: &WaitFlags, url: &Uri, last_error: &mut String) {
     while let Err(error) = check(flags, &client, url).await {
         tracing::debug!("Not ready yet: {error}");
         *last_error = error;
-        sleep(pause(flags, is_loopback(url), start.elapsed())).await;
+        sleep(pause(flags, start.elapsed())).await;
     }
 }
 
@@ -80,20 +79,9 @@ async fn check(flags: &WaitFlags, client: &Client, url: &Uri) -> Result<(), Stri
     }
 }
 
-fn is_loopback(url: &Uri) -> bool {
-    let host = url.host().unwrap_or_default().trim_matches(['[', ']']);
-    let address: Result<IpAddr, _> = host.parse();
-    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
-}
-
-fn pause(flags: &WaitFlags, is_local: bool, waited: Duration) -> Duration {
-    let period = Duration::from_millis(flags.period_millis.into()).max(MIN_PAUSE);
-    let local_pause = scaled(waited, 0.1).clamp(MIN_PAUSE, MAX_LOCAL_PAUSE);
-    if is_local {
-        local_pause.min(period)
-    } else {
-        period
-    }
+fn pause(flags: &WaitFlags, waited: Duration) -> Duration {
+    let period = Duration::from_millis(flags.period_millis.into());
+    scaled(waited, 0.1).min(period).clamp(MIN_PAUSE, MAX_PAUSE)
 }
 
 #[cfg(test)]
@@ -140,38 +128,17 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_recognized() {
-        for (url, expected) in [
-            ("http://localhost:15021/healthz/ready", true),
-            ("http://[::1]:80/x", true),
-            ("http://127.0.0.2", true),
-            ("http://example.com/", false),
-        ] {
-            assert_eq!(
-                is_loopback(&http_url(url).expect("a URL")),
-                expected,
-                "{url}"
-            );
-        }
-    }
-
-    #[test]
     fn pauses_grow_and_never_exceed_the_period() {
         let flags = flags(String::new());
-        for (local, waited, expected) in [
-            (true, 0, 10),
-            (true, 500, 50),
-            (true, 60_000, 100),
-            (false, 0, 500),
-        ] {
-            let pause = pause(&flags, local, Duration::from_millis(waited));
-            assert_eq!(pause, Duration::from_millis(expected), "{local} {waited}");
+        for (waited, expected) in [(0, 10), (500, 50), (60_000, 100)] {
+            let pause = pause(&flags, Duration::from_millis(waited));
+            assert_eq!(pause, Duration::from_millis(expected), "{waited}");
         }
         let hasty = WaitFlags {
             period_millis: 20,
             ..flags
         };
-        assert_eq!(pause(&hasty, true, Duration::from_secs(9)).as_millis(), 20);
+        assert_eq!(pause(&hasty, Duration::from_secs(9)).as_millis(), 20);
     }
 
     #[tokio::test]

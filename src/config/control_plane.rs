@@ -80,9 +80,9 @@ impl Loader<'_> {
             limits: Limits::default(),
             setting: "discoveryAddress",
             identity: self.identity(),
-            others: Vec::new(),
+            fallbacks: Vec::new(),
         };
-        let discovery = self.with_others(discovery, true);
+        let discovery = self.with_fallbacks(discovery, true);
         if !has_authority {
             return (discovery, None);
         }
@@ -131,32 +131,32 @@ impl Loader<'_> {
             security,
             setting,
             metadata: self.metadata("CA_HEADER_"),
-            others: Vec::new(),
+            fallbacks: Vec::new(),
             ..discovery.clone()
         };
         if config.address == discovery.address {
-            self.with_others(config, !is_given)
+            self.with_fallbacks(config, !is_given)
         } else {
             config
         }
     }
 
     /// Adds the other control planes of `DISCOVERY_ADDRESS`, which are used while this one fails.
-    fn with_others(&self, mut config: Config, override_name: bool) -> Config {
+    fn with_fallbacks(&self, mut config: Config, override_name: bool) -> Config {
         let addresses = self.get(&variables::DISCOVERY_ADDRESS);
         if !addresses.is_empty() {
             config.setting = variables::DISCOVERY_ADDRESS.row.name;
         }
-        let others = addresses.into_iter().skip(1).map(|address| {
-            let mut other = config.clone();
-            other.proxy = self.proxy(&address);
-            if let Security::Tls(tls) = &mut other.security {
+        let fallbacks = addresses.into_iter().skip(1).map(|address| {
+            let mut fallback = config.clone();
+            fallback.proxy = self.proxy(&address);
+            if let Security::Tls(tls) = &mut fallback.security {
                 tls.server_name = self.server_name(&address, override_name);
             }
-            other.address = address;
-            other
+            fallback.address = address;
+            fallback
         });
-        config.others = others.collect();
+        config.fallbacks = fallbacks.collect();
         config
     }
 
@@ -181,11 +181,8 @@ impl Loader<'_> {
 
     fn at_least(&mut self, variable: &Variable<Duration>, min: Duration) -> Duration {
         let found = self.get(variable);
-        if found < min {
-            let (expected, used) = (format!("at least {min:?}"), format!("{min:?} is used"));
-            self.warn(variable.row.name, &format!("{found:?}"), expected, used);
-        }
-        found.max(min)
+        let expected = format!("at least {min:?}");
+        self.limited(variable.row.name, found, found.max(min), expected)
     }
 
     /// Returns the headers of each call: the cluster, and one for each variable with this prefix.
@@ -296,21 +293,16 @@ impl Loader<'_> {
     }
 }
 
-/// Reads the compliance policy, and warns if it is unknown or this build cannot meet it.
+/// Reads the compliance policy, and warns if this build cannot meet it.
 pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Policy {
-    let name = env.get(&variables::COMPLIANCE_POLICY);
-    let policy = Policy::parse(&name);
-    let (expected, consequence) = match policy {
-        Some(policy) if !policy.lacks_module() => return policy,
-        Some(_) => (
-            "a build with FIPS=1",
-            "TLS is restricted, but its cryptographic module is not a validated one",
-        ),
-        None => ("fips-140-2, fips-140-3 or pqc", "no policy is in force"),
-    };
-    let subject = variables::COMPLIANCE_POLICY.row.name;
-    warnings.push(Problem::replaced(subject, &name, expected, consequence));
-    policy.unwrap_or_default()
+    let policy = env.get(&variables::COMPLIANCE_POLICY);
+    if policy.lacks_module() {
+        let name = variables::COMPLIANCE_POLICY.row.name;
+        let (found, expected) = (env.text(name).unwrap_or_default(), "a build with FIPS=1");
+        let consequence = "TLS is restricted, but its cryptographic module is not a validated one";
+        warnings.push(Problem::replaced(name, found, expected, consequence));
+    }
+    policy
 }
 
 /// Reads the HTTP proxies of the environment, and warns of those that cannot be used.

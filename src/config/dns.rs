@@ -34,7 +34,7 @@ impl Loader<'_> {
         }
         let configured = self.get(&variables::DNS_PROXY_ADDR);
         let is_root = rustix::process::getuid().is_root();
-        let address = listen::address(&configured, is_root);
+        let address = listen::configured_address(&configured, is_root);
         let path = self.resolv_conf_path(address);
         let resolv_conf = ResolvConf::read(&path).unwrap_or_else(|problem| {
             // Without resolvers the agent still answers names of the mesh.
@@ -43,14 +43,14 @@ impl Loader<'_> {
         });
         let resolvers = resolv_conf.nameservers.iter().map(SocketAddr::ip);
         let resolvers: Vec<_> = resolvers.collect();
-        let addresses = listen::listen(address, &resolvers, &self.interface_addresses);
+        let addresses = listen::listen_addresses(address, &resolvers, &self.interface_addresses);
         let (namespace, domain) = (&self.namespace, self.domain());
         Some(DnsParameters {
             forwarder: forward::Config {
                 resolv_conf: path,
                 parallel: self.get(&variables::DNS_FORWARD_PARALLEL),
                 timeout: self.get(&variables::DNS_FORWARD_TIMEOUT),
-                own_addresses: addresses.iter().filter_map(|it| it.parse().ok()).collect(),
+                listen_addresses: addresses.iter().filter_map(|it| it.parse().ok()).collect(),
                 cache: self.dns_cache(),
             },
             server: dns::Config {

@@ -38,7 +38,7 @@ fn dns_follows_the_pods_resolvers_and_runs_without_them() {
     let dns = machine.config().dns.expect("DNS");
     assert_eq!(dns.server.addresses, ["[::1]:15053"]);
     assert_eq!(
-        dns.forwarder.own_addresses,
+        dns.forwarder.listen_addresses,
         ["[::1]:15053".parse().unwrap()]
     );
     assert_eq!(dns.forwarder.timeout, Duration::from_secs(2));

@@ -14,7 +14,6 @@ use crate::compliance::Policy;
 use crate::dns::listen;
 use crate::envoy::admin::Admin;
 use crate::envoy::command::{Command, LogLevels};
-use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
 use crate::problem::{Problem, codes};
@@ -71,7 +70,7 @@ impl Loader<'_> {
             },
             internal_ports: internal_ports(bootstrap),
             hot_restart: self.hot_restart(),
-            restarts: self.restarts(),
+            restarts: self.get(&variables::ISTIO_AGENT_ENVOY_RESTARTS),
         })
     }
 
@@ -88,13 +87,9 @@ impl Loader<'_> {
         };
         let drain = self.proxy_config.drain_time();
         let min = drain.saturating_add(Duration::from_secs(1));
-        if wanted < min {
-            let (found, used) = (format!("{wanted:?}"), format!("{min:?} is used"));
-            let name = variable.row.name;
-            self.warn(name, &found, "more than the drain duration", used);
-        }
+        let expected = "more than the drain duration";
         Some(hot_restart::Limits {
-            parent_shutdown: wanted.max(min),
+            parent_shutdown: self.limited(variable.row.name, wanted, wanted.max(min), expected),
             live: NEXT_LIVE,
             check: CHECK,
         })
@@ -160,20 +155,6 @@ impl Loader<'_> {
         }
         let inbound_only = self.flags.kind == NodeType::Sidecar;
         envoy::statistics(inbound_only).map(str::to_owned).to_vec()
-    }
-
-    /// Returns the limit of restarts after crashes; None if Envoy is not restarted.
-    fn restarts(&mut self) -> Option<Budget> {
-        let variable = &variables::ISTIO_AGENT_ENVOY_RESTARTS;
-        let text = self.get(variable);
-        let budget = budget(&text);
-        let is_off = text.is_empty() || text.split('/').next() == Some("0");
-        if budget.is_none() && !is_off {
-            let expected = "restarts in a duration, such as 3/10m";
-            let name = variable.row.name;
-            self.warn(name, &text, expected, "Envoy is not restarted");
-        }
-        budget
     }
 
     fn command(&mut self, bootstrap: &bootstrap::Config) -> Command {
@@ -247,14 +228,6 @@ fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
     all.filter(|port| *port != 0).collect()
 }
 
-/// Parses a number of restarts in a duration, such as `3/10m`.
-fn budget(text: &str) -> Option<Budget> {
-    let (restarts, within) = text.split_once('/')?;
-    let restarts = restarts.parse().ok().filter(|restarts| *restarts > 0)?;
-    let within = duration::parse(within).filter(|within| !within.is_zero())?;
-    Some(Budget { restarts, within })
-}
-
 /// Replaces `$(HOST_IP)`. An IPv6 address is put in brackets, unless the text has them.
 fn with_host_ip(text: &str, host_ip: &str) -> String {
     let host = if host_ip.contains(':') {
@@ -280,20 +253,6 @@ mod tests {
             ("$(HOST_IP):1", "", ":1"),
         ] {
             assert_eq!(with_host_ip(text, host_ip), expected);
-        }
-    }
-
-    #[test]
-    fn a_restart_budget_is_parsed_as_count_slash_duration() {
-        let expected = Budget {
-            restarts: 3,
-            within: Duration::from_secs(600),
-        };
-        assert_eq!(budget("3/10m"), Some(expected));
-        for text in [
-            "", "3", "0/10m", "3/0s", "3/10", "-1/10m", "3/10m/", "many/10m",
-        ] {
-            assert_eq!(budget(text), None, "{text}");
         }
     }
 }

@@ -15,7 +15,7 @@ use super::control_plane::ISTIOD_NAME;
 use super::environment as variables;
 use super::pod::{NodeType, Pairs};
 use super::{IGNORED, Loader};
-use crate::bootstrap::metadata::{self, is_empty};
+use crate::bootstrap::metadata::{self, is_left_out};
 use crate::bootstrap::node::{Locality, Metadata, Node};
 use crate::bootstrap::platform::{self, Platform};
 use crate::bootstrap::{self, Ports, StatsConfig, grpc};
@@ -71,9 +71,9 @@ impl Loader<'_> {
             },
             revision: None,
             ports,
-            xds_socket: unix_socket::of_container(xds_socket, &container),
-            sds_socket: unix_socket::of_container(sds_socket, &container),
-            files_socket: unix_socket::of_container(Path::new(FILES_SOCKET), &container),
+            xds_socket: unix_socket::container_path(xds_socket, &container),
+            sds_socket: unix_socket::container_path(sds_socket, &container),
+            files_socket: unix_socket::container_path(Path::new(FILES_SOCKET), &container),
             delta,
             metadata_discovery: metadata_discovery && delta,
             dual_stack: self.get(&variables::ISTIO_DUAL_STACK),
@@ -125,17 +125,13 @@ impl Loader<'_> {
     }
 
     /// Configures the detection of the cloud platform.
-    pub(super) fn platform(&mut self) -> platform::Config {
+    pub(super) fn platform(&self) -> platform::Config {
+        let quota_project = self.get(&variables::GCP_QUOTA_PROJECT);
+        let zone = self.get(&variables::GCP_ZONE);
         let known = self.get(&variables::GCP_METADATA);
-        let quota = self.get(&variables::GCP_QUOTA_PROJECT);
-        let gcp = platform::known_google(&known, quota, self.get(&variables::GCP_ZONE));
-        if gcp.is_none() && !known.is_empty() {
-            let expected = "project|number|cluster|location";
-            self.warn("GCP_METADATA", &known, expected, IGNORED);
-        }
         platform::Config {
             choice: self.get(&variables::CLOUD_PLATFORM),
-            gcp,
+            gcp: known.map(|known| platform::known_google(known, quota_project, zone)),
             gcp_host: self.get(&variables::GCE_METADATA_HOST),
             root: "/".into(),
             v6: self.addresses.iter().any(IpAddr::is_ipv6),
@@ -159,7 +155,7 @@ impl Loader<'_> {
             prefixes: self.annotation_or("statsInclusionPrefixes", &matcher.inclusion_prefixes),
             suffixes: self.annotation_or("statsInclusionSuffixes", &matcher.inclusion_suffixes),
             expressions: self.annotation_or("statsInclusionRegexps", &matcher.inclusion_regexps),
-            of_requests: self.request_statistics(until_idle),
+            in_flight_expressions: self.request_statistics(until_idle),
             tags: self.tags(),
             buckets: self.buckets(),
             flush,
@@ -245,13 +241,13 @@ impl Loader<'_> {
             ("NAME", json!(name)),
         ]);
         let mut metadata: Metadata = raw.into_iter().collect();
-        if metadata.get("ISTIO_VERSION").is_none_or(is_empty) {
+        if metadata.get("ISTIO_VERSION").is_none_or(is_left_out) {
             match version::istio() {
                 Ok(istio) => drop(metadata.insert("ISTIO_VERSION".to_owned(), istio.into())),
                 Err(problem) => self.notes.problems.push(problem),
             }
         }
-        let members = members.filter(|(_, value)| !is_empty(value));
+        let members = members.filter(|(_, value)| !is_left_out(value));
         metadata.extend(members.map(|(name, value)| (name.to_owned(), value)));
         Node {
             id: format!("{kind}~{address}~{name}.{}~{domain}", self.namespace),
@@ -279,11 +275,9 @@ impl Loader<'_> {
         } else {
             raw.get("ENABLE_HBONE").is_some_and(|value| value == "true")
         };
-        let [skip_logs, exit] = [
-            &variables::ENVOY_SKIP_DEPRECATED_LOGS,
-            &variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS,
-        ]
-        .map(|variable| self.get(variable).then_some("true"));
+        let skips_logs = self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS);
+        let exits_if_idle = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);
+        let flag = |is_set: bool| json!(is_set.then_some("true"));
         let merged_metrics = ports.secure_merged_metrics;
         let service_account = self.get(&variables::SERVICE_ACCOUNT);
         let socket_name = sds_socket.file_name().unwrap_or_default().to_string_lossy();
@@ -296,9 +290,9 @@ impl Loader<'_> {
             ("ENVOY_PROMETHEUS_PORT", json!(ports.prometheus)),
             ("ENVOY_SECURE_MERGED_METRICS_PORT", json!(merged_metrics)),
             ("ENVOY_SECURE_METRICS_PORT", json!(ports.secure_metrics)),
-            ("ENVOY_SKIP_DEPRECATED_LOGS", json!(skip_logs)),
+            ("ENVOY_SKIP_DEPRECATED_LOGS", flag(skips_logs)),
             ("ENVOY_STATUS_PORT", json!(ports.health)),
-            ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", json!(exit)),
+            ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", flag(exits_if_idle)),
             ("INSTANCE_IPS", json!(addresses.join(","))),
             ("METADATA_DISCOVERY", json!(discovers_peers.to_string())),
             ("NAMESPACE", json!(self.namespace)),
@@ -351,16 +345,14 @@ impl Loader<'_> {
         if !address.is_empty() {
             raw.insert("DNS_PROXY_ADDR".to_owned(), address.into());
         }
-        self.notes.problems.extend(metadata::check(&mut raw));
+        self.notes.problems.extend(metadata::canonicalize(&mut raw));
         (raw, labels)
     }
 
     /// Returns the name of Envoy's own cluster: the configured one, else one derived from the workload.
     fn cluster(&self, labels: &Pairs, raw: &Map<String, Value>) -> String {
-        let workload = match raw.get("WORKLOAD_NAME").and_then(Value::as_str) {
-            None | Some("") => None,
-            name => name,
-        };
+        let workload = raw.get("WORKLOAD_NAME").and_then(Value::as_str);
+        let workload = workload.filter(|name| !name.is_empty());
         // An empty label counts as a name.
         let values = NAME_LABELS.iter().filter_map(|key| labels.get(*key));
         let names: Vec<_> = values.map(String::as_str).collect();

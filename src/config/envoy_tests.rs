@@ -76,7 +76,7 @@ fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
         (&[(set, "0s"), (grace, "60")], 0),
     ] {
         let config = machine(variables).config();
-        let counts = config.bootstrap.stats.of_requests.len();
+        let counts = config.bootstrap.stats.in_flight_expressions.len();
         let limits = config.envoy.expect("Envoy").limits;
         assert_eq!(limits.long_requests, seconds(outlast), "{variables:?}");
         assert_eq!(counts > 0, outlast > 0, "{variables:?}");
@@ -98,8 +98,8 @@ fn the_default_restart_budget_is_three_in_ten_minutes() {
         (&[(name, "")], None, 0),
         (&[(name, "0")], None, 0),
         (&[(name, "0/10m")], None, 0),
-        (&[(name, "often")], None, 1),
-        (&[(name, "3")], None, 1),
+        (&[(name, "often")], budget(3, 600), 1),
+        (&[(name, "3")], budget(3, 600), 1),
     ] {
         let config = machine(variables).config();
         let restarts = config.envoy.expect("Envoy").restarts;

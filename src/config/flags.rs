@@ -25,7 +25,7 @@ pub struct LogFlags {
     pub target: Vec<String>,
     /// Writes log lines as JSON, including Envoy's.
     #[arg(long = "log_as_json", global = true, num_args = 0..=1, require_equals = true,
-          default_value = "false", default_missing_value = "true", value_parser = truth,
+          default_value = "false", default_missing_value = "true", value_parser = parse_bool,
           action = ArgAction::Set)]
     pub as_json: bool,
     /// Ignored; accepted for compatibility. This agent does not log stack traces.
@@ -94,7 +94,7 @@ pub struct ProxyFlags {
     pub token_manager_plugin: String,
     /// Ignored; accepted for compatibility.
     #[arg(long, num_args = 0..=1, require_equals = true, default_value = "true",
-          default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
+          default_missing_value = "true", value_parser = parse_bool, action = ArgAction::Set)]
     pub profiling: bool,
 }
 
@@ -102,7 +102,12 @@ impl LogFlags {
     /// Checks the flags.
     pub fn options(&self) -> Result<logging::Options, Problem> {
         logging::Levels::parse(&self.stacktrace_level)?;
-        logging::Options::parse(&self.output_level, &self.target, self.as_json, &self.caller)
+        Ok(logging::Options {
+            levels: logging::Levels::parse(&self.output_level)?,
+            targets: self.target.clone(),
+            json: self.as_json,
+            callers: self.caller.clone(),
+        })
     }
 }
 
@@ -151,7 +156,7 @@ fn node_type(text: &str) -> Result<NodeType, String> {
 }
 
 /// Parses a boolean in every spelling that variables have.
-pub fn truth(text: &str) -> Result<bool, String> {
+pub fn parse_bool(text: &str) -> Result<bool, String> {
     bool::parse(text).ok_or_else(|| format!("expected {}", bool::EXPECTED))
 }
 

@@ -23,6 +23,7 @@ mod wasm;
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io;
 use std::mem;
 use std::net::IpAddr;
@@ -61,7 +62,7 @@ pub struct Config {
     /// The largest message accepted from Envoy.
     pub max_request_bytes: usize,
     /// Storage of the last known good configuration; None if it is not stored.
-    pub kept: Option<last_known_good::Config>,
+    pub last_known_good: Option<last_known_good::Config>,
     /// `ISTIO_META_CLUSTER_ID`.
     pub cluster_id: String,
     pub sds_socket: PathBuf,
@@ -172,7 +173,7 @@ impl Config {
             tracing::info!(?ips, "type" = kind, id, domain, "Proxy role");
         }
         let effective = Value::from(node.proxy_config.printable());
-        tracing::info!(target: logging::WHOLE, "Effective config: {effective}");
+        tracing::info!(target: logging::UNABRIDGED, "Effective config: {effective}");
         tracing::info!("JWT policy is {}", self.jwt_policy);
         if !self.secret_sources.has_authority() {
             tracing::info!(
@@ -291,7 +292,7 @@ impl<'a> Loader<'a> {
             dns: self.dns(),
             resolv_conf: self.resolv_conf_path(""),
             wasm: self.wasm(),
-            kept: self.last_known_good(),
+            last_known_good: self.last_known_good(),
             inputs: self.inputs(),
             jwt_policy: self.get(&environment::JWT_POLICY),
             cluster_id: self.get(&environment::ISTIO_META_CLUSTER_ID),
@@ -356,6 +357,21 @@ impl<'a> Loader<'a> {
     ) {
         let warning = Problem::replaced(subject, found, expected, consequence);
         self.notes.warnings.push(warning);
+    }
+
+    /// Returns `used`, which is the value `found` within its limits. Warns if they differ.
+    fn limited<T: fmt::Debug + PartialEq>(
+        &mut self,
+        subject: &str,
+        found: T,
+        used: T,
+        expected: impl Into<Cow<'static, str>>,
+    ) -> T {
+        if used != found {
+            let consequence = format!("{used:?} is used");
+            self.warn(subject, &format!("{found:?}"), expected, consequence);
+        }
+        used
     }
 }
 

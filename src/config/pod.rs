@@ -134,52 +134,12 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
     pairs
 }
 
-/// Parses a Go string literal, which the kubelet writes.
+/// Decodes a Go string literal, which the kubelet writes. YAML has the same escape sequences. In Go, `\x` above
+/// `\x7f` is a byte instead of a character, but the kubelet writes it only for text that is not UTF-8, which
+/// Kubernetes does not store.
 fn unquote(literal: &str) -> Option<String> {
-    let body = literal.strip_prefix('"')?.strip_suffix('"')?;
-    let mut bytes = Vec::with_capacity(body.len());
-    let mut chars = body.chars();
-    while let Some(c) = chars.next() {
-        match c {
-            '"' => return None,
-            '\\' => unescape(&mut chars, &mut bytes)?,
-            c => push(c, &mut bytes),
-        }
-    }
-    String::from_utf8(bytes).ok()
-}
-
-/// Decodes an escape sequence behind the backslash. `\x` names a byte, `\u` and `\U` characters.
-fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> {
-    bytes.push(match chars.next()? {
-        'a' => 7,
-        'b' => 8,
-        'f' => 12,
-        'n' => b'\n',
-        'r' => b'\r',
-        't' => b'\t',
-        'v' => 11,
-        c @ ('\\' | '"') => c as u8,
-        'x' => u8::try_from(hexadecimal(chars, 2)?).ok()?,
-        wide @ ('u' | 'U') => {
-            let digits = if wide == 'u' { 4 } else { 8 };
-            push(char::from_u32(hexadecimal(chars, digits)?)?, bytes);
-            return Some(());
-        }
-        _ => return None,
-    });
-    Some(())
-}
-
-fn push(c: char, bytes: &mut Vec<u8>) {
-    bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes());
-}
-
-/// Reads a number with this many hexadecimal digits.
-fn hexadecimal(chars: &mut std::str::Chars<'_>, digits: usize) -> Option<u32> {
-    (0..digits).try_fold(0u32, |value, _| {
-        Some(value.wrapping_mul(16) | chars.next()?.to_digit(16)?)
-    })
+    let is_quoted = literal.starts_with('"') && literal.ends_with('"');
+    is_quoted.then(|| serde_saphyr::from_str(literal))?.ok()
 }
 
 #[cfg(test)]
@@ -191,21 +151,15 @@ mod tests {
         for (literal, text) in [
             (r#""plain""#, "plain"),
             (r#""a\nb\t\"c\"\\""#, "a\nb\t\"c\"\\"),
-            (r#""\u00e9\x41""#, "éA"),
-            (r#""\xc3\xa9""#, "é"),
+            (r#""\u00e9\x41\U0001f600😀""#, "éA😀😀"),
+            (r#""\a\b\f\r\v\x00\x7f""#, "\u{7}\u{8}\u{c}\r\u{b}\0\u{7f}"),
+            (r#""null""#, "null"),
+            (r##""a: b # {c}, *d &e ${f}""##, "a: b # {c}, *d &e ${f}"),
             (r#""""#, ""),
         ] {
             assert_eq!(unquote(literal).as_deref(), Some(text), "{literal}");
         }
-        for literal in [
-            "plain",
-            "\"",
-            "\"a",
-            r#""\q""#,
-            r#""\xff""#,
-            r#""\u12""#,
-            "\"a\"b\"",
-        ] {
+        for literal in ["plain", "\"", "\"a", r#""\q""#, r#""\u12""#, "\"a\"b\""] {
             assert_eq!(unquote(literal), None, "{literal}");
         }
     }

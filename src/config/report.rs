@@ -1,6 +1,6 @@
 //! Reports the effective configuration: every value and its origin, as YAML with comments or as JSON.
 //!
-//! [`report`] is the configuration of this machine, [`described`] the configuration of a pod manifest. Secrets
+//! [`report`] is the configuration of this machine, [`manifest_configuration`] the configuration of a pod manifest. Secrets
 //! are hidden. A configuration that cannot be used is reported with its problems.
 
 use std::path::Path;
@@ -32,7 +32,9 @@ pub fn report(
     let loader = Loader::read(flags, env, root, pod::interfaces(), None);
     let printable = loader.proxy_config.printable().into_iter();
     let members = printable.map(|(name, value)| setting(&name, value, loader.origins.find(&name)));
-    let (members, merge_warnings): (Value, _) = (members.collect(), loader.notes.warnings.clone());
+    let members: Value = members.collect();
+    // Of a configuration that cannot be used, only these warnings are known.
+    let merge_warnings = loader.notes.warnings.clone();
     let (warnings, problems) = match loader.config(log) {
         // Only a running agent knows whether another process serves the workload's secrets.
         Ok(config) => {
@@ -75,7 +77,7 @@ const MACHINE_DEPENDENT: [&Code; 7] = [
 
 /// Reads the configuration of a pod manifest. Returns the members of ProxyConfig that are set, and the problems
 /// of its flags, variables and annotations that do not depend on this machine.
-pub fn described(
+pub fn manifest_configuration(
     flags: &ProxyFlags,
     log: &LogFlags,
     env: &Environment,

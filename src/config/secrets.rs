@@ -252,13 +252,8 @@ impl Loader<'_> {
 
     fn ratio(&mut self, variable: &Variable<f64>) -> f64 {
         let ratio = self.get(variable);
-        let used = ratio.clamp(0.0, 1.0);
-        if used != ratio {
-            let (name, found) = (variable.row.name, ratio.to_string());
-            let consequence = format!("{used} is used");
-            self.warn(name, &found, "a number from 0 to 1", consequence);
-        }
-        used
+        let expected = "a number from 0 to 1";
+        self.limited(variable.row.name, ratio, ratio.clamp(0.0, 1.0), expected)
     }
 }
 

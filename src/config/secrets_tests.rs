@@ -105,7 +105,7 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
     assert!(secrets.output.is_none() && !secrets.mesh_roots);
     let volumes = [
         secrets.renewal.cache.clone(),
-        config.kept.clone().map(|kept| kept.volume),
+        config.last_known_good.clone().map(|it| it.volume),
     ];
     let volumes = volumes.map(|volume| volume.expect("a default"));
     assert!(volumes.iter().all(|volume| volume.is_default));
@@ -117,10 +117,11 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
         ("ISTIO_AGENT_KEEP_CONFIG", ""),
     ]);
     let off = off.config();
-    assert!(off.kept.is_none() && off.secrets.renewal.cache.is_none());
+    assert!(off.last_known_good.is_none() && off.secrets.renewal.cache.is_none());
     for (value, is_on) in [("", true), ("true", true), ("false", false)] {
         let config = machine(&[("ISTIO_AGENT_KEEP_CONFIG_ON_NACK", value)]).config();
-        assert_eq!(config.kept.map(|kept| kept.on_nack), Some(is_on), "{value}");
+        let on_nack = config.last_known_good.map(|it| it.on_nack);
+        assert_eq!(on_nack, Some(is_on), "{value}");
     }
     assert!(config.google_token.is_none() && !config.may_dump_core);
     for (in_kubernetes, readable_by_all) in [("", false), ("10.0.0.1", true)] {

@@ -34,7 +34,7 @@ impl Loader<'_> {
         let config = status::Config {
             port: self.proxy_config.agent_port().unwrap_or_default(),
             metrics_localhost_only: self.get(&variables::METRICS_LOCALHOST_ACCESS_ONLY),
-            application: self.application(),
+            application_host: self.application(),
             probers,
             probes: probe::Config {
                 source: self.probe_source(),
@@ -130,7 +130,7 @@ impl Loader<'_> {
 /// statistics, which may include them.
 fn hidden(choice: &StatsConfig) -> Vec<Hidden> {
     let own = [&choice.prefixes, &choice.suffixes, &choice.expressions];
-    if choice.of_requests.is_empty() || own.iter().any(|patterns| !patterns.is_empty()) {
+    if choice.in_flight_expressions.is_empty() || own.iter().any(|patterns| !patterns.is_empty()) {
         return Vec::new();
     }
     GAUGES.map(|(start, end)| Hidden { start, end }).to_vec()
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn in_flight_gauges_are_hidden_unless_the_operator_includes_them() {
         let waits = || StatsConfig {
-            of_requests: vec!["x".to_owned()],
+            in_flight_expressions: vec!["x".to_owned()],
             ..StatsConfig::default()
         };
         assert_eq!(hidden(&waits()).len(), GAUGES.len());

@@ -136,7 +136,7 @@ fn several_control_planes_have_names_of_their_own_and_share_everything_else() {
     let config = with_ca("a.test:15012");
     let ca = config.ca_istiod.expect("a second connection");
     for istiod in [&config.istiod, &ca] {
-        let all = std::iter::once(istiod).chain(&istiod.others);
+        let all = std::iter::once(istiod).chain(&istiod.fallbacks);
         let found: Vec<_> = all
             .map(|istiod| (istiod.address.as_str(), tls(istiod).server_name.as_str()))
             .collect();
@@ -146,7 +146,7 @@ fn several_control_planes_have_names_of_their_own_and_share_everything_else() {
             ("[fd00::1]:443", "fd00::1"),
         ];
         assert_eq!(found, expected);
-        for other in &istiod.others {
+        for other in &istiod.fallbacks {
             assert_eq!(other.metadata, istiod.metadata);
             assert_eq!(tls(other).roots, tls(istiod).roots);
         }
@@ -155,7 +155,7 @@ fn several_control_planes_have_names_of_their_own_and_share_everything_else() {
     // An authority at the first address is reached as discovery is.
     for (address, count) in [("a.test:15012", 2), ("", 2), ("c:1", 0)] {
         let ca = with_ca(address).ca_istiod.expect("a second connection");
-        assert_eq!(ca.others.len(), count, "{address}");
+        assert_eq!(ca.fallbacks.len(), count, "{address}");
     }
     for (address, is_same) in [("a:1", true), ("", true), ("b:1", false)] {
         let config = machine(&[("DISCOVERY_ADDRESS", "a:1,b:1"), ("CA_ADDR", address)]);
@@ -312,7 +312,7 @@ fn probes_come_from_an_address_of_the_applications_family() {
         let config = machine.load_beside("sidecar", Ok(interfaces.into()));
         let config = config.expect("a good configuration");
         let status = config.status.expect("a status port");
-        assert_eq!(status.application, address);
+        assert_eq!(status.application_host, address);
         assert_eq!(status.probes.source.to_string(), origin);
     }
 }

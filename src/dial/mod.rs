@@ -1,15 +1,14 @@
 //! Opens TCP connections by Happy Eyeballs.
 //!
-//! The addresses of a name are tried in alternation between IPv6 and IPv4 and in random order within
-//! a family. Each attempt starts [`ATTEMPT_DELAY`] after the one before it, or as soon as that has
-//! failed; the first connection wins. An address that failed or was slow is tried last for
-//! [`REMEMBERED`]. The caller bounds the time.
+//! IPv6 and IPv4 addresses of a name alternate, in random order within a family. Each attempt starts
+//! [`ATTEMPT_DELAY`] after the previous one, or as soon as that has failed; the first connection is used. An address
+//! that failed or was slow is tried last for [`REMEMBERED`]. The caller limits the time.
 //!
 //! Source: RFC 8305.
 
 pub mod proxy;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -23,7 +22,7 @@ use tokio::time::{Instant, sleep};
 
 /// "Connection Attempt Delay" of RFC 8305, with the recommended value.
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
-/// How long a failure counts against an address.
+/// The time for which an address that failed is tried last.
 const REMEMBERED: Duration = Duration::from_secs(60);
 const MAX_REMEMBERED: usize = 64;
 
@@ -32,17 +31,17 @@ const MAX_REMEMBERED: usize = 64;
 pub struct Dialer {
     source: Option<IpAddr>,
     filter: Option<Arc<dyn Filter>>,
-    failures: Arc<Mutex<Vec<(SocketAddr, Instant)>>>,
+    failures: Arc<Mutex<HashMap<SocketAddr, Instant>>>,
 }
 
-/// Decides which addresses may be connected to. It is asked for each attempt, so no later lookup of a
-/// name leads past it.
+/// Decides which addresses may be connected to. Each attempt is checked, so a name that resolves to another address
+/// later cannot bypass it.
 pub trait Filter: fmt::Debug + Send + Sync {
     /// Checks an address. The error says why it is blocked.
     fn check(&self, address: IpAddr) -> Result<(), String>;
 }
 
-/// The addresses of one name that are left to try. Dropping it cancels attempts.
+/// The addresses of one name that are left to try. Dropping it cancels the attempts.
 #[derive(Debug)]
 pub struct Candidates {
     dialer: Dialer,
@@ -82,8 +81,7 @@ pub enum Error {
     },
 }
 
-/// Finds the addresses of `host`, a name or an IP address. `localhost` is both loopback addresses
-/// without a lookup.
+/// Resolves `host`, a name or an IP address. `localhost` stands for both loopback addresses, without a lookup.
 pub async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
     if host == "localhost" {
         let both: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
@@ -104,7 +102,7 @@ impl Dialer {
         }
     }
 
-    /// Connects to no address that `filter` refuses.
+    /// Connects only to addresses that `filter` allows.
     pub fn with_filter(filter: Arc<dyn Filter>) -> Self {
         Self {
             filter: Some(filter),
@@ -120,8 +118,7 @@ impl Dialer {
             .map_err(|problem| Error::Blocked { address, problem })
     }
 
-    /// Resolves `host` and connects to one of its addresses. The error is that of the address that
-    /// failed first.
+    /// Resolves `host` and connects to one of its addresses. Fails with the first error.
     pub async fn connect(&self, host: &str, port: u16) -> Result<TcpStream, Error> {
         let mut candidates = self.candidates(resolve(host, port).await?);
         if let Some((_, stream)) = candidates.connect().await {
@@ -137,7 +134,7 @@ impl Dialer {
 
     /// Puts resolved addresses into the order in which they are tried.
     pub fn candidates(&self, found: Vec<SocketAddr>) -> Candidates {
-        let is_preferred = found.first().map(SocketAddr::is_ipv6);
+        let first_is_ipv6 = found.first().map(SocketAddr::is_ipv6);
         let usable = |to: &SocketAddr| {
             self.source
                 .is_none_or(|from| from.is_ipv4() == to.is_ipv4())
@@ -145,16 +142,14 @@ impl Dialer {
         let unique: BTreeSet<_> = found.into_iter().filter(usable).collect();
         let mut unique = Vec::from_iter(unique);
         fastrand::shuffle(&mut unique);
-        let failures = self.failures.lock();
-        let last_failure = |address| {
-            let (_, since) = failures.iter().find(|(failed, _)| *failed == address)?;
-            (since.elapsed() < REMEMBERED).then_some(*since)
-        };
+        let mut failures = self.failures.lock();
+        failures.retain(|_, since| since.elapsed() < REMEMBERED);
+        // The family of the first address has the even ranks, and the other one the odd ranks.
         let mut ranks = [0, 1];
         let rank = |address: SocketAddr| {
-            let rank = &mut ranks[usize::from(Some(address.is_ipv6()) != is_preferred)];
+            let rank = &mut ranks[usize::from(Some(address.is_ipv6()) != first_is_ipv6)];
             *rank += 2;
-            (last_failure(address), *rank, address)
+            (failures.get(&address).copied(), *rank, address)
         };
         let mut ranked: Vec<_> = unique.into_iter().map(rank).collect();
         // An address that never failed is None and comes first.
@@ -167,19 +162,13 @@ impl Dialer {
         }
     }
 
-    /// Has `address` tried last for a while. For failures after the connection, such as in TLS.
+    /// Records a failure: `address` is tried last for a while. Call it for failures after the connection, such as in
+    /// TLS.
     pub fn failed(&self, address: SocketAddr) {
-        self.forget(address);
         let mut failures = self.failures.lock();
-        if failures.len() == MAX_REMEMBERED {
-            failures.remove(0);
+        if failures.len() < MAX_REMEMBERED {
+            failures.insert(address, Instant::now());
         }
-        failures.push((address, Instant::now()));
-    }
-
-    fn forget(&self, address: SocketAddr) {
-        let mut failures = self.failures.lock();
-        failures.retain(|(failed, _)| *failed != address);
     }
 }
 
@@ -188,8 +177,8 @@ impl Candidates {
         self.left.is_empty() && self.attempts.is_empty()
     }
 
-    /// Connects to one of the addresses that are left. None when all of them have failed; call it
-    /// again where a connection turns out to be of no use.
+    /// Connects to one of the addresses that are left. Returns None when all of them have failed. Call it again if
+    /// the connection cannot be used.
     pub async fn connect(&mut self) -> Option<(SocketAddr, TcpStream)> {
         loop {
             let next = self.left.pop();
@@ -202,7 +191,7 @@ impl Candidates {
                 biased;
                 ended = self.attempts.join_next() => match ended? {
                     Ok((address, Ok(stream))) => {
-                        self.dialer.forget(address);
+                        self.dialer.failures.lock().remove(&address);
                         return Some((address, stream));
                     }
                     Ok((address, Err(error))) => {

@@ -1,7 +1,7 @@
-//! HTTP proxies for outgoing connections: which connections use one, and the tunnel through it.
+//! Selects the HTTP proxy of an outgoing connection, and opens a tunnel through it.
 //!
-//! Source: Go's package httpproxy for the forms of `HTTPS_PROXY` and `NO_PROXY`; RFC 9110, 9.3.6 for
-//! CONNECT.
+//! Call [`Proxies::find`], connect to the proxy, and call [`Proxy::tunnel`] (CONNECT, RFC 9110, section 9.3.6).
+//! `HTTPS_PROXY` and `NO_PROXY` have the forms of Go's package httpproxy.
 
 use std::io;
 use std::net::IpAddr;
@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 
 use crate::address::Cidr;
 
-/// The longest head of an answer, in bytes.
+/// The longest head of a response, in bytes.
 const MAX_HEAD: usize = 16 << 10;
 
 /// A proxy, which is connected to in plaintext.
@@ -49,7 +49,7 @@ impl Proxies {
 }
 
 impl Proxy {
-    /// Reads `[http://][user[:password]@]host[:port]`; without a port it is 80. None for other forms.
+    /// Parses `[http://][user[:password]@]host[:port]`. The default port is 80. Returns None for other forms.
     pub fn parse(text: &str) -> Option<Self> {
         let (scheme, rest) = text.split_once("://").unwrap_or(("http", text));
         if scheme != "http" {
@@ -58,7 +58,7 @@ impl Proxy {
         let authority = rest.split(['/', '?', '#']).next()?;
         let (authorization, address) = split_user(authority);
         let with_port = match address.strip_suffix(':').unwrap_or(address) {
-            bare if crate::address::parts(bare).is_none() => format!("{bare}:80"),
+            bare if crate::address::split_lenient(bare).is_none() => format!("{bare}:80"),
             with_port => with_port.to_owned(),
         };
         let (host, port) = crate::address::split(&with_port)?;
@@ -69,7 +69,7 @@ impl Proxy {
         })
     }
 
-    /// Requests a tunnel to `host`: afterwards `stream` is connected to it. The caller bounds the time.
+    /// Requests a tunnel to `host`: afterwards `stream` is connected to it. The caller limits the time.
     pub async fn tunnel(&self, stream: &mut TcpStream, host: &str, port: u16) -> io::Result<()> {
         let host = if host.contains(':') {
             format!("[{host}]:{port}")
@@ -111,7 +111,7 @@ pub(crate) fn split_user(authority: &str) -> (Option<HeaderValue>, &str) {
     (basic(&decoded), address)
 }
 
-/// The header of the Basic scheme, of a user and a password joined by a colon. `Debug` does not show it.
+/// Makes a header of the Basic scheme from `user:password`. `Debug` does not show its value.
 pub(crate) fn basic(credentials: &[u8]) -> Option<HeaderValue> {
     let text = format!("Basic {}", BASE64_STANDARD.encode(credentials));
     let mut value = HeaderValue::try_from(text).ok()?;
@@ -139,7 +139,7 @@ fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool 
     if let Some(range) = Cidr::parse(item) {
         return address.is_some_and(|address| range.contains(address.to_canonical()));
     }
-    let (name, only) = crate::address::parts(item).unwrap_or((item, port));
+    let (name, only) = crate::address::split_lenient(item).unwrap_or((item, port));
     if only != port {
         return false;
     }

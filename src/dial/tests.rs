@@ -116,7 +116,7 @@ async fn the_next_address_is_tried_when_one_refuses() {
         candidates.failed[0].to_string(),
         format!("cannot connect to {bad}")
     );
-    let failed: Vec<_> = dialer.failures.lock().iter().map(|it| it.0).collect();
+    let failed: Vec<_> = dialer.failures.lock().keys().copied().collect();
     assert_eq!(failed, [bad]);
     assert!(candidates.connect().await.is_none());
 }

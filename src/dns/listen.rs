@@ -13,7 +13,7 @@ pub const DEFAULT: &str = "localhost:15053";
 
 /// Returns the configured address, or [`DEFAULT`] if there is none, or if it has port 53 and the agent is
 /// not root.
-pub fn address(configured: &str, is_root: bool) -> &str {
+pub fn configured_address(configured: &str, is_root: bool) -> &str {
     if configured.is_empty() {
         return DEFAULT;
     }
@@ -27,9 +27,9 @@ pub fn address(configured: &str, is_root: bool) -> &str {
     configured
 }
 
-/// Returns the addresses to listen on, each a host and a port, for the result of [`address`] on a machine
+/// Returns the addresses to listen on, each a host and a port, for the result of [`configured_address`] on a machine
 /// that has the addresses `own` besides loopback.
-pub fn listen(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Vec<String> {
+pub fn listen_addresses(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Vec<String> {
     if let Some(port) = address.strip_prefix("localhost:")
         && !nameservers.is_empty()
     {
@@ -81,7 +81,7 @@ mod tests {
             ("127.0.0.1:53", false, DEFAULT),
             ("127.0.0.1:5353", false, "127.0.0.1:5353"),
         ] {
-            assert_eq!(address(said, is_root), expected, "{said}");
+            assert_eq!(configured_address(said, is_root), expected, "{said}");
         }
     }
 
@@ -107,7 +107,7 @@ mod tests {
             ("127.0.0.5:53", &[v6], &["127.0.0.5:53"], true),
         ] {
             let resolvers: Vec<IpAddr> = resolvers.iter().map(|ip| ip.parse().unwrap()).collect();
-            let addresses = listen(said, &resolvers, &[]);
+            let addresses = listen_addresses(said, &resolvers, &[]);
             assert_eq!(addresses, expected, "{said} {resolvers:?}");
             assert_eq!(super::is_machine_resolver(said), is_machine_resolver);
         }
@@ -126,10 +126,10 @@ mod tests {
             "[0:0::0]:53",
             "[::ffff:0.0.0.0]:53",
         ] {
-            assert_eq!(listen(any, &[], &own), all, "{any}");
+            assert_eq!(listen_addresses(any, &[], &own), all, "{any}");
         }
         for one in ["0.0.0.0:0", "127.0.0.9:53", "192.0.2.1:53", "[::]"] {
-            assert_eq!(listen(one, &[], &own), [one]);
+            assert_eq!(listen_addresses(one, &[], &own), [one]);
         }
     }
 }

@@ -145,8 +145,8 @@ impl Dns {
             .await
             .map_err(|_| "the name table was not read to its end")?;
         let table = built.map_err(|error| format!("failed to unmarshal name table: {error}"))?;
-        self.metrics.hosts.set(table.hosts() as f64);
-        tracing::debug!(target: "dns", "name table of {} hosts", table.hosts());
+        self.metrics.hosts.set(table.host_count() as f64);
+        tracing::debug!(target: "dns", "name table of {} hosts", table.host_count());
         self.tables.send_replace(Some(Arc::new(table)));
         Ok(())
     }
@@ -156,28 +156,26 @@ impl Dns {
         self.tables.borrow().is_some()
     }
 
-    /// Waits for the first table.
-    pub async fn until_ready(&self) {
-        // It fails only without a sender, and `self` is one.
-        let _ = self.tables.subscribe().wait_for(Option::is_some).await;
-    }
-
     /// Renders the table as JSON, if there is one. A large table takes a while.
-    pub fn ndsz(&self) -> Option<String> {
+    pub fn to_json(&self) -> Option<String> {
         // Cloned, so that updates do not wait meanwhile.
         let table = self.tables.borrow().clone()?;
         Some(table.to_json())
     }
 
     /// Returns the number of hosts in the table.
-    pub fn hosts(&self) -> Result<usize, Problem> {
-        let hosts = self.tables.borrow().as_ref().map(|table| table.hosts());
+    pub fn host_count(&self) -> Result<usize, Problem> {
+        let hosts = self
+            .tables
+            .borrow()
+            .as_ref()
+            .map(|table| table.host_count());
         let code = codes::DNS_NAME_TABLE_MISSING;
         hosts.ok_or_else(|| Problem::new(code, "name table", "not received from istiod"))
     }
 
     /// Returns the hosts of the table that clients queried.
-    pub fn asked(&self) -> Vec<String> {
+    pub fn queried_hosts(&self) -> Vec<String> {
         let Some(table) = self.tables.borrow().clone() else {
             return Vec::new();
         };
@@ -201,7 +199,7 @@ impl Dns {
 }
 
 /// Checks that the agent's DNS server answers within `limit`.
-pub async fn answers(server: SocketAddr, limit: Duration) -> Result<(), Problem> {
+pub async fn check_server(server: SocketAddr, limit: Duration) -> Result<(), Problem> {
     let answered = tokio::time::timeout(limit, query_status(server)).await;
     let (code, subject) = (codes::DNS_SERVER_SILENT, format!("server {server}"));
     answered

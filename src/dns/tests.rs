@@ -211,7 +211,7 @@ async fn dns_is_ready_after_the_first_table_even_an_empty_one() {
         ask(&udp, &query("mesh.local", 1, None)).await.flags[1] & 0xf,
         2
     );
-    assert!(!server.dns.is_ready() && server.dns.ndsz().is_none());
+    assert!(!server.dns.is_ready() && server.dns.to_json().is_none());
     server
         .dns
         .update(Bytes::from_static(&[0xff]))
@@ -219,7 +219,7 @@ async fn dns_is_ready_after_the_first_table_even_an_empty_one() {
         .expect_err("no table");
     assert!(!server.dns.is_ready());
     server.dns.update(Bytes::new()).await.expect("a table");
-    assert!(server.dns.is_ready() && server.dns.ndsz().is_some());
+    assert!(server.dns.is_ready() && server.dns.to_json().is_some());
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "4.4.4.1"

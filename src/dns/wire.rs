@@ -317,7 +317,7 @@ impl Question {
 }
 
 /// Reads a query.
-pub(crate) fn read(message: &[u8]) -> Result<Question, InvalidQuery> {
+pub(crate) fn read_query(message: &[u8]) -> Result<Question, InvalidQuery> {
     if message.len() < HEADER || message[FLAGS] & QR != 0 {
         return Err(InvalidQuery::Unanswerable);
     }
@@ -350,7 +350,7 @@ pub(crate) fn read(message: &[u8]) -> Result<Question, InvalidQuery> {
 }
 
 /// Writes an answer without records to `out`: the header, and the question up to `end`.
-pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<u8>) {
+pub(crate) fn write_empty(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(&query[..end.unwrap_or(HEADER)]);
     out[FLAGS] = QR | query[FLAGS] & (OPCODE | RD);
@@ -361,7 +361,7 @@ pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<
 
 /// Cuts a message that is longer than `limit`: sets the TC bit, and leaves only the first answers that fit
 /// and the OPT record. Names only point back, so the remaining ones stay valid.
-pub(crate) fn fit(message: &mut Vec<u8>, limit: usize) {
+pub(crate) fn truncate(message: &mut Vec<u8>, limit: usize) {
     let limit = limit.max(MIN_UDP);
     if message.len() <= limit {
         return;

@@ -13,7 +13,6 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::report::Check;
 use super::{PROBE_LIMIT, Subject};
 use crate::capture::layout::Layout;
 use crate::capture::packet::{Decision, Packet, Sender, simulate};
@@ -21,6 +20,7 @@ use crate::capture::program::PATH;
 use crate::capture::rules::{Chain, Family, Protocol};
 use crate::capture::verify;
 use crate::problem::{Code, Problem, codes};
+use crate::report::Check;
 
 const NAME: &str = "rules";
 /// Envoy's ports for captured traffic, unless the mesh configuration has others.
@@ -57,7 +57,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 }
 
 async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
-    let layout = match timeout(PROBE_LIMIT, verify::live(family, PATH)).await {
+    let layout = match timeout(PROBE_LIMIT, verify::read_rules(family, PATH)).await {
         Ok(Ok(layout)) => layout,
         Ok(Err(problem)) => return vec![test_connection(subject, family, &problem.found).await],
         Err(_) => {
@@ -66,7 +66,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
         }
     };
     let version = if family == Family::V4 { "IPv4" } else { "IPv6" };
-    if !layout.is_captured() {
+    if !layout.has_istio_rules() {
         let found =
             format!("no chain of Istio for {version} leads to ports {OUTBOUND} and {INBOUND}");
         return vec![error(codes::CAPTURE_RULES_MISSING, found)];
@@ -78,7 +78,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     }));
     checks.extend(dns(&layout, &dns_ports(subject, family)));
     if checks.is_empty() {
-        let port = |chain| layout.redirects_to(chain).unwrap_or_default();
+        let port = |chain| layout.redirect_port(chain).unwrap_or_default();
         let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect].map(port);
         let found = format!("lead to ports {outbound} and {inbound} for {version}");
         checks.push(Check::ok(NAME, found));
@@ -87,7 +87,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
 }
 
 fn error(code: &'static Code, found: String) -> Check {
-    Check::of(&Problem::new(code, NAME, found))
+    Check::from(&Problem::new(code, NAME, found))
 }
 
 /// Opens a test connection if the rules cannot be read, as istio-validation does: connections of Envoy's user over
@@ -173,7 +173,7 @@ fn dns_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
     let config = subject.config;
     let is_captured = config.bootstrap.node.is_true("DNS_CAPTURE");
     let dns = config.dns.iter().filter(|_| is_captured);
-    dns.flat_map(|dns| &dns.forwarder.own_addresses)
+    dns.flat_map(|dns| &dns.forwarder.listen_addresses)
         .filter(|address| address.is_ipv4() == (family == Family::V4))
         .map(SocketAddr::port)
         .collect()
@@ -182,7 +182,7 @@ fn dns_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
 /// Checks that DNS is captured for the agent, which answers at these ports.
 fn dns(layout: &Layout, agent_ports: &[u16]) -> Option<Check> {
     let expected = agent_ports.first()?;
-    let found = match layout.redirects_to(Chain::OutputDns) {
+    let found = match layout.redirect_port(Chain::OutputDns) {
         Some(port) if agent_ports.contains(&port) => return None,
         Some(port) => format!("DNS queries are redirected to port {port}"),
         None => "DNS queries are not redirected".to_owned(),

@@ -6,10 +6,10 @@ use bytes::Bytes;
 use rustix::fs::{Access, access};
 
 use super::certificates::{ROOTS, chain, latest};
-use super::report::{Check, Level};
 use super::{Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
 use crate::problem::{Problem, codes};
+use crate::report::{Check, Level};
 use crate::sds::revocation_problem;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
@@ -30,7 +30,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         pem = certificate.chain_pem().clone();
         let clock_problem = authority.and_then(|_| certificate.clock_problem(now));
         checks.push(match &clock_problem {
-            Some(problem) => Check::of(problem),
+            Some(problem) => Check::from(problem),
             None => chain(WORKLOAD, &pem, roots.as_deref(), now),
         });
     }
@@ -63,10 +63,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             [lists, output.and_then(denied)]
         };
         let problems = run_blocking(files).await.into_iter().flatten().flatten();
-        checks.extend(problems.map(|problem| Check::of(&problem)));
+        checks.extend(problems.map(|problem| Check::from(&problem)));
     }
     if let Some(running) = running {
-        checks.extend(running.refusals.lock().values().map(Check::of));
+        checks.extend(running.refusals.lock().values().map(Check::from));
         checks.extend(other_secrets(&running.files, now));
     }
     checks
@@ -97,7 +97,7 @@ async fn workload_secrets(
             Err(problem) if is_only_source || problem.code != codes::SECRET_FILE_MISSING => {
                 // The agent continues to use the secret that it has read before.
                 let level = secret.as_ref().map_or(Level::Error, |_| Level::Warning);
-                checks.push(Check::problem(level, &problem));
+                checks.push(Check::with_level(level, &problem));
             }
             _ => {}
         }
@@ -109,9 +109,9 @@ async fn workload_secrets(
 fn renewal(secrets: &Secrets, is_served: bool) -> Check {
     match (secrets.problem(), secrets.latest().dates) {
         (Some(problem), _) if is_served || problem.code == codes::CERTIFICATE_NOT_ISSUED => {
-            Check::problem(Level::Warning, &problem)
+            Check::with_level(Level::Warning, &problem)
         }
-        (Some(problem), _) => Check::of(&problem),
+        (Some(problem), _) => Check::from(&problem),
         (None, Some(dates)) => Check::ok("renewal", format!("next at {}", rfc3339(dates.due))),
         (None, None) => Check::ok("renewal", "none has failed"),
     }
@@ -125,7 +125,7 @@ fn other_secrets(files: &Files, now: SystemTime) -> Vec<Check> {
             let name = format!("secret {name}");
             Some(chain(&name, pair.chain_pem(), None, now))
         }
-        SecretState::Unusable(problem) => Some(Check::of(&problem)),
+        SecretState::Unusable(problem) => Some(Check::from(&*problem)),
         _ => None,
     });
     checks.collect()

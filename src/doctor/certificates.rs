@@ -12,10 +12,10 @@ use rustls::{CertificateError, Error};
 use x509_parser::parse_x509_certificate;
 
 use super::checked;
-use super::report::{Check, Level};
 use crate::clock::rfc3339;
 use crate::pem;
 use crate::problem::{Problem, codes};
+use crate::report::{Check, Level};
 use crate::secrets::{Facts, MAX_NAMES};
 use crate::trust_anchors;
 
@@ -50,7 +50,7 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let mut checks = facts.iter().map(|link| link.validity(name, now));
     let leaf = checks.next().unwrap_or_else(|| {
         let found = "there is no certificate in it";
-        Check::of(&Problem::new(codes::SECRET_FILE_UNUSABLE, name, found))
+        Check::from(&Problem::new(codes::SECRET_FILE_UNUSABLE, name, found))
     });
     if leaf.level == Level::Error {
         return leaf;
@@ -68,7 +68,7 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let signer = signers.find(|root| facts.iter().any(|link| link.issuer == root.subject));
     if let Some(signer) = signer.filter(|root| root.not_after < now) {
         let found = signer.validity("", now).found;
-        return Check::of(&Problem::new(codes::ROOTS_EXPIRED, ROOTS, found));
+        return Check::from(&Problem::new(codes::ROOTS_EXPIRED, ROOTS, found));
     }
     if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
         let found = format!("{}; Envoy may accept its chain: {limit}", leaf.found);
@@ -91,7 +91,7 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let trusted = Vec::from_iter(subjects).join("; ");
     let found = format!("{peers} reject {rejected}: {why}; the mesh's roots are {trusted}");
     let problem = Problem::new(codes::CERTIFICATE_CHAIN_REJECTED, name, found);
-    Check::problem(level, &problem)
+    Check::with_level(level, &problem)
 }
 
 /// Verifies a chain both as a client's and as a server's, like Envoy. A SPIFFE identity has no DNS name
@@ -251,7 +251,7 @@ mod tests {
                 let now = SystemTime::now();
                 chain("it", pair.chain_pem(), Some(roots.pem()), now)
             }
-            [Err(problem), _] => Check::of(&problem),
+            [Err(problem), _] => Check::from(&problem),
             other => panic!("{other:?}"),
         }
     }

@@ -1,8 +1,8 @@
 //! Reports settings that cannot be used or have no effect.
 
-use super::report::{Check, Level};
 use crate::config::{Config, Problem};
 use crate::logging;
+use crate::report::{Check, Level};
 
 pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
     let config = match config {
@@ -13,12 +13,12 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
     let mut checks = checks_of(Level::Warning, &config.warnings);
     for problem in &config.authority_problems {
         let warning = problem.clone().consequence(consequence);
-        checks.push(Check::problem(Level::Warning, &warning));
+        checks.push(Check::with_level(Level::Warning, &warning));
     }
     if checks.is_empty() {
         checks.push(Check::ok("settings", "all can be used"));
     }
-    checks.extend(logging::levels().silent().as_ref().map(Check::of));
+    checks.extend(logging::levels().silent().as_ref().map(Check::from));
     if !config.ignored.is_empty() {
         let without_effect = config.ignored.join(", ");
         checks.push(Check::ok("settings without effect", without_effect));
@@ -27,6 +27,6 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
 }
 
 fn checks_of(level: Level, problems: &[Problem]) -> Vec<Check> {
-    let checks = problems.iter().map(|it| Check::problem(level, it));
+    let checks = problems.iter().map(|it| Check::with_level(level, it));
     checks.collect()
 }

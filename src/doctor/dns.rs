@@ -4,13 +4,13 @@ use std::net::SocketAddr;
 
 use futures_util::future::join_all;
 
-use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Running, Subject, checked, run_blocking};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, Forwarder};
 use crate::dns::{self, Dns};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
+use crate::report::{Check, Level};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let captured = subject.config.dns.as_ref();
@@ -41,7 +41,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 /// Checks that the agent's own server answers.
 async fn server(address: SocketAddr) -> Check {
-    let answers = dns::answers(address, PROBE_LIMIT).await;
+    let answers = dns::check_server(address, PROBE_LIMIT).await;
     checked(format!("server {address}"), answers.map(|()| "answers"))
 }
 
@@ -51,11 +51,11 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
     let name = path.display().to_string();
     let mut resolv_conf = match run_blocking(move || ResolvConf::read(&path)).await {
         Ok(Ok(resolv_conf)) => resolv_conf,
-        Ok(Err(problem)) => return vec![Check::of(&problem)],
+        Ok(Err(problem)) => return vec![Check::from(&problem)],
         Err(late) => return vec![super::late(name, late)],
     };
-    let problems = resolv_conf.without_own(&config.own_addresses, &config.resolv_conf);
-    let mut checks: Vec<_> = problems.iter().map(Check::of).collect();
+    let problems = resolv_conf.remove_own(&config.listen_addresses, &config.resolv_conf);
+    let mut checks: Vec<_> = problems.iter().map(Check::from).collect();
     if checks.is_empty() {
         let count = resolv_conf.nameservers.len();
         let search = resolv_conf.search.join(" ");
@@ -84,8 +84,8 @@ fn is_answer(answer: &Result<&'static str, Problem>) -> bool {
 fn resolver(server: SocketAddr, answer: Result<&'static str, Problem>, has_other: bool) -> Check {
     match answer {
         Ok(rcode) => Check::ok(format!("resolver {server}"), format!("answers {rcode}")),
-        Err(problem) if has_other => Check::problem(Level::Warning, &problem),
-        Err(problem) => Check::of(&problem),
+        Err(problem) if has_other => Check::with_level(Level::Warning, &problem),
+        Err(problem) => Check::from(&problem),
     }
 }
 
@@ -94,7 +94,7 @@ fn name_table(running: Option<&Running>) -> Check {
     let Some(dns) = running.and_then(|running| running.dns.as_ref()) else {
         return Check::skipped(name, "known to a running agent only");
     };
-    checked(name, dns.hosts().map(|hosts| format!("{hosts} hosts")))
+    checked(name, dns.host_count().map(|hosts| format!("{hosts} hosts")))
 }
 
 #[cfg(test)]
@@ -123,10 +123,10 @@ mod tests {
             (us.to_owned() + other, &[is_agent], Some(Level::Warning)),
             (other.to_owned(), &[], None),
         ] {
-            let problems = ResolvConf::parse(&text).without_own(&[own], Path::new("file"));
+            let problems = ResolvConf::parse(&text).remove_own(&[own], Path::new("file"));
             let codes: Vec<_> = problems.iter().map(|problem| problem.code).collect();
             assert_eq!(codes, expected, "{text}");
-            let levels = problems.iter().map(|problem| Check::of(problem).level);
+            let levels = problems.iter().map(|problem| Check::from(problem).level);
             assert_eq!(levels.max(), worst, "{text}");
         }
     }

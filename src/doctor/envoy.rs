@@ -1,12 +1,12 @@
 //! Checks Envoy: its process, its admin port, the resources it has rejected, and those it waits for.
 
-use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject, run_blocking};
 use crate::config;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::Report;
 use crate::envoy::{Config, inspect, program};
 use crate::problem::{Problem, codes};
+use crate::report::{Check, Level};
 use crate::{permission, port, unix_socket};
 
 const ADMIN: &str = "admin port";
@@ -28,22 +28,25 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let (mut checks, server, waits, endpoints, refusals) = tokio::join!(
         process,
         admin.page("/server_info"),
-        inspect::waits(admin),
+        inspect::warming(admin),
         inspect::endpoints(admin),
         inspect::refusals(admin),
     );
     let refused = subject.running.map(|it| it.discovery.snapshot().refusals());
-    checks.extend(refused.iter().flatten().map(Check::of));
+    checks.extend(refused.iter().flatten().map(Check::from));
     match server {
         Ok(server) => {
             let text = |name| server[name].as_str().unwrap_or("unknown");
             // The text is commit, version, status, kind and TLS library.
             let version = text("version").split('/').nth(1).unwrap_or("unknown");
             let found = format!("{}: {}, version {version}", admin.address, text("state"));
-            checks.extend(waits.iter().chain(&endpoints).map(Check::of));
+            checks.extend(waits.iter().chain(&endpoints).map(Check::from));
             match refusals {
-                Some(refusals) => checks.extend(refusals.iter().map(Check::of)),
-                None => checks.push(Check::skipped("handshakes and RBAC", inspect::NOT_COUNTED)),
+                Some(refusals) => checks.extend(refusals.iter().map(Check::from)),
+                None => checks.push(Check::skipped(
+                    "handshakes and RBAC",
+                    inspect::STATISTICS_HINT,
+                )),
             }
             checks.push(Check::ok(ADMIN, found));
         }
@@ -51,7 +54,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         Err(why) if report.is_none_or(|report| report.problem().is_some()) => {
             checks.push(Check::skipped(ADMIN, why));
         }
-        Err(why) => checks.push(Check::of(&Problem::new(codes::ENVOY_HANGS, ADMIN, why))),
+        Err(why) => checks.push(Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why))),
     }
     checks
 }
@@ -59,14 +62,14 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 /// Checks Envoy's process by the report of its supervisor.
 fn process(report: &Report) -> Vec<Check> {
     if let Some(problem) = report.problem() {
-        return vec![Check::of(&problem)];
+        return vec![Check::from(&problem)];
     }
     let (pid, epoch) = (report.pid.unwrap_or_default(), report.epoch);
     let memory = report.rss_bytes.unwrap_or_default() >> 20;
     let found = format!("pid {pid}, epoch {epoch}, {memory} MiB in memory");
     let crash = report.last_crash.as_ref().map(Crash::problem);
     let mut checks = vec![Check::ok("process", found)];
-    checks.extend(crash.map(|crash| Check::problem(Level::Warning, &crash)));
+    checks.extend(crash.map(|crash| Check::with_level(Level::Warning, &crash)));
     checks
 }
 
@@ -74,7 +77,7 @@ fn process(report: &Report) -> Vec<Check> {
 async fn preconditions(config: &config::Config, envoy: &Config) -> Vec<Check> {
     let (config, envoy) = (config.clone(), envoy.clone());
     match run_blocking(move || obstacles(&config, &envoy)).await {
-        Ok(found) => found.iter().map(Check::of).collect(),
+        Ok(found) => found.iter().map(Check::from).collect(),
         Err(late) => vec![super::late("start of Envoy", late)],
     }
 }

@@ -18,13 +18,13 @@ use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
-use super::report::{Check, Level};
 use super::token::Credentials;
 use super::{PROBE_LIMIT, Subject, checked};
 use crate::bootstrap::node::Node;
 use crate::duration::rounded;
 use crate::istiod::{Config, Probe, Security, open_probe, refusal};
 use crate::problem::codes;
+use crate::report::{Check, Level};
 use crate::secrets::Facts;
 use crate::xds::observe::Source;
 
@@ -53,7 +53,7 @@ pub(super) async fn checks(
     let config = subject.config;
     let stream = open_stream(subject);
     let in_use = subject.running.map(|running| running.istiod.address());
-    let planes = std::iter::once(&config.istiod).chain(&config.istiod.others);
+    let planes = std::iter::once(&config.istiod).chain(&config.istiod.fallbacks);
     let examining = planes.map(async |plane| {
         let is_used = in_use.is_none_or(|address| *address == *plane.address);
         let credentials = (stream.is_none() || !is_used).then_some(credentials);
@@ -77,7 +77,7 @@ pub(super) async fn checks(
         && let Some(failed) = running.istiod.status().last_error
         && failed.problem.code == codes::ISTIOD_WITHOUT_DELTA
     {
-        checks.push(Check::problem(Level::Error, &failed.problem));
+        checks.push(Check::with_level(Level::Error, &failed.problem));
     }
     checks.extend(stream);
     checks.extend(authority.into_iter().flatten());
@@ -109,7 +109,7 @@ async fn examine(
     let left = until.saturating_duration_since(Instant::now());
     let probe = match open_probe(config, left).await {
         Ok(probe) => probe,
-        Err(problem) => return (vec![Check::of(&problem)], false),
+        Err(problem) => return (vec![Check::from(&problem)], false),
     };
     let mut checks = vec![connected(config, &probe)];
     let Some(credentials) = credentials else {

@@ -33,14 +33,13 @@ use crate::envoy::handle::Envoy;
 use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
 use crate::problem::codes;
-pub use crate::report;
+use crate::report::{Check, Group, Level, Report};
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::standby::Standby;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
-use report::{Check, Group, Level, Report};
 
 /// The time limit of a report.
 pub const LIMIT: Duration = Duration::from_millis(2200);
@@ -85,7 +84,7 @@ pub async fn report(
     running: Option<&Running>,
     before: Vec<Check>,
 ) -> Report {
-    let mut report = report_of_settings(config, before);
+    let mut report = check_settings(config, before);
     let Ok(config) = config else {
         return report;
     };
@@ -110,7 +109,7 @@ pub async fn report(
 }
 
 /// Checks the configuration only, without a time limit.
-pub fn report_of_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Check>) -> Report {
+pub fn check_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Check>) -> Report {
     let node = config.as_ref().map(|it| it.bootstrap.node.id.clone());
     let groups = vec![
         Group::new("agent", before),
@@ -124,7 +123,7 @@ fn missing_modules(subject: Subject<'_>) -> Vec<Check> {
     let missing = wasm.into_iter().flat_map(Wasm::missing);
     let checks = missing.map(|(passes, problem)| {
         let level = if passes { Level::Warning } else { Level::Error };
-        Check::problem(level, &problem)
+        Check::with_level(level, &problem)
     });
     checks.collect()
 }
@@ -186,12 +185,12 @@ async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
 fn checked(name: impl ToString, found: Result<impl ToString, Problem>) -> Check {
     match found {
         Ok(found) => Check::ok(name, found),
-        Err(problem) => Check::of(&problem),
+        Err(problem) => Check::from(&problem),
     }
 }
 
 fn late(name: impl ToString, why: impl ToString) -> Check {
-    Check::of(&Problem::new(codes::CHECKS_LATE, name, why))
+    Check::from(&Problem::new(codes::CHECKS_LATE, name, why))
 }
 
 fn unfinished(limit: Duration) -> String {

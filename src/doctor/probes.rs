@@ -5,12 +5,12 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use futures_util::future::join_all;
 use http::{HeaderMap, HeaderValue, header};
 
-use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject, checked, get};
 use crate::config::Config;
 use crate::lifecycle::with_causes;
 use crate::probe::{self, Probe};
 use crate::problem::{Problem, codes};
+use crate::report::{Check, Level};
 
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
 
@@ -31,7 +31,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
         Ok(found) => Check::ok(NAME, found),
         // Another check reports that no agent runs.
         Err(found) if subject.running.is_none() => Check::skipped(NAME, found),
-        Err(found) => Check::of(&unready(found).remedy("")),
+        Err(found) => Check::from(&unready(found).remedy("")),
     };
     let is_ready = check.level == Level::Ok;
     let mut checks = vec![check];
@@ -76,7 +76,7 @@ async fn application(config: &Config) -> Vec<Check> {
     let probes = status.probers.probes().map(|(path, prober)| {
         let (client, mut headers) = (&client, prober.headers.clone());
         headers.entry(header::USER_AGENT).or_insert(USER_AGENT);
-        let probe = prober.probe(path, &status.application);
+        let probe = prober.probe(&status.application_host);
         async move { probed(client, path, &probe, &headers).await }
     });
     join_all(probes).await
@@ -105,5 +105,5 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
     }
     problem.found = format!("{}: {}", problem.subject, problem.found);
     path.clone_into(&mut problem.subject);
-    Check::problem(level, &problem.consequence(consequence))
+    Check::with_level(level, &problem.consequence(consequence))
 }

@@ -5,10 +5,10 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::report::Check;
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
 use crate::problem::{Problem, codes};
+use crate::report::Check;
 use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
 
@@ -63,8 +63,13 @@ fn listener(path: &Path) -> io::Result<(i32, String)> {
 
 fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) -> Check {
     let (path, own_pid) = (path.display(), std::process::id());
-    let (code, found) = match found {
-        Ok((pid, process, health)) => {
+    let absent = found.as_ref().err().and_then(|error| match error.kind() {
+        io::ErrorKind::NotFound => Some("there is none"),
+        io::ErrorKind::ConnectionRefused => Some("stale, no process listens"),
+        _ => None,
+    });
+    let (code, found) = match (found, absent, owner) {
+        (Ok((pid, process, health)), ..) => {
             let found = format!("process {pid} ({process}) listens");
             let is_foreign = owner == Owner::This && u32::try_from(*pid) != Ok(own_pid);
             match health {
@@ -78,29 +83,20 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
                 Health::Absent => (codes::SOCKET_HANGS, "it has just gone".to_owned()),
             }
         }
-        Err(error) => {
-            let absent = match error.kind() {
-                io::ErrorKind::NotFound => Some("there is none"),
-                io::ErrorKind::ConnectionRefused => Some("stale, no process listens"),
-                _ => None,
-            };
-            match (absent, owner) {
-                (None, _) => (codes::SOCKET_DIRECTORY, error.to_string()),
-                (Some(found), Owner::This) => (codes::SOCKET_TAKEN, found.to_owned()),
-                (Some(found), Owner::Other) => (codes::SOCKET_NOT_SERVED, found.to_owned()),
-                (Some(found), Owner::Agent) => {
-                    return Check::ok(name, format!("{path}: {found}, no agent runs"));
-                }
-            }
+        (Err(error), None, _) => (codes::SOCKET_DIRECTORY, error.to_string()),
+        (Err(_), Some(found), Owner::This) => (codes::SOCKET_TAKEN, found.to_owned()),
+        (Err(_), Some(found), Owner::Other) => (codes::SOCKET_NOT_SERVED, found.to_owned()),
+        (Err(_), Some(found), Owner::Agent) => {
+            return Check::ok(name, format!("{path}: {found}, no agent runs"));
         }
     };
-    Check::of(&Problem::new(code, name, format!("{path}: {found}")))
+    Check::from(&Problem::new(code, name, format!("{path}: {found}")))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::Level::{Error, Ok};
     use super::*;
+    use crate::report::Level::{Error, Ok};
 
     #[test]
     fn what_a_socket_means_depends_on_who_is_to_listen() {

@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Subject;
-use super::report::Check;
 use crate::problem::{Problem, codes};
+use crate::report::Check;
 use crate::standby::State;
 
 /// The time limit for a container to be replaced and to connect.
@@ -25,13 +25,13 @@ fn check(state: &State) -> Check {
         && let Some(why) = &other.hindrance
     {
         let found = format!("container {}: {why}", other.name);
-        return Check::of(&Problem::new(codes::STANDBY_UNABLE, name, found));
+        return Check::from(&Problem::new(codes::STANDBY_UNABLE, name, found));
     }
     if let Some(last) = &state.last
         && let Some(why) = &last.failed
     {
         let found = format!("container {} ({}): {why}", last.to, last.build);
-        return Check::of(&Problem::new(codes::HANDOVER_FAILED, name, found));
+        return Check::from(&Problem::new(codes::HANDOVER_FAILED, name, found));
     }
     if let Some(other) = &state.waits {
         let build = &other.build;
@@ -42,7 +42,7 @@ fn check(state: &State) -> Check {
         Check::skipped(name, why)
     } else if state.alone_since.is_some_and(is_late) {
         let code = codes::STANDBY_ABSENT;
-        Check::of(&Problem::new(code, name, code.cause))
+        Check::from(&Problem::new(code, name, code.cause))
     } else {
         Check::skipped(name, "the other container is not connected yet")
     }
@@ -53,7 +53,7 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::doctor::report::Level;
+    use crate::report::Level;
     use crate::standby::{Handover, Waiting};
 
     #[test]

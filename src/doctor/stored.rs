@@ -1,15 +1,15 @@
 //! Checks that configuration and certificate are stored for the next container.
 
-use super::report::{Check, Level};
 use super::run_blocking;
 use crate::config::Config;
+use crate::report::{Check, Level};
 use crate::volume::{Content, Volume};
 
 pub(super) async fn checks(config: &Config) -> Vec<Check> {
     let certificate = config.secrets.renewal.cache.as_ref();
     let mut checks = vec![check(Content::Certificate, certificate).await];
     checks.push(if config.bootstrap.delta {
-        let volume = config.kept.as_ref().map(|kept| &kept.volume);
+        let volume = config.last_known_good.as_ref().map(|it| &it.volume);
         check(Content::Configuration, volume).await
     } else {
         let why = "not stored with ISTIO_DELTA_XDS=false";
@@ -30,7 +30,7 @@ async fn check(content: Content, volume: Option<&Volume>) -> Check {
         Ok(Err(problem)) if is_default => {
             Check::skipped(name, format!("{}: {}", problem.subject, problem.found))
         }
-        Ok(Err(problem)) => Check::problem(Level::Error, &problem),
+        Ok(Err(problem)) => Check::with_level(Level::Error, &problem),
         Ok(Ok(())) => Check::ok(name, format!("in {}", directory.display())),
     }
 }

@@ -6,7 +6,6 @@ use std::time::SystemTime;
 use futures_util::future::join_all;
 use http::HeaderValue;
 
-use super::report::{Check, Level};
 use super::{Subject, checked, run_blocking};
 use crate::clock::rfc3339;
 use crate::config::Config;
@@ -14,6 +13,7 @@ use crate::duration::rounded;
 use crate::istiod::Security;
 use crate::istiod::token::{self, Claims, Source, State};
 use crate::problem::codes::{ISTIOD_TOKEN_INVALID, ISTIOD_TOKEN_MISSING};
+use crate::report::{Check, Level};
 use crate::trust_anchors::{self, Roots};
 
 /// The credentials for requests to istiod, and their checks.
@@ -30,14 +30,12 @@ pub(super) struct Credentials {
 /// Reads token and roots.
 pub(super) async fn read(subject: Subject<'_>) -> Credentials {
     let config = subject.config;
-    let mut roots: Vec<_> = [Some(&config.istiod), config.ca_istiod.as_ref()]
-        .into_iter()
-        .flatten()
-        .filter_map(|server| match &server.security {
-            Security::Plaintext => None,
-            Security::Tls(tls) => Some(tls.roots.clone()),
-        })
-        .collect();
+    let servers = std::iter::once(&config.istiod).chain(&config.ca_istiod);
+    let roots = servers.filter_map(|server| match &server.security {
+        Security::Plaintext => None,
+        Security::Tls(tls) => Some(tls.roots.clone()),
+    });
+    let mut roots = Vec::from_iter(roots);
     roots.dedup();
     let checking = join_all(roots.into_iter().map(check_roots));
     let (mut credentials, checks) = tokio::join!(read_token(config), checking);
@@ -76,11 +74,11 @@ async fn read_token(config: &Config) -> Credentials {
         Err(problem) => (None, Some(problem)),
     };
     let mut check = match (&problem, &claims) {
-        (Some(problem), _) => Check::of(problem),
+        (Some(problem), _) => Check::from(problem),
         (None, Some(claims)) => valid(&path, claims),
         (None, None) => {
             let problem = token::problem(ISTIOD_TOKEN_INVALID, &path, "is not a JSON web token");
-            Check::problem(Level::Warning, &problem.consequence("istiod may refuse it"))
+            Check::with_level(Level::Warning, &problem.consequence("istiod may refuse it"))
         }
     };
     credentials.token = State { claims, problem };

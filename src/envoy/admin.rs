@@ -22,7 +22,7 @@ const MAX_ANSWER: usize = 16 << 20;
 const FAST_PERIOD: Duration = Duration::from_millis(25);
 const FAST_TIME: Duration = Duration::from_secs(5);
 /// The period afterwards: an Envoy that waits for its configuration may need long.
-const LIVE_PERIOD: Duration = Duration::from_secs(1);
+const SLOW_PERIOD: Duration = Duration::from_secs(1);
 
 /// The address of Envoy's admin port, and the limit of an exchange.
 #[derive(Clone, Copy, Debug)]
@@ -130,33 +130,43 @@ impl Admin {
         }
     }
 
-    /// Waits until Envoy is live.
-    pub(super) async fn live(self) {
-        let is_live = |answer: &Response<Bytes>| answer.status().is_success();
-        self.until("/ready", LIVE_PERIOD, is_live).await;
-    }
-
-    /// Repeats a request to a starting Envoy until `accepts` its answer: every 25 ms for 5 s, then every `period`.
-    pub(super) async fn until(
-        self,
-        path: &str,
-        period: Duration,
-        accepts: impl Fn(&Response<Bytes>) -> bool,
-    ) {
+    /// Waits until the Envoy of this restart epoch is live.
+    pub(super) async fn live(self, restart_epoch: u32) {
+        let has_parent = restart_epoch > 0;
         let fast_until = after(FAST_TIME);
         loop {
-            let answer = self.request(Method::GET, path).await;
-            if answer.is_ok_and(|answer| accepts(&answer)) {
+            let is_live = if has_parent {
+                // The parent answers until its successor has taken the admin port over.
+                self.live_epoch().await == Some(restart_epoch)
+            } else {
+                self.call(Method::GET, "/ready").await.is_ok()
+            };
+            if is_live {
                 return;
             }
-            let is_fast = Instant::now() < fast_until;
-            tokio::time::sleep(if is_fast { FAST_PERIOD } else { period }).await;
+            // The time of a parent begins when its successor is live, so that must be noticed at once.
+            let is_fast = has_parent || Instant::now() < fast_until;
+            tokio::time::sleep(if is_fast { FAST_PERIOD } else { SLOW_PERIOD }).await;
         }
     }
+
+    /// Returns the restart epoch of the Envoy that answers; None if it is not live.
+    pub(super) async fn live_epoch(self) -> Option<u32> {
+        live_epoch(&self.page("/server_info").await.ok()?)
+    }
+}
+
+/// Reads the restart epoch of a live Envoy from its `/server_info`.
+fn live_epoch(info: &Value) -> Option<u32> {
+    // DRAINING is the state after `/healthcheck/fail`; that Envoy still serves.
+    let is_live = ["LIVE", "DRAINING"].contains(&info["state"].as_str()?);
+    let epoch = info["command_line_options"]["restart_epoch"].as_u64()?;
+    u32::try_from(epoch).ok().filter(|_| is_live)
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
@@ -195,6 +205,25 @@ mod tests {
             .expect_err("late");
         let text = with_causes(&error);
         assert!(text.ends_with("within 20ms"), "{text}");
+    }
+
+    #[test]
+    fn an_envoy_tells_its_restart_epoch_once_it_serves() {
+        let info = |state: &str, epoch: Value| {
+            let options = json!({ "restart_epoch": epoch });
+            json!({ "state": state, "command_line_options": options })
+        };
+        for (info, expected) in [
+            (info("LIVE", json!(3)), Some(3)),
+            (info("DRAINING", json!(0)), Some(0)),
+            (info("PRE_INITIALIZING", json!(0)), None),
+            (info("LIVE", Value::Null), None),
+            (info("LIVE", json!(-1)), None),
+            (json!({ "state": "LIVE" }), None),
+            (json!([]), None),
+        ] {
+            assert_eq!(live_epoch(&info), expected, "{info}");
+        }
     }
 
     #[tokio::test]

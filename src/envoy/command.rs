@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::hot_restart::Lent;
+use super::hot_restart::Takeover;
 
 /// The settings of Envoy's command line.
 #[derive(Clone, Debug)]
@@ -48,7 +48,7 @@ pub enum Mode {
     },
     /// Takes over from the Envoy of the previous epoch.
     Next {
-        continues: Lent,
+        takeover: Takeover,
         parent_shutdown: Duration,
     },
 }
@@ -145,12 +145,12 @@ impl Mode {
             ]
             .concat(),
             Self::Next {
-                continues,
+                takeover,
                 parent_shutdown,
             } => [
                 flag("--parent-shutdown-time-s", parent_shutdown.as_secs()),
-                flag("--base-id", continues.base_id),
-                flag("--restart-epoch", continues.restart_epoch),
+                flag("--base-id", takeover.base_id),
+                flag("--restart-epoch", takeover.restart_epoch),
                 switch("--skip-hot-restart-parent-stats", true),
             ]
             .concat(),
@@ -199,7 +199,7 @@ mod tests {
             parent_shutdown,
         };
         let next = Mode::Next {
-            continues: Lent {
+            takeover: Takeover {
                 base_id: 7,
                 restart_epoch: 3,
             },

@@ -11,7 +11,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::output::reason;
-use crate::duration::approximate;
+use crate::duration::rounded_seconds;
 use crate::permission;
 use crate::port;
 use crate::problem::{Problem, codes};
@@ -106,7 +106,7 @@ impl fmt::Display for Crash {
             (Some(signal), _) => write!(f, "signal {signal}")?,
             (None, code) => write!(f, "exit status {}", code.unwrap_or_default())?,
         }
-        let uptime = approximate(self.uptime_seconds);
+        let uptime = rounded_seconds(self.uptime_seconds);
         write!(f, " after {uptime}, at {}", self.when)?;
         f.write_str(match self.out_of_memory {
             Some(true) => ", killed by the kernel because memory was used up",

@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
 use super::crash::Crash;
-use super::hot_restart::Lent;
+use super::hot_restart::Takeover;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::clock::{self, Clock};
 use crate::metrics;
@@ -178,16 +178,16 @@ pub enum Order {
     /// Drain Envoy now, and not again at its shutdown. Answered when Envoy's admin port has answered
     /// or failed; dropped when Envoy has exited.
     Drain(oneshot::Sender<()>),
-    /// Replace Envoy if its inputs have changed.
+    /// Replace Envoy if its inputs have changed. The report contains the outcome.
     Restart { reason: &'static str },
     /// Let a successor in another container start. Answered with its base id and epoch, or the reason for a refusal.
-    Lend(oneshot::Sender<Result<Lent, String>>),
+    Lend(oneshot::Sender<Result<Takeover, String>>),
     /// Take the base id back: that successor has exited without taking over.
     Reclaim,
     /// Become the parent of that successor, which has taken over and will end Envoy.
     Supersede,
     /// Allow restarts: the parent in another container has exited.
-    ParentEnded,
+    ParentExited,
 }
 
 impl Envoy {
@@ -213,7 +213,7 @@ impl Envoy {
         let mut report = self.report.borrow().clone();
         report.rss_bytes = report.pid.and_then(|pid| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-            metrics::process::memory(&status, "VmRSS:")
+            metrics::process::parse_size(&status, "VmRSS:")
         });
         report
     }
@@ -227,7 +227,7 @@ impl Envoy {
     }
 
     /// Lets a successor in another container start.
-    pub async fn lend(&self) -> Result<Lent, String> {
+    pub async fn lend(&self) -> Result<Takeover, String> {
         let (sender, lent) = oneshot::channel();
         self.order(Order::Lend(sender)).await;
         lent.await
@@ -238,11 +238,6 @@ impl Envoy {
     pub async fn order(&self, order: Order) {
         // It fails after the supervisor has ended.
         let _ = self.orders.send(order).await;
-    }
-
-    /// Replaces Envoy if its inputs have changed. The report contains the outcome.
-    pub async fn restart(&self, reason: &'static str) {
-        self.order(Order::Restart { reason }).await;
     }
 }
 

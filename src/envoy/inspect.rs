@@ -1,7 +1,8 @@
 //! Inspects Envoy through its admin port: resources that it waits for, calls that it refuses, and endpoints that it
 //! does not reach.
 //!
-//! A full configuration dump may have 100 MB, so only names are requested.
+//! The doctor, the readiness check, the stored configuration and a handover call one function each. A full
+//! configuration dump may have 100 MB, so only names are requested.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -22,43 +23,42 @@ const PAUSE: Duration = Duration::from_millis(300);
 const DIAL_LIMIT: Duration = Duration::from_millis(700);
 const MAX_DIALS: usize = 16;
 
-const LISTENERS: &str = "/init_dump?mask=listener";
-const CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
-const ACCEPTED_LISTENERS: &str = "/config_dump?resource=dynamic_listeners\
-    &mask=name,active_state.version_info,warming_state.version_info";
+const WARMING_LISTENERS: &str = "/init_dump?mask=listener";
+const WARMING_CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
 const ACTIVE_SECRETS: &str = "/config_dump?resource=dynamic_active_secrets&mask=name";
-const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
+const WARMING_SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
 /// `^(listener|http)\..*(no_filter_chain_match|ssl\.(connection_error|fail_verify.*)|rbac\..*denied)$`
 const REFUSALS: &str = "/stats?filter=%5E(listener%7Chttp)%5C..*(no_filter_chain_match%7C\
     ssl%5C.(connection_error%7Cfail_verify.*)%7Crbac%5C..*denied)%24";
 /// The advice for an Envoy without the statistics of [`refusals`].
-pub const NOT_COUNTED: &str = "Envoy does not count them; it does with the annotation \
+pub const STATISTICS_HINT: &str = "Envoy does not count them; it does with the annotation \
     `sidecar.istio.io/statsInclusionRegexps: listener.*(no_filter_chain_match|ssl.*),http.*rbac.*denied`";
 
 /// Lists the resources that Envoy waits for. A page that cannot be read is a problem with another code.
-pub async fn waits(admin: Admin) -> Vec<Problem> {
-    let waits = join_all([
-        wait(admin, codes::LISTENER_WARMING, LISTENERS, listeners),
-        wait(admin, codes::CLUSTER_WARMING, CLUSTERS, names),
-        wait(admin, codes::SECRET_AWAITED, SECRETS, names),
+pub async fn warming(admin: Admin) -> Vec<Problem> {
+    let problems = join_all([
+        warming_in(admin, codes::LISTENER_WARMING, WARMING_LISTENERS, listeners),
+        warming_in(admin, codes::CLUSTER_WARMING, WARMING_CLUSTERS, names),
+        warming_in(admin, codes::SECRET_AWAITED, WARMING_SECRETS, names),
     ]);
-    waits.await.into_iter().flatten().collect()
+    problems.await.into_iter().flatten().collect()
 }
 
-async fn wait(
+/// Returns the problem of the resources that a page lists twice.
+async fn warming_in(
     admin: Admin,
     code: &'static Code,
     path: &str,
     names: fn(&Value) -> BTreeSet<String>,
 ) -> Option<Problem> {
-    let warming = async || admin.page(path).await.map(|page| names(&page));
+    let read = async || admin.page(path).await.map(|page| names(&page));
     let confirmed = async {
-        let first = warming().await?;
+        let first = read().await?;
         if first.is_empty() {
             return Ok(first);
         }
         tokio::time::sleep(PAUSE).await;
-        Ok(&first & &warming().await?)
+        Ok(&first & &read().await?)
     };
     let (code, found) = match timeout(admin.limit, confirmed).await {
         Ok(Ok(names)) if names.is_empty() => return None,
@@ -69,8 +69,11 @@ async fn wait(
     Some(Problem::new(code, code.cause, found))
 }
 
-/// Returns the names of the resources of a type of which Envoy has an active or warming version.
-pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String>, String> {
+/// Returns the names of the resources of a type of which Envoy has accepted a version, active or warming.
+pub(crate) async fn accepted_names(
+    admin: Admin,
+    type_url: &str,
+) -> Result<BTreeSet<String>, String> {
     // Listeners and endpoints of which Envoy has refused every version are listed without the members `states`.
     let (dumps, name, states): (&[_], _, _) = match type_url.rsplit('.').next() {
         Some("Cluster") => {
@@ -91,59 +94,50 @@ pub(crate) async fn held(admin: Admin, type_url: &str) -> Result<BTreeSet<String
         _ => return Err(format!("{type_url} is not in a configuration dump")),
     };
     let pointer = format!("/{}", name.replace('.', "/"));
-    let mut held = BTreeSet::new();
+    let mut accepted = BTreeSet::new();
     for dump in dumps {
         let path = format!("/config_dump?include_eds&resource={dump}&mask={name}{states}");
         let page = admin.page(&path).await?;
         let names = entries(&page, "configs")
             .filter(|entry| states.is_empty() || has_version(entry))
             .filter_map(|entry| entry.pointer(&pointer)?.as_str());
-        held.extend(names.map(str::to_owned));
+        accepted.extend(names.map(str::to_owned));
     }
-    Ok(held)
+    Ok(accepted)
 }
 
 /// Returns true if Envoy has accepted a version of the listener or of the endpoints.
 fn has_version(entry: &Value) -> bool {
-    let endpoints = "/endpoint_config/endpoints";
-    let states = ["/active_state", "/warming_state", endpoints];
-    states.iter().any(|state| entry.pointer(state).is_some())
+    let listener = entry.get("active_state").or(entry.get("warming_state"));
+    let endpoints = entry.pointer("/endpoint_config/endpoints");
+    listener.or(endpoints).is_some()
 }
 
-/// The names of Envoy's active listeners and secrets.
+/// The names of the resources that Envoy serves with.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub struct Serving {
-    /// The dynamic listeners.
+pub struct ActiveResources {
+    /// The dynamic listeners. A warming one counts: those of a starting Envoy become active together.
     pub listeners: BTreeSet<String>,
     pub secrets: BTreeSet<String>,
 }
 
-impl Serving {
-    /// Reads the names from Envoy.
-    pub async fn of(admin: Admin) -> Result<Self, String> {
-        Self::read(admin, &["active_state"]).await
-    }
-
-    /// Reads the names of active secrets, and of listeners in one of these states.
-    async fn read(admin: Admin, states: &[&str]) -> Result<Self, String> {
+impl ActiveResources {
+    pub async fn read(admin: Admin) -> Result<Self, String> {
         let secrets = admin.page(ACTIVE_SECRETS).await?;
-        let listeners = admin.page(ACCEPTED_LISTENERS).await?;
         Ok(Self {
-            listeners: entries(&listeners, "configs")
-                .filter(|entry| states.iter().any(|state| entry.get(state).is_some()))
-                .map(|entry| text(&entry["name"]).to_owned())
-                .collect(),
+            listeners: accepted_names(admin, "envoy.config.listener.v3.Listener").await?,
             secrets: names(&secrets),
         })
     }
 }
 
-/// Fails if the Envoy of this restart epoch lacks a listener or secret of its parent, or waits for a resource. Its
-/// listener `besides` may wait. Without `parent`, it must have at least one listener.
-pub async fn follows(
+/// Checks that an Envoy can take over: fails unless the Envoy of this restart epoch has started, has the listeners and
+/// secrets of its parent, and waits for no resource. Its listener `besides` may wait. Without `parent`, it must have at
+/// least one listener.
+pub async fn check_takeover(
     admin: Admin,
     restart_epoch: u32,
-    parent: Option<&Serving>,
+    parent: Option<&ActiveResources>,
     besides: &str,
 ) -> Result<(), String> {
     let info = admin.page("/server_info").await?;
@@ -151,13 +145,12 @@ pub async fn follows(
     if info["command_line_options"]["restart_epoch"].as_u64() != Some(restart_epoch.into()) {
         return Err("Envoy has not started".to_owned());
     }
-    let mut waits = listeners(&admin.page(LISTENERS).await?);
-    waits.retain(|wait| !wait.starts_with(besides));
-    if !waits.is_empty() {
-        return Err(Vec::from_iter(waits).join("; "));
+    let mut warming = listeners(&admin.page(WARMING_LISTENERS).await?);
+    warming.retain(|listener| !listener.starts_with(besides));
+    if !warming.is_empty() {
+        return Err(Vec::from_iter(warming).join("; "));
     }
-    // A warming listener suffices, because all listeners become active together.
-    let found = Serving::read(admin, &["active_state", "warming_state"]).await?;
+    let found = ActiveResources::read(admin).await?;
     match parent {
         Some(parent) => {
             check("secrets", &parent.secrets, &found.secrets)?;

@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::fs::Access;
 
 use super::command::{Command, Mode};
-use super::hot_restart::Lent;
+use super::hot_restart::Takeover;
 use crate::regular_file;
 
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -36,7 +36,7 @@ pub struct Prepared {
     /// The hash of all inputs. Envoys with equal digests would run alike.
     pub digest: u64,
     /// The base id and epoch with which a first Envoy takes over from one in another container.
-    pub continues: Option<Lent>,
+    pub takeover: Option<Takeover>,
     /// Removes the files when dropped.
     _files: Option<Box<dyn Any + Send + Sync>>,
 }
@@ -69,7 +69,7 @@ impl Prepared {
         Self {
             command,
             digest: digest.finish(),
-            continues: None,
+            takeover: None,
             _files: files,
         }
     }
@@ -77,8 +77,8 @@ impl Prepared {
 
 impl Launch {
     /// Returns the base id and epoch of a successor. None if the base id is not known.
-    pub(super) fn lend(&self) -> Option<Lent> {
-        Some(Lent {
+    pub(super) fn lend(&self) -> Option<Takeover> {
+        Some(Takeover {
             base_id: self.base_id.as_ref()?.get()?,
             restart_epoch: self.restart_epoch() + 1,
         })
@@ -86,8 +86,8 @@ impl Launch {
 
     /// Returns the launch of an Envoy that takes over from this one, whose base id is known.
     pub(super) fn successor(&self, prepared: Arc<Prepared>, parent_shutdown: Duration) -> Self {
-        let mode = self.lend().map_or(Mode::Alone, |continues| Mode::Next {
-            continues,
+        let mode = self.lend().map_or(Mode::Alone, |takeover| Mode::Next {
+            takeover,
             parent_shutdown,
         });
         Self {
@@ -100,7 +100,7 @@ impl Launch {
     /// Returns Envoy's `--restart-epoch`: how many Envoys have had the base id before.
     pub(super) fn restart_epoch(&self) -> u32 {
         match self.mode {
-            Mode::Next { continues, .. } => continues.restart_epoch,
+            Mode::Next { takeover, .. } => takeover.restart_epoch,
             _ => 0,
         }
     }

@@ -36,23 +36,23 @@ fn header(program: &Path) -> io::Result<Vec<u8>> {
 
 /// Returns the problem of a program that the kernel did not run.
 pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
-    let (code, found) = match error.kind() {
+    let subject = format!("Envoy's program {}", program.display());
+    let problem = |code, found: &str| Problem::new(code, &subject, found);
+    match error.kind() {
         io::ErrorKind::NotFound if program.exists() => {
             let found = "the loader or interpreter that it names does not exist";
-            (codes::ENVOY_LOADER_MISSING, found.to_owned())
+            problem(codes::ENVOY_LOADER_MISSING, found)
         }
-        io::ErrorKind::NotFound => (codes::ENVOY_MISSING, "there is no such program".to_owned()),
+        io::ErrorKind::NotFound => problem(codes::ENVOY_MISSING, "there is no such program"),
         _ if Errno::from_io_error(error) == Some(Errno::NOEXEC) => {
             let found = format!("it is not a program for {}", std::env::consts::ARCH);
-            (codes::ENVOY_WRONG_ARCHITECTURE, found)
+            problem(codes::ENVOY_WRONG_ARCHITECTURE, &found)
         }
-        _ => {
-            let found = format!("cannot run it: {error}");
-            (codes::ENVOY_NOT_EXECUTABLE, found)
-        }
-    };
-    let subject = format!("Envoy's program {}", program.display());
-    Problem::new(code, subject, found)
+        _ => problem(
+            codes::ENVOY_NOT_EXECUTABLE,
+            &format!("cannot run it: {error}"),
+        ),
+    }
 }
 
 #[cfg(test)]

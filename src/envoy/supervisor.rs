@@ -15,7 +15,7 @@ use super::admin::DrainCall;
 use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Envoy, Order, Report, Role, State};
-use super::hot_restart::{Command, HotRestart, Prepare, wait_until_live};
+use super::hot_restart::{CurrentAction, HotRestart, Prepare};
 use super::instance::{self, Ended, Instance, KILLED, TERMINATED, unkillable};
 use super::machine::{Action, Event, Machine, Phase};
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
@@ -199,7 +199,7 @@ impl Supervisor {
         loop {
             self.publish();
             let requested = self.machine.requested();
-            let command = tokio::select! {
+            let action = tokio::select! {
                 biased;
                 ended = instance::ended(&mut self.instance) => return self.handle_exit(ended?).await.map(Some),
                 urgency = more_urgent(&mut self.stop, requested) => return Ok(Some(Event::StopRequested(urgency))),
@@ -215,7 +215,7 @@ impl Supervisor {
                     }
                     Order::Reclaim => self.hot_restart.reclaim(),
                     Order::Supersede => return Ok(None),
-                    Order::ParentEnded => self.hot_restart.handle_parent_exit(),
+                    Order::ParentExited => self.hot_restart.handle_parent_exit(),
                     Order::Restart { reason } => self.hot_restart.request(reason),
                 },
                 progress = self.hot_restart.progress() => self.hot_restart.handle_progress(progress?).await,
@@ -228,17 +228,17 @@ impl Supervisor {
                     }
                 },
             };
-            if let Some(event) = command.and_then(|command| self.carry_out(command)) {
+            if let Some(event) = action.and_then(|action| self.carry_out(action)) {
                 return Ok(Some(event));
             }
         }
     }
 
-    /// Carries out a decision of the hot restart. Returns the event for the machine.
-    fn carry_out(&mut self, command: Command) -> Option<Event> {
-        match command {
-            Command::Replace(end_by) => Some(Event::Replace(end_by)),
-            Command::Promote(successor) => {
+    /// Carries out an action of the hot restart. Returns the event for the machine.
+    fn carry_out(&mut self, action: CurrentAction) -> Option<Event> {
+        match action {
+            CurrentAction::Replace(end_by) => Some(Event::Replace(end_by)),
+            CurrentAction::Promote(successor) => {
                 let (epoch, limit) = (successor.epoch, rounded(self.hot_restart.parent_limit()));
                 let parent = self.instance.replace(*successor)?;
                 let parent_epoch = parent.epoch;
@@ -284,16 +284,9 @@ impl Supervisor {
             self.restarts.inc();
         }
         let instance = self.hot_restart.start()?;
-        let (admin, restart_epoch) = (self.config.admin, instance.launch.restart_epoch());
+        let live = self.config.admin.live(instance.launch.restart_epoch());
         self.instance = Some(instance);
-        self.call(Event::Live, async move {
-            if restart_epoch == 0 {
-                admin.live().await;
-            } else {
-                // The parent in another container may still answer at the admin port.
-                wait_until_live(admin, restart_epoch).await;
-            }
-        });
+        self.call(Event::Live, live);
         Ok(())
     }
 

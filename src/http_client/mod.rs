@@ -40,20 +40,20 @@ use stream::Stream;
 const MAX_REDIRECTS: usize = 10;
 /// How long an idle connection is kept. Probes and scrapes come more often.
 const MAX_IDLE_TIME: Duration = Duration::from_secs(90);
-/// Of each host.
+/// Most idle connections to each host.
 const MAX_IDLE: usize = 32;
-/// A MiB of headers, and the status line.
+/// Most bytes of a head: 1 MiB of headers, and the status line.
 const MAX_HEAD: u32 = (1 << 20) + (8 << 10);
-/// As many as a `HeaderMap` holds; hyper panics beyond.
+/// Most headers: as many as a `HeaderMap` holds, because hyper panics beyond.
 const MAX_HEADERS: usize = 24 << 10;
-/// What is read of a body that is not wanted, so that the server does not see its answer cut off.
+/// Most bytes that are read of an unwanted body, so that the server does not see its answer cut off.
 const MAX_DISCARDED: usize = 10 << 20;
 
 /// How a client connects and what it accepts.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
     pub dialer: Dialer,
-    /// For `https`, which is refused without. ALPN decides between HTTP/1.1 and HTTP/2.
+    /// For `https` URLs, which are refused if it is `None`. ALPN decides between HTTP/1.1 and HTTP/2.
     pub tls: Option<Arc<rustls::ClientConfig>>,
     /// The proxies for requests. A proxy resolves names: the dialer's filter then checks the address of the
     /// proxy, and the host of the URL only if it is an address.
@@ -232,7 +232,7 @@ fn used_kept_connection(error: &legacy::Error, began: Instant) -> bool {
     extras.get().is_some_and(|since: &Instant| *since < began)
 }
 
-/// Kept connections. All lead to `target`, if there is one, whatever the URI of a request says.
+/// Creates a pool of connections. They lead to `target`, if there is one, whatever the URI of a request says.
 fn pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri>) -> Pool {
     let is_kept = config.keeps_connections && target.is_none();
     let config = config.clone();
@@ -310,7 +310,7 @@ impl Config {
 }
 
 impl Body {
-    /// The next bytes of the body, without trailers. None at its end.
+    /// Returns the next bytes of the body, without trailers; `None` at its end.
     pub async fn chunk(&mut self) -> Option<Result<Bytes, Error>> {
         let chunk = self.data.next().await?;
         Some(chunk.map_err(|error| Error::Broken {

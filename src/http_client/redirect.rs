@@ -6,22 +6,22 @@ use super::{Error, host_and_port};
 use crate::address;
 use crate::request_path::escaped;
 
-/// Which redirects of GET requests are followed; those of others are the answer. Credentials are not
-/// sent to another host, port or scheme.
+/// Selects the redirects that are followed. Redirects of other requests than GET are always returned.
+/// Credentials are not sent to another host, port or scheme.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Redirects {
-    /// The redirect is the answer.
+    /// A redirect is returned like any other answer.
     #[default]
     Return,
-    /// Those to the same host are followed; another one, also of another scheme, is the answer.
+    /// Redirects to the same host over HTTP or HTTPS are followed; others are returned.
     SameHost,
     Follow,
-    /// Those to a private address of another host are errors.
+    /// Redirects are followed, except that a private address of another host is an error.
     FollowPublic,
 }
 
 impl Redirects {
-    /// Points `request` to where `response` redirects it. False if it does not.
+    /// Changes `request` to follow the redirect in `response`. Returns false if none is followed.
     pub(super) fn follow<T, B>(
         self,
         request: &mut Request<T>,
@@ -69,13 +69,13 @@ impl Redirects {
     }
 }
 
-/// Whether a Location header begins with a scheme.
+/// Returns whether a Location header begins with a scheme.
 fn is_absolute(location: &str) -> bool {
     let first = location.split(['/', '?', '#']).next();
     first.is_some_and(|first| first.contains(':'))
 }
 
-/// Reads a Location header relative to `base` (RFC 3986, 5.2), as leniently as Go.
+/// Resolves a Location header relative to `base`, as leniently as Go. Source: RFC 3986, section 5.2.
 fn resolve(base: &Uri, location: &str) -> Option<Uri> {
     let location = escaped(location.split('#').next()?);
     let root = format!("{}://{}", base.scheme_str()?, base.authority()?);

@@ -1,5 +1,6 @@
-//! A connection to a server or proxy, in plaintext or TLS. It is read in small portions, as hyper's
-//! buffer for a body grows with them, up to the size of the largest head.
+//! Implements hyper's view of a connection to a server or proxy, in plaintext or TLS. The connection is
+//! read in small portions, because hyper's buffer for a body grows with them, up to the size of the largest
+//! head.
 
 use std::io;
 use std::pin::Pin;
@@ -16,13 +17,13 @@ const PORTION: usize = 32 << 10;
 
 pub(super) struct Stream {
     pub(super) io: Either<TcpStream, TlsStream<TcpStream>>,
-    /// Whether it leads to a proxy that forwards requests.
+    /// True if it leads to a proxy that forwards requests.
     pub(super) is_proxied: bool,
 }
 
 impl Connection for Stream {
     fn connected(&self) -> Connected {
-        // With the time, which tells kept connections from new ones.
+        // The time distinguishes kept connections from new ones.
         let connected = Connected::new().extra(Instant::now());
         let connected = connected.proxy(self.is_proxied);
         match &self.io {

@@ -38,10 +38,11 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 #[derive(Clone)]
 pub struct Connection {
     sender: SendRequest<Body>,
-    about: Arc<Connected>,
+    /// Its pointer identifies the connection, and does not keep it open.
+    pub(super) about: Arc<Connected>,
     /// The control plane.
     pub(super) config: Arc<Config>,
-    left: CancellationToken,
+    superseded: CancellationToken,
 }
 
 impl Connection {
@@ -75,12 +76,12 @@ impl Connection {
 
     /// Waits until there is a connection to a preferred control plane, to which long streams should move.
     /// Cancel safe.
-    pub(crate) fn left(&self) -> impl Future<Output = ()> + Send + use<> {
-        self.left.clone().cancelled_owned()
+    pub(crate) fn superseded(&self) -> impl Future<Output = ()> + Send + use<> {
+        self.superseded.clone().cancelled_owned()
     }
 
-    pub(super) fn leave(&self) {
-        self.left.cancel();
+    pub(super) fn supersede(&self) {
+        self.superseded.cancel();
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -91,15 +92,6 @@ impl Connection {
     pub(super) fn has_client_certificate(&self) -> bool {
         let tls = self.about.tls.as_ref();
         tls.is_some_and(|tls| tls.client_certificate)
-    }
-
-    /// Returns a value that identifies the connection and does not keep it open.
-    pub(super) fn identity(&self) -> Arc<Connected> {
-        self.about.clone()
-    }
-
-    pub(super) fn is(&self, identity: &Arc<Connected>) -> bool {
-        Arc::ptr_eq(&self.about, identity)
     }
 }
 
@@ -153,7 +145,7 @@ pub(super) async fn open(
         sender,
         about: Arc::new(about),
         config,
-        left: CancellationToken::new(),
+        superseded: CancellationToken::new(),
     };
     Ok((connection, Driver { running, peer }))
 }

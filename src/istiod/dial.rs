@@ -237,7 +237,8 @@ pub(super) async fn dial(
 
 fn host_and_port(config: &Config) -> Result<(&str, u16), Problem> {
     let code = codes::ISTIOD_ADDRESS_INVALID;
-    address::parts(&config.address).ok_or_else(|| config.problem(code, "it is not host:port"))
+    address::split_lenient(&config.address)
+        .ok_or_else(|| config.problem(code, "it is not host:port"))
 }
 
 /// An attempt to open a connection to one address.

@@ -373,7 +373,7 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
         },
         setting: "discoveryAddress",
         identity: crate::identity::SpiffeId::new("cluster.local", "shop", "cart"),
-        others: Vec::new(),
+        fallbacks: Vec::new(),
     }
 }
 

@@ -40,8 +40,8 @@ struct State {
 
 impl Hosts {
     pub(super) fn new(mut config: Config) -> Self {
-        let others = std::mem::take(&mut config.others);
-        let configs = std::iter::once(config).chain(others);
+        let fallbacks = std::mem::take(&mut config.fallbacks);
+        let configs = std::iter::once(config).chain(fallbacks);
         Self {
             configs: configs.map(Arc::new).collect(),
             state: Mutex::default(),

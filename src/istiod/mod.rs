@@ -63,8 +63,8 @@ pub struct Config {
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
-    /// Control planes that are used while this one fails, in this order. Their own `others` are empty.
-    pub others: Vec<Config>,
+    /// Control planes that are used while this one fails, in this order. Their own `fallbacks` are empty.
+    pub fallbacks: Vec<Config>,
 }
 
 /// The encryption of the connection.
@@ -108,11 +108,6 @@ impl fmt::Debug for Config {
     }
 }
 
-/// The error of a call after the future that owns the connection has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the connection to istiod is closed because the agent is stopping")]
-pub struct Closed;
-
 /// Returns a handle, and the future that owns the connection. The future ends, and closes the connection,
 /// when every handle is dropped or `stop` is cancelled.
 pub fn new(
@@ -150,8 +145,8 @@ impl Shared {
     }
 
     /// Makes the next call dial if this is the current connection. Its streams may finish.
-    fn leave(&self, identity: &Arc<Connected>) {
-        self.leave_if(|current| current.is(identity));
+    fn leave(&self, about: &Arc<Connected>) {
+        self.leave_if(|current| Arc::ptr_eq(&current.about, about));
     }
 
     fn leave_if(&self, is_left: impl FnOnce(&mut Connection) -> bool) {
@@ -161,30 +156,28 @@ impl Shared {
 }
 
 impl Istiod {
-    /// Waits until there is a connection, without a limit.
-    pub async fn connection(&self) -> Result<Connection, Closed> {
-        // Only `try_connection` gets errors.
-        self.wait(false).await.and_then(Result::ok).ok_or(Closed)
+    /// Waits until there is a connection, without a limit. Fails only if the agent is stopping.
+    pub async fn connection(&self) -> Result<Connection, Problem> {
+        self.wait(false).await
     }
 
     /// Like [`Istiod::connection`], but fails with the error of the current or next dial.
     pub async fn try_connection(&self) -> Result<Connection, Problem> {
-        self.wait(true).await.unwrap_or_else(|| {
-            let config = self.shared.hosts.current();
-            Err(config.problem(
-                codes::AGENT_STOPPING,
-                "not connected, because the agent is stopping",
-            ))
-        })
+        self.wait(true).await
     }
 
-    async fn wait(&self, once: bool) -> Option<Result<Connection, Problem>> {
+    async fn wait(&self, once: bool) -> Result<Connection, Problem> {
         if let Some(connection) = self.shared.connection() {
-            return Some(Ok(connection));
+            return Ok(connection);
         }
         let (reply, result) = oneshot::channel();
-        self.queue.send(Waiter { once, reply }).ok()?;
-        result.await.ok()
+        // If the worker has ended, the waiter is dropped, and there is no result.
+        let _ = self.queue.send(Waiter { once, reply });
+        result.await.unwrap_or_else(|_| {
+            let found = "not connected, because the agent is stopping";
+            let config = self.shared.hosts.current();
+            Err(config.problem(codes::AGENT_STOPPING, found))
+        })
     }
 
     /// Makes a gRPC request for `path` with the configured headers and the token that its file contains now.
@@ -227,14 +220,9 @@ impl Istiod {
             && matches!(security, Security::Tls(tls) if tls.client.is_some())
             && !connection.has_client_certificate();
         if leaves {
-            self.leave(connection);
+            self.shared.leave(&connection.about);
         }
         leaves
-    }
-
-    /// Makes the next call dial. Streams on this connection may finish.
-    pub(crate) fn leave(&self, connection: &Connection) {
-        self.shared.leave(&connection.identity());
     }
 
     /// Returns true if there is more than one control plane.
@@ -263,7 +251,7 @@ impl Istiod {
             if has_moved {
                 Arc::ptr_eq(&current.config, &connection.config)
             } else {
-                is_silent && current.is(&connection.identity())
+                is_silent && Arc::ptr_eq(&current.about, &connection.about)
             }
         });
         has_moved

@@ -99,7 +99,7 @@ impl Worker {
                 tracing::info!(target: "xdsproxy", "istiod at {} is used again", first.address);
                 shared.hosts.return_to_first();
                 if let Some(other) = shared.connection() {
-                    other.leave();
+                    other.supersede();
                 }
                 self.use_connection(connection, driver);
             }
@@ -174,13 +174,12 @@ impl Worker {
             tracing::info!(target: "xdsproxy", "connected to istiod at {address} again; {failures}");
         }
         self.failures.clear();
-        let about = connection.about();
+        let about = connection.about.clone();
         tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({about})");
-        let identity = connection.identity();
         self.shared.connected.send_replace(Some(connection.clone()));
         let shared = self.shared.clone();
         self.tasks.executor().spawn(async move {
-            let reason = driver.run(|| shared.leave(&identity)).await;
+            let reason = driver.run(|| shared.leave(&about)).await;
             let ended = format!("connection to istiod at {address} ended: {reason}");
             tracing::debug!(target: "xdsproxy", "{ended}");
         });

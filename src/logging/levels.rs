@@ -1,7 +1,7 @@
 //! Stores the level of each scope: as configured, or set at run time, permanently or for a period.
 //!
-//! A tracing target with the name of a scope belongs to that scope, one inside this crate to scope
-//! `default`, and any other to scope `grpc`, that of libraries.
+//! A tracing target with the name of a scope belongs to that scope. Other targets of this crate belong to scope
+//! `default`, and all targets of libraries to scope `grpc`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -94,7 +94,7 @@ impl Levels {
         shown.collect()
     }
 
-    /// Names the scopes whose errors are not logged, except that of libraries, which is off unless it is raised.
+    /// Names the scopes whose errors are not logged, except [`LIBRARIES`], which is off unless it is raised.
     pub fn silent(&self) -> Option<Problem> {
         let scopes = self.scopes.read();
         let silent = scopes

@@ -13,7 +13,7 @@ use crate::clock;
 /// The most bytes of a message or label. A quarter of them are its end, which says what the agent does next.
 const MAX_TEXT: usize = 1024;
 /// The target of the agent's own reports, which are never shortened.
-pub const WHOLE: &str = "istio_agent::logging::whole";
+pub const UNABRIDGED: &str = "istio_agent::logging::unabridged";
 
 /// Message and labels of an event.
 #[derive(Default)]
@@ -21,7 +21,7 @@ pub(super) struct Content {
     message: String,
     labels: Vec<(&'static str, Value)>,
     /// True if long texts are not shortened.
-    pub(super) is_whole: bool,
+    pub(super) is_unabridged: bool,
 }
 
 impl Content {
@@ -60,7 +60,7 @@ impl Content {
     fn add(&mut self, field: &Field, mut value: Value) {
         if let Value::String(text) = &mut value
             && text.len() > MAX_TEXT
-            && !self.is_whole
+            && !self.is_unabridged
         {
             let [begin, end] = [MAX_TEXT / 4 * 3, text.len() - MAX_TEXT / 4]
                 .map(|at| (0..=at).rfind(|n| text.is_char_boundary(*n)).unwrap_or(at));
@@ -178,7 +178,7 @@ mod tests {
             content: Content {
                 message: "connected".into(),
                 labels: vec![("id", 7.into()), ("istiod.addr", "a:1".into())],
-                is_whole: false,
+                is_unabridged: false,
             },
         }
     }

@@ -5,8 +5,8 @@
 //! `default`, and targets of libraries to scope `grpc`, which is off unless raised.
 //!
 //! Text lines are tab-separated: time, level, scope (not for `default`), caller (if configured), message, and
-//! labels, those of spans around the event first. Texts over 1 KiB lose their middle, unless their target is
-//! [`WHOLE`]. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
+//! labels. The labels of spans around the event come before its own. Texts over 1 KiB lose their middle, unless
+//! their target is [`UNABRIDGED`]. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
 
 mod levels;
 mod line;
@@ -30,7 +30,7 @@ use crate::problem::{Problem, codes};
 pub use levels::Levels;
 use levels::{CHANGES, scope_of};
 use line::{Content, Line};
-pub use line::{WHOLE, printable};
+pub use line::{UNABRIDGED, printable};
 use output::Output;
 pub use recent::Entry;
 use recent::{LastLines, Recent};
@@ -38,30 +38,12 @@ use recent::{LastLines, Recent};
 /// The `--log_*` flags.
 #[derive(Debug, Default)]
 pub struct Options {
-    levels: Levels,
+    pub levels: Levels,
     /// Standard output if empty.
-    targets: Vec<String>,
-    json: bool,
-    /// Scopes whose lines have the source file and line.
-    callers: Vec<String>,
-}
-
-impl Options {
-    /// Reads `--log_output_level`, `--log_target`, `--log_as_json` and `--log_caller`.
-    pub fn parse(
-        levels: &str,
-        targets: &[String],
-        json: bool,
-        callers: &str,
-    ) -> Result<Self, Problem> {
-        let callers = callers.split(',').map(|scope| scope.trim().to_owned());
-        Ok(Self {
-            levels: Levels::parse(levels)?,
-            targets: targets.to_vec(),
-            json,
-            callers: callers.collect(),
-        })
-    }
+    pub targets: Vec<String>,
+    pub json: bool,
+    /// Scopes whose lines have the source file and line, separated by commas.
+    pub callers: String,
 }
 
 /// The longest time for which the end of the program waits for readers of the log.
@@ -121,14 +103,14 @@ struct Lines {
     outputs: Vec<Output>,
     levels: &'static Levels,
     json: bool,
-    callers: Vec<String>,
+    callers: String,
     recent: &'static Recent,
 }
 
 impl Lines {
     /// Returns file and line of the event, if its scope is configured to have them.
     fn caller(&self, metadata: &Metadata<'_>, scope: &str) -> Option<String> {
-        let mut callers = self.callers.iter();
+        let mut callers = self.callers.split(',').map(str::trim);
         callers.find(|name| *name == scope || *name == "all")?;
         let file = metadata.file()?;
         // The last directory and the file are enough to find the place, and short enough for a line.
@@ -169,7 +151,7 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
         let metadata = event.metadata();
         let mut content = Content::default();
-        content.is_whole = metadata.target() == WHOLE;
+        content.is_unabridged = metadata.target() == UNABRIDGED;
         let spans = context.event_scope(event).into_iter().flatten();
         for span in spans.collect::<Vec<_>>().iter().rev() {
             if let Some(inherited) = span.extensions().get::<Content>() {
@@ -254,7 +236,7 @@ mod tests {
                 let _span = tracing::info_span!("stream", envoy = &*long).entered();
                 tracing::warn!(error = &*long, reason = %long, "odd");
             }
-            tracing::info!(target: WHOLE, "Effective config: {long}");
+            tracing::info!(target: UNABRIDGED, "Effective config: {long}");
         });
         let (begin, end) = ("x".repeat(760), "x".repeat(242));
         let cut = format!("error\twasm\tfailed: {begin}[898998 bytes left out]{end}; trying again");
@@ -276,12 +258,13 @@ mod tests {
     #[test]
     fn callers_are_logged_for_the_configured_scopes() {
         for (scopes, named) in [("sds,ca", true), ("all", true), ("ca", false), ("", false)] {
-            let lines = logged(
-                Options::parse("", &[], false, scopes).expect("flags"),
-                || {
-                    tracing::info!(target: "sds", "sent");
-                },
-            );
+            let options = Options {
+                callers: scopes.to_owned(),
+                ..Options::default()
+            };
+            let lines = logged(options, || {
+                tracing::info!(target: "sds", "sent");
+            });
             let has_caller = lines[0].starts_with("info\tsds\tlogging/mod.rs:");
             assert_eq!(has_caller, named, "{scopes}: {}", lines[0]);
             assert!(lines[0].ends_with("\tsent"));
@@ -295,7 +278,7 @@ mod tests {
         let levels: &Levels = Box::leak(Box::default());
         let lines = Lines {
             json: false,
-            callers: Vec::new(),
+            callers: String::new(),
             outputs: vec![output],
             levels,
             recent: Box::leak(Box::new(Recent::new())),
@@ -329,7 +312,7 @@ mod tests {
         let mut file = tempfile::tempfile().expect("a file");
         let lines = Lines {
             json: false,
-            callers: Vec::new(),
+            callers: String::new(),
             outputs: vec![Output::new(file.try_clone().expect("cloned"), false)],
             levels,
             recent: Box::leak(Box::new(Recent::new())),
@@ -358,7 +341,10 @@ mod tests {
     #[test]
     fn warnings_and_errors_that_are_logged_are_kept_and_nothing_else() {
         let recent: &Recent = Box::leak(Box::new(Recent::new()));
-        let options = Options::parse("default:info,ca:error", &[], false, "").expect("levels");
+        let options = Options {
+            levels: Levels::parse("default:info,ca:error").expect("levels"),
+            ..Options::default()
+        };
         logged_and_kept(options, recent, || {
             tracing::info!(target: "sds", "fine");
             tracing::warn!(target: "ca", "not logged");

@@ -159,7 +159,7 @@ impl Registry {
         }
     }
 
-    /// Registers the series, unless the name is registered already. Returns those that are registered.
+    /// Registers the series, unless the name is registered already. Returns the registered series.
     fn register(
         &self,
         name: &'static str,

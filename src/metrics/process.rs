@@ -36,7 +36,7 @@ const FAMILIES: [(&str, &str, Value); 9] = [
     (
         "istio_agent_process_virtual_memory_bytes",
         "Virtual memory size in bytes.",
-        || Some(memory(&read("self/status")?, "VmSize:")? as f64),
+        || Some(parse_size(&read("self/status")?, "VmSize:")? as f64),
     ),
     (
         "istio_agent_process_virtual_memory_max_bytes",
@@ -46,7 +46,7 @@ const FAMILIES: [(&str, &str, Value); 9] = [
     (
         "istio_agent_process_resident_memory_bytes",
         "Resident memory size in bytes.",
-        || Some(memory(&read("self/status")?, "VmRSS:")? as f64),
+        || Some(parse_size(&read("self/status")?, "VmRSS:")? as f64),
     ),
     (
         "istio_agent_process_start_time_seconds",
@@ -101,7 +101,7 @@ fn limit(resource: Resource) -> f64 {
 }
 
 /// Reads a size in a `status` file of `/proc`, in bytes.
-pub(crate) fn memory(status: &str, name: &str) -> Option<u64> {
+pub(crate) fn parse_size(status: &str, name: &str) -> Option<u64> {
     let mut lines = status.lines();
     let value = lines.find_map(|line| line.strip_prefix(name))?;
     let kibibytes: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -135,8 +135,8 @@ mod tests {
     #[test]
     fn files_of_proc_are_parsed() {
         let status = "Name:\tVmRSS: x\nVmSize:\t  8192 kB\nVmRSS:\t    12 kB\n";
-        assert_eq!(memory(status, "VmSize:"), Some(8_388_608));
-        assert_eq!(memory(status, "VmRSS:"), Some(12_288));
+        assert_eq!(parse_size(status, "VmSize:"), Some(8_388_608));
+        assert_eq!(parse_size(status, "VmRSS:"), Some(12_288));
         let fields = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 250 20 21";
         let stat = format!("7 (a) (b)) {fields}");
         assert_eq!(start_time(&stat, "cpu 1\nbtime 1000\n"), Some(1002.5));
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn values_missing_in_proc_are_omitted() {
         for text in ["", "VmRSS:", "VmRSS: many kB", "VmRSS: 1", "IpExt:", ")"] {
-            assert_eq!(memory(text, "VmRSS:"), None, "{text:?}");
+            assert_eq!(parse_size(text, "VmRSS:"), None, "{text:?}");
             assert_eq!(start_time(text, text), None, "{text:?}");
             assert_eq!(network(text, "InOctets"), None, "{text:?}");
         }

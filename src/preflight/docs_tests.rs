@@ -53,7 +53,6 @@ fn ids_are_unique_and_texts_can_be_joined() {
     let harmful = sections.find(|section| section.starts_with("The twelve that can hurt\n"));
     assert_eq!(rows(harmful.expect("a section")).count(), 12);
     for row in TABLE {
-        assert_eq!(row.advice.is_empty(), row.level == Level::Ok, "{}", row.id);
         for text in [row.pilot_agent, row.this_agent] {
             let is_name = text.starts_with("Envoy");
             let is_capital = text.starts_with(char::is_uppercase);

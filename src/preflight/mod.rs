@@ -12,16 +12,16 @@ use indexmap::IndexMap;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::cli::{self, Command, Refused, Typed, iptables};
+use crate::cli::{self, Command, ParseError, ParsedLine, iptables};
 use crate::config::environment::{self, Environment};
 use crate::config::flags::ProxyFlags;
 use crate::config::pod::Pairs;
-use crate::config::report::described;
-use crate::doctor::report::{Check, Level};
+use crate::config::report::manifest_configuration;
 use crate::json;
 use crate::lifecycle::BoxError;
 use crate::logging::printable;
 use crate::problem::{Diagnostics, Problem, codes};
+use crate::report::{Check, Level};
 use differences::{Difference, Selector, TABLE};
 pub use pods::Owners;
 use pods::{Container, Pods, add};
@@ -65,10 +65,6 @@ pub struct ContainerCheck {
 
 /// Reads Kubernetes objects, as YAML or JSON, and compares the settings of their pods.
 pub fn report(text: &str) -> Result<Report, BoxError> {
-    compare(text, TABLE)
-}
-
-fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
     // The limits of the parser are lifted, because the operator's text is trusted and may have thousands of pods.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
@@ -90,7 +86,7 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
     for (settings, owners) in &pods.settings {
         let containers = settings.containers.iter();
         let found: Vec<_> = containers
-            .flat_map(|container| differences(container, &settings.annotations, table))
+            .flat_map(|container| differences(container, &settings.annotations))
             .collect();
         let levels = found.iter().map(|found| found.check.level);
         let level = levels.fold(Level::Ok, Level::max);
@@ -116,14 +112,9 @@ fn compare(text: &str, table: &[Difference]) -> Result<Report, BoxError> {
 }
 
 /// Compares a container of a pod with these annotations with the table.
-fn differences(
-    container: &Container,
-    annotations: &Pairs,
-    table: &[Difference],
-) -> Vec<ContainerCheck> {
+fn differences(container: &Container, annotations: &Pairs) -> Vec<ContainerCheck> {
     let mut findings = Findings {
         container: &container.name,
-        table,
         found: Vec::new(),
     };
     if let Some(words) = &container.words {
@@ -143,21 +134,20 @@ fn differences(
 /// Collects the findings of a container.
 struct Findings<'a> {
     container: &'a str,
-    table: &'a [Difference],
     found: Vec<ContainerCheck>,
 }
 
-impl<'a> Findings<'a> {
+impl Findings<'_> {
     fn command_line(&mut self, words: Vec<String>, env: &Environment, annotations: &Pairs) {
         let program = ["pilot-agent".to_owned()].into_iter();
         let typed = match cli::parse(program.chain(words)) {
             Ok(typed) => typed,
-            Err(Refused::Error(text) | Refused::Help(text)) => return self.refused(text),
+            Err(ParseError::Invalid(text) | ParseError::Help(text)) => return self.refused(text),
         };
         if let Some(Command::Proxy(flags)) = &typed.cli.command {
             return self.proxy(flags, &typed, env, annotations);
         }
-        match iptables::checked(&typed.flags, env) {
+        match iptables::check(&typed.flags, env) {
             Ok((arguments, notes)) => {
                 self.problems(&notes);
                 let given = arguments.iter().filter_map(|flag| flag.split_once('='));
@@ -167,14 +157,21 @@ impl<'a> Findings<'a> {
         }
     }
 
-    fn proxy(&mut self, flags: &ProxyFlags, typed: &Typed, env: &Environment, annotations: &Pairs) {
-        for flag in &typed.unknown_flags {
+    fn proxy(
+        &mut self,
+        flags: &ProxyFlags,
+        line: &ParsedLine,
+        env: &Environment,
+        annotations: &Pairs,
+    ) {
+        for flag in &line.unknown_flags {
             let check = Check::new("flag", Level::Warning, flag);
-            self.add(check, self.row(Selector::UnknownFlag));
+            self.add(check, find_row(Selector::UnknownFlag));
         }
-        let (mut given, notes) = described(flags, &typed.cli.log, env, annotations.clone());
+        let (mut given, notes) =
+            manifest_configuration(flags, &line.cli.log, env, annotations.clone());
         self.problems(&notes);
-        let flags = typed.flags.iter().filter(|flag| flag.is_given);
+        let flags = line.flags.iter().filter(|flag| flag.is_given);
         given.extend(flags.map(|flag| (format!("--{}", flag.name), flag.value.as_str().into())));
         let annotated = annotations.iter().map(|(name, value)| (&**name, &**value));
         let texts = annotated.chain(env.with_prefix(""));
@@ -184,13 +181,13 @@ impl<'a> Findings<'a> {
         let probers = text.and_then(|text| json::read::<Map<_, Value>>(text).ok());
         for (path, prober) in probers.iter().flatten() {
             if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
-                let row = self.row(Selector::ProbeWithoutTimeout);
+                let row = find_row(Selector::ProbeWithoutTimeout);
                 row.into_iter().for_each(|row| self.difference(path, row));
             }
         }
         for (name, why) in env.without_effect() {
             if why != environment::UNUSED {
-                let row = self.row(Selector::VariableWithoutEffect);
+                let row = find_row(Selector::VariableWithoutEffect);
                 self.add(Check::ok(name, why), row);
             }
         }
@@ -206,9 +203,9 @@ impl<'a> Findings<'a> {
     }
 
     fn problem(&mut self, level: Level, problem: &Problem) {
-        let exact = self.row(Selector::Problem(problem.code));
-        let row = exact.or_else(|| self.row(Selector::Problem(codes::SETTING_INVALID)));
-        self.add(Check::problem(level, problem), row);
+        let exact = find_row(Selector::Problem(problem.code));
+        let row = exact.or_else(|| find_row(Selector::Problem(codes::SETTING_INVALID)));
+        self.add(Check::with_level(level, problem), row);
     }
 
     fn refused(&mut self, found: impl ToString) {
@@ -224,7 +221,7 @@ impl<'a> Findings<'a> {
             let text = value.map_or_else(String::new, |value| value.to_string().replace('"', ""));
             !["", "0", "false"].contains(&text.as_str())
         };
-        for row in self.table {
+        for row in TABLE {
             let settings = row.selectors.iter().filter_map(|selector| match selector {
                 Selector::Set(names) => names.split(' ').all(is_set).then_some(*names),
                 _ => None,
@@ -239,8 +236,12 @@ impl<'a> Findings<'a> {
 
     /// Adds a difference with both behaviours, as a warning if it can surprise.
     fn difference(&mut self, setting: &str, row: &Difference) {
+        let level = match row.advice {
+            "" => Level::Ok,
+            _ => Level::Warning,
+        };
         let found = format!("{}; {}", row.pilot_agent, row.this_agent);
-        let mut check = Check::new(setting, row.level, found);
+        let mut check = Check::new(setting, level, found);
         row.advice.clone_into(&mut check.remedy);
         self.add(check, Some(row));
     }
@@ -252,11 +253,11 @@ impl<'a> Findings<'a> {
             row: row.map_or("", |row| row.id),
         });
     }
+}
 
-    fn row(&self, selector: Selector) -> Option<&'a Difference> {
-        let mut rows = self.table.iter();
-        rows.find(|row| row.selectors.contains(&selector))
-    }
+/// Returns the row of the table that has this selector.
+fn find_row(selector: Selector) -> Option<&'static Difference> {
+    TABLE.iter().find(|row| row.selectors.contains(&selector))
 }
 
 impl Report {

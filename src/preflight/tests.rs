@@ -36,36 +36,6 @@ fn init(arguments: &[&str], variables: Value) -> Value {
     pod
 }
 
-/// The report. With every text of the table replaced it must have the same levels and rows.
-fn report(text: &str) -> Result<Report, BoxError> {
-    let edited = TABLE.iter().map(|row| Difference {
-        pilot_agent: "edited",
-        this_agent: "unknown member",
-        advice: if row.advice.is_empty() { "edited" } else { "" },
-        ..*row
-    });
-    let edited = compare(text, &Vec::from_iter(edited));
-    assert_eq!(outline(edited), outline(super::report(text)), "{text}");
-    super::report(text)
-}
-
-/// Levels and rows, without the texts of the table.
-fn outline(report: Result<Report, BoxError>) -> String {
-    let report = match report {
-        Ok(report) => report,
-        Err(error) => return error.to_string(),
-    };
-    let mut text = format!("{:?} {}", report.level, report.without_istio);
-    for Finding { found, owners } in report.findings {
-        let Check { name, level, .. } = found.check;
-        text += &format!(
-            "\n{owners:?} {} {name} {level:?} {}",
-            found.container, found.row
-        );
-    }
-    text
-}
-
 /// The findings, sorted by level.
 fn found(pod: &Value) -> Vec<(Level, String, &'static str)> {
     let report = report(&pod.to_string()).expect("a pod");
@@ -75,7 +45,7 @@ fn found(pod: &Value) -> Vec<(Level, String, &'static str)> {
 }
 
 #[test]
-fn the_exit_code_depends_on_the_level_and_not_on_the_text_of_a_row() {
+fn a_difference_is_ok_or_a_warning_and_a_rejected_setting_is_an_error() {
     for (variables, level) in [
         (json!({"PROV_CERT": "/certs"}), Level::Ok),
         (json!({"ISTIO_META_DNS_CAPTURE": "true"}), Level::Warning),

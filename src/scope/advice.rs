@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::json;
 
 use super::{Pod, Service, Usage};
-use crate::duration::approximate;
+use crate::duration::rounded_seconds;
 
 /// The memory that an Envoy without services has allocated, in bytes.
 const ENVOY_BASE: u64 = 10_000_000;
@@ -19,7 +19,7 @@ pub struct Keep {
     /// Hosts as in `egress.hosts`: `namespace/host`.
     pub hosts: Vec<String>,
     /// Keeps services whose names were looked up and that had no connection.
-    pub asked: bool,
+    pub looked_up: bool,
 }
 
 /// Adds the services that another pod used, or the same one at another time.
@@ -77,7 +77,7 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
     let mut left_out = Vec::new();
     for service in &usage.services {
         let host = service.egress_host();
-        let is_kept = service.is_used() || (keep.asked && service.is_asked);
+        let is_kept = service.is_used() || (keep.looked_up && service.is_asked);
         if kept_namespaces.contains(&"*") || kept_namespaces.contains(&service.namespace.as_str()) {
             // A host that stands for its namespace includes it.
         } else if is_kept || keep.hosts.contains(&host) {
@@ -117,7 +117,7 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
     let mut lines =
         vec!["What was used, as a Sidecar resource. Read it before you apply it.".to_owned()];
     lines.extend(usage.pods.iter().map(|pod| {
-        let observed = approximate(pod.observed_seconds as f64);
+        let observed = rounded_seconds(pod.observed_seconds as f64);
         format!("Pod {:?} was observed for {observed}.", pod.name)
     }));
     let sent: u64 = usage.services.iter().map(|it| it.clusters).sum();
@@ -165,7 +165,7 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
     }));
     let services = usage.services.iter();
     let asked = services.filter(|it| it.is_asked && !it.is_used());
-    let kept = if keep.asked { "kept" } else { "left out" };
+    let kept = if keep.looked_up { "kept" } else { "left out" };
     lines.extend(asked.map(|service| {
         let host = service.egress_host();
         format!("Asked for and never connected to, {kept}: {host:?}. A VirtualService may send its requests elsewhere.")

@@ -1,5 +1,5 @@
-//! Finds the services that a workload uses, of those its Envoy was sent: services whose endpoints had connections,
-//! and services whose names the application has looked up.
+//! Finds which of the services that Envoy was sent its workload uses: services whose endpoints had connections, and
+//! services whose names the application has looked up.
 //!
 //! A service costs Envoy memory whether it is used or not; a `Sidecar` resource leaves it out.
 //! [`observe`] queries Envoy's admin port, [`advice`] writes the resource. Neither changes Envoy or the mesh.
@@ -135,7 +135,7 @@ pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     let counters = clusters.map(|it| (it.cluster, (it.connections, it.requests)));
     let by_cluster: HashMap<_, _> = counters.collect();
     let counted = |cluster: &str| by_cluster.get(cluster).copied().unwrap_or_default();
-    let asked = sources.dns.as_ref().map(Dns::asked);
+    let asked = sources.dns.as_ref().map(Dns::queried_hosts);
     let services = services(&admin.outbound().await?, counted, asked.iter().flatten());
     let [passthrough, black_hole] = admin.to_no_service().await?;
     let highest = |cluster: &str, metric: u64| {

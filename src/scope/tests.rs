@@ -10,9 +10,9 @@ use super::advice::{self, Keep, merge};
 use super::*;
 use crate::lifecycle::with_causes;
 
-const KEEP_ASKED: Keep = Keep {
+const KEEP_LOOKED_UP: Keep = Keep {
     hosts: Vec::new(),
-    asked: true,
+    looked_up: true,
 };
 
 fn service(namespace: &str, host: &str, requests: u64, is_asked: bool) -> Service {
@@ -51,7 +51,7 @@ fn usage(services: &[Service]) -> Usage {
 }
 
 fn advice(usage: &Usage) -> String {
-    advice::sidecar(usage, &KEEP_ASKED).expect("a resource")
+    advice::sidecar(usage, &KEEP_LOOKED_UP).expect("a resource")
 }
 
 fn hosts(advice: &str) -> Vec<&str> {
@@ -125,11 +125,11 @@ fn the_sidecar_resource_has_kept_hosts_and_whole_namespaces_cover_their_services
         service("bank", "a.bank", 1, false),
         service("shop", "b.shop", 0, true),
     ];
-    let resource = |keep: &[&str], asked| {
+    let resource = |keep: &[&str], looked_up| {
         let hosts = keep.iter().map(|host| (*host).to_owned()).collect();
-        advice::sidecar(&usage(&used), &Keep { hosts, asked }).expect("a resource")
+        advice::sidecar(&usage(&used), &Keep { hosts, looked_up }).expect("a resource")
     };
-    for (keep, asked, expected, left) in [
+    for (keep, looked_up, expected, left) in [
         (
             &[][..],
             true,
@@ -152,18 +152,18 @@ fn the_sidecar_resource_has_kept_hosts_and_whole_namespaces_cover_their_services
         ),
         (&["*/*"], true, &["\"*/*\""], "0 services, 0 clusters"),
     ] {
-        let advice = resource(keep, asked);
+        let advice = resource(keep, looked_up);
         assert_eq!(hosts(&advice), expected, "{advice}");
         assert!(
             advice.contains(&format!("Left out: {left}")),
             "{left}: {advice}"
         );
     }
-    let none = advice::sidecar(&usage(&[]), &KEEP_ASKED).expect("a resource");
+    let none = advice::sidecar(&usage(&[]), &KEEP_LOOKED_UP).expect("a resource");
     assert_eq!(hosts(&none), ["\"~/*\""]);
     let keep = Keep {
         hosts: vec!["istio-system".to_owned()],
-        asked: true,
+        looked_up: true,
     };
     let error = advice::sidecar(&usage(&[]), &keep).expect_err("no host");
     assert!(error.to_string().contains("<namespace>/<host>"), "{error}");
@@ -196,7 +196,7 @@ fn merged_pods_have_the_services_any_of_them_used_and_their_common_labels() {
     let mut unlike = usage(&[]);
     unlike.labels = [("app".to_owned(), "web".to_owned())].into();
     let merged = merge(first, unlike).expect("one namespace");
-    let refused = advice::sidecar(&merged, &KEEP_ASKED);
+    let refused = advice::sidecar(&merged, &KEEP_LOOKED_UP);
     assert!(refused.is_err_and(|error| error.contains("do not have a label in common")));
 }
 

@@ -1,7 +1,7 @@
-//! Passes on the lines of one source, and leaves out those that the page has already.
+//! Passes on the lines of one source, and leaves out lines that the page has already.
 //!
 //! Most lines pass unchanged. A family that is declared already loses its HELP, TYPE and UNIT lines, and
-//! a series that an earlier source has is left out. Malformed lines and those over 1 MiB are left
+//! a series that an earlier source has is left out. Malformed lines and lines over 1 MiB are left
 //! out and counted, as a scraper refuses the whole page for one of them. The quotes of a text page may have
 //! line feeds: a malformed line is read again together with the lines that close its quotes.
 //!
@@ -132,7 +132,7 @@ impl Lines {
             self.malformed += u64::from(verdict.is_none());
             let end = begin + length + 1;
             let is_unchanged =
-                matches!(&verdict, Some(Show(Cow::Borrowed(line))) if line.len() == length);
+                matches!(&verdict, Some(Show(line)) if line.as_bytes() == &lines[..length]);
             if !is_unchanged {
                 output.write(&page[passing..begin]);
                 passing = end;
@@ -232,14 +232,8 @@ impl Lines {
             return Some(Drop);
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
-        let shown = format!("# {keyword} {quote}{shown}{quote} {text}");
-        // An unchanged line is written together with its neighbours.
-        let is_unchanged = shown == line;
-        Some(Show(if is_unchanged {
-            line.into()
-        } else {
-            shown.into()
-        }))
+        let line = format!("# {keyword} {quote}{shown}{quote} {text}");
+        Some(Show(line.into()))
     }
 
     /// Returns name and text of a HELP, TYPE or UNIT line in the format of the page. None for a malformed line.

@@ -1,20 +1,20 @@
 //! Merges the metrics of the agent, Envoy and the application into one page.
 //!
-//! All sources are requested at once. When the head of each response has arrived, or half of the time is over,
-//! the format of the merged page is decided. Then the agent's metrics, those of the targets and those of Envoy
-//! are written, in this order, each straight from its socket and within a share of the time that is left. A
-//! source whose head is late comes last. A source that fails is logged, counted and left out; if it breaks off,
-//! its complete lines stay. In OpenMetrics the response is then aborted, as its end would say that nothing is
-//! missing.
+//! [`Scrape::page`] answers one scrape. It requests all sources at once. When the head of each response has
+//! arrived, or half of the time is over, it decides the format of the merged page. Then it writes the metrics of
+//! the agent, of the targets and of Envoy, in this order, each straight from its socket. A source has four times
+//! as long as is kept for each source behind it. A source whose head is late comes last.
 //!
-//! [`Scrape::page`] answers one scrape. No submodule imports from this file.
+//! A source that fails is logged, counted and left out; if it breaks off, its complete lines stay. In OpenMetrics
+//! the response is then aborted, as its end would say that nothing is missing.
+//!
+//! No submodule imports from this file.
 
 mod format;
 mod lines;
 mod metrics;
 mod negotiate;
 mod output;
-mod page;
 mod sample;
 mod seen;
 mod source;
@@ -27,31 +27,34 @@ use bytes::Bytes;
 use futures_util::future::{FutureExt, join_all, ready};
 use futures_util::stream::{self, StreamExt};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, VARY};
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, request};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, request};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::{Sender, channel};
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::clock::later;
+use crate::clock::{after, later};
 use crate::duration::{rounded, scaled};
 use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::BoxError;
 use crate::metrics::Registry;
+use crate::problem::codes;
 use format::{Format, TEXT_PAGE};
 pub use lines::Hidden;
+use lines::Lines;
 use metrics::Metrics;
 use negotiate::{SCRAPED_BY, TIMEOUT};
 use output::Output;
-use page::Page;
 use seen::Seen;
 use source::{Origin, Source};
 use targets::Target;
 
 /// The largest share of a scrape's time in which the heads of all responses are awaited.
 const HEAD_SHARE: f64 = 0.5;
+/// The time that is kept for each later source, relative to the time of the source that is read.
+const RESERVE: f64 = 0.25;
 /// The share of the scraper's timeout in which the page is made; the rest is for its transfer.
 const PAGE_SHARE: f64 = 0.95;
 /// The longest timeout that a scraper can set.
@@ -74,10 +77,8 @@ pub struct Config {
 /// Serves the merged page. Clones share connections and counters.
 #[derive(Clone)]
 #[allow(missing_debug_implementations)]
-pub struct Scrape(Arc<Inner>);
-
-struct Inner {
-    config: Config,
+pub struct Scrape {
+    config: Arc<Config>,
     registry: Registry,
     metrics: Metrics,
     client: Client,
@@ -92,49 +93,44 @@ impl Scrape {
             keeps_connections: true,
             ..http_client::Config::default()
         };
-        Self(Arc::new(Inner {
-            config,
+        Self {
+            config: Arc::new(config),
             metrics: Metrics::new(&registry),
             registry,
             client: Client::new(client),
             id: HeaderValue::from(fastrand::u64(..)),
-        }))
+        }
     }
 
     /// Answers a scrape once the format of its page is decided; the page is written while it is read.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
-        let scrape = &self.0;
         let mut agents = request.headers.get_all(SCRAPED_BY).iter();
-        if agents.any(|agent| *agent == scrape.id) {
+        if agents.any(|agent| *agent == self.id) {
             return self_scrape();
         }
-        scrape.metrics.scrapes.inc();
+        self.metrics.scrapes.inc();
         let begin = Instant::now();
-        let time = scrape.time(&request.headers);
-        let mut sources = scrape.request_sources(&request);
+        let time = self.time(&request.headers);
+        let mut sources = self.request_sources(&request);
         let heads = join_all(sources.iter_mut().map(Source::read_head));
         let _ = timeout_at(later(begin, scaled(time, HEAD_SHARE)), heads).await;
         // The counters on this page include the sources that have failed by now.
         sources.retain(|source| {
-            scrape.metrics.report(source);
+            self.metrics.report(source);
             source.failure.is_none()
         });
         // A late source has all the time that the others leave.
         sources.sort_by_key(|source| source.content_type.is_none());
-        let has_one_target = scrape.config.targets.len() == 1;
         let content_type = content_type(&sources);
         let is_gzip = negotiate::accepts_gzip(&request.headers);
         let page = Page {
-            registry: scrape.registry.clone(),
-            metrics: scrape.metrics.clone(),
-            hidden: scrape.config.hidden.clone(),
-            has_one_target,
+            scrape: self.clone(),
             format: Format::from_content_type(content_type),
             deadline: later(begin, time),
             seen: Seen::default(),
             output: Output::new(is_gzip),
         };
-        let (sender, chunks) = mpsc::channel(1);
+        let (sender, chunks) = channel(1);
         // Reading the body drives the future that writes the page. Its error is the end of the stream.
         let error = page.write(sources, sender).into_stream();
         let error = error.filter_map(|written| ready(written.err().map(Err)));
@@ -149,9 +145,7 @@ impl Scrape {
         }
         response
     }
-}
 
-impl Inner {
     /// Returns the time in which the page is made: the scraper's timeout less the time for the transfer.
     fn time(&self, headers: &HeaderMap) -> Duration {
         let seconds = headers.get(&TIMEOUT).and_then(|header| {
@@ -172,39 +166,105 @@ impl Inner {
 
     /// Requests the pages of the targets and of Envoy, in this order: Envoy's is the largest, and the series of
     /// the last source need not be remembered.
-    fn request_sources(&self, request: &request::Parts) -> Vec<Source> {
+    fn request_sources(&self, scrape: &request::Parts) -> Vec<Source> {
         let targets = &self.config.targets;
-        let envoy = self.config.envoy_port.map(|port| {
-            let query = request.uri.query().map(|query| format!("?{query}"));
-            let path = format!("/stats/prometheus{}", query.unwrap_or_default());
-            self.request(&request.headers, Origin::Envoy, port, &path, u64::MAX)
-        });
         let limit = match targets.len() {
             1 => u64::MAX,
             _ => self.config.limit,
         };
-        let applications = targets.iter().map(|Target { port, path }| {
-            self.request(&request.headers, Origin::Application, *port, path, limit)
+        let request = |origin: Origin, port: u16, path: &str, limit: u64| {
+            let headers = negotiate::for_source(origin.format(), &scrape.headers, &self.id);
+            Source::request(&self.client, headers, origin, port, path, limit)
+        };
+        let applications = targets
+            .iter()
+            .map(|Target { port, path }| request(Origin::Application, *port, path, limit));
+        let envoy = self.config.envoy_port.map(|port| {
+            let query = scrape.uri.query().map(|query| format!("?{query}"));
+            let path = format!("/stats/prometheus{}", query.unwrap_or_default());
+            request(Origin::Envoy, port, &path, u64::MAX)
         });
         applications.chain(envoy).collect()
     }
+}
 
-    fn request(
-        &self,
-        headers: &HeaderMap,
-        origin: Origin,
-        port: u16,
-        path: &str,
-        limit: u64,
-    ) -> Source {
-        let mut request = Request::new(Bytes::new());
-        let uri = format!("http://localhost:{port}{path}");
-        // Paths are checked with the configuration, and queries by the status port.
-        *request.uri_mut() = uri.parse().unwrap_or_default();
-        *request.headers_mut() = negotiate::for_source(origin.format(), headers, &self.id);
-        let client = self.client.clone();
-        let response = async move { client.send(request).await };
-        Source::new(origin, port, path, Box::pin(response), limit)
+/// A page that is written while the scraper reads it.
+struct Page {
+    scrape: Scrape,
+    format: Format,
+    deadline: Instant,
+    seen: Seen,
+    output: Output,
+}
+
+impl Page {
+    /// Sends the page in chunks. An error aborts the response. A chunk that cannot be sent is ignored: the
+    /// response was dropped then, and this future with it.
+    async fn write(mut self, sources: Vec<Source>, chunks: Sender<Bytes>) -> Result<(), BoxError> {
+        self.seen.begin(sources.is_empty());
+        let agent = self.scrape.registry.render();
+        let mut lines = Lines::new(Format::Text, self.format, Vec::new());
+        lines.push(agent.as_bytes(), &mut self.seen, &mut self.output);
+        let mut sources = sources.into_iter();
+        while let Some(source) = sources.next() {
+            self.write_source(source, sources.len(), &chunks).await?;
+        }
+        if self.format == Format::OpenMetrics {
+            self.output.write(b"# EOF\n");
+        }
+        let _ = chunks.send(self.output.finish()?).await;
+        Ok(())
+    }
+
+    /// Writes a source, in its share of the time that is left for it and the `others` behind it.
+    async fn write_source(
+        &mut self,
+        mut source: Source,
+        others: usize,
+        chunks: &Sender<Bytes>,
+    ) -> Result<(), BoxError> {
+        let Scrape {
+            config, metrics, ..
+        } = &self.scrape;
+        self.seen.begin(others == 0);
+        let left = self.deadline.duration_since(Instant::now());
+        let until = after(scaled(left, 1.0 / (1.0 + RESERVE * others as f64)));
+        let mut is_late = timeout_at(until, source.read_head()).await.is_err();
+        let hidden = match source.origin {
+            Origin::Envoy => config.hidden.clone(),
+            Origin::Application => Vec::new(),
+        };
+        let mut lines = Lines::new(source.format(), self.format, hidden);
+        while !is_late {
+            if let Some(chunk) = self.output.take_ready() {
+                let _ = chunks.send(chunk).await;
+            }
+            match timeout_at(until, source.chunk()).await {
+                Ok(Some(chunk)) => lines.push(&chunk, &mut self.seen, &mut self.output),
+                Ok(None) => break,
+                Err(_) => is_late = true,
+            }
+            // A page that always has more is never late by the timer alone.
+            is_late |= Instant::now() >= until;
+        }
+        if is_late {
+            source.fail(codes::SCRAPE_LATE, "timed out");
+        }
+        lines.finish(source.failure.is_none(), &mut self.seen, &mut self.output);
+        let origin = [source.origin.name()];
+        metrics.duplicates.with(origin).add(lines.duplicates);
+        metrics.malformed.with(origin).add(lines.malformed);
+        // One of several targets may lack its end, as with pilot-agent.
+        let needs_end = config.targets.len() == 1 && source.format() == Format::OpenMetrics;
+        if source.failure.is_none() && needs_end && !lines.has_ended {
+            source.fail(codes::SCRAPE_PAGE_INVALID, "no # EOF at the end");
+        }
+        metrics.report(&source);
+        let broke_off = source.failure.is_some() && source.content_type.is_some();
+        if broke_off && self.format == Format::OpenMetrics {
+            return Err("a source broke off".into());
+        }
+        Ok(())
     }
 }
 
@@ -223,12 +283,10 @@ fn content_type(sources: &[Source]) -> &'static str {
         .iter()
         .filter(|source| source.origin == Origin::Application)
         .filter_map(|source| source.content_type);
-    let first = types.next().unwrap_or(TEXT_PAGE);
-    if types.all(|other| other == first) {
-        first
-    } else {
-        TEXT_PAGE
-    }
+    let shared = types
+        .next()
+        .filter(|first| types.all(|other| other == *first));
+    shared.unwrap_or(TEXT_PAGE)
 }
 
 #[cfg(test)]

@@ -19,8 +19,9 @@ const TEXT: &str = "text/plain;version=0.0.4";
 /// Replaces `*/*`, which has the lowest weight of the members that scrapers send.
 const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 
-/// Makes the headers of the agent's request to a source, from those of the scraper's request. Others, such
-/// as credentials, are for the agent alone. `strictest` is the strictest format that the source can write.
+/// Makes the headers of the agent's request to a source. Only these headers of the scraper's request are passed on:
+/// others, such as credentials, are for the agent alone. `strictest` is the strictest format that the source can
+/// write.
 pub(super) fn for_source(strictest: Format, headers: &HeaderMap, id: &HeaderValue) -> HeaderMap {
     let mut passed = HeaderMap::new();
     for name in [USER_AGENT, TIMEOUT] {

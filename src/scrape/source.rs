@@ -10,12 +10,12 @@ use bytes::Bytes;
 use flate2::write::MultiGzDecoder;
 use futures_util::future::BoxFuture;
 use http::header::CONTENT_TYPE;
-use http::{Response, StatusCode};
+use http::{HeaderMap, Request, Response, StatusCode};
 use tokio::task::coop::consume_budget;
 
 use super::format::{Format, content_type};
 use super::negotiate::is_gzip;
-use crate::http_client::{self, Body};
+use crate::http_client::{self, Body, Client};
 use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
 
@@ -51,14 +51,12 @@ impl Origin {
     }
 }
 
-/// The response to a request that has been sent.
-pub(super) type ResponseFuture = BoxFuture<'static, Result<Response<Body>, http_client::Error>>;
-
+/// A page that is requested and read.
 pub(super) struct Source {
     pub origin: Origin,
     /// Host, port and path of the page, for log lines.
     address: String,
-    response: ResponseFuture,
+    response: BoxFuture<'static, Result<Response<Body>, http_client::Error>>,
     /// None until the head of the response has arrived.
     pub content_type: Option<&'static str>,
     /// None before the head and after the end.
@@ -74,19 +72,28 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Reads up to `limit` bytes. The query of the path is not logged, as it may hold a secret.
-    pub(super) fn new(
+    /// Requests a page, of which up to `limit` bytes are read. [`Self::read_head`] sends the request. The query of
+    /// the path is not logged, as it may hold a secret.
+    pub(super) fn request(
+        client: &Client,
+        headers: HeaderMap,
         origin: Origin,
         port: u16,
         path: &str,
-        response: ResponseFuture,
         limit: u64,
     ) -> Self {
+        let mut request = Request::new(Bytes::new());
+        let uri = format!("http://localhost:{port}{path}");
+        // Paths are checked with the configuration, and queries by the status port.
+        *request.uri_mut() = uri.parse().unwrap_or_default();
+        *request.headers_mut() = headers;
+        let client = client.clone();
+        let response = async move { client.send(request).await };
         let path = path.split_once('?').map_or(path, |(path, _)| path);
         Self {
             origin,
             address: format!("localhost:{port}{path}"),
-            response,
+            response: Box::pin(response),
             content_type: None,
             body: None,
             gzip: None,

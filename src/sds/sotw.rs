@@ -4,8 +4,7 @@
 //! if it has not been sent since it was requested, or if it differs from the one sent last, so pushes that
 //! wait for Envoy are merged. A missing secret does not delay others; SotW cannot report it.
 
-use std::collections::{BTreeMap, HashSet};
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::DataSource;
@@ -17,7 +16,7 @@ use super::resource::{Resource, TYPE_URL};
 use crate::problem::{Problem, codes};
 use crate::secrets::name::{Name, escaped};
 
-/// The most names of one request, and the most unknown names of one stream.
+/// The most names of one request.
 const MAX_NAMES: usize = 10_000;
 
 /// The number of bytes of Envoy's reason for a NACK that are logged.
@@ -43,8 +42,6 @@ pub(super) struct StateOfTheWorld {
     /// True once a request has named the node.
     has_node: bool,
     names: BTreeMap<Name, Sent>,
-    /// Hashes of the unknown names that were logged.
-    unknown: HashSet<u64>,
     /// The nonce of the latest response.
     nonce: Option<String>,
     /// True once Envoy has a version of the secret. Each of its streams requests one secret.
@@ -65,7 +62,6 @@ impl StateOfTheWorld {
             serves_workload,
             has_node: false,
             names: BTreeMap::new(),
-            unknown: HashSet::new(),
             nonce: None,
             has_version: false,
         }
@@ -88,23 +84,24 @@ impl StateOfTheWorld {
         if request.response_nonce.is_empty() {
             before.clear();
         }
-        let mut unserved = Vec::new();
+        let mut unserved = None;
         for text in texts {
             match self.parse(text) {
                 Ok(name) => {
                     let sent = before.remove(&name).flatten();
                     self.names.entry(name).or_insert(sent);
                 }
-                Err(problem) => unserved.push((text, problem)),
+                Err(problem) => _ = unserved.get_or_insert(problem),
             }
         }
-        // Without any served name the stream ends.
-        if self.names.is_empty()
-            && let Some((_, problem)) = unserved.first()
-        {
-            return Err(Status::invalid_argument(problem.to_string()));
+        if let Some(problem) = unserved {
+            // Without any served name the stream ends.
+            if self.names.is_empty() {
+                return Err(Status::invalid_argument(problem.to_string()));
+            }
+            tracing::warn!(target: "sds", "stream {}: {problem}", self.id);
         }
-        self.report_unserved(&unserved)
+        Ok(())
     }
 
     /// Returns all requested names.
@@ -223,24 +220,6 @@ impl StateOfTheWorld {
             }
             _ => Ok(name),
         }
-    }
-
-    /// Logs each unserved name once, with the reason.
-    fn report_unserved(&mut self, unserved: &[(&String, Problem)]) -> Result<(), Status> {
-        for (text, problem) in unserved {
-            let mut hasher = DefaultHasher::new();
-            text.hash(&mut hasher);
-            if !self.unknown.insert(hasher.finish()) {
-                continue;
-            }
-            if self.unknown.len() > MAX_NAMES {
-                return Err(Status::resource_exhausted(format!(
-                    "more than {MAX_NAMES} unknown names on one stream"
-                )));
-            }
-            tracing::warn!(target: "sds", "stream {}: {problem}", self.id);
-        }
-        Ok(())
     }
 
     /// Logs the end of the stream.

@@ -49,7 +49,7 @@ impl CertificateCache {
     /// Returns None if no directory is configured, or if the default one cannot be used.
     pub(super) fn new(config: &Config) -> Option<Self> {
         let volume = config.cache.as_ref()?;
-        volume.is_used(Content::Certificate).then(|| Self {
+        volume.prepare(Content::Certificate).then(|| Self {
             parent: volume.directory.clone(),
             identity: config.identity.clone(),
             kind: format!("{:?} {:?}", config.key_type, config.encoding),

@@ -5,9 +5,8 @@
 
 use std::time::{Duration, SystemTime};
 
-use super::Secrets;
-use super::observe::Dates;
 use super::schedule::signed_seconds;
+use super::{Dates, Secrets};
 use crate::metrics::{Counter, Kind, Registry};
 
 /// The counters of certificate requests.

@@ -43,7 +43,7 @@ pub use certificate::Secret;
 pub use files::{SecretState, Subscription};
 use metrics::Metrics;
 use name::Name;
-use observe::{Dates, Snapshot};
+use observe::Snapshot;
 use renewal::Renewal;
 use trust::MeshBundle;
 pub use trust::Roots;
@@ -93,6 +93,17 @@ pub struct State {
     pub dates: Option<Dates>,
     /// The failure of the latest attempt; None after a success.
     pub failure: Option<Failure>,
+}
+
+/// The dates of a certificate.
+#[derive(Clone, Copy, Debug)]
+pub struct Dates {
+    pub not_before: SystemTime,
+    pub not_after: SystemTime,
+    /// When it was taken into use.
+    pub issued: SystemTime,
+    /// When the next one is requested.
+    pub due: SystemTime,
 }
 
 /// A failed attempt, those before it, and the next one.

@@ -47,17 +47,6 @@ pub struct Certificate {
     pub remaining_seconds: f64,
 }
 
-/// The dates of a certificate.
-#[derive(Clone, Copy, Debug)]
-pub struct Dates {
-    pub not_before: SystemTime,
-    pub not_after: SystemTime,
-    /// When it was taken into use.
-    pub issued: SystemTime,
-    /// When the next one is requested.
-    pub due: SystemTime,
-}
-
 pub(super) fn snapshot(state: &State, now: SystemTime) -> Snapshot {
     let chain = state.workload.as_ref().map(|w| w.certificate.chain_pem());
     let roots = state.roots.as_ref().map(|roots| roots.pem());

@@ -1,4 +1,4 @@
-//! Trust anchors of the workload: roots as PEM, how they are merged, and the mesh's trust bundle (PCDS).
+//! Merges the trust anchors of the workload, as PEM, and holds the trust bundle of the mesh (PCDS).
 //!
 //! Merged roots have one form, each certificate once and in one order: bundles that differ only in
 //! order are equal, and are not pushed to Envoy again.

@@ -11,7 +11,7 @@ use zeroize::Zeroizing;
 
 use super::schedule::signed_seconds;
 use crate::clock::rfc3339;
-use crate::duration::approximate;
+use crate::duration::rounded_seconds;
 use crate::pem;
 use crate::problem::{Problem, codes};
 
@@ -53,13 +53,13 @@ impl Facts {
         let (begin, end) = (self.not_before, self.not_after);
         let (wait, left) = (signed_seconds(begin, now), signed_seconds(end, now));
         let (code, what, date) = if wait > 0.0 {
-            let what = format!("is valid in {}, from", approximate(wait));
+            let what = format!("is valid in {}, from", rounded_seconds(wait));
             (codes::CERTIFICATE_NOT_YET_VALID, what, begin)
         } else if left < 0.0 {
-            let what = format!("expired {} ago, at", approximate(-left));
+            let what = format!("expired {} ago, at", rounded_seconds(-left));
             (codes::CERTIFICATE_EXPIRED, what, end)
         } else if left < signed_seconds(end, begin) * LAST_TENTH {
-            let what = format!("expires in {}, at", approximate(left));
+            let what = format!("expires in {}, at", rounded_seconds(left));
             (codes::CERTIFICATE_EXPIRES_SOON, what, end)
         } else {
             return None;

@@ -19,8 +19,8 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::envoy::hot_restart::Lent;
-use crate::envoy::inspect::Serving;
+use crate::envoy::hot_restart::Takeover;
+use crate::envoy::inspect::ActiveResources;
 use crate::lifecycle::BoxError;
 
 /// The version of the protocol.
@@ -43,7 +43,7 @@ pub enum Message {
     /// From a successor: may it start Envoy?
     Begin,
     /// The answer: it may, and takes over once its Envoy has these listeners and secrets, if they are known.
-    Go(Lent, Option<Serving>),
+    Go(Takeover, Option<ActiveResources>),
     /// The other agent ends the handover, for this reason.
     Refused(String),
     /// From a successor: its Envoy is able to serve.

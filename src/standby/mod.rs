@@ -232,7 +232,7 @@ impl Standby {
         *self.lock.lock() = Some(lock);
         tracing::info!("container {} serves", self.name);
         self.directory.remove_file(record::END)?;
-        let record = Record::of_process(&Environment::of_process());
+        let record = Record::from_process(&Environment::from_process());
         record::write(&self.directory, record::RECORD, &record)
     }
 
@@ -351,7 +351,7 @@ async fn build(envoy: &Path) -> String {
 /// Runs Envoy with this argument. Returns in one line what it prints to either output. The error of a program that
 /// fails does not contain its output, which may differ each time: the same program is the same build.
 async fn printed_by(envoy: &Path, argument: &str) -> Result<String, String> {
-    let output = program::output(envoy, &[argument], "", VERSION_LIMIT)
+    let output = program::run_with_stderr(envoy, &[argument], "", VERSION_LIMIT)
         .await
         .map_err(|error| format!("{}: {error}", envoy.display()))?;
     let bytes = [output.stdout, output.stderr].concat();

@@ -33,7 +33,7 @@ pub(super) struct End {
 }
 
 impl Record {
-    pub(super) fn of_process(environment: &Environment) -> Self {
+    pub(super) fn from_process(environment: &Environment) -> Self {
         let words = std::env::args_os().skip(1);
         Self {
             arguments: words
@@ -133,7 +133,7 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let directory = Directory::private(place.path(), "private", true).unwrap();
         assert_eq!(read::<Record>(&directory, RECORD).unwrap(), None);
-        let record = Record::of_process(&[("TOKEN", "secret")].into_iter().collect());
+        let record = Record::from_process(&[("TOKEN", "secret")].into_iter().collect());
         write(&directory, RECORD, &record).unwrap();
         assert_eq!(read(&directory, RECORD).unwrap(), Some(record));
         let file = place.path().join("private").join(RECORD);

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use ::http::request::Parts;
 use ::http::{Method, Response, StatusCode};
-use serde_json::json;
 
 use super::{Body, reply};
 use crate::problem::{Problem, codes};
@@ -23,7 +22,7 @@ pub(super) fn answer(head: &Parts) -> Response<Body> {
     if let Err(error) = result {
         return reply::refusal(StatusCode::BAD_REQUEST, format!("{error}\n"));
     }
-    reply::json(Some(json!(logging::levels().scopes())))
+    reply::json(Some(logging::levels().scopes()))
 }
 
 fn set(query: &str) -> Result<(), Problem> {

@@ -74,7 +74,7 @@ use startup::Milestones;
 
 /// The age up to which the debug page shows a report again, because the page reloads itself.
 const REPORT_AGE: Duration = Duration::from_secs(10);
-/// The limit of a drain. It is longer than that of Envoy's admin port.
+/// The limit of a drain. It is longer than the limit of a request to Envoy's admin port.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
 /// The body of every response.
@@ -98,7 +98,7 @@ pub struct Config {
     /// Serves metrics only to callers on this machine.
     pub metrics_localhost_only: bool,
     /// The host of application probes.
-    pub application: String,
+    pub application_host: String,
     pub probers: Probers,
     pub probes: probe::Config,
     /// The bootstrap of gRPC applications.
@@ -252,7 +252,7 @@ impl Router {
         }
     }
 
-    /// Returns the doctor's report and the readiness, which is not logged as that of a probe is.
+    /// Returns the doctor's report and the readiness. Unlike a readiness probe, it does not log the readiness.
     async fn diagnosis(&self, age: Duration) -> Diagnosis {
         let check = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
         let (report, ready) = tokio::join!((self.sources.doctor)(age), check);
@@ -343,7 +343,7 @@ fn debug_page(path: &str) -> Option<DebugPage> {
         "/debug/health" => |sources, _| reply::json(sources.health.as_ref()),
         "/debug/xdsz" => |sources, _| reply::json(Some(sources.discovery.snapshot())),
         "/debug/wasm" => |sources, _| reply::json(sources.wasm.as_ref().map(Wasm::snapshot)),
-        "/debug/ndsz" => |sources, _| reply::json_text(sources.dns.as_ref().and_then(Dns::ndsz)),
+        "/debug/ndsz" => |sources, _| reply::json_text(sources.dns.as_ref().and_then(Dns::to_json)),
         _ => return None,
     })
 }

@@ -34,24 +34,19 @@ pub struct Probers(BTreeMap<String, Prober>);
 pub struct Prober {
     pub port: u16,
     pub kind: Kind,
-    pub timeout: Option<Duration>,
+    pub timeout: Duration,
     /// Headers the kubelet sends with its HTTP probes; not shown, as they may be credentials.
     pub headers: HeaderMap,
 }
 
 impl Prober {
-    /// Returns the probe of the application at `host` for a request of this path.
-    pub fn probe(&self, path: &str, host: &str) -> Probe {
-        let timeout = match self.timeout {
-            Some(timeout) => timeout,
-            None if path.starts_with(HOOKS) => HOOK_LIMIT,
-            None => PROBE_LIMIT,
-        };
+    /// Returns the probe of the application at `host`.
+    pub fn probe(&self, host: &str) -> Probe {
         Probe {
             host: host.to_owned(),
             port: self.port,
             kind: self.kind.clone(),
-            timeout,
+            timeout: self.timeout,
         }
     }
 }
@@ -105,7 +100,7 @@ impl AppProbes {
             let text = format!("app prober config does not exists for {path}\n");
             return reply::refusal(StatusCode::BAD_REQUEST, text);
         };
-        let probe = prober.probe(path, &self.config.application);
+        let probe = prober.probe(&self.config.application_host);
         let headers = self.headers(headers, prober.port);
         match self.client.probe(&probe, &headers).await {
             Ok(outcome) => reply::with(outcome.status, outcome.body, &[]),
@@ -198,10 +193,15 @@ fn prober(path: &str, value: Value) -> Result<Prober, String> {
         .map_err(|_| "httpHeaders must be a list of objects with name and value")?;
     let headers = list.into_iter().flatten();
     let seconds = spec.timeoutseconds.filter(|seconds| *seconds != 0);
+    let default = if path.starts_with(HOOKS) {
+        HOOK_LIMIT
+    } else {
+        PROBE_LIMIT
+    };
     Ok(Prober {
         port: port.ok_or_else(|| format!("port is {}, expected {PORT}", target.port))?,
         kind,
-        timeout: seconds.map(|seconds| Duration::from_secs(seconds.into())),
+        timeout: seconds.map_or(default, |seconds| Duration::from_secs(seconds.into())),
         // Headers that HTTP does not allow are left out.
         headers: headers.filter_map(Header::parse).collect(),
     })
@@ -258,10 +258,10 @@ mod tests {
         let is_https = true;
         assert_eq!(prober.kind, Kind::Http { is_https, path });
         assert_eq!(prober.port, 8080);
-        assert_eq!(prober.timeout, Some(Duration::from_secs(5)));
+        assert_eq!(prober.timeout, Duration::from_secs(5));
         let tcp =
             only(r#"{"/app-health/a/livez": {"tcpSocket": {"port": 1}, "timeoutSeconds": 0}}"#);
-        assert_eq!((tcp.kind, tcp.timeout), (Kind::Tcp, None));
+        assert_eq!((tcp.kind, tcp.timeout), (Kind::Tcp, PROBE_LIMIT));
         for service in ["null", "\"\""] {
             let text = format!(
                 "{{\"/app-health/a/livez\": {{\"gRPC\": {{\"port\": 1, \"service\": {service}}}}}}}"
@@ -278,7 +278,7 @@ mod tests {
                 [null, {"name": "a", "value": null}]}, "tcpSocket": null, "timeoutSeconds": null}}"#,
         );
         assert_eq!(prober.headers["a"], "");
-        assert_eq!(prober.timeout, None);
+        assert_eq!(prober.timeout, PROBE_LIMIT);
         let headers = r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "httpHeaders": null}}}"#;
         assert!(only(headers).headers.is_empty());
     }

@@ -58,7 +58,7 @@ impl Milestones {
     }
 
     /// Waits for a milestone.
-    pub async fn until(&self, milestone: &'static str) {
+    pub async fn wait_for(&self, milestone: &'static str) {
         let mut reached = self.reached.subscribe();
         // It does not fail, because this is the sender.
         let _ = reached.wait_for(|reached| has(reached, milestone)).await;

@@ -59,7 +59,7 @@ pub(super) fn config(probers: Probers) -> Config {
     Config {
         port: 15020,
         metrics_localhost_only: false,
-        application: "127.0.0.1".to_owned(),
+        application_host: "127.0.0.1".to_owned(),
         probers,
         probes: probe::Config {
             source: std::net::Ipv4Addr::LOCALHOST.into(),

@@ -33,7 +33,7 @@ use crate::regular_file::if_exists;
 use access::Access;
 use authority::valid_authority;
 
-/// Longest path `sockaddr_un` can hold, without its terminating zero (unix(7)).
+/// The longest path of a socket, without its terminating zero (unix(7)).
 const MAX_PATH: usize = 107;
 
 /// Pilot-agent's limit on streams of one connection.
@@ -44,10 +44,10 @@ const MAX_CONCURRENT_STREAMS: u32 = 100_000;
 const STREAM_WINDOW: u32 = 4 * 1024 * 1024;
 const CONNECTION_WINDOW: u32 = 8 * 1024 * 1024;
 
-/// How many connections are served at once. Envoy has one or two for each of its threads at the most.
+/// The number of connections that are served at once. Envoy has one or two for each of its threads at most.
 const MAX_CONNECTIONS: usize = 2048;
 
-/// How long the first byte may take. Envoy sends its preface at once.
+/// The limit for the first byte. Envoy sends its preface at once.
 const FIRST_BYTE: Duration = Duration::from_secs(10);
 
 /// A bound socket. Dropping it removes the file.
@@ -58,16 +58,14 @@ pub struct Listener {
     /// None admits all users.
     access: Option<Access>,
     connections: Arc<Semaphore>,
-    /// Whether the last connection found no permit.
-    is_full: bool,
 }
 
-/// The process at the other end of a connection, in each of its requests' extensions. None where the
-/// kernel does not tell, as of a process in another pod.
+/// The process at the other end of a connection, in the extensions of each request. None if the kernel does not
+/// report it, as for a process in another pod.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Peer(Option<i32>);
 
-/// Binds `path`, in a directory that is made if missing (mode 0750).
+/// Binds `path`. Creates its directory (mode 0750) if it is missing.
 pub fn bind(path: &Path) -> Result<Listener, Problem> {
     let length = path.as_os_str().len();
     if length > MAX_PATH {
@@ -90,12 +88,12 @@ pub fn bind(path: &Path) -> Result<Listener, Problem> {
         path: path.to_owned(),
         access: None,
         connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
-        is_full: false,
     })
 }
 
-/// The socket of this container, if two containers of a pod bind one each and `path` leads to one of them.
-pub fn of_container(path: &Path, container: &str) -> PathBuf {
+/// Returns the path of a container's own socket, if two containers of a pod bind one each and `path` is a link to
+/// one of them. Without a name it is `path`.
+pub fn container_path(path: &Path, container: &str) -> PathBuf {
     let mut own = path.as_os_str().to_owned();
     if !container.is_empty() {
         own.push("-");
@@ -104,7 +102,7 @@ pub fn of_container(path: &Path, container: &str) -> PathBuf {
     own.into()
 }
 
-/// Has `path` lead to the socket of this container, if that has another name. What was there is replaced.
+/// Makes `path` a link to the socket of this container, unless they are the same. Replaces an existing file.
 pub fn link(path: &Path, own: &Path) -> Result<(), Problem> {
     let (Some(target), true) = (own.file_name(), path != own) else {
         return Ok(());
@@ -116,14 +114,14 @@ pub fn link(path: &Path, own: &Path) -> Result<(), Problem> {
         .map_err(failed(path, "link the socket"))
 }
 
-/// Whether [`link`] has made `path`. Another process may have its socket behind a link, too.
+/// Returns true if [`link`] has made `path`, and not another process that also uses a link.
 pub fn is_link_to_container(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let target = fs::read_link(path).unwrap_or_default();
     target.to_string_lossy().starts_with(&format!("{name}-"))
 }
 
-/// Like [`bind`], but a process that listens on `path` loses it, which is logged as an error.
+/// Like [`bind`], but also takes a socket on which another process listens, and logs this as an error.
 pub fn replace(path: &Path) -> Result<Listener, Problem> {
     match bind(path) {
         Err(taken) if taken.code == codes::SOCKET_TAKEN => {
@@ -160,8 +158,8 @@ fn remove_stale(path: &Path) -> Result<(), Problem> {
     fs::remove_file(path).map_err(failed(path, "remove the stale socket"))
 }
 
-/// The process that listens on `path`; 0 where the kernel does not tell, as of one in another
-/// container. Returns at once, even if it accepts nothing.
+/// Returns the process that listens on `path`, or 0 if the kernel does not report it, as for one in another
+/// container. Does not wait until it accepts the connection.
 pub fn listener(path: &Path) -> io::Result<i32> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -182,15 +180,15 @@ impl Listener {
         &self.path
     }
 
-    /// Serves only the users `access` admits.
+    /// Serves only the users that `access` admits.
     #[must_use]
     pub fn guarded(mut self, access: Option<Access>) -> Self {
         self.access = access;
         self
     }
 
-    /// Serves HTTP/2 without TLS until `shutdown`, then waits for the streams to end. Closes a
-    /// connection whose first byte is late, and those beyond [`MAX_CONNECTIONS`].
+    /// Serves HTTP/2 without TLS until `shutdown`, then waits for the streams to end. Closes a connection whose
+    /// first byte is late. At most [`MAX_CONNECTIONS`] are served, and others wait.
     pub async fn serve<S, B>(mut self, service: S, shutdown: CancellationToken)
     where
         S: hyper::service::Service<
@@ -239,15 +237,15 @@ impl Listener {
         tasks.all_ended().await;
     }
 
-    /// The next connection that may be served.
-    async fn accept(&mut self) -> (UnixStream, OwnedSemaphorePermit) {
+    /// Waits for the next connection that may be served. At the limit, connections wait in the kernel's queue.
+    async fn accept(&mut self) -> (UnixStream, Option<OwnedSemaphorePermit>) {
+        // The semaphore is never closed.
+        let permit = self.connections.clone().acquire_owned().await.ok();
         loop {
             match self.listener.accept().await {
                 Ok((stream, _)) => {
                     let access = self.access.as_mut();
-                    if access.is_none_or(|access| access.admits(&stream, &self.path))
-                        && let Some(permit) = self.permit()
-                    {
+                    if access.is_none_or(|access| access.admits(&stream, &self.path)) {
                         return (stream, permit);
                     }
                 }
@@ -262,19 +260,6 @@ impl Listener {
             }
         }
     }
-
-    /// A permit for one more connection.
-    fn permit(&mut self) -> Option<OwnedSemaphorePermit> {
-        let permit = self.connections.clone().try_acquire_owned().ok();
-        if permit.is_none() && !self.is_full {
-            tracing::warn!(
-                "{} serves {MAX_CONNECTIONS} connections, its limit; further connections are closed",
-                self.path.display()
-            );
-        }
-        self.is_full = permit.is_none();
-        permit
-    }
 }
 
 impl Drop for Listener {
@@ -283,7 +268,7 @@ impl Drop for Listener {
     }
 }
 
-/// Waits for the first byte, which stays unread. False if none comes in time.
+/// Waits for the first byte, and leaves it unread. Returns false if there is none in time.
 async fn has_first_byte(stream: &UnixStream) -> bool {
     let mut byte = [0; 1];
     let peek = || Ok(rustix::net::recv(stream, &mut byte, RecvFlags::PEEK)?);
@@ -318,7 +303,7 @@ mod tests {
 
     use super::*;
 
-    /// A server of at most `most` connections, with its path and its task.
+    /// Starts a server of at most `most` connections. Returns its path and its task.
     fn start(most: usize) -> (tempfile::TempDir, PathBuf, JoinSet<()>) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
@@ -334,7 +319,7 @@ mod tests {
         (directory, path, tasks)
     }
 
-    /// What comes first: a byte of the other side, or its end.
+    /// Reads the first byte. Returns None if the server closes the connection.
     async fn first_byte(stream: &mut UnixStream) -> Option<u8> {
         let mut byte = [0];
         let read = timeout(6 * FIRST_BYTE, stream.read(&mut byte)).await;
@@ -356,7 +341,7 @@ mod tests {
             assert_eq!(is_link_to_container(&path), expected, "{target}");
             fs::remove_file(&path).unwrap();
         }
-        let own = of_container(&path, "istio-proxy");
+        let own = container_path(&path, "istio-proxy");
         fs::write(&own, "").unwrap();
         link(&path, &own).unwrap();
         assert!(is_link_to_container(&path));
@@ -376,7 +361,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_beyond_the_limit_is_closed_at_once() {
+    async fn a_connection_beyond_the_limit_waits_until_another_one_ends() {
         let (_directory, path, _tasks) = start(2);
         let mut taken = Vec::new();
         for _ in 0..2 {
@@ -384,13 +369,13 @@ mod tests {
         }
         let start = Instant::now();
         let mut third = UnixStream::connect(&path).await.unwrap();
-        assert_eq!(first_byte(&mut third).await, None);
-        assert!(start.elapsed() < FIRST_BYTE);
+        third
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            .await
+            .unwrap();
+        assert!(first_byte(&mut third).await.is_some());
+        // The first two are silent, and closed.
+        assert!(start.elapsed() >= FIRST_BYTE);
         drop(taken);
-        let mut fourth = UnixStream::connect(&path).await.unwrap();
-        let greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-        while fourth.write_all(greeting).await.is_err() || first_byte(&mut fourth).await.is_none() {
-            fourth = UnixStream::connect(&path).await.unwrap();
-        }
     }
 }

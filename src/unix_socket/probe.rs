@@ -11,26 +11,22 @@ use std::{fs, io};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
-use tokio::time::Instant;
 
 use crate::permission::explained;
 
-/// How long the other side may take.
+/// The limit of a probe.
 const LIMIT: Duration = Duration::from_secs(1);
 
-/// How long to wait before connecting again to one whose queue is full.
-const PAUSE: Duration = Duration::from_millis(10);
-
-/// How HTTP/2 begins: a fixed text, then settings, here none.
+/// The client's preface of HTTP/2: a fixed text, and empty settings.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 
-/// The type of a frame of settings.
+/// The type of a SETTINGS frame.
 const SETTINGS: u8 = 4;
 
-/// What is found at a path.
+/// The state of a socket.
 #[derive(Debug)]
 pub enum Health {
-    /// Nothing, or a file that is no socket.
+    /// There is no file, or another kind of file.
     Absent,
     /// A socket without a process that speaks HTTP/2.
     Dead(io::Error),
@@ -39,30 +35,15 @@ pub enum Health {
     Healthy,
 }
 
-/// Connects and waits for HTTP/2 settings, together for a second at the most.
+/// Connects, and waits for HTTP/2 settings, for a second at most.
 pub async fn health(path: &Path) -> Health {
     if !fs::metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
         return Health::Absent;
     }
-    let end = crate::clock::after(LIMIT);
-    let mut has_queued = false;
-    let stream = loop {
-        match UnixStream::connect(path).await {
-            Ok(stream) => break stream,
-            Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
-                return Health::Dead(explained(path, error));
-            }
-            Err(_) if Instant::now() >= end => return Health::Busy,
-            Err(_) => {
-                has_queued = true;
-                tokio::time::sleep(PAUSE).await;
-            }
-        }
-    };
-    match tokio::time::timeout_at(end, handshake(stream)).await {
+    match tokio::time::timeout(LIMIT, handshake(path)).await {
         Ok(Ok(())) => Health::Healthy,
+        Ok(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => Health::Busy,
         Ok(Err(error)) => Health::Dead(error),
-        Err(_) if has_queued => Health::Busy,
         Err(_) => Health::Dead(io::Error::new(
             io::ErrorKind::TimedOut,
             format!("no HTTP/2 settings within {LIMIT:?}"),
@@ -70,7 +51,9 @@ pub async fn health(path: &Path) -> Health {
     }
 }
 
-async fn handshake(mut stream: UnixStream) -> io::Result<()> {
+async fn handshake(path: &Path) -> io::Result<()> {
+    let connected = UnixStream::connect(path).await;
+    let mut stream = connected.map_err(|error| explained(path, error))?;
     stream.write_all(PREFACE).await?;
     let mut head = [0; 9];
     stream.read_exact(&mut head).await?;
@@ -85,6 +68,7 @@ async fn handshake(mut stream: UnixStream) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use tokio::net::UnixListener;
+    use tokio::time::Instant;
 
     use super::*;
 

@@ -44,7 +44,6 @@ struct Resource {
     /// [`Request::id`].
     request: u64,
     url: String,
-    since: Instant,
     result: Result<Module, Failure>,
 }
 
@@ -103,12 +102,12 @@ impl Modules {
     /// Returns the file of the requested module.
     pub(super) async fn get(self: &Arc<Self>, request: &Arc<Request>) -> Result<PathBuf, Failure> {
         let last = self.last(request);
-        let mut cached = Ok(None);
+        let mut cached = None;
         if request.ignores_version || matches!(last, Some(Ok(_))) {
-            cached = self.find(request, &request.key).await;
+            cached = self.find(request, &request.key).await.ok().flatten();
         }
-        self.count_lookup(matches!(cached, Ok(Some(_))));
-        if let Ok(Some(module)) = cached {
+        self.count_lookup(cached.is_some());
+        if let Some(module) = cached {
             return Ok(module.path);
         }
         let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
@@ -139,15 +138,13 @@ impl Modules {
 
     fn set(&self, request: &Request, result: Result<Module, Failure>) {
         let mut resources = self.resources.lock();
-        let last = resources.shift_remove(&request.name);
-        let same = last.filter(|last| last.result.as_ref().ok() == result.as_ref().ok());
+        resources.shift_remove(&request.name);
         if resources.len() >= MAX_RESOURCES {
             resources.shift_remove_index(0);
         }
         let resource = Resource {
             request: request.id,
             url: request.source.redacted(),
-            since: same.map_or_else(Instant::now, |same| same.since),
             result,
         };
         resources.insert(request.name.clone(), resource);
@@ -318,7 +315,6 @@ impl Modules {
             json!({
                 "name": name,
                 "url": resource.url,
-                "age_seconds": resource.since.elapsed().as_secs_f64(),
                 "sha256": module.map(|module| &module.sha256),
                 "size_bytes": module.map(|module| module.size),
                 "error": failure.map(|failure| &failure.error.1),

@@ -148,12 +148,9 @@ fn key(digest: &str, module_name: &str) -> String {
 
 /// Converts a time limit. A negative one is zero.
 fn time_limit(limit: protobuf::Duration) -> Duration {
-    let (seconds, nanos) = (u64::try_from(limit.seconds), u64::try_from(limit.nanos));
-    let (Ok(seconds), Ok(nanos)) = (seconds, nanos) else {
-        return Duration::ZERO;
-    };
-    let limit = Duration::from_secs(seconds).saturating_add(Duration::from_nanos(nanos));
-    limit.min(MAX_FETCH)
+    let protobuf::Duration { seconds, nanos } = limit;
+    let limit = Duration::try_from(prost_types::Duration { seconds, nanos });
+    limit.unwrap_or_default().min(MAX_FETCH)
 }
 
 fn hash(value: impl Hash) -> u64 {

@@ -174,8 +174,8 @@ impl End {
     }
 
     /// Returns the status for Envoy; None if Envoy no longer reads.
-    pub(crate) fn trailers(&self) -> Option<HeaderMap> {
-        self.trailers.as_deref().cloned()
+    pub(crate) fn trailers(self) -> Option<HeaderMap> {
+        self.trailers.map(|trailers| *trailers)
     }
 
     /// Logs unexpected ends as warnings, the others at debug level. `problem` describes an end by istiod.

@@ -31,7 +31,7 @@ pub enum Outcome {
     Accepted,
     /// Envoy gets this message instead of the response, and sends the ACK with its nonce. Another outcome may
     /// follow, unless a newer response of the type comes first.
-    Forward(Bytes, Option<Later>),
+    Forward(Bytes, Option<SecondOutcome>),
     /// The response is unusable for this reason: istiod gets a NACK, Envoy gets nothing.
     Rejected(String),
 }
@@ -40,15 +40,15 @@ pub enum Outcome {
 pub type Intercepting = BoxFuture<'static, Outcome>;
 
 /// The second outcome of a response, after a message that was forwarded.
-pub struct Later {
+pub struct SecondOutcome {
     pub outcome: Intercepting,
     /// The response without the resources that were forwarded.
     pub rest: Bytes,
 }
 
-impl fmt::Debug for Later {
+impl fmt::Debug for SecondOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Later")
+        f.write_str("SecondOutcome")
     }
 }
 

@@ -1,11 +1,10 @@
 //! Runs the interceptors of a stream: one response of a type at a time, in the order of arrival, unless a
 //! newer response replaces the one that is being handled.
 
-use std::future::poll_fn;
-use std::task::Poll;
+use futures_util::future::select_all;
 
 use super::Protocol;
-use super::intercept::{Intercepting, Later, Outcome};
+use super::intercept::{Intercepting, Outcome, SecondOutcome};
 use super::response::Captured;
 use super::stream::StreamState;
 
@@ -37,23 +36,17 @@ impl Interceptions {
 
     /// Waits for the next outcome. Returns None if no interceptor runs. Cancel safe.
     pub(super) async fn next(&mut self) -> Option<(Captured, Outcome)> {
-        poll_fn(|context| {
-            for index in 0..self.0.len() {
-                if let Poll::Ready(outcome) = self.0[index].1.as_mut().poll(context) {
-                    let (response, _) = self.0.swap_remove(index);
-                    return Poll::Ready(Some((response, outcome)));
-                }
-            }
-            if self.0.is_empty() {
-                return Poll::Ready(None);
-            }
-            Poll::Pending
-        })
-        .await
+        if self.0.is_empty() {
+            return None;
+        }
+        let running = self.0.iter_mut().map(|(_, outcome)| outcome);
+        let (outcome, index, _) = select_all(running).await;
+        let (response, _) = self.0.swap_remove(index);
+        Some((response, outcome))
     }
 
     /// Runs the second outcome of a response.
-    pub(super) fn follow(&mut self, mut response: Captured, later: Later) {
+    pub(super) fn follow(&mut self, mut response: Captured, later: SecondOutcome) {
         response.message = later.rest;
         self.0.push((response, later.outcome));
     }
@@ -160,7 +153,7 @@ mod tests {
     #[tokio::test]
     async fn a_late_outcome_is_forwarded_unless_a_newer_response_comes() {
         let (mut state, mut interceptions) = (state(true), Interceptions::default());
-        let later = |outcome| Later {
+        let later = |outcome| SecondOutcome {
             outcome,
             rest: Bytes::from_static(b"rest"),
         };

@@ -27,20 +27,6 @@ const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoa
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 
-/// Settings of the relay.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// The largest request accepted from Envoy, in bytes (`ISTIO_GPRC_MAXRECVMSGSIZE`).
-    ///
-    /// The first delta request after a reconnect names every resource Envoy has. In large meshes it exceeds
-    /// pilot-agent's 4 MiB, after which pilot-agent's Envoy can never connect again.
-    pub max_request_bytes: usize,
-    /// `clusterid`, for the log line that announces the relay.
-    pub cluster_id: String,
-    /// Stores the responses that Envoy accepts, if configured.
-    pub kept: Option<last_known_good::LastKnownGood>,
-}
-
 /// The two forms of the aggregated discovery service.
 ///
 /// Source: `envoy/service/discovery/v3/ads.proto`.

@@ -1,4 +1,6 @@
-//! Holds the phase of a session, from dialing istiod to the end of istiod's stream.
+//! Holds the phase of a session, from dialing istiod to the end of istiod's stream, and its requests.
+//!
+//! The relay waits for [`Phase::next`] and replaces the phase; [`IstiodStream`] turns istiod's response into events.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -7,20 +9,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
+use futures_util::stream::BoxStream;
+use futures_util::{TryFutureExt as _, TryStreamExt as _};
 use http::HeaderMap;
 use http_body::Frame;
-use http_body_util::{BodyExt, StreamBody};
-use hyper::body::Incoming;
+use http_body_util::{BodyStream, StreamBody};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::end::{self, End};
-use super::last_known_good::EnvoyCache;
 use super::last_known_good::replay::Replay;
-use super::relay::Relay;
-use crate::istiod::{Closed, Connection, Istiod};
+use crate::istiod::{Body, Connection, Istiod};
+use crate::metrics::Counter;
+use crate::problem::Problem;
 
 /// Requests of Envoy in the order of arrival.
 #[derive(Clone, Debug, Default)]
@@ -55,14 +58,9 @@ fn memory(request: &Bytes) -> usize {
 /// The phase of a session: which side answers Envoy.
 pub(super) enum Phase {
     /// The agent dials istiod, and no side answers.
-    Connecting(BoxFuture<'static, Result<Connection, Closed>>),
+    Connecting(BoxFuture<'static, Result<Connection, Problem>>),
     Relaying(IstiodStream),
-    ServingLastKnownGood {
-        replay: Replay,
-        requests: mpsc::Sender<Bytes>,
-    },
-    /// Istiod's stream has ended, and Envoy's is about to.
-    Ended,
+    ServingLastKnownGood(Replay),
 }
 
 /// A stream to istiod.
@@ -73,18 +71,12 @@ pub(super) struct IstiodStream {
     /// Completes when the stream should move to another connection.
     moved: BoxFuture<'static, ()>,
     requests: mpsc::Sender<Bytes>,
-    responses: Responses,
+    responses: BoxStream<'static, Result<Frame<Bytes>, End>>,
 }
 
-enum Responses {
-    Opening(BoxFuture<'static, Result<http::Response<Incoming>, hyper::Error>>),
-    Open(Incoming),
-}
-
-/// An event of istiod's stream.
+/// An event of the phase.
 pub(super) enum Event {
     Connected(Connection),
-    Opened,
     Data(Bytes),
 }
 
@@ -100,37 +92,19 @@ impl Phase {
         }))
     }
 
-    /// Serves last known good configuration in place of istiod.
-    pub(super) fn serving(envoy: EnvoyCache) -> Self {
-        let (requests, queue) = mpsc::channel(1);
-        let replay = Replay::start(envoy, queue);
-        Self::ServingLastKnownGood { replay, requests }
-    }
-
-    /// Records a response of istiod. Returns its connection if the response is the first of the stream.
-    pub(super) fn answered(&mut self) -> Option<&Connection> {
-        match self {
-            Self::Relaying(stream) if !stream.is_answered => {
-                stream.is_answered = true;
-                Some(&stream.connection)
-            }
-            _ => None,
-        }
-    }
-
     /// Waits for the next event or the end. Responses are read only if they are wanted. Cancel safe.
     pub(super) async fn next(&mut self, wants_responses: bool) -> Result<Event, End> {
         match self {
             Self::Connecting(dial) => match dial.await {
                 Ok(connection) => Ok(Event::Connected(connection)),
-                // The agent stops.
-                Err(Closed) => Err(End::stopped()),
+                // The agent is stopping.
+                Err(_) => Err(End::stopped()),
             },
             Self::Relaying(stream) => stream.next(wants_responses).await,
-            Self::ServingLastKnownGood { replay, .. } if wants_responses => {
+            Self::ServingLastKnownGood(replay) if wants_responses => {
                 replay.next().await.map(Event::Data)
             }
-            Self::ServingLastKnownGood { .. } | Self::Ended => pending().await,
+            Self::ServingLastKnownGood(_) => pending().await,
         }
     }
 
@@ -145,61 +119,51 @@ impl Phase {
     /// Returns the queue of requests, once there is a stream that takes them.
     pub(super) fn requests(&self) -> Option<&mpsc::Sender<Bytes>> {
         match self {
-            Self::ServingLastKnownGood { requests, .. } => Some(requests),
+            Self::ServingLastKnownGood(replay) => Some(&replay.requests),
             _ => Some(&self.stream()?.requests),
         }
     }
 }
 
 impl IstiodStream {
-    /// Opens a stream. Does not wait for the response headers, which may come only with the first response.
-    pub(super) fn open(relay: &Relay, connection: Connection) -> Self {
+    /// Opens a stream, and counts the requests on it in `sent`. Does not wait for the response headers, which may come
+    /// only with the first response.
+    pub(super) fn open(
+        connection: Connection,
+        istiod: &Istiod,
+        path: &'static str,
+        sent: Counter,
+    ) -> Self {
         let (requests, queue) = mpsc::channel(1);
-        let sent = relay.observer.metrics.requests.clone();
         let frames = ReceiverStream::new(queue).map(move |request| {
             sent.inc();
             Ok::<_, Infallible>(Frame::data(request))
         });
-        let body = crate::istiod::Body::new(StreamBody::new(frames));
-        let request = relay.istiod.request(relay.protocol.path(), body);
-        let (prefix, address) = (relay.protocol.log_prefix(), relay.istiod.address());
-        tracing::info!(target: "xdsproxy", id = relay.id, "connected to {prefix}upstream XDS server: {address}");
-        let moved = Box::pin(connection.left());
+        let request = istiod.request(path, Body::new(StreamBody::new(frames)));
         let mut sender = connection.clone();
-        let responses = Responses::Opening(Box::pin(async move { sender.send(request).await }));
+        let responses = async move {
+            let response = sender.send(request).await.map_err(End::broken)?;
+            let body = BodyStream::new(end::grpc_body(response)?);
+            Ok::<_, End>(body.map_err(End::broken))
+        };
         Self {
+            moved: Box::pin(connection.superseded()),
             connection,
             is_answered: false,
-            moved,
             requests,
-            responses,
+            responses: Box::pin(responses.try_flatten_stream()),
         }
     }
 
     async fn next(&mut self, wants_responses: bool) -> Result<Event, End> {
-        tokio::select! {
-            () = &mut self.moved => Err(End::moved()),
-            event = self.responses.next(), if wants_responses => event,
-        }
-    }
-}
-
-impl Responses {
-    async fn next(&mut self) -> Result<Event, End> {
-        match self {
-            Self::Opening(response) => {
-                let response = response.await.map_err(End::broken)?;
-                *self = Self::Open(end::grpc_body(response)?);
-                Ok(Event::Opened)
-            }
-            Self::Open(body) => {
-                let frame = body.frame().await.transpose().map_err(End::broken)?;
-                match frame.map(Frame::into_data) {
-                    Some(Ok(bytes)) => Ok(Event::Data(bytes)),
-                    Some(Err(frame)) => Err(End::istiod(frame.into_trailers().unwrap_or_default())),
-                    None => Err(End::istiod(HeaderMap::new())),
-                }
-            }
+        let frame = tokio::select! {
+            () = &mut self.moved => return Err(End::moved()),
+            frame = self.responses.next(), if wants_responses => frame.transpose()?,
+        };
+        match frame.map(Frame::into_data) {
+            Some(Ok(bytes)) => Ok(Event::Data(bytes)),
+            Some(Err(frame)) => Err(End::istiod(frame.into_trailers().unwrap_or_default())),
+            None => Err(End::istiod(HeaderMap::new())),
         }
     }
 }

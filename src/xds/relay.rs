@@ -35,6 +35,7 @@ use super::end::End;
 use super::intercept::Interceptors;
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
+use super::last_known_good::replay::Replay;
 use super::observe::{Observer, Services, Source};
 use super::phase::{Event, IstiodStream, Phase, Requests};
 use super::stream::StreamState;
@@ -188,8 +189,7 @@ impl<'a> Session<'a> {
             let is_open = to_istiod.is_some();
             let has_alternative = self.relay.is_envoy && self.relay.istiod.has_others();
             let is_owed = has_alternative && self.phase.stream().is_some() && self.held() > 0;
-            let silent_at = self.silent_at.unwrap_or_else(|| after(MAX_SILENCE));
-            self.silent_at = is_owed.then_some(silent_at);
+            self.silent_at = is_owed.then(|| self.silent_at.unwrap_or_else(|| after(MAX_SILENCE)));
             let wants_responses = self.state.wants_responses();
             let clusters_due = self.state.recorder.clusters_due;
             tokio::select! {
@@ -252,21 +252,27 @@ impl<'a> Session<'a> {
             Event::Data(bytes) => {
                 self.state.read_responses(bytes)?;
                 if self.state.is_answered
-                    && let Some(connection) = self.phase.answered()
+                    && let Phase::Relaying(stream) = &mut self.phase
+                    && !std::mem::replace(&mut stream.is_answered, true)
                 {
                     self.held = None;
                     self.relay.observer.istiod_answered(self.relay.id);
-                    self.relay.istiod.answered(connection);
+                    self.relay.istiod.answered(&stream.connection);
                     if let Some(failures) = self.failures.end() {
                         let id = self.relay.id;
                         tracing::info!(target: "xdsproxy", id, "istiod answers again; {failures}");
                     }
                 }
             }
-            Event::Opened => {}
             Event::Connected(connection) => {
                 self.health.iter_mut().for_each(Health::mark_changed);
-                self.phase = Phase::Relaying(IstiodStream::open(self.relay, connection));
+                let (id, istiod, protocol) =
+                    (self.relay.id, &self.relay.istiod, self.relay.protocol);
+                let (prefix, address) = (protocol.log_prefix(), istiod.address());
+                tracing::info!(target: "xdsproxy", id, "connected to {prefix}upstream XDS server: {address}");
+                let sent = self.relay.observer.metrics.requests.clone();
+                let stream = IstiodStream::open(connection, istiod, protocol.path(), sent);
+                self.phase = Phase::Relaying(stream);
                 self.queue = self.held.clone().unwrap_or_default();
             }
         }
@@ -309,12 +315,11 @@ impl<'a> Session<'a> {
     /// Otherwise both streams end.
     fn istiod_done(&mut self, end: End, is_silent: bool) -> Result<(), End> {
         let end = self.state.istiod_done(end);
-        let problem = self.problem(&end.status);
-        let has_moved = self.record_end(&end, &problem, is_silent);
-        self.phase = Phase::Ended;
         if self.held.is_none() || !self.relay.is_envoy || end.istiod_code().is_none() {
             return Err(end);
         }
+        let problem = self.problem(&end.status);
+        let has_moved = self.record_end(&end, &problem, is_silent);
         if let Some(count) = self.failures.failed(&problem) {
             let problem = problem.consequence("Envoy's stream is held, and istiod is asked again");
             let id = self.relay.id;
@@ -372,9 +377,9 @@ impl<'a> Session<'a> {
             istiod.failed(&stream.connection, false, &problem);
         }
         self.queue = self.held.take().unwrap_or_default();
-        self.phase = Phase::serving(envoy.clone());
+        self.phase = Phase::ServingLastKnownGood(Replay::start(envoy.clone()));
         self.state.recorder.stop();
-        self.state.source = Source::Kept;
+        self.state.source = Source::Stored;
         self.relay.observer.serves_stored(self.relay.id);
     }
 

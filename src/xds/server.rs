@@ -2,8 +2,8 @@
 //!
 //! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
 //! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
-//! [`MAX_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. An Envoy that is not a child
-//! of the agent, because a wrapper or another container runs it, counts as another client and is
+//! [`MAX_OTHER_CLIENT_STREAMS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. An Envoy that is
+//! not a child of the agent, because a wrapper or another container runs it, counts as another client and is
 //! recognized by a header. The memory for requests of other clients is bounded, whatever their headers say.
 //! Every stream reports the health of the workload. Other methods are UNIMPLEMENTED. Request headers are
 //! not forwarded to istiod.
@@ -24,17 +24,18 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
 
+use super::Protocol;
 use super::end;
 use super::intercept::Interceptors;
+use super::last_known_good::LastKnownGood;
 use super::observe::Observer;
 use super::relay::{self, Health, Relay, ResponseBody, response_body};
-use super::{Config, Protocol};
 use crate::istiod::Istiod;
 use crate::metrics::Registry;
 use crate::unix_socket::{Listener, Peer};
 
 /// The most streams that clients other than Envoy may have at once.
-pub const MAX_OTHERS: usize = 64;
+pub const MAX_OTHER_CLIENT_STREAMS: usize = 64;
 
 /// Envoy sets this header in the calls that it originates; gRPC libraries do not.
 const ENVOY_HEADER: &str = "x-envoy-internal";
@@ -45,9 +46,29 @@ pub type IsEnvoy = Arc<dyn Fn(i32) -> bool + Send + Sync>;
 /// The connections to istiod that streams are relayed on.
 #[derive(Clone, Debug)]
 pub struct Upstream {
-    pub of_envoy: Istiod,
+    pub envoy: Istiod,
     /// Streams that other clients do not read fill the window of this one.
-    pub of_others: Istiod,
+    pub other_clients: Istiod,
+}
+
+/// Settings of the discovery service, and the parts of the agent that it uses.
+#[allow(missing_debug_implementations)]
+pub struct Config {
+    /// The largest request accepted from Envoy, in bytes (`ISTIO_GPRC_MAXRECVMSGSIZE`).
+    ///
+    /// The first delta request after a reconnect names every resource Envoy has. In large meshes it exceeds
+    /// pilot-agent's 4 MiB, after which pilot-agent's Envoy can never connect again.
+    pub max_request_bytes: usize,
+    /// `clusterid`, for the log line that announces the relay.
+    pub cluster_id: String,
+    /// Stores the responses that Envoy accepts, if configured.
+    pub last_known_good: Option<LastKnownGood>,
+    pub upstream: Upstream,
+    pub is_envoy: IsEnvoy,
+    pub interceptors: Interceptors,
+    /// The health of the workload, if streams report it.
+    pub health: Option<Health>,
+    pub shutdown: CancellationToken,
 }
 
 /// The discovery service.
@@ -57,45 +78,26 @@ pub struct Discovery(Arc<Inner>);
 
 struct Inner {
     config: Config,
-    upstream: Upstream,
-    is_envoy: IsEnvoy,
-    interceptors: Interceptors,
-    health: Option<Health>,
     observer: Observer,
     next_id: AtomicU32,
     /// Stops the relay of each Envoy's newest stream, by pid. The lock is held for a swap only.
     newest: Mutex<BTreeMap<i32, CancellationToken>>,
-    others: Arc<Semaphore>,
+    other_clients: Arc<Semaphore>,
     /// Bounds the memory for the requests of all other clients.
     memory: Arc<Semaphore>,
     relays: TaskTracker,
-    shutdown: CancellationToken,
 }
 
 impl Discovery {
-    pub fn new(
-        config: Config,
-        upstream: Upstream,
-        is_envoy: IsEnvoy,
-        interceptors: Interceptors,
-        health: Option<Health>,
-        registry: &Registry,
-        shutdown: CancellationToken,
-    ) -> Self {
-        let observer = Observer::new(registry, config.kept.clone());
+    pub fn new(config: Config, registry: &Registry) -> Self {
         Self(Arc::new(Inner {
+            observer: Observer::new(registry, config.last_known_good.clone()),
             config,
-            upstream,
-            is_envoy,
-            interceptors,
-            health,
-            observer,
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
-            others: Arc::new(Semaphore::new(MAX_OTHERS)),
+            other_clients: Arc::new(Semaphore::new(MAX_OTHER_CLIENT_STREAMS)),
             memory: Arc::new(Semaphore::new(relay::MAX_QUEUED)),
             relays: TaskTracker::new(),
-            shutdown,
         }))
     }
 
@@ -106,43 +108,45 @@ impl Discovery {
 
     /// Serves clients until the shutdown, then waits for the relays to end.
     pub async fn serve(self, listener: Listener) {
-        let address = self.0.upstream.of_envoy.address();
-        let cluster = &self.0.config.cluster_id;
+        let config = &self.0.config;
+        let (address, cluster) = (config.upstream.envoy.address(), &config.cluster_id);
         tracing::info!(target: "xdsproxy", "Initializing with upstream address {address:?} and cluster {cluster:?}");
-        let shutdown = self.0.shutdown.clone();
-        listener.serve(self.clone(), shutdown).await;
+        listener.serve(self.clone(), config.shutdown.clone()).await;
         self.0.relays.close();
         self.0.relays.wait().await;
     }
 
     /// Starts a relay for a stream. Ends the stream if other clients have too many.
     fn relay(&self, protocol: Protocol, request: Request<Incoming>) -> ResponseBody {
-        let stop = self.0.shutdown.child_token();
+        let config = &self.0.config;
+        let stop = config.shutdown.child_token();
         let peer: Peer = request.extensions().get().copied().unwrap_or_default();
-        let child = peer.pid().filter(|pid| (self.0.is_envoy)(*pid));
+        let child = peer.pid().filter(|pid| (config.is_envoy)(*pid));
         let is_envoy = child.is_some() || request.headers().contains_key(ENVOY_HEADER);
         let (istiod, permit) = if let Some(pid) = child {
             self.replace_newest(pid, stop.clone());
-            (&self.0.upstream.of_envoy, None)
-        } else if let Ok(permit) = self.0.others.clone().try_acquire_owned() {
-            (&self.0.upstream.of_others, Some(permit))
+            (&config.upstream.envoy, None)
+        } else if let Ok(permit) = self.0.other_clients.clone().try_acquire_owned() {
+            (&config.upstream.other_clients, Some(permit))
         } else {
-            let found = format!("{MAX_OTHERS} streams of clients other than Envoy are open");
+            let found =
+                format!("{MAX_OTHER_CLIENT_STREAMS} streams of clients other than Envoy are open");
             tracing::debug!(target: "xdsproxy", "refusing another: {found}");
             return status_body(&Status::resource_exhausted(found));
         };
+        let store = config.last_known_good.as_ref();
+        let store = store.zip(peer.pid().filter(|_| is_envoy));
         let relay = Relay {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
             protocol,
             istiod: istiod.clone(),
             is_envoy,
             shared: child.is_none().then(|| self.0.memory.clone()),
-            interceptors: self.0.interceptors.clone(),
+            interceptors: config.interceptors.clone(),
             observer: self.0.observer.clone(),
-            max_request_bytes: self.0.config.max_request_bytes,
-            health: self.0.health.clone(),
-            store: (peer.pid().filter(|_| is_envoy))
-                .and_then(|pid| self.0.config.kept.as_ref()?.envoy_cache(pid, protocol)),
+            max_request_bytes: config.max_request_bytes,
+            health: config.health.clone(),
+            store: store.and_then(|(store, pid)| store.envoy_cache(pid, protocol)),
             stop,
         };
         let accepted = match protocol {

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tonic::{Code, Status};
 
 use super::end::End;
-use super::intercept::{HEALTH, Interceptors, Later, Outcome, encode_request};
+use super::intercept::{HEALTH, Interceptors, Outcome, SecondOutcome, encode_request};
 use super::last_known_good::after_nack::{NONCE, Stored};
 use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
@@ -158,7 +158,11 @@ impl StreamState {
     }
 
     /// Takes the outcome of an interceptor. Returns the outcome that may follow.
-    pub(super) fn intercepted(&mut self, captured: &Captured, outcome: Outcome) -> Option<Later> {
+    pub(super) fn intercepted(
+        &mut self,
+        captured: &Captured,
+        outcome: Outcome,
+    ) -> Option<SecondOutcome> {
         let response = &captured.received;
         match outcome {
             Outcome::Accepted => {

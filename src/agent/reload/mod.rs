@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable};
-use crate::envoy::hot_restart::Lent;
+use crate::envoy::hot_restart::Takeover;
 use crate::envoy::launch::Prepared;
 use crate::lifecycle::BoxError;
 use crate::permission::problem;
@@ -43,7 +43,7 @@ pub(crate) struct Inputs {
     detected: Detected,
     platform: OnceLock<Platform>,
     /// The hot-restart state and the bootstrap override of a first Envoy that takes over from one in another container.
-    adopted: OnceLock<(Lent, String)>,
+    adopted: OnceLock<(Takeover, String)>,
 }
 
 impl Inputs {
@@ -64,9 +64,9 @@ impl Inputs {
     }
 
     /// Has the first Envoy take over from one in another container. Must be called once, before it starts.
-    pub(super) fn adopt(&self, lent: Lent, override_json: String) {
+    pub(super) fn adopt(&self, takeover: Takeover, override_json: String) {
         // There is no second call.
-        let _ = self.adopted.set((lent, override_json));
+        let _ = self.adopted.set((takeover, override_json));
     }
 
     /// Prepares the inputs of the Envoy of this epoch: the first one by the configuration at the agent's start, later
@@ -74,8 +74,8 @@ impl Inputs {
     pub(crate) fn prepare(&self, epoch: u32) -> Result<Prepared, BoxError> {
         if epoch == 0 {
             let mut prepared = self.write(&self.first, epoch)?;
-            if let Some((lent, override_json)) = self.adopted.get().cloned() {
-                prepared.continues = Some(lent);
+            if let Some((takeover, override_json)) = self.adopted.get().cloned() {
+                prepared.takeover = Some(takeover);
                 // The override is not part of the digest, because the next Envoy does not need it, and its inputs
                 // have not changed without it.
                 prepared.command.override_json = Some(override_json);

@@ -48,18 +48,20 @@ pub(super) async fn detected(config: &Config) -> bool {
     })
 }
 
-/// Reads metadata from `project|number|cluster|location`, a quota project and a zone. Each part may be empty.
-pub fn known(text: &str, quota_project: String, zone: String) -> Option<Metadata> {
-    let parts: Vec<_> = text.split('|').map(str::to_owned).collect();
-    let [project, number, cluster, location] = <[String; 4]>::try_from(parts).ok()?;
-    Some(present([
+/// Names the parts of `GCP_METADATA`, a quota project and a zone. Each may be empty.
+pub fn known(
+    [project, number, cluster, location]: [String; 4],
+    quota_project: String,
+    zone: String,
+) -> Metadata {
+    present([
         ("gcp_project", project),
         ("gcp_project_number", number),
         ("gcp_gke_cluster_name", cluster),
         ("gcp_location", location),
         ("gcp_quota_project", quota_project),
         ("gcp_zone", zone),
-    ]))
+    ])
 }
 
 pub(super) async fn describe(config: &Config) -> Platform {

@@ -5,7 +5,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::ops::RangeInclusive;
 
 use clap::Args;
@@ -212,17 +212,6 @@ pub struct Invalid(pub Vec<Problem>);
 impl Config {
     /// Reads the settings. Also returns warnings on values that are left out or replaced.
     pub fn check(settings: &Settings, host: &Host) -> Result<(Self, Vec<Problem>), Invalid> {
-        let mut parser = SettingsParser::default();
-        let config = Self::read(settings, host, &mut parser);
-        let Diagnostics { problems, warnings } = parser.0;
-        if !problems.is_empty() {
-            return Err(Invalid(problems));
-        }
-        Ok((config, warnings))
-    }
-
-    /// Returns a configuration that is only valid if the parser has found no problem.
-    fn read(settings: &Settings, host: &Host, parser: &mut SettingsParser) -> Self {
         macro_rules! setting {
             ($name:ident) => {
                 (stringify!($name), settings.$name.as_str())
@@ -237,7 +226,9 @@ impl Config {
             "" => uid,
             given => given,
         };
-        Self {
+        let mut parser = SettingsParser::default();
+        // Only valid if the parser finds no problem.
+        let config = Self {
             has_v6: host.has_v6,
             mode: parser.mode(setting!(istio_inbound_interception_mode)),
             outbound_port: parser.number(setting!(envoy_port), u16::MAX),
@@ -267,7 +258,12 @@ impl Config {
             tproxy_mark: parser.number(setting!(istio_inbound_tproxy_mark), u32::MAX),
             tproxy_route_table: parser.number(setting!(istio_inbound_tproxy_route_table), u32::MAX),
             kind: parser.kind(setting!(force_iptables_binary)),
+        };
+        let Diagnostics { problems, warnings } = parser.0;
+        if !problems.is_empty() {
+            return Err(Invalid(problems));
         }
+        Ok((config, warnings))
     }
 
     /// Returns true if inbound connections are captured.
@@ -358,7 +354,7 @@ impl SettingsParser {
             .filter(|range| range.prefix >= 8)
             .unwrap_or_else(|| {
                 self.problem(flag(name), text, "a range within 127.0.0.0/8");
-                Cidr::v4(127, 0, 0, 1, 32)
+                Cidr::single(Ipv4Addr::LOCALHOST.into())
             })
     }
 
@@ -390,7 +386,7 @@ impl SettingsParser {
             self.0.warnings.push(warning);
         }
         let servers = host.nameservers.iter();
-        servers.map(|server| Some((*server).into())).collect()
+        servers.map(|server| Some(Cidr::single(*server))).collect()
     }
 
     fn kind(&mut self, (name, text): Setting<'_>) -> Option<Kind> {

@@ -55,7 +55,7 @@ pub fn has_tables() -> bool {
 }
 
 /// Reads the rules in the kernel, as the packets of a family pass them.
-pub async fn live(family: Family) -> Result<Layout, Problem> {
+pub async fn read_rules(family: Family) -> Result<Layout, Problem> {
     let text = nft(&["-j", "list", "ruleset"], "").await?;
     parse(&text, family).map_err(|error| {
         let found = format!("the output is not a rule set: {error}");
@@ -336,7 +336,7 @@ fn has_hook(table: Table, chain: Chain, object: &Value) -> bool {
     found == hook(table, chain) && text("policy").is_none_or(|policy| policy == "accept")
 }
 
-/// Returns the table of a chain or rule, if it is ours.
+/// Returns the table of a chain or rule if it is one of our tables.
 fn table_of(object: &Value) -> Option<Table> {
     let mut tables = Table::ALL.into_iter().map(|(table, _)| table);
     tables.find(|table| object["family"] == "inet" && object["table"] == table_name(*table))
@@ -347,41 +347,36 @@ fn chain_named(name: &str) -> Option<Chain> {
     chains.find(|chain| chain_name(*chain) == name)
 }
 
-/// Converts a rule to the model, with its family if it is for one only. Returns None if the model cannot
-/// express it.
+/// Converts a rule to the model, with its family if it is for one only. nft does not accept a rule with addresses
+/// of both. Returns None if the model cannot express the rule.
 fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
     let statements = Vec::<Statement>::deserialize(expr).ok()?;
-    let (mut families, mut matches, mut actions) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut family, mut matches, mut actions) = (None, Vec::new(), Vec::new());
     for statement in &statements {
         match statement {
             Statement::Counter(_) => {}
             Statement::Match { op, left, right } if actions.is_empty() => {
-                let left = left.parts();
-                let name = match left.1 {
-                    "nfproto" => right.as_str()?,
-                    _ => left.0,
-                };
-                families.extend(family_named(name));
+                let (object, field) = left.parts();
+                let is_family = field == "nfproto";
+                let name = if is_family { right.as_str()? } else { object };
+                family = family.or(family_named(name));
                 // A match on a TCP port implies the protocol.
                 let protocol = named(&Protocol::ALL, name).map(Criterion::Protocol);
                 matches.extend(protocol.map(Match::Is));
                 match op.as_str() {
-                    "==" if left.1 == "nfproto" => {}
-                    "==" | "in" => matches.push(Match::Is(criterion(left, right)?)),
-                    "!=" => matches.push(Match::Not(criterion(left, right)?)),
+                    "==" if is_family => {}
+                    "==" | "in" => matches.push(Match::Is(criterion(object, field, right)?)),
+                    "!=" => matches.push(Match::Not(criterion(object, field, right)?)),
                     _ => return None,
                 }
             }
             action => actions.push(action),
         }
     }
-    if let Some(Statement::Tproxy { family, .. }) = actions.first() {
-        families.extend(family_named(family));
+    if let Some(Statement::Tproxy { family: name, .. }) = actions.first() {
+        family = family.or(family_named(name));
     }
-    families.dedup();
-    // A rule for addresses of both families matches nothing.
-    let is_possible = families.len() < 2;
-    is_possible.then_some((families.first().copied(), matches, verdict(&actions)?))
+    Some((family, matches, verdict(&actions)?))
 }
 
 fn family_named(name: &str) -> Option<Family> {
@@ -392,8 +387,8 @@ fn family_named(name: &str) -> Option<Family> {
     }
 }
 
-fn criterion(left: (&str, &str), right: &Value) -> Option<Criterion> {
-    Some(match left {
+fn criterion(object: &str, field: &str, right: &Value) -> Option<Criterion> {
+    Some(match (object, field) {
         ("meta", "iifname") => Criterion::InInterface(interface_of(right)?),
         ("meta", "oifname") => Criterion::OutInterface(interface_of(right)?),
         // Without /etc/protocols, nft prints numbers.
@@ -443,7 +438,7 @@ fn ports(value: &Value) -> Option<Vec<Ports>> {
 
 fn cidr(value: &Value) -> Option<Cidr> {
     let Some(prefix) = value.get("prefix") else {
-        return read::<IpAddr>(value).map(Cidr::from);
+        return read::<IpAddr>(value).map(Cidr::single);
     };
     let (address, length): (IpAddr, u8) = (read(&prefix["addr"])?, read(&prefix["len"])?);
     Cidr::parse(&format!("{address}/{length}"))

@@ -1,6 +1,7 @@
 //! Builds the rules from the configuration, in Istio's order.
 
 use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::Chain::{
     Divert, Drop, InRedirect, Inbound, IstioOutput, Output, OutputDns, Prerouting, ProtectAdmin,
@@ -15,7 +16,10 @@ use crate::address::Cidr;
 use crate::capture::config::{Config, Mode, Selection};
 
 /// Source addresses of connections that Envoy forwards unchanged to the application.
-const PASSTHROUGH: [Cidr; 2] = [Cidr::v4(127, 0, 0, 6, 32), Cidr::low_v6(6)];
+const PASSTHROUGH: [Cidr; 2] = [
+    Cidr::single(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6))),
+    Cidr::single(IpAddr::V6(Ipv6Addr::new(0, 0, 0, 0, 0, 0, 0, 6))),
+];
 /// Mark of what Envoy sends to an address of its own pod (TPROXY).
 const SELF_CALL_MARK: u32 = 1338;
 /// Envoy's admin port.
@@ -27,13 +31,29 @@ const UDP: Match = Is(C::Protocol(Protocol::Udp));
 /// Collects the rules in the order in which they are added to their chains.
 struct Builder<'a> {
     config: &'a Config,
+    /// Selects the rules of [`Rules::earlier`].
+    is_earlier: bool,
     rules: Vec<Rule>,
 }
 
 impl Rules {
     /// Builds the rules as Istio's current version writes them.
     pub fn new(config: &Config) -> Self {
-        let mut builder = Builder::new(config);
+        Self::build(config, false)
+    }
+
+    /// Builds the rules as Istio writes them by iptables since 1.25, when DNS got its own chains: the jump is for
+    /// both families, and queries of the proxy return once more, although they have left the chain before.
+    pub fn earlier(config: &Config) -> Self {
+        Self::build(config, true)
+    }
+
+    fn build(config: &Config, is_earlier: bool) -> Self {
+        let mut builder = Builder {
+            config,
+            is_earlier,
+            rules: Vec::new(),
+        };
         builder.interfaces();
         builder.drop_invalid();
         builder.redirects();
@@ -52,39 +72,9 @@ impl Rules {
         let (rules, has_v6) = (builder.rules, config.has_v6);
         Self { rules, has_v6 }
     }
-
-    /// Builds the rules as Istio writes them by iptables since 1.25, when DNS got its own chains: the jump is for
-    /// both families, and queries of the proxy return once more, although they have left the chain before.
-    pub fn earlier(config: &Config) -> Self {
-        let mut earlier = Self::new(config);
-        let rules = &mut earlier.rules;
-        for rule in rules.iter_mut() {
-            if rule.verdict == Jump(OutputDns) {
-                rule.family = None;
-            }
-        }
-        rules.dedup();
-        let first_query = rules.iter().position(|rule| {
-            (rule.table, rule.chain) == (Nat, OutputDns) && rule.matches[0] == UDP
-        });
-        if let Some(first_query) = first_query {
-            let mut returns = Builder::new(config);
-            for owner in proxies(config) {
-                let matches = [UDP, Is(port(53)), Is(owner)];
-                returns.append(Nat, OutputDns, &matches, Return);
-            }
-            rules.splice(first_query..first_query, returns.rules);
-        }
-        earlier
-    }
 }
 
-impl<'a> Builder<'a> {
-    fn new(config: &'a Config) -> Self {
-        let rules = Vec::new();
-        Self { config, rules }
-    }
-
+impl Builder<'_> {
     /// Appends a rule to a chain.
     fn append(&mut self, table: Table, chain: Chain, matches: &[Match], verdict: Verdict) {
         self.add((table, chain, None), matches, verdict);
@@ -119,7 +109,8 @@ impl<'a> Builder<'a> {
     }
 
     fn loopback(&self) -> [Cidr; 2] {
-        [self.config.loopback, Cidr::low_v6(1)]
+        let v6 = Cidr::single(Ipv6Addr::LOCALHOST.into());
+        [self.config.loopback, v6]
     }
 
     fn interfaces(&mut self) {
@@ -213,8 +204,8 @@ impl<'a> Builder<'a> {
         for range in PASSTHROUGH {
             self.append_outbound(&[leaves_by("lo"), Is(C::Source(range))], Return);
         }
-        for owner in proxies(config) {
-            self.proxy(&owner);
+        for owner in proxy_owners(config) {
+            self.proxy_traffic(&owner);
         }
         match &config.owner_groups {
             Selection::AllBut(excluded) => {
@@ -232,7 +223,7 @@ impl<'a> Builder<'a> {
 
     /// Lets the proxy's own traffic pass, except calls over `lo` to the pod's own address, which are
     /// inbound traffic. Lets the traffic of applications over `lo` pass.
-    fn proxy(&mut self, owner: &C) {
+    fn proxy_traffic(&mut self, owner: &C) {
         let tunnel = self.config.tunnel_port;
         let has_dns = !self.config.dns.is_empty();
         let not_inbound = match owner {
@@ -264,13 +255,23 @@ impl<'a> Builder<'a> {
     /// the queries of applications (2), because both may have the same addresses and ports.
     fn dns(&mut self) {
         self.append(Raw, Output, &[], Jump(OutputDns));
-        self.dns_jump(Nat, IstioOutput, OutputDns);
+        if self.is_earlier {
+            self.append_outbound(&[], Jump(OutputDns));
+        } else {
+            self.dns_jump(Nat, IstioOutput, OutputDns);
+        }
         let to_agent = Verdict::Redirect(DNS_PORT);
         for protocol in [TCP, UDP] {
+            if self.is_earlier && protocol == UDP {
+                for owner in proxy_owners(self.config) {
+                    let matches = [UDP, Is(port(53)), Is(owner)];
+                    self.append(Nat, OutputDns, &matches, Return);
+                }
+            }
             let query = [protocol, Is(port(53))];
             self.per_server((Nat, OutputDns), &query, C::Destination, to_agent);
         }
-        for owner in proxies(self.config) {
+        for owner in proxy_owners(self.config) {
             for (port, zone) in [(port(53), 1), (C::SourcePort(DNS_PORT), 2)] {
                 let matches = [UDP, Is(port), Is(owner.clone())];
                 self.append(Raw, OutputDns, &matches, Zone(zone));
@@ -348,7 +349,7 @@ impl<'a> Builder<'a> {
         self.append(Mangle, Prerouting, &matches, Verdict::SaveMark);
         let matches = [TCP, leaves_by("lo"), marked.clone()];
         self.append(Mangle, Output, &matches, Return);
-        for owner in proxies(self.config) {
+        for owner in proxy_owners(self.config) {
             for range in self.loopback() {
                 let matches = [
                     Not(C::Destination(range)),
@@ -384,8 +385,8 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Returns the users and groups of the proxy.
-fn proxies(config: &Config) -> impl Iterator<Item = C> {
+/// Returns criteria for each user and group of the proxy.
+fn proxy_owners(config: &Config) -> impl Iterator<Item = C> {
     let users = config.uids.iter().cloned().map(C::User);
     users.chain(config.gids.iter().cloned().map(C::Group))
 }

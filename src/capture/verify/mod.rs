@@ -82,11 +82,11 @@ impl fmt::Display for Finding {
 
 /// Reads the rules of a family on this machine, whichever program set them up. `path` has the directories of
 /// programs, separated by colons.
-pub async fn live(family: Family, path: &str) -> Result<Layout, Problem> {
+pub async fn read_rules(family: Family, path: &str) -> Result<Layout, Problem> {
     if nftables::has_tables() {
-        return nftables::live(family).await;
+        return nftables::read_rules(family).await;
     }
-    apply::live(family, None, path).await
+    apply::read_rules(family, None, path).await
 }
 
 /// Compares this machine's rules and routes with a configuration. Reads the rules by iptables or, if
@@ -98,10 +98,10 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
     for family in [Family::V4, Family::V6] {
         let (wanted, found) = if is_native {
             let wanted = nftables::versions(&versions[0], family);
-            (wanted, nftables::live(family).await?)
+            (wanted, nftables::read_rules(family).await?)
         } else {
             let wanted = versions.iter().map(|rules| Layout::new(rules, family));
-            let found = apply::live(family, config.kind, request.path).await;
+            let found = apply::read_rules(family, config.kind, request.path).await;
             (wanted.collect(), request.if_needed(family, found)?)
         };
         findings.extend(compare(&wanted, &found, family));
@@ -144,7 +144,7 @@ fn differences(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> 
     for chain in chains {
         let wanted = wanted.entries(*chain);
         let mut present = found.entries(*chain).to_vec();
-        present.retain(|entry| is_istios(wanted, *chain, entry));
+        present.retain(|entry| belongs_to_istio(wanted, *chain, entry));
         let line = |entry| appended(*chain, entry);
         let (expected, missing) = split(wanted, &present);
         let (common, unwanted) = split(&present, wanted);
@@ -165,10 +165,10 @@ fn differences(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> 
 fn others(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (chain, entries) in &found.chains {
-        let is_istios = |entry: &Entry| is_istios(wanted.entries(*chain), *chain, entry);
-        let last = entries.iter().rposition(is_istios).unwrap_or_default();
+        let is_own = |entry: &Entry| belongs_to_istio(wanted.entries(*chain), *chain, entry);
+        let last = entries.iter().rposition(is_own).unwrap_or_default();
         for entry in &entries[..last] {
-            if !is_istios(entry) && may_take(wanted, chain.0, entry) {
+            if !is_own(entry) && may_take(wanted, chain.0, entry) {
                 findings.push(Finding::new(family, Kind::Others, appended(*chain, entry)));
             }
         }
@@ -205,7 +205,7 @@ fn captures_udp(wanted: &Layout, table: Table) -> bool {
 }
 
 /// Returns true for rules in Istio's chains, wanted rules, and jumps to Istio's chains.
-fn is_istios(wanted: &[Entry], (_, chain): (Table, Chain), entry: &Entry) -> bool {
+fn belongs_to_istio(wanted: &[Entry], (_, chain): (Table, Chain), entry: &Entry) -> bool {
     !chain.is_builtin()
         || wanted.contains(entry)
         || match entry {

@@ -20,7 +20,7 @@ const INTERFACE: &str = "eth0";
 /// Describes what the rules of these arguments do with a flow.
 pub(super) async fn explain(flow: &Flow, config: &Config) -> Result<String, BoxError> {
     let packet = packet(flow, &machine::interfaces()?).await;
-    let family = Cidr::from(packet.destination.ip()).family();
+    let family = Cidr::single(packet.destination.ip()).family();
     let layout = Layout::new(&Rules::new(config), family);
     let trace = simulate(&layout, &packet);
     Ok(explain::explain(&packet, &trace, config))

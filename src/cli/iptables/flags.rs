@@ -10,7 +10,7 @@ use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
 use crate::capture::config::Settings;
 use crate::capture::explain::Flow;
 use crate::config::environment::{Environment, Value};
-use crate::config::flags::{Flag, truth};
+use crate::config::flags::{Flag, parse_bool};
 use crate::duration;
 
 /// The settings of the rules, and what to do with them.
@@ -86,7 +86,7 @@ fn switch(flag: Arg) -> Arg {
             .default_value("false")
             .default_missing_value("true")
             .hide_default_value(true)
-            .value_parser(truth),
+            .value_parser(parse_bool),
         _ => flag,
     }
 }

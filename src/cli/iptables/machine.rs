@@ -66,7 +66,7 @@ pub(super) fn families(
     let mut families = addresses
         .map(|address| address.to_canonical())
         .filter(|address| !address.is_loopback() && !is_local(address))
-        .map(|address| Cidr::from(address).family());
+        .map(|address| Cidr::single(address).family());
     let first = families.next()?;
     let has_other = is_dual_stack && families.any(|family| family == Family::V6);
     Some((first, first == Family::V6 || has_other))

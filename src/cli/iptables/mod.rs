@@ -1,5 +1,5 @@
 //! Implements the `istio-iptables` command, which sets up the rules that send a pod's traffic to Envoy, and
-//! `istio-clean-iptables`, which removes them.
+//! `istio-clean-iptables`, which removes them. [`run`] runs either; [`check`] checks the settings of a manifest.
 
 mod explain;
 pub(super) mod flags;
@@ -33,7 +33,7 @@ pub fn exit_code(error: &BoxError) -> ExitCode {
 }
 
 /// Returns the effective arguments, and the result of the checks that do not depend on the machine.
-pub fn checked(
+pub fn check(
     given: &[Flag],
     environment: &Environment,
 ) -> Result<(Vec<String>, Diagnostics), clap::Error> {
@@ -122,11 +122,16 @@ pub async fn run(
     Ok((text, ExitCode::Success))
 }
 
-/// Reads the flags. `--verify` and `--explain` need the settings of a pod.
+/// Reads the flags. `--verify` and `--explain` need the settings of the pod, which are arguments of another
+/// container. Without them the rules capture nothing, and every answer would be about other rules.
 fn read(arguments: &[String]) -> Result<IptablesFlags, BoxError> {
     let mut flags = IptablesFlags::read(arguments)?;
     if flags.verify || flags.explain.is_some() {
-        require_pod_settings(arguments)?;
+        for flag in ["--istio-service-cidr", "--istio-inbound-ports"] {
+            if !is_given(arguments, flag) {
+                return Err(Problem::new(codes::CAPTURE_OPTION_MISSING, flag, "missing").into());
+            }
+        }
         if flags.skip_rule_apply {
             follow_cni_plugin(&mut flags.settings, arguments);
         }
@@ -151,17 +156,6 @@ fn follow_cni_plugin(settings: &mut Settings, arguments: &[String]) {
 
 fn is_given(arguments: &[String], flag: &str) -> bool {
     arguments.iter().any(|argument| argument.starts_with(flag))
-}
-
-/// Refuses arguments that capture nothing because they lack the settings of the pod. Those settings are
-/// arguments of another container, and without them every answer would be about other rules.
-fn require_pod_settings(arguments: &[String]) -> Result<(), Problem> {
-    for flag in ["--istio-service-cidr", "--istio-inbound-ports"] {
-        if !is_given(arguments, flag) {
-            return Err(Problem::new(codes::CAPTURE_OPTION_MISSING, flag, "missing"));
-        }
-    }
-    Ok(())
 }
 
 /// Compares the live rules with the rules of these arguments.

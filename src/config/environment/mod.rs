@@ -19,7 +19,9 @@ use std::time::Duration;
 use indexmap::IndexSet;
 
 use super::{IGNORED, entries};
+use crate::compliance::Policy;
 use crate::duration;
+use crate::envoy::crash_restart::Budget;
 use crate::problem::{Problem, codes};
 use crate::spelling;
 
@@ -171,13 +173,13 @@ variables! {
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Maximum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits the drain.", Own;
     ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "Time that in-flight requests have after the drain; 0s ends them immediately. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits it; if that is unset too, drain and in-flight requests together take at most 25s.", Own;
     TERMINATION_GRACE_PERIOD_SECONDS: u64 = "0", "Termination grace period of the pod, which limits the drain and the in-flight requests after it; 0 means unknown.", Own;
-    ISTIO_AGENT_ENVOY_RESTARTS: String = "3/10m", "How often the agent restarts a crashed Envoy within a time. If 0 or empty, the agent exits when Envoy exits.", Own;
+    ISTIO_AGENT_ENVOY_RESTARTS: Option<Budget> = "3/10m", "How often the agent restarts a crashed Envoy within a time. If 0 or empty, the agent exits when Envoy exits.", Own;
     ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot-restarts Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;
     ISTIO_AGENT_STANDBY: String = "", "Name of this container, if a second container of the pod runs this agent and takes over from it.", Own;
     ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time that a replaced Envoy has for its open requests; it must exceed the drain duration. If unset, 10m with ISTIO_AGENT_STANDBY.", Own;
     GRPC_XDS_BOOTSTRAP: Option<PathBuf> = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for proxyless gRPC applications. If empty, none is written.", Same;
     OUTPUT_CERTS: Option<PathBuf> = "", "Directory that key, certificate chain and root certificates are written to; the gRPC bootstrap refers to it.", Same;
-    COMPLIANCE_POLICY: String = "", "Restricts TLS of the agent and of Envoy: fips-140-2, fips-140-3 or pqc.", Same;
+    COMPLIANCE_POLICY: Policy = "", "Restricts TLS of the agent and of Envoy: fips-140-2, fips-140-3 or pqc.", Same;
     PKCS8_KEY: bool = "false", "Writes keys as PKCS #8 instead of PKCS #1 or SEC 1.", Same;
     CREDENTIAL_FETCHER_TYPE: String = "JWT", "Source of tokens: JWT (a file), GoogleComputeEngine or Mock.", Same;
     PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes additional root certificates from istiod's ProxyConfig.", Same;
@@ -203,7 +205,7 @@ variables! {
     ISTIO_AGENT_DNS_CACHE_MAX_BYTES: usize = "524288", "Maximum memory of the cache, in bytes.", Own;
     HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of telemetry collectors.", Same;
     CLOUD_PLATFORM: String = "", "Cloud platform: aws, azure, gcp or none. If empty, the agent detects it.", Same;
-    GCP_METADATA: String = "", "Google Cloud project, project number, cluster and location, separated by |.", Same;
+    GCP_METADATA: Option<[String; 4]> = "", "Google Cloud project, project number, cluster and location, separated by |.", Same;
     GCP_QUOTA_PROJECT: String = "", "Google Cloud project that quota is charged to.", Same;
     GCP_ZONE: String = "", "Google Cloud zone.", Same;
     ISTIO_KUBE_APP_PROBERS: String = "", "Application probes that the agent performs for the kubelet, as JSON.", Same;
@@ -242,7 +244,7 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
 impl Environment {
     /// Reads the environment of this process. Variables whose names are not text are left out.
     #[expect(clippy::disallowed_methods, reason = "this is the one reader")]
-    pub fn of_process() -> Self {
+    pub fn from_process() -> Self {
         let named = std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v)));
         Self(named.collect())
     }
@@ -352,6 +354,12 @@ values! {
     Option<PathBuf>: "string", "text", |text| optional(text);
     Option<IpAddr>: "string", "an IP address", |text| optional(text);
     Option<NonZeroU64>: "string", "microseconds", |text| optional(text);
+    Option<Budget>: "string", "restarts in a duration, such as 3/10m", |text| budget(text);
+    Option<[String; 4]>: "string", "project|number|cluster|location", |text| match text {
+        "" => Some(None),
+        text => Vec::from_iter(text.split('|').map(str::to_owned)).try_into().ok().map(Some),
+    };
+    Policy: "string", "fips-140-2, fips-140-3 or pqc", |text| Policy::parse(text);
     // Comma-separated.
     Vec<String>: "string", "text", |text| Some(entries(text).map(str::to_owned).collect());
     IndexSet<String>: "string", "text", |text| Some(entries(text).map(str::to_owned).collect());
@@ -374,6 +382,17 @@ fn optional<T: FromStr>(text: &str) -> Option<Option<T>> {
         "" => Some(None),
         text => text.parse().ok().map(Some),
     }
+}
+
+/// Parses a number of restarts in a duration, such as `3/10m`. Without restarts there is no budget.
+fn budget(text: &str) -> Option<Option<Budget>> {
+    if text.is_empty() || text.split('/').next() == Some("0") {
+        return Some(None);
+    }
+    let (restarts, within) = text.split_once('/')?;
+    let restarts = restarts.parse().ok().filter(|restarts| *restarts > 0)?;
+    let within = duration::parse(within).filter(|within| !within.is_zero())?;
+    Some(Some(Budget { restarts, within }))
 }
 
 /// Writes the table for the help of `proxy`.

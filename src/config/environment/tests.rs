@@ -46,6 +46,31 @@ fn a_value_of_the_wrong_type_is_a_warning_and_the_default_is_used() {
 }
 
 #[test]
+fn a_restart_budget_is_parsed_as_count_slash_duration() {
+    let expected = Budget {
+        restarts: 3,
+        within: Duration::from_secs(600),
+    };
+    assert_eq!(budget("3/10m"), Some(Some(expected)));
+    for text in ["", "0", "0/10m"] {
+        assert_eq!(budget(text), Some(None), "{text}");
+    }
+    for text in ["3", "3/0s", "3/10", "-1/10m", "3/10m/", "/10m", "many/10m"] {
+        assert_eq!(budget(text), None, "{text}");
+    }
+}
+
+#[test]
+fn metadata_of_google_has_four_parts() {
+    let parts = ["a", "", "c", "d"].map(str::to_owned);
+    assert_eq!(read(&GCP_METADATA, Some("a||c|d")), (Some(parts), 0));
+    assert_eq!(read(&GCP_METADATA, Some("")), (None, 0));
+    for text in ["a|b|c", "a|b|c|d|e"] {
+        assert_eq!(read(&GCP_METADATA, Some(text)), (None, 1), "{text}");
+    }
+}
+
+#[test]
 fn a_prefix_is_stripped_and_must_leave_a_name() {
     let env: Environment = [
         ("XDS_HEADER_a", "b=c"),

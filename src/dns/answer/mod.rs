@@ -42,33 +42,33 @@ pub(crate) fn answer(
     policy: Policy,
     out: &mut Vec<u8>,
 ) -> Action {
-    let question = match wire::read(query) {
+    let question = match wire::read_query(query) {
         Ok(question) => question,
         Err(InvalidQuery::Unanswerable) => return Action::Drop,
         Err(InvalidQuery::Refused(rcode, end, edns)) => {
-            wire::header(query, rcode, end, out);
+            wire::write_empty(query, rcode, end, out);
             wire::push_opt(out, edns, rcode >> 4);
             return Action::Refuse;
         }
     };
     match table {
         None if policy.forward_before_first_table => return Action::Forward(question),
-        None => fail(query, &question, out),
+        None => write_servfail(query, &question, out),
         Some(table) => {
             let Some(resolved) = resolve(table, query, &question) else {
                 return Action::Forward(question);
             };
             let limit = question.limit(transport);
-            write(query, &question, &resolved, policy.ttl, limit, out);
-            wire::fit(out, limit);
+            write_addresses(query, &question, &resolved, policy.ttl, limit, out);
+            wire::truncate(out, limit);
         }
     }
     Action::Reply(question)
 }
 
 /// Writes a SERVFAIL reply to `out`.
-pub(crate) fn fail(query: &[u8], question: &Question, out: &mut Vec<u8>) {
-    wire::header(query, wire::SERVFAIL, Some(question.end), out);
+pub(crate) fn write_servfail(query: &[u8], question: &Question, out: &mut Vec<u8>) {
+    wire::write_empty(query, wire::SERVFAIL, Some(question.end), out);
     wire::push_opt(out, question.edns, 0);
 }
 
@@ -81,7 +81,7 @@ fn resolve(table: &NameTable, query: &[u8], question: &Question) -> Option<Resol
 }
 
 /// Writes an authoritative answer. It has all addresses, or more than fit in `limit` bytes.
-fn write(
+fn write_addresses(
     query: &[u8],
     question: &Question,
     resolved: &ResolvedName,
@@ -89,7 +89,7 @@ fn write(
     limit: usize,
     out: &mut Vec<u8>,
 ) {
-    wire::header(query, wire::NOERROR, Some(question.end), out);
+    wire::write_empty(query, wire::NOERROR, Some(question.end), out);
     out[wire::FLAGS] |= wire::AA;
     let wants = |kind| [kind, wire::ANY].contains(&question.kind);
     let v4: &[_] = if wants(wire::A) { &resolved.v4 } else { &[] };

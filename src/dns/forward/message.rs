@@ -43,7 +43,7 @@ impl Query {
     /// RFC 6891, section 7.
     pub(super) fn without_edns(&self, reply: &Reply) -> Option<Self> {
         let is_error = [FORMERR, NOTIMP].contains(&reply.rcode());
-        if self.edns.is_none() || reply.1.is_some() || !is_error {
+        if self.edns.is_none() || reply.extended.is_some() || !is_error {
             return None;
         }
         let mut bytes = self.bytes.to_vec();
@@ -73,6 +73,7 @@ impl Query {
 
     /// Returns the key for the cache; `None` if the answer may be meant for this client alone.
     pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
+        // The cache does not distinguish transports.
         self.is_plain.then(|| self.key(Transport::Tcp))
     }
 
@@ -94,18 +95,22 @@ impl Query {
 
     /// Returns the reply with the client's id and question.
     pub(super) fn restore(&self, reply: &Reply) -> Bytes {
-        let mut bytes = reply.0.to_vec();
+        let mut bytes = reply.bytes.to_vec();
         wire::put(&mut bytes, 0, &self.bytes[..2]);
         wire::put(&mut bytes, HEADER, self.question());
-        wire::push_opt(&mut bytes, self.edns, reply.1.unwrap_or_default());
+        wire::push_opt(&mut bytes, self.edns, reply.extended.unwrap_or_default());
         bytes.into()
     }
 }
 
-/// A reply to a forwarded query, up to its OPT record; and the upper bits of the response code from that
-/// record, if it has one.
+/// A reply to a forwarded query.
 #[derive(Clone, Debug)]
-pub(super) struct Reply(pub(super) Bytes, pub(super) Option<u8>);
+pub(super) struct Reply {
+    /// The message up to its OPT record.
+    pub(super) bytes: Bytes,
+    /// The upper bits of the response code, from the OPT record if there is one.
+    pub(super) extended: Option<u8>,
+}
 
 impl Reply {
     /// Returns `None` if the message is not a reply to this query under this id.
@@ -135,22 +140,27 @@ impl Reply {
         };
         let before_opt = records.iter().take_while(|record| record.kind != OPT);
         let (records, opt) = records.split_at(before_opt.count());
-        let extended = opt.first().map(|opt| Edns::read(bytes, opt).extended);
         let mut reply = bytes.to_vec();
         wire::truncate_to(&mut reply, query.question_end, records);
-        Some(Self(reply.into(), extended))
+        Some(Self {
+            bytes: reply.into(),
+            extended: opt.first().map(|opt| Edns::read(bytes, opt).extended),
+        })
     }
 
     fn header_and_question(bytes: &[u8], query: &Query) -> Self {
         let mut reply = [&bytes[..HEADER], query.question()].concat();
         wire::put(&mut reply, QUESTIONS, &[0, 1]);
         wire::truncate_to(&mut reply, query.question_end, &[]);
-        Self(reply.into(), None)
+        Self {
+            bytes: reply.into(),
+            extended: None,
+        }
     }
 
     /// Returns the response code, or 255 for a higher one.
     pub(super) fn rcode(&self) -> u8 {
-        self.1.unwrap_or_default().saturating_mul(16) | wire::rcode(&self.0)
+        self.extended.unwrap_or_default().saturating_mul(16) | wire::rcode(&self.bytes)
     }
 }
 
@@ -263,7 +273,7 @@ mod tests {
                 "{what}"
             );
             assert!(
-                !reply.0.windows(3).any(|found| found == [0, 0, 41]),
+                !reply.bytes.windows(3).any(|found| found == [0, 0, 41]),
                 "{what}"
             );
             let query = parsed(plain.clone());
@@ -347,7 +357,7 @@ mod tests {
             let reply = Reply::read(&bytes, 1, &query);
             match rcode {
                 0 | 3 => assert!(reply.is_none()),
-                _ => assert_eq!(reply.expect("a reply").0, expected),
+                _ => assert_eq!(reply.expect("a reply").bytes, expected),
             }
         }
     }
@@ -360,7 +370,7 @@ mod tests {
         for length in asked.len() - 11..bytes.len() {
             let reply = Reply::read(&bytes[..length], 1, &query).expect("a reply");
             assert_eq!(reply.rcode(), SERVFAIL, "{length}");
-            assert_eq!(reply.0[HEADER..], asked[HEADER..asked.len() - 11]);
+            assert_eq!(reply.bytes[HEADER..], asked[HEADER..asked.len() - 11]);
         }
     }
 }

@@ -51,7 +51,7 @@ pub struct Config {
     /// Time limit of a query with all its attempts.
     pub timeout: Duration,
     /// Addresses of this agent's own DNS server.
-    pub own_addresses: Vec<SocketAddr>,
+    pub listen_addresses: Vec<SocketAddr>,
     pub cache: cache::Config,
 }
 
@@ -76,7 +76,7 @@ impl Forwarder {
         let metrics = Metrics::new(registry);
         let cache = Some(config.cache).filter(cache::Config::is_enabled);
         Self(Arc::new(Inner {
-            servers: Servers::new(config.resolv_conf, config.own_addresses),
+            servers: Servers::new(config.resolv_conf, config.listen_addresses),
             timeout: config.timeout,
             cache: cache.map(|config| Mutex::new(Cache::new(config))),
             in_flight: InFlight::default(),

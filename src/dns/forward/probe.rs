@@ -31,7 +31,7 @@ impl Forwarder {
         let slot = joined.map_err(|(_, reason)| failed(reason))?;
         for _ in 0..TRIES {
             let upstream = &self.0.upstream;
-            let sent = upstream.send(&query, &slot.query, server, Transport::Udp);
+            let sent = upstream.exchange(&query, &slot.query, server, Transport::Udp);
             let received = timeout(TRY, sent).await;
             if slot.query.has_returned() {
                 let found = "its queries come back to this agent";

@@ -37,7 +37,7 @@ impl ResolvConf {
 
     /// Removes the agent's `own` addresses from the servers. Returns the problems of the file at `path`,
     /// the worst one last.
-    pub fn without_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
+    pub fn remove_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
         let code = codes::DNS_RESOLVER_INVALID;
         let invalid = |found: String| Problem::new(code, path.display(), found);
         let unusable = self.unusable.iter().map(|line| format!("{line:?}"));

@@ -71,7 +71,7 @@ impl Servers {
             tracing::warn!(target: "dns", "{problem}");
             ResolvConf::default()
         });
-        for problem in found.without_own(&self.own, &self.path) {
+        for problem in found.remove_own(&self.own, &self.path) {
             tracing::warn!(target: "dns", "{problem}");
         }
         let servers = &found.nameservers;

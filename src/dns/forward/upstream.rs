@@ -116,7 +116,7 @@ impl Upstream {
     }
 
     /// Sends the query and waits for the reply.
-    pub(super) async fn send(
+    pub(super) async fn exchange(
         &self,
         query: &Query,
         shared: &SharedQuery,
@@ -180,14 +180,14 @@ impl UpstreamQuery<'_> {
                     self.record_timeouts(None);
                     return None;
                 }
-                () = sleep_until(self.next_send), if may_send => self.send(),
+                () = sleep_until(self.next_send), if may_send => self.send_next(),
             }
         }
         None
     }
 
     /// Sends the query to the next server, or to all.
-    fn send(&mut self) {
+    fn send_next(&mut self) {
         let upstream = self.upstream;
         let count = if upstream.is_parallel {
             self.rotation.len()
@@ -202,7 +202,7 @@ impl UpstreamQuery<'_> {
                 if !self.attempts.is_empty() && !upstream.is_parallel || round > 0 {
                     upstream.metrics.retries.inc();
                 }
-                let reply = upstream.send(self.query, self.shared, server, self.transport);
+                let reply = upstream.exchange(self.query, self.shared, server, self.transport);
                 self.attempts.push(Attempt {
                     server,
                     started: Instant::now(),

@@ -9,56 +9,41 @@ use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_f
 use smallvec::SmallVec;
 
 /// Field number of the map in `NameTable`.
-pub(super) const TABLE: u32 = 1;
+const TABLE: u32 = 1;
 /// Field number of `name_info`: with it, a `NameTable` is a change of one host (delta NDS).
-pub(super) const NAME_INFO: u32 = 2;
+const NAME_INFO: u32 = 2;
 /// Field numbers in `NameInfo`.
 const IPS: u32 = 1;
-pub(super) const ALT_HOSTS: u32 = 5;
+const ALT_HOSTS: u32 = 5;
 
 /// The error that bytes are not a name table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
-    #[error("byte {0} begins no whole protobuf field")]
-    Field(usize),
-    #[error("the string at byte {0} is not UTF-8")]
-    Text(usize),
-    #[error("{0} bytes, expected at most 1073741824")]
-    TooLarge(usize),
-    #[error("name_info (field 2) is set, as in delta NDS; expected a whole table")]
-    Delta,
-}
+#[error("{0}")]
+pub struct Malformed(pub(super) &'static str);
+
+pub(super) const DELTA: Malformed =
+    Malformed("name_info (field 2) is set, as in delta NDS; expected a whole table");
 
 /// A length-delimited field.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Field<'a> {
-    /// Offset of its tag in the table.
-    pub(super) at: usize,
-    pub(super) number: u32,
+struct Field<'a> {
+    /// Offset of its tag in the message.
+    at: usize,
+    number: u32,
     value: &'a [u8],
-    value_at: usize,
 }
 
-/// Iterates over the length-delimited fields of a message that begins at byte `at` of the table.
-pub(super) fn fields(
-    mut message: &[u8],
-    mut at: usize,
-) -> impl Iterator<Item = Result<Field<'_>, Malformed>> {
+/// Iterates over the length-delimited fields of a message.
+fn fields(message: &[u8]) -> impl Iterator<Item = Result<Field<'_>, Malformed>> {
+    let mut rest = message;
     std::iter::from_fn(move || {
-        while !message.is_empty() {
-            let (start, before) = (at, message.len());
-            let Some((number, value)) = read_field(&mut message) else {
-                message = &[];
-                return Some(Err(Malformed::Field(start)));
+        while !rest.is_empty() {
+            let at = message.len() - rest.len();
+            let Some((number, value)) = read_field(&mut rest) else {
+                rest = &[];
+                return Some(Err(Malformed("a field is malformed or incomplete")));
             };
-            at += before - message.len();
             if let Some(value) = value {
-                return Some(Ok(Field {
-                    at: start,
-                    number,
-                    value,
-                    value_at: at - value.len(),
-                }));
+                return Some(Ok(Field { at, number, value }));
             }
         }
         None
@@ -78,20 +63,8 @@ fn read_field<'a>(message: &mut &'a [u8]) -> Option<(u32, Option<&'a [u8]>)> {
     Some((number, Some(value)))
 }
 
-impl<'a> Field<'a> {
-    /// Returns the field at this offset of a table that has been checked.
-    pub(super) fn at(table: &'a [u8], at: u32) -> Option<Self> {
-        let rest = table.get(at as usize..)?;
-        fields(rest, at as usize).next()?.ok()
-    }
-
-    fn fields(&self) -> impl Iterator<Item = Result<Field<'a>, Malformed>> + use<'a> {
-        fields(self.value, self.value_at)
-    }
-
-    pub(super) fn text(&self) -> Result<&'a str, Malformed> {
-        std::str::from_utf8(self.value).map_err(|_| Malformed::Text(self.value_at))
-    }
+fn text(value: &[u8]) -> Result<&str, Malformed> {
+    std::str::from_utf8(value).map_err(|_| Malformed("a string is not UTF-8"))
 }
 
 /// A host and its `NameInfo`.
@@ -104,35 +77,47 @@ pub(super) struct Host<'a> {
     pub(super) registry: &'a str,
     pub(super) short_name: &'a str,
     pub(super) namespace: &'a str,
-    info: Option<Field<'a>>,
+    /// The encoded `NameInfo`.
+    info: &'a [u8],
+}
+
+/// Reads the hosts of a table, in its order.
+pub(super) fn hosts(table: &[u8]) -> impl Iterator<Item = Result<Host<'_>, Malformed>> {
+    fields(table).filter_map(|field| match field {
+        // Offsets in a table are less than `u32::MAX`.
+        Ok(field) if field.number == TABLE => Some(Host::parse(field.at as u32, field.value)),
+        Ok(field) if field.number == NAME_INFO => Some(Err(DELTA)),
+        // A newer istiod may send other fields.
+        Ok(_) => None,
+        Err(malformed) => Some(Err(malformed)),
+    })
 }
 
 /// Addresses of one host; most have one.
 pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
 
 impl<'a> Host<'a> {
-    /// Reads the map entry in `field`.
-    pub(super) fn parse(field: &Field<'a>) -> Result<Self, Malformed> {
+    /// Parses a map entry of the table.
+    fn parse(at: u32, entry: &'a [u8]) -> Result<Self, Malformed> {
         let mut host = Self {
-            // Offsets in a table are less than `u32::MAX`.
-            at: field.at as u32,
+            at,
             ..Self::default()
         };
-        for part in field.fields() {
-            let part = part?;
-            match part.number {
-                1 => host.name = part.text()?,
-                2 => host.info = Some(part),
+        for field in fields(entry) {
+            let field = field?;
+            match field.number {
+                1 => host.name = text(field.value)?,
+                2 => host.info = field.value,
                 _ => {}
             }
         }
-        for part in host.info.iter().flat_map(Field::fields) {
-            let part = part?;
-            match part.number {
-                2 => host.registry = part.text()?,
-                3 => host.short_name = part.text()?,
-                4 => host.namespace = part.text()?,
-                IPS | ALT_HOSTS => _ = part.text()?,
+        for field in fields(host.info) {
+            let field = field?;
+            match field.number {
+                2 => host.registry = text(field.value)?,
+                3 => host.short_name = text(field.value)?,
+                4 => host.namespace = text(field.value)?,
+                IPS | ALT_HOSTS => _ = text(field.value)?,
                 // Fields of a newer istiod may not be text.
                 _ => {}
             }
@@ -142,23 +127,25 @@ impl<'a> Host<'a> {
 
     /// Returns the host whose field is at this offset of a table that has been checked.
     pub(super) fn at(table: &'a [u8], at: u32) -> Self {
-        let host = Field::at(table, at).and_then(|field| Self::parse(&field).ok());
+        let rest = table.get(at as usize..);
+        let field = rest.and_then(|rest| fields(rest).next()?.ok());
+        let host = field.and_then(|field| Self::parse(at, field.value).ok());
         host.unwrap_or_default()
     }
 
     pub(super) fn ips(&self) -> impl Iterator<Item = &'a str> + use<'a> {
-        self.parts(IPS).filter_map(|ip| ip.text().ok())
+        self.texts(IPS)
     }
 
     pub(super) fn alt_hosts(&self) -> impl Iterator<Item = &'a str> + use<'a> {
-        self.parts(ALT_HOSTS).filter_map(|host| host.text().ok())
+        self.texts(ALT_HOSTS)
     }
 
-    /// Iterates over the fields of its `NameInfo` with this number.
-    pub(super) fn parts(&self, number: u32) -> impl Iterator<Item = Field<'a>> + use<'a> {
-        let fields = self.info.into_iter().flat_map(|info| info.fields());
-        let parts = fields.map_while(Result::ok);
-        parts.filter(move |part| part.number == number)
+    /// Iterates over the texts of its `NameInfo` in fields with this number.
+    fn texts(&self, number: u32) -> impl Iterator<Item = &'a str> + use<'a> {
+        let info = fields(self.info).map_while(Result::ok);
+        let fields = info.filter(move |field| field.number == number);
+        fields.filter_map(|field| text(field.value).ok())
     }
 
     /// Parses its addresses, except for invalid ones. An IPv4-mapped IPv6 address counts as IPv6.

@@ -2,21 +2,18 @@
 //! Names with a search domain appended are left out, as in pilot-agent.
 
 use std::collections::HashSet;
-use std::iter;
 
 use serde_json::{Value, json};
 
-use super::host::Host;
-use super::{Kind, NameTable, Reference};
+use super::host::{Host, hosts};
+use super::{Kind, NameTable};
 
 impl NameTable {
     /// Renders the table host by host: a JSON tree of it would take ten times the memory.
     pub fn to_json(&self) -> String {
-        let hosts = self.all().map(|host| (host.name.to_owned(), info(&host)));
-        let mut names: Vec<_> = self.names.iter().copied().collect();
-        // In the order of the hosts.
-        names.sort_unstable_by_key(|name| name.0);
-        let forms = names.into_iter().flat_map(|name| self.forms(name));
+        let all = || hosts(&self.encoded).map_while(Result::ok);
+        let received = all().map(|host| (host.name.to_owned(), info(&host)));
+        let forms = all().flat_map(|host| self.forms(&host));
         let resolved_forms = forms.filter_map(|form| {
             let resolved = self.addresses(form.as_bytes())?;
             let v4 = resolved.v4.iter().map(ToString::to_string);
@@ -26,7 +23,7 @@ impl NameTable {
             Some((format!("{form}."), info))
         });
         let (mut page, mut written) = (r#"{"table":{"#.to_owned(), HashSet::new());
-        for (name, info) in hosts.chain(resolved_forms) {
+        for (name, info) in received.chain(resolved_forms) {
             if !written.contains(&name) {
                 let separator = if written.is_empty() { "" } else { "," };
                 let key = Value::from(name.as_str());
@@ -40,13 +37,17 @@ impl NameTable {
         page + "}}"
     }
 
-    /// Returns an entered name, and `shortname.namespace` also with the first label of the domain.
-    fn forms(&self, reference: Reference) -> impl Iterator<Item = String> {
-        let (_, name) = self.resolve(reference);
-        let name = String::from_utf8_lossy(&name).into_owned();
-        let is_alias = reference.kind() == Kind::Alias;
-        let longer = is_alias.then(|| format!("{name}{}", self.domains.first_label));
-        iter::once(name).chain(longer)
+    /// Returns the names of a host, `shortname.namespace` also with the first label of the domain.
+    fn forms(&self, host: &Host<'_>) -> Vec<String> {
+        let mut forms = Vec::new();
+        for (kind, name) in self.names_of(host) {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            if kind == Kind::Alias {
+                forms.push(format!("{name}{}", self.domains.first_label));
+            }
+            forms.push(name);
+        }
+        forms
     }
 }
 

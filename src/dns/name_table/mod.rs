@@ -12,24 +12,24 @@
 mod host;
 mod json;
 
+use std::cmp::Reverse;
 use std::hash::{BuildHasher, RandomState};
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use hashbrown::HashTable;
 use smallvec::SmallVec;
 
 use super::search_domains::SearchDomains;
 pub use host::Malformed;
-use host::{ALT_HOSTS, Field, Host, NAME_INFO, TABLE, fields, without_dot};
+use host::{Host, without_dot};
 
 /// Longest name of DNS, as text.
 pub(super) const MAX_NAME: usize = 254;
 
-/// Most bytes of a table: a [`Reference`] has 30 bits for an offset.
+/// Most bytes of a table. Its offsets have 32 bits.
 const MAX_TABLE: usize = 1 << 30;
 
-/// Hosts that are entered under one name: the first ones. Without a limit, a table in which all hosts
-/// share a name would take quadratic time.
+/// Hosts that are entered under one name: the first ones. Without a limit, the lookup of a name that all
+/// hosts share would take long.
 const MAX_HOSTS_PER_NAME: usize = 8;
 
 /// An immutable name table with its index.
@@ -38,11 +38,11 @@ pub struct NameTable {
     /// The encoded `NameTable`.
     encoded: Box<[u8]>,
     domains: SearchDomains,
-    /// The entered names, by their hash.
-    names: HashTable<Reference>,
+    /// For each name of each host, the hash of the name and the offset of the host's field. Sorted by
+    /// hash; a lookup compares the names of the hosts with the same hash.
+    index: Box<[(u32, u32)]>,
     /// Keyed at random, so that nobody can choose service names that collide.
     hasher: RandomState,
-    alt_hosts: Vec<AltHost>,
     hosts: usize,
 }
 
@@ -57,13 +57,6 @@ pub struct ResolvedName {
     pub target_end: Option<usize>,
 }
 
-/// The offsets of one of `alt_hosts` and of its host's field.
-#[derive(Clone, Copy, Debug)]
-struct AltHost {
-    at: u32,
-    host: u32,
-}
-
 /// The kinds of names that a host is entered under, in order of precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
@@ -75,10 +68,6 @@ enum Kind {
     AltHost,
 }
 
-/// One name of one host: its kind, and the offset of the host's field or the index of the alt host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Reference(u32);
-
 /// An entered name, in lower case.
 type Name = SmallVec<[u8; 64]>;
 
@@ -86,44 +75,38 @@ impl NameTable {
     /// Checks an encoded `NameTable` and builds its index.
     pub fn build(encoded: &[u8], domains: SearchDomains) -> Result<Self, Malformed> {
         if encoded.len() > MAX_TABLE {
-            return Err(Malformed::TooLarge(encoded.len()));
+            return Err(Malformed("it has more than 1 GiB"));
         }
+        let mut hosts = Vec::new();
+        for host in host::hosts(encoded) {
+            let host = host?;
+            hosts.push((host.name, Reverse(host.at)));
+        }
+        hosts.sort_unstable();
+        // The last of several fields with the same host replaces the others.
+        hosts.dedup_by_key(|(name, _)| *name);
         let mut table = Self {
             // A copy, so that the larger response that contains it is freed.
             encoded: encoded.into(),
             domains,
-            names: HashTable::new(),
+            index: Box::default(),
             hasher: RandomState::new(),
-            alt_hosts: Vec::new(),
-            hosts: 0,
+            hosts: hosts.len(),
         };
-        let mut hosts = Vec::new();
-        let mut others = Vec::new();
-        for field in fields(encoded, 0) {
-            let field = field?;
-            match field.number {
-                TABLE => {}
-                NAME_INFO => return Err(Malformed::Delta),
-                // A newer istiod may send other fields.
-                _ => continue,
-            }
-            let host = Host::parse(&field)?;
-            hosts.push(Reference::new(Kind::Host, host.at));
-            others.extend(table.other_names(&host));
-        }
-        table.hosts = hosts.len();
-        let mut names = HashTable::with_capacity(hosts.len() + others.len());
-        for host in hosts {
-            table.enter(&mut names, host);
-        }
-        for other in others {
-            let host = Reference::new(Kind::Host, table.resolve(other).0.at);
-            // The last of several fields with the same host replaces the others.
-            if names.find(table.hash(host), |name| *name == host).is_some() {
-                table.enter(&mut names, other);
+        let mut names = Vec::new();
+        for (rank, (_, Reverse(at))) in (0_u32..).zip(&hosts) {
+            for (kind, name) in table.names_of(&Host::at(encoded, *at)) {
+                if name.len() <= MAX_NAME {
+                    names.push((table.hash(&name), kind, rank, *at));
+                }
             }
         }
-        table.names = names;
+        // By precedence within each hash.
+        names.sort_unstable();
+        names.dedup();
+        let by_hash = names.chunk_by(|name, next| name.0 == next.0);
+        let entered = by_hash.flat_map(|same| same.iter().take(MAX_HOSTS_PER_NAME));
+        table.index = entered.map(|(hash, _, _, at)| (*hash, *at)).collect();
         Ok(table)
     }
 
@@ -154,7 +137,7 @@ impl NameTable {
     }
 
     /// Returns the number of hosts.
-    pub fn hosts(&self) -> usize {
+    pub fn host_count(&self) -> usize {
         self.hosts
     }
 
@@ -204,120 +187,52 @@ impl NameTable {
         hosts.filter(|(_, host)| host.is_queryable())
     }
 
-    /// Returns the hosts that are entered under this name.
+    /// Returns the hosts that are entered under this name, each with the kind that the name is for it.
     fn entered<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = (Kind, Host<'a>)> {
-        let references = self.names.iter_hash(self.hasher.hash_one(name));
-        references.filter_map(move |reference| {
-            let (host, entered) = self.resolve(*reference);
-            (entered.as_slice() == name).then_some((reference.kind(), host))
+        let hash = self.hash(name);
+        let start = self.index.partition_point(|(other, _)| *other < hash);
+        let from_start = self.index[start..].iter();
+        let same_hash = from_start.take_while(move |(other, _)| *other == hash);
+        same_hash.flat_map(move |(_, at)| {
+            let host = Host::at(&self.encoded, *at);
+            let names = self.names_of(&host).into_iter();
+            let same_name = names.filter(move |(_, entered)| entered.as_slice() == name);
+            same_name.map(move |(kind, _)| (kind, host))
         })
     }
 
-    /// Returns the host of a reference, and the name.
-    fn resolve(&self, reference: Reference) -> (Host<'_>, Name) {
-        let (kind, mut at) = (reference.kind(), reference.number());
-        let mut alt_host = "";
-        if kind == Kind::AltHost {
-            let entry = self.alt_hosts[at as usize];
-            let field = Field::at(&self.encoded, entry.at);
-            alt_host = field.map_or("", |field| field.text().unwrap_or_default());
-            at = entry.host;
-        }
-        let host = Host::at(&self.encoded, at);
-        let first = match kind {
-            Kind::Host => without_dot(host.name),
-            Kind::Alias | Kind::Short => host.short_name,
-            Kind::AltHost => alt_host,
-        };
-        let mut name = Name::from_slice(first.as_bytes());
-        if kind == Kind::Alias {
-            name.push(b'.');
-            name.extend_from_slice(host.namespace.as_bytes());
-        }
-        name.make_ascii_lowercase();
-        (host, name)
-    }
-
-    /// Iterates over all hosts, in the order of the message.
-    fn all(&self) -> impl Iterator<Item = Host<'_>> {
-        let fields = fields(&self.encoded, 0).map_while(Result::ok);
-        let hosts = fields.filter(|field| field.number == TABLE);
-        hosts.filter_map(|field| Host::parse(&field).ok())
-    }
-
-    fn has_short_forms(&self, host: &Host<'_>) -> bool {
-        let domain = &self.domains.domain;
-        host.is_kubernetes() && !domain.is_empty() && host.name.ends_with(domain.as_str())
-    }
-
-    /// Returns the names of a host other than its own, and remembers the offsets of alt hosts.
-    fn other_names(&mut self, host: &Host<'_>) -> Vec<Reference> {
-        let mut names = Vec::new();
-        if !self.has_short_forms(host) {
+    /// Returns the names that a host is entered under, by precedence.
+    fn names_of(&self, host: &Host<'_>) -> SmallVec<[(Kind, Name); 4]> {
+        let mut names = SmallVec::new();
+        names.push((Kind::Host, lower_case(&[without_dot(host.name)])));
+        let domain = self.domains.domain.as_str();
+        if !host.is_kubernetes() || domain.is_empty() || !host.name.ends_with(domain) {
             return names;
         }
-        names.push(Reference::new(Kind::Alias, host.at));
+        let alias = lower_case(&[host.short_name, ".", host.namespace]);
+        names.push((Kind::Alias, alias));
         if host.namespace == self.domains.namespace {
-            names.push(Reference::new(Kind::Short, host.at));
+            names.push((Kind::Short, lower_case(&[host.short_name])));
         }
-        for alt_host in host.parts(ALT_HOSTS) {
-            // Like an offset, an index is less than the bytes of the largest table.
-            names.push(Reference::new(Kind::AltHost, self.alt_hosts.len() as u32));
-            self.alt_hosts.push(AltHost {
-                at: alt_host.at as u32,
-                host: host.at,
-            });
+        for alt_host in host.alt_hosts() {
+            names.push((Kind::AltHost, lower_case(&[alt_host])));
         }
         names
     }
 
-    /// Enters a name. It replaces the same name of the same host, or, if too many hosts share the name, the
-    /// last of these.
-    fn enter(&self, names: &mut HashTable<Reference>, new: Reference) {
-        let (_, name) = self.resolve(new);
-        if name.len() > MAX_NAME {
-            return;
-        }
-        let hash = self.hasher.hash_one(name.as_slice());
-        let same_hash = names.iter_hash(hash).copied();
-        let same_name = same_hash.filter(|old| self.resolve(*old).1 == name);
-        let entered: SmallVec<[_; MAX_HOSTS_PER_NAME]> = same_name.collect();
-        let precedence = |name: &Reference| (name.kind(), self.resolve(*name).0.name);
-        let rank = precedence(&new);
-        let same_host = entered.iter().find(|old| precedence(old) == rank);
-        let last = entered.iter().max_by_key(|old| precedence(old));
-        let is_full = entered.len() == MAX_HOSTS_PER_NAME;
-        let replaced = same_host.or(last.filter(|_| is_full));
-        if replaced.is_some_and(|old| precedence(old) < rank) {
-            return;
-        }
-        match replaced.and_then(|old| names.find_mut(hash, |name| name == old)) {
-            Some(old) => *old = new,
-            None => {
-                names.insert_unique(hash, new, |name| self.hash(*name));
-            }
-        }
-    }
-
-    fn hash(&self, reference: Reference) -> u64 {
-        let (_, name) = self.resolve(reference);
-        self.hasher.hash_one(name.as_slice())
+    fn hash(&self, name: &[u8]) -> u32 {
+        self.hasher.hash_one(name) as u32
     }
 }
 
-impl Reference {
-    /// `number` is less than the bytes of the largest table.
-    fn new(kind: Kind, number: u32) -> Self {
-        Self(number << 2 | kind as u32)
+/// Joins the parts of a name.
+fn lower_case(parts: &[&str]) -> Name {
+    let mut name = Name::new();
+    for part in parts {
+        name.extend_from_slice(part.as_bytes());
     }
-
-    fn kind(self) -> Kind {
-        [Kind::Host, Kind::Alias, Kind::Short, Kind::AltHost][self.0 as usize & 3]
-    }
-
-    fn number(self) -> u32 {
-        self.0 >> 2
-    }
+    name.make_ascii_lowercase();
+    name
 }
 
 #[cfg(test)]

@@ -63,10 +63,10 @@ impl<F: Forward> Shared<F> {
         let reply = self.forwarder.forward(query.clone(), transport).await;
         if let Some(reply) = reply.filter(|reply| reply.len() >= wire::HEADER) {
             out = reply.into();
-            wire::fit(&mut out, question.limit(transport));
+            wire::truncate(&mut out, question.limit(transport));
             self.dns.metrics.response(&out, Source::Upstream);
         } else {
-            answer::fail(&query, &question, &mut out);
+            answer::write_servfail(&query, &question, &mut out);
             self.dns.metrics.response(&out, Source::Agent);
         }
         out

@@ -129,7 +129,7 @@ impl<F: Forward> Server<F> {
                 return;
             }
             Action::Forward(question) => {
-                answer::fail(query, &question, out);
+                answer::write_servfail(query, &question, out);
                 shared.dns.metrics.response(out, Source::Agent);
             }
         }

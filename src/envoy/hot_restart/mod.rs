@@ -3,8 +3,8 @@
 //! On request, the inputs are read again. If they have changed, a successor starts next to the current Envoy; once
 //! it is live, the previous Envoy is its parent and finishes its requests. [`machine`] decides; [`HotRestart`]
 //! carries the decision out, and owns the successor, the parent and the running check. The supervisor owns the current
-//! Envoy, and carries out each [`Command`] about it. Each step is logged, counted and published. [`watch`] orders
-//! restarts.
+//! Envoy, calls [`HotRestart`] after each event, and carries out each [`CurrentAction`]. Each step is logged, counted and
+//! published. [`watch`] orders restarts.
 
 pub mod machine;
 pub mod watch;
@@ -14,10 +14,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use http::{Method as HttpMethod, Response};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
@@ -43,9 +40,6 @@ const PARENT_GRACE: Duration = Duration::from_secs(10);
 /// The limit for the exit of a parent after its successor has exited on request.
 const PARENT_EXIT: Duration = Duration::from_secs(1);
 
-/// The period of requests to a successor until it is live.
-const LIVE_PERIOD: Duration = Duration::from_millis(25);
-
 /// Returns the inputs of an epoch: for the first one the inputs of the agent's start, otherwise the current inputs. May
 /// block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
@@ -63,7 +57,7 @@ pub struct Limits {
 
 /// The base id and restart epoch with which a successor in another container takes over.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-pub struct Lent {
+pub struct Takeover {
     pub base_id: u32,
     /// The restart epoch of the successor.
     pub restart_epoch: u32,
@@ -72,10 +66,8 @@ pub struct Lent {
 /// The result of a running call, wait or process.
 #[derive(Debug)]
 pub(super) enum Progress {
-    /// The current Envoy already runs with the inputs.
-    Unchanged,
-    /// The inputs cannot be used, for this reason.
-    Refused(String),
+    /// The inputs are unchanged, or refused for this reason.
+    NothingToStart(Outcome, Option<String>),
     /// The inputs have changed and are valid.
     Usable {
         /// True if the current Envoy has answered at its admin port.
@@ -85,12 +77,12 @@ pub(super) enum Progress {
     /// The successor is live.
     Live,
     Deadline,
-    SuccessorEnded(Ended),
-    ParentEnded(Ended),
+    SuccessorExited(Ended),
+    ParentExited(Ended),
 }
 
-/// A decision about the current Envoy.
-pub(super) enum Command {
+/// An action of the supervisor, which owns the current Envoy.
+pub(super) enum CurrentAction {
     /// Make the successor the current Envoy, and the previous one its parent.
     Promote(Box<Instance>),
     /// Shut the current Envoy down, then start the next one.
@@ -152,7 +144,7 @@ impl HotRestart {
     }
 
     /// Lets a successor in another container start. [`HotRestart::reclaim`] ends this if it does not take over.
-    pub(super) fn lend(&mut self) -> Result<Lent, String> {
+    pub(super) fn lend(&mut self) -> Result<Takeover, String> {
         let lent = self.launch.as_ref().and_then(Launch::lend);
         let lent = lent.ok_or("Envoy runs without hot restart")?;
         self.apply(Event::Lend);
@@ -168,7 +160,7 @@ impl HotRestart {
     }
 
     /// Allows restarts again after the successor in another container has exited.
-    pub(super) fn reclaim(&mut self) -> Option<Command> {
+    pub(super) fn reclaim(&mut self) -> Option<CurrentAction> {
         if self.machine.phase() != Phase::Lent {
             return None;
         }
@@ -192,14 +184,14 @@ impl HotRestart {
     }
 
     /// Handles the exit of the parent in another container.
-    pub(super) fn handle_parent_exit(&mut self) -> Option<Command> {
+    pub(super) fn handle_parent_exit(&mut self) -> Option<CurrentAction> {
         self.set_lent(false);
         let early = self.is_early();
         self.apply(Event::ParentExited { early })
     }
 
     /// Requests a restart. It begins when no other one is running.
-    pub(super) fn request(&mut self, reason: &'static str) -> Option<Command> {
+    pub(super) fn request(&mut self, reason: &'static str) -> Option<CurrentAction> {
         if !self.is_on {
             tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
             return None;
@@ -249,7 +241,7 @@ impl HotRestart {
         if self.machine.phase() != Phase::Idle {
             self.abandon("the current Envoy has exited");
         }
-        self.apply(Event::ServingExited);
+        self.apply(Event::CurrentExited);
     }
 
     /// Gives up the current restart. A running check continues without effect.
@@ -259,14 +251,10 @@ impl HotRestart {
     }
 
     /// Handles what [`HotRestart::progress`] has returned.
-    pub(super) async fn handle_progress(&mut self, progress: Progress) -> Option<Command> {
+    pub(super) async fn handle_progress(&mut self, progress: Progress) -> Option<CurrentAction> {
         let event = match progress {
-            Progress::Unchanged => {
-                self.conclude(Outcome::Unchanged, None);
-                Event::NothingToStart
-            }
-            Progress::Refused(problem) => {
-                self.conclude(Outcome::Refused, Some(problem));
+            Progress::NothingToStart(outcome, problem) => {
+                self.conclude(outcome, problem);
                 Event::NothingToStart
             }
             Progress::Usable { is_live, prepared } => {
@@ -286,7 +274,7 @@ impl HotRestart {
                 }
                 Event::Deadline
             }
-            Progress::SuccessorEnded(ended) => {
+            Progress::SuccessorExited(ended) => {
                 self.calls = JoinSet::new();
                 if let Some(mut successor) = self.successor.take() {
                     let reason = successor.output.reason().await;
@@ -296,7 +284,7 @@ impl HotRestart {
                 }
                 Event::SuccessorExited
             }
-            Progress::ParentEnded(ended) => {
+            Progress::ParentExited(ended) => {
                 self.calls = JoinSet::new();
                 let early = self.is_early();
                 if let Some(mut parent) = self.parent.take() {
@@ -311,7 +299,7 @@ impl HotRestart {
     }
 
     /// Lets the machine decide, and carries out a decision that is not about the current Envoy.
-    fn apply(&mut self, event: Event) -> Option<Command> {
+    fn apply(&mut self, event: Event) -> Option<CurrentAction> {
         match self.machine.apply(event) {
             Action::Nothing => {}
             Action::Check => self.check(),
@@ -327,7 +315,7 @@ impl HotRestart {
             Action::Replace(end_by) => {
                 tracing::warn!("full restart of Envoy: it stops before the next Envoy starts");
                 self.begin_restart(Method::Full);
-                return Some(Command::Replace(end_by));
+                return Some(CurrentAction::Replace(end_by));
             }
         }
         None
@@ -348,13 +336,10 @@ impl HotRestart {
         let epoch = self.count;
         tracing::info!("starting Envoy epoch {epoch}, which takes over the sockets (hot restart)");
         let successor = self.spawn(launch)?;
-        let (admin, restart_epoch) = (self.admin, successor.launch.restart_epoch());
+        let live = self.admin.live(successor.launch.restart_epoch());
         self.calls = JoinSet::new();
-        self.set_deadline(self.limits.live);
-        self.calls.spawn(async move {
-            wait_until_live(admin, restart_epoch).await;
-            Progress::Live
-        });
+        self.call(Progress::Live, live);
+        self.call(Progress::Deadline, sleep(self.limits.live));
         self.successor = Some(successor);
         self.begin_restart(Method::Hot);
         Ok(())
@@ -367,7 +352,7 @@ impl HotRestart {
             let command = &launch.prepared.command;
             let arguments = command.arguments(&launch.mode).join(" ");
             let program = command.binary.display();
-            tracing::info!(target: crate::logging::WHOLE, "Envoy command: [{program} {arguments}]");
+            tracing::info!(target: crate::logging::UNABRIDGED, "Envoy command: [{program} {arguments}]");
         }
         let instance = self.spawn(launch)?;
         self.launch = Some(instance.launch.clone());
@@ -384,12 +369,12 @@ impl HotRestart {
         };
         let parent_shutdown = self.limits.parent_shutdown;
         let mut base_id = None;
-        let mode = if let Some(continues) = prepared.continues.filter(|_| self.count == 0) {
+        let mode = if let Some(takeover) = prepared.takeover.filter(|_| self.count == 0) {
             self.machine.begin_with_parent();
             let file = self.directory.join("envoy-base-id");
-            base_id = Some(BaseId::adopted(file, continues.base_id)?);
+            base_id = Some(BaseId::adopted(file, takeover.base_id)?);
             Mode::Next {
-                continues,
+                takeover,
                 parent_shutdown,
             }
         } else if self.machine.can_share {
@@ -410,13 +395,13 @@ impl HotRestart {
     }
 
     /// Returns the live successor for the supervisor. The time of its parent begins.
-    fn promote(&mut self) -> Option<Command> {
+    fn promote(&mut self) -> Option<CurrentAction> {
         self.calls = JoinSet::new();
         let successor = self.successor.take()?;
         self.begin_parent_shutdown();
         self.launch = Some(successor.launch.clone());
         self.conclude(Outcome::Succeeded, None);
-        Some(Command::Promote(Box::new(successor)))
+        Some(CurrentAction::Promote(Box::new(successor)))
     }
 
     /// Ends successor and parent when the agent stops.
@@ -451,6 +436,7 @@ impl HotRestart {
             return;
         };
         let why = problem.as_deref().unwrap_or_default();
+        let log_error = |code, subject| tracing::error!("{}", Problem::new(code, subject, why));
         let result = match outcome {
             Outcome::UnderWay => return,
             Outcome::Succeeded if restart.method == Some(Method::Hot) => "hot",
@@ -460,14 +446,11 @@ impl HotRestart {
                 "unchanged"
             }
             Outcome::Refused => {
-                let subject = "hot restart rejected";
-                let problem = Problem::new(codes::HOT_RESTART_REFUSED, subject, why);
-                tracing::error!("{problem}");
+                log_error(codes::HOT_RESTART_REFUSED, "hot restart rejected");
                 "refused"
             }
             Outcome::Failed => {
-                let problem = Problem::new(codes::HOT_RESTART_FAILED, "hot restart failed", why);
-                tracing::error!("{problem}");
+                log_error(codes::HOT_RESTART_FAILED, "hot restart failed");
                 "failed"
             }
             Outcome::Abandoned => {
@@ -494,27 +477,26 @@ impl HotRestart {
                 Ok(Err(error)) => with_causes(error.as_ref()),
                 Err(_) => format!("not validated within {}", rounded(limit)),
             };
-            Progress::Refused(problem)
+            Progress::NothingToStart(Outcome::Refused, Some(problem))
         });
     }
 
-    /// Has [`Progress::Deadline`] follow after this time, unless the calls are cancelled before.
-    fn set_deadline(&mut self, limit: Duration) {
-        let over = sleep(limit);
+    /// Runs a call or a timer. Its end is this progress.
+    fn call(&mut self, end: Progress, call: impl Future<Output = ()> + Send + 'static) {
         self.calls.spawn(async move {
-            over.await;
-            Progress::Deadline
+            call.await;
+            end
         });
     }
 
     /// Waits for the next result for [`HotRestart::handle_progress`]. Cancel safe.
     pub(super) async fn progress(&mut self) -> io::Result<Progress> {
         tokio::select! {
-            ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorEnded),
-            ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentEnded),
+            ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorExited),
+            ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentExited),
             Some(call) = self.calls.join_next() => Ok(call.unwrap_or_else(|error| {
                 // Only a check is refused; the wait for a successor ends with its deadline.
-                Progress::Refused(error.to_string())
+                Progress::NothingToStart(Outcome::Refused, Some(error.to_string()))
             })),
         }
     }
@@ -522,7 +504,7 @@ impl HotRestart {
     /// Starts the time of the parent, now that its successor is live.
     fn begin_parent_shutdown(&mut self) {
         self.live_since = Some(Instant::now());
-        self.set_deadline(self.parent_limit());
+        self.call(Progress::Deadline, sleep(self.parent_limit()));
     }
 
     /// Returns the time after which a parent is killed.
@@ -549,11 +531,10 @@ async fn check(
     let prepared = Arc::new(tokio::task::spawn_blocking(move || prepare(epoch)).await??);
     let current = current.as_ref();
     if current.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
-        return Ok(Progress::Unchanged);
+        return Ok(Progress::NothingToStart(Outcome::Unchanged, None));
     }
     validate(Arc::clone(&prepared), epoch).await?;
-    let info = admin.request(HttpMethod::GET, "/server_info").await;
-    let live_epoch = info.ok().as_ref().and_then(live_epoch);
+    let live_epoch = admin.live_epoch().await;
     let is_live = live_epoch.is_some() && live_epoch == current.map(Launch::restart_epoch);
     Ok(Progress::Usable { is_live, prepared })
 }
@@ -572,21 +553,6 @@ pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), 
         Ended::Code(0) => Ok(()),
         ended => Err(format!("Envoy rejected the bootstrap ({ended}): {reason}").into()),
     }
-}
-
-/// Waits until the Envoy of this restart epoch is live.
-pub(super) async fn wait_until_live(admin: Admin, restart_epoch: u32) {
-    let is_live = |info: &Response<Bytes>| live_epoch(info) == Some(restart_epoch);
-    admin.until("/server_info", LIVE_PERIOD, is_live).await;
-}
-
-/// Reads the restart epoch of a live Envoy from its `/server_info`.
-fn live_epoch(info: &Response<Bytes>) -> Option<u32> {
-    let info: Value = serde_json::from_slice(info.body()).ok()?;
-    // DRAINING is the state after `/healthcheck/fail`; that Envoy still serves.
-    let is_live = ["LIVE", "DRAINING"].contains(&info.get("state")?.as_str()?);
-    let epoch = info.pointer("/command_line_options/restart_epoch")?;
-    u32::try_from(epoch.as_u64()?).ok().filter(|_| is_live)
 }
 
 fn kill(instance: Option<&Instance>) {
@@ -630,22 +596,5 @@ mod tests {
         let progress = hot_restart.progress().await;
         assert!(matches!(progress, Ok(Progress::Deadline)), "{progress:?}");
         assert_eq!(begun.elapsed().as_secs(), 70);
-    }
-
-    #[test]
-    fn an_envoy_tells_its_restart_epoch_once_it_serves() {
-        let info =
-            |state, epoch| format!(r#"{{"state":"{state}","command_line_options":{{{epoch}}}}}"#);
-        for (info, expected) in [
-            (info("LIVE", r#""restart_epoch":3"#), Some(3)),
-            (info("DRAINING", r#""restart_epoch":0"#), Some(0)),
-            (info("PRE_INITIALIZING", r#""restart_epoch":0"#), None),
-            (info("LIVE", ""), None),
-            (info("LIVE", r#""restart_epoch":-1"#), None),
-            (String::new(), None),
-        ] {
-            let answer = Response::new(Bytes::from(info.clone()));
-            assert_eq!(live_epoch(&answer), expected, "{info}");
-        }
     }
 }

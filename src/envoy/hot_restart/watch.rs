@@ -1,4 +1,6 @@
-//! Orders a restart on SIGHUP, and when an input file of Envoy has changed.
+//! Orders a restart of Envoy on SIGHUP, and when one of its input files has changed.
+//!
+//! The agent polls the future of [`restart_on_change`] while it serves.
 
 use std::convert::Infallible;
 use std::io;
@@ -8,14 +10,14 @@ use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::envoy::handle::Envoy;
+use crate::envoy::handle::{Envoy, Order};
 use crate::file_watch::FileWatch;
 
 /// The wait for further changes, because the files of a volume change together.
 const SETTLES: Duration = Duration::from_secs(2);
 
 /// Watches `files` and for SIGHUP, both from the call on. The future never ends.
-pub fn changes(
+pub fn restart_on_change(
     envoy: Envoy,
     files: &[PathBuf],
 ) -> io::Result<impl Future<Output = ()> + Send + use<>> {
@@ -23,7 +25,10 @@ pub fn changes(
     let files: Arc<[PathBuf]> = files.into();
     // The files have been read for the first Envoy, so changes before its start count, too.
     let watch = watch(&files);
-    Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(watch, &files, &envoy)).0 })
+    Ok(async move {
+        let on_files = on_file_change(watch, &files, &envoy);
+        tokio::join!(on_hangup(hangups, &envoy), on_files).0
+    })
 }
 
 fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
@@ -35,23 +40,25 @@ fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
 fn watch_all(watch: &FileWatch, files: &[PathBuf]) {
     for file in files {
         if let Err(error) = watch.watch(file) {
-            tracing::debug!(%error, file = %file.display(), "not watching all of a file's way");
+            tracing::debug!(%error, file = %file.display(), "not watching all directories of a file");
         }
     }
 }
 
 async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
     while hangups.recv().await.is_some() {
-        envoy.restart("received signal: hangup").await;
+        let reason = "received signal: hangup";
+        envoy.order(Order::Restart { reason }).await;
     }
 }
 
-async fn on_change(watch: io::Result<FileWatch>, files: &Arc<[PathBuf]>, envoy: &Envoy) {
-    let Err(error) = restart_on_change(watch, files, envoy).await;
+async fn on_file_change(watch: io::Result<FileWatch>, files: &Arc<[PathBuf]>, envoy: &Envoy) {
+    let Err(error) = until_error(watch, files, envoy).await;
     tracing::warn!(%error, "cannot watch Envoy's inputs; only SIGHUP restarts it");
 }
 
-async fn restart_on_change(
+/// Orders a restart after each change that has settled.
+async fn until_error(
     watch: io::Result<FileWatch>,
     files: &Arc<[PathBuf]>,
     envoy: &Envoy,
@@ -67,7 +74,8 @@ async fn restart_on_change(
         // A changed link may lead to other files. Watching may block on the file system.
         let (watch, files) = (Arc::clone(&watch), Arc::clone(files));
         tokio::task::spawn_blocking(move || watch_all(&watch, &files)).await?;
-        envoy.restart("a file has changed").await;
+        let reason = "a file has changed";
+        envoy.order(Order::Restart { reason }).await;
     }
 }
 
@@ -102,7 +110,7 @@ mod tests {
         };
         tokio::select! {
             () = story => {}
-            () = on_change(watch, &files, &envoy) => panic!("nothing is watched"),
+            () = on_file_change(watch, &files, &envoy) => panic!("nothing is watched"),
         }
     }
 }

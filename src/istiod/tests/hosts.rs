@@ -19,7 +19,7 @@ fn several(addresses: &[impl std::fmt::Display]) -> Config {
     let mut configs = addresses.iter().map(plaintext);
     let first = configs.next().unwrap();
     Config {
-        others: configs.collect(),
+        fallbacks: configs.collect(),
         ..first
     }
 }
@@ -112,7 +112,7 @@ async fn calls_stay_with_the_second_until_the_first_answers_again() {
 
     let first = Fake::at(address, None).await;
     ten_minutes_later().await;
-    connection.left().await;
+    connection.superseded().await;
     // Calls under way are answered.
     second.say("the last word");
     let data = stream.frame().await.unwrap().unwrap().into_data().unwrap();

@@ -3,13 +3,13 @@
 //! Locks are held for look-ups only, never while a file is read.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
 use super::source::Source;
+use crate::file_watch::FileWatch;
 use crate::problem::{Problem, codes};
 use crate::secrets::Secret;
 
@@ -114,26 +114,31 @@ impl Table {
         self.inner.lock().entries.values().cloned().collect()
     }
 
-    /// Removes an entry that does not have a subscriber now and did not have one when `was_idle` was set.
-    /// Returns the paths that no source uses any more.
+    /// Removes an entry that does not have a subscriber now and did not have one when `was_idle` was set, and
+    /// ends the watches of its paths. Returns true if it did. The watches end under the lock, so a new subscriber
+    /// of a path watches it afterwards.
     pub(super) fn forget_if_idle(
         &self,
         entry: &Arc<Entry>,
         was_idle: &mut bool,
-    ) -> Option<Vec<PathBuf>> {
+        watch: Option<&FileWatch>,
+    ) -> bool {
         let mut inner = self.inner.lock();
         // The table and the task of the entry hold it.
         let is_idle = Arc::strong_count(entry) <= 2;
         if !std::mem::replace(was_idle, is_idle) || !is_idle {
-            return None;
+            return false;
         }
         inner.entries.remove(&entry.source);
-        let mut unused: Vec<_> = entry.source.paths().map(Path::to_owned).collect();
-        for used in inner.entries.keys().flat_map(Source::paths) {
+        for path in entry.source.paths() {
+            let mut used = inner.entries.keys().flat_map(Source::paths);
             // Comparing them as paths takes longer.
-            unused.retain(|path| path.as_os_str() != used.as_os_str());
+            let is_used = used.any(|used| used.as_os_str() == path.as_os_str());
+            if !is_used && let Some(watch) = watch {
+                watch.unwatch(path);
+            }
         }
-        Some(unused)
+        true
     }
 }
 

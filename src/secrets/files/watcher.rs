@@ -161,21 +161,19 @@ impl Watcher {
         let mut poll = tokio::time::interval_at(after(POLL), POLL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut is_watched, mut is_idle) = (true, false);
-        let unused = loop {
+        loop {
             is_watched = self.read(&entry, is_watched).await;
             tokio::select! {
                 // Later changes do not delay the read, or a busy directory could delay it forever.
                 () = entry.changed.notified() => tokio::time::sleep(self.debounce).await,
                 _ = poll.tick(), if entry.is_polled() => {
-                    if let Some(unused) = self.table.forget_if_idle(&entry, &mut is_idle) {
-                        break unused;
+                    let watch = self.watch.lock().clone();
+                    if self.table.forget_if_idle(&entry, &mut is_idle, watch.as_deref()) {
+                        return;
                     }
                 }
                 () = tokio::time::sleep(POLL_UNWATCHED), if !is_watched => {}
             }
-        };
-        if let Some(watch) = &*self.watch.lock() {
-            unused.iter().for_each(|path| watch.unwatch(path));
         }
     }
 

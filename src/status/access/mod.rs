@@ -56,9 +56,9 @@ impl Caller {
         let (own, inode) = *self.own.as_ref().map_err(io::Error::kind)?;
         let caller = self.address;
         let query = tokio::task::spawn_blocking(move || {
-            let (user, _) = netlink::tcp_owner(caller, own)?;
+            let (user, _) = netlink::tcp_socket_owner(caller, own)?;
             // If the connection was reset meanwhile, another process may have got its port.
-            match netlink::tcp_owner(own, caller)? {
+            match netlink::tcp_socket_owner(own, caller)? {
                 (_, present) if u64::from(present) == inode => Ok(user),
                 _ => Err(io::ErrorKind::NotConnected.into()),
             }

@@ -268,7 +268,7 @@ async fn a_reset_connection_does_not_have_the_user_of_the_next_one_from_its_port
     let next = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
     bind(&next, &from).expect("the port of the first");
     connect(&next, &to).expect("connected");
-    let owner = netlink::tcp_owner(from, to).expect("an owner");
+    let owner = netlink::tcp_socket_owner(from, to).expect("an owner");
     assert_eq!(owner.0, own);
     assert!(caller.query_user().await.is_err());
 }

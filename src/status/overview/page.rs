@@ -4,7 +4,7 @@
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use serde_json::Value;
 
-use crate::duration::approximate;
+use crate::duration::rounded_seconds;
 use crate::report::{Level, Report};
 
 /// Title, member of the overview, and path of the same as JSON.
@@ -88,7 +88,7 @@ fn line(level: Level, text: &str) -> Markup {
     html! { b class=(level.name()) { (level.name()) } " " (text) }
 }
 
-/// Renders a section: its members as rows, without those that are null.
+/// Renders a section: its members as rows, without null members.
 fn section(members: &Value) -> Markup {
     let Some(members) = members.as_object() else {
         return value("", members);
@@ -119,8 +119,8 @@ pub(super) fn value(name: &str, value: &Value) -> Markup {
         Value::String(text) => html! { (text) },
         Value::Null => html! {},
         Value::Number(number) => match number.as_f64() {
-            Some(seconds) if name.ends_with("_seconds") => html! { (approximate(seconds)) },
-            Some(ms) if name.ends_with("_ms") => html! { (approximate(ms / 1e3)) },
+            Some(seconds) if name.ends_with("_seconds") => html! { (rounded_seconds(seconds)) },
+            Some(ms) if name.ends_with("_ms") => html! { (rounded_seconds(ms / 1e3)) },
             Some(bytes) if name.ends_with("bytes") && bytes < 1e6 => {
                 html! { (format!("{:.1} kB", bytes / 1e3)) }
             }

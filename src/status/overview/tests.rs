@@ -77,6 +77,7 @@ fn answered(version: &str, ack: Option<(&str, &str)>, nack: Option<(&str, &str)>
         bytes: 1,
         acks: 1,
         nacks: 1,
+        is_refused: nack.is_some(),
         last_response: Some(PushSnapshot {
             version: version.to_owned(),
             nonce: hostile(),
@@ -175,7 +176,7 @@ fn hostile_page() -> String {
     overview["discovery"] = json!(discovery);
     overview["envoy"] = json!(crashed());
     overview["warnings"] = json!([warning]);
-    let doctor = report(vec![Check::problem(Level::Error, &finding(HOSTILE))]);
+    let doctor = report(vec![Check::with_level(Level::Error, &finding(HOSTILE))]);
     page(&doctor.judged("not ready", None), &overview)
 }
 
@@ -255,7 +256,7 @@ fn the_doctors_verdict_remedy_and_findings_are_at_the_top() {
     let problem = finding("expired 2 s ago");
     let checks = vec![
         Check::ok("token", "valid"),
-        Check::problem(Level::Error, &problem),
+        Check::with_level(Level::Error, &problem),
     ];
     let html = page(&report(checks).judged("not ready", None), &empty());
     let (top, _) = html.split_once("<main>").expect("a main part");

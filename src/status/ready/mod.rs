@@ -107,7 +107,7 @@ impl Readiness {
         if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
         }
-        let waits = inspect::waits(envoy.admin().within(LONG_PAUSE)).await;
+        let waits = inspect::warming(envoy.admin().within(LONG_PAUSE)).await;
         let mut all = waits.iter();
         let wait = all.find(|it| it.code != codes::ENVOY_NOT_INSPECTED);
         wait.map(ToString::to_string)
@@ -135,41 +135,17 @@ impl Readiness {
         Ok(())
     }
 
-    /// Checks Envoy until the pod is ready, so that the time of readiness is recorded without a probe.
+    /// Checks until the pod is ready, so that the time of readiness is recorded without a probe.
     pub(super) async fn watch(&self) {
-        if let Some(envoy) = &self.sources.envoy {
-            self.until_live(envoy).await;
-        }
-        if let Some(dns) = &self.sources.dns {
-            dns.until_ready().await;
-        }
-        while let Err(missing) = self.check().await {
-            tracing::debug!("Envoy is live and the pod is not ready: {missing}");
-            tokio::time::sleep(LONG_PAUSE).await;
-        }
-    }
-
-    async fn until_live(&self, envoy: &Envoy) {
-        let mut report = envoy.report();
         let (mut watched, mut since) = (None, Instant::now());
-        loop {
-            // The time starts again with another process, not with every change of the report.
-            let process = alive(&report.borrow_and_update()).ok();
+        while self.check().await.is_err() {
+            // The time starts again with another Envoy process.
+            let process = self.checks.lock().await.process;
             if process != watched {
                 (watched, since) = (process, Instant::now());
             }
-            let is_running = process.is_some();
-            if is_running && self.check_envoy(envoy).await.is_ok() {
-                return;
-            }
             let is_new = since.elapsed() < START;
-            let pause = if is_new { PAUSE } else { LONG_PAUSE };
-            tokio::select! {
-                changed = report.changed() => if changed.is_err() {
-                    return; // Envoy's supervisor has ended.
-                },
-                () = tokio::time::sleep(pause), if is_running => {}
-            }
+            tokio::time::sleep(if is_new { PAUSE } else { LONG_PAUSE }).await;
         }
     }
 

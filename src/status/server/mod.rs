@@ -3,7 +3,7 @@
 //! A client that has shut down its sending side gets its response. A client that has exited cannot be
 //! distinguished from it, so its request is carried out, too. A connection beyond [`MAX_CONNECTIONS`] closes the
 //! one that has been idle longest, so that a flood of idle ones does not lock out the kubelet. The head of the
-//! first request must arrive within [`FIRST_HEAD`], that of a later one within [`IDLE`]. A connection
+//! first request must arrive within [`FIRST_HEAD`], the head of a later one within [`IDLE`]. A connection
 //! whose client reads nothing of a response for [`UNREAD`] is closed.
 
 use std::collections::HashMap;

@@ -68,7 +68,7 @@ const PARTS: [&str; 8] = [
     r#"QUOTED (?:"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|\\"(?:[^"\\]|\\{2,}[^\\])*(?:\\")?|\\+["'][^"']*["']?)"#,
 ];
 
-/// A pattern, and the pattern of the value behind it.
+/// A pattern, and the pattern of the value that follows it.
 type Rule = (Regex, Option<Regex>);
 
 /// The rules that find secrets, and known secrets.
@@ -101,9 +101,9 @@ impl Secrets {
         });
         let rules = Vec::from_iter(known.into_iter().chain(rules));
         let compiled = rules.iter().map(|rule| {
-            let (place, form) = rule.split_once("##").unzip();
-            let form = form.map(|form| Regex::new(&format!("(?s-u)^{form}")));
-            Ok((Regex::new(place.unwrap_or(rule))?, form.transpose()?))
+            let (name, value) = rule.split_once("##").unzip();
+            let value = value.map(|value| Regex::new(&format!("(?s-u)^{value}")));
+            Ok((Regex::new(name.unwrap_or(rule))?, value.transpose()?))
         });
         Ok(Self {
             any: RegexSet::new(rules.iter().map(|rule| rule.replace("##", "")))?,
@@ -120,17 +120,17 @@ impl Secrets {
     }
 }
 
-fn hide<'t>(text: Cow<'t, [u8]>, (place, form): &Rule) -> Cow<'t, [u8]> {
+fn hide<'t>(text: Cow<'t, [u8]>, (pattern, value): &Rule) -> Cow<'t, [u8]> {
     let (mut out, mut written, mut from) = (Vec::new(), 0, 0);
-    while let Some(found) = place.captures_at(&text, from) {
+    while let Some(found) = pattern.captures_at(&text, from) {
         from = found.get_match().end();
         let is_named = match (found.name("name"), found.name("header")) {
             (Some(name), _) => is_secret(name.as_bytes()),
             (_, Some(header)) => !is_standard_header(header.as_bytes()),
-            _ => form.is_none(),
+            _ => value.is_none(),
         };
-        let (start, found) = match form.as_ref().filter(|_| is_named) {
-            Some(form) => (from, form.captures(&text[from..])),
+        let (start, found) = match value.as_ref().filter(|_| is_named) {
+            Some(value) => (from, value.captures(&text[from..])),
             None => (0, Some(found)),
         };
         if let Some(secret) = found.and_then(|found| found.name("secret")) {

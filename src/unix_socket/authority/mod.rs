@@ -1,12 +1,12 @@
 //! Replaces the `:authority` of gRPC's C-core clients (C++, Python, Ruby), which `h2` refuses.
 //!
-//! They send the socket's path, as `etc%2Fistio%2Fproxy%2FXDS`, which is no authority of a URI. The
-//! first request of a connection decides: if its authority is valid, all bytes pass untouched.
-//! Otherwise this and all later header blocks of the connection are decoded, and encoded again with
-//! `localhost`. Other frames pass as they come.
+//! They send the socket's path, such as `etc%2Fistio%2Fproxy%2FXDS`, which is not a valid authority. Wrap each
+//! accepted connection in [`valid_authority`]. If the first request has a valid authority, all bytes of the
+//! connection pass unchanged. Otherwise this and all later header blocks are decoded, and encoded again with
+//! `localhost`; other frames pass unchanged.
 //!
-//! A header block is bounded at 16 KiB, hyper's limit of a list of headers. What cannot be read leaves
-//! the connection untouched, for `h2` to refuse; once header blocks are replaced, it ends the connection.
+//! A header block has at most 16 KiB, hyper's limit of a list of headers. Bytes that cannot be decoded pass
+//! unchanged, and `h2` rejects them; once a header block has been replaced, they end the connection.
 
 use std::io;
 use std::pin::Pin;
@@ -22,14 +22,14 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_util::io::poll_read_buf;
 
-/// How much is read at once.
+/// The number of bytes to read at once.
 const READ: usize = 8 << 10;
 
-/// How many bytes a header block has at the most, encoded and decoded, by the rules of
-/// SETTINGS_MAX_HEADER_LIST_SIZE. Encoded again it is smaller, and fits into a frame.
+/// The most bytes of a header block, encoded, and decoded by the rules of SETTINGS_MAX_HEADER_LIST_SIZE. Encoded
+/// again it is smaller, and fits into a frame.
 const MAX_BLOCK: usize = 16 << 10;
 
-/// How large the table of headers may be that both sides keep: HTTP/2's default.
+/// The largest dynamic table of HPACK: HTTP/2's default.
 const MAX_TABLE: usize = 4096;
 
 /// Length, type, flags and stream of a frame (RFC 9113, section 4.1).
@@ -47,18 +47,18 @@ const PRIORITY: u8 = 0x20;
 const AUTHORITY: &[u8] = b":authority";
 const REPLACEMENT: &[u8] = b"localhost";
 
-/// A client's connection whose requests have a valid authority.
+/// Wraps a client's connection, so that its requests have a valid authority.
 pub(super) fn valid_authority(stream: UnixStream) -> Join<Reader<OwnedReadHalf>, OwnedWriteHalf> {
     let (read, write) = stream.into_split();
     tokio::io::join(Reader::new(read), write)
 }
 
-/// The half of a connection that the client sends.
+/// The incoming half of a connection.
 pub(super) struct Reader<R> {
     inner: R,
-    /// None once all bytes pass untouched.
+    /// None once all bytes pass unchanged.
     headers: Option<Box<Headers>>,
-    /// What has been read and is to be passed on.
+    /// The bytes to return to the reader.
     output: BytesMut,
 }
 
@@ -102,25 +102,25 @@ impl<R: AsyncRead + Unpin> AsyncRead for Reader<R> {
     }
 }
 
-/// Finds the header blocks among a client's frames.
+/// Finds the header blocks in a client's frames, and replaces them.
 struct Headers {
     input: BytesMut,
-    /// How many more bytes pass as they are: of the preface, or of a frame without headers.
+    /// The number of bytes that pass unchanged: of the preface, or of a frame without headers.
     passing: usize,
     /// The header block at the beginning of `input`.
     block: Option<Block>,
     decoder: Decoder<'static>,
     huffman: HuffmanDecoder,
-    /// Whether the first request had an authority to replace.
+    /// True if the first request had an invalid authority.
     replaces: bool,
 }
 
-/// A header block that has begun.
+/// An incomplete header block.
 struct Block {
     stream: [u8; 4],
     end_stream: u8,
     fragments: Vec<u8>,
-    /// How many bytes its frames have so far.
+    /// The number of bytes of its frames so far.
     size: usize,
 }
 
@@ -142,7 +142,7 @@ impl Default for Headers {
 }
 
 impl Headers {
-    /// Moves what is ready from the input to the output. Returns whether the rest may pass untouched.
+    /// Moves complete frames from the input to the output. Returns true if the rest may pass unchanged.
     fn advance(&mut self, output: &mut BytesMut) -> io::Result<bool> {
         match self.read_frames(output) {
             Err(problem) if self.replaces => {
@@ -202,7 +202,7 @@ impl Headers {
         }
     }
 
-    /// Whether the authority of a complete block is valid; otherwise the block is put out with another.
+    /// Returns true if the authority of a complete block is valid. Otherwise replaces it, and writes the block.
     fn has_valid_authority(&mut self, output: &mut BytesMut) -> Result<bool, String> {
         let Some(block) = self.block.take() else {
             return Ok(false);
@@ -224,7 +224,7 @@ impl Headers {
     }
 }
 
-/// The part of a header block that a HEADERS frame holds.
+/// Returns the part of a header block in a HEADERS frame, without padding and priority.
 fn fragment(payload: &[u8], flags: u8) -> Option<&[u8]> {
     let (padding, payload) = match flags & PADDED {
         0 => (0, payload),
@@ -239,8 +239,8 @@ fn fragment(payload: &[u8], flags: u8) -> Option<&[u8]> {
     payload.get(..payload.len().checked_sub(padding)?)
 }
 
-/// The same header block without Huffman coding. [`Decoder`] builds the code's table anew for each coded
-/// string, which takes half a second for a block of empty ones.
+/// Removes the Huffman coding of a header block. [`Decoder`] builds the table of the code for each coded string,
+/// which takes half a second for a block of empty ones.
 fn uncoded(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
     let mut uncoded = BytesMut::with_capacity(block.len());
     while let Some(&first) = block.first() {
@@ -275,14 +275,14 @@ fn uncoded(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
     Some(uncoded)
 }
 
-/// An integer with a prefix of so many bits, and its size (RFC 7541, section 5.1).
+/// Reads an integer that begins with `prefix` bits (RFC 7541, section 5.1). Returns its size, too.
 fn integer(bytes: &[u8], prefix: u32) -> Option<(usize, usize)> {
     let most = (1 << prefix) - 1;
     let mut value = usize::from(*bytes.first()?) & most;
     if value < most {
         return Some((value, 1));
     }
-    // As far as the decoder reads.
+    // The decoder reads no longer ones.
     for (place, byte) in bytes.iter().enumerate().take(5).skip(1) {
         value += usize::from(byte & 0x7f) << (7 * (place - 1));
         if byte & 0x80 == 0 {
@@ -310,8 +310,7 @@ fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
     Ok(fields)
 }
 
-/// Appends a HEADERS frame with literals that leave the table of headers as it is (RFC 7541, section
-/// 6.2.2).
+/// Appends a HEADERS frame with literals that do not change the dynamic table (RFC 7541, section 6.2.2).
 fn encode(block: &Block, fields: &Fields, output: &mut BytesMut) {
     let head = output.len();
     output.put_bytes(0, 3);
@@ -324,7 +323,7 @@ fn encode(block: &Block, fields: &Fields, output: &mut BytesMut) {
             put_string(text, output);
         }
     }
-    // Below 16 KiB.
+    // It is below 16 KiB.
     let length = (output.len() - head - HEAD) as u32;
     output[head..head + 3].copy_from_slice(&length.to_be_bytes()[1..]);
 }

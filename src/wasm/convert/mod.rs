@@ -156,12 +156,11 @@ impl Filter {
         wire::append(&mut local, 1, path.as_bytes());
         let mut code = Vec::new();
         wire::append(&mut code, 1, &local);
-        let wasm = wire::edited(&self.wasm, 1, |plugin| {
-            let plugin = wire::edited(&plugin, 3, |vm| {
-                let vm = wire::edited(&vm, 7, without_variables_for_agent)?;
-                wire::edited(&vm, 3, |_| Ok(Some(code.into()))).map(Some)
-            });
-            plugin.map(Some)
+        let wasm = wire::edit_field(&self.wasm, 1, |plugin| {
+            wire::edit_field(&plugin, 3, |vm| {
+                let vm = wire::edit_field(&vm, 7, without_variables_for_agent)?;
+                wire::edit_field(&vm, 3, |_| Ok(code.into()))
+            })
         })?;
         self.with_config(WASM, &wasm)
     }
@@ -187,16 +186,15 @@ impl Filter {
         let mut config = Vec::new();
         wire::append(&mut config, 1, type_url.as_bytes());
         wire::append(&mut config, 2, value);
-        wire::edited(&self.resource, 2, |extension| {
-            wire::edited(&extension, 2, |_| Ok(Some(config.into()))).map(Some)
+        wire::edit_field(&self.resource, 2, |extension| {
+            wire::edit_field(&extension, 2, |_| Ok(config.into()))
         })
     }
 }
 
-/// Removes the variables for the agent from the environment of a module. Returns `None` if no others are
-/// left.
-fn without_variables_for_agent(environment: Bytes) -> Result<Option<Bytes>, DecodeError> {
-    let (mut rest, mut is_empty) = (Vec::new(), true);
+/// Removes the variables for the agent from the environment of a module.
+fn without_variables_for_agent(environment: Bytes) -> Result<Bytes, DecodeError> {
+    let mut rest = Vec::new();
     for field in wire::fields(&environment)? {
         if let (2, Some(entry)) = (field.number, field.content) {
             let key = wire::last(&entry, 1)?.unwrap_or_default();
@@ -204,10 +202,9 @@ fn without_variables_for_agent(environment: Bytes) -> Result<Option<Bytes>, Deco
                 continue;
             }
         }
-        is_empty &= !matches!(field.number, 1 | 2);
         rest.extend_from_slice(&field.record);
     }
-    Ok((!is_empty).then(|| rest.into()))
+    Ok(rest.into())
 }
 
 #[cfg(test)]

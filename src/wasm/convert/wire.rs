@@ -56,12 +56,12 @@ pub(crate) fn append(message: &mut Vec<u8>, number: u32, content: &[u8]) {
     message.extend_from_slice(content);
 }
 
-/// Replaces the embedded message `number` by the result of `edit`, or removes it if that is `None`. If the
+/// Replaces the embedded message `number` by the result of `edit`, or removes it if that is empty. If the
 /// message is not set, `edit` gets an empty one.
-pub(crate) fn edited(
+pub(crate) fn edit_field(
     message: &Bytes,
     number: u32,
-    edit: impl FnOnce(Bytes) -> Result<Option<Bytes>, DecodeError>,
+    edit: impl FnOnce(Bytes) -> Result<Bytes, DecodeError>,
 ) -> Result<Bytes, DecodeError> {
     let mut before = Vec::with_capacity(message.len());
     let (mut content, mut after) = (Vec::new(), Vec::new());
@@ -73,7 +73,8 @@ pub(crate) fn edited(
             Ordering::Greater => after.extend_from_slice(&field.record),
         }
     }
-    if let Some(edited) = edit(content.into())? {
+    let edited = edit(content.into())?;
+    if !edited.is_empty() {
         append(&mut before, number, &edited);
     }
     before.append(&mut after);

@@ -1,6 +1,6 @@
 //! Sends requests to a server, repeats them after temporary failures, and downloads modules over HTTP.
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 
 /// Metadata services with addresses that are not link-local: those of Alibaba Cloud and AWS.
 const METADATA: [Cidr; 2] = [
-    Cidr::v4(100, 100, 100, 200, 32),
+    Cidr::single(IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200))),
     Cidr {
         address: IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0)),
         prefix: 32,
@@ -195,8 +195,6 @@ impl Filter for Blocked {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
-
     use super::*;
 
     #[test]

@@ -84,7 +84,7 @@ pub(super) fn stored(shared: Arc<Shared>, missing: mpsc::Receiver<Missing>) -> S
 
 async fn look_up(shared: Arc<Shared>, missing: Missing) -> Option<Stored> {
     let type_url = missing.type_url;
-    let held = inspect::held(shared.admin?, type_url).await;
+    let held = inspect::accepted_names(shared.admin?, type_url).await;
     let read = spawn_blocking(move || {
         let names = held.map_err(io::Error::other)?;
         let held: HashSet<_> = names.iter().map(|name| digest(name.as_bytes())).collect();

@@ -292,24 +292,8 @@ impl TypeFile {
         let named = refusal.map(refused_names).unwrap_or_default();
         let names = fields.iter().map(|field| field.name);
         let refused: HashSet<_> = names.filter(|name| named.contains(name)).collect();
-        let is_refused = refusal.is_some() && refused.is_empty();
-        let reason = refusal.map(|it| Arc::<str>::from(shortened(it)));
-        for ResourceField {
-            name, is_removed, ..
-        } in &fields
-        {
-            match &reason {
-                Some(reason) if refused.contains(name) || is_refused && !is_removed => {
-                    let (due, reason) = (Some(Instant::now()), reason.clone());
-                    self.missing.insert(*name, MissingResource { due, reason });
-                }
-                _ if is_refused => {}
-                _ => _ = self.missing.remove(name),
-            }
-        }
-        let refused_since = self.header.missing_current();
-        self.header.refused = (!self.missing.is_empty()).then_some(refused_since);
-        if is_refused {
+        self.note_missing(&fields, refusal, &refused);
+        if refusal.is_some() && refused.is_empty() {
             return Ok(());
         }
         if let Some(mut retained) = retained {
@@ -346,6 +330,30 @@ impl TypeFile {
             self.commit(directory)?;
         }
         Ok(())
+    }
+
+    /// Adds the resources of a response that Envoy has refused as missing, and removes the others. If the reason
+    /// names none, all are refused.
+    fn note_missing(
+        &mut self,
+        fields: &[ResourceField],
+        refusal: Option<&str>,
+        refused: &HashSet<u64>,
+    ) {
+        let reason = refusal.map(|it| Arc::<str>::from(shortened(it)));
+        for field in fields {
+            match &reason {
+                Some(_) if refused.is_empty() && field.is_removed => {}
+                Some(reason) if refused.is_empty() || refused.contains(&field.name) => {
+                    let (due, reason) = (Some(Instant::now()), reason.clone());
+                    let missing = MissingResource { due, reason };
+                    self.missing.insert(field.name, missing);
+                }
+                _ => _ = self.missing.remove(&field.name),
+            }
+        }
+        let refused_since = self.header.missing_current();
+        self.header.refused = (!self.missing.is_empty()).then_some(refused_since);
     }
 
     /// Lets all resources of the file remain, even those that unanswered responses would replace completely.
@@ -487,7 +495,7 @@ pub(super) fn file_name(type_url: &str) -> &str {
 
 /// Opens the file of a type and reads its header. Returns None if there is no file.
 pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<Option<(File, Header)>> {
-    let found = if_exists(directory.private_file(file_name(type_url)))?;
+    let found = if_exists(directory.open_private_file(file_name(type_url)))?;
     let read = found.map(|file| Header::read(&file).map(|header| (file, header)));
     read.transpose()
 }

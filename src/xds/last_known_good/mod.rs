@@ -111,6 +111,47 @@ struct Shared {
     served: Counter,
 }
 
+impl Shared {
+    /// Registers the metrics of the stored configuration.
+    fn register(self: &Arc<Self>, registry: &Registry) {
+        type Value = fn(&Header) -> u64;
+        let families: [(_, _, Value); 2] = [
+            (
+                "istio_agent_xds_kept_bytes",
+                "Bytes of discovery responses kept for an Envoy that istiod does not answer",
+                |header| header.length,
+            ),
+            (
+                "istio_agent_xds_kept_timestamp_seconds",
+                "When the stream to istiod was last known to be open, as seconds of Unix time",
+                |header| header.current,
+            ),
+        ];
+        for (name, help, value) in families {
+            let shared = self.clone();
+            registry.computed(name, help, Kind::Gauge, &["type"], move |series| {
+                for (type_url, header) in shared.types.lock().iter() {
+                    series(&[type_url], value(header) as f64);
+                }
+            });
+        }
+        let shared = self.clone();
+        registry.computed(
+            "istio_agent_xds_kept_after_nack",
+            "Resources that Envoy has in the stored version, as it has refused istiod's",
+            Kind::Gauge,
+            &["type"],
+            move |series| {
+                let after_nack = shared.after_nack.lock();
+                for type_url in [CLUSTER, LISTENER].iter().chain(&BY_NAME) {
+                    let resources = after_nack.get(type_url).map_or(0, Vec::len);
+                    series(&[type_url], resources as f64);
+                }
+            },
+        );
+    }
+}
+
 /// The store as one Envoy may use it.
 #[derive(Clone, Debug)]
 pub(crate) struct EnvoyCache {
@@ -123,7 +164,7 @@ pub(crate) struct EnvoyCache {
 
 /// The stored configuration of a type.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct KeptSnapshot {
+pub struct StoredSnapshot {
     pub version: String,
     pub bytes: u64,
     /// The last time at which the stream to istiod was known to be open.
@@ -155,76 +196,9 @@ impl LastKnownGood {
                 "Streams of Envoy that were served from the kept configuration",
             ),
         });
-        type Value = fn(&Header) -> u64;
-        let families: [(_, _, Value); 2] = [
-            (
-                "istio_agent_xds_kept_bytes",
-                "Bytes of discovery responses kept for an Envoy that istiod does not answer",
-                |header| header.length,
-            ),
-            (
-                "istio_agent_xds_kept_timestamp_seconds",
-                "When the stream to istiod was last known to be open, as seconds of Unix time",
-                |header| header.current,
-            ),
-        ];
-        for (name, help, value) in families {
-            let shared = shared.clone();
-            registry.computed(name, help, Kind::Gauge, &["type"], move |series| {
-                for (type_url, header) in shared.types.lock().iter() {
-                    series(&[type_url], value(header) as f64);
-                }
-            });
-        }
-        let observed = shared.clone();
-        registry.computed(
-            "istio_agent_xds_kept_after_nack",
-            "Resources that Envoy has in the stored version, as it has refused istiod's",
-            Kind::Gauge,
-            &["type"],
-            move |series| {
-                let after_nack = observed.after_nack.lock();
-                for type_url in [CLUSTER, LISTENER].iter().chain(&BY_NAME) {
-                    let resources = after_nack.get(type_url).map_or(0, Vec::len);
-                    series(&[type_url], resources as f64);
-                }
-            },
-        );
-        let (batches, mut received) = mpsc::channel(MAX_BATCHES);
-        let mut writer = Writer::new(shared.clone());
-        let volume = shared.config.volume.clone();
-        let writing = async move {
-            // A disk that hangs must not delay the start of the agent.
-            let prepared = spawn_blocking(move || volume.is_used(Content::Configuration));
-            if !prepared.await.unwrap_or_default() {
-                received.close();
-                return shutdown.cancelled().await;
-            }
-            loop {
-                let due = OptionFuture::from(writer.due().map(sleep_until));
-                let batch = tokio::select! {
-                    () = shutdown.cancelled(), if !received.is_closed() => {
-                        received.close();
-                        continue;
-                    }
-                    batch = received.recv() => batch,
-                    Some(()) = due => Some(Batch::default()),
-                };
-                let is_last = batch.is_none();
-                // A disk that hangs delays this thread only.
-                let written = spawn_blocking(move || {
-                    writer.take(batch.unwrap_or_default());
-                    if is_last || writer.due().is_some_and(|due| due <= Instant::now()) {
-                        writer.write(is_last);
-                    }
-                    writer
-                });
-                writer = match written.await {
-                    Ok(writer) if !is_last => writer,
-                    _ => return,
-                };
-            }
-        };
+        shared.register(registry);
+        let (batches, received) = mpsc::channel(MAX_BATCHES);
+        let writing = write(shared.clone(), received, shutdown);
         (Self { shared, batches }, writing)
     }
 
@@ -252,13 +226,13 @@ impl LastKnownGood {
     }
 
     /// Describes the stored configuration, by type URL. Returns None if the directory is not used.
-    pub(super) fn snapshot(&self) -> Option<BTreeMap<Type, KeptSnapshot>> {
+    pub(super) fn snapshot(&self) -> Option<BTreeMap<Type, StoredSnapshot>> {
         if self.batches.is_closed() {
             return None;
         }
         let types = self.shared.types.lock();
         let snapshots = types.iter().map(|(type_url, header)| {
-            let snapshot = KeptSnapshot {
+            let snapshot = StoredSnapshot {
                 version: header.version.clone(),
                 bytes: header.length,
                 at: unix_rfc3339(header.current),
@@ -266,6 +240,46 @@ impl LastKnownGood {
             (*type_url, snapshot)
         });
         Some(snapshots.collect())
+    }
+}
+
+/// Writes batches until the shutdown, or until all handles are dropped.
+async fn write(
+    shared: Arc<Shared>,
+    mut batches: mpsc::Receiver<Batch>,
+    shutdown: CancellationToken,
+) {
+    let volume = shared.config.volume.clone();
+    // A disk that hangs must not delay the start of the agent.
+    let prepared = spawn_blocking(move || volume.prepare(Content::Configuration));
+    if !prepared.await.unwrap_or_default() {
+        batches.close();
+        return shutdown.cancelled().await;
+    }
+    let mut writer = Writer::new(shared);
+    loop {
+        let due = OptionFuture::from(writer.due().map(sleep_until));
+        let batch = tokio::select! {
+            () = shutdown.cancelled(), if !batches.is_closed() => {
+                batches.close();
+                continue;
+            }
+            batch = batches.recv() => batch,
+            Some(()) = due => Some(Batch::default()),
+        };
+        let is_last = batch.is_none();
+        // A disk that hangs delays this thread only.
+        let written = spawn_blocking(move || {
+            writer.take(batch.unwrap_or_default());
+            if is_last || writer.due().is_some_and(|due| due <= Instant::now()) {
+                writer.write(is_last);
+            }
+            writer
+        });
+        writer = match written.await {
+            Ok(writer) if !is_last => writer,
+            _ => return,
+        };
     }
 }
 

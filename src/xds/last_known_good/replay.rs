@@ -29,15 +29,20 @@ const BLOCKS: usize = 4;
 /// Envoy continues with the resources it has.
 const SETTLING: Duration = Duration::from_secs(2);
 
-/// The responses to the requests of one stream.
-pub(crate) struct Replay(mpsc::Receiver<io::Result<Bytes>>);
+/// The requests of one stream, and the responses to them.
+pub(crate) struct Replay {
+    /// The queue of requests, which are gRPC frames.
+    pub(crate) requests: mpsc::Sender<Bytes>,
+    responses: mpsc::Receiver<io::Result<Bytes>>,
+}
 
 impl Replay {
-    /// Starts the thread that answers requests, which are gRPC frames, until the stream ends.
-    pub(crate) fn start(envoy: EnvoyCache, requests: mpsc::Receiver<Bytes>) -> Self {
-        let (out, answers) = mpsc::channel(BLOCKS);
+    /// Starts the thread that answers requests until the stream ends.
+    pub(crate) fn start(envoy: EnvoyCache) -> Self {
+        let (requests, queue) = mpsc::channel(1);
+        let (out, responses) = mpsc::channel(BLOCKS);
         tokio::task::spawn_blocking(move || {
-            if let Err(error) = answer(&envoy.store.shared, requests, &out)
+            if let Err(error) = answer(&envoy.store.shared, queue, &out)
                 && !out.is_closed()
             {
                 envoy.store.shared.failures.inc();
@@ -45,13 +50,16 @@ impl Replay {
                 let _ = out.blocking_send(Err(error)); // The stream may have ended.
             }
         });
-        Self(answers)
+        Self {
+            requests,
+            responses,
+        }
     }
 
     /// Waits for the next bytes. Fails after [`SETTLING`] without any, and if stored configuration is unusable.
     /// Cancel safe.
     pub(crate) async fn next(&mut self) -> Result<Bytes, End> {
-        match timeout(SETTLING, self.0.recv()).await {
+        match timeout(SETTLING, self.responses.recv()).await {
             Ok(Some(Ok(bytes))) => Ok(bytes),
             Ok(Some(Err(error))) => {
                 let code = codes::KEPT_CONFIG_UNUSABLE;

@@ -36,11 +36,8 @@ pub(super) const OTHER_NODE: &str = "it is stored for another node";
 
 /// Adds the path of a type's file to an error, or the path of the directory if the type is empty.
 pub(super) fn with_path(config: &Config, type_url: Type, error: impl Display) -> io::Error {
-    let path = config
-        .volume
-        .directory
-        .join(DIRECTORY)
-        .join(file_name(type_url));
+    let directory = config.volume.directory.join(DIRECTORY);
+    let path = directory.join(file_name(type_url));
     io::Error::other(format!("{}: {error}", path.display()))
 }
 

@@ -54,8 +54,9 @@ pub struct Observer {
 #[serde(rename_all = "lowercase")]
 pub enum Source {
     Istiod,
-    /// Stored responses, which this Envoy or an earlier one has accepted.
-    Kept,
+    /// Stored responses, which this Envoy or an earlier one has accepted. `/debug/xdsz` calls them `kept`.
+    #[serde(rename = "kept")]
+    Stored,
 }
 
 #[derive(Debug, Default)]
@@ -190,7 +191,7 @@ impl Observer {
         let mut table = self.table.lock();
         table.served_since.get_or_insert_with(SystemTime::now);
         if let Some(stream) = table.open.get_mut(&id) {
-            stream.source = Source::Kept;
+            stream.source = Source::Stored;
         }
     }
 

@@ -14,7 +14,7 @@ use super::{Source, beginning, cut};
 use crate::clock::rfc3339;
 use crate::port;
 use crate::problem::{Problem, codes};
-use crate::xds::last_known_good::{KeptSnapshot, StoredResource, after_nack};
+use crate::xds::last_known_good::{StoredResource, StoredSnapshot, after_nack};
 use crate::xds::response::{Consumer, Received};
 
 /// The most responses of a type that wait for their ACK. Beyond it the oldest is dropped.
@@ -32,7 +32,7 @@ pub struct Snapshot {
     pub types: BTreeMap<String, TypeSnapshot>,
     /// Stored configuration, by type URL.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub kept: Option<BTreeMap<&'static str, KeptSnapshot>>,
+    pub kept: Option<BTreeMap<&'static str, StoredSnapshot>>,
     /// Resources of which Envoy has the stored version, because it has refused istiod's, by type URL.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub after_nack: BTreeMap<&'static str, Vec<StoredResource>>,
@@ -68,6 +68,9 @@ pub struct TypeSnapshot {
     pub bytes: u64,
     pub acks: u64,
     pub nacks: u64,
+    /// True if the last answer was a NACK.
+    #[serde(skip)]
+    pub is_refused: bool,
     pub last_response: Option<PushSnapshot>,
     pub last_ack: Option<AckSnapshot>,
     pub last_nack: Option<NackSnapshot>,
@@ -101,19 +104,6 @@ pub struct NackSnapshot {
     pub at: String,
 }
 
-impl TypeSnapshot {
-    /// Returns the version and the NACK of the last response, if Envoy has refused it. Times have whole seconds:
-    /// if an ACK and a NACK have the same time, the one with the version of the last response is the later.
-    fn refusal(&self) -> Option<(&str, &NackSnapshot)> {
-        let (response, nack) = (self.last_response.as_ref()?, self.last_nack.as_ref()?);
-        let is_last = self.last_ack.as_ref().is_none_or(|ack| {
-            let has_version = nack.version.as_ref() == Some(&response.version);
-            nack.at > ack.at || nack.at == ack.at && has_version && ack.version != response.version
-        });
-        (response.answered && is_last).then_some((&*response.version, nack))
-    }
-}
-
 impl Snapshot {
     /// Lists types whose last response was refused, with Envoy's reason, which names the resources, and types
     /// with stored versions in place of refused ones.
@@ -121,7 +111,9 @@ impl Snapshot {
         let resources = self.after_nack.iter();
         let stored = resources.map(|(type_url, it)| after_nack::problem(type_url, it));
         let refused = self.types.iter().filter_map(|(url, seen)| {
-            let (version, nack) = seen.refusal()?;
+            let response = seen.last_response.as_ref();
+            let response = response.filter(|it| it.answered && seen.is_refused)?;
+            let (version, nack) = (&response.version, seen.last_nack.as_ref()?);
             let found = format!("version {version} at {}: {}", nack.at, nack.reason);
             let (code, subject) = match port::taken(&nack.reason) {
                 Some(port) => (codes::PORT_TAKEN, format!("port {port}")),
@@ -197,6 +189,7 @@ impl Type {
         }
         let at = rfc3339(SystemTime::now());
         if let Some(reason) = nack {
+            self.seen.is_refused = true;
             self.seen.nacks += 1;
             self.seen.last_nack = Some(NackSnapshot {
                 version: answered.map(|response| response.version),
@@ -208,6 +201,7 @@ impl Type {
         // A request that changes a subscription has the nonce of the last response, but is not an ACK.
         let response = answered?;
         let latency = response.received.elapsed();
+        self.seen.is_refused = false;
         self.seen.acks += 1;
         self.seen.last_ack = Some(AckSnapshot {
             version: response.version,

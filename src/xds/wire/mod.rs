@@ -271,7 +271,7 @@ impl Walker {
 
 /// Splits a complete and valid header off `bytes`. Returns the number of the field, its wire type, and the
 /// length of its value.
-pub(super) fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
+fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
     let (number, wire_type) = decode_key(bytes).ok()?;
     let length = match wire_type {
         WireType::Varint => decode_varint(bytes).map(|_| 0).ok()?,

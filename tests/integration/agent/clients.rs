@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use istio_agent::xds::Protocol;
-use istio_agent::xds::server::MAX_OTHERS;
+use istio_agent::xds::server::MAX_OTHER_CLIENT_STREAMS;
 use tonic::Code;
 
 use crate::agent::relay::{BOTH, request, response};
@@ -15,8 +15,8 @@ async fn a_limited_number_of_clients_have_streams_next_to_envoys() {
     let mut bench = Bench::start().await;
     let mut streams = Vec::new();
     // The last one is of Envoy, and evicts none.
-    for number in 0..=MAX_OTHERS {
-        let is_envoy = number == MAX_OTHERS;
+    for number in 0..=MAX_OTHER_CLIENT_STREAMS {
+        let is_envoy = number == MAX_OTHER_CLIENT_STREAMS;
         bench.is_envoy.store(is_envoy, Ordering::Relaxed);
         let client = bench.envoy(BOTH[number % 2].0).await;
         client.send_raw(framed(&request(BOTH[number % 2].0, CLUSTER)));

@@ -9,7 +9,7 @@ use http_body_util::Empty;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use istio_agent::xds::Protocol;
-use istio_agent::xds::server::MAX_OTHERS;
+use istio_agent::xds::server::MAX_OTHER_CLIENT_STREAMS;
 use local_istiod::{LocalIstiod, Stream};
 use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -167,7 +167,7 @@ async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
         while istiod.streams.try_recv().is_ok() {}
     }
     let mut streams = Vec::new();
-    for _ in 0..2 * MAX_OTHERS {
+    for _ in 0..2 * MAX_OTHER_CLIENT_STREAMS {
         streams.push(Envoy::open(&place.xds_socket(), Protocol::Sotw).await);
     }
     let refused = streams.pop().unwrap().end().await;

@@ -11,10 +11,7 @@ use istio_agent::config::{self, Problem};
 use istio_agent::secrets::certificate::Workload;
 use istio_agent::secrets::name::Name;
 use istio_agent::xds::Protocol;
-use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::request::RequestReader;
-use istio_agent::xds::response::ResponseReader;
-use istio_agent::xds::wire::Walker;
 use proptest::prelude::*;
 use rcgen::{CertificateParams, KeyPair};
 use zeroize::Zeroizing;
@@ -99,23 +96,6 @@ fn load(text: &str) -> Result<(), Vec<Problem>> {
     config::load(&flags, &typed.log, &environment, "/nowhere".as_ref()).map(drop)
 }
 
-#[test]
-fn deep_and_self_multiplying_documents_are_refused() {
-    let mut laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
-    for level in 1..12 {
-        let aliases = vec![format!("*a{}", level - 1); 10].join(", ");
-        laughs += &format!("a{level}: &a{level} [{aliases}]\n");
-    }
-    let deep = ["[", "{a: ", "- ", "? "].map(|nested| nested.repeat(100_000));
-    let indented: String = (0..1000).map(|depth| " ".repeat(depth) + "a:\n").collect();
-    for text in deep.iter().chain([&laughs, &indented]) {
-        let problems = load(text).expect_err("a document no memory can hold");
-        let problem = problems.iter().find(|p| p.subject.contains("PROXY_CONFIG"));
-        let problem = problem.expect("the document is named").to_string();
-        assert!(problem.len() < 2_000, "{}", problem.len());
-    }
-}
-
 proptest! {
     #[test]
     fn requests_come_out_as_they_went_in_or_are_refused(
@@ -136,35 +116,6 @@ proptest! {
         if !refused && reader.finish().is_ok() {
             prop_assert_eq!(passed, bytes);
         }
-    }
-
-    #[test]
-    fn responses_of_any_bytes_pass_or_are_refused(
-        protocol in protocol(), bytes in almost_frames(), cut in 1usize..20
-    ) {
-        let mut reader = ResponseReader::new(protocol, Interceptors::default());
-        let mut outputs = 0;
-        for chunk in bytes.chunks(cut) {
-            if reader.feed(Bytes::copy_from_slice(chunk), |_| outputs += 1).is_err() {
-                break;
-            }
-        }
-        prop_assert!(outputs <= bytes.len() + 1);
-    }
-
-    #[test]
-    fn a_message_reads_the_same_in_any_chunks(
-        protocol in protocol(), bytes in prop::collection::vec(any::<u8>(), 0..120),
-        cut in 1usize..20
-    ) {
-        let read = |cut: usize| {
-            let mut walker = Walker::new(protocol, bytes.len() as u64);
-            for chunk in bytes.chunks(cut) {
-                walker.feed(chunk).ok()?;
-            }
-            walker.finish().ok()
-        };
-        prop_assert_eq!(read(cut), read(usize::MAX));
     }
 
     #[test]

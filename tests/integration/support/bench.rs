@@ -13,7 +13,7 @@ use istio_agent::unix_socket;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::observe::Observer;
-use istio_agent::xds::server::{Discovery, Upstream};
+use istio_agent::xds::server::{Config, Discovery, Upstream};
 use local_istiod::{Keys, LocalIstiod, Options, Stream};
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -89,7 +89,7 @@ impl Bench {
         let mut configs = addresses.iter().map(|address| istiod_config(path, address));
         let first = configs.next().unwrap();
         let config = istiod::Config {
-            others: configs.collect(),
+            fallbacks: configs.collect(),
             ..first
         };
         let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
@@ -97,27 +97,24 @@ impl Bench {
             connection.await;
             Ok::<(), std::io::Error>(())
         });
-        let config = istio_agent::xds::Config {
-            max_request_bytes,
-            cluster_id: "Kubernetes".into(),
-            kept: None,
-        };
         let listener = unix_socket::bind(&path.join("XDS")).unwrap();
         let is_envoy = Arc::new(AtomicBool::new(true));
         let counts = is_envoy.clone();
         let health = watch::Sender::new(None);
-        let discovery = Discovery::new(
-            config,
-            Upstream {
-                of_envoy: istiod.clone(),
-                of_others: istiod.clone(),
+        let config = Config {
+            max_request_bytes,
+            cluster_id: "Kubernetes".into(),
+            last_known_good: None,
+            upstream: Upstream {
+                envoy: istiod.clone(),
+                other_clients: istiod.clone(),
             },
-            Arc::new(move |_| counts.load(Ordering::Relaxed)),
+            is_envoy: Arc::new(move |_| counts.load(Ordering::Relaxed)),
             interceptors,
-            Some(health.subscribe()),
-            &registry,
-            shutdown.clone(),
-        );
+            health: Some(health.subscribe()),
+            shutdown: shutdown.clone(),
+        };
+        let discovery = Discovery::new(config, &registry);
         let observer = discovery.observer();
         tasks.spawn("xds", async move {
             discovery.serve(listener).await;
@@ -198,6 +195,6 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
         limits: istiod::Limits::default(),
         setting: "discoveryAddress",
         identity: istio_agent::identity::SpiffeId::new("cluster.local", "default", "bench"),
-        others: Vec::new(),
+        fallbacks: Vec::new(),
     }
 }

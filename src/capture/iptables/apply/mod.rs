@@ -1,12 +1,14 @@
 //! Sets up and removes rules, by `iptables-save` and `iptables-restore`.
 //!
-//! [`Request::carry_out`] changes the rules, [`Request::preview`] only renders the changes, and [`live`] reads
+//! [`Request::carry_out`] changes the rules, [`Request::preview`] only renders the changes, and [`read_rules`] reads
 //! the rules of a machine. Each table of each family changes in one transaction, the largest unit that the
 //! kernel offers. If a later table fails, the earlier ones are restored.
 //!
 //! Istio's rules are all rules in chains whose names start like Istio's, the jumps to these chains, and the
 //! rules that the configuration or, for DNS, an earlier version puts into the kernel's own chains. Rules of
 //! others stay unchanged.
+
+use std::net::Ipv6Addr;
 
 use super::programs::{Kernel, Programs, missing};
 use super::saved::{ISTIO, Saved, entry, jumps_to_istio};
@@ -148,7 +150,7 @@ impl Request<'_> {
 }
 
 /// Reads the rules of a family with the first programs on `path` that print Istio's chains.
-pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, Problem> {
+pub async fn read_rules(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, Problem> {
     let kernel = Kernel::read(family)?;
     let found = match Programs::find(family, kind, path, kernel).await {
         // Legacy tables cannot be read without NET_RAW, which the sidecar lacks in mode TPROXY. A program
@@ -160,7 +162,7 @@ pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layo
     }?;
     for programs in &found {
         let layout = programs.parse(&programs.saved)?.layout();
-        if layout.is_captured() {
+        if layout.has_istio_rules() {
             return Ok(layout);
         }
     }
@@ -261,7 +263,9 @@ fn for_any_user(mut entry: Entry) -> Entry {
                 Match::Is(owner @ (Criterion::User(_) | Criterion::Group(_))) => {
                     *owner = Criterion::User(Id::from(0));
                 }
-                Match::Not(Criterion::Destination(range)) => *range = Cidr::low_v6(0),
+                Match::Not(Criterion::Destination(range)) => {
+                    *range = Cidr::single(Ipv6Addr::UNSPECIFIED.into());
+                }
                 _ => {}
             }
         }

@@ -332,7 +332,7 @@ fn a_dot_byte_inside_a_label_does_not_separate_labels() {
 }
 
 fn question(query: &[u8]) -> Question {
-    wire::read(query).expect("a question")
+    wire::read_query(query).expect("a question")
 }
 
 #[test]

@@ -183,12 +183,12 @@ proptest! {
             message.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 10, 0, 0, n]);
         }
         let mut cut = message.clone();
-        wire::fit(&mut cut, limit);
+        wire::truncate(&mut cut, limit);
         prop_assert!(cut.len() <= limit.max(512));
         decode(&cut);
         message.extend(bytes.iter().cycle().take(3000));
         if message.len() > limit.max(512) {
-            wire::fit(&mut message, limit);
+            wire::truncate(&mut message, limit);
             prop_assert!(message.len() <= limit.max(512) && message[2] & wire::TC != 0);
         }
     }
@@ -204,7 +204,7 @@ fn check(query: &[u8]) -> Result<(), TestCaseError> {
         decode(&out);
     }
     if let Action::Reply(question) | Action::Forward(question) = action {
-        fail(query, &question, &mut out);
+        write_servfail(query, &question, &mut out);
         decode(&out);
     }
     Ok(())

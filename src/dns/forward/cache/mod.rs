@@ -100,7 +100,7 @@ impl Cache {
             return;
         };
         let (fresh, usable) = self.lifetime(ttl, is_negative);
-        let weight = OVERHEAD + key.len() + reply.0.len() + size_of::<Reply>();
+        let weight = OVERHEAD + key.len() + reply.bytes.len() + size_of::<Reply>();
         // One reply must not empty the cache.
         if usable.is_zero() || weight > self.config.max_bytes / 8 {
             return;
@@ -159,20 +159,23 @@ impl Cache {
 
 /// Returns the reply with changed TTLs.
 fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
-    let mut bytes = reply.0.to_vec();
+    let mut bytes = reply.bytes.to_vec();
     let end = wire::question_end(&bytes);
     let records = end.and_then(|end| wire::records(&bytes, end));
     for record in records.unwrap_or_default() {
         let ttl = ttl(&bytes, &record).unwrap_or(0);
         wire::put(&mut bytes, record.ttl_at(), &change(ttl).to_be_bytes());
     }
-    Reply(bytes.into(), reply.1)
+    Reply {
+        bytes: bytes.into(),
+        ..*reply
+    }
 }
 
 /// Returns how long a reply may be stored, and whether it is negative; `None` if it must not be stored.
 /// Source: RFC 2308, sections 2, 4 and 5.
 fn cacheable_ttl(reply: &Reply) -> Option<(Duration, bool)> {
-    let bytes = &reply.0;
+    let bytes = &reply.bytes;
     let end = wire::question_end(bytes)?;
     let records = wire::records(bytes, end)?;
     if bytes[FLAGS] & TC != 0 {

@@ -25,7 +25,7 @@ fn caching(max_ttl: u64, max_negative_ttl: u64, max_stale: u64) -> Cache {
 fn found(cache: &mut Cache, stored: Instant, after: u64) -> (&'static str, u32) {
     let ttl = |reply: &Reply| {
         let at = 12 + "a.test".len() + 2 + 4 + 6;
-        wire::u32_at(&reply.0, at).expect("a TTL")
+        wire::u32_at(&reply.bytes, at).expect("a TTL")
     };
     match cache.get(b"key", stored + Duration::from_secs(after)) {
         Lookup::Fresh(reply) => ("fresh", ttl(&reply)),

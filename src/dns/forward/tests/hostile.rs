@@ -313,13 +313,13 @@ async fn the_agents_own_addresses_are_not_used_as_servers() {
     let upstream = Upstream::saying(|_| Answer::address(1)).await;
     let us = Upstream::saying(|_| Answer::address(66)).await;
     let bench = Bench::with(&[us.address, upstream.address], |config| {
-        config.own_addresses = vec![us.address];
+        config.listen_addresses = vec![us.address];
     });
     for id in 0..8 {
         assert!(bench.ask(&query(id, "a.test")).await.is_some());
     }
     assert!(us.seen().is_empty());
-    let bench = Bench::with(&[us.address], |c| c.own_addresses = vec![us.address]);
+    let bench = Bench::with(&[us.address], |c| c.listen_addresses = vec![us.address]);
     assert!(bench.ask(&query(1, "a.test")).await.is_none());
     assert!(us.seen().is_empty());
 }

@@ -61,7 +61,7 @@ impl Bench {
             resolv_conf: file.path().to_owned(),
             parallel: false,
             timeout: TIMEOUT,
-            own_addresses: Vec::new(),
+            listen_addresses: Vec::new(),
             cache: NO_CACHE,
         };
         change(&mut config);

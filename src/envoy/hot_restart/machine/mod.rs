@@ -46,7 +46,7 @@ pub enum Event {
         early: bool,
     },
     /// The current Envoy has exited.
-    ServingExited,
+    CurrentExited,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,7 +131,7 @@ impl Machine {
                 self.is_wanted = true;
                 self.next()
             }
-            (_, Event::ServingExited) => self.serving_exited(),
+            (_, Event::CurrentExited) => self.current_exited(),
             (Idle, Event::Lend) if self.is_ready && self.is_continuable => {
                 // The mark stays set until the successor serves.
                 self.is_continuable = false;
@@ -206,7 +206,7 @@ impl Machine {
         }
     }
 
-    fn serving_exited(&mut self) -> Action {
+    fn current_exited(&mut self) -> Action {
         self.is_ready = false;
         self.is_continuable = self.can_share;
         match self.phase {

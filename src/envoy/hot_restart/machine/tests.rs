@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use Event::{
-    Deadline, Live, NothingToStart, ParentExited, ServingExited, Stop, SuccessorExited, Usable,
+    CurrentExited, Deadline, Live, NothingToStart, ParentExited, Stop, SuccessorExited, Usable,
     Wanted,
 };
 
@@ -84,7 +84,7 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
             let full = [
                 (Wanted, Action::Check),
                 (checked, Action::Replace(EndBy::Quit)),
-                (ServingExited, Action::Nothing),
+                (CurrentExited, Action::Nothing),
                 (READY, Action::Nothing),
                 (Wanted, Action::Check),
                 (USABLE, Action::Start),
@@ -97,7 +97,7 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
 #[test]
 fn the_parent_of_a_successor_that_died_is_killed_before_the_next_envoy_is_replaced() {
     let again = [
-        (ServingExited, Action::KillParent),
+        (CurrentExited, Action::KillParent),
         (READY, Action::Nothing),
         (Wanted, Action::Nothing),
         (LEFT, Action::Check),
@@ -130,7 +130,7 @@ fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
         (SuccessorExited, Action::Nothing),
     ];
     after(&STARTED, &stopped);
-    let taken_along = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
+    let taken_along = [(Stop, Action::Nothing), (CurrentExited, Action::Nothing)];
     after(&PROMOTED, &taken_along);
     after(
         &STARTED[..2],
@@ -141,18 +141,18 @@ fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
 #[test]
 fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_before_the_new_one_is_live() {
     let again = (READY, Action::Check);
-    let ended = [(ServingExited, Action::Nothing), (USABLE, Action::Nothing)];
+    let ended = [(CurrentExited, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&ended[..], &[again]].concat());
     let drained = [(Event::Unready, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&drained[..], &[again]].concat());
     let killed = [
-        (ServingExited, Action::KillSuccessor),
+        (CurrentExited, Action::KillSuccessor),
         (SuccessorExited, Action::Nothing),
         again,
     ];
     after(&STARTED, &killed);
     // Without an Envoy that serves there is no successor.
-    let stopped = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
+    let stopped = [(Stop, Action::Nothing), (CurrentExited, Action::Nothing)];
     after(
         &STARTED[..2],
         &[&stopped[..], &[(READY, Action::Nothing)]].concat(),
@@ -165,7 +165,7 @@ fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     machine.apply(READY);
     machine.apply(Wanted);
     assert_eq!(machine.apply(USABLE), Action::Replace(EndBy::Quit));
-    machine.apply(ServingExited);
+    machine.apply(CurrentExited);
     assert!(!machine.is_continuable);
 }
 
@@ -185,7 +185,7 @@ fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile()
     let again = [(cleared, Action::Nothing), (Event::Lend, Action::Nothing)];
     assert_eq!(after(&lent, &again).phase(), Phase::Lent);
     let died = [
-        (ServingExited, Action::Nothing),
+        (CurrentExited, Action::Nothing),
         (READY, Action::Nothing),
         (RECLAIM, Action::Nothing),
         (Event::Lend, Action::Nothing),
@@ -237,7 +237,7 @@ impl World {
     fn allows(&self, event: Event) -> bool {
         match event {
             Event::Ready { .. } => self.serving && !self.is_stopped,
-            ServingExited => self.serving,
+            CurrentExited => self.serving,
             Live | SuccessorExited => self.next,
             ParentExited { .. } => self.old,
             NothingToStart | Usable { .. } => self.is_checking,
@@ -251,7 +251,7 @@ impl World {
             return Ok(());
         }
         match event {
-            ServingExited => self.serving = false,
+            CurrentExited => self.serving = false,
             SuccessorExited => self.next = false,
             ParentExited { .. } => self.old = false,
             NothingToStart | Usable { .. } => self.is_checking = false,
@@ -302,7 +302,7 @@ proptest! {
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NOT_LIVE,
             NothingToStart, Live, Deadline, SuccessorExited, LEFT,
-            LEFT_EARLY, ServingExited, Stop, Event::Lend, RECLAIM,
+            LEFT_EARLY, CurrentExited, Stop, Event::Lend, RECLAIM,
             Event::Reclaim { is_clear: true },
         ]), 0..40),
     ) {

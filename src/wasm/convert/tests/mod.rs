@@ -242,7 +242,7 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
     );
     for (seconds, nanos, expected) in [
         (-1, 0, Duration::ZERO),
-        (1, -1, Duration::ZERO),
+        (1, -1, Duration::from_nanos(999_999_999)),
         (1, 5, Duration::from_nanos(1_000_000_005)),
         (i64::MAX, i32::MAX, MAX_FETCH),
     ] {
