@@ -80,7 +80,7 @@ impl Stop {
         self.0.send_modify(|stop| stop.is_signaled = true);
     }
 
-    /// Makes the request at least as urgent as given.
+    /// Makes the request at least as urgent as given. Its cause is that of the first request.
     pub fn request(&self, urgency: Urgency, cause: &'static str) {
         self.0.send_modify(|stop| {
             stop.urgency = stop.urgency.max(urgency);
@@ -88,6 +88,7 @@ impl Stop {
         });
     }
 
+    /// Subscribes to the requests. The receiver begins with those so far.
     pub fn requested(&self) -> watch::Receiver<StopRequest> {
         self.0.subscribe()
     }
@@ -95,7 +96,7 @@ impl Stop {
     /// Waits for the first request.
     pub async fn first_request(&self) {
         let mut requests = self.requested();
-        // It fails without a sender only, and `self` is one.
+        // It fails only without a sender, and `self` is one.
         let _ = requests.wait_for(|stop| stop.urgency != Urgency::Run).await;
     }
 }
@@ -144,8 +145,8 @@ pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send
     })
 }
 
-/// Blocks SIGTERM and SIGINT until the next program that this process runs has called [`signals`]: the kernel discards
-/// a signal that the first process of a container does not handle.
+/// Blocks SIGTERM and SIGINT on this thread until the next program that this process runs has called [`signals`]: the
+/// kernel discards a signal that the first process of a container does not handle.
 pub fn hold_signals() -> io::Result<()> {
     Ok(stop_signals().thread_block()?)
 }
@@ -155,19 +156,21 @@ fn stop_signals() -> SigSet {
 }
 
 /// Has listeners stop accepting and finish their connections, because another agent continues with their sockets.
+/// Clones share the state.
 #[derive(Clone, Debug, Default)]
-pub struct Retirement {
+pub struct ListenerHandover {
     begun: CancellationToken,
-    accepting: TaskTracker,
+    /// Counts the guards of the listeners that still accept.
+    accept_guards: TaskTracker,
 }
 
-impl Retirement {
-    /// Returns a token that a listener holds while it accepts.
-    pub fn accepting(&self) -> TaskTrackerToken {
-        self.accepting.token()
+impl ListenerHandover {
+    /// Returns a guard that a listener drops when it has stopped accepting.
+    pub fn accept_guard(&self) -> TaskTrackerToken {
+        self.accept_guards.token()
     }
 
-    pub async fn begun(&self) {
+    pub async fn wait_for_begin(&self) {
         self.begun.cancelled().await;
     }
 
@@ -175,11 +178,11 @@ impl Retirement {
         self.begun.is_cancelled()
     }
 
-    /// Begins, and waits until no listener accepts any more.
+    /// Begins the handover, and waits until no listener accepts any more.
     pub async fn begin(&self) {
         self.begun.cancel();
-        self.accepting.close();
-        self.accepting.wait().await;
+        self.accept_guards.close();
+        self.accept_guards.wait().await;
     }
 }
 

@@ -65,7 +65,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
             envoy: istiod.clone(),
             other_clients: istiod,
         },
-        is_envoy: Arc::new(|_| true),
+        is_own_envoy: Arc::new(|_| true),
         interceptors: Interceptors::default(),
         health: None,
         shutdown,

@@ -72,9 +72,9 @@ impl Agent {
             None => istiod.clone(),
         };
         let envoys = envoy.map(Envoy::report);
-        let is_envoy = move |pid| {
+        let is_own_envoy = move |pid| {
             let report = envoys.as_ref().map(|envoys| envoys.borrow());
-            report.is_some_and(|report| report.epochs.iter().any(|epoch| epoch.pid == pid))
+            report.is_some_and(|report| report.running.iter().any(|envoy| envoy.pid == pid))
         };
         let config = server::Config {
             max_request_bytes: self.config.max_request_bytes,
@@ -84,7 +84,7 @@ impl Agent {
                 envoy: istiod.clone(),
                 other_clients,
             },
-            is_envoy: Arc::new(is_envoy),
+            is_own_envoy: Arc::new(is_own_envoy),
             interceptors,
             health: health.map(Health::verdict),
             shutdown: self.shutdown.clone(),

@@ -42,17 +42,17 @@ impl Interceptor for Ecds {
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let parts = match protocol {
-            Protocol::Delta => parts(&message).unwrap_or_else(|| vec![message]),
+            Protocol::Delta => split(&message).unwrap_or_else(|| vec![message]),
             Protocol::Sotw => vec![message],
         };
         let converting = parts.into_iter().map(|part| {
             let outcome = convert(self.0.clone(), protocol, part.clone(), None);
             (part, outcome)
         });
-        one_by_one(converting.collect())
+        forward_one_by_one(converting.collect())
     }
 
-    fn unsubscribed(&self, names: &[String]) {
+    fn note_unsubscribed(&self, names: &[String]) {
         names.iter().for_each(|name| self.0.forget(name.as_bytes()));
     }
 
@@ -60,7 +60,7 @@ impl Interceptor for Ecds {
         Some(match protocol {
             Protocol::Sotw => newer.clone(),
             // A response that cannot be read is not merged.
-            Protocol::Delta => merged(older, newer).unwrap_or_else(|_| newer.clone()),
+            Protocol::Delta => merge_responses(older, newer).unwrap_or_else(|_| newer.clone()),
         })
     }
 }
@@ -83,7 +83,7 @@ fn convert(
                 Err(problem) => return Outcome::Rejected(problem),
             };
             if let Some(last) = &mut last
-                && converted.missing >= last.missing
+                && converted.retryable >= last.retryable
             {
                 *last = converted;
                 continue;
@@ -100,7 +100,7 @@ fn convert(
 
 /// Splits a delta response into one response for each resource with a module, and one with everything else. Returns
 /// None if it cannot be read.
-fn parts(message: &Bytes) -> Option<Vec<Bytes>> {
+fn split(message: &Bytes) -> Option<Vec<Bytes>> {
     let (mut head, mut late, mut rest, mut is_empty) = (Vec::new(), Vec::new(), Vec::new(), true);
     for field in wire::fields(message).ok()? {
         if field.number == RESOURCES {
@@ -122,7 +122,7 @@ fn parts(message: &Bytes) -> Option<Vec<Bytes>> {
 }
 
 /// Forwards the parts of a response, each as soon as it is converted.
-fn one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
+fn forward_one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
     Box::pin(async move {
         let (outcome, index, _) = select_all(parts.iter_mut().map(|part| &mut part.1)).await;
         let Outcome::Forward(message, later) = outcome else {
@@ -136,7 +136,7 @@ fn one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
             return Outcome::Forward(message, None);
         }
         let rest: Vec<_> = parts.iter().map(|part| &part.0[..]).collect();
-        let (rest, outcome) = (rest.concat().into(), one_by_one(parts));
+        let (rest, outcome) = (rest.concat().into(), forward_one_by_one(parts));
         Outcome::Forward(message, Some(SecondOutcome { outcome, rest }))
     })
 }
@@ -188,10 +188,13 @@ async fn rewrite(
 
 /// Adds the resources and removals that only the older delta response has to the newer one. A message is the sequence
 /// of its fields, so records can be appended.
-fn merged(older: &Bytes, newer: &Bytes) -> Result<Bytes, wire::DecodeError> {
-    let known: HashSet<_> = named(newer)?.into_iter().map(|(name, _)| name).collect();
+fn merge_responses(older: &Bytes, newer: &Bytes) -> Result<Bytes, wire::DecodeError> {
+    let known: HashSet<_> = records_by_name(newer)?
+        .into_iter()
+        .map(|(name, _)| name)
+        .collect();
     let mut merged = newer.to_vec();
-    for (name, record) in named(older)? {
+    for (name, record) in records_by_name(older)? {
         if !known.contains(&name) {
             merged.extend_from_slice(&record);
         }
@@ -200,7 +203,7 @@ fn merged(older: &Bytes, newer: &Bytes) -> Result<Bytes, wire::DecodeError> {
 }
 
 /// Returns the names of the resources and removals of a delta response, each with its record.
-fn named(message: &Bytes) -> Result<Vec<(Bytes, Bytes)>, wire::DecodeError> {
+fn records_by_name(message: &Bytes) -> Result<Vec<(Bytes, Bytes)>, wire::DecodeError> {
     let mut named = Vec::new();
     for field in wire::fields(message)? {
         let name = match (field.number, field.content) {

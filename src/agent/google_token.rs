@@ -19,6 +19,7 @@ const MIN_USE: Duration = Duration::from_secs(5 * 60);
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
+/// Replaces the token whenever that is due, and repeats failed attempts after a pause. Never ends.
 pub(super) async fn keep_fresh(
     config: GoogleToken,
     platform: platform::Config,

@@ -19,7 +19,7 @@ use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
 use crate::envoy::hot_restart::validate;
 use crate::envoy::inspect::{ActiveResources, check_takeover};
-use crate::lifecycle::{BoxError, CancellationToken, Retirement, Stop, Urgency};
+use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover, Stop, Urgency};
 use crate::metrics::Counters;
 use crate::problem::{Problem, codes};
 use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
@@ -42,7 +42,7 @@ pub(super) struct Holder {
     pub(super) envoy: Envoy,
     pub(super) program: PathBuf,
     pub(super) ports: Ports,
-    pub(super) retirement: Retirement,
+    pub(super) listener_handover: ListenerHandover,
     pub(super) stop: Stop,
     pub(super) results: Counters<1>,
 }
@@ -65,7 +65,7 @@ impl Holder {
             tokio::select! {
                 accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
                     Ok((stream, _)) => {
-                        let connection = self.clone().connection(stream, hello.clone());
+                        let connection = self.clone().serve_connection(stream, hello.clone());
                         connections.spawn(async move {
                             if let Err(error) = connection.await {
                                 tracing::debug!("the connection of the other container ended: {error}");
@@ -82,25 +82,30 @@ impl Holder {
         }
     }
 
-    async fn connection(self, stream: UnixStream, hello: Arc<Hello>) -> Result<(), BoxError> {
+    /// Serves one connection of the other agent, which is shown as waiting until it begins a handover with
+    /// [`Message::Begin`]; the handover is counted and shown as the last one.
+    ///
+    /// If a handover is requested from this side, tells the other agent to take over, which ends the connection: that
+    /// agent becomes `pilot-agent proxy`, and connects again with `Begin`.
+    async fn serve_connection(self, stream: UnixStream, hello: Arc<Hello>) -> Result<(), BoxError> {
         let mut channel = Channel::new(stream)?;
-        let mut orders = self.standby.orders();
+        let mut handover_requests = self.standby.handover_requests();
         let other = channel.greet(&hello).await?;
-        let hindrance = other.hindrance(&hello);
+        let blocker = other.takeover_blocker(&hello);
         self.standby.change(|state| {
             state.waits = Some(Waiting {
                 name: other.name.clone(),
                 build: other.build.clone(),
-                hindrance: hindrance.clone(),
+                takeover_blocker: blocker.clone(),
             });
         });
         let message = tokio::select! {
             message = channel.receive() => Some(message),
-            _ = orders.changed() => None,
+            _ = handover_requests.changed() => None,
         };
         self.standby.change(|state| {
             state.waits = None;
-            state.alone_since = Some(Instant::now());
+            state.last_waiting_ended = Some(Instant::now());
         });
         let Some(message) = message else {
             return Ok(channel.send(&Message::TakeOver).await?);
@@ -109,9 +114,13 @@ impl Holder {
             return Err("expected the beginning of a handover".into());
         }
         tracing::info!("handing over to container {} ({})", other.name, other.build);
-        let failed = match hindrance {
-            Some(why) => Some(why),
-            None => self.hand_over(&mut channel).await.err(),
+        let handed_over = match blocker {
+            Some(why) => Err(why),
+            None => self.hand_over(&mut channel).await,
+        };
+        let failed = match &handed_over {
+            Ok(Ok(())) => None,
+            Ok(Err(why)) | Err(why) => Some(why.clone()),
         };
         let result = failed.as_ref().map_or("succeeded", |_| "failed");
         self.results.with([result]).inc();
@@ -120,18 +129,21 @@ impl Holder {
                 to: other.name.clone(),
                 build: other.build,
                 at: SystemTime::now(),
-                failed: failed.clone(),
+                failed,
             });
         });
-        match failed {
-            Some(why) => self.reclaim(channel, &other.name, why).await,
-            None => self.follow(channel).await,
+        match handed_over {
+            // This agent still has the pod: it has lent only the base ID.
+            Err(why) => self.reclaim_base_id(channel, &other.name, why).await,
+            // Even without a confirmation, this agent cannot serve again.
+            Ok(_) => self.wait_for_own_envoy_exit(channel).await,
         }
         Ok(())
     }
 
-    /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve.
-    async fn hand_over(&self, channel: &mut Channel) -> Result<(), String> {
+    /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve. Fails with the
+    /// reason if this agent still has the pod, and continues to serve. Otherwise returns the result of `pass_on`.
+    async fn hand_over(&self, channel: &mut Channel) -> Result<Result<(), String>, String> {
         // The page is missing if an earlier successor has taken the admin port and failed.
         let serving = ActiveResources::read(self.envoy.admin())
             .await
@@ -141,12 +153,13 @@ impl Holder {
             .ok();
         let go = Message::Go(self.envoy.lend().await?, serving);
         self.until_ready(channel, &go).await?;
-        let passed = self.pass_on(channel).await;
-        passed.map_err(|error| error.to_string())
+        let passed_on = self.pass_on(channel).await;
+        passed_on.map_err(|error| error.to_string())
     }
 
-    /// Continues to serve after a failed handover.
-    async fn reclaim(&self, mut channel: Channel, other: &str, why: String) {
+    /// Continues to serve after a failed handover: tells the other agent why, and takes the base id back once the other
+    /// Envoy has exited.
+    async fn reclaim_base_id(&self, mut channel: Channel, other: &str, why: String) {
         let subject = format!("handover to container {other}");
         tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, subject, &why));
         // The other agent may have exited.
@@ -157,7 +170,7 @@ impl Holder {
         self.envoy.order(Order::Reclaim).await;
     }
 
-    /// Waits until the other Envoy is able to serve.
+    /// Sends `go`, which lets the other agent start its Envoy, and waits until that Envoy is able to serve.
     async fn until_ready(&self, channel: &mut Channel, go: &Message) -> Result<(), String> {
         let pid = self.envoy.report().borrow().pid;
         let mut report = self.envoy.report();
@@ -180,32 +193,40 @@ impl Holder {
         }
     }
 
-    /// Passes the sockets and the lock on.
-    async fn pass_on(&self, channel: &mut Channel) -> io::Result<()> {
+    /// Stops accepting, passes the sockets and the lock on, and leaves Envoy to its successor. Fails if they cannot
+    /// be passed on. Returns an error, and stops this agent, if the other one does not confirm that it serves.
+    async fn pass_on(&self, channel: &mut Channel) -> io::Result<Result<(), String>> {
         let mut descriptors = self.ports.duplicate().await?;
         descriptors.push(self.standby.duplicate_lock()?);
-        self.retirement.begin().await;
-        let passed = async {
+        self.listener_handover.begin().await;
+        let confirmed = async {
             channel.send_with(&Message::Commit, &descriptors).await?;
-            match channel.answer().await? {
+            match channel.receive_answer().await? {
                 Message::Done => Ok(()),
                 other => Err(BoxError::from(other.unexpected())),
             }
         };
-        if let Err(error) = passed.await {
-            // This agent has stopped accepting. It exits, and the next process that gets the lock serves.
-            tracing::error!("the other agent did not confirm that it serves: {error}");
-            self.stop.request(Urgency::Kill, FAILED);
+        let confirmed = confirmed.await;
+        match &confirmed {
+            Ok(()) => {
+                tracing::info!(
+                    "the other container serves; this one waits for the end of its Envoy"
+                );
+            }
+            Err(error) => {
+                // This agent has stopped accepting. It exits, and the next process that gets the lock serves.
+                tracing::error!("the other agent did not confirm that it serves: {error}");
+                self.stop.request(Urgency::Kill, FAILED);
+            }
         }
         self.standby.leave_lock();
         self.envoy.order(Order::Supersede).await;
-        Ok(())
+        Ok(confirmed.map_err(|error| error.to_string()))
     }
 
     /// Holds the connection until this agent's Envoy has exited; its end informs the successor. If the successor exits
     /// first, stops Envoy at once.
-    async fn follow(&self, mut channel: Channel) {
-        tracing::info!("the other container serves; this one waits for the end of its Envoy");
+    async fn wait_for_own_envoy_exit(&self, mut channel: Channel) {
         let mut report = self.envoy.report();
         let mut ended = pin!(report.wait_for(|now| now.state == State::Exited));
         tokio::select! {
@@ -260,7 +281,8 @@ impl Successor {
         exit
     }
 
-    /// Validates the bootstrap with Envoy, and asks the agent that serves for a handover.
+    /// Validates the bootstrap with Envoy, and asks the agent that serves for a handover. Prepares the inputs of this
+    /// agent's first Envoy for it. Returns the connection, and the Envoy to take over from.
     async fn begin(&self) -> Result<(Channel, Parent), BoxError> {
         let envoy = self.config.envoy.as_ref();
         let (command, limit) = envoy
@@ -275,7 +297,7 @@ impl Successor {
         let mut channel = timeout(ANSWER_LIMIT, Channel::connect(&socket())).await??;
         channel.greet(&hello).await?;
         channel.send(&Message::Begin).await?;
-        match channel.answer().await? {
+        match channel.receive_answer().await? {
             Message::Go(takeover, serving) => {
                 self.inputs.adopt(takeover, override_json);
                 let parent = Parent {
@@ -288,7 +310,8 @@ impl Successor {
         }
     }
 
-    /// Takes over once Envoy is able to serve, and informs Envoy's supervisor when its parent has exited.
+    /// Takes over once Envoy is able to serve, and informs Envoy's supervisor when its parent has exited. If the
+    /// takeover fails, tells the other agent why, and stops this one.
     async fn take_over(self, mut channel: Channel, parent: Parent) {
         let taken = async {
             self.until_ready(&mut channel, &parent).await?;
@@ -315,7 +338,7 @@ impl Successor {
         }
     }
 
-    /// Waits until Envoy is able to serve, and waits for nothing but the gate.
+    /// Waits until Envoy is able to serve, and itself waits for nothing but the gate.
     async fn until_ready(&self, channel: &mut Channel, parent: &Parent) -> Result<(), BoxError> {
         let mut why = String::new();
         let (epoch, serving) = (parent.next_epoch, parent.serving.as_ref());
@@ -345,10 +368,10 @@ impl Successor {
         }
     }
 
-    /// Takes the sockets and the lock, and lets Envoy serve.
+    /// Takes the sockets and the lock, lets Envoy serve, and confirms it to the other agent.
     async fn serve(&self, channel: &mut Channel) -> Result<(), BoxError> {
         channel.send(&Message::Ready).await?;
-        let answer = channel.answer().await?;
+        let answer = channel.receive_answer().await?;
         if answer != Message::Commit {
             return Err(answer.unexpected().into());
         }

@@ -42,7 +42,8 @@ use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{
-    self, BoxError, CancellationToken, Ended, QUIT, Retirement, Stop, Tasks, Urgency, with_causes,
+    self, BoxError, CancellationToken, Ended, ListenerHandover, QUIT, Stop, Tasks, Urgency,
+    with_causes,
 };
 use crate::metrics::{self, Registry};
 use crate::problem::{Problem, codes};
@@ -66,7 +67,8 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// The time limit for the end of all tasks once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-/// Runs the agent until Envoy has exited, or until a stop request. `settings` reads the configuration again.
+/// Runs the agent until Envoy has exited, or until a stop request. `settings` reads the configuration again. Does not
+/// return if this process becomes `pilot-agent standby`: after a handover to the other agent, or a failed takeover.
 pub async fn run(
     mut config: Config,
     settings: Settings,
@@ -138,11 +140,13 @@ struct Agent {
     ports: Ports,
     metrics: Registry,
     tasks: Tasks,
-    retirement: Retirement,
+    listener_handover: ListenerHandover,
     shutdown: CancellationToken,
 }
 
 impl Agent {
+    /// Builds all modules and spawns their tasks. Envoy starts in [`Agent::run`]. Fails if a socket cannot be bound, or
+    /// the configuration cannot be used.
     fn build(
         config: Config,
         (ports, listener): (Ports, Option<unix_socket::Listener>),
@@ -167,7 +171,7 @@ impl Agent {
             ports,
             metrics: Registry::default(),
             tasks: Tasks::default(),
-            retirement: Retirement::default(),
+            listener_handover: ListenerHandover::default(),
             shutdown: CancellationToken::new(),
         };
         version::publish(&agent.metrics, &istio_version);
@@ -183,7 +187,7 @@ impl Agent {
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
         let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
-        agent.hand_over(envoy.as_ref(), stop)?;
+        agent.prepare_handovers(envoy.as_ref(), stop)?;
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
         if let Some(config) = agent.config.status.clone() {
@@ -229,9 +233,10 @@ impl Agent {
                     ("/debug/standby", report::standby(agent.standby.clone())),
                 ]),
             };
-            let (retirement, shutdown) = (agent.retirement.clone(), agent.shutdown.clone());
+            let (listener_handover, shutdown) =
+                (agent.listener_handover.clone(), agent.shutdown.clone());
             let listener = agent.ports.clone().status(config.port);
-            let serving = status::new(config, listener, sources, retirement, shutdown)?;
+            let serving = status::new(config, listener, sources, listener_handover, shutdown)?;
             agent.spawn("status port", serving);
         }
         Ok(agent)
@@ -242,7 +247,7 @@ impl Agent {
         let (Some(config), Some(inputs)) = (self.config.envoy.clone(), self.inputs.clone()) else {
             return Ok(None);
         };
-        let prepare = Arc::new(move |epoch| inputs.prepare(epoch));
+        let prepare = Arc::new(move |start_number| inputs.prepare(start_number));
         let is_replaced = config.hot_restart.is_some();
         let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
         self.supervisor = Some(Box::pin(supervisor));
@@ -254,7 +259,7 @@ impl Agent {
     }
 
     /// Prepares handovers to the agent in the other container, and the takeover from it if that agent serves.
-    fn hand_over(&mut self, envoy: Option<&Envoy>, stop: &Stop) -> Result<(), Problem> {
+    fn prepare_handovers(&mut self, envoy: Option<&Envoy>, stop: &Stop) -> Result<(), Problem> {
         let (Some(standby), Some(envoy), Some(config), Some(inputs)) = (
             self.standby.clone(),
             envoy,
@@ -268,7 +273,7 @@ impl Agent {
             envoy: envoy.clone(),
             program: config.command.binary.clone(),
             ports: self.ports.clone(),
-            retirement: self.retirement.clone(),
+            listener_handover: self.listener_handover.clone(),
             stop: stop.clone(),
             results: self.metrics.counters(
                 "istio_agent_handovers_total",
@@ -413,16 +418,16 @@ impl Agent {
     }
 
     /// Spawns a task that does not end by itself. It is dropped once another agent serves.
-    fn spawn_until_retired(
+    fn spawn_until_handover(
         &mut self,
         name: &'static str,
         task: impl Future<Output = ()> + Send + 'static,
     ) {
-        let (retirement, task) = (self.retirement.clone(), Box::pin(task));
+        let (listener_handover, task) = (self.listener_handover.clone(), Box::pin(task));
         self.spawn_until_shutdown(name, async move {
             tokio::select! {
                 () = task => {}
-                () = retirement.begun() => std::future::pending().await,
+                () = listener_handover.wait_for_begin() => std::future::pending().await,
             }
         });
     }

@@ -28,7 +28,7 @@ impl Agent {
             self.ports.clone().dns(),
             forwarder.clone(),
             &self.metrics,
-            self.retirement.clone(),
+            self.listener_handover.clone(),
             self.shutdown.clone(),
         );
         let (done, ended) = oneshot::channel();

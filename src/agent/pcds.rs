@@ -30,6 +30,7 @@ struct ProxyConfig {
 }
 
 impl Pcds {
+    /// Reads the bundle of a response, and has it trusted. Fails with the reason for a rejection.
     fn accept(&self, protocol: Protocol, message: &Bytes) -> Result<(), String> {
         let config = resource::first(protocol, message, TYPE_URL)
             .and_then(|value| ProxyConfig::decode(value).map_err(|error| error.to_string()))
@@ -38,6 +39,7 @@ impl Pcds {
         self.trust(&bundle).map_err(|error| error.to_string())
     }
 
+    /// Gives the bundle to the secrets from files and to the secret cache.
     fn trust(&self, bundle: &str) -> Result<(), Problem> {
         let action = if self.files.set_mesh_bundle(bundle)? {
             "update new"

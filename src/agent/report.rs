@@ -49,11 +49,11 @@ pub(super) fn config(report: reload::Report) -> Page {
     })
 }
 
-/// Orders the standby to take over.
+/// Requests that the standby takes over.
 pub(super) fn hand_over(standby: Option<Standby>) -> HandOver {
     Arc::new(move || {
         let standby = standby.as_ref().ok_or("this pod has no standby")?;
-        standby.order_handover().ok_or("no standby is connected")
+        standby.request_handover().ok_or("no standby is connected")
     })
 }
 

@@ -58,13 +58,15 @@ impl Detected {
     }
 }
 
+/// Probes the sockets of other processes, and removes those that are dead. Returns the owner of the workload socket.
 pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
     let mut metadata = Vec::new();
-    if is_healthy(Path::new(CREDENTIALS), true).await? {
+    if probe_or_remove(Path::new(CREDENTIALS), true).await? {
         tracing::info!("Credential SDS socket found");
         metadata.push("credential");
     }
-    let is_served = is_served(&config.sds_socket, config.secret_sources.absent_socket).await?;
+    let is_served =
+        detect_other_server(&config.sds_socket, config.secret_sources.absent_socket).await?;
     if is_served {
         metadata.push(FILES);
     }
@@ -74,13 +76,14 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
     })
 }
 
-/// Returns true if another process serves the workload socket, or is expected to.
-async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem> {
+/// Probes the workload socket, and logs the result. Returns true if another process serves it, or is expected to. Fails
+/// if one must serve it and none does.
+async fn detect_other_server(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem> {
     if unix_socket::is_link_to_container(socket) {
         return Ok(false);
     }
     // With `Wait`, a dead socket may belong to a process that is about to start, so it is not removed.
-    let is_healthy = is_healthy(socket, absent != AbsentSocket::Wait).await?;
+    let is_healthy = probe_or_remove(socket, absent != AbsentSocket::Wait).await?;
     match absent {
         _ if is_healthy => tracing::info!(
             "Existing workload SDS socket found at {}. Default Istio SDS Server will only serve files",
@@ -100,9 +103,9 @@ async fn is_served(socket: &Path, absent: AbsentSocket) -> Result<bool, Problem>
     Ok(true)
 }
 
-/// Returns true if a process serves the socket. With `removes_dead`, removes a dead socket, so that it can be bound
-/// again.
-async fn is_healthy(socket: &Path, removes_dead: bool) -> Result<bool, Problem> {
+/// Probes the socket, and returns true if a process serves it. With `removes_dead`, removes a dead socket, so that it
+/// can be bound again.
+async fn probe_or_remove(socket: &Path, removes_dead: bool) -> Result<bool, Problem> {
     let problem = match probe::health(socket).await {
         // A full queue also means that a process serves it.
         Health::Healthy | Health::Busy => return Ok(true),

@@ -42,7 +42,7 @@ impl Agent {
         let secrets = signs.then(|| self.renewal(istiod));
         if serves_workload && let Some(config) = self.config.secrets.output.clone() {
             let writing = output::run(config, secrets.clone(), files.clone());
-            self.spawn_until_retired("certificate output", writing);
+            self.spawn_until_handover("certificate output", writing);
         }
         let wants_roots = serves_workload && self.config.secrets.mesh_roots;
         let pcds = wants_roots.then(|| Pcds {
@@ -57,7 +57,7 @@ impl Agent {
                 options: self.config.secret_sources.options.clone(),
                 refusals,
             };
-            let listener = listener.guarded(self.access());
+            let listener = listener.with_access(self.access());
             let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
@@ -74,7 +74,7 @@ impl Agent {
         let authority = IstioCa::new(authority, config.cert_signer, SIGNING_LIMIT);
         let (secrets, renewal) =
             secrets::new(config.renewal, authority, Clock::system(), &self.metrics);
-        self.spawn_until_retired("certificate renewal", renewal);
+        self.spawn_until_handover("certificate renewal", renewal);
         secrets
     }
 

@@ -11,7 +11,7 @@ use crate::{duration, json};
 
 /// Builds the bootstrap.
 pub fn document(config: &Config) -> Value {
-    let tracer = Tracer::configured(config);
+    let tracer = Tracer::from_config(config);
     let sinks = services::sinks(config);
     let document = json!({
         "application_log_config": { "log_format": log_format(config.log_as_json) },

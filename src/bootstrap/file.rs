@@ -26,7 +26,7 @@ pub fn write(config: &Config) -> Result<Written, Problem> {
         written.files.push(path);
         Ok(())
     };
-    let tracer = Tracer::configured(config);
+    let tracer = Tracer::from_config(config);
     if let Some(token) = tracer.and_then(|tracer| tracer.token) {
         add(config.token_file(), token, 0o600)?;
     }

@@ -12,7 +12,7 @@ use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings, time};
 
 pub(super) fn section(config: &Config) -> Vec<Value> {
     let proxy_config = &config.node.proxy_config;
-    let tracer = Tracer::configured(config).and_then(|tracer| collector(config, &tracer));
+    let tracer = Tracer::from_config(config).and_then(|tracer| collector(config, &tracer));
     let metrics = metrics_service(config)
         .map(|(address, service)| remote(config, "envoy_metrics_service", &address, service));
     let service = proxy_config.envoy_access_log_service.as_ref();
@@ -35,7 +35,8 @@ pub(super) struct Tracer<'a> {
 }
 
 impl<'a> Tracer<'a> {
-    pub(super) fn configured(config: &'a Config) -> Option<Self> {
+    /// Returns the tracer of ProxyConfig; None if there is none, or one that the bootstrap does not configure.
+    pub(super) fn from_config(config: &'a Config) -> Option<Self> {
         let tracing = config.node.proxy_config.tracing.as_ref()?;
         Some(match tracing.tracer.as_ref()? {
             Zipkin(zipkin) => Self {

@@ -46,7 +46,7 @@ pub fn validate(
         .stdin(Stdio::null())
         // Standard output is the bootstrap's.
         .stdout(io::stderr());
-    let ran = program::runnable(binary).and_then(|()| envoy.status());
+    let ran = program::check_runnable(binary).and_then(|()| envoy.status());
     drop(written);
     let directory = &config.directory;
     fs::remove_dir(directory)

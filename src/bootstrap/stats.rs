@@ -92,22 +92,22 @@ fn patterns(config: &Config) -> Vec<Value> {
     if config.metadata_discovery {
         patterns.push(json!({ "prefix": "workload_discovery" }));
     }
-    let prefixes = expanded(&stats.prefixes, PREFIXES, addresses);
+    let prefixes = expand(&stats.prefixes, PREFIXES, addresses);
     patterns.extend(prefixes.map(|text| json!({ "prefix": text })));
-    let suffixes = expanded(&stats.suffixes, SUFFIXES, addresses);
+    let suffixes = expand(&stats.suffixes, SUFFIXES, addresses);
     patterns.extend(suffixes.map(|text| json!({ "suffix": text })));
     if config.exit_on_zero_connections {
         patterns.push(json!({ "suffix": "downstream_cx_active" }));
     }
     let chosen = [&stats.expressions[..], &stats.in_flight_expressions].concat();
-    let expressions = expanded(&chosen, EXPRESSIONS, addresses);
+    let expressions = expand(&chosen, EXPRESSIONS, addresses);
     patterns.extend(expressions.map(|text| json!({ "safe_regex": { "regex": text } })));
     patterns.extend(["component", "istio"].map(|text| json!({ "prefix": text })));
     patterns
 }
 
 /// Lists the user's patterns, then Istio's. A pattern with `{pod_ip}` is repeated for each address of the pod.
-fn expanded(
+fn expand(
     chosen: &[String],
     required: &[&str],
     addresses: &[IpAddr],

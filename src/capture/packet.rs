@@ -147,6 +147,7 @@ impl<'a> Walk<'a> {
         Continue(())
     }
 
+    /// Decides where the packet ends. It leaves the table.
     fn end(&mut self, decision: Decision) -> ControlFlow<()> {
         self.trace.decision = decision;
         Break(())
@@ -167,6 +168,7 @@ impl<'a> Walk<'a> {
         }
     }
 
+    /// Returns true if the packet meets a match.
     fn holds(&self, each: &Match) -> bool {
         let (Match::Is(criterion) | Match::Not(criterion)) = each;
         let (packet, is_output) = (&self.packet, self.hook == Chain::Output);

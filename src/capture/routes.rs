@@ -11,18 +11,19 @@ use super::rules::Family;
 use crate::netlink::{DUMP, attribute, parts, request};
 use crate::problem::{Problem, codes};
 
-/// `lo` in every network namespace.
-const LO: u32 = 1;
-const CREATE_NEW: u16 = 0x600;
-const NEW_RULE: u16 = 32;
-const V4: u8 = 2;
-const V6: u8 = 10;
+/// The index of `lo` in every network namespace.
+const LOOPBACK_INDEX: u32 = 1;
+/// `NLM_F_CREATE | NLM_F_EXCL` of `linux/netlink.h`.
+const CREATE_EXCLUSIVE: u16 = 0x600;
+const RTM_NEWRULE: u16 = 32;
+const AF_INET: u8 = 2;
+const AF_INET6: u8 = 10;
 
-/// An address, rule or route. The numbers are those of `linux/rtnetlink.h`.
+/// An address, rule or route. Its numbers are defined in `linux/rtnetlink.h`, `fib_rules.h` and `if_addr.h`.
 struct Item {
     name: String,
-    /// Type of the message that adds it. The next number removes it, and the one after that lists.
-    kind: u16,
+    /// Type of the message that adds it, `RTM_NEW…`. The next number is `RTM_DEL…`, and then comes `RTM_GET…`.
+    add_message: u16,
     header: Vec<u8>,
     /// Encoded attributes.
     attributes: Vec<Vec<u8>>,
@@ -33,10 +34,10 @@ struct Item {
 pub fn add(config: &Config) -> Result<(), Problem> {
     for item in items(config).iter().filter(|item| item.is_wanted) {
         // The kernel accepts a rule that exists and adds it again.
-        if item.kind == NEW_RULE && item.exists()? {
+        if item.add_message == RTM_NEWRULE && item.exists()? {
             continue;
         }
-        if let Err(error) = request(None, item.kind, CREATE_NEW, &item.body())
+        if let Err(error) = request(None, item.add_message, CREATE_EXCLUSIVE, &item.body())
             && error.kind() != io::ErrorKind::AlreadyExists
         {
             return Err(failed("add", &item.name, error));
@@ -46,17 +47,18 @@ pub fn add(config: &Config) -> Result<(), Problem> {
 }
 
 /// Removes what the configuration does not need: the address of `lo`, and rules and routes with the mark and
-/// the routing table of the configuration.
-pub fn remove(config: &Config) -> Result<(), Problem> {
+/// the routing table of the configuration. A cleanup has a configuration without IPv6 and with mode REDIRECT, which
+/// needs nothing, so all is removed. Logs each removal. Fails only if the kernel denies permission.
+pub fn remove_unneeded(config: &Config) -> Result<(), Problem> {
     for item in items(config).iter().filter(|item| !item.is_wanted) {
         // pilot-agent adds one more rule with each run.
         loop {
-            match request(None, item.kind + 1, 0, &item.body()) {
+            match request(None, item.remove_message(), 0, &item.body()) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(failed("remove", &item.name, error));
                 }
-                // The errno for "not found" differs by kind and family.
+                // The errno for "not found" differs by kind and family, so every other error counts as not found.
                 Err(_) => break,
             }
         }
@@ -69,7 +71,7 @@ pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Problem> {
     let mut missing = Vec::new();
     for item in items(config).into_iter().filter(|item| item.is_wanted) {
         if !item.exists()? {
-            let is_v4 = item.header[0] == V4;
+            let is_v4 = item.header[0] == AF_INET;
             missing.push((if is_v4 { Family::V4 } else { Family::V6 }, item.name));
         }
     }
@@ -85,66 +87,81 @@ fn failed(verb: &str, item: &str, error: io::Error) -> Problem {
 fn items(config: &Config) -> Vec<Item> {
     let is_tproxy = config.mode == Mode::Tproxy && config.captures_inbound();
     let mut items = vec![passthrough_address(config.has_v6)];
-    items.extend(local_delivery(config, V4, is_tproxy));
-    items.extend(local_delivery(config, V6, is_tproxy && config.has_v6));
+    items.extend(local_delivery(config, AF_INET, is_tproxy));
+    items.extend(local_delivery(config, AF_INET6, is_tproxy && config.has_v6));
     items
 }
 
 fn passthrough_address(is_wanted: bool) -> Item {
-    const NEW_ADDRESS: u16 = 20;
-    const ADDRESS: u16 = 1;
+    const RTM_NEWADDR: u16 = 20;
+    const IFA_ADDRESS: u16 = 1;
     Item {
         name: "address ::6/128 of lo".to_owned(),
-        kind: NEW_ADDRESS,
-        header: [[V6, 128, 0, 0], LO.to_ne_bytes()].concat(),
-        attributes: vec![attribute(ADDRESS, &Ipv6Addr::from_bits(6).octets())],
+        add_message: RTM_NEWADDR,
+        header: [[AF_INET6, 128, 0, 0], LOOPBACK_INDEX.to_ne_bytes()].concat(),
+        attributes: vec![attribute(IFA_ADDRESS, &Ipv6Addr::from_bits(6).octets())],
         is_wanted,
     }
 }
 
 /// Returns a rule that looks up packets with the mark in the routing table, and the local route in that table.
 fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
-    const NEW_ROUTE: u16 = 24;
-    const TO_TABLE: u8 = 1;
-    const BY_ADMINISTRATOR: u8 = 4;
-    const HOST_SCOPE: u8 = 254;
-    const LOCAL: u8 = 2;
-    const INTERFACE: u16 = 4;
-    const MARK: u16 = 10;
-    const TABLE: u16 = 15;
+    const RTM_NEWROUTE: u16 = 24;
+    const FR_ACT_TO_TBL: u8 = 1;
+    const RTPROT_STATIC: u8 = 4;
+    const RT_SCOPE_HOST: u8 = 254;
+    const RTN_LOCAL: u8 = 2;
+    const RTA_OIF: u16 = 4;
+    const FRA_FWMARK: u16 = 10;
+    /// The same number as `FRA_TABLE`.
+    const RTA_TABLE: u16 = 15;
     let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
     // The members of both headers: family, length of destination and source, TOS; then, of `struct rtmsg`, table,
     // protocol, scope, type, or, of `struct fib_rule_hdr`, table, two reserved bytes, action; then flags.
     // pilot-agent adds the route with another protocol. A removal with protocol 0 removes routes of any.
-    let protocol = if is_wanted { BY_ADMINISTRATOR } else { 0 };
+    let protocol = if is_wanted { RTPROT_STATIC } else { 0 };
     let attributes = |kind, value: u32| {
         vec![
             attribute(kind, &value.to_ne_bytes()),
-            attribute(TABLE, &table.to_ne_bytes()),
+            attribute(RTA_TABLE, &table.to_ne_bytes()),
         ]
     };
     let rule = Item {
         name: format!("rule that looks up mark {mark} in table {table}"),
-        kind: NEW_RULE,
-        header: [[family, 0, 0, 0], [0, 0, 0, TO_TABLE], [0; 4]].concat(),
-        attributes: attributes(MARK, mark),
+        add_message: RTM_NEWRULE,
+        header: [[family, 0, 0, 0], [0, 0, 0, FR_ACT_TO_TBL], [0; 4]].concat(),
+        attributes: attributes(FRA_FWMARK, mark),
         is_wanted,
     };
     let route = Item {
         name: format!("local default route in table {table}"),
-        kind: NEW_ROUTE,
-        header: [[family, 0, 0, 0], [0, protocol, HOST_SCOPE, LOCAL], [0; 4]].concat(),
-        attributes: attributes(INTERFACE, LO),
+        add_message: RTM_NEWROUTE,
+        header: [
+            [family, 0, 0, 0],
+            [0, protocol, RT_SCOPE_HOST, RTN_LOCAL],
+            [0; 4],
+        ]
+        .concat(),
+        attributes: attributes(RTA_OIF, LOOPBACK_INDEX),
         is_wanted,
     };
     [rule, route]
 }
 
 impl Item {
+    fn remove_message(&self) -> u16 {
+        self.add_message + 1
+    }
+
+    fn list_message(&self) -> u16 {
+        self.add_message + 2
+    }
+
+    /// Lists the items of this type and family, and returns true if this one is among them.
     fn exists(&self) -> Result<bool, Problem> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
-        let listed = request(None, self.kind + 2, DUMP, &header);
+        let listed = request(None, self.list_message(), DUMP, &header);
         let replies = listed.map_err(|error| failed("list", &self.name, error))?;
         Ok(replies.iter().any(|reply| self.matches(reply)))
     }

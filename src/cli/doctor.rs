@@ -21,7 +21,7 @@ use crate::http_client;
 use crate::lifecycle::with_causes;
 use crate::problem::codes;
 use crate::report::{Check, Level, Report};
-use crate::support_bundle::PATIENCE;
+use crate::support_bundle::STEP_LIMIT;
 
 /// Time limit of the agent's report.
 const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(200));
@@ -83,7 +83,7 @@ pub async fn report(
     environment: &Environment,
 ) -> Result<Report, Problem> {
     let (flags, log, env) = (flags.clone(), log.clone(), environment.clone());
-    let read = doctor::run_within(PATIENCE, &doctor::THREADS, move || {
+    let read = doctor::run_within(STEP_LIMIT, &doctor::THREADS, move || {
         let port = config::status_port(&env, ".".as_ref());
         let config = config::load(&flags, &log, &env, ".".as_ref());
         (port, config, Vec::new())
@@ -181,7 +181,7 @@ mod tests {
                 .contains("not finished within 1 ms"),
             "{report:?}"
         );
-        assert_eq!(PATIENCE, Duration::from_secs(5));
+        assert_eq!(STEP_LIMIT, Duration::from_secs(5));
         drop(release);
     }
 

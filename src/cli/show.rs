@@ -119,26 +119,3 @@ pub async fn bootstrap(
     }
     Ok(text.unwrap_or_default())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn preflight_names_a_pipe_and_does_not_wait_for_it() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let path = directory.path().join("fifo");
-        let fifo = rustix::fs::FileType::Fifo;
-        rustix::fs::mknodat(rustix::fs::CWD, &path, fifo, 0o600.into(), 0).expect("a FIFO");
-        let file = path.display().to_string();
-        let expected = format!("cannot read {file:?}: not a regular file");
-        let error = PreflightFlags {
-            file,
-            level: Level::Skipped,
-            json: false,
-        }
-        .read()
-        .expect_err("a FIFO");
-        assert_eq!(error.to_string(), expected);
-    }
-}

@@ -15,7 +15,7 @@ use crate::config::{self, report};
 use crate::doctor::{THREADS, run_within};
 use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
-use crate::support_bundle::{self, PATIENCE, Sources};
+use crate::support_bundle::{self, STEP_LIMIT, Sources};
 use crate::{logging, version};
 
 #[derive(Args, Clone, Debug)]
@@ -78,7 +78,7 @@ pub async fn run(
     environment: &Environment,
     mut output: Box<dyn Write>,
 ) -> Result<(), BoxError> {
-    let read = run_within(PATIENCE, &THREADS, {
+    let read = run_within(STEP_LIMIT, &THREADS, {
         let (proxy, log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
         let environment = environment.clone();
         move || sources(&proxy, &log, &all, &environment, ".".as_ref())

@@ -45,7 +45,7 @@ const RESERVE: Duration = Duration::from_secs(5);
 const USUAL_GRACE: Duration = Duration::from_secs(30);
 
 impl Loader<'_> {
-    /// None if the agent runs without Envoy.
+    /// Configures Envoy's process; None if the agent runs without Envoy.
     pub(super) fn envoy(&mut self, bootstrap: &bootstrap::Config) -> Option<envoy::Config> {
         if self.get(&variables::DISABLE_ENVOY) {
             return None;
@@ -74,6 +74,7 @@ impl Loader<'_> {
         })
     }
 
+    /// Configures hot restarts; None if there are none.
     fn hot_restart(&mut self) -> Option<hot_restart::Limits> {
         let has_standby = !self.get(&variables::ISTIO_AGENT_STANDBY).is_empty();
         if !has_standby && !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
@@ -157,6 +158,7 @@ impl Loader<'_> {
         envoy::statistics(inbound_only).map(str::to_owned).to_vec()
     }
 
+    /// Configures Envoy's command line. Warns of log levels that cannot be used.
     fn command(&mut self, bootstrap: &bootstrap::Config) -> Command {
         let level = &self.flags.proxy_log_level;
         let (log, dropped) = LogLevels::split(level, &self.flags.proxy_component_log_level);

@@ -41,6 +41,7 @@ const NAME_LABELS: [&str; 3] = [
 ];
 
 impl Loader<'_> {
+    /// Configures Envoy's bootstrap. Reports values that cannot be used.
     pub(super) fn bootstrap(
         &mut self,
         xds_socket: &Path,
@@ -99,6 +100,7 @@ impl Loader<'_> {
         })
     }
 
+    /// Reads Envoy's load reporting service from the node metadata; None if it is not set or invalid.
     fn load_stats(&mut self, node: &Node) -> Option<Value> {
         const NAME: &str = "LOAD_STATS_CONFIG_JSON";
         let text = node.metadata.get(NAME)?.as_str()?;
@@ -217,6 +219,7 @@ impl Loader<'_> {
         }
     }
 
+    /// Configures Envoy's node. Its metadata are the members as given, and those that the agent derives.
     fn node(&mut self, sds_socket: &Path, ports: &Ports) -> Node {
         let name = self.get(&variables::POD_NAME);
         let (raw, static_labels) = self.raw_metadata();

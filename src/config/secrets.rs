@@ -75,6 +75,7 @@ impl SecretSources {
 }
 
 impl Loader<'_> {
+    /// Configures the source of the workload's secrets, and their readers.
     pub(super) fn secret_sources(&mut self, socket: &Path) -> SecretSources {
         let sends_crl = self.get(&variables::PILOT_ENABLE_CA_CRL);
         SecretSources {
@@ -190,6 +191,7 @@ impl Loader<'_> {
         }
     }
 
+    /// Configures the output of secrets to files. None if there is none, or if it would overwrite their source.
     fn output(&mut self, sources: &SecretSources) -> Option<output::Config> {
         let directory = self.get(&variables::OUTPUT_CERTS)?;
         let workload = sources.files.workload.as_ref();

@@ -77,6 +77,7 @@ impl Loader<'_> {
         })
     }
 
+    /// Configures the merged metrics.
     pub(super) fn scrape(&mut self, bootstrap: &bootstrap::Config) -> scrape::Config {
         let is_merged = self.get(&variables::PILOT_AGENT_MERGE_ENVOY_STATS);
         let has_envoy = !self.get(&variables::DISABLE_ENVOY);

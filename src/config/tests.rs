@@ -374,13 +374,6 @@ fn a_missing_root_file_is_a_problem_that_names_it() {
 }
 
 #[test]
-fn a_wrong_value_with_a_default_is_only_a_warning() {
-    let config = machine(&[("SECRET_TTL", "1 day"), ("ISTIO_CPU_LIMIT", "")]).config();
-    let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
-    assert_eq!(subjects, ["SECRET_TTL", "ISTIO_CPU_LIMIT"]);
-}
-
-#[test]
 fn the_pods_annotation_wins_over_the_variable_and_that_over_the_mesh() {
     let machine = machine(&[("PROXY_CONFIG", "{drainDuration: 2s, concurrency: 0}")]);
     machine.file(

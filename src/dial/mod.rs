@@ -31,6 +31,7 @@ const MAX_REMEMBERED: usize = 64;
 pub struct Dialer {
     source: Option<IpAddr>,
     filter: Option<Arc<dyn Filter>>,
+    /// The time of the last failure or slow attempt, by address.
     failures: Arc<Mutex<HashMap<SocketAddr, Instant>>>,
 }
 
@@ -50,7 +51,7 @@ pub struct Candidates {
     /// The running attempts. A slow one is not cancelled when the next one starts.
     attempts: JoinSet<(SocketAddr, Result<TcpStream, Error>)>,
     /// The errors of the failed attempts, in order.
-    pub failed: Vec<Error>,
+    pub errors: Vec<Error>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -87,10 +88,10 @@ pub async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
         let both: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         return Ok(both.map(|address| (address, port).into()).to_vec());
     }
-    let found = tokio::net::lookup_host((host, port)).await;
+    let resolved = tokio::net::lookup_host((host, port)).await;
     let host = host.to_owned();
-    let found = found.map_err(|source| Error::Resolve { host, source })?;
-    Ok(found.collect())
+    let resolved = resolved.map_err(|source| Error::Resolve { host, source })?;
+    Ok(resolved.collect())
 }
 
 impl Dialer {
@@ -129,42 +130,45 @@ impl Dialer {
             Some(from) => Error::Family { host, from },
             None => Error::NoAddress { host },
         };
-        Err(candidates.failed.into_iter().next().unwrap_or(none))
+        Err(candidates.errors.into_iter().next().unwrap_or(none))
     }
 
-    /// Puts resolved addresses into the order in which they are tried.
-    pub fn candidates(&self, found: Vec<SocketAddr>) -> Candidates {
-        let first_is_ipv6 = found.first().map(SocketAddr::is_ipv6);
-        let usable = |to: &SocketAddr| {
+    /// Selects and orders resolved addresses: without duplicates, only those of the source address's family,
+    /// alternating between the families from that of the first one, and addresses that failed last.
+    pub fn candidates(&self, resolved: Vec<SocketAddr>) -> Candidates {
+        let is_ipv6_first = resolved.first().is_some_and(SocketAddr::is_ipv6);
+        let has_source_family = |to: &SocketAddr| {
             self.source
                 .is_none_or(|from| from.is_ipv4() == to.is_ipv4())
         };
-        let unique: BTreeSet<_> = found.into_iter().filter(usable).collect();
+        let unique: BTreeSet<_> = resolved.into_iter().filter(has_source_family).collect();
         let mut unique = Vec::from_iter(unique);
         fastrand::shuffle(&mut unique);
         let mut failures = self.failures.lock();
-        failures.retain(|_, since| since.elapsed() < REMEMBERED);
+        failures.retain(|_, failed_at| failed_at.elapsed() < REMEMBERED);
         // The family of the first address has the even ranks, and the other one the odd ranks.
-        let mut ranks = [0, 1];
-        let rank = |address: SocketAddr| {
-            let rank = &mut ranks[usize::from(Some(address.is_ipv6()) != first_is_ipv6)];
-            *rank += 2;
-            (failures.get(&address).copied(), *rank, address)
+        let mut next_rank_by_family = [0, 1];
+        let with_rank = |address: SocketAddr| {
+            let family = usize::from(address.is_ipv6() != is_ipv6_first);
+            let rank = next_rank_by_family[family];
+            next_rank_by_family[family] += 2;
+            (failures.get(&address).copied(), rank, address)
         };
-        let mut ranked: Vec<_> = unique.into_iter().map(rank).collect();
+        let mut ranked: Vec<_> = unique.into_iter().map(with_rank).collect();
         // An address that never failed is None and comes first.
         ranked.sort_unstable();
+        let in_order = ranked.into_iter().map(|(_, _, address)| address);
         Candidates {
             dialer: self.clone(),
-            left: ranked.into_iter().rev().map(|it| it.2).collect(),
+            left: in_order.rev().collect(),
             attempts: JoinSet::new(),
-            failed: Vec::new(),
+            errors: Vec::new(),
         }
     }
 
-    /// Records a failure: `address` is tried last for a while. Call it for failures after the connection, such as in
-    /// TLS.
-    pub fn failed(&self, address: SocketAddr) {
+    /// Records a failure: `address` is tried last for a while, unless too many are remembered. Call it for failures
+    /// after the connection, such as in TLS.
+    pub fn record_failure(&self, address: SocketAddr) {
         let mut failures = self.failures.lock();
         if failures.len() < MAX_REMEMBERED {
             failures.insert(address, Instant::now());
@@ -195,33 +199,34 @@ impl Candidates {
                         return Some((address, stream));
                     }
                     Ok((address, Err(error))) => {
-                        self.dialer.failed(address);
-                        self.failed.push(error);
+                        self.dialer.record_failure(address);
+                        self.errors.push(error);
                     }
                     Err(panicked) => tracing::error!("a connection attempt failed: {panicked}"),
                 },
                 () = sleep(ATTEMPT_DELAY), if !self.left.is_empty() => {
-                    next.inspect(|slow| self.dialer.failed(*slow));
+                    next.inspect(|slow| self.dialer.record_failure(*slow));
                 }
             }
         }
     }
 }
 
+/// Opens a connection to one address, if the filter allows it.
 async fn attempt(dialer: Dialer, address: SocketAddr) -> Result<TcpStream, Error> {
     dialer.check(address.ip())?;
-    let failed = |source| Error::Connect { address, source };
+    let connect_error = |source| Error::Connect { address, source };
     let socket = match address {
         SocketAddr::V4(_) => TcpSocket::new_v4(),
         SocketAddr::V6(_) => TcpSocket::new_v6(),
     };
-    let socket = socket.map_err(failed)?;
+    let socket = socket.map_err(connect_error)?;
     if let Some(from) = dialer.source {
         let bound = socket.bind((from, 0).into());
         bound.map_err(|source| Error::Bind { from, source })?;
     }
-    let stream = socket.connect(address).await.map_err(failed)?;
-    stream.set_nodelay(true).map_err(failed)?;
+    let stream = socket.connect(address).await.map_err(connect_error)?;
+    stream.set_nodelay(true).map_err(connect_error)?;
     Ok(stream)
 }
 

@@ -71,7 +71,7 @@ impl Proxy {
 
     /// Requests a tunnel to `host`: afterwards `stream` is connected to it. The caller limits the time.
     pub async fn tunnel(&self, stream: &mut TcpStream, host: &str, port: u16) -> io::Result<()> {
-        let host = if host.contains(':') {
+        let target = if host.contains(':') {
             format!("[{host}]:{port}")
         } else {
             format!("{host}:{port}")
@@ -80,7 +80,7 @@ impl Proxy {
         let authorization = credentials
             .map(|it| format!("Proxy-Authorization: {it}\r\n"))
             .unwrap_or_default();
-        let request = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n{authorization}\r\n");
+        let request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{authorization}\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut head = Vec::new();
         // Byte by byte, because the bytes after the head belong to the tunnel.
@@ -94,7 +94,7 @@ impl Proxy {
         let status = head.lines().next().unwrap_or_default();
         let code = status.split(' ').nth(1).unwrap_or_default();
         if !status.starts_with("HTTP/") || !code.starts_with('2') {
-            let found = format!("it answered {status:?} to CONNECT {host}, expected 200");
+            let found = format!("it answered {status:?} to CONNECT {target}, expected 200");
             return Err(io::Error::other(found));
         }
         Ok(())
@@ -139,8 +139,8 @@ fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool 
     if let Some(range) = Cidr::parse(item) {
         return address.is_some_and(|address| range.contains(address.to_canonical()));
     }
-    let (name, only) = crate::address::split_lenient(item).unwrap_or((item, port));
-    if only != port {
+    let (name, only_port) = crate::address::split_lenient(item).unwrap_or((item, port));
+    if only_port != port {
         return false;
     }
     if let Ok(excluded) = name.parse::<IpAddr>() {

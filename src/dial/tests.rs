@@ -85,9 +85,9 @@ fn replicas_are_tried_in_random_order() {
 async fn an_address_that_failed_is_tried_last_for_a_minute() {
     let dialer = Dialer::default();
     let found = ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"];
-    dialer.clone().failed(addresses(&found)[0]);
+    dialer.clone().record_failure(addresses(&found)[0]);
     tokio::time::advance(Duration::from_secs(1)).await;
-    dialer.failed(addresses(&found)[1]);
+    dialer.record_failure(addresses(&found)[1]);
     for _ in 0..20 {
         assert_eq!(
             order(&dialer, &found),
@@ -97,7 +97,7 @@ async fn an_address_that_failed_is_tried_last_for_a_minute() {
     tokio::time::advance(REMEMBERED).await;
     assert!((0..200).any(|_| order(&dialer, &found)[0] != addresses(&found)[2]));
     for port in 0..1000 {
-        dialer.failed(([10, 0, 0, 1], port).into());
+        dialer.record_failure(([10, 0, 0, 1], port).into());
     }
     assert_eq!(dialer.failures.lock().len(), MAX_REMEMBERED);
 }
@@ -107,13 +107,13 @@ async fn the_next_address_is_tried_when_one_refuses() {
     let (_listener, good) = listener().await;
     let bad = refusing().await;
     let dialer = Dialer::default();
-    dialer.failed(good);
+    dialer.record_failure(good);
     let mut candidates = dialer.candidates(vec![bad, good]);
     let (address, _stream) = candidates.connect().await.expect("a connection");
     assert_eq!(address, good);
-    assert_eq!(candidates.failed.len(), 1);
+    assert_eq!(candidates.errors.len(), 1);
     assert_eq!(
-        candidates.failed[0].to_string(),
+        candidates.errors[0].to_string(),
         format!("cannot connect to {bad}")
     );
     let failed: Vec<_> = dialer.failures.lock().keys().copied().collect();
@@ -126,7 +126,7 @@ async fn an_address_that_does_not_respond_costs_a_quarter_of_a_second_once() {
     let (_listener, good) = listener().await;
     let (_sockets, slow) = unresponsive();
     let dialer = Dialer::default();
-    dialer.failed(good);
+    dialer.record_failure(good);
     let start = Instant::now();
     let mut candidates = dialer.candidates(vec![slow, good]);
     let (address, _stream) = candidates.connect().await.expect("a connection");

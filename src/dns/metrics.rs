@@ -52,7 +52,7 @@ impl Metrics {
     }
 
     /// Counts a response.
-    pub(super) fn response(&self, message: &[u8], source: Source) {
+    pub(super) fn count_response(&self, message: &[u8], source: Source) {
         let code = usize::from(wire::rcode(message));
         self.responses[source as usize][code.min(RCODES.len())].inc();
     }

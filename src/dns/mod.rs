@@ -25,7 +25,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::{Mutex, watch};
 
-use crate::lifecycle::{BoxError, CancellationToken, Retirement};
+use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
 pub use answer::Policy;
@@ -94,7 +94,7 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
     sockets: S,
     forwarder: F,
     registry: &Registry,
-    retirement: Retirement,
+    handover: ListenerHandover,
     shutdown: CancellationToken,
 ) -> (
     Dns,
@@ -113,7 +113,7 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
         let local: Result<_, _> = bound.iter().map(|(udp, _)| udp.local_addr()).collect();
         // This future alone sets the addresses, and runs once.
         let _ = shared.dns.addresses.set(local?);
-        server::serve(bound, Arc::new(shared), retirement, shutdown).await
+        server::serve(bound, Arc::new(shared), handover, shutdown).await
     };
     (dns, serving)
 }
@@ -135,13 +135,13 @@ impl Dns {
     pub async fn update(&self, encoded: Bytes) -> Result<(), String> {
         let guard = self.building.clone().lock_owned().await;
         let domains = self.search_domains.clone();
-        let building = tokio::task::spawn_blocking(move || {
+        let task = tokio::task::spawn_blocking(move || {
             // Held until the index is built, even if the caller drops the update.
             let _guard = guard;
             NameTable::build(&encoded, domains)
         });
         // The task is cancelled if the agent is stopping.
-        let built = building
+        let built = task
             .await
             .map_err(|_| "the name table was not read to its end")?;
         let table = built.map_err(|error| format!("failed to unmarshal name table: {error}"))?;

@@ -7,14 +7,14 @@ pub struct SearchDomains {
     /// The domain without the namespace that it begins with: `svc.cluster.local`. If it is empty, names have
     /// no short forms.
     pub(super) domain: String,
-    /// A dot and the first label of the domain, lower case.
-    pub(super) first_label: String,
+    /// A dot and the first label of the domain, lower case: `.svc` by default.
+    pub(super) svc_label: String,
     /// The first search domain, lower case, without a dot at its end. Empty if there is none.
     pub(super) search: String,
 }
 
 impl SearchDomains {
-    /// `domain` is the proxy's (`--domain`), `search` the list of resolv.conf, of which only the first
+    /// Prepares the domains. `domain` is the proxy's (`--domain`), `search` the list of resolv.conf, of which only the first
     /// counts: clients try the others themselves.
     pub fn new(namespace: &str, domain: &str, search: &[String]) -> Self {
         let domain = match domain.split_once('.').unwrap_or((domain, "")) {
@@ -26,14 +26,14 @@ impl SearchDomains {
         Self {
             namespace: namespace.to_owned(),
             domain: domain.to_owned(),
-            first_label: format!(".{}", label.to_ascii_lowercase()),
+            svc_label: format!(".{}", label.to_ascii_lowercase()),
             search: first_search.trim_end_matches('.').to_ascii_lowercase(),
         }
     }
 
     /// Returns `name` as it was before the client appended the search domain. A name that ends in the
-    /// search domain is complete, so clients append nothing to it.
-    pub(super) fn before_search<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
+    /// search domain is complete, so clients append nothing to it; `None` if nothing was appended.
+    pub(super) fn without_search_domain<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
         let search = self.search.as_bytes();
         let base = name.strip_suffix(search)?.strip_suffix(b".")?;
         // A bare star is not a name. Every name ends in an empty search domain.
@@ -41,10 +41,10 @@ impl SearchDomains {
         (is_name && !base.ends_with(search)).then_some(base)
     }
 
-    /// Returns `name.namespace` of `name.namespace.svc`.
-    pub(super) fn before_first_label<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
-        let base = name.strip_suffix(self.first_label.as_bytes())?;
-        (self.first_label != "." && !base.is_empty()).then_some(base)
+    /// Returns `name.namespace` of `name.namespace.svc`; `None` if the name does not end in this label.
+    pub(super) fn without_svc_label<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
+        let base = name.strip_suffix(self.svc_label.as_bytes())?;
+        (self.svc_label != "." && !base.is_empty()).then_some(base)
     }
 }
 
@@ -68,7 +68,7 @@ mod tests {
         ] {
             let domains = SearchDomains::new(namespace, domain, &[]);
             assert_eq!(domains.domain, expected, "{domain}");
-            assert_eq!(domains.first_label, label, "{domain}");
+            assert_eq!(domains.svc_label, label, "{domain}");
         }
     }
 
@@ -85,7 +85,7 @@ mod tests {
             ("a", None),
         ] {
             assert_eq!(
-                domains.before_search(name.as_bytes()),
+                domains.without_search_domain(name.as_bytes()),
                 base.map(str::as_bytes),
                 "{name}"
             );

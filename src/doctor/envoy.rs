@@ -64,7 +64,7 @@ fn process(report: &Report) -> Vec<Check> {
     if let Some(problem) = report.problem() {
         return vec![Check::from(&problem)];
     }
-    let (pid, epoch) = (report.pid.unwrap_or_default(), report.epoch);
+    let (pid, epoch) = (report.pid.unwrap_or_default(), report.start_number);
     let memory = report.rss_bytes.unwrap_or_default() >> 20;
     let found = format!("pid {pid}, epoch {epoch}, {memory} MiB in memory");
     let crash = report.last_crash.as_ref().map(Crash::problem);
@@ -86,11 +86,11 @@ fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
     let crash = Crash::read(&envoy.directory).map(|crash| crash.map(|crash| crash.problem()));
     let mut found = Vec::from_iter(crash.unwrap_or_else(Some));
     // An agent of another user may run and listen on the ports.
-    if unix_socket::listener(&config.xds_socket).is_ok() {
+    if unix_socket::find_listener(&config.xds_socket).is_ok() {
         return found;
     }
     let program = &envoy.command.binary;
-    if let Err(error) = program::runnable(program) {
+    if let Err(error) = program::check_runnable(program) {
         found.push(program::problem(program, &error));
     }
     let status = config.status.as_ref().map_or(0, |status| status.port);

@@ -120,7 +120,7 @@ pub fn check_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Check>)
 
 fn missing_modules(subject: Subject<'_>) -> Vec<Check> {
     let wasm = subject.running.and_then(|running| running.wasm.as_ref());
-    let missing = wasm.into_iter().flat_map(Wasm::missing);
+    let missing = wasm.into_iter().flat_map(Wasm::missing_modules);
     let checks = missing.map(|(passes, problem)| {
         let level = if passes { Level::Warning } else { Level::Error };
         Check::with_level(level, &problem)

@@ -55,7 +55,7 @@ fn listener(path: &Path) -> io::Result<(i32, String)> {
         _ => return Err(io::Error::other("a file")),
     }
     // The kernel does not reveal a process of another container: its pid is 0.
-    let pid = unix_socket::listener(path)?;
+    let pid = unix_socket::find_listener(path)?;
     let comm = fs::read_to_string(format!("/proc/{pid}/comm"));
     let name = comm.unwrap_or_else(|_| "of another container".to_owned());
     Ok((pid, name.trim().to_owned()))

@@ -22,7 +22,7 @@ fn check(state: &State) -> Check {
     let name = format!("container {} serves", state.serves);
     let is_late = |since: Instant| since.elapsed() > CONNECT_LIMIT;
     if let Some(other) = &state.waits
-        && let Some(why) = &other.hindrance
+        && let Some(why) = &other.takeover_blocker
     {
         let found = format!("container {}: {why}", other.name);
         return Check::from(&Problem::new(codes::STANDBY_UNABLE, name, found));
@@ -40,7 +40,7 @@ fn check(state: &State) -> Check {
     } else if state.former_envoy {
         let why = "the former Envoy in the other container finishes its connections";
         Check::skipped(name, why)
-    } else if state.alone_since.is_some_and(is_late) {
+    } else if state.last_waiting_ended.is_some_and(is_late) {
         let code = codes::STANDBY_ABSENT;
         Check::from(&Problem::new(code, name, code.cause))
     } else {
@@ -58,11 +58,11 @@ mod tests {
 
     #[test]
     fn a_standby_that_cannot_take_over_is_a_warning() {
-        let waits = |hindrance: Option<&str>| {
+        let waits = |blocker: Option<&str>| {
             Some(Waiting {
                 name: "istio-standby".to_owned(),
                 build: "1.31".to_owned(),
-                hindrance: hindrance.map(str::to_owned),
+                takeover_blocker: blocker.map(str::to_owned),
             })
         };
         let last = |failed: Option<&str>| {

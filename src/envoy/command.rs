@@ -46,7 +46,7 @@ pub enum Mode {
         base_id_file: PathBuf,
         parent_shutdown: Duration,
     },
-    /// Takes over from the Envoy of the previous epoch.
+    /// Takes over from the Envoy of the previous restart epoch.
     Next {
         takeover: Takeover,
         parent_shutdown: Duration,

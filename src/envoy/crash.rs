@@ -27,7 +27,9 @@ const MAX_RECORD: u64 = 64 << 10;
 pub struct Crash {
     /// The time in UTC, to the second.
     pub when: String,
-    pub epoch: u32,
+    /// The number of Envoys that the agent had started before this one.
+    #[serde(rename = "epoch")]
+    pub start_number: u32,
     pub pid: i32,
     pub code: Option<u8>,
     pub signal: Option<i32>,
@@ -40,7 +42,7 @@ pub struct Crash {
 }
 
 impl Crash {
-    /// Reads the record that an earlier agent has left in `directory`.
+    /// Reads the record that an earlier agent has left in `directory`. Returns None if there is none.
     pub fn read(directory: &Path) -> Result<Option<Self>, Problem> {
         let path = directory.join(NAME);
         let record = regular_file::read(&path, MAX_RECORD);
@@ -126,7 +128,7 @@ mod tests {
     fn crash() -> Crash {
         Crash {
             when: "2026-08-22T15:00:18Z".to_owned(),
-            epoch: 1,
+            start_number: 1,
             pid: 42,
             code: None,
             signal: Some(9),

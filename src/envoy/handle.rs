@@ -32,12 +32,14 @@ pub enum State {
     Exited,
 }
 
+/// The last known state of Envoy, its shutdown and its restarts.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     pub state: State,
     pub pid: Option<i32>,
-    /// The number of Envoys that this agent has started before this one.
-    pub epoch: u32,
+    /// The number of Envoys that this agent has started before the current one.
+    #[serde(rename = "epoch")]
+    pub start_number: u32,
     #[serde(serialize_with = "in_utc_if_any")]
     pub started: Option<SystemTime>,
     /// Resident memory; only in a report from [`Envoy::snapshot`].
@@ -46,11 +48,14 @@ pub struct Report {
     pub is_drained: bool,
     /// The steps of a shutdown from the current state.
     pub plan: Plan,
+    /// The shutdown that was requested.
     pub ending: Option<Shutdown>,
     /// The start of the next Envoy, during the pause after an exit.
     #[serde(serialize_with = "in_utc_if_any")]
     pub restart: Option<SystemTime>,
-    pub epochs: Vec<Epoch>,
+    /// The running Envoys: parent, current one and successor.
+    #[serde(rename = "epochs")]
+    pub running: Vec<RunningEnvoy>,
     /// The last requested restart.
     pub last_restart: Option<Restart>,
     /// The last crash of an Envoy of this agent or of the previous one.
@@ -59,9 +64,10 @@ pub struct Report {
 
 /// A running Envoy.
 #[derive(Clone, Debug, Serialize)]
-pub struct Epoch {
+pub struct RunningEnvoy {
     /// The number of Envoys that this agent has started before this one.
-    pub epoch: u32,
+    #[serde(rename = "epoch")]
+    pub start_number: u32,
     /// Envoy's own number, `--restart-epoch`.
     pub restart_epoch: u32,
     pub pid: i32,
@@ -112,9 +118,10 @@ pub enum Outcome {
     Unchanged,
     /// The inputs could not be used.
     Refused,
-    /// The successor exited before it served.
+    /// The successor did not start, did not serve in time, or exited before.
     Failed,
-    /// The current Envoy has exited, drains, or must stop.
+    /// The current Envoy has exited, drains, or must stop. Unless the agent stops, the restart is tried again when an
+    /// Envoy serves.
     Abandoned,
 }
 
@@ -180,7 +187,8 @@ pub enum Order {
     Drain(oneshot::Sender<()>),
     /// Replace Envoy if its inputs have changed. The report contains the outcome.
     Restart { reason: &'static str },
-    /// Let a successor in another container start. Answered with its base id and epoch, or the reason for a refusal.
+    /// Let a successor in another container start. Answered with its base id and restart epoch, or the reason for a
+    /// refusal.
     Lend(oneshot::Sender<Result<Takeover, String>>),
     /// Take the base id back: that successor has exited without taking over.
     Reclaim,
@@ -268,8 +276,8 @@ mod tests {
                 until: moment,
                 connections: Some(3),
             }),
-            epochs: vec![Epoch {
-                epoch: 2,
+            running: vec![RunningEnvoy {
+                start_number: 2,
                 restart_epoch: 1,
                 pid: 42,
                 state: Role::Current,

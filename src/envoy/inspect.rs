@@ -153,8 +153,8 @@ pub async fn check_takeover(
     let found = ActiveResources::read(admin).await?;
     match parent {
         Some(parent) => {
-            check("secrets", &parent.secrets, &found.secrets)?;
-            check("listeners", &parent.listeners, &found.listeners)
+            check_names("secrets", &parent.secrets, &found.secrets)?;
+            check_names("listeners", &parent.listeners, &found.listeners)
         }
         None if found.listeners.is_empty() => Err("it has no listeners".to_owned()),
         None => Ok(()),
@@ -162,7 +162,11 @@ pub async fn check_takeover(
 }
 
 /// Fails if a wanted name has not been found. `kind` is used in the error.
-fn check(kind: &str, wanted: &BTreeSet<String>, found: &BTreeSet<String>) -> Result<(), String> {
+fn check_names(
+    kind: &str,
+    wanted: &BTreeSet<String>,
+    found: &BTreeSet<String>,
+) -> Result<(), String> {
     let missing: Vec<_> = wanted.difference(found).map(String::as_str).collect();
     if missing.is_empty() {
         return Ok(());
@@ -208,12 +212,18 @@ pub async fn endpoints(admin: Admin) -> Vec<Problem> {
     problems
 }
 
-/// A cluster, the address of one of its endpoints, and the count of failed connections.
-type Failed<'a> = (&'a str, SocketAddr, &'a str);
+/// An endpoint to which connections of Envoy have failed.
+#[derive(Debug, PartialEq)]
+struct FailedEndpoint<'a> {
+    cluster: &'a str,
+    address: SocketAddr,
+    /// The number of failed connections.
+    count: &'a str,
+}
 
 /// Reads lines such as `cluster::address::cx_connect_fail::1`. Also returns the services without a healthy
 /// endpoint among those whose endpoints istiod sends.
-fn read_clusters(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
+fn read_clusters(page: &str) -> (Vec<FailedEndpoint<'_>>, BTreeSet<&str>) {
     let (mut failed, mut all, mut healthy) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
     for line in page.lines() {
         let (rest, value) = line.rsplit_once("::").unwrap_or_default();
@@ -221,7 +231,11 @@ fn read_clusters(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
         let (cluster, address) = endpoint.split_once("::").unwrap_or((endpoint, ""));
         match (name, address.parse()) {
             ("cx_connect_fail", Ok(address)) if value != "0" => {
-                failed.push((cluster, address, value));
+                failed.push(FailedEndpoint {
+                    cluster,
+                    address,
+                    count: value,
+                });
             }
             ("health_flags", _) if !value.contains("failed") => _ = healthy.insert(cluster),
             ("health_flags" | "eds_service_name", _) => _ = all.insert(cluster),
@@ -234,7 +248,12 @@ fn read_clusters(page: &str) -> (Vec<Failed<'_>>, BTreeSet<&str>) {
 }
 
 /// Returns the problem of an endpoint that cannot be connected to.
-async fn dial((cluster, address, count): Failed<'_>) -> Option<Problem> {
+async fn dial(endpoint: FailedEndpoint<'_>) -> Option<Problem> {
+    let FailedEndpoint {
+        cluster,
+        address,
+        count,
+    } = endpoint;
     let reason = match timeout(DIAL_LIMIT, TcpStream::connect(address)).await {
         Ok(Ok(_)) => return None,
         Ok(Err(error)) => error.to_string(),
@@ -333,7 +352,12 @@ mod tests {
                     xds-grpc::./etc/istio/proxy/XDS::cx_connect_fail::1\nx\n::\n";
         let (failed, services) = read_clusters(page);
         let address = "[fd00::1]:8080".parse().expect("an address");
-        assert_eq!(failed, [("outbound|80||a.b", address, "2")]);
+        let expected = FailedEndpoint {
+            cluster: "outbound|80||a.b",
+            address,
+            count: "2",
+        };
+        assert_eq!(failed, [expected]);
         let services = Vec::from_iter(services);
         assert_eq!(services, ["c.b", "d.b"]);
     }

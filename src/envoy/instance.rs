@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal};
 use tokio::time::Instant;
 
 use super::crash::{Crash, oom_kills};
-use super::handle::{Epoch, Role};
+use super::handle::{Role, RunningEnvoy};
 use super::launch::Launch;
 use super::output::Output;
 use super::program;
@@ -33,7 +33,8 @@ pub(super) struct Instance {
     child: tokio::process::Child,
     pid: Pid,
     pub(super) launch: Launch,
-    pub(super) epoch: u32,
+    /// The number of Envoys that this agent has started before this one.
+    pub(super) start_number: u32,
     started: SystemTime,
     since: Instant,
     pub(super) output: Output,
@@ -78,8 +79,8 @@ impl fmt::Display for Ended {
 }
 
 impl Instance {
-    /// Starts Envoy. Call it on the main thread.
-    pub(super) fn start(launch: Launch, epoch: u32) -> Result<Self, Problem> {
+    /// Starts Envoy. Call it on the main thread. Fails with the reason why the kernel does not run the program.
+    pub(super) fn start(launch: Launch, start_number: u32) -> Result<Self, Problem> {
         let oom_kills = oom_kills("/".as_ref());
         let command = &launch.prepared.command;
         let (output, [stdout, stderr]) = Output::copy(command.user);
@@ -98,7 +99,7 @@ impl Instance {
         }
         // The kernel clears the setting when the user changes; the hook runs after that change.
         end_with_parent(&mut start);
-        let started = program::runnable(&command.binary).and_then(|()| {
+        let started = program::check_runnable(&command.binary).and_then(|()| {
             let child = start.spawn()?;
             let pid = child
                 .id()
@@ -111,7 +112,7 @@ impl Instance {
             child,
             pid,
             launch,
-            epoch,
+            start_number,
             started: Clock::system().now(),
             since: Instant::now(),
             output,
@@ -137,20 +138,23 @@ impl Instance {
     }
 
     /// Waits for the exit and reaps Envoy. Cancel safe; may be called again.
-    pub(super) async fn ended(&mut self) -> io::Result<Ended> {
+    pub(super) async fn wait_for_exit(&mut self) -> io::Result<Ended> {
         Ok(self.child.wait().await?.into())
     }
 
     /// Kills Envoy and reaps it. Logs an error if that takes longer than `limit`.
-    pub(super) async fn end(mut self, limit: Duration) {
+    pub(super) async fn kill_and_reap(mut self, limit: Duration) {
         self.kill();
-        if tokio::time::timeout(limit, self.ended()).await.is_err() {
+        if tokio::time::timeout(limit, self.wait_for_exit())
+            .await
+            .is_err()
+        {
             tracing::error!("{}", unkillable(limit));
         }
     }
 
-    /// Describes the crash, now that Envoy has exited.
-    pub(super) async fn crash(&mut self, ended: Ended) -> Crash {
+    /// Describes the crash, now that Envoy has exited. Waits for its last lines of standard error.
+    pub(super) async fn describe_crash(&mut self, ended: Ended) -> Crash {
         let uptime_seconds = self.since.elapsed().as_secs_f64();
         let (code, signal) = match ended {
             Ended::Code(code) => (Some(code), None),
@@ -160,7 +164,7 @@ impl Instance {
         let has_grown = || Some(oom_kills("/".as_ref())? > self.oom_kills?);
         Crash {
             when: clock::rfc3339(Clock::system().now()),
-            epoch: self.epoch,
+            start_number: self.start_number,
             pid: self.pid.as_raw_nonzero().get(),
             code,
             signal,
@@ -171,9 +175,9 @@ impl Instance {
         }
     }
 
-    pub(super) fn report(&self, state: Role) -> Epoch {
-        Epoch {
-            epoch: self.epoch,
+    pub(super) fn report(&self, state: Role) -> RunningEnvoy {
+        RunningEnvoy {
+            start_number: self.start_number,
             restart_epoch: self.launch.restart_epoch(),
             pid: self.pid.as_raw_nonzero().get(),
             state,
@@ -184,9 +188,9 @@ impl Instance {
 }
 
 /// Waits for the exit of an Envoy; forever if there is none. Cancel safe.
-pub(super) async fn ended(instance: &mut Option<Instance>) -> io::Result<Ended> {
+pub(super) async fn wait_for_exit(instance: &mut Option<Instance>) -> io::Result<Ended> {
     match instance {
-        Some(instance) => instance.ended().await,
+        Some(instance) => instance.wait_for_exit().await,
         None => std::future::pending().await,
     }
 }

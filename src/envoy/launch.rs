@@ -35,7 +35,7 @@ pub struct Prepared {
     pub command: Command,
     /// The hash of all inputs. Envoys with equal digests would run alike.
     pub digest: u64,
-    /// The base id and epoch with which a first Envoy takes over from one in another container.
+    /// The base id and restart epoch with which a first Envoy takes over from one in another container.
     pub takeover: Option<Takeover>,
     /// Removes the files when dropped.
     _files: Option<Box<dyn Any + Send + Sync>>,
@@ -76,8 +76,8 @@ impl Prepared {
 }
 
 impl Launch {
-    /// Returns the base id and epoch of a successor. None if the base id is not known.
-    pub(super) fn lend(&self) -> Option<Takeover> {
+    /// Returns the base id and restart epoch of a successor. None if the base id is not known.
+    pub(super) fn takeover(&self) -> Option<Takeover> {
         Some(Takeover {
             base_id: self.base_id.as_ref()?.get()?,
             restart_epoch: self.restart_epoch() + 1,
@@ -86,7 +86,7 @@ impl Launch {
 
     /// Returns the launch of an Envoy that takes over from this one, whose base id is known.
     pub(super) fn successor(&self, prepared: Arc<Prepared>, parent_shutdown: Duration) -> Self {
-        let mode = self.lend().map_or(Mode::Alone, |takeover| Mode::Next {
+        let mode = self.takeover().map_or(Mode::Alone, |takeover| Mode::Next {
             takeover,
             parent_shutdown,
         });
@@ -149,10 +149,11 @@ impl BaseId {
         self.is_lent.store(is_lent, Ordering::Relaxed);
     }
 
-    /// Allows another successor after one that has exited before it served. Envoy sets the first flag in the shared
-    /// memory when it starts and clears it when it serves; while it is set, other Envoys refuse to start
-    /// (`SharedMemory` in Envoy's `hot_restart_impl.h`: size, version, two mutexes, flags).
-    pub(super) fn clear_mark(&self) -> io::Result<()> {
+    /// Allows another successor after one that has exited before it served. Envoy sets the initializing flag in the
+    /// shared memory when it starts and clears it when it serves; while it is set, other Envoys refuse to start
+    /// (`SharedMemory` in Envoy's `hot_restart_impl.h`: size, version, two mutexes, flags). Fails if the memory has
+    /// another form.
+    pub(super) fn clear_initializing_flag(&self) -> io::Result<()> {
         let id = self.get().ok_or(io::ErrorKind::NotFound)?;
         let mut options = fs::File::options();
         let memory = options.read(true).write(true).open(memory_path(id))?;

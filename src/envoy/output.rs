@@ -37,8 +37,8 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Returns the standard output and error for an Envoy of `user`, or else of the agent's user. Without a pipe
-    /// or a thread Envoy inherits the agent's, and nothing is stored.
+    /// Starts the threads that copy, and returns the standard output and error for an Envoy of `user`, or else of the
+    /// agent's user. Without a pipe or a thread Envoy inherits the agent's, and nothing is stored.
     pub(super) fn copy(user: Option<u32>) -> (Self, [Stdio; 2]) {
         let mut output = Self::default();
         let (stdout, stderr) = (io::stdout(), io::stderr());

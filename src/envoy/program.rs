@@ -12,7 +12,7 @@ use crate::problem::{Problem, codes};
 /// Fails like the kernel if it cannot run the program. For a program of another architecture the standard library would
 /// not fail: it calls execvp(3), which runs such a file as a script of `/bin/sh`. A name without a slash, which is
 /// looked up in `PATH`, is not checked.
-pub(crate) fn runnable(program: &Path) -> io::Result<()> {
+pub(crate) fn check_runnable(program: &Path) -> io::Result<()> {
     if !program.as_os_str().as_encoded_bytes().contains(&b'/') {
         return Ok(());
     }
@@ -102,11 +102,11 @@ mod tests {
                 fs::write(&path, content).unwrap();
                 fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
             }
-            let found = runnable(&path)
+            let found = check_runnable(&path)
                 .err()
                 .map(|error| problem(&path, &error).code);
             assert_eq!(found, code, "{name}");
         }
-        assert!(runnable(Path::new("found-in-path")).is_ok());
+        assert!(check_runnable(Path::new("found-in-path")).is_ok());
     }
 }

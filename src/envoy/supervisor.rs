@@ -41,7 +41,7 @@ pub(super) struct Supervisor {
     /// The current Envoy.
     instance: Option<Instance>,
     /// Running requests to its admin port, and timers.
-    calls: JoinSet<Event>,
+    tasks: JoinSet<Event>,
     budget: Restarts,
     /// The exit of the last Envoy, if the agent did not cause it, until the next start.
     last_end: Option<Ended>,
@@ -71,7 +71,7 @@ impl Supervisor {
         let supervisor = Self {
             machine: Machine::new(config.limits),
             instance: None,
-            calls: JoinSet::new(),
+            tasks: JoinSet::new(),
             budget: Restarts::new(config.restarts),
             last_end: None,
             pause: Duration::ZERO,
@@ -131,17 +131,17 @@ impl Supervisor {
                 Action::Start => self.start()?,
                 Action::Pause => {
                     tracing::warn!("starting Envoy again in {}", rounded(self.pause));
-                    self.call(Event::PauseOver, sleep(self.pause));
+                    self.spawn_task(Event::PauseOver, sleep(self.pause));
                 }
                 Action::Drain => self.call_drain(DrainCall::Stay),
                 Action::Begin(step) => {
                     self.report_step(step, matches!(event, Event::StopRequested(_)));
-                    self.begin(step);
+                    self.begin_step(step);
                 }
             }
             let is_running = self.machine.phase() == Phase::Running;
             self.hot_restart.observe(event, is_running);
-            let Some(next) = self.next().await? else {
+            let Some(next) = self.next_event().await? else {
                 return Ok(Exit::Superseded);
             };
             event = next;
@@ -157,12 +157,12 @@ impl Supervisor {
         };
         let (stop, drain) = (&mut self.stop, self.config.limits.drain.at_most());
         let stopped_and_drained = async {
-            more_urgent(stop, Urgency::Run).await;
+            wait_for_more_urgent(stop, Urgency::Run).await;
             // A second, more urgent request cuts the drain.
-            let _ = tokio::time::timeout(drain, more_urgent(stop, Urgency::Drain)).await;
+            let _ = tokio::time::timeout(drain, wait_for_more_urgent(stop, Urgency::Drain)).await;
         };
         tokio::select! {
-            ended = envoy.ended() => tracing::info!("the former Envoy has exited: {}", ended?),
+            ended = envoy.wait_for_exit() => tracing::info!("the former Envoy has exited: {}", ended?),
             () = sleep(self.hot_restart.parent_limit()) => {
                 tracing::warn!("killing the former Envoy, which its successor should have ended");
             }
@@ -170,10 +170,11 @@ impl Supervisor {
                 tracing::info!("killing the former Envoy: the agent is to stop");
             }
         }
-        envoy.end(self.config.limits.kill).await;
+        envoy.kill_and_reap(self.config.limits.kill).await;
         Ok(Exit::Superseded)
     }
 
+    /// Returns the cause of the last exit.
     fn exit(&self) -> Exit {
         match self.last_end {
             Some(ended) if !self.machine.is_stop_requested() => Exit::ByItself(ended),
@@ -194,22 +195,27 @@ impl Supervisor {
         }
     }
 
-    /// Waits for the next event. Returns None if a successor in another container has taken over.
-    async fn next(&mut self) -> Result<Option<Event>, BoxError> {
+    /// Waits for the next event of the machine. Returns None if a successor in another container has taken over.
+    ///
+    /// Publishes the report before each wait. Meanwhile handles the orders and completions of hot restarts, and stores
+    /// the sender of a drain order for the action that follows the event.
+    async fn next_event(&mut self) -> Result<Option<Event>, BoxError> {
         loop {
             self.publish();
             let requested = self.machine.requested();
             let action = tokio::select! {
                 biased;
-                ended = instance::ended(&mut self.instance) => return self.handle_exit(ended?).await.map(Some),
-                urgency = more_urgent(&mut self.stop, requested) => return Ok(Some(Event::StopRequested(urgency))),
+                ended = instance::wait_for_exit(&mut self.instance) => return self.handle_exit(ended?).await.map(Some),
+                urgency = wait_for_more_urgent(&mut self.stop, requested) => {
+                    return Ok(Some(Event::StopRequested(urgency)));
+                }
                 Some(order) = self.orders.recv() => match order {
-                    Order::Drain(order) => {
-                        self.drain_order = Some(order);
+                    Order::Drain(sender) => {
+                        self.drain_order = Some(sender);
                         return Ok(Some(Event::DrainOrdered));
                     }
                     Order::Lend(answer) => {
-                        // A sender that no longer listens will reclaim it.
+                        // It fails only if the handover's task has been dropped, when the agent ends.
                         let _ = answer.send(self.hot_restart.lend());
                         None
                     }
@@ -218,32 +224,35 @@ impl Supervisor {
                     Order::ParentExited => self.hot_restart.handle_parent_exit(),
                     Order::Restart { reason } => self.hot_restart.request(reason),
                 },
-                progress = self.hot_restart.progress() => self.hot_restart.handle_progress(progress?).await,
-                Some(call) = self.calls.join_next() => match call {
+                completion = self.hot_restart.next_completion() => {
+                    self.hot_restart.handle_completion(completion?).await
+                }
+                Some(task) = self.tasks.join_next() => match task {
                     Ok(event) => return Ok(Some(event)),
-                    // Each step also ends with its time, so a lost answer delays it at most.
+                    // Each step has a time limit, so the shutdown continues without this answer, only later.
                     Err(error) => {
                         warn(&error, "continuing without an answer from Envoy");
                         None
                     }
                 },
             };
-            if let Some(event) = action.and_then(|action| self.carry_out(action)) {
+            if let Some(event) = action.and_then(|action| self.apply_hot_restart_action(action)) {
                 return Ok(Some(event));
             }
         }
     }
 
-    /// Carries out an action of the hot restart. Returns the event for the machine.
-    fn carry_out(&mut self, action: CurrentAction) -> Option<Event> {
+    /// Carries out an action of the hot restart. Returns the event for the machine, if there is one.
+    fn apply_hot_restart_action(&mut self, action: CurrentAction) -> Option<Event> {
         match action {
             CurrentAction::Replace(end_by) => Some(Event::Replace(end_by)),
             CurrentAction::Promote(successor) => {
-                let (epoch, limit) = (successor.epoch, rounded(self.hot_restart.parent_limit()));
+                let limit = rounded(self.hot_restart.parent_limit());
+                let number = successor.start_number;
                 let parent = self.instance.replace(*successor)?;
-                let parent_epoch = parent.epoch;
+                let parent_number = parent.start_number;
                 tracing::info!(
-                    "Envoy epoch {epoch} is live; epoch {parent_epoch} exits within {limit}"
+                    "Envoy epoch {number} is live; epoch {parent_number} exits within {limit}"
                 );
                 self.hot_restart.parent = Some(parent);
                 // The parent was drained; clients of the successor must be asked, too.
@@ -284,9 +293,10 @@ impl Supervisor {
             self.restarts.inc();
         }
         let instance = self.hot_restart.start()?;
-        let live = self.config.admin.live(instance.launch.restart_epoch());
+        let restart_epoch = instance.launch.restart_epoch();
+        let live = self.config.admin.wait_until_live(restart_epoch);
         self.instance = Some(instance);
-        self.call(Event::Live, live);
+        self.spawn_task(Event::Live, live);
         Ok(())
     }
 
@@ -308,17 +318,18 @@ impl Supervisor {
             report.restart = is_pausing.then(|| report.restart.unwrap_or(next_start));
             report.pid = current.as_ref().map(|current| current.pid);
             if let Some(current) = &current {
-                report.epoch = current.epoch;
+                report.start_number = current.start_number;
                 report.started = Some(current.started);
             }
-            report.epochs = [parent, current, successor].into_iter().flatten().collect();
+            report.running = [parent, current, successor].into_iter().flatten().collect();
             report.last_restart = hot_restart.last.clone();
         });
     }
 
-    /// Handles the exit of the current Envoy. Fails if the first Envoy crashed before it served.
+    /// Handles the exit of the current Envoy: records a crash, and decides whether and after which pause another Envoy
+    /// may start. Fails if the first Envoy crashed before it served.
     async fn handle_exit(&mut self, ended: Ended) -> Result<Event, BoxError> {
-        self.calls = JoinSet::new();
+        self.cancel_tasks();
         let has_served = self.machine.phase() > Phase::Starting;
         let is_expected = self.machine.expects_exit();
         self.last_end = (!is_expected).then_some(ended);
@@ -327,7 +338,7 @@ impl Supervisor {
         let out_of_memory = crash.as_ref().and_then(|crash| crash.out_of_memory);
         if let Some(crash) = crash {
             let is_early = crash.uptime_seconds < self.config.early.as_secs_f64();
-            if is_early && !has_served && crash.epoch == 0 && !is_expected {
+            if is_early && !has_served && crash.start_number == 0 && !is_expected {
                 // Another Envoy with the same inputs would crash, too.
                 return Err(crash.problem().into());
             }
@@ -348,7 +359,7 @@ impl Supervisor {
         let mut envoy = self.instance.take()?;
         let directory = &self.config.directory;
         if is_crash(ended, self.machine.phase()) {
-            let crash = envoy.crash(ended).await;
+            let crash = envoy.describe_crash(ended).await;
             Crash::record(Some(&crash), directory);
             self.publish
                 .send_modify(|report| report.last_crash = Some(crash.clone()));
@@ -362,15 +373,16 @@ impl Supervisor {
         None
     }
 
-    /// Begins a step. Its request ends with [`Event::Done`] if the next step can begin before its time is over.
-    fn begin(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
+    /// Begins a step of the shutdown: signals Envoy, or spawns a request that ends with [`Event::Done`] if the next
+    /// step can begin before the time of this one is over.
+    fn begin_step(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
         // The request of the previous step, which drains Envoy or closes its listeners, continues in these two. The
         // machine ignores its end, and that of its timer.
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
-            self.calls = JoinSet::new();
+            self.cancel_tasks();
         }
         let (done, limit) = (Event::Done(waits_for), rounded(at_most));
-        self.call(done, sleep(at_most));
+        self.spawn_task(done, sleep(at_most));
         match waits_for {
             Step::DrainCall => {
                 tracing::info!("Agent draining Proxy for termination");
@@ -383,7 +395,7 @@ impl Supervisor {
             Step::Connections => {
                 tracing::info!("waiting up to {limit} for Envoy's active connections to close");
                 let until_none = self.until_none(Active::Connections, PERIOD);
-                self.call(done, async move {
+                self.spawn_task(done, async move {
                     sleep(PERIOD).await;
                     until_none.await;
                 });
@@ -391,17 +403,17 @@ impl Supervisor {
             Step::LastRequests => {
                 tracing::info!("closing Envoy's listeners; running requests have {limit} to end");
                 let closed = self.close_listeners();
-                self.call(done, closed);
+                self.spawn_task(done, closed);
             }
             Step::LongRequests => {
                 tracing::info!("the drain is over; running requests have {limit} more to end");
                 let until_none = self.until_none(Active::Requests, PERIOD);
-                self.call(done, until_none);
+                self.spawn_task(done, until_none);
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
                 let admin = self.config.admin.within(scaled(at_most, QUIT_CALL));
-                self.call(done, admin.quit());
+                self.spawn_task(done, admin.quit());
             }
             Step::Termination => {
                 tracing::info!("Terminating Envoy");
@@ -414,23 +426,27 @@ impl Supervisor {
         }
     }
 
-    /// Runs a request to the admin port, or a timer. Its end is this event.
-    fn call(&mut self, end: Event, call: impl Future<Output = ()> + Send + 'static) {
-        self.calls.spawn(async move {
-            call.await;
-            end
+    /// Runs a request to the admin port, or a timer, which ends with this event.
+    fn spawn_task(&mut self, event: Event, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(async move {
+            task.await;
+            event
         });
+    }
+
+    fn cancel_tasks(&mut self) {
+        self.tasks = JoinSet::new();
     }
 
     /// Asks Envoy to drain, then answers the drain order, if there is one.
     fn call_drain(&mut self, call: DrainCall) {
         self.drains.inc();
         let (admin, inbound_only) = (self.config.admin, self.config.drain_inbound_only);
-        let order = self.drain_order.take();
-        self.call(Event::Done(Step::DrainCall), async move {
+        let sender = self.drain_order.take();
+        self.spawn_task(Event::Done(Step::DrainCall), async move {
             admin.drain(call, inbound_only).await;
-            if let Some(order) = order {
-                let _ = order.send(()); // It fails if the caller no longer waits.
+            if let Some(sender) = sender {
+                let _ = sender.send(()); // It fails if the caller no longer waits.
             }
         });
     }
@@ -475,7 +491,7 @@ impl Supervisor {
 }
 
 /// Waits for a stop request that is more urgent than `last`, and returns its urgency.
-async fn more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> Urgency {
+async fn wait_for_more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> Urgency {
     let request = stop.wait_for(|request| request.urgency > last).await;
     match request.map(|request| request.urgency) {
         Ok(urgency) => urgency,

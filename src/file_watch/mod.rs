@@ -59,7 +59,7 @@ impl FileWatch {
     pub(crate) fn watch(&self, path: &Path) -> io::Result<()> {
         let (mut links, mut outcome) = (HashSet::new(), Ok(()));
         walk(&std::path::absolute(path)?, |directory, name| {
-            match self.add(directory, &name, path) {
+            match self.watch_directory(directory, &name, path) {
                 Ok(descriptor) => {
                     links.insert((descriptor, name));
                 }
@@ -74,6 +74,7 @@ impl FileWatch {
         outcome
     }
 
+    /// Ends the watch of a path, and of directories that no other path leads through.
     pub(crate) fn unwatch(&self, path: &Path) {
         let mut watched = self.watched.lock();
         for link in watched.paths.remove(path).unwrap_or_default() {
@@ -85,9 +86,9 @@ impl FileWatch {
     pub(crate) async fn changed(&self) -> io::Result<BTreeSet<PathBuf>> {
         loop {
             let mut ready = self.inotify.readable().await?;
-            let pending = self.pending();
+            let changed = self.read_events();
             ready.clear_ready();
-            let paths = pending?;
+            let paths = changed?;
             if !paths.is_empty() {
                 return Ok(paths);
             }
@@ -95,13 +96,13 @@ impl FileWatch {
     }
 
     /// Reads all pending events. Returns the paths that they may have changed.
-    fn pending(&self) -> io::Result<BTreeSet<PathBuf>> {
+    fn read_events(&self) -> io::Result<BTreeSet<PathBuf>> {
         let mut buffer = [MaybeUninit::uninit(); 4096];
         let mut reader = Reader::new(self.inotify.get_ref(), &mut buffer);
         let mut paths = BTreeSet::new();
         loop {
             match reader.next() {
-                Ok(event) => self.apply(&event, &mut paths),
+                Ok(event) => self.add_changed(&event, &mut paths),
                 Err(Errno::AGAIN) => return Ok(paths),
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
@@ -109,8 +110,8 @@ impl FileWatch {
         }
     }
 
-    /// Watches a directory for a path that leads through `name` in it.
-    fn add(&self, directory: &Path, name: &OsStr, path: &Path) -> io::Result<i32> {
+    /// Watches a directory for a path that leads through `name` in it. Returns the watch descriptor.
+    fn watch_directory(&self, directory: &Path, name: &OsStr, path: &Path) -> io::Result<i32> {
         let flags = WatchFlags::CREATE
             | WatchFlags::DELETE
             | WatchFlags::MOVED_FROM
@@ -160,7 +161,8 @@ impl FileWatch {
         let _ = inotify::remove_watch(&self.inotify, descriptor);
     }
 
-    fn apply(&self, event: &Event<'_>, changed: &mut BTreeSet<PathBuf>) {
+    /// Adds the paths that an event may have changed. Ends the watch of a directory that is gone.
+    fn add_changed(&self, event: &Event<'_>, changed: &mut BTreeSet<PathBuf>) {
         let mut watched = self.watched.lock();
         let gone =
             ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;

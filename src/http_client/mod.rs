@@ -138,7 +138,7 @@ impl Client {
     pub fn new(config: Config) -> Self {
         let (config, tasks) = (Arc::new(config), Arc::<ConnectionTasks>::default());
         Self {
-            pool: pool(&config, &tasks, None),
+            pool: create_pool(&config, &tasks, None),
             config,
             tasks,
         }
@@ -175,6 +175,7 @@ impl Client {
         Err(Error::Redirects { authority })
     }
 
+    /// Sends a request without following redirects. Repeats it if a kept connection was closed.
     async fn send_once(&self, request: &Request<Bytes>) -> Result<Response<Body>, Error> {
         let uri = request.uri();
         let (host, port, is_tls) = self.config.target(uri)?;
@@ -187,15 +188,15 @@ impl Client {
             let authorization = proxy.authorization.clone();
             headers.extend(authorization.map(|value| (header::PROXY_AUTHORIZATION, value)));
         }
-        let host = headers.get(header::HOST);
-        let host = host.and_then(|host| Authority::try_from(host.as_bytes()).ok());
+        let host_header = headers.get(header::HOST);
+        let host_header = host_header.and_then(|value| Authority::try_from(value.as_bytes()).ok());
         let mut client = self.pool.clone();
-        if is_tls && host.is_some() && host.as_ref() != uri.authority() {
+        if is_tls && host_header.is_some() && host_header.as_ref() != uri.authority() {
             // HTTP/2 has the host in the URI. Its connection is for no other request.
             let mut parts = uri.clone().into_parts();
-            parts.authority = host;
+            parts.authority = host_header;
             *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
-            client = pool(&self.config, &self.tasks, Some(uri.clone()));
+            client = create_pool(&self.config, &self.tasks, Some(uri.clone()));
         }
         let began = Instant::now();
         let mut sent = client.request(request.clone()).await;
@@ -233,7 +234,7 @@ fn used_kept_connection(error: &legacy::Error, began: Instant) -> bool {
 }
 
 /// Creates a pool of connections. They lead to `target`, if there is one, whatever the URI of a request says.
-fn pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri>) -> Pool {
+fn create_pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri>) -> Pool {
     let is_kept = config.keeps_connections && target.is_none();
     let config = config.clone();
     let connector = tower::service_fn(move |uri| {
@@ -271,6 +272,7 @@ impl Config {
         Ok((host, uri.port_u16().unwrap_or(default_port), is_tls))
     }
 
+    /// Connects to the host of a URL, by way of its proxy if there is one, with TLS for `https`.
     async fn connect(&self, uri: &Uri) -> Result<Stream, Error> {
         let (host, port, is_tls) = self.target(uri)?;
         let authority = host_and_port(uri);

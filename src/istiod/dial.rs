@@ -1,7 +1,7 @@
 //! Dials istiod once: resolves the name, and tries its addresses through TCP, TLS and the first HTTP/2 frame.
 //!
-//! A dial is limited by [`Limits::total`], and one address by [`Limits::per_address`] while there are others
-//! to try. The worker retries.
+//! A dial, with its TCP connections, is limited by [`Limits::total`]. While there are other addresses to try,
+//! the tunnel, TLS and HTTP/2 of one address are limited by [`Limits::per_address`]. The worker retries.
 
 use std::io;
 use std::net::SocketAddr;
@@ -31,7 +31,7 @@ use crate::problem::{Code, Problem, codes};
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub total: Duration,
-    /// For one address of several.
+    /// For tunnel, TLS and HTTP/2 to one address of several.
     pub per_address: Duration,
     /// Between the starts of two dials.
     pub least_between: Duration,
@@ -51,8 +51,7 @@ impl Default for Limits {
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) problem: Problem,
-    /// True if the dial timed out.
-    pub(super) is_silent: bool,
+    pub(super) timed_out: bool,
     /// True if the peer sent a TLS alert, as it does when it rejects the client certificate. With TLS 1.3 the
     /// alert comes after the handshake.
     is_alert: bool,
@@ -62,21 +61,33 @@ impl From<Problem> for Failure {
     fn from(problem: Problem) -> Self {
         Self {
             problem,
-            is_silent: false,
+            timed_out: false,
             is_alert: false,
         }
     }
 }
 
-/// A part of a dial: the code and the words of the problem if it times out.
-type Step = (&'static Code, &'static str);
+/// A part of a dial.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Step {
+    /// The code of the problem if it times out.
+    code: &'static Code,
+    /// What is going on then, in the words of the problem.
+    action: &'static str,
+}
 
-const READ_FILES: Step = (codes::ISTIOD_TIMEOUT, "reading certificate files");
-const RESOLVE: Step = (codes::ISTIOD_NAME_NOT_RESOLVED, "resolving the name");
-const CONNECT: Step = (codes::ISTIOD_NOT_REACHABLE, "connecting");
-const TUNNEL: Step = (codes::ISTIOD_PROXY_UNREACHABLE, "waiting for the proxy");
-const HANDSHAKE: Step = (codes::ISTIOD_TIMEOUT, "in the TLS handshake");
-const START_HTTP2: Step = (codes::ISTIOD_TIMEOUT, "waiting for HTTP/2");
+const READ_FILES: Step = Step::new(codes::ISTIOD_TIMEOUT, "reading certificate files");
+const RESOLVE: Step = Step::new(codes::ISTIOD_NAME_NOT_RESOLVED, "resolving the name");
+const CONNECT: Step = Step::new(codes::ISTIOD_NOT_REACHABLE, "connecting");
+const TUNNEL: Step = Step::new(codes::ISTIOD_PROXY_UNREACHABLE, "waiting for the proxy");
+const HANDSHAKE: Step = Step::new(codes::ISTIOD_TIMEOUT, "in the TLS handshake");
+const START_HTTP2: Step = Step::new(codes::ISTIOD_TIMEOUT, "waiting for HTTP/2");
+
+impl Step {
+    const fn new(code: &'static Code, action: &'static str) -> Self {
+        Self { code, action }
+    }
+}
 
 /// Makes the problem of a step before the connection. With a proxy, this step is about the proxy.
 fn unreachable_problem(config: &Config, code: &'static Code, found: String) -> Problem {
@@ -87,21 +98,23 @@ fn unreachable_problem(config: &Config, code: &'static Code, found: String) -> P
     config.problem(codes::ISTIOD_PROXY_UNREACHABLE, found)
 }
 
+/// Explains why istiod, or the proxy, cannot be reached.
 fn connect_failure(config: &Config, error: &dial::Error) -> Failure {
     let code = match error {
-        dial::Error::Resolve { .. } | dial::Error::NoAddress { .. } => RESOLVE.0,
+        dial::Error::Resolve { .. } | dial::Error::NoAddress { .. } => RESOLVE.code,
         dial::Error::Connect { source, .. } => match source.kind() {
             io::ErrorKind::ConnectionRefused => codes::ISTIOD_CONNECTION_REFUSED,
             io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable => {
                 codes::ISTIOD_NO_ROUTE
             }
-            _ => CONNECT.0,
+            _ => CONNECT.code,
         },
-        _ => CONNECT.0,
+        _ => CONNECT.code,
     };
     unreachable_problem(config, code, with_causes(error)).into()
 }
 
+/// Explains a failed TLS handshake.
 fn handshake_failure(
     config: &Config,
     tls: &tls::Prepared,
@@ -187,7 +200,8 @@ pub async fn open_probe(config: &Config, limit: Duration) -> Result<Probe, Probl
     })
 }
 
-/// Opens a connection. `dialer` remembers addresses that failed.
+/// Opens a connection to istiod, through the proxy if there is one. Tries all addresses, and records in `dialer`
+/// those that fail. Fails with the last failure.
 pub(super) async fn dial(
     config: &Arc<Config>,
     dialer: &Dialer,
@@ -199,14 +213,15 @@ pub(super) async fn dial(
         Security::Tls(tls) => Some(total.run(READ_FILES, tls::prepare(tls)).await??),
     };
     let (host, port) = host_and_port(config)?;
-    let (next, next_port) = match &config.proxy {
+    let (first_hop, first_hop_port) = match &config.proxy {
         Some(proxy) => (proxy.host.as_str(), proxy.port),
         None => (host, port),
     };
-    let resolved = total.run(RESOLVE, dial::resolve(next, next_port)).await?;
+    let resolving = dial::resolve(first_hop, first_hop_port);
+    let resolved = total.run(RESOLVE, resolving).await?;
     let addresses = resolved.map_err(|error| connect_failure(config, &error))?;
     let mut candidates = dialer.candidates(addresses);
-    let mut last = None;
+    let mut last_failure = None;
     while let Some((to, stream)) = total.run(CONNECT, candidates.connect()).await? {
         let bound = if candidates.is_empty() {
             total
@@ -223,14 +238,14 @@ pub(super) async fn dial(
             Ok(open) => return Ok(open),
             Err(failure) => {
                 tracing::debug!(target: "xdsproxy", "{}", failure.problem);
-                dialer.failed(to);
-                last = Some(failure);
+                dialer.record_failure(to);
+                last_failure = Some(failure);
             }
         }
     }
-    Err(last.unwrap_or_else(|| {
-        let host = next.to_owned();
-        let error = candidates.failed.pop();
+    Err(last_failure.unwrap_or_else(|| {
+        let host = first_hop.to_owned();
+        let error = candidates.errors.pop();
         connect_failure(config, &error.unwrap_or(dial::Error::NoAddress { host }))
     }))
 }
@@ -261,8 +276,10 @@ impl Attempt<'_> {
         let Some(tls) = tls else {
             return self.start_http2(Box::new(stream), None).await;
         };
-        let has_client = tls.without_client.is_some();
-        let outcome = self.open_tls(stream, tls, &tls.config, has_client).await;
+        let has_certificate = tls.without_client.is_some();
+        let outcome = self
+            .open_tls(stream, tls, &tls.config, has_certificate)
+            .await;
         match (outcome, &tls.without_client) {
             (Err(failure), Some(without)) if failure.is_alert => {
                 let (code, found) = (codes::CLIENT_CERTIFICATE_REFUSED, failure.problem.found);
@@ -293,6 +310,8 @@ impl Attempt<'_> {
         Ok(stream)
     }
 
+    /// Encrypts the stream with this `config` of `tls`, and starts HTTP/2. `client_certificate` tells whether the
+    /// config has one.
     async fn open_tls(
         &self,
         stream: TcpStream,
@@ -313,6 +332,7 @@ impl Attempt<'_> {
         self.start_http2(Box::new(stream), Some(negotiated)).await
     }
 
+    /// Starts HTTP/2, and waits for istiod's settings.
     async fn start_http2(
         &self,
         io: Box<dyn Io>,
@@ -381,18 +401,18 @@ impl<'a> Bound<'a> {
         std::cmp::min_by_key(self, other, |bound| bound.deadline)
     }
 
-    /// Runs a step. The error is its timeout.
+    /// Runs a step. Fails with a timeout problem if it outlasts this bound.
     async fn run<T>(self, step: Step, work: impl Future<Output = T>) -> Result<T, Failure> {
         let done = tokio::time::timeout_at(self.deadline, work).await;
         done.map_err(|_| {
-            let found = format!("timed out after {} {}", rounded(self.limit), step.1);
+            let found = format!("timed out after {} {}", rounded(self.limit), step.action);
             let problem = if [RESOLVE, CONNECT].contains(&step) {
-                unreachable_problem(self.config, step.0, found)
+                unreachable_problem(self.config, step.code, found)
             } else {
-                self.config.problem(step.0, found)
+                self.config.problem(step.code, found)
             };
             Failure {
-                is_silent: true,
+                timed_out: true,
                 ..problem.into()
             }
         })

@@ -47,7 +47,7 @@ pub(super) struct Reader<T> {
     state: watch::Sender<Http2State>,
     header: [u8; HEADER],
     /// The number of bytes of `header` read so far.
-    known: usize,
+    header_read: usize,
     payload_left: usize,
     started: bool,
 }
@@ -59,7 +59,7 @@ impl<T> Reader<T> {
             inner,
             state,
             header: [0; HEADER],
-            known: 0,
+            header_read: 0,
             payload_left: 0,
             started: false,
         };
@@ -77,6 +77,7 @@ impl<T> Reader<T> {
         });
     }
 
+    /// Follows the frames in the next bytes of the stream.
     fn inspect(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.payload_left > 0 {
@@ -85,19 +86,21 @@ impl<T> Reader<T> {
                 bytes = &bytes[skipped..];
                 continue;
             }
-            let taken = (HEADER - self.known).min(bytes.len());
-            self.header[self.known..self.known + taken].copy_from_slice(&bytes[..taken]);
-            self.known += taken;
+            let taken = (HEADER - self.header_read).min(bytes.len());
+            self.header[self.header_read..self.header_read + taken]
+                .copy_from_slice(&bytes[..taken]);
+            self.header_read += taken;
             bytes = &bytes[taken..];
-            if self.known == HEADER {
+            if self.header_read == HEADER {
                 self.inspect_header();
             }
         }
     }
 
+    /// Reports the state that a complete frame header shows, and prepares for the payload.
     fn inspect_header(&mut self) {
         let [high, middle, low, kind, ..] = self.header;
-        self.known = 0;
+        self.header_read = 0;
         self.payload_left = u32::from_be_bytes([0, high, middle, low]) as usize;
         match (self.started, kind) {
             (false, SETTINGS) => self.report(Http2State::Ready),

@@ -58,7 +58,8 @@ impl Hosts {
         &self.configs[self.state.lock().in_use]
     }
 
-    pub(super) fn has_others(&self) -> bool {
+    /// Returns true if there is more than one control plane.
+    pub(super) fn has_fallbacks(&self) -> bool {
         self.configs.len() > 1
     }
 
@@ -74,15 +75,16 @@ impl Hosts {
     pub(super) fn record_failure(
         &self,
         config: &Arc<Config>,
-        is_silent: bool,
+        timed_out: bool,
         problem: &Problem,
     ) -> bool {
+        // Another one is in use already.
         if !Arc::ptr_eq(config, self.current()) {
             return true;
         }
         let mut state = self.state.lock();
         state.failures += 1;
-        if !self.has_others() || !(is_silent || state.failures >= MAX_FAILURES) {
+        if !self.has_fallbacks() || !(timed_out || state.failures >= MAX_FAILURES) {
             return false;
         }
         let in_use = (state.in_use + 1) % self.configs.len();
@@ -101,6 +103,7 @@ impl Hosts {
         true
     }
 
+    /// Uses the first control plane from now on.
     pub(super) fn return_to_first(&self) {
         *self.state.lock() = State::default();
     }
@@ -110,6 +113,7 @@ impl Hosts {
         self.state.lock().due
     }
 
+    /// Has the first one dialed again after [`RETURN_AFTER`].
     pub(super) fn postpone(&self) {
         self.state.lock().due = Some(return_time());
     }

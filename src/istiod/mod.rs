@@ -149,6 +149,7 @@ impl Shared {
         self.leave_if(|current| Arc::ptr_eq(&current.about, about));
     }
 
+    /// Makes the next call dial if `is_left` is true of the current connection.
     fn leave_if(&self, is_left: impl FnOnce(&mut Connection) -> bool) {
         self.connected
             .send_if_modified(|current| current.take_if(is_left).is_some());
@@ -166,6 +167,7 @@ impl Istiod {
         self.wait(true).await
     }
 
+    /// Waits for a connection; if `once`, fails with the error of the current or next dial.
     async fn wait(&self, once: bool) -> Result<Connection, Problem> {
         if let Some(connection) = self.shared.connection() {
             return Ok(connection);
@@ -226,32 +228,32 @@ impl Istiod {
     }
 
     /// Returns true if there is more than one control plane.
-    pub(crate) fn has_others(&self) -> bool {
-        self.shared.hosts.has_others()
+    pub(crate) fn has_fallbacks(&self) -> bool {
+        self.shared.hosts.has_fallbacks()
     }
 
     /// Records that a call on this connection has succeeded.
-    pub(crate) fn answered(&self, connection: &Connection) {
+    pub(crate) fn record_success(&self, connection: &Connection) {
         self.shared.hosts.record_success(&connection.config);
         self.shared.record.clear_error();
     }
 
-    /// Records that a call on this connection has failed, or timed out (`is_silent`). Returns true if another
-    /// control plane is in use now.
-    pub(crate) fn failed(
+    /// Records that a call on this connection has failed. The next call does not use this connection if the call
+    /// `timed_out`, nor if another control plane is in use now. Returns true in the latter case.
+    pub(crate) fn record_failure(
         &self,
         connection: &Connection,
-        is_silent: bool,
+        timed_out: bool,
         problem: &Problem,
     ) -> bool {
         let Shared { hosts, record, .. } = &*self.shared;
         record.record_error(problem);
-        let has_moved = hosts.record_failure(&connection.config, is_silent, problem);
+        let has_moved = hosts.record_failure(&connection.config, timed_out, problem);
         self.shared.leave_if(|current| {
             if has_moved {
                 Arc::ptr_eq(&current.config, &connection.config)
             } else {
-                is_silent && Arc::ptr_eq(&current.about, &connection.about)
+                timed_out && Arc::ptr_eq(&current.about, &connection.about)
             }
         });
         has_moved

@@ -84,7 +84,7 @@ mod tests {
         let claims = token::claims(token::tests::jwt(claims).as_bytes());
         let expired = claims
             .as_ref()
-            .and_then(|it| it.expired(Path::new("/token")));
+            .and_then(|it| it.expiry_problem(Path::new("/token")));
         State {
             claims,
             problem: expired,

@@ -92,7 +92,8 @@ fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
     Arc::new(tls)
 }
 
-/// Reads the client certificate and its key. Returns None if the certificate is unusable or has expired.
+/// Reads the client certificate and its key. Warns and returns None if the certificate is unusable or has expired;
+/// fails if only the key is unusable.
 async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, Problem> {
     let chain = match read_chain(&client.chain).await {
         Ok(chain) => chain,

@@ -64,6 +64,7 @@ impl Reader {
         }
     }
 
+    /// Returns the state of the token that was read last.
     pub(super) fn last(&self) -> State {
         self.last.lock().clone()
     }
@@ -80,7 +81,8 @@ impl Reader {
         pending().await
     }
 
-    /// Makes the `authorization` header of the current token.
+    /// Reads the token and makes its `authorization` header; None if there is no token to send. Logs a new problem
+    /// with it, and keeps its claims and the problem for [`Reader::last`].
     pub(super) fn authorization(&self, has_certificate: bool) -> Option<HeaderValue> {
         let path = match &self.source {
             Source::None => return None,
@@ -89,7 +91,9 @@ impl Reader {
         };
         let (header, claims, problem) = match read(path) {
             Ok(Token { header, claims }) => {
-                let expired = claims.as_ref().and_then(|claims| claims.expired(path));
+                let expired = claims
+                    .as_ref()
+                    .and_then(|claims| claims.expiry_problem(path));
                 let is_sent = expired.is_none() || !has_certificate;
                 let follows = if is_sent {
                     "it is sent anyway, because there is no client certificate"
@@ -152,8 +156,8 @@ impl Claims {
         SystemTime::UNIX_EPOCH.checked_add(since_epoch)
     }
 
-    /// Reports a token that has expired by this clock.
-    pub(crate) fn expired(&self, path: &Path) -> Option<Problem> {
+    /// Returns the problem of a token that has expired by this clock.
+    pub(crate) fn expiry_problem(&self, path: &Path) -> Option<Problem> {
         let (end, now) = (self.expiry()?, SystemTime::now());
         let ago = rounded(now.duration_since(end).ok()?);
         let [end, now] = [end, now].map(rfc3339);

@@ -70,7 +70,7 @@ impl Worker {
         loop {
             let due = self.shared.hosts.due().map(|due| due.max(self.not_before));
             let return_due = sleep_until(due.unwrap_or_else(Instant::now));
-            let served = tokio::select! {
+            let running = tokio::select! {
                 waiter = self.queue.recv() => match waiter {
                     Some(waiter) => {
                         self.waiting.push(waiter);
@@ -80,7 +80,7 @@ impl Worker {
                 },
                 () = return_due, if due.is_some() => self.dial_first().await,
             };
-            if served.is_none() {
+            if running.is_none() {
                 return;
             }
         }
@@ -89,6 +89,7 @@ impl Worker {
     /// Returns to the first control plane if it responds. Returns None once every handle is dropped.
     async fn dial_first(&mut self) -> Option<()> {
         let shared = self.shared.clone();
+        // There is no connection to keep, so the next call dials the first one.
         if shared.connection().is_none() {
             shared.hosts.return_to_first();
             return Some(());
@@ -129,6 +130,7 @@ impl Worker {
             }
             let config = self.shared.hosts.current().clone();
             match self.dial(&config).await? {
+                // Failed calls have meanwhile selected another control plane, which is dialed instead.
                 Ok(_) if !Arc::ptr_eq(&config, self.shared.hosts.current()) => {}
                 Ok((connection, driver)) => self.use_connection(connection, driver),
                 Err(failure) => self.handle_failure(&config, failure),
@@ -136,6 +138,7 @@ impl Worker {
         }
     }
 
+    /// Dials once, and sets the earliest start of the next dial. Returns None once every handle is dropped.
     async fn dial(
         &mut self,
         config: &Arc<Config>,
@@ -164,6 +167,7 @@ impl Worker {
         }
     }
 
+    /// Makes this the connection of all calls, those that wait too, and runs it.
     fn use_connection(&mut self, connection: Connection, driver: Driver) {
         self.backoff.reset();
         // If the connection breaks at once, the wait is the same as after a first failure.
@@ -189,11 +193,11 @@ impl Worker {
     /// Schedules the next dial after a failed one. The calls that do not retry get its error.
     fn handle_failure(&mut self, config: &Arc<Config>, failure: Failure) {
         let Failure {
-            problem, is_silent, ..
+            problem, timed_out, ..
         } = failure;
         let Shared { hosts, record, .. } = &*self.shared;
         record.record_failed_dial(&problem);
-        let has_moved = hosts.record_failure(config, is_silent, &problem);
+        let has_moved = hosts.record_failure(config, timed_out, &problem);
         if has_moved {
             self.backoff.reset();
         }

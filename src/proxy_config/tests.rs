@@ -257,13 +257,6 @@ proptest! {
         prop_assert_eq!(members_of(&node, &mut notes), once);
         prop_assert_eq!(notes.problems, []);
     }
-
-    #[test]
-    fn any_text_is_read_without_panic(text in "[\\PC\\n\\t]{0,200}|[a-c:\\[\\]{}&*!|>'\"\\-, \\n]{0,80}") {
-        if let Ok(Some(node)) = yaml::parse(&text) {
-            members_of(&node, &mut Diagnostics::default());
-        }
-    }
 }
 
 fn members_of(node: &Node, notes: &mut Diagnostics) -> ProxyConfig {

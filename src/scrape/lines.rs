@@ -77,6 +77,7 @@ impl Lines {
         }
     }
 
+    /// Takes a chunk of the source, and writes the lines that it completes to the page.
     pub(super) fn push(&mut self, chunk: &[u8], seen: &mut Seen, output: &mut Output) {
         let end = memchr(b'\n', chunk).unwrap_or(chunk.len());
         // One byte too many shows that a line is too long.
@@ -92,8 +93,8 @@ impl Lines {
         };
         if is_due {
             let mut lines = mem::take(&mut self.partial);
-            let passed = self.pass(&lines, true, seen, output);
-            lines.drain(..passed);
+            let length = self.write_lines(&lines, true, seen, output);
+            lines.drain(..length);
             self.partial = lines;
         }
     }
@@ -104,13 +105,20 @@ impl Lines {
         if is_complete && lines.last().is_some_and(|last| *last != b'\n') {
             lines.push(b'\n');
         }
-        self.pass(&lines, false, seen, output);
+        self.write_lines(&lines, false, seen, output);
     }
 
-    /// Passes on the complete lines, and returns their length. A line whose quotes are still open may wait.
-    fn pass(&mut self, page: &[u8], may_wait: bool, seen: &mut Seen, output: &mut Output) -> usize {
-        // Consecutive lines that pass unchanged are written together; they start at `passing`.
-        let (mut passing, mut begin) = (0, 0);
+    /// Writes the complete lines to the page, as far as they belong there, and returns their length. Counts malformed
+    /// lines. If it `may_wait`, a line whose quotes are still open stays for a later call.
+    fn write_lines(
+        &mut self,
+        page: &[u8],
+        may_wait: bool,
+        seen: &mut Seen,
+        output: &mut Output,
+    ) -> usize {
+        // Consecutive lines that do not change are written together; they start at `unwritten`.
+        let (mut unwritten, mut begin) = (0, 0);
         self.awaited = 0;
         while let Some(mut length) = memchr(b'\n', &page[begin..]) {
             let lines = &page[begin..];
@@ -134,8 +142,8 @@ impl Lines {
             let is_unchanged =
                 matches!(&verdict, Some(Show(line)) if line.as_bytes() == &lines[..length]);
             if !is_unchanged {
-                output.write(&page[passing..begin]);
-                passing = end;
+                output.write(&page[unwritten..begin]);
+                unwritten = end;
                 if let Some(Show(line)) = verdict {
                     output.write(line.as_bytes());
                     output.write(b"\n");
@@ -143,11 +151,11 @@ impl Lines {
             }
             begin = end;
         }
-        output.write(&page[passing..begin]);
+        output.write(&page[unwritten..begin]);
         begin
     }
 
-    /// Decides about a line without its end. Returns None for a malformed one.
+    /// Decides about a line without its end, and remembers its family and series. Returns None for a malformed one.
     fn judge<'l>(&mut self, line: &'l [u8], seen: &mut Seen) -> Option<Verdict<'l>> {
         if self.has_ended {
             return Some(Drop);
@@ -160,12 +168,13 @@ impl Lines {
         match text.as_bytes().first() {
             None if self.to == Format::OpenMetrics => Some(Drop),
             None => Some(Show(text.into())),
-            Some(b'#') => self.comment(text, seen),
-            Some(_) => self.sample(text, seen),
+            Some(b'#') => self.judge_comment(text, seen),
+            Some(_) => self.judge_sample(text, seen),
         }
     }
 
-    fn sample<'l>(&mut self, line: &'l str, seen: &mut Seen) -> Option<Verdict<'l>> {
+    /// Decides about a sample. Counts one whose series an earlier source has.
+    fn judge_sample<'l>(&mut self, line: &'l str, seen: &mut Seen) -> Option<Verdict<'l>> {
         let mut sample = Sample::parse(line, self.grammar, &mut self.names)?;
         if sample.name != self.names.metric {
             self.names.metric.clear();
@@ -192,8 +201,8 @@ impl Lines {
         Some(Show(line[..sample.series.len() + length].into()))
     }
 
-    /// Decides about a line that starts with `#`.
-    fn comment<'l>(&mut self, line: &'l str, seen: &mut Seen) -> Option<Verdict<'l>> {
+    /// Decides about a line that starts with `#`. Returns None for a malformed one.
+    fn judge_comment<'l>(&mut self, line: &'l str, seen: &mut Seen) -> Option<Verdict<'l>> {
         let (keyword, rest) = split_word(&line[1..]);
         let is_metadata = line[1..].starts_with(BLANKS);
         match keyword {
@@ -226,9 +235,10 @@ impl Lines {
         if needs_openmetrics && (self.from, self.to) == (Format::OpenMetrics, Format::Text) {
             return Some(Drop);
         }
-        let (shown, text) = self.metadata(keyword, name, text, seen)?;
-        // Both are recorded, so the second call is made in any case.
-        if !seen.declare(keyword, &shown) | seen.record_name(&shown) {
+        let (shown, text) = self.convert_metadata(keyword, name, text, seen)?;
+        let is_first = seen.declare(keyword, &shown);
+        let is_in_earlier_source = seen.record_name(&shown);
+        if !is_first || is_in_earlier_source {
             return Some(Drop);
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
@@ -236,8 +246,9 @@ impl Lines {
         Some(Show(line.into()))
     }
 
-    /// Returns name and text of a HELP, TYPE or UNIT line in the format of the page. None for a malformed line.
-    fn metadata<'t>(
+    /// Converts name and text of a HELP, TYPE or UNIT line to the format of the page. Returns None for a malformed
+    /// line.
+    fn convert_metadata<'t>(
         &self,
         keyword: &str,
         name: &'t str,

@@ -25,7 +25,7 @@ fn merged_in(
     }];
     let (mut merged, mut left_out) = (Vec::new(), (0, 0));
     for (index, (from, page)) in pages.iter().enumerate() {
-        seen.begin(index + 1 == pages.len());
+        seen.begin_source(index + 1 == pages.len());
         let mut lines = Lines::new(*from, to, hidden.clone());
         for chunk in page.chunks(size) {
             lines.push(chunk, &mut seen, &mut output);

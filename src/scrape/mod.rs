@@ -45,7 +45,7 @@ use format::{Format, TEXT_PAGE};
 pub use lines::Hidden;
 use lines::Lines;
 use metrics::Metrics;
-use negotiate::{SCRAPED_BY, TIMEOUT};
+use negotiate::{SCRAPED_BY_HEADER, TIMEOUT_HEADER};
 use output::Output;
 use seen::Seen;
 use source::{Origin, Source};
@@ -102,31 +102,33 @@ impl Scrape {
         }
     }
 
-    /// Answers a scrape once the format of its page is decided; the page is written while it is read.
+    /// Answers a scrape once the format of its page is decided; the body is written while the scraper reads it.
+    /// Refuses a scrape that comes from this agent, and counts every other one. Sources that have failed by then
+    /// are logged, counted and left out.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
-        let mut agents = request.headers.get_all(SCRAPED_BY).iter();
+        let mut agents = request.headers.get_all(SCRAPED_BY_HEADER).iter();
         if agents.any(|agent| *agent == self.id) {
-            return self_scrape();
+            return refuse_self_scrape();
         }
         self.metrics.scrapes.inc();
         let begin = Instant::now();
-        let time = self.time(&request.headers);
-        let mut sources = self.request_sources(&request);
+        let time_limit = self.time_limit(&request.headers);
+        let mut sources = self.sources(&request);
         let heads = join_all(sources.iter_mut().map(Source::read_head));
-        let _ = timeout_at(later(begin, scaled(time, HEAD_SHARE)), heads).await;
+        let _ = timeout_at(later(begin, scaled(time_limit, HEAD_SHARE)), heads).await;
         // The counters on this page include the sources that have failed by now.
         sources.retain(|source| {
             self.metrics.report(source);
             source.failure.is_none()
         });
         // A late source has all the time that the others leave.
-        sources.sort_by_key(|source| source.content_type.is_none());
+        sources.sort_by_key(|source| !source.has_head());
         let content_type = content_type(&sources);
         let is_gzip = negotiate::accepts_gzip(&request.headers);
         let page = Page {
             scrape: self.clone(),
             format: Format::from_content_type(content_type),
-            deadline: later(begin, time),
+            deadline: later(begin, time_limit),
             seen: Seen::default(),
             output: Output::new(is_gzip),
         };
@@ -146,15 +148,16 @@ impl Scrape {
         response
     }
 
-    /// Returns the time in which the page is made: the scraper's timeout less the time for the transfer.
-    fn time(&self, headers: &HeaderMap) -> Duration {
-        let seconds = headers.get(&TIMEOUT).and_then(|header| {
+    /// Returns the time in which the page is made: the scraper's timeout less the time for the transfer. Logs a
+    /// timeout that cannot be parsed, and takes the configured one instead.
+    fn time_limit(&self, headers: &HeaderMap) -> Duration {
+        let seconds = headers.get(&TIMEOUT_HEADER).and_then(|header| {
             let text = header.to_str().ok();
             let number = text.and_then(|text| text.trim().parse().ok());
             let seconds = number.filter(|seconds: &f64| *seconds > 0.0);
             if seconds.is_none() {
                 let timeout = rounded(self.config.timeout);
-                tracing::warn!("failed to parse timeout header {TIMEOUT}: {header:?}, expected seconds; {timeout} is used");
+                tracing::warn!("failed to parse timeout header {TIMEOUT_HEADER}: {header:?}, expected seconds; {timeout} is used");
             }
             seconds
         });
@@ -164,25 +167,25 @@ impl Scrape {
         scaled(timeout.min(MAX_TIMEOUT), PAGE_SHARE)
     }
 
-    /// Requests the pages of the targets and of Envoy, in this order: Envoy's is the largest, and the series of
-    /// the last source need not be remembered.
-    fn request_sources(&self, scrape: &request::Parts) -> Vec<Source> {
+    /// Prepares the requests to the targets and to Envoy, in the order of the page: Envoy's metrics are the most,
+    /// and the series of the final source need not be remembered. [`Source::read_head`] sends each request.
+    fn sources(&self, scrape: &request::Parts) -> Vec<Source> {
         let targets = &self.config.targets;
         let limit = match targets.len() {
             1 => u64::MAX,
             _ => self.config.limit,
         };
-        let request = |origin: Origin, port: u16, path: &str, limit: u64| {
-            let headers = negotiate::for_source(origin.format(), &scrape.headers, &self.id);
-            Source::request(&self.client, headers, origin, port, path, limit)
+        let source = |origin: Origin, port: u16, path: &str, limit: u64| {
+            let headers = negotiate::source_headers(origin.format(), &scrape.headers, &self.id);
+            Source::new(&self.client, headers, origin, port, path, limit)
         };
         let applications = targets
             .iter()
-            .map(|Target { port, path }| request(Origin::Application, *port, path, limit));
+            .map(|Target { port, path }| source(Origin::Application, *port, path, limit));
         let envoy = self.config.envoy_port.map(|port| {
             let query = scrape.uri.query().map(|query| format!("?{query}"));
             let path = format!("/stats/prometheus{}", query.unwrap_or_default());
-            request(Origin::Envoy, port, &path, u64::MAX)
+            source(Origin::Envoy, port, &path, u64::MAX)
         });
         applications.chain(envoy).collect()
     }
@@ -198,10 +201,10 @@ struct Page {
 }
 
 impl Page {
-    /// Sends the page in chunks. An error aborts the response. A chunk that cannot be sent is ignored: the
-    /// response was dropped then, and this future with it.
+    /// Sends the page in chunks: the metrics of the agent, then of each source. An error aborts the response. A
+    /// chunk that cannot be sent is ignored: the response was dropped then, and this future with it.
     async fn write(mut self, sources: Vec<Source>, chunks: Sender<Bytes>) -> Result<(), BoxError> {
-        self.seen.begin(sources.is_empty());
+        self.seen.begin_source(sources.is_empty());
         let agent = self.scrape.registry.render();
         let mut lines = Lines::new(Format::Text, self.format, Vec::new());
         lines.push(agent.as_bytes(), &mut self.seen, &mut self.output);
@@ -216,19 +219,23 @@ impl Page {
         Ok(())
     }
 
-    /// Writes a source, in its share of the time that is left for it and the `others` behind it.
+    /// Writes a source, in its share of the time that is left for it and for `later_sources`, which is their number.
+    /// Fails if the response has to be aborted. Logs and counts a failure of the source.
+    ///
+    /// The share includes the time in which the scraper does not take a chunk, so a slow scraper can make a source
+    /// fail with "timed out".
     async fn write_source(
         &mut self,
         mut source: Source,
-        others: usize,
+        later_sources: usize,
         chunks: &Sender<Bytes>,
     ) -> Result<(), BoxError> {
         let Scrape {
             config, metrics, ..
         } = &self.scrape;
-        self.seen.begin(others == 0);
+        self.seen.begin_source(later_sources == 0);
         let left = self.deadline.duration_since(Instant::now());
-        let until = after(scaled(left, 1.0 / (1.0 + RESERVE * others as f64)));
+        let until = after(scaled(left, 1.0 / (1.0 + RESERVE * later_sources as f64)));
         let mut is_late = timeout_at(until, source.read_head()).await.is_err();
         let hidden = match source.origin {
             Origin::Envoy => config.hidden.clone(),
@@ -260,7 +267,7 @@ impl Page {
             source.fail(codes::SCRAPE_PAGE_INVALID, "no # EOF at the end");
         }
         metrics.report(&source);
-        let broke_off = source.failure.is_some() && source.content_type.is_some();
+        let broke_off = source.failure.is_some() && source.has_head();
         if broke_off && self.format == Format::OpenMetrics {
             return Err("a source broke off".into());
         }
@@ -269,7 +276,7 @@ impl Page {
 }
 
 /// Refuses a scrape by this agent, which would lead to the next one, and so on.
-fn self_scrape() -> Response<UnsyncBoxBody<Bytes, BoxError>> {
+fn refuse_self_scrape() -> Response<UnsyncBoxBody<Bytes, BoxError>> {
     let why = "this agent scrapes itself: a target is, or redirects to, its own page\n";
     let body = Full::from(why).map_err(Into::into).boxed_unsync();
     let mut response = Response::new(body);
@@ -277,7 +284,8 @@ fn self_scrape() -> Response<UnsyncBoxBody<Bytes, BoxError>> {
     response
 }
 
-/// Returns the content type that all application pages have, or text if they differ.
+/// Returns the content type that all application pages whose heads have arrived share, or text if they differ or
+/// there is none.
 fn content_type(sources: &[Source]) -> &'static str {
     let mut types = sources
         .iter()

@@ -9,11 +9,12 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use super::format::{Format, OPEN_METRICS, media_type};
 
 /// The scraper's timeout, in seconds.
-pub(super) const TIMEOUT: HeaderName =
+pub(super) const TIMEOUT_HEADER: HeaderName =
     HeaderName::from_static("x-prometheus-scrape-timeout-seconds");
 
 /// The ids of the agents that a scrape has passed. Each agent adds its own.
-pub(super) const SCRAPED_BY: HeaderName = HeaderName::from_static("x-istio-agent-scraped-by");
+pub(super) const SCRAPED_BY_HEADER: HeaderName =
+    HeaderName::from_static("x-istio-agent-scraped-by");
 
 const TEXT: &str = "text/plain;version=0.0.4";
 /// Replaces `*/*`, which has the lowest weight of the members that scrapers send.
@@ -22,25 +23,31 @@ const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 /// Makes the headers of the agent's request to a source. Only these headers of the scraper's request are passed on:
 /// others, such as credentials, are for the agent alone. `strictest` is the strictest format that the source can
 /// write.
-pub(super) fn for_source(strictest: Format, headers: &HeaderMap, id: &HeaderValue) -> HeaderMap {
+pub(super) fn source_headers(
+    strictest: Format,
+    headers: &HeaderMap,
+    id: &HeaderValue,
+) -> HeaderMap {
     let mut passed = HeaderMap::new();
-    for name in [USER_AGENT, TIMEOUT] {
+    for name in [USER_AGENT, TIMEOUT_HEADER] {
         if let Some(value) = headers.get(&name) {
             passed.insert(name, value.clone());
         }
     }
     // Two agents that scrape each other are a loop, too.
-    for agent in headers.get_all(SCRAPED_BY).iter().chain([id]) {
-        passed.append(SCRAPED_BY, agent.clone());
+    for agent in headers.get_all(SCRAPED_BY_HEADER).iter().chain([id]) {
+        passed.append(SCRAPED_BY_HEADER, agent.clone());
     }
-    if let Ok(accept) = HeaderValue::from_str(&accept(strictest, headers)) {
+    if let Ok(accept) = HeaderValue::from_str(&accept_header(strictest, headers)) {
         passed.insert(ACCEPT, accept);
     }
     passed.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     passed
 }
 
-fn accept(strictest: Format, headers: &HeaderMap) -> String {
+/// Returns the value of `Accept`: the scraper's members for formats that the source can write and the agent can
+/// join, or text if there is none.
+fn accept_header(strictest: Format, headers: &HeaderMap) -> String {
     let is_strict = strictest == Format::OpenMetrics;
     let passed = list(headers, ACCEPT).filter_map(|member| match &*media_type(member) {
         "text/*" | "text/plain" => Some(member),
@@ -125,7 +132,7 @@ mod tests {
             let (headers, id) = (headers(ACCEPT, accept), HeaderValue::from(1));
             for (strictest, expected) in [(Format::Text, envoy), (Format::OpenMetrics, application)]
             {
-                let passed = for_source(strictest, &headers, &id);
+                let passed = source_headers(strictest, &headers, &id);
                 assert_eq!(passed[ACCEPT], expected, "{accept:?}");
             }
         }

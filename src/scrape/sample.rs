@@ -39,8 +39,8 @@ impl<'a> Sample<'a> {
             Some([b'{' | b' ', ..]) => names.metric.len(),
             _ => name_length(line, ':'),
         });
-        match blanks(sample.rest, format).strip_prefix('{') {
-            Some(inner) => sample.rest = sample.labels(inner, format, names)?,
+        match skip_blanks(sample.rest, format).strip_prefix('{') {
+            Some(inner) => sample.rest = sample.read_labels(inner, format, names)?,
             None if sample.rest.starts_with(BLANKS) => {}
             None => return None,
         }
@@ -58,10 +58,16 @@ impl<'a> Sample<'a> {
     }
 
     /// Reads the labels up to the closing brace, and returns what follows it. If there is no name yet, a
-    /// string without a value is the name.
-    fn labels(&mut self, inner: &'a str, format: Format, known: &mut Names) -> Option<&'a str> {
+    /// string without a value is the name. Returns None if they are malformed or repeat a name. Label names that
+    /// are `known` need no check; others replace them.
+    fn read_labels(
+        &mut self,
+        inner: &'a str,
+        format: Format,
+        known: &mut Names,
+    ) -> Option<&'a str> {
         let mut are_known = true;
-        let mut rest = blanks(inner, format);
+        let mut rest = skip_blanks(inner, format);
         while !rest.starts_with('}') {
             let last = known.labels.get(self.labels.len());
             let name = last.filter(|name| rest.starts_with(name.as_str()));
@@ -70,17 +76,17 @@ impl<'a> Sample<'a> {
                 Some(name) => rest.split_at(name.len() - 1),
                 None => split_name(rest, '_')?,
             };
-            let after = blanks(after, format);
+            let after = skip_blanks(after, format);
             if rest.starts_with('"') && self.name.is_empty() && after.starts_with([',', '}']) {
                 (self.name, rest) = (label, after);
             } else {
-                let value = blanks(after.strip_prefix('=')?, format);
+                let value = skip_blanks(after.strip_prefix('=')?, format);
                 let (value, after) = unquote(value.strip_prefix('"')?)?;
                 self.labels.push((label, value));
-                rest = blanks(after, format);
+                rest = skip_blanks(after, format);
             }
             rest = match rest.strip_prefix(',') {
-                Some(after) => blanks(after, format),
+                Some(after) => skip_blanks(after, format),
                 None if format == Format::Text || rest.starts_with('}') => rest,
                 None => return None,
             };
@@ -183,7 +189,7 @@ fn unquote(text: &str) -> Option<(&str, &str)> {
 }
 
 /// Skips blanks, which the text format allows nearly everywhere.
-fn blanks(text: &str, format: Format) -> &str {
+fn skip_blanks(text: &str, format: Format) -> &str {
     match text.as_bytes() {
         [b' ' | b'\t', ..] if format == Format::Text => text.trim_start_matches(BLANKS),
         _ => text,

@@ -19,18 +19,20 @@ pub(super) struct Seen {
     earlier: HashSet<u64>,
     /// Series and names of the current source, if another one follows.
     current: Vec<u64>,
-    is_last: bool,
+    /// True if no source follows the current one.
+    is_final: bool,
 }
 
 impl Seen {
-    /// Begins a source. The series of the last one need not be remembered.
-    pub(super) fn begin(&mut self, is_last: bool) {
+    /// Begins a source. The series of the final source are not remembered, because none follows it.
+    pub(super) fn begin_source(&mut self, is_final: bool) {
         self.earlier.extend(std::mem::take(&mut self.current));
-        self.is_last = is_last;
+        self.is_final = is_final;
     }
 
+    /// Returns true if the series of the current source are remembered: another one follows, and there is room.
     pub(super) fn remembers(&self) -> bool {
-        !self.is_last && self.earlier.len() + self.current.len() < MAX_HASHES
+        !self.is_final && self.earlier.len() + self.current.len() < MAX_HASHES
     }
 
     /// Records a HELP, TYPE or UNIT line. Returns false if the page has one for that family.

@@ -72,9 +72,9 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Requests a page, of which up to `limit` bytes are read. [`Self::read_head`] sends the request. The query of
-    /// the path is not logged, as it may hold a secret.
-    pub(super) fn request(
+    /// Prepares the request for a page, of which up to `limit` bytes are read. [`Self::read_head`] sends it. The
+    /// query of the path is not logged, as it may hold a secret.
+    pub(super) fn new(
         client: &Client,
         headers: HeaderMap,
         origin: Origin,
@@ -104,30 +104,37 @@ impl Source {
         }
     }
 
+    /// Returns true once the head of a response that can be read has arrived.
+    pub(super) fn has_head(&self) -> bool {
+        self.content_type.is_some()
+    }
+
     pub(super) fn format(&self) -> Format {
         let format = self.content_type.map(Format::from_content_type);
         format.unwrap_or_default()
     }
 
+    /// Ends the page early, for the reason given. The caller logs and counts it.
     pub(super) fn fail(&mut self, code: &'static Code, found: impl ToString) {
         let (origin, address) = (self.origin.name(), &self.address);
         let subject = format!("failed scraping {origin} metrics from {address}");
         self.failure = Some(Problem::new(code, subject, found));
     }
 
-    /// Waits for the head of the response, unless it was read or has failed already. A call that is dropped
-    /// can be repeated.
+    /// Sends the request and waits for the head of the response, unless it was read or has failed already. Sets
+    /// `content_type`, or `failure`. A call that is dropped can be repeated.
     pub(super) async fn read_head(&mut self) {
-        if self.content_type.is_some() || self.failure.is_some() {
+        if self.has_head() || self.failure.is_some() {
             return;
         }
         let response = self.response.as_mut().await.map_err(broken);
-        if let Err((code, found)) = response.and_then(|response| self.begin(response)) {
+        if let Err((code, found)) = response.and_then(|response| self.take_response(response)) {
             self.fail(code, found);
         }
     }
 
-    fn begin(&mut self, response: Response<Body>) -> Result<(), Failure> {
+    /// Takes over a response. Fails if its status is not 200, or if its body is in an unknown encoding.
+    fn take_response(&mut self, response: Response<Body>) -> Result<(), Failure> {
         let (head, body) = response.into_parts();
         if head.status != StatusCode::OK {
             let found = format!("status {}, expected 200", head.status);
@@ -144,7 +151,8 @@ impl Source {
         Ok(())
     }
 
-    /// Returns the next chunk of the page, which may be empty. None is its end, or follows a failure.
+    /// Returns the next chunk of the page, which may be empty. None is its end, or follows a failure. Sets
+    /// `failure` if the page breaks off or exceeds its limit.
     pub(super) async fn chunk(&mut self) -> Option<Bytes> {
         if self.failure.is_some() {
             return None;

@@ -44,7 +44,16 @@ pub(super) struct Resource<'a> {
     pub(super) crl: Option<DataSource>,
 }
 
-/// Reads a CRL file. Envoy gets the file's name if it can read the file itself, and PEM otherwise.
+/// What differs between two versions of a resource. It has no key.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Version {
+    /// The certificate chain or the roots.
+    pem: Bytes,
+    crl: Option<DataSource>,
+}
+
+/// Reads a CRL file. Returns its name if Envoy can read the file itself, and its content as PEM otherwise. None if
+/// there is no file, or no list in it.
 pub(super) async fn read_crl(path: &Path) -> Option<DataSource> {
     let file = DataSource {
         specifier: Some(Specifier::Filename(path.to_string_lossy().into())),
@@ -64,7 +73,7 @@ pub(super) async fn read_crl(path: &Path) -> Option<DataSource> {
     })
 }
 
-/// Reports a CRL file that lacks a valid list of an issuer: Envoy needs one of every issuer in a peer's chain.
+/// Reports a CRL file without a valid list of some issuer: Envoy needs one of every issuer in a peer's chain.
 /// Peers have the issuers of the workload's own chain. Blocks.
 pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
     let file = regular_file::read(path, MAX_PEM).ok()?;
@@ -89,8 +98,8 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
             && (signers.peek().is_none() || signers.any(|it| verifies(it, text, signature)))
     };
     let mut issuers = links.iter().map(|link| link.issuer());
-    let missing = issuers.find(|issuer| !lists.iter().any(|(_, list)| is_valid(list, issuer)));
-    let mut found = match missing {
+    let without_list = issuers.find(|issuer| !lists.iter().any(|(_, list)| is_valid(list, issuer)));
+    let mut found = match without_list {
         Some(issuer) => format!("no valid list of {issuer}"),
         None if lists.is_empty() => "no list".to_owned(),
         None => return None,
@@ -107,15 +116,19 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
 }
 
 impl Resource<'_> {
-    /// Returns the public part, which differs between two versions of a secret.
-    pub(super) fn version(&self) -> (Bytes, Option<DataSource>) {
+    /// Returns the version, to compare it with others of the same name.
+    pub(super) fn version(&self) -> Version {
         let pem = match &self.secret {
             Secret::Certificate(certificate) => certificate.chain_pem().clone(),
             Secret::Roots(roots) => roots.pem().clone(),
         };
-        (pem, self.crl.clone())
+        Version {
+            pem,
+            crl: self.crl.clone(),
+        }
     }
 
+    /// Encodes the secret as Envoy's resource of this name.
     pub(super) fn encode(&self, name: &Name) -> Any {
         let content = match &self.secret {
             Secret::Certificate(certificate) => {

@@ -6,13 +6,11 @@
 
 use std::collections::BTreeMap;
 
-use bytes::Bytes;
-use envoy_types::pb::envoy::config::core::v3::DataSource;
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use tonic::{Code, Status};
 
 use super::metrics::Metrics;
-use super::resource::{Resource, TYPE_URL};
+use super::resource::{Resource, TYPE_URL, Version};
 use crate::problem::{Problem, codes};
 use crate::secrets::name::{Name, escaped};
 
@@ -28,10 +26,6 @@ const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
 /// Looks up the resource of a name; None if it does not exist now.
 pub(super) type Lookup<'a> = dyn Fn(&Name) -> Option<Resource<'a>> + 'a;
 
-/// The resource sent last since its name was requested. Its public part is stored, so that no key is held,
-/// and its CRL.
-type Sent = Option<(Bytes, Option<DataSource>)>;
-
 /// The protocol state of one stream.
 #[derive(Debug)]
 pub(super) struct StateOfTheWorld {
@@ -41,7 +35,8 @@ pub(super) struct StateOfTheWorld {
     serves_workload: bool,
     /// True once a request has named the node.
     has_node: bool,
-    names: BTreeMap<Name, Sent>,
+    /// The requested names. The version is that of the resource sent last since then; None if none was sent.
+    names: BTreeMap<Name, Option<Version>>,
     /// The nonce of the latest response.
     nonce: Option<String>,
     /// True once Envoy has a version of the secret. Each of its streams requests one secret.
@@ -69,10 +64,14 @@ impl StateOfTheWorld {
 
     /// Applies a request of Envoy. An error is the status to end the stream with.
     pub(super) fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        if self.skips(request)? || !self.process_ack(request) {
+        if !self.has_node && request.type_url == HEALTH_TYPE_URL {
+            tracing::warn!(target: "ads", "ADS: {} skipped a leading health report", self.id);
             return Ok(());
         }
-        let texts = &request.resource_names;
+        self.check_first_request(request)?;
+        let Some(texts) = self.process_nonce_and_error(request) else {
+            return Ok(());
+        };
         if texts.len() > MAX_NAMES {
             return Err(Status::resource_exhausted(format!(
                 "{} names in one request, expected at most {MAX_NAMES}",
@@ -88,6 +87,7 @@ impl StateOfTheWorld {
         for text in texts {
             match self.parse(text) {
                 Ok(name) => {
+                    // Nothing has been sent for a name that is new.
                     let sent = before.remove(&name).flatten();
                     self.names.entry(name).or_insert(sent);
                 }
@@ -148,25 +148,21 @@ impl StateOfTheWorld {
         })
     }
 
-    /// Returns true for a leading health report, which is skipped. The first other request must name the node.
-    fn skips(&mut self, request: &DiscoveryRequest) -> Result<bool, Status> {
-        if self.has_node {
-            return Ok(false);
-        }
-        if request.type_url == HEALTH_TYPE_URL {
-            tracing::warn!(target: "ads", "ADS: {} skipped a leading health report", self.id);
-            return Ok(true);
-        }
-        if request.node.as_ref().is_none_or(|node| node.id.is_empty()) {
+    /// Fails, which ends the stream, if its first request does not name the node.
+    fn check_first_request(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
+        if !self.has_node && request.node.as_ref().is_none_or(|node| node.id.is_empty()) {
             return Err(Status::invalid_argument("missing node information"));
         }
         self.has_node = true;
-        Ok(false)
+        Ok(())
     }
 
-    /// Processes the nonce and error of a request. Returns true if its names are to be applied, and false for a
-    /// NACK, an unsubscription and an acknowledgement of an older response.
-    fn process_ack(&mut self, request: &DiscoveryRequest) -> bool {
+    /// Processes the nonce and error of a request, and an unsubscription. Returns the names to apply; None if they are
+    /// not: after a NACK, an unsubscription or an acknowledgement of an older response.
+    fn process_nonce_and_error<'a>(
+        &mut self,
+        request: &'a DiscoveryRequest,
+    ) -> Option<&'a [String]> {
         let (id, nonce) = (self.id, &request.response_nonce);
         // Before the first response, a nonce is one of an earlier stream, and the request subscribes.
         let latest = self.nonce.as_ref().filter(|_| !self.names.is_empty());
@@ -187,9 +183,9 @@ impl StateOfTheWorld {
                 self.has_version = true;
                 self.metrics.refusals.lock().remove(&id);
             }
-            return true;
+            return Some(&request.resource_names);
         }
-        false
+        None
     }
 
     /// Logs a NACK. While Envoy has no version of the secret, the pod is not ready.

@@ -391,36 +391,6 @@ async fn a_version_of_an_earlier_stream_counts_as_accepted_and_ended_streams_are
 }
 
 #[tokio::test]
-async fn an_unknown_name_never_gets_the_key() {
-    let state = signed().await;
-    let mut stream = fresh();
-    let (code, message) = ended(stream.apply(&request(&["kubernetes://x"], "")));
-    assert_eq!(code, Code::InvalidArgument);
-    assert!(message.contains("\"kubernetes://x\""), "{message}");
-    let long = "x".repeat(1_000_000);
-    let (_, message) = ended(stream.apply(&request(&[&long], "")));
-    assert!(message.len() < 600, "{}", message.len());
-
-    let mut stream = fresh();
-    let mixed = request(&["default", "Default", ""], "");
-    stream.apply(&mixed).expect("is answered in part");
-    assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
-}
-
-#[tokio::test]
-async fn the_names_of_a_request_are_bounded() {
-    let many: Vec<String> = (0..10_001).map(|n| n.to_string()).collect();
-    let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    let mut stream = fresh();
-    let (code, _) = ended(stream.apply(&request(&many, "")));
-    assert_eq!(code, Code::ResourceExhausted);
-    let fewer = [&many[..9_000], &["default"]].concat();
-    stream
-        .apply(&request(&fewer, ""))
-        .expect("is within bounds");
-}
-
-#[tokio::test]
 async fn secrets_have_the_shape_envoy_expects() {
     let state = signed().await;
     let mut stream = fresh();

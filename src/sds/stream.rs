@@ -26,8 +26,16 @@ pub(super) struct Stream {
     service: Service,
     secrets: Subscription,
     crl: Option<DataSource>,
-    /// Time and length of the CRL file when it was read, and true if it was compared with a chain.
-    crl_stamp: (Option<(SystemTime, u64)>, bool),
+    crl_stamp: CrlStamp,
+}
+
+/// The state in which a CRL file was read last.
+#[derive(Default, PartialEq)]
+struct CrlStamp {
+    /// Time and length of the file, if there is one.
+    file: Option<(SystemTime, u64)>,
+    /// True if there was a certificate chain to compare the lists with.
+    has_chain: bool,
 }
 
 /// The interval at which a CRL file is checked for a change.
@@ -43,10 +51,11 @@ impl Stream {
             service: service.clone(),
             secrets: Subscription::new(sources.secrets.clone(), &sources.files),
             crl: None,
-            crl_stamp: (None, false),
+            crl_stamp: CrlStamp::default(),
         }
     }
 
+    /// Applies a request: from now on, secrets of its names are wanted. An error is the status to end the stream with.
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
         let metrics = &self.protocol.metrics;
         metrics.largest_request.raise(request.encoded_len() as f64);
@@ -98,7 +107,8 @@ impl Stream {
         }
     }
 
-    /// Reads the CRL if it belongs to a name and its file has changed. Returns the wait before the next check.
+    /// Reads the CRL if it belongs to a name and its file has changed, and logs what is wrong with it. Returns the wait
+    /// before the next check.
     async fn read_crl(&mut self) -> Duration {
         let (mut names, sources) = (self.protocol.names(), &self.service.sources);
         let has_own_roots = names.any(|name| sources.files.are_own_roots(name));
@@ -112,7 +122,10 @@ impl Stream {
             SecretState::Available(Secret::Certificate(own)) => own.chain_pem().clone(),
             _ => Bytes::new(),
         };
-        let stamp = (file.ok(), !chain.is_empty());
+        let stamp = CrlStamp {
+            file: file.ok(),
+            has_chain: !chain.is_empty(),
+        };
         if stamp == self.crl_stamp {
             return CRL_POLL;
         }

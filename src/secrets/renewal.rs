@@ -58,21 +58,28 @@ pub(super) struct Renewal<C> {
 }
 
 impl<C: Ca> Renewal<C> {
+    /// Renews the certificate and follows the mesh's trust bundle. Does not return.
     pub(super) async fn run(self) {
         tokio::join!(self.keep_fresh(), self.follow_mesh_bundle());
     }
 
+    /// Requests, publishes and stores certificates, each when its predecessor is due. Starts with the cached one, if
+    /// there is one. Does not return.
     async fn keep_fresh(&self) {
         let mut failures = 0;
         let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
-            let awaits_first = mesh.borrow_and_update().roots.is_none();
-            self.wait_for_renewal(due, &mut mesh, awaits_first).await;
+            // After a restart it is not known whether the first bundle differs from the one before. If it brought
+            // the renewal forward, each restart would cost a request.
+            let ignores_first_bundle = mesh.borrow_and_update().roots.is_none();
+            self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle)
+                .await;
         }
         loop {
-            // Before the request, because the authority may not know a bundle that comes during it.
-            let awaits_first = mesh.borrow_and_update().roots.is_none();
-            match self.issue(failures > 0).await {
+            // A certificate that was requested before there was a bundle is as new as the first one. This is read before
+            // the request, because the authority may not know a bundle that comes during it.
+            let ignores_first_bundle = mesh.borrow_and_update().roots.is_none();
+            match self.request_certificate(failures > 0).await {
                 Ok((workload, response)) => {
                     let (workload, issued) = (Arc::new(workload), self.clock.now());
                     // A certificate without any lifetime left is renewed with backoff.
@@ -86,28 +93,29 @@ impl<C: Ca> Renewal<C> {
                     if let Some(cache) = self.cache.clone() {
                         cache.save(workload, response, issued).await;
                     }
-                    self.wait_for_renewal(due, &mut mesh, awaits_first).await;
+                    self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle)
+                        .await;
                 }
-                Err(error) => self.wait_after(error, &mut failures).await,
+                Err(error) => self.wait_after_failure(error, &mut failures).await,
             }
         }
     }
 
     /// Waits until the renewal is due. A change of the mesh's trust bundle brings it forward to a random
-    /// moment, except for the first bundle if the certificate `awaits_first`: it is as new as that.
-    async fn wait_for_renewal(
+    /// moment. With `ignores_first_bundle` the first bundle does not; the callers have the reasons.
+    async fn wait_until_renewal_is_due(
         &self,
         mut due: SystemTime,
         mesh: &mut watch::Receiver<Bundle>,
-        mut awaits_first: bool,
+        mut ignores_first_bundle: bool,
     ) {
         loop {
             tokio::select! {
                 () = self.clock.sleep_until_due(due) => break,
                 // The sender is not dropped before this task, which holds it.
                 _ = mesh.changed() => {
-                    if !std::mem::take(&mut awaits_first) {
-                        due = due.min(self.clock.after(self.bundle_delay()));
+                    if !std::mem::take(&mut ignores_first_bundle) {
+                        due = due.min(self.clock.after(self.draw_bundle_delay()));
                     }
                 }
             }
@@ -115,25 +123,28 @@ impl<C: Ca> Renewal<C> {
         tracing::debug!(target: "cache", "rotating certificate");
     }
 
-    /// Draws and logs the delay of the renewal after a change of the mesh's trust bundle.
-    fn bundle_delay(&self) -> Duration {
-        let wait = schedule::spread(self.remaining().unwrap_or_default(), fastrand::f64());
+    /// Draws a random delay after a change of the mesh's trust bundle, and logs it.
+    fn draw_bundle_delay(&self) -> Duration {
+        let wait = schedule::spread(
+            self.remaining_lifetime().unwrap_or_default(),
+            fastrand::f64(),
+        );
         let within = rounded(wait);
         tracing::info!(
             target: "cache",
-            "the trust bundle of the mesh has changed, renewing the certificate in {within}"
+            "the trust bundle of the mesh has changed, renewing the certificate within {within}"
         );
         wait
     }
 
     /// Reports a failure, and waits until the next attempt is due.
-    async fn wait_after(&self, error: IssueError, failures: &mut u32) {
+    async fn wait_after_failure(&self, error: IssueError, failures: &mut u32) {
         let request = match &error {
             IssueError::NotSigned(error) => Some(error),
             IssueError::Unusable(_) => None,
         };
         let is_transient = request.is_some_and(|error| !error.is_lasting());
-        let mut wait = schedule::next_wait(failures, is_transient, self.remaining());
+        let mut wait = schedule::next_wait(failures, is_transient, self.remaining_lifetime());
         let next_key = self.switch_key_type(request, *failures);
         if !next_key.is_empty() && *self.key_type.lock() != self.config.key_type {
             wait = schedule::MIN_WAIT;
@@ -142,7 +153,7 @@ impl<C: Ca> Renewal<C> {
         self.clock.sleep_until_due(self.clock.after(wait)).await;
     }
 
-    /// Publishes a cached certificate. Returns when it is to be renewed.
+    /// Publishes and logs a cached certificate. Returns when it is to be renewed; None without a usable one.
     async fn restore(&self) -> Option<SystemTime> {
         let now = self.clock.now();
         let (workload, issued) = self.cache.clone()?.restore(now).await?;
@@ -184,21 +195,25 @@ impl<C: Ca> Renewal<C> {
         due
     }
 
-    /// Requests a certificate once. Returns it with the response that contains it. Each attempt has a new
-    /// key, so that no key outlives its certificate.
-    async fn issue(&self, is_retry: bool) -> Result<(Workload, Vec<String>), IssueError> {
+    /// Requests a certificate once. Returns it with the response that contains it. Fails if no key can be made, if
+    /// the authority does not sign, or if the certificate cannot be used; other problems of it are logged. Each
+    /// attempt has a new key, so that no key outlives its certificate.
+    async fn request_certificate(
+        &self,
+        is_retry: bool,
+    ) -> Result<(Workload, Vec<String>), IssueError> {
         let started = Instant::now();
         let (key_type, encoding) = (*self.key_type.lock(), self.config.encoding);
         let identity = self.config.identity.clone();
         let generating = move || csr::generate(key_type, encoding, &identity);
         let request = tokio::task::spawn_blocking(generating).await;
-        let request = request.map_err(no_key)?.map_err(no_key)?;
+        let request = request.map_err(key_problem)?.map_err(key_problem)?;
         let response = self.sign(&request.csr_pem, is_retry).await?;
         let now = self.clock.now();
         let workload = Workload::new(&response, request.key_pem)?;
         let certificate = &workload.certificate;
         // Without a current certificate an expired one is better than none: this clock may be ahead.
-        if self.remaining().is_some()
+        if self.remaining_lifetime().is_some()
             && certificate.not_after() <= now
             && let Some(problem) = certificate.clock_problem(now)
         {
@@ -217,6 +232,7 @@ impl<C: Ca> Renewal<C> {
         Ok((workload, response))
     }
 
+    /// Sends a CSR to the authority, within [`SIGNING_LIMIT`]. Counts the request, and the response or failure.
     async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, SignError> {
         self.metrics.count_request(is_retry);
         let started = Instant::now();
@@ -262,7 +278,8 @@ impl<C: Ca> Renewal<C> {
         " with an RSA 2048 key, because ECC_SIGNATURE_ALGORITHM is not set"
     }
 
-    /// Computes when a certificate that was taken into use at `issued` is to be renewed.
+    /// Computes and logs when a certificate that was taken into use at `issued` is to be renewed. The moment is
+    /// partly random.
     fn renewal_time(&self, workload: &Workload, issued: SystemTime) -> SystemTime {
         let config = &self.config;
         let ratio = schedule::jittered(config.grace_ratio, config.grace_jitter, fastrand::f64());
@@ -297,6 +314,7 @@ impl<C: Ca> Renewal<C> {
         Some((published, next))
     }
 
+    /// Publishes and logs new roots.
     fn publish_roots(&self, roots: Roots) {
         tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
         self.state.send_if_modified(|state| {
@@ -315,8 +333,8 @@ impl<C: Ca> Renewal<C> {
         }
     }
 
-    /// Returns the remaining lifetime of the published certificate; None if it has ended.
-    fn remaining(&self) -> Option<Duration> {
+    /// Returns the remaining lifetime of the published certificate; None if it has ended or there is none.
+    fn remaining_lifetime(&self) -> Option<Duration> {
         let state = self.state.borrow();
         let certificate = &state.workload.as_ref()?.certificate;
         let left = time_left(certificate.not_after(), self.clock.now());
@@ -334,7 +352,7 @@ impl<C: Ca> Renewal<C> {
         let last = self.state.borrow().failure.clone();
         let is_new = last.as_ref().is_none_or(|last| last.problem != problem);
         if is_new || failures.is_power_of_two() {
-            let served = match self.remaining().map(rounded) {
+            let served = match self.remaining_lifetime().map(rounded) {
                 Some(left) => format!("the last certificate is served for {left}"),
                 None => "there is no valid certificate".to_owned(),
             };
@@ -369,7 +387,7 @@ impl<C: Ca> Renewal<C> {
     }
 }
 
-fn no_key(error: impl std::fmt::Display) -> Problem {
+fn key_problem(error: impl std::fmt::Display) -> Problem {
     let (code, subject) = (codes::CERTIFICATE_KEY_FAILED, "private key and CSR");
     Problem::new(code, subject, error)
 }

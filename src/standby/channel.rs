@@ -38,7 +38,7 @@ const CHUNK: usize = 64 << 10;
 pub enum Message {
     /// The first message of each side.
     Hello(Hello),
-    /// From the agent that serves: the standby is to take over.
+    /// From the agent that serves: the standby is to take over. It then connects again, and sends `Begin`.
     TakeOver,
     /// From a successor: may it start Envoy?
     Begin,
@@ -77,7 +77,7 @@ pub struct Hello {
 
 impl Hello {
     /// Returns the reason why this agent cannot take over from the other one.
-    pub fn hindrance(&self, serving: &Self) -> Option<String> {
+    pub fn takeover_blocker(&self, serving: &Self) -> Option<String> {
         let (found, expected) = (&self.hot_restart_version, &serving.hot_restart_version);
         if found != expected {
             return Some(format!(
@@ -119,7 +119,7 @@ impl Channel {
     /// Exchanges the first messages. Fails if the other agent has another version of the protocol.
     pub async fn greet(&mut self, hello: &Hello) -> Result<Hello, BoxError> {
         self.send(&Message::Hello(hello.clone())).await?;
-        match self.answer().await? {
+        match self.receive_answer().await? {
             Message::Hello(other) if other.version == VERSION => Ok(other),
             Message::Hello(other) => Err(format!(
                 "the agent {} has version {} of the handover protocol, this agent has {VERSION}",
@@ -181,7 +181,7 @@ impl Channel {
     }
 
     /// Waits for an answer, at most [`ANSWER_LIMIT`]. Fails if it is [`Message::Refused`].
-    pub async fn answer(&mut self) -> Result<Message, BoxError> {
+    pub async fn receive_answer(&mut self) -> Result<Message, BoxError> {
         match timeout(ANSWER_LIMIT, self.receive()).await?? {
             Message::Refused(why) => Err(why.into()),
             message => Ok(message),
@@ -282,14 +282,14 @@ mod tests {
     #[test]
     fn an_agent_without_a_mount_or_with_another_hot_restart_version_cannot_take_over() {
         let serving = hello(VERSION);
-        assert_eq!(serving.hindrance(&serving), None);
+        assert_eq!(serving.takeover_blocker(&serving), None);
         let mut other = serving.clone();
         other.mounts.insert("/more".to_owned());
-        assert_eq!(other.hindrance(&serving), None);
-        let found = serving.hindrance(&other).unwrap();
+        assert_eq!(other.takeover_blocker(&serving), None);
+        let found = serving.takeover_blocker(&other).unwrap();
         assert_eq!(found, "nothing is mounted at /more");
         other.hot_restart_version = "11.120".to_owned();
-        let found = other.hindrance(&serving).unwrap();
+        let found = other.takeover_blocker(&serving).unwrap();
         assert!(found.contains("11.120, expected 11.104"), "{found}");
     }
 

@@ -5,8 +5,8 @@
 //! kernel releases the lock when the process ends for any reason. `pilot-agent standby` waits for the lock, and
 //! then becomes `pilot-agent proxy` with the arguments and the environment that the former holder has [recorded].
 //!
-//! An agent whose build differs from the build that its container ran before requests a handover from the agent that
-//! serves instead: see [`channel`]. The lock is then passed with the listening sockets.
+//! An agent whose build differs from the build that its container ran before asks the agent that serves for a handover
+//! instead: see [`channel`]. The lock is then passed with the listening sockets.
 //!
 //! [recorded]: record::Record
 
@@ -66,8 +66,8 @@ pub struct Standby {
     /// None while another agent has the lock.
     lock: Arc<Mutex<Option<OwnedFd>>>,
     state: Arc<Mutex<State>>,
-    /// Changes when the other agent is to take over.
-    order: watch::Sender<()>,
+    /// Changes when the other agent is to take over, as the user has requested from this one.
+    handover_request: watch::Sender<()>,
 }
 
 /// The two containers, as the agent that serves knows them.
@@ -81,9 +81,10 @@ pub struct State {
     pub former_envoy: bool,
     /// The last handover from this agent.
     pub last: Option<Handover>,
-    /// The time since which no other agent is connected.
+    /// The time when the last other agent ceased to wait; before, the start of this agent. While `waits` is None, no
+    /// agent has waited since.
     #[serde(skip)]
-    pub alone_since: Option<Instant>,
+    pub last_waiting_ended: Option<Instant>,
 }
 
 /// An agent that is connected and waits.
@@ -92,7 +93,8 @@ pub struct Waiting {
     pub name: String,
     pub build: String,
     /// The reason why it cannot take over.
-    pub hindrance: Option<String>,
+    #[serde(rename = "hindrance")]
+    pub takeover_blocker: Option<String>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -106,6 +108,8 @@ pub struct Handover {
 }
 
 impl Standby {
+    /// Creates and opens the directories that both agents use, without the lock. Fails if the variable is not the name
+    /// of a container.
     fn open(environment: &Environment) -> Result<Self, Problem> {
         let name = environment.get(&ISTIO_AGENT_STANDBY);
         if !is_name(&name) {
@@ -124,16 +128,16 @@ impl Standby {
             directory: Arc::new(directory),
             lock: Arc::default(),
             state: Arc::default(),
-            order: watch::Sender::default(),
+            handover_request: watch::Sender::default(),
         })
     }
 
     /// Takes the lock for an agent that is about to serve and run this Envoy, and records its arguments and its
     /// environment.
     ///
-    /// Returns None if the variable is not set, and a standby without the lock if the agent has to request a handover
-    /// from the agent that serves. Does not return if another agent serves and this container has the same build as
-    /// before: this process becomes `pilot-agent standby`.
+    /// Returns None if the variable is not set, and a standby without the lock if the agent has to ask the
+    /// agent that serves for a handover. Does not return if another agent serves and this container has the same build
+    /// as before: this process becomes `pilot-agent standby`.
     pub async fn enter(environment: &Environment, envoy: &Path) -> Result<Option<Self>, BoxError> {
         if environment.get(&ISTIO_AGENT_STANDBY).is_empty() {
             return Ok(None);
@@ -145,7 +149,7 @@ impl Standby {
         standby.change(|state| {
             state.serves.clone_from(&standby.name);
             state.build.clone_from(&standby.build);
-            state.alone_since = Some(Instant::now());
+            state.last_waiting_ended = Some(Instant::now());
         });
         let lock = open_lock()?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
@@ -184,9 +188,9 @@ impl Standby {
         }
     }
 
-    /// Describes this agent to the other one. `envoy` is the program that it runs.
+    /// Describes this agent to the other one. Runs `envoy`, the program of its Envoy, to get the hot restart version.
     pub async fn hello(&self, envoy: &Path) -> Hello {
-        let version = printed_by(envoy, "--hot-restart-version").await;
+        let version = read_output(envoy, "--hot-restart-version").await;
         Hello {
             version: VERSION,
             name: self.name.clone(),
@@ -253,15 +257,16 @@ impl Standby {
         change(&mut self.state.lock());
     }
 
-    /// Orders the other agent to take over. Returns its container, or None if no agent is connected.
-    pub fn order_handover(&self) -> Option<String> {
+    /// Requests that the other agent takes over. Returns its container, or None if no agent waits.
+    pub fn request_handover(&self) -> Option<String> {
         let other = self.state.lock().waits.clone()?;
-        self.order.send_replace(());
+        self.handover_request.send_replace(());
         Some(other.name)
     }
 
-    pub fn orders(&self) -> watch::Receiver<()> {
-        self.order.subscribe()
+    /// Returns a receiver that changes with each request from now on.
+    pub fn handover_requests(&self) -> watch::Receiver<()> {
+        self.handover_request.subscribe()
     }
 }
 
@@ -344,13 +349,13 @@ fn mounts() -> io::Result<BTreeSet<String>> {
 /// Describes the build of a container by the versions of this agent and of Envoy.
 async fn build(envoy: &Path) -> String {
     let agent = version::full(&version::istio().unwrap_or_default());
-    let envoy = printed_by(envoy, "--version").await;
+    let envoy = read_output(envoy, "--version").await;
     format!("{agent}, Envoy {}", envoy.unwrap_or_else(|why| why))
 }
 
 /// Runs Envoy with this argument. Returns in one line what it prints to either output. The error of a program that
 /// fails does not contain its output, which may differ each time: the same program is the same build.
-async fn printed_by(envoy: &Path, argument: &str) -> Result<String, String> {
+async fn read_output(envoy: &Path, argument: &str) -> Result<String, String> {
     let output = program::run_with_stderr(envoy, &[argument], "", VERSION_LIMIT)
         .await
         .map_err(|error| format!("{}: {error}", envoy.display()))?;
@@ -404,7 +409,7 @@ mod tests {
         let script = folder.path().join("script");
         fs::write(&script, "echo $$ >&2; exit 3").unwrap();
         let (shell, script) = (Path::new("/bin/sh"), script.to_str().unwrap());
-        let error = printed_by(shell, script).await.unwrap_err();
+        let error = read_output(shell, script).await.unwrap_err();
         assert_eq!(error, "/bin/sh: exit status: 3");
     }
 

@@ -55,14 +55,15 @@ pub async fn run(
     };
     tokio::select! {
         next = waiting => next,
-        record = until_ordered(&mut standby, envoy) => record.map(Some),
+        record = wait_for_takeover(&mut standby, envoy) => record.map(Some),
         () = stop.first_request() => Ok(None),
         never = signals => match never {},
     }
 }
 
-/// Waits until this container has a new build, or until the agent that serves orders a handover.
-async fn until_ordered(
+/// Waits until this container has a new build, or until the agent that serves tells this one to take over. Returns the
+/// record of the agent that serves. Records the build of this container; after such a message an empty one.
+async fn wait_for_takeover(
     standby: &mut Standby,
     envoy: impl Fn(&Record) -> PathBuf,
 ) -> Result<Record, BoxError> {
@@ -81,20 +82,20 @@ async fn until_ordered(
     let hello = standby.hello(&envoy).await;
     let mut warned = None;
     loop {
-        let order = async {
+        let message = async {
             let mut channel = Channel::connect(&socket()).await?;
             let serving = channel.greet(&hello).await?;
-            let hindrance = hello.hindrance(&serving);
-            if let Some(why) = hindrance.as_ref().filter(|_| warned != hindrance) {
+            let blocker = hello.takeover_blocker(&serving);
+            if let Some(why) = blocker.as_ref().filter(|_| warned != blocker) {
                 let subject = format!("container {}", standby.name);
                 tracing::warn!("{}", Problem::new(codes::STANDBY_UNABLE, subject, why));
             }
-            warned = hindrance;
+            warned = blocker;
             Ok::<_, BoxError>(channel.receive().await?)
         };
-        match order.await {
+        match message.await {
             Ok(Message::TakeOver) => {
-                // `pilot-agent proxy`, which this process becomes, then finds a new build and requests a handover.
+                // `pilot-agent proxy`, which this process becomes, then finds a new build and asks for a handover.
                 standby.record_build("")?;
                 return Ok(record);
             }

@@ -54,7 +54,7 @@ use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::istiod::Istiod;
-use crate::lifecycle::{BoxError, CancellationToken, QUIT, Retirement, Stop, Urgency};
+use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover, QUIT, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
 use crate::problem::{Problem, codes};
@@ -144,20 +144,23 @@ pub fn new(
     config: Config,
     listener: impl Future<Output = io::Result<TcpListener>> + Send,
     sources: Sources,
-    retirement: Retirement,
+    handover: ListenerHandover,
     stop: CancellationToken,
 ) -> Result<impl Future<Output = ()> + Send, rustls::Error> {
     let router = Arc::new(Router::new(config, sources)?);
     Ok(async move {
         let watched = router.clone();
         let watches = async {
-            tokio::join!(watched.ready.watch(), crate::logging::levels().expire());
+            tokio::join!(
+                watched.ready.poll_until_ready(),
+                crate::logging::levels().expire()
+            );
             std::future::pending().await
         };
         let listener = stop.run_until_cancelled(listener).await.transpose();
         match listener.and_then(|it| it.map(tokio::net::TcpListener::from_std).transpose()) {
             Ok(Some(listener)) => tokio::select! {
-                () = server::serve(listener, UNREAD, router, retirement, stop.clone()) => {}
+                () = server::serve(listener, UNREAD, router, handover, stop.clone()) => {}
                 () = watches => {}
             },
             Ok(None) => {}
@@ -197,12 +200,13 @@ impl Router {
         })
     }
 
+    /// Answers a request for any path, see the table at the beginning of this file.
     async fn answer<B>(&self, request: Request<B>, caller: &Caller) -> Response<Body> {
         let (head, _) = request.into_parts();
         if head.method != Method::CONNECT
-            && let Some(clean) = server::cleaned(&head.uri)
+            && let Some(target) = server::canonical_target(&head.uri)
         {
-            return reply::moved(&clean);
+            return reply::redirect(&target);
         }
         let path = head.uri.path().to_owned();
         let access = match path.as_str() {
@@ -214,7 +218,7 @@ impl Router {
         {
             return reply::refusal(StatusCode::FORBIDDEN, why);
         }
-        let media_type = reply::preferred(&head.headers);
+        let media_type = reply::preferred_media_type(&head.headers);
         match path.as_str() {
             "/healthz/ready" => match self.ready.check_and_log().await {
                 Ok(()) => plain(StatusCode::OK, ""),
@@ -238,7 +242,7 @@ impl Router {
             "/" => reply::refusal(StatusCode::NOT_FOUND, "404 page not found: see /debug/\n"),
             "/debug/logging" => logging::answer(&head),
             "/debug/doctor" if media_type != "text/html" => {
-                let (report, _) = self.diagnosis(Duration::ZERO).await;
+                let report = self.diagnose(Duration::ZERO).await.report;
                 match media_type {
                     "text/plain" => plain(StatusCode::OK, report.text(false, usize::MAX)),
                     _ => reply::json(Some(report)),
@@ -252,23 +256,30 @@ impl Router {
         }
     }
 
-    /// Returns the doctor's report and the readiness. Unlike a readiness probe, it does not log the readiness.
-    async fn diagnosis(&self, age: Duration) -> Diagnosis {
+    /// Makes the doctor's report, or takes one of at most this age, and checks the readiness. Unlike a readiness
+    /// probe, it does not log the readiness.
+    async fn diagnose(&self, age: Duration) -> Diagnosis {
         let check = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
         let (report, ready) = tokio::join!((self.sources.doctor)(age), check);
         let ready = ready.unwrap_or_else(|_| Err("Envoy's admin port does not answer".to_owned()));
         let missing = ready.as_ref().err();
         let problem = missing.map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
         let state = if ready.is_ok() { READY } else { "not ready" };
-        (report.judged(state, problem.as_ref()), ready)
+        Diagnosis {
+            report: report.judged(state, problem.as_ref()),
+            ready,
+        }
     }
 
     /// Makes a debug page on a blocking thread, because some take a while. Only one is made at a time, because
     /// glibc keeps the memory of each thread.
     async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
         let diagnosis = match path {
-            "/debug/" | "/debug/doctor" | "/debug/overview" => self.diagnosis(REPORT_AGE).await,
-            _ => (Report::default(), Ok(())),
+            "/debug/" | "/debug/doctor" | "/debug/overview" => self.diagnose(REPORT_AGE).await,
+            _ => Diagnosis {
+                report: Report::default(),
+                ready: Ok(()),
+            },
         };
         let (sources, lock) = (
             self.sources.clone(),
@@ -288,7 +299,7 @@ impl Router {
 fn quit(stop: &Stop) -> Response<Body> {
     let stop = stop.clone();
     let quit = move || stop.request(Urgency::Terminate, QUIT);
-    plain(StatusCode::OK, "OK").map(|body| reply::followed(body, quit))
+    plain(StatusCode::OK, "OK").map(|body| reply::call_after(body, quit))
 }
 
 /// Has Envoy drain its listeners, if there is an Envoy.
@@ -313,6 +324,7 @@ fn hand_over(sources: &Sources) -> Response<Body> {
     }
 }
 
+/// Returns the steps of a shutdown, and the present one.
 fn progress(sources: &Sources) -> Response<Body> {
     let request = sources.stop.requested().borrow().clone();
     reply::json(Some(json!({
@@ -323,11 +335,16 @@ fn progress(sources: &Sources) -> Response<Body> {
 }
 
 /// The doctor's report, and the result of a readiness check.
-type Diagnosis = (Report, Result<(), String>);
+struct Diagnosis {
+    report: Report,
+    /// The error is the reason why the pod is not ready.
+    ready: Result<(), String>,
+}
 
 /// Makes a page from the sources and, for the overview, the diagnosis.
 type DebugPage = fn(&Sources, &Diagnosis) -> Response<Body>;
 
+/// Returns what makes the debug page of a path; None if there is none.
 fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
         "/debug/" | "/debug/doctor" => {

@@ -20,7 +20,7 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'n
                       form-action 'none'; frame-ancestors 'none'";
 
 /// Returns the media type that `Accept` names first, of three. JSON is for tools that accept anything.
-pub(super) fn preferred(headers: &HeaderMap) -> &'static str {
+pub(super) fn preferred_media_type(headers: &HeaderMap) -> &'static str {
     let header = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
     let accept = header.unwrap_or_default().to_ascii_lowercase();
     let types = ["text/html", "text/plain", "application/json"].into_iter();
@@ -91,7 +91,7 @@ impl<F: FnMut()> Drop for OnDrop<F> {
 }
 
 /// Has `then` called once `body` has been sent or given up.
-pub(super) fn followed(body: Body, then: impl FnMut() + Send + 'static) -> Body {
+pub(super) fn call_after(body: Body, then: impl FnMut() + Send + 'static) -> Body {
     let then = OnDrop(then);
     let holding = body.map_err(move |error| {
         // The body owns this closure, and with it `then`.
@@ -101,7 +101,8 @@ pub(super) fn followed(body: Body, then: impl FnMut() + Send + 'static) -> Body 
     holding.boxed_unsync()
 }
 
-pub(super) fn moved(to: &str) -> Response<Body> {
+/// Redirects permanently to another path.
+pub(super) fn redirect(to: &str) -> Response<Body> {
     let Ok(location) = HeaderValue::from_str(to) else {
         return not_found();
     };

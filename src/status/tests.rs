@@ -1,6 +1,5 @@
 //! Every path, its methods and callers.
 
-use ::http::HeaderValue;
 use http_body_util::BodyExt;
 use serde_json::Value;
 
@@ -158,20 +157,6 @@ async fn metrics_can_be_restricted_to_loopback() {
         assert_eq!(asked(&router, path, THERE).await.0, 403);
         assert_eq!(asked(&router, path, HERE).await.0, 200);
     }
-}
-
-#[tokio::test]
-async fn errors_are_text_and_other_paths_are_redirected() {
-    let router = router(&Stop::new(), false);
-    let (_, _, head) = asked(&router, "GET /nothing", HERE).await;
-    let text = HeaderValue::from_static("text/plain; charset=utf-8");
-    assert_eq!(head.headers()["content-type"], text);
-    assert_eq!(head.headers()["x-content-type-options"], "nosniff");
-    let (status, _, head) = asked(&router, "GET //debug/xdsz?y", THERE).await;
-    assert_eq!(
-        (status, &head.headers()["location"]),
-        (301, &HeaderValue::from_static("/debug/xdsz?y"))
-    );
 }
 
 #[tokio::test]

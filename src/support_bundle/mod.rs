@@ -38,9 +38,10 @@ use crate::regular_file::{self, MAX_SETTINGS};
 use redact::Form::{self, Json, Lines, OwnJson};
 pub use redact::Secrets;
 
-/// The time limit of the collection, and of one operation.
+/// The time limit of the collection.
 const LIMIT: Duration = Duration::from_secs(20);
-pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+/// The time limit of one step: a file, a command, or a part of a page.
+pub(crate) const STEP_LIMIT: Duration = Duration::from_secs(5);
 /// The largest compressed file, in bytes.
 const MAX_COMPRESSED: usize = 16 << 20;
 /// The largest token, in bytes. A header of HTTP cannot be larger.
@@ -119,7 +120,8 @@ pub async fn known_secrets(
         }
     }
     if let Some(path) = token
-        && let Ok(Ok(token)) = timeout(PATIENCE, regular_file::read_blocking(path, MAX_TOKEN)).await
+        && let Ok(Ok(token)) =
+            timeout(STEP_LIMIT, regular_file::read_blocking(path, MAX_TOKEN)).await
     {
         known.push(String::from_utf8_lossy(&token).into_owned());
     }
@@ -341,14 +343,14 @@ impl Write for File {
 
 /// Returns a command with the output of the program, or with the error of running it.
 async fn output(command: &[&str]) -> String {
-    let printed = match program::run(command[0], &command[1..], "", PATIENCE).await {
+    let printed = match program::run(command[0], &command[1..], "", STEP_LIMIT).await {
         Ok(printed) => String::from_utf8_lossy(&printed).into_owned(),
         Err(error) => error.to_string(),
     };
     format!("$ {}\n{}\n\n", command.join(" "), printed.trim())
 }
 
-/// Waits for a future for at most [`PATIENCE`], until `until` at the latest. After that time even a future that is
+/// Waits for a future for at most [`STEP_LIMIT`], until `until` at the latest. After that time even a future that is
 /// ready is late.
 async fn in_time<T>(until: Instant, future: impl Future<Output = T>) -> io::Result<T> {
     let late = || io::Error::other("no answer within 5 s, or 20 s in all");
@@ -356,7 +358,7 @@ async fn in_time<T>(until: Instant, future: impl Future<Output = T>) -> io::Resu
     if remaining.is_zero() {
         return Err(late());
     }
-    let output = timeout(remaining.min(PATIENCE), future).await;
+    let output = timeout(remaining.min(STEP_LIMIT), future).await;
     output.map_err(|_| late())
 }
 

@@ -29,15 +29,16 @@ impl Access {
     /// Admits these users, root, and the one this process runs as.
     pub fn only(users: &BTreeSet<u32>, refusals: Counter) -> Self {
         Self {
-            users: admitted(users),
+            users: with_agent_and_root(users),
             refused: BTreeSet::new(),
             refusals,
         }
     }
 
-    pub(super) fn admits(&mut self, stream: &UnixStream, path: &Path) -> bool {
+    /// Returns true if the peer may connect. Otherwise counts the rejection, and logs the first one of a user.
+    pub(super) fn admit(&mut self, stream: &UnixStream, path: &Path) -> bool {
         match stream.peer_cred() {
-            Ok(peer) => self.admits_user(peer.uid(), peer.pid(), path),
+            Ok(peer) => self.admit_user(peer.uid(), peer.pid(), path),
             Err(error) => {
                 tracing::warn!("refused a connection on {}: {error}", path.display());
                 self.refusals.inc();
@@ -46,7 +47,7 @@ impl Access {
         }
     }
 
-    fn admits_user(&mut self, user: u32, process: Option<i32>, path: &Path) -> bool {
+    fn admit_user(&mut self, user: u32, process: Option<i32>, path: &Path) -> bool {
         if self.users.contains(&user) {
             return true;
         }
@@ -66,7 +67,7 @@ impl Access {
 }
 
 /// Adds the user this process runs as, and root, which could read its memory anyway.
-pub fn admitted(users: &BTreeSet<u32>) -> BTreeSet<u32> {
+pub fn with_agent_and_root(users: &BTreeSet<u32>) -> BTreeSet<u32> {
     with_own(users, rustix::process::geteuid().as_raw())
 }
 
@@ -101,11 +102,11 @@ mod tests {
             (4711, false),
             (4711, false),
         ] {
-            let admitted = access.admits_user(user, Some(1), path);
+            let admitted = access.admit_user(user, Some(1), path);
             assert_eq!(admitted, expected, "{user}");
         }
         assert_eq!(refusals.get(), 2);
         let (near, _far) = UnixStream::pair().unwrap();
-        assert!(access.admits(&near, path), "the kernel names this process");
+        assert!(access.admit(&near, path), "the kernel names this process");
     }
 }

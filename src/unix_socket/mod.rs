@@ -77,12 +77,12 @@ pub fn bind(path: &Path) -> Result<Listener, Problem> {
             .recursive(true)
             .mode(0o750)
             .create(parent)
-            .map_err(failed(path, "create the directory of the socket"))?;
+            .map_err(io_problem(path, "create the directory of the socket"))?;
     }
     remove_stale(path)?;
-    let listener = UnixListener::bind(path).map_err(failed(path, "bind the socket"))?;
+    let listener = UnixListener::bind(path).map_err(io_problem(path, "bind the socket"))?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o666))
-        .map_err(failed(path, "set the mode of the socket"))?;
+        .map_err(io_problem(path, "set the mode of the socket"))?;
     Ok(Listener {
         listener,
         path: path.to_owned(),
@@ -111,7 +111,7 @@ pub fn link(path: &Path, own: &Path) -> Result<(), Problem> {
     remove_stale(&temporary)?;
     symlink(target, &temporary)
         .and_then(|()| fs::rename(temporary, path))
-        .map_err(failed(path, "link the socket"))
+        .map_err(io_problem(path, "link the socket"))
 }
 
 /// Returns true if [`link`] has made `path`, and not another process that also uses a link.
@@ -126,14 +126,16 @@ pub fn replace(path: &Path) -> Result<Listener, Problem> {
     match bind(path) {
         Err(taken) if taken.code == codes::SOCKET_TAKEN => {
             tracing::error!("{}", taken.consequence("it gets no more connections"));
-            fs::remove_file(path).map_err(failed(path, "remove the socket of another process"))?;
+            fs::remove_file(path)
+                .map_err(io_problem(path, "remove the socket of another process"))?;
             bind(path)
         }
         other => other,
     }
 }
 
-fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> Problem {
+/// Returns the conversion of an error of `action` into a problem.
+fn io_problem(path: &Path, action: &'static str) -> impl Fn(io::Error) -> Problem {
     move |error| permission::problem(action, path, error)
 }
 
@@ -141,9 +143,10 @@ fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
     Problem::new(code, format!("socket {}", path.display()), found)
 }
 
+/// Removes the file in the way of a socket. Fails if it is a directory, or if a process listens on it.
 fn remove_stale(path: &Path) -> Result<(), Problem> {
     let found =
-        if_exists(fs::symlink_metadata(path)).map_err(failed(path, "look at the socket"))?;
+        if_exists(fs::symlink_metadata(path)).map_err(io_problem(path, "look at the socket"))?;
     let Some(kind) = found.map(|found| found.file_type()) else {
         return Ok(());
     };
@@ -151,16 +154,16 @@ fn remove_stale(path: &Path) -> Result<(), Problem> {
         let found = "a directory is in its place";
         return Err(problem(codes::SOCKET_DIRECTORY, path, found));
     }
-    if let (true, Ok(pid)) = (kind.is_socket(), listener(path)) {
+    if let (true, Ok(pid)) = (kind.is_socket(), find_listener(path)) {
         let found = format!("process {pid} listens on it");
         return Err(problem(codes::SOCKET_TAKEN, path, found));
     }
-    fs::remove_file(path).map_err(failed(path, "remove the stale socket"))
+    fs::remove_file(path).map_err(io_problem(path, "remove the stale socket"))
 }
 
 /// Returns the process that listens on `path`, or 0 if the kernel does not report it, as for one in another
 /// container. Does not wait until it accepts the connection.
-pub fn listener(path: &Path) -> io::Result<i32> {
+pub fn find_listener(path: &Path) -> io::Result<i32> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -182,7 +185,7 @@ impl Listener {
 
     /// Serves only the users that `access` admits.
     #[must_use]
-    pub fn guarded(mut self, access: Option<Access>) -> Self {
+    pub fn with_access(mut self, access: Option<Access>) -> Self {
         self.access = access;
         self
     }
@@ -245,7 +248,7 @@ impl Listener {
             match self.listener.accept().await {
                 Ok((stream, _)) => {
                     let access = self.access.as_mut();
-                    if access.is_none_or(|access| access.admits(&stream, &self.path)) {
+                    if access.is_none_or(|access| access.admit(&stream, &self.path)) {
                         return (stream, permit);
                     }
                 }

@@ -56,7 +56,7 @@ pub(crate) struct Converted {
     /// The replacement of each resource; `None` if it does not change.
     pub(crate) resources: Vec<Option<Bytes>>,
     /// Number of modules that another attempt may fetch.
-    pub(crate) missing: usize,
+    pub(crate) retryable: usize,
     /// The time to convert the resources again.
     pub(crate) retry_at: Option<Instant>,
 }
@@ -102,7 +102,7 @@ impl Wasm {
 
     /// Returns whether a resource, an encoded `Any`, has a module to fetch. Fails if it cannot be read.
     pub(crate) fn has_module(resource: &Bytes) -> Result<bool, String> {
-        let filter = convert::filter(resource)?;
+        let filter = convert::read_filter(resource)?;
         Ok(filter.is_some_and(|filter| filter.module.is_ok()))
     }
 
@@ -111,6 +111,7 @@ impl Wasm {
         self.0.retain(|other| other.as_bytes() != name);
     }
 
+    /// Converts the resources at the same time.
     async fn convert_all(&self, resources: &[Bytes], complete: bool) -> Result<Converted, String> {
         let filters = self.filters(resources)?;
         if complete {
@@ -126,7 +127,7 @@ impl Wasm {
         for replaced in join_all(replacing).await {
             let (resource, retry) = replaced?.unzip();
             let retry_at = retry.flatten();
-            converted.missing += usize::from(retry_at.is_some());
+            converted.retryable += usize::from(retry_at.is_some());
             converted.retry_at = converted.retry_at.into_iter().chain(retry_at).min();
             converted.resources.push(resource);
         }
@@ -138,7 +139,7 @@ impl Wasm {
     fn filters(&self, resources: &[Bytes]) -> Result<Vec<Option<Filter>>, String> {
         let (mut filters, mut problems) = (Vec::new(), Vec::new());
         for resource in resources {
-            match convert::filter(resource) {
+            match convert::read_filter(resource) {
                 Ok(filter) => {
                     if filter.is_none() {
                         self.0.metrics.conversions.with(["no_remote_load"]).inc();
@@ -195,7 +196,7 @@ impl Wasm {
     /// Returns the resource with its module.
     async fn with_module(&self, filter: &Filter) -> Result<Bytes, Unusable> {
         let request = filter.module.as_ref().map_err(Clone::clone)?;
-        self.0.config.permits(request)?;
+        self.0.config.check_allowed(request)?;
         let module = self.0.get(request).await;
         let path = module.map_err(|failure| Unusable {
             retry_at: Some(failure.retry_at),
@@ -209,7 +210,7 @@ impl Wasm {
     }
 
     /// Returns the problems of missing modules, each with whether requests pass without the module.
-    pub fn missing(&self) -> Vec<(bool, Problem)> {
+    pub fn missing_modules(&self) -> Vec<(bool, Problem)> {
         self.0.replaced.lock().values().cloned().collect()
     }
 
@@ -221,7 +222,7 @@ impl Wasm {
 
 impl Config {
     /// Fails if the operator's rules forbid a module.
-    fn permits(&self, request: &Request) -> Result<(), Unusable> {
+    fn check_allowed(&self, request: &Request) -> Result<(), Unusable> {
         let mut allowed = self.allowed.iter();
         let rule = if self.requires_digest && request.pinned.is_none() {
             "is not pinned by a digest, and ISTIO_AGENT_WASM_REQUIRE_DIGEST is set"

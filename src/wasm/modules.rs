@@ -99,12 +99,13 @@ impl Modules {
         self.replaced.lock().retain(|name, _| remains(name));
     }
 
-    /// Returns the file of the requested module.
+    /// Returns the file of the requested module, from the cache or by a fetch. Fails with the last error until it is
+    /// time for the next attempt.
     pub(super) async fn get(self: &Arc<Self>, request: &Arc<Request>) -> Result<PathBuf, Failure> {
-        let last = self.last(request);
+        let last = self.last_result(request);
         let mut cached = None;
         if request.ignores_version || matches!(last, Some(Ok(_))) {
-            cached = self.find(request, &request.key).await.ok().flatten();
+            cached = self.use_cached(request, &request.key).await.ok().flatten();
         }
         self.count_lookup(cached.is_some());
         if let Some(module) = cached {
@@ -124,19 +125,20 @@ impl Modules {
                 retry_at: after(backoff.next_wait().max(MIN_WAIT)),
                 backoff,
             };
-            self.set(request, Err(failure.clone()));
+            self.record(request, Err(failure.clone()));
             failure
         })
     }
 
     /// Returns the last result of the same request.
-    fn last(&self, request: &Request) -> Option<Result<Module, Failure>> {
+    fn last_result(&self, request: &Request) -> Option<Result<Module, Failure>> {
         let resources = self.resources.lock();
         let last = resources.get(&request.name)?;
         (last.request == request.id).then(|| last.result.clone())
     }
 
-    fn set(&self, request: &Request, result: Result<Module, Failure>) {
+    /// Makes this the last result of the resource.
+    fn record(&self, request: &Request, result: Result<Module, Failure>) {
         let mut resources = self.resources.lock();
         resources.shift_remove(&request.name);
         if resources.len() >= MAX_RESOURCES {
@@ -150,8 +152,8 @@ impl Modules {
         resources.insert(request.name.clone(), resource);
     }
 
-    /// Looks up a module, which the resource uses from then on.
-    async fn find(
+    /// Looks up a module in the cache. If it is there, the resource uses it from then on, also by its own key.
+    async fn use_cached(
         self: &Arc<Self>,
         request: &Arc<Request>,
         key: &str,
@@ -164,7 +166,7 @@ impl Modules {
             if key != request.key {
                 cache.link(&request.key, &module)?;
             }
-            modules.set(&request, Ok(module.clone()));
+            modules.record(&request, Ok(module.clone()));
             Ok(Some(module))
         })
         .await
@@ -176,7 +178,7 @@ impl Modules {
         // It fails if the agent stops. The first value is the error for that case.
         let _ = fetching.changed().await;
         fetching.borrow().clone()?;
-        let module = self.find(request, &request.key).await?;
+        let module = self.use_cached(request, &request.key).await?;
         module.ok_or_else(|| (codes::WASM_CACHE, "the module vanished".to_owned()))
     }
 
@@ -212,7 +214,7 @@ impl Modules {
         result
     }
 
-    /// Downloads a module into the cache.
+    /// Downloads a module into the cache, unless it is the image of another tag that is there. Counts successes.
     async fn fetch(self: &Arc<Self>, request: &Arc<Request>) -> Fetched {
         let deadline = after(request.time_limit);
         self.on_disk(|_, cache| cache.prepare()).await?;
@@ -222,17 +224,17 @@ impl Modules {
         let (found, download) = match &source.image {
             None => {
                 let download = config.download(source, directory, deadline).await?;
-                request.compare(std::slice::from_ref(&download.sha256))?;
+                request.check_digest(std::slice::from_ref(&download.sha256))?;
                 (download.sha256.clone(), download)
             }
             Some(reference) => {
                 let secret = request.pull_secret.as_deref().map(String::as_str);
                 let fetching = config.image(source, reference, secret, pinned, deadline);
                 let image = fetching.await?;
-                request.compare(&image.digests)?;
+                request.check_digest(&image.digests)?;
                 let found = image.digests[0].clone();
                 if pinned.is_none() {
-                    let cached = self.find(request, &request.key_of(&found)).await?;
+                    let cached = self.use_cached(request, &request.key_of(&found)).await?;
                     self.count_lookup(cached.is_some());
                     if cached.is_some() {
                         return Ok(());
@@ -283,6 +285,7 @@ impl Modules {
         let _ = tidying.await;
     }
 
+    /// Removes modules that no resource uses, except for the `newest`.
     fn tidy_now(&self, cache: &Cache, newest: Option<PathBuf>) {
         let mut used: HashSet<_> = newest.into_iter().collect();
         for resource in self.resources.lock().values() {

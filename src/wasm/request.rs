@@ -113,7 +113,7 @@ impl Request {
     }
 
     /// Fails unless the module is pinned to one of these digests, or to none.
-    pub(super) fn compare(&self, found: &[String]) -> Result<(), Error> {
+    pub(super) fn check_digest(&self, found: &[String]) -> Result<(), Error> {
         match &self.pinned {
             Some(expected) if !found.contains(expected) => {
                 let (url, found) = (self.source.redacted(), &found[0]);

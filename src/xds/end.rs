@@ -40,6 +40,7 @@ pub(crate) struct End {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Istiod,
+    /// Envoy, or another client.
     Envoy,
     Agent,
 }
@@ -144,9 +145,9 @@ impl End {
         Self::new(Side::Agent, true, &Status::unavailable(why))
     }
 
-    /// Istiod has not answered a request in time.
-    pub(crate) fn unanswered() -> Self {
-        let why = format!("no answer to a request within {}", rounded(MAX_SILENCE));
+    /// Istiod has not begun to respond on a new stream in time.
+    pub(crate) fn no_first_response() -> Self {
+        let why = format!("no first response within {}", rounded(MAX_SILENCE));
         Self::bad_response(&Status::deadline_exceeded(why))
     }
 
@@ -168,7 +169,7 @@ impl End {
         }
     }
 
-    /// Returns the status code if istiod ended the stream.
+    /// Returns the status code if istiod caused the end: it ended its stream, sent unusable bytes, or was silent.
     pub(crate) fn istiod_code(&self) -> Option<Code> {
         (self.side == Side::Istiod).then_some(self.status.code())
     }

@@ -69,7 +69,7 @@ pub trait Interceptor: Send + Sync {
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting;
 
     /// Takes the names that Envoy has unsubscribed from. Only delta requests have them.
-    fn unsubscribed(&self, _names: &[String]) {}
+    fn note_unsubscribed(&self, _names: &[String]) {}
 
     /// Returns a message that replaces a response that is being handled and a newer one. None if each is
     /// handled.
@@ -107,13 +107,13 @@ impl Interceptors {
         }
     }
 
-    /// Takes the frame of a delta request of Envoy, for the interceptor of its type.
-    pub(crate) fn requested(&self, type_url: &str, frame: &Bytes) {
+    /// Tells the interceptor of its type the names that a delta request of Envoy unsubscribes from.
+    pub(crate) fn note_request(&self, type_url: &str, frame: &Bytes) {
         if let Disposition::Intercept(index) = self.disposition(type_url)
             && let Some(message) = frame.get(HEAD..)
             && let Ok(request) = DeltaDiscoveryRequest::decode(message)
         {
-            self.0[index].unsubscribed(&request.resource_names_unsubscribe);
+            self.0[index].note_unsubscribed(&request.resource_names_unsubscribe);
         }
     }
 
@@ -258,7 +258,7 @@ mod tests {
             fn intercept(&self, _: Protocol, _: Bytes) -> Intercepting {
                 Box::pin(async { Outcome::Accepted })
             }
-            fn unsubscribed(&self, names: &[String]) {
+            fn note_unsubscribed(&self, names: &[String]) {
                 self.0.send(names.to_vec()).unwrap();
             }
         }
@@ -269,9 +269,9 @@ mod tests {
                 resource_names_unsubscribe: vec![type_url.to_owned()],
                 ..Default::default()
             };
-            interceptors.requested(type_url, &frame(&request.encode_to_vec()));
+            interceptors.note_request(type_url, &frame(&request.encode_to_vec()));
         }
-        interceptors.requested("ecds", &frame(b"\xff"));
+        interceptors.note_request("ecds", &frame(b"\xff"));
         assert_eq!(told.try_iter().collect::<Vec<_>>(), [["ecds"]]);
     }
 

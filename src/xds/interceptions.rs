@@ -8,12 +8,13 @@ use super::intercept::{Intercepting, Outcome, SecondOutcome};
 use super::response::Captured;
 use super::stream::StreamState;
 
-/// The responses that interceptors are handling, one of a type at most.
+/// The responses that interceptors are handling, one of a type at most, with their outcomes.
 #[derive(Default)]
 pub(super) struct Interceptions(Vec<(Captured, Intercepting)>);
 
 impl Interceptions {
-    /// Starts the interceptors for which a response waits, if they are idle or replace the one they handle.
+    /// Starts the interceptors for which a response waits, if they are idle or replace the one they handle. Other
+    /// responses stay in `captured`.
     pub(super) fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
         for mut response in std::mem::take(&mut state.captured) {
             let index = response.interceptor;
@@ -46,9 +47,9 @@ impl Interceptions {
     }
 
     /// Runs the second outcome of a response.
-    pub(super) fn follow(&mut self, mut response: Captured, later: SecondOutcome) {
-        response.message = later.rest;
-        self.0.push((response, later.outcome));
+    pub(super) fn follow_with(&mut self, mut response: Captured, second: SecondOutcome) {
+        response.message = second.rest;
+        self.0.push((response, second.outcome));
     }
 }
 
@@ -158,9 +159,9 @@ mod tests {
             rest: Bytes::from_static(b"rest"),
         };
         let forwarded = Outcome::Forward(Bytes::from_static(b"later"), None);
-        interceptions.follow(captured("first"), later(Box::pin(ready(forwarded))));
+        interceptions.follow_with(captured("first"), later(Box::pin(ready(forwarded))));
         assert_eq!(next(&mut interceptions).await.1, "later");
-        interceptions.follow(captured("first"), later(Box::pin(pending())));
+        interceptions.follow_with(captured("first"), later(Box::pin(pending())));
         state.captured.push_back(captured("second"));
         interceptions.start(&mut state, Protocol::Delta);
         assert_eq!(next(&mut interceptions).await.1, "second+rest");

@@ -1,4 +1,4 @@
-//! Holds the phase of a session, from dialing istiod to the end of istiod's stream, and its requests.
+//! Holds the phase of a relay, from dialing istiod to the end of istiod's stream, and its requests.
 //!
 //! The relay waits for [`Phase::next`] and replaces the phase; [`IstiodStream`] turns istiod's response into events.
 
@@ -25,7 +25,7 @@ use crate::istiod::{Body, Connection, Istiod};
 use crate::metrics::Counter;
 use crate::problem::Problem;
 
-/// Requests of Envoy in the order of arrival.
+/// Requests in the order of arrival.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Requests {
     frames: VecDeque<Bytes>,
@@ -55,7 +55,7 @@ fn memory(request: &Bytes) -> usize {
     request.len() + size_of::<Bytes>()
 }
 
-/// The phase of a session: which side answers Envoy.
+/// The phase of a relay: which side answers the client.
 pub(super) enum Phase {
     /// The agent dials istiod, and no side answers.
     Connecting(BoxFuture<'static, Result<Connection, Problem>>),
@@ -67,7 +67,7 @@ pub(super) enum Phase {
 pub(super) struct IstiodStream {
     pub(super) connection: Connection,
     /// True once istiod has responded.
-    pub(super) is_answered: bool,
+    pub(super) has_responded: bool,
     /// Completes when the stream should move to another connection.
     moved: BoxFuture<'static, ()>,
     requests: mpsc::Sender<Bytes>,
@@ -109,18 +109,19 @@ impl Phase {
     }
 
     /// Returns istiod's stream, if there is one.
-    pub(super) fn stream(&self) -> Option<&IstiodStream> {
+    pub(super) fn istiod_stream(&self) -> Option<&IstiodStream> {
         match self {
             Self::Relaying(stream) => Some(stream),
             _ => None,
         }
     }
 
-    /// Returns the queue of requests, once there is a stream that takes them.
-    pub(super) fn requests(&self) -> Option<&mpsc::Sender<Bytes>> {
+    /// Returns the sender of requests for the side that answers: istiod, or the stored configuration. None while
+    /// the agent connects to istiod.
+    pub(super) fn request_sender(&self) -> Option<&mpsc::Sender<Bytes>> {
         match self {
             Self::ServingLastKnownGood(replay) => Some(&replay.requests),
-            _ => Some(&self.stream()?.requests),
+            _ => Some(&self.istiod_stream()?.requests),
         }
     }
 }
@@ -149,12 +150,13 @@ impl IstiodStream {
         Self {
             moved: Box::pin(connection.superseded()),
             connection,
-            is_answered: false,
+            has_responded: false,
             requests,
             responses: Box::pin(responses.try_flatten_stream()),
         }
     }
 
+    /// Waits for bytes of responses, if they are wanted, or for the end. Cancel safe.
     async fn next(&mut self, wants_responses: bool) -> Result<Event, End> {
         let frame = tokio::select! {
             () = &mut self.moved => return Err(End::moved()),

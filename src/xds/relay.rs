@@ -1,6 +1,6 @@
-//! Ties one stream of Envoy to one stream of istiod.
+//! Ties one stream of Envoy, or of another client, to one stream of istiod.
 //!
-//! [`run`] feeds a [`StreamState`] and sends its bytes, in one loop that never waits for one direction
+//! A [`Relay`] feeds a [`StreamState`] and sends its bytes, in one loop that never waits for one direction
 //! while the other has work. When either stream ends, the other does; Envoy connects again and sends
 //! its subscriptions again.
 //!
@@ -44,33 +44,34 @@ use crate::clock::{after, later};
 use crate::istiod::{Istiod, MAX_SILENCE};
 use crate::problem::{Problem, Repetition, codes};
 
-/// The most bytes of requests held for another stream while istiod has not answered. The first requests of
+/// The most bytes of requests that can be sent again while istiod has not responded. The first requests of
 /// an Envoy are far smaller. A client that sends more waits for a stream of istiod, and ends with that stream.
-const MAX_HELD: usize = 16 << 20;
+const MAX_RESENDABLE: usize = 16 << 20;
 
 /// The most bytes of requests that wait for istiod while more is read from a client other than the agent's
 /// Envoy.
 const MAX_WAITING: usize = 1 << 20;
 
-/// The most bytes of requests that wait for istiod, of one Envoy or of all other clients together. A stream
-/// that needs more ends.
+/// The most bytes of requests of an Envoy of this agent that wait for istiod, and the most that all other clients
+/// together have in memory. A stream that needs more ends.
 pub(super) const MAX_QUEUED: usize = 64 << 20;
 
 /// Upper bounds of the first wait and of any wait after istiod has ended a stream without a response.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(4);
 
-/// Frames between the relay and Envoy's socket: 256 KiB.
+/// Frames between the relay and the client's socket: 256 KiB.
 const FRAMES: usize = 16;
 
-/// A frame for Envoy: bytes of responses, unchanged, or the status at the end.
-pub(super) type ToEnvoy = Result<Frame<Bytes>, Infallible>;
+/// A frame for the client: bytes of responses, unchanged, or the status at the end.
+pub(super) type ResponseFrame = Result<Frame<Bytes>, Infallible>;
 
-/// The body of the response to Envoy.
-pub(super) type ResponseBody = StreamBody<ReceiverStream<ToEnvoy>>;
+/// The body of the response to the client.
+pub(super) type ResponseBody = StreamBody<ReceiverStream<ResponseFrame>>;
 
-/// Returns a body fed through a bounded channel: more is read from istiod only when Envoy has taken its frames.
-pub(super) fn response_body() -> (mpsc::Sender<ToEnvoy>, ResponseBody) {
+/// Returns a body fed through a bounded channel: more is read from istiod only when the client has
+/// taken its frames.
+pub(super) fn response_body() -> (mpsc::Sender<ResponseFrame>, ResponseBody) {
     let (sender, receiver) = mpsc::channel(FRAMES);
     (sender, StreamBody::new(ReceiverStream::new(receiver)))
 }
@@ -79,13 +80,14 @@ pub(super) fn response_body() -> (mpsc::Sender<ToEnvoy>, ResponseBody) {
 pub(crate) type Health = watch::Receiver<Option<Result<(), String>>>;
 
 /// The settings of a relay, and the parts of the agent that it uses.
-pub(crate) struct Relay {
+pub(crate) struct RelayConfig {
     pub id: u32,
     pub protocol: Protocol,
     pub istiod: Istiod,
+    /// True for any Envoy: one of this agent, or one that a wrapper or another container runs.
     pub is_envoy: bool,
-    /// The memory for requests of all other clients, unless the client is an Envoy of this agent.
-    pub shared: Option<Arc<Semaphore>>,
+    /// The memory that the requests of all other clients share; None for an Envoy of this agent.
+    pub shared_memory: Option<Arc<Semaphore>>,
     pub interceptors: Interceptors,
     pub observer: Observer,
     pub max_request_bytes: usize,
@@ -96,41 +98,51 @@ pub(crate) struct Relay {
     pub stop: CancellationToken,
 }
 
-/// Runs the relay until either stream has ended, and ends the other.
-pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<ToEnvoy>) {
-    relay.observer.stream_began(relay.id, relay.protocol);
-    let end = Session::new(&relay, envoy, &to_envoy).run().await;
+/// Relays a client's stream until it or istiod's has ended, ends the other, and sends the client the status.
+pub(crate) async fn serve_stream(
+    config: RelayConfig,
+    client: Incoming,
+    to_client: mpsc::Sender<ResponseFrame>,
+) {
+    config
+        .observer
+        .record_stream_begin(config.id, config.protocol);
+    let end = Relay::new(&config, client, &to_client).run().await;
     if let Some(trailers) = end.trailers() {
-        // An Envoy that no longer reads does not block the relay.
-        let sent = to_envoy.send_timeout(Ok(Frame::trailers(trailers)), Duration::from_secs(1));
+        // A client that no longer reads does not block the relay.
+        let sent = to_client.send_timeout(Ok(Frame::trailers(trailers)), Duration::from_secs(1));
         if sent.await.is_err() {
-            tracing::debug!(target: "xdsproxy", id = relay.id, "Envoy closed its stream before its status was sent");
+            tracing::debug!(target: "xdsproxy", id = config.id, "Envoy closed its stream before its status was sent");
         }
     }
-    let (prefix, address) = (relay.protocol.log_prefix(), relay.istiod.address());
-    tracing::debug!(target: "xdsproxy", id = relay.id, "disconnected from {prefix}XDS server: {address}");
+    let (prefix, address) = (config.protocol.log_prefix(), config.istiod.address());
+    tracing::debug!(target: "xdsproxy", id = config.id, "disconnected from {prefix}XDS server: {address}");
 }
 
 /// The stream state with its two streams.
-struct Session<'a> {
-    relay: &'a Relay,
+struct Relay<'a> {
+    config: &'a RelayConfig,
     state: StreamState,
-    envoy: Incoming,
-    to_envoy: &'a mpsc::Sender<ToEnvoy>,
-    waits_since: Instant,
+    /// The requests of the client.
+    client: Incoming,
+    to_client: &'a mpsc::Sender<ResponseFrame>,
+    /// The time since which the client waits for istiod's first response. It begins again if stored configuration
+    /// could not be served instead.
+    awaits_istiod_since: Instant,
     phase: Phase,
-    /// All requests, as long as another stream of istiod can begin with them: it has not answered, and they are
-    /// not too large.
-    held: Option<Requests>,
-    /// The time at which istiod counts as silent: [`MAX_SILENCE`] after a request began to wait for an answer. None
-    /// if istiod does not owe one, or if there is no other control plane.
-    silent_at: Option<Instant>,
-    /// Requests for istiod. Reading from Envoy does not wait for room at istiod: istiod may not read requests
-    /// while it waits for a large response to be taken, and Envoy may not take it before its requests are
-    /// sent. If no hop had a queue, all would wait for each other.
+    /// All requests, as long as another stream can begin with them: istiod has not responded, and they are not
+    /// larger than [`MAX_RESENDABLE`].
+    resendable: Option<Requests>,
+    /// The time at which istiod counts as silent: [`MAX_SILENCE`] after its stream got a request, or after the last
+    /// bytes of a first response that is incomplete. None after the first response, without another control plane
+    /// to change to, and once `resendable` is dropped.
+    first_response_due: Option<Instant>,
+    /// Requests for the side that answers. Reading from the client does not wait for room at istiod: istiod may not
+    /// read requests while it waits for a large response to be taken, and the client may not take it before its
+    /// requests are sent. If no hop had a queue, all would wait for each other.
     queue: Requests,
-    /// The share of the memory of all other clients.
-    memory: Option<OwnedSemaphorePermit>,
+    /// The part of [`RelayConfig::shared_memory`] that this relay has.
+    memory_permit: Option<OwnedSemaphorePermit>,
     backoff: Backoff,
     /// Consecutive streams without a response of istiod.
     failures: Repetition,
@@ -139,127 +151,140 @@ struct Session<'a> {
     health: Option<Health>,
 }
 
-impl<'a> Session<'a> {
-    fn new(relay: &'a Relay, envoy: Incoming, to_envoy: &'a mpsc::Sender<ToEnvoy>) -> Self {
+impl<'a> Relay<'a> {
+    fn new(
+        config: &'a RelayConfig,
+        client: Incoming,
+        to_client: &'a mpsc::Sender<ResponseFrame>,
+    ) -> Self {
         let mut state = StreamState::new(
-            relay.id,
-            relay.protocol,
-            relay.interceptors.clone(),
-            relay.observer.clone(),
-            relay.max_request_bytes,
-            relay.store.clone(),
+            config.id,
+            config.protocol,
+            config.interceptors.clone(),
+            config.observer.clone(),
+            config.max_request_bytes,
+            config.store.clone(),
         );
-        state.services = relay.is_envoy.then(Services::default);
-        let istiod = relay.istiod.clone();
+        state.services = config.is_envoy.then(Services::default);
+        let istiod = config.istiod.clone();
         Self {
-            relay,
+            config,
             state,
-            envoy,
-            to_envoy,
-            waits_since: Instant::now(),
+            client,
+            to_client,
+            awaits_istiod_since: Instant::now(),
             phase: Phase::connecting(istiod, Duration::ZERO),
-            held: Some(Requests::default()),
-            silent_at: None,
+            resendable: Some(Requests::default()),
+            first_response_due: None,
             queue: Requests::default(),
-            memory: None,
+            memory_permit: None,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
             failures: Repetition::default(),
             interceptions: Interceptions::default(),
-            health: relay.health.clone(),
+            health: config.health.clone(),
         }
     }
 
+    /// Relays until either stream ends, then closes both. Records, logs and returns the end.
     async fn run(mut self) -> End {
-        let Err(end) = self.relay().await;
-        let problem = self.problem(&end.status);
-        self.record_end(&end, &problem, false);
-        let Relay { id, observer, .. } = self.relay;
-        observer.stream_ended(*id, &end);
+        let Err(end) = self.run_until_end().await;
+        let problem = self.explain(&end.status);
+        self.record_istiod_end(&end, &problem, false);
+        let RelayConfig { id, observer, .. } = self.config;
+        observer.record_stream_end(*id, &end);
         end.log(*id, &problem);
         end
     }
 
-    async fn relay(&mut self) -> Result<Infallible, End> {
-        let mut stopped = pin!(self.relay.stop.cancelled());
-        let mut envoy_gone = pin!(self.to_envoy.closed());
+    /// Relays requests and responses until either stream ends. Each turn handles one event, then forwards what is
+    /// ready. A failed stream of istiod is no end while another can begin with the same requests.
+    async fn run_until_end(&mut self) -> Result<Infallible, End> {
+        let mut stopped = pin!(self.config.stop.cancelled());
+        let mut client_gone = pin!(self.to_client.closed());
         loop {
             let last_known_good_due = self.last_known_good_due();
-            let requests = self.phase.requests().cloned();
-            let to_istiod = requests.map(mpsc::Sender::reserve_owned);
-            let is_open = to_istiod.is_some();
-            let has_alternative = self.relay.is_envoy && self.relay.istiod.has_others();
-            let is_owed = has_alternative && self.phase.stream().is_some() && self.held() > 0;
-            self.silent_at = is_owed.then(|| self.silent_at.unwrap_or_else(|| after(MAX_SILENCE)));
+            let request_sender = self.phase.request_sender().cloned();
+            let request_room = request_sender.map(mpsc::Sender::reserve_owned);
+            let takes_requests = request_room.is_some();
+            let has_alternative = self.config.is_envoy && self.config.istiod.has_fallbacks();
+            let awaits_response = has_alternative
+                && self.phase.istiod_stream().is_some()
+                && self.resendable_memory() > 0;
+            let due = self.first_response_due;
+            self.first_response_due =
+                awaits_response.then(|| due.unwrap_or_else(|| after(MAX_SILENCE)));
             let wants_responses = self.state.wants_responses();
             let clusters_due = self.state.recorder.clusters_due;
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
-                () = &mut envoy_gone => return Err(End::envoy_gone(None)),
-                frame = self.envoy.frame(), if self.wants_requests() => match frame {
+                () = &mut client_gone => return Err(End::envoy_gone(None)),
+                frame = self.client.frame(), if self.wants_requests() => match frame {
                     Some(Ok(frame)) => {
                         if let Ok(bytes) = frame.into_data() {
                             self.state.read_requests(bytes)?;
                         }
                     }
                     Some(Err(error)) => return Err(End::envoy_gone(Some(error))),
-                    None => return Err(self.state.envoy_done()),
+                    None => return Err(self.state.client_end()),
                 },
-                room = self.to_envoy.reserve(), if !self.state.to_envoy.is_empty() => {
-                    self.send(room.map_err(|_| End::envoy_gone(None))?);
+                room = self.to_client.reserve(), if !self.state.to_client.is_empty() => {
+                    self.send_next(room.map_err(|_| End::envoy_gone(None))?);
                 }
                 Some((response, outcome)) = self.interceptions.next() => {
-                    if let Some(later) = self.state.intercepted(&response, outcome) {
-                        self.interceptions.follow(response, later);
+                    if let Some(second) = self.state.apply_outcome(&response, outcome) {
+                        self.interceptions.follow_with(response, second);
                     }
                 }
                 // Only the latest verdict is sent: one that has waited for istiod may be outdated.
-                health = next_verdict(&mut self.health), if is_open && self.state.is_subscribed => {
-                    // The report is not held, as it may be outdated when another stream opens.
+                health = next_verdict(&mut self.health), if takes_requests && self.state.has_sent_own_subscriptions => {
+                    // The report is not sent again on another stream, as it may be outdated then.
                     self.queue.push(self.state.health_report(&health));
                 }
-                // The queue is closed only if istiod's stream has ended, which `phase.next` returns.
-                Some(Ok(room)) = OptionFuture::from(to_istiod), if self.queue.memory() > 0 => {
+                // The channel is closed only if the side that answers has ended, which `phase.next` returns.
+                Some(Ok(room)) = OptionFuture::from(request_room), if self.queue.memory() > 0 => {
                     room.send(self.queue.pop().unwrap_or_default());
                 }
                 Some(()) = OptionFuture::from(last_known_good_due.map(sleep_until)) => {
                     self.serve_last_known_good();
                 }
                 Some(()) = OptionFuture::from(clusters_due.map(sleep_until)) => {
+                    // istiod's responses have waited long enough for stored clusters. The next turn reads them
+                    // again (`wants_responses`).
                     self.state.recorder.clusters_due = None;
                 }
-                Some(stored) = self.state.recorder.stored_versions.next(), if self.state.stored.is_none() => {
-                    self.state.stored = Some(stored);
+                Some(stored) = self.state.recorder.stored_versions.next(), if self.state.stored_waiting.is_none() => {
+                    self.state.stored_waiting = Some(stored);
                     self.state.send_waiting();
                 }
                 event = self.phase.next(wants_responses) => {
-                    self.silent_at = None;
-                    let handled = event.and_then(|event| self.handle(event));
-                    handled.or_else(|end| self.istiod_done(end, false))?;
+                    self.first_response_due = None;
+                    let handled = event.and_then(|event| self.handle_event(event));
+                    handled.or_else(|end| self.reconnect_or_end(end, false))?;
                 }
-                Some(()) = OptionFuture::from(self.silent_at.map(sleep_until)) => {
-                    self.istiod_done(End::unanswered(), true)?;
+                Some(()) = OptionFuture::from(self.first_response_due.map(sleep_until)) => {
+                    self.reconnect_or_end(End::no_first_response(), true)?;
                 }
             }
             self.state.recorder.flush().await;
             self.forward();
-            self.bound_memory()?;
+            self.reserve_memory()?;
         }
     }
 
-    /// Handles an event of istiod's stream.
-    fn handle(&mut self, event: Event) -> Result<(), End> {
+    /// Reads the bytes of a response, or opens a stream on a new connection to istiod.
+    fn handle_event(&mut self, event: Event) -> Result<(), End> {
         match event {
             Event::Data(bytes) => {
                 self.state.read_responses(bytes)?;
-                if self.state.is_answered
+                if self.state.has_responded
                     && let Phase::Relaying(stream) = &mut self.phase
-                    && !std::mem::replace(&mut stream.is_answered, true)
+                    && !std::mem::replace(&mut stream.has_responded, true)
                 {
-                    self.held = None;
-                    self.relay.observer.istiod_answered(self.relay.id);
-                    self.relay.istiod.answered(&stream.connection);
+                    self.resendable = None;
+                    self.config.observer.record_first_response(self.config.id);
+                    self.config.istiod.record_success(&stream.connection);
                     if let Some(failures) = self.failures.end() {
-                        let id = self.relay.id;
+                        let id = self.config.id;
                         tracing::info!(target: "xdsproxy", id, "istiod answers again; {failures}");
                     }
                 }
@@ -267,62 +292,71 @@ impl<'a> Session<'a> {
             Event::Connected(connection) => {
                 self.health.iter_mut().for_each(Health::mark_changed);
                 let (id, istiod, protocol) =
-                    (self.relay.id, &self.relay.istiod, self.relay.protocol);
+                    (self.config.id, &self.config.istiod, self.config.protocol);
                 let (prefix, address) = (protocol.log_prefix(), istiod.address());
                 tracing::info!(target: "xdsproxy", id, "connected to {prefix}upstream XDS server: {address}");
-                let sent = self.relay.observer.metrics.requests.clone();
+                let sent = self.config.observer.metrics.requests.clone();
                 let stream = IstiodStream::open(connection, istiod, protocol.path(), sent);
                 self.phase = Phase::Relaying(stream);
-                self.queue = self.held.clone().unwrap_or_default();
+                self.queue = self.resendable.clone().unwrap_or_default();
             }
         }
         Ok(())
     }
 
-    /// Returns true if there is room for requests.
+    /// Returns true if more requests are to be read. Those of an Envoy of this agent are always read while a side
+    /// answers, because it may not take responses before.
     fn wants_requests(&self) -> bool {
-        match self.relay.shared {
+        match self.config.shared_memory {
             Some(_) => self.queue.memory() < MAX_WAITING,
-            None => self.phase.requests().is_some() || self.held() < MAX_HELD,
+            None => {
+                self.phase.request_sender().is_some() || self.resendable_memory() < MAX_RESENDABLE
+            }
         }
     }
 
-    /// Returns the memory of the requests that are held for another stream of istiod.
-    fn held(&self) -> usize {
-        self.held.as_ref().map_or(0, Requests::memory)
+    /// Returns the memory of the requests that can be sent again on another stream.
+    fn resendable_memory(&self) -> usize {
+        self.resendable.as_ref().map_or(0, Requests::memory)
     }
 
-    /// Fails if requests need more memory than they may.
-    fn bound_memory(&mut self) -> Result<(), End> {
+    /// Adapts this relay's part of the memory that other clients share to the requests it has. Fails if too little
+    /// is free, or if the queue of an Envoy of this agent is too large.
+    fn reserve_memory(&mut self) -> Result<(), End> {
         let queued = self.queue.memory();
-        let fits = if let Some(shared) = &self.relay.shared {
-            let needed = queued.max(self.held()) + self.state.requests.held.len();
-            // The old share is returned first, so that it counts as free.
-            self.memory = None;
-            self.memory = shared.clone().try_acquire_many_owned(needed as u32).ok();
-            self.memory.is_some()
+        let problem = if let Some(shared) = &self.config.shared_memory {
+            // The queue and the resendable requests share their bytes, so only the larger of them counts.
+            let needed = queued.max(self.resendable_memory()) + self.state.requests.partial.len();
+            // The old part is returned first, so that it counts as free.
+            self.memory_permit = None;
+            self.memory_permit = shared.clone().try_acquire_many_owned(needed as u32).ok();
+            let is_full = self.memory_permit.is_none();
+            is_full.then(|| {
+                format!("requests of clients other than the agent's Envoy need more than {MAX_QUEUED} bytes in all")
+            })
         } else {
-            queued <= MAX_QUEUED
+            let is_full = queued > MAX_QUEUED;
+            is_full.then(|| format!("more than {MAX_QUEUED} bytes of requests wait for istiod"))
         };
-        if fits {
-            return Ok(());
+        match problem {
+            None => Ok(()),
+            Some(problem) => Err(End::bad_request(&Status::resource_exhausted(problem))),
         }
-        let problem = format!("more than {MAX_QUEUED} bytes of requests wait for istiod");
-        Err(End::bad_request(&Status::resource_exhausted(problem)))
     }
 
-    /// Connects again if Envoy's stream can be held, that is if istiod ended its stream without a response.
-    /// Otherwise both streams end.
-    fn istiod_done(&mut self, end: End, is_silent: bool) -> Result<(), End> {
-        let end = self.state.istiod_done(end);
-        if self.held.is_none() || !self.relay.is_envoy || end.istiod_code().is_none() {
+    /// Connects again if Envoy's stream can be held, that is if istiod caused the end and has not responded.
+    /// Otherwise returns the end of both streams. `timed_out` is true if the agent ends istiod's stream because no
+    /// response came.
+    fn reconnect_or_end(&mut self, end: End, timed_out: bool) -> Result<(), End> {
+        let end = self.state.istiod_end(end);
+        if self.resendable.is_none() || !self.config.is_envoy || end.istiod_code().is_none() {
             return Err(end);
         }
-        let problem = self.problem(&end.status);
-        let has_moved = self.record_end(&end, &problem, is_silent);
+        let problem = self.explain(&end.status);
+        let has_moved = self.record_istiod_end(&end, &problem, timed_out);
         if let Some(count) = self.failures.failed(&problem) {
             let problem = problem.consequence("Envoy's stream is held, and istiod is asked again");
-            let id = self.relay.id;
+            let id = self.config.id;
             tracing::warn!(target: "xdsproxy", id, "upstream terminated with unexpected error {problem}{count}");
         }
         let wait = if has_moved {
@@ -330,62 +364,62 @@ impl<'a> Session<'a> {
         } else {
             self.backoff.next_wait()
         };
-        self.phase = Phase::connecting(self.relay.istiod.clone(), wait);
+        self.phase = Phase::connecting(self.config.istiod.clone(), wait);
         self.state.restart();
         Ok(())
     }
 
     /// Explains a status of istiod's stream.
-    fn problem(&self, status: &Status) -> Problem {
-        let unimplemented = match self.relay.protocol {
+    fn explain(&self, status: &Status) -> Problem {
+        let unimplemented = match self.config.protocol {
             Protocol::Sotw => codes::ISTIOD_ERROR,
             Protocol::Delta => codes::ISTIOD_WITHOUT_DELTA,
         };
-        self.relay.istiod.explain(unimplemented, status)
+        self.config.istiod.explain(unimplemented, status)
     }
 
-    /// Records the end of istiod's stream, if there is one. Returns true if another control plane is in
-    /// use now.
-    fn record_end(&self, end: &End, problem: &Problem, is_silent: bool) -> bool {
-        let Some(stream) = self.phase.stream() else {
+    /// Records the end of istiod's stream, if there is one, as a failure of the control plane if it has not
+    /// responded. Returns true if another control plane is in use now.
+    fn record_istiod_end(&self, end: &End, problem: &Problem, timed_out: bool) -> bool {
+        let Some(stream) = self.phase.istiod_stream() else {
             return false;
         };
-        let (istiod, code) = (&self.relay.istiod, end.istiod_code());
-        self.relay.observer.istiod_ended(end);
+        let (istiod, code) = (&self.config.istiod, end.istiod_code());
+        self.config.observer.record_istiod_end(end);
         istiod.leave_if_unauthenticated(&stream.connection, code);
-        let is_failure = code.is_some() && !stream.is_answered;
-        is_failure && istiod.failed(&stream.connection, is_silent, problem)
+        let is_failure = code.is_some() && !stream.has_responded;
+        is_failure && istiod.record_failure(&stream.connection, timed_out, problem)
     }
 
     /// Returns when Envoy is served last known good configuration, unless istiod answers before.
     fn last_known_good_due(&self) -> Option<Instant> {
-        self.held.as_ref()?;
-        let patience = self.relay.store.as_ref()?.patience()?;
-        Some(later(self.waits_since, patience))
+        self.resendable.as_ref()?;
+        let wait = self.config.store.as_ref()?.max_wait_for_istiod()?;
+        Some(later(self.awaits_istiod_since, wait))
     }
 
     /// Serves Envoy last known good configuration. If there is none, Envoy waits again.
     fn serve_last_known_good(&mut self) {
-        let Some(envoy) = self.relay.store.as_ref().filter(|it| it.can_be_served()) else {
-            self.waits_since = Instant::now();
+        let Some(cache) = self.config.store.as_ref().filter(|it| it.can_be_served()) else {
+            self.awaits_istiod_since = Instant::now();
             return;
         };
-        if let Some(stream) = self.phase.stream() {
+        if let Some(stream) = self.phase.istiod_stream() {
             let why = "no answer before stored configuration was served";
-            let problem = self.problem(&Status::deadline_exceeded(why));
-            let istiod = &self.relay.istiod;
-            istiod.failed(&stream.connection, false, &problem);
+            let problem = self.explain(&Status::deadline_exceeded(why));
+            let istiod = &self.config.istiod;
+            istiod.record_failure(&stream.connection, false, &problem);
         }
-        self.queue = self.held.take().unwrap_or_default();
-        self.phase = Phase::ServingLastKnownGood(Replay::start(envoy.clone()));
+        self.queue = self.resendable.take().unwrap_or_default();
+        self.phase = Phase::ServingLastKnownGood(Replay::start(cache.clone()));
         self.state.recorder.stop();
         self.state.source = Source::Stored;
-        self.relay.observer.serves_stored(self.relay.id);
+        self.config.observer.record_stored_served(self.config.id);
     }
 
-    /// Sends Envoy the next bytes.
-    fn send(&mut self, room: mpsc::Permit<'_, ToEnvoy>) {
-        if let Some(bytes) = self.state.to_envoy.pop_front() {
+    /// Sends the client the next bytes.
+    fn send_next(&mut self, room: mpsc::Permit<'_, ResponseFrame>) {
+        if let Some(bytes) = self.state.to_client.pop_front() {
             room.send(Ok(Frame::data(bytes)));
         }
     }
@@ -393,21 +427,22 @@ impl<'a> Session<'a> {
     /// Forwards the requests and bytes that are ready, and starts interceptors.
     fn forward(&mut self) {
         for request in std::mem::take(&mut self.state.to_istiod) {
-            if let Some(held) = &mut self.held {
-                held.push(request.clone());
+            if let Some(resendable) = &mut self.resendable {
+                resendable.push(request.clone());
             }
             self.queue.push(request);
         }
-        if self.held() > MAX_HELD && self.phase.stream().is_some() {
-            self.held = None;
+        // Without a stream they stay, so that a new one can begin with them; no more are read (`wants_requests`).
+        if self.resendable_memory() > MAX_RESENDABLE && self.phase.istiod_stream().is_some() {
+            self.resendable = None;
         }
         self.interceptions
-            .start(&mut self.state, self.relay.protocol);
-        // Without room, Envoy takes the bytes later, or has closed its stream, which the loop notices.
-        while !self.state.to_envoy.is_empty()
-            && let Ok(room) = self.to_envoy.try_reserve()
+            .start(&mut self.state, self.config.protocol);
+        // Without room, the client takes the bytes later, or has closed its stream, which the loop notices.
+        while !self.state.to_client.is_empty()
+            && let Ok(room) = self.to_client.try_reserve()
         {
-            self.send(room);
+            self.send_next(room);
         }
     }
 }

@@ -29,7 +29,7 @@ use super::end;
 use super::intercept::Interceptors;
 use super::last_known_good::LastKnownGood;
 use super::observe::Observer;
-use super::relay::{self, Health, Relay, ResponseBody, response_body};
+use super::relay::{self, Health, RelayConfig, ResponseBody, response_body};
 use crate::istiod::Istiod;
 use crate::metrics::Registry;
 use crate::unix_socket::{Listener, Peer};
@@ -41,7 +41,7 @@ pub const MAX_OTHER_CLIENT_STREAMS: usize = 64;
 const ENVOY_HEADER: &str = "x-envoy-internal";
 
 /// Tells whether a process is an Envoy of this agent.
-pub type IsEnvoy = Arc<dyn Fn(i32) -> bool + Send + Sync>;
+pub type IsOwnEnvoy = Arc<dyn Fn(i32) -> bool + Send + Sync>;
 
 /// The connections to istiod that streams are relayed on.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ pub struct Config {
     /// Stores the responses that Envoy accepts, if configured.
     pub last_known_good: Option<LastKnownGood>,
     pub upstream: Upstream,
-    pub is_envoy: IsEnvoy,
+    pub is_own_envoy: IsOwnEnvoy,
     pub interceptors: Interceptors,
     /// The health of the workload, if streams report it.
     pub health: Option<Health>,
@@ -117,13 +117,14 @@ impl Discovery {
     }
 
     /// Starts a relay for a stream. Ends the stream if other clients have too many.
-    fn relay(&self, protocol: Protocol, request: Request<Incoming>) -> ResponseBody {
+    fn start_relay(&self, protocol: Protocol, request: Request<Incoming>) -> ResponseBody {
         let config = &self.0.config;
         let stop = config.shutdown.child_token();
         let peer: Peer = request.extensions().get().copied().unwrap_or_default();
-        let child = peer.pid().filter(|pid| (config.is_envoy)(*pid));
-        let is_envoy = child.is_some() || request.headers().contains_key(ENVOY_HEADER);
-        let (istiod, permit) = if let Some(pid) = child {
+        let own_envoy = peer.pid().filter(|pid| (config.is_own_envoy)(*pid));
+        // Another container's Envoy counts as another client, but waits for istiod like an own one.
+        let is_envoy = own_envoy.is_some() || request.headers().contains_key(ENVOY_HEADER);
+        let (istiod, permit) = if let Some(pid) = own_envoy {
             self.replace_newest(pid, stop.clone());
             (&config.upstream.envoy, None)
         } else if let Ok(permit) = self.0.other_clients.clone().try_acquire_owned() {
@@ -136,12 +137,12 @@ impl Discovery {
         };
         let store = config.last_known_good.as_ref();
         let store = store.zip(peer.pid().filter(|_| is_envoy));
-        let relay = Relay {
+        let relay_config = RelayConfig {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
             protocol,
             istiod: istiod.clone(),
             is_envoy,
-            shared: child.is_none().then(|| self.0.memory.clone()),
+            shared_memory: own_envoy.is_none().then(|| self.0.memory.clone()),
             interceptors: config.interceptors.clone(),
             observer: self.0.observer.clone(),
             max_request_bytes: config.max_request_bytes,
@@ -155,17 +156,18 @@ impl Discovery {
             }
             Protocol::Delta => "accepted delta xds connection from envoy, forwarding to upstream",
         };
-        tracing::debug!(target: "xdsproxy", id = relay.id, "{accepted}");
+        tracing::debug!(target: "xdsproxy", id = relay_config.id, "{accepted}");
         let (sender, body) = response_body();
         // The end of a relay cancels its token, so that the next stream does not count as overlapping.
-        let ended = relay.stop.clone().drop_guard();
+        let ended = relay_config.stop.clone().drop_guard();
         self.0.relays.spawn(async move {
-            relay::run(relay, request.into_body(), sender).await;
+            relay::serve_stream(relay_config, request.into_body(), sender).await;
             drop((ended, permit));
         });
         body
     }
 
+    /// Remembers how to stop the newest stream of an Envoy, and stops its older one.
     fn replace_newest(&self, pid: i32, stop: CancellationToken) {
         let mut newest = self.0.newest.lock();
         newest.retain(|_, older| !older.is_cancelled());
@@ -192,7 +194,7 @@ impl hyper::service::Service<Request<Incoming>> for Discovery {
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let path = request.uri().path();
         let body = match Protocol::from_path(path) {
-            Some(protocol) => self.relay(protocol, request),
+            Some(protocol) => self.start_relay(protocol, request),
             None => status_body(&Status::unimplemented(format!("unknown method {path}"))),
         };
         let mut response = Response::new(body);

@@ -21,7 +21,7 @@ use crate::problem::{Problem, codes};
 /// The most responses that wait for interceptors while more are read from istiod.
 const MAX_INTERCEPTED: usize = 8;
 
-/// The state of one ADS stream of Envoy and the stream to istiod it is tied to.
+/// The state of one ADS stream of Envoy, or of another client, and the stream to istiod it is tied to.
 pub(super) struct StreamState {
     id: u32,
     protocol: Protocol,
@@ -31,22 +31,22 @@ pub(super) struct StreamState {
     responses: ResponseReader,
     /// True once the agent's own subscriptions have been sent on this stream. Then istiod knows the node, and
     /// other requests of the agent may follow.
-    pub(super) is_subscribed: bool,
-    /// True once istiod has sent a response, or a part of one.
-    pub(super) is_answered: bool,
+    pub(super) has_sent_own_subscriptions: bool,
+    /// True once istiod, or the stored configuration, has sent a response, or a part of one.
+    pub(super) has_responded: bool,
     /// Requests that are ready to be sent, each a frame.
     pub(super) to_istiod: Vec<Bytes>,
-    /// Bytes of responses that are ready to be sent.
-    pub(super) to_envoy: VecDeque<Bytes>,
+    /// Bytes of responses that are ready to be sent, in order.
+    pub(super) to_client: VecDeque<Bytes>,
     /// Rewritten messages that wait for the end of a passing one.
-    between: VecDeque<Bytes>,
+    rewritten_waiting: VecDeque<Bytes>,
     /// Responses that wait for their interceptor.
     pub(super) captured: VecDeque<Captured>,
     /// The origin of responses.
     pub(super) source: Source,
     pub(super) recorder: Recorder,
     /// Stored versions that wait for the end of a passing message.
-    pub(super) stored: Option<Stored>,
+    pub(super) stored_waiting: Option<Stored>,
     /// None for clients other than Envoy.
     pub(super) services: Option<Services>,
 }
@@ -67,24 +67,26 @@ impl StreamState {
             responses: ResponseReader::new(protocol, interceptors.clone()),
             interceptors,
             observer,
-            is_subscribed: false,
-            is_answered: false,
+            has_sent_own_subscriptions: false,
+            has_responded: false,
             to_istiod: Vec::new(),
-            to_envoy: VecDeque::new(),
-            between: VecDeque::new(),
+            to_client: VecDeque::new(),
+            rewritten_waiting: VecDeque::new(),
             captured: VecDeque::new(),
             source: Source::Istiod,
             recorder: Recorder::new(store, id),
-            stored: None,
+            stored_waiting: None,
             services: None,
         }
     }
 
-    /// Takes bytes of requests from Envoy.
+    /// Takes bytes of requests from the client. Records the requests that they complete, and queues those for
+    /// istiod in `to_istiod`. Fails if the bytes are not requests.
     pub(super) fn read_requests(&mut self, bytes: Bytes) -> Result<(), End> {
         let read = self.requests.feed(bytes, |mut request| {
+            // istiod does not know the nonce of stored versions, and gets only the names in the request.
             if request.nonce == NONCE && self.protocol == Protocol::Delta {
-                self.recorder.stored_answered(&request);
+                self.recorder.record_stored_ack_or_nack(&request);
                 let Some(frame) = without_nonce(&request.frame) else {
                     return;
                 };
@@ -95,18 +97,20 @@ impl StreamState {
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
             if let Some(services) = &mut self.services
-                && let Some(count) = services.requested(&request, self.protocol)
+                && let Some(count) = services.apply_request(&request, self.protocol)
             {
                 self.observer.metrics.services.set(count as f64);
             }
-            self.observer.requested(&request);
-            self.recorder.requested(&request);
+            self.observer.record_request(&request);
+            self.recorder.record_request(&request);
             if self.protocol == Protocol::Delta {
-                self.interceptors.requested(type_url, &request.frame);
+                self.interceptors.note_request(type_url, &request.frame);
             }
             self.to_istiod.push(request.frame);
             // Envoy asks for listeners once its clusters are warm, so the agent's own subscriptions do not delay it.
-            if type_url == LISTENER && !std::mem::replace(&mut self.is_subscribed, true) {
+            if type_url == LISTENER
+                && !std::mem::replace(&mut self.has_sent_own_subscriptions, true)
+            {
                 let subscriptions = self.interceptors.subscriptions(self.protocol);
                 self.to_istiod.extend(subscriptions);
             }
@@ -125,25 +129,26 @@ impl StreamState {
         self.responses = ResponseReader::new(self.protocol, self.interceptors.clone());
     }
 
-    /// Takes bytes of responses from istiod.
+    /// Takes bytes of responses. Queues those for the client in `to_client`, and complete responses for interceptors
+    /// in `captured`. Fails if the bytes are not responses.
     pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
         let read = self.responses.feed(bytes, |output| match output {
             Output::Begins(type_url) => {
-                self.is_answered = true;
-                self.recorder.begins(&type_url);
+                self.has_responded = true;
+                self.recorder.begin_response(&type_url);
             }
             Output::Pass(bytes) => {
-                self.recorder.passes(&bytes);
-                self.to_envoy.push_back(bytes);
+                self.recorder.record_bytes(&bytes);
+                self.to_client.push_back(bytes);
             }
             Output::Complete(received) => {
-                self.is_answered = true;
+                self.has_responded = true;
                 if received.consumer == Consumer::None {
                     let type_url = &received.type_url;
                     tracing::error!(target: "xdsproxy", "Skipping forwarding type url {type_url} to Envoy as is not a valid Envoy type");
                 }
-                self.recorder.passed(&received);
-                self.observer.received(received, self.source);
+                self.recorder.complete_response(&received);
+                self.observer.record_response(received, self.source);
             }
             // A response without resources is not consumed, and istiod gets no ACK, as from pilot-agent. If
             // Envoy subscribes to the type, it may be a removal, which the interceptor has to see.
@@ -157,8 +162,9 @@ impl StreamState {
         Ok(())
     }
 
-    /// Takes the outcome of an interceptor. Returns the outcome that may follow.
-    pub(super) fn intercepted(
+    /// Applies the outcome of an interceptor: sends istiod an ACK or NACK, or the client the rewritten message.
+    /// Returns the outcome that may follow.
+    pub(super) fn apply_outcome(
         &mut self,
         captured: &Captured,
         outcome: Outcome,
@@ -166,31 +172,32 @@ impl StreamState {
         let response = &captured.received;
         match outcome {
             Outcome::Accepted => {
-                self.recorder.replaced(response, &captured.message, true);
-                self.answer(response, None);
+                self.recorder
+                    .record_message(response, &captured.message, true);
+                self.send_ack_or_nack(response, None);
             }
             Outcome::Rejected(problem) => {
-                self.answer(response, Some(&problem));
+                self.send_ack_or_nack(response, Some(&problem));
                 let found = format!("{} {} is refused", response.type_url, response.nonce);
                 let problem = Problem::new(codes::RESPONSE_REFUSED, problem, found);
                 tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
             }
-            Outcome::Forward(message, later) => {
-                self.recorder.replaced(response, &message, false);
-                self.between.push_back(frame(&message));
+            Outcome::Forward(message, second) => {
+                self.recorder.record_message(response, &message, false);
+                self.rewritten_waiting.push_back(frame(&message));
                 self.send_waiting();
-                return later;
+                return second;
             }
         }
         None
     }
 
     /// Sends the ACK or NACK of a response the agent consumed.
-    fn answer(&mut self, response: &Received, problem: Option<&str>) {
+    fn send_ack_or_nack(&mut self, response: &Received, problem: Option<&str>) {
         let (type_url, nonce) = (&response.type_url, &response.nonce);
-        self.observer.answered(type_url, nonce, problem);
-        let answer = encode_request(self.protocol, type_url, &response.version, nonce, problem);
-        self.to_istiod.push(answer);
+        self.observer.record_ack_or_nack(type_url, nonce, problem);
+        let request = encode_request(self.protocol, type_url, &response.version, nonce, problem);
+        self.to_istiod.push(request);
     }
 
     /// Sends rewritten messages and stored versions, unless another message is passing. Stored versions are dropped if
@@ -199,21 +206,21 @@ impl StreamState {
         if self.responses.is_passing() {
             return;
         }
-        self.to_envoy.append(&mut self.between);
-        let stored = self.stored.take();
-        let frame = stored.and_then(|stored| self.recorder.stored(stored));
-        self.to_envoy.extend(frame);
+        self.to_client.append(&mut self.rewritten_waiting);
+        let stored = self.stored_waiting.take();
+        let frame = stored.and_then(|stored| self.recorder.use_stored(stored));
+        self.to_client.extend(frame);
     }
 
     /// Returns true if there is room for more of istiod's responses.
     pub(super) fn wants_responses(&self) -> bool {
         // Stored clusters are sent after a passing message, which therefore has to end.
         let awaits_clusters = self.recorder.clusters_due.is_some() && !self.responses.is_passing();
-        self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED && !awaits_clusters
+        self.to_client.is_empty() && self.captured.len() < MAX_INTERCEPTED && !awaits_clusters
     }
 
-    /// Returns the end of the streams after Envoy has closed its half.
-    pub(super) fn envoy_done(&self) -> End {
+    /// Returns the end of the streams after the client has closed its half, an error if inside a message.
+    pub(super) fn client_end(&self) -> End {
         match self.requests.finish() {
             Ok(()) => End::envoy_done(),
             Err(status) => End::bad_request(&status),
@@ -222,7 +229,7 @@ impl StreamState {
 
     /// Returns the end of the streams after the end of istiod's. An incomplete message is an error, even if
     /// istiod reports success.
-    pub(super) fn istiod_done(&self, end: End) -> End {
+    pub(super) fn istiod_end(&self, end: End) -> End {
         if end.istiod_code() == Some(Code::Ok) && !self.responses.is_between_messages() {
             let status = Status::internal("istiod ended the stream inside a message");
             return End::bad_response(&status);
@@ -327,11 +334,11 @@ mod tests {
         state.read_responses(passing.slice(..80)).unwrap();
         let rewritten = Bytes::from_static(b"rewritten");
         let outcome = Outcome::Forward(rewritten.clone(), None);
-        state.intercepted(&captured, outcome);
-        assert_eq!(state.to_envoy, [passing.slice(..80)]);
+        state.apply_outcome(&captured, outcome);
+        assert_eq!(state.to_client, [passing.slice(..80)]);
         state.read_responses(passing.slice(80..)).unwrap();
         let expected = [passing.slice(..80), passing.slice(80..), frame(&rewritten)];
-        assert_eq!(state.to_envoy, expected);
+        assert_eq!(state.to_client, expected);
     }
 
     #[test]
@@ -340,7 +347,7 @@ mod tests {
         state.read_responses(response(NAMES)).unwrap();
         let captured = state.captured.pop_front().unwrap();
         for outcome in [Outcome::Accepted, Outcome::Rejected("no table".into())] {
-            state.intercepted(&captured, outcome);
+            state.apply_outcome(&captured, outcome);
         }
         let answers: Vec<_> = state
             .to_istiod
@@ -357,7 +364,7 @@ mod tests {
             answers,
             [("n".into(), None), ("n".into(), Some("no table".into()))]
         );
-        assert!(state.to_envoy.is_empty());
+        assert!(state.to_client.is_empty());
         let seen = &state.observer.snapshot().types[NAMES];
         assert_eq!((seen.responses, seen.acks, seen.nacks), (1, 1, 1));
     }
@@ -376,7 +383,7 @@ mod tests {
         assert!(state.captured.is_empty() && state.to_istiod.is_empty());
         state.read_responses(empty(EXTENSION)).unwrap();
         assert_eq!(state.captured[0].message, empty(EXTENSION)[5..]);
-        assert!(state.to_envoy.is_empty());
+        assert!(state.to_client.is_empty());
     }
 
     #[test]
@@ -385,7 +392,7 @@ mod tests {
         assert!(state.wants_responses());
         state.read_responses(response(CLUSTER)).unwrap();
         assert!(!state.wants_responses());
-        state.to_envoy.clear();
+        state.to_client.clear();
         for _ in 0..MAX_INTERCEPTED {
             state.read_responses(response(NAMES)).unwrap();
         }

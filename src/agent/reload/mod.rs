@@ -1,6 +1,6 @@
 //! Prepares the inputs of each Envoy: its command and its bootstrap.
 //!
-//! [`Inputs::prepare`] writes the bootstrap for the Envoy of an epoch. After the first epoch it reads the configuration
+//! [`Inputs::prepare`] writes the bootstrap of the next Envoy. After the first Envoy it reads the configuration
 //! again, and rejects changes of settings that cannot change while the agent runs.
 
 use std::any::Any;
@@ -57,7 +57,7 @@ impl Inputs {
         }
     }
 
-    /// Must be called once, before the first epoch starts.
+    /// Must be called once, before the first Envoy starts.
     pub(crate) fn set_platform(&self, platform: Platform) {
         // A second call would have the same platform.
         let _ = self.platform.set(platform);
@@ -69,11 +69,11 @@ impl Inputs {
         let _ = self.adopted.set((takeover, override_json));
     }
 
-    /// Prepares the inputs of the Envoy of this epoch: the first one by the configuration at the agent's start, later
-    /// ones by the current configuration. May block.
-    pub(crate) fn prepare(&self, epoch: u32) -> Result<Prepared, BoxError> {
-        if epoch == 0 {
-            let mut prepared = self.write(&self.first, epoch)?;
+    /// Prepares the inputs of an Envoy: the first one, number 0, by the configuration at the agent's start, later ones by
+    /// the current configuration. Fails if that cannot be used. May block.
+    pub(crate) fn prepare(&self, start_number: u32) -> Result<Prepared, BoxError> {
+        if start_number == 0 {
+            let mut prepared = self.write(&self.first, start_number)?;
             if let Some((takeover, override_json)) = self.adopted.get().cloned() {
                 prepared.takeover = Some(takeover);
                 // The override is not part of the digest, because the next Envoy does not need it, and its inputs
@@ -84,10 +84,11 @@ impl Inputs {
         }
         let config = (self.load)().map_err(Unusable)?;
         self.check(&config)?;
-        self.write(&config, epoch)
+        self.write(&config, start_number)
     }
 
-    fn write(&self, config: &Config, epoch: u32) -> Result<Prepared, BoxError> {
+    /// Writes the bootstrap, unless the user has a custom one. With hot restart, each Envoy has its own file.
+    fn write(&self, config: &Config, start_number: u32) -> Result<Prepared, BoxError> {
         let Some(envoy) = &config.envoy else {
             return Err(fixed_error("DISABLE_ENVOY").into());
         };
@@ -106,7 +107,7 @@ impl Inputs {
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
         self.detected.add_to(&mut bootstrap, &config.sds_socket);
         let document = is_compared.then(|| bootstrap::document(&bootstrap).to_string());
-        bootstrap.revision = is_compared.then_some(epoch);
+        bootstrap.revision = is_compared.then_some(start_number);
         let written = bootstrap::write(&bootstrap)?;
         if let Some(user) = command.user {
             envoy_user::give_files(user, &written.files);

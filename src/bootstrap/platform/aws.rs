@@ -18,9 +18,9 @@ const MEMBERS: [(&str, &str); 3] = [
     ("aws_instance_id", "instance-id"),
 ];
 
-/// Queries both versions at once: a container may be too many hops away for a token, and the older
-/// version may be switched off.
-pub(super) async fn detected(config: &Config) -> bool {
+/// Returns true on an AWS instance that has a role. Queries both versions at once: a container may be too many
+/// hops away for a token, and the older version may be switched off.
+pub(super) async fn detect(config: &Config) -> bool {
     let (token, role) = tokio::join!(token(config), get(config, "", ROLE));
     let role = match role {
         None if !token.is_empty() => get(config, &token, ROLE).await,

@@ -10,7 +10,8 @@ use super::{Config, LIMIT, Locality, Platform, SERVICE, present, request, succes
 /// The version that pilot-agent uses if it finds no newer one. It has all members that are read here.
 const INSTANCE: &str = "/metadata/instance?api-version=2019-08-15";
 
-pub(super) fn detected(config: &Config) -> bool {
+/// Returns true if the machine's vendor is Microsoft.
+pub(super) fn detect(config: &Config) -> bool {
     let vendor = fs::read_to_string(config.root.join("sys/class/dmi/id/sys_vendor"));
     vendor.is_ok_and(|vendor| vendor.contains("Microsoft Corporation"))
 }

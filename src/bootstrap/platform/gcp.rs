@@ -36,7 +36,8 @@ const MEMBERS: [(&str, &str); 9] = [
     ("gcp_zone", "instance/zone"),
 ];
 
-pub(super) async fn detected(config: &Config) -> bool {
+/// Returns true if the machine's product name or the metadata service is Google's, or a host of it is configured.
+pub(super) async fn detect(config: &Config) -> bool {
     let name = fs::read_to_string(config.root.join("sys/class/dmi/id/product_name"));
     if config.gcp_host.is_some() || name.is_ok_and(|name| name.trim().starts_with("Google")) {
         return true;

@@ -70,9 +70,9 @@ async fn describe(config: &Config) -> Platform {
         "azure" => azure::describe().await,
         "gcp" => gcp::describe(config).await,
         _ if config.gcp.is_some() => gcp::describe(config).await,
-        _ if azure::detected(config) => azure::describe().await,
+        _ if azure::detect(config) => azure::describe().await,
         _ => {
-            let (aws, gcp) = (aws::detected(config), gcp::detected(config));
+            let (aws, gcp) = (aws::detect(config), gcp::detect(config));
             tokio::pin!(aws, gcp);
             // Both fail soon on another machine, so waiting for the second costs little.
             tokio::select! {

@@ -54,6 +54,7 @@ impl IstioCa {
         }
     }
 
+    /// Returns the connection to istiod, or the error of the current or next dial. Waits for `limit` at most.
     async fn connection(&self) -> Result<Connection, SignError> {
         match timeout(self.limit, self.istiod.try_connection()).await {
             Ok(connected) => connected.map_err(|problem| SignError {
@@ -61,22 +62,28 @@ impl IstioCa {
                 message: format!("{}: {}", problem.subject, problem.found),
                 problem,
             }),
-            Err(_) => Err(self.error(&timed_out("connection", self.limit))),
+            Err(_) => Err(self.error(&timeout_status("connection", self.limit))),
         }
     }
 
+    /// Calls istiod once, and records the result for the choice of the control plane and the next time limit.
     async fn try_sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
         let connection = self.connection().await?;
-        let timeouts = self.timeouts.load(Ordering::Relaxed);
-        let limit = self.limit.saturating_mul(1 << timeouts.min(MAX_DOUBLINGS));
+        let earlier_timeouts = self.timeouts.load(Ordering::Relaxed);
+        let doublings = earlier_timeouts.min(MAX_DOUBLINGS);
+        let limit = self.limit.saturating_mul(1 << doublings);
         let call = self.create_certificate(connection.clone(), csr_pem, ttl, limit);
         let result = timeout(limit, call).await;
-        let is_silent = result.is_err();
-        let timeouts = timeouts.saturating_add(1) * u32::from(is_silent);
+        let timed_out = result.is_err();
+        let timeouts = if timed_out {
+            earlier_timeouts.saturating_add(1)
+        } else {
+            0
+        };
         self.timeouts.store(timeouts, Ordering::Relaxed);
-        let status = match result.unwrap_or_else(|_| Err(timed_out("answer", limit))) {
+        let status = match result.unwrap_or_else(|_| Err(timeout_status("answer", limit))) {
             Ok(chain) => {
-                self.istiod.answered(&connection);
+                self.istiod.record_success(&connection);
                 return Ok(chain);
             }
             Err(status) => status,
@@ -86,7 +93,8 @@ impl IstioCa {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
         let error = self.error(&status);
-        self.istiod.failed(&connection, is_silent, &error.problem);
+        self.istiod
+            .record_failure(&connection, timed_out, &error.problem);
         Err(error)
     }
 
@@ -98,6 +106,7 @@ impl IstioCa {
         }
     }
 
+    /// Sends the request, and returns the certificates of the response. `limit` is announced to istiod.
     async fn create_certificate(
         &self,
         connection: Connection,
@@ -125,7 +134,7 @@ impl IstioCa {
     }
 }
 
-fn timed_out(what: &str, limit: Duration) -> Status {
+fn timeout_status(what: &str, limit: Duration) -> Status {
     let limit = rounded(limit);
     Status::deadline_exceeded(format!("no {what} within {limit}"))
 }

@@ -86,7 +86,7 @@ pub fn removal() -> String {
 
 /// Renders the input of `nft -f -` that replaces our tables.
 pub fn transaction(rules: &Rules) -> String {
-    let rules = shared(rules);
+    let rules = rules_for_shared_chains(rules);
     let chains = layout::chains(&rules);
     let mut text = removal();
     let tables: BTreeSet<_> = chains.keys().map(|(table, _)| *table).collect();
@@ -113,14 +113,14 @@ pub fn transaction(rules: &Rules) -> String {
 /// Returns the layout of a family after [`apply`], and then its layout after pilot-agent or Istio's CNI
 /// plugin, whose rules without an address apply to IPv6 as well in pods without IPv6.
 pub fn versions(rules: &Rules, family: Family) -> Vec<Layout> {
-    let versions = [shared(rules), for_both_families(rules)];
+    let versions = [rules_for_shared_chains(rules), merge_families(rules)];
     versions.map(|rules| Layout::shared(&rules, family)).into()
 }
 
 /// Returns the rules for chains that both families share. Without rules for IPv6, its packets leave our
 /// chains at once, because rules without an address would capture them.
-fn shared(rules: &Rules) -> Vec<Rule> {
-    let mut shared = for_both_families(rules);
+fn rules_for_shared_chains(rules: &Rules) -> Vec<Rule> {
+    let mut shared = merge_families(rules);
     if !rules.has_v6 {
         let chains = shared.iter().map(|rule| (rule.table, rule.chain));
         let builtin: BTreeSet<_> = chains.filter(|(_, chain)| chain.is_builtin()).collect();
@@ -140,7 +140,7 @@ fn shared(rules: &Rules) -> Vec<Rule> {
 ///
 /// - there is one jump for the servers of both families, because the rules behind it have addresses;
 /// - only TCP packets are dropped as invalid, as in Istio.
-fn for_both_families(rules: &Rules) -> Vec<Rule> {
+fn merge_families(rules: &Rules) -> Vec<Rule> {
     let mut shared = Vec::<Rule>::new();
     for rule in rules.all() {
         let mut rule = rule.clone();

@@ -54,17 +54,17 @@ impl Rules {
             is_earlier,
             rules: Vec::new(),
         };
-        builder.interfaces();
+        builder.add_interfaces();
         builder.drop_invalid();
-        builder.redirects();
-        builder.inbound();
-        builder.outbound();
+        builder.add_redirects();
+        builder.add_inbound();
+        builder.add_outbound();
         if !config.dns.is_empty() {
-            builder.dns();
+            builder.add_dns();
         }
-        builder.destinations();
+        builder.add_destinations();
         if config.mode == Mode::Tproxy {
-            builder.tproxy_marks();
+            builder.add_tproxy_marks();
         }
         if config.protect_admin {
             builder.protect_admin();
@@ -113,7 +113,9 @@ impl Builder<'_> {
         [self.config.loopback, v6]
     }
 
-    fn interfaces(&mut self) {
+    /// Lets traffic over excluded interfaces pass, and traffic from virtual machines:
+    /// [`Self::add_destinations`] inserts the rules that capture the latter before these.
+    fn add_interfaces(&mut self) {
         let tables: &[Table] = match self.config.mode {
             Mode::Redirect => &[Nat],
             Mode::Tproxy => &[Nat, Mangle],
@@ -136,7 +138,8 @@ impl Builder<'_> {
         }
     }
 
-    fn redirects(&mut self) {
+    /// Fills the chains that redirect to Envoy. Connections to the HBONE port are left alone.
+    fn add_redirects(&mut self) {
         let (outbound, inbound) = (self.config.outbound_port, self.config.inbound_port);
         let tunnel = Is(port(self.config.tunnel_port));
         self.append(Nat, Inbound, &[TCP, tunnel], Return);
@@ -144,7 +147,8 @@ impl Builder<'_> {
         self.append(Nat, InRedirect, &[TCP], Verdict::Redirect(inbound));
     }
 
-    fn inbound(&mut self) {
+    /// Captures inbound connections to the selected ports.
+    fn add_inbound(&mut self) {
         let config = self.config;
         if !config.captures_inbound() {
             return;
@@ -152,7 +156,7 @@ impl Builder<'_> {
         let table = match config.mode {
             Mode::Redirect => Nat,
             Mode::Tproxy => {
-                self.tproxy_targets();
+                self.add_tproxy_targets();
                 Mangle
             }
         };
@@ -172,7 +176,8 @@ impl Builder<'_> {
         }
     }
 
-    fn tproxy_targets(&mut self) {
+    /// Fills the chains that mark packets and hand them to Envoy (TPROXY).
+    fn add_tproxy_targets(&mut self) {
         let (port, mark) = (self.config.inbound_port, self.config.tproxy_mark);
         let to_envoy = Verdict::Tproxy { port, mark };
         self.append(Mangle, Divert, &[], Verdict::SetMark(mark));
@@ -193,7 +198,8 @@ impl Builder<'_> {
         self.append(table, Inbound, matches, Jump(Chain::Tproxy));
     }
 
-    fn outbound(&mut self) {
+    /// Lets traffic pass that is excluded by port, source or owner. [`Self::add_destinations`] captures the rest.
+    fn add_outbound(&mut self) {
         let config = self.config;
         self.append(Nat, Output, &[], Jump(IstioOutput));
         for excluded in &config.exclude_outbound_ports {
@@ -205,7 +211,7 @@ impl Builder<'_> {
             self.append_outbound(&[leaves_by("lo"), Is(C::Source(range))], Return);
         }
         for owner in proxy_owners(config) {
-            self.proxy_traffic(&owner);
+            self.add_proxy_traffic(&owner);
         }
         match &config.owner_groups {
             Selection::AllBut(excluded) => {
@@ -223,7 +229,7 @@ impl Builder<'_> {
 
     /// Lets the proxy's own traffic pass, except calls over `lo` to the pod's own address, which are
     /// inbound traffic. Lets the traffic of applications over `lo` pass.
-    fn proxy_traffic(&mut self, owner: &C) {
+    fn add_proxy_traffic(&mut self, owner: &C) {
         let tunnel = self.config.tunnel_port;
         let has_dns = !self.config.dns.is_empty();
         let not_inbound = match owner {
@@ -253,12 +259,12 @@ impl Builder<'_> {
 
     /// Redirects queries to the agent. Conntrack zones separate the proxy's queries to its resolver (1) from
     /// the queries of applications (2), because both may have the same addresses and ports.
-    fn dns(&mut self) {
+    fn add_dns(&mut self) {
         self.append(Raw, Output, &[], Jump(OutputDns));
         if self.is_earlier {
             self.append_outbound(&[], Jump(OutputDns));
         } else {
-            self.dns_jump(Nat, IstioOutput, OutputDns);
+            self.add_dns_jumps(Nat, IstioOutput, OutputDns);
         }
         let to_agent = Verdict::Redirect(DNS_PORT);
         for protocol in [TCP, UDP] {
@@ -269,7 +275,7 @@ impl Builder<'_> {
                 }
             }
             let query = [protocol, Is(port(53))];
-            self.per_server((Nat, OutputDns), &query, C::Destination, to_agent);
+            self.add_per_server((Nat, OutputDns), &query, C::Destination, to_agent);
         }
         for owner in proxy_owners(self.config) {
             for (port, zone) in [(port(53), 1), (C::SourcePort(DNS_PORT), 2)] {
@@ -277,15 +283,15 @@ impl Builder<'_> {
                 self.append(Raw, OutputDns, &matches, Zone(zone));
             }
         }
-        self.dns_jump(Raw, Prerouting, Inbound);
+        self.add_dns_jumps(Raw, Prerouting, Inbound);
         let query = [UDP, Is(port(53))];
-        self.per_server((Raw, OutputDns), &query, C::Destination, Zone(2));
+        self.add_per_server((Raw, OutputDns), &query, C::Destination, Zone(2));
         let reply = [UDP, Is(C::SourcePort(53))];
-        self.per_server((Raw, Inbound), &reply, C::Source, Zone(1));
+        self.add_per_server((Raw, Inbound), &reply, C::Source, Zone(1));
     }
 
     /// Appends a jump for each family whose servers are captured, or one for both if all are.
-    fn dns_jump(&mut self, table: Table, chain: Chain, target: Chain) {
+    fn add_dns_jumps(&mut self, table: Table, chain: Chain, target: Chain) {
         let servers = self.config.dns.iter();
         let families: BTreeSet<_> = servers.map(|server| server.map(|it| it.family())).collect();
         self.rules.extend(families.into_iter().map(|family| Rule {
@@ -299,7 +305,7 @@ impl Builder<'_> {
     }
 
     /// Appends a rule for each captured server, or one without an address if all are captured.
-    fn per_server(
+    fn add_per_server(
         &mut self,
         (table, chain): (Table, Chain),
         matches: &[Match],
@@ -313,7 +319,8 @@ impl Builder<'_> {
         }
     }
 
-    fn destinations(&mut self) {
+    /// Lets traffic to excluded destinations pass, and captures traffic to included ones.
+    fn add_destinations(&mut self) {
         let config = self.config;
         for range in self.loopback().iter().chain(&config.exclude_ranges) {
             self.append_outbound(&[Is(C::Destination(*range))], Return);
@@ -343,7 +350,7 @@ impl Builder<'_> {
     }
 
     /// Marks Envoy's connections, whose source is the client's address.
-    fn tproxy_marks(&mut self) {
+    fn add_tproxy_marks(&mut self) {
         let marked = Is(C::Mark(self.config.tproxy_mark));
         let matches = [TCP, marked.clone()];
         self.append(Mangle, Prerouting, &matches, Verdict::SaveMark);

@@ -102,7 +102,10 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
         } else {
             let wanted = versions.iter().map(|rules| Layout::new(rules, family));
             let found = apply::read_rules(family, config.kind, request.path).await;
-            (wanted.collect(), request.if_needed(family, found)?)
+            (
+                wanted.collect(),
+                request.tolerate_optional_ipv6_error(family, found)?,
+            )
         };
         findings.extend(compare(&wanted, &found, family));
     }
@@ -132,7 +135,7 @@ pub fn compare(versions: &[Layout], found: &Layout, family: Family) -> Vec<Findi
         findings.push(Finding::new(family, Kind::Unwanted, rule.clone()));
     }
     if let Some(wanted) = versions.get(equal.unwrap_or_default()) {
-        findings.extend(others(wanted, found, family));
+        findings.extend(find_others(wanted, found, family));
     }
     findings
 }
@@ -162,7 +165,7 @@ fn differences(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> 
 }
 
 /// Finds rules of others in the kernel's chains that may take packets before the last rule of Istio.
-fn others(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
+fn find_others(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (chain, entries) in &found.chains {
         let is_own = |entry: &Entry| belongs_to_istio(wanted.entries(*chain), *chain, entry);

@@ -198,7 +198,7 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<(), Prob
         }
         done?;
     }
-    routes::remove(config)
+    routes::remove_unneeded(config)
 }
 
 /// Returns the programs that would run, with their input. Writes it to a file as well if the flags name one.

@@ -52,7 +52,7 @@ pub(super) fn merge(
     root: &Path,
     annotations: &Pairs,
 ) -> Merged {
-    let mut merged = without_flags(&flags.mesh_config, env, root, annotations);
+    let mut merged = merge_without_flags(&flags.mesh_config, env, root, annotations);
     merged.notes.warnings.extend(env.unknown());
     merged.notes.warnings.extend(env.malformed());
     let cpus = env.get(&environment::ISTIO_CPU_LIMIT);
@@ -67,21 +67,21 @@ pub(super) fn merge(
         statsd::resolve(&mut merged);
     }
     validate::check(&mut merged);
-    late_annotations(&mut merged, annotations);
-    discovery_addresses(&mut merged, env);
-    templates(&mut merged, flags, env, root);
+    apply_late_annotations(&mut merged, annotations);
+    apply_discovery_addresses(&mut merged, env);
+    apply_template(&mut merged, flags, env, root);
     merged
 }
 
 /// Reads the status port, which no flag changes. [`merge`] reports the problems.
 pub(super) fn status_port(env: &Environment, root: &Path, annotations: &Pairs) -> Option<u16> {
-    let mut merged = without_flags(Path::new(MESH_CONFIG), env, root, annotations);
-    late_annotations(&mut merged, annotations);
+    let mut merged = merge_without_flags(Path::new(MESH_CONFIG), env, root, annotations);
+    apply_late_annotations(&mut merged, annotations);
     merged.config.agent_port()
 }
 
 /// Merges files, environment and annotations.
-fn without_flags(
+fn merge_without_flags(
     mesh_config: &Path,
     env: &Environment,
     root: &Path,
@@ -107,7 +107,7 @@ fn without_flags(
 }
 
 /// Applies the annotations that win over checked values.
-fn late_annotations(merged: &mut Merged, annotations: &Pairs) {
+fn apply_late_annotations(merged: &mut Merged, annotations: &Pairs) {
     if let Some(address) = annotations.get(ADDRESS_ANNOTATION) {
         merged.config.discovery_address.clone_from(address);
         merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
@@ -132,7 +132,7 @@ fn late_annotations(merged: &mut Merged, annotations: &Pairs) {
 }
 
 /// Applies the first address of `DISCOVERY_ADDRESS`; the connections use the others too.
-fn discovery_addresses(merged: &mut Merged, env: &Environment) {
+fn apply_discovery_addresses(merged: &mut Merged, env: &Environment) {
     const NAME: &str = environment::DISCOVERY_ADDRESS.row.name;
     let addresses = env.get(&environment::DISCOVERY_ADDRESS);
     for address in &addresses {
@@ -149,8 +149,9 @@ fn discovery_addresses(merged: &mut Merged, env: &Environment) {
     }
 }
 
-/// Refuses bootstrap templates. They have no effect if Envoy has a custom bootstrap.
-fn templates(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, root: &Path) {
+/// Applies the flag of a bootstrap template, and refuses templates other than Istio's own. They have no effect if
+/// Envoy has a custom bootstrap, which must exist.
+fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, root: &Path) {
     const MEMBER: &str = "proxyBootstrapTemplatePath";
     let custom = merged.config.custom_config_file.clone();
     if !custom.is_empty() {
@@ -248,6 +249,7 @@ impl Merged {
         }
     }
 
+    /// Merges a ProxyConfig over the earlier ones, and records the origins of its members.
     fn merge(&mut self, origin: &str, node: &Node) {
         let earlier = self.config.clone();
         let lines = self.config.read(origin, node, &mut self.notes);

@@ -72,9 +72,10 @@ pub(crate) fn write_servfail(query: &[u8], question: &Question, out: &mut Vec<u8
     wire::push_opt(out, question.edns, 0);
 }
 
+/// Looks up the name of a question for addresses; `None` if the table has no answer.
 fn resolve(table: &NameTable, query: &[u8], question: &Question) -> Option<ResolvedName> {
-    let has_addresses = matches!(question.kind, wire::A | wire::AAAA | wire::ANY);
-    if !has_addresses || !matches!(question.class, wire::IN | wire::ANY) {
+    let is_for_addresses = matches!(question.kind, wire::A | wire::AAAA | wire::ANY);
+    if !is_for_addresses || !matches!(question.class, wire::IN | wire::ANY) {
         return None;
     }
     table.find(&question.text(query)?)
@@ -105,11 +106,12 @@ fn write_addresses(
         target.make_ascii_lowercase();
         owner = wire::push_record(out, owner, wire::CNAME, ttl, &target);
     }
-    let most = limit / MIN_RECORD + 1;
-    for address in rotated(v4).take(most) {
+    // One more than can fit, so that the caller truncates the answer and the client learns of it.
+    let max_records = limit / MIN_RECORD + 1;
+    for address in rotated(v4).take(max_records) {
         wire::push_record(out, owner, wire::A, ttl, &address.octets());
     }
-    for address in rotated(v6).take(most) {
+    for address in rotated(v6).take(max_records) {
         wire::push_record(out, owner, wire::AAAA, ttl, &address.octets());
     }
     wire::push_opt(out, question.edns, 0);

@@ -24,12 +24,12 @@ pub(super) struct InFlight(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     waiting: usize,
-    queries: HashMap<Vec<u8>, Arc<SharedQuery>>,
+    queries: HashMap<Vec<u8>, Arc<InFlightQuery>>,
 }
 
 /// A question, and its reply once that has arrived.
 #[derive(Debug, Default)]
-pub(super) struct SharedQuery {
+pub(super) struct InFlightQuery {
     sent: Mutex<SentMessages>,
     pub(super) answer: OnceCell<Option<Reply>>,
 }
@@ -47,22 +47,35 @@ struct SentMessages {
 pub(super) struct QuerySlot<'a> {
     in_flight: &'a InFlight,
     key: Vec<u8>,
-    pub(super) query: Arc<SharedQuery>,
+    pub(super) query: Arc<InFlightQuery>,
 }
 
-/// The reason why a query is not forwarded: the label of the metric, and a text.
-pub(super) type Refused = (&'static str, &'static str);
+/// The reason why a query is not forwarded.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NotForwarded {
+    /// The label of the metric.
+    pub(super) label: &'static str,
+    pub(super) reason: &'static str,
+}
 
-const FULL: Refused = ("full", "too many queries are waiting for an answer");
-const FORWARDING_LOOP: Refused = ("circle", "DNS forwarding loop");
+const FULL: NotForwarded = NotForwarded {
+    label: "full",
+    reason: "too many queries are waiting for an answer",
+};
+const FORWARDING_LOOP: NotForwarded = NotForwarded {
+    // This label of the metric means a loop.
+    label: "circle",
+    reason: "DNS forwarding loop",
+};
 
 impl InFlight {
-    /// Takes a slot for a query that shall be forwarded over `transport`.
+    /// Takes a slot for a query that shall be forwarded over `transport`. Fails if the query is in a forwarding
+    /// loop, or if too many clients are waiting.
     pub(super) fn join(
         &self,
         query: &Query,
         transport: Transport,
-    ) -> Result<QuerySlot<'_>, Refused> {
+    ) -> Result<QuerySlot<'_>, NotForwarded> {
         let key = query.key(transport);
         let mut state = self.0.lock();
         let same = state.queries.get(&key);
@@ -82,9 +95,9 @@ impl InFlight {
     }
 }
 
-impl SharedQuery {
-    /// Remembers a message with the question that is sent.
-    pub(super) fn sent_as(&self, id: u16, length: usize) {
+impl InFlightQuery {
+    /// Remembers a message that is sent with this question, to recognise it if it comes back.
+    pub(super) fn remember_for_loop_detection(&self, id: u16, length: usize) {
         self.sent.lock().ids_and_lengths.push((id, length));
     }
 

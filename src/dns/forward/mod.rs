@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use self::cache::{Cache, Lookup};
-use self::in_flight::InFlight;
+use self::in_flight::{InFlight, NotForwarded};
 use self::message::{Query, Reply};
 use self::servers::Servers;
 use self::upstream::Upstream;
@@ -96,6 +96,7 @@ impl Forward for Forwarder {
 }
 
 impl Inner {
+    /// Returns a reply: a fresh one of the cache, that of a server, or a stale one if no server replies.
     async fn forward(&self, query: &Query, transport: Transport) -> Option<Reply> {
         let stale = match self.look_up(query) {
             Lookup::Fresh(reply) => return Some(reply),
@@ -123,7 +124,7 @@ impl Inner {
         let servers = self.servers.current();
         let slot = match self.in_flight.join(query, transport) {
             Ok(slot) => slot,
-            Err((label, reason)) => {
+            Err(NotForwarded { label, reason }) => {
                 tracing::debug!(target: "dns", "not forwarding a query: {reason}");
                 self.metrics.refused.with([label]).inc();
                 return None;
@@ -132,12 +133,13 @@ impl Inner {
         let ask = async || {
             self.metrics.requests.inc();
             let (started, deadline) = (Instant::now(), after(timeout));
-            let (upstream, servers, shared) = (&self.upstream, &servers, &slot.query);
-            let asking = upstream.ask(query, shared, servers, transport, deadline);
+            let (upstream, servers, in_flight) = (&self.upstream, &servers, &slot.query);
+            let asking = upstream.ask(query, in_flight, servers, transport, deadline);
             let mut reply = asking.await;
+            // A server that does not support EDNS is asked again without it.
             if let Some(plain) = reply.as_ref().and_then(|reply| query.without_edns(reply)) {
-                let asking = upstream.ask(&plain, shared, servers, transport, deadline);
-                reply = asking.await;
+                let asking_again = upstream.ask(&plain, in_flight, servers, transport, deadline);
+                reply = asking_again.await;
             }
             let seconds = started.elapsed().as_secs_f64();
             self.metrics.duration.observe(seconds);
@@ -147,6 +149,7 @@ impl Inner {
         slot.query.answer.get_or_init(ask).await.clone()
     }
 
+    /// Looks for a reply in the cache, and counts hits and misses.
     fn look_up(&self, query: &Query) -> Lookup {
         let (Some(cache), Some(key)) = (&self.cache, query.cache_key()) else {
             return Lookup::Miss;

@@ -19,16 +19,17 @@ const TRIES: u32 = 3;
 const MAX_DOMAIN: usize = 200;
 
 impl Forwarder {
-    /// Returns the response code of a server's answer. The query is for a random name, below `domain` if
+    /// Returns the response code of a server's answer. Fails if that is SERVFAIL or REFUSED, if the server does
+    /// not answer, or if the query comes back to this agent. The query is for a random name, below `domain` if
     /// that is valid, so that this agent recognises the query if it comes back.
     pub async fn probe(&self, server: SocketAddr, domain: &str) -> Result<&'static str, Problem> {
         let problem = |code, found: &str| Problem::new(code, format!("resolver {server}"), found);
         let failed = |found: &str| problem(codes::DNS_RESOLVER_UNREACHABLE, found);
-        let Some(query) = Query::parse(question(domain).into()) else {
+        let Some(query) = Query::parse(probe_query(domain).into()) else {
             return Err(failed("no question"));
         };
         let joined = self.0.in_flight.join(&query, Transport::Udp);
-        let slot = joined.map_err(|(_, reason)| failed(reason))?;
+        let slot = joined.map_err(|refused| failed(refused.reason))?;
         for _ in 0..TRIES {
             let upstream = &self.0.upstream;
             let sent = upstream.exchange(&query, &slot.query, server, Transport::Udp);
@@ -55,7 +56,7 @@ impl Forwarder {
 
 /// Encodes a query for the addresses of a random name below `domain`, or below the root if `domain` is
 /// not valid.
-fn question(domain: &str) -> Vec<u8> {
+fn probe_query(domain: &str) -> Vec<u8> {
     let own = format!("istio-agent-{:016x}", fastrand::u64(..));
     let domain = domain.trim_end_matches('.');
     let is_label = |label: &str| (1..=63).contains(&label.len());
@@ -106,7 +107,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_domain_makes_a_question(domain in "[a-z.]{0,80}|\\PC{0,80}|(a{1,70}\\.){0,9}") {
-            let question = question(&domain);
+            let question = probe_query(&domain);
             prop_assert_eq!(wire::question_end(&question), Some(question.len()));
             prop_assert!(Query::parse(Bytes::from(question)).is_some());
         }

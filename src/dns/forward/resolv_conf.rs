@@ -28,6 +28,7 @@ pub struct ResolvConf {
 }
 
 impl ResolvConf {
+    /// Reads and parses the file. Fails only if it cannot be read.
     pub fn read(path: &Path) -> Result<Self, Problem> {
         let code = codes::DNS_RESOLV_CONF_UNREADABLE;
         let bytes = regular_file::read(path, MAX_BYTES)
@@ -54,13 +55,14 @@ impl ResolvConf {
         problems
     }
 
+    /// Parses a file. Unusable lines are listed and otherwise ignored.
     pub fn parse(text: &str) -> Self {
         let mut found = Self::default();
         for line in text.lines() {
             let line = line.split(['#', ';']).next().unwrap_or_default();
             let mut words = line.split_whitespace();
             match words.next() {
-                Some("nameserver") => match words.next().and_then(server) {
+                Some("nameserver") => match words.next().and_then(parse_server) {
                     Some(server) if found.nameservers.contains(&server) => {}
                     Some(server) if found.nameservers.len() < MAX_SERVERS => {
                         found.nameservers.push(server);
@@ -91,7 +93,7 @@ fn is_own(own: &[SocketAddr], server: SocketAddr) -> bool {
 }
 
 /// Parses an address, perhaps with a port; one of IPv6 perhaps with the interface that leads to it.
-fn server(word: &str) -> Option<SocketAddr> {
+fn parse_server(word: &str) -> Option<SocketAddr> {
     let bracketed = word.strip_prefix('[').and_then(|w| w.split_once("]:"));
     let (address, port) = match bracketed {
         Some((address, port)) => (address, port.parse().ok().filter(|port| *port != 0)?),

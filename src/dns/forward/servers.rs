@@ -50,6 +50,7 @@ impl Servers {
         Self { path, own, state }
     }
 
+    /// Returns the servers in use. Reads the file again if the last time was [`READ_AGAIN`] ago.
     pub(super) fn current(&self) -> Vec<SocketAddr> {
         let mut state = self.state.lock();
         let now = Instant::now();
@@ -101,24 +102,27 @@ struct Failing {
 }
 
 impl Health {
-    /// Returns the servers in the order in which they should be queried.
-    pub(super) fn order(&self, servers: &[SocketAddr], now: Instant) -> Vec<SocketAddr> {
+    /// Returns the servers in the order in which they should be queried. If the first one is failing, this query
+    /// tests it, and others query it last for a moment.
+    pub(super) fn choose_order(&self, servers: &[SocketAddr], now: Instant) -> Vec<SocketAddr> {
         let mut failing = self.0.lock();
         failing.retain(|server, _| servers.contains(server));
         let mut order = servers.to_vec();
         fastrand::shuffle(&mut order);
+        // Servers that are not failing or may be tested now have None, which comes first.
         order.sort_by_key(|server| {
             let until = failing.get(server).and_then(|failing| failing.until);
             until.filter(|until| *until > now)
         });
-        if let Some(probed) = order.first().and_then(|first| failing.get_mut(first))
-            && probed.until.is_some()
+        if let Some(tested) = order.first().and_then(|first| failing.get_mut(first))
+            && tested.until.is_some()
         {
-            probed.until = Some(later(now, PROBE));
+            tested.until = Some(later(now, PROBE));
         }
         order
     }
 
+    /// Makes the server a usual one again.
     pub(super) fn record_answer(&self, server: SocketAddr) {
         let failing = self.0.lock().remove(&server);
         if failing.is_some_and(|failing| failing.until.is_some()) {
@@ -153,7 +157,7 @@ mod tests {
     fn count_first(health: &Health, now: Instant) -> usize {
         let all = servers();
         (0..100)
-            .filter(|_| health.order(&all, now)[0] == all[0])
+            .filter(|_| health.choose_order(&all, now)[0] == all[0])
             .count()
     }
 
@@ -180,7 +184,7 @@ mod tests {
             health.record_miss(server, now);
             health.record_miss(other, now);
         }
-        assert_eq!(health.order(&servers(), now).len(), 2);
+        assert_eq!(health.choose_order(&servers(), now).len(), 2);
     }
 
     #[tokio::test(start_paused = true)]
@@ -205,7 +209,7 @@ mod tests {
         let now = Instant::now();
         let health = Health::default();
         health.record_miss(server, now);
-        health.order(&[other], now);
+        health.choose_order(&[other], now);
         assert!(health.0.lock().is_empty());
     }
 }

@@ -21,7 +21,7 @@ use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep_until};
 
-use super::in_flight::SharedQuery;
+use super::in_flight::InFlightQuery;
 use super::message::{Query, Reply};
 use super::servers::Health;
 use crate::clock::after;
@@ -59,7 +59,7 @@ pub(super) struct Upstream {
 struct UpstreamQuery<'a> {
     upstream: &'a Upstream,
     query: &'a Query,
-    shared: &'a SharedQuery,
+    in_flight: &'a InFlightQuery,
     transport: Transport,
     /// Servers to be tried next, each with the number of its attempts so far.
     rotation: VecDeque<(SocketAddr, u32)>,
@@ -94,17 +94,17 @@ impl Upstream {
     pub(super) async fn ask(
         &self,
         query: &Query,
-        shared: &SharedQuery,
+        in_flight: &InFlightQuery,
         servers: &[SocketAddr],
         transport: Transport,
         deadline: Instant,
     ) -> Option<Reply> {
         let now = Instant::now();
-        let order = self.health.order(servers, now);
+        let order = self.health.choose_order(servers, now);
         let mut running = UpstreamQuery {
             upstream: self,
             query,
-            shared,
+            in_flight,
             transport,
             rotation: order.into_iter().map(|server| (server, 0)).collect(),
             attempts: Vec::new(),
@@ -115,11 +115,12 @@ impl Upstream {
         running.run().await.or(running.refusal)
     }
 
-    /// Sends the query and waits for the reply.
+    /// Sends the query and waits for the reply, without a time limit. Records the message, so that the agent
+    /// recognises it if it comes back in a loop.
     pub(super) async fn exchange(
         &self,
         query: &Query,
-        shared: &SharedQuery,
+        in_flight: &InFlightQuery,
         server: SocketAddr,
         transport: Transport,
     ) -> io::Result<Reply> {
@@ -131,7 +132,7 @@ impl Upstream {
             Transport::Udp => {
                 let socket = UdpSocket::bind(any_port(server)).await?;
                 socket.connect(server).await?;
-                shared.sent_as(id, message.len());
+                in_flight.remember_for_loop_detection(id, message.len());
                 socket.send(&message).await?;
                 // Some servers send more than the query allows. Unused capacity costs no memory.
                 let mut datagram = Vec::with_capacity(MAX_DATAGRAM);
@@ -149,7 +150,7 @@ impl Upstream {
             }
             Transport::Tcp => {
                 let mut stream = TcpStream::connect(server).await?;
-                shared.sent_as(id, message.len());
+                in_flight.remember_for_loop_detection(id, message.len());
                 let length = u16::try_from(message.len()).map_err(io::Error::other)?;
                 let framed = [&length.to_be_bytes(), message.as_slice()].concat();
                 stream.write_all(&framed).await?;
@@ -162,13 +163,16 @@ impl Upstream {
 }
 
 impl UpstreamQuery<'_> {
+    /// Sends the query until a reply ends it, the time is over, or all servers have failed. Returns that reply.
+    /// Records servers that do not answer.
     async fn run(&mut self) -> Option<Reply> {
         while !self.rotation.is_empty() || !self.attempts.is_empty() {
-            let may_send = !self.rotation.is_empty();
+            let has_next_server = !self.rotation.is_empty();
             let is_waiting = !self.attempts.is_empty();
             let replies = self.attempts.iter_mut().map(|attempt| &mut attempt.reply);
             tokio::select! {
                 biased;
+                // `select_all` panics without futures, so it is called only if it is polled.
                 (result, index, _) = async { select_all(replies).await }, if is_waiting => {
                     let server = self.attempts.swap_remove(index).server;
                     if let Some(reply) = self.evaluate(server, result) {
@@ -180,13 +184,13 @@ impl UpstreamQuery<'_> {
                     self.record_timeouts(None);
                     return None;
                 }
-                () = sleep_until(self.next_send), if may_send => self.send_next(),
+                () = sleep_until(self.next_send), if has_next_server => self.send_next(),
             }
         }
         None
     }
 
-    /// Sends the query to the next server, or to all.
+    /// Sends the query to the next server, or to all, and schedules the next attempt.
     fn send_next(&mut self) {
         let upstream = self.upstream;
         let count = if upstream.is_parallel {
@@ -202,7 +206,7 @@ impl UpstreamQuery<'_> {
                 if !self.attempts.is_empty() && !upstream.is_parallel || round > 0 {
                     upstream.metrics.retries.inc();
                 }
-                let reply = upstream.exchange(self.query, self.shared, server, self.transport);
+                let reply = upstream.exchange(self.query, self.in_flight, server, self.transport);
                 self.attempts.push(Attempt {
                     server,
                     started: Instant::now(),
@@ -220,7 +224,8 @@ impl UpstreamQuery<'_> {
         }
     }
 
-    /// Returns the reply if it ends the query.
+    /// Records the result of an attempt. Returns the reply if it ends the query; otherwise this server is not
+    /// tried again, and the next one is tried at once.
     fn evaluate(&mut self, server: SocketAddr, result: io::Result<Reply>) -> Option<Reply> {
         match result {
             Ok(reply) => {

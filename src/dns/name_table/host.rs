@@ -27,7 +27,7 @@ pub(super) const DELTA: Malformed =
 /// A length-delimited field.
 struct Field<'a> {
     /// Offset of its tag in the message.
-    at: usize,
+    offset: usize,
     number: u32,
     value: &'a [u8],
 }
@@ -37,13 +37,17 @@ fn fields(message: &[u8]) -> impl Iterator<Item = Result<Field<'_>, Malformed>> 
     let mut rest = message;
     std::iter::from_fn(move || {
         while !rest.is_empty() {
-            let at = message.len() - rest.len();
+            let offset = message.len() - rest.len();
             let Some((number, value)) = read_field(&mut rest) else {
                 rest = &[];
                 return Some(Err(Malformed("a field is malformed or incomplete")));
             };
             if let Some(value) = value {
-                return Some(Ok(Field { at, number, value }));
+                return Some(Ok(Field {
+                    offset,
+                    number,
+                    value,
+                }));
             }
         }
         None
@@ -71,7 +75,7 @@ fn text(value: &[u8]) -> Result<&str, Malformed> {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Host<'a> {
     /// Offset of its field in the table, which identifies it.
-    pub(super) at: u32,
+    pub(super) offset: u32,
     /// The name from istiod, perhaps with a dot at its end.
     pub(super) name: &'a str,
     pub(super) registry: &'a str,
@@ -85,7 +89,7 @@ pub(super) struct Host<'a> {
 pub(super) fn hosts(table: &[u8]) -> impl Iterator<Item = Result<Host<'_>, Malformed>> {
     fields(table).filter_map(|field| match field {
         // Offsets in a table are less than `u32::MAX`.
-        Ok(field) if field.number == TABLE => Some(Host::parse(field.at as u32, field.value)),
+        Ok(field) if field.number == TABLE => Some(Host::parse(field.offset as u32, field.value)),
         Ok(field) if field.number == NAME_INFO => Some(Err(DELTA)),
         // A newer istiod may send other fields.
         Ok(_) => None,
@@ -98,9 +102,9 @@ pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
 
 impl<'a> Host<'a> {
     /// Parses a map entry of the table.
-    fn parse(at: u32, entry: &'a [u8]) -> Result<Self, Malformed> {
+    fn parse(offset: u32, entry: &'a [u8]) -> Result<Self, Malformed> {
         let mut host = Self {
-            at,
+            offset,
             ..Self::default()
         };
         for field in fields(entry) {
@@ -125,11 +129,11 @@ impl<'a> Host<'a> {
         Ok(host)
     }
 
-    /// Returns the host whose field is at this offset of a table that has been checked.
-    pub(super) fn at(table: &'a [u8], at: u32) -> Self {
-        let rest = table.get(at as usize..);
+    /// Reads the host whose field is at this offset of a table that has been checked.
+    pub(super) fn read_at(table: &'a [u8], offset: u32) -> Self {
+        let rest = table.get(offset as usize..);
         let field = rest.and_then(|rest| fields(rest).next()?.ok());
-        let host = field.and_then(|field| Self::parse(at, field.value).ok());
+        let host = field.and_then(|field| Self::parse(offset, field.value).ok());
         host.unwrap_or_default()
     }
 

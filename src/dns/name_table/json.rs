@@ -42,8 +42,8 @@ impl NameTable {
         let mut forms = Vec::new();
         for (kind, name) in self.names_of(host) {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if kind == Kind::Alias {
-                forms.push(format!("{name}{}", self.domains.first_label));
+            if kind == Kind::ShortNamespace {
+                forms.push(format!("{name}{}", self.domains.svc_label));
             }
             forms.push(name);
         }

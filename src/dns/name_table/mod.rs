@@ -43,7 +43,7 @@ pub struct NameTable {
     index: Box<[(u32, u32)]>,
     /// Keyed at random, so that nobody can choose service names that collide.
     hasher: RandomState,
-    hosts: usize,
+    host_count: usize,
 }
 
 /// The addresses of a name.
@@ -51,18 +51,21 @@ pub struct NameTable {
 pub struct ResolvedName {
     pub v4: SmallVec<[Ipv4Addr; 4]>,
     pub v6: SmallVec<[Ipv6Addr; 4]>,
-    /// The offset of the first host of that name.
+    /// The offset of the first host of that name in the table.
     host: u32,
     /// The end of the CNAME's target in the name, if there is a CNAME.
     pub target_end: Option<usize>,
 }
 
-/// The kinds of names that a host is entered under, in order of precedence.
+/// The kinds of names that a host has, in order of precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Host,
+    /// `shortname.namespace` with the first label of the domain. It is not entered, but looked up without the
+    /// label.
+    ShortNamespaceSvc,
     /// `shortname.namespace`
-    Alias,
+    ShortNamespace,
     /// `shortname`
     Short,
     AltHost,
@@ -80,7 +83,7 @@ impl NameTable {
         let mut hosts = Vec::new();
         for host in host::hosts(encoded) {
             let host = host?;
-            hosts.push((host.name, Reverse(host.at)));
+            hosts.push((host.name, Reverse(host.offset)));
         }
         hosts.sort_unstable();
         // The last of several fields with the same host replaces the others.
@@ -91,13 +94,13 @@ impl NameTable {
             domains,
             index: Box::default(),
             hasher: RandomState::new(),
-            hosts: hosts.len(),
+            host_count: hosts.len(),
         };
         let mut names = Vec::new();
-        for (rank, (_, Reverse(at))) in (0_u32..).zip(&hosts) {
-            for (kind, name) in table.names_of(&Host::at(encoded, *at)) {
+        for (rank, (_, Reverse(offset))) in (0_u32..).zip(&hosts) {
+            for (kind, name) in table.names_of(&Host::read_at(encoded, *offset)) {
                 if name.len() <= MAX_NAME {
-                    names.push((table.hash(&name), kind, rank, *at));
+                    names.push((table.hash(&name), kind, rank, *offset));
                 }
             }
         }
@@ -105,8 +108,9 @@ impl NameTable {
         names.sort_unstable();
         names.dedup();
         let by_hash = names.chunk_by(|name, next| name.0 == next.0);
-        let entered = by_hash.flat_map(|same| same.iter().take(MAX_HOSTS_PER_NAME));
-        table.index = entered.map(|(hash, _, _, at)| (*hash, *at)).collect();
+        let first_ones = by_hash.flat_map(|same| same.iter().take(MAX_HOSTS_PER_NAME));
+        let entries = first_ones.map(|(hash, _, _, offset)| (*hash, *offset));
+        table.index = entries.collect();
         Ok(table)
     }
 
@@ -118,36 +122,42 @@ impl NameTable {
         self.find_exact(name).or_else(|| self.find_wildcard(name))
     }
 
+    /// Resolves a name by the longest wildcard that matches: replaces its first label by a star, then its first
+    /// two, and so on.
     fn find_wildcard(&self, name: &[u8]) -> Option<ResolvedName> {
         let mut buffer = [0; MAX_NAME + 2];
         let wildcard = &mut buffer[..name.len() + 2];
         wildcard[2..].copy_from_slice(name);
-        let mut labels = (1..name.len()).filter(|at| name[at - 1] == b'.');
-        labels.find_map(|at| {
-            // Overwrites labels that have been tried.
-            wildcard[at..at + 2].copy_from_slice(b"*.");
-            self.find_exact(&wildcard[at..])
+        let mut label_starts = (1..name.len()).filter(|start| name[start - 1] == b'.');
+        label_starts.find_map(|start| {
+            // The name starts at offset 2, so `*.` overwrites the two bytes before the label.
+            wildcard[start..start + 2].copy_from_slice(b"*.");
+            self.find_exact(&wildcard[start..])
         })
     }
 
     /// Returns the host that a name resolves to, as istiod wrote it, without a dot at its end.
     pub fn host_of(&self, name: &[u8]) -> Option<String> {
-        let host = Host::at(&self.encoded, self.find(name)?.host);
+        let host = Host::read_at(&self.encoded, self.find(name)?.host);
         Some(without_dot(host.name).to_owned())
     }
 
     /// Returns the number of hosts.
     pub fn host_count(&self) -> usize {
-        self.hosts
+        self.host_count
     }
 
-    /// Resolves a name without wildcards. With a search domain, it is an alias of the name before that,
-    /// unless a host has it.
+    /// Looks up this name, which may be a wildcard entry. If it ends in the search domain, the name without it
+    /// answers, with a CNAME, if one of its hosts has addresses and does not have the full name as well.
     fn find_exact(&self, name: &[u8]) -> Option<ResolvedName> {
-        if let Some(base) = self.domains.before_search(name) {
-            let has_name = |host| self.hosts_of(name).any(|(_, other)| other.at == host);
-            let expands = |host: &Host<'_>| host.has_addresses() && !has_name(host.at);
-            if self.hosts_of(base).any(|(_, host)| expands(&host)) {
+        if let Some(base) = self.domains.without_search_domain(name) {
+            let has_full_name = |offset| self.hosts_of(name).any(|(_, host)| host.offset == offset);
+            let answers_as_cname_target =
+                |host: &Host<'_>| host.has_addresses() && !has_full_name(host.offset);
+            if self
+                .hosts_of(base)
+                .any(|(_, host)| answers_as_cname_target(&host))
+            {
                 let mut resolved = self.addresses(base)?;
                 // Clients refuse a target with a star.
                 resolved.target_end = (!base.contains(&b'*')).then_some(base.len());
@@ -160,12 +170,12 @@ impl NameTable {
     /// Returns the addresses of a name, each family from the first host that has any.
     fn addresses(&self, name: &[u8]) -> Option<ResolvedName> {
         let mut hosts: SmallVec<[_; 2]> = self.hosts_of(name).collect();
-        hosts.sort_unstable_by_key(|(rank, host)| (*rank, host.name));
+        hosts.sort_unstable_by_key(|(kind, host)| (*kind, host.name));
         let mut resolved = ResolvedName::default();
         // In reverse, so that earlier hosts overwrite later ones.
         for (_, host) in hosts.iter().rev() {
             let (v4, v6) = host.addresses();
-            resolved.host = host.at;
+            resolved.host = host.offset;
             if !v4.is_empty() {
                 resolved.v4 = v4;
             }
@@ -176,25 +186,24 @@ impl NameTable {
         (!resolved.v4.is_empty() || !resolved.v6.is_empty()).then_some(resolved)
     }
 
-    /// Returns the hosts of this name, each with its rank. A short form with the first label of the domain
-    /// is longer than the alias, so it precedes that: false sorts before true.
-    fn hosts_of<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = ((Kind, bool), Host<'a>)> {
-        let exact = self.entered(name).map(|(kind, host)| ((kind, true), host));
-        let base = self.domains.before_first_label(name);
-        let before_label = base.into_iter().flat_map(|base| self.entered(base));
-        let aliases = before_label.filter(|(kind, _)| *kind == Kind::Alias);
-        let hosts = exact.chain(aliases.map(|(kind, host)| ((kind, false), host)));
+    /// Returns the hosts of this name, each with the kind that the name is for it.
+    fn hosts_of<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = (Kind, Host<'a>)> {
+        let base = self.domains.without_svc_label(name);
+        let under_base = base.into_iter().flat_map(|base| self.entries_of(base));
+        let short_forms = under_base.filter(|(kind, _)| *kind == Kind::ShortNamespace);
+        let with_label = short_forms.map(|(_, host)| (Kind::ShortNamespaceSvc, host));
+        let hosts = self.entries_of(name).chain(with_label);
         hosts.filter(|(_, host)| host.is_queryable())
     }
 
     /// Returns the hosts that are entered under this name, each with the kind that the name is for it.
-    fn entered<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = (Kind, Host<'a>)> {
+    fn entries_of<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = (Kind, Host<'a>)> {
         let hash = self.hash(name);
         let start = self.index.partition_point(|(other, _)| *other < hash);
         let from_start = self.index[start..].iter();
         let same_hash = from_start.take_while(move |(other, _)| *other == hash);
-        same_hash.flat_map(move |(_, at)| {
-            let host = Host::at(&self.encoded, *at);
+        same_hash.flat_map(move |(_, offset)| {
+            let host = Host::read_at(&self.encoded, *offset);
             let names = self.names_of(&host).into_iter();
             let same_name = names.filter(move |(_, entered)| entered.as_slice() == name);
             same_name.map(move |(kind, _)| (kind, host))
@@ -209,8 +218,8 @@ impl NameTable {
         if !host.is_kubernetes() || domain.is_empty() || !host.name.ends_with(domain) {
             return names;
         }
-        let alias = lower_case(&[host.short_name, ".", host.namespace]);
-        names.push((Kind::Alias, alias));
+        let short_namespace = lower_case(&[host.short_name, ".", host.namespace]);
+        names.push((Kind::ShortNamespace, short_namespace));
         if host.namespace == self.domains.namespace {
             names.push((Kind::Short, lower_case(&[host.short_name])));
         }
@@ -225,7 +234,7 @@ impl NameTable {
     }
 }
 
-/// Joins the parts of a name.
+/// Joins the parts of a name, in lower case.
 fn lower_case(parts: &[&str]) -> Name {
     let mut name = Name::new();
     for part in parts {

@@ -18,7 +18,7 @@ use super::metrics::Source;
 use super::name_table::NameTable;
 use super::wire::{self, Question};
 use super::{Dns, Forward, Transport};
-use crate::lifecycle::{BoxError, CancellationToken, Retirement, Tasks};
+use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover, Tasks};
 
 /// Wait after an error of a socket, because missing memory or descriptors stay missing for a while.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -34,7 +34,8 @@ pub(super) struct Shared<F> {
 }
 
 impl<F: Forward> Shared<F> {
-    /// Decides on a query as [`answer::answer`] does, and counts the query and the response.
+    /// Decides on a query as [`answer::answer`] does, counts the query and the response, and remembers a name
+    /// that the table has.
     fn answer(
         &self,
         query: &[u8],
@@ -47,7 +48,7 @@ impl<F: Forward> Shared<F> {
             self.dns.metrics.requests.inc();
         }
         if let Action::Reply(question) = &action {
-            self.dns.metrics.response(out, Source::Agent);
+            self.dns.metrics.count_response(out, Source::Agent);
             if table.is_some()
                 && let Some(name) = question.text(query)
             {
@@ -64,29 +65,29 @@ impl<F: Forward> Shared<F> {
         if let Some(reply) = reply.filter(|reply| reply.len() >= wire::HEADER) {
             out = reply.into();
             wire::truncate(&mut out, question.limit(transport));
-            self.dns.metrics.response(&out, Source::Upstream);
+            self.dns.metrics.count_response(&out, Source::Upstream);
         } else {
             answer::write_servfail(&query, &question, &mut out);
-            self.dns.metrics.response(&out, Source::Agent);
+            self.dns.metrics.count_response(&out, Source::Agent);
         }
         out
     }
 }
 
 /// Serves until `shutdown` or until a socket cannot be used, which also drops running queries. After the
-/// retirement has begun, sockets are no longer read, but running queries are answered.
+/// handover has begun, sockets are no longer read, but running queries are answered.
 pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,
-    retirement: Retirement,
+    handover: ListenerHandover,
     shutdown: CancellationToken,
 ) -> Result<(), BoxError> {
     let mut tasks = Tasks::default();
     for (udp, tcp) in bound {
         let tcp = TcpListener::from_std(tcp)?;
-        let over_udp = udp::serve(udp, shared.clone(), retirement.clone());
+        let over_udp = udp::serve(udp, shared.clone(), handover.clone());
         tasks.spawn("DNS over UDP", over_udp);
-        let over_tcp = tcp::serve(tcp, shared.clone(), retirement.clone());
+        let over_tcp = tcp::serve(tcp, shared.clone(), handover.clone());
         tasks.spawn("DNS over TCP", over_tcp);
     }
     tokio::select! {

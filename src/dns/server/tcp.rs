@@ -15,7 +15,7 @@ use super::{PAUSE, Shared};
 use crate::clock::after;
 use crate::dns::answer::Action;
 use crate::dns::{Forward, Transport, wire};
-use crate::lifecycle::{Retirement, Tasks};
+use crate::lifecycle::{ListenerHandover, Tasks};
 
 const MAX_CONNECTIONS: usize = 256;
 /// Time limit for the first query of a connection.
@@ -23,23 +23,24 @@ const FIRST: Duration = Duration::from_secs(2);
 /// Time limit for each further query, and for the client to read an answer.
 const IDLE: Duration = Duration::from_secs(8);
 
-/// Serves as long as it is polled. It stops accepting when the retirement begins.
+/// Serves as long as it is polled. It stops accepting when the handover begins.
 pub(super) async fn serve<F: Forward>(
     listener: TcpListener,
     shared: Arc<Shared<F>>,
-    retirement: Retirement,
+    handover: ListenerHandover,
 ) -> io::Result<()> {
     let mut connections = Tasks::default();
-    let mut accepting = Some(retirement.accepting());
+    // Dropped when this socket stops accepting; the handover waits for that.
+    let mut accept_guard = Some(handover.accept_guard());
     loop {
         tokio::select! {
-            () = retirement.begun(), if accepting.is_some() => accepting = None,
+            () = handover.wait_for_begin(), if accept_guard.is_some() => accept_guard = None,
             ended = connections.next_ended() => {
                 if let Err(error) = ended.result {
                     tracing::debug!(target: "dns", "a DNS connection ended: {error}");
                 }
             }
-            accepted = listener.accept(), if accepting.is_some() && connections.len() < MAX_CONNECTIONS => match accepted {
+            accepted = listener.accept(), if accept_guard.is_some() && connections.len() < MAX_CONNECTIONS => match accepted {
                 Ok((stream, _)) => {
                     // Answers are small and sent one by one. If it fails, they only arrive later.
                     let _ = stream.set_nodelay(true);

@@ -26,7 +26,7 @@ use crate::dns::metrics::Source;
 use crate::dns::name_table::NameTable;
 use crate::dns::wire::OWN_UDP;
 use crate::dns::{Forward, Transport};
-use crate::lifecycle::Retirement;
+use crate::lifecycle::ListenerHandover;
 
 const MAX_FORWARDED: usize = 1024;
 /// Queries that are answered before other tasks get their turn.
@@ -34,47 +34,55 @@ const BATCH: usize = 64;
 
 struct Server<F> {
     shared: Arc<Shared<F>>,
-    /// Forwards queries. Each task returns the client and the answer.
-    pending: JoinSet<(SocketAddr, Vec<u8>)>,
+    /// Forwarded queries. Each task returns the client and the answer.
+    forwards: JoinSet<(SocketAddr, Vec<u8>)>,
     query: Box<[u8]>,
     out: Vec<u8>,
 }
 
+/// The end of a batch.
+enum BatchEnd {
+    SocketEmpty,
+    /// The batch is full, and more queries may be waiting.
+    MoreQueries,
+}
+
 /// Serves as long as it is polled, or until the socket cannot be watched. It stops receiving when the
-/// retirement begins.
+/// handover begins.
 pub(super) async fn serve<F: Forward>(
     socket: UdpSocket,
     shared: Arc<Shared<F>>,
-    retirement: Retirement,
+    handover: ListenerHandover,
 ) -> io::Result<()> {
     let socket = watch(socket)?;
     let mut server = Server {
-        pending: JoinSet::new(),
+        forwards: JoinSet::new(),
         shared,
         // One byte more than allowed, to recognise longer queries.
         query: vec![0; usize::from(OWN_UDP) + 1].into(),
         out: Vec::new(),
     };
     let mut is_failing = false;
-    let mut receiving = Some(retirement.accepting());
+    // Dropped when this socket stops receiving; the handover waits for that.
+    let mut accept_guard = Some(handover.accept_guard());
     // Created once, because a new one for each query costs time.
-    let mut retired = pin!(retirement.begun());
+    let mut handover_begins = pin!(handover.wait_for_begin());
     loop {
-        if retirement.has_begun() {
-            receiving = None;
+        if handover.has_begun() {
+            accept_guard = None;
         }
         tokio::select! {
             biased;
-            Some(forwarded) = server.pending.join_next(), if !server.pending.is_empty() => match forwarded {
+            Some(forwarded) = server.forwards.join_next(), if !server.forwards.is_empty() => match forwarded {
                 Ok((client, answer)) => send(socket.get_ref(), &answer, client),
                 Err(error) => tracing::error!(target: "dns", "a query was lost while it was forwarded: {error}"),
             },
-            readable = socket.readable(), if receiving.is_some() => {
+            readable = socket.readable(), if accept_guard.is_some() => {
                 let mut readable = readable?;
-                let drained = server.drain(socket.get_ref());
-                match &drained {
-                    Ok(true) => readable.clear_ready(),
-                    Ok(false) => yield_now().await,
+                let batch = server.answer_batch(socket.get_ref());
+                match &batch {
+                    Ok(BatchEnd::SocketEmpty) => readable.clear_ready(),
+                    Ok(BatchEnd::MoreQueries) => yield_now().await,
                     Err(error) => {
                         if !is_failing {
                             tracing::warn!(target: "dns", "cannot receive DNS queries, next attempt in {} ms: {error}", PAUSE.as_millis());
@@ -82,29 +90,31 @@ pub(super) async fn serve<F: Forward>(
                         sleep(PAUSE).await;
                     }
                 }
-                is_failing = drained.is_err();
+                is_failing = batch.is_err();
             }
-            () = &mut retired, if receiving.is_some() => {}
-            // The retirement has begun, and all forwarded queries are answered.
+            () = &mut handover_begins, if accept_guard.is_some() => {}
+            // The handover has begun, and all forwarded queries are answered.
             else => pending().await,
         }
     }
 }
 
 impl<F: Forward> Server<F> {
-    /// Answers up to a batch of queries. Returns true if no more are waiting.
-    fn drain(&mut self, socket: &UdpSocket) -> io::Result<bool> {
+    /// Answers or forwards up to [`BATCH`] queries. Fails if the socket cannot be read.
+    fn answer_batch(&mut self, socket: &UdpSocket) -> io::Result<BatchEnd> {
         let shared = self.shared.clone();
         // Locked for a batch, during which a new table waits.
         let table = shared.dns.tables.borrow();
         for _ in 0..BATCH {
             match socket.recv_from(&mut self.query) {
                 Ok((length, client)) => self.answer(socket, length, client, table.as_deref()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Ok(BatchEnd::SocketEmpty);
+                }
                 Err(error) => return Err(error),
             }
         }
-        Ok(false)
+        Ok(BatchEnd::MoreQueries)
     }
 
     /// Answers or forwards the query in the first `length` bytes of the buffer.
@@ -120,9 +130,9 @@ impl<F: Forward> Server<F> {
         match shared.answer(query, Transport::Udp, table, out) {
             Action::Drop => return,
             Action::Reply(_) | Action::Refuse => {}
-            Action::Forward(question) if self.pending.len() < MAX_FORWARDED => {
+            Action::Forward(question) if self.forwards.len() < MAX_FORWARDED => {
                 let (shared, query) = (shared.clone(), Bytes::copy_from_slice(query));
-                self.pending.spawn(async move {
+                self.forwards.spawn(async move {
                     let answer = shared.forward(query, question, Transport::Udp).await;
                     (client, answer)
                 });
@@ -130,19 +140,21 @@ impl<F: Forward> Server<F> {
             }
             Action::Forward(question) => {
                 answer::write_servfail(query, &question, out);
-                shared.dns.metrics.response(out, Source::Agent);
+                shared.dns.metrics.count_response(out, Source::Agent);
             }
         }
         send(socket, out, client);
     }
 }
 
+/// Sends a message without waiting. If the kernel's buffer is full, the message is lost.
 fn send(socket: &UdpSocket, message: &[u8], client: SocketAddr) {
     if let Err(error) = socket.send_to(message, client) {
         tracing::debug!(target: "dns", "cannot answer {client}: {error}");
     }
 }
 
+/// Watches a socket for queries only.
 #[expect(
     deprecated,
     reason = "unsound only for types that give up their descriptor; a socket keeps it"
@@ -194,7 +206,7 @@ mod tests {
     #[tokio::test]
     async fn a_flood_leaves_other_tasks_their_turn() {
         let (socket, client, shared) = unserved();
-        let mut serving = std::pin::pin!(serve(socket, shared, Retirement::default()));
+        let mut serving = std::pin::pin!(serve(socket, shared, ListenerHandover::default()));
         let sent = 2 * BATCH + 1;
         for _ in 0..sent {
             client.send(&query("a", 1, None)).expect("sent");

@@ -15,16 +15,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep};
 
-use super::Config;
 use super::admin::Admin;
 use super::command::Mode;
 use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Ended, Instance};
 use super::launch::{BaseId, Launch, Prepared, can_share};
 use super::machine::{EndBy, Event as EnvoyEvent};
+use super::{Config, warn};
 use crate::duration::rounded;
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
@@ -40,8 +40,8 @@ const PARENT_GRACE: Duration = Duration::from_secs(10);
 /// The limit for the exit of a parent after its successor has exited on request.
 const PARENT_EXIT: Duration = Duration::from_secs(1);
 
-/// Returns the inputs of an epoch: for the first one the inputs of the agent's start, otherwise the current inputs. May
-/// block.
+/// Returns the inputs of the Envoy with this start number: for the first one, 0, the inputs of the agent's start,
+/// otherwise the current inputs. May block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
 
 /// Limits for the parts of a hot restart.
@@ -63,20 +63,25 @@ pub struct Takeover {
     pub restart_epoch: u32,
 }
 
-/// The result of a running call, wait or process.
+/// The end of a task or of a process.
 #[derive(Debug)]
-pub(super) enum Progress {
+pub(super) enum Completion {
     /// The inputs are unchanged, or refused for this reason.
     NothingToStart(Outcome, Option<String>),
     /// The inputs have changed and are valid.
     Usable {
-        /// True if the current Envoy has answered at its admin port.
-        is_live: bool,
+        /// True if the current Envoy has answered at the admin port.
+        owns_admin_port: bool,
         prepared: Arc<Prepared>,
     },
     /// The successor is live.
     Live,
-    Deadline,
+    /// The time of a successor until it is live is over.
+    SuccessorDeadline,
+    /// The time of the parent until its exit is over.
+    ParentDeadline,
+    /// A task has panicked.
+    Panicked(JoinError),
     SuccessorExited(Ended),
     ParentExited(Ended),
 }
@@ -98,8 +103,8 @@ pub(super) struct HotRestart {
     /// The directory of the base id files.
     directory: PathBuf,
     machine: Machine,
-    /// The number of Envoys started so far.
-    count: u32,
+    /// The number of Envoys started so far, which is the start number of the next one.
+    start_count: u32,
     /// The launch of the current Envoy, also after its exit.
     launch: Option<Launch>,
     /// The reason of the last request.
@@ -111,8 +116,8 @@ pub(super) struct HotRestart {
     pub(super) parent: Option<Instance>,
     /// The time when the current Envoy became live and began to count the time of its parent.
     live_since: Option<Instant>,
-    /// The running call, and the timer of the last action.
-    calls: JoinSet<Progress>,
+    /// The running check, or the wait for a successor, and timers.
+    tasks: JoinSet<Completion>,
     results: Counters<1>,
 }
 
@@ -126,7 +131,7 @@ impl HotRestart {
             admin: config.admin,
             directory: config.directory.clone(),
             machine: Machine::new(is_on && can_share()),
-            count: 0,
+            start_count: 0,
             launch: None,
             reason: "",
             last: None,
@@ -134,7 +139,7 @@ impl HotRestart {
             successor: None,
             parent: None,
             live_since: None,
-            calls: JoinSet::new(),
+            tasks: JoinSet::new(),
             results: metrics.counters(
                 "istio_agent_envoy_hot_restarts_total",
                 "Restarts of an Envoy that serves, by how they went.",
@@ -143,13 +148,14 @@ impl HotRestart {
         }
     }
 
-    /// Lets a successor in another container start. [`HotRestart::reclaim`] ends this if it does not take over.
+    /// Lets a successor in another container start: returns its base id and restart epoch, or the reason for a refusal.
+    /// Blocks restarts until [`HotRestart::reclaim`], which must follow if the successor does not take over.
     pub(super) fn lend(&mut self) -> Result<Takeover, String> {
-        let lent = self.launch.as_ref().and_then(Launch::lend);
-        let lent = lent.ok_or("Envoy runs without hot restart")?;
+        let takeover = self.launch.as_ref().and_then(Launch::takeover);
+        let takeover = takeover.ok_or("Envoy runs without hot restart")?;
         self.apply(Event::Lend);
         let problem = match self.machine.phase() {
-            Phase::Lent => return Ok(lent),
+            Phase::Lent => return Ok(takeover),
             Phase::Idle if !self.machine.is_ready => "Envoy does not serve",
             Phase::Idle => {
                 "an earlier successor of Envoy has failed, and Envoy must be restarted before the next"
@@ -159,17 +165,17 @@ impl HotRestart {
         Err(problem.to_owned())
     }
 
-    /// Allows restarts again after the successor in another container has exited.
+    /// Allows restarts again after the successor in another container has exited. Returns what the supervisor must do.
     pub(super) fn reclaim(&mut self) -> Option<CurrentAction> {
         if self.machine.phase() != Phase::Lent {
             return None;
         }
-        let cleared = self.base_id().map(BaseId::clear_mark);
+        let cleared = self.base_id().map(BaseId::clear_initializing_flag);
         if let Some(Err(error)) = &cleared {
             tracing::warn!(%error, "no handover is possible until Envoy restarts: its shared memory cannot be written");
         }
-        let is_clear = matches!(cleared, Some(Ok(())));
-        self.apply(Event::Reclaim { is_clear })
+        let is_flag_clear = matches!(cleared, Some(Ok(())));
+        self.apply(Event::Reclaim { is_flag_clear })
     }
 
     /// Leaves the shared memory to an Envoy in another container, or takes it over after that Envoy has exited.
@@ -183,14 +189,14 @@ impl HotRestart {
         self.launch.as_ref()?.base_id.as_deref()
     }
 
-    /// Handles the exit of the parent in another container.
+    /// Handles the exit of the parent in another container. Returns what the supervisor must do.
     pub(super) fn handle_parent_exit(&mut self) -> Option<CurrentAction> {
         self.set_lent(false);
-        let early = self.is_early();
-        self.apply(Event::ParentExited { early })
+        let is_early = self.is_early();
+        self.apply(Event::ParentExited { is_early })
     }
 
-    /// Requests a restart. It begins when no other one is running.
+    /// Requests a restart. It begins when no other one is running. Returns what the supervisor must do.
     pub(super) fn request(&mut self, reason: &'static str) -> Option<CurrentAction> {
         if !self.is_on {
             tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
@@ -206,9 +212,11 @@ impl HotRestart {
     /// Tells the machine about an event of the current Envoy, and whether that Envoy is running after it.
     pub(super) fn observe(&mut self, event: EnvoyEvent, is_running: bool) {
         let event = match event {
-            EnvoyEvent::Live if is_running => Event::Ready {
-                shares_memory: self.handle_live(),
-            },
+            EnvoyEvent::Live if is_running => {
+                let shares_memory = self.base_id().and_then(BaseId::get).is_some();
+                self.handle_live(shares_memory);
+                Event::Ready { shares_memory }
+            }
             EnvoyEvent::StopRequested(_) => {
                 self.abandon("Envoy stops");
                 Event::Stop
@@ -216,12 +224,12 @@ impl HotRestart {
             _ if !is_running => Event::Unready,
             _ => return,
         };
+        // None of these events leads to an action of the supervisor.
         self.apply(event);
     }
 
-    /// Concludes a full restart whose Envoy is live. Returns true if it can share memory with a successor.
-    fn handle_live(&mut self) -> bool {
-        let shares_memory = self.base_id().and_then(BaseId::get).is_some();
+    /// Concludes a full restart, whose Envoy is live. Starts the time of a parent in another container.
+    fn handle_live(&mut self, shares_memory: bool) {
         if self.is_on && !shares_memory {
             tracing::warn!("no shared memory, using full restarts");
         }
@@ -232,10 +240,9 @@ impl HotRestart {
         if last.is_some_and(|last| last.method == Some(Method::Full)) {
             self.conclude(Outcome::Succeeded, None);
         }
-        shares_memory
     }
 
-    /// Handles the exit of the current Envoy.
+    /// Handles the exit of the current Envoy. A restart that it interrupts is abandoned.
     pub(super) fn handle_current_exit(&mut self) {
         // In phase Idle the exit is part of a full restart, which continues.
         if self.machine.phase() != Phase::Idle {
@@ -244,38 +251,54 @@ impl HotRestart {
         self.apply(Event::CurrentExited);
     }
 
-    /// Gives up the current restart. A running check continues without effect.
+    /// Concludes the current restart without success. Unless the agent stops, the machine tries it again when an Envoy
+    /// serves, which then is another restart in logs and metrics. A running check continues.
     fn abandon(&mut self, why: &str) {
         self.prepared = None;
         self.conclude(Outcome::Abandoned, Some(why.to_owned()));
     }
 
-    /// Handles what [`HotRestart::progress`] has returned.
-    pub(super) async fn handle_progress(&mut self, progress: Progress) -> Option<CurrentAction> {
-        let event = match progress {
-            Progress::NothingToStart(outcome, problem) => {
+    /// Handles what [`HotRestart::next_completion`] has returned: logs and concludes a restart that has ended, and lets
+    /// the machine decide. Returns what the supervisor must do.
+    pub(super) async fn handle_completion(
+        &mut self,
+        completion: Completion,
+    ) -> Option<CurrentAction> {
+        let event = match completion {
+            Completion::NothingToStart(outcome, problem) => {
                 self.conclude(outcome, problem);
                 Event::NothingToStart
             }
-            Progress::Usable { is_live, prepared } => {
+            Completion::Usable {
+                owns_admin_port,
+                prepared,
+            } => {
                 if self.machine.is_ready {
                     self.prepared = Some(prepared);
                 } else {
                     self.abandon("the current Envoy drains or has exited");
                 }
-                Event::Usable { is_live }
+                Event::Usable { owns_admin_port }
             }
-            Progress::Live => Event::Live,
-            Progress::Deadline => {
-                if self.successor.is_some() {
-                    let limit = rounded(self.limits.live);
-                    let problem = format!("the new Envoy did not serve within {limit}");
-                    self.conclude(Outcome::Failed, Some(problem));
+            Completion::Panicked(error) => {
+                // Only a check is refused; the wait for a successor also ends with its deadline or its exit.
+                if self.machine.phase() != Phase::Checking {
+                    warn(&error, "continuing without an answer from the new Envoy");
+                    return None;
                 }
+                self.conclude(Outcome::Refused, Some(error.to_string()));
+                Event::NothingToStart
+            }
+            Completion::Live => Event::Live,
+            Completion::SuccessorDeadline => {
+                let limit = rounded(self.limits.live);
+                let problem = format!("the new Envoy did not serve within {limit}");
+                self.conclude(Outcome::Failed, Some(problem));
                 Event::Deadline
             }
-            Progress::SuccessorExited(ended) => {
-                self.calls = JoinSet::new();
+            Completion::ParentDeadline => Event::Deadline,
+            Completion::SuccessorExited(ended) => {
+                self.cancel_tasks();
                 if let Some(mut successor) = self.successor.take() {
                     let reason = successor.output.reason().await;
                     let problem =
@@ -284,25 +307,26 @@ impl HotRestart {
                 }
                 Event::SuccessorExited
             }
-            Progress::ParentExited(ended) => {
-                self.calls = JoinSet::new();
-                let early = self.is_early();
+            Completion::ParentExited(ended) => {
+                self.cancel_tasks();
+                let is_early = self.is_early();
                 if let Some(mut parent) = self.parent.take() {
                     // Its last lines are forwarded before the exit is logged.
                     parent.output.last_lines().await;
-                    tracing::info!("Envoy epoch {} has exited: {ended}", parent.epoch);
+                    let number = parent.start_number;
+                    tracing::info!("Envoy epoch {number} has exited: {ended}");
                 }
-                Event::ParentExited { early }
+                Event::ParentExited { is_early }
             }
         };
         self.apply(event)
     }
 
-    /// Lets the machine decide, and carries out a decision that is not about the current Envoy.
+    /// Lets the machine decide, and carries out a decision that is not about the current Envoy. Returns one that is.
     fn apply(&mut self, event: Event) -> Option<CurrentAction> {
         match self.machine.apply(event) {
             Action::Nothing => {}
-            Action::Check => self.check(),
+            Action::Check => self.begin_check(),
             Action::Start => {
                 if let Err(error) = self.start_successor() {
                     self.conclude(Outcome::Failed, Some(error.to_string()));
@@ -322,24 +346,25 @@ impl HotRestart {
     }
 
     /// Starts an Envoy and counts it.
-    fn spawn(&mut self, launch: Launch) -> Result<Instance, Problem> {
-        let instance = Instance::start(launch, self.count)?;
-        self.count += 1;
+    fn start_instance(&mut self, launch: Launch) -> Result<Instance, Problem> {
+        let instance = Instance::start(launch, self.start_count)?;
+        self.start_count += 1;
         Ok(instance)
     }
 
+    /// Starts the successor with the validated inputs, and begins to wait until it is live.
     fn start_successor(&mut self) -> Result<(), Problem> {
         let (Some(prepared), Some(parent)) = (self.prepared.take(), &self.launch) else {
             return Ok(());
         };
         let launch = parent.successor(prepared, self.limits.parent_shutdown);
-        let epoch = self.count;
-        tracing::info!("starting Envoy epoch {epoch}, which takes over the sockets (hot restart)");
-        let successor = self.spawn(launch)?;
-        let live = self.admin.live(successor.launch.restart_epoch());
-        self.calls = JoinSet::new();
-        self.call(Progress::Live, live);
-        self.call(Progress::Deadline, sleep(self.limits.live));
+        let number = self.start_count;
+        tracing::info!("starting Envoy epoch {number}, which takes over the sockets (hot restart)");
+        let successor = self.start_instance(launch)?;
+        let live = self.admin.wait_until_live(successor.launch.restart_epoch());
+        self.cancel_tasks();
+        self.spawn_task(Completion::Live, live);
+        self.spawn_task(Completion::SuccessorDeadline, sleep(self.limits.live));
         self.successor = Some(successor);
         self.begin_restart(Method::Hot);
         Ok(())
@@ -348,28 +373,30 @@ impl HotRestart {
     /// Starts an Envoy that is no successor of this agent's Envoys: the first one, or another one after an exit.
     pub(super) fn start(&mut self) -> Result<Instance, BoxError> {
         let launch = self.next_launch()?;
-        if self.count == 0 {
+        if self.start_count == 0 {
             let command = &launch.prepared.command;
             let arguments = command.arguments(&launch.mode).join(" ");
             let program = command.binary.display();
             tracing::info!(target: crate::logging::UNABRIDGED, "Envoy command: [{program} {arguments}]");
         }
-        let instance = self.spawn(launch)?;
+        let instance = self.start_instance(launch)?;
         self.launch = Some(instance.launch.clone());
         Ok(instance)
     }
 
-    /// Returns the launch of such an Envoy. It shares memory if possible.
+    /// Returns the launch for [`Self::start`]. Its inputs are the validated ones of a full restart, else those of the
+    /// last Envoy. It shares memory if possible. The first Envoy may take over from one in another container.
     fn next_launch(&mut self) -> Result<Launch, BoxError> {
         let last = self.launch.take().map(|launch| launch.prepared);
         // A full restart starts the inputs that were validated for it.
         let prepared = match self.prepared.take().or(last) {
             Some(prepared) => prepared,
+            // The first Envoy.
             None => (self.prepare)(0)?.into(),
         };
         let parent_shutdown = self.limits.parent_shutdown;
         let mut base_id = None;
-        let mode = if let Some(takeover) = prepared.takeover.filter(|_| self.count == 0) {
+        let mode = if let Some(takeover) = prepared.takeover.filter(|_| self.start_count == 0) {
             self.machine.begin_with_parent();
             let file = self.directory.join("envoy-base-id");
             base_id = Some(BaseId::adopted(file, takeover.base_id)?);
@@ -378,7 +405,7 @@ impl HotRestart {
                 parent_shutdown,
             }
         } else if self.machine.can_share {
-            let file = format!("envoy-base-id{}", self.count);
+            let file = format!("envoy-base-id{}", self.start_count);
             let first = BaseId::new(self.directory.join(file), prepared.command.user);
             Mode::First {
                 base_id_file: base_id.insert(first).file.clone(),
@@ -394,9 +421,9 @@ impl HotRestart {
         })
     }
 
-    /// Returns the live successor for the supervisor. The time of its parent begins.
+    /// Concludes the restart, and starts the time of the parent. Returns the live successor for the supervisor.
     fn promote(&mut self) -> Option<CurrentAction> {
-        self.calls = JoinSet::new();
+        self.cancel_tasks();
         let successor = self.successor.take()?;
         self.begin_parent_shutdown();
         self.launch = Some(successor.launch.clone());
@@ -406,15 +433,15 @@ impl HotRestart {
 
     /// Ends successor and parent when the agent stops.
     pub(super) async fn end(&mut self, limit: Duration) {
-        self.calls = JoinSet::new();
+        self.cancel_tasks();
         if let Some(successor) = self.successor.take() {
-            successor.end(limit).await;
+            successor.kill_and_reap(limit).await;
         }
         if let Some(mut parent) = self.parent.take()
             // Its successor, the last current Envoy, has ended it.
-            && tokio::time::timeout(PARENT_EXIT, parent.ended()).await.is_err()
+            && tokio::time::timeout(PARENT_EXIT, parent.wait_for_exit()).await.is_err()
         {
-            parent.end(limit).await;
+            parent.kill_and_reap(limit).await;
         }
     }
 
@@ -464,47 +491,53 @@ impl HotRestart {
     }
 
     /// Begins to read and validate the inputs of a successor.
-    fn check(&mut self) {
+    fn begin_check(&mut self) {
         tracing::info!("validating new Envoy inputs ({})", self.reason);
         self.last = Some(Restart::begin(self.reason));
         let limit = self.limits.check;
         let launch = self.launch.clone();
-        let check = check(self.prepare.clone(), self.count, launch, self.admin);
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
+        let check = check_inputs(self.prepare.clone(), self.start_count, launch, self.admin);
+        self.cancel_tasks();
+        self.tasks.spawn(async move {
             let problem = match tokio::time::timeout(limit, check).await {
-                Ok(Ok(progress)) => return progress,
+                Ok(Ok(completion)) => return completion,
                 Ok(Err(error)) => with_causes(error.as_ref()),
                 Err(_) => format!("not validated within {}", rounded(limit)),
             };
-            Progress::NothingToStart(Outcome::Refused, Some(problem))
+            Completion::NothingToStart(Outcome::Refused, Some(problem))
         });
     }
 
-    /// Runs a call or a timer. Its end is this progress.
-    fn call(&mut self, end: Progress, call: impl Future<Output = ()> + Send + 'static) {
-        self.calls.spawn(async move {
-            call.await;
-            end
+    /// Runs a wait or a timer, which ends with this completion.
+    fn spawn_task(
+        &mut self,
+        completion: Completion,
+        task: impl Future<Output = ()> + Send + 'static,
+    ) {
+        self.tasks.spawn(async move {
+            task.await;
+            completion
         });
     }
 
-    /// Waits for the next result for [`HotRestart::handle_progress`]. Cancel safe.
-    pub(super) async fn progress(&mut self) -> io::Result<Progress> {
+    fn cancel_tasks(&mut self) {
+        self.tasks = JoinSet::new();
+    }
+
+    /// Waits for the next result for [`HotRestart::handle_completion`]. Fails if a process cannot be waited for. Cancel
+    /// safe.
+    pub(super) async fn next_completion(&mut self) -> io::Result<Completion> {
         tokio::select! {
-            ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorExited),
-            ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentExited),
-            Some(call) = self.calls.join_next() => Ok(call.unwrap_or_else(|error| {
-                // Only a check is refused; the wait for a successor ends with its deadline.
-                Progress::NothingToStart(Outcome::Refused, Some(error.to_string()))
-            })),
+            ended = instance::wait_for_exit(&mut self.successor) => ended.map(Completion::SuccessorExited),
+            ended = instance::wait_for_exit(&mut self.parent) => ended.map(Completion::ParentExited),
+            Some(task) = self.tasks.join_next() => Ok(task.unwrap_or_else(Completion::Panicked)),
         }
     }
 
     /// Starts the time of the parent, now that its successor is live.
     fn begin_parent_shutdown(&mut self) {
         self.live_since = Some(Instant::now());
-        self.call(Progress::Deadline, sleep(self.parent_limit()));
+        self.spawn_task(Completion::ParentDeadline, sleep(self.parent_limit()));
     }
 
     /// Returns the time after which a parent is killed.
@@ -520,34 +553,37 @@ impl HotRestart {
     }
 }
 
-/// Validates the inputs of this epoch: reads them on a blocking thread, has the new binary check them, and asks the
-/// current Envoy for its state. `current` is the launch of that Envoy.
-async fn check(
+/// Validates the inputs of the next Envoy: reads them on a blocking thread, has the new binary check them, and asks the
+/// current Envoy for its state. `current` is the launch of that Envoy. Fails if the inputs cannot be used.
+async fn check_inputs(
     prepare: Prepare,
-    epoch: u32,
+    start_number: u32,
     current: Option<Launch>,
     admin: Admin,
-) -> Result<Progress, BoxError> {
-    let prepared = Arc::new(tokio::task::spawn_blocking(move || prepare(epoch)).await??);
+) -> Result<Completion, BoxError> {
+    let prepared = Arc::new(tokio::task::spawn_blocking(move || prepare(start_number)).await??);
     let current = current.as_ref();
     if current.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
-        return Ok(Progress::NothingToStart(Outcome::Unchanged, None));
+        return Ok(Completion::NothingToStart(Outcome::Unchanged, None));
     }
-    validate(Arc::clone(&prepared), epoch).await?;
-    let live_epoch = admin.live_epoch().await;
-    let is_live = live_epoch.is_some() && live_epoch == current.map(Launch::restart_epoch);
-    Ok(Progress::Usable { is_live, prepared })
+    validate(Arc::clone(&prepared), start_number).await?;
+    let found = admin.live_restart_epoch().await;
+    let owns_admin_port = found.is_some() && found == current.map(Launch::restart_epoch);
+    Ok(Completion::Usable {
+        owns_admin_port,
+        prepared,
+    })
 }
 
-/// Fails if Envoy rejects the bootstrap.
-pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
+/// Runs Envoy to check its bootstrap. Fails with Envoy's reason if it rejects the bootstrap.
+pub(crate) async fn validate(prepared: Arc<Prepared>, start_number: u32) -> Result<(), BoxError> {
     let launch = Launch {
         prepared,
         base_id: None,
         mode: Mode::Validate,
     };
-    let mut envoy = Instance::start(launch, epoch)?;
-    let ended = envoy.ended().await?;
+    let mut envoy = Instance::start(launch, start_number)?;
+    let ended = envoy.wait_for_exit().await?;
     let reason = envoy.output.reason().await;
     match ended {
         Ended::Code(0) => Ok(()),
@@ -557,7 +593,7 @@ pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), 
 
 fn kill(instance: Option<&Instance>) {
     if let Some(instance) = instance {
-        tracing::warn!("killing Envoy epoch {}", instance.epoch);
+        tracing::warn!("killing Envoy epoch {}", instance.start_number);
         instance.kill();
     }
 }
@@ -593,8 +629,9 @@ mod tests {
             !hot_restart.is_early(),
             "a second may have passed unnoticed"
         );
-        let progress = hot_restart.progress().await;
-        assert!(matches!(progress, Ok(Progress::Deadline)), "{progress:?}");
+        let completion = hot_restart.next_completion().await;
+        let is_deadline = matches!(completion, Ok(Completion::ParentDeadline));
+        assert!(is_deadline, "{completion:?}");
         assert_eq!(begun.elapsed().as_secs(), 70);
     }
 }

@@ -146,6 +146,7 @@ impl Machine {
         })
     }
 
+    /// Returns true if this shutdown leaves the step out.
     fn skips(&self, step: Step) -> bool {
         match step {
             // No Envoy would serve new requests during this wait.
@@ -155,13 +156,15 @@ impl Machine {
         }
     }
 
+    /// Changes the phase by an event, and returns what the supervisor must do. Events that have no meaning in the
+    /// current phase change nothing.
     pub fn apply(&mut self, event: Event) -> Action {
         use Phase::{Drained, Exited, Initial, Pausing, Running, Shutdown, Starting};
         match (self.phase, event) {
             (Exited, _) => Action::Nothing,
-            (_, Event::EnvoyExited { may_restart }) => self.exited(may_restart),
-            (_, Event::StopRequested(urgency)) => self.stop_requested(urgency),
-            (_, Event::DrainOrdered) => self.drain_ordered(),
+            (_, Event::EnvoyExited { may_restart }) => self.handle_exit(may_restart),
+            (_, Event::StopRequested(urgency)) => self.handle_stop_request(urgency),
+            (_, Event::DrainOrdered) => self.handle_drain_order(),
             (Initial, Event::Begin) | (Pausing, Event::PauseOver) => {
                 self.enter(Starting, Action::Start)
             }
@@ -184,7 +187,7 @@ impl Machine {
         self.enter(Phase::Shutdown(step.waits_for), Action::Begin(step))
     }
 
-    fn stop_requested(&mut self, urgency: Urgency) -> Action {
+    fn handle_stop_request(&mut self, urgency: Urgency) -> Action {
         self.requested = self.requested.max(urgency);
         let first = match self.requested {
             Urgency::Run => return Action::Nothing,
@@ -200,7 +203,7 @@ impl Machine {
         }
     }
 
-    fn drain_ordered(&mut self) -> Action {
+    fn handle_drain_order(&mut self) -> Action {
         self.is_drained = true;
         match self.phase {
             // A starting Envoy may not accept the call yet; it is repeated once Envoy is live.
@@ -210,7 +213,7 @@ impl Machine {
         }
     }
 
-    fn exited(&mut self, may_restart: bool) -> Action {
+    fn handle_exit(&mut self, may_restart: bool) -> Action {
         let may_restart = self.replaced.take().is_some() || may_restart;
         if may_restart && !self.is_stop_requested() {
             self.enter(Phase::Pausing, Action::Pause)

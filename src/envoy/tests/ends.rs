@@ -1,6 +1,4 @@
-//! An Envoy that ends by itself: errors, records of crashes, and restarts.
-
-use rustix::process::{Pid, Signal, kill_process};
+//! An Envoy that ends by itself: errors, records of crashes, and the state.
 
 use super::*;
 
@@ -70,73 +68,10 @@ async fn an_envoy_that_exits_with_status_0_is_neither_an_error_nor_restarted() {
     assert_eq!(exit, Exit::ByItself(Ended::Code(0)));
 }
 
-#[tokio::test]
-async fn an_envoy_that_served_and_crashed_is_started_again_within_its_budget() {
-    let (mut stage, _admin) = stage("obeys").with_admin(Behaviour::Answering).await;
-    stage.config.restarts = Some(budget(1));
-    let metrics = Registry::default();
-    let (envoy, life) = started(stage.config.clone(), &Stop::new(), &metrics);
-    let story = async {
-        for epoch in 0..2 {
-            signal(&mut stage, &envoy, epoch, Signal::SEGV).await;
-        }
-    };
-    let exit = beside(life, story).await.expect("an end");
-    assert_eq!(exit, Exit::ByItself(Ended::Signal(11)));
-    let page = metrics.render();
-    assert!(
-        page.contains("istio_agent_envoy_restarts_total 1\n"),
-        "{page}"
-    );
-}
-
-#[tokio::test]
-async fn an_envoy_that_another_process_terminates_is_not_started_again() {
-    let (mut stage, _admin) = stage("obeys").with_admin(Behaviour::Answering).await;
-    stage.config.restarts = Some(budget(1));
-    let (envoy, life) = stage.start(&Stop::new());
-    let story = signal(&mut stage, &envoy, 0, Signal::TERM);
-    let exit = beside(life, story).await.expect("an end");
-    assert_eq!(exit, Exit::ByItself(Ended::Code(0)));
-}
-
-#[tokio::test]
-async fn an_envoy_that_has_not_served_is_not_started_again() {
-    let mut crashing = stage("crashes");
-    crashing.config.early = Duration::ZERO;
-    crashing.config.restarts = Some(budget(1));
-    let (envoy, life) = crashing.start(&Stop::new());
-    let crash = Exit::ByItself(Ended::Signal(11));
-    assert_eq!(life.await.expect("no error"), crash);
-    assert_eq!(envoy.report().borrow().epoch, 0);
-}
-
-/// Signals the Envoy of this number once it serves.
-async fn signal(stage: &mut Stage, envoy: &Envoy, epoch: u32, signal: Signal) {
-    stage.wait_until_ready().await;
-    let serves = |report: &Report| report.state == State::Running && report.epoch == epoch;
-    let pid = wait_for(envoy, serves).await.pid.and_then(Pid::from_raw);
-    kill_process(pid.expect("a pid"), signal).expect("signalled");
-}
-
 fn budget(restarts: usize) -> Budget {
     Budget {
         restarts,
         within: Duration::from_secs(3600),
-    }
-}
-
-#[tokio::test]
-async fn a_missing_or_unusable_binary_is_named() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let path = |name: &str| directory.path().join(name);
-    std::fs::write(path("data"), "no program").expect("written");
-    let (missing, data) = ("ENVOY_MISSING", "ENVOY_NOT_EXECUTABLE");
-    for (name, expected) in [("missing", missing), ("data", data)] {
-        let config = config(path(name), directory.path());
-        let (_envoy, life) = started(config, &Stop::new(), &Registry::default());
-        let error = life.await.expect_err("no start").to_string();
-        assert!(error.contains(expected) && error.contains(name), "{error}");
     }
 }
 

@@ -151,37 +151,10 @@ async fn wait_for(envoy: &Envoy, holds: impl FnMut(&Report) -> bool) -> Report {
 }
 
 #[tokio::test]
-async fn terminates_envoy_when_the_drain_time_is_over_and_it_cannot_be_asked() {
-    let mut stage = stage("obeys");
-    stage.config.limits.drain = Drain::For(Duration::from_millis(10));
-    assert_eq!(stage.run(1).await.expect("an end"), Exit::Requested);
-    assert_eq!(stage.recorded("signals"), "term\n");
-    let arguments = stage
-        .config
-        .command
-        .arguments(&command::Mode::Alone)
-        .join(" ");
-    assert_eq!(stage.recorded("arguments").trim(), arguments);
-}
-
-#[tokio::test]
-async fn a_second_request_cuts_the_drain_short() {
-    let mut stage = stage("obeys");
-    assert_eq!(stage.run(2).await.expect("an end"), Exit::Requested);
-    assert_eq!(stage.recorded("signals"), "term\n");
-}
-
-#[tokio::test]
 async fn an_envoy_that_ignores_sigterm_is_killed() {
     let mut stage = stage("ignores-sigterm");
     stage.config.limits.terminate = Duration::from_millis(200);
     assert_eq!(stage.run(2).await.expect("an end"), Exit::Requested);
-}
-
-#[tokio::test]
-async fn a_third_request_kills_without_waiting() {
-    let mut stage = stage("ignores-sigterm");
-    assert_eq!(stage.run(3).await.expect("an end"), Exit::Requested);
 }
 
 #[tokio::test]
@@ -271,31 +244,6 @@ async fn a_first_request_that_is_urgent_skips_the_drain() {
     assert_eq!(exit, Exit::Requested);
     assert_eq!(admin.asked().last().expect("a call"), "/quitquitquit");
     assert!(!admin.asked().iter().any(|path| path.contains("drain")));
-}
-
-#[tokio::test]
-async fn a_drain_until_idle_ends_with_the_last_connection() {
-    let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
-    let limits = &mut stage.config.limits;
-    limits.drain = Drain::UntilIdle {
-        at_least: Duration::from_millis(10),
-        at_most: Duration::from_secs(3600),
-    };
-    let stop = Stop::new();
-    let (envoy, life) = stage.start(&stop);
-    admin.set_connections(3);
-    let story = async {
-        stage.wait_until_ready().await;
-        stop.escalate("a test");
-        wait_for(&envoy, |report| {
-            let ending = report.ending.as_ref();
-            ending.is_some_and(|ending| ending.connections == Some(3))
-        })
-        .await;
-        admin.set_connections(0);
-    };
-    let exit = beside(life, story).await.expect("an end");
-    assert_eq!(exit, Exit::Requested);
 }
 
 #[tokio::test]

@@ -58,8 +58,8 @@ async fn after_three_consecutive_failures_the_next_control_plane_is_used_for_ten
 #[test]
 fn a_single_control_plane_is_never_abandoned() {
     let hosts = Hosts::new(several(&["a:1"]));
-    for is_silent in [false, true].repeat(5) {
-        assert!(!hosts.record_failure(&hosts.current().clone(), is_silent, &why()));
+    for timed_out in [false, true].repeat(5) {
+        assert!(!hosts.record_failure(&hosts.current().clone(), timed_out, &why()));
         assert_eq!((&*hosts.current().address, hosts.due()), ("a:1", None));
     }
 }

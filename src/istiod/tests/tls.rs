@@ -1,7 +1,6 @@
-use tokio::net::TcpListener;
 use tonic::Code;
 
-use super::{fails, until_gone};
+use super::fails;
 use crate::compliance::Policy;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
 use crate::istiod::{Config, Security, open_probe, tls};
@@ -12,28 +11,6 @@ fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
         Security::Tls(tls) => &mut tls.client,
         Security::Plaintext => panic!("no TLS"),
     }
-}
-
-#[tokio::test]
-async fn the_error_for_an_unusable_root_file_gives_the_reason() {
-    let fake = Fake::start(None).await;
-    let files = Files::new();
-    let expired = Authority::expired("old").pem();
-    let code = codes::ISTIOD_ROOTS_UNUSABLE;
-    for (content, expected) in [
-        ("", "the file is empty"),
-        ("garbage", "no PEM certificate in 7 bytes"),
-        (&expired, "no usable certificate (0 broken, 1 expired)"),
-    ] {
-        let roots = files.write("root.pem", content);
-        let expected = format!("{}: {expected}", roots.display());
-        fails(encrypted(fake.address, &roots), code, &expected).await;
-    }
-    std::fs::remove_file(files.write("root.pem", "")).unwrap();
-    let missing = files.write("other", "").with_file_name("root.pem");
-    let config = encrypted(fake.address, &missing);
-    fails(config, code, "root.pem: No such file").await;
-    assert!(fake.seen().connections.is_empty());
 }
 
 #[tokio::test]
@@ -132,36 +109,6 @@ async fn a_server_without_http2_in_alpn_is_refused() {
     let roots_path = roots.write("root.pem", &authority.pem());
     let (config, code) = (encrypted(fake.address, &roots_path), codes::ISTIOD_NOT_GRPC);
     fails(config, code, "does not offer HTTP/2 over TLS (ALPN)").await;
-}
-
-#[tokio::test]
-async fn after_a_root_rotation_the_next_dial_trusts_only_the_new_file() {
-    let (old, new) = (Authority::new("old"), Authority::new("new"));
-    let first = Fake::start(Some(fake::server_tls(&old, NAME, Clients::Optional))).await;
-    let files = Files::new();
-    let roots = files.write("root.pem", &old.pem());
-    let (istiod, _tasks) = run(encrypted(first.address, &roots));
-    istiod.try_connection().await.unwrap();
-    files.write("root.pem", &new.pem());
-    assert!(istiod.try_connection().await.is_ok());
-    let address = first.address;
-    first.close();
-    until_gone(&istiod).await;
-    let problem = istiod.try_connection().await.unwrap_err();
-    assert_eq!(problem.code, codes::ISTIOD_CERTIFICATE_UNTRUSTED);
-    drop(first);
-    let tls = fake::server_tls(&new, NAME, Clients::Optional);
-    let _second = loop {
-        // The first one's task ends a moment after its handle.
-        match TcpListener::bind(address).await {
-            Ok(free) => {
-                drop(free);
-                break Fake::at(address, Some(tls)).await;
-            }
-            Err(_) => tokio::task::yield_now().await,
-        }
-    };
-    istiod.connection().await.unwrap();
 }
 
 #[tokio::test]

@@ -111,7 +111,7 @@ impl WorkloadFiles {
     /// Reads the files: the certificate with its key, and the roots. Blocks.
     pub fn read(&self) -> [Result<Secret, Problem>; 2] {
         self.sources()
-            .map(|source| source.read().map(|(secret, ..)| secret))
+            .map(|source| source.read().map(|checked| checked.secret))
     }
 
     fn sources(&self) -> [Source; 2] {
@@ -194,7 +194,8 @@ impl Files {
         let workload = self.config.workload.as_ref()?;
         match state {
             SecretState::Available(Secret::Roots(own)) => {
-                Some(SecretState::Available(Secret::Roots(self.merged(own))))
+                let merged = self.merge_with_mesh(own);
+                Some(SecretState::Available(Secret::Roots(merged)))
             }
             SecretState::Available(_) => Some(state),
             // Files from the start are waited for, because the authority would sign another identity. Unusable
@@ -204,8 +205,8 @@ impl Files {
         }
     }
 
-    /// Merges the workload's roots and the mesh's.
-    fn merged(&self, own: Roots) -> Roots {
+    /// Merges the workload's roots and the mesh's. Remembers the last result.
+    fn merge_with_mesh(&self, own: Roots) -> Roots {
         let Some(mesh) = self.mesh.latest() else {
             return own;
         };

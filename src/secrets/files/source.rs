@@ -27,21 +27,31 @@ pub enum Source {
     Roots(PathBuf),
 }
 
-/// A secret, the number of certificates that are left out of roots, and a description of text that is not
-/// PEM.
-pub(super) type Checked = (Secret, usize, Option<&'static str>);
+/// A secret, and what is left out of it.
+pub(super) struct Checked {
+    pub(super) secret: Secret,
+    /// The number of invalid certificates in a bundle of roots.
+    pub(super) invalid_certificates: usize,
+    /// A description of text that is not PEM.
+    pub(super) non_pem_text: Option<&'static str>,
+}
 
 impl Source {
-    /// Reads and checks the secret. Blocks.
+    /// Reads and checks the secret. Blocks. Fails if a file is missing, unreadable or empty, or without a usable
+    /// secret.
     pub(super) fn read(&self) -> Result<Checked, Problem> {
         match self {
             Self::Pair { chain, key } => read_pair(chain, key),
             Self::Roots(path) => {
                 let file = read(path)?;
-                let (roots, broken) = Roots::from_file(&file);
+                let (roots, invalid_certificates) = Roots::from_file(&file);
                 let roots =
                     roots.ok_or_else(|| unusable(path, file.len(), x509::no_certificate(&file)))?;
-                Ok((Secret::Roots(roots), broken, pem::left_over(&file)))
+                Ok(Checked {
+                    secret: Secret::Roots(roots),
+                    invalid_certificates,
+                    non_pem_text: pem::left_over(&file),
+                })
             }
         }
     }
@@ -69,15 +79,20 @@ impl fmt::Display for Source {
 
 fn read_pair(chain_path: &Path, key_path: &Path) -> Result<Checked, Problem> {
     let (chain, key) = (read(chain_path)?, read(key_path)?);
-    let left_over = pem::left_over(&chain).or_else(|| pem::left_over(&key));
-    let bytes = key.len();
+    let non_pem_text = pem::left_over(&chain).or_else(|| pem::left_over(&key));
+    let key_length = key.len();
     let leaf =
         x509::parse_chain(&chain).map_err(|found| unusable(chain_path, chain.len(), found))?;
     let certificate = Certificate::new(chain, leaf, key);
-    let certificate = certificate.map_err(|found| unusable(key_path, bytes, found))?;
-    Ok((Secret::Certificate(Arc::new(certificate)), 0, left_over))
+    let certificate = certificate.map_err(|found| unusable(key_path, key_length, found))?;
+    Ok(Checked {
+        secret: Secret::Certificate(Arc::new(certificate)),
+        invalid_certificates: 0,
+        non_pem_text,
+    })
 }
 
+/// Returns the problem of a file, which counts as missing if it is empty.
 fn unusable(path: &Path, bytes: usize, found: String) -> Problem {
     let code = match bytes {
         0 => codes::SECRET_FILE_MISSING,

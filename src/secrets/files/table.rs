@@ -42,7 +42,7 @@ pub(super) struct Table {
     inner: Mutex<Inner>,
     /// Notified of new sources.
     pub(super) wanted: Notify,
-    /// Sent to when any secret has changed.
+    /// Sent to when a secret has changed, and after each read of one that cannot be used.
     pub(super) changes: watch::Sender<()>,
 }
 
@@ -68,7 +68,7 @@ pub(super) struct Entry {
 pub(super) struct Content {
     pub(super) state: SecretState,
     /// The problem that was last logged, if the files cannot be used.
-    pub(super) problem: Option<Problem>,
+    pub(super) logged_problem: Option<Problem>,
 }
 
 impl Table {
@@ -92,7 +92,7 @@ impl Table {
         }
         let content = Content {
             state: SecretState::Reading,
-            problem: None,
+            logged_problem: None,
         };
         let entry = Arc::new(Entry {
             source: source.clone(),

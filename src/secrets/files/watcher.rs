@@ -85,7 +85,7 @@ impl Watcher {
     pub(super) async fn run(self) {
         let watcher = Arc::new(self);
         // The watch is first, so that the first reads find it.
-        tokio::join!(watcher.watch_files(), watcher.run_followers());
+        tokio::join!(watcher.watch_files(), watcher.run_source_tasks());
     }
 
     /// Reports changes to the entries, and opens a new watch when the kernel ends one or rejects it.
@@ -110,6 +110,7 @@ impl Watcher {
         }
     }
 
+    /// Notifies the entries of changes. Returns the error that ends the watch.
     async fn report_changes(&self, watch: &FileWatch) -> io::Error {
         loop {
             match watch.changed().await {
@@ -132,6 +133,7 @@ impl Watcher {
         affected.for_each(|entry| entry.changed.notify_one());
     }
 
+    /// Logs and counts that files cannot be watched.
     fn report_unwatched(&self, what: impl ToString, error: &io::Error) {
         self.watcher_failures.inc();
         let problem = Problem::new(codes::SECRET_FILES_NOT_WATCHED, what, error);
@@ -139,21 +141,22 @@ impl Watcher {
     }
 
     /// Runs a task for each source.
-    async fn run_followers(self: &Arc<Self>) {
-        let mut followers = JoinSet::new();
+    async fn run_source_tasks(self: &Arc<Self>) {
+        let mut tasks = JoinSet::new();
         loop {
             for entry in self.table.take_fresh() {
-                followers.spawn(self.clone().follow(entry));
+                tasks.spawn(self.clone().keep_up_to_date(entry));
             }
             tokio::select! {
                 () = self.table.wanted.notified() => {}
-                Some(_) = followers.join_next() => {}
+                Some(_) = tasks.join_next() => {}
             }
         }
     }
 
-    /// Keeps the state of a source up to date, until it has not had a subscriber between two polls.
-    async fn follow(self: Arc<Self>, entry: Arc<Entry>) {
+    /// Watches and reads the files of a source, now, after each change and at each poll. Ends when the source has had
+    /// no subscriber at two polls in a row.
+    async fn keep_up_to_date(self: Arc<Self>, entry: Arc<Entry>) {
         for path in entry.source.paths() {
             let path = path.display();
             tracing::info!(target: "cache", "adding watcher for file certificate {path}");
@@ -162,7 +165,7 @@ impl Watcher {
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut is_watched, mut is_idle) = (true, false);
         loop {
-            is_watched = self.read(&entry, is_watched).await;
+            is_watched = self.watch_and_read(&entry, is_watched).await;
             tokio::select! {
                 // Later changes do not delay the read, or a busy directory could delay it forever.
                 () = entry.changed.notified() => tokio::time::sleep(self.debounce).await,
@@ -177,9 +180,9 @@ impl Watcher {
         }
     }
 
-    /// Watches and reads the files. Returns true if all of them are watched; a failure to watch is reported
-    /// only if they `were_watched` before.
-    async fn read(&self, entry: &Entry, were_watched: bool) -> bool {
+    /// Watches and reads the files, and publishes their content. Returns true if all of them are watched; a failure
+    /// to watch is reported only if they `were_watched` before.
+    async fn watch_and_read(&self, entry: &Entry, were_watched: bool) -> bool {
         let source = &entry.source;
         let (watch, files) = (self.watch.lock().clone(), source.clone());
         let read = move || {
@@ -215,8 +218,12 @@ impl Watcher {
         let (source, mut content) = (&entry.source, entry.content.lock());
         let is_available = matches!(content.state, SecretState::Available(_));
         match read {
-            Ok((secret, broken, left_over)) => {
-                content.problem = None;
+            Ok(Checked {
+                secret,
+                invalid_certificates,
+                non_pem_text,
+            }) => {
+                content.logged_problem = None;
                 if matches!(&content.state, SecretState::Available(last) if *last == secret) {
                     return;
                 }
@@ -227,32 +234,32 @@ impl Watcher {
                 {
                     tracing::warn!(target: "cache", "{problem}");
                 }
-                if broken > 0 {
+                if invalid_certificates > 0 {
                     tracing::error!(
                         target: "cache",
-                        "failed to parse some certs from {source}: {broken} left out"
+                        "failed to parse some certs from {source}: {invalid_certificates} left out"
                     );
                 }
-                if let Some(left_over) = left_over {
-                    let problem = Problem::new(codes::CERTIFICATES_LEFT_OUT, subject, left_over);
+                if let Some(found) = non_pem_text {
+                    let problem = Problem::new(codes::CERTIFICATES_LEFT_OUT, subject, found);
                     tracing::warn!(target: "cache", "{problem}");
                 }
                 content.state = SecretState::Available(secret);
             }
             Err(mut problem) => {
-                // An optional file that has never existed is not a failure.
+                // A missing or empty optional file is not a failure, unless it was usable before.
                 let is_absent = problem.code == codes::SECRET_FILE_MISSING;
                 let is_failure = is_available || !entry.is_optional || !is_absent;
                 if is_available {
                     problem = problem.consequence("the secret that was read before stays in use");
                 }
-                if is_failure && content.problem.as_ref() != Some(&problem) {
+                if is_failure && content.logged_problem.as_ref() != Some(&problem) {
                     self.secret_failures.inc();
                     tracing::error!(
                         target: "cache",
                         "resource:{source} failed to generate secret for proxy from file: {problem}"
                     );
-                    content.problem = Some(problem.clone());
+                    content.logged_problem = Some(problem.clone());
                 }
                 if is_available {
                     return;

@@ -1,5 +1,5 @@
 use std::fs;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -23,10 +23,10 @@ pub(super) fn directory() -> TempDir {
     }
 }
 
-fn config_of(directory: &TempDir, readable_by_all: bool) -> Config {
+fn config_of(directory: &TempDir) -> Config {
     Config {
         directory: directory.path().to_owned(),
-        readable_by_all,
+        readable_by_all: false,
     }
 }
 
@@ -53,25 +53,13 @@ fn entries(directory: &TempDir) -> usize {
 }
 
 #[test]
-fn modes_depend_on_the_configuration_and_not_on_earlier_files() {
-    for (readable_by_all, file) in [(false, 0o600), (true, 0o644)] {
-        let directory = directory();
-        let config = config_of(&directory, readable_by_all);
-        write_all(&config, [b"key", b"chain", b"roots"]).unwrap();
-        assert_eq!(read(&directory), ["key", "chain", "roots"]);
-        let mode = |path: &str| directory.path().join(path).metadata().unwrap().mode() & 0o777;
-        assert!(NAMES.iter().all(|name| mode(name) == file));
-    }
-}
-
-#[test]
 fn plain_files_links_and_leftovers_are_replaced() {
     let directory = directory();
     let path = |name: &str| directory.path().join(name);
     fs::write(path(NAMES[0]), "plain").unwrap();
     symlink("..data/cert-chain.pem", path(NAMES[1])).unwrap();
     symlink("elsewhere", path("root-cert.pem.tmp")).unwrap();
-    write_all(&config_of(&directory, false), all("new")).unwrap();
+    write_all(&config_of(&directory), all("new")).unwrap();
     assert_eq!(read(&directory), ["new"; 3]);
     let is_plain = |name: &&str| path(name).symlink_metadata().unwrap().is_file();
     assert!(NAMES.iter().all(is_plain));
@@ -81,7 +69,7 @@ fn plain_files_links_and_leftovers_are_replaced() {
 #[test]
 fn a_reader_finds_each_file_whole() {
     let directory = directory();
-    let config = config_of(&directory, false);
+    let config = config_of(&directory);
     let content = |rotation: usize| rotation.to_string().repeat(10_000);
     write_all(&config, all(&content(0))).unwrap();
     let done = AtomicBool::new(false);
@@ -106,7 +94,7 @@ fn a_reader_finds_each_file_whole() {
 #[test]
 fn a_write_that_fails_leaves_the_other_files_and_nothing_beside_them() {
     let directory = directory();
-    let config = config_of(&directory, false);
+    let config = config_of(&directory);
     write_all(&config, all("a")).unwrap();
     // Nothing can be renamed over a directory.
     let key = directory.path().join(NAMES[0]);

@@ -141,17 +141,6 @@ async fn an_expired_certificate_is_withdrawn_until_the_authority_answers_again()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clock_that_jumps_past_the_renewal_renews_at_once() {
-    let mut fixture = start(config(), Answer::Signed);
-    let first = fixture.first().await;
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    let before = Instant::now();
-    fixture.clock.jump(13 * HOUR);
-    fixture.renewed(&first).await;
-    assert_eq!(before.elapsed(), Duration::ZERO);
-}
-
-#[tokio::test(start_paused = true)]
 async fn an_unusable_response_is_never_published_and_retried_with_backoff() {
     for answer in [
         Answer::Empty,

@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use crate::netlink;
 use crate::problem::{Problem, codes};
-use crate::unix_socket::access::admitted;
+use crate::unix_socket::access::with_agent_and_root;
 
 pub(super) const NOT_LOCAL: &str = "Only requests from localhost are allowed\n";
 /// The source address of connections from Envoy to the pod's ports. That of IPv6, `::6`, is not local.
@@ -83,7 +83,7 @@ impl Access {
             return Err(NOT_LOCAL.to_owned());
         }
         check_names(head)?;
-        let Some(users) = self.users.as_ref().map(admitted) else {
+        let Some(users) = self.users.as_ref().map(with_agent_and_root) else {
             return Ok(());
         };
         let variable = self.variable;

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
 use super::*;
-use crate::lifecycle::{CancellationToken, Retirement, Stop};
+use crate::lifecycle::{CancellationToken, ListenerHandover, Stop};
 use crate::metrics::Registry;
 use crate::status::tests::{any_port, config, own_metrics, sources};
 use crate::status::{Probers, Router, server};
@@ -42,12 +42,12 @@ fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, 
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let (listener, port) = any_port();
     let mut tasks = JoinSet::new();
-    let (retirement, stop) = (Retirement::default(), CancellationToken::new());
+    let (handover, stop) = (ListenerHandover::default(), CancellationToken::new());
     tasks.spawn(server::serve(
         listener,
         server::UNREAD,
         router,
-        retirement,
+        handover,
         stop,
     ));
     (port, tasks)

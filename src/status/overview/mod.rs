@@ -18,7 +18,8 @@ use crate::wasm::Wasm;
 
 /// Takes a snapshot. A part without which the agent runs is null then, see [`Sources`]; `missing` is the reason
 /// why the pod is not ready.
-pub(super) fn snapshot(sources: &Sources, (doctor, ready): &Diagnosis) -> Value {
+pub(super) fn snapshot(sources: &Sources, diagnosis: &Diagnosis) -> Value {
+    let Diagnosis { report, ready } = diagnosis;
     let ready_dns = |dns: &Dns| json!({ "ready": dns.is_ready() });
     json!({
         "now": rfc3339(Clock::system().now()),
@@ -29,7 +30,7 @@ pub(super) fn snapshot(sources: &Sources, (doctor, ready): &Diagnosis) -> Value 
         },
         "ready": ready.is_ok(),
         "missing": ready.as_ref().err(),
-        "doctor": doctor,
+        "doctor": report,
         "envoy": sources.envoy.as_ref().map(Envoy::snapshot),
         "istiod": sources.istiod.status(),
         "certificates": sources.secrets.as_ref().map(Secrets::snapshot),
@@ -43,7 +44,7 @@ pub(super) fn snapshot(sources: &Sources, (doctor, ready): &Diagnosis) -> Value 
 }
 
 pub(super) fn html(sources: &Sources, diagnosis: &Diagnosis) -> String {
-    page::page(&diagnosis.0, &snapshot(sources, diagnosis))
+    page::page(&diagnosis.report, &snapshot(sources, diagnosis))
 }
 
 #[cfg(test)]

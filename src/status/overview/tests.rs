@@ -196,7 +196,7 @@ fn crashed() -> handle::Report {
         state: State::Exited,
         last_crash: Some(Crash {
             when: hostile(),
-            epoch: 0,
+            start_number: 0,
             pid: 7,
             code: None,
             signal: Some(11),

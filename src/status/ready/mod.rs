@@ -1,8 +1,9 @@
 //! Checks whether the pod is ready, and names the cause if it is not.
 //!
-//! Envoy must run, have accepted clusters and listeners once, be live, and have a version of each secret that it has
-//! refused; the agent must not be stopping. A check that an Envoy (epoch and pid) has passed is not repeated, so a
-//! steady probe sends no request to it. Concurrent probes share the answer of Envoy's admin port.
+//! Envoy must run, have accepted clusters and listeners once, be live, and hold an earlier version of each secret
+//! whose new version it has refused; the agent must not be stopping. A check that an Envoy (epoch and pid) has passed
+//! is not repeated, so a steady probe sends no request to it. Concurrent probes share the answer of Envoy's admin
+//! port.
 
 mod bootstrap_file;
 mod stats;
@@ -22,12 +23,15 @@ use crate::metrics::Gauge;
 use crate::problem::{Problem, codes};
 use bootstrap_file::BootstrapFile;
 
-/// The pauses between two checks of an Envoy that starts: in the first [`START`], and later.
+/// The pauses between two checks of an Envoy that starts: in the [`EARLY_PHASE`], and later.
 const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 /// The age of the agent from which a failed check asks Envoy what it waits for.
 const INSPECT_AFTER: Duration = Duration::from_secs(5);
-const START: Duration = Duration::from_secs(30);
+/// The limit of that query.
+const INSPECT_LIMIT: Duration = Duration::from_secs(1);
+/// How long an Envoy process is checked often.
+const EARLY_PHASE: Duration = Duration::from_secs(30);
 
 pub(super) struct Readiness {
     sources: Arc<Sources>,
@@ -69,7 +73,7 @@ impl Readiness {
 
     /// Checks for a readiness probe, and logs a result that differs from the last.
     pub(super) async fn check_and_log(&self) -> Result<(), String> {
-        let ready = self.explained().await;
+        let ready = self.check_and_explain().await;
         let logged = self.logged.lock().replace(ready.clone());
         match &ready {
             _ if logged.as_ref() == Some(&ready) => {}
@@ -79,25 +83,28 @@ impl Readiness {
         ready
     }
 
-    /// Checks, and adds to a failure the cause that another part of the agent knows.
-    pub(super) async fn explained(&self) -> Result<(), String> {
+    /// Checks like [`Self::check`], and adds to a failure the cause that another part of the agent knows.
+    pub(super) async fn check_and_explain(&self) -> Result<(), String> {
         let Err(missing) = self.check().await else {
             return Ok(());
         };
-        if self.not_terminating().is_err() {
+        if self.check_not_stopping().is_err() {
             return Err(missing);
         }
-        let cause = self.cause().await.filter(|cause| !missing.contains(cause));
+        let cause = self
+            .find_cause()
+            .await
+            .filter(|cause| !missing.contains(cause));
         let suffix = cause.map_or_else(String::new, |cause| format!("; {cause}"));
         let missing = missing.trim_end();
         Err(format!("{missing}{suffix}; see `pilot-agent doctor`"))
     }
 
     /// Returns the cause that another part of the agent knows. None if Envoy has exited, which is the cause.
-    async fn cause(&self) -> Option<String> {
+    async fn find_cause(&self) -> Option<String> {
         let sources = &self.sources;
         let envoy = sources.envoy.as_ref()?;
-        alive(&envoy.report().borrow()).ok()?;
+        running_process(&envoy.report().borrow()).ok()?;
         let failure = sources.istiod.status().last_error;
         let istiod = failure.map(|failure| failure.problem.to_string());
         let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
@@ -107,17 +114,19 @@ impl Readiness {
         if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
         }
-        let waits = inspect::warming(envoy.admin().within(LONG_PAUSE)).await;
+        let waits = inspect::warming(envoy.admin().within(INSPECT_LIMIT)).await;
         let mut all = waits.iter();
         let wait = all.find(|it| it.code != codes::ENVOY_NOT_INSPECTED);
         wait.map(ToString::to_string)
     }
 
+    /// Checks whether the pod is ready now. The error is the first reason why it is not. Records the milestones that
+    /// are reached for the first time.
     pub(super) async fn check(&self) -> Result<(), String> {
         if let Some(envoy) = &self.sources.envoy {
             self.check_envoy(envoy).await?;
         }
-        self.not_terminating()?;
+        self.check_not_stopping()?;
         let is_missing = |refused: &&Problem| refused.code == codes::SECRET_REFUSED;
         if let Some(refusal) = self.sources.refusals.lock().values().find(is_missing) {
             return Err(refusal.to_string());
@@ -135,23 +144,23 @@ impl Readiness {
         Ok(())
     }
 
-    /// Checks until the pod is ready, so that the time of readiness is recorded without a probe.
-    pub(super) async fn watch(&self) {
-        let (mut watched, mut since) = (None, Instant::now());
+    /// Checks until the pod is ready for the first time, so that this time is recorded without a probe.
+    pub(super) async fn poll_until_ready(&self) {
+        let (mut process, mut first_seen) = (None, Instant::now());
         while self.check().await.is_err() {
-            // The time starts again with another Envoy process.
-            let process = self.checks.lock().await.process;
-            if process != watched {
-                (watched, since) = (process, Instant::now());
+            // The phase starts again with another Envoy process.
+            let checked = self.checks.lock().await.process;
+            if checked != process {
+                (process, first_seen) = (checked, Instant::now());
             }
-            let is_new = since.elapsed() < START;
-            tokio::time::sleep(if is_new { PAUSE } else { LONG_PAUSE }).await;
+            let is_early = first_seen.elapsed() < EARLY_PHASE;
+            tokio::time::sleep(if is_early { PAUSE } else { LONG_PAUSE }).await;
         }
     }
 
     /// Checks Envoy, or returns the result of a query that has ended since this call.
     async fn check_envoy(&self, envoy: &Envoy) -> Result<(), String> {
-        let process = alive(&envoy.report().borrow())?;
+        let process = running_process(&envoy.report().borrow())?;
         let begin = Instant::now();
         let mut checks = self.checks.lock().await;
         if checks.process != Some(process) {
@@ -173,14 +182,15 @@ impl Readiness {
         result
     }
 
-    /// Makes the checks that were not passed yet.
+    /// Makes the checks of Envoy that it has not passed yet. Records those it passes, their milestones, and the time
+    /// of the start.
     async fn query(&self, envoy: &Envoy, checks: &mut Checks) -> Result<(), String> {
         if !checks.is_configured {
             stats::check_configured(envoy.admin()).await?;
             checks.is_configured = true;
             self.sources.milestones.mark(startup::CONFIG_RECEIVED);
         }
-        self.not_terminating()?;
+        self.check_not_stopping()?;
         stats::check_live(envoy.admin()).await?;
         checks.is_live = true;
         if self.sources.milestones.mark(startup::ENVOY_LIVE) {
@@ -191,7 +201,8 @@ impl Readiness {
         Ok(())
     }
 
-    fn not_terminating(&self) -> Result<(), String> {
+    /// Fails if the agent is asked to stop.
+    fn check_not_stopping(&self) -> Result<(), String> {
         let request = self.sources.stop.requested().borrow().clone();
         if request.urgency == Urgency::Run {
             return Ok(());
@@ -202,10 +213,10 @@ impl Readiness {
 }
 
 /// Returns the Envoy process, or why there is none.
-fn alive(report: &Report) -> Result<Process, String> {
+fn running_process(report: &Report) -> Result<Process, String> {
     match (report.state, report.problem()) {
         (State::Initial | State::Exited, Some(problem)) => Err(problem.to_string()),
-        _ => Ok((report.epoch, report.pid)),
+        _ => Ok((report.start_number, report.pid)),
     }
 }
 

@@ -85,11 +85,11 @@ impl Pod {
     }
 }
 
-fn started(epoch: u32, pid: i32) -> Report {
+fn started(start_number: u32, pid: i32) -> Report {
     Report {
         state: State::Starting,
         pid: Some(pid),
-        epoch,
+        start_number,
         started: None,
         ..Report::default()
     }
@@ -128,8 +128,8 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     pod.says("");
     let connection = istiod.connection().await.expect("a connection");
     let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", "authentication failure");
-    istiod.failed(&connection, false, &problem);
-    let explained = async || pod.ready.explained().await.expect_err("not ready");
+    istiod.record_failure(&connection, false, &problem);
+    let explained = async || pod.ready.check_and_explain().await.expect_err("not ready");
     let doctor = "; see `pilot-agent doctor`";
     let cause = &problem.to_string();
     assert_eq!(explained().await, format!("{missing}; {cause}{doctor}"));
@@ -138,22 +138,12 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
         .send_modify(|report| report.state = State::Exited);
     assert!(!explained().await.contains(cause));
     pod.report.send_replace(started(0, 1));
-    istiod.answered(&connection);
+    istiod.record_success(&connection);
     assert_eq!(explained().await, format!("{missing}{doctor}"));
-    istiod.failed(&connection, false, &problem);
+    istiod.record_failure(&connection, false, &problem);
     pod.stop.request(Urgency::Drain, "a test");
     pod.says(CONFIGURED);
     assert_eq!(explained().await, "server is terminated: a test");
-}
-
-#[tokio::test]
-async fn an_envoy_that_has_passed_is_not_asked_again() {
-    let pod = Pod::new().await;
-    assert_eq!(pod.ready.check().await, Ok(()));
-    assert_eq!(pod.times_asked(), 2);
-    pod.says("");
-    assert_eq!(pod.ready.check().await, Ok(()));
-    assert_eq!(pod.times_asked(), 2);
 }
 
 #[tokio::test]
@@ -175,16 +165,6 @@ async fn a_new_envoy_process_is_checked_again() {
         pod.says(LIVE);
         assert_eq!(pod.ready.check().await, Ok(()));
     }
-}
-
-#[tokio::test]
-async fn a_stopping_agent_is_not_ready() {
-    let pod = Pod::new().await;
-    assert_eq!(pod.ready.check().await, Ok(()));
-    pod.stop
-        .request(Urgency::Drain, "received signal: terminated");
-    let expected = "server is terminated: received signal: terminated";
-    assert_eq!(pod.missing().await, expected);
 }
 
 #[tokio::test]
@@ -241,7 +221,7 @@ async fn the_watch_marks_readiness_without_a_probe_and_then_stops() {
     pod.says("");
     let ready = pod.ready.clone();
     let mut tasks = JoinSet::new();
-    tasks.spawn(async move { ready.watch().await });
+    tasks.spawn(async move { ready.poll_until_ready().await });
     let mut asked = pod.asked.clone();
     asked.wait_for(|count| *count > 1).await.expect("asked");
     assert_eq!(pod.metrics.render(), "");
@@ -272,7 +252,7 @@ async fn the_watch_marks_readiness_without_a_probe_and_then_stops() {
     let before = pod.times_asked();
     pod.report.send_replace(started(1, 2));
     tokio::time::pause();
-    tokio::time::sleep(2 * START).await;
+    tokio::time::sleep(2 * EARLY_PHASE).await;
     assert_eq!(pod.times_asked(), before);
 }
 
@@ -282,14 +262,14 @@ async fn an_envoy_that_starts_slowly_is_asked_less_often_until_another_process_s
     pod.says("");
     let ready = pod.ready.clone();
     let mut tasks = JoinSet::new();
-    tasks.spawn(async move { ready.watch().await });
+    tasks.spawn(async move { ready.poll_until_ready().await });
     let mut asked = Vec::new();
     for round in 0..6 {
         if round == 4 {
             pod.report.send_replace(started(0, 2));
         }
         let before = pod.times_asked();
-        for _ in 0..START.as_secs() / 5 {
+        for _ in 0..EARLY_PHASE.as_secs() / 5 {
             pod.report.send_modify(|_| ());
             tokio::time::sleep(Duration::from_secs(5)).await;
         }

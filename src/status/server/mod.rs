@@ -27,7 +27,7 @@ use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{Caller, Router, reply};
-use crate::lifecycle::{CancellationToken, Retirement};
+use crate::lifecycle::{CancellationToken, ListenerHandover};
 use crate::port;
 use crate::problem::{Problem, codes};
 
@@ -72,25 +72,25 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then finishes running requests. From the retirement on, it accepts no connections, and closes
+/// Serves until `stop`, then finishes running requests. From the handover on, it accepts no connections, and closes
 /// each one after its next response. A client may read nothing for the time `unread`.
 pub(super) async fn serve(
     listener: TcpListener,
     unread: Duration,
     router: Arc<Router>,
-    retirement: Retirement,
+    handover: ListenerHandover,
     stop: CancellationToken,
 ) {
     let mut connections = Connections::default();
-    let accepting = retirement.accepting();
+    let accept_guard = handover.accept_guard();
     loop {
         tokio::select! {
             () = stop.cancelled() => break,
-            () = retirement.begun() => break,
+            () = handover.wait_for_begin() => break,
             accepted = listener.accept() => match accepted {
                 Ok((stream, from)) => {
                     set_options(&stream, unread);
-                    connections.accept(stream, from, &router, (&retirement, &stop));
+                    connections.accept(stream, from, &router, (&handover, &stop));
                 }
                 Err(error) => {
                     // Most likely the file descriptors are used up, so it closes one of its own.
@@ -106,7 +106,7 @@ pub(super) async fn serve(
             }
         }
     }
-    drop((listener, accepting));
+    drop((listener, accept_guard));
     while connections.tasks.join_next().await.is_some() {}
     tracing::info!("Status server has successfully terminated");
 }
@@ -136,19 +136,20 @@ enum Phase {
 }
 
 impl Connections {
+    /// Serves a connection in a task of its own. Closes idle ones while there are too many.
     fn accept(
         &mut self,
         stream: TcpStream,
         from: SocketAddr,
         router: &Arc<Router>,
-        (retirement, stop): (&Retirement, &CancellationToken),
+        (handover, stop): (&ListenerHandover, &CancellationToken),
     ) {
         while self.open.len() >= MAX_CONNECTIONS {
             self.close_most_idle();
         }
         let new = (Phase::BeforeFirstRequest, Instant::now());
         let activity = Arc::new(Mutex::new(new));
-        let ends = (retirement.clone(), stop.clone());
+        let ends = (handover.clone(), stop.clone());
         let task = serve_connection(stream, from, router.clone(), activity.clone(), ends);
         let handle = self.tasks.spawn(task);
         self.open.insert(handle.id(), (activity, handle));
@@ -166,25 +167,26 @@ impl Connections {
     }
 }
 
+/// Answers the requests of a connection, until it ends, its client sends no first request in time, or `stop`.
 async fn serve_connection(
     stream: TcpStream,
     from: SocketAddr,
     router: Arc<Router>,
     activity: Activity,
-    (retirement, stop): (Retirement, CancellationToken),
+    (handover, stop): (ListenerHandover, CancellationToken),
 ) {
     let caller = Caller::new(&stream, from);
     let answer = async |request: Request<Incoming>| {
         *activity.lock() = (Phase::Answering, Instant::now());
         let mut answer = router.answer(request, &caller).await;
-        if retirement.has_begun() {
+        if handover.has_begun() {
             // It makes the client send its next request to the agent that has taken over the port.
             let close = HeaderValue::from_static("close");
             answer.headers_mut().insert(CONNECTION, close);
         }
         let activity = activity.clone();
         let set_idle = move || *activity.lock() = (Phase::Idle, Instant::now());
-        Ok::<_, Infallible>(answer.map(|body| reply::followed(body, set_idle)))
+        Ok::<_, Infallible>(answer.map(|body| reply::call_after(body, set_idle)))
     };
     // Boxed, the future of a response takes no memory in a connection without a request.
     let service = service_fn(|request| Box::pin(answer(request)));
@@ -218,20 +220,21 @@ const TREES: [&str; 3] = ["/app-health", "/app-lifecycle", "/debug"];
 /// Returns the canonical path and the query, to redirect to; None if the path is canonical. Doubled slashes and
 /// dot segments are redirected, as in Go, so that no rule for a path can be bypassed. Percent encoding is
 /// not decoded.
-pub(super) fn cleaned(uri: &Uri) -> Option<String> {
+pub(super) fn canonical_target(uri: &Uri) -> Option<String> {
     let path = uri.path();
-    let mut clean = clean(path);
-    if TREES.contains(&clean.as_str()) {
-        clean.push('/');
+    let mut canonical = canonical_path(path);
+    if TREES.contains(&canonical.as_str()) {
+        canonical.push('/');
     }
-    if clean == path {
+    if canonical == path {
         return None;
     }
     let query = uri.query().map(|query| format!("?{query}"));
-    Some(clean + &query.unwrap_or_default())
+    Some(canonical + &query.unwrap_or_default())
 }
 
-fn clean(path: &str) -> String {
+/// Removes doubled slashes and dot segments.
+fn canonical_path(path: &str) -> String {
     let mut segments = Vec::new();
     for segment in path.split('/') {
         match segment {

@@ -13,7 +13,7 @@ const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 
 struct Port {
     address: SocketAddr,
-    retirement: Retirement,
+    handover: ListenerHandover,
     stop: CancellationToken,
     tasks: JoinSet<()>,
 }
@@ -30,17 +30,17 @@ fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
-    let retirement = Retirement::default();
+    let handover = ListenerHandover::default();
     tasks.spawn(serve(
         listener,
         UNREAD_LIMIT,
         router,
-        retirement.clone(),
+        handover.clone(),
         stop.clone(),
     ));
     Port {
         address: (Ipv4Addr::LOCALHOST, port).into(),
-        retirement,
+        handover,
         stop,
         tasks,
     }
@@ -206,32 +206,6 @@ async fn a_connection_whose_client_does_not_read_the_answer_is_closed() {
 }
 
 #[tokio::test]
-async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
-    let port = port().await;
-    let mut flood = Vec::new();
-    for _ in 0..2 * MAX_CONNECTIONS {
-        flood.push(port.connect().await);
-        if flood.len() % 100 == 0 {
-            let mut kubelet = port.connect().await;
-            assert_eq!(asked(&mut kubelet, READY).await, "HTTP/1.1 200 OK");
-        }
-    }
-    let mut kubelet = port.connect().await;
-    assert_eq!(asked(&mut kubelet, READY).await, "HTTP/1.1 200 OK");
-    let mut byte = [0; 1];
-    assert_eq!(flood[0].read(&mut byte).await.unwrap_or_default(), 0);
-}
-
-#[tokio::test]
-async fn a_taken_port_is_an_error_that_names_it() {
-    let (_taken, port) = any_port();
-    let error = bind(port).expect_err("taken");
-    assert_eq!(error.code, codes::STATUS_PORT_TAKEN);
-    let named = (error.subject.as_str(), error.found.contains("process "));
-    assert_eq!(named, (&*format!("status port {port}"), true), "{error}");
-}
-
-#[tokio::test]
 async fn the_end_of_the_port_ends_its_connections() {
     let mut port = port().await;
     let mut stream = port.connect().await;
@@ -250,7 +224,7 @@ async fn a_handed_over_port_answers_one_more_request_on_each_open_connection() {
     let port = port().await;
     let mut streams = [port.connect().await, port.connect().await];
     assert_eq!(asked(&mut streams[0], READY).await, "HTTP/1.1 200 OK");
-    port.retirement.begin().await;
+    port.handover.begin().await;
     for stream in &mut streams {
         assert_eq!(asked(stream, READY).await, "HTTP/1.1 200 OK");
         assert_eq!(asked(stream, READY).await, "");
@@ -275,6 +249,6 @@ fn other_paths_are_redirected_to_the_canonical_one() {
         ("/drain//", Some("/drain/")),
     ] {
         let uri = path.parse().expect("a path");
-        assert_eq!(cleaned(&uri).as_deref(), expected, "{path}");
+        assert_eq!(canonical_target(&uri).as_deref(), expected, "{path}");
     }
 }

@@ -57,7 +57,7 @@ pub(super) fn valid_authority(stream: UnixStream) -> Join<Reader<OwnedReadHalf>,
 pub(super) struct Reader<R> {
     inner: R,
     /// None once all bytes pass unchanged.
-    headers: Option<Box<Headers>>,
+    rewriter: Option<Box<Rewriter>>,
     /// The bytes to return to the reader.
     output: BytesMut,
 }
@@ -66,7 +66,7 @@ impl<R> Reader<R> {
     fn new(inner: R) -> Self {
         Self {
             inner,
-            headers: Some(Box::default()),
+            rewriter: Some(Box::default()),
             output: BytesMut::new(),
         }
     }
@@ -80,17 +80,17 @@ impl<R: AsyncRead + Unpin> AsyncRead for Reader<R> {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         while this.output.is_empty() {
-            let Some(headers) = &mut this.headers else {
+            let Some(rewriter) = &mut this.rewriter else {
                 return Pin::new(&mut this.inner).poll_read(context, buffer);
             };
-            headers.input.reserve(READ);
+            rewriter.input.reserve(READ);
             let inner = Pin::new(&mut this.inner);
-            if ready!(poll_read_buf(inner, context, &mut headers.input))? == 0 {
+            if ready!(poll_read_buf(inner, context, &mut rewriter.input))? == 0 {
                 return Poll::Ready(Ok(()));
             }
-            if headers.advance(&mut this.output)? {
-                this.output.unsplit(std::mem::take(&mut headers.input));
-                this.headers = None;
+            if rewriter.rewrite(&mut this.output)? {
+                this.output.unsplit(std::mem::take(&mut rewriter.input));
+                this.rewriter = None;
             }
         }
         let size = this.output.len().min(buffer.remaining());
@@ -103,10 +103,10 @@ impl<R: AsyncRead + Unpin> AsyncRead for Reader<R> {
 }
 
 /// Finds the header blocks in a client's frames, and replaces them.
-struct Headers {
+struct Rewriter {
     input: BytesMut,
     /// The number of bytes that pass unchanged: of the preface, or of a frame without headers.
-    passing: usize,
+    pass_through_left: usize,
     /// The header block at the beginning of `input`.
     block: Option<Block>,
     decoder: Decoder<'static>,
@@ -126,13 +126,13 @@ struct Block {
 
 type Fields = Vec<(Vec<u8>, Vec<u8>)>;
 
-impl Default for Headers {
+impl Default for Rewriter {
     fn default() -> Self {
         let mut decoder = Decoder::new();
         decoder.set_max_allowed_table_size(MAX_TABLE);
         Self {
             input: BytesMut::new(),
-            passing: PREFACE,
+            pass_through_left: PREFACE,
             block: None,
             decoder,
             huffman: HuffmanDecoder::new(),
@@ -141,9 +141,10 @@ impl Default for Headers {
     }
 }
 
-impl Headers {
-    /// Moves complete frames from the input to the output. Returns true if the rest may pass unchanged.
-    fn advance(&mut self, output: &mut BytesMut) -> io::Result<bool> {
+impl Rewriter {
+    /// Moves complete frames from the input to the output. Returns true if the rest may pass unchanged. Fails on
+    /// invalid frames once a block has been replaced; before, `h2` rejects them.
+    fn rewrite(&mut self, output: &mut BytesMut) -> io::Result<bool> {
         match self.read_frames(output) {
             Err(problem) if self.replaces => {
                 Err(io::Error::new(io::ErrorKind::InvalidData, problem))
@@ -152,22 +153,24 @@ impl Headers {
         }
     }
 
+    /// Passes frames without headers, and collects the frames of each header block. Returns true if the rest may
+    /// pass unchanged, false if the rest is an incomplete frame or header block.
     fn read_frames(&mut self, output: &mut BytesMut) -> Result<bool, String> {
         loop {
-            let size = self.passing.min(self.input.len());
-            output.unsplit(self.input.split_to(size));
-            self.passing -= size;
+            let passed = self.pass_through_left.min(self.input.len());
+            output.unsplit(self.input.split_to(passed));
+            self.pass_through_left -= passed;
             let seen = self.block.as_ref().map_or(0, |block| block.size);
             let Some(&head) = self.input[seen..].first_chunk::<HEAD>() else {
                 return Ok(false);
             };
             let [high, middle, low, kind, flags, stream @ ..] = head;
-            let size = HEAD + u32::from_be_bytes([0, high, middle, low]) as usize;
+            let frame_length = HEAD + u32::from_be_bytes([0, high, middle, low]) as usize;
             match (kind, &self.block) {
                 (HEADERS, None) => {}
                 (CONTINUATION, Some(block)) if block.stream == stream => {}
                 (_, None) => {
-                    self.passing = size;
+                    self.pass_through_left = frame_length;
                     continue;
                 }
                 (_, Some(_)) => {
@@ -176,10 +179,10 @@ impl Headers {
                     ));
                 }
             }
-            if seen + size > MAX_BLOCK {
+            if seen + frame_length > MAX_BLOCK {
                 return Err(format!("a header block of more than {MAX_BLOCK} bytes"));
             }
-            let Some(payload) = self.input.get(seen + HEAD..seen + size) else {
+            let Some(payload) = self.input.get(seen + HEAD..seen + frame_length) else {
                 return Ok(false);
             };
             let block = self.block.get_or_insert_with(|| Block {
@@ -189,27 +192,27 @@ impl Headers {
                 size: 0,
             });
             let fragment = match kind {
-                HEADERS => {
-                    fragment(payload, flags).ok_or("HEADERS that are shorter than their padding")?
-                }
+                HEADERS => fragment_in_headers(payload, flags)
+                    .ok_or("HEADERS that are shorter than their padding")?,
                 _ => payload,
             };
             block.fragments.extend_from_slice(fragment);
-            block.size += size;
-            if flags & END_HEADERS != 0 && self.has_valid_authority(output)? {
+            block.size += frame_length;
+            if flags & END_HEADERS != 0 && self.finish_block(output)? {
                 return Ok(true);
             }
         }
     }
 
-    /// Returns true if the authority of a complete block is valid. Otherwise replaces it, and writes the block.
-    fn has_valid_authority(&mut self, output: &mut BytesMut) -> Result<bool, String> {
+    /// Decodes the complete block. Returns true if the first request needs no replacement. From the first invalid
+    /// authority on, re-encodes every block and returns false.
+    fn finish_block(&mut self, output: &mut BytesMut) -> Result<bool, String> {
         let Some(block) = self.block.take() else {
             return Ok(false);
         };
-        let uncoded = uncoded(&mut self.huffman, &block.fragments);
-        let uncoded = uncoded.ok_or("a header block that cannot be decoded")?;
-        let mut fields = decode(&mut self.decoder, &uncoded)?;
+        let plain = without_huffman(&mut self.huffman, &block.fragments);
+        let plain = plain.ok_or("a header block that cannot be decoded")?;
+        let mut fields = decode(&mut self.decoder, &plain)?;
         for (name, value) in &mut fields {
             if name == AUTHORITY && Authority::try_from(&value[..]).is_err() {
                 self.replaces = true;
@@ -225,7 +228,7 @@ impl Headers {
 }
 
 /// Returns the part of a header block in a HEADERS frame, without padding and priority.
-fn fragment(payload: &[u8], flags: u8) -> Option<&[u8]> {
+fn fragment_in_headers(payload: &[u8], flags: u8) -> Option<&[u8]> {
     let (padding, payload) = match flags & PADDED {
         0 => (0, payload),
         _ => payload
@@ -241,8 +244,8 @@ fn fragment(payload: &[u8], flags: u8) -> Option<&[u8]> {
 
 /// Removes the Huffman coding of a header block. [`Decoder`] builds the table of the code for each coded string,
 /// which takes half a second for a block of empty ones.
-fn uncoded(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
-    let mut uncoded = BytesMut::with_capacity(block.len());
+fn without_huffman(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
+    let mut plain = BytesMut::with_capacity(block.len());
     while let Some(&first) = block.first() {
         // The representations of a field (RFC 7541, section 6).
         let (prefix, is_literal) = match first {
@@ -253,7 +256,7 @@ fn uncoded(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
         };
         let (index, size) = integer(block, prefix)?;
         let (head, mut rest) = block.split_at(size);
-        uncoded.put_slice(head);
+        plain.put_slice(head);
         let strings = match (is_literal, index) {
             (false, _) => 0,
             (true, 0) => 2,
@@ -264,15 +267,15 @@ fn uncoded(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
             let (length, size) = integer(rest, 7)?;
             let (text, after) = rest[size..].split_at_checked(length)?;
             if is_coded {
-                put_string(&huffman.decode(text).ok()?, &mut uncoded);
+                put_string(&huffman.decode(text).ok()?, &mut plain);
             } else {
-                put_string(text, &mut uncoded);
+                put_string(text, &mut plain);
             }
             rest = after;
         }
         block = rest;
     }
-    Some(uncoded)
+    Some(plain)
 }
 
 /// Reads an integer that begins with `prefix` bits (RFC 7541, section 5.1). Returns its size, too.
@@ -292,6 +295,7 @@ fn integer(bytes: &[u8], prefix: u32) -> Option<(usize, usize)> {
     None
 }
 
+/// Decodes a block without Huffman coding. Fails if the fields are larger than [`MAX_BLOCK`].
 fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
     let mut fields = Fields::new();
     let mut size = 0;

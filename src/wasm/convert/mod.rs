@@ -52,7 +52,7 @@ pub(crate) struct Filter {
 
 /// Returns the filter in a resource, if it is Wasm with a remote module. Fails if the resource cannot be
 /// read; pilot-agent rejects the response then.
-pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
+pub(crate) fn read_filter(resource: &Bytes) -> Result<Option<Filter>, String> {
     let core::TypedExtensionConfig { name, typed_config } = decode_extension(resource)
         .map_err(|error| format!("failed to unmarshal extension config resource: {error}"))?;
     let config = typed_config.ok_or_else(|| {
@@ -61,7 +61,12 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
     let decoded = decode_wasm(config).map_err(|error| {
         format!("failed to unmarshal the typed config of extension {name:?}: {error}")
     })?;
-    let Some((is_http, wasm, decoded)) = decoded else {
+    let Some(WasmConfig {
+        is_http,
+        encoded,
+        decoded,
+    }) = decoded
+    else {
         return Ok(None);
     };
     let mut plugin = decoded.config.unwrap_or_default();
@@ -83,7 +88,7 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
         fails_open: fails_open(&plugin),
         resource: resource.clone(),
         is_http,
-        wasm,
+        wasm: encoded,
         name,
     }))
 }
@@ -96,8 +101,12 @@ fn decode_extension(resource: &Bytes) -> Result<core::TypedExtensionConfig, Box<
     Ok(core::TypedExtensionConfig::decode(any.value.as_slice())?)
 }
 
-/// The configuration of a Wasm filter: true if the filter is for HTTP, and the message, encoded and decoded.
-type WasmConfig = (bool, Bytes, Wasm);
+/// The configuration of a Wasm filter.
+struct WasmConfig {
+    is_http: bool,
+    encoded: Bytes,
+    decoded: Wasm,
+}
 
 /// Decodes the configuration of a Wasm filter. None for another filter.
 fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, Box<dyn Error>> {
@@ -114,19 +123,23 @@ fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, Box<dyn Error>> {
         Some("network") => false,
         _ => return Ok(None),
     };
-    let wasm = if is_struct {
-        wasm_of_struct(&config.value)?
+    let encoded = if is_struct {
+        wasm_from_struct(&config.value)?
     } else {
         config.value.into()
     };
-    let decoded = Wasm::decode(wasm.clone())?;
-    Ok(Some((is_http, wasm, decoded)))
+    let decoded = Wasm::decode(encoded.clone())?;
+    Ok(Some(WasmConfig {
+        is_http,
+        encoded,
+        decoded,
+    }))
 }
 
 /// Converts an encoded `google.protobuf.Struct` to the encoded `Wasm` message that it describes, so that
 /// both forms of a filter are handled alike. By the rules of protobuf's JSON, a member that is unknown or
 /// has the wrong type is an error.
-fn wasm_of_struct(value: &[u8]) -> Result<Bytes, Box<dyn Error>> {
+fn wasm_from_struct(value: &[u8]) -> Result<Bytes, Box<dyn Error>> {
     // Such filters are rare, so the definitions are not stored.
     let definitions = DescriptorPool::decode(DEFINITIONS)?;
     let definition = |name| {

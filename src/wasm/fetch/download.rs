@@ -123,6 +123,7 @@ impl Plan {
         }
     }
 
+    /// Extracts the module from an archive of tar. Returns its size and SHA-256.
     fn unpack_archive(
         &self,
         input: &mut dyn Read,
@@ -158,6 +159,7 @@ pub(super) fn unusable(url: &str, problem: &str) -> Error {
     (codes::WASM_DOWNLOAD_FAILED, found)
 }
 
+/// Sends a body to the thread that unpacks it. Fails if it is incomplete or has more than `limit` bytes.
 async fn send(mut body: Body, limit: u64, mut pipe: DuplexStream) -> Result<(), String> {
     let mut size = 0;
     while let Some(portion) = body.chunk().await {

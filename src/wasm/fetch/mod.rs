@@ -68,6 +68,7 @@ fn no_manifest(problem: String) -> Error {
 }
 
 impl Source {
+    /// Parses a URL with scheme `http`, `https` or `oci`.
     pub(crate) fn parse(url: &str) -> Result<Self, Error> {
         let (prefix, rest) = url.split_once("://").unwrap_or(("", url));
         let scheme = prefix.to_ascii_lowercase();

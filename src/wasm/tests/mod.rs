@@ -324,7 +324,7 @@ async fn a_failed_fetch_is_repeated_after_its_wait_and_at_once_for_a_changed_obj
         .await
         .expect("a response");
     let retry_at = converted.retry_at.expect("a wait");
-    assert_eq!(converted.missing, 1);
+    assert_eq!(converted.retryable, 1);
     is_there.store(true, Ordering::Relaxed);
     assert_eq!(agent.convert(&module).await, DENY);
     assert_eq!(server.heads().len(), 1);
@@ -358,7 +358,7 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
     waiting.spawn(async move {
         wasm.convert(&[plugin(url).resource()], true)
             .await
-            .map(|it| it.missing)
+            .map(|it| it.retryable)
     });
     while agent.wasm.snapshot()["fetching"] == json!([]) {
         tokio::task::yield_now().await;

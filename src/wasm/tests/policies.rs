@@ -386,7 +386,7 @@ async fn four_modules_are_fetched_at_a_time() {
         .convert(&resources, true)
         .await
         .expect("a response");
-    assert_eq!((converted.missing, most.load(Ordering::Relaxed)), (0, 4));
+    assert_eq!((converted.retryable, most.load(Ordering::Relaxed)), (0, 4));
 }
 
 #[tokio::test]
@@ -401,12 +401,12 @@ async fn a_filter_without_its_module_is_reported_until_it_has_one_or_is_forgotte
     let url = format!("http://user:hunter2@{}/a", server.address);
     let missing = plugin(url.clone());
     let codes = || {
-        let missing = agent.wasm.missing().into_iter();
+        let missing = agent.wasm.missing_modules().into_iter();
         missing.map(|(_, problem)| problem.code).collect::<Vec<_>>()
     };
     assert_eq!(agent.convert(&missing).await, DENY);
     assert_eq!(codes(), [codes::WASM_DOWNLOAD_FAILED]);
-    let text = agent.wasm.missing()[0].1.to_string();
+    let text = agent.wasm.missing_modules()[0].1.to_string();
     assert!(
         text.contains("status code 404") && !text.contains("hunter2"),
         "{text}"

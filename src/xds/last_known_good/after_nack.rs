@@ -1,10 +1,12 @@
 //! Sends stored versions of resources that a new Envoy has refused, because it has no earlier version of them.
 //!
 //! The writer knows which resources Envoy has refused, and asks the stream for their stored versions
-//! ([`Missing`]). The stream asks Envoy which of them it has, reads the others from the store, and sends them
+//! ([`LookupRequest`]). The stream asks Envoy which of them it has, reads the others from the store, and sends them
 //! in one response ([`Stored`]) while no response of the type is unanswered. Other resources that a stored one
-//! needs come from istiod, or after [`PATIENCE`](super::file::PATIENCE) from the store. istiod does not get
-//! Envoy's ACK or NACK of the response.
+//! needs come from istiod, or from the store after a delay ([`STORED_VERSION_DELAY`]). istiod does not get Envoy's
+//! ACK or NACK of the response.
+//!
+//! [`STORED_VERSION_DELAY`]: super::file::STORED_VERSION_DELAY
 
 use std::collections::HashSet;
 use std::io;
@@ -20,7 +22,7 @@ use tokio::task::spawn_blocking;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::file::{Index, Missing, TypeFile, file_name, refused_names, unix_rfc3339};
+use super::file::{Index, LookupRequest, TypeFile, file_name, refused_names, unix_rfc3339};
 use super::{DIRECTORY, Shared, Type};
 use crate::clock::rfc3339;
 use crate::directory::Directory;
@@ -41,7 +43,7 @@ const MAX_NAMES: usize = 5;
 /// Stored versions of the resources that Envoy lacks.
 #[derive(Debug)]
 pub(crate) struct Stored {
-    pub(super) missing: Missing,
+    pub(super) request: LookupRequest,
     /// The response for Envoy, if there is a stored version of any resource.
     pub(super) frame: Option<Bytes>,
     pub(super) resources: Vec<StoredResource>,
@@ -76,19 +78,24 @@ struct Name {
 }
 
 /// Looks up the stored versions that the writer asks for, one request after the other.
-pub(super) fn stored(shared: Arc<Shared>, missing: mpsc::Receiver<Missing>) -> StoredStream {
-    let missing = ReceiverStream::new(missing);
-    let stored = missing.then(move |missing| look_up(shared.clone(), missing));
+pub(super) fn look_up_each(
+    shared: Arc<Shared>,
+    requests: mpsc::Receiver<LookupRequest>,
+) -> StoredStream {
+    let requests = ReceiverStream::new(requests);
+    let stored = requests.then(move |request| look_up(shared.clone(), request));
     Box::pin(stored.filter_map(|stored| stored))
 }
 
-async fn look_up(shared: Arc<Shared>, missing: Missing) -> Option<Stored> {
-    let type_url = missing.type_url;
-    let held = inspect::accepted_names(shared.admin?, type_url).await;
+/// Asks Envoy which resources it has, and reads the stored versions of those it lacks. Logs an error and returns
+/// None if either fails; the writer asks again later.
+async fn look_up(shared: Arc<Shared>, request: LookupRequest) -> Option<Stored> {
+    let type_url = request.type_url;
+    let accepted = inspect::accepted_names(shared.admin?, type_url).await;
     let read = spawn_blocking(move || {
-        let names = held.map_err(io::Error::other)?;
-        let held: HashSet<_> = names.iter().map(|name| digest(name.as_bytes())).collect();
-        read(&shared, missing, &held)
+        let names = accepted.map_err(io::Error::other)?;
+        let accepted = names.iter().map(|name| digest(name.as_bytes())).collect();
+        read_stored(&shared, request, &accepted)
     });
     let stored = read.await.unwrap_or_else(|panic| Err(panic.into()));
     stored
@@ -98,15 +105,20 @@ async fn look_up(shared: Arc<Shared>, missing: Missing) -> Option<Stored> {
         .ok()
 }
 
-/// Reads the stored versions of resources that Envoy does not have.
-pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io::Result<Stored> {
+/// Reads the stored versions of requested resources of which Envoy has accepted no version.
+pub(super) fn read_stored(
+    shared: &Shared,
+    request: LookupRequest,
+    accepted: &HashSet<u64>,
+) -> io::Result<Stored> {
     let mut stored = Stored {
-        missing,
+        request,
         frame: None,
         resources: Vec::new(),
     };
-    let (type_url, reasons) = (stored.missing.type_url, &stored.missing.names);
-    let lacking: Vec<_> = reasons.keys().filter(|name| !held.contains(name)).collect();
+    let (type_url, reasons) = (stored.request.type_url, &stored.request.reasons);
+    let names = reasons.keys();
+    let lacking: Vec<_> = names.filter(|name| !accepted.contains(name)).collect();
     // A running Envoy has an earlier version of nearly every resource that it refuses.
     if lacking.is_empty() {
         return Ok(stored);
@@ -125,7 +137,7 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
         frame.extend_from_slice(bytes);
         Ok(())
     })?;
-    let current = unix_rfc3339(index.header.missing_current());
+    let current = unix_rfc3339(index.header.refused_current_at());
     let names = Names::decode(&frame[HEAD..])?.resources.into_iter();
     let resources = names.map(|Name { name }| StoredResource {
         reason: {
@@ -143,9 +155,9 @@ pub(super) fn read(shared: &Shared, missing: Missing, held: &HashSet<u64>) -> io
 }
 
 impl Shared {
-    /// Records that Envoy has stored versions instead of istiod's, unless it has refused them as well.
-    pub(super) fn stored_answered(&self, stored: Stored, refusal: Option<&str>) {
-        let type_url = stored.missing.type_url;
+    /// Records and logs that Envoy has stored versions instead of istiod's, or that it has refused them as well.
+    pub(super) fn record_stored_ack_or_nack(&self, stored: Stored, refusal: Option<&str>) {
+        let type_url = stored.request.type_url;
         let named = refusal.map(refused_names).unwrap_or_default();
         let (refused, accepted): (Vec<_>, Vec<_>) = stored.resources.into_iter().partition(|it| {
             let is_named = named.is_empty() || named.contains(&digest(it.name.as_bytes()));

@@ -38,15 +38,16 @@ const SUM: usize = size_of::<u32>();
 /// The most responses that wait for their ACK.
 const MAX_UNANSWERED: usize = 64;
 
-/// The most bytes of accepted fields that wait to be written.
-pub(super) const MAX_CHANGED: usize = 2 << 20;
+/// The most bytes of accepted fields of a type that wait to be written.
+pub(super) const MAX_PENDING: usize = 2 << 20;
 
 /// The time that istiod has to send the resources that a stored resource needs.
-pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const STORED_VERSION_DELAY: Duration = Duration::from_secs(5);
 
-/// The beginning of Envoy's reason if it has refused single resources and applied the others. Pairs of a name
-/// and a reason follow, separated by commas or newlines.
-const REFUSED: [&str; 2] = [
+/// The beginnings of Envoy's reason for a partial NACK: it has refused single resources and applied the others.
+/// Pairs of a name and a reason follow, separated by commas or newlines. After any other NACK nothing of the
+/// response is stored.
+const PARTIAL_NACKS: [&str; 2] = [
     "Error adding/updating cluster(s) ",
     "Error adding/updating listener(s) ",
 ];
@@ -58,11 +59,12 @@ const CUT: &str = "(truncated)";
 pub(super) struct Header {
     /// The identity of the node whose Envoy has accepted the resources.
     pub(super) identity: String,
-    /// The version of the last response.
+    /// The version of the last response of which Envoy has accepted all or a part.
     pub(super) version: String,
     /// The last time at which istiod's stream was open, in seconds of Unix time.
     pub(super) current: u64,
-    /// The same for the resources that Envoy has refused since; None if there are none.
+    /// What `current` was when Envoy refused resources that it still lacks: istiod had their stored versions until
+    /// then. None if it lacks none.
     refused: Option<u64>,
     /// The bytes of the fields.
     pub(super) length: u64,
@@ -72,6 +74,7 @@ pub(super) struct Header {
 }
 
 impl Header {
+    /// Reads and verifies the header of a file.
     pub(super) fn read(file: &File) -> io::Result<Self> {
         let mut bytes = [0; HEADER as usize];
         file.read_exact_at(&mut bytes, 0)?;
@@ -82,11 +85,13 @@ impl Header {
         Ok(serde_json::from_slice(json)?)
     }
 
-    /// Returns the last time at which resources that Envoy lacks were current, in seconds of Unix time.
-    pub(super) fn missing_current(&self) -> u64 {
+    /// Returns the last time at which the stored versions of refused resources were istiod's, in seconds of Unix
+    /// time.
+    pub(super) fn refused_current_at(&self) -> u64 {
         self.refused.unwrap_or(self.current)
     }
 
+    /// Writes the header, which makes all bytes in it valid. Fails if the file has been removed.
     fn write(&self, file: &File) -> io::Result<()> {
         if file.metadata()?.nlink() == 0 {
             return Err(io::Error::other("the file has been removed"));
@@ -121,8 +126,9 @@ struct Response {
     /// The file without a name that has all bytes, if they are too many for the memory.
     spilled: Option<File>,
     length: u64,
-    /// The only resources of the file that remain once Envoy has accepted the response; None if all remain.
-    retained: Option<HashSet<u64>>,
+    /// The resources that Envoy had when the stream began, if this is the first response. Once it is accepted,
+    /// the others that the file has are removed. None if all remain.
+    initial_resources: Option<HashSet<u64>>,
 }
 
 impl Response {
@@ -150,14 +156,14 @@ impl Response {
     }
 }
 
-/// Resources of a type of which Envoy may have no version.
+/// A request to look up stored versions: resources of a type of which Envoy may have no version.
 #[derive(Clone, Debug)]
-pub(super) struct Missing {
+pub(super) struct LookupRequest {
     pub(super) type_url: Type,
     /// The number of responses of the type that Envoy had answered on the stream.
-    pub(super) answered: u32,
+    pub(super) answered_count: u32,
     /// The reasons why Envoy has no version, by the digests of the names.
-    pub(super) names: HashMap<u64, Arc<str>>,
+    pub(super) reasons: HashMap<u64, Arc<str>>,
 }
 
 /// A resource of which Envoy may have no version.
@@ -174,28 +180,28 @@ pub(super) struct TypeFile {
     name: &'static str,
     /// None while nothing is stored.
     pub(super) file: Option<File>,
-    /// The file that will replace it.
-    new: Option<File>,
-    /// The header of the file, or of the new one.
+    /// The file that will replace it, under its temporary name.
+    replacement: Option<File>,
+    /// The header of the replacement, if there is one, or of the file. On disk it may be older.
     pub(super) header: Header,
     /// True if Envoy, or the agent, subscribes to the type on the stream.
     pub(super) is_subscribed: bool,
     /// The resources that Envoy had when the stream began; None after the first response.
-    pub(super) held: Option<HashSet<u64>>,
+    pub(super) initial_resources: Option<HashSet<u64>>,
     /// The response that is being received.
-    passing: Response,
+    receiving: Response,
     /// Complete responses, in the order in which Envoy answers them.
     unanswered: VecDeque<(Received, Response)>,
-    /// The only resources of the file that remain; None if all remain.
+    /// The only resources of the file that remain when it is written next; None if all remain.
     retained: Option<HashSet<u64>>,
     /// Accepted fields that are not in the file, by the digests of their names.
-    changes: HashMap<u64, Vec<u8>>,
-    /// The bytes of `changes`.
-    pub(super) changed: usize,
-    /// True if changes wait to be written, even if only a version has changed.
-    pub(super) is_changed: bool,
+    pending: HashMap<u64, Vec<u8>>,
+    /// The bytes of `pending`.
+    pub(super) pending_bytes: usize,
+    /// True if the file has to be written, even if only a version has changed.
+    pub(super) is_dirty: bool,
     /// The number of responses that Envoy has answered on the stream.
-    answered: u32,
+    answered_count: u32,
     /// Resources of which Envoy may have no version, by the digests of their names: Envoy has refused them, or
     /// istiod has not sent them.
     pub(super) missing: HashMap<u64, MissingResource>,
@@ -216,9 +222,10 @@ impl TypeFile {
         }
     }
 
+    /// Returns all responses that Envoy has not answered.
     fn responses(&self) -> impl Iterator<Item = &Response> {
         let unanswered = self.unanswered.iter().map(|(_, response)| response);
-        unanswered.chain([&self.passing])
+        unanswered.chain([&self.receiving])
     }
 
     /// Returns the bytes of responses in memory.
@@ -229,12 +236,12 @@ impl TypeFile {
     /// Returns the size of the file in bytes if Envoy accepts all responses.
     pub(super) fn size(&self) -> u64 {
         let unanswered: u64 = self.responses().map(|response| response.length).sum();
-        self.header.length + self.changed as u64 + unanswered
+        self.header.length + self.pending_bytes as u64 + unanswered
     }
 
-    /// Takes the next bytes of a response.
-    pub(super) fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let response = &mut self.passing;
+    /// Takes the next bytes of a response. Writes them to disk if the response was moved there.
+    pub(super) fn receive(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let response = &mut self.receiving;
         response.length += bytes.len() as u64;
         match &mut response.spilled {
             Some(file) => file.write_all(bytes)?,
@@ -245,7 +252,7 @@ impl TypeFile {
 
     /// Moves the bytes of the incomplete response from memory to a file without a name, which takes the next ones.
     pub(super) fn spill(&mut self, directory: &Directory) -> io::Result<()> {
-        let response = &mut self.passing;
+        let response = &mut self.receiving;
         if response.spilled.is_none() {
             let name = temporary(self.name);
             let mut file = directory.create_file(&name)?;
@@ -256,10 +263,10 @@ impl TypeFile {
         Ok(())
     }
 
-    /// Ends a response, which then waits for its ACK.
+    /// Ends a response, which then waits for its ACK. Fails if too many do.
     pub(super) fn complete(&mut self, received: Received) -> io::Result<()> {
-        let mut response = std::mem::take(&mut self.passing);
-        response.retained = self.held.take();
+        let mut response = std::mem::take(&mut self.receiving);
+        response.initial_resources = self.initial_resources.take();
         self.unanswered.push_back((received, response));
         if self.unanswered.len() > MAX_UNANSWERED {
             return Err(io::Error::other("too many responses wait for their ACK"));
@@ -267,8 +274,13 @@ impl TypeFile {
         Ok(())
     }
 
-    /// Applies Envoy's ACK of the oldest response, or its NACK with the reason.
-    pub(super) fn answered(
+    /// Applies Envoy's ACK of the oldest response, or its NACK with the reason. What Envoy has accepted becomes
+    /// pending, and what it has refused, missing. Has no effect while nothing is stored, unless this is the stream's
+    /// first response and covers all resources that Envoy had.
+    ///
+    /// Writes to disk only if more than [`MAX_PENDING`] bytes are pending. Fails if the nonce is of another response,
+    /// or if disk or response are unusable. The file may then lack accepted resources, and has to be deleted.
+    pub(super) fn apply_ack_or_nack(
         &mut self,
         directory: &Directory,
         nonce: &str,
@@ -280,12 +292,13 @@ impl TypeFile {
         if received.nonce != nonce {
             return Err(io::Error::other("Envoy has skipped the ACK of a response"));
         }
-        self.answered += 1;
-        // A response with fewer resources than Envoy held is a part. A part cannot begin a file.
-        let retained = response.retained.take();
-        let held = retained.as_ref().map(HashSet::len);
-        let is_complete = held.is_some_and(|held| received.resources as usize >= held);
-        if self.file.is_none() && !self.is_changed && !is_complete {
+        self.answered_count += 1;
+        // A response with fewer resources than Envoy had covers only some of them. It cannot begin a file, which would
+        // lack the others.
+        let initial_resources = response.initial_resources.take();
+        let initial_count = initial_resources.as_ref().map(HashSet::len);
+        let covers_all = initial_count.is_some_and(|count| received.resources as usize >= count);
+        if self.file.is_none() && !self.is_dirty && !covers_all {
             return Ok(());
         }
         let fields = response.fields()?;
@@ -296,21 +309,21 @@ impl TypeFile {
         if refusal.is_some() && refused.is_empty() {
             return Ok(());
         }
-        if let Some(mut retained) = retained {
-            // A replaced resource does not remain, but a refused one does.
+        if let Some(mut remaining) = initial_resources {
+            // The old version of a replaced resource does not remain, but that of a refused one does.
             for field in &fields {
-                retained.remove(&field.name);
+                remaining.remove(&field.name);
             }
-            retained.extend(&refused);
-            self.changes.retain(|name, _| retained.contains(name));
-            self.changed = self.changes.values().map(Vec::len).sum();
+            remaining.extend(&refused);
+            self.pending.retain(|name, _| remaining.contains(name));
+            self.pending_bytes = self.pending.values().map(Vec::len).sum();
             if let Some(before) = &self.retained {
-                retained.retain(|name| before.contains(name));
+                remaining.retain(|name| before.contains(name));
             }
-            self.retained = Some(retained);
+            self.retained = Some(remaining);
         }
         self.header.version = received.version;
-        self.is_changed = true;
+        self.is_dirty = true;
         let mut is_written = false;
         for field in fields.into_iter().filter(|it| !refused.contains(&it.name)) {
             let mut content = Vec::with_capacity((field.range.end - field.range.start) as usize);
@@ -318,22 +331,23 @@ impl TypeFile {
                 content.extend_from_slice(block);
                 Ok(())
             })?;
-            self.changed += content.len();
-            let before = self.changes.insert(field.name, content);
-            self.changed -= before.map_or(0, |before| before.len());
-            if self.changed >= MAX_CHANGED {
+            self.pending_bytes += content.len();
+            let before = self.pending.insert(field.name, content);
+            self.pending_bytes -= before.map_or(0, |before| before.len());
+            if self.pending_bytes >= MAX_PENDING {
                 is_written = true;
                 self.append(directory)?;
             }
         }
+        // `spill` would remove a replacement that still has the temporary name.
         if is_written {
             self.commit(directory)?;
         }
         Ok(())
     }
 
-    /// Adds the resources of a response that Envoy has refused as missing, and removes the others. If the reason
-    /// names none, all are refused.
+    /// Adds the resources of a response that Envoy has refused to the missing ones, and removes the others from them.
+    /// If the reason names none, all are refused.
     fn note_missing(
         &mut self,
         fields: &[ResourceField],
@@ -352,29 +366,35 @@ impl TypeFile {
                 _ => _ = self.missing.remove(&field.name),
             }
         }
-        let refused_since = self.header.missing_current();
+        let refused_since = self.header.refused_current_at();
         self.header.refused = (!self.missing.is_empty()).then_some(refused_since);
     }
 
     /// Lets all resources of the file remain, even those that unanswered responses would replace completely.
     pub(super) fn retain_all(&mut self) {
         if self.file.is_some() {
-            (self.held, self.retained) = (None, None);
+            (self.initial_resources, self.retained) = (None, None);
             for (_, response) in &mut self.unanswered {
-                response.retained = None;
+                response.initial_resources = None;
             }
         }
     }
 
-    /// Adds names that Envoy has subscribed to as missing, and removes names from which it has unsubscribed.
-    pub(super) fn subscribed(&mut self, names: &[u64], unsubscribed: &[u64], reason: &Arc<str>) {
-        for name in unsubscribed {
+    /// Counts names that Envoy has subscribed to as missing until istiod sends them, and no longer those from which
+    /// it has unsubscribed.
+    pub(super) fn change_subscription(
+        &mut self,
+        added: &[u64],
+        removed: &[u64],
+        reason: &Arc<str>,
+    ) {
+        for name in removed {
             self.missing.remove(name);
         }
-        for name in names {
+        for name in added {
             let entry = self.missing.entry(*name);
             entry.or_insert_with(|| MissingResource {
-                due: Some(after(PATIENCE)),
+                due: Some(after(STORED_VERSION_DELAY)),
                 reason: reason.clone(),
             });
         }
@@ -382,74 +402,75 @@ impl TypeFile {
 
     /// Returns when stored versions have to be looked up. None while Envoy has not answered a response, which
     /// may have newer versions.
-    pub(super) fn missing_due(&self) -> Option<Instant> {
-        let is_quiet = self.unanswered.is_empty() && self.passing.length == 0;
+    pub(super) fn lookup_due(&self) -> Option<Instant> {
+        let is_quiet = self.unanswered.is_empty() && self.receiving.length == 0;
         let earliest = self.missing.values().filter_map(|it| it.due).min();
         earliest.filter(|_| is_quiet)
     }
 
-    /// Returns the resources whose stored versions have to be looked up now. They are due again later, unless
-    /// the stream reports that it has looked them up.
-    pub(super) fn due_missing(&mut self, type_url: Type) -> Option<Missing> {
+    /// Returns the resources whose stored versions have to be looked up now, and makes them due again later, unless
+    /// the stream reports before that it has looked them up.
+    pub(super) fn take_lookup_request(&mut self, type_url: Type) -> Option<LookupRequest> {
         let now = Instant::now();
-        self.missing_due().filter(|due| *due <= now)?;
+        self.lookup_due().filter(|due| *due <= now)?;
         let missing = self.missing.iter_mut();
         let due = missing.filter(|(_, it)| it.due.is_some_and(|due| due <= now));
-        let names = due.map(|(name, it)| {
-            it.due = Some(after(PATIENCE));
+        let reasons = due.map(|(name, it)| {
+            it.due = Some(after(STORED_VERSION_DELAY));
             (*name, it.reason.clone())
         });
-        Some(Missing {
+        Some(LookupRequest {
             type_url,
-            answered: self.answered,
-            names: names.collect(),
+            answered_count: self.answered_count,
+            reasons: reasons.collect(),
         })
     }
 
-    /// Writes the changes and makes them valid.
+    /// Writes what is pending and makes it valid. Gives the replacement, if there is one, the name of the file.
     pub(super) fn commit(&mut self, directory: &Directory) -> io::Result<()> {
-        if std::mem::take(&mut self.is_changed) {
+        if std::mem::take(&mut self.is_dirty) {
             self.append(directory)?;
         }
         self.header.current = unix_now();
-        if let Some(new) = self.new.take() {
+        if let Some(replacement) = self.replacement.take() {
             self.header.first = self.header.length;
-            self.header.write(&new)?;
+            self.header.write(&replacement)?;
             directory.rename(&temporary(self.name), self.name)?;
-            self.file = Some(new);
+            self.file = Some(replacement);
         } else if let Some(file) = &self.file {
             self.header.write(file)?;
         }
         Ok(())
     }
 
-    /// Writes the changes after the valid bytes. Begins a new file if only some resources remain, or if the file
-    /// has twice its size.
+    /// Writes what is pending after the valid bytes. It becomes valid with [`Self::commit`]. Begins a replacement if
+    /// there is no file, if only some resources remain, or if the file has twice its size.
     fn append(&mut self, directory: &Directory) -> io::Result<()> {
         let max_length = self.header.first.saturating_mul(2) + BLOCK as u64;
-        let length = self.header.length + self.changed as u64;
-        let is_large = self.new.is_none() && length > max_length;
-        if self.retained.is_some() || self.file.is_none() && self.new.is_none() || is_large {
-            self.renew(directory)?;
+        let length = self.header.length + self.pending_bytes as u64;
+        let is_large = self.replacement.is_none() && length > max_length;
+        if self.retained.is_some() || self.file.is_none() && self.replacement.is_none() || is_large
+        {
+            self.begin_replacement(directory)?;
         }
-        let Some(file) = self.new.as_ref().or(self.file.as_ref()) else {
+        let Some(file) = self.replacement.as_ref().or(self.file.as_ref()) else {
             return Ok(());
         };
-        let mut block = Vec::with_capacity(BLOCK.min(self.changed));
-        for (_, field) in std::mem::take(&mut self.changes) {
+        let mut block = Vec::with_capacity(BLOCK.min(self.pending_bytes));
+        for (_, field) in std::mem::take(&mut self.pending) {
             if block.len() + field.len() > BLOCK {
                 self.header.append(file, &block)?;
                 block.clear();
             }
             block.extend_from_slice(&field);
         }
-        self.changed = 0;
+        self.pending_bytes = 0;
         self.header.append(file, &block)
     }
 
-    /// Begins a new file with the resources that remain.
-    fn renew(&mut self, directory: &Directory) -> io::Result<()> {
-        let new = directory.create_file(&temporary(self.name))?;
+    /// Begins a replacement with the resources that remain and are not pending.
+    fn begin_replacement(&mut self, directory: &Directory) -> io::Result<()> {
+        let replacement = directory.create_file(&temporary(self.name))?;
         let header = Header {
             length: 0,
             crc: 0,
@@ -457,28 +478,28 @@ impl TypeFile {
         };
         let old = std::mem::replace(&mut self.header, header);
         let retained = self.retained.take();
-        if let Some(file) = self.new.take().or(self.file.take())
+        if let Some(file) = self.replacement.take().or(self.file.take())
             && retained.as_ref().is_none_or(|names| !names.is_empty())
         {
             let mut index = Index::read(old, file)?;
             index.resources.retain(|name, _| {
-                !self.changes.contains_key(name)
+                !self.pending.contains_key(name)
                     && retained.as_ref().is_none_or(|names| names.contains(name))
             });
             let ranges = index.resources.values().cloned().collect();
-            index.copy(ranges, |block| self.header.append(&new, block))?;
+            index.copy(ranges, |block| self.header.append(&replacement, block))?;
         }
-        self.new = Some(new);
+        self.replacement = Some(replacement);
         Ok(())
     }
 }
 
-/// Returns the digests of the names in Envoy's reason, if it is about single resources and complete. Some may be
+/// Returns the digests of the names in Envoy's reason, if it is that of a partial NACK and not truncated. Some may be
 /// digests of other parts of the text.
 pub(super) fn refused_names(reason: &str) -> HashSet<u64> {
-    let list = REFUSED.iter().find_map(|it| reason.strip_prefix(it));
-    let complete = list.filter(|it| !it.ends_with(CUT));
-    let entries = complete.into_iter().flat_map(|it| it.split([',', '\n']));
+    let list = PARTIAL_NACKS.iter().find_map(|it| reason.strip_prefix(it));
+    let whole = list.filter(|it| !it.ends_with(CUT));
+    let entries = whole.into_iter().flat_map(|it| it.split([',', '\n']));
     let pairs = entries.filter_map(|entry| entry.trim_start().split_once(": "));
     pairs.map(|(name, _)| digest(name.as_bytes())).collect()
 }

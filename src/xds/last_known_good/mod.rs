@@ -60,7 +60,7 @@ const BY_NAME: [Type; 3] = [ENDPOINTS, ROUTES, EXTENSION];
 /// Envoy asks for all resources of these types, and serves nothing without them.
 const NEEDED: [Type; 2] = [CLUSTER, LISTENER];
 /// The shortest time after which an Envoy is served. It limits how often the store is checked.
-const MIN_PATIENCE: Duration = Duration::from_millis(100);
+const MIN_WAIT: Duration = Duration::from_millis(100);
 
 /// Before the agent rewrites resources of this type, they may hold pull secrets of Wasm modules.
 const EXTENSION: Type = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
@@ -90,8 +90,14 @@ pub struct LastKnownGood {
     batches: mpsc::Sender<Batch>,
 }
 
-/// The number of Envoys before it, and a flag: true if it is no longer served.
-type Envoy = (usize, Arc<AtomicBool>);
+/// An Envoy process that has opened a delta stream.
+#[derive(Clone, Debug)]
+struct EnvoyGeneration {
+    /// The number of such Envoys before it. A newer Envoy has a larger one.
+    number: usize,
+    /// True once it has answered listeners, or the store is unusable.
+    no_longer_served: Arc<AtomicBool>,
+}
 
 /// The state that streams, their threads and the writer share.
 #[derive(Debug)]
@@ -104,7 +110,7 @@ struct Shared {
     /// The headers of all files.
     types: Mutex<BTreeMap<Type, Header>>,
     /// All Envoys so far, by the ids of their processes.
-    envoys: Mutex<BTreeMap<i32, Envoy>>,
+    envoys: Mutex<BTreeMap<i32, EnvoyGeneration>>,
     /// True after a recorder has found the writer too slow, until the writer continues.
     is_stalled: AtomicBool,
     failures: Counter,
@@ -156,10 +162,7 @@ impl Shared {
 #[derive(Clone, Debug)]
 pub(crate) struct EnvoyCache {
     store: LastKnownGood,
-    /// Larger for an Envoy that was started later.
-    generation: usize,
-    /// True if Envoy is no longer served: it has answered listeners, or the store is unusable.
-    is_over: Arc<AtomicBool>,
+    generation: EnvoyGeneration,
 }
 
 /// The stored configuration of a type.
@@ -211,12 +214,13 @@ impl LastKnownGood {
             return None;
         }
         let mut envoys = self.shared.envoys.lock();
-        let new = (envoys.len(), Arc::default());
-        let (generation, is_over) = envoys.entry(pid).or_insert(new).clone();
+        let new = EnvoyGeneration {
+            number: envoys.len(),
+            no_longer_served: Arc::default(),
+        };
         Some(EnvoyCache {
             store: self.clone(),
-            generation,
-            is_over,
+            generation: envoys.entry(pid).or_insert(new).clone(),
         })
     }
 
@@ -270,7 +274,7 @@ async fn write(
         let is_last = batch.is_none();
         // A disk that hangs delays this thread only.
         let written = spawn_blocking(move || {
-            writer.take(batch.unwrap_or_default());
+            writer.apply_batch(batch.unwrap_or_default());
             if is_last || writer.due().is_some_and(|due| due <= Instant::now()) {
                 writer.write(is_last);
             }
@@ -284,10 +288,11 @@ async fn write(
 }
 
 impl EnvoyCache {
-    /// Returns how long Envoy waits for istiod's first response before it is served; None if it is not served.
-    pub(super) fn patience(&self) -> Option<Duration> {
-        let is_over = self.is_over.load(Ordering::Relaxed);
-        (!is_over).then(|| self.store.shared.config.after.max(MIN_PATIENCE))
+    /// Returns how long Envoy waits for istiod's first response before it is served; None if it is no longer served.
+    pub(super) fn max_wait_for_istiod(&self) -> Option<Duration> {
+        let no_longer_served = &self.generation.no_longer_served;
+        let is_served = !no_longer_served.load(Ordering::Relaxed);
+        is_served.then(|| self.store.shared.config.after.max(MIN_WAIT))
     }
 
     /// Returns true if the writer has found all needed types. Their files are verified when they are served.

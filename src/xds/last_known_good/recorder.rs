@@ -1,7 +1,7 @@
 //! Sends the requests and responses of a stream of Envoy to the writer.
 //!
 //! The bytes are not copied, and are sent in batches of up to [`HANDOVER`]. A slow disk delays a response by up
-//! to [`PATIENCE`]. If that is not enough, the stream is no longer recorded, and the stored configuration is
+//! to [`MAX_DISK_WAIT`]. If that is not enough, the stream is no longer recorded, and the stored configuration is
 //! deleted. Other streams do not wait for the disk until it has recovered.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
 use super::after_nack::{self, Stored, StoredStream};
-use super::file::Missing;
+use super::file::LookupRequest;
 use super::writer::WriteOp;
 use super::{BY_NAME, CLUSTER, EXTENSION, EnvoyCache, LISTENER, TYPES, Type};
 use crate::clock::after;
@@ -28,14 +28,14 @@ use crate::xds::wire;
 pub(super) const HANDOVER: usize = 256 * 1024;
 
 /// The time that istiod's responses wait for stored clusters after Envoy has refused some.
-const CLUSTERS_PATIENCE: Duration = Duration::from_secs(2);
+const MAX_CLUSTERS_WAIT: Duration = Duration::from_secs(2);
 
 /// The time that a response waits for the disk in all.
-const PATIENCE: Duration = Duration::from_secs(1);
+const MAX_DISK_WAIT: Duration = Duration::from_secs(1);
 
-/// A resource that Envoy has when the stream begins.
+/// A resource that Envoy has when the stream begins: an entry of `initial_resource_versions`.
 #[derive(Clone, PartialEq, Message)]
-struct Held {
+struct InitialResource {
     #[prost(bytes = "bytes", tag = "1")]
     name: Bytes,
 }
@@ -58,101 +58,106 @@ pub(super) fn identity(subscription: &Subscription) -> Option<String> {
 
 /// The recorder of one stream. It does nothing if configuration is not stored for the client.
 pub(crate) struct Recorder {
-    envoy: Option<EnvoyCache>,
+    cache: Option<EnvoyCache>,
+    /// True until [`Recorder::stop`]; never if configuration is not stored for the client.
     is_recording: bool,
     stream: u32,
-    /// The types that Envoy has subscribed to.
+    /// The stored types that Envoy has subscribed to.
     subscribed: HashSet<Type>,
     /// The type of the passing response, if it is stored, and the bytes of its gRPC head that are to come.
     passing: Option<(Type, usize)>,
     /// The next batch for the writer.
-    pub(super) pending: Vec<(Type, WriteOp)>,
-    /// The bytes of responses in `pending`.
-    bytes: usize,
-    /// The rest of [`PATIENCE`].
-    patience: Duration,
-    /// The number of responses of a type that have begun.
-    begun: HashMap<Type, u32>,
+    pub(super) batch: Vec<(Type, WriteOp)>,
+    /// The bytes of responses in `batch`.
+    batch_bytes: usize,
+    /// The rest of [`MAX_DISK_WAIT`].
+    disk_wait_left: Duration,
+    /// The number of responses of each type that have begun.
+    begun_counts: HashMap<Type, u32>,
     /// The queue in which the writer asks for stored versions.
-    missing: mpsc::Sender<Missing>,
+    lookup_requests: mpsc::Sender<LookupRequest>,
     /// The stored versions that the writer has asked for.
     pub(crate) stored_versions: StoredStream,
-    /// Stored versions that Envoy has not answered.
-    unanswered: VecDeque<Stored>,
+    /// Responses with stored versions that Envoy has neither accepted nor refused.
+    stored_unanswered: VecDeque<Stored>,
     /// True if Envoy has got a stored version on the stream, and may subscribe to resources that it needs.
-    has_stored: bool,
-    /// The end of the wait of istiod's responses for stored clusters, which listeners may need.
+    has_sent_stored: bool,
+    /// Until then no response of istiod is read, so that stored clusters reach Envoy before listeners that need
+    /// them. None if no stored clusters are awaited.
     pub(crate) clusters_due: Option<Instant>,
 }
 
 impl Recorder {
-    pub(crate) fn new(envoy: Option<EnvoyCache>, stream: u32) -> Self {
-        let (missing, requests) = mpsc::channel(after_nack::MAX_WAITING);
-        let stored_versions: StoredStream = match &envoy {
-            Some(envoy) => after_nack::stored(envoy.store.shared.clone(), requests),
+    pub(crate) fn new(cache: Option<EnvoyCache>, stream: u32) -> Self {
+        let (lookup_requests, received) = mpsc::channel(after_nack::MAX_WAITING);
+        let stored_versions: StoredStream = match &cache {
+            Some(cache) => after_nack::look_up_each(cache.store.shared.clone(), received),
             None => Box::pin(tokio_stream::pending()),
         };
         Self {
-            is_recording: envoy.is_some(),
-            envoy,
+            is_recording: cache.is_some(),
+            cache,
             stream,
             subscribed: HashSet::new(),
             passing: None,
-            pending: Vec::new(),
-            bytes: 0,
-            patience: PATIENCE,
-            begun: HashMap::new(),
-            missing,
+            batch: Vec::new(),
+            batch_bytes: 0,
+            disk_wait_left: MAX_DISK_WAIT,
+            begun_counts: HashMap::new(),
+            lookup_requests,
             stored_versions,
-            unanswered: VecDeque::new(),
-            has_stored: false,
+            stored_unanswered: VecDeque::new(),
+            has_sent_stored: false,
             clusters_due: None,
         }
     }
 
-    /// Returns the response with stored versions, unless istiod has sent others meanwhile.
-    pub(crate) fn stored(&mut self, mut stored: Stored) -> Option<Bytes> {
-        let type_url = stored.missing.type_url;
-        let begun = self.begun.get(type_url).copied().unwrap_or_default();
-        if !self.is_recording || begun != stored.missing.answered {
+    /// Takes the result of a lookup. Returns the response for Envoy, whose answer is awaited then. Returns None if
+    /// there are no stored versions, or if istiod has sent others meanwhile, after which the writer asks again.
+    pub(crate) fn use_stored(&mut self, mut stored: Stored) -> Option<Bytes> {
+        let type_url = stored.request.type_url;
+        let begun = self.begun_counts.get(type_url).copied().unwrap_or_default();
+        if !self.is_recording || begun != stored.request.answered_count {
             return None;
         }
         if type_url == CLUSTER {
             self.clusters_due = None;
         }
-        let names = stored.missing.names.keys().copied().collect();
-        self.pending.push((type_url, WriteOp::LookedUp(names)));
+        let names = stored.request.reasons.keys().copied().collect();
+        self.batch.push((type_url, WriteOp::LookedUp(names)));
         let frame = stored.frame.take()?;
-        self.has_stored = true;
-        self.unanswered.push_back(stored);
+        self.has_sent_stored = true;
+        self.stored_unanswered.push_back(stored);
         Some(frame)
     }
 
-    /// Takes Envoy's ACK or NACK of the oldest response with stored versions of a type.
-    pub(crate) fn stored_answered(&mut self, request: &Request) {
-        let mut unanswered = self.unanswered.iter();
-        let index = unanswered.position(|it| it.missing.type_url == request.type_url);
-        let stored = index.and_then(|index| self.unanswered.remove(index));
-        if let Some((envoy, stored)) = self.envoy.as_ref().zip(stored) {
-            let shared = &envoy.store.shared;
-            shared.stored_answered(stored, request.refusal.as_deref());
+    /// Records Envoy's ACK or NACK of the oldest response with stored versions of a type.
+    pub(crate) fn record_stored_ack_or_nack(&mut self, request: &Request) {
+        let mut unanswered = self.stored_unanswered.iter();
+        let index = unanswered.position(|it| it.request.type_url == request.type_url);
+        let stored = index.and_then(|index| self.stored_unanswered.remove(index));
+        if let Some((cache, stored)) = self.cache.as_ref().zip(stored) {
+            let shared = &cache.store.shared;
+            shared.record_stored_ack_or_nack(stored, request.refusal.as_deref());
         }
     }
 
-    /// Stops recording the stream.
+    /// Stops recording the stream. What has not reached the writer is dropped.
     pub(crate) fn stop(&mut self) {
         self.is_recording = false;
         self.passing = None;
-        self.pending.clear();
+        self.batch.clear();
     }
 
-    /// Takes a request of Envoy: its subscription, and the ACK or NACK in it.
-    pub(crate) fn requested(&mut self, request: &Request) {
-        let Some(envoy) = &self.envoy else {
+    /// Records a request of Envoy: its subscription, and the ACK or NACK in it. After a NACK of clusters, istiod's
+    /// responses wait for stored ones.
+    pub(crate) fn record_request(&mut self, request: &Request) {
+        let Some(cache) = &self.cache else {
             return;
         };
         if request.type_url == LISTENER && !request.nonce.is_empty() {
-            envoy.is_over.store(true, Ordering::Relaxed);
+            let no_longer_served = &cache.generation.no_longer_served;
+            no_longer_served.store(true, Ordering::Relaxed);
         }
         let Some(subscription) = request.subscription().ok().filter(|_| self.is_recording) else {
             return;
@@ -160,103 +165,109 @@ impl Recorder {
         if self.subscribed.is_empty()
             && let Some(identity) = identity(&subscription)
         {
-            let begin = WriteOp::Begin(identity, envoy.generation, self.missing.clone());
-            self.pending.push(("", begin));
+            let generation = cache.generation.number;
+            let begin = WriteOp::Begin(identity, generation, self.lookup_requests.clone());
+            self.batch.push(("", begin));
         }
         let Some(type_url) = stored_type(&request.type_url) else {
             return;
         };
         if !request.nonce.is_empty() {
-            let shared = &envoy.store.shared;
+            let shared = &cache.store.shared;
             if request.refusal.is_some()
                 && type_url == CLUSTER
                 && shared.admin.is_some()
                 && shared.types.lock().contains_key(CLUSTER)
             {
-                self.clusters_due = Some(after(CLUSTERS_PATIENCE));
+                self.clusters_due = Some(after(MAX_CLUSTERS_WAIT));
             }
-            let answered = WriteOp::Answered(request.nonce.clone(), request.refusal.clone());
-            self.pending.push((type_url, answered));
+            let answer = WriteOp::AckOrNack(request.nonce.clone(), request.refusal.clone());
+            self.batch.push((type_url, answer));
         }
-        if self.has_stored && BY_NAME.contains(&type_url) {
-            let [names, unsubscribed] = [&subscription.names, &subscription.unsubscribed]
+        if self.has_sent_stored && BY_NAME.contains(&type_url) {
+            let [added, removed] = [&subscription.names, &subscription.unsubscribed]
                 .map(|names| names.iter().map(|name| wire::digest(name)).collect());
-            let changed = WriteOp::Changed(names, unsubscribed);
-            self.pending.push((type_url, changed));
+            let change = WriteOp::SubscriptionChange { added, removed };
+            self.batch.push((type_url, change));
         }
         if self.subscribed.insert(type_url) {
-            let held = subscription.held.into_iter().flat_map(Held::decode);
-            let names = held.map(|it| wire::digest(&it.name)).collect();
-            let subscribed = WriteOp::Subscribed(names);
-            self.pending.push((type_url, subscribed));
+            let entries = subscription.initial_resource_versions.into_iter();
+            let initial_resources = entries
+                .flat_map(InitialResource::decode)
+                .map(|it| wire::digest(&it.name))
+                .collect();
+            let first = WriteOp::FirstRequest { initial_resources };
+            self.batch.push((type_url, first));
         }
     }
 
-    /// Begins a response that passes.
-    pub(crate) fn begins(&mut self, type_url: &str) {
+    /// Begins a response that passes to Envoy.
+    pub(crate) fn begin_response(&mut self, type_url: &str) {
         let recorded = stored_type(type_url).filter(|it| self.is_recording && *it != EXTENSION);
         self.passing = recorded.map(|type_url| (type_url, HEAD));
         if let Some(type_url) = recorded {
-            *self.begun.entry(type_url).or_default() += 1;
+            *self.begun_counts.entry(type_url).or_default() += 1;
         }
-        self.patience = PATIENCE;
+        self.disk_wait_left = MAX_DISK_WAIT;
     }
 
-    /// Takes bytes of a response that passes.
-    pub(crate) fn passes(&mut self, bytes: &Bytes) {
+    /// Records bytes of the response that passes.
+    pub(crate) fn record_bytes(&mut self, bytes: &Bytes) {
         if let Some((type_url, head)) = &mut self.passing {
             let message = bytes.slice(bytes.len().min(*head)..);
             *head -= bytes.len() - message.len();
-            self.bytes += message.len();
-            self.pending.push((type_url, WriteOp::Bytes(message)));
+            self.batch_bytes += message.len();
+            self.batch.push((type_url, WriteOp::Bytes(message)));
         }
     }
 
     /// Ends the response that passes.
-    pub(crate) fn passed(&mut self, received: &Received) {
+    pub(crate) fn complete_response(&mut self, received: &Received) {
         if let Some((type_url, _)) = self.passing.take() {
             let complete = WriteOp::Complete(received.clone());
-            self.pending.push((type_url, complete));
+            self.batch.push((type_url, complete));
         }
     }
 
-    /// Takes a complete message without its head: one that Envoy gets instead of istiod's, or, if `is_all`, one
+    /// Records a complete message without its head: one that Envoy gets instead of istiod's, or, if `is_all`, one
     /// that the agent has consumed, with all resources of its type.
-    pub(crate) fn replaced(&mut self, received: &Received, message: &Bytes, is_all: bool) {
+    pub(crate) fn record_message(&mut self, received: &Received, message: &Bytes, is_all: bool) {
         let recorded = stored_type(&received.type_url).filter(|_| self.is_recording);
         let Some(type_url) = recorded else {
             return;
         };
-        *self.begun.entry(type_url).or_default() += 1;
-        let begins = is_all.then(|| WriteOp::Subscribed(HashSet::new()));
+        *self.begun_counts.entry(type_url).or_default() += 1;
+        let first = is_all.then(|| WriteOp::FirstRequest {
+            initial_resources: HashSet::new(),
+        });
         let bytes = WriteOp::Bytes(message.clone());
         let complete = WriteOp::Complete(received.clone());
-        let accepted = is_all.then(|| WriteOp::Answered(received.nonce.clone(), None));
-        let ops = begins.into_iter().chain([bytes, complete]).chain(accepted);
-        self.pending.extend(ops.map(|op| (type_url, op)));
+        let accepted = is_all.then(|| WriteOp::AckOrNack(received.nonce.clone(), None));
+        let ops = first.into_iter().chain([bytes, complete]).chain(accepted);
+        self.batch.extend(ops.map(|op| (type_url, op)));
     }
 
-    /// Sends a batch to the writer if it is large enough or ends a response. If the writer has no room for it in
-    /// time, recording stops.
+    /// Sends the batch to the writer, unless it is empty or small and a response continues or waits for its ACK. If
+    /// the writer has no room for it in time, recording stops.
     pub(crate) async fn flush(&mut self) {
-        let is_part = self.bytes < HANDOVER
+        let can_wait = self.batch_bytes < HANDOVER
             && matches!(
-                self.pending.last(),
+                self.batch.last(),
                 None | Some((_, WriteOp::Bytes(_) | WriteOp::Complete(..)))
             );
-        let Some(EnvoyCache { store, .. }) = self.envoy.as_ref().filter(|_| !is_part) else {
+        let Some(EnvoyCache { store, .. }) = self.cache.as_ref().filter(|_| !can_wait) else {
             return;
         };
         let is_stalled = &store.shared.is_stalled;
         if is_stalled.load(Ordering::Relaxed) {
-            self.patience = Duration::ZERO;
+            self.disk_wait_left = Duration::ZERO;
         }
         let began = Instant::now();
-        let room = timeout(self.patience, store.batches.reserve()).await;
-        self.patience = self.patience.saturating_sub(began.elapsed());
-        self.bytes = 0;
+        let room = timeout(self.disk_wait_left, store.batches.reserve()).await;
+        self.disk_wait_left = self.disk_wait_left.saturating_sub(began.elapsed());
+        self.batch_bytes = 0;
         if let Ok(Ok(room)) = room {
-            room.send((self.stream, std::mem::take(&mut self.pending)));
+            room.send((self.stream, std::mem::take(&mut self.batch)));
             return;
         }
         // The queue is closed only if the agent stops or the directory is not used.
@@ -268,10 +279,10 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
-            self.pending.push(("", WriteOp::End));
-            let batch = (self.stream, std::mem::take(&mut self.pending));
-            let _ = envoy.store.batches.try_send(batch); // If it is lost, the files look older than they are.
+        if let Some(cache) = self.cache.as_ref().filter(|_| self.is_recording) {
+            self.batch.push(("", WriteOp::End));
+            let batch = (self.stream, std::mem::take(&mut self.batch));
+            let _ = cache.store.batches.try_send(batch); // If it is lost, the files look older than they are.
         }
     }
 }

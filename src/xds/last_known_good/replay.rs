@@ -37,16 +37,17 @@ pub(crate) struct Replay {
 }
 
 impl Replay {
-    /// Starts the thread that answers requests until the stream ends.
-    pub(crate) fn start(envoy: EnvoyCache) -> Self {
+    /// Starts the thread that answers requests until the stream ends. If it fails, Envoy is no longer served.
+    pub(crate) fn start(cache: EnvoyCache) -> Self {
         let (requests, queue) = mpsc::channel(1);
         let (out, responses) = mpsc::channel(BLOCKS);
         tokio::task::spawn_blocking(move || {
-            if let Err(error) = answer(&envoy.store.shared, queue, &out)
+            if let Err(error) = answer(&cache.store.shared, queue, &out)
                 && !out.is_closed()
             {
-                envoy.store.shared.failures.inc();
-                envoy.is_over.store(true, Ordering::Relaxed);
+                cache.store.shared.failures.inc();
+                let no_longer_served = &cache.generation.no_longer_served;
+                no_longer_served.store(true, Ordering::Relaxed);
                 let _ = out.blocking_send(Err(error)); // The stream may have ended.
             }
         });
@@ -76,7 +77,8 @@ impl Replay {
     }
 }
 
-/// Answers requests until `requests` ends.
+/// Answers requests until `requests` ends. Fails for stored configuration that is unusable, too old or another
+/// node's, for a malformed request, and if nobody takes the responses.
 pub(super) fn answer(
     shared: &Shared,
     mut requests: mpsc::Receiver<Bytes>,

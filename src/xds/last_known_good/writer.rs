@@ -11,14 +11,16 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::file::{MAX_CHANGED, Missing, PATIENCE, TypeFile, file_name, open, temporary};
+use super::file::{
+    LookupRequest, MAX_PENDING, STORED_VERSION_DELAY, TypeFile, file_name, open, temporary,
+};
 use super::{BY_NAME, Config, DIRECTORY, NEEDED, Shared, TYPES, Type};
 use crate::clock::{after, later};
 use crate::directory::Directory;
 use crate::xds::response::Received;
 
 /// The most bytes in memory of responses that wait for their ACK.
-const MAX_UNANSWERED: usize = 2 << 20;
+const MAX_UNANSWERED_BYTES: usize = 2 << 20;
 
 /// The most bytes in memory of responses that wait for their ACK or to be written.
 const MAX_MEMORY: usize = 3 << 20;
@@ -46,18 +48,18 @@ pub(super) fn with_path(config: &Config, type_url: Type, error: impl Display) ->
 pub(super) enum WriteOp {
     /// The first request of the stream: the identity of the node, the generation of its Envoy, and the queue
     /// in which the stream takes requests for stored versions. The type is empty.
-    Begin(String, usize, mpsc::Sender<Missing>),
-    /// The first request of the type: the digests of the names that Envoy holds. A response that the agent consumes
-    /// has all resources of its type, and follows this operation without names.
-    Subscribed(HashSet<u64>),
+    Begin(String, usize, mpsc::Sender<LookupRequest>),
+    /// The first request of the type: the digests of the names of resources that Envoy has. A response that the agent
+    /// consumes has all resources of its type, and follows this operation without names.
+    FirstRequest { initial_resources: HashSet<u64> },
     /// Bytes of a response.
     Bytes(Bytes),
     /// A response is complete.
     Complete(Received),
     /// Envoy has sent the ACK of the response with this nonce, or the NACK with its reason.
-    Answered(String, Option<String>),
+    AckOrNack(String, Option<String>),
     /// Envoy has subscribed to names and unsubscribed from others, of a type in [`BY_NAME`].
-    Changed(Vec<u64>, Vec<u64>),
+    SubscriptionChange { added: Vec<u64>, removed: Vec<u64> },
     /// The stream has looked up stored versions of these resources.
     LookedUp(Vec<u64>),
     /// The stream has ended. The type is empty.
@@ -81,10 +83,10 @@ pub(super) struct Writer {
     /// The last time at which files were marked as current; None before istiod's first response on the stream,
     /// and after its end.
     refreshed: Option<Instant>,
-    /// The time since which changes wait.
-    changed: Option<Instant>,
+    /// The time since which files have to be written.
+    dirty_since: Option<Instant>,
     /// The queue in which the stream takes requests for stored versions.
-    missing: Option<mpsc::Sender<Missing>>,
+    lookup_requests: Option<mpsc::Sender<LookupRequest>>,
 }
 
 impl Writer {
@@ -96,59 +98,61 @@ impl Writer {
             directory: None,
             files: BTreeMap::new(),
             refreshed: None,
-            changed: None,
-            missing: None,
+            dirty_since: None,
+            lookup_requests: None,
         }
     }
 
     /// Returns when files have to be written, or stored versions looked up.
     pub(super) fn due(&self) -> Option<Instant> {
         let refresh = self.refreshed.map(|at| later(at, REFRESH));
-        let changed = self.changed.map(|at| later(at, DELAY));
-        let missing = self.files.values().filter_map(TypeFile::missing_due);
-        refresh.into_iter().chain(changed).chain(missing).min()
+        let write = self.dirty_since.map(|at| later(at, DELAY));
+        let lookups = self.files.values().filter_map(TypeFile::lookup_due);
+        refresh.into_iter().chain(write).chain(lookups).min()
     }
 
-    /// Applies the operations of a batch, and asks its stream for stored versions that are due.
-    pub(super) fn take(&mut self, (stream, ops): Batch) {
+    /// Applies the operations of a batch, and asks the recorded stream for stored versions that are due. After an
+    /// error, or if the disk was too slow, deletes all files and stops recording.
+    pub(super) fn apply_batch(&mut self, (stream, ops): Batch) {
         if self.shared.is_stalled.swap(false, Ordering::Relaxed) {
             self.fail("", "the disk is too slow");
         }
         for (type_url, op) in ops {
             let applied = self.apply(stream, type_url, op);
-            // Stored resources may need others that istiod has not sent.
+            // A stored version of a missing resource may need others by name that istiod has not sent.
             if self.files.values().any(|file| !file.missing.is_empty()) {
                 let files = self.files.iter_mut();
                 let by_name = files.filter(|(type_url, _)| BY_NAME.contains(type_url));
                 by_name.for_each(|(_, file)| file.retain_all());
             }
-            if let Err(error) = applied.and_then(|()| self.bound(type_url)) {
+            if let Err(error) = applied.and_then(|()| self.enforce_limits(type_url)) {
                 self.fail(type_url, error);
             }
         }
-        if let Some(stream) = &self.missing {
+        if let Some(lookup_requests) = &self.lookup_requests {
             let files = self.files.iter_mut();
-            let due = files.filter_map(|(type_url, file)| file.due_missing(type_url));
-            // If the stream's queue is full, they are due again later.
-            due.for_each(|missing| _ = stream.try_send(missing));
+            let due = files.filter_map(|(type_url, file)| file.take_lookup_request(type_url));
+            // If the queue is full, they are due again later.
+            due.for_each(|request| _ = lookup_requests.try_send(request));
         }
-        let waits = self.files.values().any(|file| file.is_changed);
-        self.changed = waits.then(|| self.changed.unwrap_or_else(Instant::now));
+        let is_dirty = self.files.values().any(|file| file.is_dirty);
+        self.dirty_since = is_dirty.then(|| self.dirty_since.unwrap_or_else(Instant::now));
     }
 
-    /// Writes changed files. Marks the other files as current, if `is_refresh` or after [`REFRESH`].
-    pub(super) fn write(&mut self, is_refresh: bool) {
+    /// Writes dirty files. Marks the other files as current, if `is_last` or after [`REFRESH`], while istiod's stream
+    /// is open. After an error, deletes all files and stops recording.
+    pub(super) fn write(&mut self, is_last: bool) {
         let refreshed = self.refreshed;
-        let is_refresh = refreshed.is_some_and(|at| is_refresh || at.elapsed() >= REFRESH);
-        if is_refresh {
+        let refreshes = refreshed.is_some_and(|at| is_last || at.elapsed() >= REFRESH);
+        if refreshes {
             self.refreshed = Some(Instant::now());
         }
-        self.changed = None;
+        self.dirty_since = None;
         let Some(directory) = &self.directory else {
             return;
         };
         for (type_url, file) in &mut self.files {
-            if (file.is_changed || is_refresh && file.is_subscribed)
+            if (file.is_dirty || refreshes && file.is_subscribed)
                 && let Err(error) = file.commit(directory)
             {
                 let type_url = *type_url;
@@ -158,12 +162,13 @@ impl Writer {
         self.publish();
     }
 
+    /// Applies an operation. Operations of streams that are not recorded have no effect.
     fn apply(&mut self, stream: u32, type_url: Type, op: WriteOp) -> io::Result<()> {
         let is_recorded = self.stream == Some(stream);
         let file = self.files.get_mut(type_url).filter(|_| is_recorded);
         match (op, file.zip(self.directory.as_ref())) {
-            (WriteOp::Begin(identity, generation, missing), _) => {
-                self.begin(stream, &identity, generation, missing)?;
+            (WriteOp::Begin(identity, generation, lookup_requests), _) => {
+                self.begin(stream, &identity, generation, lookup_requests)?;
             }
             (WriteOp::End, _) if is_recorded => {
                 self.write(true);
@@ -171,27 +176,35 @@ impl Writer {
             }
             // The stream is one of an older Envoy, which drains after a hot restart, or recording it has failed.
             (_, None) | (WriteOp::End, _) => {}
-            (WriteOp::Subscribed(mut held), Some((file, _))) => {
+            (
+                WriteOp::FirstRequest {
+                    mut initial_resources,
+                },
+                Some((file, _)),
+            ) => {
                 // Envoy does not name resources that it has refused, whichever version it has.
-                held.extend(file.missing.keys());
-                (file.held, file.is_subscribed) = (Some(held), true);
+                initial_resources.extend(file.missing.keys());
+                file.initial_resources = Some(initial_resources);
+                file.is_subscribed = true;
             }
-            (WriteOp::Bytes(bytes), Some((file, _))) => file.read(&bytes)?,
+            (WriteOp::Bytes(bytes), Some((file, _))) => file.receive(&bytes)?,
             (WriteOp::Complete(response), Some((file, _))) => {
                 self.refreshed.get_or_insert_with(Instant::now);
                 file.complete(response)?;
             }
-            (WriteOp::Answered(nonce, refusal), Some((file, directory))) => {
-                let answered = file.answered(directory, &nonce, refusal.as_deref());
-                let is_inspectable = NEEDED.contains(&type_url) || BY_NAME.contains(&type_url);
-                if self.shared.admin.is_none() || !is_inspectable {
+            (WriteOp::AckOrNack(nonce, refusal), Some((file, directory))) => {
+                let applied = file.apply_ack_or_nack(directory, &nonce, refusal.as_deref());
+                // Without the admin port, or for a type that Envoy's config dump does not list, the agent cannot ask
+                // Envoy which resources it lacks.
+                let is_in_config_dump = NEEDED.contains(&type_url) || BY_NAME.contains(&type_url);
+                if self.shared.admin.is_none() || !is_in_config_dump {
                     file.missing.clear();
                 }
                 self.shared.end_after_nack(type_url, file);
-                answered?;
+                applied?;
             }
-            (WriteOp::Changed(names, unsubscribed), Some((file, _))) => {
-                file.subscribed(&names, &unsubscribed, &Arc::from(NOT_SENT));
+            (WriteOp::SubscriptionChange { added, removed }, Some((file, _))) => {
+                file.change_subscription(&added, &removed, &Arc::from(NOT_SENT));
                 self.shared.end_after_nack(type_url, file);
             }
             (WriteOp::LookedUp(names), Some((file, _))) => {
@@ -205,10 +218,11 @@ impl Writer {
         Ok(())
     }
 
-    /// Moves bytes from memory to disk above a limit. Deletes all files if they would be larger than configured.
-    fn bound(&mut self, type_url: Type) -> io::Result<()> {
+    /// Moves bytes from memory to disk above the limits: pending fields of all types, and the response that is received
+    /// of this type. Deletes all files and stops recording if they would be larger than configured.
+    fn enforce_limits(&mut self, type_url: Type) -> io::Result<()> {
         let unanswered: usize = self.files.values().map(TypeFile::memory).sum();
-        let changed: usize = self.files.values().map(|file| file.changed).sum();
+        let pending: usize = self.files.values().map(|file| file.pending_bytes).sum();
         let size: u64 = self.files.values().map(TypeFile::size).sum();
         // The disk has two copies of the largest file while it is replaced.
         let largest = self.files.values().map(|file| file.header.length).max();
@@ -218,13 +232,13 @@ impl Writer {
                 target: "xdsproxy",
                 "configuration is not stored: it needs more than {max_bytes} bytes (ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES)"
             );
-            self.delete();
+            self.delete_all();
         }
-        if changed > MAX_CHANGED || changed > 0 && unanswered + changed > MAX_MEMORY {
+        if pending > MAX_PENDING || pending > 0 && unanswered + pending > MAX_MEMORY {
             self.write(false);
         }
         match self.files.get_mut(type_url).zip(self.directory.as_ref()) {
-            Some((file, directory)) if unanswered > MAX_UNANSWERED => file.spill(directory),
+            Some((file, directory)) if unanswered > MAX_UNANSWERED_BYTES => file.spill(directory),
             _ => Ok(()),
         }
     }
@@ -235,7 +249,7 @@ impl Writer {
         stream: u32,
         identity: &str,
         generation: usize,
-        missing: mpsc::Sender<Missing>,
+        lookup_requests: mpsc::Sender<LookupRequest>,
     ) -> io::Result<()> {
         if generation < self.generation {
             return Ok(());
@@ -247,7 +261,7 @@ impl Writer {
             self.shared.after_nack.lock().clear();
         }
         self.generation = generation;
-        self.missing = Some(missing);
+        self.lookup_requests = Some(lookup_requests);
         self.refreshed = None;
         let parent = &self.shared.config.volume.directory;
         let opened = Directory::private(parent, DIRECTORY, true)?;
@@ -271,9 +285,9 @@ impl Writer {
             let mut file = TypeFile::new(name, found.ok().flatten(), identity);
             let missing = before.remove(type_url).map(|before| before.missing);
             file.missing = missing.unwrap_or_default();
-            // istiod may send them first on this stream.
+            // The same Envoy still lacks what it has refused. istiod may send that first on this stream.
             let due = file.missing.values_mut().filter_map(|it| it.due.as_mut());
-            due.for_each(|due| *due = after(PATIENCE));
+            due.for_each(|due| *due = after(STORED_VERSION_DELAY));
             self.files.insert(type_url, file);
         }
         self.stream = Some(stream);
@@ -281,6 +295,7 @@ impl Writer {
         Ok(())
     }
 
+    /// Publishes the headers of all files, for the metrics and for [`super::EnvoyCache::can_be_served`].
     fn publish(&self) {
         let stored = self.files.iter().filter(|(_, file)| file.file.is_some());
         let headers = stored.map(|(type_url, file)| (*type_url, file.header.clone()));
@@ -295,10 +310,11 @@ impl Writer {
             target: "xdsproxy",
             "cannot store configuration in {error}; an Envoy that starts while istiod is unreachable will get none"
         );
-        self.delete();
+        self.delete_all();
     }
 
-    fn delete(&mut self) {
+    /// Deletes all files. Nothing is recorded until another stream begins.
+    fn delete_all(&mut self) {
         if let Some(directory) = self.directory.take() {
             for name in TYPES.map(file_name) {
                 let _ = directory.remove_file(name); // A file that stays has the last accepted state.

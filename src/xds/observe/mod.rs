@@ -156,7 +156,8 @@ impl Observer {
         }
     }
 
-    pub(super) fn stream_began(&self, id: u32, protocol: Protocol) {
+    /// Records the begin of a client's stream.
+    pub(super) fn record_stream_begin(&self, id: u32, protocol: Protocol) {
         let mut table = self.table.lock();
         table.streams += 1;
         let stream = StreamSnapshot {
@@ -173,7 +174,7 @@ impl Observer {
     }
 
     /// Records the first response of istiod on a stream.
-    pub(super) fn istiod_answered(&self, id: u32) {
+    pub(super) fn record_first_response(&self, id: u32) {
         let mut table = self.table.lock();
         table.served_since = None;
         if let Some(stream) = table.open.get_mut(&id) {
@@ -181,13 +182,13 @@ impl Observer {
         }
     }
 
-    /// Records the end of istiod's stream.
-    pub(super) fn istiod_ended(&self, end: &End) {
+    /// Counts the end of istiod's stream.
+    pub(super) fn record_istiod_end(&self, end: &End) {
         self.metrics.istiod_ends.with([end.classes().0]).inc();
     }
 
     /// Records that stored configuration is served on a stream.
-    pub(super) fn serves_stored(&self, id: u32) {
+    pub(super) fn record_stored_served(&self, id: u32) {
         let mut table = self.table.lock();
         table.served_since.get_or_insert_with(SystemTime::now);
         if let Some(stream) = table.open.get_mut(&id) {
@@ -195,8 +196,8 @@ impl Observer {
         }
     }
 
-    /// Records the end of Envoy's stream.
-    pub(super) fn stream_ended(&self, id: u32, end: &End) {
+    /// Records the end of the client's stream.
+    pub(super) fn record_stream_end(&self, id: u32, end: &End) {
         self.metrics.envoy_ends.with([end.classes().1]).inc();
         let mut table = self.table.lock();
         table.open.remove(&id);
@@ -208,27 +209,33 @@ impl Observer {
     }
 
     /// Records a response.
-    pub(super) fn received(&self, received: Received, source: Source) {
+    pub(super) fn record_response(&self, received: Received, source: Source) {
         self.metrics.responses.inc();
         let mut table = self.table.lock();
-        table.record(&received.type_url).received(received, source);
+        table
+            .entry(&received.type_url)
+            .record_response(received, source);
     }
 
-    /// Records a request of Envoy.
-    pub(super) fn requested(&self, request: &Request) {
+    /// Records a request of the client, and the ACK or NACK in it.
+    pub(super) fn record_request(&self, request: &Request) {
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
-        self.table.lock().record(&request.type_url).seen.requests += 1;
+        self.table.lock().entry(&request.type_url).seen.requests += 1;
         let nack = request.refusal.as_deref().map(shortened);
-        self.answered(&request.type_url, &request.nonce, nack.as_deref());
+        self.record_ack_or_nack(&request.type_url, &request.nonce, nack.as_deref());
     }
 
     /// Records the ACK of the response with this nonce, or its NACK with the reason.
-    pub(super) fn answered(&self, type_url: &str, nonce: &str, nack: Option<&str>) {
+    pub(super) fn record_ack_or_nack(&self, type_url: &str, nonce: &str, nack: Option<&str>) {
         if nonce.is_empty() {
             return;
         }
-        let latency = self.table.lock().record(type_url).answered(nonce, nack);
+        let latency = self
+            .table
+            .lock()
+            .entry(type_url)
+            .record_ack_or_nack(nonce, nack);
         if let Some(latency) = latency {
             self.metrics.push_to_ack.observe(latency.as_secs_f64());
         }
@@ -236,8 +243,8 @@ impl Observer {
 }
 
 impl Table {
-    /// Returns the record of a type, or the shared one.
-    fn record(&mut self, type_url: &str) -> &mut Type {
+    /// Returns the record of a type, or the shared one. Creates it if it does not exist.
+    fn entry(&mut self, type_url: &str) -> &mut Type {
         let is_usable = (1..=MAX_TYPE).contains(&type_url.len());
         let has_room = self.types.len() < MAX_TYPES || self.types.contains_key(type_url);
         let name = if is_usable && has_room {
@@ -261,6 +268,7 @@ fn beginning(text: &str) -> &str {
     &text[..end.unwrap_or(0)]
 }
 
+/// Cuts a text after at most [`MAX_TEXT`] bytes.
 fn cut(mut text: String) -> String {
     text.truncate(beginning(&text).len());
     text

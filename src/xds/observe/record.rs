@@ -148,7 +148,8 @@ pub(super) struct Unanswered {
 }
 
 impl Type {
-    pub(super) fn received(&mut self, response: Received, source: Source) {
+    /// Records a response, which then waits for its ACK.
+    pub(super) fn record_response(&mut self, response: Received, source: Source) {
         let (at, received) = (SystemTime::now(), Instant::now());
         let (version, nonce) = (cut(response.version), cut(response.nonce));
         self.seen.consumer = Some(response.consumer);
@@ -177,11 +178,15 @@ impl Type {
 
     /// Records the ACK of the response with this nonce, or its NACK. Returns the time that an ACK took. The
     /// response and earlier ones no longer wait.
-    pub(super) fn answered(&mut self, nonce: &str, nack: Option<&str>) -> Option<Duration> {
+    pub(super) fn record_ack_or_nack(
+        &mut self,
+        nonce: &str,
+        nack: Option<&str>,
+    ) -> Option<Duration> {
         let mut waiting = self.unanswered.iter();
         let index = waiting.position(|response| response.nonce == beginning(nonce));
-        let answered = index.and_then(|index| self.unanswered.drain(..=index).next_back());
-        if answered.is_some()
+        let response = index.and_then(|index| self.unanswered.drain(..=index).next_back());
+        if response.is_some()
             && self.unanswered.is_empty()
             && let Some(last) = &mut self.seen.last_response
         {
@@ -192,14 +197,14 @@ impl Type {
             self.seen.is_refused = true;
             self.seen.nacks += 1;
             self.seen.last_nack = Some(NackSnapshot {
-                version: answered.map(|response| response.version),
+                version: response.map(|response| response.version),
                 reason: reason.to_owned(),
                 at,
             });
             return None;
         }
         // A request that changes a subscription has the nonce of the last response, but is not an ACK.
-        let response = answered?;
+        let response = response?;
         let latency = response.received.elapsed();
         self.seen.is_refused = false;
         self.seen.acks += 1;

@@ -18,9 +18,9 @@ pub(in crate::xds) struct Services {
 }
 
 impl Services {
-    /// Returns the number of services after a request that changes the subscriptions to endpoints; None after
-    /// any other request.
-    pub(crate) fn requested(&mut self, request: &Request, protocol: Protocol) -> Option<usize> {
+    /// Applies a request that changes the subscriptions to endpoints, and returns the number of services after it.
+    /// Returns None for any other request.
+    pub(crate) fn apply_request(&mut self, request: &Request, protocol: Protocol) -> Option<usize> {
         if request.type_url != ENDPOINTS {
             return None;
         }
@@ -80,12 +80,12 @@ mod tests {
                 resource_names,
                 ..Default::default()
             };
-            services.requested(&request(ENDPOINTS, &message), Protocol::Sotw)
+            services.apply_request(&request(ENDPOINTS, &message), Protocol::Sotw)
         };
         assert_eq!(sotw(&NAMES), Some(2));
         assert_eq!(sotw(&NAMES[2..]), Some(1), "all is said anew");
         let other = request("other", &DiscoveryRequest::default());
-        assert_eq!(services.requested(&other, Protocol::Sotw), None);
+        assert_eq!(services.apply_request(&other, Protocol::Sotw), None);
     }
 
     #[test]
@@ -97,7 +97,7 @@ mod tests {
                 resource_names_unsubscribe: owned(removed),
                 ..Default::default()
             };
-            services.requested(&request(ENDPOINTS, &message), Protocol::Delta)
+            services.apply_request(&request(ENDPOINTS, &message), Protocol::Delta)
         };
         assert_eq!(delta(&NAMES, &[]), Some(2));
         assert_eq!(delta(&NAMES[..1], &[]), Some(2), "once more");

@@ -47,10 +47,10 @@ async fn an_ack_or_nack_is_matched_by_its_nonce() {
         (vec![("old", Some("no"))], 0, 1, None),
     ] {
         let (observer, _) = observer();
-        observer.received(response(CLUSTER, "1"), Source::Istiod);
-        observer.received(response(CLUSTER, "2"), Source::Istiod);
+        observer.record_response(response(CLUSTER, "1"), Source::Istiod);
+        observer.record_response(response(CLUSTER, "2"), Source::Istiod);
         for &(nonce, refusal) in &answers {
-            observer.answered(CLUSTER, nonce, refusal);
+            observer.record_ack_or_nack(CLUSTER, nonce, refusal);
         }
         let seen = recorded(&observer, CLUSTER);
         assert_eq!((seen.acks, seen.nacks), (acks, nacks), "{answers:?}");
@@ -62,9 +62,9 @@ async fn an_ack_or_nack_is_matched_by_its_nonce() {
 #[tokio::test(start_paused = true)]
 async fn records_the_last_response_its_age_and_how_long_its_ack_took() {
     let (observer, registry) = observer();
-    observer.received(response(CLUSTER, "1"), Source::Istiod);
+    observer.record_response(response(CLUSTER, "1"), Source::Istiod);
     tokio::time::advance(Duration::from_millis(20)).await;
-    observer.answered(CLUSTER, "1", None);
+    observer.record_ack_or_nack(CLUSTER, "1", None);
     tokio::time::advance(Duration::from_secs(2)).await;
     let seen = recorded(&observer, CLUSTER);
     let last = seen.last_response.unwrap();
@@ -90,14 +90,14 @@ async fn records_the_last_response_its_age_and_how_long_its_ack_took() {
 #[test]
 fn a_nack_is_recorded_with_its_version_and_reason() {
     let (observer, _) = observer();
-    observer.received(response(CLUSTER, "1"), Source::Istiod);
+    observer.record_response(response(CLUSTER, "1"), Source::Istiod);
     let request = Request {
         frame: Bytes::from_static(&[0; 47]),
         type_url: CLUSTER.to_owned(),
         nonce: "1".to_owned(),
         refusal: Some("no such port".to_owned()),
     };
-    observer.requested(&request);
+    observer.record_request(&request);
     let seen = recorded(&observer, CLUSTER);
     assert_eq!((seen.requests, seen.nacks), (1, 1));
     let refused = seen.last_nack.unwrap();
@@ -111,13 +111,13 @@ fn the_record_does_not_grow_with_what_istiod_and_envoy_send() {
     let (observer, _) = observer();
     let long = "é".repeat(1000);
     for number in 0..1000 {
-        observer.received(response(&format!("type {number}"), &long), Source::Istiod);
+        observer.record_response(response(&format!("type {number}"), &long), Source::Istiod);
     }
     for number in 0..1000 {
-        observer.received(response(&long, &number.to_string()), Source::Istiod);
-        observer.received(response("type 0", &number.to_string()), Source::Istiod);
+        observer.record_response(response(&long, &number.to_string()), Source::Istiod);
+        observer.record_response(response("type 0", &number.to_string()), Source::Istiod);
     }
-    observer.answered("type 1", &long, None);
+    observer.record_ack_or_nack("type 1", &long, None);
     let snapshot = observer.snapshot();
     assert_eq!(snapshot.types.len(), MAX_TYPES + 1);
     assert_eq!(snapshot.types[OTHER].responses, 2000 - MAX_TYPES as u64);
@@ -130,17 +130,17 @@ fn the_record_does_not_grow_with_what_istiod_and_envoy_send() {
 #[test]
 fn ends_of_streams_are_counted_once_for_each_side() {
     let (observer, registry) = observer();
-    observer.stream_began(1, Protocol::Delta);
-    observer.istiod_answered(1);
-    observer.stream_began(2, Protocol::Sotw);
-    observer.istiod_ended(&End::stopped());
-    observer.stream_ended(1, &End::stopped());
+    observer.record_stream_begin(1, Protocol::Delta);
+    observer.record_first_response(1);
+    observer.record_stream_begin(2, Protocol::Sotw);
+    observer.record_istiod_end(&End::stopped());
+    observer.record_stream_end(1, &End::stopped());
     let snapshot = observer.snapshot();
     let stream = snapshot.stream.unwrap();
     assert_eq!((stream.id, stream.connected), (2, false));
     assert_eq!(snapshot.last_end.unwrap().id, 1);
     let bad = End::bad_request(&Status::internal("x".repeat(1000)));
-    observer.stream_ended(2, &bad);
+    observer.record_stream_end(2, &bad);
     let snapshot = observer.snapshot();
     assert!(snapshot.stream.is_none());
     assert_eq!(snapshot.streams, 2);

@@ -1,7 +1,7 @@
 //! Cuts istiod's responses through to Envoy while their bytes arrive.
 //!
 //! The disposition of a message is decided at its start, by the type of its first resource, because the
-//! field that names the type follows all resources. Until then the bytes of the message are held, a few
+//! field that names the type follows all resources. Until then the bytes of the message are collected, a few
 //! hundred for nearly all messages. After that a passing message costs no memory, however large it is: its
 //! output are slices of the input. Version, nonce and the number of resources are read on the way, for
 //! [`Output::Complete`]. A malformed message that passes is left to Envoy to refuse.
@@ -14,10 +14,10 @@ use super::intercept::{Disposition, Interceptors};
 use super::request::HEAD;
 use super::wire::{Malformed, Walker};
 
-/// The most bytes held of a message that has no disposition yet, or is intercepted.
+/// The most bytes in memory of a message that has no disposition yet, or is intercepted.
 ///
 /// Any name table fits. The limit keeps istiod from filling the pod's memory.
-const MAX_HELD: usize = 256 * 1024 * 1024;
+const MAX_PARTIAL: usize = 256 * 1024 * 1024;
 
 /// A part of istiod's stream, for its consumer.
 #[derive(Clone, Debug)]
@@ -71,7 +71,7 @@ pub struct ResponseReader {
     /// The message that has begun, with a complete head, and has not ended.
     message: Option<Message>,
     /// The bytes of an incomplete head, or of a message that does not pass yet, head included.
-    held: BytesMut,
+    partial: BytesMut,
 }
 
 struct Message {
@@ -91,7 +91,7 @@ impl ResponseReader {
             protocol,
             interceptors,
             message: None,
-            held: BytesMut::new(),
+            partial: BytesMut::new(),
         }
     }
 
@@ -103,18 +103,19 @@ impl ResponseReader {
 
     /// Returns true if the stream may end here.
     pub fn is_between_messages(&self) -> bool {
-        self.message.is_none() && self.held.is_empty()
+        self.message.is_none() && self.partial.is_empty()
     }
 
-    /// Takes the next bytes of the stream.
+    /// Takes the next bytes of the stream, and calls `out` for their parts. Fails for a compressed message, and for
+    /// one that is too long or malformed before it passes or is withheld.
     pub fn feed(&mut self, mut bytes: Bytes, mut out: impl FnMut(Output)) -> Result<(), Status> {
         while !bytes.is_empty() {
-            let begun = match self.message.take() {
+            let current = match self.message.take() {
                 None => self.begin(&bytes)?,
-                begun => begun,
+                current => current,
             };
-            let Some(mut message) = begun else {
-                self.held.extend_from_slice(&bytes);
+            let Some(mut message) = current else {
+                self.partial.extend_from_slice(&bytes);
                 return Ok(());
             };
             let part = bytes.split_to(message.left.min(bytes.len()));
@@ -126,12 +127,12 @@ impl ResponseReader {
                     if let Some(type_url) = type_url {
                         out(Output::Begins(type_url));
                     }
-                    let held = std::mem::take(&mut self.held).freeze();
-                    let parts = [held, part].into_iter().filter(|part| !part.is_empty());
+                    let begun = std::mem::take(&mut self.partial).freeze();
+                    let parts = [begun, part].into_iter().filter(|part| !part.is_empty());
                     parts.for_each(|part| out(Output::Pass(part)));
                 }
-                Some(Disposition::Withhold) => self.held = BytesMut::new(),
-                Some(Disposition::Intercept(_)) | None => self.hold(&part)?,
+                Some(Disposition::Withhold) => self.partial = BytesMut::new(),
+                Some(Disposition::Intercept(_)) | None => self.buffer(&part)?,
             }
             if message.left == 0 {
                 self.complete(message, &mut out)?;
@@ -145,12 +146,12 @@ impl ResponseReader {
     /// Begins the message whose head ends in `bytes`, or returns None if the head continues.
     fn begin(&self, bytes: &[u8]) -> Result<Option<Message>, Status> {
         let mut head = [0; HEAD];
-        let known = self.held.len();
+        let known = self.partial.len();
         let missing = HEAD - known;
         let Some(rest) = bytes.get(..missing) else {
             return Ok(None);
         };
-        head[..known].copy_from_slice(&self.held);
+        head[..known].copy_from_slice(&self.partial);
         head[known..].copy_from_slice(rest);
         let [flag, length @ ..] = head;
         if flag != 0 {
@@ -169,16 +170,18 @@ impl ResponseReader {
         }))
     }
 
-    fn hold(&mut self, bytes: &[u8]) -> Result<(), Status> {
-        if self.held.len() + bytes.len() > MAX_HELD {
+    /// Appends bytes of a message that does not pass. Fails if it is too long.
+    fn buffer(&mut self, bytes: &[u8]) -> Result<(), Status> {
+        if self.partial.len() + bytes.len() > MAX_PARTIAL {
             return Err(Status::resource_exhausted(format!(
-                "istiod sent over {MAX_HELD} bytes in one message that the agent must hold whole"
+                "istiod sent over {MAX_PARTIAL} bytes in one message that the agent must hold whole"
             )));
         }
-        self.held.extend_from_slice(bytes);
+        self.partial.extend_from_slice(bytes);
         Ok(())
     }
 
+    /// Describes a complete message, and hands it to its interceptor, if it has one.
     fn complete(&mut self, message: Message, out: &mut impl FnMut(Output)) -> Result<(), Status> {
         let (consumer, fields) = match message.disposition {
             Some(Disposition::Intercept(_)) => {
@@ -202,7 +205,7 @@ impl ResponseReader {
         };
         out(Output::Complete(received.clone()));
         if let Some(Disposition::Intercept(interceptor)) = message.disposition {
-            let message = std::mem::take(&mut self.held).freeze().slice(HEAD..);
+            let message = std::mem::take(&mut self.partial).freeze().slice(HEAD..);
             out(Output::Captured(Captured {
                 interceptor,
                 received,

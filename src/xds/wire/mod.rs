@@ -65,7 +65,7 @@ fn hasher() -> DefaultHasher {
 pub struct Walker {
     protocol: Protocol,
     /// The hasher of the name that is being read; None if names are not read.
-    name: Option<DefaultHasher>,
+    name_hasher: Option<DefaultHasher>,
     /// The beginning of the last field outside of resources.
     field_start: u64,
     /// The length of the message.
@@ -76,7 +76,7 @@ pub struct Walker {
     position: u64,
     step: Step,
     /// The part of a header or of a stored string from earlier chunks.
-    held: Vec<u8>,
+    partial: Vec<u8>,
     /// The fields so far. The message may be incomplete or malformed.
     pub(super) fields: Fields,
 }
@@ -101,13 +101,13 @@ impl Walker {
     pub fn new(protocol: Protocol, length: u64) -> Self {
         Self {
             protocol,
-            name: None,
+            name_hasher: None,
             field_start: 0,
             end: length,
             nested_ends: SmallVec::new(),
             position: 0,
             step: Step::Header,
-            held: Vec::new(),
+            partial: Vec::new(),
             fields: Fields::default(),
         }
     }
@@ -115,7 +115,7 @@ impl Walker {
     /// Creates a walker of a delta response, for [`Walker::find`].
     pub(super) fn finder(length: u64) -> Self {
         Self {
-            name: Some(hasher()),
+            name_hasher: Some(hasher()),
             ..Self::new(Protocol::Delta, length)
         }
     }
@@ -145,9 +145,9 @@ impl Walker {
                 Step::Header => self.read_header(bytes)?,
                 Step::Skip(end) | Step::Store(end, _) | Step::Name(end) => {
                     let part = &bytes[..available(end - self.position, bytes)];
-                    match (self.step, &mut self.name) {
-                        (Step::Store(..), _) => self.held.extend_from_slice(part),
-                        (Step::Name(_), Some(name)) => name.write(part),
+                    match (self.step, &mut self.name_hasher) {
+                        (Step::Store(..), _) => self.partial.extend_from_slice(part),
+                        (Step::Name(_), Some(hasher)) => hasher.write(part),
                         _ => {}
                     }
                     part.len()
@@ -167,11 +167,11 @@ impl Walker {
 
     /// Reads the header of a field, or the part of it in `bytes`. Returns the number of bytes it has read.
     fn read_header(&mut self, bytes: &[u8]) -> Result<usize, Malformed> {
-        let known = self.held.len();
+        let known = self.partial.len();
         let longest = (self.inner_end() - self.position).min((MAX_HEADER - known) as u64);
         let tried = available(longest, bytes);
-        self.held.extend_from_slice(&bytes[..tried]);
-        let mut rest = &self.held[..];
+        self.partial.extend_from_slice(&bytes[..tried]);
+        let mut rest = &self.partial[..];
         let Some((number, wire_type, length)) = decode_header(&mut rest) else {
             if tried as u64 == longest {
                 return Err(Malformed("a field without a valid tag and length"));
@@ -179,7 +179,7 @@ impl Walker {
             return Ok(tried);
         };
         let read = tried - rest.len();
-        self.held.clear();
+        self.partial.clear();
         if self.nested_ends.is_empty() {
             self.field_start = self.position - known as u64;
         }
@@ -196,7 +196,7 @@ impl Walker {
 
     /// Returns the step that reads the value of a length-delimited field.
     fn begin_value(&mut self, number: u32, length: u64, end: u64) -> Result<Step, Malformed> {
-        let (fields, finds_names) = (&mut self.fields, self.name.is_some());
+        let (fields, finds_names) = (&mut self.fields, self.name_hasher.is_some());
         let has_type = fields.resource_type.is_some();
         let member: Member = match (self.nested_ends.len(), number) {
             (0, 1) => |fields| &mut fields.version,
@@ -215,7 +215,7 @@ impl Walker {
                 }
                 (Protocol::Delta, 1, 2) if !has_type => return Ok(self.enter(end)),
                 (Protocol::Delta, 1, 3) | (Protocol::Delta, 0, 6) if finds_names => {
-                    self.name = Some(hasher());
+                    self.name_hasher = Some(hasher());
                     return Ok(Step::Name(end));
                 }
                 _ => return Ok(Step::Skip(end)),
@@ -227,6 +227,7 @@ impl Walker {
         Ok(Step::Store(end, member))
     }
 
+    /// Begins a nested message.
     fn enter(&mut self, end: u64) -> Step {
         self.nested_ends.push(end);
         Step::Header
@@ -236,7 +237,7 @@ impl Walker {
     fn end_fields(&mut self, each: &mut impl FnMut(ResourceField)) -> Result<(), Malformed> {
         match self.step {
             Step::Store(end, member) if end == self.position => {
-                let text = String::from_utf8(std::mem::take(&mut self.held));
+                let text = String::from_utf8(std::mem::take(&mut self.partial));
                 *member(&mut self.fields) = text.map_err(|_| Malformed("a string not UTF-8"))?;
                 self.step = Step::Header;
             }
@@ -258,10 +259,11 @@ impl Walker {
         Ok(())
     }
 
+    /// Calls `each` for a resource that is complete, if names are read.
     fn end_resource(&mut self, is_removed: bool, each: &mut impl FnMut(ResourceField)) {
-        if let Some(name) = &mut self.name {
+        if let Some(name_hasher) = &mut self.name_hasher {
             each(ResourceField {
-                name: std::mem::replace(name, hasher()).finish(),
+                name: std::mem::replace(name_hasher, hasher()).finish(),
                 range: self.field_start..self.position,
                 is_removed,
             });

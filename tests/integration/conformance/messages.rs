@@ -156,25 +156,12 @@ fn the_version_is_printed_for_the_flag_as_for_the_command() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let [flag, command] =
-        ["--version", "version"].map(|line| agent(folder.path(), line).output().unwrap());
-    assert!(flag.status.success());
+    let [flag, with_command, command] = ["--version", "--version wait", "version"]
+        .map(|line| agent(folder.path(), line).output().unwrap());
+    assert!(flag.status.success() && with_command.status.success());
     assert_eq!(shown(&flag), shown(&command));
+    assert_eq!(shown(&with_command), shown(&command));
     assert!(shown(&flag).starts_with("client version: version.BuildInfo{Version:\"1."));
-}
-
-#[test]
-fn an_agent_without_roots_names_their_config_map_once() {
-    if !ours_only("its errors") {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let output = agent(folder.path(), "proxy").output().unwrap();
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(255), "{error}");
-    assert!(error.contains("ConfigMap istio-ca-root-cert"), "{error}");
-    assert_eq!(error.matches("root-cert.pem").count(), 1, "{error}");
-    assert!(!error.contains("_ROOT_CA"), "{error}");
 }
 
 #[test]

@@ -82,7 +82,10 @@ async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
     std::fs::remove_file(place.path(ROOT)).unwrap();
     let (code, log) = place.ends().await;
     assert_eq!(code, 255);
-    assert!(log.contains("root file for istiod"), "{log}");
+    assert!(
+        log.contains("root file for istiod (ConfigMap istio-ca-root-cert)"),
+        "{log}"
+    );
     assert!(log.contains(ROOT), "{log}");
 }
 

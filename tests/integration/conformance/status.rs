@@ -113,6 +113,9 @@ async fn every_path_has_its_status_and_body() {
             .head
             .contains("content-type: text/plain; charset=utf-8")
     );
+    let moved = ask(port, "GET //healthz/ready?y").await;
+    let location = "\r\nlocation: /healthz/ready?y\r\n";
+    assert!(moved.head.contains(location), "{moved:?}");
     if ours_only("GET /drain and the overview") {
         let drain = ask(port, "GET /drain").await;
         let drain: Value = serde_json::from_str(&drain.body).unwrap();

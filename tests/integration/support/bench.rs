@@ -109,7 +109,7 @@ impl Bench {
                 envoy: istiod.clone(),
                 other_clients: istiod.clone(),
             },
-            is_envoy: Arc::new(move |_| counts.load(Ordering::Relaxed)),
+            is_own_envoy: Arc::new(move |_| counts.load(Ordering::Relaxed)),
             interceptors,
             health: Some(health.subscribe()),
             shutdown: shutdown.clone(),

@@ -63,17 +63,19 @@ impl Request<'_> {
         Ok(changes.into_iter().map(text).collect())
     }
 
+    /// Returns the changes of both families, in the order in which they are to be made.
     async fn plan(&self) -> Result<Vec<Change>, Problem> {
         let mut changes = Vec::new();
         for family in [Family::V4, Family::V6] {
-            let found = self.changes(family).await;
-            changes.extend(self.if_needed(family, found)?);
+            let found = self.changes_of_family(family).await;
+            changes.extend(self.tolerate_optional_ipv6_error(family, found)?);
         }
         Ok(changes)
     }
 
-    /// Ignores a failure in IPv6 if no IPv6 rules are wanted, unless known rules are to be removed.
-    pub(in crate::capture) fn if_needed<T: Default>(
+    /// Replaces a failure in IPv6 by the default and logs it, if no IPv6 rules are wanted. Returns it if rules
+    /// are to be removed and nftables has chains of Istio's.
+    pub(in crate::capture) fn tolerate_optional_ipv6_error<T: Default>(
         &self,
         family: Family,
         found: Result<T, Problem>,
@@ -89,14 +91,16 @@ impl Request<'_> {
         })
     }
 
-    async fn changes(&self, family: Family) -> Result<Vec<Change>, Problem> {
+    /// Returns the change for each kind of programs, the kind to use first. Fails if there are no programs, but rules
+    /// are wanted or may be left.
+    async fn changes_of_family(&self, family: Family) -> Result<Vec<Change>, Problem> {
         let rules = Rules::new(self.config);
         let is_wanted = !self.is_removal && (family == Family::V4 || self.config.has_v6);
         let kernel = Kernel::read(family)?;
         let kind = self.config.kind.filter(|_| !self.is_removal);
         let found = Programs::find(family, kind, self.path, kernel).await?;
-        let is_unseen = self.is_removal && !kernel.is_covered_by(&found);
-        if found.is_empty() && (is_wanted || is_unseen) {
+        let may_miss_rules = self.is_removal && !kernel.is_covered_by(&found);
+        if found.is_empty() && (is_wanted || may_miss_rules) {
             return Err(missing(family, self.path));
         }
         let mut changes = Vec::new();
@@ -104,14 +108,15 @@ impl Request<'_> {
             // Programs of another kind have no rules, or rules of earlier runs.
             let rules = (is_wanted && index == 0).then_some(&rules);
             if index == 0 || programs.kind.is_some() {
-                changes.extend(self.change(family, programs, rules)?);
+                changes.extend(self.change_with(family, programs, rules)?);
             }
         }
         Ok(changes)
     }
 
-    /// Returns the change that sets up these rules, or removes Istio's rules. None if nothing changes.
-    fn change(
+    /// Returns the change by these programs that sets up `rules`, or removes Istio's rules without them. None if
+    /// nothing changes and no change is forced.
+    fn change_with(
         &self,
         family: Family,
         programs: Programs,
@@ -215,9 +220,9 @@ fn select_istio<'a>(saved: &Saved<'a>, known: &[PlacedEntry]) -> Saved<'a> {
     selected
 }
 
-/// Renders the input of `iptables-restore --noflush` that replaces Istio's old rules by these tables. Empty if
-/// nothing changes.
-fn swap(old: &Saved<'_>, new: &[TableText]) -> String {
+/// Renders the input of `iptables-restore --noflush` that replaces Istio's present rules by these tables. Rules of
+/// others must not be in `present_istio`. Empty if Istio neither has nor gets a rule.
+fn swap(present_istio: &Saved<'_>, new: &[TableText]) -> String {
     let mut order = ORDER;
     if new.is_empty() {
         order.reverse();
@@ -225,18 +230,23 @@ fn swap(old: &Saved<'_>, new: &[TableText]) -> String {
     let nothing = TableText::default();
     let texts = order.map(|name| {
         let new = new.iter().find(|table| table.name == name);
-        swap_table(name, old, new.unwrap_or(&nothing))
+        swap_table(name, present_istio, new.unwrap_or(&nothing))
     });
     texts.concat()
 }
 
-fn swap_table(name: &str, old: &Saved<'_>, new: &TableText) -> String {
+/// Renders the change of one table from Istio's present rules to `new`, as [`swap`] does. Empty if Istio neither has
+/// nor gets a rule in it.
+fn swap_table(name: &str, present_istio: &Saved<'_>, new: &TableText) -> String {
     let mut text = String::new();
-    let rules = old.rules.iter().filter(|rule| rule.table == name);
+    let rules = present_istio.rules.iter().filter(|rule| rule.table == name);
     for rule in rules.filter(|rule| !rule.chain.starts_with(ISTIO)) {
         text += &format!("-D {} {}\n", rule.chain, rule.text);
     }
-    let chains = old.chains.iter().filter(|(table, _)| *table == name);
+    let chains = present_istio
+        .chains
+        .iter()
+        .filter(|(table, _)| *table == name);
     let mut stale: Vec<_> = chains.map(|(_, chain)| *chain).collect();
     stale.retain(|chain| !new.chains.contains(chain));
     // Declaring a chain that exists empties it.

@@ -168,9 +168,9 @@ fn variants(host: &str, info: &NameInfo, domains: &SearchDomains) -> Vec<(u8, St
     }
     let mut variants = vec![(0, host.strip_suffix('.').unwrap_or(host).to_owned())];
     if is_kubernetes && !domains.domain.is_empty() && host.ends_with(&domains.domain) {
-        let alias = format!("{}.{}", info.shortname, info.namespace);
-        variants.push((1, format!("{alias}{}", domains.first_label)));
-        variants.push((2, alias));
+        let short_namespace = format!("{}.{}", info.shortname, info.namespace);
+        variants.push((1, format!("{short_namespace}{}", domains.svc_label)));
+        variants.push((2, short_namespace));
         if info.namespace == domains.namespace {
             variants.push((3, info.shortname.clone()));
         }
@@ -328,7 +328,7 @@ fn the_table_has_the_first_eight_hosts_that_share_a_name() {
         .map(|(host, info)| (host.as_str(), info.clone()));
     let table = NameTable::build(&encode(pairs), domains()).expect("a table");
     let mut entered: Vec<_> = table
-        .entered(b"x.ns1")
+        .entries_of(b"x.ns1")
         .map(|(_, host)| host.name.to_owned())
         .collect();
     entered.sort();

@@ -3,9 +3,9 @@
 //! A restart checks the inputs of the successor, starts it next to the current Envoy, and promotes it once it is
 //! live; the previous Envoy, now its parent, finishes its requests and exits. There is one restart at a time: a
 //! request during a restart waits until the parent has exited. A successor that fails is killed and not asked to
-//! quit, because it would end its parent. From its start until it is live, a successor sets a mark in the shared
-//! memory. After a failure the mark remains, so no other successor can use the base id: the next restart is a full
-//! one.
+//! quit, because it would end its parent. From its start until it is live, Envoy's initializing flag in the shared
+//! memory is set. After a failure the flag remains, so no other successor can use the base id: the next restart is a
+//! full one.
 
 use crate::envoy::machine::EndBy;
 
@@ -26,24 +26,24 @@ pub enum Event {
     NothingToStart,
     /// The inputs have changed and are usable.
     Usable {
-        /// True if the current Envoy owns the admin port. A successor that failed may have taken it.
-        is_live: bool,
+        /// True if the current Envoy answers at the admin port. A successor that failed may have taken it.
+        owns_admin_port: bool,
     },
     /// The successor serves.
     Live,
-    /// The time of the last action is over.
+    /// The time of the last action, [`Action::Start`] or [`Action::Promote`], is over.
     Deadline,
     /// A successor in another container is about to start.
     Lend,
     /// The successor in the other container has exited without taking over.
     Reclaim {
-        /// True if its mark in the shared memory has been cleared.
-        is_clear: bool,
+        /// True if its initializing flag has been cleared.
+        is_flag_clear: bool,
     },
     SuccessorExited,
     ParentExited {
         /// True if its successor had not ended it yet.
-        early: bool,
+        is_early: bool,
     },
     /// The current Envoy has exited.
     CurrentExited,
@@ -77,7 +77,7 @@ pub enum Phase {
     /// The successor serves; its parent exits soon.
     Leaving,
     /// The parent has been killed, or its successor has exited.
-    Clearing,
+    WaitingForParentExit,
 }
 
 #[derive(Debug)]
@@ -90,7 +90,7 @@ pub struct Machine {
     /// True if Envoys can share memory on this machine.
     pub(super) can_share: bool,
     /// True if a successor can use the base id of the current Envoy.
-    is_continuable: bool,
+    is_base_id_usable: bool,
 }
 
 impl Machine {
@@ -101,7 +101,7 @@ impl Machine {
             is_wanted: false,
             is_stopped: false,
             can_share,
-            is_continuable: can_share,
+            is_base_id_usable: can_share,
         }
     }
 
@@ -114,13 +114,15 @@ impl Machine {
         self.phase
     }
 
+    /// Changes the phase by an event, and returns what the caller must do. Events that have no meaning in the current
+    /// phase change nothing.
     pub fn apply(&mut self, event: Event) -> Action {
-        use Phase::{Checking, Clearing, Failing, Idle, Leaving, Lent, Starting};
+        use Phase::{Checking, Failing, Idle, Leaving, Lent, Starting, WaitingForParentExit};
         match (self.phase, event) {
             (_, Event::Ready { shares_memory }) => {
                 self.is_ready = !self.is_stopped;
-                self.is_continuable &= shares_memory;
-                self.next()
+                self.is_base_id_usable &= shares_memory;
+                self.begin_if_wanted()
             }
             (_, Event::Unready) => {
                 self.is_ready = false;
@@ -129,31 +131,32 @@ impl Machine {
             (_, Event::Stop) => self.stop(),
             (_, Event::Wanted) => {
                 self.is_wanted = true;
-                self.next()
+                self.begin_if_wanted()
             }
-            (_, Event::CurrentExited) => self.current_exited(),
-            (Idle, Event::Lend) if self.is_ready && self.is_continuable => {
-                // The mark stays set until the successor serves.
-                self.is_continuable = false;
+            (_, Event::CurrentExited) => self.handle_current_exit(),
+            (Idle, Event::Lend) if self.is_ready && self.is_base_id_usable => {
+                // The initializing flag stays set until the successor serves.
+                self.is_base_id_usable = false;
                 self.enter(Lent, Action::Nothing)
             }
-            (Lent, Event::Reclaim { is_clear }) => {
-                self.is_continuable |= is_clear;
-                self.rest()
+            (Lent, Event::Reclaim { is_flag_clear }) => {
+                self.is_base_id_usable |= is_flag_clear;
+                self.finish_restart()
             }
-            (Checking, Event::NothingToStart) => self.rest(),
-            (Checking, Event::Usable { is_live }) => self.usable(is_live),
+            (Checking, Event::NothingToStart) => self.finish_restart(),
+            (Checking, Event::Usable { owns_admin_port }) => self.start_or_replace(owns_admin_port),
             (Starting, Event::Live) => {
-                self.is_continuable = self.can_share;
+                self.is_base_id_usable = self.can_share;
                 self.enter(Leaving, Action::Promote)
             }
             (Starting, Event::Deadline) => self.enter(Failing, Action::KillSuccessor),
-            (Starting | Failing, Event::SuccessorExited) => self.rest(),
-            (Leaving, Event::ParentExited { early: true }) if self.is_ready => {
+            (Starting | Failing, Event::SuccessorExited) => self.finish_restart(),
+            (Leaving, Event::ParentExited { is_early: true }) if self.is_ready => {
+                // Envoy would fail or hang when it orders its dead parent to exit.
                 self.replace(EndBy::Kill)
             }
-            (Leaving | Clearing, Event::ParentExited { .. }) => self.rest(),
-            (Leaving, Event::Deadline) => self.enter(Clearing, Action::KillParent),
+            (Leaving | WaitingForParentExit, Event::ParentExited { .. }) => self.finish_restart(),
+            (Leaving, Event::Deadline) => self.enter(WaitingForParentExit, Action::KillParent),
             _ => Action::Nothing,
         }
     }
@@ -163,14 +166,14 @@ impl Machine {
         action
     }
 
-    /// Ends the current restart, and begins the next one if it is wanted.
-    fn rest(&mut self) -> Action {
+    /// Ends the current restart or loan, and begins the next restart if one is wanted.
+    fn finish_restart(&mut self) -> Action {
         self.phase = Phase::Idle;
-        self.next()
+        self.begin_if_wanted()
     }
 
-    /// Begins a wanted restart if none is running.
-    fn next(&mut self) -> Action {
+    /// Begins a wanted restart if none is running and the current Envoy may be replaced.
+    fn begin_if_wanted(&mut self) -> Action {
         if self.phase != Phase::Idle || !self.is_ready || !self.is_wanted {
             return Action::Nothing;
         }
@@ -178,20 +181,22 @@ impl Machine {
         self.enter(Phase::Checking, Action::Check)
     }
 
-    fn usable(&mut self, is_live: bool) -> Action {
+    /// Starts the successor if it can take over from the current Envoy, otherwise begins a full restart.
+    fn start_or_replace(&mut self, owns_admin_port: bool) -> Action {
         if !self.is_ready {
             // The restart waits until an Envoy serves again.
             self.is_wanted = true;
-            return self.rest();
+            return self.finish_restart();
         }
-        if !is_live || !self.is_continuable {
+        if !owns_admin_port || !self.is_base_id_usable {
             return self.replace(EndBy::Quit);
         }
-        // The mark stays set until the successor serves.
-        self.is_continuable = false;
+        // The initializing flag stays set until the successor serves.
+        self.is_base_id_usable = false;
         self.enter(Phase::Starting, Action::Start)
     }
 
+    /// Begins a full restart. This machine has no part in it, so its phase is `Idle`.
     fn replace(&mut self, end_by: EndBy) -> Action {
         self.is_ready = false;
         self.enter(Phase::Idle, Action::Replace(end_by))
@@ -206,13 +211,16 @@ impl Machine {
         }
     }
 
-    fn current_exited(&mut self) -> Action {
+    fn handle_current_exit(&mut self) -> Action {
         self.is_ready = false;
-        self.is_continuable = self.can_share;
+        // The next Envoy has another base id.
+        self.is_base_id_usable = self.can_share;
         match self.phase {
             // An Envoy that was asked to stop has ended its parent itself.
-            Phase::Leaving if self.is_stopped => self.enter(Phase::Clearing, Action::Nothing),
-            Phase::Leaving => self.enter(Phase::Clearing, Action::KillParent),
+            Phase::Leaving if self.is_stopped => {
+                self.enter(Phase::WaitingForParentExit, Action::Nothing)
+            }
+            Phase::Leaving => self.enter(Phase::WaitingForParentExit, Action::KillParent),
             Phase::Starting => {
                 self.is_wanted = true;
                 self.enter(Phase::Failing, Action::KillSuccessor)

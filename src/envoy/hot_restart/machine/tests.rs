@@ -8,18 +8,24 @@ use Event::{
     Wanted,
 };
 
-/// The successor of another container has left its mark.
-const RECLAIM: Event = Event::Reclaim { is_clear: false };
+/// The successor in another container has exited with its initializing flag set.
+const RECLAIM: Event = Event::Reclaim {
+    is_flag_clear: false,
+};
 const READY: Event = Event::Ready {
     shares_memory: true,
 };
 const UNSHARED: Event = Event::Ready {
     shares_memory: false,
 };
-const USABLE: Event = Usable { is_live: true };
-const NOT_LIVE: Event = Usable { is_live: false };
-const LEFT: Event = ParentExited { early: false };
-const LEFT_EARLY: Event = ParentExited { early: true };
+const USABLE: Event = Usable {
+    owns_admin_port: true,
+};
+const NO_ADMIN_PORT: Event = Usable {
+    owns_admin_port: false,
+};
+const LEFT: Event = ParentExited { is_early: false };
+const LEFT_EARLY: Event = ParentExited { is_early: true };
 
 /// Takes a machine through events, each with what it must lead to.
 fn walk(way: &[(Event, Action)]) -> Machine {
@@ -48,7 +54,7 @@ const PROMOTED: [(Event, Action); 4] =
 fn a_successor_is_validated_started_and_promoted_and_the_parent_exits() {
     let machine = after(&PROMOTED, &[(LEFT, Action::Nothing)]);
     assert_eq!(machine.phase(), Phase::Idle);
-    assert!(machine.is_continuable);
+    assert!(machine.is_base_id_usable);
 }
 
 #[test]
@@ -67,7 +73,7 @@ fn a_restart_requested_during_a_restart_waits_until_the_parent_exits() {
 fn unchanged_or_invalid_inputs_start_no_successor() {
     let machine = after(&STARTED[..2], &[(NothingToStart, Action::Nothing)]);
     assert_eq!(machine.phase(), Phase::Idle);
-    assert!(machine.is_continuable);
+    assert!(machine.is_base_id_usable);
 }
 
 #[test]
@@ -79,8 +85,8 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
     for failure in [&killed[..], &[(SuccessorExited, Action::Nothing)]] {
         let failed = [&STARTED[..], failure].concat();
         let machine = walk(&failed);
-        assert!(!machine.is_continuable);
-        for checked in [USABLE, NOT_LIVE] {
+        assert!(!machine.is_base_id_usable);
+        for checked in [USABLE, NO_ADMIN_PORT] {
             let full = [
                 (Wanted, Action::Check),
                 (checked, Action::Replace(EndBy::Quit)),
@@ -102,7 +108,7 @@ fn the_parent_of_a_successor_that_died_is_killed_before_the_next_envoy_is_replac
         (Wanted, Action::Nothing),
         (LEFT, Action::Check),
     ];
-    assert!(after(&PROMOTED, &again).is_continuable);
+    assert!(after(&PROMOTED, &again).is_base_id_usable);
 }
 
 #[test]
@@ -166,7 +172,7 @@ fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     machine.apply(Wanted);
     assert_eq!(machine.apply(USABLE), Action::Replace(EndBy::Quit));
     machine.apply(CurrentExited);
-    assert!(!machine.is_continuable);
+    assert!(!machine.is_base_id_usable);
 }
 
 #[test]
@@ -177,11 +183,13 @@ fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile()
         (Wanted, Action::Nothing),
         (Event::Lend, Action::Nothing),
         (RECLAIM, Action::Check),
-        // It has left its mark.
+        // The initializing flag is set.
         (USABLE, Action::Replace(EndBy::Quit)),
     ];
     after(&lent, &wanted);
-    let cleared = Event::Reclaim { is_clear: true };
+    let cleared = Event::Reclaim {
+        is_flag_clear: true,
+    };
     let again = [(cleared, Action::Nothing), (Event::Lend, Action::Nothing)];
     assert_eq!(after(&lent, &again).phase(), Phase::Lent);
     let died = [
@@ -300,10 +308,10 @@ proptest! {
     #[test]
     fn at_most_one_successor_exists_and_no_parent_of_a_running_successor_is_killed(
         events in prop::collection::vec(prop::sample::select(vec![
-            READY, Event::Unready, UNSHARED, Wanted, USABLE, NOT_LIVE,
+            READY, Event::Unready, UNSHARED, Wanted, USABLE, NO_ADMIN_PORT,
             NothingToStart, Live, Deadline, SuccessorExited, LEFT,
             LEFT_EARLY, CurrentExited, Stop, Event::Lend, RECLAIM,
-            Event::Reclaim { is_clear: true },
+            Event::Reclaim { is_flag_clear: true },
         ]), 0..40),
     ) {
         let mut machine = Machine::new(true);

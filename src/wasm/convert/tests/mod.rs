@@ -103,7 +103,9 @@ fn wasm(code: Option<Code>, environment: Option<EnvoyEnvironment>) -> EnvoyWasm 
 
 fn found(wasm: &EnvoyWasm) -> Filter {
     let resource = extension(HTTP, wasm.encode_to_vec());
-    filter(&resource).expect("a resource").expect("a filter")
+    read_filter(&resource)
+        .expect("a resource")
+        .expect("a filter")
 }
 
 /// The typed config of a resource.
@@ -190,7 +192,7 @@ fn resources_without_a_remote_module_pass_and_undecodable_ones_are_refused() {
             Err("no remote and local"),
         ),
     ] {
-        match (filter(&resource), expected) {
+        match (read_filter(&resource), expected) {
             (Ok(None), Ok(())) => {}
             (Err(error), Err(part)) => assert!(error.contains(part), "{what}: {error}"),
             (found, _) => panic!("{what}: {found:?}"),
@@ -325,7 +327,9 @@ fn unknown_fields_of_every_message_survive() {
         unknown(Vec::new(), b"in-any"),
     ];
     let resource = Bytes::from(any.concat());
-    let filter = filter(&resource).expect("a resource").expect("a filter");
+    let filter = read_filter(&resource)
+        .expect("a resource")
+        .expect("a filter");
     let rewritten = filter.with_module("/data/a.wasm").expect("a resource");
     // The Any of the filter is written anew: it has no other fields.
     for mark in ["in-vm", "in-plugin", "in-wasm", "in-extension", "in-any"] {
@@ -366,7 +370,9 @@ fn a_module_that_is_missing_is_replaced_by_the_rbac_filter_of_its_policy() {
             ),
         ] {
             let resource = extension(type_url, wasm.encode_to_vec());
-            let filter = filter(&resource).expect("a resource").expect("a filter");
+            let filter = read_filter(&resource)
+                .expect("a resource")
+                .expect("a filter");
             let fallback = config(filter.fallback().expect("a resource"));
             assert_eq!(
                 (fallback.type_url.as_str(), &*fallback.value),

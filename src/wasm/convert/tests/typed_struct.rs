@@ -28,7 +28,7 @@ fn typed_struct(value: &serde_json::Value) -> Result<Option<Filter>, String> {
     let Some(prost_types::value::Kind::StructValue(value)) = json(value).kind else {
         panic!("an object is expected");
     };
-    filter(&extension(TYPED_STRUCT, typed(NETWORK, Some(value))))
+    read_filter(&extension(TYPED_STRUCT, typed(NETWORK, Some(value))))
 }
 
 #[test]

@@ -113,6 +113,7 @@ impl Config {
 }
 
 impl Registry {
+    /// Fetches a manifest or an index. Fails if its digest is not the requested one.
     async fn manifest(&mut self, version: &str) -> Result<Manifest, String> {
         let path = format!("manifests/{version}");
         let mut response = self.get(&path, ACCEPT).await?;
@@ -278,6 +279,7 @@ async fn credentials_in_files(
 }
 
 impl Entry {
+    /// Returns the credentials of an entry: its registry token, else its identity token, else its password.
     fn credentials(self) -> Result<Option<Credentials>, String> {
         if !self.registrytoken.is_empty() {
             let token = secret(format!("Bearer {}", self.registrytoken))?;

@@ -75,6 +75,7 @@ impl Registry {
         }
     }
 
+    /// Sends a request, over plain HTTP from the first time on that [`Self::falls_back`] demands it.
     async fn send(&mut self, path: &str, accept: &'static str) -> Result<Response<Body>, String> {
         loop {
             let uri = url(&format!("{}v2/{}/{path}", self.base, self.repository))?;

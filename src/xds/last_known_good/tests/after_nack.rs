@@ -1,7 +1,7 @@
 //! Histories of pushes, refusals and restarts, in which Envoy gets stored versions.
 
-use super::super::after_nack::{Stored, read};
-use super::super::file::Missing;
+use super::super::after_nack::{Stored, read_stored};
+use super::super::file::LookupRequest;
 use super::*;
 
 /// A push of istiod: the resources with a version that Envoy accepts or not, and whether Envoy refuses all if
@@ -33,7 +33,7 @@ fn event() -> impl Strategy<Value = Event> {
 struct Pod<'a> {
     parent: &'a Path,
     writer: Writer,
-    missing: mpsc::Receiver<Missing>,
+    lookup_requests: mpsc::Receiver<LookupRequest>,
     responses: u32,
     envoy: Resources,
 }
@@ -45,16 +45,13 @@ impl<'a> Pod<'a> {
         let limit = Duration::from_secs(1);
         Arc::get_mut(&mut shared).unwrap().admin = Some(Admin { address, limit });
         let mut writer = Writer::new(shared);
-        let (sender, missing) = mpsc::channel(16);
+        let (sender, lookup_requests) = mpsc::channel(16);
         let begin = WriteOp::Begin(IDENTITY.to_owned(), 1, sender);
-        writer.take((
-            1,
-            vec![("", begin), (CLUSTER, WriteOp::Subscribed(HashSet::new()))],
-        ));
+        writer.apply_batch((1, vec![("", begin), (CLUSTER, subscribed(&[]))]));
         Self {
             parent,
             writer,
-            missing,
+            lookup_requests,
             responses: 0,
             envoy: Resources::new(),
         }
@@ -77,30 +74,34 @@ impl<'a> Pod<'a> {
         };
         accepted.retain(|name, _| !bad.contains(name));
         self.envoy.extend(accepted.clone());
-        hand_in(&mut self.writer, 1, vec![WriteOp::Answered(nonce, refusal)]);
+        hand_in(
+            &mut self.writer,
+            1,
+            vec![WriteOp::AckOrNack(nonce, refusal)],
+        );
         accepted
     }
 
     /// Sends the stored versions that the writer asks for, unless a response has begun meanwhile.
     fn send_stored(&mut self, is_overtaken: bool) -> Resources {
         let mut sent = Resources::new();
-        while let Ok(missing) = self.missing.try_recv() {
-            assert_eq!(missing.answered, self.responses);
+        while let Ok(request) = self.lookup_requests.try_recv() {
+            assert_eq!(request.answered_count, self.responses);
             if is_overtaken {
                 continue;
             }
             self.writer.write(false);
-            let held = self
+            let accepted = self
                 .envoy
                 .keys()
                 .map(|name| digest(name.as_bytes()))
                 .collect();
             let Stored {
-                missing,
+                request,
                 frame,
                 resources,
-            } = read(&self.writer.shared, missing, &held).unwrap();
-            let names = missing.names.keys().copied().collect();
+            } = read_stored(&self.writer.shared, request, &accepted).unwrap();
+            let names = request.reasons.keys().copied().collect();
             hand_in(&mut self.writer, 1, vec![WriteOp::LookedUp(names)]);
             let stored = kept(self.parent).unwrap().unwrap_or_default();
             assert_eq!(frame.is_some(), !resources.is_empty());

@@ -83,7 +83,7 @@ fn writer(parent: &Path) -> Writer {
 
 fn begin(writer: &mut Writer, stream: u32, generation: usize, identity: &str) {
     let begin = WriteOp::Begin(identity.to_owned(), generation, mpsc::channel(1).0);
-    writer.take((stream, vec![("", begin)]));
+    writer.apply_batch((stream, vec![("", begin)]));
 }
 
 /// Hands operations of clusters in, and has what counts written.
@@ -94,7 +94,7 @@ fn take(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
 
 /// Hands operations of clusters in.
 fn hand_in(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
-    writer.take((stream, ops.into_iter().map(|op| (CLUSTER, op)).collect()));
+    writer.apply_batch((stream, ops.into_iter().map(|op| (CLUSTER, op)).collect()));
 }
 
 fn received(nonce: &str, bytes: &Bytes) -> Received {
@@ -123,7 +123,9 @@ const PART: &str = "part";
 
 /// The first request of a stream, of an Envoy that holds these.
 fn subscribed(names: &[&str]) -> WriteOp {
-    WriteOp::Subscribed(names.iter().map(|it| digest(it.as_bytes())).collect())
+    WriteOp::FirstRequest {
+        initial_resources: names.iter().map(|it| digest(it.as_bytes())).collect(),
+    }
 }
 
 /// A response that has passed.
@@ -143,7 +145,7 @@ fn passed(nonce: &str, bytes: &Bytes, coverage: Coverage) -> Vec<WriteOp> {
 
 fn answered(nonce: &str, is_accepted: bool) -> Vec<WriteOp> {
     let refusal = (!is_accepted).then(|| "the reason".to_owned());
-    vec![WriteOp::Answered(nonce.into(), refusal)]
+    vec![WriteOp::AckOrNack(nonce.into(), refusal)]
 }
 
 /// Has a response kept.
@@ -271,18 +273,18 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
             .map(|op| (CLUSTER, op))
             .chain(ops().map(|op| (LISTENER, op)))
     };
-    writer.take((1, both().collect()));
+    writer.apply_batch((1, both().collect()));
     writer.write(false);
     assert_eq!(writer.shared.types.lock().len(), 2);
     // A recorder has waited long enough.
     writer.shared.is_stalled.store(true, Ordering::Relaxed);
-    writer.take((1, both().collect()));
+    writer.apply_batch((1, both().collect()));
     assert!(writer.shared.types.lock().is_empty());
     let directory = fs::read_dir(parent.path().join(DIRECTORY)).unwrap();
     assert_eq!(directory.count(), 0);
     assert_eq!(writer.shared.failures.get(), 1);
     begin(&mut writer, 2, 1, IDENTITY);
-    writer.take((2, both().collect()));
+    writer.apply_batch((2, both().collect()));
     writer.write(false);
     assert_kept(parent.path(), Some(&first));
     assert_eq!(writer.shared.failures.get(), 1);
@@ -335,7 +337,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
             vec![
                 WriteOp::Bytes(bytes.slice(5..)),
                 WriteOp::Complete(received("1", &bytes)),
-                WriteOp::Answered("2".to_owned(), None),
+                WriteOp::AckOrNack("2".to_owned(), None),
             ],
         )
     });
@@ -514,7 +516,7 @@ impl Unanswered {
         hand_in(
             writer,
             1,
-            vec![WriteOp::Answered(self.nonce.clone(), refusal)],
+            vec![WriteOp::AckOrNack(self.nonce.clone(), refusal)],
         );
         let is_whole = self.retained.as_ref().is_some_and(Vec::is_empty);
         let is_nothing = match self.refused {

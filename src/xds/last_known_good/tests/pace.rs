@@ -102,7 +102,7 @@ fn kept_after(reason: &str, coverage: Coverage) -> Resources {
         1,
         passed("1", &response("1", &changed, &[]), coverage),
     );
-    let refused = WriteOp::Answered("1".to_owned(), Some(reason.to_owned()));
+    let refused = WriteOp::AckOrNack("1".to_owned(), Some(reason.to_owned()));
     take(&mut writer, 1, vec![refused]);
     assert_eq!(writer.shared.failures.get(), 0);
     kept(parent.path()).unwrap().unwrap()

@@ -39,11 +39,11 @@ async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
         consumer: Consumer::Envoy,
     };
     request(&mut recorder, CLUSTER, "", &[]);
-    recorder.begins(CLUSTER);
-    recorder.passes(&bytes.slice(..2));
-    recorder.replaced(&received(TABLE), &bytes.slice(5..), true);
-    recorder.passes(&bytes.slice(2..));
-    recorder.passed(&received(CLUSTER));
+    recorder.begin_response(CLUSTER);
+    recorder.record_bytes(&bytes.slice(..2));
+    recorder.record_message(&received(TABLE), &bytes.slice(5..), true);
+    recorder.record_bytes(&bytes.slice(2..));
+    recorder.complete_response(&received(CLUSTER));
     request(&mut recorder, CLUSTER, "1", &[]);
     recorder.flush().await;
     drop((recorder, kept_handle));
@@ -81,7 +81,7 @@ fn request(recorder: &mut Recorder, type_url: &str, nonce: &str, held: &[&str]) 
     };
     RequestReader::new(Protocol::Delta, 1000)
         .feed(frame(&message.encode_to_vec()), |request| {
-            recorder.requested(&request);
+            recorder.record_request(&request);
         })
         .unwrap();
 }
@@ -109,21 +109,21 @@ async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
         }
         for recorder in &mut recorders {
             request(recorder, CLUSTER, &nonce, &[]);
-            recorder.begins(CLUSTER);
+            recorder.begin_response(CLUSTER);
             for part in large.chunks(1 << 16) {
-                recorder.passes(&large.slice_ref(part));
+                recorder.record_bytes(&large.slice_ref(part));
                 recorder.flush().await;
             }
-            recorder.passed(&received(&nonce, &large));
+            recorder.complete_response(&received(&nonce, &large));
             recorder.flush().await;
         }
     }
     assert_eq!(start.elapsed(), Duration::from_secs(1));
-    assert!(recorders.iter().all(|recorder| recorder.pending.is_empty()));
+    assert!(recorders.iter().all(|recorder| recorder.batch.is_empty()));
     // The disk follows again.
     let mut writer = Writer::new(shared);
     while let Ok(batch) = batches.try_recv() {
-        writer.take(batch);
+        writer.apply_batch(batch);
     }
     writer.write(false);
     assert_kept(parent.path(), None);
@@ -131,12 +131,12 @@ async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
     let bytes = response("1", &clusters, &[]);
     let mut next = recorder(4);
     request(&mut next, CLUSTER, "", &[]);
-    next.begins(CLUSTER);
-    next.passes(&bytes);
-    next.passed(&received("1", &bytes));
+    next.begin_response(CLUSTER);
+    next.record_bytes(&bytes);
+    next.complete_response(&received("1", &bytes));
     request(&mut next, CLUSTER, "1", &[]);
     next.flush().await;
-    writer.take(batches.try_recv().unwrap());
+    writer.apply_batch(batches.try_recv().unwrap());
     writer.write(false);
     assert_kept(parent.path(), Some(&clusters));
 }
@@ -150,7 +150,7 @@ async fn a_writer_that_has_stopped_is_not_a_slow_disk() {
     let mut recorder = Recorder::new(Some(envoy), 1);
     request(&mut recorder, CLUSTER, "", &[]);
     recorder.flush().await;
-    assert!(recorder.pending.is_empty());
+    assert!(recorder.batch.is_empty());
     assert!(!shared.is_stalled.load(Ordering::Relaxed));
 }
 
@@ -161,12 +161,12 @@ fn ops_of(held: &[&str]) -> Vec<WriteOp> {
     request(&mut recorder, CLUSTER, "", held);
     for nonce in ["1", "2"] {
         let bytes = response(nonce, &resources(&[("c", nonce)]), &[]);
-        recorder.begins(CLUSTER);
-        recorder.passes(&bytes);
-        recorder.passed(&received(nonce, &bytes));
+        recorder.begin_response(CLUSTER);
+        recorder.record_bytes(&bytes);
+        recorder.complete_response(&received(nonce, &bytes));
         request(&mut recorder, CLUSTER, nonce, &[]);
     }
-    let pending = std::mem::take(&mut recorder.pending).into_iter();
+    let pending = std::mem::take(&mut recorder.batch).into_iter();
     let ops = pending.map(|(_, op)| op);
     ops.filter(|op| !matches!(op, WriteOp::Begin(..))).collect()
 }
@@ -185,7 +185,7 @@ fn resources_that_a_reconnecting_envoy_does_not_name_are_removed_at_the_first_ac
         let mut ops = ops_of(held).into_iter();
         for op in ops.by_ref() {
             assert_kept(parent.path(), Some(&three));
-            let is_ack = matches!(op, WriteOp::Answered(..));
+            let is_ack = matches!(op, WriteOp::AckOrNack(..));
             take(&mut writer, 1, vec![op]);
             if is_ack {
                 break;

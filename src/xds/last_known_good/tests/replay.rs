@@ -38,7 +38,7 @@ fn store(parent: &Path) {
         let bytes = response("1", resources, &[]);
         let response = passed("1", &bytes, Coverage::All).into_iter();
         let ops = response.chain(answered("1", true));
-        writer.take((1, ops.map(|op| (type_url, op)).collect()));
+        writer.apply_batch((1, ops.map(|op| (type_url, op)).collect()));
     }
     writer.write(false);
 }
