@@ -138,6 +138,8 @@ async fn an_agent_out_of_descriptors_logs_it_and_recovers() {
     let place = Place::with_envoy(&istiod);
     let agent = place.start().await;
     serves(&place, &mut istiod).await;
+    // Before that, the agent opens files that it cannot start without.
+    agent.logs("Envoy command").await;
     agent.limit_open_files(60);
     for socket in [place.xds_socket(), place.sds_socket()] {
         let mut silent = Vec::new();
