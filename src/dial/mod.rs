@@ -133,8 +133,9 @@ impl Dialer {
         Err(candidates.errors.into_iter().next().unwrap_or(none))
     }
 
-    /// Selects and orders resolved addresses: without duplicates, only those of the source address's family,
-    /// alternating between the families from that of the first one, and addresses that failed last.
+    /// Selects and orders resolved addresses. Leaves out duplicates and addresses of another family than the source
+    /// address. Alternates between the families, beginning with the family of the first address. Addresses that
+    /// failed before come last.
     pub fn candidates(&self, resolved: Vec<SocketAddr>) -> Candidates {
         let is_ipv6_first = resolved.first().is_some_and(SocketAddr::is_ipv6);
         let has_source_family = |to: &SocketAddr| {

@@ -117,8 +117,8 @@ pub(super) fn certificates(pem: &[u8]) -> impl Iterator<Item = Option<Vec<u8>>> 
     })
 }
 
-/// Returns the name and key of a certificate, as far as Envoy compares them, and its rank among those of
-/// one holder: valid ones before others, then by their end, in seconds since 1970.
+/// Returns the name and key of a certificate, as far as Envoy compares them, and its rank among the
+/// certificates with the same name and key: valid ones before others, then by their end, in seconds since 1970.
 pub(super) fn holder_and_rank(der: &[u8]) -> Option<(Vec<u8>, (bool, i64))> {
     let certificate = parse(der).ok()?;
     let name = certificate.subject().to_string().to_lowercase();

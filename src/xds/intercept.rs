@@ -64,8 +64,8 @@ pub trait Interceptor: Send + Sync {
     /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse`. Responses without resources come
     /// only for types that Envoy subscribes to.
     ///
-    /// Responses of one type are handled one by one in the order of arrival, or merged, concurrently with
-    /// those of other types.
+    /// Responses of one type are handled one by one in the order of arrival, or merged. Responses of
+    /// different types are handled concurrently.
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting;
 
     /// Takes the names that Envoy has unsubscribed from. Only delta requests have them.

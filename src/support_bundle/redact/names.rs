@@ -37,7 +37,7 @@ const NAMES: [(&str, Member); 10] = [
          versioninfo|lastupdated|clustername",
         Public,
     ),
-    // Keys of JSON web tokens are not always public ones; users are those of basic authentication.
+    // Keys of JSON web tokens are not always public ones; `users` belongs to basic authentication.
     (
         "(local)?jwks|users|(.*(basic|docker|http|npm|proxy|redis(cli)?|registry|smtp))?auths?|(xds|ca)header.*",
         Secret,

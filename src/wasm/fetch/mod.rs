@@ -112,7 +112,7 @@ impl Source {
         self.image.is_some() && self.uri.path().ends_with(":latest")
     }
 
-    /// Returns whether host and path begin with those of `prefix`. A path with `..` may lead elsewhere.
+    /// Returns true if host and path begin with the host and the path of `prefix`. A path with `..` may lead elsewhere.
     pub(crate) fn is_within(&self, prefix: &str) -> bool {
         let location = location(&match &self.image {
             None => format!("{}{}", self.authority(), self.uri.path()),

@@ -25,7 +25,7 @@ use crate::unverified_tls;
 const FIRST_WAIT: Duration = Duration::from_millis(750);
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// Metadata services with addresses that are not link-local: those of Alibaba Cloud and AWS.
+/// Metadata services of Alibaba Cloud and AWS, whose addresses are not link-local.
 const METADATA: [Cidr; 2] = [
     Cidr::single(IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200))),
     Cidr {

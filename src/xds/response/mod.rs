@@ -77,7 +77,7 @@ pub struct ResponseReader {
 struct Message {
     /// Bytes behind the head.
     length: usize,
-    /// Bytes to come, including those of the head.
+    /// Bytes to come, including the head.
     left: usize,
     head_left: usize,
     disposition: Option<Disposition>,

@@ -241,8 +241,8 @@ struct Entry {
     registrytoken: String,
 }
 
-/// Returns the credentials for an image from Docker's configuration: those of the longest key that is the
-/// repository or a part of the path to it, such as the host. `None` means anonymous access.
+/// Returns the credentials for an image from Docker's configuration. Of the keys that are the repository
+/// or a part of the path to it, such as the host, the longest one counts. `None` means anonymous access.
 fn read_credentials(config: &[u8], image: &str) -> Result<Option<Credentials>, String> {
     // The text of the parser's error may contain a part of the secret.
     let config: DockerConfig = json::read(config).map_err(|error| {
