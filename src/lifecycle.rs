@@ -80,7 +80,7 @@ impl Stop {
         self.0.send_modify(|stop| stop.is_signaled = true);
     }
 
-    /// Makes the request at least as urgent as given. Its cause is that of the first request.
+    /// Makes the request at least as urgent as given. Its cause is the cause of the first request.
     pub fn request(&self, urgency: Urgency, cause: &'static str) {
         self.0.send_modify(|stop| {
             stop.urgency = stop.urgency.max(urgency);

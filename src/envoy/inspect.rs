@@ -116,7 +116,7 @@ fn has_version(entry: &Value) -> bool {
 /// The names of the resources that Envoy serves with.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct ActiveResources {
-    /// The dynamic listeners. A warming one counts: those of a starting Envoy become active together.
+    /// The dynamic listeners. A warming one counts, because a starting Envoy activates all of them together.
     pub listeners: BTreeSet<String>,
     pub secrets: BTreeSet<String>,
 }

@@ -377,7 +377,7 @@ impl Supervisor {
     /// step can begin before the time of this one is over.
     fn begin_step(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
         // The request of the previous step, which drains Envoy or closes its listeners, continues in these two. The
-        // machine ignores its end, and that of its timer.
+        // machine ignores the end of the request and of its timer.
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
             self.cancel_tasks();
         }

@@ -35,7 +35,7 @@ pub(super) struct StateOfTheWorld {
     serves_workload: bool,
     /// True once a request has named the node.
     has_node: bool,
-    /// The requested names. The version is that of the resource sent last since then; None if none was sent.
+    /// The requested names, each with the version that was last sent since the request. None if none was sent.
     names: BTreeMap<Name, Option<Version>>,
     /// The nonce of the latest response.
     nonce: Option<String>,

@@ -96,7 +96,7 @@ impl Forward for Forwarder {
 }
 
 impl Inner {
-    /// Returns a reply: a fresh one of the cache, that of a server, or a stale one if no server replies.
+    /// Returns a fresh reply from the cache, or a reply from a server, or a stale one if no server replies.
     async fn forward(&self, query: &Query, transport: Transport) -> Option<Reply> {
         let stale = match self.look_up(query) {
             Lookup::Fresh(reply) => return Some(reply),

@@ -41,7 +41,7 @@ pub struct NameTable {
     /// For each name of each host, the hash of the name and the offset of the host's field. Sorted by
     /// hash; a lookup compares the names of the hosts with the same hash.
     index: Box<[(u32, u32)]>,
-    /// Keyed at random, so that nobody can choose service names that collide.
+    /// Has a random key, so that nobody can choose service names with the same hash.
     hasher: RandomState,
     host_count: usize,
 }

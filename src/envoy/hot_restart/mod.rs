@@ -384,8 +384,8 @@ impl HotRestart {
         Ok(instance)
     }
 
-    /// Returns the launch for [`Self::start`]. Its inputs are the validated ones of a full restart, else those of the
-    /// last Envoy. It shares memory if possible. The first Envoy may take over from one in another container.
+    /// Returns the launch for [`Self::start`]. Its inputs are the validated ones of a full restart, else the inputs of
+    /// the last Envoy. It shares memory if possible. The first Envoy may take over from one in another container.
     fn next_launch(&mut self) -> Result<Launch, BoxError> {
         let last = self.launch.take().map(|launch| launch.prepared);
         // A full restart starts the inputs that were validated for it.

@@ -310,7 +310,7 @@ impl TypeFile {
             return Ok(());
         }
         if let Some(mut remaining) = initial_resources {
-            // The old version of a replaced resource does not remain, but that of a refused one does.
+            // The old version of a replaced resource does not remain. The old version of a refused one does.
             for field in &fields {
                 remaining.remove(&field.name);
             }
