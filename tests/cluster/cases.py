@@ -1027,6 +1027,8 @@ def the_root_is_rotated_by_cacerts_and_no_request_fails(world, agent=OURS):
             world.kubectl("delete", "-n", "istio-system", "secret/cacerts", fails=True)
             world.kubectl("rollout", "restart", *ISTIOD)
             world.rolled_out_istiod()
+            # The new istiod writes the ConfigMap only after it is elected. Until then new pods trust the wrong root.
+            world.until("the ConfigMap has the old root again", lambda: mesh_roots(world).strip() == old[0].strip(), 120)
     world.kubectl("delete", "deploy", "--wait=false", "rotated", *clients)
     return load.expect_none_failed()
 
@@ -1037,6 +1039,10 @@ def cacerts(world, certificate, key, roots):
         {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "cacerts"}, "stringData": files}))
     world.kubectl("rollout", "restart", *ISTIOD)
     world.rolled_out_istiod()
+
+
+def mesh_roots(world):
+    return world.get("configmap/istio-ca-root-cert")["data"]["root-cert.pem"]
 
 
 def has_roots(world, target, number, signing):
