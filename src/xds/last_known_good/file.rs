@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
-use std::io::{self, Write as _};
+use std::io::{self, BufRead, BufReader, Read as _, Seek as _, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::Arc;
@@ -132,25 +132,27 @@ struct Response {
 }
 
 impl Response {
-    /// Calls `each` with blocks of the bytes in a range.
-    fn read(
-        &self,
-        range: Range<u64>,
-        mut each: impl FnMut(&[u8]) -> io::Result<()>,
-    ) -> io::Result<()> {
-        match &self.spilled {
-            Some(file) => read_blocks(file, range, each),
-            None => each(&self.bytes[range.start as usize..range.end as usize]),
-        }
+    /// Reads the bytes from the first one on.
+    fn reader(&self) -> io::Result<Box<dyn BufRead + '_>> {
+        let Some(mut file) = self.spilled.as_ref() else {
+            return Ok(Box::new(self.bytes.as_slice()));
+        };
+        file.rewind()?;
+        Ok(Box::new(BufReader::with_capacity(BLOCK, file)))
     }
 
     /// Finds the resources and the names of removed ones.
     fn fields(&self) -> io::Result<Vec<ResourceField>> {
         let (mut walker, mut fields) = (Walker::finder(self.length), Vec::new());
-        self.read(0..self.length, |block| {
+        let mut reader = self.reader()?;
+        while let block = reader.fill_buf()?
+            && !block.is_empty()
+        {
             let walked = walker.find(block, |field| fields.push(field));
-            walked.map_err(io::Error::other)
-        })?;
+            walked.map_err(io::Error::other)?;
+            let length = block.len();
+            reader.consume(length);
+        }
         walker.finish().map_err(io::Error::other)?;
         Ok(fields)
     }
@@ -325,12 +327,13 @@ impl TypeFile {
         self.header.version = received.version;
         self.is_dirty = true;
         let mut is_written = false;
+        let (mut reader, mut position) = (response.reader()?, 0);
         for field in fields.into_iter().filter(|it| !refused.contains(&it.name)) {
-            let mut content = Vec::with_capacity((field.range.end - field.range.start) as usize);
-            response.read(field.range, |block| {
-                content.extend_from_slice(block);
-                Ok(())
-            })?;
+            let mut skipped = reader.by_ref().take(field.range.start - position);
+            io::copy(&mut skipped, &mut io::sink())?;
+            let mut content = vec![0; (field.range.end - field.range.start) as usize];
+            reader.read_exact(&mut content)?;
+            position = field.range.end;
             self.pending_bytes += content.len();
             let before = self.pending.insert(field.name, content);
             self.pending_bytes -= before.map_or(0, |before| before.len());
