@@ -1042,6 +1042,7 @@ def cacerts(world, certificate, key, roots):
 
 
 def mesh_roots(world):
+    """The roots that istiod has written for the pods of the namespace, as PEM."""
     return world.get("configmap/istio-ca-root-cert")["data"]["root-cert.pem"]
 
 

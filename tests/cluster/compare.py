@@ -428,8 +428,7 @@ class Alone:
             run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", self.folder / "etc/istio/proxy")
             subprocess.run(["dd", "if=/dev/zero", f"of={self.folder}/etc/istio/proxy/full"], stderr=subprocess.DEVNULL, check=False)
         world = comparison.world
-        root = world.get("configmap/istio-ca-root-cert")["data"]["root-cert.pem"]
-        (self.folder / "var/run/secrets/istio/root-cert.pem").write_text(root)
+        (self.folder / "var/run/secrets/istio/root-cert.pem").write_text(cases.mesh_roots(world))
         self.put_token(token or comparison.token())
         template = programs("istio") / "envoy_bootstrap.json"
         environment = {

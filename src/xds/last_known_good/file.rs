@@ -132,7 +132,7 @@ struct Response {
 }
 
 impl Response {
-    /// Reads the bytes from the first one on.
+    /// Returns a reader of all bytes. Readers of a file share its position, so only one may be in use.
     fn reader(&self) -> io::Result<Box<dyn BufRead + '_>> {
         let Some(mut file) = self.spilled.as_ref() else {
             return Ok(Box::new(self.bytes.as_slice()));
@@ -329,6 +329,7 @@ impl TypeFile {
         let mut is_written = false;
         let (mut reader, mut position) = (response.reader()?, 0);
         for field in fields.into_iter().filter(|it| !refused.contains(&it.name)) {
+            // Fields that are not resources and refused resources lie between.
             let mut skipped = reader.by_ref().take(field.range.start - position);
             io::copy(&mut skipped, &mut io::sink())?;
             let mut content = vec![0; (field.range.end - field.range.start) as usize];
