@@ -26,6 +26,8 @@ use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
 use crate::standby::{Handover, Standby, Waiting, gate, socket};
 use crate::unix_socket;
 
+/// The time that a successor waits for this agent's Envoy, if that is starting; less than [`ANSWER_LIMIT`].
+const START_LIMIT: Duration = Duration::from_secs(10);
 /// The time limit until the Envoy of a successor is able to serve.
 const READY_LIMIT: Duration = Duration::from_secs(60);
 /// The time between two checks of a successor's Envoy.
@@ -144,6 +146,11 @@ impl Holder {
     /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve. Fails with the
     /// reason if this agent still has the pod, and continues to serve. Otherwise returns the result of `pass_on`.
     async fn hand_over(&self, channel: &mut Channel) -> Result<Result<(), String>, String> {
+        // If both containers are replaced at once, the second one asks while Envoy starts in the first one. `lend` then
+        // refuses, and the build would not be tried again.
+        let mut report = self.envoy.report();
+        let started = report.wait_for(|now| now.state > State::Starting);
+        let _ = timeout(START_LIMIT, started).await;
         // The page is missing if an earlier successor has taken the admin port and failed.
         let serving = ActiveResources::read(self.envoy.admin())
             .await

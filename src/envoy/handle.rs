@@ -18,7 +18,7 @@ use crate::metrics;
 use crate::problem::{Problem, codes};
 
 /// The state of Envoy, from its start to its exit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
     #[default]

@@ -94,15 +94,18 @@ impl Stage {
         let mut command = self.pod.command();
         command.arg("standby").env("ISTIO_AGENT_STANDBY", SECOND);
         match envoy {
-            Some(envoy) => {
-                let config = self.pod.proxy_config();
-                let mut config: serde_json::Value = serde_json::from_str(config).unwrap();
-                config["binaryPath"] = envoy.to_str().into();
-                command.env("PROXY_CONFIG", config.to_string());
-            }
+            Some(envoy) => _ = command.env("PROXY_CONFIG", self.proxy_config_with(envoy)),
             None => _ = command.env_remove("PROXY_CONFIG"),
         }
         Process::start(&mut command, &self.pod.path("standby.log"))
+    }
+
+    /// Returns the pod's ProxyConfig with another Envoy.
+    fn proxy_config_with(&self, envoy: &Path) -> String {
+        let config = self.pod.proxy_config();
+        let mut config: serde_json::Value = serde_json::from_str(config).unwrap();
+        config["binaryPath"] = envoy.to_str().into();
+        config.to_string()
     }
 
     /// A program that runs `before`, then Envoy. It tells another version than Envoy.
@@ -254,6 +257,30 @@ async fn a_container_with_another_build_takes_over_once() {
         !former.log().contains("has a new build"),
         "it takes nothing back"
     );
+}
+
+#[tokio::test]
+async fn a_container_that_asks_while_envoy_starts_takes_over_once_envoy_serves() {
+    let Some(envoy) = envoy_binary() else { return };
+    let mut stage = Stage::serving(&envoy).await;
+    stage.recorded_standby().await;
+    stage.pod.agent.signal(Signal::KILL);
+    stage.pod.agent.end().await;
+    // The first Envoy of the next agent starts when this file exists.
+    let start = stage.pod.path("start");
+    let waits = format!(
+        "case \"$*\" in *--use-dynamic-base-id*) until [ -e {} ]; do sleep 0.1; done;; esac",
+        start.display()
+    );
+    let other = stage.wrapped(&envoy, &waits);
+    let config = stage.proxy_config_with(&other);
+    stage.pod.restart(&[("PROXY_CONFIG", &config)]);
+    stage.pod.agent.logs("Envoy command").await;
+    let standby = stage.start_standby(Some(&other));
+    stage.pod.agent.logs("handing over to container").await;
+    fs::write(start, "").unwrap();
+    standby.logs("container istio-standby serves").await;
+    stage.serves(SECOND).await;
 }
 
 #[tokio::test]
