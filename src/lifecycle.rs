@@ -155,7 +155,7 @@ fn stop_signals() -> SigSet {
     SigSet::from_iter([nix::sys::signal::SIGTERM, nix::sys::signal::SIGINT])
 }
 
-/// Has listeners stop accepting and finish their connections, because another agent continues with their sockets.
+/// Makes listeners stop accepting and finish their connections, because another agent continues with their sockets.
 /// Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct ListenerHandover {

@@ -41,7 +41,7 @@ unsafe extern "C" {
     safe fn malloc_trim(pad: usize) -> i32;
 }
 
-/// Has all threads allocate from one arena, and returns large blocks to the kernel when they are freed.
+/// Makes all threads allocate from one arena, and returns large blocks to the kernel when they are freed.
 /// By default glibc keeps the memory of each thread that has made a page or a table (mallopt(3)). Environment
 /// variables have the same effect, but Envoy would inherit them.
 #[cfg(target_env = "gnu")]

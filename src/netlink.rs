@@ -143,7 +143,7 @@ pub(crate) fn request(
             }
         }
     }
-    Err(io::Error::other("endless answer of the kernel"))
+    Err(io::Error::other("the kernel's answer does not end"))
 }
 
 /// Encodes a message. The kernel fills in the port of the socket, so it is 0.
@@ -167,7 +167,7 @@ fn split(bytes: &[u8]) -> io::Result<(u16, [&[u8]; 3])> {
         let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
         Some((kind, [bytes.get(8..12)?, bytes.get(16..length)?, rest]))
     };
-    message().ok_or_else(|| io::Error::other("the kernel's answer is cut"))
+    message().ok_or_else(|| io::Error::other("the kernel's answer is truncated"))
 }
 
 /// Reads the last reply to a request, a negative errno or 0 for success.

@@ -74,7 +74,7 @@ pub(crate) fn left_over(pem: &[u8]) -> Option<&'static str> {
     let marks = [BEGIN, END].map(|mark| memmem::find_iter(pem, mark).count());
     let is_binary = |c: char| c.is_control() && !c.is_whitespace();
     match std::str::from_utf8(pem) {
-        _ if marks != [whole; 2] => Some("a part of a PEM block, expected whole ones"),
+        _ if marks != [whole; 2] => Some("an incomplete PEM block, expected complete ones"),
         Ok(text) if !text.contains(is_binary) => None,
         _ => Some("bytes that are not text, expected PEM and comments"),
     }
@@ -269,7 +269,7 @@ mod tests {
             "-----BEGIN CERTIFICATE-----\n",
             "-----END CERTIFICATE-----\n",
         );
-        let part = Some("a part of a PEM block, expected whole ones");
+        let part = Some("an incomplete PEM block, expected complete ones");
         let binary = Some("bytes that are not text, expected PEM and comments");
         for (pem, expected, left) in [
             (format!("{a}{begin}MIIB\n"), [1, 1], part),

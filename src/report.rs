@@ -91,7 +91,7 @@ pub struct Check {
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// Not checked, with the reason.
+    /// The check was skipped; the finding gives the reason.
     #[default]
     Skipped,
     Ok,

@@ -92,7 +92,7 @@ impl Volume {
             && !self.is_machine
             && self.directory.metadata()?.dev() == Path::new("/").metadata()?.dev();
         let why = if is_lost {
-            "it is on no volume and ends with the container"
+            "it is not on a volume and is lost with the container"
         } else if content == Content::Certificate && !is_in_memory {
             "it is on a disk, expected a file system in memory"
         } else if is_large && self.is_default && is_in_memory {

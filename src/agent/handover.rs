@@ -196,7 +196,7 @@ impl Holder {
                 Err(_) => Err(format!("it is not ready after {limit:?}")),
             },
             _ = report.wait_for(|now| now.pid != pid) => Err("this container's Envoy has exited".to_owned()),
-            () = self.stop.first_request() => Err("this container is to stop".to_owned()),
+            () = self.stop.first_request() => Err("this container must stop".to_owned()),
         }
     }
 
@@ -256,7 +256,7 @@ struct Parent {
 
 /// The agent that takes over.
 pub(super) struct Successor {
-    /// This agent, once it serves.
+    /// The state for a later handover, in which this agent is the one that serves.
     pub(super) holder: Holder,
     pub(super) inputs: Arc<Inputs>,
     pub(super) config: Config,
@@ -365,7 +365,7 @@ impl Successor {
                 Err("its Envoy has exited before it served".into())
             }
             () = self.holder.stop.first_request() => {
-                Err("this container is to stop".into())
+                Err("this container must stop".into())
             }
             other = channel.receive() => Err(match other {
                 Ok(Message::Refused(why)) => why.into(),
@@ -383,7 +383,9 @@ impl Successor {
             return Err(answer.unexpected().into());
         }
         let mut sockets = channel.take_descriptors();
-        let lock = sockets.pop().ok_or("the lock did not come")?;
+        let lock = sockets
+            .pop()
+            .ok_or("the agent that served did not pass on its lock")?;
         self.holder.standby.serve_with(lock)?;
         self.holder
             .standby

@@ -277,7 +277,7 @@ impl Agent {
             stop: stop.clone(),
             results: self.metrics.counters(
                 "istio_agent_handovers_total",
-                "Handovers to the agent in the other container, by how they went.",
+                "Handovers to the agent in the other container, by result.",
                 &["result"],
             ),
         };

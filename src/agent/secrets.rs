@@ -83,7 +83,7 @@ impl Agent {
         let users = self.config.secret_sources.users.as_ref()?;
         let refusals = self.metrics.counter(
             "istio_agent_sds_refused_connections_total",
-            "Number of connections to the secret socket by users who may not",
+            "Number of connections to the secret socket by users without permission",
         );
         Some(Access::only(users, refusals))
     }

@@ -125,7 +125,7 @@ const V6: Family = Family {
 /// Statistics the user wants beyond Istio's.
 #[derive(Clone, Debug, Default)]
 pub struct StatsConfig {
-    /// May hold `{pod_ip}`.
+    /// Prefixes of names, which may contain `{pod_ip}`.
     pub prefixes: Vec<String>,
     pub suffixes: Vec<String>,
     pub expressions: Vec<String>,

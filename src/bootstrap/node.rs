@@ -19,7 +19,7 @@ pub struct Node {
     pub cluster: String,
     /// Never empty, each once.
     pub addresses: Vec<IpAddr>,
-    /// All members but the platform's.
+    /// The metadata without the platform's members.
     pub metadata: Metadata,
     /// The locality in the labels of the pod.
     pub locality: Option<Locality>,

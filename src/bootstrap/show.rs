@@ -23,7 +23,7 @@ pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, Pr
     Ok(None)
 }
 
-/// Has Envoy validate the bootstrap without running it. Envoy's output goes to standard error.
+/// Runs Envoy to validate the bootstrap, without serving. Envoy's output goes to standard error.
 pub fn validate(
     config: &Config,
     binary: &Path,

@@ -38,11 +38,11 @@ pub struct Sender {
 /// The place where a packet ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// On this port of the machine itself, with a new destination.
+    /// The packet reaches this port of the machine itself, with a new destination.
     Redirected(u16),
-    /// On this port of the machine itself, with its destination unchanged.
+    /// The packet reaches this port of the machine itself, with its destination unchanged.
     Tproxied(u16),
-    /// At its destination.
+    /// The packet reaches its destination.
     Untouched,
     Dropped,
     Rejected,

@@ -17,7 +17,7 @@ pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 
 /// Largest output of a program, in bytes.
 const MAX_OUTPUT: u64 = 64 << 20;
-/// Longest part of a program's message in an error, in characters.
+/// The longest part of a program's message in an error, in characters.
 const MAX_MESSAGE: usize = 2000;
 
 /// Runs a program with this input and returns its standard output. A status other than 0 is an error. A

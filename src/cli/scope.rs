@@ -46,7 +46,7 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
         let port = config::status_port(environment, ".".as_ref())
             .ok_or("the agent has no status port (statusPort is 0), so `scope` cannot ask it")?;
         let requested = request_usage(port).await;
-        requested.map_err(|error| unusable(&format!("the answer of port {port}"), &*error))?
+        requested.map_err(|error| unusable(&format!("the response of port {port}"), &*error))?
     } else {
         merged(&flags.merge, MAX_INPUT)?
     };

@@ -42,12 +42,12 @@ fn an_unknown_flag_of_proxy_is_reported_and_keeps_the_type() {
         ("pilot-agent proxy --old=1 router", "--old"),
         (
             "pilot-agent proxy --old value router",
-            "--old and the word behind it",
+            "--old and the word after it",
         ),
         ("pilot-agent --old proxy router", "--old"),
         (
             "pilot-agent --old value proxy router",
-            "--old and the word behind it",
+            "--old and the word after it",
         ),
         ("pilot-agent --log_target proxy proxy -x=1 router", "-x"),
     ] {
@@ -70,7 +70,7 @@ fn a_misspelt_proxy_flag_is_reported_with_the_nearest_flag() {
     ] {
         let unknown = typed(line).expect("the flag is left out").unknown_flags;
         assert_eq!(unknown.len(), 1, "{line}");
-        let shown = unknown[0].trim_end_matches(" and the word behind it");
+        let shown = unknown[0].trim_end_matches(" and the word after it");
         assert_eq!(shown, name, "{line}");
     }
 }

@@ -37,7 +37,7 @@ pub fn parse(
         if name == flag && line.get(index).is_some_and(may_be_a_value) {
             // The word may be a secret, so it is not shown.
             line.remove(index);
-            text += " and the word behind it";
+            text += " and the word after it";
         }
         unknown.push(text);
     }

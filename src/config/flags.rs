@@ -115,7 +115,7 @@ impl LogFlags {
 #[derive(Clone, Debug)]
 pub struct Flag {
     pub name: String,
-    /// In brackets if the flag may be repeated.
+    /// The value, in brackets if the flag may be repeated.
     pub value: String,
     pub is_given: bool,
     /// True if the flag is not documented.

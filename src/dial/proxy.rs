@@ -30,9 +30,9 @@ pub struct Proxy {
 /// The proxies of the environment.
 #[derive(Clone, Debug, Default)]
 pub struct Proxies {
-    /// For `http` URLs.
+    /// The proxy for `http` URLs.
     pub http: Option<Proxy>,
-    /// For `https` URLs, and other connections with TLS.
+    /// The proxy for `https` URLs, and for other connections with TLS.
     pub https: Option<Proxy>,
     /// Hosts that need no proxy, in the form of `NO_PROXY`.
     pub excluded: String,
@@ -86,7 +86,7 @@ impl Proxy {
         // Byte by byte, because the bytes after the head belong to the tunnel.
         while !head.ends_with(b"\r\n\r\n") {
             if head.len() == MAX_HEAD {
-                return Err(io::Error::other("the head of its answer does not end"));
+                return Err(io::Error::other("the head of its response is too long"));
             }
             head.push(stream.read_u8().await?);
         }

@@ -36,7 +36,7 @@ impl Metrics {
     pub(super) fn new(registry: &Registry) -> Self {
         let responses = registry.counters(
             "istio_agent_dns_responses_total",
-            "DNS responses by code and by who gave the answer.",
+            "DNS responses, by code and by source.",
             &["rcode", "source"],
         );
         Self {
@@ -96,7 +96,7 @@ impl ForwardMetrics {
             ),
             cache: registry.counters(
                 "istio_agent_dns_cache_total",
-                "Looks into the cache, by what they gave.",
+                "Lookups in the cache, by result.",
                 &["result"],
             ),
         }

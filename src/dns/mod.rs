@@ -38,7 +38,7 @@ pub use server::Bound;
 /// limit, by default twice the usual buffer.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
-/// Most names of the mesh that are remembered as queried: more than a workload uses.
+/// The most names of the mesh that are remembered as queried: more than a workload uses.
 const MAX_QUERIED: usize = 10_000;
 
 /// The protocol that a query is received or forwarded over.
@@ -62,7 +62,7 @@ pub trait Forward: Send + Sync + 'static {
 /// Settings of the DNS server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Each a host and a port. With port 0 the kernel chooses one.
+    /// The addresses to listen on, each a host and a port. For port 0 the kernel chooses one.
     pub addresses: Vec<String>,
     pub search_domains: SearchDomains,
     pub policy: Policy,

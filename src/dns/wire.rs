@@ -259,9 +259,9 @@ pub(crate) fn truncate_to(message: &mut Vec<u8>, question_end: usize, records: &
 /// The error that a message is not a query that can be answered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum InvalidQuery {
-    /// It gets no reply: a fragment, or itself a reply.
+    /// The message gets no reply, because it is a fragment, or a reply itself.
     Unanswerable,
-    /// It gets an error: the response code, the end of the question if that can be read, and the OPT
+    /// The message gets an error: the response code, the end of the question if that can be read, and the OPT
     /// record.
     Refused(u8, Option<usize>, Option<Edns>),
 }

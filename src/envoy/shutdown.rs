@@ -148,7 +148,7 @@ impl fmt::Display for Plan {
         for step in &self.0 {
             write!(f, "{} {:?}, ", step.waits_for, step.at_most)?;
         }
-        write!(f, "all in all {:?} at most", self.at_most())
+        write!(f, "in total {:?} at most", self.at_most())
     }
 }
 
@@ -182,7 +182,7 @@ mod tests {
             at_most: Duration::from_secs(seconds),
         };
         let plan = Plan(vec![step(Step::Quit, 2), step(Step::Termination, 5)]);
-        let expected = "quit 2s, termination 5s, all in all 7s at most";
+        let expected = "quit 2s, termination 5s, in total 7s at most";
         assert_eq!(plan.to_string(), expected);
     }
 

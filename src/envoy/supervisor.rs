@@ -83,11 +83,11 @@ impl Supervisor {
             orders,
             restarts: metrics.counter(
                 "istio_agent_envoy_restarts_total",
-                "Starts of Envoy after one that crashed.",
+                "Restarts of Envoy after a crash.",
             ),
             drains: metrics.counter(
                 "istio_agent_envoy_drains_total",
-                "Times Envoy was told to send its clients away.",
+                "Requests to Envoy to drain its listeners.",
             ),
         };
         (envoy, supervisor)
@@ -167,7 +167,7 @@ impl Supervisor {
                 tracing::warn!("killing the former Envoy, which its successor should have ended");
             }
             () = stopped_and_drained => {
-                tracing::info!("killing the former Envoy: the agent is to stop");
+                tracing::info!("killing the former Envoy: the agent must stop");
             }
         }
         envoy.kill_and_reap(self.config.limits.kill).await;

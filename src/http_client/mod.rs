@@ -1,12 +1,12 @@
 //! Sends HTTP requests over TCP or TLS, directly or through HTTP proxies.
 //!
-//! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a whole answer
-//! within a deadline and a size; [`Client::send`] returns once the head has arrived and leaves
-//! reading, and the deadline, to its caller. Answers are read as leniently as by Go: heads of up to
-//! 1 MiB, folded headers and spaces before a colon pass, invalid headers are left out.
+//! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a complete response
+//! within limits of time and size. [`Client::send`] returns once the head has arrived; its caller reads
+//! the body and sets the time limit. Responses are read as leniently as in Go: heads of up to 1 MiB,
+//! folded headers and spaces before a colon are accepted, and invalid headers are left out.
 //!
-//! Dropping the call or the body that waits for a connection ends it. Where connections are kept, one
-//! is kept once its whole answer has arrived.
+//! A connection is closed when its call or its body is dropped. With [`Config::keeps_connections`], it is
+//! pooled once its response is complete.
 
 mod redirect;
 mod stream;
@@ -38,32 +38,32 @@ pub use redirect::Redirects;
 use stream::Stream;
 
 const MAX_REDIRECTS: usize = 10;
-/// How long an idle connection is kept. Probes and scrapes come more often.
+/// The time after which a pooled connection is closed. Probes and scrapes come more often.
 const MAX_IDLE_TIME: Duration = Duration::from_secs(90);
-/// Most idle connections to each host.
+/// The most pooled connections to each host.
 const MAX_IDLE: usize = 32;
-/// Most bytes of a head: 1 MiB of headers, and the status line.
+/// The most bytes of a head: 1 MiB of headers, and the status line.
 const MAX_HEAD: u32 = (1 << 20) + (8 << 10);
-/// Most headers: as many as a `HeaderMap` holds, because hyper panics beyond.
+/// The most headers: as many as a `HeaderMap` holds, because hyper panics beyond.
 const MAX_HEADERS: usize = 24 << 10;
-/// Most bytes that are read of an unwanted body, so that the server does not see its answer cut off.
+/// The most bytes that are read of an unwanted body, so that the server can finish its response.
 const MAX_DISCARDED: usize = 10 << 20;
 
-/// How a client connects and what it accepts.
+/// The settings of a client.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
     pub dialer: Dialer,
-    /// For `https` URLs, which are refused if it is `None`. ALPN decides between HTTP/1.1 and HTTP/2.
+    /// The settings for `https` URLs, which are refused if it is `None`. ALPN decides between HTTP/1.1 and HTTP/2.
     pub tls: Option<Arc<rustls::ClientConfig>>,
     /// The proxies for requests. A proxy resolves names: the dialer's filter then checks the address of the
     /// proxy, and the host of the URL only if it is an address.
     pub proxies: Proxies,
     pub redirects: Redirects,
-    /// Keeps connections for the next request, idle for 90 s at most.
+    /// True to pool connections, each idle for 90 s at most.
     pub keeps_connections: bool,
 }
 
-/// Sends requests. Clones share kept connections and the memory of failed addresses.
+/// Sends requests. Clones share pooled connections and the record of failed addresses.
 #[derive(Clone, Debug)]
 pub struct Client {
     config: Arc<Config>,
@@ -75,12 +75,12 @@ type Pool = legacy::Client<Connector, Full<Bytes>>;
 
 type Connector = BoxCloneSyncService<Uri, TokioIo<Stream>, ConnectError>;
 
-/// The error of connecting; the request takes it out.
+/// The error of connecting, which the request takes out.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot connect")]
 struct ConnectError(Mutex<Option<Error>>);
 
-/// The body of an answer.
+/// The body of a response.
 #[derive(Debug)]
 pub struct Body {
     data: BodyDataStream<Incoming>,
@@ -175,7 +175,7 @@ impl Client {
         Err(Error::Redirects { authority })
     }
 
-    /// Sends a request without following redirects. Repeats it if a kept connection was closed.
+    /// Sends a request without following redirects. Repeats it if a pooled connection was closed.
     async fn send_once(&self, request: &Request<Bytes>) -> Result<Response<Body>, Error> {
         let uri = request.uri();
         let (host, port, is_tls) = self.config.target(uri)?;
@@ -200,10 +200,10 @@ impl Client {
         }
         let began = Instant::now();
         let mut sent = client.request(request.clone()).await;
-        // The server may close a kept connection just as the request arrives.
+        // The server may close a pooled connection just as the request arrives.
         if sent
             .as_ref()
-            .is_err_and(|error| used_kept_connection(error, began))
+            .is_err_and(|error| used_pooled_connection(error, began))
         {
             sent = client.request(request).await;
         }
@@ -225,7 +225,7 @@ impl Client {
 }
 
 /// Returns true if a request failed on a connection from before it began.
-fn used_kept_connection(error: &legacy::Error, began: Instant) -> bool {
+fn used_pooled_connection(error: &legacy::Error, began: Instant) -> bool {
     let mut extras = Extensions::new();
     if let Some(connected) = error.connect_info() {
         connected.get_extras(&mut extras);
@@ -235,7 +235,7 @@ fn used_kept_connection(error: &legacy::Error, began: Instant) -> bool {
 
 /// Creates a pool of connections. They lead to `target`, if there is one, whatever the URI of a request says.
 fn create_pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri>) -> Pool {
-    let is_kept = config.keeps_connections && target.is_none();
+    let is_pooled = config.keeps_connections && target.is_none();
     let config = config.clone();
     let connector = tower::service_fn(move |uri| {
         let (config, target) = (config.clone(), target.clone().unwrap_or(uri));
@@ -247,7 +247,7 @@ fn create_pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri
     legacy::Client::builder(tasks.executor())
         .pool_timer(TokioTimer::new())
         .pool_idle_timeout(MAX_IDLE_TIME)
-        .pool_max_idle_per_host(if is_kept { MAX_IDLE } else { 0 })
+        .pool_max_idle_per_host(if is_pooled { MAX_IDLE } else { 0 })
         .http1_max_buf_size(MAX_HEAD as usize)
         .http1_max_headers(MAX_HEADERS)
         .http1_allow_spaces_after_header_name_in_responses(true)

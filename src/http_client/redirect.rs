@@ -99,16 +99,17 @@ fn resolve(base: &Uri, location: &str) -> Option<Uri> {
 
 /// Removes the segments `.` and `..` of an absolute path.
 fn without_dots(path: &str) -> String {
-    let mut kept = Vec::new();
+    let mut segments = Vec::new();
     for segment in path.split('/').skip(1) {
         match segment {
             "." => {}
-            ".." => drop(kept.pop()),
-            _ => kept.push(segment),
+            ".." => drop(segments.pop()),
+            _ => segments.push(segment),
         }
     }
-    kept.extend(matches!(path.rsplit('/').next(), Some("." | "..")).then_some(""));
-    format!("/{}", kept.join("/"))
+    // A path that ends with a dot segment names a directory.
+    segments.extend(matches!(path.rsplit('/').next(), Some("." | "..")).then_some(""));
+    format!("/{}", segments.join("/"))
 }
 
 #[cfg(test)]

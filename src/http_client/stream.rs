@@ -23,7 +23,7 @@ pub(super) struct Stream {
 
 impl Connection for Stream {
     fn connected(&self) -> Connected {
-        // The time distinguishes kept connections from new ones.
+        // The time distinguishes pooled connections from new ones.
         let connected = Connected::new().extra(Instant::now());
         let connected = connected.proxy(self.is_proxied);
         match &self.io {

@@ -31,9 +31,9 @@ use crate::problem::{Code, Problem, codes};
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub total: Duration,
-    /// For tunnel, TLS and HTTP/2 to one address of several.
+    /// The limit for tunnel, TLS and HTTP/2 to one address of several.
     pub per_address: Duration,
-    /// Between the starts of two dials.
+    /// The least time between the starts of two dials.
     pub least_between: Duration,
 }
 
@@ -72,7 +72,7 @@ impl From<Problem> for Failure {
 struct Step {
     /// The code of the problem if it times out.
     code: &'static Code,
-    /// What is going on then, in the words of the problem.
+    /// The action that times out, in the words of the problem.
     action: &'static str,
 }
 

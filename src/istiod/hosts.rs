@@ -22,7 +22,7 @@ pub(super) const RETURN_AFTER: Duration = Duration::from_secs(600);
 
 #[derive(Debug)]
 pub(super) struct Hosts {
-    /// Not empty.
+    /// The control planes, at least one.
     configs: Vec<Arc<Config>>,
     state: Mutex<State>,
     /// The switches since the last success.
@@ -113,7 +113,7 @@ impl Hosts {
         self.state.lock().due
     }
 
-    /// Has the first one dialed again after [`RETURN_AFTER`].
+    /// Lets the first one be dialed again after [`RETURN_AFTER`].
     pub(super) fn postpone(&self) {
         self.state.lock().due = Some(return_time());
     }

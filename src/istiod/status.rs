@@ -16,7 +16,7 @@ const MAX_ERROR: usize = 1024;
 /// The connection and the dials since the agent's start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Status {
-    /// As configured.
+    /// The configured address.
     pub address: String,
     /// The connection in use, if there is one.
     pub connected: Option<Connected>,

@@ -144,7 +144,7 @@ async fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String>
         .first()
         .ok_or_else(|| unusable(format!("no certificate in {} bytes", pem.len())))?;
     match not_after(leaf) {
-        None => Err(unusable("its first certificate is no X.509".to_owned())),
+        None => Err(unusable("its first certificate is not X.509".to_owned())),
         Some(end) if end < SystemTime::now() => Err("cert expired, using token instead".to_owned()),
         Some(_) => Ok(chain),
     }

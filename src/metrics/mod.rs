@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-/// All families. Clones share them.
+/// The registered families. Clones share them.
 #[derive(Clone, Default)]
 pub struct Registry(Arc<Mutex<BTreeMap<&'static str, Family>>>);
 
@@ -73,7 +73,7 @@ struct Cell {
 #[derive(Debug)]
 struct Buckets {
     bounds: &'static [f64],
-    /// One more than bounds: the last one counts values above all of them.
+    /// The counts, one more than bounds: the last one counts values above all of them.
     counts: Vec<AtomicU64>,
     sum: AtomicU64,
 }

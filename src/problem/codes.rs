@@ -75,8 +75,8 @@ codes! {
     SOCKET_PATH_TOO_LONG: "the path of a socket is longer than a socket address", "the agent does not start", "use a shorter `configPath` or `WORKLOAD_IDENTITY_SOCKET_FILE`";
     SOCKET_TAKEN: "another process listens on a socket of the agent, or has removed it", "Envoy does not reach the agent", "find the process that shares the directory with this container, end it, and restart this container";
     SOCKET_DIRECTORY: "a directory or a file is where a socket belongs", "", "remove it, or correct the volume that holds it";
-    SOCKET_HANGS: "the process behind a socket does not answer", "Envoy cannot use the socket", "restart the process if it stays so";
-    SOCKET_NOT_SERVED: "the process that is to serve the workload's secrets does not", "Envoy gets no certificate; one that it has can be used until it expires", "check that process (such as a SPIRE agent) and the volume of the socket; for certificates of istiod, unset `ISTIO_AGENT_EXTERNAL_SDS` and `WORKLOAD_IDENTITY_SOCKET_FILE`";
+    SOCKET_HANGS: "the process behind a socket does not answer", "Envoy cannot use the socket", "restart the process if this continues";
+    SOCKET_NOT_SERVED: "the process that should serve the workload's secrets does not serve them", "Envoy gets no certificate; one that it has can be used until it expires", "check that process (such as a SPIRE agent) and the volume of the socket; for certificates of istiod, unset `ISTIO_AGENT_EXTERNAL_SDS` and `WORKLOAD_IDENTITY_SOCKET_FILE`";
     DIRECTORY_FORBIDDEN: "the agent may not use a file or directory, because it belongs to another user", "", "give the agent's user access (`fsGroup` of the pod, `chown`), or run the agent as the owner";
     DIRECTORY_READ_ONLY: "a directory of the agent is read-only", "", "mount a writable volume there, such as the emptyDir of Istio's injection";
     DISK_FULL: "the disk or the volume of a directory is full", "", "free space, or raise `sizeLimit` of the volume";
@@ -105,11 +105,11 @@ codes! {
     SDS_SOCKET_STALE: "a socket that no process serves cannot be removed", "the agent does not start", "remove the socket, or let the agent's user write to its directory";
     SDS_SOCKET_UNUSABLE: "the socket for secrets from files cannot be created", "Envoy does not get secrets from files", "let the agent's user write to its directory";
     SDS_SOCKET_ABSENT: "no process serves the SDS socket yet", "Envoy waits, and the agent serves secrets from files only", "start the process that serves it (`ISTIO_AGENT_EXTERNAL_SDS`)";
-    SECRET_FILE_MISSING: "a file of a secret does not exist or is empty", "what uses the secret does not work", "mount the file (annotation `sidecar.istio.io/userVolumeMount`), or correct its path in the DestinationRule or Gateway; `FILE_MOUNTED_CERTS` means the workload's own files";
-    SECRET_FILE_UNREADABLE: "a file of a secret exists and cannot be read", "what uses the secret does not work", "let the agent's user read the file";
+    SECRET_FILE_MISSING: "a file of a secret does not exist or is empty", "listeners and clusters that use the secret do not work", "mount the file (annotation `sidecar.istio.io/userVolumeMount`), or correct its path in the DestinationRule or Gateway; `FILE_MOUNTED_CERTS` means the workload's own files";
+    SECRET_FILE_UNREADABLE: "a file of a secret exists and cannot be read", "listeners and clusters that use the secret do not work", "let the agent's user read the file";
     SECRET_FILE_UNUSABLE: "a file of a secret does not hold what it should", "", "write certificates in PEM, and the key of the first one, into the files";
     SECRET_FILES_NOT_WATCHED: "the kernel does not report changes to the files of secrets", "the files are read every 5 s instead", "raise `fs.inotify.max_user_instances` and `fs.inotify.max_user_watches` on the node";
-    SECRET_FILES_TOO_MANY: "Envoy asks for more secrets from files than the agent reads", "what uses the secret does not work", "use fewer secrets from files";
+    SECRET_FILES_TOO_MANY: "Envoy asks for more secrets from files than the agent reads", "listeners and clusters that use the secret do not work", "use fewer secrets from files";
     SECRET_NAME_UNKNOWN: "Envoy asks for a secret by a name that the agent does not serve", "Envoy does not get it", "correct the name in the EnvoyFilter or bootstrap that uses it";
     SECRET_UPDATE_REFUSED: "Envoy refused a new version of a secret", "Envoy keeps the version that it has", "correct the file or the key that Envoy's reason names";
     SECRET_REFUSED: "Envoy refused a secret, and has no version of it", "the pod is not ready", "correct the file or the key that Envoy's reason names";

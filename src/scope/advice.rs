@@ -114,8 +114,10 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
 }
 
 fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
-    let mut lines =
-        vec!["What was used, as a Sidecar resource. Read it before you apply it.".to_owned()];
+    let mut lines = vec![
+        "A Sidecar resource with the services in use. Read these notes before you apply it."
+            .to_owned(),
+    ];
     lines.extend(usage.pods.iter().map(|pod| {
         let observed = rounded_seconds(pod.observed_seconds as f64);
         format!("Pod {:?} was observed for {observed}.", pod.name)
@@ -137,18 +139,18 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
         memory / 1e6,
     ));
     let consequence = if usage.pods.iter().any(|pod| pod.is_registry_only) {
-        "is refused: the mesh is REGISTRY_ONLY"
+        "is blocked: the mesh is REGISTRY_ONLY"
     } else {
-        "passes through Envoy as one outside of the mesh: without routes, policies and mutual TLS, \
-         and without an address where only a ServiceEntry gives it one"
+        "passes through Envoy as if the host were outside of the mesh: without routes, policies and mutual TLS, \
+         and without an address if only a ServiceEntry defines one"
     };
-    lines.push(format!("A host that is left out {consequence}."));
+    lines.push(format!("Traffic to a host that is left out {consequence}."));
     lines.extend(
         [
-            "Endpoints that are gone took their counters along, and what runs more rarely than a pod was \
-             observed is not seen: merge several pods, over time.",
-            "Only what istiod sends is known: if a Sidecar selects this workload already, hosts that it leaves out \
-             are not here.",
+            "Counters of removed endpoints are lost, and a service that is rarely used may not be seen: merge the \
+             usage of several pods and times.",
+            "Only services that istiod sends are listed: if a Sidecar resource already selects this workload, the \
+             hosts that it leaves out are missing.",
         ]
         .map(str::to_owned),
     );
@@ -161,14 +163,14 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
     let wildcards = services.filter(|it| it.host.starts_with('*') && it.is_used());
     lines.extend(wildcards.map(|service| {
         let host = &service.host;
-        format!("Warning: {host:?} stays whole: which of its hosts are used is not known.")
+        format!("Warning: {host:?} is not narrowed down: the command does not know which of its hosts are used.")
     }));
     let services = usage.services.iter();
     let asked = services.filter(|it| it.is_asked && !it.is_used());
-    let kept = if keep.looked_up { "kept" } else { "left out" };
+    let action = if keep.looked_up { "kept" } else { "left out" };
     lines.extend(asked.map(|service| {
         let host = service.egress_host();
-        format!("Asked for and never connected to, {kept}: {host:?}. A VirtualService may send its requests elsewhere.")
+        format!("Looked up but not connected to, {action}: {host:?}. A VirtualService may send its requests elsewhere.")
     }));
     lines
 }
@@ -185,12 +187,12 @@ fn warnings(pod: &Pod) -> Vec<String> {
     ] {
         if count > 0 {
             warnings.push(format!(
-                "{count} connections or requests went to {cluster}: to addresses or hosts of no service."
+                "{count} connections or requests went to {cluster}: to addresses or hosts that belong to no service."
             ));
         }
     }
     if !pod.has_dns {
-        let unknown = "the agent does not answer its DNS (ISTIO_META_DNS_CAPTURE), so names asked for are not known.";
+        let unknown = "the agent does not answer its DNS (ISTIO_META_DNS_CAPTURE), so the names that the workload looked up are not known.";
         warnings.push(unknown.to_owned());
     }
     warnings

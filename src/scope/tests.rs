@@ -116,7 +116,7 @@ fn the_advice_names_each_unknown() {
         assert!(plain.contains(said), "{said}: {plain}");
     }
     let wild = advice(&usage(&[service("bank", "*.bank", 1, false)]));
-    assert!(wild.contains("\"*.bank\" stays whole"), "{wild}");
+    assert!(wild.contains("\"*.bank\" is not narrowed down"), "{wild}");
 }
 
 #[test]

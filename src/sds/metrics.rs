@@ -18,7 +18,7 @@ impl Metrics {
         let refused = refusals.clone();
         registry.computed(
             "istio_agent_sds_refused_secrets",
-            "Number of secrets Envoy has refused without having another version of them",
+            "Number of secrets that Envoy has refused and has no other version of",
             Kind::Gauge,
             &[],
             move |report| {

@@ -44,7 +44,7 @@ pub(super) struct Resource<'a> {
     pub(super) crl: Option<DataSource>,
 }
 
-/// What differs between two versions of a resource. It has no key.
+/// The parts of a resource in which two versions differ. The key is not one of them.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Version {
     /// The certificate chain or the roots.

@@ -30,7 +30,7 @@ pub enum Secret {
     Roots(Roots),
 }
 
-/// One response of the authority: the workload's certificate and the roots to trust.
+/// A response of the authority: the workload's certificate and the roots to trust.
 #[derive(Debug)]
 pub struct Workload {
     pub certificate: Arc<Certificate>,

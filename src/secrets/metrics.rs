@@ -31,22 +31,22 @@ const GAUGES: [(&str, &str, Value); 5] = [
     ),
     (
         "istio_agent_cert_not_before_timestamp_seconds",
-        "When the certificate begins to be valid, as seconds of Unix time",
+        "The time when the certificate becomes valid, in seconds of Unix time",
         |dates, _| unix(dates.not_before),
     ),
     (
         "istio_agent_cert_not_after_timestamp_seconds",
-        "When the certificate expires, as seconds of Unix time",
+        "The time when the certificate expires, in seconds of Unix time",
         |dates, _| unix(dates.not_after),
     ),
     (
         "istio_agent_cert_issued_timestamp_seconds",
-        "When the certificate was taken into use, as seconds of Unix time",
+        "The time when the agent began to use the certificate, in seconds of Unix time",
         |dates, _| unix(dates.issued),
     ),
     (
         "istio_agent_cert_next_renewal_timestamp_seconds",
-        "When the next certificate is asked for, as seconds of Unix time",
+        "The time when the next certificate will be requested, in seconds of Unix time",
         |dates, _| unix(dates.due),
     ),
 ];

@@ -100,9 +100,9 @@ pub struct State {
 pub struct Dates {
     pub not_before: SystemTime,
     pub not_after: SystemTime,
-    /// When it was taken into use.
+    /// The time when the agent began to use the certificate.
     pub issued: SystemTime,
-    /// When the next one is requested.
+    /// The time when the next certificate will be requested.
     pub due: SystemTime,
 }
 

@@ -32,7 +32,7 @@ pub struct Secret {
     pub served: bool,
     pub renewed_at: Option<String>,
     pub next_renewal: Option<String>,
-    /// In the order in which Envoy gets them: the leaf first.
+    /// The chain in the order in which Envoy gets it: the leaf first.
     pub certificates: Vec<Certificate>,
 }
 

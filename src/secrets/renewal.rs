@@ -24,10 +24,10 @@ use crate::clock::Clock;
 use crate::duration::rounded;
 use crate::problem::{Problem, codes, sentence};
 
-/// Why an attempt brought no certificate.
+/// The reason why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]
 enum IssueError {
-    /// There was no request, or its response cannot be used.
+    /// No request could be made, or its response cannot be used.
     #[error("{}", .0.found)]
     Unusable(#[from] Problem),
     #[error(transparent)]
@@ -40,8 +40,8 @@ const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 /// After this many consecutive failures with the code INTERNAL, the key type is assumed to be rejected.
 const MAX_INTERNAL_ERRORS: u32 = 3;
 
-/// How long changed roots are published before the certificate they signed, so that the pod's Envoys
-/// have them when the certificate arrives.
+/// The time for which changed roots are published before the certificate that they signed, so that the
+/// pod's Envoys have them when the certificate arrives.
 const ROOTS_AHEAD: Duration = Duration::from_secs(1);
 
 pub(super) struct Renewal<C> {

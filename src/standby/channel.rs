@@ -38,19 +38,19 @@ const CHUNK: usize = 64 << 10;
 pub enum Message {
     /// The first message of each side.
     Hello(Hello),
-    /// From the agent that serves: the standby is to take over. It then connects again, and sends `Begin`.
+    /// The agent that serves asks the standby to take over. The standby connects again, and sends `Begin`.
     TakeOver,
-    /// From a successor: may it start Envoy?
+    /// A successor asks whether it may start Envoy.
     Begin,
-    /// The answer: it may, and takes over once its Envoy has these listeners and secrets, if they are known.
+    /// The successor may start Envoy, and takes over once Envoy has these listeners and secrets, if they are known.
     Go(Takeover, Option<ActiveResources>),
     /// The other agent ends the handover, for this reason.
     Refused(String),
-    /// From a successor: its Envoy is able to serve.
+    /// A successor says that its Envoy is able to serve.
     Ready,
-    /// The answer, with the listening sockets and the lock: it serves from now on.
+    /// The successor serves from now on. The listening sockets and the lock come with the message.
     Commit,
-    /// From a successor: its Envoy serves.
+    /// A successor says that its Envoy serves.
     Done,
 }
 
@@ -106,7 +106,7 @@ impl Channel {
     pub fn new(stream: UnixStream) -> io::Result<Self> {
         let (peer, own) = (stream.peer_cred()?.uid(), rustix::process::geteuid());
         if peer != own.as_raw() {
-            let found = format!("the other process is of user {peer}, expected {own:?}");
+            let found = format!("the other process runs as user {peer}, expected {own:?}");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, found));
         }
         Ok(Self {

@@ -155,7 +155,7 @@ impl Standby {
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => standby.serve_with(lock)?,
             Err(Errno::WOULDBLOCK) if is_new => tracing::info!(
-                "container {} has a new build; asking the agent that serves for its place",
+                "container {} has a new build; asking the agent that serves to hand over",
                 standby.name
             ),
             Err(Errno::WOULDBLOCK) => {

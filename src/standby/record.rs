@@ -20,7 +20,7 @@ pub(super) const END: &str = "end.json";
 pub struct Record {
     /// The arguments without the program.
     pub arguments: Vec<String>,
-    /// All variables, because Envoy inherits them.
+    /// The environment variables, all of them because Envoy inherits them.
     pub variables: BTreeMap<String, String>,
 }
 

@@ -86,7 +86,8 @@ pub type Page = Arc<dyn Fn() -> BoxFuture<'static, Value> + Send + Sync>;
 /// Makes the doctor's report, or returns the last one if it is not older than this.
 pub type Doctor = Arc<dyn Fn(Duration) -> BoxFuture<'static, Report> + Send + Sync>;
 
-/// Has the agent in another container of the pod take over. Returns its name, or why it cannot.
+/// Asks the agent in another container of the pod to take over. Returns the name of the container, or the
+/// reason why it cannot.
 pub type HandOver = Arc<dyn Fn() -> Result<String, &'static str> + Send + Sync>;
 
 /// Answers a request for merged metrics.
@@ -302,7 +303,7 @@ fn quit(stop: &Stop) -> Response<Body> {
     plain(StatusCode::OK, "OK").map(|body| reply::call_after(body, quit))
 }
 
-/// Has Envoy drain its listeners, if there is an Envoy.
+/// Asks Envoy, if there is one, to drain its listeners.
 async fn drain(sources: &Sources) -> Response<Body> {
     if let Some(envoy) = &sources.envoy
         && tokio::time::timeout(DRAIN_LIMIT, envoy.drain())
@@ -316,7 +317,7 @@ async fn drain(sources: &Sources) -> Response<Body> {
     plain(StatusCode::OK, "OK")
 }
 
-/// Has the agent in the other container take over.
+/// Asks the agent in the other container to take over.
 fn hand_over(sources: &Sources) -> Response<Body> {
     match (sources.hand_over)() {
         Ok(name) => plain(StatusCode::OK, format!("container {name} takes over\n")),

@@ -90,7 +90,7 @@ impl<F: FnMut()> Drop for OnDrop<F> {
     }
 }
 
-/// Has `then` called once `body` has been sent or given up.
+/// Calls `then` once `body` has been sent or given up.
 pub(super) fn call_after(body: Body, then: impl FnMut() + Send + 'static) -> Body {
     let then = OnDrop(then);
     let holding = body.map_err(move |error| {

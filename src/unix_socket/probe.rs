@@ -26,7 +26,7 @@ const SETTINGS: u8 = 4;
 /// The state of a socket.
 #[derive(Debug)]
 pub enum Health {
-    /// There is no file, or another kind of file.
+    /// No socket: there is no file, or one of another kind.
     Absent,
     /// A socket without a process that speaks HTTP/2.
     Dead(io::Error),

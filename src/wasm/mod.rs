@@ -38,7 +38,7 @@ pub struct Config {
     /// Time after which unused modules are removed.
     pub expiry: Duration,
     pub purge_interval: Duration,
-    /// Most bytes of all modules together. Modules in use may exceed it.
+    /// The most bytes of all modules together. Modules in use may exceed it.
     pub max_cache_bytes: u64,
     /// Refuses modules that are not pinned by a digest.
     pub requires_digest: bool,

@@ -19,7 +19,7 @@ pub(super) const RESOURCE_VERSION: &str = "ISTIO_META_WASM_PLUGIN_RESOURCE_VERSI
 
 /// Time limit of a fetch if the configuration has none.
 pub(super) const TIME_LIMIT: Duration = Duration::from_secs(5);
-/// Longest time limit of a fetch.
+/// The longest time limit of a fetch.
 pub(super) const MAX_FETCH: Duration = Duration::from_secs(3600);
 
 /// The request of a filter's configuration for a module.

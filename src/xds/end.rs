@@ -28,7 +28,7 @@ pub(crate) struct End {
     side: Side,
     /// True in ordinary operation.
     is_expected: bool,
-    /// One line for the log and `/debug/xdsz`.
+    /// The reason, a line for the log and `/debug/xdsz`.
     reason: String,
     /// Code and shortened message of the side that ended the streams.
     pub(super) status: Status,

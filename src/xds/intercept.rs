@@ -88,7 +88,7 @@ pub struct Interceptors(Arc<[Box<dyn Interceptor>]>);
 pub enum Disposition {
     Pass,
     Withhold,
-    /// To the interceptor of this index.
+    /// The response goes to the interceptor of this index.
     Intercept(usize),
 }
 

@@ -2,7 +2,7 @@
 
 use crate::metrics::{Counter, Counters, Gauge, Histogram, Registry};
 
-/// From a few milliseconds to the minutes an Envoy may take to warm up.
+/// Bounds from a few milliseconds to the minutes that an Envoy may take to warm up.
 const ACK_BUCKETS: &[f64] = &[
     0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0,
 ];
@@ -15,8 +15,9 @@ pub(super) struct Metrics {
     pub(super) largest_request: Gauge,
     pub(super) push_to_ack: Histogram,
     pub(super) services: Gauge,
-    /// Both by class of the end.
+    /// Ends of istiod's streams, by class.
     pub(super) istiod_ends: Counters<1>,
+    /// Ends of Envoy's streams, by class.
     pub(super) envoy_ends: Counters<1>,
 }
 

@@ -63,7 +63,7 @@ impl Inputs {
         let _ = self.platform.set(platform);
     }
 
-    /// Has the first Envoy take over from one in another container. Must be called once, before it starts.
+    /// Makes the first Envoy take over from one in another container. Must be called once, before it starts.
     pub(super) fn adopt(&self, takeover: Takeover, override_json: String) {
         // There is no second call.
         let _ = self.adopted.set((takeover, override_json));

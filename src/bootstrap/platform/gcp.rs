@@ -83,7 +83,7 @@ pub(super) async fn describe(config: &Config) -> Platform {
             let zone = zone_of_search_list(config).or(zone);
             if zone.is_none() {
                 tracing::warn!(
-                    "Google's metadata service did not tell the zone; there is no locality of it"
+                    "Google's metadata service did not return the zone; the node has no locality from it"
                 );
             }
             (metadata, zone)

@@ -159,7 +159,7 @@ pub enum Mode {
     Tproxy,
 }
 
-/// What a list captures: `*` is all but the items of another list.
+/// The items that a list selects. `*` selects all but the items of another list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selection<T> {
     AllBut(Vec<T>),
@@ -204,7 +204,7 @@ pub struct Config {
     pub kind: Option<Kind>,
 }
 
-/// All problems of a configuration.
+/// The problems of a configuration.
 #[derive(Debug, thiserror::Error)]
 #[error("traffic capture cannot be configured: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
 pub struct Invalid(pub Vec<Problem>);
@@ -280,7 +280,7 @@ impl Config {
 
 /// The kernel's limit, without the final zero byte.
 const MAX_INTERFACE: usize = 15;
-/// Longest name of a user or group.
+/// The maximum length of the name of a user or group.
 const MAX_NAME: usize = 255;
 
 /// The name of a setting and its text.

@@ -41,11 +41,11 @@ pub enum Chain {
     Output,
     /// Traffic to the pod.
     Inbound,
-    /// To Envoy's port for inbound traffic.
+    /// Sends traffic to Envoy's port for inbound traffic.
     InRedirect,
     /// Traffic from the pod.
     IstioOutput,
-    /// To Envoy's port for outbound traffic.
+    /// Sends traffic to Envoy's port for outbound traffic.
     Redirect,
     /// DNS from the pod.
     OutputDns,
@@ -97,7 +97,7 @@ pub enum Verdict {
     /// Answers TCP with a reset.
     Reject,
     Jump(Chain),
-    /// To this port of the machine itself.
+    /// Redirects to this port of the machine itself.
     Redirect(u16),
     Tproxy {
         port: u16,
@@ -120,7 +120,7 @@ pub struct Rule {
     pub chain: Chain,
     /// The number of the rule that it is inserted before, counted from 1. None appends it.
     pub position: Option<usize>,
-    /// All of them hold. The order is that of the text.
+    /// The conditions, all of which must hold, in the order of the rule's text.
     pub matches: Vec<Match>,
     pub verdict: Verdict,
 }
@@ -160,7 +160,7 @@ pub(super) fn named<T: Copy>(all: &[(T, &str)], name: &str) -> Option<T> {
 }
 
 impl Protocol {
-    /// In the order of the variants, with the names that iptables and nftables have for them.
+    /// The variants in their order, with the names that iptables and nftables have for them.
     pub const ALL: [(Self, &str); 2] = [(Self::Tcp, "tcp"), (Self::Udp, "udp")];
 
     pub fn name(self) -> &'static str {
@@ -169,7 +169,7 @@ impl Protocol {
 }
 
 impl Table {
-    /// In the order of the variants, with the names that iptables has for them.
+    /// The variants in their order, with the names that iptables has for them.
     pub const ALL: [(Self, &str); 4] = [
         (Self::Filter, "filter"),
         (Self::Mangle, "mangle"),
@@ -183,7 +183,7 @@ impl Table {
 }
 
 impl Chain {
-    /// In the order of the variants, with the names that iptables has for them.
+    /// The variants in their order, with the names that iptables has for them.
     pub const ALL: [(Self, &str); 11] = [
         (Self::Prerouting, "PREROUTING"),
         (Self::Output, "OUTPUT"),

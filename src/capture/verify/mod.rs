@@ -65,7 +65,7 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self.kind {
             Kind::Missing => "a rule is missing",
-            Kind::Unwanted => "a rule is not asked for",
+            Kind::Unwanted => "a rule is extra",
             Kind::Order => "rules are in another order",
             Kind::Others => "a rule of others comes first and may take traffic",
             Kind::UnknownChain => "a chain is not of this version of Istio",

@@ -256,7 +256,7 @@ fn dns_rules_of_an_earlier_version_are_named_and_affect_traffic() {
     let rule = "nat: -A POSTROUTING -p udp -m udp --dport 15053 -j SNAT --to-source 127.0.0.1";
     for settings in [|_: &mut Settings| {}, dns_of_servers] {
         let (texts, misled) = findings(settings, |found| found.earlier_dns = vec![rule.to_owned()]);
-        let named = format!("IPv4: a rule is not asked for: {rule}");
+        let named = format!("IPv4: a rule is extra: {rule}");
         assert_eq!((texts, misled), (vec![named], true));
     }
 }
@@ -278,7 +278,7 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
             chain(found, Table::Nat, Chain::Output).push(jump);
         },
     );
-    let jump = "IPv4: a rule is not asked for: nat: -A OUTPUT -p tcp -j ISTIO_OLD";
+    let jump = "IPv4: a rule is extra: nat: -A OUTPUT -p tcp -j ISTIO_OLD";
     assert_eq!(
         (&texts[..], misled),
         (&[jump.to_owned(), named.to_owned()][..], true)

@@ -15,7 +15,7 @@ use crate::problem::{Problem, codes};
 const TRY: Duration = Duration::from_millis(500);
 const TRIES: u32 = 3;
 
-/// Longest domain that leaves room for the label of a probe.
+/// The longest domain that leaves room for the label of a probe.
 const MAX_DOMAIN: usize = 200;
 
 impl Forwarder {

@@ -38,7 +38,7 @@ const ROUNDS: u32 = 5;
 /// Time limit of the other servers after one has refused to answer.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Most sockets for all queries at the same time. A low limit of open files lowers it.
+/// The most sockets for all queries at the same time. A low limit of open files lowers it.
 const MAX_SOCKETS: usize = 2048;
 
 /// Upper limit of a datagram's length.

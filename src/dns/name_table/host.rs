@@ -22,7 +22,7 @@ const ALT_HOSTS: u32 = 5;
 pub struct Malformed(pub(super) &'static str);
 
 pub(super) const DELTA: Malformed =
-    Malformed("name_info (field 2) is set, as in delta NDS; expected a whole table");
+    Malformed("name_info (field 2) is set, as in delta NDS; expected a complete table");
 
 /// A length-delimited field.
 struct Field<'a> {

@@ -22,10 +22,10 @@ use super::search_domains::SearchDomains;
 pub use host::Malformed;
 use host::{Host, without_dot};
 
-/// Longest name of DNS, as text.
+/// The longest name of DNS, as text.
 pub(super) const MAX_NAME: usize = 254;
 
-/// Most bytes of a table. Its offsets have 32 bits.
+/// The most bytes of a table, whose offsets have 32 bits.
 const MAX_TABLE: usize = 1 << 30;
 
 /// Hosts that are entered under one name: the first ones. Without a limit, the lookup of a name that all
@@ -38,10 +38,10 @@ pub struct NameTable {
     /// The encoded `NameTable`.
     encoded: Box<[u8]>,
     domains: SearchDomains,
-    /// For each name of each host, the hash of the name and the offset of the host's field. Sorted by
-    /// hash; a lookup compares the names of the hosts with the same hash.
+    /// The hash of each name of each host, with the offset of the host's field. Sorted by hash; a lookup
+    /// compares the names of the hosts with the same hash.
     index: Box<[(u32, u32)]>,
-    /// Has a random key, so that nobody can choose service names with the same hash.
+    /// The hash function, with a random key, so that nobody can choose service names with the same hash.
     hasher: RandomState,
     host_count: usize,
 }

@@ -142,7 +142,7 @@ impl HotRestart {
             tasks: JoinSet::new(),
             results: metrics.counters(
                 "istio_agent_envoy_hot_restarts_total",
-                "Restarts of an Envoy that serves, by how they went.",
+                "Restarts of a serving Envoy, by result.",
                 &["result"],
             ),
         }

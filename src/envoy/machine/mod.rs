@@ -44,7 +44,7 @@ pub enum Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EndBy {
     Quit,
-    /// For an Envoy that would hang in `/quitquitquit`.
+    /// Kills an Envoy that would hang in `/quitquitquit`.
     Kill,
 }
 

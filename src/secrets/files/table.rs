@@ -53,7 +53,7 @@ struct Inner {
     fresh: Vec<Arc<Entry>>,
 }
 
-/// One source. Subscribers hold it.
+/// A source. Subscribers hold it.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) source: Source,

@@ -30,7 +30,7 @@ const LONG_PAUSE: Duration = Duration::from_secs(1);
 const INSPECT_AFTER: Duration = Duration::from_secs(5);
 /// The limit of that query.
 const INSPECT_LIMIT: Duration = Duration::from_secs(1);
-/// How long an Envoy process is checked often.
+/// The time after its start in which an Envoy process is checked often.
 const EARLY_PHASE: Duration = Duration::from_secs(30);
 
 pub(super) struct Readiness {

@@ -163,7 +163,7 @@ struct Node<'n, 'w> {
     /// The kind of member, by its name.
     member: Member,
     around: Scope,
-    /// For an element of an array: true for the first one.
+    /// True for the first element of an array; None outside of arrays.
     is_first: Option<bool>,
 }
 

@@ -18,9 +18,9 @@ pub(super) enum Member {
     /// A name or key that describes the value next to it.
     Name,
     Key,
-    /// Such a value, or the one with which a value is compared.
+    /// The value next to a name or key, or one with which it is compared.
     Value,
-    /// One header or several.
+    /// A header, or a list of headers.
     Headers,
 }
 

@@ -74,7 +74,7 @@ type Rule = (Regex, Option<Regex>);
 /// The rules that find secrets, and known secrets.
 #[allow(missing_debug_implementations)]
 pub struct Secrets {
-    /// All rules in one set, because most texts match none.
+    /// The patterns of all rules in one set, because most texts match none.
     any: RegexSet,
     rules: Vec<Rule>,
 }

@@ -20,7 +20,7 @@ use crate::http_client::Body;
 use crate::lifecycle::with_causes;
 use crate::problem::codes;
 
-/// Most bytes between the network and the disk.
+/// The most bytes between the network and the disk.
 const PIPE: usize = 256 << 10;
 
 /// Prefix and suffix of temporary files.
@@ -42,9 +42,9 @@ pub(super) struct Plan {
     pub(super) url: String,
     /// The name of the module's file in an archive; `None` for the first file.
     pub(super) file: Option<&'static str>,
-    /// Most bytes of the body.
+    /// The most bytes of the body.
     pub(super) max_received: u64,
-    /// Most bytes of each unpacked layer.
+    /// The most bytes of each unpacked layer.
     pub(super) max_unpacked: u64,
     pub(super) directory: PathBuf,
     /// The expected SHA-256 of the body.

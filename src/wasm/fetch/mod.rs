@@ -33,7 +33,7 @@ pub struct Config {
     pub request_limit: Duration,
     /// Attempts of one HTTP request.
     pub attempts: u32,
-    /// Most bytes of a module.
+    /// The most bytes of a module.
     pub max_bytes: u64,
     /// Docker's configuration files. If a filter has no pull secret, the first file that exists is used.
     pub credentials: Vec<PathBuf>,

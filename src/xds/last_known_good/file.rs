@@ -63,8 +63,8 @@ pub(super) struct Header {
     pub(super) version: String,
     /// The last time at which istiod's stream was open, in seconds of Unix time.
     pub(super) current: u64,
-    /// What `current` was when Envoy refused resources that it still lacks: istiod had their stored versions until
-    /// then. None if it lacks none.
+    /// The value of `current` when Envoy refused resources that it still lacks: until then, istiod had their stored
+    /// versions. None if Envoy lacks none.
     refused: Option<u64>,
     /// The bytes of the fields.
     pub(super) length: u64,

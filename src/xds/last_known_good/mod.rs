@@ -124,12 +124,12 @@ impl Shared {
         let families: [(_, _, Value); 2] = [
             (
                 "istio_agent_xds_kept_bytes",
-                "Bytes of discovery responses kept for an Envoy that istiod does not answer",
+                "Bytes of stored configuration, for an Envoy that starts while istiod is unreachable",
                 |header| header.length,
             ),
             (
                 "istio_agent_xds_kept_timestamp_seconds",
-                "When the stream to istiod was last known to be open, as seconds of Unix time",
+                "The last time at which the stream to istiod was open, in seconds of Unix time",
                 |header| header.current,
             ),
         ];
@@ -144,7 +144,7 @@ impl Shared {
         let shared = self.clone();
         registry.computed(
             "istio_agent_xds_kept_after_nack",
-            "Resources that Envoy has in the stored version, as it has refused istiod's",
+            "Resources of which Envoy has the stored version, because it has refused istiod's",
             Kind::Gauge,
             &["type"],
             move |series| {
@@ -192,11 +192,11 @@ impl LastKnownGood {
             is_stalled: AtomicBool::new(false),
             failures: registry.counter(
                 "istio_agent_xds_kept_failures_total",
-                "Streams that could not be kept, and kept configuration that could not be served",
+                "Failures to store configuration, or to serve stored configuration",
             ),
             served: registry.counter(
                 "istio_agent_xds_kept_served_total",
-                "Streams of Envoy that were served from the kept configuration",
+                "Streams of Envoy that were served with stored configuration",
             ),
         });
         shared.register(registry);

@@ -82,8 +82,8 @@ pub(crate) struct Recorder {
     stored_unanswered: VecDeque<Stored>,
     /// True if Envoy has got a stored version on the stream, and may subscribe to resources that it needs.
     has_sent_stored: bool,
-    /// Until then no response of istiod is read, so that stored clusters reach Envoy before listeners that need
-    /// them. None if no stored clusters are awaited.
+    /// The time until which no response of istiod is read, so that stored clusters reach Envoy before listeners
+    /// that need them. None if no stored clusters are awaited.
     pub(crate) clusters_due: Option<Instant>,
 }
 

@@ -100,7 +100,7 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
     ),
     (
         "istio_agent_xds_last_push_timestamp_seconds",
-        "When the last discovery response came, as seconds of Unix time",
+        "The time of the last discovery response, in seconds of Unix time",
         Kind::Gauge,
         |entry| entry.last.map(|(at, _)| unix_seconds(at)),
     ),
@@ -122,7 +122,7 @@ impl Observer {
         if store.is_some() {
             let table = table.clone();
             let name = "istio_agent_xds_kept_served_since_timestamp_seconds";
-            let help = "Since when Envoy has served stored configuration, as seconds of Unix time";
+            let help = "The time since which Envoy has served stored configuration, in seconds of Unix time";
             registry.computed(name, help, Kind::Gauge, &[], move |series| {
                 if let Some(since) = table.lock().served_since {
                     series(&[], unix_seconds(since));

@@ -174,7 +174,7 @@ impl ResponseReader {
     fn buffer(&mut self, bytes: &[u8]) -> Result<(), Status> {
         if self.partial.len() + bytes.len() > MAX_PARTIAL {
             return Err(Status::resource_exhausted(format!(
-                "istiod sent over {MAX_PARTIAL} bytes in one message that the agent must hold whole"
+                "istiod sent over {MAX_PARTIAL} bytes in one message that the agent must buffer completely"
             )));
         }
         self.partial.extend_from_slice(bytes);

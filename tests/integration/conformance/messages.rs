@@ -119,7 +119,7 @@ fn a_misspelt_command_flag_variable_or_member_has_the_nearest_name_beside_it() {
         (
             "proxy --domian shop.svc.cluster.local",
             255,
-            "ignoring flag --domian (--domain?) and the word behind it, which this agent does not have",
+            "ignoring flag --domian (--domain?) and the word after it, which this agent does not have",
         ),
         (
             "proxy",

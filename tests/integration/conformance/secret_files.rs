@@ -129,7 +129,7 @@ async fn text_that_is_no_pem_is_named_in_the_log_without_its_content_and_comment
         served(&place, &[name]).await;
     }
     for expected in [
-        "file-cert:chain.pem~key.pem: a part of a PEM block, expected whole ones; the part is left out",
+        "file-cert:chain.pem~key.pem: an incomplete PEM block, expected complete ones; the part is left out",
         "file-root:roots.pem: bytes that are not text, expected PEM and comments; the part is left out",
     ] {
         agent.logs(expected).await;

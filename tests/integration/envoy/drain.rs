@@ -289,11 +289,8 @@ fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
 
 /// The bound in the line that says how Envoy is to end.
 fn announced(log: &str) -> Duration {
-    let line = log
-        .lines()
-        .find(|line| line.contains("all in all"))
-        .unwrap();
-    let (_, bound) = line.split_once("all in all ").unwrap();
+    let line = log.lines().find(|line| line.contains("in total")).unwrap();
+    let (_, bound) = line.split_once("in total ").unwrap();
     let seconds = bound.split_once("s at most").unwrap().0;
     Duration::from_secs_f64(seconds.parse().unwrap())
 }

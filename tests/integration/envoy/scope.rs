@@ -139,7 +139,7 @@ async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown()
         "Left out: 2 services, 2 clusters",
         "REGISTRY_ONLY",
         "less than an hour",
-        "Asked for and never connected to, kept: \"shop/asked.shop.svc.cluster.local\"",
+        "Looked up but not connected to, kept: \"shop/asked.shop.svc.cluster.local\"",
     ] {
         assert!(comments.contains(said), "{said}: {comments}");
     }
@@ -158,7 +158,7 @@ async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown()
     for said in [
         "    - \"other/*.example.com\"\n",
         "    - \"shop/used.shop.svc.cluster.local\"\n",
-        "\"*.example.com\" stays whole",
+        "\"*.example.com\" is not narrowed down",
     ] {
         assert!(merged.contains(said), "{said}: {merged}");
     }

@@ -29,7 +29,7 @@ use registry::Registry;
 
 /// Registries accept manifests of up to 4 MiB.
 const MAX_MANIFEST: usize = 4 << 20;
-/// Most bytes of a Docker configuration.
+/// The most bytes of a Docker configuration.
 const MAX_CONFIG: u64 = 1 << 20;
 
 const IMAGE_LAYERS: [&str; 2] = [

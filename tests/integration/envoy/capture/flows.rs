@@ -216,7 +216,7 @@ fn verify_names_each_rule_of_dns_and_zones_that_is_gone_moved_or_too_many() {
             (
                 "nat",
                 "-A ISTIO_INBOUND -p tcp --dport 7 -j RETURN".to_owned(),
-                "a rule is not asked for: nat: -A ISTIO_INBOUND -p tcp --dport 7 -j RETURN",
+                "a rule is extra: nat: -A ISTIO_INBOUND -p tcp --dport 7 -j RETURN",
             ),
             (
                 "nat",

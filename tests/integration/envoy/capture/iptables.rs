@@ -270,7 +270,7 @@ fn dns_rules_of_earlier_versions_are_replaced_and_removed_and_those_of_others_st
             assert!(!has_dns(pods[0]), "{kind}: {earlier}");
             let verify = || ended(&mut command(&format!("{SIDECAR} --verify")));
             let (code, printed) = verify();
-            let named = "IPv4: a rule is not asked for: nat: -A OUTPUT ";
+            let named = "IPv4: a rule is extra: nat: -A OUTPUT ";
             assert!(printed.contains(named), "{printed}");
             assert!(printed.contains("15053"), "{printed}");
             assert_eq!(code, Some(3), "{printed}");
