@@ -160,7 +160,7 @@ mod tests {
                 disk,
                 false,
                 Content::Configuration,
-                Some("it is on no volume"),
+                Some("it is not on a volume"),
             ),
             (disk, true, Content::Configuration, full),
             (disk, true, Content::Certificate, Some("it is on a disk")),

@@ -299,7 +299,7 @@ mod tests {
             ("<html>200 OK</html>\r\n\r\n", "<html>"),
             ("", "end of file"),
             ("HTTP/1.1 200", "end of file"),
-            (&endless, "does not end"),
+            (&endless, "is too long"),
         ] {
             let (result, _) = tunnel(answer).await;
             let error = result.expect_err(answer);
