@@ -1,5 +1,5 @@
-//! From an SDS request to the first certificate: the whole, its parts, and a bare client that makes
-//! the same call. `benches/README.md` says how to read the table.
+//! Measures the time from an SDS request to the first certificate: in total, for each part, and for a
+//! bare client that makes the same call. `benches/README.md` explains the table.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -40,7 +40,7 @@ const ROUNDS: usize = 200;
 const LIMIT: Duration = Duration::from_secs(10);
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// Where the control plane is, and what it takes to be known to it.
+/// The address of the control plane, its root certificate, and a token that it accepts.
 struct Target {
     address: String,
     root: String,
@@ -48,10 +48,10 @@ struct Target {
     directory: tempfile::TempDir,
 }
 
-/// Milliseconds of each step.
+/// The times of each step in milliseconds.
 #[derive(Default)]
 struct Figures {
-    whole: Vec<f64>,
+    sds_total: Vec<f64>,
     key: Vec<f64>,
     connection: Vec<f64>,
     call: Vec<f64>,
@@ -64,13 +64,13 @@ fn main() {
     let mut figures = Figures::default();
     block_on(async {
         for round in 0..ROUNDS {
-            figures.whole.push(whole(&target, round).await);
+            figures.sds_total.push(sds_total(&target, round).await);
             parts(&target, &mut figures).await;
             bare(&target, &mut figures).await;
         }
     });
-    let [whole, key, connection, call, bare_connection, bare_call] = [
-        figures.whole,
+    let [sds_total, key, connection, call, bare_connection, bare_call] = [
+        figures.sds_total,
         figures.key,
         figures.connection,
         figures.call,
@@ -91,7 +91,7 @@ fn main() {
         key + connection + call,
         Some(bare_connection + bare_call),
     );
-    row("SDS request to certificate", whole, None);
+    row("SDS request to certificate", sds_total, None);
     table.print();
 }
 
@@ -149,8 +149,9 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
     (istiod, JoinSet::from_iter([run]))
 }
 
-/// All modules together: a client waits for `default` on the socket when the first request is made.
-async fn whole(target: &Target, round: usize) -> f64 {
+/// Measures all modules together: the time until a client on the socket receives the secret `default`.
+/// The first certificate request is made after the client has connected.
+async fn sds_total(target: &Target, round: usize) -> f64 {
     let (istiod, mut tasks) = connection(target);
     let config = secrets::Config {
         identity: identity(),
@@ -211,7 +212,7 @@ async fn first_certificate(channel: tonic::transport::Channel) {
     assert_eq!(answer.expect("an answer").resources.len(), 1);
 }
 
-/// The parts one after the other, without a client.
+/// Measures the parts one after the other, without a client.
 async fn parts(target: &Target, figures: &mut Figures) {
     let start = Instant::now();
     let generating = tokio::task::spawn_blocking(|| {
@@ -230,7 +231,7 @@ async fn parts(target: &Target, figures: &mut Figures) {
     assert_eq!(chain.expect("a chain").len(), 2);
 }
 
-/// The same call by a client made of the same libraries and nothing else.
+/// Measures the same call by a client that consists only of the same libraries.
 async fn bare(target: &Target, figures: &mut Figures) {
     let request = csr::generate(KeyType::P256, Encoding::Traditional, &identity());
     let csr = request.expect("a request").csr_pem;

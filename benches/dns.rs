@@ -1,5 +1,5 @@
-//! What a DNS lookup costs and how long it takes, beside a bare UDP echo of the same build, and what
-//! large name tables cost. `benches/README.md` says how to read the tables.
+//! Measures the CPU time and latency of DNS lookups, compared with a bare UDP echo of the same build,
+//! and the cost of large name tables. `benches/README.md` explains the tables.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -41,23 +41,26 @@ use tokio::sync::watch;
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
-/// Queries a second, and how long they are sent.
+/// The number of queries per second.
 const RATE: u64 = 20_000;
+/// The duration of a round.
 const ROUND: Duration = Duration::from_secs(1);
-/// Rounds of each kind, taking turns; the median counts, of ratios that of each turn's. Many short
-/// ones, so that what else the machine does falls on all alike.
+/// The number of rounds of each kind. The kinds take turns, and the rounds are short and many, so that
+/// other load of the machine affects all kinds alike. Figures are medians; a ratio is the median of the
+/// ratios of all turns.
 const ROUNDS: usize = 15;
-/// What is left of a push that takes longer than a round is over after this.
+/// The pause after a round with a push, in which a push that takes longer than the round ends.
 const SETTLE: Duration = Duration::from_millis(500);
 const HOSTS: usize = 10_000;
 const MANY_HOSTS: usize = 100_000;
-/// Versions of what the control plane serves: few names, and many with clusters.
+/// The versions of the control plane's snapshot: one with few names, and two with many names and with
+/// clusters.
 const SMALL: u8 = 0;
 const LARGE: u8 = 1;
 const OTHER_LARGE: u8 = 2;
-/// Bytes of a push.
+/// The size of the clusters in a push, in bytes.
 const PUSH: usize = 100 * 1024 * 1024;
-/// Bytes of pushes that Envoy has got.
+/// The number of bytes that the Envoy has received.
 static PASSED: AtomicU64 = AtomicU64::new(0);
 
 fn main() {
@@ -74,31 +77,32 @@ fn main() {
     let mut mesh = Mesh::start();
     let agent = mesh.agent();
     let echo_address = free_port();
-    let echo = Process::start(own().args(["echo", &echo_address.to_string()]));
+    let echo = Process::start(this_program().args(["echo", &echo_address.to_string()]));
     wait_for(echo_address);
     wait_for(mesh.dns);
     if all {
-        apart(&[&agent, &echo]);
+        pin_apart(&[&agent, &echo]);
         lookups(&agent, mesh.dns, &echo, echo_address);
-        beside_others(&mesh, &agent, &echo, echo_address);
-        together(&[&agent, &echo]);
+        compare_with_other_servers(&mesh, &agent, &echo, echo_address);
+        unpin(&[&agent, &echo]);
     }
     during_push(&mut mesh, &agent, &echo, echo_address);
 }
 
-/// Gives the client one processor and the servers the other: where the kernel would place them from
-/// moment to moment costs more than a lookup.
-fn apart(servers: &[&Process]) {
+/// Pins the client to one processor and the servers to another, because changes of the kernel's
+/// placement would cost more than a lookup.
+fn pin_apart(servers: &[&Process]) {
     pin(gettid(), Some(0));
     servers.iter().for_each(|server| server.pin(Some(1)));
 }
 
-fn together(servers: &[&Process]) {
+fn unpin(servers: &[&Process]) {
     pin(gettid(), None);
     servers.iter().for_each(|server| server.pin(None));
 }
 
-/// A server that sends back what it gets, with the runtime, the task and the calls the agent uses.
+/// Runs a server that sends back what it receives, with the runtime, the task and the system calls that
+/// the agent uses.
 async fn echo(address: &str) {
     let socket = UdpSocket::bind(address).expect("bound");
     socket.set_nonblocking(true).expect("set");
@@ -132,13 +136,14 @@ async fn serve_echo(socket: UdpSocket) {
     }
 }
 
-/// Whether all that had come is sent back.
+/// Sends back up to 64 queries. Returns true if no received query is left.
 fn drain_echo(socket: &UdpSocket, buffer: &mut [u8]) -> bool {
     for _ in 0..64 {
         match socket.recv_from(buffer) {
             Ok((length, client)) => {
+                // The bit that marks a DNS response.
                 buffer[2] |= 0x80;
-                // A client that is gone misses nothing.
+                // The client may have closed its socket; it needs no response then.
                 let _ = socket.send_to(&buffer[..length], client);
             }
             Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
@@ -148,7 +153,7 @@ fn drain_echo(socket: &UdpSocket, buffer: &mut [u8]) -> bool {
     false
 }
 
-/// Time and memory of an index over many hosts.
+/// Measures the time and memory of building an index of many hosts.
 fn index() {
     let encoded = name_table(MANY_HOSTS, 0);
     let search = ["ns1.svc.cluster.local".to_owned()];
@@ -210,9 +215,15 @@ fn lookups(agent: &Process, dns: SocketAddr, echo: &Process, echo_address: Socke
     page.print();
 }
 
-/// Asked by dnsperf, in turns, where it is installed; other servers with the same names as well.
-fn beside_others(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: SocketAddr) {
-    if !dnsperf::has("dnsperf") {
+/// Measures the echo, the agent, and the other installed servers with the same names, in turns, with
+/// dnsperf if it is installed.
+fn compare_with_other_servers(
+    mesh: &Mesh,
+    agent: &Process,
+    echo: &Process,
+    echo_address: SocketAddr,
+) {
+    if !dnsperf::is_installed("dnsperf") {
         println!("\nThere is no dnsperf: other servers are left out.");
         return;
     }
@@ -231,7 +242,7 @@ fn beside_others(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: Soc
     ];
     let mut started = Vec::new();
     for (name, start) in others {
-        if dnsperf::has(name) {
+        if dnsperf::is_installed(name) {
             let address = free_port();
             let server = start(place, address, &names);
             wait_for(address);
@@ -265,7 +276,9 @@ fn beside_others(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: Soc
         "of echo",
         "lost",
     ]);
-    let cpu = |asked: &[dnsperf::Asked]| asked.iter().map(|a| a.cpu_per_query).collect::<Vec<_>>();
+    let cpu = |asked: &[dnsperf::DnsperfFigures]| {
+        asked.iter().map(|a| a.cpu_per_query).collect::<Vec<_>>()
+    };
     let of_echo = cpu(&asked[0]);
     for ((name, ..), asked) in servers.iter().zip(&asked) {
         let cpu = cpu(asked);
@@ -282,9 +295,10 @@ fn beside_others(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: Soc
     page.print();
 }
 
-/// Lookups while a large push passes and a large table is swapped, and while nothing does, in turns.
+/// Measures lookups while a large push passes and a large table is swapped, and lookups while the agent
+/// has nothing else to do, in turns.
 ///
-/// The echo has nothing to do with either; what it shows is the machine.
+/// The echo takes part in neither the push nor the swap: its figures show the influence of the machine.
 fn during_push(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: SocketAddr) {
     let both = [
         ("bare echo", echo, echo_address),
@@ -337,27 +351,29 @@ fn during_push(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: S
     println!("Within their second: {whole} of {pushes} pushes, {renewed} of {ROUNDS} new tables.");
 }
 
-/// What one round of queries showed.
+/// The figures of one round of queries.
 struct Round {
     cpu: f64,
     p50: f64,
     p99: f64,
     lost: u64,
-    /// Whether the answers changed, as they do with another name table.
+    /// True if the answers changed, because another name table came into use.
     renewed: bool,
-    /// What Envoy got in that time, in bytes.
+    /// The number of bytes that the Envoy received during the round.
     passed: u64,
 }
 
-/// Sends queries at a fixed rate and waits for no answer before the next.
+/// Sends queries at a fixed rate, without waiting for the answer to a query before the next query.
 fn round(server: &Process, address: SocketAddr, time: Duration) -> Round {
     let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
     socket.connect(address).expect("connected");
-    // What this program is too slow for is not the server's loss. Only root may have as much.
+    // A large receive buffer, so that answers that this program is too slow to read do not count as lost
+    // by the server. Only root may set this size.
     let _ = rustix::net::sockopt::set_socket_recv_buffer_size_force(&socket, 16 << 20);
     let sent: Arc<[AtomicU64]> = (0..=u16::MAX).map(|_| AtomicU64::new(0)).collect();
-    // The client does not wait for a processor itself; threads inherit that.
-    urgency(-20);
+    // A high priority, so that the client does not wait for a processor. The receiving thread inherits
+    // it.
+    set_nice(-20);
     let start = Instant::now();
     let receiving = {
         let (socket, sent) = (socket.try_clone().expect("a clone"), sent.clone());
@@ -368,19 +384,21 @@ fn round(server: &Process, address: SocketAddr, time: Duration) -> Round {
     let count = RATE * time.as_secs();
     for number in 0..count {
         let due = Duration::from_nanos(number * 1_000_000_000 / RATE);
-        // To spin until then would take a processor from what is measured. What is late catches up,
-        // and each query's time begins when it leaves.
+        // The client does not spin until the query is due, because that would take a processor from the
+        // measured server. Late queries are sent without a pause, and the latency of each query is
+        // counted from the time when it is sent.
         if let Some(early) = due.checked_sub(start.elapsed()) {
             std::thread::sleep(early);
         }
         let id = (number % (1 << 16)) as u16;
+        // 7919 has no divisor in common with HOSTS: the queries visit all hosts, but not in their order.
         let query = query(id, &host(number as usize * 7919 % HOSTS));
         sent[usize::from(id)].store(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         socket.send(&query).expect("sent");
     }
     let passed = PASSED.load(Ordering::Relaxed) - before;
     let (mut latencies, renewed) = receiving.join().expect("answers");
-    urgency(0);
+    set_nice(0);
     let cpu = (server.cpu() - cpu).as_secs_f64() * 1e6;
     latencies.sort_by(f64::total_cmp);
     let at = |part: f64| latencies[((latencies.len() - 1) as f64 * part) as usize];
@@ -394,21 +412,21 @@ fn round(server: &Process, address: SocketAddr, time: Duration) -> Round {
     }
 }
 
-/// This program, in a process of its own.
-fn own() -> Command {
+/// Returns the command that runs this program in another process.
+fn this_program() -> Command {
     Command::new(std::env::current_exe().expect("this program"))
 }
 
-/// Sets the thread's nice value. Only root may have it low.
-fn urgency(nice: i32) {
+/// Sets the thread's nice value. Only root may lower it.
+fn set_nice(nice: i32) {
     let _ = setpriority_process(Some(gettid()), nice);
 }
 
-/// Has the thread, and those it starts, run while nothing else wants to.
-fn behind_everything() {
-    urgency(19);
+/// Lets the thread, and the threads that it starts, run only while no other thread needs the processor.
+fn run_at_idle_priority() {
+    set_nice(19);
     let thread = gettid().as_raw_pid().to_string();
-    // Where there is no chrt, it stands aside for most of the time only.
+    // Without chrt, the nice value lets other threads run most of the time, but not always.
     let _ = Command::new("chrt")
         .args(["--idle", "--pid", "0", &thread])
         .status();
@@ -426,18 +444,20 @@ fn receive(socket: &UdpSocket, sent: &[AtomicU64], start: Instant) -> (Vec<f64>,
         let id = usize::from(u16::from_be_bytes([reply[0], reply[1]]));
         let at = sent[id].load(Ordering::Relaxed);
         latencies.push((start.elapsed().as_nanos() as u64 - at) as f64 / 1e3);
-        // Where an address ends, which says which table it is from; an echo ends as its question.
+        // The last byte of the address in the answer differs between the name tables. An echo always
+        // ends with the same byte, because it is the query.
         let last = reply[length - 1];
         renewed |= version.replace(last).is_some_and(|before| before != last);
     }
     (latencies, renewed)
 }
 
-/// Serves one of three snapshots, the small one until told otherwise: a byte on standard input is
-/// the version of the next. What the agent needs to know of it is in the directory.
+/// Runs a control plane that serves one of three snapshots, at first the small one. Each byte on
+/// standard input selects the version of the next snapshot. The token and the root certificate for the
+/// agent are written to the directory.
 async fn control_plane(directory: &Path) {
-    // In truth it is on another machine.
-    behind_everything();
+    // A real control plane runs on another machine and takes no CPU time from the agent.
+    run_at_idle_priority();
     let made = [
         snapshot(HOSTS, SMALL, 0),
         snapshot(MANY_HOSTS, LARGE, PUSH),
@@ -459,13 +479,13 @@ async fn control_plane(directory: &Path) {
         while std::io::stdin().read_exact(&mut version).is_ok() {
             snapshots.send_replace(made[usize::from(version[0])].clone());
         }
-        // The bench has ended.
+        // Standard input was closed, because the benchmark has ended.
         std::process::exit(0);
     });
     std::future::pending::<()>().await;
 }
 
-/// A control plane in a process of its own, and where its agent answers DNS.
+/// A control plane in a process of its own, and the address at which its agent answers DNS queries.
 struct Mesh {
     _control_plane: Process,
     versions: ChildStdin,
@@ -479,10 +499,10 @@ impl Mesh {
         let directory = tempfile::tempdir().expect("a directory");
         let search = "search ns1.svc.cluster.local\n";
         write(directory.path(), "resolv.conf", search);
-        let mut command = own();
+        let mut command = this_program();
         command.arg("control-plane").arg(directory.path());
-        // It keeps the memory of a push for the next: the kernel gives and takes 100 MB in stretches
-        // of milliseconds that nothing can interrupt (mallopt(3)).
+        // The process keeps the memory of a push for the next push (mallopt(3)). Otherwise the kernel
+        // would map and unmap 100 MB in steps of milliseconds that nothing can interrupt.
         let keep = [
             ("MALLOC_MMAP_MAX_", "0"),
             ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
@@ -506,7 +526,7 @@ impl Mesh {
         self.versions.write_all(&[version]).expect("it runs");
     }
 
-    /// An agent with an Envoy that reads what it is sent, on a thread that ends with the program.
+    /// Starts an agent, and an Envoy that only reads, on a thread that ends with the program.
     fn agent(&self) -> Process {
         let settings = [
             ("ISTIO_META_DNS_CAPTURE", "true".to_owned()),
@@ -522,7 +542,8 @@ impl Mesh {
     }
 }
 
-/// Subscribes as Envoy does, and only counts what comes: what Envoy makes of it is not the agent's.
+/// Subscribes in the way that Envoy does, and only counts the received bytes, because Envoy's work on
+/// them is not part of the agent's cost.
 async fn read_everything(socket: &Path) {
     let request = |type_url: &str| {
         let node = Node {
@@ -558,7 +579,7 @@ fn free_port() -> SocketAddr {
     socket.local_addr().expect("an address")
 }
 
-/// Resident memory of this process, in bytes.
+/// Returns the resident memory of this process in bytes.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
     let line = status.lines().find(|line| line.starts_with("VmRSS:"));

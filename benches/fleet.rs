@@ -1,6 +1,6 @@
-//! A fleet of agents and one control plane that starts, restarts, has all certificates fall due, and is
-//! cut off: memory, dials and certificate requests (CSRs) per second. `benches/README.md` explains the
-//! table.
+//! Measures a fleet of agents with one control plane: memory, dials and certificate requests (CSRs) per
+//! second, when the fleet starts, when the control plane restarts, when all certificates become due, and
+//! during a partition. `benches/README.md` explains the table.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -27,33 +27,36 @@ use agents::Agents;
 use front::Front;
 use local_istiod::{Event, Events, LocalIstiod, Options, Resource, Snapshot};
 use rustix::process::{Resource as Limit, Rlimit, getrlimit, setrlimit};
-use support::dnsperf::has;
+use support::dnsperf::is_installed;
 use support::table::Table;
 use support::{Process, number};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep};
 
 const SIZES: [usize; 2] = [200, 1000];
-/// KiB of an agent and its scripted Envoy, with room to spare.
+/// The memory for an agent and its scripted Envoy in KiB, with a reserve.
 const MEMORY: u64 = 16 << 10;
-/// How long the control plane is away.
+/// The time that the control plane is stopped during the restart.
 const RESTART: Duration = Duration::from_secs(20);
-/// Longer than the keepalive's 40 s, so that every agent notices.
+/// The duration of the partition. It is longer than the keepalive's 40 s, so that every agent notices
+/// it.
 const PARTITION: Duration = Duration::from_secs(60);
-/// Of each certificate, which is renewed at 0.5 of it, give or take [`JITTER`].
+/// The lifetime of the first certificates. A certificate is renewed at 0.5 of its lifetime, plus or
+/// minus [`JITTER`].
 const LIFE: Duration = Duration::from_secs(200);
 const JITTER: f64 = 0.1;
-/// Most of those after them are due while packets are dropped.
+/// The lifetime of later certificates, most of which become due during the partition.
 const SECOND_LIFE: Duration = Duration::from_secs(150);
-/// What a situation still causes after all streams are back.
+/// The time for further dials and requests of a situation after all streams are open again.
 const SETTLE: Duration = Duration::from_secs(5);
-/// No situation lasts longer.
+/// The longest wait for the end of a situation.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// What the control plane saw, with the number of the agent.
+/// The events of one kind in their order: the time, and the number of the agent.
 type Seen = Vec<(Instant, usize)>;
 
-/// The variable by which an agent's Envoy knows that it is one, and whose.
+/// The environment variable that makes this program run as the Envoy of an agent. Its value is the
+/// agent's name.
 const ENVOY: &str = "FLEET_ENVOY";
 
 fn main() {
@@ -66,7 +69,7 @@ fn main() {
     } else {
         numbers
     };
-    // Four sockets for each agent.
+    // Each agent needs four sockets.
     let most = getrlimit(Limit::Nofile).maximum;
     let limit = Rlimit {
         current: most,
@@ -85,7 +88,7 @@ async fn measure(size: usize) {
     let front = Front::start(istiod.address).await;
     let seen = front.seen.clone();
     tokio::task::spawn(async move {
-        // Both have the name of the agent, which is a letter and its number.
+        // The service account and the node both have the agent's name, which is a letter and a number.
         let number = |name: &str| name[1..].parse().expect("a number");
         while let Some(event) = events.recv().await {
             let now = Instant::now();
@@ -106,7 +109,7 @@ async fn measure(size: usize) {
 
     let start = fleet.begin().await;
     fleet.agents = Agents::start(size, &fleet.front, &istiod).await;
-    fleet.until_back(start).await;
+    fleet.wait_for_all_streams(start).await;
     fleet.row("start of all", start, None).await;
 
     let restart = fleet.begin().await;
@@ -120,7 +123,7 @@ async fn measure(size: usize) {
     let istiod = LocalIstiod::start(options).await.expect("its port is free");
     fleet.front.is_up.send_replace(true);
     let returned = Instant::now();
-    fleet.until_back(returned).await;
+    fleet.wait_for_all_streams(returned).await;
     fleet
         .row("restart, away for 20 s", restart, Some(returned))
         .await;
@@ -138,7 +141,7 @@ async fn measure(size: usize) {
         sleep(PARTITION).await;
         let healed = Instant::now();
         drop(partition);
-        fleet.until_back(healed).await;
+        fleet.wait_for_all_streams(healed).await;
         fleet.row("partition of 60 s", begin, Some(healed)).await;
     }
     println!("\n{size} agents");
@@ -147,7 +150,8 @@ async fn measure(size: usize) {
     istiod.kill().await;
 }
 
-/// Signs for a short time, and serves one cluster and one listener.
+/// Starts a control plane whose certificates have a short lifetime, and which serves one cluster and one
+/// listener.
 async fn control_plane() -> (LocalIstiod, mpsc::UnboundedReceiver<Event>) {
     let mut snapshot = Snapshot::default();
     for type_url in [envoy::CLUSTER, envoy::LISTENER] {
@@ -167,8 +171,8 @@ async fn control_plane() -> (LocalIstiod, mpsc::UnboundedReceiver<Event>) {
     (istiod.expect("a control plane"), events)
 }
 
-/// Drops all packets between the agents and the control plane until it is dropped. The kernel removes
-/// the rules with the process that owns them.
+/// A partition, which drops all packets between the agents and the control plane until it is dropped
+/// itself. The kernel removes the rules when the process that owns them ends.
 struct Partition {
     _nft: Process,
     _stdin: std::process::ChildStdin,
@@ -176,7 +180,7 @@ struct Partition {
 
 impl Partition {
     fn start(port: u16) -> Option<Self> {
-        if !has("nft") || !rustix::process::geteuid().is_root() {
+        if !is_installed("nft") || !rustix::process::geteuid().is_root() {
             println!("\nno partition: it needs nft and root");
             return None;
         }
@@ -200,7 +204,7 @@ struct Fleet {
     front: Front,
     agents: Agents,
     table: Table,
-    /// What the agents counted before the situation.
+    /// The number of dials that the agents counted before the situation.
     counted: u64,
 }
 
@@ -234,15 +238,15 @@ impl Fleet {
         Instant::now()
     }
 
-    /// Waits until each agent's stream was opened after `since`, and a while longer.
-    async fn until_back(&mut self, since: Instant) {
+    /// Waits until each agent has opened a stream after `since`, and then for [`SETTLE`].
+    async fn wait_for_all_streams(&mut self, since: Instant) {
         while self.back(since).len() < self.size && since.elapsed() < PATIENCE {
             sleep(Duration::from_millis(100)).await;
         }
         sleep(SETTLE).await;
     }
 
-    /// How long after `since` each agent's stream was there, in order.
+    /// Returns the sorted times from `since` until each agent's first stream was open.
     fn back(&self, since: Instant) -> Vec<Duration> {
         let opened = self.front.seen.opened.lock();
         let mut first = vec![None; self.size];
@@ -256,13 +260,13 @@ impl Fleet {
 
     async fn until_renewed(&self) {
         let begin = Instant::now();
-        while self.lives().len() < self.size && begin.elapsed() < PATIENCE {
+        while self.certificate_lifetimes().len() < self.size && begin.elapsed() < PATIENCE {
             sleep(Duration::from_millis(100)).await;
         }
     }
 
-    /// How long each agent's first certificate was in use.
-    fn lives(&self) -> Vec<Duration> {
+    /// Returns the time from the first to the second certificate of each agent.
+    fn certificate_lifetimes(&self) -> Vec<Duration> {
         let requests = self.front.seen.requests.lock();
         let pairs = gaps(&requests, self.size);
         pairs
@@ -271,16 +275,21 @@ impl Fleet {
             .collect()
     }
 
-    /// Compares the moments of renewal with those promised.
+    /// Describes the times of renewal, compared with the promised times.
     fn renewals(&self) -> String {
-        let mut lives = self.lives();
-        lives.sort();
-        let [first, last] = [lives.first(), lives.last()]
+        let mut certificate_lifetimes = self.certificate_lifetimes();
+        certificate_lifetimes.sort();
+        let [first, last] = [certificate_lifetimes.first(), certificate_lifetimes.last()]
             .map(|life| life.map_or(0.0, |life| life.as_secs_f64() / LIFE.as_secs_f64()));
         let window = LIFE.mul_f64(2.0 * JITTER);
         let even = self.size as f64 / window.as_secs_f64();
         let start = Instant::now();
-        let most = most_in_a_second(lives.iter().map(|life| start + *life).collect());
+        let most = most_in_a_second(
+            certificate_lifetimes
+                .iter()
+                .map(|life| start + *life)
+                .collect(),
+        );
         format!(
             "renewed after {first:.3} to {last:.3} of the life, promised {:.3} to {:.3}; had all been \
              issued at once: {most} CSRs in a second at most, {even:.0} if spread evenly over {window:?}",
@@ -330,7 +339,7 @@ impl Fleet {
     }
 }
 
-/// The times between what was seen of the same agent, for each agent.
+/// Returns, for each agent, the times between its successive events.
 fn gaps(seen: &Seen, size: usize) -> Vec<Vec<Duration>> {
     let (mut last, mut gaps) = (vec![None; size], vec![Vec::new(); size]);
     for (at, agent) in seen {
@@ -341,7 +350,7 @@ fn gaps(seen: &Seen, size: usize) -> Vec<Vec<Duration>> {
     gaps
 }
 
-/// The most moments in any second.
+/// Returns the largest number of moments in any second. The moments must be sorted.
 fn most_in_a_second(moments: Vec<Instant>) -> usize {
     let ends = |from: usize| {
         let end = moments[from] + Duration::from_secs(1);

@@ -1,5 +1,6 @@
-//! The agent's memory before, under and after a mixed load: DNS, metrics, probes and debug pages, pushes
-//! of clusters and name tables, and streams that end. `benches/README.md` explains the table.
+//! Measures the agent's memory before, during and after a mixed load: DNS, metrics, probes and debug
+//! pages, pushes of clusters and name tables, and streams that end. `benches/README.md` explains the
+//! table.
 #![allow(
     clippy::arithmetic_side_effects,
     clippy::expect_used,
@@ -34,13 +35,15 @@ use tokio_stream::wrappers::ReceiverStream;
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
-/// How long the load lasts, unless an argument has another number of seconds.
+/// The duration of the load in seconds, unless an argument sets another duration.
 const LOAD: u64 = 60;
-/// After it, so that threads without work have ended and free memory has gone back to the kernel.
+/// The time without load before the idle agent is measured, in which threads without work end and free
+/// memory returns to the kernel.
 const REST: Duration = Duration::from_secs(40);
 const QUESTIONS_PER_SECOND: u32 = 215;
 const REQUESTS_PER_SECOND: u32 = 60;
 const PUSHES_PER_SECOND: u32 = 3;
+/// The time after which a discovery stream ends.
 const STREAM: Duration = Duration::from_secs(13);
 
 const HOSTS: usize = 10_000;
@@ -59,8 +62,9 @@ const PAGES: [&str; 12] = [
     "/debug/config",
     "/debug/log",
 ];
-/// Lines of metrics.
+/// The number of lines of Envoy's metrics.
 const ENVOY_LINES: usize = 5_000;
+/// The number of lines of the application's metrics.
 const LINES: usize = 500;
 
 static QUESTIONS: AtomicU64 = AtomicU64::new(0);
@@ -118,7 +122,8 @@ fn main() {
     );
 }
 
-/// Where the agent listens, and the servers it asks.
+/// The addresses on which the agent listens, and the addresses of the servers from which it requests
+/// pages.
 struct Ports {
     dns: SocketAddr,
     status: SocketAddr,
@@ -137,7 +142,8 @@ impl Ports {
             let page = metrics(name, lines);
             std::thread::spawn(move || block_on(serve_metrics(address, page)));
         }
-        // Only root may have its port. Without it names outside of the mesh fail at once.
+        // Only root may bind port 53. Without this resolver, queries for names outside the mesh fail at
+        // once.
         if let Ok(resolver) = UdpSocket::bind("127.77.0.1:53") {
             std::thread::spawn(move || resolve(&resolver));
         }
@@ -164,7 +170,8 @@ fn spawn(
     std::thread::spawn(move || run(&is_loaded))
 }
 
-/// A sidecar's agent with DNS, an application with metrics and a probe, and an Envoy that has metrics.
+/// Starts a sidecar's agent with DNS, an application with metrics and a probe, and an Envoy with
+/// metrics.
 fn start(directory: &Path, root: &str, address: &str, ports: &Ports) -> Process {
     let mut command = support::agent(directory, root);
     let targets = format!(
@@ -194,7 +201,8 @@ fn start(directory: &Path, root: &str, address: &str, ports: &Ports) -> Process 
     Process::start(command.envs(settings))
 }
 
-/// Pushes clusters and a name table, in turns two versions of each. Its address and its root.
+/// Starts a control plane that pushes clusters and a name table, of which two versions take turns.
+/// Returns its address and its root certificate.
 fn control_plane(directory: &Path) -> (String, String) {
     let (ready, started) = std::sync::mpsc::channel();
     let directory = directory.to_owned();
@@ -239,10 +247,11 @@ fn every(per_second: u32) -> tokio::time::Interval {
     interval
 }
 
-/// Subscribes and accepts as Envoy does, and begins anew when its stream has lasted as long as it may.
+/// Subscribes and sends ACKs in the way that Envoy does, and opens a new stream when the last one has
+/// lasted for [`STREAM`].
 async fn subscribe(socket: &Path, is_loaded: &AtomicBool) {
     while is_loaded.load(Ordering::Relaxed) {
-        let _ = timeout(STREAM, accept_all(socket)).await; // Its time is over.
+        let _ = timeout(STREAM, accept_all(socket)).await; // The timeout ends the stream.
     }
 }
 
@@ -252,7 +261,7 @@ async fn accept_all(socket: &Path) -> Result<(), tonic::Status> {
     client = client.max_decoding_message_size(usize::MAX);
     let (requests, receiver) = mpsc::channel(4);
     for type_url in [CLUSTER, LISTENER] {
-        let _ = requests.try_send(request(type_url)); // It finds room.
+        let _ = requests.try_send(request(type_url)); // The channel has room.
     }
     let responses = client.stream_aggregated_resources(ReceiverStream::new(receiver));
     let mut responses = responses.await?.into_inner();
@@ -263,7 +272,7 @@ async fn accept_all(socket: &Path) -> Result<(), tonic::Status> {
             response_nonce: response.nonce,
             ..request(&response.type_url)
         };
-        let _ = requests.send(ack).await; // The next read tells of the end.
+        let _ = requests.send(ack).await; // The next read reports a closed stream.
     }
     Ok(())
 }
@@ -279,7 +288,7 @@ fn request(type_url: &str) -> DiscoveryRequest {
     }
 }
 
-/// Asks for names of the mesh, and every fourth time for another one.
+/// Sends queries for names of the mesh; every fourth query is for another name.
 fn question(dns: SocketAddr, is_loaded: &AtomicBool) {
     let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
     socket.connect(dns).expect("connected");
@@ -291,7 +300,7 @@ fn question(dns: SocketAddr, is_loaded: &AtomicBool) {
             _ => names::host(number % HOSTS),
         };
         let query = names::query((number % (1 << 16)) as u16, &name);
-        let _ = socket.send(&query); // A full queue is a lost question.
+        let _ = socket.send(&query); // A full queue loses the query.
         QUESTIONS.fetch_add(1, Ordering::Relaxed);
         std::thread::sleep(Duration::from_secs(1) / QUESTIONS_PER_SECOND);
         while socket.recv(&mut [0; 4096]).is_ok() {
@@ -301,17 +310,17 @@ fn question(dns: SocketAddr, is_loaded: &AtomicBool) {
     }
 }
 
-/// Answers every question with the error of a name that does not exist.
+/// Answers every query with NXDOMAIN.
 fn resolve(socket: &UdpSocket) {
     let mut message = [0; 4096];
     while let Ok((length, client)) = socket.recv_from(&mut message) {
         message[2] |= 0x80;
         message[3] = 0x83;
-        let _ = socket.send_to(&message[..length], client); // It may be gone.
+        let _ = socket.send_to(&message[..length], client); // The client may have ended.
     }
 }
 
-/// Requests all pages at once, again and again.
+/// Requests all pages at once, repeatedly.
 async fn browse(status: SocketAddr, is_loaded: &AtomicBool) {
     let mut ticks = every(REQUESTS_PER_SECOND / PAGES.len() as u32);
     while is_loaded.load(Ordering::Relaxed) {
@@ -332,7 +341,7 @@ async fn get(status: SocketAddr, page: &str) -> std::io::Result<u64> {
     tokio::io::copy(&mut stream, &mut tokio::io::sink()).await
 }
 
-/// Serves a page of metrics, whatever is asked.
+/// Serves a page of metrics; all requests get the same response.
 async fn serve_metrics(address: SocketAddr, page: Arc<str>) {
     let listener = tokio::net::TcpListener::bind(address)
         .await
@@ -341,13 +350,13 @@ async fn serve_metrics(address: SocketAddr, page: Arc<str>) {
         let (mut stream, _) = listener.accept().await.expect("a connection");
         let page = page.clone();
         tokio::task::spawn(async move {
-            let _ = stream.read(&mut [0; 4096]).await; // Whatever is asked.
+            let _ = stream.read(&mut [0; 4096]).await; // The request is not parsed.
             let length = page.len();
             let head = format!(
                 "HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: {length}\r\n\
                  connection: close\r\n\r\n"
             );
-            let _ = stream.write_all(head.as_bytes()).await; // The client may be gone.
+            let _ = stream.write_all(head.as_bytes()).await; // The client may have closed it.
             let _ = stream.write_all(page.as_bytes()).await;
         });
     }

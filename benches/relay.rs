@@ -1,5 +1,5 @@
-//! What relaying discovery costs: throughput, processor time, memory and latency, each beside a
-//! baseline of the same run. `benches/README.md` says how to read the table.
+//! Measures the cost of relaying discovery: throughput, CPU time, memory and latency, each compared with
+//! a baseline of the same run. `benches/README.md` explains the table.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -20,17 +20,19 @@ use support::peer::{Client, ControlPlane, Shape, request, response};
 use support::table::Table;
 use support::{Process, connect, median};
 
-/// Rounds of each measurement. In each, all relays run one after the other, as new processes; figures
-/// are medians, ratios those of the rounds'.
+/// The number of rounds of the throughput measurement. In each round all relays run one after the other,
+/// as new processes. Figures are medians; a ratio of CPU times is the median of the ratios of all
+/// rounds.
 const ROUNDS: usize = 7;
-/// Bytes of one resource, as a cluster has them.
+/// The size of one resource in bytes, typical of a cluster.
 const RESOURCE: usize = 2_000;
-/// Bytes of a response.
+/// The sizes of a response in bytes.
 const SIZES: [usize; 3] = [1_000_000, 10_000_000, 100_000_000];
-/// Turns of the round trip, and trips in each.
+/// The number of turns of the latency measurement.
 const TURNS: usize = 15;
+/// The number of round trips in each turn.
 const TRIPS: usize = 500;
-/// Bytes relayed per round.
+/// The number of bytes that a relay passes in a round.
 const VOLUME: usize = 600 * 1_000_000;
 
 fn main() {
@@ -48,6 +50,7 @@ fn main() {
     block_on(async {
         throughput(&control_plane).await;
         let relays = Relays::start(&control_plane);
+        // The agent, and the relay that stores the configuration.
         for relay in [0, 3] {
             memory(&relays.all[relay]).await;
         }
@@ -55,7 +58,7 @@ fn main() {
     });
 }
 
-/// The relays, each with its socket.
+/// The relays, each with its name and its socket.
 struct Relays {
     _directory: tempfile::TempDir,
     all: Vec<(&'static str, Process, PathBuf)>,
@@ -63,7 +66,7 @@ struct Relays {
 
 impl Relays {
     fn start(control_plane: &ControlPlane) -> Self {
-        // In memory, as a pod keeps configuration.
+        // The directory is in memory, like the volume in which a pod stores its configuration.
         let directory = tempfile::tempdir_in("/dev/shm").expect("a directory");
         let (address, root) = (&control_plane.address, &control_plane.root_pem);
         let agent = Process::relay(directory.path(), address, root);
@@ -97,6 +100,7 @@ async fn throughput(control_plane: &ControlPlane) {
     for protocol in [Protocol::Sotw, Protocol::Delta] {
         for shape in SIZES.map(|size| Shape::new(size, RESOURCE)) {
             let mut names = Vec::new();
+            // One entry for each relay, and the last rate for the direct connection.
             let mut rates = vec![Vec::new(); 5];
             let mut costs = vec![Vec::new(); 4];
             for _ in 0..ROUNDS {
@@ -136,16 +140,16 @@ async fn throughput(control_plane: &ControlPlane) {
     table.print();
 }
 
-/// A stream over which the volume is requested in messages of one shape.
+/// A stream on which the volume is requested in messages of one shape.
 struct Pull {
     client: Client,
     shape: Shape,
-    /// Bytes of a message.
+    /// The length of a message in bytes.
     length: usize,
 }
 
 impl Pull {
-    /// Opens it and reads a first message, which is not measured.
+    /// Opens the stream and reads a first message, which is not measured.
     async fn begin(
         io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
         protocol: Protocol,
@@ -161,7 +165,7 @@ impl Pull {
         }
     }
 
-    /// Requests it all and returns the rate in MB/s.
+    /// Requests the entire volume and returns the rate in MB/s.
     async fn all(&mut self) -> f64 {
         let start = Instant::now();
         for _ in 0..VOLUME / self.shape.bytes {
@@ -209,8 +213,8 @@ async fn memory((name, process, socket): &(&str, Process, PathBuf)) {
     table.print();
 }
 
-/// All are measured in short turns, each on new connections: where the kernel places the processes
-/// makes more of a difference than a relay.
+/// Measures the relays in short turns, each on a new connection, because the kernel's placement of the
+/// processes makes more of a difference than a relay.
 async fn latency(control_plane: &ControlPlane, relays: &Relays) {
     let mut times = vec![Vec::new(); relays.all.len() + 1];
     for _ in 0..TURNS {
@@ -241,7 +245,7 @@ async fn latency(control_plane: &ControlPlane, relays: &Relays) {
     table.print();
 }
 
-/// The median time from request to whole answer, in microseconds.
+/// Returns the median time from a request to the complete response, in microseconds.
 async fn round_trip(
     io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 ) -> f64 {

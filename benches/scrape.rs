@@ -48,7 +48,7 @@ fn main() {
             .collect();
         let scrape = scrape(&ports);
         let (mut bytes, mut direct, mut merged) = (0, Vec::new(), Vec::new());
-        // In turn, so that both meet the same noise.
+        // Both take turns, so that they meet the same noise of the machine.
         for _ in 0..ROUNDS {
             direct.push(timed(|| block_on(fetch(&ports))).as_secs_f64());
             merged.push(timed(|| bytes = block_on(merge(&scrape))).as_secs_f64());
@@ -89,7 +89,7 @@ fn timed(run: impl FnOnce()) -> Duration {
     begin.elapsed()
 }
 
-/// Reads the pages one after the other, and drops what it reads.
+/// Reads the pages one after the other, and discards them.
 async fn fetch(ports: &[u16]) {
     for port in ports {
         let stream = TcpStream::connect(("127.0.0.1", *port))
@@ -112,7 +112,7 @@ async fn fetch(ports: &[u16]) {
     }
 }
 
-/// Reads the merged page, and returns how long it is.
+/// Reads the merged page, and returns its length.
 async fn merge(scrape: &Scrape) -> usize {
     let request = http::Request::get("/stats/prometheus").body(());
     let request = request.expect("a request").into_parts().0;

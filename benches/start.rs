@@ -1,5 +1,6 @@
-//! The agent's start and rest: binary size, time to listen, to the first certificate and from a live
-//! Envoy to readiness, memory and wake-ups at rest. `benches/README.md` explains the table.
+//! Measures the agent's start and idle state: the time until it listens, until the first certificate,
+//! and from a live Envoy to readiness; memory and wake-ups while idle. `benches/README.md` explains the
+//! table.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -25,9 +26,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 
-/// Starts of each kind; the median counts.
+/// The number of starts of each kind.
 const ROUNDS: usize = 20;
-/// How long the agent rests before it is measured.
+/// The time during which the wake-ups of the idle agent are counted.
 const REST: Duration = Duration::from_secs(5);
 
 fn main() {
@@ -86,7 +87,7 @@ fn row(table: &mut Table, what: &str, values: Vec<f64>) {
     table.row(std::iter::once(what.to_owned()).chain(cells));
 }
 
-/// The time from a live and configured Envoy to readiness on the status port.
+/// Returns the time from a live and configured Envoy to readiness on the status port.
 async fn until_ready(address: &str, root: &str, token: &str) -> Duration {
     let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let admin_port = admin.local_addr().expect("an address").port();
@@ -99,19 +100,19 @@ async fn until_ready(address: &str, root: &str, token: &str) -> Duration {
     let directory = workdir(token);
     let ports = format!("proxyAdminPort: {admin_port}, statusPort: {status_port}");
     let _agent = Process::sidecar_with(directory.path(), address, root, &ports);
-    while !is_answer(status_port, "config not received").await {
+    while !response_contains(status_port, "config not received").await {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     is_live.store(true, Ordering::Relaxed);
     let live = Instant::now();
-    while !is_answer(status_port, "HTTP/1.1 200").await {
+    while !response_contains(status_port, "HTTP/1.1 200").await {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     live.elapsed()
 }
 
-/// Whether the answer to a readiness probe has `text` in it.
-async fn is_answer(port: u16, text: &str) -> bool {
+/// Returns true if the response to a readiness probe contains `text`.
+async fn response_contains(port: u16, text: &str) -> bool {
     let asked = async {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
         let request = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
@@ -133,7 +134,7 @@ fn workdir(token: &str) -> tempfile::TempDir {
     directory
 }
 
-/// Asks for the workload's certificate as Envoy does and waits for it.
+/// Requests the workload's certificate in the way that Envoy does, and waits for it.
 async fn first_certificate(socket: &Path) {
     let mut secrets = SecretDiscoveryServiceClient::new(support::channel(socket).await);
     let request = DiscoveryRequest {
@@ -157,10 +158,10 @@ async fn first_certificate(socket: &Path) {
     assert_eq!(response.resources.len(), 1);
 }
 
-/// Memory and wake-ups of an agent with a certificate and an open stream on each socket.
+/// Prints the memory and the wake-ups of an agent that has a certificate, and no stream.
 async fn at_rest(address: &str, root: &str, token: &str) {
     let directory = workdir(token);
-    // An Envoy that does not become live is asked again and again.
+    // The Envoy is live at once, because the agent polls an Envoy that is not live.
     let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let admin_port = admin.local_addr().expect("an address").port();
     let mut envoy = JoinSet::new();
@@ -175,7 +176,7 @@ async fn at_rest(address: &str, root: &str, token: &str) {
         .join("var/run/secrets/workload-spiffe-uds/socket");
     connect(&secrets).await;
     first_certificate(&secrets).await;
-    // Until the threads that made the key are gone, which stay for ten seconds.
+    // The threads that generated the key end ten seconds after their work.
     tokio::time::sleep(Duration::from_secs(11)).await;
     let before = agent.wake_ups();
     tokio::time::sleep(REST).await;

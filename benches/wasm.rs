@@ -1,4 +1,5 @@
-//! What fetching a Wasm module of 100 MB costs, beside `curl`. `benches/README.md` explains the table.
+//! Measures the cost of fetching a Wasm module of 100 MB, compared with `curl`. `benches/README.md`
+//! explains the table.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -40,7 +41,7 @@ const TYPE_URL: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionC
 const SIZE: usize = 100_000_000;
 const ROUNDS: usize = 5;
 
-/// What the servers have: the module by itself, and in an image.
+/// The content of the servers: the module on its own, and an image that contains the module.
 struct Content {
     module: Bytes,
     layer: Bytes,
@@ -75,7 +76,7 @@ fn main() {
         let direct = path.as_deref().unwrap_or(&url);
         let (mut agent, mut curl, mut hashed) = (Vec::new(), Vec::new(), Vec::new());
         let mut peaks = Vec::new();
-        // In turn, so that all meet the same noise.
+        // All commands take turns, so that they meet the same noise of the machine.
         for _ in 0..ROUNDS {
             let (seconds, peak) = block_on(fetch(&url));
             agent.push(seconds);
@@ -96,8 +97,8 @@ fn main() {
     table.print();
 }
 
-/// The time until a new agent has answered with the module, in seconds, and its memory beyond that
-/// before, in MB.
+/// Returns the time until a new agent has responded with the module, in seconds, and the growth of the
+/// agent's memory up to its peak, in MB.
 async fn fetch(url: &str) -> (f64, f64) {
     let istiod = LocalIstiod::start(Options::default()).await;
     let mut istiod = istiod.expect("a control plane");
@@ -128,7 +129,8 @@ async fn fetch(url: &str) -> (f64, f64) {
     );
     let mut responses = responses.expect("a stream").into_inner();
     let stream = stream.expect("a stream");
-    // The first module makes the agent read its root certificates, say.
+    // A small first module, so that work that the agent does only once, for example reading root
+    // certificates, is not measured. The image has no small variant.
     let first = url.replace("/module", "/small");
     if first != url {
         answer(&stream, &mut responses, &first).await;
@@ -201,7 +203,8 @@ fn shell(line: &str) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Half of the bits are random: gzip makes them as small as it makes real modules.
+/// Makes a module and an image of it. Half of the module's bits are random, so that gzip compresses it
+/// as much as real modules.
 fn content() -> Content {
     let random = (8..SIZE).map(|_| fastrand::u8(..) & 0x55);
     let module: Vec<u8> = b"\0asm\x01\0\0\0".iter().copied().chain(random).collect();
@@ -244,7 +247,7 @@ fn acceptor() -> TlsAcceptor {
     Arc::new(config).into()
 }
 
-/// A server on a thread of its own, and its address.
+/// Starts a server on a thread of its own, and returns its address.
 fn serve(content: Arc<Content>, tls: Option<TlsAcceptor>) -> String {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     listener.set_nonblocking(true).expect("a socket");
@@ -285,7 +288,7 @@ async fn respond(mut stream: impl AsyncRead + AsyncWrite + Unpin, content: &Cont
     };
     let length = body.len();
     let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n");
-    // The client may have gone.
+    // The client may have closed the connection.
     let _ = stream.write_all(head.as_bytes()).await;
     let _ = stream.write_all(body).await;
     let _ = stream.shutdown().await;

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use rustls::pki_types::DnsName;
 
-/// A range of addresses as it was written: the bits behind the prefix are not cleared.
+/// A range of addresses as it was written: the bits after the prefix are not cleared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cidr {
     pub address: IpAddr,
@@ -62,7 +62,7 @@ impl Cidr {
         Self { address, prefix }
     }
 
-    /// Clears all bits behind the prefix.
+    /// Clears all bits after the prefix.
     pub fn masked(&self) -> Self {
         let address = match self.address {
             IpAddr::V4(address) => {

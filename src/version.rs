@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn the_version_of_istio_comes_from_the_file_beside_the_binary() {
+    fn the_version_of_istio_comes_from_the_file_next_to_the_binary() {
         let folder = tempfile::tempdir().expect("a folder");
         let program = folder.path().join("pilot-agent");
         assert_eq!(image_version(&program), Ok(FOLLOWED.to_owned()));

@@ -1,4 +1,4 @@
-//! The agents, each a process with a directory of its own.
+//! The agents of the fleet, each a process with a directory of its own.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -13,11 +13,13 @@ use super::support::table::Table;
 use super::support::{self, Process, median, write};
 use super::{ENVOY, JITTER};
 
-/// Of the first agent; the others' follow. Below the ports the kernel gives away.
+/// The status port of the first agent; the ports of the other agents follow. The ports are below the
+/// ephemeral ports of the kernel.
 const STATUS_PORT: usize = 20_000;
+/// The admin port of the first agent's Envoy; the ports of the other Envoys follow.
 const ADMIN_PORT: usize = 25_000;
 
-/// Stopped when dropped.
+/// The running agents, which are killed when dropped.
 #[derive(Default)]
 pub(super) struct Agents {
     processes: Vec<Process>,
@@ -25,7 +27,7 @@ pub(super) struct Agents {
 }
 
 impl Agents {
-    /// Starts them as fast as the machine does.
+    /// Starts the agents as fast as the machine can.
     pub(super) async fn start(size: usize, front: &Front, istiod: &LocalIstiod) -> Self {
         let place = tempfile::tempdir().expect("a directory");
         let mut processes = Vec::new();
@@ -43,7 +45,8 @@ impl Agents {
         }
     }
 
-    /// All dials the agents have counted; none of an agent without that page.
+    /// Returns the sum of the dials that the agents have counted. An agent that does not serve its page
+    /// counts as zero.
     pub(super) async fn dials(&self) -> u64 {
         let mut sum = 0;
         for number in 0..self.processes.len() {
@@ -69,7 +72,7 @@ impl Agents {
     }
 }
 
-/// Of the pod and of its account.
+/// Returns the name of an agent's pod and service account.
 fn name(number: usize) -> String {
     format!("a{number}")
 }
@@ -98,13 +101,13 @@ fn start(directory: &Path, number: usize, front: &Front, root_pem: &str) -> Proc
     Process::start(&mut command)
 }
 
-/// The port of the Envoy whose agent was given this name.
+/// Returns the admin port of the Envoy whose agent has this name.
 pub(super) fn admin_port(name: &str) -> u16 {
     let number = name[1..].parse::<usize>().expect("a number");
     u16::try_from(ADMIN_PORT + number).expect("a port")
 }
 
-/// What the agent has counted, if it says so.
+/// Returns the number of dials that the agent has counted; None if the agent does not report it.
 async fn dials(number: usize) -> Option<u64> {
     let port = u16::try_from(STATUS_PORT + number).ok()?;
     let mut stream = TcpStream::connect(("127.0.0.1", port)).await.ok()?;

@@ -1,4 +1,4 @@
-//! The Envoy of one agent, as a script: streams for discovery and secrets, ACKs, and Envoy's backoff.
+//! A scripted Envoy of one agent, with streams for discovery and secrets, ACKs, and Envoy's backoff.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(super) const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cl
 pub(super) const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
 
-/// Runs until the agent ends it, in the agent's directory.
+/// Runs in the agent's directory until the agent ends the process.
 pub(super) async fn run(name: &str, admin_port: u16) {
     let admin = TcpListener::bind(("127.0.0.1", admin_port)).await;
     let admin = admin.expect("a free port");
@@ -48,12 +48,12 @@ pub(super) async fn run(name: &str, admin_port: u16) {
     );
 }
 
-/// Opens a stream again and again. Envoy waits at random for up to 500 ms, doubled up to 30 s, and
-/// begins anew after a message.
+/// Opens a stream again whenever it ends. Like in Envoy, the wait is random, up to a limit of 500 ms,
+/// which doubles up to 30 s and is reset by a message.
 async fn retry(mut stream: impl AsyncFnMut(&mut Backoff) -> Result<(), Status>) {
     let mut backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
     loop {
-        let _ = stream(&mut backoff).await; // An error is how an outage ends a stream.
+        let _ = stream(&mut backoff).await; // An outage ends the stream with an error.
         tokio::time::sleep(backoff.next_wait()).await;
     }
 }
@@ -123,10 +123,10 @@ fn ack(request: DiscoveryRequest, answer: DiscoveryResponse) -> DiscoveryRequest
     }
 }
 
-/// The requests of a stream, of which the first waits already.
+/// Returns the channel for the requests of a stream, with the first request in it.
 fn with_first<R>(first: R) -> (mpsc::Sender<R>, ReceiverStream<R>) {
     let (requests, receiver) = mpsc::channel(4);
-    let _ = requests.try_send(first); // It finds room.
+    let _ = requests.try_send(first); // The channel is empty.
     (requests, ReceiverStream::new(receiver))
 }
 
@@ -139,7 +139,7 @@ async fn converse<Answer, Request>(
     while let Some(answer) = answers.message().await? {
         backoff.reset();
         for request in reply(answer) {
-            let _ = requests.send(request).await; // The next read tells of the end.
+            let _ = requests.send(request).await; // The next read reports a closed stream.
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! What stands between the agents and the control plane, as a load balancer does: it records the dials.
+//! A load balancer between the agents and the control plane, which records the dials.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -15,23 +15,24 @@ use super::Seen;
 #[derive(Default)]
 pub(super) struct Record {
     pub(super) dials: Mutex<Seen>,
-    /// Of certificates, answered.
+    /// The certificate requests that were granted.
     pub(super) requests: Mutex<Seen>,
-    /// Discovery streams.
+    /// The discovery streams that were opened.
     pub(super) opened: Mutex<Seen>,
 }
 
 pub(super) struct Front {
     pub(super) port: u16,
     pub(super) seen: Arc<Record>,
-    /// While it is not, connections are closed, and new ones as soon as they are accepted.
+    /// True while the control plane is up. While it is false, open connections are closed, and new
+    /// connections are closed as soon as they are accepted.
     pub(super) is_up: watch::Sender<bool>,
     _relaying: JoinSet<()>,
 }
 
 impl Front {
     pub(super) async fn start(istiod: SocketAddr) -> Self {
-        // All of 127.0.0.0/8.
+        // Each agent dials its own address of 127.0.0.0/8.
         let listener = tokio::net::TcpListener::bind("0.0.0.0:0").await;
         let listener = listener.and_then(tokio::net::TcpListener::into_std);
         let listener = listener.expect("a port");
@@ -51,20 +52,20 @@ impl Front {
         }
     }
 
-    /// The address an agent dials. It tells the agents apart.
+    /// Returns the address that an agent dials. Each agent has its own, which identifies the agent.
     pub(super) fn address(&self, agent: usize) -> SocketAddr {
         let [_, _, high, low] = u32::try_from(agent).expect("a small number").to_be_bytes();
         (Ipv4Addr::new(127, 1, high, low), self.port).into()
     }
 
-    /// Open now.
+    /// Returns the number of open connections.
     pub(super) fn connections(&self) -> usize {
-        // Each holds a receiver, beside the one that accepts.
+        // Each connection holds a receiver, and the task that relays holds one more.
         self.is_up.receiver_count() - 1
     }
 }
 
-/// Takes connections on a thread of its own, so that a busy runtime does not falsify their times.
+/// Accepts connections on a thread of its own, so that a busy runtime does not falsify their times.
 fn accept(listener: &TcpListener, seen: &Record, accepted: &UnboundedSender<TcpStream>) {
     loop {
         let (agent, _) = listener.accept().expect("a connection");

@@ -1,5 +1,5 @@
-//! What the relay is measured against, each a process of its own so that its processor time can be
-//! told: a byte pump that knows TLS and nothing else, and a relay that decodes and encodes again.
+//! The baselines of the relay, each a process of its own so that its CPU time can be measured: a byte
+//! pump that knows only TLS, and a relay that decodes and encodes every message.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::peer::{ControlPlane, NAME};
 
-/// Copies bytes between a Unix socket and a TLS connection, HTTP/2 and all.
+/// Copies bytes between a Unix socket and a TLS connection, HTTP/2 included.
 pub async fn pump(socket: &Path, address: &str, root_pem: &str) {
     let listener = UnixListener::bind(socket).expect("a free path");
     while let Ok((mut envoy, _)) = listener.accept().await {

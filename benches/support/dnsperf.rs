@@ -1,4 +1,5 @@
-//! Other DNS servers with the same names, and `dnsperf` to ask them all in the same way.
+//! Starts other DNS servers with the same names, and `dnsperf`, which queries all servers in the same
+//! way.
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
@@ -7,20 +8,26 @@ use std::process::Command;
 
 use super::{Process, write};
 
-/// Of a server that was asked at a fixed rate.
-pub struct Asked {
+/// The figures of a server that was queried at a fixed rate.
+pub struct DnsperfFigures {
     pub cpu_per_query: f64,
     pub lost: u64,
 }
 
-/// Whether a program is there to be measured.
-pub fn has(program: &str) -> bool {
+/// Returns true if the program is installed.
+pub fn is_installed(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
 }
 
-/// Asks for `names`, over and over, so often a second.
-pub fn ask(server: &Process, address: SocketAddr, names: &Path, rate: u64, seconds: u64) -> Asked {
+/// Queries the server for `names`, over and over, at `rate` queries per second.
+pub fn ask(
+    server: &Process,
+    address: SocketAddr,
+    names: &Path,
+    rate: u64,
+    seconds: u64,
+) -> DnsperfFigures {
     let cpu = server.cpu();
     let mut command = Command::new("dnsperf");
     command
@@ -35,7 +42,7 @@ pub fn ask(server: &Process, address: SocketAddr, names: &Path, rate: u64, secon
     let cpu = (server.cpu() - cpu).as_secs_f64() * 1e6;
     let text = String::from_utf8_lossy(&output.stdout);
     let [completed, lost] = ["Queries completed:", "Queries lost:"].map(|name| figure(&text, name));
-    Asked {
+    DnsperfFigures {
         cpu_per_query: cpu / completed as f64,
         lost,
     }
@@ -48,7 +55,7 @@ fn figure(text: &str, name: &str) -> u64 {
     number.unwrap_or_else(|| panic!("no {name} of dnsperf in {text}"))
 }
 
-/// One thread, as the agent has, and nothing but the names.
+/// Starts an unbound that has one thread, like the agent, and knows only these names.
 pub fn unbound(place: &Path, address: SocketAddr, names: &[(String, IpAddr)]) -> Process {
     let mut text = format!(
         "server:\n interface: {}@{}\n num-threads: 1\n use-syslog: no\n logfile: \"\"\n\

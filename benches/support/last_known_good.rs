@@ -1,5 +1,5 @@
-//! The agent's relay, in a process of its own, which takes its client for an Envoy whose configuration
-//! it keeps: in memory, as a pod does.
+//! The agent's relay in a process of its own. It treats its client as an Envoy and stores the
+//! configuration in memory, in the way that a pod does.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use istio_agent::xds::server::{Config, Discovery, Upstream};
 use super::peer::NAME;
 
 pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
-    // The caller removes it.
+    // The caller removes the directory.
     let directory = socket.parent().expect("a directory");
     let root = directory.join("kept-root.pem");
     std::fs::write(&root, root_pem).expect("a file");

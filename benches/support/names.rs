@@ -1,4 +1,4 @@
-//! Name tables as istiod sends them, and questions for their names.
+//! Name tables in the form that istiod sends, and queries for their names.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
@@ -16,7 +16,8 @@ pub fn ip(number: usize, last: u8) -> IpAddr {
     [10, (number / 250 % 250) as u8, (number % 250) as u8, last].into()
 }
 
-/// A table of services as a cluster has them, written by hand: 100,000 messages are slow to build.
+/// Encodes a name table with services of a typical cluster. It is encoded by hand, because building
+/// 100,000 messages is slow. The addresses end with `version`.
 pub fn name_table(hosts: usize, version: u8) -> Vec<u8> {
     fn field(into: &mut Vec<u8>, number: u8, value: &[u8]) {
         into.push(number << 3 | 2);
@@ -54,7 +55,7 @@ pub fn query(id: u16, name: &str) -> Vec<u8> {
     query
 }
 
-/// Asks until there is an answer without an error.
+/// Sends queries until an answer without an error arrives.
 pub fn wait_for(address: SocketAddr) {
     let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
     socket.connect(address).expect("connected");

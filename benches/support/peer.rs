@@ -1,5 +1,5 @@
-//! Both ends of the relay under measurement, as cheap as they can be: a control plane behind TLS
-//! that answers each request with a message of the size it asks for, and a client that counts bytes.
+//! Both peers of the measured relay, as cheap as possible: a control plane behind TLS that responds to
+//! each request with a message of the requested size, and a client that counts bytes.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -36,17 +36,18 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 pub const NAME: &str = "istiod.istio-system.svc";
 
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
-/// What HTTP/2 puts in one DATA frame anyway.
+/// The size of the pieces in which a response is sent: HTTP/2 does not put more into one DATA frame by
+/// default.
 const PIECE: usize = 16 * 1024;
 
-/// A discovery response to ask for: about how many bytes, in resources of about how many.
+/// The approximate size of a discovery response and of each of its resources, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub bytes: usize,
     pub resource: usize,
 }
 
-/// A control plane on a thread of its own. It answers a request whose type URL is a [`Shape`].
+/// A control plane on a thread of its own. It responds to requests whose type URL is a [`Shape`].
 pub struct ControlPlane {
     pub address: String,
     pub root_pem: String,
@@ -74,7 +75,7 @@ impl ControlPlane {
         Self { address, root_pem }
     }
 
-    /// A TLS connection to it, as the agent makes one.
+    /// Opens a TLS connection to the control plane in the way that the agent does.
     pub async fn dial(
         address: &str,
         root_pem: &str,
@@ -96,7 +97,8 @@ impl ControlPlane {
     }
 }
 
-/// Istiod's taste: a Go server picks AES-128 whatever order the client gives.
+/// Returns a provider that prefers AES-128, like istiod: a Go server picks it, whatever the client's
+/// order is.
 fn provider() -> CryptoProvider {
     let mut provider = aws_lc_rs::default_provider();
     let aes_128 = CipherSuite::TLS13_AES_128_GCM_SHA256;
@@ -184,13 +186,14 @@ impl Shape {
     }
 }
 
-/// A framed response.
+/// Returns a framed response of this shape.
 pub fn response(protocol: Protocol, shape: Shape) -> Bytes {
     let any = |size| Any {
         type_url: CLUSTER.into(),
         value: vec![b'c'; size],
     };
     let count = (shape.bytes / shape.resource).max(1);
+    // The type URL and the framing of a resource take about 70 bytes.
     let each = (shape.bytes / count).saturating_sub(70);
     let message = match protocol {
         Protocol::Sotw => DiscoveryResponse {
@@ -218,13 +221,13 @@ pub fn response(protocol: Protocol, shape: Shape) -> Bytes {
     framed(&message)
 }
 
-/// A framed request for a response.
+/// Returns a framed request for a response of this shape.
 pub fn request(protocol: Protocol, shape: Shape) -> Bytes {
     let type_url = format!("{}/{}", shape.bytes, shape.resource);
     framed_request(protocol, type_url, "")
 }
 
-/// The ACK of a response.
+/// Returns the framed ACK of a response.
 fn ack(protocol: Protocol) -> Bytes {
     framed_request(protocol, CLUSTER.to_owned(), "nonce")
 }
@@ -249,7 +252,7 @@ fn framed_request(protocol: Protocol, type_url: String, nonce: &str) -> Bytes {
     })
 }
 
-/// A message as gRPC sends it.
+/// Returns the message with gRPC's prefix of five bytes.
 pub fn framed(message: &[u8]) -> Bytes {
     let length = u32::try_from(message.len())
         .expect("under 4 GiB")
@@ -257,7 +260,8 @@ pub fn framed(message: &[u8]) -> Bytes {
     Bytes::from([&[0], &length[..], message].concat())
 }
 
-/// The body of the control plane's answer.
+/// A body with the bytes from a channel: the responses of the control plane, or the requests of the
+/// client.
 struct Answers(mpsc::Receiver<Bytes>);
 
 impl Body for Answers {
@@ -274,7 +278,7 @@ impl Body for Answers {
     }
 }
 
-/// An ADS stream as Envoy opens one, which counts what it gets.
+/// An ADS stream that is opened in the way that Envoy does. It only counts the received bytes.
 pub struct Client {
     protocol: Protocol,
     requests: mpsc::Sender<Bytes>,
@@ -282,7 +286,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Opens a stream over `io`, with the windows of an Envoy cluster that sets none but roomy.
+    /// Opens a stream over `io`, with large HTTP/2 windows.
     pub async fn open(
         io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
         protocol: Protocol,
@@ -310,7 +314,7 @@ impl Client {
         }
     }
 
-    /// Accepts the last message and asks for another.
+    /// Sends the ACK of the last message and requests another message.
     pub async fn ask(&mut self, shape: Shape) {
         self.send(ack(self.protocol)).await;
         self.send(request(self.protocol, shape)).await;
@@ -322,7 +326,7 @@ impl Client {
         sent.expect("the stream is open");
     }
 
-    /// Reads whatever comes until the stream ends, and counts it meanwhile.
+    /// Reads until the stream ends, and counts the bytes meanwhile.
     pub async fn read_to_end(&mut self, read: &AtomicU64) {
         while let Some(Ok(frame)) = self.body.frame().await {
             let bytes = frame.data_ref().map_or(0, Bytes::len);
@@ -330,7 +334,7 @@ impl Client {
         }
     }
 
-    /// Reads `bytes` bytes, pausing after each piece if a rate is given.
+    /// Reads `bytes` bytes, with a pause after each frame if a rate is given.
     pub async fn read(&mut self, bytes: usize, bytes_per_second: Option<f64>) {
         let mut left = bytes;
         while left > 0 {

@@ -1,5 +1,5 @@
-//! Compiles istiod's certificate service, and Envoy's own definitions into the descriptors by which
-//! resource files are read.
+//! Compiles the definition of istiod's certificate service, and compiles Envoy's own definitions into
+//! the descriptors that are needed to read resource files.
 
 #![expect(
     clippy::disallowed_methods,
@@ -31,7 +31,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// All v3 messages of Envoy, as the crate `envoy-types` carries their definitions.
+/// Returns descriptors of all v3 messages of Envoy, compiled from the definitions in the crate
+/// `envoy-types`.
 fn envoy_descriptors() -> Result<Vec<u8>, Box<dyn Error>> {
     let definitions = envoy_types_folder()?.join("proto");
     let includes = [
@@ -51,7 +52,8 @@ fn envoy_descriptors() -> Result<Vec<u8>, Box<dyn Error>> {
     while !files.is_empty() {
         let left = compile_some(&includes, &files, &mut compiled)?;
         if left.len() == files.len() {
-            // Seen with `cargo build -vv`. A resource file that needs one is refused with its type.
+            // `cargo build -vv` shows this line. A resource of a type without a descriptor is refused,
+            // with an error that names the type.
             println!("no descriptors for {left:?}");
             break;
         }
@@ -61,11 +63,12 @@ fn envoy_descriptors() -> Result<Vec<u8>, Box<dyn Error>> {
     Ok(FileDescriptorSet { file }.encode_to_vec())
 }
 
-/// Compiles what of `files` can be compiled together, and returns the rest.
+/// Compiles the `files` that can be compiled together, and returns the remaining files.
 ///
-/// Relative names are the reason for a rest: in `envoy.extensions.filters`, `config.core.v3` means
+/// Files remain because of relative names: in `envoy.extensions.filters`, `config.core.v3` means
 /// `envoy.config.core.v3`, but the compiler looks no further than `envoy.extensions.config` once any
-/// file, imported or not, has made that a package. The rest finds its names in a fresh compiler.
+/// file, imported or not, has made that a package. A new compiler finds the names of the remaining
+/// files.
 fn compile_some(
     includes: &[PathBuf],
     files: &[PathBuf],
@@ -85,9 +88,9 @@ fn compile_some(
     Ok(left)
 }
 
-/// Where cargo keeps the crate: its registry, or a folder of vendored crates.
+/// Returns the folder in which cargo stores the crate: in its registry, or among vendored crates.
 fn envoy_types_folder() -> Result<PathBuf, Box<dyn Error>> {
-    // Offline suffices unless a crate that only tests need was never downloaded.
+    // `--offline` suffices unless a crate that only tests need was never downloaded.
     let metadata = metadata(&["--offline"]).or_else(|_| metadata(&[]))?;
     let packages = metadata["packages"].as_array().ok_or("no packages")?;
     let manifest = packages

@@ -237,12 +237,12 @@ mod tests {
     use crate::trust_anchors::SystemRoots;
     use crate::wasm::{Config, FetchConfig};
 
-    /// One that can fetch nothing.
+    /// Returns a handle that can fetch nothing, because its future is dropped.
     fn wasm() -> Wasm {
         start(Path::new("/nonexistent")).0
     }
 
-    /// Fetches end with the future.
+    /// Returns a handle, and a future that ends all fetches when it is dropped.
     fn start(directory: &Path) -> (Wasm, impl Future<Output = ()>) {
         let fetch = FetchConfig {
             insecure: Vec::new(),
@@ -334,7 +334,7 @@ mod tests {
             nonce: "n".to_owned(),
             ..Default::default()
         };
-        // With a field of a later version.
+        // Adds a field that this version does not know.
         let mut message = response.encode_to_vec();
         wire::append(&mut message, 3000, b"unknown");
         message.into()
@@ -387,7 +387,7 @@ mod tests {
         }
     }
 
-    /// A server that takes connections and does not answer, and a module of it.
+    /// Returns a server that never responds, and a resource whose module is fetched from this server.
     fn hanging(name: &str, limit: Duration) -> (std::net::TcpListener, protobuf::Any) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address");
@@ -420,7 +420,7 @@ mod tests {
         let (found, later) = forwarded_first(&ecds, &first).await;
         assert_eq!(found, delta("1", &[b, ("c", other("c"))], &["x"]));
         assert_eq!(later.rest, delta("1", from_ref(&a), &[]));
-        // So does the next response, and one with removals only.
+        // The hanging module does not delay the next response either, nor a response with removals only.
         for (nonce, newer) in [
             ("2", delta("2", &[("b", other("new"))], &[])),
             ("3", delta("3", &[], &["b"])),
@@ -502,7 +502,7 @@ mod tests {
         assert_eq!(ecds.merge(Protocol::Sotw, &older, &newer), Some(newer));
     }
 
-    /// Resources that look like filters, with no module to fetch in them.
+    /// Generates resources that look like filters and have no module to fetch.
     fn resources() -> impl Strategy<Value = Vec<protobuf::Any>> {
         let types = [
             "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC",
@@ -516,7 +516,7 @@ mod tests {
             let mut resource = resource(&name, type_url, value.clone());
             match kind {
                 0 => resource.value = value,
-                // With a field of a later version.
+                // Adds a field that this version does not know.
                 1 => wire::append(&mut resource.value, 3000, &value),
                 _ => {}
             }

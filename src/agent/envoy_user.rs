@@ -50,7 +50,7 @@ fn log_failure(path: &Path, result: io::Result<()>) {
 mod tests {
     use super::*;
 
-    /// Group and mode of a directory before and after, as root, which alone may change owners.
+    /// The rows have the owner, group and mode of a directory, and its group afterwards.
     #[test]
     fn only_root_directories_closed_to_others_get_envoys_group() {
         if !rustix::process::getuid().is_root() {

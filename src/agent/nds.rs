@@ -39,7 +39,7 @@ impl Agent {
             .build()
             .map_err(failed)?;
         let serve = move || {
-            // The receiver is gone if the shutdown took too long.
+            // The receiver is dropped if the shutdown took too long.
             let _ = done.send(runtime.block_on(serving));
             runtime.shutdown_background();
         };

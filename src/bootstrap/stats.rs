@@ -1,5 +1,5 @@
-//! Selects the statistics Envoy keeps and the tags it extracts from their names: those that Istio's dashboards
-//! need, and those the user adds.
+//! Selects the statistics that Envoy collects and the tags that it extracts from their names: what Istio's
+//! dashboards need, and what the user adds.
 
 use std::net::IpAddr;
 
@@ -33,7 +33,7 @@ const TAGS: &[(&str, &str)] = &[
     ),
 ];
 
-/// Tags after those of the user.
+/// The tags that Envoy tries after the tags of the user.
 const LATER_TAGS: &[(&str, &str)] = &[
     ("cache", r"(cache\.(.+?)\.)"),
     ("component", r"(component\.(.+?)\.)"),

@@ -80,7 +80,7 @@ mod tests {
         SpiffeId::new("cluster.local", "shop", "cart")
     }
 
-    /// The DER of the subject and of the one extension.
+    /// Checks that a critical SAN is the only extension. Returns the DER of the subject and of the extension's value.
     fn shape(request: &Request) -> (Vec<u8>, Vec<u8>) {
         let (_, pem) = parse_x509_pem(request.csr_pem.as_bytes()).unwrap();
         assert_eq!(pem.label, "CERTIFICATE REQUEST");
@@ -111,6 +111,7 @@ mod tests {
         for (key_type, signature) in table {
             let request = generate(key_type, Encoding::Pkcs8, &identity()).unwrap();
             let (subject, names) = shape(&request);
+            // One attribute: the organization name (2.5.4.10), an empty PrintableString.
             let organization = [
                 0x30, 0x0b, 0x31, 0x09, 0x30, 0x07, 6, 3, 0x55, 4, 10, 0x13, 0,
             ];
@@ -151,6 +152,7 @@ mod tests {
 
     #[test]
     fn long_identities_keep_their_length() {
+        // The encoding of a DER length changes at 128, 256 and 65,536 bytes.
         for size in [1, 90, 120, 125, 126, 127, 128, 129, 250, 256, 300, 70_000] {
             let id = SpiffeId::new("td", "n".repeat(size), "sa");
             let (_, names) = shape(&generate(KeyType::P256, Encoding::Pkcs8, &id).unwrap());

@@ -144,6 +144,7 @@ mod tests {
 
     #[test]
     fn an_elliptic_key_names_its_curve() {
+        // The OIDs of the curves, in DER.
         for (key_type, curve) in [
             (
                 KeyType::P256,

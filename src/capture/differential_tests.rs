@@ -1,5 +1,5 @@
-//! Random settings, by both back ends: the kernel has the rules that the model says, and packets
-//! go the same way by both.
+//! Compares the rules of iptables and nftables for random settings: the kernel has the rules of the model,
+//! and both send packets the same way.
 
 use std::fs;
 use std::net::IpAddr;
@@ -18,12 +18,12 @@ use super::packet::{Packet, Sender, simulate};
 use super::rules::{Family, Rules};
 use crate::address::Cidr;
 
-/// Some of these items, as a list.
+/// Generates a comma-separated list of some of the items.
 fn list(items: &'static [&'static str]) -> impl Strategy<Value = String> {
     subsequence(items, 0..=items.len()).prop_map(|items| items.join(","))
 }
 
-/// `*`, or some of these items.
+/// Generates `*`, or a list of some of the items.
 fn all_or(items: &'static [&'static str]) -> impl Strategy<Value = String> {
     prop_oneof![Just("*".to_owned()), list(items)]
 }
@@ -94,7 +94,7 @@ fn configs() -> impl Strategy<Value = Config> {
 
 const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
 
-/// The model's rules for iptables, and for nft, of each family.
+/// Returns the rules of the model for iptables and for nft, each for both families.
 fn wanted(config: &Config) -> [[Layout; 2]; 2] {
     let rules = Rules::new(config);
     [
@@ -103,7 +103,8 @@ fn wanted(config: &Config) -> [[Layout; 2]; 2] {
     ]
 }
 
-/// Returns the rules of the kernel after these were loaded. None on a machine without namespaces.
+/// Loads the rules into a new network namespace for iptables, and into another one for nft. Returns the rules
+/// that the kernel lists; None on a machine without namespaces.
 fn loaded(config: &Config) -> Option<[[Layout; 2]; 2]> {
     const MARK: &str = "@@";
     let rules = Rules::new(config);
@@ -139,7 +140,7 @@ fn loaded(config: &Config) -> Option<[[Layout; 2]; 2]> {
     Some([iptables, nft])
 }
 
-/// First packets of connections that the rules of a family may capture, as `--explain` takes them.
+/// Generates flows, in the form that `--explain` accepts, whose first packets the rules may capture.
 fn flows() -> impl Strategy<Value = Vec<String>> {
     let users = select(vec!["1337", "0", "1000", "202", "2005", "3000", "54321"]);
     let v4 = [
@@ -187,7 +188,7 @@ fn flows() -> impl Strategy<Value = Vec<String>> {
     proptest::collection::vec(flow, 200)
 }
 
-/// The packet that a flow without gaps describes.
+/// Returns the packet of a flow that has all fields.
 fn packet(flow: Flow) -> Packet {
     let unspecified = IpAddr::from([0, 0, 0, 0]);
     let sender = flow.user.map(|user| Sender {
@@ -230,7 +231,7 @@ proptest! {
     }
 }
 
-/// `PROPTEST_CASES`, or else this number.
+/// Returns the number in `PROPTEST_CASES`, or else `default`.
 fn cases(default: u32) -> u32 {
     #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
     let given = std::env::var("PROPTEST_CASES").ok();

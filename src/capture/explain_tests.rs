@@ -1,4 +1,4 @@
-//! Flows that are understood, flows that are not, and what is said of them.
+//! Tests how flows are parsed, and how decisions about them are explained.
 
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Ways through the rules, one line each.
+//! Tests how simulated packets pass the rules. Each row has a flow and the expected decision.
 
 use super::Decision::{Redirected, Rejected, Tproxied, Untouched};
 use super::*;
@@ -8,7 +8,7 @@ use crate::capture::explain::Flow;
 use crate::capture::iptables::appended;
 use crate::capture::rules::{Family, Rules};
 
-/// Rules for both families.
+/// The rules for both families.
 struct Fixture([Layout; 2]);
 
 fn rules(change: impl FnOnce(&mut Settings)) -> Fixture {
@@ -30,7 +30,7 @@ fn tproxy(settings: &mut Settings) {
     settings.istio_inbound_interception_mode = "TPROXY".to_owned();
 }
 
-/// The first packet of a flow, over eth0 unless the flow says more.
+/// Returns the first packet of a flow. The interface is eth0 unless the flow names another.
 fn packet(flow: &str) -> Packet {
     let flow: Flow = flow.parse().expect("a flow");
     let destination = flow.destination.unwrap_or([10, 0, 0, 1].into());
@@ -76,7 +76,7 @@ fn packets_of_applications_are_captured_and_those_of_the_proxy_are_not() {
         ("out,tcp,1337/0,[2001:db8::5]:443", Untouched),
         ("out,tcp,1000,127.0.0.1:80,lo", Untouched),
         ("out,tcp,1000,[::1]:80,lo", Untouched),
-        // Calls of the pod to its own address: the proxy's are inbound.
+        // Connections of the pod to its own address. Connections of the proxy count as inbound.
         ("out,tcp,1000,10.0.0.1:80,lo", Untouched),
         ("out,tcp,1337,10.0.0.1:80,lo", Redirected(15006)),
         ("out,tcp,1337,10.0.0.1:15008,lo", Untouched),

@@ -85,7 +85,7 @@ fn printed(output: Output) -> io::Result<Vec<u8>> {
 }
 
 /// Writes the input to a file in memory. A pipe would end early if the agent is killed, and the program would
-/// take the first half for the whole input.
+/// treat the first part as the complete input.
 fn memory_file(input: &str) -> io::Result<Stdio> {
     let descriptor = rustix::fs::memfd_create("input", rustix::fs::MemfdFlags::CLOEXEC)?;
     let mut file = std::fs::File::from(descriptor);
@@ -121,7 +121,7 @@ mod tests {
         let input = "line\n".repeat(100_000);
         let limit = Duration::from_secs(60);
         assert_eq!(sh("cat", &input, limit).await, Ok(input.clone()));
-        // It need not read its input.
+        // A program may exit without reading its input.
         assert_eq!(
             sh("echo done", &input, limit).await,
             Ok("done\n".to_owned())
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn failures_name_what_happened() {
+    async fn errors_contain_the_cause() {
         let limit = Duration::from_secs(60);
         let error = sh("echo why >&2; exit 3", "", limit).await;
         assert_eq!(error, Err("failed (exit status: 3): why".to_owned()));

@@ -1,4 +1,5 @@
-//! Chains as a server shows them, in handshakes. OpenSSL signed the recorded ones.
+//! Tests the verification of certificate chains that a server presents in handshakes. OpenSSL signed the
+//! recorded chains.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -25,7 +26,7 @@ const NAME: &str = "istiod.test";
 type Ca = CertifiedIssuer<'static, KeyPair>;
 type Change = fn(&mut CertificateParams);
 
-/// Makes a CA that has the name of the server.
+/// Returns the parameters of a CA certificate that is valid for the name of the server.
 fn params(name: &str, change: Change) -> CertificateParams {
     let mut params = CertificateParams::new([NAME.to_owned()]).unwrap();
     params.distinguished_name = DistinguishedName::new();
@@ -86,8 +87,8 @@ fn anchors(roots: &[&Ca]) -> TrustAnchors {
     trust_anchors::parse(Path::new("roots"), pem.as_bytes(), SystemTime::now()).unwrap()
 }
 
-/// Returns the outcome of handshakes with a server that shows `chain` and has `key`, one for each version
-/// of TLS.
+/// Returns the outcome of handshakes with a server that presents `chain` and has `key`. It must be the same
+/// with TLS 1.2 and 1.3.
 async fn connect(chain: &[&Ca], key: &KeyPair, roots: &[&Ca], name: &str) -> Result<(), String> {
     let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
     let chain = chain.iter().map(|ca| ca.der().clone()).collect();
@@ -118,7 +119,7 @@ async fn connect(chain: &[&Ca], key: &KeyPair, roots: &[&Ca], name: &str) -> Res
     outcomes.remove(0)
 }
 
-async fn shows(chain: &[&Ca], roots: &[&Ca]) -> Result<(), String> {
+async fn handshake(chain: &[&Ca], roots: &[&Ca]) -> Result<(), String> {
     connect(chain, chain[0].key(), roots, NAME).await
 }
 
@@ -140,28 +141,28 @@ async fn a_ca_certificate_that_is_a_root_or_signed_by_one_is_accepted_as_a_leaf(
         unchanged,
         |leaf| leaf.extended_key_usages = vec![Purpose::ServerAuth, Purpose::ClientAuth],
         |leaf| leaf.extended_key_usages = vec![Purpose::Any],
-        // Go does not look at it.
+        // Go ignores the key usage of a leaf.
         |leaf| leaf.key_usages = vec![KeyUsagePurpose::KeyCertSign],
     ];
     for usage in usages {
         let leaf = issued("leaf", &plain, usage);
-        assert_eq!(shows(&[&leaf], &[&constrained, &plain]).await, Ok(()));
-        assert_eq!(shows(&[&leaf, &plain], &[&plain]).await, Ok(()));
+        assert_eq!(handshake(&[&leaf], &[&constrained, &plain]).await, Ok(()));
+        assert_eq!(handshake(&[&leaf, &plain], &[&plain]).await, Ok(()));
         let own = root("own", usage);
-        assert_eq!(shows(&[&own], &[&own]).await, Ok(()));
+        assert_eq!(handshake(&[&own], &[&own]).await, Ok(()));
     }
     for root in [&shallow, &constrained] {
-        assert_eq!(shows(&[root], &[root]).await, Ok(()));
+        assert_eq!(handshake(&[root], &[root]).await, Ok(()));
     }
     let leaf = issued("leaf", &shallow, unchanged);
-    assert_eq!(shows(&[&leaf], &[&shallow]).await, Ok(()));
-    // The root file has an earlier issue.
+    assert_eq!(handshake(&[&leaf], &[&shallow]).await, Ok(()));
+    // The root file has an earlier certificate with the same name and key.
     let key = KeyPair::from_pem(&plain.key().serialize_pem()).unwrap();
     let renewed = Ca::self_signed(params("root", unchanged), key).unwrap();
-    assert_eq!(shows(&[&renewed], &[&plain]).await, Ok(()));
+    assert_eq!(handshake(&[&renewed], &[&plain]).await, Ok(()));
     // A root that is not self-signed.
     let pinned = issued("pinned", &plain, unchanged);
-    assert_eq!(shows(&[&pinned], &[&pinned]).await, Ok(()));
+    assert_eq!(handshake(&[&pinned], &[&pinned]).await, Ok(()));
 }
 
 #[tokio::test]
@@ -187,12 +188,12 @@ async fn a_ca_certificate_with_a_fault_is_refused_as_a_leaf() {
     ];
     for (fault, why) in faults {
         let leaf = issued("leaf", &plain, fault);
-        assert_refused(shows(&[&leaf], &[&plain]).await, why);
+        assert_refused(handshake(&[&leaf], &[&plain]).await, why);
         let own = root("own", fault);
         if why != "certificate expired" {
-            assert_refused(shows(&[&own], &[&own]).await, why);
+            assert_refused(handshake(&[&own], &[&own]).await, why);
         }
-        assert_refused(shows(&[&own], &[&plain]).await, "certificate");
+        assert_refused(handshake(&[&own], &[&plain]).await, "certificate");
     }
     let leaf = issued("leaf", &plain, unchanged);
     let other = connect(&[&leaf], leaf.key(), &[&plain], "other.test").await;
@@ -203,13 +204,13 @@ async fn a_ca_certificate_with_a_fault_is_refused_as_a_leaf() {
 
 #[tokio::test]
 async fn a_ca_certificate_as_a_leaf_without_an_eligible_root_is_refused_with_the_remedy() {
-    let cure = "CN=leaf, issued by CN=root, is a CA's (CA:TRUE), and no root has signed it \
+    let remedy = "CN=leaf, issued by CN=root, is a CA's (CA:TRUE), and no root has signed it \
                 directly: issue it with -addext basicConstraints=CA:FALSE (openssl) or isCA: false";
     let plain = root("root", unchanged);
     let leaf = issued("leaf", &plain, unchanged);
     let (namesake, stranger) = (root("root", unchanged), root("stranger", unchanged));
-    assert_refused(shows(&[&leaf], &[&namesake, &stranger]).await, cure);
-    assert_refused(shows(&[&leaf, &plain], &[&namesake]).await, cure);
+    assert_refused(handshake(&[&leaf], &[&namesake, &stranger]).await, remedy);
+    assert_refused(handshake(&[&leaf, &plain], &[&namesake]).await, remedy);
     let constraints: [Change; 4] = [
         permits_dns,
         permits_uris,
@@ -219,18 +220,21 @@ async fn a_ca_certificate_as_a_leaf_without_an_eligible_root_is_refused_with_the
     for constraint in constraints {
         let root = root("root", constraint);
         let leaf = issued("leaf", &root, unchanged);
-        assert_refused(shows(&[&leaf], &[&root]).await, cure);
+        assert_refused(handshake(&[&leaf], &[&root]).await, remedy);
     }
     let middle = issued("middle", &plain, unchanged);
     let leaf = issued("leaf", &middle, unchanged);
-    let cure = cure.replace("CN=root", "CN=middle");
-    assert_refused(shows(&[&leaf, &middle], &[&plain]).await, &cure);
-    assert_refused(shows(&[&leaf, &middle, &plain], &[&plain]).await, &cure);
-    // Signed by the root's key, in the name of another.
+    let remedy = remedy.replace("CN=root", "CN=middle");
+    assert_refused(handshake(&[&leaf, &middle], &[&plain]).await, &remedy);
+    assert_refused(
+        handshake(&[&leaf, &middle, &plain], &[&plain]).await,
+        &remedy,
+    );
+    // The key of the root signed this leaf, but the leaf names another issuer.
     let key = KeyPair::from_pem(&plain.key().serialize_pem()).unwrap();
     let alias = Ca::self_signed(params("middle", unchanged), key).unwrap();
     let leaf = issued("leaf", &alias, unchanged);
-    assert_refused(shows(&[&leaf], &[&plain]).await, &cure);
+    assert_refused(handshake(&[&leaf], &[&plain]).await, &remedy);
 }
 
 #[tokio::test]
@@ -246,19 +250,19 @@ async fn signatures_of_each_algorithm_are_verified_and_an_altered_leaf_is_refuse
         let key = KeyPair::generate_for(algorithm).unwrap();
         let root = Ca::self_signed(params("root", unchanged), key).unwrap();
         let leaf = issued("leaf", &root, unchanged);
-        assert_eq!(shows(&[&leaf], &[&root]).await, Ok(()), "{algorithm:?}");
+        assert_eq!(handshake(&[&leaf], &[&root]).await, Ok(()), "{algorithm:?}");
         let mut der = leaf.der().to_vec();
         *der.last_mut().unwrap() ^= 1;
-        assert_eq!(verdict(&der, &anchors(&[&root])), Err(true));
+        assert_eq!(verify_leaf(&der, &anchors(&[&root])), Err(true));
     }
 }
 
-/// Returns whether the error names the cure if the leaf is refused.
-fn verdict(leaf: &[u8], anchors: &TrustAnchors) -> Result<(), bool> {
+/// Verifies a leaf without intermediates. If the leaf is refused, returns true if the error names the remedy.
+fn verify_leaf(leaf: &[u8], anchors: &TrustAnchors) -> Result<(), bool> {
     let name = ServerName::try_from(NAME).unwrap();
     let verdict = anchors.verify_server_cert(&leaf.into(), &[], &name, &[], UnixTime::now());
-    let names_cure = |error: Error| error.to_string().contains("CA:FALSE");
-    verdict.map(drop).map_err(names_cure)
+    let names_remedy = |error: Error| error.to_string().contains("CA:FALSE");
+    verdict.map(drop).map_err(names_remedy)
 }
 
 #[test]
@@ -280,8 +284,8 @@ fn a_sha1_signature_is_refused_and_a_version_1_root_may_sign() {
                 .cloned()
                 .collect(),
         };
-        assert_eq!(verdict(&leaf, &only_root), expected);
-        assert_eq!(verdict(&leaf, &anchors), Ok(()));
+        assert_eq!(verify_leaf(&leaf, &only_root), expected);
+        assert_eq!(verify_leaf(&leaf, &anchors), Ok(()));
     }
 }
 
@@ -292,7 +296,7 @@ async fn errors_for_constraints_that_webpki_cannot_verify_name_the_certificate()
     let leaf = issued("leaf", &constrained, has_uri);
     let why = "CN=leaf, issued by CN=constrained, is below CN=constrained, whose name \
                constraints for URIs cannot be verified";
-    assert_refused(shows(&[&leaf, &constrained], &[&plain]).await, why);
+    assert_refused(handshake(&[&leaf, &constrained], &[&plain]).await, why);
     let excluding = issued("excluding", &plain, |ca| {
         ca.name_constraints = Some(NameConstraints {
             permitted_subtrees: Vec::new(),
@@ -300,7 +304,7 @@ async fn errors_for_constraints_that_webpki_cannot_verify_name_the_certificate()
         });
     });
     let leaf = issued("leaf", &excluding, has_uri);
-    let violates = shows(&[&leaf, &excluding], &[&plain]).await;
+    let violates = handshake(&[&leaf, &excluding], &[&plain]).await;
     assert_refused(violates, "invalid peer certificate");
     let mut chain = vec![issued("1", &plain, unchanged)];
     for depth in 2..=7 {
@@ -314,7 +318,7 @@ async fn errors_for_constraints_that_webpki_cannot_verify_name_the_certificate()
             leaf.is_ca = IsCa::ExplicitNoCa
         });
         let shown = std::iter::once(&leaf).chain(chain[..depth].iter().rev());
-        let found = shows(&Vec::from_iter(shown), &[&plain]).await;
+        let found = handshake(&Vec::from_iter(shown), &[&plain]).await;
         match outcome {
             Ok(()) => assert_eq!(found, Ok(())),
             Err(why) => assert_refused(found, why),

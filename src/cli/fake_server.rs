@@ -1,9 +1,9 @@
-//! A server for tests. Each connection gets the next of its answers.
+//! An HTTP server for tests, which sends the next of its responses on each connection.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
-/// Returns its URL, and a future that returns the requests after the last answer.
+/// Returns the URL of the server, and a future that serves and returns the requests after the last response.
 pub(super) async fn serve(
     answers: Vec<&'static str>,
 ) -> (String, impl Future<Output = Vec<String>>) {

@@ -1,4 +1,4 @@
-//! Starts with the environments and command lines of Istio's injection templates.
+//! Tests that the agent starts with the environments and command lines of Istio's injection templates.
 
 use std::fs;
 
@@ -7,13 +7,13 @@ use tempfile::TempDir;
 use super::*;
 use crate::config::{self, Config, environment::Environment};
 
-/// Arguments and variables that a template gives to the container.
+/// The arguments and environment variables that an injection template gives to the container.
 struct Template {
     arguments: Vec<&'static str>,
     variables: Vec<(&'static str, &'static str)>,
 }
 
-/// The resulting configuration, and all warnings.
+/// The configuration that results from a template, and all warnings.
 struct Start {
     config: Config,
     warnings: Vec<String>,

@@ -106,7 +106,7 @@ mod tests {
         }
     }
 
-    /// Returns the output of `request` and the request that the server gets, when it sends `answer`.
+    /// Returns the result and the output of `request` for this response, and the request that the server received.
     async fn exchange(answer: &'static str) -> (Result<(), BoxError>, String, String) {
         let (url, server) = serve(vec![answer]).await;
         let url = format!("{url}drain");

@@ -1,4 +1,4 @@
-//! Command lines.
+//! Tests how command lines are parsed.
 
 use super::*;
 use crate::config::pod::NodeType;

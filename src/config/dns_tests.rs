@@ -1,4 +1,4 @@
-//! The configuration of DNS.
+//! Tests the configuration of DNS.
 
 use std::time::Duration;
 
@@ -107,14 +107,17 @@ fn envoy_runs_as_the_exempt_user_where_the_agent_replaces_the_resolver() {
     let config = machine(&settings).config();
     let dns = config.dns.expect("DNS").server;
     let user = config.envoy.expect("Envoy").command.user;
-    // Only root may use the privileged port; for other users the default applies.
+    // Only root may use port 53. For other users, the default address applies.
     let expected = if rustix::process::getuid().is_root() {
         ("127.0.0.1:53", true, Some(1337))
     } else {
         ("localhost:15053", false, None)
     };
-    let stands_in = dns.policy.forward_before_first_table;
-    assert_eq!((&*dns.addresses[0], stands_in, user), expected);
+    let forwards_before_first_table = dns.policy.forward_before_first_table;
+    assert_eq!(
+        (&*dns.addresses[0], forwards_before_first_table, user),
+        expected
+    );
     let config = machine(&[]).config();
     assert_eq!(config.envoy.expect("Envoy").command.user, None);
 }

@@ -1,4 +1,4 @@
-//! The configuration of Envoy and its bootstrap.
+//! Tests the configuration of Envoy and of its bootstrap.
 
 use std::path::Path;
 use std::time::Duration;
@@ -66,7 +66,7 @@ fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
     }
     let set = "ISTIO_AGENT_LAST_REQUESTS";
     let grace = "TERMINATION_GRACE_PERIOD_SECONDS";
-    for (variables, outlast) in [
+    for (variables, long_requests) in [
         (&[][..], 10),
         (&[(grace, "60")], 50),
         (&[(grace, "6")], 0),
@@ -78,8 +78,12 @@ fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
         let config = machine(variables).config();
         let counts = config.bootstrap.stats.in_flight_expressions.len();
         let limits = config.envoy.expect("Envoy").limits;
-        assert_eq!(limits.long_requests, seconds(outlast), "{variables:?}");
-        assert_eq!(counts > 0, outlast > 0, "{variables:?}");
+        assert_eq!(
+            limits.long_requests,
+            seconds(long_requests),
+            "{variables:?}"
+        );
+        assert_eq!(counts > 0, long_requests > 0, "{variables:?}");
     }
     let envoy = machine(&[]).config().envoy.expect("Envoy");
     assert_eq!(envoy.limits.drain, Drain::For(seconds(5)));
@@ -165,8 +169,8 @@ fn pod_annotations_override_proxy_config_after_its_validation() {
     let document = config.bootstrap.node.proxy_config.document();
     assert!(!document.contains_key("statusPort"), "{document:?}");
     let env = machine.variables.iter().copied().collect();
-    let of_command = || status_port(&env, machine.root.path());
-    assert_eq!(of_command(), None);
+    let port_of_command = || status_port(&env, machine.root.path());
+    assert_eq!(port_of_command(), None);
     let bad = "status.sidecar.istio.io/port=\"http\"\n";
     machine.file("etc/istio/pod/annotations", bad);
     let config = machine.config();
@@ -174,7 +178,7 @@ fn pod_annotations_override_proxy_config_after_its_validation() {
         config.bootstrap.node.proxy_config.agent_port(),
         Some(15_099)
     );
-    assert_eq!(of_command(), Some(15_099));
+    assert_eq!(port_of_command(), Some(15_099));
     assert_eq!(config.warnings.len(), 1);
 }
 

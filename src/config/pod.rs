@@ -195,7 +195,7 @@ mod tests {
             assert!(warnings[0].subject.ends_with(name), "{warnings:?}");
             assert_eq!(warnings[0].found, found);
         }
-        // All that Kubernetes stores.
+        // The largest annotation that Kubernetes stores: 256 KiB, of which each byte is escaped.
         let text = format!("a=\"{}\"\n", r"\x01".repeat(256 << 10));
         std::fs::write(path("full"), text).expect("written");
         let mut warnings = Vec::new();

@@ -1,7 +1,7 @@
 //! Reports the effective configuration: every value and its origin, as YAML with comments or as JSON.
 //!
-//! [`report`] is the configuration of this machine, [`manifest_configuration`] the configuration of a pod manifest. Secrets
-//! are hidden. A configuration that cannot be used is reported with its problems.
+//! [`report`] is the configuration of this machine, [`manifest_configuration`] the configuration of a pod manifest.
+//! Secrets are hidden. A configuration that cannot be used is reported with its problems.
 
 use std::path::Path;
 
@@ -33,7 +33,7 @@ pub fn report(
     let printable = loader.proxy_config.printable().into_iter();
     let members = printable.map(|(name, value)| setting(&name, value, loader.origins.find(&name)));
     let members: Value = members.collect();
-    // Of a configuration that cannot be used, only these warnings are known.
+    // If the configuration cannot be used, these warnings are the only known ones.
     let merge_warnings = loader.notes.warnings.clone();
     let (warnings, problems) = match loader.config(log) {
         // Only a running agent knows whether another process serves the workload's secrets.

@@ -1,4 +1,4 @@
-//! The workload's certificate and its authority.
+//! Tests the configuration of the workload's certificate and its authority.
 
 use std::path::{Path, PathBuf};
 
@@ -36,13 +36,14 @@ fn a_missing_root_is_one_problem_which_names_the_config_map() {
 #[test]
 fn a_missing_root_for_discovery_only_is_a_warning_and_not_an_error() {
     let variables = [("PROV_CERT", "./prov")];
-    // The authority needs it as well.
+    // The connection to the authority needs this root as well, so that its absence is an error.
     let root = "root file for istiod (PROV_CERT)";
     assert_eq!(machine(&variables).subjects(), [root]);
-    // Another process serves secrets.
-    let beside = machine(&variables);
-    beside.file("var/run/secrets/workload-spiffe-uds/socket", "");
-    let config = beside.config();
+    // Another process may serve the secrets: the problem of the authority is deferred, and discovery causes a
+    // warning.
+    let with_sds_socket = machine(&variables);
+    with_sds_socket.file("var/run/secrets/workload-spiffe-uds/socket", "");
+    let config = with_sds_socket.config();
     assert_eq!(config.authority_problems.len(), 1);
     let warnings: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
     assert_eq!(warnings, [root]);

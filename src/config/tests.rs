@@ -1,4 +1,4 @@
-//! Configurations read from complete sets of inputs.
+//! Tests configurations that are read from complete sets of inputs.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ pub(super) struct Machine {
     pub(super) variables: Vec<(&'static str, &'static str)>,
 }
 
-/// A pod as the injector makes it.
+/// Returns the inputs of an injected pod, with additional environment variables.
 pub(super) fn machine(more: &[(&'static str, &'static str)]) -> Machine {
     let machine = Machine {
         root: TempDir::new().expect("a directory"),
@@ -41,10 +41,10 @@ impl Machine {
     }
 
     pub(super) fn load(&self, flags: &str) -> Result<Config, Vec<Problem>> {
-        self.load_beside(flags, pod::interfaces())
+        self.load_with_interfaces(flags, pod::interfaces())
     }
 
-    fn load_beside(
+    fn load_with_interfaces(
         &self,
         flags: &str,
         interfaces: io::Result<Vec<Interface>>,
@@ -94,7 +94,7 @@ fn an_injected_pod_has_one_connection_to_istiod() {
 
 #[test]
 fn every_malformed_variable_is_reported_once_whether_its_feature_is_on_or_not() {
-    // Node metadata of the wrong type is refused, as by pilot-agent.
+    // Node metadata of the wrong type is refused, as pilot-agent does.
     const REFUSED: [&str; 2] = ["ISTIO_META_DNS_CAPTURE", "ISTIO_META_ENABLE_SELF_DISCOVERY"];
     let typed = TABLE.iter().filter(|row| !(row.is_valid)("?"));
     let names = typed.map(|row| row.name);
@@ -152,7 +152,7 @@ fn several_control_planes_have_names_of_their_own_and_share_everything_else() {
         }
     }
     assert_eq!(config.warnings, []);
-    // An authority at the first address is reached as discovery is.
+    // An authority with the first address of the list, or without an address, has the same fallbacks as discovery.
     for (address, count) in [("a.test:15012", 2), ("", 2), ("c:1", 0)] {
         let ca = with_ca(address).ca_istiod.expect("a second connection");
         assert_eq!(ca.fallbacks.len(), count, "{address}");
@@ -302,14 +302,14 @@ fn ca_configuration_errors_are_deferred_if_another_process_may_serve_sds() {
 #[test]
 fn probes_come_from_an_address_of_the_applications_family() {
     for (address, origin) in [("10.0.0.9", "127.0.0.6"), ("fd00::9", "::6")] {
-        // The pod has both families.
+        // The pod has addresses of both families.
         let interfaces = ["10.0.0.9", "fd00::9"].map(|address| Interface {
             name: "eth0".to_owned(),
             address: address.parse().expect("an address"),
             is_loopback: false,
         });
         let machine = machine(&[("INSTANCE_IP", address)]);
-        let config = machine.load_beside("sidecar", Ok(interfaces.into()));
+        let config = machine.load_with_interfaces("sidecar", Ok(interfaces.into()));
         let config = config.expect("a good configuration");
         let status = config.status.expect("a status port");
         assert_eq!(status.application_host, address);

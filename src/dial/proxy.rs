@@ -260,7 +260,8 @@ mod tests {
         }
     }
 
-    /// What a proxy with this answer makes of a tunnel, and the request it got.
+    /// Opens a tunnel through a proxy that sends this response. Returns the result, and the request that the proxy
+    /// received.
     async fn tunnel(answer: &str) -> (Result<(), String>, String) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
@@ -269,7 +270,7 @@ mod tests {
             let (mut stream, _) = listener.accept().await.expect("a connection");
             let mut request = vec![0; 1024];
             let count = stream.read(&mut request).await.expect("a request");
-            // It may have enough before the end.
+            // The client may close the connection before it has read the entire response.
             let _ = stream.write_all(answer.as_bytes()).await;
             String::from_utf8_lossy(&request[..count]).into_owned()
         };

@@ -10,7 +10,7 @@ fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
         .collect()
 }
 
-/// In the order in which they are tried.
+/// Returns the addresses in the order in which they are tried.
 fn order(dialer: &Dialer, texts: &[&str]) -> Vec<SocketAddr> {
     dialer
         .candidates(addresses(texts))
@@ -26,12 +26,13 @@ async fn listener() -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// An address whose port refuses connections.
+/// Returns an address that refuses connections, because its listener is dropped.
 async fn refusing() -> SocketAddr {
     listener().await.1
 }
 
-/// A socket whose queue is full, so that connections to it are neither accepted nor refused.
+/// Returns the address of a listener whose queue is full, so that connections are neither accepted nor refused,
+/// and the sockets that keep the queue full.
 fn unresponsive() -> (Vec<rustix::fd::OwnedFd>, SocketAddr) {
     use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
     let socket = |flags| net::socket_with(AddressFamily::INET, SocketType::STREAM, flags, None);
@@ -108,6 +109,7 @@ async fn the_next_address_is_tried_when_one_refuses() {
     let bad = refusing().await;
     let dialer = Dialer::default();
     dialer.record_failure(good);
+    // The recorded failure makes `good` the last candidate.
     let mut candidates = dialer.candidates(vec![bad, good]);
     let (address, _stream) = candidates.connect().await.expect("a connection");
     assert_eq!(address, good);
@@ -128,6 +130,7 @@ async fn an_address_that_does_not_respond_costs_a_quarter_of_a_second_once() {
     let dialer = Dialer::default();
     dialer.record_failure(good);
     let start = Instant::now();
+    // The recorded failure makes `good` the last candidate.
     let mut candidates = dialer.candidates(vec![slow, good]);
     let (address, _stream) = candidates.connect().await.expect("a connection");
     assert_eq!(address, good);
@@ -176,7 +179,7 @@ async fn a_name_without_address_is_an_error_that_names_it() {
     assert_eq!(error, "cannot find the address of no such name");
 }
 
-/// Refuses IPv6.
+/// A filter that refuses IPv6 addresses.
 #[derive(Debug)]
 struct Ipv4Only;
 

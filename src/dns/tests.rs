@@ -1,4 +1,4 @@
-//! The DNS server over real sockets.
+//! Tests the DNS server with real sockets.
 
 use std::task::{Context, Waker};
 use std::time::Duration;
@@ -12,7 +12,8 @@ use super::name_table::tests::{domains, encode, external};
 use super::*;
 use crate::lifecycle::Tasks;
 
-/// Answers by name: `slow` late, `never` never, `fails` with a failure.
+/// A resolver. It answers names that begin with `slow` late, answers names that begin with `never` never, and
+/// fails for names that begin with `fails`.
 struct Resolver;
 
 impl Forward for Resolver {
@@ -38,7 +39,7 @@ struct Server {
     handover: ListenerHandover,
     shutdown: CancellationToken,
     registry: Registry,
-    /// Its sockets, for another agent.
+    /// Duplicates of the server's sockets, for an agent that takes over.
     duplicates: Vec<Bound>,
 }
 
@@ -48,7 +49,7 @@ fn server() -> Server {
     server
 }
 
-/// A server, and what serves it.
+/// Returns a server, and the future that serves.
 fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
     let config = || Config {
         addresses: vec!["127.0.0.1:0".into(), "[::1]:0".into()],
@@ -59,7 +60,7 @@ fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
         },
     };
     let (registry, shutdown) = (Registry::default(), CancellationToken::new());
-    // The number the kernel picks for UDP may be taken for TCP.
+    // Tried again, because the port that the kernel chooses for UDP may be in use for TCP.
     let bound = std::iter::repeat_with(|| bind(&config()).ok());
     let bound = bound.take(9).flatten().next().expect("bound");
     let addresses = bound.iter().map(|(udp, _)| udp.local_addr());
@@ -70,7 +71,7 @@ fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
         .map(|(udp, tcp)| Ok((udp.try_clone()?, tcp.try_clone()?)));
     let duplicates = duplicates.collect::<io::Result<_>>().expect("duplicates");
     let (dns, serving) = serving(config(), bound, &registry, &handover, &shutdown);
-    // Tests use them before it serves.
+    // Set here, because tests use the addresses before the future has set them.
     dns.addresses
         .set(addresses.expect("addresses"))
         .expect("unset");
@@ -187,6 +188,7 @@ async fn refused_messages_are_counted_as_neither_request_nor_response() {
     let mut tcp = server.tcp().await;
     send(&mut tcp, &status).await;
     receive(&mut tcp).await;
+    // The second message is longer than the server accepts.
     for refused in [status, vec![1; 5000]] {
         udp.send(&refused).await.expect("sent");
         next(&udp).await;
@@ -227,7 +229,7 @@ fn the_index_of_a_dropped_update_is_built_before_the_next() {
     runtime.unwrap().block_on(async {
         let (server, _serving) = unserved();
         let (end, ended) = std::sync::mpsc::channel::<()>();
-        // The one thread there is for such work is taken until then.
+        // Occupies the only thread for blocking work until `end` is dropped.
         let busy = tokio::task::spawn_blocking(move || ended.recv());
         let mut update = Box::pin(server.dns.update(Bytes::new()));
         let mut context = Context::from_waker(Waker::noop());
@@ -270,9 +272,10 @@ async fn a_query_fails_without_an_answer_or_with_too_many_waiting() {
     let message = ask(&udp, &fails).await;
     let expected = ([0x81, 0x82], Some(OWN_OPT.to_vec()));
     assert_eq!((message.flags, message.edns), expected);
+    // The most queries that may wait for resolvers.
     for _ in 0..1024 {
         udp.send(&query("never", 1, None)).await.expect("sent");
-        // So that none is lost in a full buffer.
+        // Lets the server receive each query, because a full buffer would lose some.
         tokio::task::yield_now().await;
     }
     let message = ask(&udp, &query("other.com", 1, None)).await;
@@ -296,7 +299,7 @@ async fn a_silent_connection_is_closed() {
     send(&mut half, &query("mesh.local", 1, None)).await;
     receive(&mut half).await;
     let start = Instant::now();
-    // A query of which a byte comes now and then is no query.
+    // An incomplete query does not extend the time limit.
     half.write_all(&[0, 40, 1]).await.expect("sent");
     assert_eq!(half.read(&mut [0; 8]).await.ok(), Some(0));
     assert_eq!(start.elapsed().as_secs(), 8);
@@ -330,7 +333,8 @@ async fn another_agent_takes_over_the_dns_sockets_without_losing_a_query() {
     send(&mut tcp, &query("other.com", 1, None)).await;
     receive(&mut tcp).await;
     former.handover.begin().await;
-    // Its forwarded query is answered, and its connection served.
+    // The former agent still answers its forwarded query and serves its connection. The new query stays in
+    // the socket until the other agent serves.
     let later = former.udp().await;
     later
         .send(&query("other.com", 1, None))

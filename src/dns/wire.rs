@@ -124,7 +124,7 @@ pub(crate) fn question_end(message: &[u8]) -> Option<usize> {
     (!is_compressed && end <= message.len()).then_some(end)
 }
 
-/// Finds the records behind the question; `None` if one is missing.
+/// Finds the records after the question; `None` if one is missing.
 pub(crate) fn records(message: &[u8], question_end: usize) -> Option<SmallVec<[Record; 8]>> {
     let mut records = SmallVec::new();
     let mut at = question_end;
@@ -279,7 +279,7 @@ pub(crate) struct Question {
 impl Question {
     /// Returns the bytes that the client accepts at most.
     pub(crate) fn limit(&self, transport: Transport) -> usize {
-        // Of an IPv4 packet, without headers.
+        // The payload of the largest IPv4 packet, without the IP and UDP headers.
         const MAX_UDP: usize = 65_507;
         let size = self.edns.map_or(MIN_UDP, |edns| edns.udp_size.into());
         match transport {

@@ -146,7 +146,8 @@ fn simulated_connections(layout: &Layout, family: Family, (user, group): (u32, u
     };
     let mut checks = Vec::new();
     let (decision, found) = simulate_to((inbound, TEST_PORT), "lo");
-    // In TPROXY, Envoy runs as root: only its group's rules match, which mark the call for TPROXY.
+    // In TPROXY mode, Envoy runs as root. Only the rules for its group match then; they mark the connection for
+    // TPROXY.
     if !matches!(decision, Decision::Redirected(_) | Decision::Tproxied(_)) {
         let found = format!("{found}, expected Envoy's inbound port");
         checks.push(error(codes::CAPTURE_RULES_CHANGED, found));
@@ -196,7 +197,7 @@ mod tests {
     use super::*;
     use crate::capture::iptables::saved::Saved;
 
-    /// Rules for IPv4 that capture all but DNS, as iptables prints them.
+    /// The IPv4 rules that capture everything except DNS, in the format of `iptables-save`.
     const RULES: &str = "*nat
 :PREROUTING ACCEPT [0:0]
 :OUTPUT ACCEPT [0:0]
@@ -255,7 +256,8 @@ COMMIT
         }
     }
 
-    /// If Envoy runs as root, rules identify it by its group only, and mark its connections.
+    /// The mangle table in TPROXY mode. Its rules identify an Envoy that runs as root by its group only, and mark
+    /// its connections.
     const TPROXY: &str = "*mangle
 :PREROUTING ACCEPT [0:0]
 :OUTPUT ACCEPT [0:0]

@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    /// A certificate of a workload and its key.
+    /// Issues a workload's certificate. Returns the certificate and its key.
     fn workload(year: i32, usages: &[ExtendedKeyUsagePurpose], issuer: &Authority) -> [String; 2] {
         let key = KeyPair::generate().unwrap();
         let mut params = valid_until(year);
@@ -232,7 +232,7 @@ mod tests {
         true
     }
 
-    /// Checks the chain in these files.
+    /// Writes the chain, the key and the roots to files, and returns the check of the chain in these files.
     fn verdict(chain_pem: &str, key: &str, roots: &str) -> Check {
         let directory = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {

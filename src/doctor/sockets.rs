@@ -99,7 +99,7 @@ mod tests {
     use crate::report::Level::{Error, Ok};
 
     #[test]
-    fn what_a_socket_means_depends_on_who_is_to_listen() {
+    fn the_level_of_a_socket_depends_on_its_expected_owner() {
         let own = i32::try_from(std::process::id()).expect("a pid");
         let listener = |pid, name: &str, health| io::Result::Ok((pid, name.to_owned(), health));
         let silent = || Health::Dead(io::ErrorKind::TimedOut.into());

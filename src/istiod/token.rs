@@ -298,7 +298,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_expired_token_is_not_sent_beside_a_client_certificate() {
+    fn an_expired_token_is_not_sent_with_a_client_certificate() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("istio-token");
         let reader = Reader::new(Source::File(path.clone()));

@@ -1,8 +1,8 @@
-//! The table of modules in `ARCHITECTURE.md`, compared with the paths in `src`: a module uses what its
-//! row says, no more and no less, and modules form no cycle.
+//! Compares the table of modules in `ARCHITECTURE.md` with the paths in `src`: a module uses exactly the modules
+//! that its row lists, and the modules form no cycle.
 //!
-//! Base modules stand below the row [`BASE`]. Every module may use them; their own rows list what
-//! they use. Code for tests is exempt.
+//! Base modules are listed below the row [`BASE`]. Every module may use them; their own rows list the modules that
+//! they use. Test code is exempt.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,7 +17,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The rows of the table, and the base modules.
+/// Returns the rows of the table, and the base modules.
 fn table() -> (Uses, BTreeSet<String>) {
     let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
     let (_, rest) = text.split_once("<!-- modules: begin -->").unwrap();
@@ -41,7 +41,7 @@ fn table() -> (Uses, BTreeSet<String>) {
     (rows, base.expect("base modules"))
 }
 
-/// What the modules of `src` use, as their paths say.
+/// Returns, for each module of `src`, the modules that its `crate::` paths name.
 fn code() -> Uses {
     let (mut uses, mut folders) = (Uses::new(), vec![root().join("src")]);
     while let Some(folder) = folders.pop() {
@@ -54,7 +54,7 @@ fn code() -> Uses {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let module = module_of(&path);
-                let text = shipping(&fs::read_to_string(&path).unwrap());
+                let text = without_tests(&fs::read_to_string(&path).unwrap());
                 let used = paths(&text.replace("istio_agent::", "crate::"));
                 let used = used.into_iter().filter(|used| *used != module);
                 uses.entry(module.clone()).or_default().extend(used);
@@ -76,8 +76,8 @@ fn is_for_tests(path: &Path) -> bool {
     name == "tests" || name.ends_with("_tests") || name.starts_with("fake")
 }
 
-/// The text without comments and without items for tests.
-fn shipping(text: &str) -> String {
+/// Returns the text without comments and without items for tests.
+fn without_tests(text: &str) -> String {
     let (mut kept, mut lines) = (String::new(), text.lines());
     while let Some(line) = lines.next() {
         let indent = line.len() - line.trim_start().len();
@@ -96,7 +96,7 @@ fn shipping(text: &str) -> String {
     kept
 }
 
-/// The first names after `crate::`, in groups too.
+/// Returns the first name of each path after `crate::`, also of the paths in a `use` group.
 fn paths(text: &str) -> BTreeSet<String> {
     let name = |text: &str| {
         let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
@@ -175,6 +175,6 @@ fn module_paths_are_found_in_use_groups_and_outside_test_code() {
     let text = "use crate::{a::{b, c}, d};\nlet x = crate::e::f();\n// crate::g\n\
                 #[cfg(test)]\nuse crate::h;\nmod x {\n    #[cfg(test)]\n    #[allow(y)]\n    fn z() {\n        \
                 crate::i();\n    }\n    use crate::j;\n}\n#[cfg(test)]\nmod tests {\n    use crate::k;\n}\n";
-    let found: Vec<_> = paths(&shipping(text)).into_iter().collect();
+    let found: Vec<_> = paths(&without_tests(text)).into_iter().collect();
     assert_eq!(found, ["a", "d", "e", "j"]);
 }

@@ -1,4 +1,4 @@
-//! What the agent promises, seen from outside: one program, so that it is linked once.
+//! Tests the agent from outside. All tests are one program, so that the agent is linked once.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -1,4 +1,4 @@
-//! Who calls: the identity in a verified client certificate, or else in a bearer token.
+//! Identifies callers by a verified client certificate, or otherwise by a bearer token.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,21 +12,21 @@ use x509_parser::prelude::FromDer;
 use super::token::{TokenError, TokenKey};
 use crate::identity::{InvalidSpiffeId, SpiffeId};
 
-/// The other end of a connection; its leaf was verified by TLS if there is one.
+/// The other end of a connection. If it has a leaf certificate, TLS has verified it.
 #[derive(Clone, Debug)]
 pub(super) struct Peer {
     pub(super) address: SocketAddr,
     pub(super) leaf: Option<Arc<[u8]>>,
 }
 
-/// Establishes identities of one trust domain.
+/// An authenticator of identities in one trust domain.
 #[derive(Clone, Debug)]
 pub(super) struct Authenticator {
     pub(super) trust_domain: String,
     pub(super) tokens: Arc<TokenKey>,
 }
 
-/// Why a caller is not authenticated. The caller sees a status code only.
+/// The reason why a caller is not authenticated. The caller only sees a status code and a fixed text.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CallerError {
     #[error("neither a client certificate nor a bearer token")]
@@ -48,7 +48,8 @@ pub(super) enum CallerError {
 }
 
 impl Authenticator {
-    /// The certificate counts first; a certificate without an identity leaves it to the token.
+    /// Returns the caller's identity. The certificate takes precedence; if it has no valid identity, the
+    /// token decides.
     pub(super) fn caller(&self, peer: &Peer, headers: &HeaderMap) -> Result<SpiffeId, CallerError> {
         let Some(leaf) = &peer.leaf else {
             return self.bearer(headers);

@@ -1,7 +1,7 @@
 //! The certificate service that agents send their requests to.
 //!
-//! Refusals carry istiod's codes and texts; the reason of a failed authentication goes to the
-//! events only, as istiod keeps it to its log.
+//! Refusals have istiod's codes and texts. The reason of a failed authentication is only reported as an
+//! event, because istiod only logs it.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use crate::identity::SpiffeId;
 use crate::proto::istio_certificate_service_server::IstioCertificateService;
 use crate::proto::{IstioCertificateRequest, IstioCertificateResponse};
 
-/// The answer to every request, good or bad; none signs.
+/// The response to every request: a chain or an error status. If None, requests are signed.
 pub(super) type Script = Option<Result<Vec<String>, Status>>;
 
 #[derive(Debug)]
 pub(super) struct Certificates {
     pub(super) authority: Arc<Authority>,
-    /// None without TLS, where istiod knows no caller.
+    /// The authenticator of callers; None without TLS, because istiod cannot identify callers then.
     pub(super) authenticator: Option<Authenticator>,
-    /// Given to every request instead of a certificate, while set.
+    /// The response to every request in place of a certificate, if set.
     pub(super) script: watch::Receiver<Script>,
     pub(super) events: Events,
 }

@@ -1,9 +1,10 @@
-//! Certificate requests: parsed, their signature checked, and held to the form agents send.
+//! Parses certificate requests, verifies their signatures, and refuses requests that do not have the
+//! form that agents send.
 //!
-//! The form is the one istiod's Kubernetes signer insists on: no subject (or one empty
-//! organisation), and as only extension the subject's alternative names with at most one URI.
+//! istiod's Kubernetes signer requires the same form: no subject (or one empty organisation), and
+//! subjectAltName as the only extension, with at most one URI.
 //!
-//! `authority` compares its name with the caller's.
+//! `authority` compares this URI with the caller's identity.
 
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_ASN1, ECDSA_P384_SHA384_ASN1, RSA_PKCS1_2048_8192_SHA256, UnparsedPublicKey,
@@ -31,7 +32,7 @@ pub(super) struct RequestedKey {
     bytes: Vec<u8>,
 }
 
-/// Why a request is not signed.
+/// The reason why a request is not signed.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub(super) enum CsrError {
     #[error("certificate request is not a PEM block CERTIFICATE REQUEST")]

@@ -1,6 +1,6 @@
-//! What happens in the control plane, one line each, for a person who watches it.
+//! The events of the control plane, each with a text of one line for a person who watches it.
 //!
-//! Without a sender events are dropped.
+//! Without a sender, events are dropped.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use super::stream::Variant;
 use crate::identity::SpiffeId;
 
-/// Something worth a line. Its text is stable: scripts look for it.
+/// An event of the control plane. Its text is stable, because scripts search for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A certificate was issued.
@@ -25,7 +25,7 @@ pub enum Event {
         peer: SocketAddr,
         reason: String,
     },
-    /// Envoy's node opened its stream, or an agent on its behalf.
+    /// A stream was opened, by an Envoy or by an agent for its Envoy, and has named its node.
     Opened {
         node: String,
         variant: Variant,
@@ -52,7 +52,7 @@ pub enum Event {
         version: String,
         error: String,
     },
-    /// An answer to something that was pushed over since.
+    /// An ACK or NACK of a push that a later push has replaced.
     Stale {
         node: String,
         type_url: String,
@@ -73,7 +73,7 @@ pub enum Event {
     Loaded {
         resources: usize,
     },
-    /// The resource folder cannot be used; what was read before stays in force.
+    /// The resource folder cannot be used. The resources that were read before stay in force.
     LoadFailed {
         folder: PathBuf,
         reason: String,
@@ -85,7 +85,7 @@ pub enum Event {
     },
 }
 
-/// Where events go; nowhere by default.
+/// The receiver of events. By default there is none, and events are dropped.
 #[derive(Clone, Debug, Default)]
 pub struct Events(Option<mpsc::UnboundedSender<Event>>);
 
@@ -96,7 +96,7 @@ impl Events {
 
     pub(super) fn report(&self, event: Event) {
         if let Some(sender) = &self.0 {
-            let _ = sender.send(event); // The receiver may be gone.
+            let _ = sender.send(event); // The receiver may have been dropped.
         }
     }
 }
@@ -174,12 +174,12 @@ impl fmt::Display for Event {
     }
 }
 
-/// The message name without its package, as people call the types.
+/// Returns the message name without its package, which is the common name of the type.
 fn short(type_url: &str) -> &str {
     type_url.rsplit(['.', '/']).next().unwrap_or(type_url)
 }
 
-/// Envoy's errors hold whole messages as text.
+/// Joins the lines of a text, because Envoy's errors contain entire messages as text.
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

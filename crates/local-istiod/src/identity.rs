@@ -1,4 +1,5 @@
-//! SPIFFE identities in Istio's form, parsed apart from the agent that is tested against them.
+//! SPIFFE identities in Istio's form. The parser is independent of the agent's, because it is used to
+//! test the agent.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +12,7 @@ pub struct SpiffeId {
     pub service_account: String,
 }
 
-/// A URI that is no identity in Istio's form.
+/// A URI that is not an identity in Istio's form.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("{0:?} is not spiffe://<trust domain>/ns/<namespace>/sa/<service account>")]
 pub struct InvalidSpiffeId(String);

@@ -1,6 +1,7 @@
-//! What must outlive a control plane for its workloads to trust the next one: root and token key.
+//! The keys that must outlive a control plane, so that its workloads trust the next one: the root and
+//! the token key.
 //!
-//! Kept in memory from one start to the next, or in a folder with private files.
+//! From one start to the next, the keys are stored in memory or in a folder with private files.
 
 use std::fs;
 use std::io::{self, Write};
@@ -15,14 +16,14 @@ const ROOT: &str = "root-cert.pem";
 const ROOT_KEY: &str = "root-key.pem";
 const TOKEN_KEY: &str = "token-key.der";
 
-/// The roots, the oldest first, and the key of tokens.
+/// The roots, the oldest first, and the key that signs tokens.
 #[derive(Clone, Debug)]
 pub struct Keys {
     pub(super) roots: Vec<Arc<Root>>,
     pub(super) tokens: Arc<TokenKey>,
 }
 
-/// Why there are no keys.
+/// The reason why no keys are available.
 #[derive(Debug, thiserror::Error)]
 pub enum KeysError {
     #[error("cannot use the root")]
@@ -41,7 +42,7 @@ impl Keys {
         })
     }
 
-    /// The keys in `folder`, made there if the folder has none.
+    /// Loads the keys in `folder`. If the folder has no keys, generates and stores them there.
     pub fn load_or_generate(folder: &Path, trust_domain: &str) -> Result<Self, KeysError> {
         let root = folder.join(ROOT);
         if root.try_exists().map_err(failed(&root))? {
@@ -66,7 +67,7 @@ impl Keys {
         })
     }
 
-    /// The certificate goes last: where it exists, the keys do.
+    /// Writes the keys, and the certificate last: if the certificate exists, the keys exist.
     fn save(&self, folder: &Path) -> Result<(), KeysError> {
         fs::create_dir_all(folder).map_err(failed(folder))?;
         write_private(&folder.join(TOKEN_KEY), &self.tokens.to_pkcs8()?)?;

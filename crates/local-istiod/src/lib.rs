@@ -1,8 +1,9 @@
 //! A small control plane for demos, development and tests: certificates and discovery behind TLS.
 //!
-//! It answers as istiod does, with istiod's status codes, on one port. A test scripts discovery streams
-//! itself ([`LocalIstiod::streams`]) or has them served from a snapshot of Envoy resources, in which
-//! the endpoint `workload-group:<namespace>/<name>` stands for the machines that registered.
+//! It responds in the way that istiod does, with istiod's status codes, on one port. A test either
+//! scripts discovery streams itself ([`LocalIstiod::streams`]) or lets the control plane serve them from
+//! a snapshot of Envoy resources. In a snapshot, the endpoint `workload-group:<namespace>/<name>` stands
+//! for the machines that have registered.
 #![allow(clippy::arithmetic_side_effects, reason = "a development tool")]
 
 mod authority;
@@ -60,49 +61,49 @@ use certificates::{Certificates, Script};
 use server::{Peers, Services, Tls};
 use stream::Acceptor;
 
-/// The names istiod's certificate has in a cluster, and those of this machine.
+/// The name in istiod's certificate in a cluster, and the names of this machine.
 const NAMES: [&str; 3] = ["istiod.istio-system.svc", "localhost", "127.0.0.1"];
 
-/// Accepted streams that may wait for the test to take them.
+/// The number of accepted streams that may wait until the test takes them.
 const WAITING_STREAMS: usize = 64;
 
-/// How long a stop waits for connections to end by themselves.
+/// The time that a stop waits for connections to end by themselves.
 const STOP_LIMIT: Duration = Duration::from_millis(500);
 
-/// How a control plane starts. The default suits a test: any port, fresh keys, TLS, scripted
-/// streams.
+/// The options of a control plane. The default suits a test: any port, new keys, TLS, scripted streams.
 #[derive(Clone, Debug)]
 pub struct Options {
     pub listen: SocketAddr,
     pub security: Security,
     pub trust_domain: String,
-    /// Names and addresses of the serving certificate beside istiod's and this machine's.
+    /// Names and addresses in the serving certificate, in addition to the names of istiod and of this
+    /// machine.
     pub extra_names: Vec<String>,
-    /// Lifetimes above it are shortened to it.
+    /// The maximum lifetime of certificates. Longer requested lifetimes are shortened to it.
     pub max_cert_ttl: Duration,
-    /// How far the clock by which it issues certificates is ahead.
+    /// The time by which the clock for issuing certificates is ahead.
     pub clock_ahead: Duration,
-    /// Fresh ones if none.
+    /// The keys to use. If None, new keys are generated.
     pub keys: Option<Keys>,
-    /// What discovery serves. Without it streams are scripted.
+    /// The snapshots that discovery serves. If None, streams are scripted.
     pub snapshots: Option<watch::Receiver<Arc<Snapshot>>>,
     pub events: Events,
-    /// Gets a copy of each request that is read from a discovery stream.
+    /// A channel that gets a copy of each request that is read from a discovery stream.
     pub requests: Option<mpsc::UnboundedSender<Bytes>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Security {
     Tls,
-    /// As istiod's port 15010: discovery without authentication, no certificates.
+    /// Plaintext, like istiod's port 15010: discovery without authentication, and no certificates.
     Plaintext,
 }
 
-/// A running control plane. Dropping it is [`LocalIstiod::kill`].
+/// A running control plane. Dropping it has the same effect as [`LocalIstiod::kill`].
 #[derive(Debug)]
 pub struct LocalIstiod {
     pub address: SocketAddr,
-    /// Every accepted discovery stream, while they are scripted.
+    /// The accepted discovery streams, if streams are scripted.
     pub streams: mpsc::Receiver<Stream>,
     options: Options,
     keys: Keys,
@@ -113,7 +114,7 @@ pub struct LocalIstiod {
     tasks: JoinSet<()>,
 }
 
-/// Why a control plane did not start.
+/// The reason why a control plane did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error("cannot listen on {address}")]
@@ -145,7 +146,7 @@ impl Default for Options {
 }
 
 impl LocalIstiod {
-    /// Returns once it listens.
+    /// Starts a control plane, and returns once it listens.
     pub async fn start(options: Options) -> Result<Self, StartError> {
         let keys = match &options.keys {
             Some(keys) => keys.clone(),
@@ -183,12 +184,12 @@ impl LocalIstiod {
         })
     }
 
-    /// All roots as PEM, the newest first.
+    /// Returns all root certificates as PEM, the newest first.
     pub fn root_pem(&self) -> String {
         self.authority.roots_pem()
     }
 
-    /// A token for an account, valid from now.
+    /// Mints a token for an account, valid from now.
     pub fn mint_token(
         &self,
         namespace: &str,
@@ -199,52 +200,55 @@ impl LocalIstiod {
         self.mint(&claims)
     }
 
-    /// A token with any claims, also such as are refused.
+    /// Mints a token with any claims, including claims that are refused.
     pub fn mint(&self, claims: &Claims) -> Result<String, TokenKeyError> {
         self.keys.tokens.mint(claims)
     }
 
-    /// Adds a root that signs from now on; the older ones stay trusted.
+    /// Adds a root that signs from now on; the older roots stay trusted.
     pub fn rotate_root(&self) -> Result<(), AuthorityError> {
         self.authority.rotate_root()
     }
 
-    /// Answers certificate requests with a status, or signs them again.
+    /// Refuses all certificate requests with a status. None makes the control plane sign
+    /// requests again.
     pub fn refuse_certificates(&self, with: Option<tonic::Status>) {
         self.script.send_replace(with.map(Err));
     }
 
-    /// Answers certificate requests with these elements, whatever they are, or signs them again.
+    /// Responds to all certificate requests with these elements, whatever they are. None makes
+    /// the control plane sign requests again.
     pub fn answer_certificates_with(&self, chain: Option<Vec<String>>) {
         self.script.send_replace(chain.map(Ok));
     }
 
-    /// Answers certificate requests with these roots, PEM, in place of its own, or with its own again.
+    /// Sends these root certificates (PEM) with each certificate, in place of its own. None
+    /// restores its own.
     pub fn publish_roots(&self, roots: Option<String>) {
         self.authority.publish(roots);
     }
 
-    /// Certificates signed since the start.
+    /// Returns the number of certificates signed since the start.
     pub fn certificates_signed(&self) -> u64 {
         self.authority.signed()
     }
 
-    /// The peers of all TCP connections accepted since the start.
+    /// Returns the peers of all TCP connections accepted since the start.
     pub fn connections(&self) -> Vec<SocketAddr> {
         self.peers.all()
     }
 
-    /// Ends streams with UNAVAILABLE and closes connections. Returns the options of the same
-    /// control plane: same address, same keys.
+    /// Ends streams with UNAVAILABLE and closes connections. Returns the options that start the same
+    /// control plane again, with the same address and keys.
     pub async fn stop(mut self) -> Options {
         self.stopping.cancel();
         let ended = async { while self.tasks.join_next().await.is_some() {} };
-        let _ = tokio::time::timeout(STOP_LIMIT, ended).await; // What is left is killed below.
+        let _ = tokio::time::timeout(STOP_LIMIT, ended).await; // The kill below closes the rest.
         self.kill().await
     }
 
-    /// Closes all connections at once, as a crash would. Returns the options of the same control
-    /// plane.
+    /// Closes all connections at once, like a crash. Returns the options that start the same control
+    /// plane again.
     pub async fn kill(mut self) -> Options {
         self.tasks.shutdown().await;
         let roots = self.authority.roots();
@@ -256,8 +260,8 @@ impl LocalIstiod {
     }
 }
 
-/// Binds an address, with its port. Waits for at most a second: a child that was just forked may hold a former
-/// listener until it execs.
+/// Binds an address, and returns the listener and the bound address. Retries for at most a second while
+/// the address is in use: a child that was just forked may hold a former listener until it execs.
 pub async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
     let failed = |source| StartError::Listen { address, source };
     let mut attempts = 0..20;

@@ -1,4 +1,4 @@
-//! YAML or JSON as a tree that remembers its lines.
+//! YAML or JSON as a tree that contains the line of each value.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 use serde_json::Value;
 use serde_saphyr::Spanned;
 
-/// A value and the line it begins on.
+/// A value and the line on which it begins.
 #[derive(Clone, Debug)]
 pub(super) struct Located {
     pub(super) line: u64,
@@ -58,7 +58,7 @@ impl Located {
         }
     }
 
-    /// A map without one of its members.
+    /// Returns a copy of a map without one of its members.
     pub(super) fn without(&self, key: &str) -> Self {
         let mut copy = self.clone();
         if let Node::Map(members) = &mut copy.node {

@@ -1,8 +1,7 @@
 //! `local-istiod`: the control plane for demos and development as a program.
 //!
-//! It writes what an agent needs (root, tokens) into a folder, serves certificates and the resources
-//! of another folder, and prints one line per event.
-//! SIGTERM and SIGINT end it.
+//! The program writes the root certificate and the tokens for agents into a folder, serves certificates
+//! and the resources of another folder, and prints one line per event. SIGTERM and SIGINT end it.
 #![allow(clippy::arithmetic_side_effects, reason = "a development tool")]
 
 use std::error::Error;
@@ -28,11 +27,11 @@ type BoxError = Box<dyn Error>;
 #[derive(Debug, Parser)]
 #[command(name = "local-istiod")]
 struct Arguments {
-    /// Address and port; port 0 is any, with --state the one of the last time.
+    /// Address and port to listen on; port 0 means any port, or with --state the port of the last start.
     #[arg(long, default_value = "127.0.0.1:0")]
     listen: SocketAddr,
-    /// Folder of Envoy resources, YAML or JSON: for all nodes directly in it or in `common`, for
-    /// one node in a folder named after its cluster or pod.
+    /// Folder of Envoy resources, YAML or JSON. Files directly in it or in `common` are for all nodes,
+    /// files in a folder named after a node's cluster or pod are for that node.
     #[arg(long)]
     resources: Option<PathBuf>,
     /// Folder for root-cert.pem and <namespace>.<service account>/istio-token.
@@ -41,7 +40,7 @@ struct Arguments {
     /// Account to mint a token for; may be repeated.
     #[arg(long = "identity", value_name = "NAMESPACE/ACCOUNT", value_parser = identity)]
     identities: Vec<(String, String)>,
-    /// Longer lifetimes of certificates are shortened to it.
+    /// Maximum lifetime of certificates; longer requested lifetimes are shortened to it.
     #[arg(long, default_value = "24h", value_parser = duration)]
     max_cert_ttl: Duration,
     #[arg(long, default_value = "24h", value_parser = duration)]
@@ -51,7 +50,7 @@ struct Arguments {
     /// Another name or address of the serving certificate; may be repeated.
     #[arg(long = "name")]
     names: Vec<String>,
-    /// Folder that keeps root, token key and port for the next start.
+    /// Folder that stores root, token key and port for the next start.
     #[arg(long)]
     state: Option<PathBuf>,
 }
@@ -66,7 +65,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The error and its causes, without repetition.
+/// Returns the error and its causes, without repetition.
 fn sentence(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -91,8 +90,8 @@ async fn run(arguments: Arguments) -> Result<(), BoxError> {
     let (snapshots, polling) = snapshots(&arguments, &options.events).await?;
     options.snapshots = Some(snapshots);
     let istiod = LocalIstiod::start(options).await?;
-    remember(&arguments, &istiod)?;
-    hand_out(&arguments, &istiod)?;
+    save_port(&arguments, &istiod)?;
+    write_credentials(&arguments, &istiod)?;
     print(&format!("local-istiod listening on {}", istiod.address))?;
     let result = tokio::select! {
         () = polling => Ok(()),
@@ -107,7 +106,8 @@ async fn run(arguments: Arguments) -> Result<(), BoxError> {
 
 type Snapshots = watch::Receiver<Arc<Snapshot>>;
 
-/// The resources and what keeps them up to date; without a folder there are none.
+/// Returns the resources, and a future that keeps them up to date. Without a folder there are no
+/// resources.
 async fn snapshots(
     arguments: &Arguments,
     events: &Events,
@@ -140,7 +140,7 @@ fn options(arguments: &Arguments, events: Events) -> Result<Options, BoxError> {
     Ok(options)
 }
 
-fn remember(arguments: &Arguments, istiod: &LocalIstiod) -> Result<(), BoxError> {
+fn save_port(arguments: &Arguments, istiod: &LocalIstiod) -> Result<(), BoxError> {
     if let Some(state) = &arguments.state {
         fs::write(port_file(state), istiod.address.port().to_string())?;
     }
@@ -151,8 +151,8 @@ fn port_file(state: &Path) -> PathBuf {
     state.join("port")
 }
 
-/// Writes the root and fresh tokens.
-fn hand_out(arguments: &Arguments, istiod: &LocalIstiod) -> Result<(), BoxError> {
+/// Writes the root certificate and new tokens.
+fn write_credentials(arguments: &Arguments, istiod: &LocalIstiod) -> Result<(), BoxError> {
     let Some(out) = &arguments.out else {
         return Ok(());
     };
@@ -167,11 +167,11 @@ fn hand_out(arguments: &Arguments, istiod: &LocalIstiod) -> Result<(), BoxError>
     Ok(())
 }
 
-/// Tokens are replaced at half of their lifetime.
+/// Replaces the tokens at half of their lifetime, forever.
 async fn renew_tokens(arguments: &Arguments, istiod: &LocalIstiod) -> Result<(), BoxError> {
     loop {
         tokio::time::sleep(arguments.token_ttl / 2).await;
-        hand_out(arguments, istiod)?;
+        write_credentials(arguments, istiod)?;
     }
 }
 
@@ -182,7 +182,7 @@ async fn print_all(events: &mut mpsc::UnboundedReceiver<Event>) -> Result<(), Bo
     Ok(())
 }
 
-/// A closed standard output is an error and not a panic.
+/// Prints a line. A closed standard output is an error, not a panic.
 fn print(line: &str) -> Result<(), BoxError> {
     Ok(writeln!(std::io::stdout(), "{line}")?)
 }
@@ -196,7 +196,7 @@ fn identity(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// A whole number with one of the units s, m, h, d.
+/// Parses a positive integer with one of the units s, m, h and d.
 fn duration(text: &str) -> Result<Duration, String> {
     let parsed = || {
         let unit = text.chars().last()?;

@@ -1,7 +1,7 @@
-//! The listener: TLS, HTTP/2 and the way to the two services, one task per connection.
+//! The listener: TLS, HTTP/2 and the routing to the two services, with one task per connection.
 //!
-//! Every connection and its streams belong to the accepting future: dropping that closes all of
-//! them at once, as a crash would; cancelling the token lets streams end with a status first.
+//! All connections and their streams belong to the future that accepts them. Dropping this future closes
+//! all of them at once, like a crash; cancelling the token lets streams end with a status first.
 
 use std::convert::Infallible;
 use std::io;
@@ -32,13 +32,14 @@ use super::event::Event;
 use super::stream::{Acceptor, Variant};
 use crate::proto::istio_certificate_service_server::IstioCertificateServiceServer;
 
-/// Large, so that only a client's own windows hold a test back.
+/// The HTTP/2 window for received data. It is large, so that only a client's own windows slow a test
+/// down.
 const WINDOW: u32 = 16 * 1024 * 1024;
 const HANDSHAKE: Duration = Duration::from_secs(10);
 const PING_INTERVAL: Duration = Duration::from_secs(30);
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The certificate of the control plane, and whose client certificates it verifies.
+/// The certificate of the control plane, and the authority that verifies client certificates.
 #[derive(Debug)]
 pub(super) struct Tls {
     pub(super) leaf: Vec<u8>,
@@ -46,7 +47,7 @@ pub(super) struct Tls {
     pub(super) authority: Arc<Authority>,
 }
 
-/// What every connection serves.
+/// The services of every connection.
 #[derive(Clone)]
 pub(super) struct Services {
     pub(super) discovery: Acceptor,
@@ -57,7 +58,7 @@ pub(super) struct Services {
 #[derive(Debug, Default)]
 pub(super) struct Peers(RwLock<Vec<SocketAddr>>);
 
-/// Why TLS cannot be offered.
+/// The reason why TLS cannot be offered.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     #[error("cannot make the serving certificate")]
@@ -80,7 +81,8 @@ impl Peers {
 }
 
 impl Tls {
-    /// Made anew for each connection: the roots may have been rotated.
+    /// Returns the configuration for a new connection. It is built for each connection, because the
+    /// roots may have been rotated.
     fn config(&self) -> Result<Arc<rustls::ServerConfig>, TlsError> {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let mut roots = RootCertStore::empty();
@@ -101,8 +103,8 @@ impl Tls {
     }
 }
 
-/// Accepts connections until `stopping`, then waits for them to end. Without `tls` it speaks
-/// plaintext.
+/// Accepts connections until `stopping` is cancelled, then waits until they end. Without `tls` the
+/// connections are plaintext.
 pub(super) async fn serve(
     listener: TcpListener,
     tls: Option<Arc<Tls>>,
@@ -208,7 +210,7 @@ impl Services {
     }
 }
 
-/// The streams of one connection, which end with it.
+/// An executor of the streams of one connection, which ends them when the connection ends.
 #[derive(Clone)]
 struct Streams {
     tasks: TaskTracker,
@@ -238,7 +240,7 @@ where
     }
 }
 
-/// An error with its causes, on one line.
+/// Returns an error with its causes on one line.
 fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

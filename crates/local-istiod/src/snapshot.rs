@@ -1,7 +1,9 @@
-//! What discovery serves: resources by folder, type and name, read again when a file changes.
+//! The resources that discovery serves, by folder, type and name. They are read again when a file
+//! changes.
 //!
-//! Every node gets the resources of `common` (also those beside the folders) and of the folders
-//! named after it. A folder that cannot be read leaves what was read before in force.
+//! Every node gets the resources in `common`, the resources next to the folders, and the resources in
+//! the folders named after the node. If the folder cannot be read, the resources that were read before
+//! stay in force.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -28,7 +30,7 @@ pub struct Snapshot {
     folders: BTreeMap<String, Resources>,
 }
 
-/// Why a folder is no snapshot.
+/// The reason why a folder is not a snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     #[error("cannot read {path}: {source}", path = .path.display())]
@@ -49,14 +51,15 @@ pub enum SnapshotError {
 }
 
 impl Snapshot {
-    /// Adds or replaces a resource; `common` is the folder of every node.
+    /// Adds or replaces a resource, and returns the replaced one. Every node gets the folder `common`.
     pub fn insert(&mut self, folder: &str, resource: Resource) -> Option<Arc<Resource>> {
         let folder = self.folders.entry(folder.to_owned()).or_default();
         let of_type = folder.entry(resource.any.type_url.clone()).or_default();
         of_type.insert(resource.name.clone(), Arc::new(resource))
     }
 
-    /// What a node with these names gets; later names win.
+    /// Returns the resources of a node with these names. If several folders have the same resource, the
+    /// folder of the last name takes precedence.
     pub(super) fn of_node<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Resources {
         let mut all = Resources::new();
         for name in std::iter::once(COMMON).chain(names) {
@@ -74,7 +77,8 @@ impl Snapshot {
     }
 }
 
-/// Reads `folder` now, and again whenever a file in it has changed, for as long as the future runs.
+/// Reads `folder` now, and again whenever a file in it has changed, for as long as the returned future
+/// runs.
 pub async fn follow(
     folder: PathBuf,
     events: Events,
@@ -119,7 +123,7 @@ async fn poll(
                 sender.send_replace(Arc::new(snapshot));
             }
             Err(error) => {
-                // Once per reason, not five times a second.
+                // A reason is reported once, not with every poll.
                 let reason = error.to_string();
                 if reported.replace(reason.clone()).as_ref() != Some(&reason) {
                     let folder = folder.clone();
@@ -130,7 +134,7 @@ async fn poll(
     }
 }
 
-/// The files of a folder by time and size: a change of any is a change of the snapshot.
+/// The files of a folder with their times and sizes. If any of them changes, the snapshot has changed.
 type Files = Vec<(PathBuf, SystemTime, u64)>;
 
 async fn load(folder: &Path, files: &Files, events: &Events) -> Result<Snapshot, SnapshotError> {
@@ -258,7 +262,7 @@ mod tests {
             };
             assert!(reason.contains("a.yaml: line 3"), "{reason}");
             assert!(!snapshots.has_changed().unwrap());
-            // Half written files, as editors leave them for a moment, are no change.
+            // A half-written file, which an editor leaves for a moment, is not loaded.
             fs::write(&file, "").unwrap();
             tokio::time::sleep(POLL / 2).await;
             fs::write(&file, cluster("other", 30)).unwrap();

@@ -1,8 +1,8 @@
-//! Discovery streams as raw messages: what a test scripts, and what `discovery` serves.
+//! Discovery streams of raw messages, which a test scripts or `discovery` serves.
 //!
-//! Like istiod's, the response headers go out with the first message and not before: a client that
-//! waits for them before it asks would wait for ever. Messages pass as bytes, so a script may send
-//! what no encoder would write.
+//! Like istiod, the control plane sends the response headers together with the first message and not
+//! before: a client that waits for the headers before it sends a request would wait forever. Messages
+//! are bytes, so a script may send messages that no encoder would write.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -23,43 +23,43 @@ use super::caller::{Authenticator, Peer};
 use super::event::{Event, Events};
 use crate::identity::SpiffeId;
 
-/// The two forms of discovery, which differ in their messages.
+/// The variant of the discovery protocol. The two variants differ in their messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
     StateOfTheWorld,
     Delta,
 }
 
-/// One accepted stream. Dropping it ends it with OK.
+/// An accepted stream. Dropping it ends it with OK.
 #[derive(Debug)]
 pub struct Stream {
     pub peer: SocketAddr,
     pub variant: Variant,
     /// The request headers, among them the agent's metadata.
     pub headers: HeaderMap,
-    /// The caller's identity; none without TLS.
+    /// The caller's identity; None without TLS.
     pub caller: Option<SpiffeId>,
     requests: Streaming<Bytes>,
     copies: Option<mpsc::UnboundedSender<Bytes>>,
     responses: mpsc::Sender<Result<Bytes, Status>>,
 }
 
-/// The other end is gone.
+/// The error when the client has closed the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("stream was closed by the client")]
 pub struct Gone;
 
 impl Stream {
-    /// The next request as it came; `None` once the client has closed its half.
+    /// Returns the next request as bytes; `None` once the client has closed its half of the stream.
     pub async fn next_bytes(&mut self) -> Result<Option<Bytes>, Status> {
         let request = self.requests.message().await?;
         if let Some((copies, request)) = self.copies.as_ref().zip(request.as_ref()) {
-            let _ = copies.send(request.clone()); // The receiver may be gone.
+            let _ = copies.send(request.clone()); // The receiver may have been dropped.
         }
         Ok(request)
     }
 
-    /// The next request, decoded.
+    /// Returns the next request, decoded.
     pub async fn next<M: Message + Default>(&mut self) -> Result<Option<M>, Status> {
         let bytes = self.next_bytes().await?;
         bytes
@@ -67,7 +67,7 @@ impl Stream {
             .transpose()
     }
 
-    /// Waits while the client does not read.
+    /// Sends a message. Waits while the client does not read.
     pub async fn send_bytes(&self, message: Bytes) -> Result<(), Gone> {
         self.responses.send(Ok(message)).await.map_err(|_| Gone)
     }
@@ -92,10 +92,11 @@ impl Variant {
     }
 }
 
-/// Accepts streams: authenticates the caller and hands the stream to the test or the discovery service.
+/// An acceptor of streams. It authenticates the caller and hands the stream to the test or to the
+/// discovery service.
 #[derive(Clone, Debug)]
 pub(super) struct Acceptor {
-    /// None without TLS.
+    /// The authenticator of callers; None without TLS.
     pub(super) authenticator: Option<Authenticator>,
     pub(super) accepted: mpsc::Sender<Stream>,
     pub(super) stopping: CancellationToken,
@@ -127,7 +128,7 @@ impl Acceptor {
         let (metadata, extensions, requests) = request.into_parts();
         let mut headers = metadata.into_headers();
         if let Some(token) = headers.get_mut(AUTHORIZATION) {
-            token.set_sensitive(true); // For `Debug` of a stream.
+            token.set_sensitive(true); // `Debug` output hides it then.
         }
         let peer = extensions
             .get::<Peer>()
@@ -180,7 +181,7 @@ impl tonic::server::StreamingService<Bytes> for Accept {
     }
 }
 
-/// What goes to the client, until the script ends or the control plane stops.
+/// The responses to the client, until the script ends or the control plane stops.
 pub(super) struct Answers {
     first: Option<Bytes>,
     rest: mpsc::Receiver<Result<Bytes, Status>>,
@@ -188,7 +189,7 @@ pub(super) struct Answers {
 }
 
 impl Answers {
-    /// Returns with the first answer, for the headers to leave with it.
+    /// Waits for the first response, so that the headers are sent together with it.
     async fn begin(
         mut answers: mpsc::Receiver<Result<Bytes, Status>>,
         stopping: CancellationToken,
@@ -227,7 +228,7 @@ fn stopped() -> Status {
     Status::unavailable("control plane is shutting down")
 }
 
-/// Messages as they are.
+/// A codec that passes messages on unchanged.
 #[derive(Clone, Copy, Debug)]
 struct BytesCodec;
 

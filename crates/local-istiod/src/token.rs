@@ -1,7 +1,8 @@
-//! Workload tokens: minted for an identity, verified like a Kubernetes service account token.
+//! Workload tokens, which are minted for an identity and verified like Kubernetes service account
+//! tokens.
 //!
-//! A token is a JWT with an ES256 signature by the key of this control plane. Its subject is
-//! `system:serviceaccount:<namespace>:<service account>`, as Kubernetes writes it.
+//! A token is a JWT with an ES256 signature by the key of this control plane. Its subject has the form
+//! that Kubernetes uses, `system:serviceaccount:<namespace>:<service account>`.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,24 +16,24 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use serde::{Deserialize, Serialize};
 
-/// The audience istiod asks for.
+/// The audience that istiod requires.
 pub(super) const AUDIENCE: &str = "istio-ca";
 
 const SUBJECT_PREFIX: &str = "system:serviceaccount:";
 
-/// What a token says about its bearer.
+/// The claims of a token about its bearer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
     #[serde(rename = "sub")]
     pub subject: String,
     #[serde(rename = "aud")]
     pub audiences: Vec<String>,
-    /// Seconds since 1970.
+    /// The time of expiry in seconds since 1970.
     #[serde(rename = "exp")]
     pub expires: u64,
 }
 
-/// The account a valid token speaks for.
+/// The service account that a valid token belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Account {
     pub(super) namespace: String,
@@ -42,7 +43,7 @@ pub(super) struct Account {
 /// The key that signs tokens.
 pub(super) struct TokenKey(EcdsaKeyPair);
 
-/// Why a token is not accepted. Never holds the token.
+/// The reason why a token is not accepted. It never contains the token.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub(super) enum TokenError {
     #[error("token is malformed: {0}")]
@@ -57,7 +58,7 @@ pub(super) enum TokenError {
     Subject { found: String },
 }
 
-/// Why the key could not be made, stored or used.
+/// The reason why the key could not be generated, read, written or used.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} the token key: {reason}")]
 pub struct TokenKeyError {
@@ -66,7 +67,7 @@ pub struct TokenKeyError {
 }
 
 impl Claims {
-    /// What Kubernetes would write for an account, valid from `now` for `ttl`.
+    /// Returns the claims that Kubernetes would write for an account, valid from `now` for `ttl`.
     pub fn of(namespace: &str, service_account: &str, now: SystemTime, ttl: Duration) -> Self {
         Self {
             subject: format!("{SUBJECT_PREFIX}{namespace}:{service_account}"),
@@ -89,7 +90,7 @@ impl TokenKey {
             .map_err(failed("read"))
     }
 
-    /// The private key, for the state folder.
+    /// Returns the private key, for the state folder.
     pub(super) fn to_pkcs8(&self) -> Result<Vec<u8>, TokenKeyError> {
         let document = self.0.to_pkcs8v1().map_err(failed("write"))?;
         Ok(document.as_ref().to_vec())
@@ -113,7 +114,7 @@ impl TokenKey {
         let (_, claims) = signed
             .split_once('.')
             .ok_or(TokenError::Malformed("no claims"))?;
-        // The algorithm of the header is not read: there is one key, and it knows one algorithm.
+        // The algorithm in the header is ignored, because the only key supports only one algorithm.
         let signature = decode(signature, "signature is not base64url")?;
         UnparsedPublicKey::new(&ECDSA_P256_SHA256_FIXED, self.0.public_key().as_ref())
             .verify(signed.as_bytes(), &signature)

@@ -1,4 +1,4 @@
-//! The program: what it reports of bad input, and how it ends.
+//! Tests the program: its messages about bad input, and its exit.
 
 #![allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
 
@@ -57,7 +57,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        let _ = self.process.kill(); // It may have ended already.
+        let _ = self.process.kill(); // The process may have ended already.
         let _ = self.process.wait();
     }
 }
@@ -65,6 +65,7 @@ impl Drop for Program {
 fn write(directory: &Path, text: &str) {
     let folder = directory.join("resources");
     std::fs::create_dir_all(&folder).unwrap();
+    // A draft is renamed, so that the program never reads a half-written file.
     let draft = directory.join("draft");
     std::fs::write(&draft, text).unwrap();
     std::fs::rename(draft, folder.join("mesh.yaml")).unwrap();

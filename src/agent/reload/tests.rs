@@ -1,4 +1,4 @@
-//! Tests the inputs that are read again, with a configuration in a temporary directory.
+//! Tests the inputs of Envoy, which are read again before a restart. The configuration is in a temporary directory.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -11,7 +11,7 @@ use super::*;
 use crate::cli::{self, Command as Typed};
 use crate::config;
 
-/// A directory, and what the environment says at the moment.
+/// A directory with the files of the agent, and the current environment variables.
 struct Place {
     root: TempDir,
     environment: Arc<Mutex<Vec<(&'static str, String)>>>,
@@ -146,7 +146,7 @@ async fn a_restart_refuses_changed_ports_and_inputs_that_have_become_invalid() {
     );
     fs::write(&over, "{}").expect("written");
     inputs.prepare(1).expect("good again");
-    // Another label that cannot be read costs that label, and no restart.
+    // An invalid line among the labels costs one label; the restart is not refused.
     let labels = place.root.path().join("etc/istio/pod/labels");
     fs::create_dir_all(labels.parent().expect("a parent")).expect("made");
     fs::write(&labels, "app=\"cart\"\nodd=odd\n").expect("written");

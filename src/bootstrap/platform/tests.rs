@@ -1,4 +1,4 @@
-//! Detection and queries of metadata services.
+//! Tests how platforms are detected, and how their metadata services are queried.
 
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -96,7 +96,8 @@ async fn googles_metadata_arrives_after(delay: Duration) {
     assert_eq!(platform.metadata.len(), 2);
 }
 
-/// A metadata service that knows a project and a zone, and answers each request after a while; one never.
+/// Serves metadata with a project and a zone, each response after `delay`. With a delay, the request for
+/// `created-by` gets no response.
 async fn serve(listener: &TcpListener, delay: Duration) {
     let mut answers = JoinSet::new();
     loop {

@@ -9,7 +9,7 @@ use crate::istiod::fake::{self, Answer, Authority, Clients, ENDLESS, Fake, Files
 use crate::istiod::{Body, Istiod, Security, tls};
 use crate::problem::{Problem, codes};
 
-/// What a stream may hold unread.
+/// The number of bytes that istiod may send on a stream before they are read.
 const WINDOW: usize = 2 << 20;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -61,7 +61,7 @@ async fn a_refusal_keeps_its_code_and_message_and_the_connection_stays_open() {
     assert_eq!(fake.seen().connections.len(), 1);
 }
 
-/// A code that changes no key.
+/// OUT_OF_RANGE does not make the agent switch the type of its key.
 #[tokio::test]
 async fn an_answer_that_is_too_large_is_out_of_range() {
     let fake = Fake::start(None).await;
@@ -113,7 +113,8 @@ async fn a_slow_authority_gets_twice_the_time_after_each_miss_up_to_eight_times(
         fake.answers([answer]);
         let message = loop {
             let (_, message) = found(hasty.sign("csr", DAY).await);
-            // Dialling anew has its pauses, and no more time than at first.
+            // After a timeout, the call dials again. Pauses between dials may exceed the limit, which never
+            // grows for the connection.
             if !message.starts_with("no connection") {
                 break message;
             }
@@ -180,7 +181,7 @@ async fn streams_of_two_envoys_that_read_nothing_do_not_hold_up_signing() {
         stalled.push(connection.send(request).await.unwrap().into_body());
     }
     let (mut streamed, mut calls_when_full) = (0, 0);
-    // The first calls give the streams time to fill their windows.
+    // The windows of both streams are full once the count of sent bytes stays the same during 50 calls.
     while calls_when_full < 50 {
         fake.answers([Answer::Chain(vec!["leaf", "root"])]);
         let ca = ca(&istiod, Duration::from_secs(10));
@@ -259,6 +260,6 @@ async fn a_late_client_certificate_is_presented_after_istiod_answers_unauthentic
     for _ in 0..2 {
         assert!(ca.sign("csr", DAY).await.is_err());
     }
-    // With the certificate there is nothing better to dial for.
+    // A connection with the client certificate is not replaced after UNAUTHENTICATED.
     assert_eq!(fake.seen().connections, [false, true]);
 }

@@ -1,4 +1,4 @@
-//! Settings that are right, and settings that are not.
+//! Tests how settings of traffic capture are validated.
 
 use clap::FromArgMatches;
 use proptest::prelude::*;
@@ -82,7 +82,7 @@ fn a_port_names_the_item_and_what_is_expected() {
     }
 }
 
-/// Each row: a setting, its text, and the item that is refused, if any.
+/// The rows have a setting, its text, and the refused item, if any.
 #[test]
 fn texts_of_settings_are_taken_or_their_wrong_item_is_named() {
     type Setting = (&'static str, fn(&mut Settings) -> &mut String);
@@ -219,7 +219,7 @@ fn the_proxys_user_is_the_one_named_then_envoys_then_1337() {
 }
 
 proptest! {
-    /// Neither lines nor options enter the rules by a setting.
+    /// Checks that no setting can add a line or an option to the rules.
     #[test]
     fn a_setting_of_any_text_is_refused_or_stays_one_word(
         text in "[ -~\\n\\t]{0,12}|[a-z0-9*,./:!\\-\\x00-\\x20\u{e9}]{0,20}|-j|[0-9]{1,5}",

@@ -74,7 +74,7 @@ fn line(rule: &Rule) -> String {
     }
 }
 
-/// Renders an entry of a chain as the line that appends it, behind the name of the table.
+/// Renders an entry of a chain as the line that appends it, after the name of the table.
 pub(in crate::capture) fn appended((table, chain): (Table, Chain), entry: &Entry) -> String {
     let text = match entry {
         Entry::Rule { matches, verdict } => text(matches, *verdict),

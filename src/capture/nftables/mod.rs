@@ -138,7 +138,7 @@ fn rules_for_shared_chains(rules: &Rules) -> Vec<Rule> {
 
 /// Converts the rules to chains that both families share. They differ from iptables in two points:
 ///
-/// - there is one jump for the servers of both families, because the rules behind it have addresses;
+/// - one jump serves the DNS servers of both families, because the rules after the jump have addresses;
 /// - only TCP packets are dropped as invalid, as in Istio.
 fn merge_families(rules: &Rules) -> Vec<Rule> {
     let mut shared = Vec::<Rule>::new();
@@ -196,7 +196,7 @@ fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
         Family::V6 => "ip6",
     };
     match criterion {
-        // Any interface, which nftables cannot spell.
+        // `+` means any interface. nftables cannot express it, so the criterion is left out.
         Criterion::InInterface(name) | Criterion::OutInterface(name) if name == "+" => {
             String::new()
         }

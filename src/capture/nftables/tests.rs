@@ -1,4 +1,4 @@
-//! Live rules that are ours, and texts that are not. `cli::iptables::tests` reads real ones.
+//! Tests the parser for the output of `nft -j list ruleset`. `cli::iptables::tests` reads rules from the kernel.
 
 use super::*;
 use proptest::prelude::*;
@@ -112,7 +112,7 @@ fn an_nft_rule_with_an_unsupported_expression_is_foreign() {
         matched("==", meta("skuid"), json!("root")),
         matched("!=", meta("nfproto"), json!("ipv6")),
         matched("==", meta("length"), json!(5)),
-        // A condition behind what is done.
+        // A match after the statement of the action.
         json!([{"mangle": {"key": meta("mark"), "value": 1}},
             {"match": {"op": "==", "left": meta("mark"), "right": 1}}]),
     ] {
@@ -137,7 +137,7 @@ fn output_that_is_not_a_rule_set_is_an_error() {
     }
 }
 
-/// Any expression that looks like one of nft's.
+/// Generates JSON with the words of nft's expressions.
 fn expression() -> impl Strategy<Value = Value> {
     let scalar = prop_oneof![
         Just(Value::Null),
@@ -157,7 +157,7 @@ fn expression() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Any match, then any statement.
+/// Generates the expressions of a rule: a match, `return`, and any expression.
 fn condition() -> impl Strategy<Value = Value> {
     let key = "mark|state|zone|[io]ifname|sk[ug]id|nfproto|l4proto";
     let left = prop_oneof![

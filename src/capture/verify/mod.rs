@@ -25,7 +25,7 @@ const PASSING: [&str; 10] = [
 pub struct Finding {
     pub family: Family,
     pub kind: Kind,
-    /// A text with rules as iptables spells them, behind their table.
+    /// A text with the rules in the syntax of iptables, each after the name of its table.
     pub detail: String,
 }
 

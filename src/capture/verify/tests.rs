@@ -1,4 +1,4 @@
-//! Rules that are as they should be, and rules that are not.
+//! Tests which differences from the wanted rules are found.
 
 use super::*;
 use crate::capture::config::tests::settings;
@@ -55,7 +55,7 @@ fn chain(layout: &mut Layout, table: Table, chain: Chain) -> &mut Vec<Entry> {
     layout.chains.entry((table, chain)).or_default()
 }
 
-/// The findings after a change, and whether one of them affects traffic.
+/// Returns the findings after a change of the rules, and true if one of them affects traffic.
 fn findings(settings: Change, change: impl FnOnce(&mut Layout)) -> (Vec<String>, bool) {
     let wanted = wanted(settings, Family::V4);
     let mut found = wanted.clone();
@@ -143,7 +143,7 @@ fn zones_and_redirects_of_dns_that_are_missing_are_named() {
 }
 
 #[test]
-fn rules_of_others_before_ours_are_named_if_they_may_take_packets() {
+fn foreign_rules_before_istios_are_reported_if_they_may_take_packets() {
     use Table::{Filter, Mangle, Nat, Raw};
     let all: Change = |_| {};
     for (settings, table, rule, is_named) in [
@@ -186,7 +186,7 @@ fn rules_of_others_before_ours_are_named_if_they_may_take_packets() {
             "-p udp -m udp --dport 53 -j DNAT --to-destination 10.0.0.1",
             false,
         ),
-        // There are no rules of ours in these tables.
+        // With these settings, Istio has no rules in the mangle and filter tables.
         (
             all,
             Mangle,
@@ -239,7 +239,7 @@ fn rules_of_others_before_ours_are_named_if_they_may_take_packets() {
 
 #[test]
 fn foreign_rules_after_istios_are_ignored() {
-    let (texts, misled) = findings(
+    let (texts, affects_traffic) = findings(
         |_| {},
         |found| {
             let rule = Entry::Foreign("-p udp -j DNAT --to-destination 10.0.0.1".to_owned());
@@ -248,16 +248,17 @@ fn foreign_rules_after_istios_are_ignored() {
             chain(found, Table::Nat, Chain::Prerouting).push(rule);
         },
     );
-    assert_eq!((texts, misled), (Vec::new(), false));
+    assert_eq!((texts, affects_traffic), (Vec::new(), false));
 }
 
 #[test]
 fn dns_rules_of_an_earlier_version_are_named_and_affect_traffic() {
     let rule = "nat: -A POSTROUTING -p udp -m udp --dport 15053 -j SNAT --to-source 127.0.0.1";
     for settings in [|_: &mut Settings| {}, dns_of_servers] {
-        let (texts, misled) = findings(settings, |found| found.earlier_dns = vec![rule.to_owned()]);
+        let (texts, affects_traffic) =
+            findings(settings, |found| found.earlier_dns = vec![rule.to_owned()]);
         let named = format!("IPv4: a rule is extra: {rule}");
-        assert_eq!((texts, misled), (vec![named], true));
+        assert_eq!((texts, affects_traffic), (vec![named], true));
     }
 }
 
@@ -267,10 +268,13 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
         let chain = (Table::Nat, "ISTIO_OLD".to_owned());
         found.unknown_chains.push(chain);
     };
-    let (texts, misled) = findings(|_| {}, old);
+    let (texts, affects_traffic) = findings(|_| {}, old);
     let named = "IPv4: a chain is not of this version of Istio: nat: ISTIO_OLD";
-    assert_eq!((&texts[..], misled), (&[named.to_owned()][..], false));
-    let (texts, misled) = findings(
+    assert_eq!(
+        (&texts[..], affects_traffic),
+        (&[named.to_owned()][..], false)
+    );
+    let (texts, affects_traffic) = findings(
         |_| {},
         |found| {
             old(found);
@@ -280,7 +284,7 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
     );
     let jump = "IPv4: a rule is extra: nat: -A OUTPUT -p tcp -j ISTIO_OLD";
     assert_eq!(
-        (&texts[..], misled),
+        (&texts[..], affects_traffic),
         (&[jump.to_owned(), named.to_owned()][..], true)
     );
 }

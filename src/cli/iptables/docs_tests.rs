@@ -1,4 +1,4 @@
-//! `docs/settings.md` lists the variables of the command, and each of them counts.
+//! Tests that `docs/settings.md` lists the variables of `istio-iptables`, and that each has an effect.
 
 use clap::CommandFactory;
 
@@ -7,7 +7,7 @@ use super::*;
 use crate::cli::Cli;
 use crate::config::environment::docs_tests::assert_generated;
 
-/// Variables, flag, default and meaning.
+/// Returns the variables of each flag, with the name, default and meaning of the flag.
 fn settings() -> Vec<(Vec<String>, [String; 3])> {
     let mut cli = Cli::command();
     let command = cli.find_subcommand_mut("istio-iptables").expect("it");

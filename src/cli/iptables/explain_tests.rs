@@ -1,4 +1,4 @@
-//! Tests how flows are completed.
+//! Tests how flows of `--explain` are completed.
 
 use super::*;
 

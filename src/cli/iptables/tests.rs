@@ -1,8 +1,9 @@
-//! Command lines of `istio-iptables` and their rules, as in `tests/golden/capture`.
+//! Tests command lines of `istio-iptables`, and compares their rules with the golden files in
+//! `tests/golden/capture`.
 //!
-//! A golden file begins with the command line; `variables`, `nameservers` and `v6` may follow. Then comes
-//! what a dry run prints. `capture-nftables` has the same with `--native-nftables`.
-//! `UPDATE_GOLDEN=1` writes the files anew.
+//! A golden file begins with the command line, which `variables`, `nameservers` and `v6` may follow. The rest is
+//! the output of a dry run. `capture-nftables` has the same files for `--native-nftables`.
+//! `UPDATE_GOLDEN=1` rewrites the files.
 
 use std::fs;
 use std::io::Write;
@@ -18,7 +19,7 @@ use crate::capture::layout::Layout;
 use crate::capture::rules::{Family, Id};
 use crate::cli::{Command, ParseError, parse};
 
-/// The flags of a command line.
+/// Parses a command line, and returns its flags.
 fn given(line: &str) -> Vec<Flag> {
     let words = line.split(' ').filter(|word| !word.is_empty());
     let words = words.map(|word| word.trim_matches('\'').to_owned());
@@ -38,7 +39,7 @@ fn settings(line: &str, variables: &[(&str, &str)]) -> Settings {
     flags(line, variables).settings
 }
 
-/// The rules with the number of root for all users and groups with a name.
+/// Returns the rules in which root's number replaces all names of users and groups.
 fn rules_of_root(mut config: Config) -> Rules {
     let (Selection::AllBut(groups) | Selection::Only(groups)) = &mut config.owner_groups;
     for id in config.uids.iter_mut().chain(&mut config.gids).chain(groups) {
@@ -49,7 +50,7 @@ fn rules_of_root(mut config: Config) -> Rules {
     Rules::new(&config)
 }
 
-/// The header of a golden file, and the configuration it asks for.
+/// Returns the header of a golden file, and the configuration that the header describes.
 fn configured(file: &str) -> (String, Config) {
     let header: Vec<_> = file.lines().take_while(|l| l.starts_with("# ")).collect();
     let line = header[0].trim_start_matches("# ");
@@ -106,8 +107,8 @@ fn rules_equal_the_golden_files() {
     assert!(count >= 20, "{count} golden files");
 }
 
-/// A file has the arguments and variables of istio-validation, and the rules of its pod, as
-/// `iptables-save` or `nft -j list ruleset` printed them. Istio's CNI plugin set them up.
+/// Each file has the arguments and variables of istio-validation, and the rules that Istio's CNI plugin set up
+/// in its pod, in the output of `iptables-save` or `nft -j list ruleset`.
 #[test]
 fn verify_with_istio_validations_arguments_accepts_the_cni_plugins_rules() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture-cni");
@@ -131,7 +132,7 @@ fn verify_with_istio_validations_arguments_accepts_the_cni_plugins_rules() {
                     let found = Saved::parse(saved).expect("rules").layout();
                     (vec![Layout::new(&rules, family)], found)
                 } else {
-                    // The pods have no address of IPv6.
+                    // The pods have no IPv6 address.
                     continue;
                 };
                 let findings = verify::compare(&versions, &found, family);
@@ -145,7 +146,7 @@ fn verify_with_istio_validations_arguments_accepts_the_cni_plugins_rules() {
                     !findings.iter().any(Finding::affects_traffic),
                     "{findings:#?}"
                 );
-                // What is missing is still found.
+                // Missing rules are found with these arguments, too.
                 let without = verify::compare(&versions, &Layout::default(), family);
                 assert!(without.iter().any(Finding::affects_traffic), "{name}");
             }
@@ -160,7 +161,7 @@ fn iptables_rules_read_from_the_kernel_equal_those_written() {
         let path = entry.expect("an entry").path();
         let (_, config) = configured(&fs::read_to_string(&path).expect("a golden file"));
         let rules = Rules::new(&config);
-        // Users and groups with names that every machine has.
+        // Every machine has the user and the group root. The kernel lists their number in place of the name.
         let of_root = rules_of_root(config);
         for (family, program) in [(Family::V4, "iptables"), (Family::V6, "ip6tables")] {
             let wanted = Layout::new(&of_root, family);
@@ -206,14 +207,15 @@ fn nft_rules_read_from_the_kernel_equal_those_written() {
     }
 }
 
-/// Returns the output of a script in a network namespace without rules. None on a machine without namespaces.
+/// Runs a script with the input `text` in a new network namespace, which has no rules. Returns its output; None
+/// on a machine without namespaces.
 fn in_namespace(script: &str, text: &str) -> Option<String> {
     let mut child = std::process::Command::new("unshare");
     child.args(["--net", "sh", "-c", script]);
     child.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = child.spawn().expect("unshare");
     let mut input = child.stdin.take().expect("a pipe");
-    // On a machine without namespaces nothing reads the input.
+    // This fails on a machine without namespaces, because nothing reads the input.
     let _ = input.write_all(text.as_bytes());
     drop(input);
     let output = child.wait_with_output().expect("an end");
@@ -248,7 +250,7 @@ fn a_flag_is_stronger_than_its_variables_and_the_second_variable_than_the_first(
     assert!(settings("istio-iptables", &ignored).redirect_dns);
     let stronger = [("DROP_INVALID", "0"), ("INVALID_DROP", "1")];
     assert!(settings("istio-iptables", &stronger).drop_invalid);
-    // It has no variable; an empty one of another counts.
+    // `--envoy-port` has no variable. An empty variable of another flag overrides its default.
     let none = [("ENVOY_PORT", "1"), ("ISTIO_OUTBOUND_OWNER_GROUPS", "")];
     let found = settings("istio-iptables", &none);
     assert_eq!(
@@ -294,7 +296,7 @@ async fn a_dry_run_writes_the_file_of_its_variable() {
     let environment = [("DRY_RUN_FILE_PATH", file)].into_iter().collect();
     match run(&given("istio-iptables -n -i *"), false, &environment).await {
         Ok((text, _)) => assert_eq!(fs::read_to_string(&path).expect("a file"), text),
-        // A machine without a network.
+        // The machine has no network.
         Err(error) => assert_eq!(error.to_string(), "no valid local IP address found"),
     }
 }

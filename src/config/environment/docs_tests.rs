@@ -1,4 +1,4 @@
-//! `docs/settings.md` lists the variables of the table.
+//! Tests that `docs/settings.md` lists the variables of the table.
 
 use std::fs;
 use std::path::Path;
@@ -51,7 +51,7 @@ fn list_of_variables() -> String {
     text + "\n"
 }
 
-/// The rows that are `wanted`, with what `last` takes from their state in a column of its own.
+/// Renders the rows that are `wanted`. The text that `last` returns for their state is in the last column.
 fn table(
     heading: &str,
     wanted: fn(&Row) -> bool,

@@ -384,7 +384,7 @@ fn optional<T: FromStr>(text: &str) -> Option<Option<T>> {
     }
 }
 
-/// Parses a number of restarts in a duration, such as `3/10m`. Without restarts there is no budget.
+/// Parses a number of restarts in a duration, such as `3/10m`; `Some(None)` for an empty text or zero restarts.
 fn budget(text: &str) -> Option<Option<Budget>> {
     if text.is_empty() || text.split('/').next() == Some("0") {
         return Some(None);

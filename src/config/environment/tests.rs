@@ -1,4 +1,4 @@
-//! Reading variables, and the table.
+//! Tests how environment variables are read, and the table of variables.
 
 use super::*;
 

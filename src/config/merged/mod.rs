@@ -4,9 +4,9 @@
 //! machine. The result is checked; then two annotations, `DISCOVERY_ADDRESS` and the flag of a template are
 //! applied.
 //!
-//! A later document wins member by member: a member replaces the earlier one as a whole, except
-//! `proxyMetadata`, which merges by key, and `proxyHeaders`, which keeps some of its members. A member that
-//! is `null` changes nothing.
+//! A later document overrides an earlier one member by member. A member replaces the complete earlier member,
+//! except `proxyMetadata`, which merges by key, and `proxyHeaders`, which preserves some of its members. A
+//! member that is `null` changes nothing.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Documents and other sources that are merged.
+//! Tests how the documents and other sources of ProxyConfig are merged.
 
 use std::time::Duration;
 

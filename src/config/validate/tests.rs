@@ -1,4 +1,4 @@
-//! Good values, bad values and random ones.
+//! Tests the validation of ProxyConfig with valid, invalid and random values.
 
 use proptest::prelude::*;
 

@@ -106,7 +106,7 @@ fn write_addresses(
         target.make_ascii_lowercase();
         owner = wire::push_record(out, owner, wire::CNAME, ttl, &target);
     }
-    // One more than can fit, so that the caller truncates the answer and the client learns of it.
+    // One record more than can fit, so that the caller truncates the answer and sets TC.
     let max_records = limit / MIN_RECORD + 1;
     for address in rotated(v4).take(max_records) {
         wire::push_record(out, owner, wire::A, ttl, &address.octets());

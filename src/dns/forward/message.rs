@@ -197,17 +197,17 @@ mod tests {
         for (size, options, sent_size) in [
             (1232, &cookie[..], 1232),
             (4096, &[subnet.as_slice(), &cookie].concat(), 4096),
-            // The end of an option is missing.
+            // The length of the option exceeds the record.
             (0, &[0, 10, 0, 9, 1], 512),
         ] {
             let mut asked = query_with_opt(7, "a.test", size, options);
             let opt = asked.len() - options.len() - 11;
-            // DNSSEC, and a flag that is not defined.
+            // The DO bit and undefined flags, of which only the DO bit passes.
             asked[opt + 7..opt + 9].copy_from_slice(&[0xc0, 1]);
             let mut expected = query_with_opt(9, "a.test", sent_size, &[]);
             expected[opt + 7] = 0x80;
             assert_eq!(parsed(asked.clone()).message(9), expected);
-            // A record behind it.
+            // A TSIG record after the OPT record.
             let signature = [0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2];
             (asked[11], expected[11]) = (2, 2);
             asked.extend(signature);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_has_our_opt_record_in_place_of_the_servers() {
+    fn a_reply_has_the_agents_opt_record_in_place_of_the_servers() {
         let plain = query(1, "a.test");
         let with_opt = query_with_opt(1, "a.test", 1232, &[]);
         let cookie = [0, 10, 0, 16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9, 9];
@@ -247,7 +247,7 @@ mod tests {
                 server(2, &[&glue[..], &own(0)].concat()),
                 0,
             ),
-            // Names may point into what is removed.
+            // Records after the OPT record are dropped, because compressed names may point to removed bytes.
             (
                 "a record behind",
                 2,
@@ -278,7 +278,7 @@ mod tests {
             );
             let query = parsed(plain.clone());
             let reply = Reply::read(&bytes, 1, &query).expect("a reply");
-            // Ours is the last record.
+            // Without EDNS in the query, the reply has no OPT record, which is the last record of `expected`.
             let without = &expected[..expected.len() - 11];
             assert_eq!(query.restore(&reply)[12..], without[12..], "{what}");
         }
@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(key(query_with_opt(2, "A.Test", 1232, &[])), base);
         assert_ne!(key(query(1, "a.test")), base);
         assert!(key(query(1, "a.test")).is_some());
-        // Bytes of the message with an OPT record, and what they are changed to.
+        // Offsets in a query with an OPT record, and the new values of these bytes.
         for (what, at, value) in [
             ("recursion", 2, 0),
             ("checking disabled", 3, 0x10),
@@ -306,7 +306,7 @@ mod tests {
             other[at] = value;
             assert_ne!(key(other), base, "{what}");
         }
-        // Options are not sent.
+        // Options are not forwarded, so that they are not part of the key.
         assert_eq!(
             key(query_with_opt(1, "a.test", 1232, &[0, 10, 0, 1, 5])),
             base

@@ -181,7 +181,7 @@ impl Inner {
 
 #[cfg(test)]
 impl Forwarder {
-    fn kept(&self) -> (usize, usize) {
+    fn cache_size(&self) -> (usize, usize) {
         let cache = self.0.cache.as_ref();
         cache.map_or((0, 0), |cache| cache.lock().size())
     }

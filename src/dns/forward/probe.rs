@@ -90,7 +90,7 @@ mod tests {
     async fn a_probe_says_what_a_server_answers_or_why_it_does_not() {
         let refuses = codes::DNS_RESOLVER_REFUSES;
         for (rcode, expected) in [(0, Ok("NOERROR")), (2, Err(refuses)), (3, Ok("NXDOMAIN"))] {
-            let server = Upstream::saying(move |_| Answer::rcode(rcode)).await;
+            let server = Upstream::answering(move |_| Answer::rcode(rcode)).await;
             assert_eq!(probed(server.address).await.map_err(|it| it.code), expected);
         }
         let silent = Upstream::silent().await;

@@ -243,7 +243,7 @@ impl UpstreamQuery<'_> {
                 self.upstream.health.record_miss(server, Instant::now());
             }
         }
-        // Its other attempts will not give another result.
+        // The other attempts at this server would have the same result.
         self.attempts.retain(|attempt| attempt.server != server);
         self.rotation.retain(|(other, _)| *other != server);
         self.next_send = Instant::now();

@@ -104,7 +104,7 @@ impl NameTable {
                 }
             }
         }
-        // By precedence within each hash.
+        // Sorts by hash, and by precedence within each hash.
         names.sort_unstable();
         names.dedup();
         let by_hash = names.chunk_by(|name, next| name.0 == next.0);

@@ -75,7 +75,8 @@ impl<F: Forward> Shared<F> {
 }
 
 /// Serves until `shutdown` or until a socket cannot be used, which also drops running queries. After the
-/// handover has begun, sockets are no longer read, but running queries are answered.
+/// handover has begun, no queries are received over UDP and no connections are accepted; open connections are
+/// served, and running queries are answered.
 pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,

@@ -184,7 +184,7 @@ mod tests {
         }
     }
 
-    /// A socket, a client of it, and what its server needs, without a name table.
+    /// Returns a socket, a client that is connected to it, and the state for its server, without a name table.
     fn unserved() -> (UdpSocket, UdpSocket, Arc<Shared<NoResolver>>) {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         socket.set_nonblocking(true).expect("set");
@@ -213,7 +213,7 @@ mod tests {
         }
         let mut answered = 0;
         while answered < sent {
-            // The runtime learns that queries have arrived.
+            // Lets the runtime notice that queries have arrived.
             yield_now().await;
             poll_fn(|context| {
                 assert!(serving.as_mut().poll(context).is_pending());

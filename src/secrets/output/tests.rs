@@ -92,7 +92,7 @@ fn a_reader_finds_each_file_whole() {
 }
 
 #[test]
-fn a_write_that_fails_leaves_the_other_files_and_nothing_beside_them() {
+fn a_failed_write_leaves_the_other_files_and_no_temporary_files() {
     let directory = directory();
     let config = config_of(&directory);
     write_all(&config, all("a")).unwrap();

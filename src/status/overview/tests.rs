@@ -290,7 +290,7 @@ fn every_figure_has_a_name_and_a_unit() {
 }
 
 #[test]
-fn values_have_their_names_beside_them() {
+fn values_are_next_to_their_names() {
     let html = hostile_page();
     for words in [
         "<th scope=\"row\">state</th><td>exited</td>",

@@ -101,7 +101,7 @@ fn lines(secret: &str) -> Vec<String> {
 }
 
 #[test]
-fn secrets_of_json_do_not_pass_and_what_is_beside_them_does() {
+fn secrets_in_json_are_redacted_and_the_rest_is_not() {
     let document = json!({
         "name": "outbound|80||token-service.shop", "type": "EDS",
         "dynamic_active_secrets": [{

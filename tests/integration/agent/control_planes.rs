@@ -1,4 +1,5 @@
-//! Control planes that do not serve: how long Envoy's stream is held, and when another one is used.
+//! Tests control planes that do not serve: how long Envoy's stream is held, and when the next control plane is
+//! used.
 
 use std::convert::Infallible;
 use std::future::pending;
@@ -31,14 +32,14 @@ use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tonic::{Code, Status};
 
-use crate::agent::relay::{BOTH, request, response};
+use crate::agent::relay::{PROTOCOLS, request, response};
 use crate::support::bench::Bench;
 use crate::support::envoy::Envoy;
 use crate::support::{CLUSTER, LISTENER, framed, soon, until};
 
 const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
-/// How a control plane fails.
+/// The way in which a control plane fails.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     Refused,
@@ -62,17 +63,18 @@ const FAULTS: [Fault; 8] = [
     Fault::Errors,
 ];
 
-/// A control plane that fails. Dropping it ends it.
+/// A control plane that fails. It stops when it is dropped.
 struct Faulty {
     address: SocketAddr,
-    /// Its own root.
+    /// The PEM root certificate of its authority; empty if the bench is not to trust it, or if it has no TLS.
     root: String,
     _istiod: Option<LocalIstiod>,
     _backlog: Vec<TcpStream>,
     _tasks: JoinSet<()>,
 }
 
-/// TLS of istiod, with a certificate of an authority of its own, and the authority's root.
+/// Returns a TLS acceptor in place of istiod's, with a certificate of a new authority, and the root certificate of
+/// this authority.
 fn tls() -> (TlsAcceptor, String) {
     let mut params = rcgen::CertificateParams::default();
     params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -114,7 +116,7 @@ impl Faulty {
             Fault::FullBacklog => {
                 let listener = socket.listen(1).unwrap();
                 let connect = || TcpStream::connect(faulty.address);
-                // The kernel drops what is too much.
+                // The kernel drops SYN packets when the backlog is full, so the last connection attempt times out.
                 while let Ok(connected) =
                     tokio::time::timeout(Duration::from_millis(500), connect()).await
                 {
@@ -159,7 +161,7 @@ async fn accept(listener: TcpListener, tls: TlsAcceptor, fault: Fault) {
     }
 }
 
-/// Answers a call of either service.
+/// Answers a call of the discovery service or of the certificate service.
 async fn answer(
     _request: http::Request<Incoming>,
     fault: Fault,
@@ -179,8 +181,8 @@ async fn answer(
     })
 }
 
-/// A bench whose first control plane fails.
-async fn behind(fault: Fault) -> (Faulty, Bench) {
+/// Starts a bench whose first control plane fails.
+async fn bench_behind(fault: Fault) -> (Faulty, Bench) {
     let first = Faulty::start(fault).await;
     let bench = Bench::behind(first.address).await;
     let root = bench.directory.path().join("root.pem");
@@ -190,7 +192,7 @@ async fn behind(fault: Fault) -> (Faulty, Bench) {
 }
 
 async fn discovery(fault: Fault) {
-    let (_first, mut bench) = behind(fault).await;
+    let (_first, mut bench) = bench_behind(fault).await;
     let protocol = Protocol::Delta;
     let mut envoy = bench.envoy(protocol).await;
     envoy.send_raw(framed(&request(protocol, CLUSTER)));
@@ -203,7 +205,7 @@ async fn discovery(fault: Fault) {
 }
 
 async fn certificates(fault: Fault) {
-    let (_first, bench) = behind(fault).await;
+    let (_first, bench) = bench_behind(fault).await;
     let authority = IstioCa::new(bench.istiod.clone(), String::new(), Duration::from_secs(10));
     let identity = SpiffeId::new("cluster.local", "default", "bench");
     let request = csr::generate(KeyType::P256, Default::default(), &identity).unwrap();
@@ -213,7 +215,8 @@ async fn certificates(fault: Fault) {
     }
 }
 
-/// The limit is that of the claim and, as time is real, half as much again for a slow machine.
+/// The limit is 30 s: the 20 s of the name, and 10 s more because the test runs in real time, perhaps on a slow
+/// machine.
 #[tokio::test]
 async fn the_second_control_plane_serves_within_20_s_whatever_the_first_one_does() {
     let limit = Duration::from_secs(30);
@@ -237,8 +240,9 @@ async fn the_second_control_plane_serves_within_20_s_whatever_the_first_one_does
     join_all(cases).await;
 }
 
-/// Lets time pass in which nothing else happens, and no ping is due.
-async fn sixteen_seconds_later() {
+/// Gives the tasks 100 ms to become idle, and advances the clock by 16 s: longer than the limit of 15 s for the
+/// first response of a stream, and shorter than the interval of keepalive pings.
+async fn advance_clock_by_16_s() {
     tokio::time::sleep(Duration::from_millis(100)).await;
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(16)).await;
@@ -260,7 +264,7 @@ async fn a_silent_control_plane_is_abandoned_only_if_there_is_another() {
         let mut istiod = bench.accepted().await;
         soon(istiod.next_bytes()).await.unwrap().unwrap();
         let message = response(protocol, CLUSTER, 10);
-        sixteen_seconds_later().await;
+        advance_clock_by_16_s().await;
         match &mut second {
             None => {
                 istiod.send_bytes(message.clone()).await.unwrap();
@@ -280,7 +284,7 @@ async fn a_silent_control_plane_is_abandoned_only_if_there_is_another() {
 
 #[tokio::test]
 async fn envoys_stream_is_held_and_its_requests_are_sent_again_until_istiod_has_answered() {
-    for (protocol, _) in BOTH {
+    for (protocol, _) in PROTOCOLS {
         let mut bench = Bench::start().await;
         bench.health.send_replace(Some(Ok(())));
         let mut envoy = bench.envoy(protocol).await;
@@ -333,7 +337,7 @@ async fn envoys_stream_is_held_while_the_token_is_refused() {
     })
     .await;
     let problem = bench.istiod.status().last_error.unwrap().problem;
-    // The file holds two words.
+    // The code is that of an invalid token because the file holds two words.
     assert_eq!(problem.code, codes::ISTIOD_TOKEN_INVALID);
     assert!(
         problem

@@ -1,4 +1,4 @@
-//! A custom bootstrap, with the program run as a process.
+//! Tests a custom bootstrap with the binary of the agent.
 
 use std::fs;
 use std::os::unix::fs::symlink;

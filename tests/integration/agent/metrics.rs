@@ -1,4 +1,5 @@
-//! The agent's counters, and `/debug/xdsz`.
+//! Tests the counters of discovery, the snapshot that `/debug/xdsz` shows, and the table of metrics in the
+//! documentation.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -154,13 +155,14 @@ async fn the_end_of_a_stream_counts_once_on_each_side() {
         "istio_agent_istiod_connection_terminations{type=\"error\"} 1",
         "istio_agent_envoy_connection_terminations{type=\"cancelled\"} 2",
     ]);
-    // Whether the end shows in reading or in writing first is chance.
+    // The agent may notice the end first when it reads or when it writes, so only the beginning of the reason is
+    // certain.
     let end = bench.observer.snapshot().last_end.unwrap();
     assert!(end.reason.starts_with("Envoy"), "{}", end.reason);
     bench.finish().await;
 }
 
-/// Names of metrics in the program, without those of its tests.
+/// Adds the names of the metrics in the code below `folder` to `names`, except those in tests.
 fn names_in(folder: &Path, names: &mut BTreeSet<String>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

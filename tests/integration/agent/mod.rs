@@ -1,5 +1,5 @@
-//! The agent's modules together, against a real control plane behind real TLS, with a scripted Envoy
-//! on a real socket.
+//! Tests the agent's modules together, with a real control plane behind real TLS and a scripted Envoy on a real
+//! socket.
 
 mod clients;
 mod control_planes;

@@ -1,4 +1,4 @@
-//! The relay, between Envoy's socket and istiod's port.
+//! Tests the relay between Envoy's socket and istiod's port.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,7 +30,7 @@ const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
-pub const BOTH: [(Protocol, Variant); 2] = [
+pub const PROTOCOLS: [(Protocol, Variant); 2] = [
     (Protocol::Sotw, Variant::StateOfTheWorld),
     (Protocol::Delta, Variant::Delta),
 ];
@@ -42,7 +42,7 @@ fn node() -> Option<Node> {
     })
 }
 
-/// A request followed by an unknown field.
+/// Returns a request that ends with an unknown field.
 pub fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     let type_url = type_url.to_owned();
     let mut bytes = match protocol {
@@ -63,7 +63,7 @@ pub fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     bytes
 }
 
-/// A response followed by an unknown field.
+/// Returns a response with a resource of `size` bytes. It ends with an unknown field.
 pub fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
     let any = Any {
         type_url: type_url.into(),
@@ -103,7 +103,7 @@ pub fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
 
 #[tokio::test]
 async fn messages_pass_unchanged_both_ways_with_unknown_fields() {
-    for (protocol, variant) in BOTH {
+    for (protocol, variant) in PROTOCOLS {
         let mut bench = Bench::start().await;
         let mut envoy = bench.envoy(protocol).await;
         let first = request(protocol, CLUSTER);
@@ -200,29 +200,38 @@ async fn the_stream_to_istiod_ends_with_envoys() {
 #[tokio::test]
 async fn workload_health_is_reported_between_envoys_requests_and_again_on_each_stream() {
     let mut bench = Bench::start().await;
-    for (number, (protocol, _)) in BOTH.repeat(2).into_iter().enumerate() {
-        // Also to a client that is no child of the agent: an Envoy in a wrapper, or an application.
-        bench.is_envoy.store(number < BOTH.len(), Ordering::Relaxed);
+    for (number, (protocol, _)) in PROTOCOLS.repeat(2).into_iter().enumerate() {
+        // Streams of clients that are not children of the agent, such as an Envoy in a wrapper or an application,
+        // report health as well.
+        bench
+            .is_envoy
+            .store(number < PROTOCOLS.len(), Ordering::Relaxed);
         bench.health.send_replace(None);
         let ill = Err("status code was not from [200,400), bad code 503".to_owned());
         let mut envoy = bench.envoy(protocol).await;
         envoy.send_raw(framed(&request(protocol, CLUSTER)));
         let mut istiod = bench.accepted().await;
-        assert_eq!(report(protocol, &mut istiod).await.0, CLUSTER);
+        assert_eq!(next_request(protocol, &mut istiod).await.0, CLUSTER);
         bench.health.send_replace(Some(ill.clone()));
         envoy.send_raw(framed(&request(protocol, LISTENER)));
-        assert_eq!(report(protocol, &mut istiod).await.0, LISTENER);
-        let (type_url, error) = report(protocol, &mut istiod).await;
+        assert_eq!(next_request(protocol, &mut istiod).await.0, LISTENER);
+        let (type_url, error) = next_request(protocol, &mut istiod).await;
         assert_eq!(type_url, HEALTH);
         assert_eq!(error, Some((13, ill.clone().unwrap_err())));
         bench.health.send_replace(Some(Ok(())));
-        assert_eq!(report(protocol, &mut istiod).await, (HEALTH.into(), None));
+        assert_eq!(
+            next_request(protocol, &mut istiod).await,
+            (HEALTH.into(), None)
+        );
         drop((envoy, istiod));
         envoy = bench.envoy(protocol).await;
         envoy.send_raw(framed(&request(protocol, LISTENER)));
         istiod = bench.accepted().await;
-        assert_eq!(report(protocol, &mut istiod).await.0, LISTENER);
-        assert_eq!(report(protocol, &mut istiod).await, (HEALTH.into(), None));
+        assert_eq!(next_request(protocol, &mut istiod).await.0, LISTENER);
+        assert_eq!(
+            next_request(protocol, &mut istiod).await,
+            (HEALTH.into(), None)
+        );
     }
     bench.finish().await;
 }
@@ -235,11 +244,12 @@ async fn envoys_stream_moves_to_the_first_control_plane_when_that_answers_again(
     let mut envoy = bench.envoy(Protocol::Delta).await;
     envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
     let mut stream = bench.accepted().await;
-    assert_eq!(report(Protocol::Delta, &mut stream).await.0, CLUSTER);
+    assert_eq!(next_request(Protocol::Delta, &mut stream).await.0, CLUSTER);
     answer(Protocol::Delta, &stream, &mut envoy).await;
     let first = LocalIstiod::start(options).await.unwrap();
     assert_eq!(first.connections(), []);
     tokio::time::pause();
+    // The agent dials the first control plane again after 600 s and a random delay of up to 60 s.
     tokio::time::advance(Duration::from_secs(661)).await;
     tokio::time::resume();
     assert_eq!(envoy.end().await.code(), Code::Ok);
@@ -247,20 +257,20 @@ async fn envoys_stream_moves_to_the_first_control_plane_when_that_answers_again(
     let envoy = bench.envoy(Protocol::Delta).await;
     envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
     let mut stream = bench.accepted().await;
-    assert_eq!(report(Protocol::Delta, &mut stream).await.0, CLUSTER);
+    assert_eq!(next_request(Protocol::Delta, &mut stream).await.0, CLUSTER);
     drop((envoy, stream));
     bench.finish().await;
 }
 
-/// Has istiod send a response, and Envoy take it.
+/// Sends a response of istiod, and reads it as Envoy.
 async fn answer(protocol: Protocol, istiod: &local_istiod::Stream, envoy: &mut Envoy) {
     let message = response(protocol, CLUSTER, 1);
     istiod.send_bytes(message).await.unwrap();
     envoy.next_bytes().await;
 }
 
-/// Type and error of the next request.
-async fn report(
+/// Returns the type and the error of the next request that istiod receives.
+async fn next_request(
     protocol: Protocol,
     istiod: &mut local_istiod::Stream,
 ) -> (String, Option<(i32, String)>) {
@@ -342,7 +352,7 @@ async fn requests_that_istiod_does_not_read_end_envoys_stream_and_make_others_wa
         let mut envoy = bench.envoy(Protocol::Sotw).await;
         (0..40).for_each(|_| envoy.send_raw(framed(&large)));
         let mut istiod = bench.accepted().await;
-        // Responses pass, whatever waits in the other direction.
+        // Responses pass while requests wait in the other direction.
         answer(Protocol::Sotw, &istiod, &mut envoy).await;
         (0..60).for_each(|_| envoy.send_raw(framed(&large)));
         if is_envoy {
@@ -365,7 +375,7 @@ async fn incomplete_requests_of_other_clients_have_a_bound_too() {
     bench.is_envoy.store(false, Ordering::Relaxed);
     for _ in 0..3 {
         let envoy = bench.envoy(Protocol::Sotw).await;
-        envoy.send_raw(Bytes::from_static(&[0, 8, 0, 0, 0])); // 128 MiB will follow, it says.
+        envoy.send_raw(Bytes::from_static(&[0, 8, 0, 0, 0])); // The header announces a message of 128 MiB.
         let part = Bytes::from(vec![0; 1 << 20]);
         (0..100).for_each(|_| envoy.send_raw(part.clone()));
         assert_eq!(envoy.end().await.code(), Code::ResourceExhausted);
@@ -373,7 +383,7 @@ async fn incomplete_requests_of_other_clients_have_a_bound_too() {
     let mut envoy = bench.envoy(Protocol::Sotw).await;
     envoy.send_raw(framed(&request(Protocol::Sotw, CLUSTER)));
     loop {
-        // Streams without a complete request come first.
+        // The first streams that istiod has accepted are those without a complete request.
         let mut istiod = bench.accepted().await;
         if let Ok(Some(_)) = soon(istiod.next_bytes()).await {
             answer(Protocol::Sotw, &istiod, &mut envoy).await;
@@ -480,12 +490,12 @@ async fn other_methods_are_unimplemented() {
     bench.finish().await;
 }
 
-/// Intercepts name tables, and responds for extension configurations itself.
-struct Taking;
-/// Rewrites a response for each permit.
-struct Rewriting(Arc<Semaphore>);
+/// An interceptor that subscribes to name tables, ACKs good ones and NACKs bad ones. None of them reaches Envoy.
+struct NameTableInterceptor;
+/// An interceptor that rewrites one extension configuration for each permit.
+struct ExtensionInterceptor(Arc<Semaphore>);
 
-impl Interceptor for Taking {
+impl Interceptor for NameTableInterceptor {
     fn type_url(&self) -> &str {
         NAMES
     }
@@ -504,7 +514,7 @@ impl Interceptor for Taking {
     }
 }
 
-impl Interceptor for Rewriting {
+impl Interceptor for ExtensionInterceptor {
     fn type_url(&self) -> &str {
         EXTENSION
     }
@@ -520,7 +530,7 @@ impl Interceptor for Rewriting {
     }
 }
 
-/// The message with one more field.
+/// Returns the message with one more field.
 fn rewritten(message: &[u8]) -> Bytes {
     let mut message = message.to_vec();
     prost::encoding::string::encode(778, &"rewritten".to_owned(), &mut message);
@@ -530,8 +540,8 @@ fn rewritten(message: &[u8]) -> Bytes {
 #[tokio::test]
 async fn intercepted_types_are_subscribed_acked_and_rewritten_in_order() {
     let permits = Arc::new(Semaphore::new(0));
-    let rewriting = Rewriting(permits.clone());
-    let interceptors = Interceptors::new(vec![Box::new(Taking), Box::new(rewriting)]);
+    let rewriting = ExtensionInterceptor(permits.clone());
+    let interceptors = Interceptors::new(vec![Box::new(NameTableInterceptor), Box::new(rewriting)]);
     let mut bench = Bench::with(interceptors, 1 << 20).await;
     let protocol = Protocol::Sotw;
     let mut envoy = bench.envoy(protocol).await;
@@ -578,7 +588,8 @@ async fn intercepted_types_are_subscribed_acked_and_rewritten_in_order() {
             problem
         );
     }
-    // The cluster does not wait for responses that are rewritten; these keep their order.
+    // The response with clusters overtakes the responses that wait to be rewritten. Those keep their order. The
+    // response of type `istio.io/debug` is dropped: neither Envoy nor the agent uses the type.
     let cluster = response(protocol, CLUSTER, 100_000);
     assert_eq!(envoy.next_bytes().await, cluster);
     permits.add_permits(2);

@@ -1,4 +1,4 @@
-//! `istio-iptables` as a process: exit codes, and what it prints.
+//! Tests the exit codes and the output of `istio-iptables`.
 
 use std::process::{Command, Output};
 

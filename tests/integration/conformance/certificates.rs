@@ -1,5 +1,5 @@
-//! Answers of the authority that must not be served: logged, and Envoy kept waiting until
-//! a good one comes.
+//! Tests responses of the certificate authority. Those that must not be served are logged, and Envoy waits until a
+//! good one arrives.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::support::envoy::Envoy;
 use crate::support::place::Place;
 use crate::support::{ask_for_secrets, local_istiod, next_response, restarted};
 
-/// Waits for the one secret a stream has asked for.
+/// Returns the one secret of the next response.
 async fn only_secret(envoy: &mut Envoy) -> Secret {
     let response = next_response(envoy).await;
     assert_eq!(response.resources.len(), 1);
@@ -62,7 +62,7 @@ async fn unusable_answers_are_logged_and_never_served() {
         agent.logs(sentence).await;
     }
     istiod.answer_certificates_with(None);
-    // Of a stream that was served anything before, this were not the first secret.
+    // These are the first secrets of the streams, because no unusable response has been served.
     let served = only_secret(&mut leaf).await;
     assert_eq!(served.name, "default");
     assert!(matches!(

@@ -1,4 +1,4 @@
-//! Several control planes of one authority: while the first is away, the second serves.
+//! Tests several control planes of one authority: while the first one is unreachable, the second one serves.
 
 use std::time::Duration;
 
@@ -14,7 +14,8 @@ async fn certificates_and_discovery_fail_over_and_return_to_the_first_control_pl
         return;
     }
     let keys = Keys::generate("cluster.local").unwrap();
-    // Each has a certificate for its own address only, and signs what is renewed within seconds.
+    // Each control plane has a certificate for its own address only, and signs certificates that are renewed within
+    // seconds.
     let start = || {
         LocalIstiod::start(Options {
             keys: Some(keys.clone()),
@@ -36,7 +37,8 @@ async fn certificates_and_discovery_fail_over_and_return_to_the_first_control_pl
     until("a renewal", || second.certificates_signed() > 0).await;
     next_response(&mut secrets).await;
     let tried = format!("failed to connect to upstream {}", options.listen);
-    // Three times each: by the connection for certificates, and by that of clients beside Envoy.
+    // Two connections have tried three times each: the one for certificates, and the one for clients other than
+    // Envoy, such as this test.
     assert_eq!(agent.log().matches(&tried).count(), 6);
 
     let mut first = LocalIstiod::start(options).await.unwrap();

@@ -1,7 +1,7 @@
-//! DNS as applications see it: names of the mesh, names of others, sizes, and what is no question.
+//! Tests DNS as applications see it: names of the mesh, other names, sizes of answers, and malformed queries.
 //!
-//! `DNS_ADDR` names the port of another agent to ask instead. It needs what [`TABLE`] holds, the
-//! namespace `ns1` with its search domains, and [`resolver`]'s names upstream.
+//! `DNS_ADDR` is the address and port of another agent to query instead. That agent needs the names of [`TABLE`],
+//! the namespace `ns1` with its search domains, and the names of [`resolver`] upstream.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::support::{LISTENER, PATIENCE, free_port as free_tcp_port, options, re
 
 const NAME_TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 
-/// Host, addresses, and of those in Kubernetes short name, namespace and a further host.
+/// A host, its addresses, and for a Kubernetes service its short name, its namespace and an alternative host.
 type Row = (
     &'static str,
     &'static [&'static str],
@@ -69,7 +69,7 @@ const TABLE: &[Row] = &[
     ("example.localhost.", &["3.3.3.3"], None),
 ];
 
-/// What is asked: name, type, code, and the answers in the order of their text.
+/// The queries, as name and type, with the expected code and the expected answers, sorted as text.
 const ANSWERS: &[(&str, u16, u8, &[&str])] = &[
     ("www.google.com.", 1, 0, &["www.google.com. 1.1.1.1"]),
     (
@@ -188,7 +188,7 @@ const ANSWERS: &[(&str, u16, u8, &[&str])] = &[
         &["foo.svc.mesh.company.net.ns1.svc.cluster.local. 10.1.2.3"],
     ),
     ("example.localhost.", 1, 0, &["example.localhost. 3.3.3.3"]),
-    // Other types are for the resolvers, also of names the mesh knows.
+    // Queries of other types go to the upstream resolver, also for names of the mesh.
     ("www.google.com.", 16, 3, &[]),
 ];
 
@@ -239,6 +239,7 @@ async fn every_answer_has_the_agents_opt_record_if_the_question_has_one() {
             }
         }
     }
+    // EDNS version 1 does not exist: the agent answers with the extended code BADVERS.
     let mut later = query("www.google.com.", 1, Some(1232));
     let version = later.len() - 5;
     later[version] = 1;
@@ -281,7 +282,7 @@ async fn dig_reads_every_answer_as_that_of_a_server_with_edns() {
     }
 }
 
-/// The query with a cookie of its client.
+/// Returns the query with a client cookie in its OPT record.
 fn with_cookie(query: &[u8]) -> Vec<u8> {
     let mut query = query.to_vec();
     *query.last_mut().unwrap() = 12;
@@ -289,7 +290,7 @@ fn with_cookie(query: &[u8]) -> Vec<u8> {
     query
 }
 
-/// Asks one server for names, one after the other, and prints their addresses.
+/// A Python program that queries one server for names, one after the other, and prints their addresses.
 const C_ARES: &str = r#"
 import select, sys, pycares
 channel = pycares.Channel(servers=["127.0.0.1"], udp_port=int(sys.argv[1]), timeout=5, tries=1)
@@ -345,7 +346,7 @@ async fn a_truncated_answer_of_a_resolver_arrives_as_far_as_it_goes() {
 #[tokio::test]
 async fn a_query_no_resolver_answers_fails_after_the_timeout() {
     if std::env::var_os("DNS_ADDR").is_some() {
-        return; // Its timeout is not known here.
+        return; // The timeout of another agent is not known.
     }
     for parallel in ["false", "true"] {
         for timeout in [1, 2] {
@@ -385,7 +386,7 @@ async fn messages_that_are_not_a_question_do_not_stop_the_dns_server() {
 #[tokio::test]
 async fn the_last_name_table_is_used_while_istiod_is_unreachable() {
     if std::env::var_os("DNS_ADDR").is_some() {
-        return; // Its istiod is not ours.
+        return; // The test cannot control the istiod of another agent.
     }
     let mut mesh = Mesh::start("false").await;
     let query = query("www.google.com.", 1, None);
@@ -404,7 +405,7 @@ async fn the_last_name_table_is_used_while_istiod_is_unreachable() {
 #[tokio::test]
 async fn an_incremental_name_table_is_refused_and_the_last_one_is_used() {
     if std::env::var_os("DNS_ADDR").is_some() {
-        return; // Its istiod is not ours.
+        return; // The test cannot control the istiod of another agent.
     }
     let mesh = Mesh::start("false").await;
     let (child, _) = mesh._child.as_ref().unwrap();
@@ -430,7 +431,7 @@ async fn all_addresses_are_answered_at_each_of_them_over_both_protocols() {
     let query = query("www.google.com.", 1, None);
     for address in [IpAddr::from([127, 0, 0, 1]), Ipv6Addr::LOCALHOST.into()] {
         mesh.address = (address, port).into();
-        // The client is connected: it hears nothing from another address.
+        // The UDP client is connected, so it receives answers from this address only.
         for reply in [mesh.udp(&query).await, mesh.tcp(&query).await] {
             assert_eq!(decode(&reply).answers, ["www.google.com. 1.1.1.1"]);
         }
@@ -450,11 +451,11 @@ async fn an_address_in_use_ends_the_agent() {
     assert!(log.contains("failed to start local DNS server: "), "{log}");
 }
 
-/// An agent with the table, and a resolver behind it; or another agent's port.
+/// An agent with the name table and an upstream resolver, or the address of another agent.
 struct Mesh {
     address: SocketAddr,
     agent: Option<Agent>,
-    /// The agent ends before its place is gone.
+    /// The agent and its directory. The agent comes first, so it ends before its directory is removed.
     _child: Option<(Process, Place)>,
 }
 
@@ -550,7 +551,7 @@ impl Mesh {
     }
 }
 
-/// A port that is free in both protocols, and is not given out by chance.
+/// Returns an address with a port that is free for UDP and TCP, and that the kernel does not give to clients.
 async fn free_port() -> SocketAddr {
     loop {
         let address = (Ipv4Addr::LOCALHOST, free_tcp_port()).into();
@@ -607,8 +608,8 @@ fn table() -> Vec<u8> {
     .encode_to_vec()
 }
 
-/// A resolver of its own port: knows `www.bing.com`, the 64 addresses of `giant`, and `giant-tc`,
-/// which it cuts. It says nothing about `silent`.
+/// Starts an upstream resolver on its own port. It knows `www.bing.com`, `cookie.example`, the 64 addresses of
+/// `giant`, and `giant-tc`, whose answers it truncates. It does not answer queries for `silent`.
 async fn resolver() -> SocketAddr {
     let address = free_port().await;
     let udp = UdpSocket::bind(address).await.unwrap();
@@ -650,14 +651,14 @@ async fn resolver() -> SocketAddr {
     address
 }
 
-/// The answer without EDNS, which a resolver may leave out; that of `cookie.example` has a cookie if the query
-/// has one.
+/// Returns the answer to a query, without EDNS, which a resolver may leave out. The answer for `cookie.example` has
+/// a cookie if the query has one.
 fn resolve(query: &[u8]) -> Vec<u8> {
     let (name, end) = name(query, 12);
     let addresses: Vec<[u8; 4]> = match (name.as_str(), query[end + 1]) {
         ("www.bing.com.", 1) => vec![[1, 1, 1, 1]],
         ("cookie.example.", 1) => vec![[7, 7, 7, 7]],
-        // By UDP and TCP alike what fits in 512 bytes, and no more.
+        // The answer is truncated to 512 bytes over UDP and over TCP.
         ("giant-tc.", 1) => return cut(query, end),
         ("giant.", 1) => (0..64).map(|last| [240, 0, 0, last]).collect(),
         _ => Vec::new(),
@@ -683,7 +684,7 @@ fn resolve(query: &[u8]) -> Vec<u8> {
     reply
 }
 
-/// An answer of another name, cut where one more address would be too much.
+/// Returns a truncated answer with addresses of another name: with one more address, it would exceed 512 bytes.
 fn cut(query: &[u8], end: usize) -> Vec<u8> {
     let mut reply = query[..end + 4].to_vec();
     reply[2] |= 0x82;
@@ -734,7 +735,7 @@ fn query(name: &str, kind: u16, edns: Option<u16>) -> Vec<u8> {
 struct Reply {
     code: u8,
     truncated: bool,
-    /// Owner and data, in the order of their text.
+    /// The records as owner and data, sorted as text.
     answers: Vec<String>,
     opt: Option<Vec<u8>>,
 }

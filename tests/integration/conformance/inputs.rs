@@ -1,4 +1,4 @@
-//! What commands read from files and pipes of others, and print of it.
+//! Tests how commands read files and pipes that others wrote, and what they print of the content.
 
 use std::io::Write;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn run(words: &[&str], input: &str) -> Output {
         .spawn()
         .unwrap();
     let mut stdin = child.stdin.take().unwrap();
-    // A command that does not read it ends.
+    // A command that does not read its input may end earlier, which breaks the pipe.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
     child.wait_with_output().unwrap()
@@ -110,7 +110,7 @@ fn no_control_character_of_a_manifest_or_of_a_usage_reaches_the_terminal() {
         assert!(text.contains("31m"), "{words:?}: {text}");
         let is_raw = |c: char| c.is_control() && c != '\n';
         assert!(!text.contains(is_raw), "{words:?}: {text:?}");
-        // What a line break begins would look like a line of the command.
+        // Text after a line break of the input would look like a line that the command has written.
         assert!(!text.contains("\nb"), "{words:?}: {text}");
         if words.contains(&"--json") {
             let read: Value = serde_json::from_str(&text).unwrap();

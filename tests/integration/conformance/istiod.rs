@@ -1,5 +1,5 @@
-//! Control planes that refuse, stall, send garbage or end: what Envoy and the log are told, and that a
-//! good one on the same address is used without a restart.
+//! Tests control planes that refuse, stall, send garbage or end: the status that Envoy gets, the log, and the use
+//! of a good control plane on the same address without a restart.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -21,11 +21,11 @@ use crate::support::{
     restarted, soon,
 };
 
-/// Something that is not istiod on istiod's address, until dropped.
-struct Nonsense(AbortHandle);
+/// A server on istiod's address that is not an istiod. It stops when it is dropped.
+struct OtherServer(AbortHandle);
 
-impl Nonsense {
-    /// Answers whatever comes with `answer`; with none, never. Connections stay open.
+impl OtherServer {
+    /// Starts a server that sends `answer` whenever bytes arrive, or nothing if it is None. Connections stay open.
     async fn listen(address: SocketAddr, answer: Option<&'static [u8]>) -> Self {
         let (listener, _) = local_istiod::listen(address).await.unwrap();
         let serving = tokio::task::spawn(async move {
@@ -39,7 +39,7 @@ impl Nonsense {
     }
 }
 
-impl Drop for Nonsense {
+impl Drop for OtherServer {
     fn drop(&mut self) {
         self.0.abort();
     }
@@ -61,7 +61,8 @@ const RANDOM: &[u8] = &[
     0xa7, 0x13, 0xfe, 0x00, 0x91, 0x42, 0x5b, 0xc8, 0x66, 0x0d, 0xe1, 0x3f,
 ];
 
-/// Runs an agent against nonsense, waits for `sentence`, and puts a good istiod in its place.
+/// Runs an agent with [`OtherServer`] on the address of its istiod, waits for `sentence` in the log, and starts a good
+/// istiod on this address.
 async fn recovers_from(security: Security, answer: Option<&'static [u8]>, sentence: &str) {
     let mut options = local_istiod().await.kill().await;
     options.security = security;
@@ -71,7 +72,7 @@ async fn recovers_from(security: Security, answer: Option<&'static [u8]>, senten
         place = place.proxy("controlPlaneAuthPolicy", json!("NONE"));
     }
     let options: Options = idle.kill().await;
-    let nonsense = Nonsense::listen(options.listen, answer).await;
+    let nonsense = OtherServer::listen(options.listen, answer).await;
     let agent = place.start().await;
     let mut envoy = ask_for_clusters(&place).await;
     agent.logs(sentence).await;
@@ -134,8 +135,8 @@ async fn a_certificate_for_another_name_is_refused_until_a_right_one_is_served()
     answered(&mut envoy, &mut istiod).await;
 }
 
-/// A stream on which istiod has answered.
-async fn answering(envoy: &mut Envoy, istiod: &mut LocalIstiod) -> Stream {
+/// Returns the next stream of istiod, on which it has sent a response that Envoy has read.
+async fn next_answered_stream(envoy: &mut Envoy, istiod: &mut LocalIstiod) -> Stream {
     let stream = accepted(istiod).await;
     let answer = DiscoveryResponse {
         type_url: CLUSTER.into(),
@@ -154,7 +155,7 @@ async fn every_status_of_an_istiod_that_has_answered_reaches_envoy_with_its_mess
     for code in 1..=16 {
         let mut envoy = ask_for_clusters(&place).await;
         let status = Status::new(Code::from(code), format!("reason {code}: 100 %, é"));
-        let stream = answering(&mut envoy, &mut istiod).await;
+        let stream = next_answered_stream(&mut envoy, &mut istiod).await;
         stream.end(status).await;
         let got = envoy.end().await;
         assert_eq!(got.code(), Code::from(code));
@@ -171,7 +172,7 @@ async fn a_status_too_long_for_a_header_still_ends_the_stream() {
     for length in [10_000, 100_000, 1_000_000] {
         let mut envoy = ask_for_clusters(&place).await;
         let status = Status::internal("x".repeat(length));
-        let stream = answering(&mut envoy, &mut istiod).await;
+        let stream = next_answered_stream(&mut envoy, &mut istiod).await;
         stream.end(status).await;
         let got = envoy.end().await;
         match length {
@@ -189,7 +190,7 @@ async fn malformed_messages_and_resets_end_only_their_stream() {
     let _agent = place.start().await;
     for garbage in [vec![0xff; 100], vec![0x0a, 200, 1], vec![0; 3]] {
         let mut envoy = ask_for_clusters(&place).await;
-        let stream = answering(&mut envoy, &mut istiod).await;
+        let stream = next_answered_stream(&mut envoy, &mut istiod).await;
         stream.send_bytes(garbage.into()).await.unwrap();
         let status = envoy.end().await;
         assert_eq!(status.code(), Code::Internal, "{}", status.message());
@@ -227,7 +228,7 @@ async fn a_newer_stream_replaces_the_older_and_each_reads_the_token_again() {
         place.write(TOKEN, istiod.mint_token("default", account, ttl).unwrap());
         let mut envoy = Envoy::open(&place.xds_socket(), protocol).await;
         envoy.send(&request(CLUSTER, &[]));
-        let stream = answering(&mut envoy, &mut istiod).await;
+        let stream = next_answered_stream(&mut envoy, &mut istiod).await;
         assert_eq!(stream.caller.as_ref().unwrap().service_account, account);
         assert_eq!(stream.headers["clusterid"], "Kubernetes");
         if let Some(older) = older.replace(envoy) {

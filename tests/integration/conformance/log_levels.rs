@@ -1,4 +1,4 @@
-//! Levels of the log, set while the agent runs.
+//! Tests log levels that are changed while the agent runs.
 
 use serde_json::Value;
 
@@ -13,7 +13,7 @@ async fn log_levels_are_set_by_the_request_command_and_go_back_by_themselves() {
     }
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
-    // At level debug for every scope.
+    // `Place::start` sets the level debug for every scope.
     let agent = place.start().await;
     let port = format!("--debug-port={}", place.status_port());
     let request = |method: &str, path: &str| {

@@ -1,4 +1,4 @@
-//! The agent on a machine: the script that starts it there, and what systemd hears from it.
+//! Tests the agent on a machine: the script that starts it there, and its messages to systemd.
 
 use std::collections::HashMap;
 use std::os::unix::fs::PermissionsExt;
@@ -15,8 +15,8 @@ use crate::support::{PATIENCE, local_istiod};
 const SIDECAR: &str = "var/lib/istio/envoy/sidecar.env";
 const CLUSTER: &str = "var/lib/istio/envoy/cluster.env";
 
-/// Runs the start script in a directory; the agent prints its arguments and variables. What it printed,
-/// or the script's error.
+/// Runs the start script in a directory, with an agent that prints its arguments and variables. Returns this
+/// output, or the error output of the script.
 fn start(directory: &Path, words: &[&str], variables: &[(&str, &str)]) -> Result<String, String> {
     let agent = directory.join("pilot-agent");
     std::fs::write(&agent, "#!/bin/sh\necho \"ARGUMENTS=$*\"\nexec env\n").unwrap();
@@ -141,7 +141,7 @@ fn the_start_script_gives_the_agent_what_the_files_of_istioctl_say() {
         let files = files.map(|(path, content)| content.map(|content| (path, content)));
         let files: Vec<_> = files.into_iter().flatten().collect();
         let printed = start(machine(&files).path(), &[], variables).unwrap();
-        // A value of several lines ends where the next name begins.
+        // A line without `=` continues the value of the line before.
         let mut found: HashMap<&str, String> = HashMap::new();
         let mut last = "";
         for line in printed.lines() {
@@ -243,7 +243,7 @@ fn the_doctor_has_the_settings_of_the_unit_and_of_istioctl() {
         );
     }
     assert!(!printed.contains("unset"), "{printed}");
-    // The unit gets that file from systemd.
+    // For the unit, systemd reads this file, and the script does not.
     let printed = start(machine(&files).path(), &[], &[]).unwrap();
     assert!(printed.starts_with("ARGUMENTS=proxy\n"), "{printed}");
 }
@@ -260,8 +260,8 @@ fn the_start_script_does_not_remove_custom_iptables_rules() {
     }
 }
 
-/// What systemd hears, until `last`.
-fn hears(systemd: &UnixDatagram, last: &str) -> Vec<String> {
+/// Receives messages as systemd until `last` arrives, and returns them.
+fn receive_until(systemd: &UnixDatagram, last: &str) -> Vec<String> {
     let mut heard = Vec::new();
     while heard.last().is_none_or(|message| message != last) {
         let mut buffer = [0; 64];
@@ -282,18 +282,18 @@ async fn systemd_gets_readiness_and_watchdog_messages_unless_the_agent_hangs() {
         .set("NOTIFY_SOCKET", socket.to_str().unwrap())
         .set("WATCHDOG_USEC", "100000");
     let agent = place.start().await;
-    hears(&systemd, "READY=1");
-    hears(&systemd, "WATCHDOG=1");
+    receive_until(&systemd, "READY=1");
+    receive_until(&systemd, "WATCHDOG=1");
     agent.signal(Signal::STOP);
     systemd
         .set_read_timeout(Some(Duration::from_millis(300)))
         .unwrap();
     let mut buffer = [0; 64];
-    // What was on its way.
+    // These messages were sent before the agent stopped.
     while systemd.recv(&mut buffer).is_ok() {}
     agent.signal(Signal::CONT);
     systemd.set_read_timeout(Some(PATIENCE)).unwrap();
-    hears(&systemd, "WATCHDOG=1");
+    receive_until(&systemd, "WATCHDOG=1");
     agent.terminate();
     assert_eq!(agent.ends().await.0, 0);
 }

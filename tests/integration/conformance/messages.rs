@@ -1,4 +1,4 @@
-//! What the commands say to a new user: about misspelt names, missing files and wrong users.
+//! Tests what the commands print for a new user: about misspelt names, missing files and wrong users.
 
 use std::fs::Permissions;
 use std::io::{Read, Write};
@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::support::free_port;
 use crate::support::programs::{binary, ours_only};
 
-/// A command line of the agent, in a folder of its own.
+/// Returns a command of the agent with the words of `line`, which runs in `folder`.
 fn agent(folder: &Path, line: &str) -> Command {
     let program = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
     command(program.as_ref(), folder, line)
@@ -35,7 +35,7 @@ fn shown(output: &Output) -> String {
     String::from_utf8_lossy(&text).into_owned()
 }
 
-/// The port of a server that answers every request with a body larger than a pipe.
+/// Starts a server that answers every request with a body larger than a pipe, and returns its port.
 fn serve_large_body() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -44,7 +44,7 @@ fn serve_large_body() -> u16 {
             let mut stream = stream.unwrap();
             let _ = stream.read(&mut [0; 1000]);
             let head = "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n";
-            // The client may leave before the end.
+            // The client may close the connection before the end.
             let _ = stream.write_all((head.to_owned() + &"x\n".repeat(1 << 20)).as_bytes());
         }
     });
@@ -68,7 +68,7 @@ fn output_that_is_not_read_is_no_error() {
         ("config", &[0]),
         ("support-bundle", &[0]),
         (&format!("request --debug-port={port} GET /"), &[0]),
-        // The code is what was found.
+        // The exit code depends on the worst check of the report.
         ("doctor", &[1, 2]),
         (
             "istio-iptables --explain out,tcp,1337,10.0.0.5:443 -i * -b *",
@@ -99,7 +99,7 @@ fn output_that_is_not_read_is_no_error() {
 }
 
 #[test]
-fn a_misspelt_command_flag_variable_or_member_has_the_nearest_name_beside_it() {
+fn a_misspelt_command_flag_variable_or_member_is_reported_with_the_nearest_name() {
     if !ours_only("its hints") {
         return;
     }
@@ -208,9 +208,9 @@ fn broken_yaml_is_named_by_its_source_its_line_and_the_reason() {
     }
 }
 
-/// As another user, whom root becomes.
+/// Runs the agent as another user, which only root can do.
 #[test]
-fn a_user_without_access_is_named_beside_the_owner() {
+fn a_user_without_access_is_named_with_the_owner() {
     if !ours_only("its errors") {
         return;
     }

@@ -1,9 +1,10 @@
-//! The agent as a whole, from outside: files, sockets, gRPC and exit codes of its binary.
+//! Tests the complete agent from outside: files, sockets, gRPC and exit codes of its binary.
 //!
-//! Each test runs the binary in its own directory, breaks something, and expects what an operator
-//! would: a clear sentence in the log, and recovery without a restart once the input is repaired. `AGENT_BIN` names another binary to test than cargo's.
+//! Each test runs the binary in its own directory, breaks something, and expects a clear sentence in the log, and
+//! recovery without a restart once the input is repaired. `AGENT_BIN` names the binary to test; without it, the one
+//! that cargo has built is tested.
 //!
-//! Only [`properties`] calls the library.
+//! Only [`properties`] tests the library directly.
 
 mod capture;
 mod certificates;

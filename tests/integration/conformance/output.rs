@@ -1,4 +1,4 @@
-//! `OUTPUT_CERTS`: what is in the directory, also without Envoy, and as a client certificate.
+//! Tests `OUTPUT_CERTS`: the files in the directory, also without Envoy, and their use as a client certificate.
 
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
@@ -58,7 +58,7 @@ async fn secrets_from_files_are_written_too_and_each_rotation_of_them() {
         for (name, content) in NAMES.into_iter().zip(&mounted) {
             place.write(&format!("etc/certs/{name}"), content);
         }
-        // Of roots the certificates are taken.
+        // White space may differ, because the agent takes only the certificates from the file of roots.
         mounted.map(|pem| pem.trim().replace('\r', ""))
     };
     let written = || files(&place).map(|files| files.map(|pem| pem.trim().replace('\r', "")));

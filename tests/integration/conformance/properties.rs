@@ -1,6 +1,6 @@
-//! Readers of foreign bytes never panic and never read past their input, whatever they are fed.
+//! Tests that the readers of untrusted bytes neither panic nor read past their input, whatever the bytes are.
 //!
-//! `PROPTEST_CASES` sets how many inputs each property is tried with.
+//! `PROPTEST_CASES` sets the number of inputs that are tried for each property.
 
 use std::sync::LazyLock;
 
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use rcgen::{CertificateParams, KeyPair};
 use zeroize::Zeroizing;
 
-/// A key and a self-signed certificate of it.
+/// A key and a self-signed certificate for it.
 static PAIR: LazyLock<(String, String)> = LazyLock::new(|| {
     let key = KeyPair::generate().unwrap();
     let certificate = CertificateParams::default().self_signed(&key).unwrap();
@@ -28,7 +28,7 @@ fn protocol() -> impl Strategy<Value = Protocol> {
     prop_oneof![Just(Protocol::Sotw), Just(Protocol::Delta)]
 }
 
-/// Bytes that look like frames for a while.
+/// Generates gRPC frames, some of them with a wrong length, and noise between them.
 fn almost_frames() -> impl Strategy<Value = Vec<u8>> {
     let frame = (
         any::<bool>(),
@@ -48,7 +48,7 @@ fn workload(chain: &[String]) -> bool {
     Workload::new(chain, key).is_ok()
 }
 
-/// A ProxyConfig that may be one, or nearly.
+/// Generates text that is a ProxyConfig or nearly one.
 fn almost_yaml() -> impl Strategy<Value = String> {
     let name = prop_oneof![
         Just("drainDuration"),
@@ -85,7 +85,7 @@ fn almost_yaml() -> impl Strategy<Value = String> {
     })
 }
 
-/// Loads a configuration with this `PROXY_CONFIG` in an empty directory.
+/// Loads a configuration with this `PROXY_CONFIG` in a directory that does not exist.
 fn load(text: &str) -> Result<(), Vec<Problem>> {
     let typed = cli::parse(["pilot-agent", "proxy"].map(str::to_owned))
         .unwrap()
@@ -165,7 +165,8 @@ proptest! {
     fn any_text_is_a_proxy_config_or_a_problem(
         text in prop_oneof![almost_yaml(), ".{0,200}", "[\\[{\\]}:,&*!|>'\"#%@ \n-]{0,200}"]
     ) {
-        // There are no roots in the directory, so one problem is there in any case.
+        // The directory has no root certificates, so there is at least one problem, unless `controlPlaneAuthPolicy`
+        // is NONE.
         let refused = load(&text);
         prop_assert!(refused.is_err_and(|p| !p.is_empty()) || text.contains("NONE"));
     }

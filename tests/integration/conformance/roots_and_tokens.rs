@@ -1,4 +1,4 @@
-//! Broken root certificates and tokens are logged, and used again without a restart once repaired.
+//! Tests that broken root certificates and tokens are logged, and that repaired ones are used without a restart.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::support::{
     until,
 };
 
-/// What the log says of a stream that istiod does not authenticate.
+/// The beginning of the log message about a stream that istiod does not authenticate.
 const REFUSED: &str = "upstream terminated with unexpected error istiod at ";
 
 fn expired_root() -> String {
@@ -192,7 +192,7 @@ async fn a_late_client_certificate_is_sent_even_without_an_authority() {
         let content = std::fs::read(issued.path("certs").join(name)).unwrap();
         place.write(&format!("{to}/{name}"), content);
     };
-    // The workload's secrets are files, so no request for a certificate is refused either.
+    // The workload's secrets are files, so the agent sends no CSR that istiod would refuse.
     for name in with_root {
         copy(name, "var/run/secrets/workload-spiffe-credentials");
     }

@@ -1,5 +1,4 @@
-//! Secrets from files and from an external SDS server: each mode, hundreds of names,
-//! rotation.
+//! Tests secrets from files and from an external SDS server: each mode, hundreds of names, and rotation.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -21,14 +20,14 @@ use crate::support::{
 const FILES_SOCKET: &str = "var/run/secrets/credential-uds/files-socket";
 const MOUNTED: &str = "var/run/secrets/workload-spiffe-credentials";
 
-/// A certificate and its key, as PEM.
+/// Returns a self-signed certificate and its key, as PEM.
 fn generated() -> (String, String) {
     let key = KeyPair::generate().unwrap();
     let certificate = CertificateParams::default().self_signed(&key).unwrap();
     (certificate.pem(), key.serialize_pem())
 }
 
-/// Writes chain, key and roots of a workload: the chain is returned.
+/// Writes the chain, the key and the roots of a workload, and returns the chain.
 fn workload(place: &Place, directory: &str, names: [&str; 3]) -> String {
     let (chain, key) = generated();
     for (name, content) in names.into_iter().zip([&chain, &key, &chain]) {
@@ -39,7 +38,7 @@ fn workload(place: &Place, directory: &str, names: [&str; 3]) -> String {
 
 const NAMES: [&str; 3] = ["cert-chain.pem", "key.pem", "root-cert.pem"];
 
-/// The names of a response's secrets and the public part of each.
+/// Returns the name and the certificates of each secret of a response.
 fn contents(resources: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Vec<(String, String)> {
     let content = |bytes: &[u8]| {
         let secret = Secret::decode(bytes).unwrap();
@@ -55,14 +54,14 @@ fn contents(resources: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Vec<(Strin
     resources.map(|bytes| content(bytes.as_ref())).collect()
 }
 
-/// Asks for names until all have come: their public parts.
-async fn served(place: &Place, names: &[&str]) -> Vec<(String, String)> {
+/// Requests secrets, and returns the name and the certificates of each secret in the first response.
+async fn fetch_secrets(place: &Place, names: &[&str]) -> Vec<(String, String)> {
     let mut envoy = ask_for_secrets(place, names).await;
     let response = next_response(&mut envoy).await;
     contents(response.resources.into_iter().map(|any| any.value))
 }
 
-/// An external SDS server, as far as a probe can tell.
+/// Serves a socket that a probe takes for an external SDS server: it sends an HTTP/2 SETTINGS frame to each client.
 async fn greet_clients(path: &Path) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     let listener = UnixListener::bind(path).unwrap();
@@ -95,7 +94,7 @@ async fn every_mode_of_files_serves_them_without_an_authority() {
         place.write(root, istiod.root_pem());
         let chain = workload(&place, directory, names);
         let _agent = place.start().await;
-        let served = served(&place, &["default", "ROOTCA"]).await;
+        let served = fetch_secrets(&place, &["default", "ROOTCA"]).await;
         assert_eq!(served.len(), 2, "{directory} {variable}");
         assert!(
             served.iter().all(|(_, pem)| pem.contains(&chain)),
@@ -126,7 +125,7 @@ async fn text_that_is_no_pem_is_named_in_the_log_without_its_content_and_comment
         "file-root:roots.pem",
     ];
     for name in names {
-        served(&place, &[name]).await;
+        fetch_secrets(&place, &[name]).await;
     }
     for expected in [
         "file-cert:chain.pem~key.pem: an incomplete PEM block, expected complete ones; the part is left out",
@@ -192,12 +191,17 @@ async fn mounted_files_that_rotate_and_vanish_are_pushed_and_kept() {
         std::fs::remove_file(place.path(MOUNTED).join(name)).unwrap();
     }
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
-    assert!(served(&place, &["default"]).await[0].1.contains(&second));
+    assert!(
+        fetch_secrets(&place, &["default"]).await[0]
+            .1
+            .contains(&second)
+    );
     assert_eq!(istiod.certificates_signed(), 0);
 }
 
-/// Names of pairs of files, which exist but for one.
-fn gateway(place: &Place, count: usize, absent: usize) -> Vec<String> {
+/// Writes `count` pairs of certificate and key, except the pair `absent`, and returns the secret names of all
+/// pairs.
+fn write_pairs(place: &Place, count: usize, absent: usize) -> Vec<String> {
     let (chain, key) = generated();
     let name = |n: usize| {
         let [chain, key] = ["chain", "key"].map(|kind| format!("certs/{n}.{kind}"));
@@ -217,7 +221,7 @@ fn gateway(place: &Place, count: usize, absent: usize) -> Vec<String> {
 async fn a_request_for_500_names_is_answered_with_the_499_secrets_that_exist() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).kind("router");
-    let names = gateway(&place, 500, 77);
+    let names = write_pairs(&place, 500, 77);
     let _agent = place.start().await;
     let asked: Vec<&str> = names.iter().map(String::as_str).collect();
     let expected: HashSet<&str> = asked
@@ -234,7 +238,7 @@ async fn a_request_for_500_names_is_answered_with_the_499_secrets_that_exist() {
     }
     let got: HashSet<&str> = got.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(got, expected);
-    // It comes when it is there.
+    // The last secret is pushed when its files exist.
     let (chain, key) = generated();
     place.write("certs/77.chain", &chain);
     place.write("certs/77.key", &key);
@@ -242,7 +246,7 @@ async fn a_request_for_500_names_is_answered_with_the_499_secrets_that_exist() {
 }
 
 #[tokio::test]
-async fn the_agent_serves_only_secrets_from_files_beside_an_external_sds_server() {
+async fn the_agent_serves_only_secrets_from_files_next_to_an_external_sds_server() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let socket = place.sds_socket();
@@ -271,7 +275,7 @@ async fn the_agent_serves_only_secrets_from_files_beside_an_external_sds_server(
         assert_eq!(istiod.certificates_signed(), 0);
     };
     tokio::select! {
-        biased; // The sockets are there before the agent is started.
+        biased; // The sockets exist before the agent starts.
         () = greet_clients(&socket) => {}
         () = greet_clients(&credentials) => {}
         () = testing => {}
@@ -279,10 +283,10 @@ async fn the_agent_serves_only_secrets_from_files_beside_an_external_sds_server(
 }
 
 #[tokio::test]
-async fn a_read_only_root_beside_an_external_sds_server_disables_only_secrets_from_files() {
+async fn a_read_only_root_next_to_an_external_sds_server_disables_only_secrets_from_files() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
-    // No directory can be made here, as under a read-only root.
+    // This file prevents the agent from creating the directory, as a read-only root file system would.
     place.write("var/run/secrets/credential-uds", "");
     let socket = place.sds_socket();
     let testing = async {
@@ -294,7 +298,7 @@ async fn a_read_only_root_beside_an_external_sds_server_disables_only_secrets_fr
         assert!(!bootstrap.contains("sds-files-grpc") && !bootstrap.contains("file-credential"));
     };
     tokio::select! {
-        biased; // The socket is there before the agent is started.
+        biased; // The socket exists before the agent starts.
         () = greet_clients(&socket) => {}
         () = testing => {}
     }
@@ -322,7 +326,7 @@ async fn a_dead_socket_is_replaced() {
     std::fs::create_dir_all(place.sds_socket().parent().unwrap()).unwrap();
     let _silent = UnixListener::bind(place.sds_socket()).unwrap();
     let _agent = place.start().await;
-    assert_eq!(served(&place, &["default"]).await.len(), 1);
+    assert_eq!(fetch_secrets(&place, &["default"]).await.len(), 1);
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! The SDS socket: odd requests, the order of answers, permitted users, and options of secrets.
+//! Tests the SDS socket: odd requests, the order of responses, permitted users, and options of secrets.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -38,7 +38,7 @@ fn answer(names: &[&str], nonce: &str) -> DiscoveryRequest {
     }
 }
 
-/// The names and the nonce of the next response.
+/// Returns the secret names and the nonce of the next response.
 async fn next_names(envoy: &mut Envoy) -> (Vec<String>, String) {
     let response = next_response(envoy).await;
     assert_eq!(response.type_url, SECRET);
@@ -57,9 +57,9 @@ async fn only_requests_for_new_names_are_answered() {
     envoy.send(&answer(&["default", "ROOTCA"], &first));
     let (names, second) = next_names(&mut envoy).await;
     assert_eq!(names, ["ROOTCA"], "an acknowledgement was answered");
-    envoy.send(&answer(&["default", "ROOTCA"], &first)); // Stale.
-    envoy.send(&answer(&["default"], &second)); // Less.
-    envoy.send(&answer(&[], &second)); // Nothing.
+    envoy.send(&answer(&["default", "ROOTCA"], &first)); // A stale nonce.
+    envoy.send(&answer(&["default"], &second)); // Fewer names.
+    envoy.send(&answer(&[], &second)); // No names.
     let refusal = DiscoveryRequest {
         error_detail: Some(rpc::Status {
             code: 13,
@@ -74,7 +74,7 @@ async fn only_requests_for_new_names_are_answered() {
     names.sort();
     assert_eq!(names, ["ROOTCA", "default"]);
     agent.logs("bad secret").await;
-    // A new stream may name the nonce of an old one, while that is still open.
+    // A new stream may send the nonce of an older stream that is still open.
     let mut another = Envoy::open_path(&place.sds_socket(), STREAM_SECRETS).await;
     another.send(&answer(&["default"], &third));
     assert_eq!(next_names(&mut another).await.0, ["default"]);
@@ -193,7 +193,8 @@ async fn text_from_envoy_cannot_forge_a_log_line() {
     }
 }
 
-/// Runs a command as another user; None, with a reason, where that cannot be.
+/// Runs a command as another user, and returns its output. Prints the reason and returns None if this is not
+/// possible.
 fn as_user(user: u32, command: &mut Command) -> Option<String> {
     let output = command.uid(user).gid(user).current_dir("/").output();
     match output {
@@ -208,7 +209,7 @@ fn as_user(user: u32, command: &mut Command) -> Option<String> {
     }
 }
 
-/// How many bytes of an HTTP/2 greeting a user receives.
+/// A Perl program that greets an HTTP/2 server, and prints how many bytes of its first frame header arrive: 9 or 0.
 const GREETED: &str = r#"
     use IO::Socket::UNIX;
     $SIG{PIPE} = "IGNORE";
@@ -254,13 +255,13 @@ async fn users_without_permission_are_disconnected_counted_and_logged_once() {
         let page = ask(place.status_port(), "GET /metrics").await.body;
         let counted = page.contains("istio_agent_sds_refused_connections_total 2\n");
         assert_eq!(counted, is_refused, "{page}");
-        // Others are refused, this user is served.
+        // The user of this test, which is the agent's, is served with every setting.
         let mut envoy = ask_for_secrets(&place, &["default"]).await;
         assert_eq!(next_names(&mut envoy).await.0, ["default"]);
     }
 }
 
-/// The one secret under a name.
+/// Requests a secret by its name, and returns it.
 async fn secret(place: &Place, name: &str) -> secret::Type {
     let mut envoy = ask_for_secrets(place, &[name]).await;
     let response = next_response(&mut envoy).await;
@@ -271,7 +272,8 @@ async fn secret(place: &Place, name: &str) -> secret::Type {
 #[tokio::test]
 async fn the_revocation_list_goes_with_the_workloads_roots_where_it_exists() {
     const LIST: &str = "/var/run/secrets/istio/crl/ca-crl.pem";
-    // The list is at one place of the machine, so it is put there for the agent alone.
+    // The path of the list is the same for all agents of a machine, so only this agent sees the list: in its own
+    // mount namespace.
     let starting = format!(
         "mount -t tmpfs tmpfs /var/run && mkdir -p $(dirname {LIST}) && echo a list > {LIST} && \
          exec \"$0\" \"$@\""
@@ -337,7 +339,7 @@ async fn a_provider_of_private_keys_is_handed_each_key_as_configured() {
             let expected = format!("type.googleapis.com/{package}.{kind}.v3alpha.{message}");
             assert_eq!(config.type_url, expected);
             assert!(String::from_utf8_lossy(&config.value).contains("PRIVATE KEY"));
-            // The delay is the second member: ten seconds and twenty million nanoseconds.
+            // The delay is field 2 of the message: 10 s and 20,000,000 ns.
             let delay = [0x12, 7, 8, 10, 0x10, 0x80, 0xda, 0xc4, 9];
             assert!(config.value.ends_with(&delay), "{kind}");
         }

@@ -1,8 +1,7 @@
-//! Signals, stop requests and exits of Envoy, in any order at any time: the agent always ends.
+//! Tests that the agent ends after signals, stop requests and exits of Envoy, in any order and at any time.
 //!
-//! Each story consists of random steps between an agent's start and its end, with an Envoy that
-//! obeys, one that ignores signals, and one that sleeps. `STORY` repeats the story whose number is in
-//! a failure's message. `STORIES` is the number of stories.
+//! Each story consists of random steps between the start and the end of an agent. Its Envoy has one of [`MODES`].
+//! `STORY` repeats the story whose number is in the message of a failure. `STORIES` is the number of stories.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,10 +19,10 @@ use crate::support::process::Process;
 use crate::support::{free_port, local_istiod, until};
 
 const STORIES: u64 = 24;
-/// Agents at a time.
-const TOGETHER: usize = 4;
-/// What an agent may take after the third signal, on a machine that is busy.
-const END: Duration = Duration::from_secs(4);
+/// The number of agents that run at the same time.
+const CONCURRENT_AGENTS: usize = 4;
+/// The time within which an agent has to end after the first signal of [`end`], on a busy machine.
+const END_LIMIT: Duration = Duration::from_secs(4);
 const MODES: [&str; 5] = [
     "obeys",
     "ignores-sigterm",
@@ -37,7 +36,7 @@ enum Step {
     Signal(Signal),
     Quit,
     Drain,
-    /// Sends Envoy an unexpected signal.
+    /// A signal to Envoy that the agent does not expect.
     Envoy(Signal),
     Pause(Duration),
 }
@@ -50,10 +49,10 @@ async fn the_agent_ends_and_leaves_no_process_after_any_order_of_events() {
     let mut stories = told.unwrap_or_else(|| (0..many).map(|_| fastrand::u64(..)).collect());
     let (local, mut running) = (LocalSet::new(), JoinSet::new());
     loop {
-        while running.len() < TOGETHER
+        while running.len() < CONCURRENT_AGENTS
             && let Some(story) = stories.pop()
         {
-            running.spawn_local_on(tell(story), &local);
+            running.spawn_local_on(run_story(story), &local);
         }
         match local.run_until(running.join_next()).await {
             Some(ended) => ended.unwrap(),
@@ -65,12 +64,12 @@ async fn the_agent_ends_and_leaves_no_process_after_any_order_of_events() {
 #[tokio::test]
 async fn signals_that_pilot_agent_ignores_are_ignored_and_have_their_defaults_in_envoy() {
     let istiod = local_istiod().await;
-    // As a process before the agent may have left them.
+    // The process that starts an agent may have ignored these signals, and the agent inherits this.
     let place = Place::with_envoy(&istiod).started_by(&["env", "--ignore-signal=USR1,ALRM"]);
     let agent = place.start().await;
     let numbers = [10, 12, 14].into_iter().chain(24..=30).chain(35..=64);
     for number in numbers.clone() {
-        // One without a name is only for `kill`.
+        // The shell's `kill` also sends the signals that have no name.
         let kill = format!("kill -{number} {}", agent.pid().as_raw_nonzero());
         let sent = Command::new("sh").args(["-c", &kill]).status().unwrap();
         assert!(sent.success(), "{kill}");
@@ -121,12 +120,12 @@ async fn an_envoy_with_a_closed_admin_port_is_terminated_after_its_drain_time() 
     }
 }
 
-async fn tell(story: u64) {
+async fn run_story(story: u64) {
     let mut random = Rng::with_seed(story);
     let mode = random.choice(MODES).unwrap();
     let steps: Vec<_> = (0..random.usize(0..8)).map(|_| step(&mut random)).collect();
     let what = format!("STORY={story}, an Envoy that {mode}, {steps:?}");
-    // An admin port that answers, one that hangs, or none.
+    // The admin port is closed (0), responds (1) or hangs (2).
     let manner = random.u8(0..3);
     let admin = match manner {
         0 => None,
@@ -145,7 +144,7 @@ async fn tell(story: u64) {
         .set("ISTIO_AGENT_ENVOY_RESTARTS", restarts);
     let agent = place.start_only();
     for step in steps {
-        take(step, &place, &agent).await;
+        perform_step(step, &place, &agent).await;
     }
     end(&place, agent, &what).await;
 }
@@ -166,10 +165,10 @@ fn step(random: &mut Rng) -> Step {
     }
 }
 
-async fn take(step: Step, place: &Place, agent: &Process) {
+async fn perform_step(step: Step, place: &Place, agent: &Process) {
     let limit = Duration::from_secs(1);
     let ask = async |line| {
-        // There may be no server, or the answer may take a while.
+        // The agent may not listen, or may not respond in time.
         let _ = tokio::time::timeout(limit, try_ask(place.status_port(), line, "")).await;
     };
     match step {
@@ -179,7 +178,7 @@ async fn take(step: Step, place: &Place, agent: &Process) {
         Step::Envoy(signal) => {
             for (pid, name) in running_in(&place.path("")) {
                 if name.starts_with("fake-envoy") {
-                    let _ = kill_process(pid, signal); // It may just have ended.
+                    let _ = kill_process(pid, signal); // The process may just have ended.
                 }
             }
         }
@@ -187,7 +186,8 @@ async fn take(step: Step, place: &Place, agent: &Process) {
     }
 }
 
-/// Sends more signals than necessary, as signals that arrive together are one, and checks what is left.
+/// Sends SIGTERM until the agent has to end, and checks its exit code, its log and the processes that are left. It
+/// sends more signals than necessary because signals that arrive together are merged into one.
 async fn end(place: &Place, agent: Process, what: &str) {
     let begin = Instant::now();
     for _ in 0..6 {
@@ -196,8 +196,8 @@ async fn end(place: &Place, agent: Process, what: &str) {
     }
     let (code, log) = agent.ends().await;
     let took = begin.elapsed();
-    assert!(took < END, "{what} took {took:?}: {log}");
-    // A signal that comes before anything else ends the agent as it ends every process.
+    assert!(took < END_LIMIT, "{what} took {took:?}: {log}");
+    // A signal that arrives before the agent handles signals ends it in the way that it ends every process.
     let by_signal = code == -1 && !log.contains("Envoy command");
     let crashed = [128 + 9, 128 + 11, 128 + 15, 255].contains(&code);
     assert!(
@@ -212,14 +212,14 @@ async fn end(place: &Place, agent: Process, what: &str) {
             .any(|(_, name)| name.starts_with("fake-envoy"))
     };
     assert!(!envoys(), "{what}: an Envoy is left: {log}");
-    // A child of Envoy's own sleeps for a second.
+    // The fake Envoy's child `sleep 1` may run for another second.
     until("a place without processes", || {
         running_in(&place.path("")).is_empty()
     })
     .await;
 }
 
-/// The processes that run in a directory, by their names.
+/// Returns the processes whose working directory is `directory`, with their names.
 fn running_in(directory: &Path) -> Vec<(Pid, String)> {
     let directory = directory.canonicalize().unwrap();
     let processes = std::fs::read_dir("/proc").unwrap().flatten();

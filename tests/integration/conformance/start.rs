@@ -1,4 +1,4 @@
-//! Errors that end the start, and leftovers that do not.
+//! Tests the start of the agent: errors that end it, leftovers that do not, and the log.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -89,7 +89,7 @@ async fn impossible_socket_paths_are_errors_that_name_them() {
     )
     .await;
 
-    // Not even root can create files there.
+    // Not even root can create files below `/sys`.
     let place = Place::of(&istiod).proxy("configPath", json!("/sys/agent"));
     let says = ["/sys/agent/XDS: cannot create", "[DIRECTORY_FORBIDDEN]"];
     refuses_to_start(&place, &says).await;
@@ -113,7 +113,7 @@ async fn an_envoy_that_cannot_run_is_an_error_with_the_reason() {
     let place = with("./envoy");
     place.write("envoy", "not executable");
     refuses_to_start(&place, &["./envoy", "[ENVOY_NOT_EXECUTABLE]"]).await;
-    // Like an Envoy of another version, it refuses the arguments.
+    // `ls` refuses the arguments, like an Envoy of another version.
     let refused = "[ENVOY_BOOTSTRAP_REFUSED]";
     refuses_to_start(
         &with("/bin/ls"),
@@ -186,7 +186,8 @@ async fn an_agent_whose_dependencies_are_all_missing_stops_at_once() {
     drop((discovery.end().await, secrets.end().await));
 }
 
-/// The level and the message of a line of the default scope, and its labels in JSON.
+/// Returns the level, the message and the labels of a log line of the default scope. The labels of a JSON line are
+/// an object, those of a text line an array of its other columns.
 fn read(line: &str, is_json: bool) -> Option<(String, String, Value)> {
     if is_json {
         let mut line: Value = serde_json::from_str(line).ok()?;

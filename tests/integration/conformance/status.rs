@@ -1,4 +1,4 @@
-//! The status port over HTTP: paths, probers and readiness.
+//! Tests the status port over HTTP: paths, application probes and readiness.
 
 use std::time::Duration;
 
@@ -20,7 +20,8 @@ const CONFIGURED: &str =
     "cluster_manager.cds.update_success: 1\nlistener_manager.lds.update_success: 1\n";
 const LIVE: &str = "server.state: 0\nlistener_manager.workers_started: 1\n";
 
-/// A place and the scripted admin port of its Envoy; without an answer it hangs.
+/// Returns a place, and the scripted admin port of its Envoy with a sender for its statistics. The port hangs while
+/// they are None.
 async fn with_admin() -> (Place, watch::Sender<Option<String>>, Server) {
     let (says, heard) = watch::channel(Some(String::new()));
     let admin = Server::start(free_port(), move |path| {
@@ -49,7 +50,7 @@ async fn agent_answers(place: &Place) {
     .await;
 }
 
-async fn becomes(place: &Place, status: u16) {
+async fn wait_for_readiness(place: &Place, status: u16) {
     eventually(&format!("readiness {status}"), async || {
         let answer = ask(place.status_port(), "GET /healthz/ready").await;
         (answer.status == status).then_some(())
@@ -62,7 +63,7 @@ async fn every_path_has_its_status_and_body() {
     let place = Place::of(&local_istiod().await);
     let _agent = started(&place).await;
     let port = place.status_port();
-    becomes(&place, 200).await;
+    wait_for_readiness(&place, 200).await;
     for (line, status, body) in [
         ("GET /healthz/ready", 200, Some("")),
         ("POST /healthz/ready", 200, Some("")),
@@ -143,7 +144,7 @@ async fn quitquitquit_is_answered_and_ends_the_agent_with_or_without_envoy() {
     }
     for place in places {
         let agent = started(&place).await;
-        becomes(&place, 200).await;
+        wait_for_readiness(&place, 200).await;
         let answer = ask(place.status_port(), "POST /quitquitquit").await;
         assert_eq!((answer.status, answer.body.as_str()), (200, "OK"));
         let (code, log) = agent.ends().await;
@@ -201,7 +202,7 @@ async fn an_unready_pod_names_the_reason_until_it_is_ready() {
         .await;
     }
     says.send_replace(Some(format!("{CONFIGURED}{LIVE}")));
-    becomes(&place, 200).await;
+    wait_for_readiness(&place, 200).await;
     agent.logs("Envoy proxy is NOT ready: config not").await;
     agent.logs("Envoy proxy is ready").await;
     agent.logs("Readiness succeeded in").await;
@@ -211,7 +212,7 @@ async fn an_unready_pod_names_the_reason_until_it_is_ready() {
         "{page}"
     );
 
-    // An Envoy that has passed is not asked again.
+    // The agent does not ask an Envoy again that was ready once.
     says.send_replace(None);
     let asked = admin.requests.borrow().len();
     for _ in 0..3 {
@@ -228,9 +229,9 @@ async fn a_terminating_agent_keeps_its_port_and_is_not_ready() {
     let (place, says, _admin) = with_admin().await;
     says.send_replace(Some(format!("{CONFIGURED}{LIVE}")));
     let agent = started(&place).await;
-    becomes(&place, 200).await;
+    wait_for_readiness(&place, 200).await;
     agent.terminate();
-    becomes(&place, 503).await;
+    wait_for_readiness(&place, 503).await;
     let answer = ask(place.status_port(), "GET /healthz/ready").await;
     assert_eq!(
         answer.body,
@@ -267,12 +268,12 @@ async fn a_hung_admin_port_makes_the_pod_unready_and_delays_no_other_answer() {
     for answer in crowd.join_all().await {
         assert_eq!(answer.status, 503);
     }
-    // Other requests are answered meanwhile.
+    // Other requests are answered although the admin port hangs.
     assert_eq!(ask(port, "GET /metrics").await.status, 200);
     assert!(admin.requests.borrow().len() < 20);
     assert!(agent.is_running());
     says.send_replace(Some(format!("{CONFIGURED}{LIVE}")));
-    becomes(&place, 200).await;
+    wait_for_readiness(&place, 200).await;
 }
 
 #[tokio::test]
@@ -280,7 +281,7 @@ async fn drain_drains_envoy_and_does_not_change_readiness() {
     let (place, says, admin) = with_admin().await;
     says.send_replace(Some(format!("{CONFIGURED}{LIVE}")));
     let _agent = started(&place).await;
-    becomes(&place, 200).await;
+    wait_for_readiness(&place, 200).await;
     let answer = ask(place.status_port(), "POST /drain").await;
     assert_eq!((answer.status, answer.body.as_str()), (200, "OK"));
     let requests = admin.requests.borrow().clone();
@@ -469,19 +470,19 @@ async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
     let line = [b'x'; 1024];
     while endless.write_all(&line).await.is_ok() {}
     let mut rest = Vec::new();
-    let _ = endless.read_to_end(&mut rest).await; // It may have been reset.
+    let _ = endless.read_to_end(&mut rest).await; // The connection may have been reset.
     until("an agent that runs", || agent.is_running()).await;
     assert_eq!(ask(place.status_port(), "GET /metrics").await.status, 200);
 }
 
-/// Raises the limit of open files; returns it.
+/// Raises the limit of open files of this process to the maximum, and returns the limit.
 fn most_descriptors() -> usize {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
         ..limit
     };
-    // The present limit is enough for a smaller flood.
+    // If this fails, the present limit is enough for a smaller flood.
     let _ = setrlimit(Resource::Nofile, raised);
     let current = getrlimit(Resource::Nofile).current;
     current.map_or(usize::MAX, |most| usize::try_from(most).unwrap())
@@ -530,7 +531,7 @@ async fn clients_that_send_slowly_do_not_lock_out_the_kubelet() {
     for _ in 0..200 {
         crowd.spawn(async move {
             let mut stream = TcpStream::connect(local(port)).await.unwrap();
-            let _ = stream.write_all(b"GET / HTTP/1.1\r\nx: ").await; // Its end is seen below.
+            let _ = stream.write_all(b"GET / HTTP/1.1\r\nx: ").await; // The loop below notices the end.
             while stream.write_all(b"y").await.is_ok() {
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
@@ -560,7 +561,8 @@ async fn a_head_over_the_limit_is_refused_and_a_large_one_is_not() {
     let header = |length| format!("x: {}\r\n", "y".repeat(length));
     let answer = ask_with(port, "GET /metrics", &header(32 << 10)).await;
     assert_eq!(answer.status, 200);
-    // The refusal may be lost with the rest of the head that is still being sent.
+    // The refusal may be lost because the client is still sending the rest of the head when the agent closes the
+    // connection.
     let refused = try_ask(port, "GET /metrics", &header(2 << 20)).await;
     assert!(refused.is_none_or(|answer| answer.status == 431));
     assert_eq!(ask(port, "GET /metrics").await.status, 200);

@@ -1,5 +1,5 @@
-//! The `support-bundle` command as a process: its memory beside a large configuration, and where its
-//! output goes.
+//! Tests the `support-bundle` command as a process: its memory with a large configuration of Envoy, and the
+//! destinations of its output.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -14,8 +14,8 @@ use crate::support::process::Process;
 use crate::support::programs::{binary, ours_only};
 use crate::support::until;
 
-/// A dump of so many bytes, with a secret at its end. Without optimization, 12 MiB take 4 of the 20 s that
-/// a bundle has.
+/// The size of a configuration dump, in bytes, which ends with a secret. In a debug build, 12 MiB take 4 of the
+/// 20 s that a bundle has.
 const LARGE: usize = if cfg!(debug_assertions) {
     12 << 20
 } else {
@@ -23,7 +23,7 @@ const LARGE: usize = if cfg!(debug_assertions) {
 };
 const SECRET: &str = "last-header-of-all";
 
-/// The command in a directory, with an Envoy whose admin port is given.
+/// Returns the command, which runs in `directory` and uses the admin port `admin` of an Envoy.
 fn bundle(directory: &Path, admin: u16) -> Command {
     let mut command = Command::new(binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent"))));
     let config = json!({ "proxyAdminPort": admin, "statusPort": 0, "binaryPath": "none" });
@@ -35,7 +35,7 @@ fn bundle(directory: &Path, admin: u16) -> Command {
     command
 }
 
-/// An admin port that has a large dump, and nothing else to say.
+/// Starts an admin port with a large configuration dump, and empty objects on all other paths. Returns the port.
 fn serve_large_dump() -> u16 {
     let listener = TcpListener::bind("localhost:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -67,7 +67,7 @@ fn serve_large_dump() -> u16 {
     port
 }
 
-/// The most resident memory of a bundle that goes to a file, in KiB, and its log.
+/// Writes a bundle to a file. Returns the peak of the command's resident memory, in KiB, and its log.
 async fn peak(directory: &Path, admin: u16, file: &str) -> (u64, String) {
     let mut command = bundle(directory, admin);
     command.args(["--output", file]);

@@ -1,4 +1,5 @@
-//! The trust bundle of the mesh: asked for where it is wanted, in the roots, refused when broken.
+//! Tests the trust bundle of the mesh: it is requested only if configured, is added to the roots, and is refused if
+//! broken.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use crate::support::{LISTENER, options, request, until};
 
 const PROXY_CONFIG: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 
-/// `istio.mesh.v1alpha1.ProxyConfig`, the one field.
+/// The message `istio.mesh.v1alpha1.ProxyConfig`, with the field for trust anchors only.
 #[derive(Clone, PartialEq, Message)]
 struct ProxyConfig {
     #[prost(string, repeated, tag = "34")]

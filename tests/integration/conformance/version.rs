@@ -1,4 +1,4 @@
-//! The version told to istiod, and what `version` prints.
+//! Tests the version that istiod gets, and the output of `version`.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -10,7 +10,7 @@ use crate::support::programs::{binary, ours_only};
 
 const VARIABLE: &str = "ISTIO_META_ISTIO_VERSION";
 
-/// Runs a command of the agent in its own folder, with the variable unless it is empty.
+/// Runs a command of the agent in the program's own folder. Sets [`VARIABLE`], unless `variable` is empty.
 fn run(program: &Path, words: &[&str], variable: &str) -> Output {
     let folder = program.parent().unwrap();
     let mut command = Command::new(program);

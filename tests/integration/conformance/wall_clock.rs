@@ -1,9 +1,8 @@
-//! A wall clock that is really set, and certificates that are due, or over, because of it.
+//! Tests that certificates are renewed when they become due, or expire, because the wall clock is set.
 //!
-//! The machine's clock belongs to all its programs, so the test starts itself again on a kernel of
-//! its own, User Mode Linux (Debian's package `user-mode-linux`), which sees the machine's files and
-//! cannot change them. Without it the test says so and is not run, except under `CLOCK_TESTS`, where
-//! it fails.
+//! All programs of a machine share its clock, so the test starts itself again on its own kernel, User Mode Linux
+//! (Debian's package `user-mode-linux`), which can read the machine's files and cannot change them. Without this
+//! kernel, the test reports this and is not run; if `CLOCK_TESTS` is set, it fails.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -22,11 +21,11 @@ const KERNEL: &str = "/usr/bin/linux.uml";
 
 const HOUR: i64 = 3600;
 const DAY: i64 = 24 * HOUR;
-const PROMISED: Duration = Duration::from_secs(5);
+const RENEWAL_LIMIT: Duration = Duration::from_secs(5);
 
 #[tokio::test]
 async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
-    if !is_inside() {
+    if !is_on_own_kernel() {
         return;
     }
     let istiod = restarted(local_istiod().await, |options| {
@@ -38,7 +37,7 @@ async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
         .mint_token("default", "bench", Duration::from_secs(86_400))
         .unwrap();
     place.write(TOKEN, token);
-    // As a machine without a battery starts: before the time of what it trusts.
+    // A machine without a clock battery starts with a time before its certificates are valid.
     set_by(-DAY);
     let agent = place.start().await;
     let mut envoy = ask_for_secrets(&place, &["default"]).await;
@@ -46,7 +45,7 @@ async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
     let mut served = Vec::new();
     for (what, by) in [("true again", DAY), ("due", HOUR), ("over", 2 * HOUR)] {
         set_by(by);
-        let next = tokio::time::timeout(PROMISED, next_response(&mut envoy));
+        let next = tokio::time::timeout(RENEWAL_LIMIT, next_response(&mut envoy));
         let next = next.await.unwrap_or_else(|_| panic!("{what}, not renewed"));
         assert!(
             next.resources != served,
@@ -71,8 +70,8 @@ fn is_user_mode() -> bool {
     std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("User Mode Linux"))
 }
 
-/// Whether this is the inside. Outside, it runs the test inside, and fails as that does.
-fn is_inside() -> bool {
+/// Returns true if the test runs on its own kernel. Otherwise, runs the test there, and fails if it fails there.
+fn is_on_own_kernel() -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;
     }
@@ -89,7 +88,7 @@ fn is_inside() -> bool {
     false
 }
 
-/// Starts the kernel with this test as all that runs on it, and returns what both have said.
+/// Starts the kernel, which runs nothing but this test, and returns the output of both.
 fn run_inside(folder: &Path) -> String {
     let init = folder.join("init");
     let test = std::env::current_exe().unwrap();
@@ -110,7 +109,7 @@ fn run_inside(folder: &Path) -> String {
         .args([KERNEL, "root=/dev/root", "rootfstype=hostfs", "rootflags=/"])
         .args(["ro", "mem=512M", "quiet", "con=null", "con0=null,fd:1"])
         .arg(format!("init={}", init.display()))
-        // It keeps a socket there.
+        // The kernel has a socket in its home directory.
         .env("HOME", folder)
         .stdin(Stdio::null())
         .output()

@@ -1,4 +1,4 @@
-//! Fetches of Wasm modules: through a proxy, by names whose addresses change, cut off by a kill.
+//! Tests fetches of Wasm modules: through a proxy, from a name whose address changes, and interrupted by SIGKILL.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +28,7 @@ use crate::support::{accepted, local_istiod, next_response, request, soon, until
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 const MODULE: &str = "\0asm\x01\0\0\0module";
 
-/// A filter whose module istiod names by its URL.
+/// Returns the configuration of a filter with the URL of its module.
 fn extension(url: &str) -> protobuf::Any {
     let uri = core::HttpUri {
         uri: url.to_owned(),
@@ -69,7 +69,7 @@ fn extension(url: &str) -> protobuf::Any {
     }
 }
 
-/// An Envoy, and the stream on which istiod has sent it filters with modules at `urls`.
+/// Opens a stream as Envoy, and sends filters with modules at `urls` on it as istiod.
 async fn sent(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> (Envoy, Stream) {
     let envoy = Envoy::open(&place.xds_socket(), Protocol::Sotw).await;
     envoy.send(&request(EXTENSION, urls));
@@ -86,7 +86,7 @@ async fn sent(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> (Envoy,
     (envoy, stream)
 }
 
-/// What Envoy gets where istiod sends filters with modules at `urls`, as text.
+/// Sends filters with modules at `urls` as istiod, and returns the resources that Envoy gets, as text.
 async fn converted(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> Vec<String> {
     let (mut envoy, _stream) = sent(place, istiod, urls).await;
     let resources = next_response(&mut envoy).await.resources.into_iter();
@@ -94,7 +94,7 @@ async fn converted(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> Ve
     texts.collect()
 }
 
-/// A registry with one image, which is its own token server.
+/// Starts a registry with one image. The registry is also its own token server.
 async fn registry() -> Server {
     let name = |bytes: &str| {
         let digest = digest(&SHA256, bytes.as_bytes());
@@ -139,7 +139,7 @@ async fn modules_and_their_tokens_are_fetched_through_a_proxy() {
     };
     let plain = Server::start(0, |_| Some((200, String::new(), MODULE.to_owned()))).await;
     let registry = registry().await;
-    // Loopback addresses are reached without a proxy; 0.0.0.0 is the same machine.
+    // The agent uses no proxy for loopback addresses. 0.0.0.0 is not one of them, and reaches the same machine.
     let module = format!("http://0.0.0.0:{}/module", plain.port);
     let image = format!("oci://0.0.0.0:{}/team/plugin:v1", registry.port);
     let mut istiod = local_istiod().await;
@@ -155,8 +155,8 @@ async fn modules_and_their_tokens_are_fetched_through_a_proxy() {
         assert!(filter.contains("/var/lib/istio/data/"), "{filter}");
     }
     assert_eq!(proxy.requests(&format!("GET {module} ")), 1);
-    // 401, token, manifest and layer.
-    assert_eq!(proxy.tunnels(registry.port), 4);
+    // The four requests: one that is refused with 401, and those for token, manifest and layer.
+    assert_eq!(proxy.connect_requests(registry.port), 4);
     assert_eq!(
         (
             plain.requests.borrow().len(),
@@ -234,7 +234,7 @@ async fn a_name_that_resolves_to_a_blocked_address_at_the_second_lookup_is_refus
     let place = Place::with_envoy(&istiod).set("WASM_HTTP_REQUEST_MAX_RETRIES", "2");
     place.write("hosts", "127.0.0.1 modules.test\n");
     let hosts = place.path("hosts");
-    // The agent alone has this file of hosts.
+    // Only the agent has this hosts file.
     let starting = format!(
         "mount --bind '{}' /etc/hosts && exec \"$0\" \"$@\"",
         hosts.display()
@@ -275,7 +275,7 @@ async fn a_download_that_a_kill_cuts_off_is_not_taken_for_a_module() {
     let module = [MODULE.as_bytes(), &[0; 1 << 20]].concat();
     let serve = async |length: usize| {
         let (mut stream, _) = listener.accept().await.unwrap();
-        // An answer before the request ends the connection.
+        // A response that precedes its request would end the connection.
         assert_ne!(stream.read(&mut [0; 4096]).await.unwrap(), 0);
         let whole = module.len();
         let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {whole}\r\n\r\n");

@@ -1,4 +1,4 @@
-//! A machine on which the unit of systemd starts the agent, without systemd.
+//! Tests the agent as the unit of systemd starts it on a machine. The tests run the unit's commands without systemd.
 
 use std::fs;
 use std::net::TcpListener;
@@ -22,7 +22,7 @@ const UNIT: &str = include_str!("../../../deploy/systemd/istio-agent.service");
 const LINE: &str = "a request in the access log\n";
 const TRAFFIC: [&str; 2] = ["10.9.0.1/24", "10.9.0.2/24"];
 
-/// The values of a setting of the unit.
+/// Returns the values of a setting of the unit, which must have at least one.
 fn unit(name: &str) -> Vec<&'static str> {
     let lines = UNIT.lines().filter_map(|line| line.split_once('='));
     let found: Vec<_> = lines.filter(|(found, _)| *found == name).collect();
@@ -30,7 +30,7 @@ fn unit(name: &str) -> Vec<&'static str> {
     found.into_iter().map(|(_, value)| value).collect()
 }
 
-/// The machine's files, with what the package and istioctl put there.
+/// The root directory of a machine, with the files that the package and istioctl install.
 struct Machine(PathBuf);
 
 impl Machine {
@@ -66,7 +66,7 @@ impl Machine {
              ISTIO_SERVICE='machines.{NAMESPACE}'\nISTIO_SERVICE_CIDR='*'\nISTIO_SVC_IP='10.9.0.1'\n\
              SERVICE_ACCOUNT='{ACCOUNT}'\n"
         );
-        // Where the link /etc/istio leads.
+        // The script postinst has made /etc/istio a link to /var/lib/istio.
         machine.write("var/lib/istio/config/mesh", &mesh.to_string());
         machine.write("var/lib/istio/envoy/cluster.env", &cluster);
         machine.write("etc/certs/root-cert.pem", &control_plane.istiod.root_pem());
@@ -78,7 +78,8 @@ impl Machine {
         machine
     }
 
-    /// As dpkg does it: a file that is in use stays as it is.
+    /// Copies a file as dpkg does: the new file replaces the old one by a rename, so that a program that runs keeps its
+    /// own file.
     fn copy(&self, source: &Path, path: &str) {
         let path = self.0.join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -86,7 +87,7 @@ impl Machine {
         fs::rename(path.with_extension("new"), path).unwrap();
     }
 
-    /// Writes a file of `istio-proxy`.
+    /// Writes a file that belongs to `istio-proxy`.
     fn write(&self, path: &str, content: &str) {
         let path = self.0.join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -104,7 +105,8 @@ impl Machine {
         user.unwrap().split(':').next().unwrap().parse().unwrap()
     }
 
-    /// A command line of the unit, as systemd runs it.
+    /// Returns the command for a line of the unit, with the user, the capabilities and the environment that systemd
+    /// gives it. A line with a plus sign runs as root.
     fn command(&self, line: &str) -> Command {
         let mut command = Command::new("chroot");
         command.arg(&self.0);
@@ -146,7 +148,9 @@ impl Machine {
                 "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             )
             .env("NOTIFY_SOCKET", "/run/notify")
+            // A second in place of the unit's 60 s, so that the watchdog message comes soon.
             .env("WATCHDOG_USEC", "1000000")
+            // This makes the outputs sockets, like those to the journal. See `Process::start`.
             .env("JOURNAL_STREAM", "8:1")
             .envs(settings.lines().filter_map(|line| line.split_once('=')));
         command
@@ -159,7 +163,7 @@ impl Machine {
         Process::start(&mut self.command(line), &self.0.join("log"))
     }
 
-    /// Runs the commands before the start or after the stop.
+    /// Runs the commands of a setting, such as `ExecStartPre`. Each must succeed.
     fn run(&self, name: &str) {
         for line in unit(name) {
             let output = self.command(line).output().unwrap();
@@ -168,7 +172,7 @@ impl Machine {
         }
     }
 
-    /// The socket of systemd.
+    /// Returns the socket on which systemd receives the agent's messages.
     fn systemd(&self) -> UnixDatagram {
         let path = self.0.join("run/notify");
         let socket = UnixDatagram::bind(&path).unwrap();
@@ -177,8 +181,8 @@ impl Machine {
     }
 }
 
-/// Waits until systemd has heard a message.
-async fn hears(systemd: &UnixDatagram, message: &str) {
+/// Waits until systemd has received a message.
+async fn wait_for_message(systemd: &UnixDatagram, message: &str) {
     soon(async {
         let mut buffer = [0; 64];
         loop {
@@ -226,7 +230,7 @@ async fn serves(mode: &str, envoy_capabilities: &str) {
 
     machine.run("ExecStartPre");
     let mut agent = machine.start();
-    hears(&systemd, "READY=1").await;
+    wait_for_message(&systemd, "READY=1").await;
     let [envoy] = children_of(agent.pid())[..] else {
         panic!("one Envoy")
     };
@@ -236,12 +240,12 @@ async fn serves(mode: &str, envoy_capabilities: &str) {
         "{status}"
     );
 
-    // The agent is replaced while it runs.
+    // The file of the agent's program is replaced while the agent runs.
     machine.copy(
         env!("CARGO_BIN_EXE_pilot-agent").as_ref(),
         "usr/bin/pilot-agent",
     );
-    hears(&systemd, "WATCHDOG=1").await;
+    wait_for_message(&systemd, "WATCHDOG=1").await;
     let mut stream = soon(TcpStream::connect("10.9.0.2:80")).await.unwrap();
     let answer = request(&mut stream, "outside", "/").await.unwrap();
     assert_eq!(header(&answer, "x-mark"), Some("outbound"));
@@ -258,7 +262,7 @@ async fn serves(mode: &str, envoy_capabilities: &str) {
     assert_eq!(header(&answer, "x-client"), Some(client));
 
     agent.signal(Signal::TERM);
-    hears(&systemd, "STOPPING=1").await;
+    wait_for_message(&systemd, "STOPPING=1").await;
     assert!(agent.end().await.success());
     eventually(LINE, async || agent.log().contains(LINE).then_some(())).await;
     assert!(rules().contains("ISTIO_"));
@@ -284,6 +288,7 @@ async fn the_unit_captures_traffic_serves_logs_to_the_journal_and_cleans_up() {
 async fn the_unit_gives_envoy_the_capability_that_tproxy_needs() {
     const TEST: &str = "machine::the_unit_gives_envoy_the_capability_that_tproxy_needs";
     if envoy_binary().is_some() && namespace::is_inside(TEST) {
+        // The bit is that of CAP_NET_ADMIN.
         serves("TPROXY", "0000000000001000").await;
     }
 }

@@ -1,8 +1,8 @@
-//! The agent as a program, between a real Envoy and a real control plane behind real TLS.
+//! Tests the agent as a program, between a real Envoy and a control plane with real TLS.
 //!
-//! Every test starts its own control plane in this process, and its own agent and Envoy in a
-//! directory of their own. `ENVOY_BIN` or `PATH` names Envoy; where there is none the tests say so
-//! and are not run, except under `CI`, where they fail.
+//! Every test starts its own control plane in this process, and its own agent and Envoy in a temporary
+//! directory. `ENVOY_BIN` or `PATH` gives the path of Envoy. Without Envoy the tests print that and are
+//! skipped; if the variable `CI` is set they fail.
 
 mod capture;
 mod certificates;

@@ -1,7 +1,7 @@
-//! DNS of a pod whose port 53 is captured, as applications, their resolvers and Envoy see it.
+//! Tests DNS in a pod whose port 53 is captured, with the resolvers of applications and with Envoy.
 //!
-//! Every test has a network of its own: see [`crate::support::namespace`]. The resolver of the pod is
-//! at an address of it, and counts; a loop would show there.
+//! Every test runs in its own network namespace: see [`crate::support::namespace`]. The pod's upstream resolver has an
+//! address in that namespace and counts its queries, which would show a loop.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -29,7 +29,7 @@ const SERVICES: &[(&str, &[&str])] = &[
     ("many", &["10.1.0.1", "10.1.0.2", "10.1.0.3", "2001:db8::7"]),
 ];
 
-/// What a pod of [`NAMESPACE`] has, but for the addresses that do not exist here.
+/// Returns the resolv.conf of a pod of [`NAMESPACE`], with this nameserver in place of the cluster's.
 fn resolv_conf(nameserver: &str) -> String {
     format!(
         "search {NAMESPACE}.svc.cluster.local svc.cluster.local cluster.local\n\
@@ -42,12 +42,13 @@ struct Captured {
     resolver: Resolver,
     backend: Backend,
     _control_plane: ControlPlane,
-    /// Envoy's way to `books`, which it looks up through the agent, and to `outside.example`, which
-    /// it looks up as any program does.
+    /// The ports of Envoy's listeners for `books`, which Envoy resolves through the agent, and for
+    /// `outside.example`, which Envoy resolves in the way that any program does.
     ports: [u16; 2],
 }
 
-/// A pod whose agent is not root, with all of port 53 redirected to it.
+/// Starts a pod whose agent is not root. All queries to port 53 except those of the agent's user are redirected to the
+/// agent.
 async fn captured() -> Captured {
     namespace::add_address(&format!("{RESOLVER}/32"));
     namespace::add_address("2001:db8::1/128");
@@ -62,7 +63,7 @@ async fn start(user: Option<(u32, u32)>, environment: &[(&str, &str)]) -> Captur
     let backend = Backend::start().await;
     let ports = [free_port(), free_port()];
     let mut books = named("books", "books.shop.svc.cluster.local", backend.port);
-    books["typed_dns_resolver_config"] = through_the_agent();
+    books["typed_dns_resolver_config"] = agent_resolver();
     let control_plane = ControlPlane::of(&[
         books,
         named("outside", "outside.example", backend.port),
@@ -91,7 +92,7 @@ async fn start(user: Option<(u32, u32)>, environment: &[(&str, &str)]) -> Captur
     }
 }
 
-/// A cluster of a name that Envoy looks up.
+/// Returns a cluster whose endpoint is a host name, which Envoy resolves.
 fn named(cluster: &str, host: &str, port: u16) -> Value {
     let address = json!({ "socket_address": { "address": host, "port_value": port } });
     json!({
@@ -108,8 +109,8 @@ fn named(cluster: &str, host: &str, port: u16) -> Value {
     })
 }
 
-/// As istiod tells Envoy to look up names of wildcard hosts.
-fn through_the_agent() -> Value {
+/// Returns the resolver configuration with which istiod has Envoy resolve names of wildcard hosts through the agent.
+fn agent_resolver() -> Value {
     json!({
         "name": "envoy.network.dns_resolver.cares",
         "typed_config": {
@@ -142,7 +143,7 @@ async fn captured_names_resolve_for_applications_and_envoy_without_a_loop() {
     let asked_before = captured.resolver.asked("outside.example.");
     let said = application(&["getent", "ahostsv4", "outside.example."]).await;
     assert_eq!(addresses(&said.unwrap()), ips(&["127.0.0.1"]));
-    // Envoy looks its name up again each second, once.
+    // Meanwhile Envoy resolves `outside.example` too, once each second.
     let asked = captured.resolver.asked("outside.example.") - asked_before;
     assert!((1..=4).contains(&asked), "asked {asked} times for one");
     let total = captured.resolver.total() - before;
@@ -164,7 +165,7 @@ async fn resolvers_of_all_kinds_get_what_they_ask_for() {
         name,
         command,
         searches,
-        takes_giants,
+        retries_over_tcp,
     } in kinds
     {
         let many = ["10.1.0.1", "10.1.0.2", "10.1.0.3", "2001:db8::7"];
@@ -176,14 +177,14 @@ async fn resolvers_of_all_kinds_get_what_they_ask_for() {
         if searches {
             cases.extend([("many", ips(&many)), ("many.shop", ips(&many))]);
         }
-        if takes_giants {
+        if retries_over_tcp {
             let giant = (0..64).map(|last| [240, 0, 0, last].into()).collect();
             cases.push(("giant.example", giant));
         }
         for (host, expected) in cases {
             let words: Vec<&str> = command.iter().map(String::as_str).chain([host]).collect();
             let said = application(&words).await;
-            // A name that does not exist is a failure for most.
+            // Most of the programs fail if a name does not exist.
             let found = addresses(said.as_deref().unwrap_or_default());
             assert_eq!(found, expected, "{name}, {host}: {said:?}");
         }
@@ -212,15 +213,15 @@ async fn an_agent_that_replaces_the_resolver_runs_envoy_as_the_exempt_user() {
     assert_eq!((of("Uid:"), of("Gid:")), (vec!["1337"; 4], vec!["1337"; 4]));
     assert!(of("Groups:").is_empty(), "{status}");
     for host in ["books", "outside.example"] {
-        // Others are asked for everything until there is a table.
+        // In place of the machine's resolver, the agent forwards all queries until it has a name table.
         let said = eventually(host, async || {
             application(&["getent", "ahostsv4", host]).await.ok()
         });
         assert_eq!(addresses(&said.await), ips(&["127.0.0.1"]), "{host}");
     }
-    // The agent's output belongs to root.
+    // Envoy writes to the agent's output, although that belongs to root.
     eventually("an access log in /dev/stdout", async || {
-        let _ = get(captured.ports[0]).await; // Any answer is logged.
+        let _ = get(captured.ports[0]).await; // Envoy logs the request, whatever the response is.
         let log = captured.pod.agent.log();
         log.lines().any(|line| line == "books").then_some(())
     })
@@ -232,15 +233,15 @@ async fn an_agent_that_replaces_the_resolver_runs_envoy_as_the_exempt_user() {
 
 struct Kind {
     name: &'static str,
-    /// The name follows.
+    /// The program and its arguments, to which the name is appended.
     command: Vec<String>,
-    /// Whether it appends search domains.
+    /// True if the resolver appends search domains.
     searches: bool,
-    /// Whether it asks again by TCP.
-    takes_giants: bool,
+    /// True if the resolver repeats a query over TCP after a truncated answer.
+    retries_over_tcp: bool,
 }
 
-/// The resolvers there are on this machine.
+/// Returns the resolvers that are installed on this machine.
 fn kinds(programs: &Path) -> Vec<Kind> {
     const NODE: &str = "const {promises: dns} = require('dns');\
         const host = process.argv[1];\
@@ -252,7 +253,7 @@ fn kinds(programs: &Path) -> Vec<Kind> {
         name,
         command: command.iter().map(ToString::to_string).collect(),
         searches,
-        takes_giants: true,
+        retries_over_tcp: true,
     };
     let mut kinds = vec![kind("glibc's getent", &["getent", "ahosts"], true)];
     if namespace::has("dig") {
@@ -284,8 +285,8 @@ fn kinds(programs: &Path) -> Vec<Kind> {
     if namespace::has("musl-gcc") {
         let program = build_musl(programs);
         kinds.push(Kind {
-            // Older ones ask by UDP only, and take what fits.
-            takes_giants: false,
+            // Old versions of musl query over UDP only, and use a truncated answer.
+            retries_over_tcp: false,
             ..kind("musl", &[&program], true)
         });
     }
@@ -327,7 +328,7 @@ fn build_musl(programs: &Path) -> String {
     built(build, &program)
 }
 
-/// Builds a program, and puts it where the application finds it.
+/// Builds a program, and returns a path at which the application's user can run it.
 fn built(mut build: std::process::Command, program: &Path) -> String {
     let output = build.output().unwrap();
     let error = String::from_utf8_lossy(&output.stderr);
@@ -336,13 +337,13 @@ fn built(mut build: std::process::Command, program: &Path) -> String {
     place.to_str().unwrap().to_owned()
 }
 
-/// What a program of the application's user prints, or what it complains about.
+/// Runs a program as the application's user. Returns its output, or its status and errors if it fails.
 pub async fn application(words: &[&str]) -> Result<String, String> {
-    program_of(APPLICATION, words).await
+    run_as(APPLICATION, words).await
 }
 
-/// The same of a user.
-pub async fn program_of(user: u32, words: &[&str]) -> Result<String, String> {
+/// Runs a program as a user. Returns its output, or its status and errors if it fails.
+pub async fn run_as(user: u32, words: &[&str]) -> Result<String, String> {
     let mut command = Command::new(words[0]);
     command
         .args(&words[1..])

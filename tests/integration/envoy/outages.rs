@@ -1,4 +1,4 @@
-//! The control plane goes away and comes back.
+//! Tests outages of the control plane: it stops, and starts again later.
 
 use std::process::Command;
 use std::time::Duration;
@@ -43,7 +43,7 @@ async fn a_killed_control_plane_costs_no_request_and_is_used_within_5_s_of_its_r
     let _pod = Pod::serving(settings, &control_plane).await;
     marked(port, "0").await;
     let load = Load::default().with(Fresh(port)).with(Lasting::new(port));
-    // The longer the outage, the longer the backoff of all sides.
+    // The longer the outage, the longer the backoff of the agent and of Envoy.
     for (seconds, mark) in [(1, "1"), (12, "2")] {
         let dead = control_plane.kill().await;
         tokio::time::sleep(Duration::from_secs(seconds)).await;
@@ -66,7 +66,7 @@ async fn fifty_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
     };
     let mut control_plane = ControlPlane::of(&resources(free_port(), 7001, "0")).await;
     let pod = Pod::serving(settings, &control_plane).await;
-    // Each takes a second, as the agent dials no more often.
+    // Each restart takes a second, because the agent dials at most once per second.
     for _ in 0..5 {
         control_plane = restarted(control_plane).await;
     }
@@ -113,7 +113,8 @@ async fn an_ipv6_address_of_istiod_that_drops_syns_costs_a_second_and_is_tried_l
     };
     let _pod = Pod::serving(settings, &control_plane).await;
     for _ in 0..3 {
-        // The kernel repeats a SYN after a second.
+        // The kernel would repeat a SYN after a second. By then the agent has connected over IPv4, and later it dials
+        // the IPv6 address last. So there is one SYN.
         let mut list = Command::new("nft");
         list.args(["list", "counter", "ip6", "test", "syns"]);
         let counter = String::from_utf8(list.output().unwrap().stdout).unwrap();
@@ -122,7 +123,7 @@ async fn an_ipv6_address_of_istiod_that_drops_syns_costs_a_second_and_is_tried_l
     }
 }
 
-/// The lines of a log that are warnings or errors, of the agent and of its Envoy.
+/// Returns the warnings and errors in a log, those of the agent and those of its Envoy.
 fn complaints(log: &str) -> Vec<&str> {
     let is_complaint = |line: &&str| {
         let level = line.split('\t').nth(1);
@@ -153,7 +154,7 @@ async fn thirty_seconds_without_istiod_take_at_most_fifteen_warnings_and_errors(
     drop(dead);
 }
 
-/// Kills the control plane and waits until Envoy has its routes from the next one.
+/// Kills the control plane, starts it again and waits until Envoy has accepted its routes.
 async fn restarted(control_plane: ControlPlane) -> ControlPlane {
     let mut control_plane = control_plane.kill().await.revive().await;
     let all_acked = |event: &Event| matches!(event, Event::Acked { type_url, .. } if type_url.ends_with("RouteConfiguration"));

@@ -1,7 +1,7 @@
-//! The overview page in a browser. Screenshots are left in `target/tmp/debug-page`.
+//! Tests the overview page in a browser. The screenshots stay in `target/tmp/debug-page`.
 //!
-//! `CHROMIUM_BIN` or `PATH` names Chromium; where there is none the test says so and is not run,
-//! except under `PAGE_TESTS`, where it fails.
+//! `CHROMIUM_BIN` or `PATH` gives the path of Chromium. Without Chromium the test prints that and is skipped; if the
+//! variable `PAGE_TESTS` is set it fails.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,13 +19,15 @@ use crate::support::programs::{chromium_binary, envoy_binary};
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{eventually, free_port};
 
-/// The widths of a phone and of a desktop, and the height of the page.
+/// The width and the height of a phone.
 const PHONE: &str = "390,844";
 const PHONE_WIDTH: u32 = 390;
-const WHOLE_PHONE: &str = "390,2600";
+/// The width of a phone, and a height at which the entire page fits.
+const PHONE_FULL_PAGE: &str = "390,2600";
+/// The width and the height of a browser window on a desktop.
 const DESK: &str = "1280,1100";
 
-/// Would run if it were not escaped.
+/// The name of a listener that would run as a script if the page did not escape it.
 const HOSTILE: &str = "<script>document.title='run'</script><img src=x>";
 
 const SECTIONS: [&str; 6] = [
@@ -37,7 +39,7 @@ const SECTIONS: [&str; 6] = [
     "Recent warnings",
 ];
 
-/// A browser without a screen, for one page.
+/// A browser without a screen, for the overview page of one agent.
 struct Browser {
     binary: PathBuf,
     profile: tempfile::TempDir,
@@ -53,7 +55,7 @@ impl Browser {
         }
     }
 
-    /// Its output for the page with these options.
+    /// Runs the browser with these options on a page, and returns its output.
     async fn look(&self, options: &[String], url: &str) -> String {
         let mut command = Command::new(&self.binary);
         // The sandbox does not start as root, and small containers have little shared memory.
@@ -70,8 +72,8 @@ impl Browser {
         log
     }
 
-    /// The width that a document needs in a frame of a phone's width. The frame has no security policy, so
-    /// the page around it can measure.
+    /// Returns the width that a document needs in a frame of a phone's width. The frame has no content security policy,
+    /// so the page around it can measure the width.
     async fn width_on_a_phone(&self, document: &str) -> u32 {
         let page = self.profile.path().join("phone.html");
         let document = document.replace('&', "&amp;").replace('"', "&quot;");
@@ -87,7 +89,7 @@ impl Browser {
         width.split('<').next().unwrap().parse().unwrap()
     }
 
-    /// The page as the browser has understood it.
+    /// Returns the page as the browser has parsed it.
     async fn document(&self) -> String {
         let log = self.look(&["--dump-dom".to_owned()], &self.url).await;
         let start = log.find("<!DOCTYPE html>").expect(&log);
@@ -102,7 +104,7 @@ impl Browser {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("debug-page");
         std::fs::create_dir_all(&folder).unwrap();
         let file = folder.join(format!("{name}.png"));
-        let _ = std::fs::remove_file(&file); // There may be none.
+        let _ = std::fs::remove_file(&file); // It may not exist.
         let options = [
             format!("--window-size={size}"),
             format!(
@@ -165,7 +167,9 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
         assert!(document.contains(tls), "{tls}: {document}");
     }
     browser.screenshot("well-phone", PHONE).await;
-    browser.screenshot("well-phone-whole", WHOLE_PHONE).await;
+    browser
+        .screenshot("well-phone-whole", PHONE_FULL_PAGE)
+        .await;
     browser.screenshot("well-desk", DESK).await;
 
     until_the_agent_knows_that_it_serves(&pod).await;
@@ -174,7 +178,7 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
         seen["envoy"]["epoch"] == 1 && seen["ready"] == true
     })
     .await;
-    // Envoy refuses a second listener at the address of the first, and names it.
+    // Envoy refuses a second listener at the address of the first, and its error contains the name of the second.
     let mut refused = resources.to_vec();
     refused.push(listener(HOSTILE, port, "all"));
     control_plane.set(&refused).await;
@@ -213,13 +217,13 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     }
     browser.screenshot("troubled-phone", PHONE).await;
     browser
-        .screenshot("troubled-phone-whole", WHOLE_PHONE)
+        .screenshot("troubled-phone-whole", PHONE_FULL_PAGE)
         .await;
     browser.screenshot("troubled-desk", DESK).await;
     browser
         .screenshot_in("troubled-desk-dark", DESK, "dark")
         .await;
-    // A browser that asks for the report gets the page as well.
+    // A browser that requests the report of the doctor gets the page too.
     let doctor = format!("{}doctor", browser.url);
     let log = browser.look(&["--dump-dom".to_owned()], &doctor).await;
     assert!(log.contains("<title>ready, with "), "{log}");

@@ -1,4 +1,4 @@
-//! A new Envoy that refuses resources of istiod is served their stored versions.
+//! Tests that a new Envoy gets the stored versions of the resources that it refuses.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,18 +20,18 @@ use crate::support::{CLUSTER, LISTENER, eventually, free_port};
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const ROUTES: &str = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
 
-/// The problem in the log.
+/// The code of the problem in the log.
 const CODE: &str = "[RESOURCE_REFUSED_STORED_SERVED]";
 
 const METRIC: &str = "istio_agent_xds_kept_after_nack";
 
-/// A resource in a version, which shows in Envoy's dump.
-fn of(version: &str, mut resource: Value) -> Value {
+/// Returns a resource with a version, which Envoy's configuration dump shows.
+fn with_version(version: &str, mut resource: Value) -> Value {
     resource["metadata"] = json!({ "filter_metadata": { "version": { "is": version } } });
     resource
 }
 
-/// A resource of the same name that Envoy can decode, but not create.
+/// Returns a resource of the same name that Envoy can decode, but not create.
 fn refused(mut resource: Value) -> Value {
     let doubled = match resource["@type"].as_str() {
         Some(LISTENER) => "filter_chains",
@@ -47,13 +47,13 @@ fn refused(mut resource: Value) -> Value {
     resource
 }
 
-/// A cluster for which Envoy refuses the whole response.
+/// Returns a cluster of the same name for which Envoy refuses the entire response.
 fn invalid(mut cluster: Value) -> Value {
     cluster["connect_timeout"] = json!("-1s");
     cluster
 }
 
-/// A listener that routes to a cluster. Envoy refuses it if the cluster is missing.
+/// Returns a listener that routes to a cluster. Envoy refuses the listener if the cluster is missing.
 fn routing(name: &str, port: u16, to: &str) -> Value {
     let mut listener = answering(name, port);
     let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
@@ -63,30 +63,31 @@ fn routing(name: &str, port: u16, to: &str) -> Value {
     listener
 }
 
-/// The type, name and version of a resource that has a version.
+/// Returns the type, name and version of a resource; None if the resource has no version.
 fn identified(resource: &Value) -> Option<[String; 3]> {
     let version = resource.pointer("/metadata/filter_metadata/version/is")?;
     let fields = [&resource["@type"], &resource["name"], version];
     Some(fields.map(|it| it.as_str().unwrap().to_owned()))
 }
 
-/// A pod whose first Envoy has stored configuration. The next one gets other configuration from istiod.
+/// A pod whose first agent has stored Envoy's configuration. The next Envoy gets other configuration from istiod.
 struct Stage {
     pod: Pod,
     istiod: ControlPlane,
-    /// Number of Envoys of the newest agent.
+    /// The number of Envoys that the newest agent has started.
     envoys: usize,
     _store: TempDir,
 }
 
 impl Stage {
-    /// None if there is no Envoy.
+    /// Starts a stage on which istiod sends the `stored` resources before the restart and the `pushed` ones after it.
+    /// Returns None if Envoy is not installed.
     async fn restarted(stored: &[Value], pushed: &[Value]) -> Option<Self> {
         Self::restarted_with(&[], &[], stored, pushed, &[]).await
     }
 
-    /// A stage with variables for both agents, and for the second one. After the restart istiod neither sends nor
-    /// removes the `withheld` resources.
+    /// Starts the same with the variables `environment` for both agents, and `second` for the second one. After the
+    /// restart istiod neither sends nor removes the `withheld` resources.
     async fn restarted_with(
         environment: &[(&str, &str)],
         second: &[(&str, &str)],
@@ -97,7 +98,7 @@ impl Stage {
         let envoy = envoy_binary()?;
         let istiod = ControlPlane::of(stored).await;
         let (mut pod, store) = serving(&envoy, environment, &istiod).await;
-        holds(&pod, stored).await;
+        wait_until_envoy_has(&pod, stored).await;
         eventually("ACKs", async || {
             let types = xdsz(&pod).await?["types"].clone();
             let is_acked =
@@ -108,7 +109,7 @@ impl Stage {
                 .then_some(())
         })
         .await;
-        // Everything is written when the stream ends.
+        // The agent writes the entire configuration when the stream ends.
         let dead = istiod.kill().await;
         eventually("stored configuration", async || {
             let found = xdsz(&pod).await?;
@@ -135,11 +136,11 @@ impl Stage {
         })
     }
 
-    /// Waits for the NACK of a type, and sees that it has Envoy's own words. Returns Envoy's reason.
-    async fn is_refused(&mut self, type_url: &str) -> String {
+    /// Waits for the NACK of a type, and checks that it is the last one that istiod got. Returns Envoy's reason.
+    async fn wait_for_nack(&mut self, type_url: &str) -> String {
         let is_nack =
             |event: &Event| matches!(event, Event::Nacked { type_url: of, .. } if of == type_url);
-        // Its nonce is that of the last response.
+        // istiod reports a NACK only if its nonce is that of the last response.
         let Event::Nacked { error, .. } = self.istiod.event("a NACK", is_nack).await else {
             panic!("another event");
         };
@@ -156,8 +157,7 @@ impl Stage {
         error
     }
 
-    /// Waits until exactly these resources are served in stored versions, by type URL and name, and the agent
-    /// reports nothing else.
+    /// Waits until the agent reports exactly these resources as served in stored versions, and checks its log.
     async fn reports(&self, refused: Names<'_>) {
         for type_url in [CLUSTER, ENDPOINTS, LISTENER, ROUTES] {
             let names = refused.iter().find(|(of, _)| *of == type_url);
@@ -197,8 +197,8 @@ impl Stage {
         }
     }
 
-    /// Waits until Envoy uses exactly these resources, after it refused those of istiod, and the ports answer.
-    /// Returns Envoy's reasons.
+    /// Waits until Envoy has refused resources of these types, uses exactly the `held` resources and responds on the
+    /// ports, and the agent reports the `refused` resources. Returns Envoy's reasons.
     async fn serves_stored(
         &mut self,
         held: &[Value],
@@ -207,9 +207,9 @@ impl Stage {
     ) -> Vec<String> {
         let mut reasons = Vec::new();
         for (type_url, _) in refused {
-            reasons.push(self.is_refused(type_url).await);
+            reasons.push(self.wait_for_nack(type_url).await);
         }
-        holds(&self.pod, held).await;
+        wait_until_envoy_has(&self.pod, held).await;
         for port in ports {
             answers(*port).await;
         }
@@ -218,10 +218,10 @@ impl Stage {
         reasons
     }
 
-    /// Sees that the agent has sent no stored version, and sends none when istiod pushes these resources.
-    async fn sends_nothing(&mut self, pushed: &[Value]) {
+    /// Checks that the agent has sent no stored version, and sends none when istiod pushes these resources.
+    async fn assert_agent_sends_nothing(&mut self, pushed: &[Value]) {
         self.istiod.set(pushed).await;
-        holds(&self.pod, pushed).await;
+        wait_until_envoy_has(&self.pod, pushed).await;
         eventually("as many answers to istiod as of Envoy", async || {
             let stats = ask(
                 &self.pod.envoy,
@@ -246,8 +246,8 @@ impl Stage {
         assert!(!log.contains(CODE), "{log}");
     }
 
-    /// Sees that istiod got no request that an Envoy without an agent would not send.
-    fn ends(mut self) {
+    /// Checks that istiod got no request that an Envoy without an agent would not send.
+    fn assert_only_envoys_requests(mut self) {
         self.istiod.requests();
     }
 }
@@ -258,14 +258,14 @@ async fn serving(
     istiod: &ControlPlane,
 ) -> (Pod, TempDir) {
     let store = tempfile::tempdir().unwrap();
-    // On a slow machine istiod takes long to answer. The test is not about an outage.
-    let of_store = [
+    // On a slow machine istiod's first response takes long. The agent must not take that for an outage.
+    let store_environment = [
         ("ISTIO_AGENT_KEEP_CONFIG", store.path().to_str().unwrap()),
         ("ISTIO_AGENT_KEEP_CONFIG_AFTER", "60s"),
     ];
     let settings = Settings {
         envoy: Some(envoy),
-        environment: &[&of_store, environment].concat(),
+        environment: &[&store_environment, environment].concat(),
     };
     (Pod::serving(settings, istiod).await, store)
 }
@@ -274,8 +274,8 @@ async fn xdsz(pod: &Pod) -> Option<Value> {
     serde_json::from_str(&pod.status(Method::GET, "/debug/xdsz").await?).ok()
 }
 
-/// Waits until these are all resources with a version that Envoy uses.
-async fn holds(pod: &Pod, expected: &[Value]) {
+/// Waits until Envoy uses exactly these resources. Resources without a version are ignored.
+async fn wait_until_envoy_has(pod: &Pod, expected: &[Value]) {
     let expected: BTreeSet<_> = expected.iter().filter_map(identified).collect();
     let (mut last, what) = (BTreeSet::new(), format!("{expected:#?}"));
     eventually(&what, async || {
@@ -309,11 +309,11 @@ async fn is_ready(pod: &Pod) {
     eventually("readiness", async || pod.status(Method::GET, path).await).await;
 }
 
-/// Type URLs, and names of their resources.
+/// Type URLs, each with names of its resources.
 type Names<'a> = &'a [(&'a str, &'a [&'a str])];
 
-/// Sees that an Envoy to which istiod sends the `pushed` resources uses those `held`, and that the stored versions
-/// of the `refused` ones are reported. Returns Envoy's reasons too.
+/// Checks that an Envoy to which istiod sends the `pushed` resources uses the `held` ones, and that the agent reports
+/// the `refused` ones. Returns the stage and Envoy's reasons; None if Envoy is not installed.
 async fn stored_are_served(
     [stored, pushed, held]: [&[Value]; 3],
     refused: Names<'_>,
@@ -321,7 +321,7 @@ async fn stored_are_served(
 ) -> Option<(Stage, Vec<String>)> {
     let mut stage = Stage::restarted(stored, pushed).await?;
     let mut reasons = stage.serves_stored(held, refused, ports).await;
-    // A refusal removes nothing from the store.
+    // A refusal removes nothing from the store: the next Envoy gets the same.
     stage.pod.kill_and_restart(|| ()).await;
     reasons.extend(stage.serves_stored(held, refused, ports).await);
     Some((stage, reasons))
@@ -332,11 +332,11 @@ async fn a_refused_listener_is_served_in_its_stored_version_and_others_in_the_ne
     let [a, b, c] = [free_port(), free_port(), free_port()];
     let old = answering("a", a);
     let resources = [
-        of("1", old.clone()),
-        of("1", answering("b", b)),
-        of("2", refused(old)),
-        of("2", answering("b", b)),
-        of("2", answering("c", c)),
+        with_version("1", old.clone()),
+        with_version("1", answering("b", b)),
+        with_version("2", refused(old)),
+        with_version("2", answering("b", b)),
+        with_version("2", answering("c", c)),
     ];
     let [a1, b1, _, b2, c2] = resources.clone();
     let held = [a1.clone(), b2, c2];
@@ -356,7 +356,7 @@ async fn a_refused_listener_is_served_in_its_stored_version_and_others_in_the_ne
     for time in ["since", "current"] {
         assert!(reported[time].is_string(), "{reported}");
     }
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -365,22 +365,23 @@ async fn a_refused_cluster_is_served_in_its_stored_version_with_istiods_endpoint
     let books = cluster("books");
     let rest = |version: &str| {
         [
-            of(version, cluster("other")),
-            of(version, listener("web", port, "all")),
-            of(version, routes("all", "books", version)),
+            with_version(version, cluster("other")),
+            with_version(version, listener("web", port, "all")),
+            with_version(version, routes("all", "books", version)),
             endpoints("books", &[backend.port]),
         ]
     };
-    let of_version =
-        |version: &str, books: Value| [&[of(version, books)][..], &rest(version)].concat();
+    let of_version = |version: &str, books: Value| {
+        [&[with_version(version, books)][..], &rest(version)].concat()
+    };
     let all = [
         &*of_version("1", books.clone()),
         &of_version("2", refused(books.clone())),
-        &[&[of("1", books)][..], &rest("2")].concat(),
+        &[&[with_version("1", books)][..], &rest("2")].concat(),
     ];
     let names: Names<'_> = &[(CLUSTER, &["books"])];
     if let Some((stage, _)) = stored_are_served(all, names, &[port]).await {
-        stage.ends();
+        stage.assert_only_envoys_requests();
     }
 }
 
@@ -389,22 +390,22 @@ async fn a_refused_route_configuration_is_served_in_its_stored_version() {
     let (backend, port) = (Backend::start().await, free_port());
     let rest = |version: &str| {
         [
-            of(version, cluster("books")),
-            of(version, listener("web", port, "all")),
+            with_version(version, cluster("books")),
+            with_version(version, listener("web", port, "all")),
             endpoints("books", &[backend.port]),
         ]
     };
     let all = routes("all", "books", "stored");
     let with = |version: &str, all: Value| [&[all][..], &rest(version)].concat();
     let resources = [
-        &*with("1", of("1", all.clone())),
-        &with("2", of("2", refused(all.clone()))),
-        &with("2", of("1", all)),
+        &*with("1", with_version("1", all.clone())),
+        &with("2", with_version("2", refused(all.clone()))),
+        &with("2", with_version("1", all)),
     ];
     let names: Names<'_> = &[(ROUTES, &["all"])];
     if let Some((stage, _)) = stored_are_served(resources, names, &[port]).await {
         assert_eq!(header(&answers(port).await, "x-mark"), Some("stored"));
-        stage.ends();
+        stage.assert_only_envoys_requests();
     }
 }
 
@@ -413,9 +414,9 @@ async fn refused_endpoints_are_served_in_their_stored_version() {
     let (backend, port) = (Backend::start().await, free_port());
     let rest = |version: &str| {
         [
-            of(version, cluster("books")),
-            of(version, listener("web", port, "all")),
-            of(version, routes("all", "books", version)),
+            with_version(version, cluster("books")),
+            with_version(version, listener("web", port, "all")),
+            with_version(version, routes("all", "books", version)),
         ]
     };
     let books = endpoints("books", &[backend.port]);
@@ -429,7 +430,7 @@ async fn refused_endpoints_are_served_in_their_stored_version() {
     ];
     let names: Names<'_> = &[(ENDPOINTS, &["books"])];
     if let Some((stage, _)) = stored_are_served(resources, names, &[port]).await {
-        stage.ends();
+        stage.assert_only_envoys_requests();
     }
 }
 
@@ -438,26 +439,26 @@ async fn routes_in_a_response_with_a_refused_one_are_served() {
     let (backend, port, other) = (Backend::start().await, free_port(), free_port());
     let with = |version: &str, all: Value| {
         [
-            of(version, all),
-            of("1", routes("more", "books", "more")),
-            of(version, cluster("books")),
-            of(version, listener("web", port, "all")),
-            of(version, listener("more", other, "more")),
+            with_version(version, all),
+            with_version("1", routes("more", "books", "more")),
+            with_version(version, cluster("books")),
+            with_version(version, listener("web", port, "all")),
+            with_version(version, listener("more", other, "more")),
             endpoints("books", &[backend.port]),
         ]
     };
     let all = routes("all", "books", "stored");
     let mut held = with("2", all.clone());
-    held[0] = of("1", all.clone());
+    held[0] = with_version("1", all.clone());
     let resources = [with("1", all.clone()), with("2", refused(all))];
     let Some(mut stage) = Stage::restarted(&resources[0], &resources[1]).await else {
         return;
     };
-    stage.is_refused(ROUTES).await;
-    holds(&stage.pod, &held).await;
+    stage.wait_for_nack(ROUTES).await;
+    wait_until_envoy_has(&stage.pod, &held).await;
     answers(port).await;
     answers(other).await;
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -465,34 +466,34 @@ async fn all_resources_of_a_response_that_is_refused_as_a_whole_come_from_the_st
     let (backend, port) = (Backend::start().await, free_port());
     let with = |version: &str, clusters: &[Value]| {
         let rest = [
-            of(version, listener("web", port, "all")),
-            of(version, routes("all", "books", version)),
+            with_version(version, listener("web", port, "all")),
+            with_version(version, routes("all", "books", version)),
             endpoints("books", &[backend.port]),
             endpoints("slow", &[backend.port]),
             endpoints("new", &[backend.port]),
         ];
         [clusters, &rest].concat()
     };
-    let old = ["books", "slow"].map(|it| of("1", cluster(it)));
+    let old = ["books", "slow"].map(|it| with_version("1", cluster(it)));
     let new = [
-        of("2", cluster("books")),
-        of("2", cluster("new")),
-        of("2", invalid(cluster("slow"))),
+        with_version("2", cluster("books")),
+        with_version("2", cluster("new")),
+        with_version("2", invalid(cluster("slow"))),
     ];
     let resources = [&*with("1", &old), &with("2", &new), &with("2", &old)];
     let names: Names<'_> = &[(CLUSTER, &["books", "slow"])];
     let Some((stage, _)) = stored_are_served(resources, names, &[port]).await else {
         return;
     };
-    // Istiod sends the cluster that it repairs. It believes that Envoy has the others.
-    let clusters = |version| ["books", "new", "slow"].map(|it| of(version, cluster(it)));
+    // istiod sends only the cluster that it repairs, because it assumes that Envoy has the others.
+    let clusters = |version| ["books", "new", "slow"].map(|it| with_version(version, cluster(it)));
     stage.istiod.set(&with("2", &clusters("2"))).await;
     stage.reports(&[(CLUSTER, &["books"])]).await;
     let current = with("3", &clusters("3"));
     stage.istiod.set(&current).await;
-    holds(&stage.pod, &current).await;
+    wait_until_envoy_has(&stage.pod, &current).await;
     stage.reports(&[]).await;
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -505,13 +506,13 @@ async fn all_listeners_whose_names_are_cut_from_the_reason_come_from_the_store()
         let listeners = names.iter().zip(1..).map(|(name, port)| {
             let mut listener = answering(name, port);
             listener["bind_to_port"] = json!(false);
-            of(version, listener)
+            with_version(version, listener)
         });
         listeners.collect::<Vec<_>>()
     };
     let old = many("1");
     let new: Vec<_> = many("2").into_iter().map(refused).collect();
-    let [web1, web2] = ["1", "2"].map(|it| [of(it, answering("web", port))]);
+    let [web1, web2] = ["1", "2"].map(|it| [with_version(it, answering("web", port))]);
     let names: Vec<_> = names.iter().map(String::as_str).collect();
     let refused: Names<'_> = &[(LISTENER, &names)];
     let resources = [
@@ -523,7 +524,7 @@ async fn all_listeners_whose_names_are_cut_from_the_reason_come_from_the_store()
         return;
     };
     assert!(reasons[0].contains("(truncated)"), "{}", reasons[0]);
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -533,14 +534,18 @@ async fn stored_clusters_reach_envoy_before_the_stored_listeners_that_need_them(
     let web = routing("web", port, "books");
     let endpoints = endpoints("books", &[backend.port]);
     let old = [
-        of("1", books.clone()),
-        of("1", web.clone()),
+        with_version("1", books.clone()),
+        with_version("1", web.clone()),
         endpoints.clone(),
     ];
-    let new = [of("2", refused(books)), of("2", refused(web)), endpoints];
+    let new = [
+        with_version("2", refused(books)),
+        with_version("2", refused(web)),
+        endpoints,
+    ];
     let names: Names<'_> = &[(CLUSTER, &["books"]), (LISTENER, &["web"])];
     if let Some((stage, _)) = stored_are_served([&old, &new, &old], names, &[port]).await {
-        stage.ends();
+        stage.assert_only_envoys_requests();
     }
 }
 
@@ -549,14 +554,14 @@ async fn stored_clusters_reach_envoy_before_listeners_of_istiod_that_need_them()
     let (backend, port) = (Backend::start().await, free_port());
     let (books, web) = (cluster("books"), routing("web", port, "books"));
     let endpoints = endpoints("books", &[backend.port]);
-    let [books1, web1] = [&books, &web].map(|it| of("1", it.clone()));
-    let [books2, web2] = [refused(books), web].map(|it| of("2", it));
+    let [books1, web1] = [&books, &web].map(|it| with_version("1", it.clone()));
+    let [books2, web2] = [refused(books), web].map(|it| with_version("2", it));
     let old = [books1.clone(), web1, endpoints.clone()];
     let new = [books2, web2.clone(), endpoints];
     let names: Names<'_> = &[(CLUSTER, &["books"])];
     let held = [books1, web2];
     if let Some((stage, _)) = stored_are_served([&old, &new, &held], names, &[port]).await {
-        stage.ends();
+        stage.assert_only_envoys_requests();
     }
 }
 
@@ -564,15 +569,18 @@ async fn stored_clusters_reach_envoy_before_listeners_of_istiod_that_need_them()
 async fn dependencies_of_stored_resources_that_istiod_does_not_send_come_from_the_store() {
     let (backend, port) = (Backend::start().await, free_port());
     let (books, web) = (cluster("books"), listener("web", port, "all"));
-    let all = |version| of(version, routes("all", "books", version));
+    let all = |version| with_version(version, routes("all", "books", version));
     let endpoints = endpoints("books", &[backend.port]);
     let old = [
-        of("1", books.clone()),
-        of("1", web.clone()),
+        with_version("1", books.clone()),
+        with_version("1", web.clone()),
         all("1"),
         endpoints.clone(),
     ];
-    let new = [of("2", refused(books)), of("2", refused(web))];
+    let new = [
+        with_version("2", refused(books)),
+        with_version("2", refused(web)),
+    ];
     let withheld = [(ROUTES, "all"), (ENDPOINTS, "books")];
     let Some(mut stage) = Stage::restarted_with(&[], &[], &old, &new, &withheld).await else {
         return;
@@ -580,26 +588,26 @@ async fn dependencies_of_stored_resources_that_istiod_does_not_send_come_from_th
     let refused: Names<'_> = &[(CLUSTER, &["books"]), (LISTENER, &["web"])];
     let needed: Names<'_> = &[(ENDPOINTS, &["books"]), (ROUTES, &["all"])];
     for (type_url, _) in refused {
-        stage.is_refused(type_url).await;
+        stage.wait_for_nack(type_url).await;
     }
-    holds(&stage.pod, &old).await;
+    wait_until_envoy_has(&stage.pod, &old).await;
     answers(port).await;
     stage.reports(&[refused, needed].concat()).await;
-    // From now on istiod sends them.
+    // From now on istiod sends the endpoints and the routes.
     let [books, web] = new;
     let sent = [books, web, all("2"), endpoints];
     stage.istiod.set(&sent).await;
     let held = [old[0].clone(), old[1].clone(), all("2")];
-    holds(&stage.pod, &held).await;
+    wait_until_envoy_has(&stage.pod, &held).await;
     stage.reports(refused).await;
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
 async fn names_in_the_answer_to_a_stored_response_reach_istiod_without_nonce_and_error() {
     let (backend, port) = (Backend::start().await, free_port());
-    // Envoy's first six requests leave at once: the last of them refuses the routes. The next one waits for
-    // four seconds. It answers the stored routes, and subscribes to those of the second listener.
+    // Envoy sends its first six requests at once; the last of them is the NACK of the routes. The next request waits
+    // for four seconds. It is the ACK of the stored routes, and subscribes to the routes of the second listener.
     let limits = json!({ "max_tokens": 6, "fill_rate": 0.25 });
     let limits =
         json!({ "dynamic_resources": { "ads_config": { "rate_limit_settings": limits } } });
@@ -608,42 +616,43 @@ async fn names_in_the_answer_to_a_stored_response_reach_istiod_without_nonce_and
     let environment = [("ISTIO_BOOTSTRAP_OVERRIDE", file.path().to_str().unwrap())];
     let all = routes("all", "books", "stored");
     let endpoints = &endpoints("books", &[backend.port])["endpoints"];
-    let mut books = of("1", cluster("books"));
+    let mut books = with_version("1", cluster("books"));
     books["type"] = json!("STATIC");
     books["eds_cluster_config"] = Value::Null;
     books["load_assignment"] = json!({ "cluster_name": "books", "endpoints": endpoints });
-    let web = of("1", listener("web", port, "all"));
-    let mut resources = vec![of("1", all.clone()), books, web];
+    let web = with_version("1", listener("web", port, "all"));
+    let mut resources = vec![with_version("1", all.clone()), books, web];
     let stored = resources.clone();
-    resources[0] = of("2", refused(all));
+    resources[0] = with_version("2", refused(all));
     let Some(mut stage) = Stage::restarted_with(&environment, &[], &stored, &resources, &[]).await
     else {
         return;
     };
-    stage.is_refused(ROUTES).await;
+    stage.wait_for_nack(ROUTES).await;
     answers(port).await;
-    // Envoy uses the stored routes, and its answer waits.
+    // Envoy uses the stored routes, but its ACK waits. Until then the agent reports nothing.
     stage.reports(&[]).await;
     let second = free_port();
     let more = [
-        of("2", listener("second", second, "more")),
-        of("2", routes("more", "books", "new")),
+        with_version("2", listener("second", second, "more")),
+        with_version("2", routes("more", "books", "new")),
     ];
     stage.istiod.set(&[&resources[..], &more].concat()).await;
     answers(second).await;
-    holds(&stage.pod, &[&stored[..], &more].concat()).await;
+    wait_until_envoy_has(&stage.pod, &[&stored[..], &more].concat()).await;
     stage.reports(&[(ROUTES, &["all"])]).await;
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
-/// A stage whose Envoy serves a stored listener beside one of istiod's, and the ports of both.
+/// Starts a stage whose Envoy has a stored listener next to a listener of istiod. Returns the stage, the listeners and
+/// their ports.
 async fn with_a_stored_listener(
     environment: &[(&str, &str)],
 ) -> Option<(Stage, [Value; 2], [u16; 2])> {
     let ports = [free_port(), free_port()];
     let [a, b] = [answering("a", ports[0]), answering("b", ports[1])];
-    let stored = [of("1", a.clone()), of("1", b.clone())];
-    let pushed = [of("2", refused(a)), of("2", b)];
+    let stored = [with_version("1", a.clone()), with_version("1", b.clone())];
+    let pushed = [with_version("2", refused(a)), with_version("2", b)];
     let mut stage = Stage::restarted_with(environment, &[], &stored, &pushed, &[]).await?;
     let held = [stored[0].clone(), pushed[1].clone()];
     stage.serves_stored(&held, REFUSED, &ports).await;
@@ -657,28 +666,31 @@ async fn a_listener_that_istiod_repairs_is_current_again() {
     let Some((mut stage, held, [port, _])) = with_a_stored_listener(&[]).await else {
         return;
     };
-    // Other content that is refused too is not logged.
+    // If Envoy refuses the next version of the listener too, the agent does not log that again.
     let [a1, b2] = held.clone();
     stage
         .istiod
-        .set(&[of("3", refused(answering("a", port))), b2.clone()])
+        .set(&[with_version("3", refused(answering("a", port))), b2.clone()])
         .await;
     stage.serves_stored(&held, REFUSED, &[port]).await;
-    let repaired = [of("4", answering("a", port)), b2.clone()];
+    let repaired = [with_version("4", answering("a", port)), b2.clone()];
     stage.istiod.set(&repaired).await;
-    holds(&stage.pod, &repaired).await;
+    wait_until_envoy_has(&stage.pod, &repaired).await;
     stage.reports(&[]).await;
     let line = "Envoy no longer has the stored version of Listener a: ";
     stage.pod.agent.logs(line).await;
-    // An Envoy that has accepted istiod's version keeps it by itself.
-    stage.istiod.set(&[of("5", refused(a1)), b2]).await;
-    stage.is_refused(LISTENER).await;
-    holds(&stage.pod, &repaired).await;
+    // An Envoy that has accepted istiod's version keeps it without the agent.
+    stage
+        .istiod
+        .set(&[with_version("5", refused(a1)), b2])
+        .await;
+    stage.wait_for_nack(LISTENER).await;
+    wait_until_envoy_has(&stage.pod, &repaired).await;
     stage.reports(&[]).await;
     let log = stage.pod.agent.log();
     assert_eq!(log.matches(CODE).count(), 1, "{log}");
     assert_eq!(log.matches(line).count(), 1, "{log}");
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -687,7 +699,7 @@ async fn a_listener_that_istiod_removes_is_closed() {
         return;
     };
     stage.istiod.set(&held[1..]).await;
-    holds(&stage.pod, &held[1..]).await;
+    wait_until_envoy_has(&stage.pod, &held[1..]).await;
     eventually("a closed port", async || get(port).await.err()).await;
     stage.reports(&[]).await;
     stage
@@ -695,7 +707,7 @@ async fn a_listener_that_istiod_removes_is_closed() {
         .agent
         .logs("Envoy no longer has the stored version of Listener a: ")
         .await;
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -707,11 +719,11 @@ async fn an_outage_of_istiod_changes_nothing_for_a_stored_listener() {
     answers(ports[0]).await;
     stage.istiod = istiod.revive().await;
     stage.serves_stored(&held, REFUSED, &ports).await;
-    let repaired = held.map(|it| of("3", it));
+    let repaired = held.map(|it| with_version("3", it));
     stage.istiod.set(&repaired).await;
-    holds(&stage.pod, &repaired).await;
+    wait_until_envoy_has(&stage.pod, &repaired).await;
     stage.reports(&[]).await;
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -739,7 +751,7 @@ async fn the_next_envoy_of_a_hot_restart_is_served_the_stored_listener_too() {
     .await;
     stage.serves_stored(&held, REFUSED, &ports).await;
     load.assert_flawless();
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -747,43 +759,53 @@ async fn an_envoy_that_has_a_listener_keeps_it_without_the_agent() {
     let Some(envoy) = envoy_binary() else { return };
     let port = free_port();
     let a = answering("a", port);
-    let first = [of("1", a.clone())];
+    let first = [with_version("1", a.clone())];
     let istiod = ControlPlane::of(&first).await;
     let (pod, store) = serving(&envoy, &[], &istiod).await;
-    holds(&pod, &first).await;
+    wait_until_envoy_has(&pod, &first).await;
     let mut stage = Stage {
         pod,
         istiod,
         envoys: 1,
         _store: store,
     };
-    stage.istiod.set(&[of("2", refused(a.clone()))]).await;
-    stage.is_refused(LISTENER).await;
-    holds(&stage.pod, &first).await;
+    stage
+        .istiod
+        .set(&[with_version("2", refused(a.clone()))])
+        .await;
+    stage.wait_for_nack(LISTENER).await;
+    wait_until_envoy_has(&stage.pod, &first).await;
     answers(port).await;
-    stage.sends_nothing(&[of("3", a)]).await;
-    stage.ends();
+    stage
+        .assert_agent_sends_nothing(&[with_version("3", a)])
+        .await;
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
 async fn nothing_is_sent_without_a_stored_version_that_may_be_used() {
     const OFF: &[(&str, &str)] = &[("ISTIO_AGENT_KEEP_CONFIG_ON_NACK", "false")];
-    // The node's name is another one.
+    // This changes the name of the node, to which the stored configuration belongs.
     const OTHER: &[(&str, &str)] = &[("POD_NAME", "cart-2")];
     for (second, is_stored) in [(OFF, true), (OTHER, true), (&[], false)] {
         let [port, free] = [free_port(), free_port()];
         let [a, b] = [answering("a", free), answering("b", port)];
-        let stored = [of("1", b.clone()), of("1", a.clone())];
+        let stored = [with_version("1", b.clone()), with_version("1", a.clone())];
         let stored = if is_stored { &stored } else { &stored[..1] };
-        let pushed = [of("2", b.clone()), of("2", refused(a.clone()))];
+        let pushed = [
+            with_version("2", b.clone()),
+            with_version("2", refused(a.clone())),
+        ];
         let stage = Stage::restarted_with(&[], second, stored, &pushed, &[]).await;
         let Some(mut stage) = stage else { return };
-        stage.is_refused(LISTENER).await;
-        holds(&stage.pod, &pushed[..1]).await;
+        stage.wait_for_nack(LISTENER).await;
+        wait_until_envoy_has(&stage.pod, &pushed[..1]).await;
         answers(port).await;
         get(free).await.unwrap_err();
-        stage.sends_nothing(&[of("3", b), of("3", a)]).await;
-        stage.ends();
+        stage
+            .assert_agent_sends_nothing(&[with_version("3", b), with_version("3", a)])
+            .await;
+        stage.assert_only_envoys_requests();
     }
 }
 
@@ -803,21 +825,21 @@ async fn an_envoy_that_was_served_the_store_in_an_outage_keeps_its_listener() {
     stage
         .pod
         .restart(&[("ISTIO_AGENT_KEEP_CONFIG_AFTER", "0s")]);
-    holds(&stage.pod, &held).await;
+    wait_until_envoy_has(&stage.pod, &held).await;
     stage.istiod = istiod.revive().await;
-    stage.is_refused(LISTENER).await;
-    holds(&stage.pod, &held).await;
+    stage.wait_for_nack(LISTENER).await;
+    wait_until_envoy_has(&stage.pod, &held).await;
     for port in ports {
         answers(port).await;
     }
-    let repaired = held.map(|it| of("3", it));
+    let repaired = held.map(|it| with_version("3", it));
     stage.istiod.set(&repaired).await;
-    holds(&stage.pod, &repaired).await;
+    wait_until_envoy_has(&stage.pod, &repaired).await;
     stage.reports(&[]).await;
-    // Envoy has accepted the stored version before, so it keeps it without the agent.
+    // Envoy has accepted the stored version during the outage, so it keeps that version without the agent.
     let log = stage.pod.agent.log();
     assert!(!log.contains(CODE), "{log}");
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }
 
 #[tokio::test]
@@ -829,9 +851,9 @@ async fn a_stored_version_is_no_longer_current_once_istiod_has_replaced_it() {
         async |pod: &Pod| xdsz(pod).await.unwrap()["after_nack"][LISTENER][0]["current"].clone();
     let before = current(&stage.pod).await;
     let [a, b] = held;
-    let (refused, accepted) = (of("3", refused(a.clone())), of("3", b));
+    let (refused, accepted) = (with_version("3", refused(a.clone())), with_version("3", b));
     stage.istiod.set(&[refused, accepted.clone()]).await;
-    stage.is_refused(LISTENER).await;
+    stage.wait_for_nack(LISTENER).await;
     eventually("a later time in the store", async || {
         let found = xdsz(&stage.pod).await?;
         let later = found["kept"][LISTENER]["at"].as_str()? > before.as_str()?;
@@ -841,5 +863,5 @@ async fn a_stored_version_is_no_longer_current_once_istiod_has_replaced_it() {
     stage.pod.kill_and_restart(|| ()).await;
     stage.serves_stored(&[a, accepted], REFUSED, &ports).await;
     assert_eq!(current(&stage.pod).await, before);
-    stage.ends();
+    stage.assert_only_envoys_requests();
 }

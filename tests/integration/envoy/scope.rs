@@ -1,4 +1,4 @@
-//! The command `scope` beside a real Envoy: which services were used, and the `Sidecar` for them.
+//! Tests `pilot-agent scope` with a real Envoy: it finds the services that were used, and prints a `Sidecar` for them.
 
 use std::process::Stdio;
 
@@ -13,7 +13,7 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, passthrough, routes};
 use crate::support::{eventually, free_port, local};
 
-/// An outbound cluster as istiod names it and describes its service.
+/// Returns an outbound cluster with the name and the metadata of the service that istiod gives it.
 fn outbound(subset: &str, namespace: &str, host: &str) -> Value {
     let mut cluster = cluster(&format!("outbound|8080|{subset}|{host}"));
     let service = json!({ "host": host, "name": host, "namespace": namespace });
@@ -21,7 +21,7 @@ fn outbound(subset: &str, namespace: &str, host: &str) -> Value {
     cluster
 }
 
-/// Istio's listener for all that leaves the pod, which sends what has no service to a cluster.
+/// Returns Istio's listener for outbound traffic, which sends connections to no service to this cluster.
 fn catch_all(cluster: &str) -> Value {
     let proxy = json!({
         "@type": "type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy",
@@ -45,7 +45,7 @@ fn to_no_service(name: &str) -> Value {
     cluster
 }
 
-/// Asks the agent for the address of a name, and waits for its answer.
+/// Sends the agent a DNS query for the address of a name, and waits for the answer.
 async fn look_up(port: u16, name: &str) {
     let mut question = b"\0\x01\x01\0\0\x01\0\0\0\0\0\0".to_vec();
     for label in name.split('.') {
@@ -60,7 +60,7 @@ async fn look_up(port: u16, name: &str) {
     assert_eq!(answer[3] & 15, 0, "{name} is in the table");
 }
 
-/// What `pilot-agent scope` prints with these words.
+/// Runs `pilot-agent scope` with these arguments. Returns its output, or its errors if it fails.
 fn scope(pod: &Pod, words: &[&str]) -> Result<String, String> {
     let mut command = pod.command();
     command.arg("scope").args(words).stdin(Stdio::null());
@@ -146,7 +146,7 @@ async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown()
     let without = scope(&pod, &["--include-asked=false"]).unwrap();
     assert!(!without.contains("    - \"shop/asked"), "{without}");
 
-    // With another pod's: what either used.
+    // Merged with the report of another pod, the advice lists the services that either pod used.
     let mut other: Value = serde_json::from_str(&scope(&pod, &["--json"]).unwrap()).unwrap();
     pod.replace("a.json", &other.to_string());
     other["services"] = json!([{

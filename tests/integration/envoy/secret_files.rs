@@ -1,4 +1,4 @@
-//! Envoy takes secrets from files, by the hundred, and from an external SDS server.
+//! Tests Envoy with secrets from files, also with hundreds of them, and from an external SDS server.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -30,7 +30,7 @@ use crate::support::{eventually, free_port};
 
 const LIFE: Duration = Duration::from_secs(3600);
 
-/// Has a certificate signed and writes it, each file in place of the old one.
+/// Gets a certificate from the authority and writes its files. Each file replaces the old one by a rename.
 async fn write_signed(connection: &Connection, directory: &Path, roots: &str) {
     let identity = SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT);
     let request = csr::generate(KeyType::P256, Encoding::Pkcs8, &identity).unwrap();
@@ -54,7 +54,7 @@ fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
     serve_with_crl(workload, socket, None, sds::Refusals::default())
 }
 
-/// Serves files and a revocation list, and tells what Envoy refuses.
+/// Serves files and a revocation list on a socket, and records in `refusals` which secrets Envoy refuses.
 fn serve_with_crl(
     workload: Option<WorkloadFiles>,
     socket: &Path,
@@ -90,7 +90,7 @@ fn serve_with_crl(
     tasks
 }
 
-/// The files that [`write_signed`] writes.
+/// Returns the paths of the files that [`write_signed`] writes.
 fn workload(directory: &Path) -> WorkloadFiles {
     let [chain, key, roots] =
         ["cert-chain.pem", "key.pem", "root-cert.pem"].map(|name| directory.join(name));
@@ -125,7 +125,7 @@ async fn mounted_files_that_rotate_fail_no_handshake() {
     load.assert_flawless();
 }
 
-/// A listener with a filter chain for each name, whose certificates come by SDS.
+/// Returns a bootstrap whose listener has a filter chain for each of these secrets. Envoy gets the certificates by SDS.
 fn gateway(socket: &Path, port: u16, names: &[String]) -> Value {
     let mut bootstrap = static_bootstrap(socket, port);
     let listener = &mut bootstrap["static_resources"]["listeners"][0];
@@ -175,7 +175,7 @@ async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_once_it_exi
     let socket = directory.path().join("socket");
     let _tasks = serve_files(None, &socket);
     let bootstrap = gateway(&socket, free_port(), &names);
-    // The one that is not there keeps the others for as long as Envoy waits for it, at most.
+    // The missing certificate delays the others at most until Envoy stops waiting for it.
     let envoy = BareEnvoy::serving(&binary, bootstrap).await;
     let active = async || {
         let path = "/config_dump?resource=dynamic_active_secrets";
@@ -195,12 +195,12 @@ async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_once_it_exi
     .await;
 }
 
-/// Puts END and BEGIN in one line.
+/// Joins the END line of each block with the BEGIN line of the next block.
 fn joined(pem: &str) -> String {
     pem.replace("-----\n-----", "----------")
 }
 
-/// Forms of a text of several blocks that a reader of PEM may find.
+/// The forms in which a reader of PEM may find a text of several blocks.
 const FORMS: [fn(&str) -> String; 18] = [
     str::to_owned,
     joined,
@@ -222,11 +222,12 @@ const FORMS: [fn(&str) -> String; 18] = [
     },
     |pem| format!("-----BEGIN X-----\n!!\n-----END X-----\n{pem}"),
     |pem| format!("-----BEGIN X-----\n{pem}-----END X-----\n-----BEGIN X-----\n"),
-    in_one_line_of_each_length,
+    in_lines_of_253,
 ];
 
-/// The base64 of each block in lines that BoringSSL reads in one piece, which hides the line feed.
-fn in_one_line_of_each_length(pem: &str) -> String {
+/// Puts the base64 of each block in lines of 253 characters. Such a line fills the buffer with which BoringSSL reads
+/// lines, which hides the line feed.
+fn in_lines_of_253(pem: &str) -> String {
     let (mut text, mut column) = (String::new(), 0);
     for line in pem.lines() {
         if line.starts_with("-----") {
@@ -295,7 +296,7 @@ async fn envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read() {
     .await;
 }
 
-/// Keys of a mesh, and how another root of it is made.
+/// The keys of a mesh, and the key and parameters that sign further certificates of its root.
 struct Mesh {
     keys: Keys,
     root: String,
@@ -326,7 +327,7 @@ impl Mesh {
         control_plane.kill().await.replace(self.keys.clone()).await
     }
 
-    /// An issue of the root, by the years in which it begins and ends.
+    /// Signs another certificate of the root, which is valid between the beginnings of these years.
     fn issue(&self, begin: i32, end: i32) -> String {
         let mut params = self.params.clone();
         params.not_before = date_time_ymd(begin, 1, 1);
@@ -374,7 +375,7 @@ async fn a_revocation_list_is_in_force_in_der_too_and_one_that_envoy_refuses_is_
     .await;
     let (code, subject) = (refused.code.name, refused.subject.as_str());
     assert_eq!((code, subject), ("SECRET_REFUSED", "secret ROOTCA"));
-    // A list of nothing is none.
+    // A file with the word `null` counts as no revocation list.
     std::fs::write(&crl, "null\n").unwrap();
     eventually("an accepted secret", async || {
         refusals.lock().is_empty().then_some(())
@@ -393,7 +394,8 @@ async fn a_revocation_list_is_in_force_in_der_too_and_one_that_envoy_refuses_is_
         };
         list.signed_by(&Issuer::new(params, key)).unwrap()
     };
-    // With the list of another authority, Envoy lacks one for the clients of this one.
+    // With a list of another authority only, Envoy refuses the clients of this authority, because it has no list for
+    // them.
     let mut other = mesh.params.clone();
     other.distinguished_name = DistinguishedName::new();
     let other = list_of(other, KeyPair::generate().unwrap());
@@ -424,7 +426,7 @@ async fn envoy_serves_with_secrets_of_an_external_sds_server_that_starts_late() 
     })
     .await;
     assert_eq!(control_plane.istiod.certificates_signed(), 0);
-    // In place of another server of secrets: its certificates are of the same mesh.
+    // This server stands for an external one. Its certificates are of the same mesh.
     let connection = Connection::to(&control_plane.istiod);
     let socket = pod.path("var/run/secrets/workload-spiffe-uds/socket");
     let _other = serve_secrets(&connection, &socket);

@@ -1,7 +1,7 @@
-//! Envoy takes the workload's certificate and roots from a real SPIRE, without istiod's authority.
+//! Tests Envoy with a certificate and root certificates of a real SPIRE, without istiod's authority.
 //!
-//! `SPIRE_TESTS` turns these tests on, and the first one builds SPIRE. Each test starts its own server and agent of
-//! SPIRE.
+//! The variable `SPIRE_TESTS` turns these tests on, and the first test builds SPIRE. Each test starts its own server
+//! and agent of SPIRE.
 
 use http::Method;
 use rustix::process::Signal;
@@ -21,20 +21,21 @@ use crate::support::{eventually, free_port};
 
 const EXTERNAL: &str = "ISTIO_AGENT_EXTERNAL_SDS";
 
-/// A file without a resolver, which the doctor would ask.
+/// A file in place of resolv.conf that has no upstream resolver, so that the doctor queries none.
 const NO_RESOLVER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
 
-/// A pod, and a SPIRE of which only the server runs yet.
+/// A pod, and a SPIRE of which at first only the server runs.
 struct Sidecar {
     pod: Pod,
     spire: Spire,
     control_plane: ControlPlane,
-    /// Listeners for clients of the namespace `shop` and of another one.
+    /// The ports of a listener for clients of the namespace `shop`, and of a listener for clients of another namespace.
     ports: [u16; 2],
 }
 
 impl Sidecar {
-    /// Starts one whose agent does this if SPIRE does not serve. None means that the test is not to be run.
+    /// Starts a sidecar whose agent does `absent` (`fail` or `wait`) while SPIRE does not serve. Returns None if the
+    /// test is to be skipped.
     async fn start(absent: &str) -> Option<Self> {
         let (envoy, programs) = (envoy_binary()?, spire_programs()?);
         let spire = Spire::start(programs).await;
@@ -65,7 +66,7 @@ impl Sidecar {
     }
 
     /// Waits until a listener of Envoy waits for the certificate.
-    async fn waits(&self) {
+    async fn wait_for_warming_listener(&self) {
         let waits = async || {
             let page = ask(&self.pod.envoy, "/init_dump").await?;
             page.contains("SdsApi default").then_some(())
@@ -73,9 +74,9 @@ impl Sidecar {
         eventually("a listener that waits", waits).await;
     }
 
-    /// Waits until Envoy serves with SPIRE's certificate, and sees that no report complains and that istiod has signed
-    /// none.
-    async fn is_well(&self) {
+    /// Waits until the pod is ready. Checks that the doctor finds no problem, that Envoy has SPIRE's certificate and
+    /// that istiod has signed no certificate.
+    async fn assert_healthy(&self) {
         self.pod.serves().await;
         let ready = async || self.pod.status(Method::GET, "/healthz/ready").await;
         eventually("a ready pod", ready).await;
@@ -86,8 +87,9 @@ impl Sidecar {
         assert_eq!(self.control_plane.istiod.certificates_signed(), 0);
     }
 
-    /// Sees that the doctor has one error about SPIRE's socket, which does not say that Envoy lacks a certificate.
-    async fn lacks_spire(&self, found: &str) {
+    /// Checks that the doctor reports SPIRE's socket as not served, with this finding, and says that a certificate that
+    /// Envoy has can be used.
+    async fn assert_socket_not_served(&self, found: &str) {
         let (report, _) = diagnosed(&self.pod).await;
         let checks = checks(&report);
         let is_it = |check: &Value| check["code"] == "SOCKET_NOT_SERVED";
@@ -100,7 +102,7 @@ impl Sidecar {
     }
 }
 
-/// An inbound listener with mutual TLS as istiod configures it, for clients of a namespace.
+/// Returns an inbound listener with mutual TLS as istiod configures it, for clients of a namespace.
 fn listener(namespace: &str, port: u16) -> Value {
     let mut listener = secured_listener(namespace, port);
     let socket = &mut listener["filter_chains"][0]["transport_socket"];
@@ -119,8 +121,8 @@ fn listener(namespace: &str, port: u16) -> Value {
     listener
 }
 
-/// Waits until so many certificates have been in use.
-async fn certificates(load: &Load, count: usize) {
+/// Waits until the clients have seen this number of different certificates.
+async fn wait_for_certificates(load: &Load, count: usize) {
     let seen = async || (load.tally().successes.len() >= count).then_some(());
     eventually("another certificate in use", seen).await;
 }
@@ -130,21 +132,22 @@ async fn envoy_serves_with_the_certificate_of_a_spire_agent_started_earlier() {
     let Some(mut sidecar) = Sidecar::start("fail").await else {
         return;
     };
-    // Without SPIRE this agent ends; another one follows, with the usual settings.
+    // Without SPIRE this agent exits. The next agent has the default setting.
     assert!(!sidecar.pod.agent.end().await.success());
     sidecar.spire.register(LONG);
     let _agent = sidecar.serve().await;
     sidecar.pod.restart(&[(EXTERNAL, "")]);
     let found = "Existing workload SDS socket found";
     sidecar.pod.agent.logs(found).await;
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
     sidecar.handshakes().await.assert_flawless();
-    // SPIRE's roots come with a validator for SPIFFE, to which istiod's rules for names still apply.
+    // SPIRE's roots come with a validator for SPIFFE. istiod's rules for names still apply: the second listener refuses
+    // a client of the namespace `shop`.
     let client = client(&sidecar.spire.keys).await;
     let [_, port] = sidecar.ports;
     let refused = Handshake { port, client }.attempt().await.unwrap_err();
     assert!(!refused.starts_with("connect"), "{refused}");
-    // Secrets from files are still the agent's, and it identifies itself to istiod by its token.
+    // The agent still serves secrets from files, and authenticates to istiod with its token.
     assert!(
         sidecar
             .pod
@@ -166,15 +169,15 @@ async fn envoy_serves_with_the_certificate_of_a_spire_agent_that_this_agent_wait
         return;
     };
     sidecar.pod.agent.logs("[SDS_SOCKET_ABSENT]").await;
-    sidecar.waits().await;
+    sidecar.wait_for_warming_listener().await;
     assert_eq!(
         sidecar.pod.status(Method::GET, "/healthz/ready").await,
         None
     );
-    sidecar.lacks_spire("there is none").await;
+    sidecar.assert_socket_not_served("there is none").await;
     sidecar.spire.register(LONG);
     let _agent = sidecar.serve().await;
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
     sidecar.handshakes().await.assert_flawless();
 }
 
@@ -183,14 +186,14 @@ async fn certificates_that_spire_rotates_fail_no_handshake() {
     let Some(sidecar) = Sidecar::start("wait").await else {
         return;
     };
-    // SPIRE dates certificates back by 10 s, and renews them at half of the life that they then have.
+    // SPIRE dates certificates back by 10 s, and renews them after half of the resulting lifetime.
     sidecar.spire.register(20);
     let _agent = sidecar.serve().await;
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
     let load = sidecar.handshakes().await;
-    certificates(&load, 3).await;
+    wait_for_certificates(&load, 3).await;
     load.assert_flawless();
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -200,16 +203,16 @@ async fn a_spire_agent_that_restarts_fails_no_handshake_and_its_next_certificate
     };
     sidecar.spire.register(LONG);
     let mut agent = sidecar.serve().await;
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
     let load = sidecar.handshakes().await;
-    // After a kill its socket is still there.
+    // After SIGKILL the socket of SPIRE's agent still exists.
     for (signal, found, count) in [
         (Signal::TERM, "there is none", 2),
         (Signal::KILL, "stale, no process listens", 3),
     ] {
         agent.signal(signal);
         agent.end().await;
-        sidecar.lacks_spire(found).await;
+        sidecar.assert_socket_not_served(found).await;
         load.makes(load.tally().attempts() + 20).await;
         assert!(
             sidecar
@@ -219,8 +222,8 @@ async fn a_spire_agent_that_restarts_fails_no_handshake_and_its_next_certificate
                 .is_some()
         );
         agent = sidecar.serve().await;
-        certificates(&load, count).await;
-        sidecar.is_well().await;
+        wait_for_certificates(&load, count).await;
+        sidecar.assert_healthy().await;
     }
     load.assert_flawless();
 }
@@ -232,13 +235,13 @@ async fn an_agent_that_restarts_while_spire_is_down_leaves_the_socket_to_spire()
     };
     sidecar.spire.register(LONG);
     let mut agent = sidecar.serve().await;
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
     agent.signal(Signal::KILL);
     agent.end().await;
     sidecar.pod.kill_and_restart(|| ()).await;
     sidecar.pod.agent.logs("[SDS_SOCKET_ABSENT]").await;
     let _agent = sidecar.serve().await;
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
     sidecar.handshakes().await.assert_flawless();
 }
 
@@ -250,7 +253,7 @@ async fn a_workload_without_a_spire_entry_is_unready_with_the_reason_until_it_ha
     let _agent = sidecar.serve().await;
     let refusal = "workload is not authorized for the requested identities";
     sidecar.pod.agent.logs(refusal).await;
-    sidecar.waits().await;
+    sidecar.wait_for_warming_listener().await;
     let (report, code) = diagnosed(&sidecar.pod).await;
     assert_eq!(code, Some(2), "{report:#}");
     let errors = checks(&report).into_iter();
@@ -262,6 +265,6 @@ async fn a_workload_without_a_spire_entry_is_unready_with_the_reason_until_it_ha
         .collect();
     assert_eq!(codes, ["LISTENER_WARMING", "SECRET_AWAITED"], "{report:#}");
     sidecar.spire.register(LONG);
-    sidecar.is_well().await;
+    sidecar.assert_healthy().await;
     sidecar.handshakes().await.assert_flawless();
 }

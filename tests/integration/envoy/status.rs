@@ -1,4 +1,4 @@
-//! Readiness as the kubelet sees it: through Envoy's health listener.
+//! Tests readiness as the kubelet sees it, through Envoy's health listener, merged metrics, and the `wait` command.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, routes, secured_listener};
 use crate::support::{eventually, free_port};
 
-/// Status and body of a GET; None without an answer.
+/// Sends a GET. Returns the status and body of the response; None if there is no response.
 async fn ask(port: u16, path: &str) -> Option<(u16, String)> {
     let mut stream = connect(port).await.ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
@@ -65,7 +65,7 @@ async fn a_pod_is_ready_through_envoy_once_envoy_is_configured() {
     );
 }
 
-/// An Envoy without the extension for keys refuses the certificate.
+/// Checks a pod with a private key provider: an Envoy without that extension refuses the certificate.
 #[tokio::test]
 async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why() {
     let Some(binary) = envoy_binary() else { return };
@@ -95,7 +95,7 @@ async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why
     let log = pod.agent.log();
     let is_error = |line: &str| line.contains("\terror\t") && line.contains(expected);
     assert!(log.lines().any(is_error), "{log}");
-    // Once nothing uses the certificate, nothing lacks it.
+    // Once no listener uses the certificate, its refusal does not matter.
     control_plane.set(&[]).await;
     becomes(pod.status_port, "/healthz/ready", 200).await;
 }
@@ -109,7 +109,7 @@ async fn a_stopped_envoy_that_has_not_passed_is_not_ready() {
         environment: &[],
     };
     let pod = Pod::start(settings, &control_plane);
-    // Stopped before exec, it would block the agent, which waits for that.
+    // If the process were stopped before its exec, it would block the agent, which waits for the exec.
     let envoy = eventually("a process that is Envoy", async || {
         let envoy = pod.envoy_pid()?;
         let program = format!("/proc/{}/exe", envoy.as_raw_nonzero());
@@ -169,7 +169,7 @@ async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
     assert!(page.contains(dropped), "{shared} dropped");
 }
 
-/// The series of a page, each of which must be there once.
+/// Returns the series of a page. Fails if a series occurs twice.
 fn names_and_labels(page: &str) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for line in page
@@ -182,7 +182,7 @@ fn names_and_labels(page: &str) -> BTreeSet<String> {
     all
 }
 
-/// A pod whose control plane is dead for the moment.
+/// Starts a pod and kills its control plane, which can be started again.
 async fn without_istiod(settings: Settings<'_>) -> (Pod, Dead) {
     let control_plane = ControlPlane::of(&[
         cluster("books"),
@@ -195,14 +195,14 @@ async fn without_istiod(settings: Settings<'_>) -> (Pod, Dead) {
     (pod, control_plane.kill().await)
 }
 
-/// A command beside the agent, in the same container.
-fn beside(pod: &Pod, arguments: &[&str]) -> Process {
+/// Starts a command in the agent's container.
+fn start_command(pod: &Pod, arguments: &[&str]) -> Process {
     let mut command = pod.command();
     command.args(arguments);
     Process::start(&mut command, &pod.path("command.log"))
 }
 
-/// As the postStart hook of the agent's container: later containers start when it ends.
+/// Runs `wait` like the postStart hook of the agent's container: Kubernetes starts the next containers when it ends.
 #[tokio::test]
 async fn wait_holds_the_application_until_envoy_is_ready_and_no_longer() {
     let Some(binary) = envoy_binary() else { return };
@@ -214,9 +214,9 @@ async fn wait_holds_the_application_until_envoy_is_ready_and_no_longer() {
     };
     let (pod, dead) = without_istiod(settings).await;
     let url = format!("--url=http://localhost:{health}/healthz/ready");
-    let mut wait = beside(&pod, &["wait", &url]);
+    let mut wait = start_command(&pod, &["wait", &url]);
     eventually("an Envoy that has started", async || pod.envoy_pid()).await;
-    // Longer than its pauses.
+    // This is longer than the pauses between the requests of the command.
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(wait.is_running(), "Envoy has no configuration");
     let _control_plane = dead.revive().await;

@@ -1,4 +1,4 @@
-//! A bundle of a pod that has secrets everywhere, which are in none of its files.
+//! Tests the support bundle of a pod that has secrets in many places: no file of the bundle contains one.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,7 +15,7 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{answering, extended, secured_listener};
 use crate::support::{eventually, free_port};
 
-/// Values of headers, passwords and tokens, and where each is.
+/// The secrets, such as headers, passwords and tokens. The name of each constant says where the secret is.
 const OF_ROUTE: &str = "Bearer route-8fbb1c";
 const OF_MATCH: &str = "key-of-match-77ad";
 const OF_SERVICE: &str = "metadata-of-service-19c2";
@@ -25,10 +25,10 @@ const OF_PROXY: &str = "password-of-proxy-3b7f";
 const OF_PROBE: &str = "header-of-probe-c04e";
 const OF_METADATA: &str = "proxy-metadata-d2d6";
 const OF_REGISTRY: &str = "dGVhbTpVKlUtOTI4MQ==";
-/// `cart:` and the password of the proxy in base64.
+/// The user `cart` and the password of the HTTP proxy, in base64.
 const BASIC: &str = "Y2FydDpwYXNzd29yZC1vZi1wcm94eS0zYjdm";
 
-/// A listener with secrets in its routes and its access log.
+/// Returns a listener with secrets in its routes and its access log.
 fn listener(port: u16) -> Value {
     let mut listener = extended(answering("all", port), "http", "shop.plugin");
     let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
@@ -53,7 +53,7 @@ fn listener(port: u16) -> Value {
     listener
 }
 
-/// The files of an archive, unpacked by tar.
+/// Unpacks an archive with tar. Returns the contents of its files by name.
 fn unpacked(archive: &Path, directory: &Path) -> BTreeMap<String, String> {
     let mut tar = Command::new("tar");
     tar.arg("xzf").arg(archive).arg("-C").arg(directory);
@@ -100,7 +100,7 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
             ("HTTPS_PROXY", &proxy),
             ("ISTIO_KUBE_APP_PROBERS", &probers.to_string()),
             ("OUTPUT_CERTS", "certs"),
-            // So that Envoy gets the pull secret.
+            // Without the conversion, Envoy gets the pull secret.
             ("ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION", "false"),
         ],
     };
@@ -120,13 +120,13 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
             .then_some(())
     })
     .await;
-    // Envoy refuses the filter, and quotes it.
+    // Envoy refuses the filter, and its error contains the filter with the pull secret.
     eventually("the refusal", async || {
         let page = pod.status(Method::GET, "/debug/xdsz").await?;
         (page.contains("\"nacks\":1") && pod.agent.log().contains(OF_REGISTRY)).then_some(())
     })
     .await;
-    // Without the environment of the agent: nothing is found by its value alone.
+    // The command runs without the agent's environment, so it cannot recognize secrets by the values of variables.
     let output = pod.command().arg("support-bundle").output().unwrap();
     let log = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{log}");
@@ -187,7 +187,7 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
     for (name, text) in files.iter().filter(|(name, _)| name.ends_with(".json")) {
         serde_json::from_str::<Value>(text).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
-    // A pod without DNS, Wasm and checks of health has no pages of them.
+    // The agent has no pages for DNS, Wasm and health checks, because the pod has none of these.
     let errors = files.get("errors.txt").into_iter();
     let errors = errors.flat_map(|errors| errors.lines());
     let others = errors.filter(|line| !line.ends_with("the answer is 404 Not Found"));

@@ -1,4 +1,4 @@
-//! Wasm modules in a real Envoy: from a registry, over HTTP, and not at all.
+//! Tests Wasm modules in a real Envoy: from a registry, over HTTP, and modules that cannot be fetched.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ use crate::support::{eventually, free_port, local, soon};
 
 pub const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
-/// A module for the ABI of proxies that adds a header `x-wasm` to responses, and accepts connections.
+/// Returns a Proxy-Wasm module that adds the header `x-wasm` to responses, and accepts connections.
 pub fn module(mark: &str) -> Vec<u8> {
     let length = mark.len();
     let text = format!(
@@ -54,7 +54,7 @@ pub fn module(mark: &str) -> Vec<u8> {
     wat::parse_str(text).unwrap()
 }
 
-/// A filter whose module istiod names by its URL. It fails closed.
+/// Returns the configuration of a filter that fails closed, with the URL of its module.
 pub fn extension(
     kind: &str,
     name: &str,
@@ -109,7 +109,7 @@ fn failing(
     };
     let typed_config = protobuf::Any {
         type_url: format!("type.googleapis.com/envoy.extensions.filters.{kind}.wasm.v3.Wasm"),
-        // Both kinds have the same fields.
+        // The HTTP filter and the network filter have the same fields.
         value: Wasm {
             config: Some(config),
         }
@@ -122,7 +122,7 @@ fn failing(
     Resource::new(name, EXTENSION, extension.encode_to_vec())
 }
 
-/// Waits until requests have this header `x-wasm`.
+/// Waits until responses have this value of the header `x-wasm`.
 async fn marked(port: u16, mark: &str) {
     let what = format!("x-wasm: {mark}");
     eventually(&what, async || {
@@ -189,7 +189,7 @@ async fn modules_of_a_registry_with_a_password_run_in_envoy_and_a_moved_tag_is_f
     let pod = Pod::serving(settings, &control_plane).await;
     pod.status(Method::PUT, "/debug/logging?level=debug").await;
     marked(tagged, "one").await;
-    // The tag v1 has another digest: all connections are closed.
+    // The tag v1 has another digest than the filter requires, so all connections are closed.
     assert!(get(pinned).await.is_err());
     let image = registry.url(&format!("@sha256:{digest}"));
     control_plane.add(extension(
@@ -209,7 +209,7 @@ async fn modules_of_a_registry_with_a_password_run_in_envoy_and_a_moved_tag_is_f
         &version("2"),
     ));
     marked(tagged, "three").await;
-    // The registry goes while a new version is announced, and comes back without another push.
+    // The registry is stopped when istiod pushes a new version, and is started again without another push.
     registry.push("v1", &module("four"));
     registry.process = None;
     control_plane.add(extension(
@@ -239,7 +239,8 @@ async fn modules_of_a_registry_with_a_password_run_in_envoy_and_a_moved_tag_is_f
     }
 }
 
-/// Serves a module once `is_there`.
+/// Starts a server that responds with a module once `is_there` is true, and with 404 until then. Returns the URL of the
+/// module.
 pub async fn server(module: Vec<u8>, is_there: Arc<AtomicBool>) -> (String, JoinSet<()>) {
     let listener = TcpListener::bind(local(0)).await.unwrap();
     let url = format!("http://{}/module", listener.local_addr().unwrap());
@@ -275,7 +276,7 @@ async fn recovers(delta: &str) {
     let pod = Pod::serving(settings, &control_plane).await;
     refused(port, "403").await;
     is_there.store(true, Ordering::Relaxed);
-    // No push of the control plane.
+    // The agent fetches the module without another push of the control plane.
     marked(port, "late").await;
     assert!(pod.agent.log().contains("applying deny RBAC filter"));
     let wrong = "0".repeat(64);
@@ -303,7 +304,7 @@ async fn envoy_gets_a_module_over_delta_once_it_can_be_fetched() {
 #[tokio::test]
 async fn a_hanging_module_fetch_delays_no_listener_other_module_readiness_or_shutdown() {
     let Some(binary) = envoy_binary() else { return };
-    // Accepts connections by its queue, and never answers.
+    // The kernel accepts connections to this listener, and no response is ever sent.
     let silent = TcpListener::bind(local(0)).await.unwrap();
     let (first, second, other) = (free_port(), free_port(), free_port());
     let control_plane = ControlPlane::of(&[answering("first", first)]).await;

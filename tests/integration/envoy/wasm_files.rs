@@ -1,4 +1,4 @@
-//! Wasm modules on disk, and what a fetch costs.
+//! Tests the files of Wasm modules, and the memory that a fetch takes.
 
 use std::fs;
 use std::path::Path;
@@ -57,7 +57,7 @@ impl Relay {
         }
     }
 
-    /// What Envoy gets for a resource.
+    /// Sends a resource from istiod, and returns the response that Envoy gets.
     async fn send(&mut self, resource: Resource) -> String {
         let response = DiscoveryResponse {
             resources: vec![resource.any],
@@ -126,7 +126,7 @@ async fn a_disk_that_is_full_or_read_only_is_named_and_used_again_later() {
     let text = relay.receive().await;
     assert!(text.contains(DATA), "fetched again without a push: {text}");
     run("mount", &["-o", "remount,ro", data]);
-    // What is there is used.
+    // A module that is on the disk already is used.
     assert!(relay.send(plugin(&large)).await.contains(DATA));
     let other = format!("{small}?other");
     let text = relay.send(plugin(&other)).await;
@@ -137,7 +137,7 @@ async fn a_disk_that_is_full_or_read_only_is_named_and_used_again_later() {
     assert!(relay.receive().await.contains(DATA));
 }
 
-/// Files of fetches under way.
+/// Returns the number of files of fetches that are in flight.
 fn downloads(directory: &Path) -> usize {
     let entries = fs::read_dir(directory).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name());

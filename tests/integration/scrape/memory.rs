@@ -1,4 +1,4 @@
-//! What a large page costs beside the code, in a process that does nothing else.
+//! Tests how much memory a large page takes, without that of the code, in a process that does nothing else.
 
 use std::fs;
 use std::process::Command;
@@ -9,7 +9,7 @@ use crate::scrape::{request, scrape, server};
 
 const PORTS: &str = "SCRAPED_PORTS";
 const SMALL: &str = "SMALL_PORT";
-/// Most that memory may grow, in KiB.
+/// The most that memory may grow, in KiB.
 const MOST: u64 = 2048;
 
 #[test]
@@ -20,8 +20,8 @@ fn a_page_of_100_000_lines_costs_less_than_2_mb() {
     let half = server::page(server::TEXT, server::large("half", 50_000));
     let rest = server::page(server::TEXT, server::large("rest", 50_000));
     for ports in [[small, large, 0], [large, other, 0], [small, half, rest]] {
-        // The kernel counts pages per CPU and adds them up in batches, so each reading may be
-        // hundreds of KiB off: a page that costs too much does so in every process.
+        // The kernel counts pages per CPU and adds them up in batches, so each reading may be wrong by hundreds of
+        // KiB. A page that takes too much memory does so in each of the three processes.
         assert!(
             (0..3).any(|_| scrapes_within_limit(ports, small)),
             "{ports:?}"
@@ -66,12 +66,14 @@ fn scrapes_alone() {
             length
         })
     };
-    // The caches are filled then, and most of the code is in memory.
+    // These scrapes fill the caches, and load most of the code into memory.
     read(small, &[small]);
     read(small, &[small, small]);
-    // The program of the tests is large, and more of it comes into memory as it is used.
-    let beside_code = |name| kib(name) - kib("RssFile");
-    let before = beside_code("VmRSS");
+    // The test program is large, and the kernel loads parts of it when they are first used, so memory of mapped
+    // files does not count.
+    let without_code = |name| kib(name) - kib("RssFile");
+    let before = without_code("VmRSS");
+    // This resets the peak, `VmHWM`.
     fs::write("/proc/self/clear_refs", "5").expect("written");
     let targets: Vec<_> = ports[1..]
         .iter()
@@ -79,7 +81,7 @@ fn scrapes_alone() {
         .filter(|port| *port != 0)
         .collect();
     let length = read(ports[0], &targets);
-    let growth = beside_code("VmHWM").saturating_sub(before);
+    let growth = without_code("VmHWM").saturating_sub(before);
     println!("{length} bytes: {growth} KiB");
     assert!(length > 8_000_000 && growth < MOST, "{growth} KiB");
 }

@@ -1,5 +1,4 @@
-//! The merged page of metrics, from outside: Prometheus' own parsers read it, and it costs next to no
-//! memory.
+//! Tests the merged page of metrics from outside: Prometheus' own parsers read it, and it takes little memory.
 //!
 //! The parsers are those of the Python package `prometheus-client`, which the test installs below
 //! the target directory.
@@ -18,7 +17,7 @@ use istio_agent::scrape::{Config, Scrape};
 
 use crate::support::python::package;
 
-/// A scrape of pages on these ports.
+/// Returns a scrape of the pages on these ports.
 pub fn scrape(envoy: u16, targets: &[u16]) -> Scrape {
     let targets = targets.iter().map(|port| Target {
         port: *port,
@@ -46,8 +45,8 @@ fn prometheus_own_parsers_read_every_page() {
         return;
     };
     let folder = tempfile::TempDir::new().expect("a directory");
-    let mut pages = written_down(root);
-    pages.extend(live(folder.path()));
+    let mut pages = golden_pages(root);
+    pages.extend(write_merged_pages(folder.path()));
     let parsed = Command::new("python3")
         .env("PYTHONPATH", parsers)
         .arg("-B")
@@ -57,7 +56,7 @@ fn prometheus_own_parsers_read_every_page() {
     assert!(parsed.expect("python runs").success());
 }
 
-fn written_down(root: &Path) -> Vec<PathBuf> {
+fn golden_pages(root: &Path) -> Vec<PathBuf> {
     let cases = fs::read_dir(root.join("tests/golden/scrape")).expect("cases");
     let files = cases.flat_map(|case| fs::read_dir(case.expect("a case").path()).expect("files"));
     let files = files.map(|file| file.expect("a file").path());
@@ -65,8 +64,8 @@ fn written_down(root: &Path) -> Vec<PathBuf> {
     files.filter(is_page).collect()
 }
 
-/// Pages of 100,000 lines, as they are merged now.
-fn live(folder: &Path) -> Vec<PathBuf> {
+/// Merges large pages, writes the results to `folder`, and returns their paths.
+fn write_merged_pages(folder: &Path) -> Vec<PathBuf> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

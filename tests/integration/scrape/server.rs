@@ -1,4 +1,4 @@
-//! Servers of one page each, on threads of their own.
+//! Servers that serve one page each, on their own threads.
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write};
@@ -9,7 +9,7 @@ use std::thread;
 pub const TEXT: &str = "text/plain; version=0.0.4";
 pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Serves a page, and returns its port.
+/// Starts a server of a page, and returns its port.
 pub fn page(kind: &str, body: String) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
     let port = listener.local_addr().expect("bound").port();
@@ -20,7 +20,7 @@ pub fn page(kind: &str, body: String) -> u16 {
     thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let answer = answer.clone();
-            // Who has gone needs no answer.
+            // The client may have closed its connection; it needs no response then.
             thread::spawn(move || serve(&stream, &answer).ok());
         }
     });
@@ -39,7 +39,8 @@ fn serve(mut stream: &TcpStream, answer: &str) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A page of so many lines, in families of a hundred samples; good in both formats.
+/// Returns a page with `lines` samples, in families of a hundred. It is valid text; with an `# EOF` line at its
+/// end, it is valid OpenMetrics.
 pub fn large(prefix: &str, lines: usize) -> String {
     let mut page = String::new();
     for line in 0..lines {

@@ -1,4 +1,5 @@
-//! Subscriptions in the delta protocol: every push holds what differs from what Envoy has.
+//! Subscriptions in the delta protocol: a push contains only the differences from the resources that
+//! Envoy has.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,13 +26,13 @@ pub(super) struct Subscriptions {
 struct Watch {
     wildcard: bool,
     names: BTreeSet<String>,
-    /// What Envoy has, name to version.
+    /// The resources that Envoy has: name to version.
     has: BTreeMap<String, String>,
     last: Pushed,
 }
 
-/// What a push repeats although Envoy has it.
-enum Again<'a> {
+/// The resources that a push repeats although Envoy has them.
+enum Resend<'a> {
     Nothing,
     Names(&'a [String]),
     Everything,
@@ -74,7 +75,7 @@ impl Protocol for Subscriptions {
             if is_withheld(resources, type_url, &asked) {
                 return None;
             }
-            return Some(self.push(type_url, resources, &Again::Nothing, &asked));
+            return Some(self.push(type_url, resources, &Resend::Nothing, &asked));
         };
         if !request.response_nonce.is_empty() {
             let (nonce, error) = (&request.response_nonce, request.error_detail.as_ref());
@@ -88,7 +89,7 @@ impl Protocol for Subscriptions {
         if asked.is_empty() || is_withheld(resources, type_url, &asked) {
             return None;
         }
-        Some(self.push(type_url, resources, &Again::Names(&asked), &asked))
+        Some(self.push(type_url, resources, &Resend::Names(&asked), &asked))
     }
 
     fn update(&mut self, resources: &Resources) -> Vec<DeltaDiscoveryResponse> {
@@ -97,9 +98,9 @@ impl Protocol for Subscriptions {
             let again = depends_on(&type_url)
                 .is_some_and(|other| pushed.iter().any(|response| response.type_url == other));
             let again = if again {
-                Again::Everything
+                Resend::Everything
             } else {
-                Again::Nothing
+                Resend::Nothing
             };
             if self.has_news(&type_url, resources, &again) {
                 pushed.push(self.push(&type_url, resources, &again, &[]));
@@ -110,19 +111,19 @@ impl Protocol for Subscriptions {
 }
 
 impl Subscriptions {
-    fn has_news(&self, type_url: &str, resources: &Resources, again: &Again<'_>) -> bool {
+    fn has_news(&self, type_url: &str, resources: &Resources, again: &Resend<'_>) -> bool {
         self.watches.get(type_url).is_some_and(|watch| {
             let selected = select(resources, type_url, |name| watch.wants(name));
             !watch.news(&selected, again).is_empty() || !watch.gone(&selected).is_empty()
         })
     }
 
-    /// `asked` are names whose absence is an answer too.
+    /// Builds a push and records it. Names in `asked` that do not exist are reported as removed.
     fn push(
         &mut self,
         type_url: &str,
         resources: &Resources,
-        again: &Again<'_>,
+        again: &Resend<'_>,
         asked: &[String],
     ) -> DeltaDiscoveryResponse {
         self.nonces += 1;
@@ -159,7 +160,8 @@ impl Subscriptions {
 }
 
 impl Watch {
-    /// A reconnected Envoy lists what it has; for types without a wildcard that is its subscription.
+    /// Begins a subscription. A reconnected Envoy lists the resources that it has; without a wildcard,
+    /// it is subscribed to them.
     fn begin(request: &DeltaDiscoveryRequest) -> Self {
         let mut watch = Self {
             wildcard: request.resource_names_subscribe.is_empty()
@@ -192,7 +194,7 @@ impl Watch {
             }
         }
         if !request.resource_names_unsubscribe.is_empty() {
-            // Envoy has dropped them, so no removal is sent.
+            // Envoy has dropped these resources itself, so no removal is sent.
             let (wildcard, names) = (self.wildcard, &self.names);
             self.has.retain(|name, _| wildcard || names.contains(name));
         }
@@ -202,14 +204,14 @@ impl Watch {
         self.wildcard || self.names.contains(name)
     }
 
-    fn news(&self, selected: &Selected<'_>, again: &Again<'_>) -> Vec<WireResource> {
+    fn news(&self, selected: &Selected<'_>, again: &Resend<'_>) -> Vec<WireResource> {
         let differs = |name: &str, version: &String| self.has.get(name) != Some(version);
         selected
             .iter()
             .filter(|(_, resource)| !resource.is_withheld())
             .filter(|(name, resource)| match again {
-                Again::Everything => true,
-                Again::Names(names) if names.iter().any(|again| again == *name) => true,
+                Resend::Everything => true,
+                Resend::Names(names) if names.iter().any(|again| again == *name) => true,
                 _ => differs(name, &resource.version),
             })
             .map(|(name, resource)| WireResource {
@@ -230,7 +232,7 @@ impl Watch {
     }
 }
 
-/// Whether names are asked for, and nothing is said about any.
+/// Returns true if names are requested and all of them are withheld.
 fn is_withheld(resources: &Resources, type_url: &str, asked: &[String]) -> bool {
     let of_type = resources.get(type_url);
     let found = |name| of_type.and_then(|it| it.get(name));

@@ -1,9 +1,9 @@
-//! Machines whose agents are connected, as endpoints.
+//! Machines whose agents are connected, which become endpoints.
 //!
 //! An agent whose node metadata name a WorkloadGroup (`AUTO_REGISTER_GROUP`) registers its machine for
 //! as long as its stream is open. An endpoint with the address `workload-group:<namespace>/<name>`
-//! stands for the machines of that group. A machine with a readiness probe counts after healthy reports
-//! only.
+//! stands for the machines of that group. A machine with a readiness probe is an endpoint only while its
+//! last report is healthy.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,23 +22,24 @@ const GROUP: &str = "workload-group:";
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Machine {
-    /// Namespace and name.
+    /// The namespace and the name of the WorkloadGroup.
     pub(super) group: String,
     pub(super) address: String,
 }
 
-/// The registered machines. Clones share them.
+/// The registered machines, which all clones share.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Machines(watch::Sender<BTreeMap<Machine, Registered>>);
 
 #[derive(Debug)]
 struct Registered {
-    /// That of the newest stream.
+    /// The identity of the newest stream's registration.
     id: Arc<()>,
     is_healthy: bool,
 }
 
-/// Ends when it is dropped, unless a newer stream has registered the machine again.
+/// The registration of a machine by a stream. Dropping it removes the machine, unless a newer stream has
+/// registered the machine again.
 #[derive(Debug)]
 pub(super) struct Registration {
     machines: Machines,
@@ -46,7 +47,7 @@ pub(super) struct Registration {
     id: Arc<()>,
 }
 
-/// Sees changes of the machines.
+/// A receiver of changes of the machines.
 #[derive(Debug)]
 pub(super) struct View(watch::Receiver<BTreeMap<Machine, Registered>>);
 
@@ -94,12 +95,12 @@ impl Drop for Registration {
 }
 
 impl View {
-    /// Waits for a change that [`View::fill`] has not seen. Cancel safe.
+    /// Waits for a change that [`View::fill`] has not seen. This function is cancel safe.
     pub(super) async fn changed(&mut self) {
-        let _ = self.0.changed().await; // The service has a sender.
+        let _ = self.0.changed().await; // The service holds a sender.
     }
 
-    /// Puts the healthy machines of a group in place of each endpoint that stands for them.
+    /// Replaces each endpoint that stands for a group by the healthy machines of the group.
     pub(super) fn fill(&mut self, resources: &mut Resources) {
         let machines = self.0.borrow_and_update();
         let healthy = machines.iter().filter(|(_, at)| at.is_healthy);
@@ -112,7 +113,7 @@ impl View {
             {
                 for locality in &mut assignment.endpoints {
                     let written = std::mem::take(&mut locality.lb_endpoints).into_iter();
-                    let filled = written.flat_map(|endpoint| instances(endpoint, &healthy));
+                    let filled = written.flat_map(|endpoint| expand_group(endpoint, &healthy));
                     locality.lb_endpoints = filled.collect();
                 }
                 let filled = assignment.encode_to_vec();
@@ -122,8 +123,8 @@ impl View {
     }
 }
 
-/// The endpoint itself, or one for each of its group's machines.
-fn instances(mut endpoint: LbEndpoint, healthy: &[&Machine]) -> Vec<LbEndpoint> {
+/// Returns the endpoint itself, or one endpoint for each machine of its group.
+fn expand_group(mut endpoint: LbEndpoint, healthy: &[&Machine]) -> Vec<LbEndpoint> {
     let Some(group) =
         address(&mut endpoint).and_then(|it| Some(it.strip_prefix(GROUP)?.to_owned()))
     else {

@@ -1,8 +1,9 @@
-//! Serves discovery from a snapshot: one session per stream, its subscriptions by protocol variant.
+//! Serves discovery from a snapshot, with one session per stream. Each protocol variant has its own
+//! subscriptions.
 //!
-//! A session takes the node from the first request, holds the node against the caller as istiod
-//! does, and then answers requests and pushes what a new snapshot changes, in the order in which
-//! Envoy wants it.
+//! A session takes the node from the first request and compares it with the caller's identity, in the
+//! way that istiod does. It then responds to requests, and pushes the changes of each new snapshot in
+//! the order that Envoy needs.
 
 mod delta;
 mod machines;
@@ -33,7 +34,8 @@ const SECRETS: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tl
 const EXTENSIONS: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
-/// Serves every stream until there are no more. Dropping it ends them.
+/// Serves streams until all have ended and no further stream can be accepted. Dropping the future ends
+/// the streams.
 pub(super) async fn serve(
     mut streams: mpsc::Receiver<Stream>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
@@ -45,7 +47,7 @@ pub(super) async fn serve(
         tokio::select! {
             stream = streams.recv() => match stream {
                 Some(stream) => {
-                    let served = Served {
+                    let served = ResourceSource {
                         snapshots: snapshots.clone(),
                         view: machines.view(),
                     };
@@ -59,14 +61,14 @@ pub(super) async fn serve(
     while sessions.join_next().await.is_some() {}
 }
 
-/// What a session serves from.
-struct Served {
+/// The sources of the resources of a session.
+struct ResourceSource {
     snapshots: watch::Receiver<Arc<Snapshot>>,
     view: View,
 }
 
-impl Served {
-    /// Waits until [`Served::resources`] may be others. Cancel safe.
+impl ResourceSource {
+    /// Waits until [`Served::resources`] may have changed. This function is cancel safe.
     async fn changed(&mut self) {
         tokio::select! {
             Ok(()) = self.snapshots.changed() => {}
@@ -82,7 +84,7 @@ impl Served {
     }
 }
 
-async fn serve_one(mut stream: Stream, served: Served, machines: Machines, events: Events) {
+async fn serve_one(mut stream: Stream, served: ResourceSource, machines: Machines, events: Events) {
     let status = match stream.variant {
         Variant::StateOfTheWorld => {
             session::<state_of_the_world::Subscriptions>(&mut stream, served, machines, events)
@@ -98,7 +100,7 @@ async fn serve_one(mut stream: Stream, served: Served, machines: Machines, event
     }
 }
 
-/// What the two variants differ in: their messages and how they answer.
+/// The differences of the two variants: their messages and their responses.
 trait Protocol {
     type Request: Message + Default;
     type Response: Message;
@@ -108,17 +110,17 @@ trait Protocol {
     fn type_url(request: &Self::Request) -> &str;
     fn error(request: &Self::Request) -> Option<&rpc::Status>;
 
-    /// The answer to a request, if it wants one.
+    /// Returns the response to a request, if the request needs one.
     fn request(&mut self, request: Self::Request, resources: &Resources) -> Option<Self::Response>;
 
-    /// What other resources than before make it push.
+    /// Returns the pushes that are needed after a change of the resources.
     fn update(&mut self, resources: &Resources) -> Vec<Self::Response>;
 }
 
-/// Returns once the client is done, or with the status that ends it.
+/// Serves one stream. Returns once the client has ended it, or with the status that ends it.
 async fn session<P: Protocol>(
     stream: &mut Stream,
-    mut served: Served,
+    mut served: ResourceSource,
     machines: Machines,
     events: Events,
 ) -> Result<(), Status> {
@@ -148,7 +150,7 @@ async fn session<P: Protocol>(
         }
     };
     let subscriptions = P::new(report.clone());
-    let result = converse(stream, &node, first, &mut served, subscriptions, health).await;
+    let result = run_session(stream, &node, first, &mut served, subscriptions, health).await;
     let reason = match &result {
         Ok(()) => "the client is done".to_owned(),
         Err(status) => format!("{:?}: {}", status.code(), status.message()),
@@ -160,7 +162,8 @@ async fn session<P: Protocol>(
     result
 }
 
-/// The node and the request that named it. Health reports before it say nothing about the node.
+/// Returns the node and the request that named it; None if the stream ended before. Health reports
+/// before that request do not name the node and are skipped.
 async fn introduction<P: Protocol>(
     stream: &mut Stream,
 ) -> Result<Option<(node::Identified, P::Request)>, Status> {
@@ -176,11 +179,11 @@ async fn introduction<P: Protocol>(
     }
 }
 
-async fn converse<P: Protocol>(
+async fn run_session<P: Protocol>(
     stream: &mut Stream,
     node: &node::Identified,
     first: P::Request,
-    served: &mut Served,
+    served: &mut ResourceSource,
     mut subscriptions: P,
     health: impl Fn(Option<&rpc::Status>),
 ) -> Result<(), Status> {
@@ -216,7 +219,7 @@ async fn converse<P: Protocol>(
     }
 }
 
-/// Reports the events of one node.
+/// A reporter of the events of one node.
 #[derive(Clone, Debug, Default)]
 struct Report {
     node: String,
@@ -234,7 +237,8 @@ impl Report {
         });
     }
 
-    /// Reports an ACK or NACK, and whether it answers the last push.
+    /// Reports an ACK or NACK as an event, and returns which it is. It is stale if it does not refer to
+    /// the last push.
     fn answered(
         &self,
         type_url: &str,
@@ -299,12 +303,13 @@ struct Pushed {
     version: String,
 }
 
-/// Whether a subscription without names means everything.
+/// Returns true if a subscription without names means all resources of the type.
 fn has_wildcard(type_url: &str) -> bool {
     ![ENDPOINTS, ROUTES, SECRETS, EXTENSIONS].contains(&type_url)
 }
 
-/// Types in the order in which Envoy wants them: what is referred to goes before what refers to it.
+/// Returns the types in the order that Envoy needs: clusters, their endpoints, listeners, their routes,
+/// then all other types.
 fn in_push_order<'a>(types: impl Iterator<Item = &'a String>) -> Vec<String> {
     let rank = |type_url: &str| {
         let order = [CLUSTERS, ENDPOINTS, LISTENERS, ROUTES];
@@ -318,8 +323,8 @@ fn in_push_order<'a>(types: impl Iterator<Item = &'a String>) -> Vec<String> {
     types
 }
 
-/// The type that goes out again whenever this one does: a changed cluster or listener starts anew
-/// and waits for its parts, although they are unchanged.
+/// Returns the type whose pushes make this type be pushed again. Envoy warms a changed cluster or
+/// listener and waits for its endpoints or routes, although these are unchanged.
 fn depends_on(type_url: &str) -> Option<&'static str> {
     match type_url {
         ENDPOINTS => Some(CLUSTERS),
@@ -330,7 +335,7 @@ fn depends_on(type_url: &str) -> Option<&'static str> {
 
 type Selected<'a> = BTreeMap<&'a str, &'a Resource>;
 
-/// The resources of a type that a predicate on their names accepts.
+/// Returns the resources of a type whose names are `wanted`.
 fn select<'a>(
     resources: &'a Resources,
     type_url: &str,
@@ -350,7 +355,7 @@ fn versions(selected: &Selected<'_>) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// One version for many resources.
+/// Returns one version for many resources.
 fn common_version(selected: &Selected<'_>) -> String {
     version_of(
         selected.iter().flat_map(|(name, resource)| {

@@ -1,6 +1,7 @@
-//! Whose stream it is: the node Envoy describes, held against the identity of the caller.
+//! Identifies the node of a stream, and compares it with the identity of the caller.
 //!
-//! The node is taken from its request, its namespace from the caller's identity.
+//! The request describes the node. If it names a namespace or a service account, these must be the
+//! caller's.
 
 use std::fmt::Display;
 
@@ -14,16 +15,16 @@ use crate::identity::SpiffeId;
 /// A node that may be served.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Identified {
-    /// How events call it.
+    /// The node's name in events.
     pub(super) title: String,
     /// The folders that hold its resources.
     pub(super) folders: Vec<String>,
-    /// The machine it registers, and whether that has a readiness probe.
+    /// The machine that the node registers, and true if the machine has a readiness probe.
     pub(super) machine: Option<(Machine, bool)>,
 }
 
-/// Refuses what istiod refuses. An id without `~` is none of Istio's: an Envoy without an agent has
-/// a name of its own there, and only its metadata names a namespace.
+/// Identifies a node, or refuses it if istiod would refuse it. An id without `~` is not in Istio's form:
+/// an Envoy without an agent has any name there, and only its metadata can name a namespace.
 pub(super) fn identify(
     node: Option<&Node>,
     caller: Option<&SpiffeId>,
@@ -47,8 +48,8 @@ pub(super) fn identify(
         metadata(node, "NAMESPACE").or(pod_and_namespace.map(|(_, namespace)| namespace));
     if let Some(caller) = caller {
         let account = metadata(node, "SERVICE_ACCOUNT");
-        permit(caller, "namespace", &caller.namespace, namespace)?;
-        permit(caller, "service account", &caller.service_account, account)?;
+        check_matches_caller(caller, "namespace", &caller.namespace, namespace)?;
+        check_matches_caller(caller, "service account", &caller.service_account, account)?;
     }
     let mut folders = vec![node.cluster.clone(), name.to_owned()];
     folders.extend(pod_and_namespace.map(|(pod, _)| pod.to_owned()));
@@ -60,8 +61,8 @@ pub(super) fn identify(
     })
 }
 
-/// The machine of a node that registers itself. Its address is the first of the metadata, or that of
-/// the node id.
+/// Returns the machine of a node that registers itself. Its address is the first address in the
+/// metadata, or otherwise the address in the node id.
 fn machine(node: &Node, namespace: &str) -> Option<(Machine, bool)> {
     let group = metadata(node, "AUTO_REGISTER_GROUP")?;
     let addresses = metadata(node, "INSTANCE_IPS").or(node.id.split('~').nth(1))?;
@@ -77,7 +78,7 @@ fn machine(node: &Node, namespace: &str) -> Option<(Machine, bool)> {
     Some((machine, is_probed))
 }
 
-fn permit(
+fn check_matches_caller(
     caller: &SpiffeId,
     what: impl Display,
     expected: &str,

@@ -1,4 +1,5 @@
-//! Subscriptions in the state-of-the-world protocol: every push holds all resources asked for.
+//! Subscriptions in the state-of-the-world protocol: every push contains all requested resources of a
+//! type.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,7 +22,7 @@ pub(super) struct Subscriptions {
 
 #[derive(Debug, Default)]
 struct Watch {
-    /// Empty for everything.
+    /// The requested names; empty for all resources.
     names: BTreeSet<String>,
     sent: BTreeMap<String, String>,
     last: Pushed,
@@ -135,7 +136,8 @@ impl Watch {
         self.names.is_empty() || self.names.contains("*") || self.names.contains(name)
     }
 
-    /// A name that was withdrawn is no change to push.
+    /// Forgets the sent resources that are no longer requested, because an unsubscription must not cause
+    /// a push.
     fn forget_unwanted(&mut self) {
         let sent = std::mem::take(&mut self.sent);
         self.sent = sent

@@ -1,8 +1,9 @@
-//! Envoy's resources: read from files in proto JSON form, encoded for the wire.
+//! Envoy's resources, which are read from files in proto JSON form and encoded for the wire.
 //!
-//! A file holds one resource, a list of them, or a list under `resources`, each with its `@type`.
-//! Members are checked against Envoy's own definitions; a wrong one is reported with its line and
-//! path. A type without a definition here is passed through: it has `name` and base64 `value`.
+//! A file contains one resource, a list of resources, or a list under `resources`, each with its
+//! `@type`. Members are checked against Envoy's own definitions; a wrong member is reported with its
+//! line and path. A resource of a type without a definition here has a `name` and a base64 `value`,
+//! which is passed on unchanged.
 
 use std::sync::LazyLock;
 
@@ -15,16 +16,17 @@ use prost_reflect::{
 
 use super::located::{Located, Node};
 
-/// One resource, ready to send.
+/// A resource that is ready to be sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resource {
     pub name: String,
-    /// Follows from the content. Without one, a delta stream neither gets nor misses the resource.
+    /// A digest of the content. If it is empty, a delta stream neither gets the resource nor learns that
+    /// it is missing.
     pub version: String,
     pub any: Any,
 }
 
-/// Why a text holds no resources. Lines count from one.
+/// The reason why a text contains no resources. Lines are counted from one.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ResourceError {
     #[error("line {line}: {message}")]
@@ -52,7 +54,7 @@ static DEFINITIONS: LazyLock<Result<DescriptorPool, String>> = LazyLock::new(|| 
 });
 
 impl Resource {
-    /// A resource of any type, also one that only agents know.
+    /// Creates a resource of any type, including types that only agents know.
     pub fn new(name: impl Into<String>, type_url: impl Into<String>, value: Vec<u8>) -> Self {
         Self {
             name: name.into(),
@@ -64,7 +66,7 @@ impl Resource {
         }
     }
 
-    /// A resource that a delta stream neither gets nor hears to be missing.
+    /// Creates a resource that a delta stream neither gets nor learns to be missing.
     pub fn withheld(name: impl Into<String>, type_url: impl Into<String>) -> Self {
         Self {
             version: String::new(),
@@ -77,7 +79,7 @@ impl Resource {
     }
 }
 
-/// A short digest: equal content has equal versions, also after a restart.
+/// Returns a short digest: equal content has equal versions, also after a restart.
 pub(super) fn version_of<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut context = aws_lc_rs::digest::Context::new(&aws_lc_rs::digest::SHA256);
     for part in parts {
@@ -88,11 +90,11 @@ pub(super) fn version_of<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Strin
     digits.map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// All resources of a file.
+/// Parses all resources of a file.
 pub(super) fn parse(text: &str) -> Result<Vec<Resource>, ResourceError> {
     let tree = Located::parse(text).map_err(|error| ResourceError::Syntax {
         line: error.location().map_or(0, |location| location.line()),
-        message: without_place(&first_line(&error.to_string())).to_owned(),
+        message: strip_location(&first_line(&error.to_string())).to_owned(),
     })?;
     let definitions = DEFINITIONS
         .as_ref()
@@ -172,7 +174,7 @@ fn fault(
     let name = ["name", "cluster_name", "clusterName"]
         .iter()
         .find_map(|key| tree.get(key)?.as_str());
-    let (path, line) = narrow(tree, definition, String::new(), definitions);
+    let (path, line) = locate_fault(tree, definition, String::new(), definitions);
     ResourceError::Member {
         line,
         resource: format!("{} {:?}", definition.name(), name.unwrap_or_default()),
@@ -181,8 +183,8 @@ fn fault(
     }
 }
 
-/// Finds the innermost member that does not convert, as conversion itself gives no position.
-fn narrow(
+/// Finds the innermost member that does not convert, because the conversion itself reports no position.
+fn locate_fault(
     tree: &Located,
     definition: &MessageDescriptor,
     path: String,
@@ -216,7 +218,7 @@ fn field(definition: &MessageDescriptor, key: &str) -> Option<FieldDescriptor> {
         .or_else(|| definition.get_field_by_json_name(key))
 }
 
-/// Looks into the messages a member holds: itself, its items or its entries.
+/// Searches the messages in a member: the member itself, its items or its entries.
 fn narrow_field(
     value: &Located,
     field: &FieldDescriptor,
@@ -263,16 +265,21 @@ fn narrow_message(
         let Some(inner) = inner.and_then(|url| self::definition(definitions, url)) else {
             return Some((format!("{path}.@type"), tree.line));
         };
-        return Some(narrow(&tree.without("@type"), &inner, path, definitions));
+        return Some(locate_fault(
+            &tree.without("@type"),
+            &inner,
+            path,
+            definitions,
+        ));
     }
     if definition.full_name().starts_with("google.protobuf.") {
         return None;
     }
-    Some(narrow(tree, definition, path, definitions))
+    Some(locate_fault(tree, definition, path, definitions))
 }
 
-/// What the parser says, without the line and column it begins with.
-fn without_place(message: &str) -> &str {
+/// Returns the parser's message without the line and column at its beginning.
+fn strip_location(message: &str) -> &str {
     let text = message.strip_prefix("error: ").unwrap_or(message);
     match text.split_once(": ") {
         Some((place, what)) if place.starts_with("line ") => what,

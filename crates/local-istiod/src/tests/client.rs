@@ -1,4 +1,5 @@
-//! A client as an agent is one: own root, HTTP/2 over TLS, token or certificate.
+//! A client that connects in the way that an agent does: it has its own root certificates, uses HTTP/2
+//! over TLS, and authenticates by a token or a certificate.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use super::{LocalIstiod, Security};
 use crate::proto::IstioCertificateRequest;
 use crate::proto::istio_certificate_service_client::IstioCertificateServiceClient;
 
-/// A private key and the chain signed for it, PEM.
+/// A private key and the chain that was signed for it, as PEM.
 pub(super) type Certificate = (String, Vec<String>);
 
 pub(super) struct Client {
@@ -44,7 +45,7 @@ impl Client {
         Self { channel, token }
     }
 
-    /// Asks for the certificate of `spiffe://cluster.local/ns/shop/sa/<account>`.
+    /// Requests a certificate for `spiffe://cluster.local/ns/shop/sa/<account>`.
     pub(super) async fn certificate(
         &self,
         account: &str,
@@ -118,7 +119,7 @@ impl Client {
 fn outbox<T>(first: Vec<T>) -> (mpsc::UnboundedSender<T>, UnboundedReceiverStream<T>) {
     let (sender, receiver) = mpsc::unbounded_channel();
     for request in first {
-        let _ = sender.send(request); // The receiver is right here.
+        let _ = sender.send(request); // The receiver exists.
     }
     (sender, UnboundedReceiverStream::new(receiver))
 }
@@ -148,7 +149,7 @@ fn config(roots_pem: &str, certificate: Option<Certificate>) -> rustls::ClientCo
 #[derive(Clone)]
 struct Connector(std::net::SocketAddr, Option<Arc<rustls::ClientConfig>>);
 
-/// Either kind of connection.
+/// A connection with or without TLS.
 trait Io: tokio::io::AsyncRead + tokio::io::AsyncWrite + Send + Unpin {}
 impl<T: tokio::io::AsyncRead + tokio::io::AsyncWrite + Send + Unpin> Io for T {}
 

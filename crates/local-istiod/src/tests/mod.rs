@@ -1,4 +1,4 @@
-//! The control plane over real connections.
+//! Tests the control plane over real connections.
 
 mod client;
 
@@ -20,7 +20,7 @@ use tonic::{Code, Streaming};
 use super::*;
 use client::Client;
 
-/// A type of agents, without a definition here.
+/// A type that only agents know, without a definition here.
 const TYPE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -250,7 +250,7 @@ async fn refuses_nodes_with_istiods_codes() {
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
-/// A control plane with endpoints, of which one stands for machines.
+/// Starts a control plane with two endpoints, one of which stands for machines.
 async fn with_machines() -> (LocalIstiod, Client) {
     let text = r#"{"@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
         "cluster_name": "cart", "endpoints": [{"lb_endpoints": [
@@ -271,8 +271,8 @@ async fn with_machines() -> (LocalIstiod, Client) {
     (istiod, client)
 }
 
-/// The first request of a machine that has a readiness probe, if it `is_probed`.
-fn of_machine(address: &str, is_probed: bool) -> DeltaDiscoveryRequest {
+/// Returns the first request of a machine, which has a readiness probe if `is_probed`.
+fn first_machine_request(address: &str, is_probed: bool) -> DeltaDiscoveryRequest {
     let value = |kind| Value { kind: Some(kind) };
     let of = |name: &str, kind| Struct {
         fields: [(name.to_owned(), value(kind))].into(),
@@ -296,7 +296,7 @@ fn of_machine(address: &str, is_probed: bool) -> DeltaDiscoveryRequest {
     }
 }
 
-/// The addresses in the next response of a client that asked for endpoints.
+/// Returns the addresses in the next response to a client that subscribes to endpoints.
 async fn pushed(responses: &mut Streaming<DeltaDiscoveryResponse>) -> Vec<String> {
     let response = responses.message().await.unwrap().unwrap();
     let any = response.resources[0].resource.clone().unwrap();
@@ -333,23 +333,23 @@ async fn a_machine_is_an_endpoint_while_it_is_connected_and_its_probe_succeeds()
         error_detail,
         ..DeltaDiscoveryRequest::default()
     };
-    let (machine, opening) = client.delta(vec![of_machine("10.0.0.1", true)]);
+    let (machine, opening) = client.delta(vec![first_machine_request("10.0.0.1", true)]);
     let machine_responses = opening.await.unwrap();
     machine.send(health(None)).unwrap();
-    // The first that is pushed: it was none while its health was not known.
+    // This is the first push: the machine was not an endpoint while its health was unknown.
     assert_eq!(pushed(&mut endpoints).await, both);
     machine.send(health(Some(rpc::Status::default()))).unwrap();
     assert_eq!(pushed(&mut endpoints).await, alone);
     machine.send(health(None)).unwrap();
     assert_eq!(pushed(&mut endpoints).await, both);
-    // The newer stream of a machine counts.
-    let (newer, opening) = client.delta(vec![of_machine("10.0.0.1", true)]);
+    // Only the newer stream of a machine counts.
+    let (newer, opening) = client.delta(vec![first_machine_request("10.0.0.1", true)]);
     let _newer_responses = opening.await.unwrap();
     assert_eq!(pushed(&mut endpoints).await, alone);
     newer.send(health(None)).unwrap();
     assert_eq!(pushed(&mut endpoints).await, both);
     drop((machine, machine_responses));
-    let (other, opening) = client.delta(vec![of_machine("10.0.0.2", false)]);
+    let (other, opening) = client.delta(vec![first_machine_request("10.0.0.2", false)]);
     let other_responses = opening.await.unwrap();
     let all = ["10.0.0.9", "10.0.0.1", "10.0.0.2"];
     assert_eq!(pushed(&mut endpoints).await, all);

@@ -1,4 +1,4 @@
-//! Tests the input of `iptables-restore`, made of the present and the wanted rules.
+//! Tests the input of `iptables-restore` that replaces the present rules with the wanted rules.
 
 use super::*;
 use crate::capture::rules::Verdict;
@@ -19,7 +19,8 @@ const OLD: &str = "\
 COMMIT
 ";
 
-/// The rule for packets that leave by eth1 is Istio's.
+/// Selects Istio's rules. A rule for packets that leave through eth1 is among Istio's known rules; the rule
+/// for eth2 is not.
 fn istio_part(text: &str) -> Saved<'_> {
     let leaves = Match::Is(Criterion::OutInterface("eth1".to_owned()));
     let entry = Entry::rule(vec![leaves], Verdict::Return);

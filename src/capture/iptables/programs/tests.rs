@@ -1,11 +1,11 @@
-//! Tests the choice of programs, and the errors of programs that misbehave.
+//! Tests which programs are selected, and the errors of programs that misbehave.
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 use super::*;
 
-/// A directory with programs, given by their names and the files these are links to; empty is none. They
-/// print this.
+/// Creates a directory with programs, given by their names and link targets. `NAME-restore` is a link to the
+/// target, or a plain file if the target is empty; `NAME-save` prints `saved`.
 fn directory(programs: &[(&str, &str)], saved: &str) -> tempfile::TempDir {
     let directory = tempfile::tempdir().expect("a directory");
     for (name, target) in programs {
@@ -106,7 +106,7 @@ async fn programs_that_misbehave_are_named_with_what_they_did() {
             name: name.clone(),
             saved: String::new(),
         };
-        // Paused time passes at once while the program sleeps.
+        // With paused time, the limit of 40 s passes at once.
         if script.contains("sleep") {
             tokio::time::pause();
         }

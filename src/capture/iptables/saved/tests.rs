@@ -1,4 +1,4 @@
-//! Texts of `iptables-save`, its own and damaged ones.
+//! Tests the parser for the output of `iptables-save`, with valid and damaged texts.
 
 use proptest::prelude::*;
 
@@ -67,7 +67,7 @@ fn rules_of_the_model_are_read_and_all_others_stay_text() {
     assert_eq!(Saved::parse("").expect("no tables"), Saved::default());
 }
 
-/// Rules of each version from 1.8 to 1.24, with the table before.
+/// The DNS rules of Istio 1.8 to 1.24, by the version that introduced them. Each begins with its table and chain.
 const EARLIER: [&str; 18] = [
     // 1.8
     "nat OUTPUT -p udp -m udp --dport 53 -m owner --uid-owner 1337 -j RETURN",
@@ -95,8 +95,9 @@ const EARLIER: [&str; 18] = [
     "raw PREROUTING -s 10.96.0.10/32 -p udp -m udp --sport 53 -j CT --zone 1",
 ];
 
-/// Rules that let the queries of some owners pass.
-const PASSES: [&str; 3] = [
+/// Rules that exempt the queries of some owners. They are Istio's only if an Istio rule directly follows in the
+/// same chain.
+const EXEMPTIONS: [&str; 3] = [
     "nat OUTPUT -p udp -m udp --dport 53 -m owner --uid-owner 101 -j RETURN",
     "nat OUTPUT -p udp -m udp --dport 53 -m owner --gid-owner 202 -j RETURN",
     "nat OUTPUT -p udp -m udp --dport 53 -m owner ! --gid-owner 202 -m owner ! --gid-owner 203 -j RETURN",
@@ -153,13 +154,13 @@ fn dns_rules_of_earlier_istio_versions_are_distinguished_from_foreign_rules() {
         assert_eq!(found(&[line, to_agent]), [to_agent], "{line}");
     }
     let other = "nat OUTPUT -p udp -m udp --dport 53 -j DNAT --to-destination 127.0.0.1:5353";
-    for pass in PASSES {
+    for pass in EXEMPTIONS {
         assert_eq!(found(&[pass, to_agent]), [pass, to_agent]);
         for (others, istios) in [
             (vec![pass], vec![]),
             (vec![pass, other, to_agent], vec![to_agent]),
             (vec![to_agent, pass, other], vec![to_agent]),
-            // The next rule is of another chain.
+            // The rule that follows is in another chain.
             (vec![pass, EARLIER[3]], vec![EARLIER[3]]),
         ] {
             assert_eq!(found(&others), istios, "{pass}");

@@ -1,4 +1,4 @@
-//! Questions and their answers, byte for byte where it matters.
+//! Tests the answers to queries.
 
 mod refusals;
 
@@ -14,8 +14,9 @@ const POLICY: Policy = Policy {
     forward_before_first_table: false,
 };
 
-/// A question with EDNS of this size, if any.
+/// Encodes a query. With `edns`, it has an OPT record that announces this UDP size and asks for DNSSEC.
 pub(crate) fn query(name: &str, kind: u16, edns: Option<u16>) -> Vec<u8> {
+    // The id, the flags with RD, and the numbers of questions, answers, authorities and additional records.
     let mut query = vec![
         0x12,
         0x34,
@@ -44,17 +45,17 @@ pub(crate) fn query(name: &str, kind: u16, edns: Option<u16>) -> Vec<u8> {
     query
 }
 
-/// A message, taken apart.
+/// A decoded message.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Message {
     pub(crate) flags: [u8; 2],
     pub(crate) question: String,
     pub(crate) answers: Vec<(String, u16, u32, String)>,
-    /// The OPT record.
+    /// The encoded OPT record.
     pub(crate) edns: Option<Vec<u8>>,
 }
 
-/// The agent's OPT record for an answer to a question that asks for DNSSEC.
+/// The OPT record of the agent in an answer to a query that asks for DNSSEC.
 pub(crate) const OWN_OPT: [u8; 11] = [0, 0, 41, 0x10, 0, 0, 0, 0x80, 0, 0, 0];
 
 pub(crate) fn decode(message: &[u8]) -> Message {
@@ -119,8 +120,9 @@ fn ask(table: Option<&NameTable>, query: &[u8], policy: Policy) -> (Action, Vec<
     (action, out)
 }
 
-/// Returns the answers from the sample: owners with their data, sorted; `None` if the query is forwarded.
-fn says(name: &str, kind: u16) -> Option<Vec<(String, String)>> {
+/// Queries the sample table. Returns the records of the answer, each as owner and data, sorted after a CNAME;
+/// `None` if the query is forwarded.
+fn answers_of(name: &str, kind: u16) -> Option<Vec<(String, String)>> {
     let query = query(name, kind, None);
     let (Action::Reply(_), reply) = ask(Some(&sample()), &query, POLICY) else {
         return None;
@@ -174,15 +176,15 @@ fn answers_addresses_as_the_table_says() {
         ("example.localhost.", "3.3.3.3"),
     ] {
         assert_eq!(
-            says(name, 1),
+            answers_of(name, 1),
             Some(vec![(name.into(), ip.into())]),
             "{name}"
         );
     }
     let four = [11, 12, 13, 14].map(|n| (remote.to_owned(), format!("{n}.{n}.{n}.{n}")));
-    assert_eq!(says(remote, 1), Some(four.into()));
+    assert_eq!(answers_of(remote, 1), Some(four.into()));
     for name in ["dual.localhost.", "ipv6.localhost."] {
-        assert_eq!(says(name, 28), Some(vec![(name.into(), V6.into())]));
+        assert_eq!(answers_of(name, 28), Some(vec![(name.into(), V6.into())]));
     }
 }
 
@@ -204,7 +206,7 @@ fn a_name_with_a_search_domain_is_a_cname_of_the_name_without_it() {
         ),
     ] {
         let searched = format!("{name}{SEARCH}");
-        let said = says(&searched, 1).expect(&searched);
+        let said = answers_of(&searched, 1).expect(&searched);
         assert_eq!(said[0], (searched, target.to_owned()));
         assert_eq!(said[1], (target.to_owned(), ip.to_owned()));
     }
@@ -218,7 +220,7 @@ fn a_family_without_addresses_is_an_empty_answer() {
         ("productpage.ns1.ns1.svc.cluster.local.", 28),
         ("foo.wildcard.", 28),
     ] {
-        assert_eq!(says(name, kind), Some(vec![]), "{name}");
+        assert_eq!(answers_of(name, kind), Some(vec![]), "{name}");
     }
 }
 
@@ -248,7 +250,7 @@ fn a_wildcard_name_with_a_search_domain_is_answered_without_a_star_in_any_name()
         ("x.v6", 1, &[]),
         ("x.web.example", 1, &["7.7.7.7"]),
         ("x.ns1", 1, &["8.8.8.8"]),
-        // The question itself has one.
+        // The queried name itself has a star.
         ("*.dual", 28, &["::1"]),
     ] {
         for ending in ["", ".ns1.svc.cluster.local"] {
@@ -283,7 +285,7 @@ fn names_and_types_not_in_the_name_table_are_forwarded() {
         ("www.google.com.", 64),
         ("www.google.com.", 65),
     ] {
-        assert_eq!(says(name, kind), None, "{name} {kind}");
+        assert_eq!(answers_of(name, kind), None, "{name} {kind}");
     }
     let mut chaos = query("www.google.com", 1, None);
     *chaos.last_mut().unwrap() = 3;
@@ -300,7 +302,7 @@ fn a_query_of_type_any_is_answered_with_both_address_families() {
         (name.clone(), "2.2.2.2".to_owned()),
         (name.clone(), V6.to_owned()),
     ];
-    let mut said = says(&name, 255).unwrap();
+    let mut said = answers_of(&name, 255).unwrap();
     said.sort();
     assert_eq!(said, both);
 }
@@ -386,7 +388,7 @@ fn an_answer_is_no_longer_than_the_client_takes() {
     let ips: Vec<_> = (0..200).map(|n| format!("10.0.0.{n}")).collect();
     let ips: Vec<_> = ips.iter().map(String::as_str).collect();
     let table = NameTable::build(&encode([("giant", external(&ips))]), domains()).unwrap();
-    // 23 bytes of header and question, 11 for EDNS, 16 an address.
+    // The header and the question have 23 bytes, the OPT record 11, and each address 16.
     for (edns, length, count) in [
         (None, 512, 30),
         (Some(0), 512, 29),

@@ -1,4 +1,4 @@
-//! Checks that answers arrive.
+//! Tests that clients receive the answers of servers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use upstream::unused_address;
 
 #[tokio::test(start_paused = true)]
 async fn a_reply_has_the_clients_id_and_question() {
-    let upstream = Upstream::saying(|_| Answer::address(7)).await;
+    let upstream = Upstream::answering(|_| Answer::address(7)).await;
     let bench = Bench::new(&[upstream.address]);
     let asked = query(0x1234, "WwW.Example.Com");
     let answer = bench.ask(&asked).await.expect("an answer");
@@ -53,7 +53,7 @@ async fn answers_of_any_size_arrive_whole() {
         (60_000, Transport::Tcp),
         (65_535, Transport::Tcp),
     ] {
-        let upstream = Upstream::saying(move |query| Answer::of_size(size, query)).await;
+        let upstream = Upstream::answering(move |query| Answer::of_size(size, query)).await;
         let bench = Bench::new(&[upstream.address]);
         let asked = query_with_opt(9, "large.test", 65_000, &[]);
         let answer = bench.ask_over(&asked, transport).await.expect("an answer");
@@ -88,7 +88,7 @@ async fn a_truncated_reply_is_passed_on_with_what_it_has() {
     assert_eq!(upstream.seen().len(), 1);
 }
 
-/// A cookie of a client, and of a client and a server.
+/// The EDNS options with the cookie of a client, and with the cookies of a client and a server.
 const COOKIES: [&[u8]; 2] = [
     &[0, 10, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8],
     &[0, 10, 0, 16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9, 9],
@@ -107,7 +107,10 @@ async fn options_pass_in_neither_direction_and_are_not_cached() {
         let over_tcp = move |query: &[u8]| upstream::frame(&with_cookie(query));
         let upstream = Upstream::new(over_udp, over_tcp).await;
         let bench = Bench::with(&[upstream.address], |config| {
-            config.cache = cache::Config { max_ttl, ..KEEPING };
+            config.cache = cache::Config {
+                max_ttl,
+                ..STALE_CACHE
+            };
         });
         let asked = query_with_opt(1, "a.test", 4096, COOKIES[0]);
         for transport in [Transport::Udp, Transport::Tcp] {
@@ -143,8 +146,8 @@ async fn a_server_that_does_not_know_edns_is_asked_again_without_it() {
         let answer = bench.ask(&asked).await.expect("an answer");
         assert_eq!(answer, Answer::address(1).to(&asked));
         assert_eq!(upstream.seen().len(), 2);
-        // One that knows EDNS has said all.
-        let upstream = Upstream::saying(move |_| Answer::rcode(rcode)).await;
+        // A server whose error has an OPT record supports EDNS, so that it is not asked again.
+        let upstream = Upstream::answering(move |_| Answer::rcode(rcode)).await;
         let bench = Bench::new(&[upstream.address]);
         let answer = bench.ask(&asked).await.expect("an answer");
         assert_eq!(answer, Answer::rcode(rcode).to(&asked));
@@ -155,8 +158,8 @@ async fn a_server_that_does_not_know_edns_is_asked_again_without_it() {
 #[tokio::test(start_paused = true)]
 async fn an_error_from_one_server_is_returned_only_if_no_other_server_answers() {
     for rcode in [2, 4, 5] {
-        let bad = Upstream::saying(move |_| Answer::rcode(rcode)).await;
-        let good = Upstream::saying(|_| Answer::address(1)).await;
+        let bad = Upstream::answering(move |_| Answer::rcode(rcode)).await;
+        let good = Upstream::answering(|_| Answer::address(1)).await;
         for parallel in [false, true] {
             let bench = Bench::with(&[bad.address, good.address], |c| c.parallel = parallel);
             for id in 0..8 {
@@ -174,7 +177,7 @@ async fn an_error_from_one_server_is_returned_only_if_no_other_server_answers() 
 #[tokio::test(start_paused = true)]
 async fn a_dead_server_delays_few_queries() {
     let dead = Upstream::silent().await;
-    let good = Upstream::saying(|_| Answer::address(1)).await;
+    let good = Upstream::answering(|_| Answer::address(1)).await;
     let bench = Bench::new(&[dead.address, good.address]);
     let mut late = 0;
     for id in 0..200 {
@@ -189,7 +192,7 @@ async fn a_dead_server_delays_few_queries() {
 #[tokio::test(start_paused = true)]
 async fn all_servers_are_asked_at_once_where_that_is_configured() {
     let dead = Upstream::silent().await;
-    let good = Upstream::saying(|_| Answer::address(1)).await;
+    let good = Upstream::answering(|_| Answer::address(1)).await;
     for id in 0..8 {
         let bench = Bench::with(&[dead.address, good.address], |c| c.parallel = true);
         let (answer, taken) = bench.timed(&query(id, "a.test")).await;
@@ -201,7 +204,7 @@ async fn all_servers_are_asked_at_once_where_that_is_configured() {
 
 #[tokio::test(start_paused = true)]
 async fn a_server_with_a_closed_port_delays_no_query() {
-    let good = Upstream::saying(|_| Answer::address(1)).await;
+    let good = Upstream::answering(|_| Answer::address(1)).await;
     let bench = Bench::new(&[unused_address().await, good.address]);
     for id in 0..20 {
         let (answer, taken) = bench.timed(&query(id, "a.test")).await;
@@ -233,7 +236,7 @@ async fn a_slow_server_can_still_answer_the_first_try() {
 
 #[tokio::test(start_paused = true)]
 async fn the_same_question_is_asked_once_for_all_clients() {
-    let upstream = Upstream::saying(|_| Answer::address(1)).await;
+    let upstream = Upstream::answering(|_| Answer::address(1)).await;
     let bench = Bench::new(&[upstream.address]);
     let (one, two) = (query(1, "a.test"), query(2, "A.TEST"));
     let other = query(3, "b.test");
@@ -268,9 +271,12 @@ async fn a_waiting_client_is_answered_after_the_first_client_goes_away() {
 #[tokio::test(start_paused = true)]
 async fn fresh_answers_are_given_again_only_where_that_is_configured() {
     for (max_ttl, expected) in [(Duration::ZERO, 2), (Duration::from_secs(10), 1)] {
-        let upstream = Upstream::saying(|_| Answer::address(1)).await;
+        let upstream = Upstream::answering(|_| Answer::address(1)).await;
         let bench = Bench::with(&[upstream.address], |config| {
-            config.cache = cache::Config { max_ttl, ..KEEPING };
+            config.cache = cache::Config {
+                max_ttl,
+                ..STALE_CACHE
+            };
         });
         for id in [1, 2] {
             let asked = query(id, "a.test");
@@ -292,12 +298,13 @@ async fn a_stale_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
     };
     let upstream = Upstream::new(upstream, |_| Vec::new()).await;
     let bench = Bench::with(&[upstream.address], |config| {
-        config.cache = KEEPING;
+        config.cache = STALE_CACHE;
     });
     let asked = query(1, "a.test");
     bench.ask(&asked).await.expect("an answer");
     state.store(1, Ordering::Relaxed);
     let (answer, taken) = bench.timed(&asked).await;
+    // The offset of the TTL in the first record, which follows the question.
     let ttl = 12 + asked.len() - 12 + 6;
     assert_eq!(answer.expect("an old answer")[ttl..ttl + 4], [0, 0, 0, 5]);
     assert!(taken < TIMEOUT, "before the client gives up: {taken:?}");

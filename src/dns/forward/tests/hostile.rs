@@ -1,4 +1,4 @@
-//! Checks that hostile servers and files do no harm.
+//! Tests that hostile servers and invalid files do no harm.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::upstream::frame;
 use super::*;
 use crate::problem::codes;
 
-/// Makes a reply to something else out of one to the query.
+/// A change that makes a valid reply invalid.
 type Alter = fn(Vec<u8>) -> Vec<u8>;
 
 const FORGED_REPLIES: &[(&str, Alter)] = &[
@@ -86,11 +86,11 @@ async fn replies_from_another_source_address_are_ignored() {
             let Some(sent) = upstream.seen().pop() else {
                 continue;
             };
-            // Every port the kernel may have chosen is too many; those in use are known to it.
+            // The kernel may have chosen any of thousands of ports, so the ports in use are read from its table.
             for port in ports_towards(upstream.address.port()) {
                 let forged = Answer::address(66).to(&sent);
                 forged_to += 1;
-                // A port that was closed since says so.
+                // The socket may have been closed since the table was read.
                 let _ = other.send_to(&forged, ("127.0.0.1", port)).await;
             }
         }
@@ -103,7 +103,7 @@ async fn replies_from_another_source_address_are_ignored() {
     assert!(forged_to > 0);
 }
 
-/// Ports of UDP sockets connected to one of the given port.
+/// Returns the local ports of the UDP sockets that are connected to `port`.
 fn ports_towards(port: u16) -> Vec<u16> {
     let table = std::fs::read_to_string("/proc/net/udp").unwrap_or_default();
     let parse = |address: &str| u16::from_str_radix(address.split_once(':')?.1, 16).ok();
@@ -123,6 +123,7 @@ async fn ids_differ_from_try_to_try() {
         bench.ask(&query(7, &format!("n{number}.test"))).await;
     }
     let mut ids: Vec<_> = upstream.seen().iter().map(|q| [q[0], q[1]]).collect();
+    // A query to one server is sent five times. Random ids are rarely equal.
     assert_eq!(ids.len(), 16 * 5);
     ids.sort();
     ids.dedup();
@@ -174,7 +175,7 @@ async fn a_reply_that_trickles_in_over_tcp_takes_the_timeout_and_no_more() {
     let bench = Bench::new(&[listener.local_addr().expect("an address")]);
     let trickling = async {
         let (mut stream, _) = listener.accept().await.expect("a connection");
-        // Ends when the other side has had enough.
+        // Ends when the forwarder closes the connection.
         while stream.write_all(&[1]).await.is_ok() {
             tokio::time::sleep(Duration::from_millis(500)).await;
         }
@@ -202,20 +203,20 @@ async fn bytes_after_a_complete_reply_over_tcp_are_ignored() {
 
 #[tokio::test(start_paused = true)]
 async fn a_storm_of_names_that_do_not_exist_takes_no_more_memory_than_allowed() {
-    let upstream = Upstream::saying(|_| Answer::missing(600, 600)).await;
+    let upstream = Upstream::answering(|_| Answer::nxdomain(600, 600)).await;
     for max_negative_ttl in [Duration::ZERO, Duration::from_secs(60)] {
         let bench = Bench::with(&[upstream.address], |config| {
             config.cache = cache::Config {
                 max_bytes: 16 * 1024,
                 max_negative_ttl,
-                ..KEEPING
+                ..STALE_CACHE
             };
         });
         for number in 0..1000 {
             let asked = query(number, &format!("n{number}.test"));
             assert_eq!(bench.ask(&asked).await.expect("an answer")[3] & 15, 3);
         }
-        let (entries, bytes) = bench.forwarder.kept();
+        let (entries, bytes) = bench.forwarder.cache_size();
         assert!(bytes <= 16 * 1024, "{bytes}");
         assert_eq!(entries == 0, max_negative_ttl.is_zero());
     }
@@ -240,15 +241,15 @@ async fn queries_above_the_limit_are_refused_and_leave_nothing_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_query_that_comes_back_to_us_ends_the_forwarding_loop() {
-    let us = UdpSocket::bind("127.0.0.1:0").await.expect("a socket");
-    let bench = Bench::new(&[us.local_addr().expect("an address")]);
+async fn a_query_that_returns_to_the_agent_ends_the_forwarding_loop() {
+    let own_server = UdpSocket::bind("127.0.0.1:0").await.expect("a socket");
+    let bench = Bench::new(&[own_server.local_addr().expect("an address")]);
     let serving = async {
         let mut turning = tokio::task::JoinSet::new();
         let mut buffer = [0; 512];
         loop {
             tokio::select! {
-                Ok((length, from)) = us.recv_from(&mut buffer) => {
+                Ok((length, from)) = own_server.recv_from(&mut buffer) => {
                     let forwarder = bench.forwarder.clone();
                     let query = Bytes::copy_from_slice(&buffer[..length]);
                     turning.spawn(async move {
@@ -258,14 +259,14 @@ async fn a_query_that_comes_back_to_us_ends_the_forwarding_loop() {
                 Some(Ok((answer, query, from))) = turning.join_next() => {
                     let failed = || Answer::rcode(2).to(&query).into();
                     let answer = answer.unwrap_or_else(failed);
-                    // Who asked may have heard enough.
-                    let _ = us.send_to(&answer, from).await;
+                    // The sender of the query may have closed its socket.
+                    let _ = own_server.send_to(&answer, from).await;
                 }
             }
         }
     };
     let mut serving = std::pin::pin!(serving);
-    let server = us.local_addr().expect("an address");
+    let server = own_server.local_addr().expect("an address");
     tokio::select! {
         never = &mut serving => never,
         answer = bench.forwarder.probe(server, "a.test") => {
@@ -310,26 +311,29 @@ async fn without_servers_a_query_fails_at_once() {
 
 #[tokio::test(start_paused = true)]
 async fn the_agents_own_addresses_are_not_used_as_servers() {
-    let upstream = Upstream::saying(|_| Answer::address(1)).await;
-    let us = Upstream::saying(|_| Answer::address(66)).await;
-    let bench = Bench::with(&[us.address, upstream.address], |config| {
-        config.listen_addresses = vec![us.address];
+    let upstream = Upstream::answering(|_| Answer::address(1)).await;
+    let own_server = Upstream::answering(|_| Answer::address(66)).await;
+    let bench = Bench::with(&[own_server.address, upstream.address], |config| {
+        config.listen_addresses = vec![own_server.address];
     });
     for id in 0..8 {
         assert!(bench.ask(&query(id, "a.test")).await.is_some());
     }
-    assert!(us.seen().is_empty());
-    let bench = Bench::with(&[us.address], |c| c.listen_addresses = vec![us.address]);
+    assert!(own_server.seen().is_empty());
+    let bench = Bench::with(&[own_server.address], |c| {
+        c.listen_addresses = vec![own_server.address]
+    });
     assert!(bench.ask(&query(1, "a.test")).await.is_none());
-    assert!(us.seen().is_empty());
+    assert!(own_server.seen().is_empty());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_changed_resolv_conf_is_used_within_a_second_and_an_invalid_one_is_ignored() {
-    let old = Upstream::saying(|_| Answer::address(1)).await;
-    let new = Upstream::saying(|_| Answer::address(2)).await;
+    let old = Upstream::answering(|_| Answer::address(1)).await;
+    let new = Upstream::answering(|_| Answer::address(2)).await;
     let bench = Bench::new(&[old.address]);
     let asked = query(1, "a.test");
+    // The last byte of the address. The record's first twelve bytes and three of the address precede it.
     let last = |answer: Option<Bytes>| answer.expect("an answer")[asked.len() + 15];
     assert_eq!(last(bench.ask(&asked).await), 1);
     for text in ["", "garbage", "nameserver x\n"] {
@@ -347,7 +351,7 @@ async fn a_changed_resolv_conf_is_used_within_a_second_and_an_invalid_one_is_ign
 
 proptest! {
     #[test]
-    fn no_message_makes_it_panic(
+    fn no_message_makes_the_forwarder_panic(
         bytes in prop::collection::vec(any::<u8>(), 0..200),
         cut in 0usize..200,
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
@@ -366,7 +370,7 @@ proptest! {
         reply.truncate(cut.max(12));
         reply[..2].copy_from_slice(&[0, 1]);
         let now = Instant::now();
-        let mut cache = cache::Cache::new(KEEPING);
+        let mut cache = cache::Cache::new(STALE_CACHE);
         for query in [&parsed, &plain] {
             if let Some(reply) = Reply::read(&reply, 1, query) {
                 let _ = (query.restore(&reply), cache.put(b"key".to_vec(), &reply, now));

@@ -1,8 +1,8 @@
-//! Messages for tests.
+//! Encodes DNS messages for tests.
 
 use std::net::Ipv4Addr;
 
-/// A query for the addresses of a name, as a client sends it.
+/// Encodes a client's query for the IPv4 addresses of a name.
 pub(crate) fn query(id: u16, name: &str) -> Vec<u8> {
     let mut bytes = id.to_be_bytes().to_vec();
     bytes.extend([0x01, 0x00, 0, 1, 0, 0, 0, 0, 0, 0]);
@@ -14,7 +14,7 @@ pub(crate) fn query(id: u16, name: &str) -> Vec<u8> {
     bytes
 }
 
-/// A query with an OPT record.
+/// Encodes the query with an OPT record that has this UDP size and these options.
 pub(crate) fn query_with_opt(id: u16, name: &str, size: u16, options: &[u8]) -> Vec<u8> {
     let mut bytes = query(id, name);
     bytes[11] = 1;
@@ -30,13 +30,13 @@ pub(crate) fn push_opt(bytes: &mut Vec<u8>, size: u16, options: &[u8]) {
     bytes.extend(options);
 }
 
-/// The question section of a query.
+/// Returns the question section of a query.
 pub(crate) fn question(query: &[u8]) -> Vec<u8> {
     let end = crate::dns::wire::question_end(query).expect("a question");
     query[12..end].to_vec()
 }
 
-/// The size a query takes, if it has an OPT record at its end without options.
+/// Returns the UDP size that a query announces; None if no OPT record follows the question.
 pub(crate) fn advertised(query: &[u8]) -> Option<u16> {
     let opt = 12 + question(query).len();
     let size = query.get(opt + 3..opt + 5)?;
@@ -47,11 +47,11 @@ pub(crate) fn advertised(query: &[u8]) -> Option<u16> {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Answer {
     pub(crate) rcode: u8,
-    /// TTLs and data of A records.
+    /// The TTLs and addresses of the A records.
     pub(crate) addresses: Vec<(u32, Ipv4Addr)>,
-    /// Bytes of TXT records added to it.
+    /// The number of bytes that TXT records add to the reply.
     pub(crate) padding: usize,
-    /// TTL and minimum.
+    /// The TTL of the SOA record, and its minimum field.
     pub(crate) soa: Option<(u32, u32)>,
     pub(crate) is_cut: bool,
 }
@@ -71,7 +71,7 @@ impl Answer {
         }
     }
 
-    pub(crate) fn missing(ttl: u32, minimum: u32) -> Self {
+    pub(crate) fn nxdomain(ttl: u32, minimum: u32) -> Self {
         Self {
             rcode: 3,
             soa: Some((ttl, minimum)),
@@ -79,7 +79,7 @@ impl Answer {
         }
     }
 
-    /// An answer that takes `size` bytes in all, with an OPT record.
+    /// Returns an answer that is encoded in `size` bytes, including an OPT record.
     pub(crate) fn of_size(size: usize, query: &[u8]) -> Self {
         Self {
             padding: size - 12 - question(query).len() - 11,
@@ -100,7 +100,7 @@ impl Answer {
         }
         let mut left = self.padding;
         while left > 0 {
-            // Twelve bytes come before the data.
+            // Each record has twelve bytes before its data.
             let data = (left - 12).min(30_000);
             record(&mut bytes, 16, 30, &vec![0; data]);
             left -= 12 + data;
@@ -121,7 +121,7 @@ impl Answer {
     }
 }
 
-/// A record of the name in question.
+/// Appends a record of the queried name.
 fn record(bytes: &mut Vec<u8>, kind: u16, ttl: u32, data: &[u8]) {
     bytes.extend([0xc0, 12]);
     bytes.extend(kind.to_be_bytes());

@@ -1,4 +1,4 @@
-//! The forwarder against servers on loopback. Time is the runtime's, and paused.
+//! Tests the forwarder with servers on the loopback interface. The time of the runtime is paused.
 
 mod delivery;
 mod hostile;
@@ -29,15 +29,15 @@ pub(super) const NO_CACHE: cache::Config = cache::Config {
     max_stale: Duration::ZERO,
 };
 
-/// Keeps answers for failures.
-pub(super) const KEEPING: cache::Config = cache::Config {
+/// A cache that stores answers only for the case that no server answers.
+pub(super) const STALE_CACHE: cache::Config = cache::Config {
     max_entries: 1024,
     max_bytes: 512 * 1024,
     max_stale: Duration::from_secs(300),
     ..NO_CACHE
 };
 
-/// A forwarder and what it lives on.
+/// A forwarder, its metrics and its `resolv.conf`.
 pub(super) struct Bench {
     pub(super) forwarder: Forwarder,
     pub(super) registry: Registry,
@@ -85,14 +85,14 @@ impl Bench {
         self.forwarder.forward(query, transport).await
     }
 
-    /// The answer, and how long it took.
+    /// Returns the answer and the time that it took.
     pub(super) async fn timed(&self, query: &[u8]) -> (Option<Bytes>, Duration) {
         let started = Instant::now();
         let answer = self.ask(query).await;
         (answer, started.elapsed())
     }
 
-    /// A series' value; zero where there is none.
+    /// Returns the value of a series; zero if the series does not exist.
     pub(super) fn count(&self, series: &str) -> u64 {
         let page = self.registry.render();
         let line = page.lines().find_map(|line| line.strip_prefix(series));

@@ -1,4 +1,4 @@
-//! A DNS server that says what a test wants, over UDP and TCP at one address.
+//! A DNS server whose replies a test determines, over UDP and TCP at one address.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 use super::Answer;
 use super::messages::advertised;
 
-/// Runs until it is dropped.
+/// A server that runs until it is dropped.
 pub(crate) struct Upstream {
     pub(crate) address: SocketAddr,
     seen: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -18,7 +18,7 @@ pub(crate) struct Upstream {
 }
 
 impl Upstream {
-    /// Gives `datagrams` to each query over UDP, and `bytes` to each over TCP.
+    /// Starts a server that replies to each query over UDP with `datagrams`, and over TCP with `bytes`.
     pub(crate) async fn new<U, T>(mut datagrams: U, mut bytes: T) -> Self
     where
         U: FnMut(&[u8]) -> Vec<Vec<u8>> + Send + 'static,
@@ -32,7 +32,7 @@ impl Upstream {
         tasks.spawn(async move {
             let mut buffer = [0; 65536];
             loop {
-                // A client that closed its socket shows as an error.
+                // An error of an earlier reply, for example to a closed socket, does not end the server.
                 let Ok((length, from)) = udp.recv_from(&mut buffer).await else {
                     continue;
                 };
@@ -49,7 +49,7 @@ impl Upstream {
                 let (mut stream, _) = tcp.accept().await.expect("a connection");
                 if let Ok(query) = framed(&mut stream).await {
                     log.lock().expect("whole").push(query.clone());
-                    // A client that has heard enough closes.
+                    // The client may close the connection before it has read everything.
                     let _ = stream.write_all(&bytes(&query)).await;
                     open.push(stream);
                 }
@@ -62,8 +62,11 @@ impl Upstream {
         }
     }
 
-    /// Says the same over both, and cuts it over UDP to what the client takes.
-    pub(crate) async fn saying(answer: impl Fn(&[u8]) -> Answer + Send + Sync + 'static) -> Self {
+    /// Starts a server with the same answer over UDP and TCP. Over UDP, an answer that exceeds the size that the
+    /// query announces is replaced by an empty answer with TC.
+    pub(crate) async fn answering(
+        answer: impl Fn(&[u8]) -> Answer + Send + Sync + 'static,
+    ) -> Self {
         let answer = Arc::new(answer);
         let over_tcp = answer.clone();
         let over_udp = move |query: &[u8]| {
@@ -85,7 +88,7 @@ impl Upstream {
         Self::new(|_| Vec::new(), |_| Vec::new()).await
     }
 
-    /// Every query it got.
+    /// Returns all queries that the server received.
     pub(crate) fn seen(&self) -> Vec<Vec<u8>> {
         self.seen.lock().expect("whole").clone()
     }
@@ -96,7 +99,7 @@ pub(crate) fn frame(message: &[u8]) -> Vec<u8> {
     [&length.to_be_bytes(), message].concat()
 }
 
-/// An address at which there is no server.
+/// Returns an address without a server.
 pub(crate) async fn unused_address() -> SocketAddr {
     let (udp, _tcp) = sockets().await;
     udp.local_addr().expect("an address")

@@ -1,4 +1,4 @@
-//! Large tables, names and members that do not count, and the JSON form.
+//! Tests large name tables, names and fields that are ignored, and the JSON form.
 
 use super::*;
 
@@ -49,11 +49,11 @@ fn unknown_fields_of_a_host_are_ignored() {
 #[test]
 fn unknown_fields_of_the_name_table_are_ignored_and_incremental_tables_refused() {
     let table = encode([("a", external(&["1.1.1.1"]))]);
-    // Field, its type, and its content.
+    // The tag of the field, its content, and true if the table is accepted.
     for (tag, content, is_table) in [
         (3 << 3 | 2, &[1, 0xff][..], true),
         (9 << 3, &[7], true),
-        // Not a message.
+        // Field 2 as a number, not as a message.
         (2 << 3, &[7], true),
         (2 << 3 | 2, &[0], false),
         (2 << 3 | 2, &[3, 10, 1, b'a'], false),

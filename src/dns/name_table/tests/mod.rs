@@ -1,4 +1,4 @@
-//! Compares lookups in a table with the same rules written out as maps.
+//! Tests lookups in a name table, and compares them with a model that has a map of all names.
 
 mod limits;
 
@@ -47,7 +47,8 @@ pub(crate) fn kubernetes(shortname: &str, namespace: &str, ips: &[&str]) -> Name
     }
 }
 
-/// Pairs in this order, the same host also twice: messages one behind the other are one message.
+/// Encodes the hosts in this order; a host may occur more than once. Concatenated Protobuf messages are one
+/// message.
 pub(crate) fn encode<'a>(hosts: impl IntoIterator<Item = (&'a str, NameInfo)>) -> Vec<u8> {
     let mut encoded = Vec::new();
     for (host, info) in hosts {
@@ -66,7 +67,7 @@ pub(crate) fn domains() -> SearchDomains {
     SearchDomains::new("ns1", "ns1.svc.cluster.local", &search.map(str::to_owned))
 }
 
-/// A table with one of everything.
+/// Returns a table with a host of each kind.
 pub(crate) fn sample() -> NameTable {
     let v6 = "2001:db8:0:0:0:ff00:42:8329";
     let mut alt = kubernetes("svc-with-alt", "ns1", &["15.15.15.15"]);
@@ -98,7 +99,7 @@ pub(crate) fn sample() -> NameTable {
     NameTable::build(&encoded, domains()).expect("a table")
 }
 
-/// The maps that a table stands for: names with their addresses, and names with a target.
+/// The model of a table: the names with their addresses, and the names with the target of their CNAME.
 #[derive(Debug, Default)]
 struct Model {
     names: BTreeMap<String, Vec<(u8, String, Vec<IpAddr>)>>,
@@ -262,7 +263,7 @@ proptest! {
 }
 
 #[test]
-fn the_order_of_the_message_decides_nothing() {
+fn the_order_of_hosts_in_the_message_has_no_effect() {
     let hosts = [
         (
             "a.ns1.svc.cluster.local",
@@ -321,7 +322,7 @@ fn the_table_has_the_first_eight_hosts_that_share_a_name() {
         .map(|number| format!("h{number:05}.ns1.svc.cluster.local"))
         .collect();
     let named = |host: &String| (host.clone(), kubernetes("x", "ns1", &["1.1.1.1"]));
-    // The worst order: each comes before those that are entered.
+    // In reverse order, so that the hosts that stay in the table come last.
     let hosts: Vec<_> = hosts.iter().rev().map(named).collect();
     let pairs = hosts
         .iter()

@@ -1,4 +1,4 @@
-//! `pilot-agent doctor` beside certificates that peers reject.
+//! Tests `pilot-agent doctor` with certificates that peers reject.
 
 use std::time::Duration;
 
@@ -16,7 +16,8 @@ use crate::support::{answering_istiod, local_istiod, restarted};
 
 type Authority = CertifiedIssuer<'static, KeyPair>;
 
-/// Until which years the certificates of a workload's files are valid, and from which year the first one is.
+/// The certificates in a workload's files: the years in which root and intermediate expire, the years in which the
+/// leaf becomes valid and expires, and whether the key belongs to the leaf.
 #[derive(Clone, Copy)]
 struct Files {
     root: i32,
@@ -33,7 +34,7 @@ const GOOD: Files = Files {
 };
 
 impl Files {
-    /// Writes the files. Returns root and intermediate.
+    /// Writes the files. Returns the root and the intermediate authority.
     fn mount(self, place: &Place) -> [Authority; 2] {
         let authority = |name: &str, year| {
             let mut params = CertificateParams::default();
@@ -56,8 +57,8 @@ impl Files {
     }
 }
 
-/// A place with these files in place of an authority.
-fn mounting(istiod: &LocalIstiod) -> Place {
+/// Returns a place whose agent uses the mounted files and requests no certificate.
+fn with_mounted_certificates(istiod: &LocalIstiod) -> Place {
     Place::of(istiod)
         .set("FILE_MOUNTED_CERTS", "true")
         .set("XDS_ROOT_CA", ROOT)
@@ -134,7 +135,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
         for is_running in [false, true] {
             faults.add(name, async move {
                 let istiod = answering_istiod().await;
-                let place = mounting(&istiod);
+                let place = with_mounted_certificates(&istiod);
                 files.mount(&place);
                 let agent = if is_running {
                     Some(place.start().await)
@@ -191,7 +192,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
     faults.are_named().await;
 }
 
-/// A list of nothing that is valid until this year.
+/// Returns a revocation list that is empty and valid until this year.
 fn list(authority: &Authority, year: i32) -> String {
     let list = CertificateRevocationListParams {
         this_update: date_time_ymd(2000, 1, 1),
@@ -262,7 +263,7 @@ async fn each_unusable_revocation_list_is_named_with_its_cure() {
             let script = format!(
                 "mount -t tmpfs tmpfs /var/run; mkdir -p $(dirname {LIST}); cp list {LIST}; exec \"$@\""
             );
-            let place = mounting(&istiod).started_by(&["unshare", "--mount", "sh", "-ec", &script, "-"]);
+            let place = with_mounted_certificates(&istiod).started_by(&["unshare", "--mount", "sh", "-ec", &script, "-"]);
             place.write("list", lists(GOOD.mount(&place)));
             let agent = place.start().await;
             let fault = Fault::new(place, says).with((istiod, agent));
@@ -275,7 +276,7 @@ async fn each_unusable_revocation_list_is_named_with_its_cure() {
 #[tokio::test(flavor = "multi_thread")]
 async fn mounted_files_that_peers_accept_are_in_order_and_a_bad_rotation_is_a_warning() {
     let istiod = answering_istiod().await;
-    let place = mounting(&istiod);
+    let place = with_mounted_certificates(&istiod);
     GOOD.mount(&place);
     let level = || {
         let (report, _) = diagnosed(&place);
@@ -289,7 +290,7 @@ async fn mounted_files_that_peers_accept_are_in_order_and_a_bad_rotation_is_a_wa
     assert_eq!(level().0, "ok", "{}", level().1);
     let _agent = place.start().await;
     assert_eq!(level().0, "ok", "{}", level().1);
-    // What was read before is served until the agent ends.
+    // The agent serves the secret that it read before until it ends, so this is only a warning.
     place.write(
         "etc/certs/key.pem",
         KeyPair::generate().unwrap().serialize_pem(),

@@ -1,4 +1,4 @@
-//! `pilot-agent doctor` beside faults of the machine: of DNS, and beside all that hangs.
+//! Tests `pilot-agent doctor` with faults of the machine: of DNS and of directories, and with peers that hang.
 
 use std::net::Ipv4Addr;
 
@@ -14,7 +14,7 @@ use crate::support::http::ask;
 use crate::support::place::{FAKE_ENVOY, Place};
 use crate::support::{answering_istiod, free_port, options, until};
 
-/// A place that answers DNS at `address`, and takes these resolvers.
+/// Returns a place whose agent answers DNS at `address`, and forwards queries to these upstream resolvers.
 fn with_dns(istiod: &LocalIstiod, address: &str, resolvers: &[String]) -> Place {
     let place = Place::of(istiod)
         .set("ISTIO_META_DNS_CAPTURE", "true")
@@ -29,7 +29,8 @@ fn with_dns(istiod: &LocalIstiod, address: &str, resolvers: &[String]) -> Place 
     place
 }
 
-/// A resolver as `resolv.conf` spells it. It says that no name exists, or nothing.
+/// Starts a resolver that answers every query with NXDOMAIN, or no query. Returns its address in the notation of
+/// `resolv.conf`.
 async fn resolver(is_silent: bool) -> (String, JoinSet<()>) {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let port = socket.local_addr().unwrap().port();
@@ -130,7 +131,7 @@ async fn each_fault_of_dns_is_named_with_its_cure() {
     faults.are_named().await;
 }
 
-/// A place of programs that run in namespaces which a script prepares.
+/// Returns a place whose programs run in new namespaces that a script prepares.
 async fn in_namespace(kinds: &[&str], script: &str) -> (Place, LocalIstiod) {
     let istiod = answering_istiod().await;
     let script = format!("{script}; exec \"$@\"");
@@ -156,6 +157,7 @@ async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
         return eprintln!("A file system of its own takes root: run under NETNS_TESTS only.");
     }
     const MOUNT: &str = "mkdir -p etc/istio/proxy; mount -t tmpfs tmpfs etc/istio/proxy -o";
+    // User 1337 may have no access to the directory of the build, so the script mounts the program here.
     const FORBIDDEN: &str = "touch agent; mount --bind \"$1\" agent; shift; chmod 755 .; \
         mkdir -p etc/istio/proxy; exec setpriv --reuid 1337 --regid 1337 --clear-groups ./agent \"$@\"; #";
     let rows: [(_, _, Says); 3] = [
@@ -216,7 +218,8 @@ async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_report_takes_less_than_three_seconds_when_everything_hangs() {
     let istiod = answering_istiod().await;
-    // The queue of a listener that accepts nothing is full after one connection.
+    // A listener with a backlog of 0 that accepts nothing is full after one connection; the kernel drops further
+    // SYN packets.
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind(options().listen).unwrap();
     let black_hole = socket.listen(0).unwrap();
@@ -235,7 +238,7 @@ async fn a_report_takes_less_than_three_seconds_when_everything_hangs() {
         .proxy("proxyAdminPort", json!(admin_port))
         .proxy("discoveryAddress", json!(address.to_string()));
     let agent = place.start().await;
-    // Of the agent, which takes less than 3 s, and then knows what still hangs.
+    // The agent makes both of these reports, and each takes less than 3 s, although the checks hang.
     for _ in 0..2 {
         let (report, code) = diagnosed(&place);
         assert_eq!(code, 2, "{report:#}");
@@ -245,7 +248,7 @@ async fn a_report_takes_less_than_three_seconds_when_everything_hangs() {
         assert!(says("no answer within 1.5 s"), "{report:#}");
     }
     assert!(agent.threads() < 32, "{}", agent.threads());
-    // Without the agent, whose port no longer answers.
+    // A stopped agent does not respond on its port, so the command makes the report itself.
     agent.signal(Signal::STOP);
     let (report, code) = diagnosed(&place);
     assert_eq!(code, 2, "{report:#}");
@@ -270,7 +273,7 @@ async fn a_hundred_reports_leave_neither_memory_nor_threads_behind() {
     reports(100).await;
     let grown = agent.memory("VmRSS").saturating_sub(memory);
     assert!(grown < 2 << 10, "{grown} KiB more");
-    // Threads for files end when they were idle for ten seconds.
+    // Threads for file operations end after ten idle seconds.
     until("the end of threads and files of reports", || {
         agent.threads() <= threads + 2 && agent.open_files() <= files + 2
     })

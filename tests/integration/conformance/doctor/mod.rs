@@ -1,4 +1,4 @@
-//! `pilot-agent doctor` against set-ups with one fault each, with and without a running agent.
+//! Tests `pilot-agent doctor` in set-ups with one fault each, with and without a running agent.
 
 mod certificates;
 mod machine;
@@ -27,7 +27,8 @@ use crate::support::{
     accepted, answering_istiod, ask_for_clusters, local_istiod, options, refusing, relays, until,
 };
 
-/// The report of `pilot-agent doctor --json`, and its exit code. It takes less than 3 s.
+/// Returns the report of `pilot-agent doctor --json` and its exit code. Asserts that the command takes less than
+/// 3 s.
 pub fn diagnosed(place: &Place) -> (Value, i32) {
     let began = Instant::now();
     let output = block_in_place(|| place.run(&["doctor", "--json"]));
@@ -38,14 +39,14 @@ pub fn diagnosed(place: &Place) -> (Value, i32) {
     (report, output.status.code().unwrap_or(-1))
 }
 
-/// The checks of all groups in order.
+/// Returns the checks of all groups in order.
 pub fn checks(report: &Value) -> Vec<&Value> {
     let groups = report["groups"].as_array().into_iter().flatten();
     let checks = groups.flat_map(|group| group["checks"].as_array().into_iter().flatten());
     checks.collect()
 }
 
-/// A set-up of files that `spoil` has changed.
+/// Makes a set-up whose files `spoil` has changed.
 async fn files(spoil: impl FnOnce(&LocalIstiod, &Place), says: Says<'_>) -> Fault {
     let istiod = answering_istiod().await;
     let place = Place::of(&istiod);
@@ -53,8 +54,8 @@ async fn files(spoil: impl FnOnce(&LocalIstiod, &Place), says: Says<'_>) -> Faul
     Fault::new(place, says).with(istiod)
 }
 
-/// A set-up in which something else than istiod listens on its address.
-async fn instead<F: Future<Output = ()> + Send + 'static>(
+/// Makes a set-up in which another server has the address of istiod, and serves connections with `talk`.
+async fn with_other_server<F: Future<Output = ()> + Send + 'static>(
     talk: impl Fn(TcpStream) -> F + Send + 'static,
     says: Says<'_>,
 ) -> Fault {
@@ -64,7 +65,7 @@ async fn instead<F: Future<Output = ()> + Send + 'static>(
     Fault::new(place, says).with(listen(address, talk).await)
 }
 
-/// A set-up whose istiod does not admit the caller.
+/// Makes a set-up whose istiod denies the agent its streams.
 async fn denied(change: impl FnOnce(Place) -> Place, says: Says<'_>) -> Fault {
     let istiod = local_istiod().await;
     let place = change(Place::of(&istiod));
@@ -72,12 +73,12 @@ async fn denied(change: impl FnOnce(Place) -> Place, says: Says<'_>) -> Fault {
     Fault::new(place, says).with(refusing(istiod, status))
 }
 
-/// Serves connections until dropped.
+/// Serves connections with `talk` until the returned tasks are dropped.
 async fn listen<F: Future<Output = ()> + Send + 'static>(
     address: SocketAddr,
     talk: impl Fn(TcpStream) -> F + Send + 'static,
 ) -> JoinSet<()> {
-    // A child that was just forked may hold a former listener until it execs.
+    // A child process that was just forked may hold the former listener until it calls `exec`.
     let mut listener = None;
     until("a free port", || {
         listener = std::net::TcpListener::bind(address).ok();
@@ -98,13 +99,13 @@ async fn listen<F: Future<Output = ()> + Send + 'static>(
     serving
 }
 
-/// Never answers.
+/// Keeps the connection open without a response.
 async fn silent(stream: TcpStream) {
     let _stream = stream;
     pending().await
 }
 
-/// Answers the first bytes, whatever they are.
+/// Sends `answer` after the first bytes, whatever they are, and keeps the connection open.
 async fn answer(mut stream: TcpStream, answer: &'static str) {
     let mut heard = [0; 1024];
     if stream.read(&mut heard).await.is_ok() {
@@ -113,7 +114,7 @@ async fn answer(mut stream: TcpStream, answer: &'static str) {
     pending().await
 }
 
-/// A set-up whose istiod shows this certificate, which a trusted root has signed.
+/// Makes a set-up in which istiod's address presents this certificate, signed by a trusted root.
 async fn certificate(change: impl FnOnce(&mut CertificateParams), says: Says<'_>) -> Fault {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
@@ -138,7 +139,7 @@ async fn certificate(change: impl FnOnce(&mut CertificateParams), says: Says<'_>
     let talk = move |stream| {
         let accept = acceptor.accept(stream);
         async move {
-            let _stream = accept.await; // The client may refuse.
+            let _stream = accept.await; // The client may refuse the certificate.
             pending().await
         }
     };
@@ -371,7 +372,8 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
         )
     });
     faults.add("packets are dropped", async {
-        // The queue of a listener that accepts nothing is full after one connection.
+        // A listener with a backlog of 0 that accepts nothing is full after one connection; the kernel drops
+        // further SYN packets.
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind(options().listen).unwrap();
         let listener = socket.listen(0).unwrap();
@@ -426,13 +428,13 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
         &["discoveryAddress", "TLS"],
         &["15012", "controlPlaneAuthPolicy: NONE"],
     );
-    faults.add("a plain HTTP server", instead(http, says));
+    faults.add("a plain HTTP server", with_other_server(http, says));
     let says: Says = (
         "ISTIOD_TIMEOUT",
         &["discoveryAddress", "in the TLS handshake"],
         &["kubectl get pods"],
     );
-    faults.add("a silent server", instead(silent, says));
+    faults.add("a silent server", with_other_server(silent, says));
     faults.add("a proxy that refuses", async {
         let istiod = local_istiod().await;
         let place = Place::of(&istiod);
@@ -592,7 +594,8 @@ async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works(
         let place = Place::with_envoy(&first).set("DISCOVERY_ADDRESS", &addresses);
         let agent = place.start().await;
         relays(&place, &mut first).await;
-        // Times of the record are in whole seconds.
+        // The times in the agent's record are in whole seconds, so the next failure has to happen in a later
+        // second.
         let second_of = |time: SystemTime| {
             time.duration_since(SystemTime::UNIX_EPOCH)
                 .unwrap()
@@ -663,7 +666,7 @@ async fn a_caller_without_permission_gets_one_sentence_and_an_exit_code() {
     let istiod = answering_istiod().await;
     let place = Place::of(&istiod);
     let _agent = place.start().await;
-    // The folder of the build may be closed to other users.
+    // Other users may have no access to the directory of the build, so the program is copied.
     let folder = tempfile::tempdir().unwrap();
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(folder.path(), mode).unwrap();
@@ -718,7 +721,8 @@ async fn on_a_machine_the_command_runs_with_the_settings_of_the_unit() {
         return eprintln!("A file system of its own takes root: run under NETNS_TESTS only.");
     }
     let istiod = answering_istiod().await;
-    // The script of a unit, which sets `PROV_CERT` and runs the command again.
+    // This script takes the place of the unit's start script: it sets `PROXY_CONFIG`, prints its directory, and
+    // runs the command again.
     let place = Place::of(&istiod);
     let agent = env!("CARGO_BIN_EXE_pilot-agent");
     let unit =

@@ -1,7 +1,7 @@
-//! Clients on gRPC's C core (Python), on both sockets.
+//! Tests clients on gRPC's C core (Python) on both sockets.
 //!
-//! They name the socket's path as authority of their requests. The package `grpcio` comes from PyPI;
-//! without it the tests say so and are not run, except under `GRPC_TESTS`, where they fail.
+//! These clients send the path of the socket as the authority of their requests. The package `grpcio` comes from
+//! PyPI. Without it, the tests report this and are not run; if `GRPC_TESTS` is set, they fail.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::support::{SECRET, STREAM_SECRETS, local_istiod, options, request, unt
 
 const BOOTSTRAP: &str = "etc/istio/proxy/grpc-bootstrap.json";
 
-/// A process of `echo.py`, which ends with the test.
+/// A process of `echo.py`. It is killed when it is dropped.
 struct Python(Child);
 
 impl Python {
@@ -47,7 +47,7 @@ impl Python {
         line.trim().to_owned()
     }
 
-    /// Feeds it and waits for what it prints.
+    /// Writes `input` to the process, waits until it ends, and returns its output.
     async fn output(mut self, input: Vec<u8>) -> Vec<u8> {
         let ended = tokio::task::spawn_blocking(move || {
             self.0.stdin.take().unwrap().write_all(&input).unwrap();
@@ -63,12 +63,12 @@ impl Python {
 
 impl Drop for Python {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // It may have ended by itself.
+        let _ = self.0.kill(); // The process may have ended by itself.
         let _ = self.0.wait();
     }
 }
 
-/// What istiod sends to gRPC clients of a service with one endpoint.
+/// Returns the resources that istiod sends to gRPC clients of a service with one endpoint.
 fn resources(port: &str) -> Value {
     let types = "type.googleapis.com/envoy";
     let manager = "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager";
@@ -136,7 +136,7 @@ async fn python_clients_reach_a_server_by_the_configuration_they_got_through_the
         ..options()
     });
     let istiod = istiod.await.unwrap();
-    // With Envoy, applications share its agent's socket.
+    // If the agent runs an Envoy, gRPC applications share the discovery socket with it.
     for place in [Place::of(&istiod), Place::with_envoy(&istiod)] {
         let socket_folder = json!(place.path("etc/istio/proxy"));
         let place = place.proxy("configPath", socket_folder);

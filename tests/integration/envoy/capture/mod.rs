@@ -14,7 +14,7 @@ use serde_json::json;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-use crate::envoy::names::{application, program_of};
+use crate::envoy::names::{application, run_as};
 use crate::support::control_plane::{ControlPlane, NAMESPACE};
 use crate::support::http::{Backend, header, request};
 use crate::support::names::{Resolver, addresses, bound, name_table};
@@ -267,7 +267,7 @@ async fn as_user(user: u32, address: &str, port: u16) -> String {
         SocketAddr::new(address.parse().unwrap(), port)
     );
     let curl = ["curl", "--silent", "--show-error", "--include", &url];
-    program_of(user, &curl).await.expect(&url)
+    run_as(user, &curl).await.expect(&url)
 }
 
 /// The listeners a response came through, the nearest to its application first.
