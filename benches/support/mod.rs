@@ -1,5 +1,5 @@
-//! What the benches share: child processes and their figures, a control plane that sends as fast as
-//! it is read, and an Envoy that only counts.
+//! The code that the benchmarks share: child processes and their figures, a control plane that sends as
+//! fast as its peer reads, and an Envoy that only counts bytes.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -31,11 +31,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tonic::transport::{Channel, Endpoint};
 
-/// A process under measurement, killed when dropped.
+/// A measured process, which is killed when dropped.
 pub struct Process {
     child: Child,
-    /// What each thread was last seen to have used, in nanoseconds: the kernel forgets those that
-    /// end, and the sum must not.
+    /// The last known CPU time of each thread in nanoseconds. The kernel forgets threads that end, but
+    /// the sum must include them.
     used: Mutex<HashMap<OsString, u64>>,
 }
 
@@ -49,7 +49,8 @@ impl Process {
         Self { child, used }
     }
 
-    /// Like [`Process::start`], with pipes to and from it.
+    /// Starts a process like [`Process::start`], with pipes to its standard input and from its standard
+    /// output.
     pub fn with_pipes(command: &mut Command) -> (Self, ChildStdin, ChildStdout) {
         let pipes = command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = pipes
@@ -61,12 +62,12 @@ impl Process {
         (Self { child, used }, input, output)
     }
 
-    /// The agent without Envoy, in `directory`, with its relay's istiod at `address`.
+    /// Starts the agent without Envoy in `directory`. The agent relays to the istiod at `address`.
     pub fn relay(directory: &Path, address: &str, root_pem: &str) -> Self {
         Self::relay_with(directory, address, root_pem, &[])
     }
 
-    /// Like [`Process::relay`], with more variables.
+    /// Starts the agent like [`Process::relay`], with more environment variables.
     pub fn relay_with(
         directory: &Path,
         address: &str,
@@ -74,7 +75,8 @@ impl Process {
         more: &[(&str, String)],
     ) -> Self {
         let mut command = agent(directory, root_pem);
-        // Two agents side by side have one port between them, which no relay needs.
+        // Port 0 turns the status port off: two agents at the same time cannot share it, and a relay
+        // does not need it.
         let annotation = "status.sidecar.istio.io/port=\"0\"\n";
         write(directory, "etc/istio/pod/annotations", annotation);
         command.envs(more.iter().map(|(name, value)| (name, value)));
@@ -85,12 +87,12 @@ impl Process {
         Self::start(&mut command)
     }
 
-    /// The agent of a sidecar whose Envoy does nothing.
+    /// Starts the agent of a sidecar whose Envoy does nothing.
     pub fn sidecar(directory: &Path, address: &str, root_pem: &str) -> Self {
         Self::sidecar_with(directory, address, root_pem, "")
     }
 
-    /// Like [`Process::sidecar`], with more members of ProxyConfig.
+    /// Starts the agent like [`Process::sidecar`], with more members of ProxyConfig.
     pub fn sidecar_with(directory: &Path, address: &str, root_pem: &str, more: &str) -> Self {
         use std::os::unix::fs::PermissionsExt;
         write(directory, "envoy", "#!/bin/sh\nexec sleep 1000\n");
@@ -105,12 +107,13 @@ impl Process {
         Self::start(&mut command)
     }
 
-    /// Processor time used so far, of all threads; of those that have ended as far as it was seen.
+    /// Returns the CPU time of all threads so far. Of a thread that has ended, the last known time is
+    /// included.
     pub fn cpu(&self) -> Duration {
         let mut used = self.used.lock().expect("not poisoned");
         for task in fs::read_dir(self.proc("task")).expect("the process runs") {
             let task = task.expect("a thread");
-            // It may have ended.
+            // The thread may have ended.
             let stat = fs::read_to_string(task.path().join("schedstat"));
             let time = stat
                 .ok()
@@ -122,32 +125,38 @@ impl Process {
         Duration::from_nanos(used.values().sum())
     }
 
-    /// Has all its threads, and those they start, run on this processor, or on any.
+    /// Pins all threads of the process, and the threads that they start, to a processor. None allows any
+    /// processor.
     pub fn pin(&self, to: Option<usize>) {
         pin_all(self.child.id(), to);
     }
 
-    /// A line of `/proc/<pid>/status`, in KiB: `VmRSS`, `VmHWM`.
+    /// Returns the value of a line of `/proc/<pid>/status` in KiB, for example of `VmRSS` or `VmHWM`.
     pub fn memory(&self, name: &str) -> u64 {
         self.status(name)
     }
 
-    /// How often the process gave up the processor to wait.
+    /// Returns the number of times that a thread gave up the processor to wait.
     pub fn wake_ups(&self) -> u64 {
-        self.status("voluntary_ctxt_switches")
+        let tasks = fs::read_dir(self.proc("task")).expect("the process runs");
+        let statuses = tasks.map(|task| task.expect("a thread").path().join("status"));
+        statuses
+            .map(|status| number(&status, "voluntary_ctxt_switches"))
+            .sum()
     }
 
-    /// The number on a line of `/proc/<pid>/status`.
+    /// Returns the number on a line of `/proc/<pid>/status`.
     pub fn status(&self, name: &str) -> u64 {
         number(&self.proc("status"), name)
     }
 
-    /// A line of `/proc/<pid>/smaps_rollup`, in KiB: `Rss`, `Pss`, `Anonymous`.
+    /// Returns the value of a line of `/proc/<pid>/smaps_rollup` in KiB, for example of `Rss`, `Pss` or
+    /// `Anonymous`.
     pub fn memory_map(&self, name: &str) -> u64 {
         number(&self.proc("smaps_rollup"), name)
     }
 
-    /// Starts the high-water mark again at what is in use now.
+    /// Resets the peak of resident memory to the memory that is in use now.
     pub fn reset_peak(&self) {
         fs::write(self.proc("clear_refs"), "5").expect("clear_refs is writable");
     }
@@ -159,12 +168,12 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let _ = self.child.kill(); // It may have ended.
+        let _ = self.child.kill(); // The process may have ended.
         let _ = self.child.wait();
     }
 }
 
-/// The number on the first line of a file that begins so.
+/// Returns the number on the first line of a file that begins with `name`.
 pub fn number(file: &Path, name: &str) -> u64 {
     let text = fs::read_to_string(file).expect("the process runs");
     let line = text.lines().find(|line| line.starts_with(name));
@@ -172,7 +181,8 @@ pub fn number(file: &Path, name: &str) -> u64 {
     number.unwrap_or_else(|| panic!("no number {name} in {}", file.display()))
 }
 
-/// The agent's command line in `directory`, with the root it trusts. `PILOT_AGENT` names another binary.
+/// Returns the agent's command in `directory`, with the root certificate that the agent trusts. The
+/// environment variable `PILOT_AGENT` names another binary.
 pub fn agent(directory: &Path, root_pem: &str) -> Command {
     write(directory, "var/run/secrets/istio/root-cert.pem", root_pem);
     let binary = std::env::var_os("PILOT_AGENT");
@@ -197,7 +207,7 @@ pub fn write(directory: &Path, path: &str, content: &str) {
     fs::write(path, content).expect("writable");
 }
 
-/// Has all threads of a process run on this processor, or on any.
+/// Pins all threads of a process to a processor. None allows any processor.
 pub fn pin_all(process: u32, to: Option<usize>) {
     for thread in fs::read_dir(format!("/proc/{process}/task")).expect("the process runs") {
         let name = thread.expect("a thread").file_name();
@@ -206,17 +216,17 @@ pub fn pin_all(process: u32, to: Option<usize>) {
     }
 }
 
-/// Has a thread, and those it starts later, run on this processor, or on any.
+/// Pins a thread, and the threads that it starts later, to a processor. None allows any processor.
 pub fn pin(thread: Pid, to: Option<usize>) {
     let mut set = CpuSet::new();
     for processor in to.map_or(0..CpuSet::MAX_CPU, |to| to..to + 1) {
         set.set(processor);
     }
-    // A machine of one processor has no second one; there is nothing to choose then.
+    // The call fails on a machine with one processor, where no choice exists.
     let _ = sched_setaffinity(Some(thread), &set);
 }
 
-/// A gRPC channel over a Unix socket.
+/// Opens a gRPC channel over a Unix socket.
 pub async fn channel(socket: &Path) -> Channel {
     let socket = socket.to_owned();
     let connector = tower::service_fn(move |_: http::Uri| {
@@ -234,7 +244,7 @@ pub async fn channel(socket: &Path) -> Channel {
         .expect("a connection")
 }
 
-/// An admin port with the statistics of an Envoy that becomes live once `is_live` is set.
+/// Serves the statistics of an Envoy on its admin port. The Envoy becomes live once `is_live` is set.
 pub async fn act_as_admin(listener: TcpListener, is_live: Arc<AtomicBool>) {
     const LIVE: &str = "cluster_manager.cds.update_success: 1\n\
                         listener_manager.lds.update_success: 1\n\
@@ -242,7 +252,7 @@ pub async fn act_as_admin(listener: TcpListener, is_live: Arc<AtomicBool>) {
     loop {
         let (mut stream, _) = listener.accept().await.expect("a connection");
         let mut request = [0; 4096];
-        let _ = stream.read(&mut request).await; // Whatever is asked.
+        let _ = stream.read(&mut request).await; // All requests get the same response.
         let body = if is_live.load(Ordering::Relaxed) {
             LIVE
         } else {
@@ -252,11 +262,11 @@ pub async fn act_as_admin(listener: TcpListener, is_live: Arc<AtomicBool>) {
         let answer = format!(
             "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}"
         );
-        let _ = stream.write_all(answer.as_bytes()).await; // Who went away does not want it.
+        let _ = stream.write_all(answer.as_bytes()).await; // The client may have closed it.
     }
 }
 
-/// The middle value.
+/// Returns the middle value.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

@@ -1,5 +1,5 @@
-//! The bootstrap against documents kept in `tests/golden/bootstrap`; `UPDATE_GOLDEN=1` rewrites
-//! them. With `ENVOY_BIN`, Envoy validates them.
+//! Compares bootstraps with the golden files in `tests/golden/bootstrap`; `UPDATE_GOLDEN=1` rewrites the
+//! files. With `ENVOY_BIN`, Envoy validates the bootstraps.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -14,7 +14,7 @@ use crate::config::flags;
 use crate::config::pod::Interface;
 use crate::proxy_config::tracing::Tracer as Given;
 
-/// The configuration of a golden case: its flags, its variables, its interfaces and its files.
+/// Loads the configuration of a golden case from its flags, variables, interfaces and files.
 fn config(case: &Path) -> crate::config::Config {
     let read = |name: &str| fs::read_to_string(case.join("input").join(name)).expect("an input");
     let line = read("flags");
@@ -85,7 +85,7 @@ fn check(name: &str) {
     );
 }
 
-/// An environment variable of the tests, not of the agent.
+/// Returns an environment variable that configures the tests, not the agent.
 #[expect(
     clippy::disallowed_methods,
     reason = "tests have switches of their own"
@@ -96,7 +96,9 @@ fn switch(name: &str) -> Option<std::ffi::OsString> {
 
 #[test]
 fn every_case_has_its_golden_bootstrap() {
-    for name in names() {
+    let names = names();
+    assert!(!names.is_empty());
+    for name in names {
         check(&name);
     }
 }
@@ -109,7 +111,7 @@ fn envoy_accepts_every_bootstrap_whose_extensions_it_has() {
     let mut refused = Vec::new();
     for name in names() {
         let mut config = config(&case(&name)).bootstrap;
-        // A stock Envoy has neither Istio's own extension nor Lightstep, which it removed.
+        // An upstream Envoy does not have Istio's own extension, and no longer has the Lightstep tracer.
         config.metadata_discovery = false;
         if let Some(tracing) = &mut config.node.proxy_config.tracing {
             let is_lightstep = |it: &mut Given| matches!(it, Given::Lightstep(_));

@@ -1,10 +1,10 @@
 //! The certificate authority: throw-away roots, the serving certificate and workload certificates.
 //!
-//! The newest root signs workload certificates; every answer ends with all roots, so a rotation
-//! keeps older certificates trusted. The serving certificate stays with the first root, so agents
-//! that know the roots from a file still connect after a rotation.
+//! The newest root signs workload certificates. Every response ends with all roots, so older
+//! certificates stay trusted after a rotation. The first root signs the serving certificate, so agents
+//! that know the roots from a file can still connect after a rotation.
 //!
-//! Callers pass the identity they have authenticated.
+//! The callers of this module pass the identity that they have authenticated.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -22,15 +22,15 @@ use x509_parser::prelude::FromDer;
 use super::csr::{self, CsrError};
 use crate::identity::SpiffeId;
 
-/// istiod's answer to a request that leaves the lifetime open.
+/// The lifetime that istiod chooses if a request leaves it open.
 const DEFAULT_TTL: Duration = Duration::from_secs(24 * 3600);
-/// Above this istiod refuses.
+/// The maximum requested lifetime; istiod refuses longer ones.
 const MAX_TTL: Duration = Duration::from_secs(90 * 24 * 3600);
-/// Workloads whose clock is slow accept the certificate all the same.
+/// The time by which certificates are backdated, so that workloads whose clock is slow accept them.
 const BACKDATED: Duration = Duration::from_secs(120);
 const ROOT_TTL: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// A self-signed root with its key.
+/// A self-signed root certificate with its key.
 pub(super) struct Root {
     key: KeyPair,
     pem: String,
@@ -38,7 +38,7 @@ pub(super) struct Root {
     not_after: SystemTime,
 }
 
-/// A workload certificate and its roots, PEM, and when it ends.
+/// A workload certificate and its roots as PEM, and the lifetime of the certificate.
 #[derive(Debug)]
 pub(super) struct Issued {
     pub(super) chain: Vec<String>,
@@ -48,15 +48,15 @@ pub(super) struct Issued {
 #[derive(Debug)]
 pub(super) struct Authority {
     roots: watch::Sender<Vec<Arc<Root>>>,
-    /// Answered in place of the roots.
+    /// The root certificates that are sent in place of the roots, if any.
     other_roots: watch::Sender<Option<String>>,
     trust_domain: String,
-    longest: Duration,
-    ahead: Duration,
+    max_ttl: Duration,
+    clock_ahead: Duration,
     signed: AtomicU64,
 }
 
-/// Why no certificate was issued.
+/// The reason why no certificate was issued.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthorityError {
     #[error(
@@ -82,7 +82,7 @@ impl Root {
         Self::assemble(key, pem)
     }
 
-    /// A root that [`Root::pem`] and [`Root::key_pem`] have written.
+    /// Reads a root that [`Root::pem`] and [`Root::key_pem`] have written.
     pub(super) fn from_pem(certificate: &str, key: &str) -> Result<Self, AuthorityError> {
         Self::assemble(KeyPair::from_pem(key)?, certificate.to_owned())
     }
@@ -120,20 +120,21 @@ impl Root {
 }
 
 impl Authority {
-    /// `longest` bounds lifetimes without an error, so that a demo can rotate every few seconds. The clock
-    /// by which workload certificates are issued is `ahead`.
+    /// Creates an authority. Lifetimes above `max_ttl` are shortened without an error, so that a demo
+    /// can rotate certificates every few seconds. The clock for issuing workload certificates is ahead
+    /// by `clock_ahead`.
     pub(super) fn new(
         roots: Vec<Arc<Root>>,
         trust_domain: String,
-        longest: Duration,
-        ahead: Duration,
+        max_ttl: Duration,
+        clock_ahead: Duration,
     ) -> Self {
         Self {
             roots: watch::Sender::new(roots),
             other_roots: watch::Sender::default(),
             trust_domain,
-            longest,
-            ahead,
+            max_ttl,
+            clock_ahead,
             signed: AtomicU64::new(0),
         }
     }
@@ -142,7 +143,7 @@ impl Authority {
         self.roots.borrow().clone()
     }
 
-    /// All roots, the newest first.
+    /// Returns all roots, the newest first.
     pub(super) fn roots_pem(&self) -> String {
         self.roots
             .borrow()
@@ -162,7 +163,7 @@ impl Authority {
         self.other_roots.send_replace(roots);
     }
 
-    /// Workload certificates issued so far.
+    /// Returns the number of workload certificates issued so far.
     pub(super) fn signed(&self) -> u64 {
         self.signed.load(Ordering::Relaxed)
     }
@@ -186,7 +187,8 @@ impl Authority {
         Ok((certificate.der().to_vec(), key))
     }
 
-    /// Signs the request of `caller`; a `requested` lifetime of zero leaves it to the authority.
+    /// Signs the request of `caller`. If the `requested` lifetime is zero, the authority chooses the
+    /// lifetime.
     pub(super) fn sign(
         &self,
         csr_pem: &str,
@@ -212,7 +214,7 @@ impl Authority {
         } else {
             requested
         };
-        let issued = self.issue(&csr.key, caller, wanted.min(self.longest))?;
+        let issued = self.issue(&csr.key, caller, wanted.min(self.max_ttl))?;
         self.signed.fetch_add(1, Ordering::Relaxed);
         Ok(issued)
     }
@@ -225,7 +227,7 @@ impl Authority {
     ) -> Result<Issued, AuthorityError> {
         let roots = self.roots();
         let root = roots.last().ok_or(AuthorityError::Root)?;
-        let now = SystemTime::now() + self.ahead;
+        let now = SystemTime::now() + self.clock_ahead;
         let not_after = (now + ttl).min(root.not_after);
         let lifetime = not_after
             .duration_since(now)
@@ -287,18 +289,20 @@ impl fmt::Debug for Root {
 
 #[cfg(test)]
 mod tests {
+    use aws_lc_rs::signature::{ECDSA_P256_SHA256_ASN1, UnparsedPublicKey};
+
     use super::*;
 
     fn caller() -> SpiffeId {
         "spiffe://cluster.local/ns/shop/sa/cart".parse().unwrap()
     }
 
-    fn authority(longest: Duration) -> Authority {
+    fn authority(max_ttl: Duration) -> Authority {
         let root = Arc::new(Root::generate("cluster.local").unwrap());
         Authority::new(
             vec![root],
             "cluster.local".to_owned(),
-            longest,
+            max_ttl,
             Duration::ZERO,
         )
     }
@@ -370,9 +374,14 @@ mod tests {
         let (_, leaf) = x509_parser::pem::parse_x509_pem(chain[0].as_bytes()).unwrap();
         let (_, root) = x509_parser::pem::parse_x509_pem(chain[1].as_bytes()).unwrap();
         let root = root.parse_x509().unwrap();
-        // rustls verifies chains; here the newest root's key must be the issuer named in the leaf.
         let leaf = leaf.parse_x509().unwrap();
-        assert_eq!(leaf.issuer(), root.subject());
+        // All roots have the same subject, so the signature is verified.
+        let key = UnparsedPublicKey::new(
+            &ECDSA_P256_SHA256_ASN1,
+            &root.public_key().subject_public_key.data,
+        );
+        let signature = &leaf.signature_value.data;
+        assert!(key.verify(leaf.tbs_certificate.as_ref(), signature).is_ok());
     }
 
     #[test]

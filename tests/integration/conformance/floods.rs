@@ -1,5 +1,5 @@
-//! Envoys that flood or break the protocol: a good one beside and after them is served, and the
-//! agent keeps none of their bytes.
+//! Tests Envoys that flood the agent or break the protocol: a good Envoy is served next to them and after them, and
+//! the agent keeps none of their bytes.
 
 use std::path::Path;
 
@@ -23,11 +23,11 @@ use crate::support::{
     next_response, relays, request, soon, until,
 };
 
-/// How much the agent may grow by all floods together.
+/// The most that the agent may grow because of all floods together, in KiB.
 const GROWTH: u64 = 8 << 10;
 
-/// A good Envoy is served on both sockets.
-async fn serves(place: &Place, istiod: &mut LocalIstiod) {
+/// Asserts that a good Envoy is served on both sockets.
+async fn assert_serves(place: &Place, istiod: &mut LocalIstiod) {
     while istiod.streams.try_recv().is_ok() {}
     relays(place, istiod).await;
     let mut secrets = ask_for_secrets(place, &["default", "ROOTCA"]).await;
@@ -40,13 +40,13 @@ async fn after_all_floods_a_good_envoy_is_served_and_memory_has_not_grown() {
     let place = Place::with_envoy(&istiod);
     let agent = place.start().await;
     for _ in 0..20 {
-        serves(&place, &mut istiod).await;
+        assert_serves(&place, &mut istiod).await;
     }
     let before = agent.memory("VmRSS");
     let sockets = [place.xds_socket(), place.sds_socket()];
     for socket in &sockets {
         no_http2(socket).await;
-        serves(&place, &mut istiod).await;
+        assert_serves(&place, &mut istiod).await;
     }
     broken_frames(&place).await;
     single_bytes(&place, &mut istiod).await;
@@ -58,21 +58,21 @@ async fn after_all_floods_a_good_envoy_is_served_and_memory_has_not_grown() {
     let ads = Protocol::Sotw.path();
     for (socket, path) in sockets.iter().zip([ads, STREAM_SECRETS]) {
         soon(reset_streams(socket, path)).await;
-        serves(&place, &mut istiod).await;
+        assert_serves(&place, &mut istiod).await;
     }
     for socket in &sockets {
         let silent = silent_connections(socket).await;
-        serves(&place, &mut istiod).await;
+        assert_serves(&place, &mut istiod).await;
         drop(silent);
     }
-    serves(&place, &mut istiod).await;
+    assert_serves(&place, &mut istiod).await;
     let mut after = 0;
     until("memory within the limit", || {
         after = agent.memory("VmRSS");
         after < before + GROWTH
     })
     .await;
-    println!("grew by {} KiB", after.saturating_sub(before) / 1024);
+    println!("grew by {} KiB", after.saturating_sub(before));
     assert!(!agent.log().contains("panicked"));
 }
 
@@ -89,7 +89,7 @@ async fn requests_while_istiod_is_unreachable_are_buffered_up_to_a_limit() {
     for _ in 0..60 {
         envoy.send(&large);
     }
-    settled(&place).await;
+    wait_until_read(&place).await;
     let grown = agent.memory("VmRSS").saturating_sub(before);
     assert!(grown < 32 << 10, "grew by {grown} KiB");
     let mut istiod = LocalIstiod::start(options).await.unwrap();
@@ -109,7 +109,7 @@ async fn a_flood_that_istiod_does_not_read_is_bounded_and_its_memory_is_released
     let ads = Protocol::Sotw.path();
     let large = framed(&request(CLUSTER, &[&"x".repeat(200_000)]).encode_to_vec());
     let tiny = Bytes::from(framed(&[]).repeat(40_000));
-    // The header of an Envoy is no right to memory.
+    // A client with Envoy's header gets no more memory than another client.
     for name in ["x-envoy-internal", "x-other"] {
         let before = agent.memory("VmRSS");
         agent.reset_peak();
@@ -119,10 +119,10 @@ async fn a_flood_that_istiod_does_not_read_is_bounded_and_its_memory_is_released
             (0..500).for_each(|_| client.send_raw(flood.clone()));
             flooding.push((client, accepted(&mut istiod).await));
         }
-        settled(&place).await;
+        wait_until_read(&place).await;
         let grown = agent.memory("VmHWM").saturating_sub(before);
         assert!(grown < 48 << 10, "grew by {grown} KiB");
-        // Istiod still does not read.
+        // istiod's streams stay open, and istiod still does not read them.
         let streams: Vec<_> = flooding.into_iter().map(|(_, stream)| stream).collect();
         until("memory within the limit", || {
             agent.memory("VmRSS") < before + GROWTH
@@ -137,8 +137,8 @@ async fn an_agent_out_of_descriptors_logs_it_and_recovers() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let agent = place.start().await;
-    serves(&place, &mut istiod).await;
-    // Before that, the agent opens files that it cannot start without.
+    assert_serves(&place, &mut istiod).await;
+    // Until it logs this, the agent opens files that it needs for its start.
     agent.logs("Envoy command").await;
     agent.limit_open_files(60);
     for socket in [place.xds_socket(), place.sds_socket()] {
@@ -150,19 +150,19 @@ async fn an_agent_out_of_descriptors_logs_it_and_recovers() {
             .logs("failed to accept downstream gRPC connection")
             .await;
         drop(silent);
-        serves(&place, &mut istiod).await;
+        assert_serves(&place, &mut istiod).await;
     }
 }
 
-/// Waits until the agent has taken of earlier streams what it wants: a later one is answered then.
-async fn settled(place: &Place) {
+/// Waits until the agent has read as much of earlier streams as it accepts: later streams have been answered then.
+async fn wait_until_read(place: &Place) {
     for _ in 0..50 {
         let other = Envoy::open_path(&place.xds_socket(), "/").await;
         assert_eq!(other.end().await.code(), Code::Unimplemented);
     }
 }
 
-/// A thousand streams, then more at once than there may be.
+/// Opens a thousand streams one after the other, then more at once than the agent permits.
 async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
     for _ in 0..1_000 {
         drop(ask_for_clusters(place).await);
@@ -176,14 +176,14 @@ async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
     assert_eq!(refused.code(), Code::ResourceExhausted);
 }
 
-/// Connections of clients that do not speak HTTP/2, or stop doing so, are closed.
+/// Opens connections that do not use HTTP/2, or break it later, and expects that the agent closes them.
 async fn no_http2(socket: &Path) {
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     let noise: Vec<u8> = (0..65_536u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
         .collect();
     let settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
-    // A header frame on stream 0, which the protocol forbids.
+    // This is a HEADERS frame on stream 0, which the protocol forbids.
     let forbidden = [0, 0, 1, 1, 4, 0, 0, 0, 0, 0x82];
     let cases: [&[u8]; 5] = [
         b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
@@ -194,13 +194,13 @@ async fn no_http2(socket: &Path) {
     ];
     for bytes in cases {
         let mut stream = UnixStream::connect(socket).await.unwrap();
-        let _ = stream.write_all(bytes).await; // It may hang up before it has read all.
+        let _ = stream.write_all(bytes).await; // The agent may hang up before it has read all.
         let mut rest = Vec::new();
-        let _ = soon(stream.read_to_end(&mut rest)).await; // A reset is an end as well.
+        let _ = soon(stream.read_to_end(&mut rest)).await; // A reset is an end, too.
     }
 }
 
-/// Truncated frames and lying lengths end the stream with a status.
+/// Sends truncated frames and wrong lengths, and expects that they end the stream with a status.
 async fn broken_frames(place: &Place) {
     let half = &framed(&request(CLUSTER, &[]).encode_to_vec())[..20];
     let cases: [(&[u8], Code); 4] = [
@@ -224,7 +224,7 @@ async fn broken_frames(place: &Place) {
     }
 }
 
-/// The next stream that says anything; those of broken requests end without a word.
+/// Returns the next stream with a request, and the request. The streams of broken requests have none.
 async fn first_request(istiod: &mut LocalIstiod) -> (Stream, DiscoveryRequest) {
     loop {
         let mut stream = accepted(istiod).await;
@@ -266,7 +266,7 @@ async fn large_secret_requests(place: &Place) {
     }
 }
 
-/// Streams given up as soon as they are opened, until the agent has had enough.
+/// Opens 5,000 streams and resets each at once, or fewer if the agent closes the connection.
 async fn reset_streams(socket: &Path, path: &str) {
     let stream = TokioIo::new(UnixStream::connect(socket).await.unwrap());
     let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream)
@@ -289,7 +289,7 @@ async fn reset_streams(socket: &Path, path: &str) {
     }
 }
 
-/// Connections that say nothing; they stay open until dropped.
+/// Opens connections that send nothing. They stay open until they are dropped.
 async fn silent_connections(socket: &Path) -> Vec<UnixStream> {
     let mut connections = Vec::new();
     for _ in 0..1_000 {

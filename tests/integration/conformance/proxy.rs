@@ -1,6 +1,6 @@
-//! istiod behind an HTTP proxy: the real tinyproxy.
+//! Tests an istiod behind an HTTP proxy, the real tinyproxy.
 //!
-//! Without the program the tests say so and are not run, except under `PROXY_TESTS`, where they fail.
+//! Without this program, the tests report this and are not run; if `PROXY_TESTS` is set, they fail.
 
 use std::net::Ipv4Addr;
 use std::process::{Child, Command};
@@ -12,7 +12,7 @@ use crate::support::{
     answered, ask_for_clusters, ask_for_secrets, free_port, next_response, restarted,
 };
 
-/// A tinyproxy that wants a password; it ends with the test.
+/// A tinyproxy that requires a password. It is killed when it is dropped.
 pub struct Tinyproxy {
     child: Child,
     pub port: u16,
@@ -46,12 +46,12 @@ impl Tinyproxy {
         Some(Self { child, port, log })
     }
 
-    /// How many connections it has led to that port.
-    pub fn tunnels(&self, port: u16) -> usize {
+    /// Returns the number of CONNECT requests for this port.
+    pub fn connect_requests(&self, port: u16) -> usize {
         self.requests(&format!("CONNECT 0.0.0.0:{port} "))
     }
 
-    /// How many requests it got that begin so.
+    /// Returns the number of requests that begin with `line`.
     pub fn requests(&self, line: &str) -> usize {
         let log = std::fs::read_to_string(self.log.path()).unwrap();
         log.matches(line).count()
@@ -60,7 +60,7 @@ impl Tinyproxy {
 
 impl Drop for Tinyproxy {
     fn drop(&mut self) {
-        let _ = self.child.kill(); // It may have ended by itself.
+        let _ = self.child.kill(); // The process may have ended by itself.
         let _ = self.child.wait();
     }
 }
@@ -70,7 +70,7 @@ async fn certificates_and_discovery_go_through_a_proxy_also_after_a_restart_of_i
     let Some(proxy) = Tinyproxy::start() else {
         return;
     };
-    // Loopback addresses are reached without a proxy; this one reaches the same machine.
+    // The agent uses no proxy for loopback addresses. 0.0.0.0 is not one of them, and reaches the same machine.
     let mut istiod = LocalIstiod::start(Options {
         listen: (Ipv4Addr::UNSPECIFIED, 0).into(),
         extra_names: vec![Ipv4Addr::UNSPECIFIED.to_string()],
@@ -86,6 +86,7 @@ async fn certificates_and_discovery_go_through_a_proxy_also_after_a_restart_of_i
     agent.logs("401 Unauthorized").await;
     drop(agent);
     assert_eq!(istiod.connections(), []);
+    let refused = proxy.connect_requests(port);
     let right = format!("http://agent:%68ush@127.0.0.1:{}", proxy.port);
     let place = place.set("HTTPS_PROXY", &right);
     let agent = place.start().await;
@@ -94,18 +95,18 @@ async fn certificates_and_discovery_go_through_a_proxy_also_after_a_restart_of_i
     let mut envoy = ask_for_clusters(&place).await;
     answered(&mut envoy, &mut istiod).await;
     istiod = restarted(istiod, |_| {}).await;
-    // The proxy may close the tunnel late.
+    // The proxy may close the old tunnel late, so the test waits until the agent notices the end.
     agent.logs("disconnected from XDS server").await;
     let mut envoy = ask_for_clusters(&place).await;
     answered(&mut envoy, &mut istiod).await;
-    assert!(proxy.tunnels(port) >= 2);
+    assert!(proxy.connect_requests(port) >= refused + 2);
     assert!(!agent.log().contains("hush"), "{}", agent.log());
     drop(agent);
-    // An exception: no proxy is needed.
-    let before = proxy.tunnels(port);
+    // `NO_PROXY` excludes the address of istiod, so the agent connects directly.
+    let before = proxy.connect_requests(port);
     let place = place.set("NO_PROXY", "0.0.0.0/8");
     let _agent = place.start().await;
     let mut envoy = ask_for_clusters(&place).await;
     answered(&mut envoy, &mut istiod).await;
-    assert_eq!(proxy.tunnels(port), before);
+    assert_eq!(proxy.connect_requests(port), before);
 }

@@ -1,7 +1,7 @@
-//! The merged page of metrics over HTTP: what sources are asked, and what the page holds.
+//! Tests the merged page of metrics over HTTP: the requests that sources get, and the content of the page.
 //!
-//! An agent scrapes sources that say whatever the test wants, down to the last byte. Rows that only
-//! this agent fulfils are left out where `AGENT_BIN` names another.
+//! The agent scrapes sources whose responses the test sets byte by byte. Rows that only this agent fulfils are
+//! skipped if `AGENT_BIN` names another one.
 
 use std::io::Read;
 use std::time::Duration;
@@ -60,7 +60,8 @@ async fn formats_are_negotiated_separately_with_envoy_and_the_application() {
     }
 }
 
-/// The members of an `Accept` header in their order, once each, without their weights.
+/// Returns the members of an `Accept` header in order, without their weights. A member that equals the one before
+/// is left out.
 fn formats(accept: &str) -> Vec<Vec<String>> {
     let mut formats: Vec<_> = accept
         .split(',')
@@ -174,7 +175,7 @@ async fn a_target_that_fails_leaves_the_others_their_format_and_is_counted() {
     page.assert_readable("one fails");
     assert_eq!((page.kind(), page.ends()), (OM1, 1));
     assert_eq!(page.samples(), ["two 1", "envoy 1"]);
-    // What has failed is on the page itself, and asking for the figure was a scrape as well.
+    // The page counts the failure of its own scrape. `before` includes the failure of the scrape that has read it.
     let series = "istio_agent_scrape_failures_total{type=\"application\"}";
     assert_eq!(page.figure(series), before + 1);
     two.says(refusal);
@@ -250,16 +251,15 @@ async fn the_page_is_gzip_for_a_scraper_that_accepts_gzip() {
     }
 }
 
-/// Ten MiB of zeros, ten times wrapped up, are a few hundred bytes.
+/// Returns 64 MiB of zeros, compressed with gzip.
 fn bomb() -> Vec<u8> {
-    let mut packed = vec![0; 10 * MIB];
-    for _ in 0..2 {
-        use flate2::{Compression, write::GzEncoder};
-        let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-        std::io::Write::write_all(&mut encoder, &packed).unwrap();
-        packed = encoder.finish().unwrap();
+    use flate2::{Compression, write::GzEncoder};
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+    let zeros = vec![0; MIB];
+    for _ in 0..64 {
+        std::io::Write::write_all(&mut encoder, &zeros).unwrap();
     }
-    packed
+    encoder.finish().unwrap()
 }
 
 fn noise(length: usize) -> Vec<u8> {
@@ -268,7 +268,7 @@ fn noise(length: usize) -> Vec<u8> {
     noise
 }
 
-/// What a hostile source says, and the samples of it that are good.
+/// Returns the responses of a hostile source: a name, the bytes, and the number of good samples in them.
 fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
     let text = |body: &[u8]| answer_of(TEXT, "", body);
     let cut = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 99\r\n\r\napp 1\na";
@@ -332,7 +332,7 @@ async fn a_hostile_source_costs_its_own_samples_and_little_memory() {
                 .page_with("x-prometheus-scrape-timeout-seconds: 20\r\n")
                 .await;
             page.assert_readable(what);
-            // Identical series of the agent's or Envoy's are left out.
+            // A series that the page has already from an earlier source is left out, so one sample may be missing.
             let most = 1 + good + samples;
             let found = page.samples().len();
             assert!(
@@ -382,7 +382,7 @@ async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetric
     let page = scraped.page().await;
     page.assert_readable("cut off");
     assert_eq!(page.samples(), ["app 1", "envoy 1"]);
-    // The last chunk of a whole response is empty.
+    // The last chunk of a complete response is empty.
     assert!(scraped.raw().await.ends_with("\r\n0\r\n\r\n"));
     for says in [
         cut(OM1),
@@ -516,8 +516,8 @@ async fn metrics_has_all_sources_and_metrics_agent_only_the_agent() {
     }
 }
 
-/// Prometheus itself: Debian's package `prometheus`. Without it the test says so and is not run, except
-/// under `PROMETHEUS_TESTS`, where it fails.
+/// Scrapes with the real Prometheus (Debian's package `prometheus`). Without it, the test reports this and is not
+/// run; if `PROMETHEUS_TESTS` is set, it fails.
 #[tokio::test]
 async fn prometheus_has_all_series_of_the_page() {
     let scraped = Scraped::start(2).await;
@@ -573,7 +573,7 @@ async fn prometheus_has_all_series_of_the_page() {
         let text = read("malformed/app0.txt") + "text{x=\"a\nb\"} 1\n";
         let metrics = read("malformed_openmetrics/app0.om").replace("# EOF\n", "");
         scraped.envoy.has(TEXT, &read("malformed/envoy"));
-        // Both in text, then in OpenMetrics; each page is small once, and large once.
+        // Both targets use text first, then OpenMetrics, each with a small page and with a large one.
         for (number, (kind, more)) in [(TEXT, ""), (TEXT, &many), (OM1, ""), (OM1, &many)]
             .into_iter()
             .enumerate()

@@ -1,4 +1,4 @@
-//! Two agents in one directory, as two containers of a pod: one serves, the other waits and takes over.
+//! Tests two agents in one directory, like two containers of a pod: one serves, the other waits and takes over.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -19,10 +19,10 @@ use crate::support::{eventually, free_port, until};
 const FIRST: &str = "istio-proxy";
 const SECOND: &str = "istio-standby";
 
-/// Seconds of a former Envoy.
+/// The time after which a former Envoy exits.
 const STAY: &str = "3s";
 
-/// A probe of readiness, as the kubelet makes it.
+/// A readiness probe like those of the kubelet.
 struct Probe(u16);
 
 impl Attempt for Probe {
@@ -43,7 +43,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// A pod whose first container serves.
+    /// Starts a pod whose first container serves.
     async fn serving(envoy: &Path) -> Self {
         let (backend, port) = (Backend::start().await, free_port());
         let control_plane = ControlPlane::of(&[
@@ -71,14 +71,14 @@ impl Stage {
         stage
     }
 
-    /// Starts the second container, which has hardly any environment.
+    /// Starts the second container with hardly any environment, and waits until it is the standby.
     async fn standby(&self) -> Process {
         let standby = self.start_standby(None);
         standby.logs("waits until no agent serves").await;
         standby
     }
 
-    /// Runs the second container until its build is recorded.
+    /// Runs the second container until it has recorded its build.
     async fn recorded_standby(&self) {
         let mut standby = self.standby().await;
         let record = self
@@ -89,7 +89,7 @@ impl Stage {
         standby.end().await;
     }
 
-    /// Starts the second container, with an Envoy other than that of the first.
+    /// Starts the second container with this Envoy, or without PROXY_CONFIG.
     fn start_standby(&self, envoy: Option<&Path>) -> Process {
         let mut command = self.pod.command();
         command.arg("standby").env("ISTIO_AGENT_STANDBY", SECOND);
@@ -108,7 +108,7 @@ impl Stage {
         config.to_string()
     }
 
-    /// A program that runs `before`, then Envoy. It tells another version than Envoy.
+    /// Writes a program that runs `before`, then Envoy, and that prints another version than Envoy. Returns its path.
     fn wrapped(&self, envoy: &Path, before: &str) -> PathBuf {
         let path = self.pod.path("other-envoy");
         let script = format!(
@@ -127,7 +127,7 @@ impl Stage {
             .with(Probe(self.pod.status_port))
     }
 
-    /// Waits until Envoy forwards requests, and the well-known sockets are those of this container.
+    /// Waits until Envoy forwards requests and the well-known sockets lead to those of this container.
     async fn serves(&self, container: &str) {
         let sockets = [
             ("etc/istio/proxy/XDS", "XDS"),
@@ -157,7 +157,7 @@ async fn a_standby_serves_after_the_agent_was_killed_and_the_agent_that_comes_ba
     stage.pod.restart(&[]);
     stage.pod.agent.logs("waits until no agent serves").await;
     stage.serves(SECOND).await;
-    // It takes over in turn.
+    // It serves again when the second container is killed.
     standby.signal(Signal::KILL);
     stage.serves(FIRST).await;
 }
@@ -186,7 +186,7 @@ async fn a_standby_exits_with_an_agent_that_exits_on_purpose() {
     );
     assert_eq!(stage.pod.agent.end().await.code(), Some(0));
     assert_eq!(standby.end().await.code(), Some(0), "{}", standby.log());
-    // One that starts later serves.
+    // A container that starts later serves.
     let _standby = stage.standby().await;
     stage.serves(SECOND).await;
 }
@@ -233,8 +233,8 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
     eprintln!("{} attempts", tally.attempts());
 }
 
-/// Starts the Envoy of a handover, and does this instead.
-fn next_envoy_does(what: &str) -> String {
+/// Returns a line for [`Stage::wrapped`] that runs this before an Envoy that is started for a handover.
+fn before_successor(what: &str) -> String {
     format!("case \"$*\" in *--restart-epoch*) {what};; esac")
 }
 
@@ -294,7 +294,7 @@ async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again()
         stage.recorded_standby().await;
         let load = stage.load();
         load.makes(50).await;
-        let other = stage.wrapped(&envoy, &next_envoy_does(what));
+        let other = stage.wrapped(&envoy, &before_successor(what));
         let mut standby = stage.start_standby(Some(&other));
         let agent = &stage.pod.agent;
         agent.logs("[HANDOVER_FAILED]").await;
@@ -307,6 +307,7 @@ async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again()
         standby.logs("container istio-standby waits").await;
         load.makes(load.tally().attempts() + 50).await;
         load.assert_flawless();
+        let log = agent.log();
         assert_eq!(log.matches("handing over").count(), 1, "{log}");
         stage.serves(FIRST).await;
     }
@@ -319,7 +320,8 @@ async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
     stage.recorded_standby().await;
     let load = stage.load();
     load.makes(50).await;
-    // It reaches no agent, and is killed when it has the admin port of the Envoy that serves.
+    // The next Envoy gets no configuration, because its bootstrap has the wrong socket of the agent. It is killed when
+    // it has taken the admin port of the serving Envoy.
     let bootstrap = "etc/istio/proxy/istio-standby/envoy-rev0.json";
     let log = stage.pod.path("agent.log");
     let waits = format!(
@@ -327,7 +329,7 @@ async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
          (until grep -q 'shutting down admin' {}; do sleep 0.1; done; kill -9 $$) &",
         log.display()
     );
-    let other = stage.wrapped(&envoy, &next_envoy_does(&waits));
+    let other = stage.wrapped(&envoy, &before_successor(&waits));
     let mut standby = stage.start_standby(Some(&other));
     stage.pod.agent.logs("[HANDOVER_FAILED]").await;
     until("the standby waits again", || {
@@ -373,12 +375,14 @@ async fn a_missing_or_broken_envoy_is_found_before_the_handover_begins() {
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;
     let load = stage.load();
+    load.makes(50).await;
     for program in [stage.wrapped(&envoy, "exit 3"), stage.pod.path("missing")] {
         let standby = stage.start_standby(Some(&program));
         standby.logs("[HANDOVER_FAILED]").await;
         standby.logs("container istio-standby waits").await;
         standby.terminate();
     }
+    load.makes(load.tally().attempts() + 50).await;
     load.assert_flawless();
     assert!(!stage.pod.agent.log().contains("handing over"));
 }
@@ -403,7 +407,7 @@ async fn a_container_that_is_told_to_stop_while_it_takes_over_exits_at_once() {
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;
     let load = stage.load();
-    let other = stage.wrapped(&envoy, &next_envoy_does("exec sleep 1000"));
+    let other = stage.wrapped(&envoy, &before_successor("exec sleep 1000"));
     let mut standby = stage.start_standby(Some(&other));
     stage.pod.agent.logs("handing over").await;
     standby.logs("Starting proxy agent").await;

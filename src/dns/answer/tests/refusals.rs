@@ -1,4 +1,4 @@
-//! Messages that are no plain question, and any bytes.
+//! Tests the responses to messages other than a standard query, and to arbitrary bytes.
 
 use super::*;
 
@@ -11,7 +11,8 @@ fn messages_other_than_a_standard_query_are_refused_or_ignored() {
         query
     };
     let table = sample();
-    // The second byte of flags, which holds the code; nothing where nothing is sent.
+    // The expected second flags byte, which contains the response code, and the number of questions; `None` if
+    // there is no response.
     for (what, query, expected) in [
         ("a fragment", good[..11].to_vec(), None),
         ("an answer", changed(2, 0x81), None),
@@ -47,6 +48,8 @@ fn messages_other_than_a_standard_query_are_refused_or_ignored() {
         let (action, reply) = ask(Some(&table), &query, POLICY);
         let got = matches!(action, Action::Refuse).then(|| (reply[3], reply[5]));
         assert_eq!(got, expected, "{what}");
+        let is_dropped = matches!(action, Action::Drop);
+        assert_eq!(is_dropped, expected.is_none(), "{what}");
         if expected.is_some() {
             assert_eq!(reply[..2], query[..2], "{what}");
             decode(&reply);
@@ -150,7 +153,7 @@ fn an_answer_keeps_the_flags_that_a_client_sets() {
 }
 
 proptest! {
-    /// Runs for as long as PROPTEST_CASES says.
+    /// `PROPTEST_CASES` sets the number of cases.
     #[test]
     fn arbitrary_bytes_get_a_valid_dns_answer_or_none(bytes: Vec<u8>) {
         check(&bytes)?;

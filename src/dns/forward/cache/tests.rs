@@ -1,7 +1,7 @@
-//! Lifetimes, replacement and bounds of stored replies.
+//! Tests the lifetimes, the replacement and the limits of stored replies.
 
 use super::super::message::Query;
-use super::super::tests::{Answer, KEEPING, query};
+use super::super::tests::{Answer, STALE_CACHE, query};
 use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -17,13 +17,14 @@ fn caching(max_ttl: u64, max_negative_ttl: u64, max_stale: u64) -> Cache {
         max_ttl: SECOND * u32::try_from(max_ttl).expect("fits"),
         max_negative_ttl: Duration::from_secs(max_negative_ttl),
         max_stale: Duration::from_secs(max_stale),
-        ..KEEPING
+        ..STALE_CACHE
     })
 }
 
 /// Looks up the key after some seconds. Returns the kind of the result, and the TTL of the first record.
 fn found(cache: &mut Cache, stored: Instant, after: u64) -> (&'static str, u32) {
     let ttl = |reply: &Reply| {
+        // The TTL follows the header, the question, and the name, type and class of the record.
         let at = 12 + "a.test".len() + 2 + 4 + 6;
         wire::u32_at(&reply.bytes, at).expect("a TTL")
     };
@@ -36,19 +37,19 @@ fn found(cache: &mut Cache, stored: Instant, after: u64) -> (&'static str, u32) 
 
 #[tokio::test(start_paused = true)]
 async fn a_cache_without_time_or_room_keeps_nothing() {
-    assert!(KEEPING.is_enabled());
+    assert!(STALE_CACHE.is_enabled());
     for off in [
         Config {
             max_stale: Duration::ZERO,
-            ..KEEPING
+            ..STALE_CACHE
         },
         Config {
             max_entries: 0,
-            ..KEEPING
+            ..STALE_CACHE
         },
         Config {
             max_bytes: 0,
-            ..KEEPING
+            ..STALE_CACHE
         },
     ] {
         assert!(!off.is_enabled(), "{off:?}");
@@ -62,13 +63,13 @@ async fn an_answer_is_fresh_for_its_ttl_then_stale_then_gone() {
         addresses: vec![(0, [10, 0, 0, 1].into())],
         ..Answer::default()
     };
-    let missing = Answer::missing(20, 10);
+    let missing = Answer::nxdomain(20, 10);
     let endless = Answer {
         addresses: vec![(u32::MAX, [10, 0, 0, 1].into())],
         ..Answer::default()
     };
     let cases = [
-        // Answer; longest TTLs and staleness; seconds; what is found.
+        // The answer; the limits of TTL, negative TTL and staleness; the age in seconds; the result of the lookup.
         (&address, (60, 60, 60), 0, ("fresh", 30)),
         (&address, (60, 60, 60), 29, ("fresh", 1)),
         (&address, (60, 60, 60), 30, ("stale", 5)),
@@ -122,14 +123,14 @@ async fn entries_and_bytes_are_bounded() {
             max_entries,
             max_bytes,
             max_ttl: SECOND * 60,
-            ..KEEPING
+            ..STALE_CACHE
         });
         let now = Instant::now();
         let reply = reply(&Answer::address(1));
         for number in 0..1000u32 {
             cache.put(number.to_be_bytes().to_vec(), &reply, now);
             let (entries, bytes) = cache.size();
-            assert!(entries <= max_entries && bytes <= max_bytes);
+            assert!(entries > 0 && entries <= max_entries && bytes <= max_bytes);
         }
     }
 }
