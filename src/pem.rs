@@ -159,7 +159,8 @@ mod tests {
         format!("{begin}\n{base64}\n{end}\n")
     }
 
-    /// The last column is what Envoy 1.40 does: `what_envoy_reads_is_served_as_it_is` asks it.
+    /// The last column is true if Envoy 1.40 reads the form itself. The integration test
+    /// `envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read` serves such forms to Envoy.
     #[test]
     fn a_block_is_read_wherever_it_begins_and_is_plain_if_envoy_reads_it_too() {
         let (a, b, key) = (certificate(), certificate(), KeyPair::generate().unwrap());

@@ -54,7 +54,8 @@ mod tests {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let listener = std::net::TcpListener::bind(address).unwrap();
             let port = listener.local_addr().unwrap().port();
-            // A child that another test has just forked holds the socket too, until it runs its program.
+            // A child process that another test has just forked also holds the socket, until it executes its program.
+            // `holder` may therefore name another process than this one.
             let found = holder(port).unwrap();
             assert!(found.starts_with("process "), "{found}");
             drop(listener);

@@ -8,17 +8,17 @@
     clippy::wildcard_imports
 )]
 
-/// `istio.v1.auth`: the certificate service.
+/// The package `istio.v1.auth`: the certificate service.
 pub mod istio_v1_auth {
     tonic::include_proto!("istio.v1.auth");
 }
 
-/// `grpc.health.v1`: the health check of gRPC servers.
+/// The package `grpc.health.v1`: the health check of gRPC servers.
 pub mod grpc_health_v1 {
     tonic::include_proto!("grpc.health.v1");
 }
 
-/// `istio.mesh.v1alpha1`: `ProxyConfig`.
+/// The package `istio.mesh.v1alpha1`, of which the agent uses `ProxyConfig`.
 pub mod istio_mesh_v1alpha1 {
     tonic::include_proto!("istio.mesh.v1alpha1");
 }

@@ -58,7 +58,7 @@ pub(crate) fn read_open(file: File, limit: u64) -> io::Result<Zeroizing<Vec<u8>>
     Ok(content)
 }
 
-/// Like [`read`], on a thread that may block.
+/// Reads a file like [`read`], on a thread that may block.
 pub(crate) async fn read_blocking(path: PathBuf, limit: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     tokio::task::spawn_blocking(move || read(&path, limit))
         .await

@@ -16,7 +16,7 @@ const MAX_TEXT: usize = 1000;
 
 /// The indentation of the second and later lines of a finding.
 const INDENT: &str = "           ";
-/// Problems that are warnings, unless a check sets another level.
+/// The codes of problems that are warnings, unless a check sets another level.
 const WARNINGS: [&Code; 13] = [
     codes::CERTIFICATE_EXPIRES_SOON,
     codes::DNS_RESOLVER_INVALID,
@@ -63,7 +63,7 @@ pub struct Group {
 pub struct Check {
     pub name: String,
     pub level: Level,
-    /// Empty if the check passed or was not made.
+    /// The code of the problem. Empty if the check passed or was not made.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub code: String,
     pub found: String,
@@ -416,10 +416,10 @@ mod tests {
             .map(|it| (it.level, &*it.found))
             .collect();
         assert_eq!(listed, [(Level::Error, "1"), (Level::Error, "3")]);
-        // JSON has all.
+        // The JSON contains all checks, also the consequences.
         let json = serde_json::to_value(&found).expect("JSON");
         assert_eq!(json["groups"][2]["checks"][1]["found"], "4");
-        // An error is not hidden by a warning.
+        // A warning as the cause does not hide an error that follows from it.
         let checks = vec![warning(cause, "a", "1"), error(consequence, "b", "2")];
         assert_eq!(report(checks).findings().len(), 2);
     }

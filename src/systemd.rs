@@ -85,7 +85,7 @@ mod tests {
 
     use super::*;
 
-    /// What arrives until `last`, each message once.
+    /// Receives messages until `last` arrives. Returns each different message once.
     async fn received(socket: &UnixDatagram, last: &str) -> Vec<String> {
         let mut messages: Vec<String> = Vec::new();
         let mut buffer = [0; 64];

@@ -27,7 +27,7 @@ pub(crate) struct TrustAnchors {
 /// The source of trust anchors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Roots {
-    /// PEM, one or more certificates.
+    /// A PEM file with one or more certificates.
     File(PathBuf),
     System(SystemRoots),
 }
@@ -49,7 +49,7 @@ impl fmt::Display for Roots {
     }
 }
 
-/// Many times the size of an operating system's bundle.
+/// The size limit of a PEM file, which is many times the size of an operating system's bundle.
 pub(crate) const MAX_PEM: u64 = 16 << 20;
 
 /// The bundles of different operating systems; the first that exists is used.
@@ -97,7 +97,7 @@ impl SystemRoots {
         for directory in &self.directories {
             match std::fs::read_dir(directory) {
                 Ok(entries) => {
-                    // Other files are there, too, and links to the same certificates.
+                    // The directory also has files without certificates, and links to the same certificates.
                     for entry in entries.flatten() {
                         if let Ok(pem) = regular_file::read(&entry.path(), MAX_PEM) {
                             anchors.add(&pem, now);
@@ -121,7 +121,7 @@ pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     read.unwrap_or_else(|panic| Err(unusable(roots, panic)))
 }
 
-/// Like [`load`]. Blocks.
+/// Reads trust anchors like [`load`], but blocks.
 pub(crate) fn read(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     let now = SystemTime::now();
     let read = match roots {
@@ -255,7 +255,7 @@ mod tests {
         }
     }
 
-    /// Also the usual places are looked for, where a variable is empty.
+    /// Tests also that an empty variable stands for the default paths.
     #[test]
     fn system_roots_are_read_from_ssl_cert_file_and_ssl_cert_dir() {
         let place = tempfile::tempdir().expect("a folder");

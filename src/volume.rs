@@ -152,7 +152,7 @@ mod tests {
         let missing = disk.path().join("missing");
         let (disk, memory) = (disk.path(), memory.path());
         let in_memory = "it is in memory";
-        // The machine that runs this test may have a disk that is nearly full.
+        // The disk of the machine that runs this test may be nearly full, and is not used by default then.
         let is_full = is_nearly_full(disk).expect("free space");
         let full = is_full.then_some("less than 10 %");
         for (directory, is_machine, content, expected) in [

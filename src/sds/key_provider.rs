@@ -11,13 +11,13 @@ use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::{
 use envoy_types::pb::google::protobuf::{Any, Duration as ProtoDuration};
 use prost::Message;
 
-/// `privateKeyProvider` of the proxy configuration.
+/// The setting `privateKeyProvider` of the proxy configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyProvider {
     pub kind: Kind,
     /// The time for which Envoy collects work before it gives it to the hardware.
     pub poll_delay: Option<Duration>,
-    /// Lets Envoy do the work itself if the hardware is missing.
+    /// True if Envoy does the work itself when the hardware is missing.
     pub fallback: bool,
 }
 

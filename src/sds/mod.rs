@@ -39,7 +39,7 @@ pub use resource::SecretOptions;
 pub(crate) use resource::revocation_problem;
 use stream::Stream;
 
-/// The largest accepted request. Envoy's have a few hundred bytes.
+/// The largest accepted request, in bytes. Envoy's requests have a few hundred bytes.
 const MAX_REQUEST: usize = 4 * 1024 * 1024;
 
 /// The secrets of which Envoy has rejected the last version, by the number of the stream.
@@ -64,7 +64,7 @@ struct Service {
     metrics: Metrics,
     /// The number of the latest stream.
     streams: Arc<AtomicU64>,
-    /// The number of responses; part of each version.
+    /// The number of responses so far, which is a part of each version.
     responses: Arc<AtomicU64>,
 }
 

@@ -289,7 +289,7 @@ mod tests {
         ] {
             assert_eq!(found(&file), None);
         }
-        // Without a chain only a file without a list is reported.
+        // Without a certificate chain, the only problem is a file that contains no list.
         assert_eq!(revocation_problem(&path, b""), None);
         std::fs::write(&path, "x").unwrap();
         let problem = revocation_problem(&path, b"").expect("has no list");

@@ -1,4 +1,4 @@
-//! The rules of SotW streams, one by one, without a socket.
+//! Tests the rules of SotW streams one by one, without a socket.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::secrets::fake_authority::{FakeAuthority, clock, config};
 use crate::secrets::name::Name;
 use crate::secrets::{Roots, Secret as Served, State};
 
-/// A state with a certificate fresh from `authority`.
+/// Returns a state with a new certificate that `authority` has signed.
 async fn signed_by(authority: &FakeAuthority) -> State {
     let config = config();
     let request =
@@ -68,7 +68,7 @@ fn refusal(names: &[&str], nonce: &str) -> DiscoveryRequest {
     }
 }
 
-/// One stream without a socket.
+/// A SotW stream without a socket.
 struct Stream(StateOfTheWorld);
 
 impl Stream {
@@ -109,8 +109,8 @@ const fn available(secret: Served) -> Resource<'static> {
     }
 }
 
-/// The names of the next response, which gets `nonce`; empty when none is due.
-fn sent(stream: &mut Stream, state: &State, nonce: &str) -> Vec<String> {
+/// Makes the next response, with `nonce`, and returns the names of its secrets. Returns no names if no response is due.
+fn next_names(stream: &mut Stream, state: &State, nonce: &str) -> Vec<String> {
     let response = stream.next_response(state, nonce);
     response.as_ref().map(names).unwrap_or_default()
 }
@@ -130,15 +130,15 @@ fn fresh() -> Stream {
     Stream::new(&Registry::default())
 }
 
-/// A stream that asked for `first` and got it with nonce "1".
+/// Returns a stream that has requested `first` and has got a response with nonce "1".
 fn subscribed(first: &[&str], state: &State) -> Stream {
     let mut stream = fresh();
     stream.apply(&request(first, "")).expect("is fine");
-    sent(&mut stream, state, "1");
+    next_names(&mut stream, state, "1");
     stream
 }
 
-fn ended(result: Result<(), Status>) -> (Code, String) {
+fn end_status(result: Result<(), Status>) -> (Code, String) {
     let status = result.expect_err("ends the stream");
     (status.code(), status.message().to_owned())
 }
@@ -205,8 +205,12 @@ async fn later_requests_are_answered_by_the_rules_of_sotw_xds() {
     ] {
         let mut stream = subscribed(&first, &state);
         stream.apply(&then).expect(rule);
-        assert_eq!(sent(&mut stream, &state, "2"), expected, "{rule}");
-        assert_eq!(sent(&mut stream, &state, "3"), NOTHING, "{rule}: once");
+        assert_eq!(next_names(&mut stream, &state, "2"), expected, "{rule}");
+        assert_eq!(
+            next_names(&mut stream, &state, "3"),
+            NOTHING,
+            "{rule}: once"
+        );
     }
 }
 
@@ -220,7 +224,7 @@ async fn a_first_request_is_answered_whatever_its_nonce() {
     stream
         .apply(&request(&["default", "ROOTCA"], "of an old stream"))
         .expect("is fine");
-    assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
+    assert_eq!(next_names(&mut stream, &state, "1"), ["ROOTCA", "default"]);
 }
 
 #[tokio::test]
@@ -236,7 +240,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
         ..request(&["default"], "")
     };
     let expected = (Code::InvalidArgument, "missing node information".to_owned());
-    assert_eq!(ended(stream.apply(&nameless)), expected);
+    assert_eq!(end_status(stream.apply(&nameless)), expected);
     let mut stream = fresh();
     stream.apply(&request(&["default"], "")).expect("is fine");
     stream.apply(&nameless).expect("needs no node any more");
@@ -251,7 +255,7 @@ async fn a_nack_as_the_first_request_subscribes_to_nothing() {
         .expect("is survived");
     assert!(!is_due(&mut stream, &state));
     stream.apply(&request(&["default"], "x")).expect("is fine");
-    assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
+    assert_eq!(next_names(&mut stream, &state, "1"), ["default"]);
 }
 
 #[tokio::test]
@@ -264,7 +268,7 @@ async fn a_request_waits_until_there_is_a_secret() {
     assert!(!is_due(&mut stream, &nothing));
     assert_eq!(stream.0.unsent().count(), 2);
     let state = signed().await;
-    assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
+    assert_eq!(next_names(&mut stream, &state, "1"), ["ROOTCA", "default"]);
     assert_eq!(stream.0.unsent().count(), 0);
     assert!(!is_due(&mut stream, &nothing), "a withdrawal is not a push");
 }
@@ -276,14 +280,14 @@ async fn only_changed_and_subscribed_secrets_are_pushed_and_roots_come_first() {
     let mut both = subscribed(&["default", "ROOTCA"], &old);
     let mut roots_only = subscribed(&["ROOTCA"], &old);
     let renewed = signed_by(&authority).await;
-    assert_eq!(sent(&mut both, &renewed, "2"), ["default"]);
+    assert_eq!(next_names(&mut both, &renewed, "2"), ["default"]);
     assert!(!is_due(&mut roots_only, &renewed));
     assert!(!is_due(&mut both, &renewed), "the same is not sent again");
     authority.rotate_root();
     let moved = signed_by(&authority).await;
-    assert_eq!(sent(&mut both, &moved, "3"), ["ROOTCA"]);
-    assert_eq!(sent(&mut both, &moved, "4"), ["default"]);
-    assert_eq!(sent(&mut roots_only, &moved, "2"), ["ROOTCA"]);
+    assert_eq!(next_names(&mut both, &moved, "3"), ["ROOTCA"]);
+    assert_eq!(next_names(&mut both, &moved, "4"), ["default"]);
+    assert_eq!(next_names(&mut roots_only, &moved, "2"), ["ROOTCA"]);
 }
 
 #[tokio::test]
@@ -292,7 +296,7 @@ async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
     let mut stream = subscribed(&["default"], &state);
     stream.apply(&refusal(&["default"], "1")).expect("is fine");
     assert!(!is_due(&mut stream, &state));
-    assert_eq!(sent(&mut stream, &signed().await, "2"), ["default"]);
+    assert_eq!(next_names(&mut stream, &signed().await, "2"), ["default"]);
 }
 
 #[tokio::test]
@@ -302,7 +306,7 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
     let mut stream = Stream::new(&registry);
     let first = request(&["default"], "");
     stream.apply(&first).expect("is fine");
-    sent(&mut stream, &state, "1");
+    next_names(&mut stream, &state, "1");
     assert!(!registry.render().contains("_pilot_"), "nothing is counted");
     let (refused, late) = (refusal(&["default"], "1"), request(&["default"], "0"));
     for answer in [&refused, &late, &late] {
@@ -313,7 +317,7 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
     assert!(page.contains("istio_agent_pilot_xds_expired_nonce{type=\"sds\"} 2\n"));
 }
 
-/// The reasons why the pod is not ready.
+/// Returns the problems of the secrets whose last version Envoy has rejected.
 fn refusals(stream: &Stream) -> Vec<Problem> {
     stream.0.metrics.refusals.lock().values().cloned().collect()
 }
@@ -324,7 +328,7 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
     let registry = Registry::default();
     let mut stream = Stream::new(&registry);
     stream.apply(&request(&["default"], "")).expect("is fine");
-    sent(&mut stream, &signed_by(&authority).await, "1");
+    next_names(&mut stream, &signed_by(&authority).await, "1");
     let mut refused = refusal(&["default"], "1");
     refused.error_detail.as_mut().expect("is set").message =
         format!("no\n\x1b[0m{}", "x".repeat(9_000));
@@ -342,10 +346,10 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
             .render()
             .contains("\nistio_agent_sds_refused_secrets 1\n")
     );
-    // It asks for the same again, which is no acceptance.
+    // A request for the same secret with an older nonce is not an ACK.
     stream.apply(&request(&["default"], "0")).expect("is fine");
     assert_eq!(refusals(&stream).len(), 1);
-    sent(&mut stream, &signed_by(&authority).await, "2");
+    next_names(&mut stream, &signed_by(&authority).await, "2");
     stream.apply(&request(&["default"], "2")).expect("is fine");
     assert_eq!(refusals(&stream), []);
     assert!(
@@ -353,8 +357,8 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
             .render()
             .contains("\nistio_agent_sds_refused_secrets 0\n")
     );
-    // A replacement that is refused leaves the version that was accepted.
-    sent(&mut stream, &signed_by(&authority).await, "3");
+    // If Envoy refuses a newer version, it still has the version that it accepted before.
+    next_names(&mut stream, &signed_by(&authority).await, "3");
     stream.apply(&refusal(&["default"], "3")).expect("is fine");
     let refused = Vec::from_iter(refusals(&stream).iter().map(|problem| problem.code));
     assert_eq!(refused, [codes::SECRET_UPDATE_REFUSED]);
@@ -369,7 +373,7 @@ async fn a_version_of_an_earlier_stream_counts_as_accepted_and_ended_streams_are
     let mut again = request(&["default"], "");
     again.version_info = "before/1".to_owned();
     stream.apply(&again).expect("is fine");
-    sent(&mut stream, &state, "1");
+    next_names(&mut stream, &state, "1");
     stream.apply(&refusal(&["default"], "1")).expect("is fine");
     let refused = Vec::from_iter(refusals(&stream).iter().map(|problem| problem.code));
     assert_eq!(refused, [codes::SECRET_UPDATE_REFUSED]);
@@ -432,8 +436,9 @@ fn states() -> impl Strategy<Value = Vec<u8>> {
     proptest::collection::vec(0..4_u8, 8)
 }
 
-/// Answers until nothing is due, with names in these states.
-fn answer_all(stream: &mut Stream, states: &[u8]) -> Result<(), TestCaseError> {
+/// Makes responses until none is due. `states` has the state of each secret: 3 if it is available, less if it is not.
+/// Fails if the responses do not end.
+fn drain_responses(stream: &mut Stream, states: &[u8]) -> Result<(), TestCaseError> {
     let names = [
         "default",
         "ROOTCA",
@@ -456,7 +461,7 @@ fn answer_all(stream: &mut Stream, states: &[u8]) -> Result<(), TestCaseError> {
 }
 
 proptest! {
-    /// Any requests in any order, with names in any state: no panic, and an end to the responses.
+    /// Arbitrary requests in any order, for secrets in any state, cause no panic and no endless responses.
     #[test]
     fn arbitrary_requests_do_no_harm(
         requests in proptest::collection::vec(
@@ -470,18 +475,18 @@ proptest! {
             let mut request = request(&asked, &nonce);
             request.error_detail = is_nack.then(Default::default);
             if stream.apply(&request).is_ok() {
-                answer_all(&mut stream, &states)?;
+                drain_responses(&mut stream, &states)?;
             }
         }
     }
 
-    /// Bytes that decode as a request do no harm.
+    /// Arbitrary bytes that decode as a request cause no panic and no endless responses.
     #[test]
     fn arbitrary_frames_do_no_harm(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         if let Ok(request) = DiscoveryRequest::decode(&*bytes) {
             let mut stream = fresh();
             drop(stream.apply(&request));
-            answer_all(&mut stream, &[3; 8])?;
+            drain_responses(&mut stream, &[3; 8])?;
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The service on a real Unix socket, with a gRPC client for Envoy.
+//! Tests the secret discovery service on a real Unix socket, with a gRPC client in place of Envoy.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::clock::Clock;
 use crate::secrets::fake_authority::{Answer, FakeAuthority, clock, config};
 use crate::secrets::files;
 
-/// No step of these tests waits for a timer; this one only ends a test that hangs.
+/// The time limit of a step. No step waits for a timer, so the limit only ends a test that hangs.
 const LIMIT: Duration = Duration::from_secs(20);
 
 struct Fixture {
@@ -144,6 +144,7 @@ async fn streams_wait_for_the_authority_and_get_every_rotation() {
         anchors.r#type,
         Some(secret::Type::ValidationContext(_))
     ));
+    // The certificate is valid for 24 hours and is renewed after 12 of them.
     leaf.send("default", &first.nonce).await;
 
     fixture.clock.jump(Duration::from_secs(13 * 3600));
@@ -153,7 +154,7 @@ async fn streams_wait_for_the_authority_and_get_every_rotation() {
     assert_ne!(second.nonce, first.nonce);
     assert_ne!(second.version_info, first.version_info);
 
-    // The roots did not change: what comes next on their stream is the answer to this request.
+    // The renewal did not change the roots, so the next response on their stream is the response to this request.
     roots.send("ROOTCA", "").await;
     assert_eq!(only_secret(&roots.next().await), anchors);
 }

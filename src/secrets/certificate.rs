@@ -153,7 +153,7 @@ impl Certificate {
 }
 
 impl fmt::Debug for Certificate {
-    /// Leaves out the key.
+    /// Formats the certificate without its key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Certificate")
             .field("names", &self.leaf.names)

@@ -1,5 +1,5 @@
-//! A certificate authority for tests: signs with a throw-away root, without checks, or misbehaves as
-//! told.
+//! A certificate authority for tests. It signs each CSR with a temporary root, without checks, or misbehaves as the
+//! test has set.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -23,14 +23,14 @@ use crate::identity::SpiffeId;
 use crate::problem::{Problem, codes};
 use crate::secrets::Config;
 
-/// What the authority does with a request.
+/// The reaction of the authority to a CSR.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Answer {
     Signed,
     Fails(Code),
-    /// Signs RSA keys only.
+    /// Signs RSA keys, and fails with this code for other keys.
     RefusesEcdsa(Code),
-    /// Nothing until the answer is another one.
+    /// Does not respond until the test sets another answer.
     Waits,
     Empty,
     LeafOnly,
@@ -39,8 +39,8 @@ pub(crate) enum Answer {
     ForeignKey,
     ForeignName,
     Expired,
-    /// Begins to be valid when it ends.
-    Lifeless,
+    /// A certificate whose validity ends at the moment when it begins.
+    ZeroLifetime,
 }
 
 #[derive(Clone)]
@@ -49,7 +49,7 @@ pub(crate) struct FakeAuthority {
     answer: Arc<watch::Sender<Answer>>,
     log: Arc<Mutex<Log>>,
     root: Arc<Mutex<Root>>,
-    /// How far its clock is set, in seconds.
+    /// The number of seconds by which the authority's clock is ahead of the agent's clock.
     skew: Arc<AtomicI64>,
 }
 
@@ -80,7 +80,7 @@ pub(crate) fn config() -> Config {
     }
 }
 
-/// A simulated clock that reads a moment of 2026.
+/// Returns a simulated clock that shows 2026-02-02T02:40:00Z.
 pub(crate) fn clock() -> Clock {
     Clock::simulated(SystemTime::UNIX_EPOCH + Duration::from_secs(1_770_000_000))
 }
@@ -104,7 +104,7 @@ impl FakeAuthority {
         *self.root.lock().unwrap() = Root::new();
     }
 
-    /// Signs with a new root, and says that the old one is good too.
+    /// Signs with a new root from now on, and still returns the old root next to the new one.
     pub(crate) fn rotate_root_with_overlap(&self) {
         let mut root = self.root.lock().unwrap();
         let old = std::mem::replace(&mut *root, Root::new());
@@ -153,7 +153,7 @@ impl FakeAuthority {
         params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
         let epoch = rcgen::date_time_ymd(1970, 1, 1);
         let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH).unwrap();
-        let is_lifeless = *self.answer.borrow() == Answer::Lifeless;
+        let is_lifeless = *self.answer.borrow() == Answer::ZeroLifetime;
         let age = if is_lifeless { 0 } else { 120 };
         params.not_before = epoch + since_epoch - Duration::from_secs(age);
         params.not_after = epoch + since_epoch + life;
@@ -173,7 +173,7 @@ impl Ca for FakeAuthority {
             log.most_in_flight = log.most_in_flight.max(log.in_flight);
             log.keys.insert(key.bits.clone());
         }
-        let _in_flight = InFlight(&self.log); // Ends with the call, also when that is given up.
+        let _in_flight = InFlight(&self.log); // It is dropped at the end of the call, also if the call is cancelled.
         let mut answers = self.answer.subscribe();
         let answer = *answers.wait_for(|a| *a != Answer::Waits).await.unwrap();
         let mut signed = self.signed(&key, ttl);
@@ -208,7 +208,7 @@ impl Ca for FakeAuthority {
                 let other = SpiffeId::new("cluster.local", "shop", "till");
                 signed = self.signed_for(other, &key, ttl);
             }
-            Answer::Expired | Answer::Lifeless => signed = self.signed(&key, Duration::ZERO),
+            Answer::Expired | Answer::ZeroLifetime => signed = self.signed(&key, Duration::ZERO),
         }
         Ok(signed)
     }

@@ -15,7 +15,7 @@ pub(super) struct Metrics {
     requests: Counter,
     failures: Counter,
     retries: Counter,
-    /// Milliseconds in all.
+    /// The total duration of the requests, in milliseconds.
     latency: Counter,
 }
 
@@ -99,7 +99,7 @@ pub(super) fn register_gauges(secrets: &Secrets, registry: &Registry) {
     for (name, help, value) in GAUGES {
         let (state, clock) = (secrets.state.clone(), secrets.clock.clone());
         registry.computed(name, help, Kind::Gauge, &["resource_name"], move |series| {
-            // Copied, so that the state is not locked while the page is written.
+            // The dates are copied, so that the state is not locked while the page is written.
             let dates = state.borrow().dates;
             if let Some(dates) = dates {
                 series(&["default"], value(&dates, clock.now()));

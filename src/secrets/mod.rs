@@ -71,7 +71,7 @@ pub struct Config {
 
 pub const WORKLOAD: &str = "workload certificate";
 
-/// Bounds that do not overload an authority.
+/// The bounds for [`Config::least_pause`] that do not overload an authority.
 pub const MIN_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
 
 /// Reads the latest secrets. Each clone waits for changes on its own.
@@ -87,7 +87,7 @@ pub struct Secrets {
 pub struct State {
     /// None before the first certificate.
     pub workload: Option<Arc<certificate::Workload>>,
-    /// Newer than `workload` for a moment, because changed roots are published first.
+    /// The roots. They are newer than `workload` for a moment, because changed roots are published first.
     pub roots: Option<Roots>,
     /// The dates of the latest certificate, also once it has expired.
     pub dates: Option<Dates>,
@@ -113,7 +113,7 @@ pub struct Failure {
     pub problem: Problem,
     /// The number of consecutive failures.
     pub failures: u32,
-    /// The moment of the first of them.
+    /// The time of the first of these failures.
     #[serde(skip)]
     pub since: SystemTime,
     #[serde(serialize_with = "in_utc")]

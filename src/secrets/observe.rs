@@ -14,7 +14,7 @@ use super::{Failure, State};
 use crate::clock::rfc3339;
 use crate::pem;
 
-/// More than any chain or bundle of roots that Envoy is given.
+/// The most certificates of a secret that are shown. No chain or bundle of roots for Envoy has more.
 const MAX_CERTIFICATES: usize = 100;
 
 /// The secrets at one moment.
@@ -28,7 +28,7 @@ pub struct Snapshot {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Secret {
     pub name: &'static str,
-    /// True if there is a secret, which Envoy gets on request.
+    /// True if the secret exists, so that Envoy gets it on request.
     pub served: bool,
     pub renewed_at: Option<String>,
     pub next_renewal: Option<String>,
@@ -43,7 +43,7 @@ pub struct Certificate {
     pub spiffe_ids: Vec<String>,
     pub not_before: String,
     pub not_after: String,
-    /// Negative once it has expired.
+    /// The remaining lifetime. It is negative once the certificate has expired.
     pub remaining_seconds: f64,
 }
 

@@ -34,7 +34,7 @@ enum IssueError {
     NotSigned(#[from] SignError),
 }
 
-/// Limit of one request to the authority, far above the limit of its client.
+/// The time limit of one request to the authority. It is far above the limit of the authority's client.
 const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 
 /// After this many consecutive failures with the code INTERNAL, the key type is assumed to be rejected.

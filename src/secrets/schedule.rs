@@ -1,7 +1,7 @@
 //! Computes when to renew, and how long to wait after a failure.
 //!
-//! Pure arithmetic on wall-clock moments. A certificate is renewed when the grace part of its lifetime
-//! is left, with a little jitter, so that a fleet does not renew in step.
+//! The functions only calculate with times of the wall clock. A certificate is renewed when the grace part of its
+//! lifetime is left, with a little jitter, so that the pods of a mesh do not renew at the same time.
 
 use std::ops::RangeInclusive;
 use std::time::{Duration, SystemTime};
@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use crate::backoff::Backoff;
 use crate::duration::scaled;
 
-/// Ceiling of the first wait after a failure.
+/// The upper bound of the first wait after a failure.
 const RETRY_BASE: Duration = Duration::from_millis(500);
 
 /// The shortest time between two attempts.
@@ -22,11 +22,11 @@ const MAX_SPREAD: Duration = Duration::from_secs(30);
 /// The longest lifetime assumed for a certificate that has already expired when it is issued.
 pub(super) const MAX_ASSUMED_LIFETIME: Duration = Duration::from_secs(120);
 
-/// Ceiling of the waits while the current certificate is valid for long.
+/// The upper bound of the waits while the current certificate is valid for a long time.
 const RETRY_CAP: Duration = Duration::from_secs(60);
 
-/// Ceiling of the waits without a certificate: Envoy waits for it, so a returning authority must be noticed
-/// soon.
+/// The upper bound of the waits without a certificate. Envoy waits for one, so the agent must soon notice that the
+/// authority is reachable again.
 const RETRY_CAP_WITHOUT_CERTIFICATE: Duration = Duration::from_secs(5);
 
 /// Returns the seconds from `start` to `end`, negative if the end is earlier.

@@ -170,7 +170,7 @@ mod tests {
         assert!(!merged.ends_with('\n'));
     }
 
-    /// Issues of one root, by the years in which they begin and end.
+    /// Returns several certificates of one root key, each valid from the first to the second of its years.
     fn issues(years: &[(i32, i32)]) -> Vec<String> {
         let key = KeyPair::generate().unwrap();
         let issue = |(begin, end): &(i32, i32)| {

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::Body;
 use crate::metrics::Registry;
 
-/// Prometheus' text format.
+/// The media type of Prometheus' text format.
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// A policy under which a page can run, load and send nothing, whatever text it contains.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \

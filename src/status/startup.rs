@@ -8,10 +8,10 @@ use tokio::sync::watch as channel;
 use tokio::time::Instant;
 
 pub const SOCKETS_BOUND: &str = "sockets bound";
-/// Envoy has accepted clusters and listeners.
+/// The milestone that Envoy has accepted clusters and listeners.
 pub(super) const CONFIG_RECEIVED: &str = "configuration received";
 pub(super) const ENVOY_LIVE: &str = "Envoy live";
-/// The pod is ready. Marked by the status port only.
+/// The milestone that the pod is ready. Only the status port marks it.
 pub const READY: &str = "ready";
 
 /// A milestone that has been reached.

@@ -1,4 +1,4 @@
-//! Every path, its methods and callers.
+//! Tests every path of the status port with its methods and callers.
 
 use http_body_util::BodyExt;
 use serde_json::Value;
@@ -13,7 +13,7 @@ fn merged_metrics() -> Scrape {
     Arc::new(|_| Box::pin(async { plain(StatusCode::OK, "merged 1\n") }))
 }
 
-/// A listener as the status port has it, and its port.
+/// Opens a listener like that of the status port, on a free port. Returns the listener and the port.
 pub(super) fn any_port() -> (tokio::net::TcpListener, u16) {
     let listener = bind(0).expect("a port");
     let listener = tokio::net::TcpListener::from_std(listener).expect("a listener");
@@ -21,7 +21,7 @@ pub(super) fn any_port() -> (tokio::net::TcpListener, u16) {
     (listener, port)
 }
 
-/// Merged metrics without other sources than the agent.
+/// Returns a scrape that has only the metrics of the agent itself.
 pub(super) fn own_metrics(metrics: Registry) -> Scrape {
     Arc::new(move |_| {
         let metrics = metrics.clone();
@@ -29,7 +29,7 @@ pub(super) fn own_metrics(metrics: Registry) -> Scrape {
     })
 }
 
-/// The sources of an agent without Envoy, secrets and DNS, whose istiod is not there.
+/// Returns the sources of an agent without Envoy, secrets and DNS, whose istiod is unreachable.
 pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources {
     let istiod = crate::istiod::fake::plaintext("127.0.0.1:1");
     let (istiod, _) = crate::istiod::new(istiod, &metrics, CancellationToken::new());
@@ -82,7 +82,7 @@ fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
     Router::new(config, sources(stop.clone(), merged_metrics(), metrics)).expect("a router")
 }
 
-async fn asked(router: &Router, line: &str, from: &str) -> (u16, String, Response<()>) {
+async fn send_request(router: &Router, line: &str, from: &str) -> (u16, String, Response<()>) {
     let (method, path) = line.split_once(' ').expect("method and path");
     let request = Request::builder().method(method).uri(path);
     let request = request.body(()).expect("a request");
@@ -144,7 +144,7 @@ async fn each_path_has_its_methods_and_callers() {
         ),
         ("GET /", THERE, 404, "404 page not found: see /debug/\n"),
     ] {
-        let (found, text, _) = asked(&router, line, from).await;
+        let (found, text, _) = send_request(&router, line, from).await;
         assert_eq!((found, text.as_str()), (status, body), "{line} from {from}");
     }
 }
@@ -154,19 +154,19 @@ async fn metrics_can_be_restricted_to_loopback() {
     let router = router(&Stop::new(), true);
     for path in ["/metrics", "/metrics/agent", "/stats/prometheus"] {
         let path = &format!("GET {path}");
-        assert_eq!(asked(&router, path, THERE).await.0, 403);
-        assert_eq!(asked(&router, path, HERE).await.0, 200);
+        assert_eq!(send_request(&router, path, THERE).await.0, 403);
+        assert_eq!(send_request(&router, path, HERE).await.0, 200);
     }
 }
 
 #[tokio::test]
 async fn the_overview_is_html_and_json_and_says_whether_the_pod_is_ready() {
     let router = router(&Stop::new(), false);
-    let (status, json, _) = asked(&router, "GET /debug/overview", HERE).await;
+    let (status, json, _) = send_request(&router, "GET /debug/overview", HERE).await;
     let json: Value = serde_json::from_str(&json).expect("JSON");
     assert_eq!((status, &json["ready"]), (200, &json!(true)));
     assert_eq!(json["start_up"][0]["milestone"], "ready");
-    let (status, html, _) = asked(&router, "GET /debug/", HERE).await;
+    let (status, html, _) = send_request(&router, "GET /debug/", HERE).await;
     assert_eq!(status, 200);
     assert!(
         html.contains("<p class=\"skipped\">ready: no problem found</p>"),
@@ -204,7 +204,7 @@ async fn the_doctors_report_has_the_type_that_the_caller_prefers() {
         let text = String::from_utf8_lossy(&body).into_owned();
         assert!(text.contains("ready: no problem found"), "{text}");
     }
-    let (_, json, _) = asked(&router, "GET /debug/doctor", HERE).await;
+    let (_, json, _) = send_request(&router, "GET /debug/doctor", HERE).await;
     let json: Value = serde_json::from_str(&json).expect("JSON");
     assert_eq!(json["verdict"], "ready: no problem found");
 }
@@ -214,7 +214,7 @@ async fn a_pod_that_is_not_ready_for_an_unknown_reason_is_an_error() {
     let stop = Stop::new();
     let router = router(&stop, false);
     stop.request(Urgency::Drain, "a test");
-    let (_, json, _) = asked(&router, "GET /debug/doctor", HERE).await;
+    let (_, json, _) = send_request(&router, "GET /debug/doctor", HERE).await;
     let json: Value = serde_json::from_str(&json).expect("JSON");
     assert_eq!(json["level"], "error");
     assert_eq!(json["groups"][0]["checks"][0]["code"], "POD_NOT_READY");
@@ -228,7 +228,7 @@ async fn a_pod_that_is_not_ready_for_an_unknown_reason_is_an_error() {
 #[tokio::test]
 async fn the_html_page_is_not_stored_and_may_run_and_load_nothing() {
     let router = router(&Stop::new(), false);
-    let (_, _, head) = asked(&router, "GET /debug/", HERE).await;
+    let (_, _, head) = send_request(&router, "GET /debug/", HERE).await;
     let header = |name: &str| head.headers()[name].to_str().expect("text").to_owned();
     assert_eq!(header("content-type"), "text/html; charset=utf-8");
     assert_eq!(header("cache-control"), "no-store");
@@ -248,10 +248,10 @@ async fn quitting_is_requested_once_the_answer_is_sent_and_makes_the_pod_unready
     let body = answer.into_body().collect().await.expect("a body");
     assert_eq!(body.to_bytes(), "OK");
     assert_eq!(stop.requested().borrow().urgency, Urgency::Terminate);
-    let (status, text, _) = asked(&router, "GET /healthz/ready", THERE).await;
+    let (status, text, _) = send_request(&router, "GET /healthz/ready", THERE).await;
     assert_eq!(status, 503);
     assert_eq!(text, "server is terminated: /quitquitquit called\n");
-    let (_, progress, _) = asked(&router, "GET /drain", HERE).await;
+    let (_, progress, _) = send_request(&router, "GET /drain", HERE).await;
     let progress: Value = serde_json::from_str(&progress).expect("JSON");
     let expected = json!({
         "asked": "terminate",
@@ -344,7 +344,7 @@ async fn log_levels_are_listed_and_set_by_callers_on_loopback() {
             r#"{"scope":"gcecred","level":"info"}"#,
         ),
     ] {
-        let (found, text, _) = asked(&router, line, from).await;
+        let (found, text, _) = send_request(&router, line, from).await;
         assert_eq!(found, status, "{line}: {text}");
         assert!(text.contains(expected), "{line}: {text}");
     }

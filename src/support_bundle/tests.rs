@@ -1,4 +1,5 @@
-//! The collection beside servers that answer anything, late or never; bounds of files and bundle.
+//! Tests the collection of a support bundle from servers that send arbitrary, late or no responses, and the size limits
+//! of files.
 
 use flate2::read::MultiGzDecoder;
 use serde_json::json;
@@ -20,7 +21,7 @@ fn bundle(limit: Duration) -> Bundle {
     }
 }
 
-/// A server that handles each connection, with the path that is requested, by `serve`.
+/// Starts a server that calls `serve` for each connection, with the requested path.
 async fn server<F: Future<Output = ()> + Send + 'static>(
     serve: fn(TcpStream, String) -> F,
 ) -> (u16, JoinSet<()>) {
@@ -42,7 +43,7 @@ async fn server<F: Future<Output = ()> + Send + 'static>(
     (port, tasks)
 }
 
-/// The files by name, as `tar` would unpack them.
+/// Returns the content of each file by its name, as `tar` would unpack them.
 fn unpacked(bundle: Bundle) -> BTreeMap<String, String> {
     let mut archive = Vec::new();
     bundle.write(&mut archive).expect("written");
@@ -89,7 +90,7 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
             "/cut" => "HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nline\nhalf".to_owned(),
             _ => "nonsense\r\n\r\n".to_owned(),
         };
-        // The client may have left.
+        // The client may have closed the connection.
         let _ = stream.write_all(answer.as_bytes()).await;
     })
     .await;
@@ -97,7 +98,7 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     let pages = [
         ("good", "/good", Json),
         ("missing", "/missing", Json),
-        // Of an agent that answers no DNS: nothing is missing.
+        // An agent without DNS has no name table and responds with 404, which is not a problem.
         ("agent/ndsz.json", "/debug/ndsz", Json),
         ("text", "/text", Json),
         ("cut", "/cut", Lines),
@@ -139,7 +140,7 @@ async fn an_answer_without_end_is_cut_off_when_the_time_is_over() {
 }
 
 #[tokio::test]
-async fn a_large_page_is_whole() {
+async fn a_large_page_is_complete() {
     let (port, _server) = server(|mut stream, _| async move {
         let lines = format!("{}\n", "x".repeat((64 << 10) - 1)).repeat(64);
         let _ = stream.write_all(HEAD.as_bytes()).await;
@@ -186,7 +187,7 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
         "custom.yaml",
         "static_resources:\n  secrets:\n  - password:\n      inline_string: |\n        hush\n",
     );
-    // Ports that refuse connections.
+    // Nothing listens on these two ports, so they refuse connections.
     let sources = Sources {
         version: "1.2.3".to_owned(),
         proxy_config: ProxyConfig {

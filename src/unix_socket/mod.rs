@@ -172,7 +172,7 @@ pub fn find_listener(path: &Path) -> io::Result<i32> {
             let stream = UnixStream::from_std(socket.into()).ok();
             Ok(stream.and_then(|it| Peer::of(&it).0).unwrap_or_default())
         }
-        // Its queue is full.
+        // A process listens, and its queue of connections is full.
         Err(rustix::io::Errno::AGAIN) => Ok(0),
         Err(error) => Err(error.into()),
     }
@@ -253,7 +253,7 @@ impl Listener {
                     }
                 }
                 Err(error) => {
-                    // Out of descriptors, most likely.
+                    // Most likely, the file descriptors are used up.
                     tracing::error!(
                         "failed to accept downstream gRPC connection {error} on {}; trying again in 1s",
                         self.path.display()
@@ -306,7 +306,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts a server of at most `most` connections. Returns its path and its task.
+    /// Starts a server that has at most `most` connections at the same time. Returns its directory, path and task.
     fn start(most: usize) -> (tempfile::TempDir, PathBuf, JoinSet<()>) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
@@ -377,7 +377,7 @@ mod tests {
             .await
             .unwrap();
         assert!(first_byte(&mut third).await.is_some());
-        // The first two are silent, and closed.
+        // The third connection is served only after the first two, which are silent, are closed.
         assert!(start.elapsed() >= FIRST_BYTE);
         drop(taken);
     }

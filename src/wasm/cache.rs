@@ -106,7 +106,7 @@ impl Cache {
                 {
                     fs::remove_file(path)?;
                 }
-                // A link to a removed module.
+                // The link leads to a module that was removed.
                 Err(_) if is_digest(&name) => fs::remove_file(path)?,
                 _ => {}
             }

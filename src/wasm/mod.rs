@@ -40,7 +40,7 @@ pub struct Config {
     pub purge_interval: Duration,
     /// The most bytes of all modules together. Modules in use may exceed it.
     pub max_cache_bytes: u64,
-    /// Refuses modules that are not pinned by a digest.
+    /// True if modules that are not pinned by a digest are refused.
     pub requires_digest: bool,
     /// Prefixes of host and path that modules may come from. If it is empty, all are allowed.
     pub allowed: Vec<String>,
@@ -100,7 +100,7 @@ impl Wasm {
         })
     }
 
-    /// Returns whether a resource, an encoded `Any`, has a module to fetch. Fails if it cannot be read.
+    /// Returns true if a resource, an encoded `Any`, has a module to fetch. Fails if the resource cannot be read.
     pub(crate) fn has_module(resource: &Bytes) -> Result<bool, String> {
         let filter = convert::read_filter(resource)?;
         Ok(filter.is_some_and(|filter| filter.module.is_ok()))
@@ -209,7 +209,7 @@ impl Wasm {
         })
     }
 
-    /// Returns the problems of missing modules, each with whether requests pass without the module.
+    /// Returns the problems of missing modules, each with true if requests pass without the module.
     pub fn missing_modules(&self) -> Vec<(bool, Problem)> {
         self.0.replaced.lock().values().cloned().collect()
     }

@@ -32,10 +32,11 @@ const MAX_FETCHES: usize = 4;
 const FIRST_WAIT: Duration = Duration::from_secs(2);
 const MAX_WAIT: Duration = Duration::from_secs(300);
 const MIN_WAIT: Duration = Duration::from_secs(1);
-/// Time limit of the disk to find or store a module.
+/// The time limit for finding or storing a module on disk.
 const DISK_LIMIT: Duration = Duration::from_secs(30);
 
-/// Resources that are remembered: the ones converted last, as delta does not always report removed ones.
+/// The most resources that are remembered. Older ones are forgotten, because delta does not always report removed
+/// resources.
 pub(super) const MAX_RESOURCES: usize = 1000;
 
 /// The result of the last request of a resource. It contains no secret.
@@ -328,7 +329,7 @@ impl Modules {
     }
 }
 
-/// Powers of two, in milliseconds.
+/// The bounds of the histograms: powers of two, in milliseconds.
 const MILLISECONDS: &[f64] = &[
     1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0,
     16384.0,

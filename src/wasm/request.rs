@@ -39,9 +39,9 @@ pub(crate) struct Request {
     module_name: String,
     /// The key of the module in the cache.
     pub(super) key: String,
-    /// Distinguishes requests of one resource. Like the other id, it reveals no secret.
+    /// An id that distinguishes requests of one resource. Like the other id, it reveals no secret.
     pub(super) id: u64,
-    /// Distinguishes fetches.
+    /// An id that distinguishes fetches.
     pub(super) fetch_id: u64,
 }
 

@@ -26,11 +26,11 @@ const MAX_REASON: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct End {
     side: Side,
-    /// True in ordinary operation.
+    /// True if the end is part of ordinary operation.
     is_expected: bool,
     /// The reason, a line for the log and `/debug/xdsz`.
     reason: String,
-    /// Code and shortened message of the side that ended the streams.
+    /// The code and the shortened message of the side that ended the streams.
     pub(super) status: Status,
     /// The status for Envoy; None if Envoy no longer reads.
     trailers: Option<Box<HeaderMap>>,

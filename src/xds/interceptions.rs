@@ -65,7 +65,8 @@ mod tests {
     use crate::xds::observe::Observer;
     use crate::xds::response::{Consumer, Received};
 
-    /// Ends at once, but for messages that begin with `slow`; and what is merged is joined.
+    /// An interceptor that forwards messages at once; messages that begin with `slow` never get an outcome. If it
+    /// merges messages, it joins them with `+`.
     struct Scripted {
         merges: bool,
     }
@@ -111,7 +112,7 @@ mod tests {
         }
     }
 
-    /// The nonce and the message of the next outcome.
+    /// Returns the nonce and the message of the next outcome.
     async fn next(interceptions: &mut Interceptions) -> (String, Bytes) {
         let (response, outcome) = interceptions.next().await.expect("an outcome");
         match outcome {

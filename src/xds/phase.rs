@@ -25,7 +25,7 @@ use crate::istiod::{Body, Connection, Istiod};
 use crate::metrics::Counter;
 use crate::problem::Problem;
 
-/// Requests in the order of arrival.
+/// A queue of requests in the order of arrival.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Requests {
     frames: VecDeque<Bytes>,

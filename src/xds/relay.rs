@@ -56,11 +56,11 @@ const MAX_WAITING: usize = 1 << 20;
 /// together have in memory. A stream that needs more ends.
 pub(super) const MAX_QUEUED: usize = 64 << 20;
 
-/// Upper bounds of the first wait and of any wait after istiod has ended a stream without a response.
+/// The upper bound of the first wait after istiod has ended a stream without a response. [`MAX_WAIT`] limits any wait.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(4);
 
-/// Frames between the relay and the client's socket: 256 KiB.
+/// The most frames between the relay and the client's socket, which have 256 KiB together.
 const FRAMES: usize = 16;
 
 /// A frame for the client: bytes of responses, unchanged, or the status at the end.
@@ -94,7 +94,7 @@ pub(crate) struct RelayConfig {
     pub health: Option<Health>,
     /// The stored configuration, if the client is an Envoy that may use it.
     pub store: Option<EnvoyCache>,
-    /// Fired when a newer stream takes this one's place, or the agent stops.
+    /// The token that is cancelled when a newer stream replaces this one, or when the agent stops.
     pub stop: CancellationToken,
 }
 
@@ -144,7 +144,7 @@ struct Relay<'a> {
     /// The part of [`RelayConfig::shared_memory`] that this relay has.
     memory_permit: Option<OwnedSemaphorePermit>,
     backoff: Backoff,
-    /// Consecutive streams without a response of istiod.
+    /// The consecutive streams without a response of istiod.
     failures: Repetition,
     interceptions: Interceptions,
     /// Marked as changed for each stream of istiod, so that it begins with the current verdict.

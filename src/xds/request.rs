@@ -16,7 +16,7 @@ pub(crate) const HEAD: usize = 5;
 /// The most bytes of a NACK reason that are used. A reason may list every resource of a response.
 const MAX_REASON: usize = 1024;
 
-/// Beginning and end of a resource dump in Envoy's reason.
+/// The beginning and the end of a resource dump in Envoy's reason.
 const DUMP: &str = "goo.gle/debug";
 const DUMP_END: &str = "\n: ";
 
@@ -28,7 +28,7 @@ pub struct Request {
     pub type_url: String,
     /// The nonce of the response that the request acknowledges or refuses; empty for other requests.
     pub nonce: String,
-    /// Envoy's whole reason, if the request is a NACK.
+    /// Envoy's complete reason, if the request is a NACK.
     pub refusal: Option<String>,
 }
 
@@ -358,7 +358,7 @@ mod tests {
             type_url in ".{0,20}",
             chunk in 1usize..90,
         ) {
-            // A known message with an unknown field at its end.
+            // The request has an unknown field at its end.
             let mut body = DeltaDiscoveryRequest { type_url: type_url.clone(), ..Default::default() }
                 .encode_to_vec();
             prost::encoding::bytes::encode(3000, &message, &mut body);

@@ -40,14 +40,14 @@ pub const MAX_OTHER_CLIENT_STREAMS: usize = 64;
 /// Envoy sets this header in the calls that it originates; gRPC libraries do not.
 const ENVOY_HEADER: &str = "x-envoy-internal";
 
-/// Tells whether a process is an Envoy of this agent.
+/// The function that returns true if a process is an Envoy of this agent.
 pub type IsOwnEnvoy = Arc<dyn Fn(i32) -> bool + Send + Sync>;
 
 /// The connections to istiod that streams are relayed on.
 #[derive(Clone, Debug)]
 pub struct Upstream {
     pub envoy: Istiod,
-    /// Streams that other clients do not read fill the window of this one.
+    /// A separate connection for other clients. Streams that such clients do not read fill its window only.
     pub other_clients: Istiod,
 }
 

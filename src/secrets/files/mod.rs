@@ -54,7 +54,7 @@ pub struct WorkloadFiles {
     pub is_only_source: bool,
 }
 
-/// Handle to the secrets from files. Clones share them.
+/// A handle to the secrets from files. Clones share the secrets.
 #[derive(Clone, Debug)]
 pub struct Files {
     config: Arc<Config>,

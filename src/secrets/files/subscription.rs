@@ -21,7 +21,7 @@ pub struct Subscription {
 }
 
 impl Subscription {
-    /// Starts without names. `authority` is None if no authority signs.
+    /// Creates a subscription without names. `authority` is None if no authority signs certificates.
     pub fn new(authority: Option<Secrets>, files: &Files) -> Self {
         Self {
             authority,
@@ -66,7 +66,7 @@ impl Subscription {
         };
         tokio::select! {
             () = signed => {}
-            // Never an error, because the subscription holds the table.
+            // This is never an error, because the subscription holds the table, which owns the sender.
             _ = self.changed.changed() => {}
         }
     }

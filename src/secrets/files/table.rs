@@ -40,9 +40,9 @@ pub(super) const MAX_SOURCES: usize = 10_000;
 #[derive(Debug, Default)]
 pub(super) struct Table {
     inner: Mutex<Inner>,
-    /// Notified of new sources.
+    /// The notification of new sources.
     pub(super) wanted: Notify,
-    /// Sent to when a secret has changed, and after each read of one that cannot be used.
+    /// The notification of subscribers: a secret has changed, or the files of an unusable secret were read again.
     pub(super) changes: watch::Sender<()>,
 }
 
@@ -60,7 +60,7 @@ pub(super) struct Entry {
     /// True if its files need not exist.
     pub(super) is_optional: bool,
     pub(super) content: Mutex<Content>,
-    /// Notified when the files may have changed.
+    /// The notification that the files may have changed.
     pub(super) changed: Notify,
 }
 

@@ -198,7 +198,7 @@ impl Watcher {
         let (watched, content) = match tokio::task::spawn_blocking(read).await {
             Ok(finished) => finished,
             Err(error) => {
-                // Reading does not panic. If it did, the source would keep its state until the next poll.
+                // Reading should not panic. If it does, the source keeps its state until the next poll.
                 tracing::error!(target: "cache", "reading {source} ended early: {error}");
                 return were_watched;
             }

@@ -1,4 +1,4 @@
-//! An application that shares the directory and means harm.
+//! Tests the output of certificates into a directory that it shares with a hostile application.
 
 use std::fs::{self, DirBuilder, OpenOptions, Permissions};
 use std::os::fd::OwnedFd;
@@ -16,12 +16,12 @@ use super::{Config, NAMES, write_all};
 
 const ROTATIONS: usize = 10_000;
 
-/// The user of the application.
+/// The user id of the application.
 const APPLICATION: u32 = 4321;
 
 const SECRET: &str = "a token";
 
-/// A shared directory, and one beside it that is watched for any use.
+/// A shared directory, and an outside directory next to it in which every access is recorded.
 struct Place {
     _parent: TempDir,
     shared: PathBuf,
@@ -60,7 +60,7 @@ impl Place {
         write_all(&config, contents)
     }
 
-    /// Asserts that no file outside was opened, changed or removed.
+    /// Asserts that no file in the outside directory was opened, changed or removed.
     #[track_caller]
     fn assert_outside_is_untouched(&self) {
         let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
@@ -71,7 +71,7 @@ impl Place {
             let content = fs::read_to_string(self.outside.join(name)).unwrap();
             assert_eq!(content, SECRET);
         }
-        // The events of this reading.
+        // Discards the events that the reads above have caused.
         while inotify::Reader::new(&self.watch, &mut buffer)
             .next()
             .is_ok()
@@ -109,12 +109,12 @@ fn nothing_outside_is_read_or_removed_in_10_000_rotations_despite_hostile_links(
                 attacks.fetch_add(usize::from(succeeds), Ordering::Relaxed);
             }
         });
-        // How many count depends on how the two threads take turns.
+        // The number of successful writes and attacks depends on the scheduler. The loop ends once there are enough.
         while rotations < ROTATIONS
             || (rotations < 20 * ROTATIONS
                 && (written < ROTATIONS / 10 || attacks.load(Ordering::Relaxed) < ROTATIONS / 10))
         {
-            // An operator clears the directory once in a while.
+            // The directory is cleared from time to time, as an operator would do it.
             if rotations % 20 == 0 {
                 clear(&place.shared);
             }
@@ -129,17 +129,17 @@ fn nothing_outside_is_read_or_removed_in_10_000_rotations_despite_hostile_links(
     assert!(written >= ROTATIONS / 10 && attacks >= ROTATIONS / 10);
 }
 
-/// Removes what is in the way. Links are not followed.
+/// Removes everything in the shared directory. Links are not followed.
 fn clear(shared: &Path) {
     for entry in fs::read_dir(shared).unwrap() {
         let path = entry.unwrap().path();
-        // The application may have been faster.
+        // The application may already have removed the entry.
         let _ = fs::remove_file(&path);
         let _ = fs::remove_dir_all(&path);
     }
 }
 
-/// Gives up root for this thread alone.
+/// Changes this thread alone to the user of the application.
 fn become_application() {
     let (user, group) = (Uid::from_raw(APPLICATION), Gid::from_raw(APPLICATION));
     set_thread_groups(&[]).unwrap();
@@ -147,7 +147,7 @@ fn become_application() {
     set_thread_res_uid(user, user, user).unwrap();
 }
 
-/// Changes something at random, as far as the application may.
+/// Makes a random change in the shared directory. It fails if the application lacks the permission.
 fn attack(place: &Place) -> std::io::Result<()> {
     let entries = fs::read_dir(&place.shared)?.filter_map(|entry| Some(entry.ok()?.path()));
     let fixed = [

@@ -13,7 +13,7 @@ use crate::secrets::files;
 
 const ROTATIONS: usize = 1000;
 
-/// In memory where there is such a place: every rotation is synced.
+/// Creates a directory, in memory if possible, because every rotation is synced to disk.
 pub(super) fn directory() -> TempDir {
     let shared = Path::new("/dev/shm");
     if shared.is_dir() {
@@ -30,7 +30,7 @@ fn config_of(directory: &TempDir) -> Config {
     }
 }
 
-/// Without files for any name.
+/// Returns secret files of which none exists.
 pub(in crate::secrets) fn no_files() -> Files {
     let config = files::Config {
         workload: None,
@@ -67,7 +67,7 @@ fn plain_files_links_and_leftovers_are_replaced() {
 }
 
 #[test]
-fn a_reader_finds_each_file_whole() {
+fn a_reader_finds_each_file_complete() {
     let directory = directory();
     let config = config_of(&directory);
     let content = |rotation: usize| rotation.to_string().repeat(10_000);
@@ -96,7 +96,7 @@ fn a_failed_write_leaves_the_other_files_and_no_temporary_files() {
     let directory = directory();
     let config = config_of(&directory);
     write_all(&config, all("a")).unwrap();
-    // Nothing can be renamed over a directory.
+    // A directory in place of a file makes the write fail, because a file cannot be renamed over a directory.
     let key = directory.path().join(NAMES[0]);
     fs::remove_file(&key).unwrap();
     fs::create_dir(&key).unwrap();

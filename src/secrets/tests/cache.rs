@@ -1,4 +1,4 @@
-//! The certificate cache across restarts.
+//! Tests the certificate cache across restarts of the agent.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -22,7 +22,7 @@ fn caching(directory: &tempfile::TempDir) -> Config {
     }
 }
 
-/// Runs an agent for a moment.
+/// Runs an agent until it has cached its first certificate, and returns this certificate.
 async fn predecessor(directory: &tempfile::TempDir) -> Arc<Workload> {
     let mut before = start(caching(directory), Answer::Signed);
     let workload = before.first().await;
@@ -92,7 +92,7 @@ async fn a_damaged_or_mismatched_cached_certificate_is_not_used() {
 
 #[test]
 fn nothing_is_cached_on_a_disk() {
-    // A disk on every machine that can build this.
+    // The source directory is on a disk on every machine that builds this project.
     let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     let cache = CertificateCache::new(&caching(&directory)).expect("it is named");
     let refused = cache.store(b"key", Vec::new(), SystemTime::now());
@@ -118,7 +118,7 @@ fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
         scope.spawn(|| {
             while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
                 let (cwd, flags) = (rustix::fs::CWD, rustix::fs::RenameFlags::EXCHANGE);
-                // Nothing is there to be exchanged at first.
+                // The exchange fails until the cache has created its directory.
                 let _ = rustix::fs::renameat_with(cwd, &link, cwd, &place, flags);
             }
         });

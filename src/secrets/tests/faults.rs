@@ -1,4 +1,4 @@
-//! What an authority can do wrong, a clock can do wrong, and a mesh can ask for.
+//! Tests certificates with a faulty authority, with wrong clocks, and with changes of the mesh's trust bundle.
 
 use std::io;
 use std::sync::Mutex;
@@ -7,7 +7,7 @@ use super::*;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Everything an authority can answer that is no certificate for us.
+/// Returns each way in which an authority can fail to issue a usable certificate for the agent.
 fn faults() -> Vec<Answer> {
     let codes = (1..=16).map(|code| Answer::Fails(Code::from(code)));
     let others = [
@@ -22,7 +22,7 @@ fn faults() -> Vec<Answer> {
     codes.chain(others).collect()
 }
 
-/// The log, as text.
+/// The text of the log.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -45,7 +45,8 @@ impl Log {
 
 #[tokio::test(start_paused = true)]
 async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_in_use() {
-    // With one subscriber alone, a line first met by another test's thread stays off in ours.
+    // With a single subscriber, `tracing` disables a log line for all threads if the thread of another test, which has
+    // no subscriber, reaches the line first. A second subscriber prevents this.
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
     let log = Log::default();
     let writer = log.clone();
@@ -67,7 +68,7 @@ async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_
             (2..=60).contains(&requests),
             "{fault:?}: {requests} in ten minutes"
         );
-        // A request may be running at either end.
+        // A request may be in flight at the beginning and at the end of the ten minutes.
         let reported = (failures(&fixture) - failed) as usize;
         assert!(reported.abs_diff(requests) <= 1, "{fault:?}: {reported}");
         let text = log.take();
@@ -78,7 +79,7 @@ async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_
         assert!(!text.contains("PRIVATE"));
 
         tokio::time::sleep(12 * HOUR).await;
-        // With nothing else in hand an expired one is served.
+        // Once the good certificate has expired, an expired one of the authority is served, because there is no other.
         let is_gone = fixture.secrets.latest().workload.is_none();
         assert_eq!(is_gone, fault != Answer::Expired, "{fault:?}");
         assert!(fixture.secrets.latest().roots.is_some(), "{fault:?}");
@@ -101,14 +102,14 @@ async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_
 async fn clock_skew_and_short_lifetimes_do_not_cause_a_storm_of_requests() {
     const SHORT: Duration = Duration::from_secs(10);
     const LONG: Duration = Duration::from_secs(24 * 3600);
-    // Seconds the authority's clock is ahead, life asked for, requests in ten minutes.
+    // The seconds by which the authority's clock is ahead, the requested lifetime, and the requests in ten minutes.
     for (skew, ttl, requests) in [
         (0, LONG, 1..=1),
         (3600, LONG, 1..=1),
         (-3600, LONG, 1..=1),
         (0, SHORT, 100..=130),
         (3600, SHORT, 1..=1),
-        // Expired on arrival.
+        // The certificate has already expired when it arrives.
         (-3600, SHORT, 5..=20),
     ] {
         let fixture = start(Config { ttl, ..config() }, Answer::Waits);
@@ -125,7 +126,8 @@ async fn clock_skew_and_short_lifetimes_do_not_cause_a_storm_of_requests() {
     }
 }
 
-/// Two requests after each other, the first refused or not.
+/// Waits for the first certificate and its renewal, with an authority that refuses ECDSA keys with `code`. Returns
+/// the number of requests and the last key; zero and no key if the authority does not sign within five minutes.
 async fn keys_after(code: Code, falls_back_to_rsa: bool) -> (usize, Vec<u8>) {
     let config = Config {
         falls_back_to_rsa,
@@ -146,12 +148,12 @@ async fn an_authority_that_may_have_refused_the_default_key_is_asked_for_rsa_fro
         (Code::InvalidArgument, 3),
         (Code::FailedPrecondition, 3),
         (Code::Unimplemented, 3),
-        // It may pass, so it is tried again.
+        // This error may be temporary, so the agent tries the ECDSA key three times.
         (Code::Internal, 5),
     ] {
         let (found, key) = keys_after(code, true).await;
         assert!(key.starts_with(b"-----BEGIN RSA PRIVATE KEY"), "{code:?}");
-        // All refusals are before the first certificate.
+        // The authority refuses only requests before the first certificate; the renewal uses RSA at once.
         assert_eq!(found, requests, "{code:?}");
         assert_eq!(keys_after(code, false).await.0, 0, "{code:?}");
     }
@@ -183,7 +185,7 @@ async fn an_authority_that_refuses_rsa_as_well_is_asked_for_ecdsa_again() {
         (Code::InvalidArgument, 2),
         (Code::FailedPrecondition, 2),
         (Code::Unimplemented, 2),
-        // Three with ECDSA are taken for a refusal.
+        // Only the third failure with ECDSA counts as a refusal of the key; the fourth request has an RSA key.
         (Code::Internal, 4),
     ] {
         let config = Config {
@@ -195,7 +197,7 @@ async fn an_authority_that_refuses_rsa_as_well_is_asked_for_ecdsa_again() {
             while fixture.authority.requests() < count {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            // Its answer arrives.
+            // The response to the last request arrives in this time.
             tokio::time::sleep(Duration::from_millis(10)).await;
         };
         refused(refusals).await;
@@ -204,7 +206,7 @@ async fn an_authority_that_refuses_rsa_as_well_is_asked_for_ecdsa_again() {
         let key = first.certificate.key_pem();
         assert!(key.starts_with(b"-----BEGIN EC PRIVATE KEY"), "{code:?}");
         assert_eq!(fixture.authority.requests(), refusals + 1, "{code:?}");
-        // Later it may sign RSA only.
+        // From now on, the authority signs only RSA keys.
         fixture.authority.set(Answer::RefusesEcdsa(code));
         let key = fixture.renewed(&first).await.certificate.key_pem().to_vec();
         assert!(key.starts_with(b"-----BEGIN RSA PRIVATE KEY"), "{code:?}");
@@ -213,7 +215,7 @@ async fn an_authority_that_refuses_rsa_as_well_is_asked_for_ecdsa_again() {
 
 #[tokio::test(start_paused = true)]
 async fn a_certificate_without_any_lifetime_is_requested_again_with_backoff() {
-    let mut fixture = start(config(), Answer::Lifeless);
+    let mut fixture = start(config(), Answer::ZeroLifetime);
     let first = fixture.first().await;
     assert!(first.certificate.not_after() <= fixture.clock.now());
     tokio::time::sleep(10 * MINUTE).await;
@@ -223,7 +225,7 @@ async fn a_certificate_without_any_lifetime_is_requested_again_with_backoff() {
     tokio::time::sleep(MINUTE).await;
     let workload = fixture.secrets.latest().workload.expect("is there");
     assert!(workload.certificate.not_after() > fixture.clock.now());
-    // The next renewal is hours away.
+    // No request follows, because the next renewal is due in hours.
     let requests = fixture.authority.requests();
     tokio::time::sleep(10 * MINUTE).await;
     assert_eq!(fixture.authority.requests(), requests);
@@ -236,14 +238,14 @@ async fn a_clock_ahead_of_the_certificates_end_serves_it_and_renews_it_each_minu
     fixture.authority.set(Answer::Signed);
     let first = fixture.first().await;
     assert!(first.certificate.not_after() <= fixture.clock.now());
-    // An authority that fails meanwhile does not take it away, and is not asked more often than
+    // While the authority fails, the certificate stays in use, and the agent does not send more requests than it would
     // without a certificate.
     fixture.authority.set(Answer::Fails(Code::Unavailable));
     tokio::time::sleep(10 * MINUTE).await;
     assert!(fixture.is_serving(&first));
     let requests = fixture.authority.requests();
     assert!((60..600).contains(&requests), "{requests}");
-    // Once the clocks agree a good one is served, until it expires.
+    // Once the clocks agree, a valid certificate is served until it expires.
     fixture.authority.set_skew(0);
     fixture.authority.set(Answer::Signed);
     let second = fixture.renewed(&first).await;
@@ -297,7 +299,7 @@ async fn every_certificate_published_during_a_root_rotation_is_valid_under_its_r
 
 #[tokio::test(start_paused = true)]
 async fn a_clock_that_jumps_and_a_resumed_machine_renew_within_seconds_of_the_time_due() {
-    // Half an hour before it is due.
+    // The renewal is due half an hour later.
     let early = 11 * HOUR + 30 * MINUTE;
     for (is_forward, expected) in [(true, Duration::ZERO), (false, 30 * MINUTE)] {
         let mut fixture = start(config(), Answer::Signed);
@@ -417,7 +419,7 @@ async fn a_bundle_that_comes_while_the_authority_answers_brings_the_renewal_forw
     assert!(before.elapsed() <= 10 * MINUTE, "{:?}", before.elapsed());
 }
 
-/// Every pair a watcher sees matches; memory and descriptors stay where they are.
+/// Each certificate that a subscriber gets matches its key, and memory and open files do not grow.
 #[tokio::test(start_paused = true)]
 #[ignore = "a soak of minutes"]
 async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
@@ -465,7 +467,7 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
     assert_eq!(last.1, first.1, "{usage:?}");
 }
 
-/// The lines of one log from several failures.
+/// Returns the log lines of this number of consecutive failures, without those of level INFO.
 async fn lines_of(failures: u32, answer: Answer, has_certificate: bool) -> Vec<String> {
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
     let log = Log::default();

@@ -1,4 +1,4 @@
-//! The lifetime of a certificate, on a paused clock and with a misbehaving authority.
+//! Tests the renewal of certificates, with a paused clock and an authority that can misbehave.
 
 use bytes::Bytes;
 use tokio::task::JoinSet;
@@ -23,7 +23,7 @@ struct Fixture {
     _renewal: JoinSet<()>,
 }
 
-/// A renewal task that runs, with an authority that gives `answer`.
+/// Starts the renewal task, with an authority that reacts with `answer`.
 fn start(config: Config, answer: Answer) -> Fixture {
     let clock = clock();
     let authority = FakeAuthority::new(&clock);

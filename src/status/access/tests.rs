@@ -1,4 +1,4 @@
-//! Sockets of other users, at other addresses, with other names.
+//! Tests the access to the status port from sockets of other users, from other addresses and with other host names.
 
 use std::net::Ipv6Addr;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const LISTED: u32 = 4322;
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
 impl Caller {
-    /// A caller without a connection.
+    /// Returns a caller without a connection.
     pub(in crate::status) fn of(address: &str, user: Option<u32>) -> Self {
         let from: SocketAddr = address.parse().expect("an address");
         Self {
@@ -33,7 +33,7 @@ impl Caller {
     }
 }
 
-/// A port with these settings, and the task that serves it.
+/// Starts a status port with these permitted users. Returns the port and its task.
 fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, JoinSet<()>) {
     let metrics = Registry::default();
     let sources = sources(Stop::new(), own_metrics(metrics.clone()), metrics);
@@ -53,7 +53,8 @@ fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, 
     (port, tasks)
 }
 
-/// A connection whose socket is this user's. None if this process may not make one, or has no IPv6.
+/// Connects with a socket that belongs to this user. Returns None if this process may not become the user, or if the
+/// machine has no IPv6.
 fn connected(user: u32, from: IpAddr, to: SocketAddr) -> Option<TcpStream> {
     let own = geteuid();
     if !own.is_root() && user != own.as_raw() {
@@ -76,8 +77,8 @@ fn connected(user: u32, from: IpAddr, to: SocketAddr) -> Option<TcpStream> {
     Some(TcpStream::from_std(stream).expect("a stream"))
 }
 
-/// Status and body.
-async fn asked(mut stream: TcpStream, line: &str, headers: &[&str]) -> (u16, String) {
+/// Sends a request. Returns the status and the body of the response.
+async fn send_request(mut stream: TcpStream, line: &str, headers: &[&str]) -> (u16, String) {
     let headers: String = headers
         .iter()
         .map(|header| format!("{header}\r\n"))
@@ -129,11 +130,11 @@ async fn the_user_of_the_callers_socket_decides() {
         (&open, APPLICATION, HERE, "GET /debug/log", 200),
     ] {
         let to = SocketAddr::new(address, port.0);
-        // Not every machine has IPv6, and only root may be other users.
+        // Not every machine has IPv6, and only root may become another user.
         let Some(stream) = connected(user, address, to) else {
             continue;
         };
-        let (status, body) = asked(stream, line, &["host: localhost"]).await;
+        let (status, body) = send_request(stream, line, &["host: localhost"]).await;
         let case = format!("user {user} at {address}: {line}: {body}");
         assert_eq!(status, expected, "{case}");
         if status == 403 {
@@ -195,7 +196,7 @@ async fn names_and_origins_of_pages_and_the_source_of_envoy_are_refused() {
         ] {
             let to = SocketAddr::new(HERE, port);
             let stream = connected(own, from, to).expect("a connection");
-            let (status, body) = asked(stream, line, headers).await;
+            let (status, body) = send_request(stream, line, headers).await;
             let expected = if is_guarded { expected } else { 200 };
             assert_eq!(status, expected, "{line} from {from}, {headers:?}: {body}");
         }
@@ -205,7 +206,7 @@ async fn names_and_origins_of_pages_and_the_source_of_envoy_are_refused() {
         "GET http://localhost/debug/log",
     ] {
         let stream = connected(own, HERE, SocketAddr::new(HERE, port)).expect("a connection");
-        let (status, _) = asked(stream, line, &["host: localhost"]).await;
+        let (status, _) = send_request(stream, line, &["host: localhost"]).await;
         assert_eq!(status == 403, line.contains("rebound"), "{line}");
     }
 }
@@ -253,7 +254,7 @@ async fn a_connection_that_its_process_has_closed_has_no_user() {
     }
 }
 
-/// The port of a reset connection may be another process' by the time the kernel is asked.
+/// When the agent queries the kernel, another process may already use the port of a reset connection.
 #[tokio::test]
 async fn a_reset_connection_does_not_have_the_user_of_the_next_one_from_its_port() {
     let listener = TcpListener::bind((HERE, 0)).await.expect("a port");

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::duration::rounded_seconds;
 use crate::report::{Level, Report};
 
-/// Title, member of the overview, and path of the same as JSON.
+/// The sections: the title, the member of the overview, and the path of the same data as JSON.
 const SECTIONS: [(&str, &str, &str); 9] = [
     ("Envoy", "envoy", "envoy"),
     ("Connection to istiod", "istiod", "istiod"),

@@ -1,4 +1,4 @@
-//! The page of pods in different states, and with hostile input.
+//! Tests the overview page of pods in different states, and with hostile input.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
@@ -25,7 +25,7 @@ fn hostile() -> String {
     HOSTILE.to_owned()
 }
 
-/// An agent without Envoy, certificates and discovery.
+/// Returns the overview of an agent without Envoy, certificates and discovery streams.
 fn empty() -> Value {
     let istiod = Status {
         address: "istiod:15012".to_owned(),
@@ -63,13 +63,18 @@ fn discovery() -> Discovery {
     }
 }
 
-/// The page of a pod without findings.
-fn sound(overview: &Value) -> String {
+/// Renders the page of a pod without findings.
+fn page_without_findings(overview: &Value) -> String {
     page(&Report::default(), overview)
 }
 
-/// A type whose last response has this version and was answered so.
-fn answered(version: &str, ack: Option<(&str, &str)>, nack: Option<(&str, &str)>) -> TypeSnapshot {
+/// Returns a type whose last response has this version. `ack` and `nack` are the version and time of the last ACK and
+/// NACK.
+fn type_with_answers(
+    version: &str,
+    ack: Option<(&str, &str)>,
+    nack: Option<(&str, &str)>,
+) -> TypeSnapshot {
     TypeSnapshot {
         consumer: None,
         requests: 1,
@@ -116,7 +121,7 @@ fn with_type(url: &str, found: TypeSnapshot) -> Discovery {
     }
 }
 
-/// A page with [`HOSTILE`] wherever text comes from outside.
+/// Renders a page with [`HOSTILE`] in place of every text that comes from outside the agent.
 fn hostile_page() -> String {
     let istiod = Status {
         address: hostile(),
@@ -153,7 +158,10 @@ fn hostile_page() -> String {
             next_attempt: SystemTime::UNIX_EPOCH,
         }),
     };
-    let mut discovery = with_type(HOSTILE, answered(HOSTILE, None, Some((HOSTILE, HOSTILE))));
+    let mut discovery = with_type(
+        HOSTILE,
+        type_with_answers(HOSTILE, None, Some((HOSTILE, HOSTILE))),
+    );
     discovery.last_end = Some(EndSnapshot {
         id: 1,
         at: hostile(),
@@ -208,7 +216,7 @@ fn crashed() -> handle::Report {
     }
 }
 
-/// All of `text` between `<` and `>`, as a browser sees it.
+/// Returns the texts between `<` and `>`, which a browser takes for tags.
 fn tags(html: &str) -> Vec<&str> {
     html.split('<')
         .skip(1)
@@ -234,14 +242,14 @@ fn text_from_outside_is_never_markup() {
 fn characters_that_hide_or_turn_text_are_replaced() {
     let mut overview = empty();
     overview["agent"]["node"] = "a\u{202e}b\0c\u{200f}d\u{2066}e\u{1b}f\ng ü".into();
-    let html = sound(&overview);
+    let html = page_without_findings(&overview);
     let expected = "a\u{fffd}b\u{fffd}c\u{fffd}d\u{fffd}e\u{fffd}f\ng ü";
     assert!(html.contains(expected), "{html}");
 }
 
 #[test]
 fn the_page_loads_and_runs_nothing() {
-    for html in [sound(&empty()), hostile_page()] {
+    for html in [page_without_findings(&empty()), hostile_page()] {
         for needed in [
             "<script", "<link", "<img", "url(", "@import", "http://", "https://",
         ] {
@@ -300,10 +308,13 @@ fn values_are_next_to_their_names() {
         assert!(html.contains(words), "{words}: {html}");
     }
     let mut overview = empty();
-    overview["discovery"] = json!(with_type("a.b/c.Listener", answered("2", None, None)));
-    let html = sound(&overview);
+    overview["discovery"] = json!(with_type(
+        "a.b/c.Listener",
+        type_with_answers("2", None, None)
+    ));
+    let html = page_without_findings(&overview);
     assert!(html.contains("<small>Listener</small>"), "{html}");
-    let html = sound(&empty());
+    let html = page_without_findings(&empty());
     let words = "Recent warnings <a href=\"overview\">JSON</a></h2>none";
     assert!(html.contains(words), "{html}");
 }
@@ -337,7 +348,7 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
         stream,
         ..discovery()
     });
-    let html = sound(&overview);
+    let html = page_without_findings(&overview);
     for words in [
         "received signal: terminated",
         "2001-09-09T01:46:40Z",

@@ -28,7 +28,7 @@ const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 /// The age of the agent from which a failed check asks Envoy what it waits for.
 const INSPECT_AFTER: Duration = Duration::from_secs(5);
-/// The limit of that query.
+/// The time limit of this query to Envoy.
 const INSPECT_LIMIT: Duration = Duration::from_secs(1);
 /// The time after its start in which an Envoy process is checked often.
 const EARLY_PHASE: Duration = Duration::from_secs(30);

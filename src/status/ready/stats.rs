@@ -87,7 +87,7 @@ fn number(body: &str, name: &str) -> Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// Lines of the four counters, those of zero left out.
+    /// Returns the lines of the four counters. A counter of zero has no line, as in Envoy's response.
     fn updates(counts: [u64; 4]) -> String {
         let names = [
             "cluster_manager.cds.update_success",

@@ -1,4 +1,4 @@
-//! Readiness against a scripted admin port.
+//! Tests readiness with a scripted admin port in place of Envoy's.
 
 use std::sync::Arc;
 
@@ -26,7 +26,8 @@ struct Pod {
     milestones: Milestones,
     refusals: crate::sds::Refusals,
     report: watch::Sender<Report>,
-    /// The answer of the admin port; with none it hangs.
+    /// The status and body with which the admin port responds. If it is None, the port accepts connections and does not
+    /// respond.
     says: watch::Sender<Option<(u16, String)>>,
     asked: watch::Receiver<usize>,
     ready: Arc<Readiness>,
@@ -71,16 +72,16 @@ impl Pod {
         }
     }
 
-    fn says(&self, body: &str) {
+    fn set_response(&self, body: &str) {
         self.says.send_replace(Some((200, body.to_owned())));
     }
 
-    async fn missing(&self) -> String {
+    async fn unreadiness(&self) -> String {
         let missing = self.ready.check().await;
         missing.expect_err("not ready")
     }
 
-    fn times_asked(&self) -> usize {
+    fn query_count(&self) -> usize {
         *self.asked.borrow()
     }
 }
@@ -120,12 +121,12 @@ async fn answer(
 #[tokio::test]
 async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     let pod = Pod::new().await;
-    pod.says("");
-    let missing = pod.missing().await;
+    pod.set_response("");
+    let missing = pod.unreadiness().await;
     let fake = crate::istiod::fake::Fake::start(None).await;
     let (istiod, _tasks) = crate::istiod::fake::run(crate::istiod::fake::plaintext(fake.address));
     let pod = Pod::with(Some(istiod.clone())).await;
-    pod.says("");
+    pod.set_response("");
     let connection = istiod.connection().await.expect("a connection");
     let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", "authentication failure");
     istiod.record_failure(&connection, false, &problem);
@@ -133,7 +134,7 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     let doctor = "; see `pilot-agent doctor`";
     let cause = &problem.to_string();
     assert_eq!(explained().await, format!("{missing}; {cause}{doctor}"));
-    // The cause is not why an Envoy has ended, or why the agent stops.
+    // istiod's error is not reported if Envoy has exited or the agent stops, because it is not the cause then.
     pod.report
         .send_modify(|report| report.state = State::Exited);
     assert!(!explained().await.contains(cause));
@@ -142,7 +143,7 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     assert_eq!(explained().await, format!("{missing}{doctor}"));
     istiod.record_failure(&connection, false, &problem);
     pod.stop.request(Urgency::Drain, "a test");
-    pod.says(CONFIGURED);
+    pod.set_response(CONFIGURED);
     assert_eq!(explained().await, "server is terminated: a test");
 }
 
@@ -151,18 +152,22 @@ async fn a_new_envoy_process_is_checked_again() {
     let pod = Pod::new().await;
     assert_eq!(pod.ready.check().await, Ok(()));
     pod.report.send_replace(Report::default());
-    assert!(pod.missing().await.contains("[ENVOY_NOT_STARTED]"));
+    assert!(pod.unreadiness().await.contains("[ENVOY_NOT_STARTED]"));
     pod.report
         .send_modify(|report| report.state = State::Exited);
-    assert!(pod.missing().await.contains("[ENVOY_EXITED]"));
+    assert!(pod.unreadiness().await.contains("[ENVOY_EXITED]"));
     for (epoch, pid) in [(1, 1), (1, 2)] {
         pod.report.send_replace(started(epoch, pid));
-        pod.says("");
-        assert!(pod.missing().await.starts_with("config not received"));
-        pod.says(CONFIGURED);
-        assert!(pod.missing().await.starts_with("server.state is not yet"));
-        // The counters need not be there again.
-        pod.says(LIVE);
+        pod.set_response("");
+        assert!(pod.unreadiness().await.starts_with("config not received"));
+        pod.set_response(CONFIGURED);
+        assert!(
+            pod.unreadiness()
+                .await
+                .starts_with("server.state is not yet")
+        );
+        // The response without the update counters suffices: Envoy has been configured once.
+        pod.set_response(LIVE);
         assert_eq!(pod.ready.check().await, Ok(()));
     }
 }
@@ -182,7 +187,7 @@ async fn a_pod_without_a_secret_that_envoy_has_refused_is_not_ready_until_it_has
         "Envoy refuses it",
     );
     pod.refusals.lock().insert(3, kept.clone());
-    assert_eq!(pod.missing().await, problem.to_string());
+    assert_eq!(pod.unreadiness().await, problem.to_string());
     pod.refusals.lock().remove(&7);
     assert_eq!(pod.ready.check().await, Ok(()));
 }
@@ -191,7 +196,7 @@ async fn a_pod_without_a_secret_that_envoy_has_refused_is_not_ready_until_it_has
 async fn an_error_of_the_admin_port_is_the_reason() {
     let pod = Pod::new().await;
     pod.says.send_replace(Some((500, String::new())));
-    assert!(pod.missing().await.ends_with("unexpected status 500"));
+    assert!(pod.unreadiness().await.ends_with("unexpected status 500"));
 }
 
 #[tokio::test]
@@ -211,21 +216,21 @@ async fn concurrent_probes_share_one_request_to_a_hung_admin_port() {
             "{missing}"
         );
     }
-    assert_eq!(pod.times_asked(), 1);
+    assert_eq!(pod.query_count(), 1);
     assert!(before.elapsed() < Duration::from_secs(2));
 }
 
 #[tokio::test]
 async fn the_watch_marks_readiness_without_a_probe_and_then_stops() {
     let pod = Pod::new().await;
-    pod.says("");
+    pod.set_response("");
     let ready = pod.ready.clone();
     let mut tasks = JoinSet::new();
     tasks.spawn(async move { ready.poll_until_ready().await });
     let mut asked = pod.asked.clone();
     asked.wait_for(|count| *count > 1).await.expect("asked");
     assert_eq!(pod.metrics.render(), "");
-    pod.says(&format!("{CONFIGURED}{LIVE}"));
+    pod.set_response(&format!("{CONFIGURED}{LIVE}"));
     let marked = async {
         while pod.metrics.render().is_empty() {
             tokio::task::yield_now().await;
@@ -248,18 +253,18 @@ async fn the_watch_marks_readiness_without_a_probe_and_then_stops() {
     let reached = pod.milestones.reached();
     let names: Vec<_> = reached.iter().map(|reached| reached.milestone).collect();
     assert_eq!(names, ["configuration received", "Envoy live", "ready"]);
-    // Another Envoy is not watched.
-    let before = pod.times_asked();
+    // Polling has ended with the first readiness, so a new Envoy process is not polled.
+    let before = pod.query_count();
     pod.report.send_replace(started(1, 2));
     tokio::time::pause();
     tokio::time::sleep(2 * EARLY_PHASE).await;
-    assert_eq!(pod.times_asked(), before);
+    assert_eq!(pod.query_count(), before);
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_envoy_that_starts_slowly_is_asked_less_often_until_another_process_starts() {
     let pod = Pod::new().await;
-    pod.says("");
+    pod.set_response("");
     let ready = pod.ready.clone();
     let mut tasks = JoinSet::new();
     tasks.spawn(async move { ready.poll_until_ready().await });
@@ -268,12 +273,12 @@ async fn an_envoy_that_starts_slowly_is_asked_less_often_until_another_process_s
         if round == 4 {
             pod.report.send_replace(started(0, 2));
         }
-        let before = pod.times_asked();
+        let before = pod.query_count();
         for _ in 0..EARLY_PHASE.as_secs() / 5 {
             pod.report.send_modify(|_| ());
             tokio::time::sleep(Duration::from_secs(5)).await;
         }
-        asked.push(pod.times_asked() - before);
+        asked.push(pod.query_count() - before);
     }
     let often: Vec<_> = asked.iter().map(|count| *count > 100).collect();
     assert_eq!(often, [true, false, false, false, true, false], "{asked:?}");

@@ -1,4 +1,4 @@
-//! Connections that are idle, too many, or not read.
+//! Tests the connections of the status port: idle, half-closed and slow ones, and their end.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Duration, Instant};
@@ -52,9 +52,9 @@ impl Port {
     }
 }
 
-/// The status line of the answer to `request`, or nothing if the connection ends.
-async fn asked(stream: &mut TcpStream, request: &[u8]) -> String {
-    // It may be closed already, which reading tells.
+/// Sends a request. Returns the status line of the response, or an empty text if the connection has ended.
+async fn send_request(stream: &mut TcpStream, request: &[u8]) -> String {
+    // The connection may be closed already; the read below finds this out.
     let _ = stream.write_all(request).await;
     let mut answer = [0; 1024];
     let length = stream.read(&mut answer).await.unwrap_or_default();
@@ -67,12 +67,12 @@ async fn both_families_are_served_and_connections_are_kept() {
     let port = port().await;
     let mut stream = port.connect().await;
     for _ in 0..3 {
-        assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+        assert_eq!(send_request(&mut stream, READY).await, "HTTP/1.1 200 OK");
     }
     let v6 = (Ipv6Addr::LOCALHOST, port.address.port());
     // Not every machine has IPv6.
     if let Ok(mut stream) = TcpStream::connect(v6).await {
-        assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+        assert_eq!(send_request(&mut stream, READY).await, "HTTP/1.1 200 OK");
     }
 }
 
@@ -80,9 +80,9 @@ async fn both_families_are_served_and_connections_are_kept() {
 async fn a_head_that_is_too_large_is_refused() {
     let port = port().await;
     let head = format!("GET / HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(MAX_HEAD));
-    let answer = asked(&mut port.connect().await, head.as_bytes()).await;
+    let answer = send_request(&mut port.connect().await, head.as_bytes()).await;
     assert!(answer.contains(" 431 ") || answer.is_empty(), "{answer}");
-    let answer = asked(&mut port.connect().await, b"nonsense\r\n\r\n").await;
+    let answer = send_request(&mut port.connect().await, b"nonsense\r\n\r\n").await;
     assert!(answer.contains(" 400 "), "{answer}");
 }
 
@@ -90,9 +90,9 @@ async fn a_head_that_is_too_large_is_refused() {
 async fn a_connection_with_a_late_head_is_closed_before_an_idle_one() {
     let port = port().await;
     let mut idle = port.connect().await;
-    assert_eq!(asked(&mut idle, READY).await, "HTTP/1.1 200 OK");
+    assert_eq!(send_request(&mut idle, READY).await, "HTTP/1.1 200 OK");
     let mut late = port.connect().await;
-    assert_eq!(asked(&mut late, READY).await, "HTTP/1.1 200 OK");
+    assert_eq!(send_request(&mut late, READY).await, "HTTP/1.1 200 OK");
     late.write_all(b"GET /").await.expect("sent");
     let mut silent = port.connect().await;
     let mut slow = port.connect().await;
@@ -110,7 +110,7 @@ async fn a_connection_with_a_late_head_is_closed_before_an_idle_one() {
         let second = Duration::from_secs(1);
         assert!(limit - second < took && took < limit + second, "{took:?}");
         if limit == FIRST_HEAD {
-            assert_eq!(asked(&mut idle, READY).await, "HTTP/1.1 200 OK");
+            assert_eq!(send_request(&mut idle, READY).await, "HTTP/1.1 200 OK");
         }
     }
     assert_eq!(idle.read(&mut byte).await.unwrap_or_default(), 0);
@@ -128,10 +128,10 @@ async fn an_answer_may_take_longer_than_the_idle_limit() {
     let mut stream = port.connect().await;
     tokio::time::pause();
     let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";
-    assert_eq!(asked(&mut stream, request).await, "HTTP/1.1 200 OK");
+    assert_eq!(send_request(&mut stream, request).await, "HTTP/1.1 200 OK");
 }
 
-/// `nc -N` and scripts shut down their sending side with the request.
+/// `nc -N` and some scripts shut down their sending side after the request.
 #[tokio::test]
 async fn a_half_closed_connection_gets_its_answer_and_is_closed() {
     let scrape: Scrape = Arc::new(move |_| {
@@ -169,10 +169,11 @@ async fn a_half_closed_connection_gets_its_answer_and_is_closed() {
     }
 }
 
-/// Replaces [`UNREAD`], which is too long for a test.
+/// The limit for unread responses in these tests. [`UNREAD`] is too long for a test.
 const UNREAD_LIMIT: Duration = Duration::from_secs(2);
 
-/// Returns how many bytes arrive of an answer whose reader pauses after its first byte.
+/// Requests a response of [`ANSWER`] bytes, and pauses after its first byte. Returns the number of bytes that arrive
+/// after the pause.
 async fn read_after_pause(port: &Port, pause: Duration) -> usize {
     let mut stream = port.connect().await;
     let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";
@@ -209,9 +210,9 @@ async fn a_connection_whose_client_does_not_read_the_answer_is_closed() {
 async fn the_end_of_the_port_ends_its_connections() {
     let mut port = port().await;
     let mut stream = port.connect().await;
-    assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+    assert_eq!(send_request(&mut stream, READY).await, "HTTP/1.1 200 OK");
     port.stop.cancel();
-    assert_eq!(asked(&mut stream, READY).await, "");
+    assert_eq!(send_request(&mut stream, READY).await, "");
     port.tasks
         .join_next()
         .await
@@ -223,11 +224,14 @@ async fn the_end_of_the_port_ends_its_connections() {
 async fn a_handed_over_port_answers_one_more_request_on_each_open_connection() {
     let port = port().await;
     let mut streams = [port.connect().await, port.connect().await];
-    assert_eq!(asked(&mut streams[0], READY).await, "HTTP/1.1 200 OK");
+    assert_eq!(
+        send_request(&mut streams[0], READY).await,
+        "HTTP/1.1 200 OK"
+    );
     port.handover.begin().await;
     for stream in &mut streams {
-        assert_eq!(asked(stream, READY).await, "HTTP/1.1 200 OK");
-        assert_eq!(asked(stream, READY).await, "");
+        assert_eq!(send_request(stream, READY).await, "HTTP/1.1 200 OK");
+        assert_eq!(send_request(stream, READY).await, "");
     }
     assert!(TcpStream::connect(port.address).await.is_err());
 }

@@ -9,11 +9,11 @@ use regex::{Regex, RegexSet};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Member {
     Other,
-    /// Secret, with all members of an object of that name.
+    /// A secret. If an object has the name, all members of the object are secret, too.
     Secret,
-    /// Secret, unless it is an object.
+    /// A secret, unless it is an object.
     SecretText,
-    /// Public, also as a part of a secret.
+    /// A public value, also as a part of a secret.
     Public,
     /// A name or key that describes the value next to it.
     Name,

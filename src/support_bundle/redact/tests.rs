@@ -1,4 +1,4 @@
-//! Tests which texts pass the redactor, in any chunks.
+//! Tests which texts the redactor removes and which it leaves, in chunks of any size.
 
 use std::sync::OnceLock;
 
@@ -23,7 +23,7 @@ fn none() -> &'static Secrets {
     NONE.get_or_init(|| known(""))
 }
 
-/// A reader that gives so many bytes at once.
+/// A reader of a text that returns at most this number of bytes at once.
 struct InChunks<'a>(&'a [u8], usize);
 
 impl Read for InChunks<'_> {
@@ -33,15 +33,15 @@ impl Read for InChunks<'_> {
     }
 }
 
-/// Redacts a text in chunks of this size.
-fn passed(secrets: &Secrets, form: Form, text: &[u8], chunk: usize) -> (Vec<u8>, bool) {
+/// Redacts a text in chunks of this size. Returns the output, and true if the text was copied without an error.
+fn redacted(secrets: &Secrets, form: Form, text: &[u8], chunk: usize) -> (Vec<u8>, bool) {
     let mut out = Vec::new();
     let copied = copy(secrets, form, &mut InChunks(text, chunk), &mut out);
     (out, copied.is_ok())
 }
 
 fn text(form: Form, text: &str) -> String {
-    let (out, is_good) = passed(none(), form, text.as_bytes(), usize::MAX);
+    let (out, is_good) = redacted(none(), form, text.as_bytes(), usize::MAX);
     assert!(is_good, "{text}");
     String::from_utf8(out).expect("text")
 }
@@ -50,7 +50,7 @@ fn json(form: Form, document: &Value) -> Value {
     serde_json::from_str(&text(form, &document.to_string())).expect("JSON")
 }
 
-/// Members of Envoy's dump and of bootstraps with `secret` in them.
+/// Returns members of Envoy's config dump and of bootstraps that contain `secret`.
 fn documents(secret: &str) -> Vec<Value> {
     let header = |name: &str| json!({ "key": name, "value": secret });
     vec![
@@ -80,7 +80,7 @@ fn documents(secret: &str) -> Vec<Value> {
     ]
 }
 
-/// Lines with `secret` in them, which has no blanks.
+/// Returns lines that contain `secret`. It must not contain blanks.
 fn lines(secret: &str) -> Vec<String> {
     vec![
         format!("info\tca\tsent authorization: Bearer {secret} to istiod"),
@@ -171,7 +171,7 @@ fn secrets_of_lines_do_not_pass_and_the_rest_does() {
     }
 }
 
-/// Texts with `secret` in them, as they are in strings of JSON, in logs, in sources and in lines.
+/// Returns texts that contain `secret`, as they occur in JSON strings, logs, source code and command lines.
 fn texts(secret: &str) -> Vec<String> {
     let within = |value: Value| Value::from(value.to_string()).to_string();
     vec![
@@ -186,7 +186,7 @@ fn texts(secret: &str) -> Vec<String> {
         format!("sessionKey = '{secret}'"),
         format!("aws_secret_access_key = {secret}"),
         format!("AWS_SESSION_TOKEN={secret}"),
-        // JSON in texts, in any depth, also where it is no document.
+        // JSON within texts, at any depth, also if it is not a complete document.
         json!({ "pass": secret }).to_string(),
         json!([{ "user": "a", "pwd": secret }]).to_string(),
         json!([["--token", secret]]).to_string(),
@@ -201,7 +201,7 @@ fn texts(secret: &str) -> Vec<String> {
         ),
         json!({ "auths": { "registry": { "auth": secret } } }).to_string(),
         json!({ "type": "service_account", "private_key_id": secret }).to_string(),
-        // Sources in Lua.
+        // Source code in Lua.
         format!("handle:headers():add(\"authorization\", \"Bearer {secret}\")"),
         format!("handle:headers():replace('x-tenant', '{secret}')"),
         format!("handle:headers():add(\"x-tenant\", prefix .. \"{secret}\")"),
@@ -241,7 +241,7 @@ fn texts(secret: &str) -> Vec<String> {
     ]
 }
 
-/// Members of Envoy's dump with `secret` in them, beside those of [`documents`].
+/// Returns members of Envoy's config dump that contain `secret`, in addition to those of [`documents`].
 fn members(secret: &str) -> Vec<Value> {
     let matched = |how: &str| {
         let name = json!({ "name": "x-tenant", "string_match": { (how): secret } });
@@ -304,8 +304,8 @@ fn planted_secrets_do_not_pass() {
     assert!(left.is_empty(), "{}: {left:#?}", left.len());
 }
 
-/// Further texts with `secret` in them, as files, commands and libraries write them.
-fn shapes(secret: &str) -> Vec<String> {
+/// Returns further texts that contain `secret`, as files, commands and libraries write them.
+fn further_texts(secret: &str) -> Vec<String> {
     let base64 = |text: String| base64::prelude::BASE64_STANDARD.encode(text);
     vec![
         // Sentences and lines of logs.
@@ -395,7 +395,7 @@ fn shapes(secret: &str) -> Vec<String> {
         format!("&lt;password&gt;{secret}&lt;/password&gt;"),
         format!("\\u003cpassword\\u003e{secret}\\u003c/password\\u003e"),
         format!("<wsse:Password Type=\"a\">{secret}</wsse:Password>"),
-        // Environments and files of settings.
+        // Environment variables and configuration files.
         format!("GITHUB_PAT={secret}"),
         format!("export GITLAB_PAT={secret}"),
         format!("AZURE_DEVOPS_EXT_PAT={secret}"),
@@ -522,9 +522,9 @@ fn shapes(secret: &str) -> Vec<String> {
 fn secrets_of_further_shapes_do_not_pass() {
     for secret in [SECRET, "Zx81kQ7vR2mN4pL9", "0f4c9a17d2e84b6c93af"] {
         let mut left = Vec::new();
-        for text in shapes(secret) {
+        for text in further_texts(secret) {
             for (form, document) in [
-                // As the log has it.
+                // In the log, a line feed is escaped.
                 (Form::Lines, text.replace('\n', "\\n")),
                 (Form::Json, json!({ "any": text }).to_string()),
                 (Form::OwnJson, json!([text]).to_string()),
@@ -681,7 +681,7 @@ fn private_keys_and_tokens_do_not_pass_and_certificates_do() {
         out["any"],
         json!([kept, "[redacted]", "[redacted]", CERTIFICATE])
     );
-    // A key without an end.
+    // A private key without an END line.
     let cut = text(Form::Lines, "a\n-----BEGIN PRIVATE KEY-----\nMHcC\nAQEE");
     assert_eq!(cut, "a\n[redacted]");
 }
@@ -720,7 +720,8 @@ fn numbers_and_order_and_indentation_stay() {
     assert_eq!(text(Form::Json, document), document);
 }
 
-/// If a search read the rest of the text at each of these, the test would take hours.
+/// Redacts long texts that repeat the beginning of a secret. If a search read the rest of the text at each of these
+/// beginnings, the test would take hours.
 #[test]
 fn the_time_to_redact_a_text_is_linear_in_its_length() {
     for part in [
@@ -781,14 +782,14 @@ fn text_that_is_not_json_is_refused_as_json() {
         "'a'",
         &deep,
     ] {
-        let (out, is_good) = passed(none(), Form::Json, wrong.as_bytes(), usize::MAX);
+        let (out, is_good) = redacted(none(), Form::Json, wrong.as_bytes(), usize::MAX);
         assert!(!is_good, "{wrong}");
         assert!(!String::from_utf8_lossy(&out).contains("hush"));
     }
 }
 
 fn json_value() -> impl Strategy<Value = Value> {
-    // With an `@` a random text may be the credentials of a URL.
+    // A random text with an `@` may look like the credentials of a URL.
     let any_text = any::<String>().prop_map(|text| text.replace('@', ""));
     let text = prop_oneof!["[a-z\"\\\\{}\\[\\], :=]{0,12}", any_text];
     let scalar = prop_oneof![
@@ -813,8 +814,8 @@ fn json_value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// A secret of any kind, its place in a text of any kind, and what comes with it.
-fn planted() -> impl Strategy<Value = (String, Vec<u8>, Form)> {
+/// Generates a secret and a text of any kind that contains it. The text has a random part, too.
+fn text_with_secret() -> impl Strategy<Value = (String, Vec<u8>, Form)> {
     let secret = "[A-Za-z0-9+/]{7,30}[G-Zg-z]";
     let any_text = prop_oneof!["[a-z\"\\\\{}:=, \n]{0,40}", any::<String>()];
     (
@@ -852,11 +853,11 @@ fn has(text: &[u8], part: &str) -> bool {
 
 proptest! {
     #[test]
-    fn a_secret_never_passes_in_any_chunks((secret, text, form) in planted(), chunk in 1..200_usize) {
-        let (whole, is_good) = passed(none(), form, &text, usize::MAX);
+    fn a_secret_never_passes_in_any_chunks((secret, text, form) in text_with_secret(), chunk in 1..200_usize) {
+        let (whole, is_good) = redacted(none(), form, &text, usize::MAX);
         prop_assert!(is_good);
         prop_assert!(!has(&whole, &secret), "{}", String::from_utf8_lossy(&whole));
-        prop_assert_eq!(&passed(none(), form, &text, chunk).0, &whole);
+        prop_assert_eq!(&redacted(none(), form, &text, chunk).0, &whole);
         if form == Form::Json {
             prop_assert!(serde_json::from_slice::<Value>(&whole).is_ok());
         }
@@ -871,11 +872,11 @@ proptest! {
     ) {
         let (secrets, secret) = (known(&secret), &*secret);
         let text = format!("{before}{secret}{after}");
-        let (out, _) = passed(&secrets, Form::Lines, text.as_bytes(), chunk);
+        let (out, _) = redacted(&secrets, Form::Lines, text.as_bytes(), chunk);
         prop_assert!(!has(&out, secret), "{}", String::from_utf8_lossy(&out));
         for form in [Form::Json, Form::OwnJson] {
             let document = json!({ (&text): [&text], "a": { "b": text } }).to_string();
-            let (out, is_good) = passed(&secrets, form, document.as_bytes(), chunk);
+            let (out, is_good) = redacted(&secrets, form, document.as_bytes(), chunk);
             prop_assert!(is_good);
             let read: Value = serde_json::from_slice(&out).expect("JSON");
             prop_assert!(!read["a"]["b"].as_str().expect("text").contains(secret), "{read}");
@@ -886,7 +887,7 @@ proptest! {
     #[test]
     fn json_without_secrets_passes_unchanged(document in json_value(), chunk in 1..50_usize) {
         let text = document.to_string();
-        let (out, is_good) = passed(none(), Form::OwnJson, text.as_bytes(), chunk);
+        let (out, is_good) = redacted(none(), Form::OwnJson, text.as_bytes(), chunk);
         prop_assert!(is_good);
         let read: Value = serde_json::from_slice(&out).expect("JSON");
         prop_assert_eq!(read.to_string(), text);
@@ -904,8 +905,8 @@ proptest! {
         static KNOWN: OnceLock<Secrets> = OnceLock::new();
         let secrets = KNOWN.get_or_init(|| known("a known secret"));
         for form in [Form::Lines, Form::Json, Form::OwnJson] {
-            let whole = passed(secrets, form, &text, usize::MAX);
-            prop_assert_eq!(passed(secrets, form, &text, chunk), whole);
+            let whole = redacted(secrets, form, &text, usize::MAX);
+            prop_assert_eq!(redacted(secrets, form, &text, chunk), whole);
         }
     }
 }

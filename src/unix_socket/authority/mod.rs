@@ -285,7 +285,7 @@ fn integer(bytes: &[u8], prefix: u32) -> Option<(usize, usize)> {
     if value < most {
         return Some((value, 1));
     }
-    // The decoder reads no longer ones.
+    // The decoder does not read longer integers.
     for (place, byte) in bytes.iter().enumerate().take(5).skip(1) {
         value += usize::from(byte & 0x7f) << (7 * (place - 1));
         if byte & 0x80 == 0 {
@@ -327,7 +327,7 @@ fn encode(block: &Block, fields: &Fields, output: &mut BytesMut) {
             put_string(text, output);
         }
     }
-    // It is below 16 KiB.
+    // The length is below 16 KiB, so it fits.
     let length = (output.len() - head - HEAD) as u32;
     output[head..head + 3].copy_from_slice(&length.to_be_bytes()[1..]);
 }

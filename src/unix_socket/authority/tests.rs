@@ -11,8 +11,8 @@ use tokio::sync::mpsc;
 
 use super::*;
 
-/// What clients send that open two discovery streams on `unix:///etc/istio/proxy/XDS`, each with two
-/// messages: the client, its authority after [`Reader`], and the bytes.
+/// Recordings of clients that open two discovery streams on `unix:///etc/istio/proxy/XDS`, each with two messages. Each
+/// recording has the name of the client, the authority that [`Reader`] outputs, and the bytes that the client sends.
 const RECORDED: [(&str, &str, &[u8]); 3] = [
     (
         "grpcio 1.85.1",
@@ -31,7 +31,7 @@ const RECORDED: [(&str, &str, &[u8]); 3] = [
     ),
 ];
 
-/// Hands out a few bytes at a time.
+/// A reader of bytes that returns at most this number of them at once.
 struct Chunks<'a>(&'a [u8], usize);
 
 impl AsyncRead for Chunks<'_> {
@@ -48,8 +48,8 @@ impl AsyncRead for Chunks<'_> {
     }
 }
 
-/// What comes out, and how it ends.
-fn passed(bytes: &[u8], chunk: usize) -> (Vec<u8>, Result<usize, String>) {
+/// Reads `bytes` through [`Reader`], in chunks of this size. Returns the output, and its length or an error.
+fn read_through(bytes: &[u8], chunk: usize) -> (Vec<u8>, Result<usize, String>) {
     let mut output = Vec::new();
     let mut reader = Reader::new(Chunks(bytes, chunk));
     let read = reader.read_to_end(&mut output).now_or_never();
@@ -70,13 +70,13 @@ fn connection(frames: &[Vec<u8>]) -> Vec<u8> {
     .concat()
 }
 
-/// A literal of an authority that joins the table of headers.
+/// Encodes an authority as a literal that is added to the dynamic table of headers.
 fn authority(value: &str) -> Vec<u8> {
     [&[0x41, value.len() as u8], value.as_bytes()].concat()
 }
 
-/// The header blocks that come out: flags, and fields as text.
-fn blocks(output: &[u8]) -> Vec<(u8, String)> {
+/// Decodes the header blocks in the output of [`Reader`]. Returns the flags and the fields of each, as text.
+fn header_blocks(output: &[u8]) -> Vec<(u8, String)> {
     let mut decoder = Decoder::new();
     let mut rest = &output[PREFACE..];
     let mut blocks = Vec::new();
@@ -96,7 +96,8 @@ fn blocks(output: &[u8]) -> Vec<(u8, String)> {
     blocks
 }
 
-/// The requests a server of hyper gets: authority, path and body up to the second message.
+/// Returns the requests that a server of hyper gets through [`Reader`]: authority, path, and the body up to the second
+/// message.
 async fn requests(bytes: &[u8], chunk: usize) -> Vec<(String, String, Vec<u8>)> {
     let (mut client, server) = tokio::io::duplex(1 << 16);
     let (read, write) = tokio::io::split(server);
@@ -157,12 +158,12 @@ fn requests_with_a_valid_or_no_authority_pass_unchanged() {
         let first = frame(HEADERS, END_HEADERS, 1, &payload);
         cases.push(connection(&[first, bad.clone()]));
     }
-    // What cannot be read is for h2 to refuse.
+    // The reader passes blocks that it cannot decode unchanged, because h2 refuses them.
     for first in [
         frame(HEADERS, END_HEADERS, 1, &[0xff]),
         frame(HEADERS, END_HEADERS | PADDED, 1, &[9, 0x83]),
         frame(HEADERS, END_HEADERS | PRIORITY, 1, &[0; 4]),
-        // Changes the table to a size that was never offered.
+        // Sets the size of the dynamic table to 4097 bytes, which exceeds the default limit of 4096.
         frame(HEADERS, END_HEADERS, 1, &[0x3f, 0xe2, 0x1f, 0x83]),
         [frame(HEADERS, 0, 1, &[0x83]), frame(0, 0, 1, &[])].concat(),
         [
@@ -171,7 +172,7 @@ fn requests_with_a_valid_or_no_authority_pass_unchanged() {
         ]
         .concat(),
         frame(HEADERS, END_HEADERS, 1, &[0x83; MAX_BLOCK]),
-        // Small on the wire.
+        // Small when encoded, but larger than `MAX_BLOCK` when decoded.
         frame(HEADERS, END_HEADERS, 1, &[0x83; MAX_BLOCK / 32]),
     ] {
         cases.push(connection(&[first, bad.clone()]));
@@ -180,7 +181,7 @@ fn requests_with_a_valid_or_no_authority_pass_unchanged() {
     for bytes in cases {
         for chunk in [1, bytes.len()] {
             assert!(
-                passed(&bytes, chunk) == (bytes.clone(), Ok(bytes.len())),
+                read_through(&bytes, chunk) == (bytes.clone(), Ok(bytes.len())),
                 "{bytes:?}"
             );
         }
@@ -189,7 +190,7 @@ fn requests_with_a_valid_or_no_authority_pass_unchanged() {
 
 #[test]
 fn header_blocks_are_replaced_once_an_authority_is_not_valid() {
-    // POST, and an authority that becomes entry 62 of the table.
+    // The method POST, and an authority that becomes entry 62 of the dynamic table. 0xbe refers to this entry.
     let path = [&[0x83][..], &authority("a%2Fpath")].concat();
     let padded = [&[2, 0, 0, 0, 0, 7][..], &path, &[0, 0]].concat();
     let data = frame(0, 0, 1, b"data");
@@ -212,7 +213,7 @@ fn header_blocks_are_replaced_once_an_authority_is_not_valid() {
             first,
             data.clone(),
             frame(HEADERS, END_HEADERS, 3, &[0x83, 0xbe]),
-            // Shrinks the table to nothing and grows it again.
+            // Sets the size of the dynamic table to zero and then to 4096 bytes.
             frame(
                 HEADERS,
                 END_HEADERS,
@@ -225,19 +226,19 @@ fn header_blocks_are_replaced_once_an_authority_is_not_valid() {
         ];
         let bytes = connection(&frames);
         for chunk in [1, bytes.len()] {
-            let (output, end) = passed(&bytes, chunk);
+            let (output, end) = read_through(&bytes, chunk);
             assert_eq!(end, Ok(output.len()));
             let expected = [
                 (flags, replaced),
                 (END_HEADERS, replaced),
                 (END_HEADERS, replaced),
-                // Two, which h2 refuses.
+                // The client has sent two authorities; h2 refuses them.
                 (END_HEADERS, ":authority=localhost :authority=localhost"),
                 (END_HEADERS, ":authority=valid"),
                 (END_HEADERS | END_STREAM, "x=y"),
             ];
             let expected = expected.map(|(flags, fields)| (flags, fields.to_owned()));
-            assert_eq!(blocks(&output), expected);
+            assert_eq!(header_blocks(&output), expected);
             assert!(
                 output.windows(data.len()).any(|part| part == data),
                 "no data"
@@ -255,9 +256,9 @@ fn a_long_header_value_is_complete_after_a_replacement() {
     put_string(long.as_bytes(), &mut value);
     payload.extend_from_slice(&value);
     let bytes = connection(&[frame(HEADERS, END_HEADERS, 1, &payload)]);
-    let (output, _) = passed(&bytes, bytes.len());
+    let (output, _) = read_through(&bytes, bytes.len());
     let expected = format!(":authority=localhost x={long}");
-    assert_eq!(blocks(&output), [(END_HEADERS, expected)]);
+    assert_eq!(header_blocks(&output), [(END_HEADERS, expected)]);
 }
 
 #[test]
@@ -283,7 +284,7 @@ fn a_malformed_header_block_after_a_replacement_ends_the_connection() {
         ),
     ] {
         let bytes = connection(&[bad.clone(), next]);
-        let end = passed(&bytes, bytes.len()).1.unwrap_err();
+        let end = read_through(&bytes, bytes.len()).1.unwrap_err();
         assert!(end.contains(problem), "{end}");
     }
 }
@@ -294,13 +295,13 @@ fn many_huffman_coded_strings_are_decoded_within_a_second() {
     let bytes = connection(&[frame(HEADERS, END_HEADERS, 1, &fields)]);
     let start = tokio::time::Instant::now();
     for _ in 0..4 {
-        let _ = passed(&bytes, bytes.len());
+        let _ = read_through(&bytes, bytes.len());
     }
     let taken = start.elapsed();
     assert!(taken < std::time::Duration::from_secs(1), "{taken:?}");
 }
 
-/// Frames of which many are header blocks that can be decoded.
+/// Generates connections with arbitrary frames. Many of them are header blocks that can be decoded.
 fn frames() -> impl Strategy<Value = Vec<u8>> {
     let literals = prop::collection::vec(any::<u8>(), 0..40)
         .prop_map(|value| [&[0x41, value.len() as u8][..], &value].concat());
@@ -332,10 +333,10 @@ proptest! {
         ],
         chunk in 1..100_usize,
     ) {
-        let (whole, end) = passed(&bytes, bytes.len());
-        // No field is longer.
+        let (whole, end) = read_through(&bytes, bytes.len());
+        // A reference of one byte to the header table may become a complete field. The fields have at most 64 bytes.
         prop_assert!(whole.len() <= bytes.len() * 64);
-        let (output, same_end) = passed(&bytes, chunk);
+        let (output, same_end) = read_through(&bytes, chunk);
         prop_assert_eq!(&end, &same_end);
         if end.is_ok() {
             prop_assert_eq!(whole, output);

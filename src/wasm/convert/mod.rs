@@ -29,10 +29,10 @@ const FILTERS: &str = "type.googleapis.com/envoy.extensions.filters.";
 const WASM: &str = ".wasm.v3.Wasm";
 const RBAC: &str = ".rbac.v3.RBAC";
 
-/// Prefix of a module's environment variables that are for the agent.
+/// The prefix of a module's environment variables that are for the agent.
 const FOR_AGENT: &str = "ISTIO_META_";
 
-/// `proto/envoy/extensions/wasm/v3/wasm.proto`
+/// The definitions of `proto/envoy/extensions/wasm/v3/wasm.proto`, encoded.
 const DEFINITIONS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/wasm.fds"));
 
 /// A Wasm filter whose module must be fetched.
@@ -112,7 +112,7 @@ struct WasmConfig {
 fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, Box<dyn Error>> {
     let is_struct = config.type_url == TYPED_STRUCT;
     let config = if is_struct {
-        // It has the fields of an `Any`, and the value is a `Struct`.
+        // A `TypedStruct` has the fields of an `Any`, and its value is a `Struct`.
         Any::decode(config.value.as_slice())?
     } else {
         config

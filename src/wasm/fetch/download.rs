@@ -130,8 +130,8 @@ impl Plan {
         output: &mut dyn Write,
         layers: u32,
     ) -> Result<(u64, String), UnpackError> {
-        // Raw entries, because extensions of the format would be read into memory. So a name is cut to
-        // 100 bytes.
+        // Entries are raw, because extensions of the format would be read into memory. Names are therefore cut to 100
+        // bytes.
         for entry in tar::Archive::new(input).entries()?.raw(true) {
             let entry = entry?;
             let name = entry.path_bytes();
@@ -183,14 +183,14 @@ const GZIP: &[u8] = &[0x1f, 0x8b];
 /// The bytes of an archive's header that identify the format.
 const USTAR: std::ops::Range<usize> = 257..262;
 const HEADER: u64 = 512;
-/// gzip in tar in gzip, with one to spare.
+/// The most layers of packing: gzip in tar in gzip, and one more.
 const MAX_LAYERS: u32 = 4;
 
 #[derive(Debug, thiserror::Error)]
 enum UnpackError {
     #[error("cannot unpack it")]
     Broken(#[from] io::Error),
-    /// Complete, but not Wasm.
+    /// The content is complete, but not Wasm.
     #[error("{0}")]
     Invalid(String),
 }

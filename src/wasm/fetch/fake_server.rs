@@ -1,4 +1,4 @@
-//! A server for tests that answers each request with the bytes a function returns, over TLS or not.
+//! A server for tests, with or without TLS. It responds to each request with the bytes that a function returns.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ pub(crate) struct Server {
     _tasks: JoinSet<()>,
 }
 
-/// The answer to a request: the head as text, the number of requests before it. An empty answer keeps
-/// silent.
+/// The function that returns the response to a request. Its arguments are the head of the request and the number of
+/// earlier requests. If it returns no bytes, the server does not respond.
 type Answer = dyn Fn(&str, usize) -> Vec<u8> + Send + Sync;
 
 impl Server {
@@ -75,7 +75,7 @@ impl Server {
         }
     }
 
-    /// The heads of all requests so far.
+    /// Returns the heads of all requests so far.
     pub(crate) fn heads(&self) -> Vec<String> {
         self.heads.lock().clone()
     }
@@ -87,7 +87,7 @@ async fn respond(
     seen: &Mutex<Vec<String>>,
 ) {
     let mut head = Vec::new();
-    // A handshake of TLS where none is expected is answered, too.
+    // 0x16 begins a TLS handshake. A server without TLS responds to it as to a request.
     while head.first() != Some(&0x16) && !head.windows(4).any(|end| end == b"\r\n\r\n") {
         let mut part = [0; 4096];
         match stream.read(&mut part).await {
@@ -109,7 +109,7 @@ async fn respond(
     let _ = stream.shutdown().await;
 }
 
-/// An answer with a length.
+/// Returns a response with a `content-length` header.
 pub(crate) fn answer(status: &str, headers: &str, body: &[u8]) -> Vec<u8> {
     let length = body.len();
     let head = format!("HTTP/1.1 {status}\r\n{headers}content-length: {length}\r\n\r\n");
@@ -120,7 +120,7 @@ pub(crate) fn ok(body: &[u8]) -> Vec<u8> {
     answer("200 OK", "", body)
 }
 
-/// The path of a request.
+/// Returns the path of a request.
 pub(crate) fn path(head: &str) -> &str {
     head.split(' ').nth(1).unwrap_or_default()
 }

@@ -29,9 +29,9 @@ pub struct Config {
     /// Networks without connections, in addition to the link-local ones.
     pub blocked: Vec<Cidr>,
     pub proxies: Proxies,
-    /// Time limit of one HTTP request, until the head of the response.
+    /// The time limit of one HTTP request, until the head of the response.
     pub request_limit: Duration,
-    /// Attempts of one HTTP request.
+    /// The number of attempts of one HTTP request.
     pub attempts: u32,
     /// The most bytes of a module.
     pub max_bytes: u64,
@@ -107,7 +107,7 @@ impl Source {
         format!("{scheme}://{}{}", self.authority(), self.uri.path())
     }
 
-    /// Returns whether the URL of an image names the tag `latest`.
+    /// Returns true if the URL of an image names the tag `latest`.
     pub(crate) fn is_latest(&self) -> bool {
         self.image.is_some() && self.uri.path().ends_with(":latest")
     }
@@ -191,7 +191,7 @@ impl Reference {
     }
 }
 
-/// Returns whether the text is a tag, or a part of a repository, and not only dots.
+/// Returns true if the text is a tag, or a part of a repository, and not only dots.
 fn is_name(text: &str) -> bool {
     let is_letter = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
     text.chars().all(is_letter) && text.contains(|c| c != '.')

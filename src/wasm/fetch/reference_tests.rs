@@ -1,4 +1,4 @@
-//! Names of images.
+//! Tests the parsing of image names.
 
 use proptest::prelude::*;
 

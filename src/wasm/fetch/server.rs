@@ -161,7 +161,7 @@ pub(super) fn get(uri: Uri, authorization: Option<&HeaderValue>) -> Request<Byte
     request
 }
 
-/// Returns whether another attempt may succeed.
+/// Returns true if another attempt may succeed.
 fn is_temporary(status: StatusCode) -> bool {
     let status = status.as_u16();
     matches!(status, 408 | 429 | 500..=599) && !matches!(status, 501 | 505 | 511)

@@ -1,4 +1,4 @@
-//! Archives made by hand, good and bad.
+//! Tests the unpacking of valid and invalid archives.
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -16,7 +16,7 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
     encoder.finish().expect("in memory")
 }
 
-/// An entry of an archive whose header states `size`.
+/// Returns an archive entry whose header states `size`, which may differ from the size of `content`.
 fn entry(name: &str, kind: EntryType, size: u64, content: &[u8]) -> Vec<u8> {
     let mut header = tar::Header::new_ustar();
     header.as_old_mut().name[..name.len()].copy_from_slice(name.as_bytes());

@@ -1,4 +1,4 @@
-//! Conversions with servers that come, go and change what they serve.
+//! Tests conversions while servers fail, recover and change the modules that they serve.
 
 mod policies;
 
@@ -63,7 +63,7 @@ fn start(config: Config) -> Agent {
     }
 }
 
-/// A resource with a module.
+/// The parameters of a resource with a remote module.
 #[derive(Clone)]
 struct Plugin<'a> {
     name: &'a str,
@@ -149,7 +149,8 @@ fn resource(name: &str, type_url: &str, value: Vec<u8>) -> Bytes {
 }
 
 impl Agent {
-    /// The path of the module's file, or the prefix of the filter in its place.
+    /// Converts the resource of `plugin`. Returns the path of the module's file, or the statistics prefix of the filter
+    /// that replaces the plugin.
     async fn convert(&self, plugin: &Plugin<'_>) -> String {
         let converted = self
             .wasm
@@ -174,7 +175,7 @@ impl Agent {
         self.registry.render().lines().any(|found| found == line)
     }
 
-    /// Ends it as a restart would.
+    /// Ends the agent as a restart would.
     async fn stop(mut self) {
         self.running.shutdown().await;
     }
@@ -207,7 +208,7 @@ fn sha256(bytes: &[u8]) -> String {
     hexadecimal(aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes).as_ref())
 }
 
-/// Returns whether the error of a resource contains this text.
+/// Returns true if the error of a resource contains this text.
 fn has(resource: &Value, problem: &str) -> bool {
     let error = resource["error"].as_str();
     error.is_some_and(|error| error.contains(problem))
@@ -289,7 +290,7 @@ async fn a_module_outlives_a_restart_unless_its_file_was_changed() {
     is_there.store(false, Ordering::Relaxed);
     let agent = start(config(directory.path()));
     assert_eq!(agent.module(&plugin).await, MODULE);
-    // Changed while the agent runs, and while it does not.
+    // The module's file is changed while the agent runs, and later while no agent runs.
     std::fs::write(&path, OTHER).expect("written");
     assert_eq!(agent.convert(&plugin).await, DENY);
     assert!(!Path::new(&path).exists());
@@ -388,6 +389,6 @@ async fn a_response_with_resources_that_cannot_be_read_is_refused_with_all_reaso
         agent
             .has_metric("istio_agent_wasm_config_conversion_count{result=\"unmarshal_failure\"} 3")
     );
-    // Nothing was needed on disk.
+    // The agent has not created its directory, because it had no module to store.
     assert!(!directory.path().join("data").exists());
 }

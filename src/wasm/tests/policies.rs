@@ -19,7 +19,8 @@ fn manifest(module: &[u8]) -> String {
     json!({"schemaVersion": 2, "layers": [config, module]}).to_string()
 }
 
-/// A registry whose tags lead to the `served` one of two artifacts.
+/// Starts a registry with two images. Every tag names the image at the index `served`. If there is none, the registry
+/// has no manifests.
 async fn registry(served: Arc<AtomicUsize>) -> Server {
     Server::tls(move |head, _| {
         let modules = [MODULE, OTHER];
@@ -49,7 +50,7 @@ async fn registry(served: Arc<AtomicUsize>) -> Server {
 async fn a_tag_that_moves_is_followed_as_its_pull_policy_says() {
     let served = Arc::new(AtomicUsize::new(0));
     let server = registry(served.clone()).await;
-    // What is found with the same and with a new version after the tag has moved.
+    // The module with the same and with a new resource version, after the tag has moved.
     for (tag, policy, same, newer) in [
         ("v1", "UNSPECIFIED_POLICY", MODULE, MODULE),
         ("v1", "IfNotPresent", MODULE, MODULE),
@@ -68,7 +69,7 @@ async fn a_tag_that_moves_is_followed_as_its_pull_policy_says() {
         served.store(1, Ordering::Relaxed);
         assert_eq!(agent.module(&at("1")).await, same, "{tag} {policy}");
         assert_eq!(agent.module(&at("2")).await, newer, "{tag} {policy}");
-        // No registry is needed for what is known.
+        // The registry no longer has the tag, and is not needed for a module that is known.
         served.store(2, Ordering::Relaxed);
         assert_eq!(agent.module(&at("2")).await, newer, "{tag} {policy}");
     }
@@ -174,7 +175,7 @@ async fn operators_may_require_digests_and_list_registries() {
     }
 }
 
-/// Sets back the last use of a file by this time.
+/// Sets the time of a file's last use to this long ago.
 fn age(path: &str, age: Duration) {
     let file = std::fs::File::open(path).expect("a file");
     let time = SystemTime::now() - age;
@@ -215,7 +216,7 @@ async fn modules_without_a_resource_are_deleted_and_their_urls_are_fetched_again
     let agent = start(config(directory.path()));
     let image = |tag: &str| plugin(format!("oci://{}/plugin:{tag}", server.address));
     let path = agent.convert(&image("a")).await;
-    // A second URL leads to it by way of the cache.
+    // The second URL has the same module; in the cache, it is a second link to the file.
     let second = Plugin {
         name: "second",
         ..image("b")
@@ -228,7 +229,7 @@ async fn modules_without_a_resource_are_deleted_and_their_urls_are_fetched_again
     age(left.to_str().expect("a path"), day);
     agent.wasm.0.tidy().await;
     assert!(Path::new(&path).exists() && !left.exists());
-    // What the newest response names is all there is.
+    // A complete response without the plugins removes them.
     let rbac = resource("rbac", "type.googleapis.com/other", Vec::new());
     agent.wasm.convert(&[rbac], true).await.expect("a response");
     assert!(agent.resources().is_empty());
@@ -266,7 +267,7 @@ async fn the_cache_exceeds_its_limit_only_for_modules_in_use() {
         paths.push(agent.convert(&plugin).await);
     }
     let left: Vec<_> = paths.iter().map(|path| Path::new(path).exists()).collect();
-    // The last but one was in use when the last was stored.
+    // The last but one module was still in use when the last one was stored.
     assert_eq!(left, [true, false, false, true, true]);
 }
 
@@ -319,7 +320,7 @@ async fn nothing_is_done_on_disk_at_the_start_and_a_disk_that_hangs_is_given_up(
     assert!(left.exists(), "nothing was looked at");
     agent.wasm.0.tidy().await;
     assert!(!left.exists());
-    // As if another thread waited for the disk.
+    // Holds the lock of the cache, as a thread does that waits for the disk.
     let _hangs = agent.wasm.0.cache.clone().lock_owned().await;
     assert_eq!(agent.convert(&plugin("http://127.0.0.1:9/a")).await, DENY);
 }
@@ -363,7 +364,7 @@ async fn four_modules_are_fetched_at_a_time() {
             let (open, four, seen) = (&open, &four, &seen);
             async move {
                 seen.fetch_max(open.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
-                // A fifth would come meanwhile.
+                // If the agent fetched five modules at a time, the fifth connection would arrive during the pause.
                 four.wait().await;
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 open.fetch_sub(1, Ordering::Relaxed);

@@ -51,7 +51,7 @@ const TYPES: [Type; 8] = [
     WORKLOAD,
 ];
 
-/// One of [`TYPES`].
+/// A type URL of [`TYPES`].
 type Type = &'static str;
 
 const ROUTES: Type = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";

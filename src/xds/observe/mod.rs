@@ -156,7 +156,7 @@ impl Observer {
         }
     }
 
-    /// Records the begin of a client's stream.
+    /// Records the beginning of a client's stream.
     pub(super) fn record_stream_begin(&self, id: u32, protocol: Protocol) {
         let mut table = self.table.lock();
         table.streams += 1;

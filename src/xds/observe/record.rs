@@ -20,7 +20,7 @@ use crate::xds::response::{Consumer, Received};
 /// The most responses of a type that wait for their ACK. Beyond it the oldest is dropped.
 pub(super) const MAX_UNANSWERED: usize = 8;
 
-/// Everything an [`super::Observer`] has recorded.
+/// The complete record of an [`super::Observer`].
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
     /// The number of streams so far.

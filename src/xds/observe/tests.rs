@@ -31,7 +31,7 @@ fn recorded(observer: &Observer, type_url: &str) -> TypeSnapshot {
 
 #[tokio::test(start_paused = true)]
 async fn an_ack_or_nack_is_matched_by_its_nonce() {
-    // What is answered after two responses, and how often each was then accepted or refused.
+    // Envoy's ACKs and NACKs after two responses, the recorded numbers of both, and the version accepted last.
     for (answers, acks, nacks, accepted) in [
         (vec![("1", None), ("2", None)], 2, 0, Some("version of 2")),
         (vec![("2", None), ("1", None)], 1, 0, Some("version of 2")),

@@ -24,7 +24,7 @@ const MAX_PARTIAL: usize = 256 * 1024 * 1024;
 pub enum Output {
     /// A message of this type begins to pass.
     Begins(String),
-    /// Bytes for Envoy: a whole message or part of one, in order.
+    /// Bytes for Envoy: a complete message or a part of one, in order.
     Pass(Bytes),
     Captured(Captured),
     /// A message is complete. Comes before [`Output::Captured`] of the same message.
@@ -44,7 +44,7 @@ pub struct Received {
     pub consumer: Consumer,
 }
 
-/// A message for an interceptor, whole and not decoded.
+/// A complete message for an interceptor, not decoded.
 #[derive(Clone, Debug)]
 pub struct Captured {
     /// The index of the interceptor.
@@ -75,9 +75,9 @@ pub struct ResponseReader {
 }
 
 struct Message {
-    /// Bytes behind the head.
+    /// The number of bytes after the head.
     length: usize,
-    /// Bytes to come, including the head.
+    /// The number of bytes to come, including the head.
     left: usize,
     head_left: usize,
     disposition: Option<Disposition>,

@@ -28,7 +28,7 @@ impl Interceptor for NameTables {
     }
 }
 
-/// A message of a type, with an unknown field at its end.
+/// Encodes a response of this type, with an unknown field at its end.
 fn message(protocol: Protocol, type_url: &str, resources: usize, size: usize) -> Vec<u8> {
     let any = Any {
         type_url: type_url.into(),
@@ -159,7 +159,7 @@ fn a_large_message_flows_from_its_first_resource_on_and_nothing_of_it_is_held() 
     assert!(reader.is_between_messages());
 }
 
-/// The reports of the complete messages of a stream.
+/// Reads a stream in chunks of this size. Returns the reports of its complete messages.
 fn ended(protocol: Protocol, stream: &[u8], chunk: usize) -> Vec<Received> {
     let out = read(protocol, stream, chunk).unwrap().into_iter();
     let ended = out.filter_map(|output| match output {
@@ -246,8 +246,8 @@ fn a_false_length_reserves_no_memory() {
 }
 
 proptest! {
-    /// Every message that passes leaves exactly as it came, unknown fields included, in whatever
-    /// chunks it came and whatever stands between.
+    /// Messages for Envoy pass unchanged, with unknown fields, in chunks of any size, and between messages of other
+    /// types.
     #[test]
     fn responses_are_forwarded_byte_for_byte(
         kinds in prop::collection::vec((0usize..3, 0usize..4, 0usize..300), 0..12),

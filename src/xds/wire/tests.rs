@@ -142,7 +142,7 @@ fn finds_resources_by_their_names_and_the_names_removed() {
             names,
             expected.map(|(name, is_removed)| (digest(name.as_bytes()), is_removed))
         );
-        // Each range is a message with this field only.
+        // The bytes of each range are a message that has only this field.
         for it in found {
             let field = &bytes[it.range.start as usize..it.range.end as usize];
             let fields =

@@ -1,4 +1,5 @@
-//! Certificates change under Envoy's feet, and no handshake notices.
+//! Tests that no handshake with Envoy fails when its certificate changes, and that the agent trusts only the
+//! current root certificate when it dials istiod.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -25,7 +26,7 @@ use crate::support::resources::secured_listener;
 use crate::support::tls::{Connection, Handshake, client};
 use crate::support::{eventually, free_port, soon};
 
-/// Mutual handshakes without a pause, once the first has succeeded.
+/// Makes mutual handshakes continuously, once a first handshake has succeeded.
 pub async fn handshakes(port: u16, keys: &Keys) -> Load {
     let client = client(keys).await;
     let handshake = || Handshake {
@@ -57,6 +58,7 @@ async fn ten_rotations_fail_no_handshake() {
     let control_plane = ControlPlane::start(&[listener], Duration::from_secs(10)).await;
     let settings = Settings {
         envoy: Some(&binary),
+        // With this ratio, the agent renews a certificate as soon as it may.
         environment: &[("SECRET_GRACE_PERIOD_RATIO", "1")],
     };
     let _pod = Pod::serving(settings, &control_plane).await;
@@ -70,11 +72,14 @@ async fn ten_rotations_fail_no_handshake() {
 
 const LIFE: Duration = Duration::from_secs(20);
 
-/// Shortly before the agent renews, at half of the life.
-const DOWN: Duration = Duration::from_secs(9);
+/// The time from the start of the pod until the authority fails, shortly before the agent renews its
+/// certificate after half of the lifetime.
+const AUTHORITY_FAILS_AT: Duration = Duration::from_secs(9);
 
-/// Shortly before the end, which is rounded down to a second: two dials and the wait after them fit in.
-const UP: Duration = Duration::from_millis(16_500);
+/// The time from the start of the pod until the authority works again, shortly before the certificate
+/// expires. The expiry is rounded down to a second; the rest of the lifetime is enough for two dials and the
+/// wait between them.
+const AUTHORITY_RETURNS_AT: Duration = Duration::from_millis(16_500);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_authority_that_refuses_for_half_a_certificate_lifetime_fails_no_handshake() {
@@ -85,16 +90,16 @@ async fn an_authority_that_refuses_for_half_a_certificate_lifetime_fails_no_hand
         envoy: Some(&binary),
         environment: &[],
     };
-    // The certificate comes while Envoy starts, which can take seconds.
+    // The certificate is issued while Envoy starts, which can take seconds. The times are counted from this moment.
     let begun = Instant::now();
     let _pod = Pod::serving(settings, &control_plane).await;
     control_plane.event("a certificate", is_issued).await;
     let load = handshakes(port, &control_plane.keys).await;
 
-    tokio::time::sleep_until(begun + DOWN).await;
+    tokio::time::sleep_until(begun + AUTHORITY_FAILS_AT).await;
     let down = Status::unavailable("down");
     control_plane.istiod.refuse_certificates(Some(down));
-    tokio::time::sleep_until(begun + UP).await;
+    tokio::time::sleep_until(begun + AUTHORITY_RETURNS_AT).await;
     assert_eq!(control_plane.istiod.certificates_signed(), 1);
     let refused = control_plane.told(|event| matches!(event, Event::Refused { .. }));
     assert!(refused.is_some(), "the agent has not asked");
@@ -120,19 +125,20 @@ async fn an_authority_that_hangs_for_half_a_certificate_lifetime_fails_no_handsh
     authority.event("a certificate", is_issued).await;
     let load = handshakes(port, &keys).await;
 
-    tokio::time::sleep_until(begun + DOWN).await;
+    tokio::time::sleep_until(begun + AUTHORITY_FAILS_AT).await;
     let address = authority.istiod.address;
     let dead = authority.kill().await;
-    // It takes connections and says nothing.
+    // This authority accepts connections and sends nothing.
     let hung = TcpListener::bind(address).await.unwrap();
     let held = soon(hung.accept()).await.unwrap();
-    tokio::time::sleep_until(begun + UP).await;
+    tokio::time::sleep_until(begun + AUTHORITY_RETURNS_AT).await;
     drop((hung, held));
     let _authority = dead.revive().await;
     assert_outlived(&load, begun).await;
 }
 
-/// Sees no handshake fail until past the end of the first certificate, and a second one in use.
+/// Asserts that no handshake fails until the first certificate has expired, and that a second certificate is
+/// then in use.
 async fn assert_outlived(load: &Load, begun: Instant) {
     tokio::time::sleep_until(begun + LIFE + Duration::from_secs(4)).await;
     let serials = load.assert_flawless().successes.len();
@@ -165,8 +171,8 @@ async fn a_thousand_rotations_in_a_row_fail_no_handshake() {
     assert!(certificates > 250, "only {certificates} certificates seen");
 }
 
-/// The tasks of the agent that rotate certificates, in this process, faster than a production setting
-/// allows.
+/// Starts the agent's tasks for certificates in this process. They renew more often than any setting in
+/// production allows.
 pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     const PAUSE: RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(5);
     let config = secrets::Config {
@@ -208,7 +214,7 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     tasks
 }
 
-/// A listener for mutual TLS and the way to its secrets, without discovery.
+/// Returns a bootstrap with a listener for mutual TLS and the cluster of its secrets, without discovery.
 pub fn static_bootstrap(socket: &Path, port: u16) -> Value {
     let mut listener = secured_listener("tls", port);
     listener.as_object_mut().unwrap().remove("@type");
@@ -270,7 +276,8 @@ async fn a_root_that_was_replaced_on_disk_is_the_only_one_trusted_at_the_next_di
     assert!(pod.agent.is_running());
 }
 
-/// Sees the agent dial, twice, and leave in the handshake.
+/// Waits until the agent has dialed twice, and has aborted both handshakes with an alert. Fails if a stream
+/// is opened.
 async fn assert_refused(control_plane: &mut ControlPlane) {
     let failed = |event: &Event| {
         assert!(

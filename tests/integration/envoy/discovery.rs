@@ -1,4 +1,5 @@
-//! What istiod sends arrives in Envoy, as if there were no agent between them.
+//! Tests that Envoy gets the same configuration through the agent as directly from istiod, and that streams
+//! and certificate requests share connections to istiod.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -60,7 +61,7 @@ async fn compare(delta: &str) {
     assert_same(&pod.envoy, &direct.admin, "two", 1).await;
 }
 
-/// Waits until both Envoys have got as far as `mark`, and compares all they have.
+/// Waits until both Envoys have the configuration with this `mark`, and asserts that their configurations are equal.
 async fn assert_same(through_agent: &Admin, direct: &Admin, mark: &str, clusters: usize) {
     let has_all = |config: &Config| {
         let parts = |of: &str| config.get(of).map(Vec::as_slice).unwrap_or_default();
@@ -80,16 +81,16 @@ async fn assert_same(through_agent: &Admin, direct: &Admin, mark: &str, clusters
     assert_eq!(last[0], last[1]);
 }
 
-/// Lists of a configuration dump by name, each in the order of its text.
+/// The lists of a configuration dump by their names, each sorted by the texts of its items.
 type Config = BTreeMap<String, Vec<String>>;
 
-/// What came by discovery, without when it came.
+/// Returns the resources that Envoy has got by discovery, without the times of the updates.
 async fn config_of(envoy: &Admin) -> Option<Config> {
     let dump = ask(envoy, "/config_dump?include_eds").await?;
     let mut dump: Value = serde_json::from_str(&dump).unwrap();
     let mut config = Config::new();
     for section in dump["configs"].as_array_mut()? {
-        // How far the two streams of secrets have counted says nothing.
+        // The secret streams of the two Envoys count their versions independently, so these versions may differ.
         let counts = section["@type"] == "type.googleapis.com/envoy.admin.v3.SecretsConfigDump";
         strip(section, counts);
         for (name, list) in section.as_object()?.iter() {
@@ -118,7 +119,8 @@ fn strip(value: &mut Value, version_too: bool) {
     }
 }
 
-/// The agent's bootstrap with discovery from the control plane itself, and no ports of its own.
+/// Returns the bootstrap of the agent's Envoy, with discovery from the control plane itself and without
+/// static listeners, which would need the same ports.
 fn without_agent(pod: &Pod, control_plane: &ControlPlane) -> Value {
     let mut bootstrap = pod.bootstrap();
     bootstrap["static_resources"]["listeners"] = json!([]);
@@ -209,10 +211,11 @@ async fn another_client_does_not_evict_envoy_and_has_another_connection_to_istio
     assert_eq!(control_plane.istiod.connections().len(), 2);
 }
 
-/// An Envoy that has got an answer comes back soon.
+/// Answers the first request, waits for the next one, and ends the stream. An Envoy that has got a response
+/// soon opens another stream.
 async fn answer_and_end(mut stream: Stream) {
     stream.next_bytes().await.unwrap().unwrap();
-    // Clusters are what Envoy asks for first.
+    // Envoy requests clusters first.
     let (type_url, nonce) = (CLUSTER.to_owned(), "1".to_owned());
     let answer = match stream.variant {
         Variant::StateOfTheWorld => DiscoveryResponse {

@@ -1,9 +1,9 @@
-//! No response is lost that Envoy has accepted the request of, whenever the agent is asked to stop.
+//! Tests that no response to a request that Envoy has accepted is lost, whenever the agent is asked to stop.
 //!
-//! Clients of many kinds load an inbound listener: short and long requests, new connections and kept
-//! ones. Every request has a number, which Envoy's access log repeats, so that each answer, each
-//! line of the log and each request the application saw can be held against each other. `RUNS` says
-//! how often; a few are the default.
+//! Clients of several kinds send requests to an inbound listener: short and long requests, on new and on
+//! reused connections. Every request has a number, which Envoy's access log repeats, so that the responses
+//! that the clients got can be compared with the lines of the log. The environment variable `RUNS` sets the
+//! number of runs; by default there are a few.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,13 +27,14 @@ use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{eventually, free_port};
 
 const RUNS: usize = 6;
-/// Agents at a time.
+/// The number of agents at a time.
 const TOGETHER: usize = 3;
 const DRAIN: Duration = Duration::from_secs(2);
-/// How much later than the drain's end an agent may end on a machine that is busy.
+/// The tolerance for the end of an agent on a busy machine.
 const LATE: Duration = Duration::from_secs(3);
 
-/// A kind of client: how long its requests take, in milliseconds, and how long it waits between two.
+/// A kind of client. `takes` is the shortest and the longest time of its requests, and `pause` is the time
+/// between two requests, all in milliseconds.
 #[derive(Clone, Copy)]
 struct Kind {
     takes: (u64, u64),
@@ -42,7 +43,7 @@ struct Kind {
 }
 
 const CLIENTS: [Kind; 8] = [
-    // Short ones, on a new connection each and on a kept one.
+    // Short requests, on a new connection each or on a reused connection.
     Kind {
         takes: (0, 5),
         pause: 3,
@@ -58,7 +59,7 @@ const CLIENTS: [Kind; 8] = [
         pause: 10,
         keeps_connection: true,
     },
-    // Long ones.
+    // Long requests.
     Kind {
         takes: (100, 450),
         pause: 5,
@@ -74,13 +75,13 @@ const CLIENTS: [Kind; 8] = [
         pause: 5,
         keeps_connection: true,
     },
-    // Longer than the whole drain.
+    // Requests that take longer than the drain.
     Kind {
         takes: (2000, 4000),
         pause: 5,
         keeps_connection: false,
     },
-    // One that is mostly idle.
+    // A client that is mostly idle.
     Kind {
         takes: (0, 5),
         pause: 600,
@@ -91,23 +92,23 @@ const CLIENTS: [Kind; 8] = [
 #[derive(Debug, Default)]
 struct Figures {
     runs: usize,
-    whole: usize,
-    /// Whole, though they ended after the drain.
+    complete: usize,
+    /// Complete responses that ended after the drain.
     outlasted: usize,
-    /// Never accepted by Envoy.
-    turned_away: usize,
-    /// The longest an agent took from the signal on.
+    /// Requests that Envoy never accepted.
+    not_accepted: usize,
+    /// The longest time from the signal to the end of an agent.
     longest: Duration,
     announced: Duration,
 }
 
-/// What has become of a request.
+/// The result of a request.
 #[derive(Clone, Debug)]
 struct Outcome {
     number: u64,
     sent: Instant,
     takes: Duration,
-    /// What was wrong with the answer, if anything.
+    /// The error of the request, or the wrong response; None after a complete response.
     wrong: Option<String>,
 }
 
@@ -126,9 +127,9 @@ async fn no_response_to_a_request_that_envoy_accepted_is_lost_in_a_drain() {
         }
         let run = local.run_until(running.join_next()).await.unwrap().unwrap();
         figures.runs += 1;
-        figures.whole += run.whole;
+        figures.complete += run.complete;
         figures.outlasted += run.outlasted;
-        figures.turned_away += run.turned_away;
+        figures.not_accepted += run.not_accepted;
         figures.longest = figures.longest.max(run.longest);
         figures.announced = run.announced;
     }
@@ -139,7 +140,7 @@ async fn no_response_to_a_request_that_envoy_accepted_is_lost_in_a_drain() {
     );
 }
 
-/// What is open when the drain is over, and what an agent says of it.
+/// Checks what the agent logs about a connection or a request that is open when the drain ends.
 #[tokio::test]
 async fn an_open_stream_delays_envoys_exit_as_announced_and_an_idle_connection_does_not() {
     let Some(binary) = envoy_binary() else { return };
@@ -154,7 +155,7 @@ async fn an_open_stream_delays_envoys_exit_as_announced_and_an_idle_connection_d
             cluster("books"),
             endpoints("books", &[application.port]),
             listener("plain", http, "all"),
-            of_bytes("bytes", bytes, "books"),
+            tcp_listener("bytes", bytes, "books"),
             routes("all", "books", "0"),
         ])
         .await;
@@ -189,8 +190,8 @@ async fn an_open_stream_delays_envoys_exit_as_announced_and_an_idle_connection_d
     }
 }
 
-/// A listener that looks at nothing that passes.
-fn of_bytes(name: &str, port: u16, cluster: &str) -> Value {
+/// Returns a listener that forwards connections to the cluster without parsing their bytes.
+fn tcp_listener(name: &str, port: u16, cluster: &str) -> Value {
     let mut listener = listener(name, port, "");
     listener["filter_chains"] = json!([{ "filters": [{
         "name": "envoy.filters.network.tcp_proxy",
@@ -251,12 +252,12 @@ async fn run(binary: &Path) -> Figures {
     }
 }
 
-/// Holds what clients saw against what Envoy wrote down.
+/// Compares the results of the clients with the lines of Envoy's access log.
 fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
     let mut served: BTreeMap<u64, &str> = BTreeMap::new();
     for line in log.lines() {
         let (path, how) = line.split_once(' ').unwrap();
-        // The first request of all is none of a client.
+        // The requests that only waited for the route have no number.
         if let Ok(number) = path.rsplit('/').next().unwrap().parse() {
             let other = served.insert(number, how);
             assert_eq!(other, None, "two lines of one request: {line}");
@@ -270,9 +271,9 @@ fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
                 assert_eq!(line, Some("200 -"), "the line of {outcome:?}");
                 let end = outcome.sent + outcome.takes;
                 figures.outlasted += usize::from(end > asked + DRAIN);
-                figures.whole += 1;
+                figures.complete += 1;
             }
-            (Some(_), None) => figures.turned_away += 1,
+            (Some(_), None) => figures.not_accepted += 1,
             (Some(_), Some(line)) => {
                 let sent = outcome.sent.duration_since(asked);
                 panic!("sent {sent:?} after the signal and lost: {outcome:?}, {line}");
@@ -283,11 +284,11 @@ fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
         served.is_empty(),
         "Envoy served requests no client sent: {served:?}"
     );
-    assert!(figures.whole > 0);
+    assert!(figures.complete > 0);
     figures
 }
 
-/// The bound in the line that says how Envoy is to end.
+/// Returns the limit of the shutdown, from the log line that announces its steps.
 fn announced(log: &str) -> Duration {
     let line = log.lines().find(|line| line.contains("in total")).unwrap();
     let (_, bound) = line.split_once("in total ").unwrap();
@@ -310,7 +311,8 @@ fn logged(mut listener: Value) -> Value {
     listener
 }
 
-/// Takes as long as a path says, `/<milliseconds>/<number>`, and begins its answer halfway.
+/// Answers requests with the path `/<milliseconds>/<number>`. A response takes this number of milliseconds
+/// and begins after half of them.
 async fn answer_all(mut stream: TcpStream) {
     while let Ok(head) = read_head(&mut stream).await {
         let path = head.split(' ').nth(1).unwrap_or_default();
@@ -345,7 +347,7 @@ impl Client {
         }
     }
 
-    /// Sends requests until the port is closed, which may be once the agent has been asked to stop.
+    /// Sends requests until the port is closed, which must not happen before the agent was asked to stop.
     async fn run(mut self, is_over: Arc<AtomicBool>) -> Vec<Outcome> {
         let mut outcomes = Vec::new();
         loop {
@@ -394,7 +396,8 @@ impl Client {
     }
 }
 
-/// Whether Envoy closes the connection after a whole answer; otherwise what is wrong with that.
+/// Sends a request and reads its response. Returns true if the response is complete and Envoy closes the
+/// connection after it; fails if the response is wrong or incomplete.
 async fn answer(stream: &mut TcpStream, path: &str) -> Result<bool, String> {
     let request = format!("GET {path} HTTP/1.1\r\nhost: cart\r\n\r\n");
     let failed = |error: std::io::Error| error.to_string();

@@ -1,4 +1,4 @@
-//! The health of a machine's workload: how istiod learns of it, and what traffic the machine gets.
+//! Tests the health of a machine's workload: the reports to istiod, and the traffic that the machine gets.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::{Arc, Mutex};
@@ -21,10 +21,10 @@ use crate::support::resources::{answering, cluster, endpoints, listener, routes}
 use crate::support::{eventually, free_port, local, soon, until};
 
 const PERIOD: Duration = Duration::from_secs(1);
-/// What a busy machine may add to it.
+/// The time that a busy machine may add to [`PERIOD`].
 const SLACK: Duration = Duration::from_millis(500);
 
-async fn told(control_plane: &mut ControlPlane, expected: bool) {
+async fn expect_health_report(control_plane: &mut ControlPlane, expected: bool) {
     let is_report = |event: &Event| matches!(event, Event::Health { .. });
     let what = format!("a report that health is {expected}");
     match control_plane.event(&what, is_report).await {
@@ -33,10 +33,10 @@ async fn told(control_plane: &mut ControlPlane, expected: bool) {
     }
 }
 
-/// As [`told`], for a change at this moment.
-async fn told_within_a_period(control_plane: &mut ControlPlane, expected: bool) {
+/// Waits for a report like [`told`], which must come within a period after the call.
+async fn expect_health_report_within_period(control_plane: &mut ControlPlane, expected: bool) {
     let changed = Instant::now();
-    told(control_plane, expected).await;
+    expect_health_report(control_plane, expected).await;
     let took = changed.elapsed();
     assert!(took <= PERIOD + SLACK, "{expected} after {took:?}");
 }
@@ -60,22 +60,23 @@ async fn each_health_change_is_reported_to_istiod_also_after_restarts_and_at_a_d
         environment: &[("PROXY_CONFIG", &proxy_config)],
     };
     let pod = Pod::serving(settings, &control_plane).await;
-    told(&mut control_plane, true).await;
+    expect_health_report(&mut control_plane, true).await;
     drop(listener);
-    told_within_a_period(&mut control_plane, false).await;
-    // Each of the new streams begins with the present state.
+    expect_health_report_within_period(&mut control_plane, false).await;
+    // Each new stream begins with a report of the current health.
     control_plane = control_plane.kill().await.revive().await;
-    told(&mut control_plane, false).await;
+    expect_health_report(&mut control_plane, false).await;
     let _listener = TcpListener::bind(local(port)).await.unwrap();
-    told_within_a_period(&mut control_plane, true).await;
+    expect_health_report_within_period(&mut control_plane, true).await;
     pod.agent.signal(Signal::TERM);
-    told(&mut control_plane, false).await;
+    expect_health_report(&mut control_plane, false).await;
 }
 
 #[tokio::test]
 async fn an_envoy_in_a_wrapper_reports_the_health_and_its_configuration_is_kept() {
     let Some(binary) = envoy_binary() else { return };
     let directory = tempfile::tempdir().unwrap();
+    // Envoy runs as a child of the wrapper and ends with it.
     let wrapper = directory.path().join("wrapper");
     let program = binary.display();
     let script = format!("#!/bin/sh\nsetpriv --pdeathsig KILL {program} \"$@\" &\nwait\n");
@@ -95,7 +96,7 @@ async fn an_envoy_in_a_wrapper_reports_the_health_and_its_configuration_is_kept(
         ],
     };
     let mut pod = Pod::serving(settings, &control_plane).await;
-    told(&mut control_plane, true).await;
+    expect_health_report(&mut control_plane, true).await;
     eventually("what is kept", async || {
         let page = pod.status(Method::GET, "/debug/xdsz").await?;
         let page: Value = serde_json::from_str(&page).ok()?;
@@ -103,11 +104,11 @@ async fn an_envoy_in_a_wrapper_reports_the_health_and_its_configuration_is_kept(
     })
     .await;
     pod.agent.signal(Signal::TERM);
-    told(&mut control_plane, false).await;
+    expect_health_report(&mut control_plane, false).await;
     soon(pod.agent.end()).await;
 }
 
-/// Leads to a port by connections that the test can cut.
+/// A TCP proxy to a port, whose connections the test can cut.
 struct Path {
     port: u16,
     connections: Arc<Mutex<JoinSet<()>>>,
@@ -126,7 +127,7 @@ impl Path {
                 accepting.spawn(async move {
                     while let Ok((mut stream, _)) = listener.accept().await {
                         connections.lock().unwrap().spawn(async move {
-                            // istiod may be away.
+                            // istiod may be stopped.
                             if let Ok(mut istiod) = TcpStream::connect(local(port)).await {
                                 let _ = copy_bidirectional(&mut stream, &mut istiod).await;
                             }
@@ -143,7 +144,7 @@ impl Path {
     }
 }
 
-/// The load that goes to a machine and to an endpoint that is always there.
+/// The load that goes to a machine and to an endpoint that is always available.
 struct Traffic {
     load: Load,
     machine: String,
@@ -163,7 +164,7 @@ impl Traffic {
         .await;
     }
 
-    async fn stays_away_from_the_machine(&self) {
+    async fn assert_machine_gets_no_traffic(&self) {
         eventually(
             "a hundred requests that the machine does not get",
             async || {
@@ -176,8 +177,8 @@ impl Traffic {
     }
 }
 
-/// For the pod `cart-1` a cluster of this endpoint and of the machines, for the pod `machine-1` a
-/// listener.
+/// Returns a cluster of this endpoint and of the machines for the pod `cart-1`, and a listener for the pod
+/// `machine-1`.
 fn resources(client: u16, always: u16, machine: u16) -> Vec<Value> {
     let mut books = endpoints("books", &[always, machine]);
     let written = &mut books["endpoints"][0]["lb_endpoints"][1];
@@ -228,38 +229,38 @@ async fn a_machine_gets_traffic_only_while_its_probe_succeeds_and_no_request_fai
         ],
     };
     let mut pod = Pod::serving(settings, &control_plane).await;
-    told(&mut control_plane, false).await;
+    expect_health_report(&mut control_plane, false).await;
     assert_eq!(traffic.to_machine(), 0);
     let mut workload = TcpListener::bind(local(probed)).await.unwrap();
     for _ in 0..2 {
-        told_within_a_period(&mut control_plane, true).await;
+        expect_health_report_within_period(&mut control_plane, true).await;
         traffic.reaches_the_machine().await;
         drop(workload);
-        told_within_a_period(&mut control_plane, false).await;
-        traffic.stays_away_from_the_machine().await;
+        expect_health_report_within_period(&mut control_plane, false).await;
+        traffic.assert_machine_gets_no_traffic().await;
         workload = TcpListener::bind(local(probed)).await.unwrap();
     }
-    told_within_a_period(&mut control_plane, true).await;
+    expect_health_report_within_period(&mut control_plane, true).await;
     traffic.reaches_the_machine().await;
-    // The agent's connection is lost.
+    // The agent loses its connection to istiod.
     path.cut();
-    told(&mut control_plane, true).await;
+    expect_health_report(&mut control_plane, true).await;
     traffic.reaches_the_machine().await;
-    // The control plane restarts, and meanwhile the probe begins to fail.
+    // The probe begins to fail while the control plane is stopped.
     let dead = control_plane.kill().await;
     let verdicts = || pod.agent.log().matches("marking as unhealthy").count();
     let before = verdicts();
     drop(workload);
     until("a failed probe", || verdicts() > before).await;
     control_plane = dead.revive().await;
-    told(&mut control_plane, false).await;
-    traffic.stays_away_from_the_machine().await;
+    expect_health_report(&mut control_plane, false).await;
+    traffic.assert_machine_gets_no_traffic().await;
     let _workload = TcpListener::bind(local(probed)).await.unwrap();
-    told_within_a_period(&mut control_plane, true).await;
+    expect_health_report_within_period(&mut control_plane, true).await;
     traffic.reaches_the_machine().await;
     pod.agent.signal(Signal::TERM);
-    told(&mut control_plane, false).await;
+    expect_health_report(&mut control_plane, false).await;
     assert!(soon(pod.agent.end()).await.success());
-    traffic.stays_away_from_the_machine().await;
+    traffic.assert_machine_gets_no_traffic().await;
     traffic.load.assert_flawless();
 }

@@ -1,4 +1,5 @@
-//! Envoy is replaced while it serves: no request fails, and after a failure the Envoy before serves on.
+//! Tests that no request fails when Envoy is replaced by a hot restart, and that the previous Envoy continues
+//! to serve after a failure.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,15 +18,15 @@ use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{eventually, free_port};
 
 const OVERRIDE: &str = "in/override.json";
-/// Seconds of an old Envoy.
-const STAY: &str = "3s";
+/// The parent shutdown time, after which a successor ends the previous Envoy.
+const PARENT_SHUTDOWN_TIME: &str = "3s";
 
 struct Stage {
     pod: Pod,
     port: u16,
     control_plane: ControlPlane,
     _backend: Backend,
-    /// The program is a link in here.
+    /// The directory that contains the link to Envoy's program.
     programs: TempDir,
 }
 
@@ -34,7 +35,7 @@ impl Stage {
         Self::serving_with(envoy, "0").await
     }
 
-    /// Allows restarts of an Envoy that crashed.
+    /// Starts a pod with this budget of restarts after crashes, and waits until its route is in force.
     async fn serving_with(envoy: &Path, restarts: &str) -> Self {
         let (backend, port) = (Backend::start().await, free_port());
         let control_plane = ControlPlane::of(&[
@@ -50,7 +51,7 @@ impl Stage {
         let environment = [
             ("ISTIO_AGENT_HOT_RESTART", "true"),
             ("ISTIO_AGENT_ENVOY_RESTARTS", restarts),
-            ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", STAY),
+            ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", PARENT_SHUTDOWN_TIME),
             ("ISTIO_BOOTSTRAP_OVERRIDE", OVERRIDE),
             ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
         ];
@@ -74,7 +75,7 @@ impl Stage {
         eventually("a route in force", async || get(self.port).await.ok()).await;
     }
 
-    /// Changes what the bootstrap is made of, and says so.
+    /// Changes the bootstrap override, and sends SIGHUP to the agent.
     fn change(&self, mark: &str) {
         fs::create_dir_all(self.pod.path("in")).unwrap();
         let text = json!({ "node": { "metadata": { "MARK": mark } } }).to_string();
@@ -86,8 +87,8 @@ impl Stage {
         serde_json::from_str(&ask(&self.pod.envoy, "/server_info").await?).ok()
     }
 
-    /// Waits for an Envoy that started from this and serves; returns its number in its line.
-    async fn runs_on(&self, mark: &str) -> u64 {
+    /// Waits until an Envoy with this mark in its bootstrap is live. Returns its restart epoch.
+    async fn wait_for_epoch_with_mark(&self, mark: &str) -> u64 {
         eventually("an Envoy of this mark", async || {
             let info = self.info().await?;
             let is_it = info["state"] == "LIVE" && info["node"]["metadata"]["MARK"] == mark;
@@ -108,8 +109,8 @@ impl Stage {
         .await
     }
 
-    /// The Envoy that is there beside others.
-    async fn other_than(&self, known: Pid) -> Pid {
+    /// Waits for an Envoy next to the known one. Returns its pid.
+    async fn wait_for_other_envoy(&self, known: Pid) -> Pid {
         eventually("another Envoy", async || {
             self.envoys().into_iter().find(|pid| *pid != known)
         })
@@ -141,10 +142,10 @@ impl Stage {
     }
 }
 
-/// Requests on one connection until Envoy says that it is the last.
-pub(super) struct Polite(pub(super) u16, pub(super) Option<TcpStream>);
+/// A client that sends requests on one connection until Envoy announces that it closes the connection.
+pub(super) struct UntilClosed(pub(super) u16, pub(super) Option<TcpStream>);
 
-impl Attempt for Polite {
+impl Attempt for UntilClosed {
     async fn attempt(&mut self) -> Result<String, String> {
         let mut stream = match self.1.take() {
             Some(stream) => stream,
@@ -190,8 +191,8 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     let load = Load::default()
         .with(Fresh(stage.port))
         .with(Fresh(stage.port))
-        .with(Polite(stage.port, None))
-        .with(Polite(stage.port, None));
+        .with(UntilClosed(stage.port, None))
+        .with(UntilClosed(stage.port, None));
     load.makes(500).await;
     let first = stage.only_envoy().await;
     let agent = stage.pod.agent.pid();
@@ -199,7 +200,7 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     for round in 1..=rounds {
         let mark = round.to_string();
         stage.change(&mark);
-        assert_eq!(stage.runs_on(&mark).await, round);
+        assert_eq!(stage.wait_for_epoch_with_mark(&mark).await, round);
         stage.only_envoy().await;
     }
     let last = stage.only_envoy().await;
@@ -216,7 +217,7 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     assert!(after.1 <= before.1 + 12, "{after:?} after {before:?}");
     assert!(after.2 <= before.2 + 6, "{after:?} after {before:?}");
     drop(load);
-    // Two Envoys at once do not take each other's stream.
+    // The streams of two Envoys that run at the same time do not replace each other.
     assert!(!stage.pod.agent.log().contains("overlapping stream"));
     let info = stage.info().await.unwrap();
     let base_id = info["command_line_options"]["base_id"].as_str().unwrap();
@@ -226,7 +227,7 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     assert!(!memory.exists(), "{}", memory.display());
 }
 
-/// `OTHER_ENVOY_BIN` is an Envoy of another release.
+/// Runs only if `OTHER_ENVOY_BIN` names an Envoy of another release.
 #[tokio::test]
 async fn an_envoy_of_another_release_takes_over_and_back_and_no_request_fails() {
     let Some(binary) = envoy_binary() else { return };
@@ -237,7 +238,7 @@ async fn an_envoy_of_another_release_takes_over_and_back_and_no_request_fails() 
     let stage = Stage::serving(&binary).await;
     let load = Load::default()
         .with(Fresh(stage.port))
-        .with(Polite(stage.port, None));
+        .with(UntilClosed(stage.port, None));
     for (epoch, program) in [(1, &other), (2, &binary)] {
         let before = stage.info().await.unwrap()["version"].clone();
         stage.program(program);
@@ -283,7 +284,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
     let first = stage.only_envoy().await;
     fs::create_dir_all(stage.pod.path("in")).unwrap();
     for (bad, expected) in [
-        // As at the start, when there was no such file.
+        // An override that cannot be parsed is ignored, so the bootstrap is the same as without the file.
         ("{", "bootstrap unchanged"),
         (
             r#"{"admin": {"address": 1}}"#,
@@ -307,7 +308,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
     assert_eq!(stage.only_envoy().await, first);
     stage.program(&binary);
     stage.change("good");
-    assert_eq!(stage.runs_on("good").await, 1);
+    assert_eq!(stage.wait_for_epoch_with_mark("good").await, 1);
     load.assert_flawless();
     stage.only_envoy().await;
     stage.ends_well().await;
@@ -320,8 +321,8 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
     let first = stage.only_envoy().await;
     let load = Load::default().with(Fresh(stage.port));
     let dead = stage.control_plane.kill().await;
-    // Without a control plane the next Envoy takes the admin port and waits. No signal: it and the change would
-    // be two restarts, and the other one may come after the failure.
+    // Without a control plane, the successor takes over the admin port and waits. No SIGHUP is sent: the
+    // signal and the changed file would be two restarts, and the second one could begin after the failure.
     fs::create_dir_all(stage.pod.path("in")).unwrap();
     stage
         .pod
@@ -346,7 +347,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
     stage.control_plane = dead.revive().await;
     stage.change("b");
     assert_eq!(
-        stage.runs_on("b").await,
+        stage.wait_for_epoch_with_mark("b").await,
         0,
         "the first with another base id"
     );
@@ -354,9 +355,9 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
     let last = stage.only_envoy().await;
     assert!(last != first && last != next);
     stage.serves().await;
-    // Its base id can be used again.
+    // The base id of this Envoy allows another hot restart.
     stage.change("c");
-    assert_eq!(stage.runs_on("c").await, 1);
+    assert_eq!(stage.wait_for_epoch_with_mark("c").await, 1);
     stage.only_envoy().await;
     stage.ends_well().await;
 }
@@ -368,7 +369,7 @@ async fn a_successor_killed_while_its_parent_exits_ends_the_agent_and_the_parent
     let first = stage.only_envoy().await;
     stage.change("a");
     stage.logs("Envoy epoch 1 is live").await;
-    let second = stage.other_than(first).await;
+    let second = stage.wait_for_other_envoy(first).await;
     kill_process(second, Signal::KILL).unwrap();
     let status = stage.pod.agent.end().await;
     assert_eq!(status.code(), Some(137), "{status}");
@@ -382,13 +383,13 @@ async fn a_successor_that_crashes_while_its_parent_exits_is_restarted() {
     let first = stage.only_envoy().await;
     stage.change("a");
     stage.logs("Envoy epoch 1 is live").await;
-    let second = stage.other_than(first).await;
+    let second = stage.wait_for_other_envoy(first).await;
     kill_process(second, Signal::SEGV).unwrap();
     stage.logs("starting Envoy again").await;
     stage.serves().await;
     let third = stage.only_envoy().await;
     assert!(third != first && third != second);
-    assert_eq!(stage.runs_on("a").await, 0);
+    assert_eq!(stage.wait_for_epoch_with_mark("a").await, 0);
     stage.ends_well().await;
 }
 
@@ -399,14 +400,14 @@ async fn a_successor_of_an_envoy_that_died_early_is_replaced_before_it_hangs() {
     let first = stage.only_envoy().await;
     stage.change("a");
     stage.logs("Envoy epoch 1 is live").await;
-    let second = stage.other_than(first).await;
+    let second = stage.wait_for_other_envoy(first).await;
     kill_process(first, Signal::KILL).unwrap();
     stage.logs("full restart of Envoy").await;
     eventually("the end of the successor", async || {
         (!is_alive(second)).then_some(())
     })
     .await;
-    assert_eq!(stage.runs_on("a").await, 0);
+    assert_eq!(stage.wait_for_epoch_with_mark("a").await, 0);
     stage.serves().await;
     stage.ends_well().await;
 }

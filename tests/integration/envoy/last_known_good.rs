@@ -1,4 +1,5 @@
-//! A pod starts while the control plane is away, from the configuration kept by the one before.
+//! Tests that an Envoy that starts while the control plane is unreachable gets the configuration that the
+//! previous agent has stored.
 
 use std::fs;
 use std::path::Path;
@@ -21,25 +22,25 @@ use crate::support::{eventually, free_port};
 
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
-/// In memory, as certificates must be.
+/// Creates a directory in memory, because certificates must not be stored on a disk.
 fn memory() -> TempDir {
     tempfile::tempdir_in("/dev/shm").unwrap()
 }
 
 struct Workload {
     pod: Pod,
-    _kept: TempDir,
+    _store: TempDir,
 }
 
-/// A workload that keeps configuration and certificates.
+/// Starts a pod that stores configuration and certificates.
 async fn workload(binary: &Path, control_plane: &ControlPlane) -> Workload {
     workload_with(binary, control_plane, "5s").await
 }
 
-/// One whose Envoy is served what is kept `after` this time.
+/// Starts a pod whose Envoy gets the stored configuration `after` this time without a response of istiod.
 async fn workload_with(binary: &Path, control_plane: &ControlPlane, after: &str) -> Workload {
-    let kept = memory();
-    let directory = kept.path().to_str().unwrap();
+    let store = memory();
+    let directory = store.path().to_str().unwrap();
     let dns = format!("127.0.0.1:{}", free_port());
     let settings = Settings {
         envoy: Some(binary),
@@ -52,10 +53,10 @@ async fn workload_with(binary: &Path, control_plane: &ControlPlane, after: &str)
         ],
     };
     let pod = Pod::serving(settings, control_plane).await;
-    Workload { pod, _kept: kept }
+    Workload { pod, _store: store }
 }
 
-async fn marked(port: u16, mark: &str) {
+async fn wait_for_mark(port: u16, mark: &str) {
     eventually("a route in force", async || {
         let head = get(port).await.ok()?;
         (header(&head, "x-mark") == Some(mark)).then_some(())
@@ -67,8 +68,8 @@ async fn xdsz(pod: &Pod) -> Option<Value> {
     serde_json::from_str(&pod.status(Method::GET, "/debug/xdsz").await?).ok()
 }
 
-/// Waits until the kept types are these.
-async fn keeps(pod: &Pod, types: &[&str]) {
+/// Waits until these types are stored.
+async fn wait_until_stored(pod: &Pod, types: &[&str]) {
     eventually("what is kept", async || {
         let kept = xdsz(pod).await?["kept"].clone();
         let has = |name: &&str| {
@@ -90,7 +91,7 @@ async fn source(pod: &Pod) -> Value {
     found.await["source"].clone()
 }
 
-/// What Envoy has by discovery, without the times.
+/// Returns the configuration that Envoy has got by discovery, without the times of the updates.
 async fn configuration(pod: &Pod) -> Vec<Value> {
     fn strip(value: &mut Value) {
         match value {
@@ -119,7 +120,8 @@ async fn configuration(pod: &Pod) -> Vec<Value> {
     dumps
 }
 
-/// How a client and a server are configured; `mark` shows in each answer.
+/// Returns the configuration of a client that sends its requests to the port of a server; `mark` appears in
+/// each response.
 fn client(port: u16, server: u16, mark: &str) -> Vec<Value> {
     vec![
         secured(cluster("server")),
@@ -142,8 +144,8 @@ async fn two_workloads_start_without_a_control_plane() {
     client_istiod.add(name_table("shop", &[("books", &["10.1.2.3"])]));
     let mut server = workload_with(&binary, &server_istiod, "0s").await;
     let mut client_pod = workload(&binary, &client_istiod).await;
-    marked(port, "0").await;
-    keeps(&server.pod, &["Listener", "Cluster"]).await;
+    wait_for_mark(port, "0").await;
+    wait_until_stored(&server.pod, &["Listener", "Cluster"]).await;
     let types = [
         "Listener",
         "Cluster",
@@ -151,7 +153,7 @@ async fn two_workloads_start_without_a_control_plane() {
         "RouteConfiguration",
         "NameTable",
     ];
-    keeps(&client_pod.pod, &types).await;
+    wait_until_stored(&client_pod.pod, &types).await;
     let before = configuration(&client_pod.pod).await;
     assert_eq!(source(&client_pod.pod).await, "istiod");
 
@@ -159,7 +161,7 @@ async fn two_workloads_start_without_a_control_plane() {
     server.pod.kill_and_restart(|| ()).await;
     client_pod.pod.kill_and_restart(|| ()).await;
     let started = Instant::now();
-    marked(port, "0").await;
+    wait_for_mark(port, "0").await;
     let took = started.elapsed();
     assert!(took <= Duration::from_secs(8), "{took:?}");
     assert_eq!(source(&client_pod.pod).await, "kept");
@@ -177,12 +179,12 @@ async fn two_workloads_start_without_a_control_plane() {
     let _server_istiod = server_istiod.revive().await;
     let client_istiod = client_istiod.revive().await;
     let returned = Instant::now();
-    marked(port, "1").await;
+    wait_for_mark(port, "1").await;
     let took = returned.elapsed();
     assert!(took <= Duration::from_secs(5), "{took:?}");
     assert_eq!(source(&client_pod.pod).await, "istiod");
     client_istiod.set(&client(port, tls_port, "2")).await;
-    marked(port, "2").await;
+    wait_for_mark(port, "2").await;
     load.assert_flawless();
 }
 
@@ -199,15 +201,15 @@ async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
     };
     let mut control_plane = ControlPlane::of(&of("0")).await;
     let mut workload = workload(&binary, &control_plane).await;
-    marked(port, "0").await;
-    keeps(
+    wait_for_mark(port, "0").await;
+    wait_until_stored(
         &workload.pod,
         &["RouteConfiguration", "ClusterLoadAssignment"],
     )
     .await;
     let mut dead = control_plane.kill().await;
     workload.pod.kill_and_restart(|| ()).await;
-    marked(port, "0").await;
+    wait_for_mark(port, "0").await;
     let load = Load::default().with(Fresh(port)).with(Lasting::new(port));
     for _ in 0..10 {
         control_plane = dead.revive().await;
@@ -218,7 +220,7 @@ async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
     dead.set(&of("1")).await;
     let _control_plane = dead.revive().await;
     let returned = Instant::now();
-    marked(port, "1").await;
+    wait_for_mark(port, "1").await;
     let took = returned.elapsed();
     assert!(took <= Duration::from_secs(5), "{took:?}");
     load.assert_flawless();
@@ -234,8 +236,9 @@ async fn an_envoy_that_rejects_the_stored_configuration_is_served_by_istiod() {
     let control_plane = ControlPlane::of(&[logged]).await;
     let mut workload = workload(&binary, &control_plane).await;
     eventually("an answer", async || get(port).await.ok()).await;
-    keeps(&workload.pod, &["Listener", "Cluster"]).await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
     let dead = control_plane.kill().await;
+    // Envoy rejects the listener when the directory of its access log does not exist.
     workload
         .pod
         .kill_and_restart(|| fs::remove_dir_all(file.parent().unwrap()).unwrap())
@@ -264,7 +267,7 @@ async fn accepted_listeners_of_a_rejected_response_replace_their_stored_versions
     let all = [answering("refused", refused), answering("accepted", old)];
     let control_plane = ControlPlane::of(&all).await;
     let mut workload = workload(&binary, &control_plane).await;
-    keeps(&workload.pod, &["Listener", "Cluster"]).await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
     control_plane
         .set(&[
             logged(
@@ -276,7 +279,7 @@ async fn accepted_listeners_of_a_rejected_response_replace_their_stored_versions
         ])
         .await;
     eventually("an answer", async || get(new).await.ok()).await;
-    // Of a response that Envoy has not answered before the stream ends, nothing is kept.
+    // If the stream ends before Envoy has accepted or rejected a response, nothing of the response is stored.
     eventually("Envoy's refusal", async || {
         let found = xdsz(&workload.pod).await?;
         let refusal = &found["types"][LISTENER]["last_nack"];
@@ -284,7 +287,7 @@ async fn accepted_listeners_of_a_rejected_response_replace_their_stored_versions
     })
     .await;
     let _dead = control_plane.kill().await;
-    // It is written when the stream has ended.
+    // The agent writes the accepted listeners when the stream has ended.
     eventually("the last version", async || {
         let found = xdsz(&workload.pod).await?;
         let last = &found["types"][LISTENER]["last_response"];
@@ -304,13 +307,13 @@ async fn a_control_plane_that_accepts_streams_without_answering_counts_as_unreac
     let port = free_port();
     let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
     let mut workload = workload(&binary, &control_plane).await;
-    keeps(&workload.pod, &["Listener", "Cluster"]).await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
     let _silent = control_plane.kill().await.revive_silent().await;
     workload.pod.kill_and_restart(|| ()).await;
     let started = Instant::now();
     eventually("an answer", async || get(port).await.ok()).await;
     assert!(started.elapsed() <= Duration::from_secs(8));
-    // The next stream of this Envoy is left to the control plane, whatever it makes of it.
+    // The next stream of this Envoy goes to the control plane, even if the control plane does not respond.
     eventually("a stream of the control plane's", async || {
         (source(&workload.pod).await == "istiod").then_some(())
     })
@@ -331,6 +334,7 @@ async fn without_the_setting_a_new_envoy_waits_for_the_control_plane_and_nothing
     assert!(xdsz(&pod).await.unwrap()["kept"].is_null());
     let dead = control_plane.kill().await;
     pod.kill_and_restart(|| ()).await;
+    // By default, stored configuration is served after 5 s.
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert!(get(port).await.is_err());
     let _control_plane = dead.revive().await;

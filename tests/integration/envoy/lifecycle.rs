@@ -1,4 +1,4 @@
-//! Agent and Envoy end together, whichever ends first.
+//! Tests that agent and Envoy end together, whichever ends first, and which Envoys are restarted.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -19,13 +19,13 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, logged, routes};
 use crate::support::{eventually, free_port};
 
-/// A drain of an hour.
+/// The settings of a drain of an hour.
 const ENDLESS: [(&str, &str); 2] = [
     ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
     ("MINIMUM_DRAIN_DURATION", "1h"),
 ];
 
-/// A pod with a route through Envoy at `port`.
+/// Starts a pod with a route through Envoy, and returns it with Envoy's pid and the port of the route.
 async fn serving(binary: &Path) -> (Pod, Pid, u16, Backend, ControlPlane) {
     serving_with(binary, &[]).await
 }
@@ -52,9 +52,9 @@ async fn serving_with(
     (pod, envoy, port, backend, control_plane)
 }
 
-/// An end in the first second is a failed start, which has another status. Envoy counts the second it
-/// was started in as a whole one.
-pub async fn until_it_is_no_failed_start(pod: &Pod) {
+/// Waits until Envoy has run for more than a second, because an earlier exit is a failed start, which has another
+/// status. Envoy counts the second in which it was started as a full second, so the uptime must be more than 1 s.
+pub async fn wait_past_start_failure_window(pod: &Pod) {
     eventually("an Envoy of a second", async || {
         let info = ask(&pod.envoy, "/server_info").await?;
         let info: Value = serde_json::from_str(&info).unwrap();
@@ -64,8 +64,8 @@ pub async fn until_it_is_no_failed_start(pod: &Pod) {
     .await;
 }
 
-/// The agent asks Envoy for its state from time to time.
-pub async fn until_the_agent_knows_that_it_serves(pod: &Pod) {
+/// Waits until the agent has noticed that Envoy serves. The agent polls the state of Envoy.
+pub async fn wait_until_agent_sees_envoy_running(pod: &Pod) {
     eventually("a running Envoy", async || {
         let page = pod.status(Method::GET, "/debug/overview").await?;
         let page: Value = serde_json::from_str(&page).unwrap();
@@ -74,8 +74,8 @@ pub async fn until_the_agent_knows_that_it_serves(pod: &Pod) {
     .await;
 }
 
-/// Envoy asks its clients to leave.
-async fn asks_clients_to_leave(port: u16) {
+/// Waits until Envoy asks its clients to close their connections.
+async fn wait_for_connection_close(port: u16) {
     eventually("a request to close the connection", async || {
         let head = get(port).await.ok()?;
         (header(&head, "connection") == Some("close")).then_some(())
@@ -89,7 +89,7 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
     let (mut pod, envoy, port, _backend, _control_plane) = serving(&binary).await;
     let asked = Instant::now();
     pod.agent.signal(Signal::TERM);
-    asks_clients_to_leave(port).await;
+    wait_for_connection_close(port).await;
     let status = pod.agent.end().await;
     assert_eq!(status.code(), Some(0), "{status}");
     assert!(!is_alive(envoy));
@@ -107,7 +107,7 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
     }
 }
 
-/// As in a unit of systemd, whose outputs are the journal's.
+/// Runs the agent in the way that a systemd unit does: its outputs are sockets of the journal.
 #[tokio::test]
 async fn access_logs_in_dev_stdout_and_stderr_pass_through_outputs_that_are_sockets() {
     let Some(binary) = envoy_binary() else { return };
@@ -130,7 +130,7 @@ async fn access_logs_in_dev_stdout_and_stderr_pass_through_outputs_that_are_sock
         pod.agent.signal(Signal::TERM);
         let status = pod.agent.end().await;
         assert_eq!(status.code(), Some(0), "{status}");
-        // Copied by the test, so it may take a moment.
+        // A thread of the test copies the output to the log, which may take a moment.
         eventually(&line, async || {
             pod.agent.log().contains(&line).then_some(())
         })
@@ -166,7 +166,7 @@ async fn envoy_reopens_its_access_logs_at_sigusr1_which_the_agent_ignores() {
     for process in [pod.agent.pid(), envoy] {
         rustix::process::kill_process(process, Signal::USR1).unwrap();
     }
-    // Opened with the first line that is written to it.
+    // Envoy creates the new file when it writes the first line to it.
     eventually("a new file", async || {
         get(port).await.unwrap();
         log.exists().then_some(())
@@ -183,7 +183,7 @@ async fn with_restarts_off_an_envoy_crash_ends_the_agent_with_its_signal_in_the_
         let environment = [("ISTIO_AGENT_ENVOY_RESTARTS", restarts)];
         let (mut pod, envoy, _port, _backend, _control_plane) =
             serving_with(&binary, &environment).await;
-        until_it_is_no_failed_start(&pod).await;
+        wait_past_start_failure_window(&pod).await;
         rustix::process::kill_process(envoy, signal).unwrap();
         let status = pod.agent.end().await;
         assert_eq!(status.code(), Some(expected), "{signal:?}");
@@ -194,7 +194,7 @@ async fn with_restarts_off_an_envoy_crash_ends_the_agent_with_its_signal_in_the_
         assert_ne!(record["out_of_memory"], true);
         let log = pod.agent.log();
         assert!(log.contains("Envoy exited with error: signal"), "{log}");
-        // The kernel's count says that it was not, where there is one; nothing says that it may have been.
+        // If the kernel's count of kills can be read, the log says once that Envoy was not killed for lack of memory.
         assert!(log.matches("of memory").count() <= 1, "{log}");
     }
 }
@@ -207,7 +207,7 @@ async fn an_envoy_that_crashed_serves_again_as_often_as_the_budget_allows() {
     let (mut pod, envoy, port, _backend, _control_plane) =
         serving_with(&binary, &environment).await;
     let start = started.elapsed();
-    until_the_agent_knows_that_it_serves(&pod).await;
+    wait_until_agent_sees_envoy_running(&pod).await;
     let crashed = Instant::now();
     rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
     eventually("the end of the first", async || {
@@ -232,6 +232,7 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
     let Some(binary) = envoy_binary() else { return };
     let directory = tempfile::tempdir().unwrap();
     let failing = directory.path().join("envoy");
+    // On SIGUSR2, this wrapper kills Envoy and exits with status 1.
     let script = format!(
         "#!/bin/sh\nsetpriv --pdeathsig KILL {} \"$@\" &\ntrap 'kill -KILL $!; exit 1' USR2\nwait\n",
         binary.display()
@@ -244,14 +245,15 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
         (&failing, Signal::USR2, "exit status 1"),
     ] {
         let (mut pod, envoy, port, _backend, _control_plane) = serving(binary).await;
-        until_the_agent_knows_that_it_serves(&pod).await;
+        wait_until_agent_sees_envoy_running(&pod).await;
         rustix::process::kill_process(envoy, signal).unwrap();
         eventually("the end of the first", async || {
             (!is_alive(envoy)).then_some(())
         })
         .await;
         if pod.agent.log().contains("count of kills cannot be read") {
-            // Nothing tells it from a kill for lack of memory here.
+            // On this machine, the agent cannot distinguish this SIGKILL from a kill for lack of memory, so
+            // it does not restart Envoy.
             assert_eq!(pod.agent.end().await.code(), Some(128 + 9));
             continue;
         }
@@ -270,13 +272,13 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
     }
 }
 
-/// As `pkill envoy` at the end of a job.
+/// Stops Envoy in the way that `pkill envoy` does at the end of a job.
 #[tokio::test]
 async fn an_envoy_stopped_by_another_process_is_not_restarted_and_the_agent_exits_with_0() {
     let Some(binary) = envoy_binary() else { return };
     for signal in [Some(Signal::TERM), Some(Signal::INT), None] {
         let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
-        until_the_agent_knows_that_it_serves(&pod).await;
+        wait_until_agent_sees_envoy_running(&pod).await;
         match signal {
             Some(signal) => rustix::process::kill_process(envoy, signal).unwrap(),
             None => {
@@ -291,7 +293,7 @@ async fn an_envoy_stopped_by_another_process_is_not_restarted_and_the_agent_exit
     }
 }
 
-/// A control group of the test's own, in version 1, with a limit of memory.
+/// A control group of the test, in version 1, with a memory limit.
 struct Memory(PathBuf);
 
 impl Memory {
@@ -316,7 +318,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir(&self.0); // A test that failed has left processes.
+        let _ = std::fs::remove_dir(&self.0); // A failed test leaves processes in the group.
     }
 }
 
@@ -328,7 +330,7 @@ async fn an_envoy_that_the_kernel_kills_for_lack_of_memory_is_not_restarted() {
         return;
     };
     let (mut pod, first, port, _backend, _control_plane) = serving(&binary).await;
-    until_the_agent_knows_that_it_serves(&pod).await;
+    wait_until_agent_sees_envoy_running(&pod).await;
     memory.takes(pod.agent.pid());
     rustix::process::kill_process(first, Signal::KILL).unwrap();
     eventually("another Envoy", async || {
@@ -336,8 +338,8 @@ async fn an_envoy_that_the_kernel_kills_for_lack_of_memory_is_not_restarted() {
     })
     .await;
     eventually("a route in force again", async || get(port).await.ok()).await;
-    until_the_agent_knows_that_it_serves(&pod).await;
-    // The kernel picks Envoy when another process of the group takes more than there is.
+    wait_until_agent_sees_envoy_running(&pod).await;
+    // With this score, the kernel kills Envoy first when another process uses up the memory of the group.
     let envoy = pod.envoy_pid().unwrap().as_raw_nonzero();
     std::fs::write(format!("/proc/{envoy}/oom_score_adj"), "1000").unwrap();
     let script = "echo $$ > \"$0/cgroup.procs\" && exec tail /dev/zero";
@@ -367,7 +369,7 @@ async fn an_envoy_that_crashes_before_it_serves_ends_the_agent_with_its_signal()
         environment: &[("PROXY_CONFIG", &nowhere)],
     };
     let mut pod = Pod::start(settings, &control_plane);
-    until_it_is_no_failed_start(&pod).await;
+    wait_past_start_failure_window(&pod).await;
     let envoy = pod.envoy_pid().unwrap();
     rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
     let status = pod.agent.end().await;
@@ -383,9 +385,9 @@ async fn an_envoy_that_crashes_before_it_serves_ends_the_agent_with_its_signal()
 async fn an_envoy_that_crashes_in_a_drain_is_not_restarted() {
     let Some(binary) = envoy_binary() else { return };
     let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
-    until_the_agent_knows_that_it_serves(&pod).await;
+    wait_until_agent_sees_envoy_running(&pod).await;
     pod.agent.signal(Signal::TERM);
-    asks_clients_to_leave(port).await;
+    wait_for_connection_close(port).await;
     rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
     let status = pod.agent.end().await;
     assert_eq!(status.code(), Some(0), "{status}");
@@ -461,15 +463,15 @@ async fn envoy_does_not_outlive_a_killed_agent() {
     assert!(took <= Duration::from_secs(2), "{took:?}");
 }
 
-/// As the hook before the end of a native sidecar's container, and what follows it.
+/// Drains Envoy by the request that the preStop hook of a native sidecar sends, and then sends SIGTERM.
 #[tokio::test]
 async fn a_native_sidecar_that_its_hook_has_drained_exits_at_once_after_sigterm() {
     let Some(binary) = envoy_binary() else { return };
     let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
-    // Not one of the ports every pod has.
+    // The status port of this pod is not the default port.
     let status_port = format!("--debug-port={}", pod.status_port);
     pod.run(&["request", &status_port, "POST", "drain"]).await;
-    asks_clients_to_leave(port).await;
+    wait_for_connection_close(port).await;
     let is_ready = pod.status(Method::GET, "/healthz/ready").await;
     assert!(is_ready.is_some(), "the application still runs");
     assert!(pod.agent.is_running());
@@ -480,7 +482,7 @@ async fn a_native_sidecar_that_its_hook_has_drained_exits_at_once_after_sigterm(
     assert!(!is_alive(envoy));
 }
 
-/// As the last thing the application of a job does.
+/// Sends the request with which the application of a job ends its sidecar.
 #[tokio::test]
 async fn quitquitquit_from_a_finished_job_ends_agent_and_envoy_at_once_with_0() {
     let Some(binary) = envoy_binary() else { return };
@@ -493,7 +495,7 @@ async fn quitquitquit_from_a_finished_job_ends_agent_and_envoy_at_once_with_0() 
     let took = asked.elapsed();
     assert_eq!(status.code(), Some(0), "{status}");
     assert!(!is_alive(envoy));
-    // Envoy ends by itself when asked; the first step that would make it is later.
+    // Envoy exits by itself after the request. The next step would be SIGTERM, 2 s later.
     assert!(took < Duration::from_secs(2), "{took:?}");
 }
 
@@ -521,9 +523,9 @@ async fn a_gateway_drains_all_its_listeners_and_a_sidecar_those_for_others_only(
             eventually("a route in force", async || get(port).await.ok()).await;
         }
         pod.agent.signal(Signal::TERM);
-        asks_clients_to_leave(inbound).await;
+        wait_for_connection_close(inbound).await;
         if drains_outbound {
-            asks_clients_to_leave(outbound).await;
+            wait_for_connection_close(outbound).await;
         } else {
             let head = get(outbound).await.unwrap();
             assert_eq!(header(&head, "connection"), None, "{role}: {head}");

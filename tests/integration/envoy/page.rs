@@ -10,7 +10,7 @@ use http::Method;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::envoy::lifecycle::until_the_agent_knows_that_it_serves;
+use crate::envoy::lifecycle::wait_until_agent_sees_envoy_running;
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::Backend;
 use crate::support::pod::{Pod, Settings};
@@ -172,7 +172,7 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
         .await;
     browser.screenshot("well-desk", DESK).await;
 
-    until_the_agent_knows_that_it_serves(&pod).await;
+    wait_until_agent_sees_envoy_running(&pod).await;
     rustix::process::kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
     becomes("another Envoy", &pod, |seen| {
         seen["envoy"]["epoch"] == 1 && seen["ready"] == true

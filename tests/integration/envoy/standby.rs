@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use http::Method;
 use rustix::process::Signal;
 
-use super::hot_restart::Polite;
+use super::hot_restart::UntilClosed;
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Attempt, Backend, Fresh, Load, get, try_ask};
 use crate::support::pod::{Pod, Settings};
@@ -20,7 +20,7 @@ const FIRST: &str = "istio-proxy";
 const SECOND: &str = "istio-standby";
 
 /// The time after which a former Envoy exits.
-const STAY: &str = "3s";
+const PARENT_SHUTDOWN_TIME: &str = "3s";
 
 /// A readiness probe like those of the kubelet.
 struct Probe(u16);
@@ -57,7 +57,7 @@ impl Stage {
             envoy: Some(envoy),
             environment: &[
                 ("ISTIO_AGENT_STANDBY", FIRST),
-                ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", STAY),
+                ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", PARENT_SHUTDOWN_TIME),
                 ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
             ],
         };
@@ -123,7 +123,7 @@ impl Stage {
     fn load(&self) -> Load {
         Load::default()
             .with(Fresh(self.port))
-            .with(Polite(self.port, None))
+            .with(UntilClosed(self.port, None))
             .with(Probe(self.pod.status_port))
     }
 

@@ -1,11 +1,11 @@
-//! Files of arbitrary bytes.
+//! Tests secret files with arbitrary content.
 
 use proptest::prelude::*;
 
 use super::*;
 
 proptest! {
-    /// Whatever the files hold ends in an error or in use, and never in a pair that does not match.
+    /// Arbitrary files cause an error or are used, but a chain and a key that do not match are never used.
     #[test]
     fn arbitrary_files_do_no_harm(
         chain in pem_like(),
@@ -29,7 +29,7 @@ proptest! {
         prop_assert!(pair(good.as_bytes(), good_key.as_bytes()).is_ok());
         prop_assert!(pair(&chain, &key).is_err());
         prop_assert!(pair(good.as_bytes(), &key).is_err());
-        // What is damaged may still be read, so only the absence of a panic counts.
+        // A damaged certificate may still be readable, so the test only requires that no panic occurs.
         drop(pair(&damaged, good_key.as_bytes()));
         let path = directory.path().join("r");
         fs::write(&path, [&chain[..], &damaged, &key].concat()).unwrap();

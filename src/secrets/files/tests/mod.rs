@@ -1,4 +1,4 @@
-//! Files that are made, changed, broken and removed, and what subscribers get.
+//! Tests what subscribers get when secret files are created, changed, damaged and removed.
 
 mod arbitrary;
 mod unwatched;
@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 
 use super::*;
 
-/// No step waits for it; it only ends a test that hangs.
+/// The time limit of a step. It only ends a test that hangs.
 const LIMIT: Duration = Duration::from_secs(20);
 
 struct Fixture {
@@ -22,14 +22,14 @@ struct Fixture {
     _watcher: JoinSet<()>,
 }
 
-/// Certificate and key, as PEM.
+/// Generates a self-signed certificate and its key. Returns both as PEM.
 fn generated() -> (String, String) {
     let key = KeyPair::generate().expect("generates");
     let certificate = CertificateParams::default().self_signed(&key);
     (certificate.expect("signs").pem(), key.serialize_pem())
 }
 
-/// Watches a directory where the workload's files may be.
+/// Starts a watcher. `directory` contains the workload's files, if there are any.
 fn start(directory: TempDir, is_only_source: bool) -> Fixture {
     let registry = Registry::default();
     let config = Config {
@@ -89,8 +89,8 @@ fn write(directory: &Path, name: &str, content: &str) {
     fs::rename(directory.join("draft"), directory.join(name)).unwrap();
 }
 
-/// The state once it is as expected.
-async fn once(
+/// Waits until the state of a secret satisfies `is`, and returns this state.
+async fn wait_for_state(
     subscription: &mut Subscription,
     name: &Name,
     is: impl Fn(&SecretState) -> bool,
@@ -112,7 +112,7 @@ async fn chain_is(subscription: &mut Subscription, name: &Name, expected: &str) 
         SecretState::Available(Secret::Certificate(pair)) => pair.chain_pem() == expected,
         _ => false,
     };
-    once(subscription, name, is).await;
+    wait_for_state(subscription, name, is).await;
 }
 
 async fn roots_are(subscription: &mut Subscription, name: &Name, expected: &str) {
@@ -120,27 +120,27 @@ async fn roots_are(subscription: &mut Subscription, name: &Name, expected: &str)
         SecretState::Available(Secret::Roots(roots)) => roots.pem() == expected,
         _ => false,
     };
-    once(subscription, name, is).await;
+    wait_for_state(subscription, name, is).await;
 }
 
 fn is_available(state: &SecretState) -> bool {
     matches!(state, SecretState::Available(_))
 }
 
-/// Whether the authority is to sign it.
+/// Returns true if the secret has no files, so that the authority has to sign it.
 fn is_unsigned(state: &SecretState) -> bool {
     matches!(state, SecretState::Unsigned)
 }
 
 async fn roots(subscription: &mut Subscription, name: &Name) -> Roots {
-    match once(subscription, name, is_available).await {
+    match wait_for_state(subscription, name, is_available).await {
         SecretState::Available(Secret::Roots(roots)) => roots,
         other => panic!("no roots: {other:?}"),
     }
 }
 
-async fn missing(subscription: &mut Subscription, name: &Name) -> Arc<Problem> {
-    match once(subscription, name, |found| {
+async fn wait_for_problem(subscription: &mut Subscription, name: &Name) -> Arc<Problem> {
+    match wait_for_state(subscription, name, |found| {
         matches!(found, SecretState::Unusable(_))
     })
     .await
@@ -150,7 +150,8 @@ async fn missing(subscription: &mut Subscription, name: &Name) -> Arc<Problem> {
     }
 }
 
-async fn rest() {
+/// Waits longer than the debounce time of the watcher, so that it has read changed files.
+async fn wait_out_debounce() {
     tokio::time::sleep(Duration::from_millis(150)).await;
 }
 
@@ -159,7 +160,7 @@ async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
     let fixture = empty();
     let name = fixture.cert("cert", "key");
     let mut subscription = fixture.want(&[&name]);
-    let problem = missing(&mut subscription, &name).await;
+    let problem = wait_for_problem(&mut subscription, &name).await;
     assert_eq!(problem.code, codes::SECRET_FILE_MISSING);
     assert_eq!(problem.subject, fixture.path("cert"));
     let ((first, first_key), (second, second_key)) = (generated(), generated());
@@ -168,14 +169,14 @@ async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
     chain_is(&mut subscription, &name, &first).await;
 
     fixture.write("cert", &second);
-    rest().await;
+    wait_out_debounce().await;
     chain_is(&mut subscription, &name, &first).await;
     let page = fixture.registry.render();
     assert!(
         page.contains("istio_agent_num_file_secret_failures_total "),
         "{page}"
     );
-    // The key alone changes now.
+    // Now only the key changes; the new chain that matches it is on disk already.
     fixture.write("key", &second_key);
     chain_is(&mut subscription, &name, &second).await;
     for broken in [
@@ -183,11 +184,11 @@ async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
         "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
     ] {
         fixture.write("cert", broken);
-        rest().await;
+        wait_out_debounce().await;
         chain_is(&mut subscription, &name, &second).await;
     }
     fs::remove_file(fixture.path("cert")).unwrap();
-    rest().await;
+    wait_out_debounce().await;
     chain_is(&mut subscription, &name, &second).await;
     fixture.write("cert", &second);
     fixture.write("cert", &first);
@@ -206,7 +207,7 @@ async fn the_same_content_again_is_no_change() {
     let first = roots(&mut subscription, &name).await;
     for _ in 0..3 {
         fixture.write("root", &pem);
-        rest().await;
+        wait_out_debounce().await;
     }
     let last = roots(&mut subscription, &name).await;
     assert_eq!(first.pem().as_ptr(), last.pem().as_ptr());
@@ -227,7 +228,7 @@ async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
         }
         _ => 0,
     };
-    once(&mut subscription, &name, |found| count(found) == 1).await;
+    wait_for_state(&mut subscription, &name, |found| count(found) == 1).await;
     let (mesh, _) = generated();
     assert!(fixture.files.set_mesh_bundle("no PEM").is_err());
     let mut notified = fixture.want(&[&name]);
@@ -236,7 +237,7 @@ async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
             fixture.files.set_mesh_bundle(&format!("{mesh}{own}")),
             Ok(is_new)
         );
-        once(&mut subscription, &name, |found| count(found) == expected).await;
+        wait_for_state(&mut subscription, &name, |found| count(found) == expected).await;
     }
     let notification = tokio::time::timeout(LIMIT, notified.changed());
     notification.await.expect("is notified");
@@ -246,10 +247,10 @@ async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
     }
     assert_eq!(pointers[0], pointers[1], "merged again for nothing");
     fixture.write("root-cert.pem", &format!("{own}{}", generated().0));
-    once(&mut subscription, &name, |found| count(found) == 3).await;
+    wait_for_state(&mut subscription, &name, |found| count(found) == 3).await;
     assert_eq!(count(&subscription.get(&by_path)), 2);
     assert_eq!(fixture.files.set_mesh_bundle(""), Ok(true));
-    once(&mut subscription, &name, |found| count(found) == 2).await;
+    wait_for_state(&mut subscription, &name, |found| count(found) == 2).await;
 }
 
 #[tokio::test]
@@ -297,7 +298,7 @@ async fn files_that_envoy_cannot_read_are_served_rewritten_and_others_byte_for_b
         };
         assert_eq!(pair.key_pem(), key.as_bytes());
         roots_are(&mut subscription, &root_name, &format!("{leaf}{root}")).await;
-        // Each form is read after another one.
+        // All forms are served as the same text. The plain form in between makes the next form a change.
         fixture.write("cert", &plain);
         fixture.write("root", &plain);
         chain_is(&mut subscription, &cert, &plain).await;
@@ -341,7 +342,7 @@ async fn invalid_files_are_refused_with_a_reason_that_does_not_quote_them() {
     ] {
         let name = fixture.cert(chain, key);
         let mut subscription = fixture.want(&[&name]);
-        let problem = missing(&mut subscription, &name).await;
+        let problem = wait_for_problem(&mut subscription, &name).await;
         let found = &problem.found;
         assert!(found.contains(expected), "{chain} {key}: {found}");
         assert!(!problem.to_string().contains("hunter2"), "{problem}");
@@ -364,7 +365,7 @@ async fn the_workloads_files_replace_the_authority_once_they_exist_and_stay() {
     for file in ["cert-chain.pem", "key.pem"] {
         fs::remove_file(fixture.path(file)).unwrap();
     }
-    rest().await;
+    wait_out_debounce().await;
     chain_is(&mut subscription, &Name::Default, &pem).await;
 }
 
@@ -377,14 +378,14 @@ async fn bad_files_at_the_start_are_waited_for_until_they_are_removed() {
     write(directory.path(), "root-cert.pem", "");
     let fixture = start(directory, false);
     let mut subscription = fixture.want(&[&Name::Default, &Name::RootCa]);
-    missing(&mut subscription, &Name::Default).await;
-    // An empty file is none.
+    wait_for_problem(&mut subscription, &Name::Default).await;
+    // An empty file counts as missing.
     assert!(is_unsigned(&subscription.get(&Name::RootCa)));
     fixture.write("root-cert.pem", "nonsense");
-    rest().await;
+    wait_out_debounce().await;
     assert!(is_unsigned(&subscription.get(&Name::RootCa)));
     fs::remove_file(fixture.path("key.pem")).unwrap();
-    once(&mut subscription, &Name::Default, is_unsigned).await;
+    wait_for_state(&mut subscription, &Name::Default, is_unsigned).await;
     fixture.write("key.pem", &key);
     chain_is(&mut subscription, &Name::Default, &pem).await;
 }
@@ -415,7 +416,7 @@ async fn hundreds_of_pairs_are_read_and_a_missing_one_delays_none() {
         .collect();
     let mut subscription = fixture.want(&names.iter().collect::<Vec<_>>());
     for (n, name) in names.iter().enumerate() {
-        let found = once(&mut subscription, name, |found| {
+        let found = wait_for_state(&mut subscription, name, |found| {
             !matches!(found, SecretState::Reading)
         })
         .await;

@@ -1,4 +1,4 @@
-//! Watches that the kernel refuses, and files that are read without one.
+//! Tests watches that the kernel refuses, and files that are read without a watch.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::*;
 use crate::file_watch::FileWatch;
 
-/// The secrets of `directory`, read by a watcher of the test's own.
+/// Returns the secrets of `directory`. The test itself starts the watcher of `table`.
 fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {
     Files {
         config: Arc::new(Config {
@@ -40,7 +40,7 @@ async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_anyway() {
     fixture.write("file", "no directory");
     let name = fixture.root("file/root.pem");
     let mut subscription = fixture.want(&[&name]);
-    missing(&mut subscription, &name).await;
+    wait_for_problem(&mut subscription, &name).await;
     let failures = "istio_agent_num_file_watcher_failures_total 1\n";
     assert!(fixture.registry.render().contains(failures));
     tokio::time::sleep(Duration::from_secs(600)).await;
@@ -53,7 +53,7 @@ async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_anyway() {
         &generated().0,
     );
     let before = tokio::time::Instant::now();
-    once(&mut subscription, &name, is_available).await;
+    wait_for_state(&mut subscription, &name, is_available).await;
     assert!(before.elapsed() <= Duration::from_secs(6));
 }
 
@@ -70,9 +70,9 @@ async fn optional_files_are_read_periodically_without_a_watch() {
     let mut subscription = Subscription::new(None, &files);
     subscription.want(BTreeSet::from([name.clone()]));
     tasks.spawn(watcher.run());
-    missing(&mut subscription, &name).await;
+    wait_for_problem(&mut subscription, &name).await;
     write(directory.path(), "system.pem", &generated().0);
-    once(&mut subscription, &name, is_available).await;
+    wait_for_state(&mut subscription, &name, is_available).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -104,7 +104,7 @@ async fn the_files_in_use_are_bounded() {
     greedy.want(many.collect());
     let mut late = Subscription::new(None, &files);
     late.want(BTreeSet::from([Name::SystemRoots]));
-    let problem = missing(&mut late, &Name::SystemRoots).await;
+    let problem = wait_for_problem(&mut late, &Name::SystemRoots).await;
     assert_eq!(problem.code, codes::SECRET_FILES_TOO_MANY);
     assert!(
         problem.found.contains("10000 secrets are read"),
@@ -123,9 +123,9 @@ async fn changes_missed_by_inotify_are_read_within_a_minute_and_unused_files_are
     let mut subscription = Subscription::new(None, &files);
     subscription.want(BTreeSet::from([Name::SystemRoots]));
     let name = Name::SystemRoots;
-    missing(&mut subscription, &name).await;
+    wait_for_problem(&mut subscription, &name).await;
     write(directory.path(), "system.pem", &generated().0);
-    once(&mut subscription, &name, is_available).await;
+    wait_for_state(&mut subscription, &name, is_available).await;
     tokio::time::sleep(Duration::from_secs(300)).await;
     drop(subscription);
     assert_eq!(table.entries().len(), 1);

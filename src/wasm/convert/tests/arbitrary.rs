@@ -1,10 +1,10 @@
-//! Bytes of any kind.
+//! Tests the conversion with arbitrary bytes.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// Messages with the numbers of the fields that are looked at, over and over.
+/// Generates nested messages with the field numbers that the conversion reads.
 fn nested() -> impl Strategy<Value = Vec<u8>> {
     let leaf = prop_oneof![
         prop::collection::vec(any::<u8>(), 0..12),
@@ -35,7 +35,7 @@ proptest! {
         };
         if let Ok(Some(found)) = read_filter(&resource) {
             if let Ok(rewritten) = found.with_module("/data/a.wasm") {
-                // What has a local module is no filter to be rewritten.
+                // A rewritten filter has a local module, and so is not rewritten again.
                 prop_assert!(matches!(read_filter(&rewritten), Ok(None)));
             }
             if let Ok(fallback) = found.fallback() {

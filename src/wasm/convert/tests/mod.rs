@@ -1,4 +1,4 @@
-//! Resources built from Envoy's own messages, converted and read again.
+//! Tests the conversion of resources that are built from Envoy's own messages.
 #![allow(deprecated, reason = "fields that EnvoyFilters still set")]
 
 mod arbitrary;
@@ -35,13 +35,13 @@ fn encoded(type_url: &str, value: Vec<u8>) -> Bytes {
     Any { type_url, value }.encode_to_vec().into()
 }
 
-/// A `TypedStruct`, which has the fields of an `Any`.
+/// Encodes a `TypedStruct`, which has the same fields as an `Any`.
 fn typed(type_url: &str, value: Option<Struct>) -> Vec<u8> {
     let value = value.map_or_else(Vec::new, |value| value.encode_to_vec());
     encoded(type_url, value).into()
 }
 
-/// A resource with this typed config.
+/// Returns a resource with this typed config.
 fn extension(type_url: &str, value: Vec<u8>) -> Bytes {
     let config = Any {
         type_url: type_url.to_owned(),
@@ -108,7 +108,7 @@ fn found(wasm: &EnvoyWasm) -> Filter {
         .expect("a filter")
 }
 
-/// The typed config of a resource.
+/// Returns the typed config of a resource.
 fn config(resource: Bytes) -> Any {
     let any = Any::decode(resource).expect("an Any");
     assert_eq!(any.type_url, OUTER);
@@ -331,7 +331,7 @@ fn unknown_fields_of_every_message_survive() {
         .expect("a resource")
         .expect("a filter");
     let rewritten = filter.with_module("/data/a.wasm").expect("a resource");
-    // The Any of the filter is written anew: it has no other fields.
+    // The `Any` of the filter is encoded anew, so the unknown field `in-config` in it is lost.
     for mark in ["in-vm", "in-plugin", "in-wasm", "in-extension", "in-any"] {
         let found = rewritten
             .windows(mark.len())

@@ -1,8 +1,8 @@
-//! Filters written as `google.protobuf.Struct`.
+//! Tests the conversion of filters that are a `google.protobuf.Struct`.
 
 use super::*;
 
-/// JSON as a `google.protobuf.Value`.
+/// Converts JSON to a `google.protobuf.Value`.
 fn json(value: &serde_json::Value) -> prost_types::Value {
     use prost_types::value::Kind;
     use serde_json::Value;

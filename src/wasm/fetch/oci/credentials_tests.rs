@@ -1,4 +1,4 @@
-//! Configurations of Docker, and files of them.
+//! Tests which credentials are found in Docker's configuration files.
 
 use super::*;
 
@@ -109,7 +109,7 @@ fn the_credentials_with_the_longest_matching_path_are_used() {
             None,
         ),
     ] {
-        // Random order of a map would show in some of these.
+        // If the entries were read in the random order of a hash map, some of these runs would fail.
         for _ in 0..20 {
             let entries = keys.iter().enumerate();
             let entries =

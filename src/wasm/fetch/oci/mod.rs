@@ -27,7 +27,7 @@ use crate::lifecycle::with_causes;
 use crate::regular_file;
 use registry::Registry;
 
-/// Registries accept manifests of up to 4 MiB.
+/// The size limit of a manifest, in bytes. Registries accept manifests of up to 4 MiB.
 const MAX_MANIFEST: usize = 4 << 20;
 /// The most bytes of a Docker configuration.
 const MAX_CONFIG: u64 = 1 << 20;
@@ -136,7 +136,7 @@ impl Registry {
 struct Manifest {
     #[serde(default)]
     layers: Vec<Descriptor>,
-    /// Set in an index.
+    /// The manifests of an index; None in a manifest.
     manifests: Option<Vec<Descriptor>>,
     /// The digest of its encoding.
     #[serde(skip)]

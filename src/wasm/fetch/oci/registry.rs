@@ -98,7 +98,7 @@ impl Registry {
         }
     }
 
-    /// Returns whether to continue with plain HTTP: the registry answered TLS with HTTP, or is local.
+    /// Returns true if the client has to continue with plain HTTP: the registry answered TLS with HTTP, or is local.
     fn falls_back(&self, error: &Error) -> bool {
         let source = match error {
             Error::Tls { source, .. } => source.get_ref().and_then(|it| it.downcast_ref()),
@@ -112,7 +112,7 @@ impl Registry {
         self.base.scheme_str() == Some("https")
     }
 
-    /// Returns whether the registry is on this machine or in a private network.
+    /// Returns true if the registry is on this machine or in a private network.
     fn is_local(&self) -> bool {
         let host = self.base.host().unwrap_or_default();
         address::is_private(host) || host == "localhost" || host.ends_with(".local")

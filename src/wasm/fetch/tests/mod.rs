@@ -1,4 +1,4 @@
-//! Downloads from servers and registries that behave, and ones that do not.
+//! Tests downloads of modules from well-behaved and misbehaving servers and registries.
 
 mod registries;
 mod tokens;
@@ -44,7 +44,7 @@ fn sha256(bytes: &[u8]) -> String {
     hexadecimal(digest(&SHA256, bytes).as_ref())
 }
 
-/// Fetches with both steps of an image.
+/// Fetches the module of a URL; for an image, first its manifest and then the module.
 async fn fetch(config: &Config, url: &str, secret: Option<&str>) -> Result<Vec<u8>, String> {
     let directory = tempfile::tempdir().expect("a directory");
     let fetched = fetch_into(config, url, secret, directory.path()).await;
@@ -57,7 +57,7 @@ async fn fetch(config: &Config, url: &str, secret: Option<&str>) -> Result<Vec<u
         );
         module
     });
-    // A failure leaves no file behind, nor does a download that is not kept.
+    // Neither a failure nor a dropped download leaves a file.
     assert_eq!(
         std::fs::read_dir(directory.path())
             .expect("a directory")
@@ -321,7 +321,7 @@ async fn bad_answers_over_http_are_errors_that_say_what_came() {
 }
 
 proptest! {
-    /// Without time for a second attempt.
+    /// The deadline of each download is its start, so that no second attempt follows.
     #[test]
     fn numbers_in_headers_of_any_size_end_in_a_module_or_an_error(
         status in prop::sample::select(vec!["200 OK", "302 Found", "401 No", "429 Busy", "503 No"]),

@@ -1,10 +1,10 @@
-//! Images from registries.
+//! Tests the download of images from registries.
 
 use serde_json::json;
 
 use super::*;
 
-/// A layer with the module.
+/// Returns a layer that contains the module.
 pub(super) fn layer() -> Vec<u8> {
     let mut header = tar::Header::new_ustar();
     header.set_path("plugin.wasm").expect("a path");
@@ -34,7 +34,7 @@ fn index_of(manifest: &[u8]) -> Vec<u8> {
         .into_bytes()
 }
 
-/// A registry of one image, with the tags `v1`, and `index` for an index of it.
+/// Returns the response of a registry with one image. Its tag is `v1`; the tag `index` names an index with the image.
 pub(super) fn image(head: &str) -> Vec<u8> {
     let (manifest, layer) = (manifest(), layer());
     let paths = [

@@ -1,4 +1,4 @@
-//! Authentication at registries, and what they lead to.
+//! Tests the authentication at registries, with token servers and redirects.
 
 use parking_lot::Mutex;
 use serde_json::json;
@@ -6,7 +6,7 @@ use serde_json::json;
 use super::registries::{host, image, layer};
 use super::*;
 
-/// A registry that wants `Bearer good`, of a token server under `/token`.
+/// Returns the response of a registry that requires `Bearer good`. The token server at `/token` issues this token.
 fn guarded(head: &str, authority: &str) -> Vec<u8> {
     let has = |line: &str| head.lines().any(|found| found == line);
     if path(head).starts_with("/token") {
@@ -128,7 +128,7 @@ async fn a_layer_on_another_server_must_match_its_digest() {
 
 #[tokio::test]
 async fn a_token_that_has_expired_is_replaced_once_for_each_request() {
-    // After how many uses tokens expire, and how many requests there are then.
+    // The number of uses after which a token expires, and the resulting number of requests.
     for (uses, requests, expected) in [
         (0, 3, Err("answers manifests/v1 with 401")),
         (1, 6, Ok(MODULE)),

@@ -1,20 +1,22 @@
-//! Histories of pushes, refusals and restarts, in which Envoy gets stored versions.
+//! Tests that a restarted Envoy gets the stored versions of resources that it refuses, with random histories of pushes,
+//! NACKs and restarts.
 
 use super::super::after_nack::{Stored, read_stored};
 use super::super::file::LookupRequest;
 use super::*;
 
-/// A push of istiod: the resources with a version that Envoy accepts or not, and whether Envoy refuses all if
-/// there is one that it does not accept.
+/// An event of a history.
 #[derive(Clone, Debug)]
 enum Event {
     Push {
+        /// The changed resources; true if Envoy does not accept the new version.
         names: Vec<(u8, bool)>,
-        is_refused_whole: bool,
-        /// True if istiod's next response begins before the stored versions are found.
+        /// True if Envoy refuses all resources of the push when it does not accept one of them.
+        refuses_all: bool,
+        /// True if istiod's next response begins before the stored versions are read.
         is_overtaken: bool,
     },
-    /// Envoy and the agent start again.
+    /// A restart of Envoy and the agent.
     Restart,
 }
 
@@ -24,7 +26,7 @@ fn event() -> impl Strategy<Value = Event> {
         any::<[bool; 2]>(),
     );
     prop_oneof![
-        5 => push.prop_map(|(names, [is_refused_whole, is_overtaken])| Event::Push { names, is_refused_whole, is_overtaken }),
+        5 => push.prop_map(|(names, [refuses_all, is_overtaken])| Event::Push { names, refuses_all, is_overtaken }),
         1 => Just(Event::Restart),
     ]
 }
@@ -57,12 +59,16 @@ impl<'a> Pod<'a> {
         }
     }
 
-    /// Relays a push. Returns the reason if Envoy refuses it, and the resources that it accepts.
+    /// Relays a push, and Envoy's ACK or NACK of it. Returns the resources that Envoy accepts.
     fn push(&mut self, changed: &Resources, bad: &[String], is_whole: bool) -> Resources {
         self.responses += 1;
         let nonce = self.responses.to_string();
         let bytes = response(&nonce, changed, &[]);
-        hand_in(&mut self.writer, 1, passed(&nonce, &bytes, Coverage::Part));
+        apply(
+            &mut self.writer,
+            1,
+            response_ops(&nonce, &bytes, Coverage::Part),
+        );
         let named: Vec<_> = bad.iter().map(|name| format!("{name}: bad")).collect();
         let (refusal, mut accepted) = match (bad.is_empty(), is_whole) {
             (true, _) => (None, changed.clone()),
@@ -74,7 +80,7 @@ impl<'a> Pod<'a> {
         };
         accepted.retain(|name, _| !bad.contains(name));
         self.envoy.extend(accepted.clone());
-        hand_in(
+        apply(
             &mut self.writer,
             1,
             vec![WriteOp::AckOrNack(nonce, refusal)],
@@ -82,7 +88,8 @@ impl<'a> Pod<'a> {
         accepted
     }
 
-    /// Sends the stored versions that the writer asks for, unless a response has begun meanwhile.
+    /// Sends Envoy the stored versions that the writer requests, and returns them. Sends nothing if a response
+    /// overtakes the requests.
     fn send_stored(&mut self, is_overtaken: bool) -> Resources {
         let mut sent = Resources::new();
         while let Ok(request) = self.lookup_requests.try_recv() {
@@ -102,8 +109,8 @@ impl<'a> Pod<'a> {
                 resources,
             } = read_stored(&self.writer.shared, request, &accepted).unwrap();
             let names = request.reasons.keys().copied().collect();
-            hand_in(&mut self.writer, 1, vec![WriteOp::LookedUp(names)]);
-            let stored = kept(self.parent).unwrap().unwrap_or_default();
+            apply(&mut self.writer, 1, vec![WriteOp::LookedUp(names)]);
+            let stored = stored_clusters(self.parent).unwrap().unwrap_or_default();
             assert_eq!(frame.is_some(), !resources.is_empty());
             for resource in resources {
                 assert!(
@@ -128,16 +135,16 @@ proptest! {
         let parent = tempfile::tempdir().unwrap();
         let mut pod = Pod::start(parent.path());
         let name = |it: u8| format!("name {it}");
-        // What istiod sends of each name, and whether Envoy refuses it.
+        // The content of each resource in istiod, and true if Envoy refuses it.
         let mut istiod: BTreeMap<_, _> = (0..8).map(|it| (name(it), ("first".to_owned(), false))).collect();
         let all = |istiod: &BTreeMap<String, (String, bool)>| istiod.keys().cloned().collect::<HashSet<_>>();
         let mut accepted = Resources::new();
         let mut names_to_send = all(&istiod);
         for (number, event) in events.into_iter().enumerate() {
-            let Event::Push { names, is_refused_whole, is_overtaken } = event else {
+            let Event::Push { names, refuses_all, is_overtaken } = event else {
                 pod.writer.write(false);
                 pod = Pod::start(parent.path());
-                // The first response to a new Envoy has everything.
+                // The first response to a new Envoy has all resources.
                 names_to_send = all(&istiod);
                 continue;
             };
@@ -148,10 +155,10 @@ proptest! {
             let sent = std::mem::take(&mut names_to_send);
             let changed: Resources = sent.iter().map(|name| (name.clone(), istiod[name].0.clone())).collect();
             let bad: Vec<_> = sent.into_iter().filter(|name| istiod[name].1).collect();
-            accepted.extend(pod.push(&changed, &bad, is_refused_whole));
+            accepted.extend(pod.push(&changed, &bad, refuses_all));
             pod.send_stored(is_overtaken);
             pod.writer.write(false);
-            let stored = kept(parent.path()).unwrap().unwrap_or_default();
+            let stored = stored_clusters(parent.path()).unwrap().unwrap_or_default();
             for name in changed.keys().filter(|name| !is_overtaken && stored.contains_key(*name)) {
                 prop_assert!(pod.envoy.contains_key(name), "Envoy lacks {name}");
             }

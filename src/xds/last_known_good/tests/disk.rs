@@ -1,4 +1,4 @@
-//! A directory that vanishes, is full, read-only or not ours alone.
+//! Tests a store whose directory is deleted, full, read-only or writable by other users.
 
 use std::os::unix::fs::{PermissionsExt, lchown, symlink};
 use std::process::Command;
@@ -8,11 +8,11 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A file system in memory, until it is dropped.
+/// A mounted file system in memory. It is unmounted when it is dropped.
 struct Mount(TempDir);
 
 impl Mount {
-    /// None if we may not mount.
+    /// Mounts a file system with these options. Returns None if this process lacks the permission.
     fn new(options: &str) -> Option<Self> {
         let mount = Self(tempfile::tempdir().unwrap());
         mount.mount(options).then_some(mount)
@@ -31,31 +31,31 @@ impl Drop for Mount {
     }
 }
 
-/// Hands a response in, and its ACK.
-fn keep_one(writer: &mut Writer, nonce: &str, content: &str) {
+/// Gives the writer a response with cluster `a`, and its ACK.
+fn store_one(writer: &mut Writer, nonce: &str, content: &str) {
     let bytes = response(nonce, &resources(&[("a", content)]), &[]);
-    keep(writer, nonce, &bytes, Coverage::All);
+    store_accepted(writer, nonce, &bytes, Coverage::All);
 }
 
 #[test]
 fn on_a_full_disk_nothing_is_kept_until_there_is_space() {
-    // One has no space for a response, the other no files.
+    // The first file system has too little space for the response; the second one also has too few inodes.
     for options in ["size=2m", "size=2m,nr_inodes=4"] {
         let Some(mount) = Mount::new(options) else {
             return;
         };
         let parent = mount.0.path();
         let mut writer = writer(parent);
-        keep_one(&mut writer, "1", "1");
-        keep_one(&mut writer, "2", &"2".repeat(4 << 20));
-        assert_kept(parent, None);
+        store_one(&mut writer, "1", "1");
+        store_one(&mut writer, "2", &"2".repeat(4 << 20));
+        assert_stored(parent, None);
         assert_eq!(writer.shared.failures.get(), 1, "{options}");
         let directory = fs::read_dir(parent.join(DIRECTORY)).unwrap();
         assert_eq!(directory.count(), 0);
         assert!(mount.mount("remount,size=100m,nr_inodes=100"));
         begin(&mut writer, 1, 1, IDENTITY);
-        keep_one(&mut writer, "3", "3");
-        assert_kept(parent, Some(&resources(&[("a", "3")])));
+        store_one(&mut writer, "3", "3");
+        assert_stored(parent, Some(&resources(&[("a", "3")])));
     }
 }
 
@@ -65,30 +65,30 @@ fn on_a_disk_that_becomes_read_only_the_last_stored_response_stays() {
         return;
     };
     let parent = mount.0.path();
-    keep_one(&mut writer(parent), "1", "1");
+    store_one(&mut writer(parent), "1", "1");
     assert!(mount.mount("remount,ro"));
-    keep_one(&mut writer(parent), "2", "2");
+    store_one(&mut writer(parent), "2", "2");
     let directory = Directory::open(&parent.join(DIRECTORY)).unwrap();
     assert!(directory.read_private("Cluster").is_ok());
     assert!(mount.mount("remount,rw"));
-    assert_kept(parent, Some(&resources(&[("a", "1")])));
-    keep_one(&mut writer(parent), "3", "3");
-    assert_kept(parent, Some(&resources(&[("a", "3")])));
+    assert_stored(parent, Some(&resources(&[("a", "1")])));
+    store_one(&mut writer(parent), "3", "3");
+    assert_stored(parent, Some(&resources(&[("a", "3")])));
 }
 
 #[test]
 fn a_deleted_directory_is_created_again_for_the_next_stream() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
-    keep_one(&mut writer, "1", "1");
+    store_one(&mut writer, "1", "1");
     fs::remove_dir_all(parent.path().join(DIRECTORY)).unwrap();
-    keep_one(&mut writer, "2", "2");
-    assert_kept(parent.path(), None);
+    store_one(&mut writer, "2", "2");
+    assert_stored(parent.path(), None);
     assert_eq!(writer.shared.failures.get(), 1);
     begin(&mut writer, 1, 1, IDENTITY);
-    keep_one(&mut writer, "3", "3");
+    store_one(&mut writer, "3", "3");
     let expected = resources(&[("a", "3")]);
-    assert_kept(parent.path(), Some(&expected));
+    assert_stored(parent.path(), Some(&expected));
 }
 
 #[test]
@@ -113,8 +113,8 @@ fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
             }
         });
         for number in 0..500 {
-            keep_one(&mut writer(parent.path()), "1", &number.to_string());
-            let _ = kept(parent.path());
+            store_one(&mut writer(parent.path()), "1", &number.to_string());
+            let _ = stored_clusters(parent.path());
         }
         is_over.store(true, Ordering::Relaxed);
     });
@@ -132,10 +132,10 @@ fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
 #[test]
 fn files_that_other_users_can_write_and_links_are_not_used() {
     let parent = tempfile::tempdir().unwrap();
-    keep_one(&mut writer(parent.path()), "1", "1");
+    store_one(&mut writer(parent.path()), "1", "1");
     let directory = parent.path().join(DIRECTORY);
     let refused = |what: &str| {
-        let error = kept(parent.path()).expect_err(what).to_string();
+        let error = stored_clusters(parent.path()).expect_err(what).to_string();
         assert!(
             ["expected", "symbolic", "Not a directory"]
                 .iter()
@@ -164,5 +164,5 @@ fn files_that_other_users_can_write_and_links_are_not_used() {
         fs::remove_file(&path).unwrap();
         fs::rename(&aside, &path).unwrap();
     }
-    assert!(kept(parent.path()).unwrap().is_some());
+    assert!(stored_clusters(parent.path()).unwrap().is_some());
 }

@@ -27,7 +27,7 @@ use crate::xds::wire::digest;
 
 const IDENTITY: &str = "node";
 
-/// Names and contents of resources.
+/// The contents of resources by their names.
 type Resources = BTreeMap<String, String>;
 
 /// A resource that begins with its name.
@@ -74,7 +74,7 @@ fn handle(parent: &Path) -> LastKnownGood {
     LastKnownGood::new(config, None, &Registry::default(), CancellationToken::new()).0
 }
 
-/// A writer that records stream 1.
+/// Creates a writer that records stream 1.
 fn writer(parent: &Path) -> Writer {
     let mut writer = Writer::new(handle(parent).shared);
     begin(&mut writer, 1, 1, IDENTITY);
@@ -86,14 +86,14 @@ fn begin(writer: &mut Writer, stream: u32, generation: usize, identity: &str) {
     writer.apply_batch((stream, vec![("", begin)]));
 }
 
-/// Hands operations of clusters in, and has what counts written.
-fn take(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
-    hand_in(writer, stream, ops);
+/// Gives the writer operations on clusters, and writes the changed files.
+fn apply_and_write(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
+    apply(writer, stream, ops);
     writer.write(false);
 }
 
-/// Hands operations of clusters in.
-fn hand_in(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
+/// Gives the writer operations on clusters.
+fn apply(writer: &mut Writer, stream: u32, ops: Vec<WriteOp>) {
     writer.apply_batch((stream, ops.into_iter().map(|op| (CLUSTER, op)).collect()));
 }
 
@@ -108,31 +108,31 @@ fn received(nonce: &str, bytes: &Bytes) -> Received {
     }
 }
 
-/// The part of a type's resources that a response has.
+/// The part of a type's resources that a response contains.
 #[derive(Clone, Copy, PartialEq)]
 enum Coverage {
-    /// All: the first of a stream, to an Envoy that held none.
+    /// All resources. The response is the first one of a stream to an Envoy that has none.
     All,
-    /// The first of a stream, to an Envoy that held [`PART`].
+    /// All resources except [`HELD_RESOURCE`]. The response is the first one of a stream to an Envoy that has [`HELD_RESOURCE`].
     Initial,
     /// The changed resources.
     Part,
 }
 
-const PART: &str = "part";
+const HELD_RESOURCE: &str = "part";
 
-/// The first request of a stream, of an Envoy that holds these.
+/// Returns the first request on a stream of an Envoy that has these resources.
 fn subscribed(names: &[&str]) -> WriteOp {
     WriteOp::FirstRequest {
         initial_resources: names.iter().map(|it| digest(it.as_bytes())).collect(),
     }
 }
 
-/// A response that has passed.
-fn passed(nonce: &str, bytes: &Bytes, coverage: Coverage) -> Vec<WriteOp> {
+/// Returns the operations of a response that has passed to Envoy.
+fn response_ops(nonce: &str, bytes: &Bytes, coverage: Coverage) -> Vec<WriteOp> {
     let first = match coverage {
         Coverage::All => Some(subscribed(&[])),
-        Coverage::Initial => Some(subscribed(&[PART])),
+        Coverage::Initial => Some(subscribed(&[HELD_RESOURCE])),
         Coverage::Part => None,
     };
     let rest = [
@@ -143,19 +143,19 @@ fn passed(nonce: &str, bytes: &Bytes, coverage: Coverage) -> Vec<WriteOp> {
     first.into_iter().chain(rest).collect()
 }
 
-fn answered(nonce: &str, is_accepted: bool) -> Vec<WriteOp> {
+fn ack_or_nack_ops(nonce: &str, is_accepted: bool) -> Vec<WriteOp> {
     let refusal = (!is_accepted).then(|| "the reason".to_owned());
     vec![WriteOp::AckOrNack(nonce.into(), refusal)]
 }
 
-/// Has a response kept.
-fn keep(writer: &mut Writer, nonce: &str, bytes: &Bytes, coverage: Coverage) {
-    take(writer, 1, passed(nonce, bytes, coverage));
-    take(writer, 1, answered(nonce, true));
+/// Gives the writer a response and its ACK, and writes the changed files.
+fn store_accepted(writer: &mut Writer, nonce: &str, bytes: &Bytes, coverage: Coverage) {
+    apply_and_write(writer, 1, response_ops(nonce, bytes, coverage));
+    apply_and_write(writer, 1, ack_or_nack_ops(nonce, true));
 }
 
 /// Returns the stored clusters; None if there is no file.
-fn kept(parent: &Path) -> io::Result<Option<Resources>> {
+fn stored_clusters(parent: &Path) -> io::Result<Option<Resources>> {
     let opened = Directory::private(parent, DIRECTORY, false)
         .and_then(|directory| Index::open(&directory, CLUSTER));
     let index = match opened {
@@ -196,8 +196,8 @@ fn resources(pairs: &[(&str, &str)]) -> Resources {
 
 /// Asserts that these clusters are stored.
 #[track_caller]
-fn assert_kept(parent: &Path, expected: Option<&Resources>) {
-    assert_eq!(kept(parent).unwrap().as_ref(), expected);
+fn assert_stored(parent: &Path, expected: Option<&Resources>) {
+    assert_eq!(stored_clusters(parent).unwrap().as_ref(), expected);
 }
 
 #[test]
@@ -205,17 +205,17 @@ fn a_response_is_stored_at_its_ack_and_not_after_a_nack_or_the_end_of_the_stream
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let first = resources(&[("a", "1"), ("b", "1")]);
-    keep(&mut writer, "1", &response("1", &first, &[]), Coverage::All);
+    store_accepted(&mut writer, "1", &response("1", &first, &[]), Coverage::All);
     for nonce in ["2", "3"] {
         let other = response(nonce, &resources(&[("a", "2")]), &[]);
-        take(&mut writer, 1, passed(nonce, &other, Coverage::All));
-        assert_kept(parent.path(), Some(&first));
+        apply_and_write(&mut writer, 1, response_ops(nonce, &other, Coverage::All));
+        assert_stored(parent.path(), Some(&first));
         match nonce {
-            "2" => take(&mut writer, 1, answered(nonce, false)),
+            "2" => apply_and_write(&mut writer, 1, ack_or_nack_ops(nonce, false)),
             _ => begin(&mut writer, 1, 1, IDENTITY),
         }
-        take(&mut writer, 1, answered(nonce, true));
-        assert_kept(parent.path(), Some(&first));
+        apply_and_write(&mut writer, 1, ack_or_nack_ops(nonce, true));
+        assert_stored(parent.path(), Some(&first));
     }
 }
 
@@ -224,36 +224,44 @@ fn a_nacked_response_is_not_stored_and_later_ones_are() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let one = |name: &str| response(name, &resources(&[(name, name)]), &[]);
-    // While nothing is kept, those behind count.
-    take(
+    // While nothing is stored, a response after a refused one is stored.
+    apply_and_write(
         &mut writer,
         1,
-        passed("refused", &one("refused"), Coverage::All),
+        response_ops("refused", &one("refused"), Coverage::All),
     );
-    take(&mut writer, 1, passed("a", &one("a"), Coverage::Initial));
-    take(&mut writer, 1, answered("refused", false));
-    take(&mut writer, 1, answered("a", true));
-    take(&mut writer, 1, passed("b", &one("b"), Coverage::Part));
-    take(&mut writer, 1, answered("b", false));
-    take(&mut writer, 1, passed("c", &one("c"), Coverage::Part));
+    apply_and_write(
+        &mut writer,
+        1,
+        response_ops("a", &one("a"), Coverage::Initial),
+    );
+    apply_and_write(&mut writer, 1, ack_or_nack_ops("refused", false));
+    apply_and_write(&mut writer, 1, ack_or_nack_ops("a", true));
+    apply_and_write(&mut writer, 1, response_ops("b", &one("b"), Coverage::Part));
+    apply_and_write(&mut writer, 1, ack_or_nack_ops("b", false));
+    apply_and_write(&mut writer, 1, response_ops("c", &one("c"), Coverage::Part));
     let passing = one("d");
-    take(&mut writer, 1, vec![WriteOp::Bytes(passing.slice(5..9))]);
-    take(&mut writer, 1, answered("c", true));
+    apply_and_write(&mut writer, 1, vec![WriteOp::Bytes(passing.slice(5..9))]);
+    apply_and_write(&mut writer, 1, ack_or_nack_ops("c", true));
     let rest = WriteOp::Bytes(passing.slice(9..));
     let complete = WriteOp::Complete(received("d", &passing));
-    take(&mut writer, 1, vec![rest, complete]);
-    take(&mut writer, 1, answered("d", true));
+    apply_and_write(&mut writer, 1, vec![rest, complete]);
+    apply_and_write(&mut writer, 1, ack_or_nack_ops("d", true));
     let expected = resources(&[("a", "a"), ("c", "c"), ("d", "d")]);
-    assert_kept(parent.path(), Some(&expected));
+    assert_stored(parent.path(), Some(&expected));
     assert_eq!(writer.shared.failures.get(), 0);
 
     for nonce in ["e", "f"] {
-        take(&mut writer, 1, passed(nonce, &one(nonce), Coverage::Part));
+        apply_and_write(
+            &mut writer,
+            1,
+            response_ops(nonce, &one(nonce), Coverage::Part),
+        );
     }
-    take(&mut writer, 1, answered("e", false));
-    take(&mut writer, 1, answered("f", true));
+    apply_and_write(&mut writer, 1, ack_or_nack_ops("e", false));
+    apply_and_write(&mut writer, 1, ack_or_nack_ops("f", true));
     let expected = resources(&[("a", "a"), ("c", "c"), ("d", "d"), ("f", "f")]);
-    assert_kept(parent.path(), Some(&expected));
+    assert_stored(parent.path(), Some(&expected));
     assert_eq!(writer.shared.failures.get(), 0);
 }
 
@@ -264,9 +272,9 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     let first = resources(&[("a", "1")]);
     let bytes = response("1", &first, &[]);
     let ops = || {
-        passed("1", &bytes, Coverage::All)
+        response_ops("1", &bytes, Coverage::All)
             .into_iter()
-            .chain(answered("1", true))
+            .chain(ack_or_nack_ops("1", true))
     };
     let both = || {
         ops()
@@ -276,7 +284,7 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     writer.apply_batch((1, both().collect()));
     writer.write(false);
     assert_eq!(writer.shared.types.lock().len(), 2);
-    // A recorder has waited long enough.
+    // A recorder sets this when the disk is too slow.
     writer.shared.is_stalled.store(true, Ordering::Relaxed);
     writer.apply_batch((1, both().collect()));
     assert!(writer.shared.types.lock().is_empty());
@@ -286,13 +294,14 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     begin(&mut writer, 2, 1, IDENTITY);
     writer.apply_batch((2, both().collect()));
     writer.write(false);
-    assert_kept(parent.path(), Some(&first));
+    assert_stored(parent.path(), Some(&first));
     assert_eq!(writer.shared.failures.get(), 1);
 }
 
 /// Returns the log lines of `work`.
 fn logged(work: impl FnOnce()) -> String {
-    // With one subscriber alone, a line first met by another test's thread stays off in ours.
+    // With a single subscriber, `tracing` disables a log line for all threads if the thread of another test, which has
+    // no subscriber, reaches the line first. A second subscriber prevents this.
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
     let log = tempfile::NamedTempFile::new().unwrap();
     let writer = log.reopen().unwrap();
@@ -306,7 +315,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
     let parent = tempfile::tempdir().unwrap();
     let mut first = writer(parent.path());
     let bytes = response("1", &resources(&[("a", "1")]), &[]);
-    keep(&mut first, "1", &bytes, Coverage::All);
+    store_accepted(&mut first, "1", &bytes, Coverage::All);
     let path = |name: &str| {
         parent
             .path()
@@ -316,7 +325,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
             .to_string()
     };
     let log = logged(|| begin(&mut first, 2, 2, "another node"));
-    // Of the other types nothing was kept.
+    // Only the file of clusters is removed, because nothing of the other types was stored.
     let dropped = format!(
         "removing stored configuration: {}: {OTHER_NODE}",
         path("Cluster")
@@ -331,7 +340,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
     assert!(log.contains(&damaged), "{log}");
 
     let log = logged(|| {
-        take(
+        apply_and_write(
             &mut first,
             3,
             vec![
@@ -354,23 +363,23 @@ fn an_older_envoy_of_another_node_does_not_change_the_store_of_a_newer_one() {
         let parent = tempfile::tempdir().unwrap();
         let mut writer = writer(parent.path());
         let one = |mark: &str| response(mark, &resources(&[("a", mark)]), &[]);
-        keep(&mut writer, "1", &one("1"), Coverage::All);
+        store_accepted(&mut writer, "1", &one("1"), Coverage::All);
         begin(&mut writer, 2, 2, newer);
-        // The node may have changed with a hot restart.
+        // The new Envoy of a hot restart may have another node; the stored configuration is deleted then.
         let expected = resources(&[("a", "1")]);
-        assert_kept(parent.path(), (newer == IDENTITY).then_some(&expected));
-        take(&mut writer, 2, passed("2", &one("2"), Coverage::All));
-        take(&mut writer, 2, answered("2", true));
-        // The old Envoy goes on, and connects again.
-        keep(&mut writer, "3", &one("3"), Coverage::All);
+        assert_stored(parent.path(), (newer == IDENTITY).then_some(&expected));
+        apply_and_write(&mut writer, 2, response_ops("2", &one("2"), Coverage::All));
+        apply_and_write(&mut writer, 2, ack_or_nack_ops("2", true));
+        // The old Envoy continues its stream, and connects again.
+        store_accepted(&mut writer, "3", &one("3"), Coverage::All);
         begin(&mut writer, 3, 1, IDENTITY);
-        take(&mut writer, 3, passed("4", &one("4"), Coverage::All));
-        take(&mut writer, 3, answered("4", true));
-        assert_kept(parent.path(), Some(&resources(&[("a", "2")])));
+        apply_and_write(&mut writer, 3, response_ops("4", &one("4"), Coverage::All));
+        apply_and_write(&mut writer, 3, ack_or_nack_ops("4", true));
+        assert_stored(parent.path(), Some(&resources(&[("a", "2")])));
         begin(&mut writer, 4, 2, newer);
-        take(&mut writer, 4, passed("5", &one("5"), Coverage::Part));
-        take(&mut writer, 4, answered("5", true));
-        assert_kept(parent.path(), Some(&resources(&[("a", "5")])));
+        apply_and_write(&mut writer, 4, response_ops("5", &one("5"), Coverage::Part));
+        apply_and_write(&mut writer, 4, ack_or_nack_ops("5", true));
+        assert_stored(parent.path(), Some(&resources(&[("a", "5")])));
     }
 }
 
@@ -381,16 +390,16 @@ fn a_file_is_compacted_at_twice_its_size_without_changing_a_copy_being_served() 
     let large = |name: &str, mark: &str| resources(&[(name, &mark.repeat(1 << 17))]);
     let mut all = large("a", "0");
     all.extend(large("b", "0"));
-    keep(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
+    store_accepted(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
     let index = Index::open(&directory, CLUSTER).unwrap().unwrap();
     let numbers: HashSet<_> = (1..10)
         .map(|number| {
             let mark = number.to_string();
             let bytes = response(&mark, &large("a", &mark), &[]);
-            keep(&mut writer, &mark, &bytes, Coverage::Part);
+            store_accepted(&mut writer, &mark, &bytes, Coverage::Part);
             all.extend(large("a", &mark));
-            assert_kept(parent.path(), Some(&all));
+            assert_stored(parent.path(), Some(&all));
             let found = file(parent.path()).metadata().unwrap();
             assert!(found.len() < 5 << 17, "{}", found.len());
             found.ino()
@@ -427,29 +436,29 @@ fn a_response_of_any_size_is_stored_completely_and_held_mostly_on_disk() {
             let bytes = response(nonce, &content, &["name 3000".to_owned()]).slice(5..);
             for piece in bytes.chunks(pieces) {
                 let piece = WriteOp::Bytes(bytes.slice_ref(piece));
-                take(&mut writer, 1, vec![piece]);
+                apply_and_write(&mut writer, 1, vec![piece]);
                 let held = writer.files[CLUSTER].memory();
                 assert!(held <= 3 << 20, "{held}");
             }
             let complete = WriteOp::Complete(received(nonce, &bytes));
-            take(&mut writer, 1, vec![subscribed(&[]), complete]);
-            take(&mut writer, 1, answered(nonce, true));
-            assert_kept(parent.path(), Some(&content));
+            apply_and_write(&mut writer, 1, vec![subscribed(&[]), complete]);
+            apply_and_write(&mut writer, 1, ack_or_nack_ops(nonce, true));
+            assert_stored(parent.path(), Some(&content));
         }
     }
 }
 
-/// A response of a random history, what Envoy answers, and what happens meanwhile.
+/// A response of a random history, Envoy's ACK or NACK, and other events.
 #[derive(Clone, Debug)]
 struct Step {
     changed: Vec<u8>,
     removed: Vec<u8>,
-    /// True if it has all resources of the type.
+    /// True if the response has all resources of the type.
     replaces: bool,
     refused: Refused,
-    /// True if its bytes are moved to disk.
+    /// True if the bytes of the response are moved to disk before it is complete.
     is_spilled: bool,
-    /// True if Envoy answers it only after the next response.
+    /// True if Envoy sends its ACK or NACK only after the next response.
     is_late: bool,
     is_written: bool,
 }
@@ -457,7 +466,7 @@ struct Step {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Refused {
     None,
-    /// The even names, with a reason that names them.
+    /// The resources with an even number are refused, with a reason that names them.
     Some,
     All,
 }
@@ -478,12 +487,12 @@ fn step() -> impl Strategy<Value = Step> {
     )
 }
 
-/// A response of which Envoy has not said whether it accepts it.
+/// A response that waits for Envoy's ACK or NACK.
 struct Unanswered {
     nonce: String,
     changed: Resources,
     removed: Vec<String>,
-    /// The names that remain if the response does not name them; all if it is None.
+    /// The stored resources that remain if the response does not contain them; None if all remain.
     retained: Option<Vec<String>>,
     refused: Refused,
 }
@@ -498,8 +507,9 @@ impl Unanswered {
         self.refused == Refused::All || self.refused == Refused::Some && is_even()
     }
 
-    /// Has Envoy answer, and returns what it holds then.
-    fn answer(self, writer: &mut Writer, before: Option<Resources>) -> Option<Resources> {
+    /// Gives the writer Envoy's ACK or NACK. Returns the resources that are then to be stored; `before` has the earlier
+    /// ones.
+    fn ack_or_nack(self, writer: &mut Writer, before: Option<Resources>) -> Option<Resources> {
         let changed = self.changed.keys();
         let named: Vec<_> = changed
             .filter(|name| self.is_refused(name))
@@ -513,7 +523,7 @@ impl Unanswered {
             )),
             Refused::All => Some("bad".to_owned()),
         };
-        hand_in(
+        apply(
             writer,
             1,
             vec![WriteOp::AckOrNack(self.nonce.clone(), refusal)],
@@ -559,7 +569,7 @@ proptest! {
             let reconnects = number % 5 == 4;
             if number == restart || reconnects {
                 for response in unanswered.drain(..) {
-                    model = response.answer(&mut writer, model);
+                    model = response.ack_or_nack(&mut writer, model);
                 }
             }
             if number == restart {
@@ -576,16 +586,16 @@ proptest! {
             let held: Vec<_> = (0..8).map(|it| name(&it)).collect();
             if reconnects {
                 let names: Vec<_> = held.iter().map(String::as_str).collect();
-                hand_in(&mut writer, 1, vec![subscribed(&names)]);
+                apply(&mut writer, 1, vec![subscribed(&names)]);
             }
-            let mut ops = passed(&nonce, &bytes, if step.replaces { Coverage::All } else { Coverage::Part });
+            let mut ops = response_ops(&nonce, &bytes, if step.replaces { Coverage::All } else { Coverage::Part });
             let complete = ops.split_off(ops.len() - 2);
-            hand_in(&mut writer, 1, ops);
+            apply(&mut writer, 1, ops);
             if step.is_spilled {
                 let directory = writer.directory.as_ref().unwrap();
                 writer.files.get_mut(CLUSTER).unwrap().spill(directory).unwrap();
             }
-            hand_in(&mut writer, 1, complete);
+            apply(&mut writer, 1, complete);
             let retained = match (step.replaces, reconnects) {
                 (true, _) => Some(Vec::new()),
                 (false, true) => Some(held),
@@ -594,19 +604,19 @@ proptest! {
             unanswered.push(Unanswered { nonce, changed, removed, retained, refused: step.refused });
             if !step.is_late || unanswered.len() > 3 {
                 for response in unanswered.drain(..) {
-                    model = response.answer(&mut writer, model);
+                    model = response.ack_or_nack(&mut writer, model);
                 }
             }
             if step.is_written {
                 writer.write(false);
-                prop_assert_eq!(kept(parent.path()).unwrap(), model.clone());
+                prop_assert_eq!(stored_clusters(parent.path()).unwrap(), model.clone());
             }
         }
         for response in unanswered {
-            model = response.answer(&mut writer, model);
+            model = response.ack_or_nack(&mut writer, model);
         }
         writer.write(false);
-        prop_assert_eq!(kept(parent.path()).unwrap(), model.clone());
+        prop_assert_eq!(stored_clusters(parent.path()).unwrap(), model.clone());
         if let Some(model) = model {
             let live: usize = model.iter().map(|(name, content)| name.len() + content.len() + 200).sum();
             let found = writer.shared.types.lock()[CLUSTER].length;

@@ -1,4 +1,4 @@
-//! When files are written, and what of a refused response.
+//! Tests when files are written, and which part of a refused response is stored.
 
 use std::os::unix::fs::FileExt as _;
 
@@ -10,10 +10,10 @@ fn one(name: &str, mark: &str) -> Bytes {
     response(mark, &resources(&[(name, mark)]), &[])
 }
 
-/// Has a response accepted.
-fn accept(writer: &mut Writer, nonce: &str, bytes: &Bytes, coverage: Coverage) {
-    hand_in(writer, 1, passed(nonce, bytes, coverage));
-    hand_in(writer, 1, answered(nonce, true));
+/// Gives the writer a response and its ACK, without writing files.
+fn apply_accepted(writer: &mut Writer, nonce: &str, bytes: &Bytes, coverage: Coverage) {
+    apply(writer, 1, response_ops(nonce, bytes, coverage));
+    apply(writer, 1, ack_or_nack_ops(nonce, true));
 }
 
 #[tokio::test(start_paused = true)]
@@ -21,20 +21,20 @@ async fn changes_of_five_seconds_are_written_together_each_resource_once() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let both = resources(&[("a", "0"), ("b", "0")]);
-    keep(&mut writer, "0", &response("0", &both, &[]), Coverage::All);
+    store_accepted(&mut writer, "0", &response("0", &both, &[]), Coverage::All);
     let length = file(parent.path()).metadata().unwrap().len();
     let start = Instant::now();
     for number in 1..50 {
         let mark = number.to_string();
-        accept(&mut writer, &mark, &one("a", &mark), Coverage::Part);
+        apply_accepted(&mut writer, &mark, &one("a", &mark), Coverage::Part);
         assert_eq!(writer.due(), Some(start + Duration::from_secs(5)));
         advance(Duration::from_millis(100)).await;
     }
-    assert_kept(parent.path(), Some(&both));
+    assert_stored(parent.path(), Some(&both));
     let removed = response("50", &Resources::new(), &["b".to_owned()]);
-    accept(&mut writer, "50", &removed, Coverage::Part);
+    apply_accepted(&mut writer, "50", &removed, Coverage::Part);
     writer.write(false);
-    assert_kept(parent.path(), Some(&resources(&[("a", "49")])));
+    assert_stored(parent.path(), Some(&resources(&[("a", "49")])));
     let added = file(parent.path()).metadata().unwrap().len() - length;
     assert!(added < 200, "{added}");
     assert!(writer.due() > Some(start + Duration::from_secs(1000)));
@@ -46,14 +46,14 @@ fn more_than_two_megabytes_are_not_made_to_wait() {
     let mut writer = writer(parent.path());
     let large = |name: &str| resources(&[(name, &"1".repeat(600 << 10))]);
     let mut all = large("0");
-    accept(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
+    apply_accepted(&mut writer, "0", &response("0", &all, &[]), Coverage::All);
     for name in ["1", "2", "3"] {
-        assert_kept(parent.path(), None);
+        assert_stored(parent.path(), None);
         all.extend(large(name));
         let bytes = response(name, &large(name), &[]);
-        accept(&mut writer, name, &bytes, Coverage::Part);
+        apply_accepted(&mut writer, name, &bytes, Coverage::Part);
     }
-    assert_kept(parent.path(), Some(&all));
+    assert_stored(parent.path(), Some(&all));
 }
 
 #[test]
@@ -66,14 +66,14 @@ fn resources_above_the_size_limit_are_not_stored_and_this_is_not_a_failure() {
     for (bytes, is_kept) in [(90_000, true), (210_000, false), (90_000, true)] {
         begin(&mut writer, 1, 1, IDENTITY);
         let log = logged(|| {
-            keep(
+            store_accepted(
                 &mut writer,
                 "1",
                 &response("1", &content(bytes), &[]),
                 Coverage::All,
             )
         });
-        assert_kept(parent.path(), is_kept.then(|| content(bytes)).as_ref());
+        assert_stored(parent.path(), is_kept.then(|| content(bytes)).as_ref());
         assert_eq!(
             log.contains("needs more than 200000 bytes"),
             !is_kept,
@@ -86,26 +86,26 @@ fn resources_above_the_size_limit_are_not_stored_and_this_is_not_a_failure() {
 }
 
 /// Returns the stored resources after a response that changes `a`, `b` and `c` is refused with this reason.
-fn kept_after(reason: &str, coverage: Coverage) -> Resources {
+fn stored_after_nack(reason: &str, coverage: Coverage) -> Resources {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let before = resources(&[("a", "0"), ("b", "0"), ("c", "0"), ("gone", "0")]);
-    keep(
+    store_accepted(
         &mut writer,
         "0",
         &response("0", &before, &[]),
         Coverage::All,
     );
     let changed = resources(&[("a", "1"), ("b", "1"), ("c", "1")]);
-    hand_in(
+    apply(
         &mut writer,
         1,
-        passed("1", &response("1", &changed, &[]), coverage),
+        response_ops("1", &response("1", &changed, &[]), coverage),
     );
     let refused = WriteOp::AckOrNack("1".to_owned(), Some(reason.to_owned()));
-    take(&mut writer, 1, vec![refused]);
+    apply_and_write(&mut writer, 1, vec![refused]);
     assert_eq!(writer.shared.failures.get(), 0);
-    kept(parent.path()).unwrap().unwrap()
+    stored_clusters(parent.path()).unwrap().unwrap()
 }
 
 #[test]
@@ -120,7 +120,8 @@ fn resources_that_the_reason_of_a_nack_does_not_name_are_stored() {
             format!("{listener}c: bad\nmore of it\na: worse\n"),
             &["a", "c"],
         ),
-        // Names of another response, names in a reason that is cut, and reasons without names.
+        // The reason names a resource of another response, or it is truncated, or it contains no names. Then all
+        // resources of the response count as refused.
         (format!("{cluster}other: bad"), &none),
         (format!("{cluster}a: bad...(truncated)"), &none),
         ("a: bad".to_owned(), &none),
@@ -129,11 +130,11 @@ fn resources_that_the_reason_of_a_nack_does_not_name_are_stored() {
         for coverage in [Coverage::Part, Coverage::All] {
             let version = |name| if refused.contains(&name) { "0" } else { "1" };
             let mut expected = resources(&none.map(|name| (name, version(name))));
-            // A first response that is refused as a whole is none.
+            // A first response of which nothing is accepted does not remove the resources that it lacks.
             if coverage == Coverage::Part || refused == none {
                 expected.insert("gone".into(), "0".into());
             }
-            assert_eq!(kept_after(&reason, coverage), expected, "{reason}");
+            assert_eq!(stored_after_nack(&reason, coverage), expected, "{reason}");
         }
     }
 }
@@ -142,16 +143,16 @@ fn resources_that_the_reason_of_a_nack_does_not_name_are_stored() {
 async fn the_time_in_a_file_is_refreshed_each_hour_and_at_the_end_of_the_stream() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
-    keep(&mut writer, "1", &one("a", "1"), Coverage::All);
-    // A header that is not written again stays damaged.
+    store_accepted(&mut writer, "1", &one("a", "1"), Coverage::All);
+    // Damages the header. It stays damaged if it is not written again.
     let mut is_refreshed = |op: Option<WriteOp>| {
         let opened = fs::File::options().write(true).open(file(parent.path()));
         opened.unwrap().write_all_at(&[0], 4095).unwrap();
-        hand_in(&mut writer, 1, op.into_iter().collect());
+        apply(&mut writer, 1, op.into_iter().collect());
         if writer.due().is_some_and(|due| due <= Instant::now()) {
             writer.write(false);
         }
-        kept(parent.path()).is_ok()
+        stored_clusters(parent.path()).is_ok()
     };
     assert!(!is_refreshed(None));
     advance(Duration::from_secs(3599)).await;
@@ -171,8 +172,10 @@ async fn pending_changes_are_written_when_the_agent_stops() {
     let config = handle(parent.path()).shared.config.clone();
     let (handle, writing) =
         LastKnownGood::new(config, None, &Registry::default(), shutdown.clone());
-    let response = passed("1", &one("a", "1"), Coverage::All).into_iter();
-    let ops = response.chain(answered("1", true)).map(|op| (CLUSTER, op));
+    let response = response_ops("1", &one("a", "1"), Coverage::All).into_iter();
+    let ops = response
+        .chain(ack_or_nack_ops("1", true))
+        .map(|op| (CLUSTER, op));
     let first = (
         "",
         WriteOp::Begin(IDENTITY.to_owned(), 1, mpsc::channel(1).0),
@@ -183,5 +186,5 @@ async fn pending_changes_are_written_when_the_agent_stops() {
     shutdown.cancel();
     writing.await;
     assert_eq!(start.elapsed(), Duration::ZERO);
-    assert_kept(parent.path(), Some(&resources(&[("a", "1")])));
+    assert_stored(parent.path(), Some(&resources(&[("a", "1")])));
 }

@@ -1,4 +1,4 @@
-//! What a stream hands to the writer.
+//! Tests the operations that the recorder of a stream sends to the writer.
 
 use std::collections::HashMap;
 
@@ -48,7 +48,7 @@ async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
     recorder.flush().await;
     drop((recorder, kept_handle));
     writing.await;
-    assert_kept(parent.path(), Some(&clusters));
+    assert_stored(parent.path(), Some(&clusters));
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
     let (_, header) = open(&directory, TABLE).unwrap().unwrap();
     let fields = DeltaDiscoveryResponse {
@@ -59,17 +59,17 @@ async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
     assert_eq!(header.length, fields.encoded_len() as u64);
 }
 
-/// An Envoy whose streams' batches go to the receiver.
+/// Returns the cache of an Envoy, and the receiver of the batches of its streams.
 fn envoy(parent: &Path) -> (EnvoyCache, mpsc::Receiver<Batch>) {
     let (batches, received) = mpsc::channel(2);
-    let kept = LastKnownGood {
+    let store = LastKnownGood {
         batches,
         ..handle(parent)
     };
-    (kept.envoy_cache(1, Protocol::Delta).unwrap(), received)
+    (store.envoy_cache(1, Protocol::Delta).unwrap(), received)
 }
 
-/// Has Envoy, which holds these resources, send a request.
+/// Records a request of an Envoy that has these resources.
 fn request(recorder: &mut Recorder, type_url: &str, nonce: &str, held: &[&str]) {
     let held = held.iter().map(|name| ((*name).to_owned(), "1".to_owned()));
     let message = DeltaDiscoveryRequest {
@@ -88,8 +88,8 @@ fn request(recorder: &mut Recorder, type_url: &str, nonce: &str, held: &[&str]) 
 
 #[test]
 fn sotw_responses_are_not_stored() {
-    let kept = handle(Path::new(""));
-    assert!(kept.envoy_cache(1, Protocol::Sotw).is_none());
+    let store = handle(Path::new(""));
+    assert!(store.envoy_cache(1, Protocol::Sotw).is_none());
 }
 
 #[tokio::test(start_paused = true)]
@@ -120,13 +120,13 @@ async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
     }
     assert_eq!(start.elapsed(), Duration::from_secs(1));
     assert!(recorders.iter().all(|recorder| recorder.batch.is_empty()));
-    // The disk follows again.
+    // The writer takes the batches that have waited, as after a recovery of the disk.
     let mut writer = Writer::new(shared);
     while let Ok(batch) = batches.try_recv() {
         writer.apply_batch(batch);
     }
     writer.write(false);
-    assert_kept(parent.path(), None);
+    assert_stored(parent.path(), None);
     let clusters = resources(&[("a", "1")]);
     let bytes = response("1", &clusters, &[]);
     let mut next = recorder(4);
@@ -138,7 +138,7 @@ async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
     next.flush().await;
     writer.apply_batch(batches.try_recv().unwrap());
     writer.write(false);
-    assert_kept(parent.path(), Some(&clusters));
+    assert_stored(parent.path(), Some(&clusters));
 }
 
 #[tokio::test]
@@ -154,7 +154,8 @@ async fn a_writer_that_has_stopped_is_not_a_slow_disk() {
     assert!(!shared.is_stalled.load(Ordering::Relaxed));
 }
 
-/// The operations of a stream whose Envoy names these resources when it begins.
+/// Returns the operations of a stream with two accepted responses. Envoy names the resources `held` in its first
+/// request.
 fn ops_of(held: &[&str]) -> Vec<WriteOp> {
     let (envoy, _) = envoy(Path::new(""));
     let mut recorder = Recorder::new(Some(envoy), 1);
@@ -181,21 +182,21 @@ fn resources_that_a_reconnecting_envoy_does_not_name_are_removed_at_the_first_ac
     ] {
         let parent = tempfile::tempdir().unwrap();
         let mut writer = writer(parent.path());
-        keep(&mut writer, "0", &response("0", &three, &[]), Coverage::All);
+        store_accepted(&mut writer, "0", &response("0", &three, &[]), Coverage::All);
         let mut ops = ops_of(held).into_iter();
         for op in ops.by_ref() {
-            assert_kept(parent.path(), Some(&three));
+            assert_stored(parent.path(), Some(&three));
             let is_ack = matches!(op, WriteOp::AckOrNack(..));
-            take(&mut writer, 1, vec![op]);
+            apply_and_write(&mut writer, 1, vec![op]);
             if is_ack {
                 break;
             }
         }
         let mut expected = resources(expected);
-        assert_kept(parent.path(), Some(&expected));
-        take(&mut writer, 1, ops.collect());
+        assert_stored(parent.path(), Some(&expected));
+        apply_and_write(&mut writer, 1, ops.collect());
         expected.insert("c".into(), "2".into());
-        assert_kept(parent.path(), Some(&expected));
+        assert_stored(parent.path(), Some(&expected));
     }
 }
 
@@ -207,8 +208,8 @@ fn without_a_store_a_reconnecting_envoys_first_response_must_be_complete() {
     ] {
         let parent = tempfile::tempdir().unwrap();
         let mut writer = writer(parent.path());
-        take(&mut writer, 1, ops_of(held));
-        assert_kept(parent.path(), expected.as_ref());
+        apply_and_write(&mut writer, 1, ops_of(held));
+        assert_stored(parent.path(), expected.as_ref());
     }
 }
 
@@ -216,7 +217,7 @@ fn identity(id: &str, labels: usize) -> String {
     let value = |text: String| Value {
         kind: Some(Kind::StringValue(text)),
     };
-    // A new map has another order.
+    // Each new hash map has another random order.
     let fields: HashMap<_, _> = (0..labels)
         .map(|i| (format!("label {i}"), value(i.to_string())))
         .collect();

@@ -1,4 +1,4 @@
-//! What a new Envoy gets of what is kept.
+//! Tests the stored configuration that a new Envoy gets.
 
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
@@ -24,7 +24,7 @@ fn request(type_url: &str, names: &[&str], nonce: &str) -> Bytes {
     frame(&request.encode_to_vec())
 }
 
-/// Keeps clusters `a` and `b`, their endpoints and no listener for the node of these tests.
+/// Stores clusters `a` and `b`, their endpoints and no listener for the node of these tests.
 fn store(parent: &Path) {
     let first = Subscription::decode(request(CLUSTER, &[], "").slice(5..)).unwrap();
     let mut writer = writer(parent);
@@ -36,17 +36,17 @@ fn store(parent: &Path) {
         (LISTENER, &Resources::new()),
     ] {
         let bytes = response("1", resources, &[]);
-        let response = passed("1", &bytes, Coverage::All).into_iter();
-        let ops = response.chain(answered("1", true));
+        let response = response_ops("1", &bytes, Coverage::All).into_iter();
+        let ops = response.chain(ack_or_nack_ops("1", true));
         writer.apply_batch((1, ops.map(|op| (type_url, op)).collect()));
     }
     writer.write(false);
 }
 
-/// The type, version and resources.
+/// The type, version and resources of a response.
 type Answer = (String, String, Resources);
 
-/// The answers to these requests.
+/// Returns the responses to these requests.
 fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Result<Vec<Answer>> {
     let config = Config {
         volume: Volume::named(parent),
@@ -55,7 +55,7 @@ fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Resul
         after: Duration::ZERO,
         on_nack: true,
     };
-    let (kept, _) =
+    let (store, _) =
         LastKnownGood::new(config, None, &Registry::default(), CancellationToken::new());
     let (sender, queue) = mpsc::channel(1000);
     requests
@@ -63,7 +63,7 @@ fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Resul
         .for_each(|request| sender.try_send(request).unwrap());
     drop(sender);
     let (out, mut answers) = mpsc::channel(1000);
-    answer(&kept.shared, queue, &out)?;
+    answer(&store.shared, queue, &out)?;
     drop(out);
     let mut bytes = Vec::new();
     while let Some(block) = answers.blocking_recv() {
@@ -135,7 +135,7 @@ fn stored_resources_that_are_too_old_or_of_another_node_are_not_served() {
         format!("{}: {missing}", file(""))
     );
     store(parent.path());
-    // The endpoints are older than the rest.
+    // Each file was last current before this number of seconds; the endpoints are the oldest.
     let endpoints = request(ENDPOINTS, &["a"], "");
     for (name, seconds) in [
         ("Cluster", 100),
@@ -182,10 +182,10 @@ fn stored_resources_that_are_too_old_or_of_another_node_are_not_served() {
 fn files_that_are_exchanged_while_they_are_read_change_nothing() {
     let parent = tempfile::tempdir().unwrap();
     store(parent.path());
-    let kept = handle(parent.path());
+    let store = handle(parent.path());
     let (requests, queue) = mpsc::channel(1000);
     let (out, mut answers) = mpsc::channel(1000);
-    let thread = std::thread::spawn(move || answer(&kept.shared, queue, &out));
+    let thread = std::thread::spawn(move || answer(&store.shared, queue, &out));
     let ask = |type_url| requests.try_send(request(type_url, &["*"], ""));
     ask(CLUSTER).unwrap();
     let mut bytes = answers.blocking_recv().unwrap().unwrap().to_vec();

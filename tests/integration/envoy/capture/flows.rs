@@ -1,4 +1,4 @@
-//! `istio-iptables --verify`, and what real packets do beside what `--explain` says.
+//! Tests `istio-iptables --verify`, and that real packets arrive where `--explain` says.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::net::{SocketAddr, TcpStream, UdpSocket};
@@ -15,16 +15,17 @@ use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use crate::envoy::capture::{istio_iptables, text};
 use crate::support::namespace::{self, AGENT, Peer};
 
-/// Longest wait for an answer.
+/// The longest wait for a response.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Lists of arguments, and flows for each.
+/// The number of random argument lists, and the number of flows that are sent for each list.
 const LISTS: usize = 25;
 const FLOWS: usize = 40;
 
-/// The agent's.
+/// The port of the agent's DNS proxy.
 const DNS_PORT: &str = "15053";
-/// Ports of applications here, and those of Envoy.
+/// The ports of applications and of Envoy on this machine.
 const PORTS_HERE: &str = "53,80,8080,15000,15021,15001,15006,15008";
+/// The addresses of this machine. "There" is the peer, another machine.
 const HERE: &str = "127.0.0.1,::1,10.9.0.1,2001:db8:9::1";
 const PORTS_THERE: &str = "53,443,8080,9000";
 const THERE: &str = "10.9.0.2,10.96.0.10,192.0.2.10,2001:db8:9::2,2001:db8:96::10";
@@ -90,7 +91,7 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
     assert!(output.status.success(), "{}", text(&output));
     let right = "The rules are those that these arguments ask for: traffic is captured.\n";
     assert_eq!(verify(), (Some(0), right.to_owned()));
-    // Named, and harmless.
+    // A chain of another version is reported, but it is harmless: the status stays 0.
     namespace::run("nft", &["add chain inet istio-proxy-nat istio-old"]);
     let (code, said) = verify();
     assert_eq!(code, Some(0), "{said}");
@@ -109,7 +110,9 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
     assert!(!said.contains("IPv6: a rule"), "{said}");
 }
 
-/// As in the sidecar in mode TPROXY, which is root. Istio's CNI plugin asks both kinds of iptables for rules.
+/// Verifies rules in the way that the sidecar does in mode TPROXY: as root, with NET_ADMIN, without NET_RAW.
+/// Istio's CNI plugin asks both kinds of iptables for rules, which creates empty legacy tables; so does this
+/// test.
 #[test]
 fn verify_without_net_raw_reads_nft_where_empty_legacy_tables_exist() {
     const TEST: &str =
@@ -240,7 +243,7 @@ fn verify_names_each_rule_of_dns_and_zones_that_is_gone_moved_or_too_many() {
     }
 }
 
-/// Receivers of one network, which say where something arrived.
+/// Receivers in one network namespace, which reply with the place at which a connection or datagram arrived.
 struct Receivers(Child);
 
 impl Receivers {
@@ -264,12 +267,12 @@ impl Receivers {
 
 impl Drop for Receivers {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // It does not end by itself.
+        let _ = self.0.kill(); // The receiver does not end by itself.
         let _ = self.0.wait();
     }
 }
 
-/// Arguments of `istio-iptables`, and the owner groups, which are a variable.
+/// The arguments of `istio-iptables`, and the owner groups, which are given in an environment variable.
 #[derive(Debug)]
 struct Arguments {
     words: Vec<&'static str>,
@@ -279,6 +282,7 @@ struct Arguments {
 impl Arguments {
     fn any(rng: &mut Rng) -> Self {
         let mut words = vec!["--dual-stack"];
+        // A word that is listed several times is chosen more often. An empty word leaves the option out.
         for options in [
             &["-u=1337", "-u=1337,2000-2010", ""][..],
             &["-m=TPROXY", "-m=REDIRECT"],
@@ -321,7 +325,7 @@ impl Arguments {
         command.output().unwrap()
     }
 
-    /// What the receiver of a flow says, by `--explain`.
+    /// Returns the text of the receiver that `--explain` predicts for a flow, and the output of `--explain`.
     fn expected(&self, flow: &str, destination: SocketAddr) -> (String, String) {
         let output = self.run(&["--explain", flow]);
         let said = text(&output);
@@ -351,7 +355,8 @@ impl Arguments {
     }
 }
 
-/// Sends the first packet of a flow, as a user. Returns what its receiver says.
+/// Sends the first packet of a flow as a user, which the calling thread becomes. Returns the text of the
+/// receiver, or the error.
 fn send(is_tcp: bool, destination: SocketAddr, user: &str) -> String {
     let (user, group) = user.split_once('/').unwrap();
     let (user, group) = (
@@ -407,7 +412,8 @@ fn real_packets_arrive_where_explain_says() {
         "nameserver 10.9.0.2\nnameserver 2001:db8:9::2\n",
     );
     let _here = Receivers::start(0, "here", HERE, PORTS_HERE);
-    // Answers of another user would be of another zone.
+    // The rules put responses of the DNS port into the conntrack zone of redirected queries only if the
+    // agent's user sends them.
     let _dns = Receivers::start(AGENT, "here", HERE, DNS_PORT);
     let _there = peer.within(|| Receivers::start(0, "there", THERE, PORTS_THERE));
     let mut rng = Rng::with_seed(16);
@@ -426,7 +432,7 @@ fn real_packets_arrive_where_explain_says() {
         let output = arguments.run(&["--verify"]);
         assert!(output.status.success(), "{arguments:?}: {}", text(&output));
         for _ in 0..FLOWS {
-            let said = probe(&arguments, &peer, &mut rng);
+            let said = check_random_flow(&arguments, &peer, &mut rng);
             ends.retain(|end| !said.contains(end));
         }
         let output = arguments.run(&["--cleanup-only"]);
@@ -435,8 +441,9 @@ fn real_packets_arrive_where_explain_says() {
     assert!(ends.is_empty(), "no packet had these ends: {ends:?}");
 }
 
-/// Sends a flow from here or there. Returns what was expected of it, and rightly.
-fn probe(arguments: &Arguments, peer: &Peer, rng: &mut Rng) -> String {
+/// Sends a random flow from this machine or from the peer, and asserts that it arrives where `--explain`
+/// says. Returns the output of `--explain`.
+fn check_random_flow(arguments: &Arguments, peer: &Peer, rng: &mut Rng) -> String {
     let is_tcp = rng.u8(..4) > 0;
     let protocol = if is_tcp { "tcp" } else { "udp" };
     let (flow, destination, found) = if rng.u8(..4) > 0 {

@@ -1,6 +1,6 @@
-//! Rules of traffic capture as `istio-iptables` leaves them in a kernel, with both kinds of iptables.
+//! Tests the rules that `istio-iptables` sets up and removes in a kernel, with both kinds of iptables.
 //!
-//! Every test has a network of its own: see [`crate::support::namespace`].
+//! Every test runs in its own network namespace: see [`crate::support::namespace`].
 
 use std::fs;
 use std::io::Write;
@@ -20,7 +20,8 @@ const SIDECAR: &str = "-b * -i * -d 15090,15021 --dual-stack";
 const OTHER: &str = "-b 80 -i 10.0.0.0/8,fd00::/8 -m TPROXY --redirect-dns --capture-all-dns \
                      --drop-invalid --dual-stack";
 
-/// Whether this is the inside of the test's network, in which the pod has an address of each family.
+/// Returns true in the test's own network namespace, in which the pod gets an address of each family.
+/// Otherwise runs the test in such a namespace.
 fn is_inside(test: &str) -> bool {
     let inside = namespace::is_inside(&format!("capture::iptables::{test}"));
     if inside {
@@ -40,14 +41,14 @@ fn command(words: &str) -> Command {
     command
 }
 
-/// The exit code, and all that was printed.
+/// Runs the command. Returns its exit code, and everything that it printed.
 fn ended(command: &mut Command) -> (Option<i32>, String) {
     let output = command.output().unwrap();
     let printed = [output.stdout, output.stderr].concat();
     (output.status.code(), String::from_utf8(printed).unwrap())
 }
 
-/// Runs the command, which succeeds. Returns what it printed.
+/// Runs `istio-iptables` with this kind of iptables, which must succeed. Returns what it printed.
 fn istio_iptables(kind: &str, words: &str) -> String {
     let words = format!("{words} --force-iptables-binary {kind}");
     let (code, printed) = ended(&mut command(&words));
@@ -55,7 +56,7 @@ fn istio_iptables(kind: &str, words: &str) -> String {
     printed
 }
 
-/// All tables of both families, with counters.
+/// Returns all tables of both families, with counters.
 fn saved(kind: &str) -> String {
     let families = ["iptables", "ip6tables"].map(|family| {
         let program = format!("{family}-{kind}-save");
@@ -68,7 +69,7 @@ fn saved(kind: &str) -> String {
     lines.map(|line| format!("{line}\n")).collect()
 }
 
-/// Rules with their chains, without counters and what is empty.
+/// Returns the rules with the names of their chains, without counters. Tables and chains without rules do not appear.
 fn rules(saved: &str) -> Vec<&str> {
     let rules = saved.lines().filter(|line| line.starts_with('['));
     rules.map(|line| line.split_once("] ").unwrap().1).collect()
@@ -89,7 +90,8 @@ fn restore(program: &str, text: &str) {
     assert!(child.wait().unwrap().success(), "{program}: {text}");
 }
 
-/// Rules of others, in the chains that capture uses too.
+/// Rules of other programs, partly in chains that traffic capture uses, too. A comment looks like a jump to a
+/// chain of Istio, and a rule occurs twice.
 const OTHERS: &str = r#"*nat
 :KUBE-MARK - [0:0]
 [7:420] -A PREROUTING -p tcp -m tcp --dport 7 -m comment --comment "a \"b\" -j ISTIO_X" -j ACCEPT
@@ -134,7 +136,7 @@ fn rules_are_set_up_once_and_removed_without_changing_foreign_rules() {
             assert_eq!(rules(&saved(kind)), rules(&applied), "{kind}: {words}");
         }
         istio_iptables(kind, OTHER);
-        // Whatever was set up, and with other arguments.
+        // A cleanup works with other arguments than the set-up.
         istio_iptables(kind, "--cleanup-only");
         let after = saved(kind);
         assert_eq!(rules(&after), rules(&before), "{kind}");
@@ -177,7 +179,8 @@ fn damaged_rules_and_rules_of_another_version_are_replaced() {
     }
 }
 
-/// DNS rules of Istio 1.8, 1.12 and 1.21, for a resolver at the pod's address, and for all.
+/// The DNS rules of Istio 1.8, 1.12 and 1.21. The rules of 1.12 redirect queries to a resolver at the pod's
+/// address, which replaces `POD`; the rules of the other versions redirect queries to all resolvers.
 const EARLIER: [&str; 3] = [
     "*nat
 -A OUTPUT -p udp --dport 53 -m owner --uid-owner 1337 -j RETURN
@@ -218,7 +221,8 @@ COMMIT
 ",
 ];
 
-/// Rules of a DNS cache of the node, of another DNS proxy, and of a firewall.
+/// Rules of the node's DNS cache, of another DNS proxy, and of a firewall. The address of the DNS cache
+/// replaces `LINK`.
 const OTHERS_FOR_DNS: &str = "*raw
 -A PREROUTING -d LINK -p udp --dport 53 -j CT --notrack
 -A OUTPUT -s LINK -p udp --sport 53 -j CT --notrack
@@ -232,12 +236,13 @@ COMMIT
 COMMIT
 ";
 
-/// Whether a question to a resolver at the pod's address reaches it.
+/// Returns true if a query to a resolver at the pod's address reaches the resolver.
 fn has_dns(pod: &str) -> bool {
     let resolver = UdpSocket::bind((pod, 53)).unwrap();
     let client = UdpSocket::bind((pod, 0)).unwrap();
     client.connect((pod, 53)).unwrap();
-    // Where it is redirected, nothing listens: the second attempt is told.
+    // Nothing listens on the port that DNS rules redirect to, so the second send may fail. Only the
+    // resolver's socket shows whether a query arrived.
     let _ = (client.send(b"question"), client.send(b"question"));
     resolver.set_nonblocking(true).unwrap();
     resolver.recv(&mut [0; 8]).is_ok()
@@ -299,7 +304,8 @@ fn dns_rules_of_earlier_versions_are_replaced_and_removed_and_those_of_others_st
     }
 }
 
-/// A directory of programs: those of a kind, but this one.
+/// Creates a directory with the programs of one kind of iptables, one of which is replaced by a script.
+/// Returns its path.
 fn with_fake(kind: &str, fake: &str, script: &str) -> String {
     let directory = format!("/mnt/{kind}-{fake}");
     fs::create_dir_all(&directory).unwrap();
@@ -410,14 +416,14 @@ fn two_concurrent_runs_of_istio_iptables_are_serialized() {
     }
 }
 
-/// The rules of each table: those of IPv4, then those of IPv6.
+/// Returns the rules of each table, first for IPv4 and then for IPv6.
 fn tables(saved: &str) -> Vec<(String, Vec<&str>)> {
     let tables = saved.split_inclusive("COMMIT\n").map(|table| {
         let name = table.lines().next().unwrap().to_owned();
         (name, rules(table))
     });
     let mut tables: Vec<_> = tables.collect();
-    // Tables without rules may be there or not.
+    // A table without rules may or may not exist.
     tables.retain(|(_, rules)| !rules.is_empty());
     tables
 }
@@ -444,7 +450,8 @@ fn killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them() {
             )
             .unwrap();
             let was_killed = !child.wait().unwrap().success();
-            // A program that is in the kernel ends later, and holds the lock until then.
+            // A killed program that is in a system call ends later, and holds the lock until then. `flock`
+            // waits for the lock.
             namespace::run("flock", &["/proc/self/ns/net", "true"]);
             let found = saved(kind);
             interrupted += u32::from(was_killed && rules(&found) != rules(after));
@@ -458,7 +465,7 @@ fn killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them() {
     assert!(interrupted > 20, "{interrupted} of 200 were interrupted");
 }
 
-/// What `ip` prints.
+/// Returns the output of `ip`.
 fn ip(words: &str) -> String {
     let mut ip = Command::new("ip");
     let output = ip.args(words.split(' ')).output().unwrap();
@@ -486,7 +493,7 @@ fn routes_are_there_once_while_they_are_needed() {
     assert_eq!((rules(), passthrough()), ([0, 0], true));
     assert_eq!(routes(), ["", ""]);
     istio_iptables("nft", OTHER);
-    // What earlier versions left behind.
+    // Earlier versions leave several equal rules behind.
     for _ in 0..3 {
         namespace::run("ip", &["rule", "add", "fwmark", "1337", "lookup", "133"]);
     }
@@ -495,7 +502,7 @@ fn routes_are_there_once_while_they_are_needed() {
     assert_eq!(routes(), ["", ""]);
 }
 
-/// What is left of Istio's rules, with any program.
+/// Returns the lines of all remaining rules of Istio, listed by both kinds of iptables and by nft.
 fn left() -> String {
     let nft = Command::new("nft")
         .args(["list", "ruleset"])
@@ -623,7 +630,7 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
             assert_eq!(lines("-6 route show table 99", "local default").len(), 1);
             let printed = succeed(&format!("{next} {back_end}"));
             if next.contains("-r 98") {
-                // Routes are found by the mark and table that the arguments name.
+                // Routes are found only by the mark and the table in the arguments.
                 succeed("--cleanup-only -t 77 -r 99");
                 succeed("--cleanup-only -t 78 -r 98");
             }
@@ -644,7 +651,7 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
             assert_eq!(found, others, "{printed}");
         }
     }
-    // As pilot-agent leaves them after a change to REDIRECT.
+    // pilot-agent leaves this rule and this route behind after a change from TPROXY to REDIRECT.
     namespace::run("ip", &["rule", "add", "fwmark", "1337", "lookup", "133"]);
     namespace::run(
         "ip",
@@ -669,7 +676,7 @@ fn a_return_for_an_interface_stays_unless_the_settings_name_it() {
         istio_iptables(kind, "-b * -i * -c eth7");
         istio_iptables(kind, "--cleanup-only");
         assert!(saved(kind).contains("-A OUTPUT -o eth7 -j RETURN\n"));
-        // They stand in the way of nothing, so the next run takes them for its own.
+        // The remaining rule does not disturb the next run, which treats the rule as its own.
         istio_iptables(kind, "-b * -i * -c eth7");
         istio_iptables(kind, "--cleanup-only -c eth7");
         assert_eq!(rules(&saved(kind)), [""; 0]);
@@ -687,7 +694,7 @@ fn empty_legacy_tables_do_not_select_legacy_iptables() {
     succeed(SIDECAR);
     assert_eq!(rules(&saved("legacy")), [""; 0]);
     assert!(saved("nft").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
-    // Rules decide.
+    // Legacy tables with a rule do select legacy iptables.
     succeed("--cleanup-only");
     namespace::run(
         "iptables-legacy",
@@ -761,7 +768,7 @@ fn failing_ip6tables_programs_matter_only_if_ipv6_rules_are_wanted_or_exist() {
         ("garbage", "echo 'the wrapper chose nft'"),
         ("killed", "kill -9 $$"),
     ] {
-        // Wrappers, whose names say nothing.
+        // These are wrapper scripts, whose names do not show the kind of iptables.
         let path = format!("/mnt/{name}");
         fs::create_dir(&path).unwrap();
         for what in ["save", "restore"] {
@@ -791,7 +798,7 @@ fn failing_ip6tables_programs_matter_only_if_ipv6_rules_are_wanted_or_exist() {
         assert_eq!(rules(&saved("nft")), [""; 0]);
         run(SIDECAR, 1);
         assert_eq!(rules(&saved("nft")), [""; 0]);
-        // What the kernel has is not left behind.
+        // A cleanup fails if it cannot remove rules that the kernel has.
         istio_iptables("nft", SIDECAR);
         run("--cleanup-only", 1);
         istio_iptables("nft", "--cleanup-only");

@@ -1,6 +1,6 @@
-//! Traffic capture with real rules, as `istio-iptables` sets them up.
+//! Tests traffic capture with real rules, which `istio-iptables` sets up.
 //!
-//! Every test has a network of its own: see [`crate::support::namespace`].
+//! Every test runs in its own network namespace: see [`crate::support::namespace`].
 
 mod flows;
 mod iptables;
@@ -24,7 +24,8 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{captured, endpoints, passthrough, transparent};
 use crate::support::soon;
 
-/// Runs the command as an init container does: root has two capabilities, others none.
+/// Runs `istio-iptables` with the privileges of an init container: root has only NET_ADMIN and NET_RAW, other
+/// users have no capability.
 pub fn istio_iptables(user: u32, words: &str) -> Output {
     let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
     let capabilities = match user {
@@ -47,7 +48,7 @@ pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&both).into_owned()
 }
 
-/// Sets the rules of a usual sidecar up.
+/// Sets up the rules of a usual sidecar; `words` are further arguments.
 fn capture(words: &str) {
     let usual = "-p 15001 -z 15006 -u 1337,2000-2001 -i * -b *";
     let output = istio_iptables(0, &format!("{usual} {words}"));
@@ -101,14 +102,14 @@ fn validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules() {
     }
 }
 
-/// Addresses of one family.
+/// The addresses of one family.
 #[derive(Clone, Copy)]
 struct Addresses {
     pod: &'static str,
     peer: &'static str,
-    /// Another one of the peer, which is not captured.
+    /// Another address of the peer, which is excluded from capture.
     excluded: &'static str,
-    /// Of the pod's own service; no machine has it.
+    /// The address of the pod's own service, which no machine has.
     service: &'static str,
     passthrough: &'static str,
     length: u8,
@@ -131,7 +132,7 @@ const V6: Addresses = Addresses {
     length: 64,
 };
 
-/// A captured pod beside another machine.
+/// A captured pod next to another machine, the peer.
 struct Captured {
     peer: Peer,
     pod: Pod,
@@ -144,8 +145,9 @@ const ARGUMENTS: &str = "-d 15090,15021,15020,7000-7010 -o 9000:9010 \
     -x 10.9.1.0/24,2001:db8:91::/64 --redirect-dns --dual-stack";
 
 impl Captured {
-    /// A pod with these addresses and settings of its capture. The peer has an application at port 80,
-    /// as the pod has at 8080, and one more at a port that is not captured. The resolver is at the peer.
+    /// Starts a pod with these addresses; `words` are further settings of its capture. The peer has an
+    /// application at port 80, and one at port 9005, which is not captured. The pod has an application at
+    /// port 8080, and one at port 7005, which is not captured. The resolver runs on the peer.
     async fn start(families: &[Addresses], words: &str) -> Self {
         let pairs = families.iter().map(|family| {
             let with_length = |address| format!("{address}/{}", family.length);
@@ -222,7 +224,7 @@ impl Captured {
                 ),
             ],
         };
-        // Envoy sets marks and sources of its sockets.
+        // In mode TPROXY, Envoy needs root, because it sets the marks and the source addresses of its sockets.
         let user = if is_transparent { 0 } else { AGENT };
         let pod = Pod::serving_as(Some((user, AGENT)), settings, &control_plane).await;
         Self {
@@ -237,7 +239,7 @@ impl Captured {
         }
     }
 
-    /// The head of what the peer gets from the pod.
+    /// Sends a request from the peer to the pod. Returns the head of the response.
     async fn peer_gets(&self, address: &str, port: u16, path: &str) -> String {
         let address = SocketAddr::new(address.parse().unwrap(), port);
         let stream = self.peer.within(|| std::net::TcpStream::connect(address));
@@ -249,7 +251,7 @@ impl Captured {
     }
 }
 
-/// The head of what an application of the pod gets.
+/// Sends a request from an application of the pod. Returns the head of the response.
 async fn pod_gets(address: &str, port: u16, host: &str) -> String {
     let address = SocketAddr::new(address.parse::<IpAddr>().unwrap(), port);
     let what = format!("{address} from the pod");
@@ -260,7 +262,7 @@ async fn pod_gets(address: &str, port: u16, host: &str) -> String {
     .await
 }
 
-/// The same of a user.
+/// Sends a request from the pod as this user. Returns the response with its head.
 async fn as_user(user: u32, address: &str, port: u16) -> String {
     let url = format!(
         "http://{}/",
@@ -270,7 +272,8 @@ async fn as_user(user: u32, address: &str, port: u16) -> String {
     run_as(user, &curl).await.expect(&url)
 }
 
-/// The listeners a response came through, the nearest to its application first.
+/// Returns the names of the listeners that a response has passed, beginning with the listener next to the
+/// application.
 fn marks(head: &str) -> Vec<&str> {
     let fields = head.lines().filter_map(|line| line.split_once(": "));
     let marks = fields.filter(|(name, _)| *name == "x-mark");
@@ -281,7 +284,7 @@ fn client(head: &str) -> &str {
     header(head, "x-client").unwrap()
 }
 
-/// Opens connections of all kinds, and looks which way they took.
+/// Opens connections of all kinds, and asserts which listeners they pass and which client address arrives.
 async fn both_directions(test: &str, families: &[Addresses], words: &str) {
     if envoy_binary().is_none() || !namespace::is_inside(test) {
         return;
@@ -338,7 +341,8 @@ async fn both_directions(test: &str, families: &[Addresses], words: &str) {
 }
 
 impl Captured {
-    /// Asks for names over UDP and TCP; no query comes back to the agent.
+    /// Asks for names over UDP and TCP. Asserts that the agent answers from its name table, and that its own
+    /// queries to the upstream resolver are not redirected back to it.
     async fn names(&self) {
         if !namespace::has("dig") {
             return;

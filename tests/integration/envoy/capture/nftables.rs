@@ -1,4 +1,4 @@
-//! Rules that `istio-iptables --native-nftables` sets up, in a network of each test's own.
+//! Tests the rules that `istio-iptables --native-nftables` sets up. Every test runs in its own network namespace.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -35,7 +35,7 @@ fn capture(words: &str) {
     assert!(output.status.success(), "{words}: {}", text(&output));
 }
 
-/// All tables as `nft` lists them, without what has passed the rules.
+/// Returns all tables as `nft` lists them, without counters.
 fn ruleset() -> String {
     let output = Command::new("nft").args(["-s", "list", "ruleset"]).output();
     let output = output.unwrap();
@@ -75,13 +75,14 @@ fn an_nft_run_sets_up_its_rules_whatever_rules_existed() {
     capture(TPROXY);
     let tproxy = ruleset();
     assert!(tproxy.contains("table inet istio-proxy-mangle"), "{tproxy}");
-    // Chains, rules and tables of others, or of another version, within our tables go as well.
+    // A run also removes chains and rules of others or of another version in Istio's tables, and tables of
+    // Istio that it does not need.
     nft(
         "add chain inet istio-proxy-nat stray\nadd table inet istio-proxy-raw\nadd chain inet istio-proxy-raw old",
     );
     capture(REDIRECT);
     assert_eq!(ruleset(), redirect);
-    // Cleaning asks for none of the arguments that set the rules up.
+    // A cleanup does not need the arguments of the set-up.
     for _ in 0..2 {
         capture("--native-nftables --cleanup-only");
         assert_eq!(ruleset(), others);
@@ -98,7 +99,7 @@ fn ipv6_is_not_captured_without_ipv6_addresses_even_with_ipv6_dns_servers() {
     namespace::add_address("10.9.0.1/24");
     namespace::put("/etc/resolv.conf", "nameserver 2001:db8::53\n");
     capture(&format!("{REDIRECT} --redirect-dns -u 1"));
-    // An application's connection would be redirected to port 15001.
+    // If IPv6 were captured, the connection of an application would be redirected to port 15001.
     let server = TcpListener::bind("[::1]:0").unwrap();
     let agent = TcpListener::bind("[::]:15001").unwrap();
     let port = server.local_addr().unwrap().port();
@@ -127,7 +128,7 @@ fn a_transaction_that_fails_changes_nothing_and_says_why() {
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("Operation not permitted"), "{said}");
     assert_eq!(ruleset(), before);
-    // Neither of them could be found by its name.
+    // This PATH has no nft.
     let mut command = program(REDIRECT);
     let output = command.env("PATH", "/nowhere").output().unwrap();
     let said = text(&output);
@@ -188,7 +189,7 @@ fn program(words: &str) -> Command {
     command
 }
 
-/// Starts the command as the leader of a group of processes.
+/// Starts the command as the leader of a process group, so that it can be killed together with its children.
 fn start(words: &str) -> Child {
     program(words).process_group(0).spawn().unwrap()
 }
@@ -223,6 +224,7 @@ fn rules_of_nft_are_whole_or_absent_wherever_the_command_is_killed() {
         return;
     }
     namespace::add_address("10.9.0.1/24");
+    // Children of a killed command become children of this process, which can then wait for their end.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).unwrap();
     let cleanup = "--native-nftables --cleanup-only";
     let runs = [TPROXY, REDIRECT, cleanup];
@@ -237,12 +239,12 @@ fn rules_of_nft_are_whole_or_absent_wherever_the_command_is_killed() {
     for round in 0..200_u32 {
         let wanted = usize::try_from(round % 3).unwrap();
         let mut run = start(runs[wanted]);
-        // Moments spread over the time that a run takes.
+        // The moments of the kills are spread over the time that a run takes.
         thread::sleep(longest * (round * 37 % 100) / 100);
         let group = Pid::from_child(&run);
         let _ = rustix::process::kill_process_group(group, Signal::KILL);
         run.wait().unwrap();
-        // What it has started ends as well.
+        // Programs that the command has started were killed, too, and may end later than the command.
         while rustix::process::waitpgid(group, WaitOptions::empty()).is_ok() {}
         let found = ruleset();
         let is = states.iter().position(|state| *state == found);
@@ -262,7 +264,7 @@ fn rules_of_nft_are_whole_or_absent_wherever_the_command_is_killed() {
     );
 }
 
-/// Whether a user can connect.
+/// Returns true if the user can connect.
 fn connects(user: u32, address: &str, port: u16) -> bool {
     let script = format!("exec 3<>/dev/tcp/{address}/{port}");
     let mut bash = Command::new("bash");
@@ -299,7 +301,7 @@ fn applications_do_not_reach_the_admin_port_but_root_and_the_proxy_do() {
                     assert_eq!(connects(user, address, 15000), expected, "{case}");
                     if expected {
                         let (mut connection, _) = server.accept().unwrap();
-                        // It ends in order: its last packets have no owner.
+                        // The connection must end without a reset, although its last packets have no owner.
                         assert_eq!(connection.read(&mut [0]).unwrap(), 0, "{case}");
                         drop(connection);
                     }
@@ -354,7 +356,7 @@ fn pilot_agent_request_reaches_the_admin_port_as_root_and_as_the_proxys_user_onl
     }
 }
 
-/// Closed connections that wait for the client's last acknowledgement.
+/// Counts the closed connections that wait for the client's last acknowledgement.
 fn last_acknowledgements() -> usize {
     let tables = ["/proc/self/net/tcp", "/proc/self/net/tcp6"]
         .map(|path| std::fs::read_to_string(path).unwrap());

@@ -1,4 +1,4 @@
-//! `pilot-agent doctor` beside real rules, or none.
+//! Tests the check of the capture rules by `pilot-agent doctor`, with real rules and without rules.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::support::faults::{Fault, Says};
 use crate::support::namespace::{self, AGENT};
 use crate::support::place::Place;
 
-/// A place where this user runs the programs.
+/// Creates a place in which this user runs the agent's commands.
 fn place(istiod: &LocalIstiod, user: u32, variables: &[(&str, &str)]) -> Place {
     let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
     let script = format!(
@@ -26,12 +26,12 @@ fn place(istiod: &LocalIstiod, user: u32, variables: &[(&str, &str)]) -> Place {
     let variables = variables.iter();
     let place = variables.fold(place, |place, (name, value)| place.set(name, value));
     place.write("resolv.conf", "nameserver 10.9.0.53\n");
-    // The place is of root, and for it alone.
+    // By default, only root can use the directory.
     std::os::unix::fs::chown(place.path("."), Some(user), None).unwrap();
     place.started_by(&["sh", "-ec", &script, "-"])
 }
 
-/// What the doctor says about the rules beside this kind of node.
+/// Returns the result of the doctor's check of the capture rules, for this kind of node.
 fn says(place: &Place, kind: &str) -> String {
     let output = place.run(&["doctor", kind, "--json"]);
     let report: Value =
@@ -126,7 +126,7 @@ async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user
         iptables(&format!("--cleanup-only {back_end}"));
     }
     drop(envoy);
-    // As Istio 1.12 leaves it.
+    // The rules of this version, and a DNS rule that Istio 1.12 leaves behind.
     iptables("-u 1337 -p 15001 -z 15006 -i * -b *");
     let rule = "-p udp -m udp --dport 53 -j REDIRECT --to-ports 15053";
     let words = format!("-t nat -A OUTPUT {rule}");

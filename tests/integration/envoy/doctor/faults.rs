@@ -1,4 +1,4 @@
-//! Faults of sockets, ports, programs and endpoints.
+//! Tests that the doctor names faults of sockets, ports, programs and endpoints.
 
 use std::fs;
 use std::net::TcpListener;
@@ -10,7 +10,7 @@ use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
 use super::{ended, envoy_says, is_ready, nack, pod, ready};
-use crate::envoy::lifecycle::until_the_agent_knows_that_it_serves;
+use crate::envoy::lifecycle::wait_until_agent_sees_envoy_running;
 use crate::support::control_plane::ControlPlane;
 use crate::support::faults::{Fault, Faults, Says};
 use crate::support::http::{Backend, try_ask};
@@ -22,7 +22,7 @@ use crate::support::{eventually, free_port};
 const XDS: &str = "etc/istio/proxy/XDS";
 const SDS: &str = "var/run/secrets/workload-spiffe-uds/socket";
 
-/// Another process' socket in place of the agent's.
+/// Replaces a socket of the agent with a socket of this test process.
 fn replaced(pod: &Pod, path: &str) -> UnixListener {
     fs::remove_file(pod.path(path)).unwrap();
     UnixListener::bind(pod.path(path)).unwrap()
@@ -103,7 +103,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
     });
     faults.add("an Envoy that has crashed and was restarted", async {
         let (pod, control_plane) = ready(&[]).await;
-        until_the_agent_knows_that_it_serves(&pod).await;
+        wait_until_agent_sees_envoy_running(&pod).await;
         let first = pod.envoy_pid();
         kill_process(first.unwrap(), Signal::SEGV).unwrap();
         let next = async || pod.envoy_pid().filter(|next| Some(*next) != first);
@@ -206,7 +206,8 @@ async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
     if envoy_binary().is_none() {
         return;
     }
-    // A child that another test has just forked holds the socket too, until it runs its program.
+    // The pid is not checked: a child that another test has just forked also holds the socket, until it
+    // executes its program.
     const HOLDER: &str = "process ";
     const CURE: &[&str] = &["end that process", "15000 to 15090"];
     let mut faults = Faults::default();
@@ -266,8 +267,8 @@ async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
     faults.are_named().await;
 }
 
-/// A cluster with one endpoint at this port of the pod.
-fn fixed(name: &str, port: u16, health: &str) -> Value {
+/// Returns a cluster with one endpoint, at this port of the pod.
+fn static_cluster(name: &str, port: u16, health: &str) -> Value {
     let address = json!({ "address": "127.0.0.1", "port_value": port });
     let endpoint = json!({
         "health_status": health,
@@ -282,8 +283,8 @@ fn fixed(name: &str, port: u16, health: &str) -> Value {
     })
 }
 
-/// A ready pod that has sent one request to this cluster.
-async fn calling(mut resources: Vec<Value>, name: &str) -> (Pod, ControlPlane) {
+/// Starts a pod, waits until it is ready, and sends a request to this cluster through its Envoy.
+async fn pod_after_request(mut resources: Vec<Value>, name: &str) -> (Pod, ControlPlane) {
     let port = free_port();
     resources.extend([listener("plain", port, "all"), routes("all", name, "x")]);
     let (pod, control_plane) = pod(&resources, &[]).await;
@@ -316,7 +317,8 @@ async fn each_fault_of_an_endpoint_is_named_with_its_cure() {
     ] {
         faults.add(name, async move {
             let closed = free_port();
-            let (pod, control_plane) = calling(vec![fixed(of, closed, "HEALTHY")], of).await;
+            let (pod, control_plane) =
+                pod_after_request(vec![static_cluster(of, closed, "HEALTHY")], of).await;
             let at = format!("127.0.0.1:{closed}");
             let fault = Fault::new(pod, (code, &[of, &at, "refused"], &[cure])).with(control_plane);
             if of == INBOUND { fault } else { fault.warns() }
@@ -337,12 +339,12 @@ async fn each_fault_of_an_endpoint_is_named_with_its_cure() {
     let mut empty = cluster(OUTBOUND);
     empty["eds_cluster_config"]["service_name"] = json!(OUTBOUND);
     let none = vec![empty, endpoints(OUTBOUND, &[])];
-    // Envoy calls it, as all are unhealthy.
+    // Envoy sends requests to this endpoint, because all endpoints of the cluster are unhealthy.
     let application = Backend::start().await;
-    let unhealthy = vec![fixed(OUTBOUND, application.port, "UNHEALTHY")];
+    let unhealthy = vec![static_cluster(OUTBOUND, application.port, "UNHEALTHY")];
     for (name, resources) in [("no healthy upstream", unhealthy), ("no upstream", none)] {
         faults.add(name, async {
-            let (pod, control_plane) = calling(resources, OUTBOUND).await;
+            let (pod, control_plane) = pod_after_request(resources, OUTBOUND).await;
             let says: Says = (
                 "NO_HEALTHY_ENDPOINT",
                 &["cart.shop"],

@@ -1,4 +1,4 @@
-//! `pilot-agent doctor` beside a real Envoy.
+//! Tests `pilot-agent doctor` with a real Envoy.
 
 mod capture;
 mod faults;
@@ -19,7 +19,7 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::answering;
 use crate::support::{eventually, free_port};
 
-/// The report of the command, within three seconds, and its exit code.
+/// Runs the command, which must end within three seconds. Returns its report and its exit code.
 pub async fn diagnosed(pod: &Pod) -> (Value, Option<i32>) {
     let mut command = pod.command_as_agent();
     command.args(["doctor", "--json"]);
@@ -32,7 +32,7 @@ pub async fn diagnosed(pod: &Pod) -> (Value, Option<i32>) {
     (report, status.code())
 }
 
-/// All checks with the names of their groups.
+/// Returns all checks, each with the name of its group.
 pub fn checks(report: &Value) -> Vec<(&str, &Value)> {
     let mut all = Vec::new();
     for group in report["groups"].as_array().unwrap() {
@@ -42,7 +42,7 @@ pub fn checks(report: &Value) -> Vec<(&str, &Value)> {
     all
 }
 
-/// A pod whose control plane sends these resources.
+/// Starts a pod whose control plane sends these resources.
 async fn pod(resources: &[Value], environment: &[(&str, &str)]) -> (Pod, ControlPlane) {
     let binary = envoy_binary().unwrap();
     let control_plane = ControlPlane::of(resources).await;
@@ -53,8 +53,9 @@ async fn pod(resources: &[Value], environment: &[(&str, &str)]) -> (Pod, Control
     (Pod::start(settings, &control_plane), control_plane)
 }
 
-/// One that is ready, without a resolver.
+/// Starts a pod without an upstream resolver, and waits until it is ready.
 async fn ready(environment: &[(&str, &str)]) -> (Pod, ControlPlane) {
+    // This file names no resolver.
     let none = (
         "ISTIO_AGENT_RESOLV_CONF",
         concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
@@ -89,7 +90,7 @@ async fn nack(pod: &Pod) {
     eventually("a NACK", look).await;
 }
 
-/// Ends the agent, by itself or by a signal.
+/// Sends the signal to the agent, if there is one, and waits until the agent ends.
 async fn ended(pod: &mut Pod, signal: Option<Signal>) {
     if let Some(signal) = signal {
         pod.agent.signal(signal);
@@ -107,7 +108,7 @@ async fn a_healthy_pod_has_neither_errors_nor_warnings() {
     let probers =
         json!({ "/app-health/cart/readyz": { "httpGet": { "port": port, "path": "/" } } });
     let (pod, control_plane) = ready(&[("ISTIO_KUBE_APP_PROBERS", &probers.to_string())]).await;
-    // An open stream shows that istiod accepts it.
+    // istiod has answered on the open stream, so the doctor does not send a request with the new token.
     pod.replace_token(&control_plane.token_for("another-audience"));
     let (report, _) = diagnosed(&pod).await;
     assert!(
@@ -120,7 +121,7 @@ async fn a_healthy_pod_has_neither_errors_nor_warnings() {
         let of_group: Vec<_> = of_group.map(|(_, check)| check).collect();
         assert!(of_group.len() > 1, "{report:#}");
         for check in of_group {
-            // Envoy counts handshakes only if told to.
+            // Envoy counts failed handshakes and denied requests only if its statistics are configured for it.
             let is_uncounted = check["name"] == "handshakes and RBAC";
             let expected = if is_uncounted { "skipped" } else { "ok" };
             assert_eq!(check["level"], expected, "{report:#}");

@@ -1,4 +1,4 @@
-//! Resources and secrets that Envoy refuses or waits for, and calls that it refuses.
+//! Tests that the doctor names resources and secrets that Envoy refuses or waits for, and calls that Envoy refuses.
 
 use std::time::Duration;
 
@@ -19,23 +19,23 @@ use crate::support::resources::{
 };
 use crate::support::{eventually, free_port, refusing};
 
-/// A secret of files that do not exist.
+/// The name of a secret whose files do not exist.
 const MISSING: &str = "file-cert:/nonexistent/cert.pem~/nonexistent/key.pem";
-/// A secret of files that hold something else.
+/// The name of a secret whose files contain something else.
 const OTHER: &str = concat!(
     "file-cert:",
     env!("CARGO_MANIFEST_DIR"),
     "/Cargo.toml~/etc/passwd"
 );
 
-/// TLS with this certificate.
+/// Sets this certificate in the TLS context of a filter chain or a cluster.
 fn with_certificate(mut tls: Value, secret: Value) -> Value {
     tls["transport_socket"]["typed_config"]["common_tls_context"] =
         json!({ "tls_certificate_sds_secret_configs": [secret] });
     tls
 }
 
-/// A listener for TLS with this certificate.
+/// Returns a listener for TLS with this certificate.
 fn tls_listener(secret: Value) -> Value {
     let mut listener = secured_listener("tls", free_port());
     let chain = listener["filter_chains"][0].take();
@@ -111,7 +111,7 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
         Fault::new(pod, says).with(control_plane)
     });
     faults.add("a secret that istiod does not have", async {
-        // local-istiod says of a secret that there is none, so that the listener does not wait.
+        // local-istiod reports that the secret does not exist, so the listener does not wait for it.
         const NAME: &str = "kubernetes://shop-tls";
         let secret = json!({ "name": NAME, "sds_config": ads() });
         let (pod, control_plane) = pod(&[tls_listener(secret)], &[]).await;
@@ -189,7 +189,7 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
     faults.are_named().await;
 }
 
-/// A filter that denies every request.
+/// Adds a filter that denies every request to the listener.
 fn denying(mut listener: Value) -> Value {
     let any = json!({ "permissions": [{ "any": true }], "principals": [{ "any": true }] });
     let filters = &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"];
@@ -204,7 +204,7 @@ fn denying(mut listener: Value) -> Value {
     listener
 }
 
-/// A listener that accepts TLS only, by its filter chains.
+/// Returns a listener whose filter chains accept only TLS.
 fn strict(port: u16) -> Value {
     let mut strict = secured_listener("strict", port);
     strict["filter_chains"][0]["filter_chain_match"] = json!({ "transport_protocol": "tls" });
@@ -265,7 +265,7 @@ async fn each_refused_call_is_named_with_its_cure_where_envoy_counts_it() {
         });
     }
     faults.are_named().await;
-    // Otherwise the report says how Envoy counts them.
+    // Without these statistics, the report says how to make Envoy count the refused calls.
     let port = free_port();
     let (pod, _control_plane) = pod(&[strict(port)], &[]).await;
     is_ready(&pod).await;
