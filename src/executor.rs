@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 #[derive(Debug, Default)]
 pub struct ConnectionTasks(Arc<Mutex<JoinSet<()>>>);
 
-/// Starts tasks in a [`ConnectionTasks`], and none once that is dropped. It holds a weak
+/// An executor that starts tasks in a [`ConnectionTasks`], until that is dropped. It has a weak
 /// reference, because the tasks themselves own executors.
 #[derive(Clone, Debug)]
 pub struct Executor(Weak<Mutex<JoinSet<()>>>);

@@ -16,7 +16,7 @@ pub enum ExitCode {
     DoctorRefused,
     /// `doctor` found settings or states that may not work for long.
     DoctorWarnings,
-    /// `doctor` found what keeps the pod from being ready or from serving.
+    /// `doctor` found a problem that keeps the pod from being ready or from serving.
     DoctorErrors,
     /// Envoy ended by itself, with this code or, for signal n, 128 + n.
     Envoy(u8),

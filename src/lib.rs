@@ -1,8 +1,9 @@
-//! A drop-in replacement for Istio's `pilot-agent`, the process beside Envoy in every sidecar,
-//! gateway and mesh VM.
+//! A drop-in replacement for Istio's `pilot-agent`, the process that runs next to Envoy in every
+//! sidecar, gateway and mesh VM.
 //!
-//! The modules stand in reading order: how the program starts, the modules in the order in
-//! which data passes them, then the base modules they share. `ARCHITECTURE.md` draws who may use whom.
+//! The modules are listed in reading order: the start of the program, the modules in the order in which
+//! data passes through them, then the base modules that they share. `ARCHITECTURE.md` shows which
+//! module may use which.
 #![cfg_attr(test, allow(clippy::arithmetic_side_effects))]
 
 pub mod agent;

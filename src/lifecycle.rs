@@ -28,7 +28,7 @@ pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
     texts.join(": ")
 }
 
-/// The urgency of stop requests: each signal is one step more urgent.
+/// The urgency of stop requests. Each signal makes the request one step more urgent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
     /// The agent has not been asked to stop.
@@ -96,7 +96,7 @@ impl Stop {
     /// Waits for the first request.
     pub async fn first_request(&self) {
         let mut requests = self.requested();
-        // It fails only without a sender, and `self` is one.
+        // It fails only without a sender, and `self` has a sender.
         let _ = requests.wait_for(|stop| stop.urgency != Urgency::Run).await;
     }
 }

@@ -176,7 +176,7 @@ fn proxy(
     })?
 }
 
-/// Returns the path of the Envoy that an agent with this record and our environment runs.
+/// Returns the path of the Envoy that an agent with this record and the environment `own` runs.
 fn envoy_program(record: &Record, own: &Environment) -> PathBuf {
     let words = std::iter::once("pilot-agent".to_owned()).chain(record.arguments.clone());
     let Ok(Some(Command::Proxy(flags))) = cli::parse(words).map(|line| line.cli.command) else {

@@ -61,10 +61,10 @@ pub(crate) fn tcp_socket_owner(end: SocketAddr, other: SocketAddr) -> io::Result
     let ends = [end, other].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
     let family = if ends[0].is_ipv4() { 2 } else { 10 };
     let mut body = vec![family, TCP, 0, 0];
-    // In any state.
+    // Sockets in any state match.
     body.extend([0xff; 4]);
     body.extend(ports_and_addresses(ends));
-    // On any interface, with any cookie.
+    // Any interface and any cookie match.
     body.extend([0; 4]);
     body.extend([0xff; 8]);
     let replies = request(Some(netlink::SOCK_DIAG), BY_FAMILY, 0, &body)?;
@@ -216,7 +216,7 @@ mod tests {
         assert!(outcome(&[]).is_ok());
     }
 
-    /// The reply on a socket of family and state at these ends, of user 7.
+    /// Encodes a reply about a socket of this family and state, with these ends, which belongs to user 7.
     fn reply(family: u8, state: u8, ends: [&str; 2], inode: u32) -> Vec<u8> {
         let ends = ends.map(|end| end.parse().expect("an end"));
         let mut bytes = vec![family, state, 0, 0];

@@ -1,10 +1,10 @@
 //! Counts the active requests or connections of an Envoy that shuts down, from its gauges.
 //!
 //! The connections of the pod's own listeners (health checks, scrapes, admin port, internal listeners) do not count, as
-//! in pilot-agent. Requests are active HTTP requests, responses with unsent bytes, and connections without HTTP, which
-//! only their two ends know to be idle. A tunnel counts as a connection, because it is one within another. In a
-//! sidecar only inbound requests count, by istiod's names, because only inbound listeners are drained. Envoy writes
-//! the colons of an IPv6 address as underscores.
+//! in pilot-agent. Requests are active HTTP requests, responses with unsent bytes, and connections without HTTP,
+//! because only the two ends of such a connection know if it is idle. A tunnel counts as a connection, because it is a
+//! connection inside another one. In a sidecar only inbound requests count, selected by istiod's names, because only
+//! inbound listeners are drained. Envoy writes the colons of an IPv6 address as underscores.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -319,7 +319,7 @@ mod tests {
                 0,
                 4,
             ),
-            // Three tunnels in one connection, in two of which HTTP is spoken.
+            // One connection has three tunnels, of which two carry HTTP: the third one counts.
             (more(TUNNELED), 1, 1),
         ] {
             let count = |inbound_only| {

@@ -1,7 +1,7 @@
 //! Sends requests to Envoy's admin port.
 //!
-//! Each request has its own connection, a deadline for the whole exchange and a limit for the answer,
-//! because a stopped Envoy accepts connections and never answers.
+//! Each request has its own connection, a deadline for the complete exchange and a maximum size of the response,
+//! because a stopped Envoy accepts connections and never responds.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -16,9 +16,9 @@ use crate::clock::after;
 use crate::http_client;
 use crate::lifecycle::with_causes;
 
-/// Enough for every answer but a full `/config_dump`.
+/// The maximum size of a response, in bytes: enough for every page except a full `/config_dump`.
 const MAX_ANSWER: usize = 16 << 20;
-/// The period of requests to a starting Envoy, and how long it is used.
+/// The period of requests to a starting Envoy, and the time for which it is used.
 const FAST_PERIOD: Duration = Duration::from_millis(25);
 const FAST_TIME: Duration = Duration::from_secs(5);
 /// The period afterwards: an Envoy that waits for its configuration may need long.
@@ -82,7 +82,7 @@ impl Admin {
         Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
-    /// Sends one request without a body, and returns the answer as text. Fails unless its status is a success.
+    /// Sends one request without a body, and returns the response as text. Fails unless its status is a success.
     pub(super) async fn call(&self, method: Method, path: &str) -> Result<String, Error> {
         let answer = self.request(method, path).await?;
         match answer.status() {
@@ -103,7 +103,8 @@ impl Admin {
             .map_err(|error| format!("{path}: {error}, expected JSON of Envoy"))
     }
 
-    /// Drains Envoy's listeners, or only the inbound ones: a workload may still send requests. Logs a failure.
+    /// Drains Envoy's listeners, or only the inbound ones, because the workload may still send requests. Logs a
+    /// failure.
     pub(super) async fn drain(self, call: DrainCall, inbound_only: bool) {
         let (action, options) = match call {
             DrainCall::Graceful => ("drain", "graceful"),
@@ -122,7 +123,7 @@ impl Admin {
     /// Asks Envoy to flush its logs and exit. Returns only after a failure; the supervisor waits for Envoy's exit.
     pub(super) async fn quit(self) {
         match self.call(Method::POST, "/quitquitquit").await {
-            // An Envoy that exits may close the connection before its answer.
+            // An Envoy that exits may close the connection before its response.
             Ok(_) | Err(Error::NoAnswer(http_client::Error::Broken { .. })) => {
                 std::future::pending().await
             }
@@ -136,7 +137,7 @@ impl Admin {
         let fast_until = after(FAST_TIME);
         loop {
             let is_live = if has_parent {
-                // The parent answers until its successor has taken the admin port over.
+                // The parent responds until its successor has taken the admin port over.
                 self.live_restart_epoch().await == Some(restart_epoch)
             } else {
                 self.call(Method::GET, "/ready").await.is_ok()
@@ -144,13 +145,13 @@ impl Admin {
             if is_live {
                 return;
             }
-            // The time of a parent begins when its successor is live, so that must be noticed at once.
+            // The time of a parent begins when its successor is live, so this must be noticed at once.
             let is_fast = has_parent || Instant::now() < fast_until;
             tokio::time::sleep(if is_fast { FAST_PERIOD } else { SLOW_PERIOD }).await;
         }
     }
 
-    /// Returns the restart epoch of the Envoy that answers; None if it is not live.
+    /// Returns the restart epoch of the Envoy that responds; None if it is not live.
     pub(super) async fn live_restart_epoch(self) -> Option<u32> {
         live_restart_epoch(&self.page("/server_info").await.ok()?)
     }

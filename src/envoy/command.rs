@@ -9,7 +9,7 @@ use super::hot_restart::Takeover;
 /// The settings of Envoy's command line.
 #[derive(Clone, Debug)]
 pub struct Command {
-    /// A path if it has a slash, otherwise a name that is looked up in `PATH`.
+    /// The path of the program if it has a slash, otherwise a name that is looked up in `PATH`.
     pub binary: PathBuf,
     pub bootstrap: PathBuf,
     /// Envoy's own drain time; whole seconds are used.
@@ -22,11 +22,11 @@ pub struct Command {
     pub log: LogLevels,
     pub skip_deprecated_logs: bool,
     pub core_dump: bool,
-    /// Merged over the bootstrap.
+    /// The JSON that Envoy merges over the bootstrap.
     pub override_json: Option<String>,
     /// None lets Envoy use every hardware thread.
     pub concurrency: Option<u32>,
-    /// The user Envoy runs as, and its only group; None for the agent's.
+    /// The user as which Envoy runs, and its only group; None for the agent's user.
     pub user: Option<u32>,
     /// True if Envoy's gRPC library may only use the TLS ciphers of FIPS 140.
     pub fips_ciphers: bool,

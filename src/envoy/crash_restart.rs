@@ -68,7 +68,7 @@ impl Restarts {
     }
 }
 
-/// Returns the reason why another Envoy would not survive, or was not wanted.
+/// Returns the reason why another Envoy would not survive, or is not wanted.
 fn obstacle(ended: Ended, out_of_memory: Option<bool>, has_served: bool) -> Option<&'static str> {
     match (ended, out_of_memory) {
         (Ended::Code(0), _) => Some("it exited by itself with status 0"),
@@ -93,7 +93,7 @@ mod tests {
         Restarts::new(Some(Budget { restarts, within }))
     }
 
-    /// Another crash of an Envoy that has served.
+    /// Takes a restart out of the budget for another crash of an Envoy that has served.
     fn crash(restarts: &mut Restarts) -> Option<Duration> {
         restarts.take(CRASH, None, true)
     }

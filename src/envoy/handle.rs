@@ -182,12 +182,12 @@ pub struct Envoy {
 /// An order to the supervisor.
 #[derive(Debug)]
 pub enum Order {
-    /// Drain Envoy now, and not again at its shutdown. Answered when Envoy's admin port has answered
-    /// or failed; dropped when Envoy has exited.
+    /// Drain Envoy now, and not again at its shutdown. The sender is used when Envoy's admin port has responded or
+    /// failed; it is dropped when Envoy has exited.
     Drain(oneshot::Sender<()>),
     /// Replace Envoy if its inputs have changed. The report contains the outcome.
     Restart { reason: &'static str },
-    /// Let a successor in another container start. Answered with its base id and restart epoch, or the reason for a
+    /// Let a successor in another container start. The reply is its base id and restart epoch, or the reason for a
     /// refusal.
     Lend(oneshot::Sender<Result<Takeover, String>>),
     /// Take the base id back: that successor has exited without taking over.

@@ -132,21 +132,21 @@ impl ActiveResources {
 }
 
 /// Checks that an Envoy can take over: fails unless the Envoy of this restart epoch has started, has the listeners and
-/// secrets of its parent, and waits for no resource. Its listener `besides` may wait. Without `parent`, it must have at
+/// secrets of its parent, and waits for no resource. Its listener `ignored_listener` may wait. Without `parent`, it must have at
 /// least one listener.
 pub async fn check_takeover(
     admin: Admin,
     restart_epoch: u32,
     parent: Option<&ActiveResources>,
-    besides: &str,
+    ignored_listener: &str,
 ) -> Result<(), String> {
     let info = admin.page("/server_info").await?;
-    // The parent answers until this Envoy has taken the admin port over.
+    // The parent responds until this Envoy has taken the admin port over.
     if info["command_line_options"]["restart_epoch"].as_u64() != Some(restart_epoch.into()) {
         return Err("Envoy has not started".to_owned());
     }
     let mut warming = listeners(&admin.page(WARMING_LISTENERS).await?);
-    warming.retain(|listener| !listener.starts_with(besides));
+    warming.retain(|listener| !listener.starts_with(ignored_listener));
     if !warming.is_empty() {
         return Err(Vec::from_iter(warming).join("; "));
     }

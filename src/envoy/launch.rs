@@ -37,7 +37,7 @@ pub struct Prepared {
     pub digest: u64,
     /// The base id and restart epoch with which a first Envoy takes over from one in another container.
     pub takeover: Option<Takeover>,
-    /// Removes the files when dropped.
+    /// The owner of the files, which removes them when it is dropped.
     _files: Option<Box<dyn Any + Send + Sync>>,
 }
 
@@ -208,7 +208,7 @@ mod tests {
         fs::write(&file, "1").expect("left by another");
         let base = BaseId::new(file.clone(), None);
         assert_eq!(base.get(), None);
-        // No Envoy takes so high a number, so no memory of this name is in use.
+        // Envoy does not choose a base id this high, so no Envoy uses the shared memory of this name.
         for text in ["", "-1", "4294967296", "a"] {
             fs::write(&file, text).expect("written");
             assert_eq!(base.get(), None, "{text}");

@@ -3,8 +3,8 @@
 //! A thread per output copies byte for byte. A slow reader of the agent's output makes Envoy wait, not the agent. A
 //! stopped agent makes Envoy wait once the pipe is full.
 //!
-//! Envoy inherits standard output, with the access logs, if it can open it as `/dev/stdout`. It cannot if that is a
-//! socket, such as the journal's, or belongs to another user.
+//! Envoy inherits standard output, with the access logs, if it can open it as `/dev/stdout`. It cannot open a socket,
+//! such as the journal's, or an output of another user.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -166,7 +166,7 @@ mod tests {
         let (mut reader, to) = io::pipe().expect("a pipe");
         let (mut output, mut envoy) = copy(&to);
         drop(to);
-        // More than both pipes hold, so that the copying has to wait.
+        // The text does not fit into both pipes, so the thread that copies has to wait for the reader.
         let read = tokio::task::spawn_blocking(move || {
             let mut copied = Vec::new();
             reader.read_to_end(&mut copied).map(|_| copied)
@@ -194,7 +194,7 @@ mod tests {
         drop(stalled);
     }
 
-    /// The ends are those of Envoy 1.40.
+    /// Uses the last lines of Envoy 1.40.
     #[test]
     fn the_reason_of_an_end_is_what_envoy_prints_last_or_its_first_critical_line() {
         let bind = "cannot bind '127.0.0.1:15000': Address already in use";
@@ -216,7 +216,7 @@ mod tests {
             ),
             (&[info, caught, frame], Some(caught)),
             (&[info, json, frame], Some(json)),
-            // Killed: the last lines say nothing of it.
+            // The log of a killed Envoy ends without a reason.
             (&[info, info], None),
             (&[], None),
         ] {

@@ -66,7 +66,7 @@ mod tests {
     fn each_reason_why_the_kernel_does_not_run_envoy_has_its_problem_code() {
         let directory = tempfile::tempdir().unwrap();
         let own = fs::read("/proc/self/exe").unwrap();
-        // An ELF file of another machine: 42 is SuperH.
+        // An ELF file for another architecture: machine 42 is SuperH.
         let foreign = [&own[..18], &[42, 0], &own[20..64]].concat();
         for (name, content, mode, code) in [
             ("missing", None, 0o755, Some(codes::ENVOY_MISSING)),

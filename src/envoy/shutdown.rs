@@ -17,7 +17,7 @@ const MAX_LAST_REQUESTS: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
-    /// The answer to the drain call.
+    /// The response to the drain call.
     DrainCall,
     /// Time in which clients leave.
     DrainTime,

@@ -1,7 +1,7 @@
 //! Owns Envoy's process: waits for events, lets the machine decide, and carries the decision out.
 //!
-//! Requests to the admin port run concurrently with the wait for events, so a slow answer delays neither a signal nor
-//! the handling of Envoy's exit. An exit is a crash unless the agent caused it, or Envoy's status is 0;
+//! Requests to the admin port run concurrently with the wait for events, so a slow response delays neither a signal
+//! nor the handling of Envoy's exit. An exit is a crash unless the agent caused it, or Envoy's status is 0;
 //! [`crash_restart`](super::crash_restart) decides whether another Envoy follows.
 
 use std::time::Duration;
@@ -31,7 +31,7 @@ const MAX_ORDERS: usize = 8;
 const PERIOD: Duration = Duration::from_secs(1);
 /// The period after the listeners are closed.
 const LAST_PERIOD: Duration = Duration::from_millis(100);
-/// The part of the quit step's time in which Envoy must answer; in the rest it must exit.
+/// The part of the quit step's time in which Envoy must respond; in the rest of the time it must exit.
 const QUIT_CALL: f64 = 0.5;
 
 pub(super) struct Supervisor {
@@ -48,7 +48,7 @@ pub(super) struct Supervisor {
     /// The pause before the next start.
     pause: Duration,
     hot_restart: HotRestart,
-    /// Tells the sender of the current drain order that Envoy has been asked.
+    /// The reply to the sender of the current drain order, sent once Envoy has been asked.
     drain_order: Option<oneshot::Sender<()>>,
     publish: watch::Sender<Report>,
     stop: watch::Receiver<StopRequest>,
@@ -121,7 +121,7 @@ impl Supervisor {
         loop {
             let action = self.machine.apply(event);
             if action != Action::Drain {
-                // A drain order without effect is answered at once, by dropping its sender.
+                // Dropping its sender ends a drain order without effect at once.
                 self.drain_order = None;
             }
             match action {
@@ -229,7 +229,7 @@ impl Supervisor {
                 }
                 Some(task) = self.tasks.join_next() => match task {
                     Ok(event) => return Ok(Some(event)),
-                    // Each step has a time limit, so the shutdown continues without this answer, only later.
+                    // Each step has a time limit, so the shutdown continues without this response, only later.
                     Err(error) => {
                         warn(&error, "continuing without an answer from Envoy");
                         None
@@ -438,7 +438,7 @@ impl Supervisor {
         self.tasks = JoinSet::new();
     }
 
-    /// Asks Envoy to drain, then answers the drain order, if there is one.
+    /// Asks Envoy to drain, then replies to the drain order, if there is one.
     fn call_drain(&mut self, call: DrainCall) {
         self.drains.inc();
         let (admin, inbound_only) = (self.config.admin, self.config.drain_inbound_only);

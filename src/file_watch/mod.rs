@@ -20,7 +20,7 @@ use rustix::fs::inotify::{self, CreateFlags, Event, ReadFlags, Reader, WatchFlag
 use rustix::io::Errno;
 use tokio::io::unix::AsyncFd;
 
-/// The most links of a path that are followed, as in the kernel.
+/// The maximum number of links of a path that are followed, as in the kernel.
 const MAX_LINKS: usize = 40;
 
 /// Watched paths.
@@ -161,7 +161,7 @@ impl FileWatch {
         let _ = inotify::remove_watch(&self.inotify, descriptor);
     }
 
-    /// Adds the paths that an event may have changed. Ends the watch of a directory that is gone.
+    /// Adds the paths that an event may have changed. Ends the watch of a directory that no longer exists.
     fn add_changed(&self, event: &Event<'_>, changed: &mut BTreeSet<PathBuf>) {
         let mut watched = self.watched.lock();
         let gone =

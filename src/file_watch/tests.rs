@@ -8,12 +8,12 @@ fn directories(watch: &FileWatch) -> usize {
     watch.watched.lock().directories.len()
 }
 
-async fn notices(watch: &FileWatch, path: &Path, what: &str) {
+async fn assert_change_is_reported(watch: &FileWatch, path: &Path, what: &str) {
     let changed = tokio::time::timeout(Duration::from_secs(10), watch.changed()).await;
     let changed = changed.expect(what).expect("is read");
     let expected = BTreeSet::from([path.to_owned()]);
     assert_eq!(changed, expected, "{what}");
-    // More of the same may come.
+    // The same change may be reported more than once.
     while let Ok(more) = tokio::time::timeout(Duration::from_millis(1), watch.changed()).await {
         assert_eq!(more.expect("is read"), expected);
     }
@@ -27,15 +27,15 @@ async fn notices_every_way_to_change_a_plain_file() {
     let watch = FileWatch::new().unwrap();
     watch.watch(&path).unwrap();
     fs::write(&path, "one").unwrap();
-    notices(&watch, &path, "that it is made").await;
+    assert_change_is_reported(&watch, &path, "that it is made").await;
     fs::write(&path, "two").unwrap();
-    notices(&watch, &path, "that it is written").await;
+    assert_change_is_reported(&watch, &path, "that it is written").await;
     let draft = directory.path().join("draft");
     fs::write(&draft, "three").unwrap();
     fs::rename(draft, &path).unwrap();
-    notices(&watch, &path, "that it is renamed over").await;
+    assert_change_is_reported(&watch, &path, "that it is renamed over").await;
     fs::remove_file(&path).unwrap();
-    notices(&watch, &path, "that it is removed").await;
+    assert_change_is_reported(&watch, &path, "that it is removed").await;
     fs::write(directory.path().join("other"), "").unwrap();
     let silence = tokio::time::timeout(Duration::from_millis(20), watch.changed());
     assert!(silence.await.is_err(), "another file is not reported");
@@ -49,7 +49,7 @@ async fn notices_rotations_as_the_kubelet_makes_them_again_and_again() {
     fs::write(mount.join("..0/cert.pem"), "0").unwrap();
     symlink("..0", mount.join("..data")).unwrap();
     symlink("..data/cert.pem", mount.join("cert.pem")).unwrap();
-    // Some drivers have a link to the link, elsewhere.
+    // Some volume drivers have another link to this link, in another directory.
     let path = directory.path().join("cert.pem");
     symlink(mount.join("cert.pem"), &path).unwrap();
     let watch = FileWatch::new().unwrap();
@@ -60,7 +60,7 @@ async fn notices_rotations_as_the_kubelet_makes_them_again_and_again() {
         fs::write(mount.join(&new).join("cert.pem"), turn.to_string()).unwrap();
         symlink(&new, mount.join("..tmp")).unwrap();
         fs::rename(mount.join("..tmp"), mount.join("..data")).unwrap();
-        notices(&watch, &path, &new).await;
+        assert_change_is_reported(&watch, &path, &new).await;
         fs::remove_dir_all(mount.join(old)).unwrap();
     }
     assert!(directories(&watch) <= 3);
@@ -75,16 +75,16 @@ async fn notices_a_file_whose_directories_are_made_later() {
     let watch = FileWatch::new().unwrap();
     watch.watch(&path).unwrap();
     fs::create_dir(directory.path().join("a")).unwrap();
-    notices(&watch, &path, "the first").await;
+    assert_change_is_reported(&watch, &path, "the first").await;
     fs::create_dir(directory.path().join("a/b")).unwrap();
-    notices(&watch, &path, "the second").await;
+    assert_change_is_reported(&watch, &path, "the second").await;
     fs::write(&path, "").unwrap();
-    notices(&watch, &path, "the file").await;
+    assert_change_is_reported(&watch, &path, "the file").await;
     fs::remove_dir_all(directory.path().join("a")).unwrap();
-    notices(&watch, &path, "the end").await;
+    assert_change_is_reported(&watch, &path, "the end").await;
 }
 
-/// The reader watches the path before each read, while links change all the time.
+/// Watches the path before each read, while another thread replaces the link all the time.
 #[tokio::test]
 async fn no_change_of_a_link_is_missed_while_its_path_is_watched() {
     let directory = tempfile::tempdir().unwrap();
@@ -117,7 +117,8 @@ async fn no_change_of_a_link_is_missed_while_its_path_is_watched() {
         last = read();
     }
     rotating.join().unwrap();
-    // The last version is watched as well.
+    // The file of the last version is watched, too: once no change is pending, a write to it is
+    // noticed.
     while tokio::time::timeout(Duration::from_millis(1), watch.changed())
         .await
         .is_ok()
@@ -125,7 +126,7 @@ async fn no_change_of_a_link_is_missed_while_its_path_is_watched() {
         read();
     }
     fs::write(path("v19/file"), "written").unwrap();
-    notices(
+    assert_change_is_reported(
         &watch,
         &path("current/file"),
         "a write behind the last link",
@@ -149,14 +150,15 @@ async fn paths_watched_and_unwatched_by_several_threads_stay_watched() {
             });
         }
     });
-    // No write has been there, but watches that ended are reported as changes and watched again.
+    // No file has been written, but a watch that has ended is reported as a change; its path is watched
+    // again.
     while let Ok(changed) = tokio::time::timeout(Duration::from_millis(1), watch.changed()).await {
         let paths = changed.expect("is read");
         paths.iter().for_each(|path| watch.watch(path).unwrap());
     }
     for name in ["a", "b", "c"] {
         fs::write(path(name), "").unwrap();
-        notices(&watch, &path(name), name).await;
+        assert_change_is_reported(&watch, &path(name), name).await;
     }
 }
 
@@ -167,7 +169,7 @@ async fn after_an_inotify_queue_overflow_every_file_counts_as_changed() {
     let watch = FileWatch::new().unwrap();
     watch.watch(&one).unwrap();
     let most = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap();
-    // Consecutive events that are equal count once.
+    // The kernel merges consecutive events that are equal, so the events of two files alternate.
     for _ in 0..most.trim().parse::<usize>().unwrap() {
         for path in [&one, &other] {
             let file = fs::File::create(path).unwrap();
@@ -177,7 +179,7 @@ async fn after_an_inotify_queue_overflow_every_file_counts_as_changed() {
     assert_eq!(watch.changed().await.unwrap(), [one.clone()].into());
     watch.watch(&one).unwrap();
     fs::write(&one, "again").unwrap();
-    notices(&watch, &one, "a change afterwards").await;
+    assert_change_is_reported(&watch, &one, "a change afterwards").await;
 }
 
 #[tokio::test]
@@ -189,7 +191,7 @@ async fn links_in_a_circle_are_watched_and_do_no_harm() {
     let watch = FileWatch::new().unwrap();
     watch.watch(&a).unwrap();
     fs::remove_file(&b).unwrap();
-    notices(&watch, &a, "the end of the circle").await;
+    assert_change_is_reported(&watch, &a, "the end of the circle").await;
 }
 
 #[test]

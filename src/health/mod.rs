@@ -44,7 +44,7 @@ pub enum Check {
     Exec(Vec<String>, Duration),
 }
 
-/// Ok for a healthy workload, or the problem; None before the first verdict.
+/// The health of the workload, or its problem; None before the first verdict.
 pub type Verdict = Option<Result<(), String>>;
 
 /// A handle to the verdict. Clones share it.
@@ -107,7 +107,7 @@ struct Checks {
     results: Counters<1>,
     healthy: Gauge,
     verdict: watch::Sender<Verdict>,
-    /// The last result, true for a success, and how many times in a row it came.
+    /// The last result, true for a success, and the number of times in a row that it came.
     streak: (bool, u32),
 }
 
@@ -206,7 +206,7 @@ impl Checks {
 }
 
 impl Check {
-    /// Returns the name of its member of `readinessProbe`.
+    /// Returns the name of the member of `readinessProbe` for this kind of check.
     fn name(&self) -> &'static str {
         match self {
             Self::Exec(..) => "exec",

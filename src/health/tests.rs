@@ -1,4 +1,4 @@
-//! Results become verdicts; real applications are checked.
+//! Tests how results change the verdict, and checks of real applications and programs.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -132,7 +132,7 @@ async fn checks_begin_when_envoy_serves_and_fail_while_it_does_not() {
         tokio::time::sleep(Duration::from_secs(60)).await;
         assert_eq!(*verdict.borrow_and_update(), None);
         state(State::Running);
-        // The paused clock does not wait for the program.
+        // A paused clock would not wait for the program of the check.
         tokio::time::resume();
         verdict
             .wait_for(|v| *v == Some(Ok(())))
@@ -205,7 +205,8 @@ async fn children_of_a_probe_program_are_killed_when_it_ends_or_hangs() {
         assert_eq!(found, expected.map_err(str::to_owned));
         let pid = std::fs::read_to_string(mark).expect("it ran");
         let state = format!("/proc/{}/stat", pid.trim());
-        // Gone, or a zombie that its new parent has not reaped yet.
+        // The process has exited if it does not exist, or is a zombie that its new parent has not
+        // reaped yet.
         let is_alive = || {
             let stat = std::fs::read_to_string(&state).unwrap_or_default();
             stat.contains(") S ") || stat.contains(") R ")

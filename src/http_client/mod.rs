@@ -5,8 +5,8 @@
 //! the body and sets the time limit. Responses are read as leniently as in Go: heads of up to 1 MiB,
 //! folded headers and spaces before a colon are accepted, and invalid headers are left out.
 //!
-//! A connection is closed when its call or its body is dropped. With [`Config::keeps_connections`], it is
-//! pooled once its response is complete.
+//! A connection is closed when its call or its body is dropped. With [`Config::keeps_connections`], the connection
+//! is pooled when its response is complete.
 
 mod redirect;
 mod stream;
@@ -38,28 +38,29 @@ pub use redirect::Redirects;
 use stream::Stream;
 
 const MAX_REDIRECTS: usize = 10;
-/// The time after which a pooled connection is closed. Probes and scrapes come more often.
+/// The time after which an idle connection is closed. Probes and scrapes are more frequent.
 const MAX_IDLE_TIME: Duration = Duration::from_secs(90);
-/// The most pooled connections to each host.
+/// The maximum number of idle connections to each host.
 const MAX_IDLE: usize = 32;
-/// The most bytes of a head: 1 MiB of headers, and the status line.
+/// The maximum size of a head, in bytes: 1 MiB of headers, and the status line.
 const MAX_HEAD: u32 = (1 << 20) + (8 << 10);
-/// The most headers: as many as a `HeaderMap` holds, because hyper panics beyond.
+/// The maximum number of headers: the capacity of a `HeaderMap`, because hyper panics beyond it.
 const MAX_HEADERS: usize = 24 << 10;
-/// The most bytes that are read of an unwanted body, so that the server can finish its response.
+/// The maximum number of bytes that are read of an unwanted body, so that the server can finish its response.
 const MAX_DISCARDED: usize = 10 << 20;
 
 /// The settings of a client.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
     pub dialer: Dialer,
-    /// The settings for `https` URLs, which are refused if it is `None`. ALPN decides between HTTP/1.1 and HTTP/2.
+    /// The TLS settings for `https` URLs; such URLs are refused without them. ALPN decides between HTTP/1.1 and
+    /// HTTP/2.
     pub tls: Option<Arc<rustls::ClientConfig>>,
-    /// The proxies for requests. A proxy resolves names: the dialer's filter then checks the address of the
-    /// proxy, and the host of the URL only if it is an address.
+    /// The proxies for requests. Because a proxy resolves the names in URLs, the dialer's filter checks the
+    /// address of the proxy, and the host of a URL only if it is an address.
     pub proxies: Proxies,
     pub redirects: Redirects,
-    /// True to pool connections, each idle for 90 s at most.
+    /// True to pool connections. An idle connection is closed after 90 s.
     pub keeps_connections: bool,
 }
 
@@ -75,7 +76,7 @@ type Pool = legacy::Client<Connector, Full<Bytes>>;
 
 type Connector = BoxCloneSyncService<Uri, TokioIo<Stream>, ConnectError>;
 
-/// The error of connecting, which the request takes out.
+/// The error of an attempt to connect. The request takes the error out and returns it.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot connect")]
 struct ConnectError(Mutex<Option<Error>>);
@@ -85,7 +86,7 @@ struct ConnectError(Mutex<Option<Error>>);
 pub struct Body {
     data: BodyDataStream<Incoming>,
     authority: String,
-    /// Keeps the tasks of its connection running.
+    /// The owner of the tasks of the connection, which are aborted when their last owner is dropped.
     _tasks: Arc<ConnectionTasks>,
 }
 
@@ -144,7 +145,8 @@ impl Client {
         }
     }
 
-    /// Sends a request and reads the answer, all within `limit`.
+    /// Sends a request and reads the complete response, within `limit`. Fails if the body has more than
+    /// `largest_body` bytes.
     pub async fn fetch(
         &self,
         request: Request<Bytes>,
@@ -161,8 +163,8 @@ impl Client {
         fetched.await.unwrap_or_else(late)
     }
 
-    /// Sends a request, whose URI is absolute, and follows redirects as configured. The Host header
-    /// is taken from the URI if there is none.
+    /// Sends a request, whose URI is absolute, and follows redirects as configured. If the request has no Host
+    /// header, the URI determines it.
     pub async fn send(&self, mut request: Request<Bytes>) -> Result<Response<Body>, Error> {
         for _ in 0..=MAX_REDIRECTS {
             let mut response = self.send_once(&request).await?;
@@ -175,7 +177,7 @@ impl Client {
         Err(Error::Redirects { authority })
     }
 
-    /// Sends a request without following redirects. Repeats it if a pooled connection was closed.
+    /// Sends a request without following redirects. Sends it again if it failed on a pooled connection.
     async fn send_once(&self, request: &Request<Bytes>) -> Result<Response<Body>, Error> {
         let uri = request.uri();
         let (host, port, is_tls) = self.config.target(uri)?;
@@ -192,7 +194,8 @@ impl Client {
         let host_header = host_header.and_then(|value| Authority::try_from(value.as_bytes()).ok());
         let mut client = self.pool.clone();
         if is_tls && host_header.is_some() && host_header.as_ref() != uri.authority() {
-            // HTTP/2 has the host in the URI. Its connection is for no other request.
+            // HTTP/2 sends the host in the URI, so the URI gets the host of the header. The separate pool connects
+            // to the host of the original URI, for this request only.
             let mut parts = uri.clone().into_parts();
             parts.authority = host_header;
             *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
@@ -224,7 +227,7 @@ impl Client {
     }
 }
 
-/// Returns true if a request failed on a connection from before it began.
+/// Returns true if a request failed on a connection that was opened before `began`, the time of the request.
 fn used_pooled_connection(error: &legacy::Error, began: Instant) -> bool {
     let mut extras = Extensions::new();
     if let Some(connected) = error.connect_info() {
@@ -233,7 +236,8 @@ fn used_pooled_connection(error: &legacy::Error, began: Instant) -> bool {
     extras.get().is_some_and(|since: &Instant| *since < began)
 }
 
-/// Creates a pool of connections. They lead to `target`, if there is one, whatever the URI of a request says.
+/// Creates a pool of connections to the hosts of requests. With a `target`, all connections lead to its host,
+/// whatever the URI of a request is, and none is reused.
 fn create_pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri>) -> Pool {
     let is_pooled = config.keeps_connections && target.is_none();
     let config = config.clone();
@@ -272,7 +276,7 @@ impl Config {
         Ok((host, uri.port_u16().unwrap_or(default_port), is_tls))
     }
 
-    /// Connects to the host of a URL, by way of its proxy if there is one, with TLS for `https`.
+    /// Connects to the host of a URL, through its proxy if there is one, with TLS for `https`.
     async fn connect(&self, uri: &Uri) -> Result<Stream, Error> {
         let (host, port, is_tls) = self.target(uri)?;
         let authority = host_and_port(uri);
@@ -321,7 +325,7 @@ impl Body {
         }))
     }
 
-    /// Reads the body to its end, in at most `limit` bytes.
+    /// Reads the body to its end. Fails if it has more than `limit` bytes.
     pub async fn collect(&mut self, limit: usize) -> Result<Bytes, Error> {
         let mut whole = BytesMut::new();
         self.read_into(&mut whole, limit + 1).await?;
@@ -332,8 +336,8 @@ impl Body {
         Ok(whole.freeze())
     }
 
-    /// Reads until `buffer` has `length` bytes or the body ends. What was read stays in the buffer if
-    /// the future is dropped.
+    /// Reads until `buffer` has `length` bytes or the body ends. If the future is dropped, the bytes that were
+    /// read stay in the buffer.
     pub async fn read_into(&mut self, buffer: &mut BytesMut, length: usize) -> Result<(), Error> {
         while buffer.len() < length
             && let Some(chunk) = self.chunk().await.transpose()?
@@ -344,8 +348,8 @@ impl Body {
         Ok(())
     }
 
-    /// Reads what is left, up to 10 MiB, so that the server does not see its answer cut off and the
-    /// connection can be kept.
+    /// Reads the rest of the body, up to 10 MiB, so that the server can finish its response and the connection can
+    /// be pooled.
     pub async fn discard(&mut self) {
         let mut left = MAX_DISCARDED;
         while left > 0
@@ -356,7 +360,7 @@ impl Body {
     }
 }
 
-/// Reads `http://host[:port]/path`.
+/// Parses a URL of the form `http://host[:port]/path`. Fails for any other scheme, and without a host.
 pub fn http_url(text: &str) -> Result<Uri, Error> {
     let url = text.parse::<Uri>().ok();
     let url = url.filter(|url| url.scheme_str() == Some("http"));
@@ -366,7 +370,7 @@ pub fn http_url(text: &str) -> Result<Uri, Error> {
         })
 }
 
-/// Returns the authority without a user.
+/// Returns the authority of a URL without the user information.
 fn host_and_port(uri: &Uri) -> String {
     let authority = uri.authority().map_or("", |authority| authority.as_str());
     let host = authority.rsplit('@').next();

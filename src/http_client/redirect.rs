@@ -1,4 +1,4 @@
-//! Follows the Location header of an answer.
+//! Follows the Location header of a response.
 
 use http::{HeaderValue, Method, Request, Response, Uri, header};
 
@@ -6,11 +6,11 @@ use super::{Error, host_and_port};
 use crate::address;
 use crate::request_path::escaped;
 
-/// Selects the redirects that are followed. Redirects of other requests than GET are always returned.
+/// The redirects that are followed. Redirects of requests other than GET are always returned.
 /// Credentials are not sent to another host, port or scheme.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Redirects {
-    /// A redirect is returned like any other answer.
+    /// Redirects are returned like other responses.
     #[default]
     Return,
     /// Redirects to the same host over HTTP or HTTPS are followed; others are returned.
@@ -38,7 +38,7 @@ impl Redirects {
         }
         let unusable = |expected| Error::Redirect {
             authority: host_and_port(request.uri()),
-            // A query may be a signature.
+            // The query is left out, because it may be a signature.
             found: location.split('?').next().unwrap_or_default().to_owned(),
             expected,
         };
@@ -69,7 +69,7 @@ impl Redirects {
     }
 }
 
-/// Returns whether a Location header begins with a scheme.
+/// Returns true if a Location header begins with a scheme.
 fn is_absolute(location: &str) -> bool {
     let first = location.split(['/', '?', '#']).next();
     first.is_some_and(|first| first.contains(':'))
@@ -107,7 +107,7 @@ fn without_dots(path: &str) -> String {
             _ => segments.push(segment),
         }
     }
-    // A path that ends with a dot segment names a directory.
+    // A path that ends with a dot segment names a directory, so it gets a slash at its end.
     segments.extend(matches!(path.rsplit('/').next(), Some("." | "..")).then_some(""));
     format!("/{}", segments.join("/"))
 }

@@ -1,6 +1,6 @@
-//! Implements hyper's view of a connection to a server or proxy, in plaintext or TLS. The connection is
-//! read in small portions, because hyper's buffer for a body grows with them, up to the size of the largest
-//! head.
+//! Implements hyper's traits of a connection, for a connection to a server or proxy, in plaintext or with
+//! TLS. The connection is read in small portions, because hyper's buffer for a body grows with the
+//! portions, up to the size of the largest head.
 
 use std::io;
 use std::pin::Pin;
@@ -17,13 +17,13 @@ const PORTION: usize = 32 << 10;
 
 pub(super) struct Stream {
     pub(super) io: Either<TcpStream, TlsStream<TcpStream>>,
-    /// True if it leads to a proxy that forwards requests.
+    /// True if the connection leads to a proxy that forwards requests.
     pub(super) is_proxied: bool,
 }
 
 impl Connection for Stream {
     fn connected(&self) -> Connected {
-        // The time distinguishes pooled connections from new ones.
+        // The time of connecting distinguishes pooled connections from new connections.
         let connected = Connected::new().extra(Instant::now());
         let connected = connected.proxy(self.is_proxied);
         match &self.io {

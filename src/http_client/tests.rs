@@ -1,4 +1,4 @@
-//! The client against servers that answer with fixed bytes.
+//! Tests the client with servers that send fixed responses.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,7 +11,7 @@ use super::*;
 
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// A server; gone when dropped.
+/// A server that stops when it is dropped.
 struct Server {
     url: String,
     connections: Arc<AtomicUsize>,
@@ -19,7 +19,8 @@ struct Server {
 }
 
 impl Server {
-    /// Answers requests on each connection with `answers` in turn, then closes it.
+    /// Starts a server that sends `answers` in turn on each connection, one for each request, then
+    /// closes the connection.
     async fn start(answers: &[&str]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let url = format!("http://{}/a", listener.local_addr().expect("an address"));
@@ -46,7 +47,8 @@ impl Server {
     }
 }
 
-/// Replaces `REQUEST` in an answer with the request's bytes. An empty answer keeps silent.
+/// Sends a response to each request. The text `REQUEST` in a response stands for the request. Instead
+/// of an empty response nothing is sent, and the connection stays open.
 async fn serve(mut stream: impl AsyncRead + AsyncWrite + Unpin, answers: Vec<String>) {
     for answer in answers {
         let mut request = vec![0; 4096];
@@ -188,6 +190,7 @@ async fn a_connection_is_kept_when_its_answer_was_read_to_the_end() {
         }
         assert_eq!(server.connections(), connections);
         let unread = client.send(get(&server.url)).await.expect("an answer");
+        // Dropping an unread response closes its connection.
         drop(unread);
         fetch(&client, &server.url).await.expect("an answer");
         assert_eq!(
@@ -222,7 +225,8 @@ async fn a_connection_that_was_idle_for_90_s_is_not_used_again() {
     let server = Server::start(&["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"; 3]).await;
     let client = keeping();
     for (idle, connections) in [(0, 1), (89, 1), (90, 2)] {
-        // The pause passes between two requests, none of which it may delay.
+        // The clock is paused between two requests only: a paused clock advances by itself while a
+        // request waits, and would end the request by its time limit.
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(idle)).await;
         tokio::time::resume();
@@ -233,7 +237,8 @@ async fn a_connection_that_was_idle_for_90_s_is_not_used_again() {
 
 #[tokio::test]
 async fn at_most_32_idle_connections_are_kept() {
-    // Larger than what is read ahead of the caller.
+    // The body is larger than what is read before the caller asks for it, so each connection stays in
+    // use until its body is collected.
     let body = "y".repeat(256 << 10);
     let answer = format!(
         "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}",
@@ -253,7 +258,7 @@ async fn at_most_32_idle_connections_are_kept() {
             let read = answer.body_mut().collect(body.len()).await;
             assert_eq!(read.expect("a body"), body);
         }
-        // The tasks of the connections put them back.
+        // The task of each connection returns it to the pool.
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }
@@ -359,7 +364,7 @@ async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it
             .starts_with("cannot connect to 127.0.0.1:1"),
         "{error}"
     );
-    // The answer is a success, and what follows is no TLS.
+    // The response to CONNECT is a success, but the bytes after it are not TLS.
     let error = fetch(&client, "https://modules.test/")
         .await
         .expect_err("no TLS");

@@ -21,11 +21,12 @@ use super::status::Connected;
 use super::{Body, Config};
 use crate::executor::Executor;
 
-/// The bytes of a stream that istiod may send before they are forwarded. They leave the processor's cache
-/// while they wait: with 4 MiB a large response takes a sixth more CPU time. With less than 2 MiB a distant
-/// istiod, which can send one window per round trip, gets slower without another gain.
+/// The bytes of a stream that istiod may send before the agent forwards them. Waiting bytes leave the
+/// processor's cache: with 4 MiB, a large response takes a sixth more CPU time. With less than 2 MiB, a
+/// distant istiod, which can send one window per round trip, gets slower without another gain.
 const STREAM_WINDOW: u32 = 2 << 20;
-/// Enough for several streams that wait for Envoy, and for certificate requests besides.
+/// The bytes of all streams that istiod may send: enough for several streams that wait for Envoy, and for
+/// certificate requests.
 const CONNECTION_WINDOW: u32 = 12 << 20;
 /// The largest headers and trailers of one response: an authority quotes its signer in the text of an error.
 const MAX_HEADERS: u32 = 1 << 20;
@@ -38,7 +39,7 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 #[derive(Clone)]
 pub struct Connection {
     sender: SendRequest<Body>,
-    /// Its pointer identifies the connection, and does not keep it open.
+    /// The properties of the connection. The pointer identifies the connection, and does not keep it open.
     pub(super) about: Arc<Connected>,
     /// The control plane.
     pub(super) config: Arc<Config>,
@@ -88,7 +89,7 @@ impl Connection {
         self.sender.is_closed()
     }
 
-    /// Returns true if it was opened with the client certificate.
+    /// Returns true if the connection was opened with the client certificate.
     pub(super) fn has_client_certificate(&self) -> bool {
         let tls = self.about.tls.as_ref();
         tls.is_some_and(|tls| tls.client_certificate)
@@ -101,7 +102,7 @@ impl fmt::Debug for Connection {
     }
 }
 
-/// Runs an open connection. Must be polled for the connection to work.
+/// The driver of an open connection, which must be polled for the connection to work.
 pub(super) struct Driver {
     running: Running,
     peer: watch::Receiver<Http2State>,

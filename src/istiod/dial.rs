@@ -27,7 +27,7 @@ use crate::executor::{ConnectionTasks, Executor};
 use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
 
-/// Bounds of dials.
+/// The limits of dials.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub total: Duration,
@@ -127,7 +127,7 @@ fn handshake_failure(
     let (code, found) = match cause {
         Some(Error::InvalidCertificate(refused)) => match refused {
             E::NotValidForNameContext { presented, .. } => {
-                // Each is in Rust's notation, such as DnsName("istiod").
+                // Each name is in Rust's notation, such as DnsName("istiod").
                 let names = presented.iter().filter_map(|name| {
                     let name = name.trim_end_matches(['"', ')']);
                     name.rsplit(['"', '(']).next()
@@ -177,7 +177,7 @@ fn date_mismatch(what: &str, date: UnixTime, now: UnixTime, side: &str) -> Strin
     format!("its certificate {what} {date}, {apart} {side}; it is {now} here")
 }
 
-/// A separate connection. It is closed when this is dropped.
+/// A separate connection, which is closed when this is dropped.
 #[derive(Debug)]
 pub struct Probe {
     pub connection: Connection,
@@ -310,7 +310,7 @@ impl Attempt<'_> {
         Ok(stream)
     }
 
-    /// Encrypts the stream with this `config` of `tls`, and starts HTTP/2. `client_certificate` tells whether the
+    /// Encrypts the stream with this `config` of `tls`, and starts HTTP/2. `client_certificate` is true if the
     /// config has one.
     async fn open_tls(
         &self,

@@ -1,5 +1,5 @@
-//! An istiod for tests: TLS or plaintext HTTP/2 on the loopback, with a certificate service that
-//! follows a script and streams that misbehave on demand.
+//! Implements a fake istiod for tests: HTTP/2 on loopback, with TLS or in plaintext, a certificate
+//! service that follows a script, and streams that misbehave on demand.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -40,9 +40,9 @@ use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateRespo
 
 pub(crate) const NAME: &str = "istiod.istio-system.svc";
 
-/// Sends data while the client reads.
+/// The path of a stream that sends data without end, as fast as the client reads it.
 pub(crate) const ENDLESS: &str = "/test/Endless";
-/// Sends the texts of [`Fake::say`].
+/// The path of a stream that sends the texts of [`Fake::say`].
 pub(crate) const HELD: &str = "/test/Held";
 
 pub(crate) struct Authority(CertifiedIssuer<'static, KeyPair>);
@@ -70,13 +70,13 @@ impl Authority {
         Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
-    /// An authority that this one has signed.
+    /// Creates an authority whose certificate this authority signs.
     pub(crate) fn below(&self, name: &str) -> Self {
         let (params, key) = (Self::params(name, 2999), KeyPair::generate().unwrap());
         Self(CertifiedIssuer::signed_by(params, key, &self.0).unwrap())
     }
 
-    /// Its own certificate can be a server's.
+    /// Returns the parameters of a CA certificate that a server can also use as its own certificate.
     fn params(name: &str, year: i32) -> CertificateParams {
         let mut params = CertificateParams::new([NAME.to_owned(), "127.0.0.1".to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
@@ -86,7 +86,8 @@ impl Authority {
         params
     }
 
-    /// Shows the certificates of authorities, the server's own first.
+    /// Returns a resolver that makes a server send the certificates of these authorities, the server's
+    /// own first.
     pub(crate) fn shown(chain: &[&Self]) -> Arc<SingleCertAndKey> {
         let key = PrivateKeyDer::try_from(chain[0].0.key().serialize_der()).unwrap();
         let chain = chain.iter().map(|authority| authority.0.der().clone());
@@ -106,7 +107,7 @@ impl Authority {
         self.issue_for(name, [2000, year])
     }
 
-    /// Valid from the one year to the other.
+    /// Issues a certificate that is valid from the first to the second year.
     fn issue_for(&self, name: &str, years: [i32; 2]) -> Pair {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new([name.to_owned()]).unwrap();
@@ -118,19 +119,21 @@ impl Authority {
     }
 }
 
-/// What clients must show.
+/// The requirement for client certificates.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Clients {
     Optional,
     Required,
 }
 
-/// TLS of a server with a certificate of `authority` for `name`, which also vouches for clients.
+/// Returns the TLS settings of a server with a certificate of `authority` for `name`. The certificates
+/// of clients must be issued by `authority`, too.
 pub(crate) fn server_tls(authority: &Authority, name: &str, clients: Clients) -> ServerConfig {
     server_tls_for(authority, name, clients, [2000, 2999])
 }
 
-/// With a certificate that is valid from the one year to the other.
+/// Returns the same settings as [`server_tls`], with a certificate that is valid from the first to the
+/// second year.
 pub(crate) fn server_tls_for(
     authority: &Authority,
     name: &str,
@@ -158,7 +161,8 @@ pub(crate) fn server_tls_for(
     config
 }
 
-/// Leaves of a server's TLS one cipher suite and one key exchange.
+/// Limits the TLS settings of a server to one cipher suite and one key exchange. The server then
+/// requests no client certificate.
 pub(crate) fn offer(
     config: &mut ServerConfig,
     suite: rustls::SupportedCipherSuite,
@@ -187,11 +191,11 @@ pub(crate) enum Answer {
 
 #[derive(Default)]
 pub(crate) struct Seen {
-    /// How many connections got as far as HTTP/2, and whether each had a client certificate.
+    /// The connections that have reached HTTP/2: true for each that has a client certificate.
     pub(crate) connections: Vec<bool>,
     pub(crate) requests: Vec<http::request::Parts>,
     pub(crate) signing: Vec<IstioCertificateRequest>,
-    /// Bytes handed to HTTP/2 for [`ENDLESS`].
+    /// The number of bytes that were handed to HTTP/2 for [`ENDLESS`].
     pub(crate) streamed: usize,
 }
 
@@ -204,7 +208,7 @@ struct Shared {
     go_away: Arc<Notify>,
 }
 
-/// A running server. Dropping it ends it.
+/// A running server that stops when it is dropped.
 pub(crate) struct Fake {
     pub(crate) address: SocketAddr,
     shared: Shared,
@@ -355,7 +359,8 @@ impl IstioCertificateService for Shared {
     }
 }
 
-/// Plaintext to `address`, without a token, with bounds that suit a test.
+/// Returns the settings of plaintext connections to `address`, without a token, and without a minimum
+/// time between dials.
 pub(crate) fn plaintext(address: impl ToString) -> Config {
     Config {
         address: address.to_string(),
@@ -377,7 +382,8 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
     }
 }
 
-/// TLS to `address` with the roots in `roots`.
+/// Returns the settings of TLS connections to `address`, with the root certificates in the file
+/// `roots`.
 pub(crate) fn encrypted(address: impl ToString, roots: &Path) -> Config {
     Config {
         security: Security::Tls(tls::Config {
@@ -390,7 +396,7 @@ pub(crate) fn encrypted(address: impl ToString, roots: &Path) -> Config {
     }
 }
 
-/// A handle whose future runs in `JoinSet`.
+/// Returns a handle, and the task that owns its connection.
 pub(crate) fn run(config: Config) -> (Istiod, JoinSet<()>) {
     let (istiod, future) = super::new(config, &Registry::default(), CancellationToken::new());
     let mut tasks = JoinSet::new();
@@ -398,7 +404,7 @@ pub(crate) fn run(config: Config) -> (Istiod, JoinSet<()>) {
     (istiod, tasks)
 }
 
-/// A directory of files to point a configuration at.
+/// A temporary directory with the files of a configuration.
 pub(crate) struct Files(tempfile::TempDir);
 
 impl Files {

@@ -162,7 +162,8 @@ mod tests {
         bytes
     }
 
-    /// What the peer has shown after each step.
+    /// Returns the states that are reported while the bytes arrive in chunks of `step` bytes, without the
+    /// initial state and without repetitions.
     fn seen(bytes: &[u8], step: usize) -> Vec<Http2State> {
         let (mut reader, peer) = Reader::new(());
         let after = bytes.chunks(step).map(|chunk| {

@@ -1,8 +1,8 @@
 //! Selects one of several control planes, in order of preference.
 //!
 //! After [`MAX_FAILURES`] consecutive failures of dials and calls, or one timeout, the next control plane is
-//! used, and after the last the first again. While another one is in use, the first is dialed again after
-//! [`RETURN_AFTER`].
+//! used; the first one follows the last one. While another one is in use, the first one is dialed again
+//! after [`RETURN_AFTER`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -108,18 +108,18 @@ impl Hosts {
         *self.state.lock() = State::default();
     }
 
-    /// Returns when the first should be dialed, while another one is in use.
+    /// Returns the time of the next dial of the first control plane, while another one is in use.
     pub(super) fn due(&self) -> Option<Instant> {
         self.state.lock().due
     }
 
-    /// Lets the first one be dialed again after [`RETURN_AFTER`].
+    /// Sets the next dial of the first control plane to a time after [`RETURN_AFTER`].
     pub(super) fn postpone(&self) {
         self.state.lock().due = Some(return_time());
     }
 }
 
-/// Adds up to a tenth to [`RETURN_AFTER`], so that agents do not return all at once.
+/// Returns the time after [`RETURN_AFTER`] and up to a tenth more, so that agents do not return all at once.
 fn return_time() -> Instant {
     after(scaled(RETURN_AFTER, 1.0 + fastrand::f64() / 10.0))
 }

@@ -79,7 +79,7 @@ mod tests {
     use crate::istiod::fake::plaintext;
     use crate::istiod::token;
 
-    /// What is known of a token with these claims.
+    /// Returns the state of a reader that has read a token with these claims.
     fn state(claims: &str) -> State {
         let claims = token::claims(token::tests::jwt(claims).as_bytes());
         let expired = claims
@@ -91,7 +91,8 @@ mod tests {
         }
     }
 
-    /// The caller of the configuration is cart in shop, of cluster.local.
+    /// Uses a configuration with the identity of account cart in namespace shop and trust domain
+    /// cluster.local.
     #[test]
     fn a_refused_call_names_its_cause_the_setting_and_a_cure() {
         let (denied, unknown) = (Code::PermissionDenied, Code::Unauthenticated);

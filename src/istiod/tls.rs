@@ -24,7 +24,7 @@ use crate::trust_anchors::{self, MAX_PEM, not_after};
 /// Files and name of the TLS connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Sent as SNI and checked against the certificate.
+    /// The name that is sent as SNI and that the certificate must contain.
     pub server_name: String,
     pub roots: Roots,
     pub client: Option<ClientCertificate>,
@@ -41,7 +41,7 @@ pub struct ClientCertificate {
 /// The TLS configuration of one dial.
 pub(super) struct Prepared {
     pub(super) config: Arc<ClientConfig>,
-    /// The same without the client certificate, if there is one, because istiod may reject it.
+    /// The same configuration without the client certificate, if there is one, because istiod may reject it.
     pub(super) without_client: Option<Arc<ClientConfig>>,
     pub(super) name: ServerName<'static>,
     pub(super) roots: Roots,

@@ -89,7 +89,7 @@ impl Worker {
     /// Returns to the first control plane if it responds. Returns None once every handle is dropped.
     async fn dial_first(&mut self) -> Option<()> {
         let shared = self.shared.clone();
-        // There is no connection to keep, so the next call dials the first one.
+        // No connection has to be replaced, so the next call dials the first control plane.
         if shared.connection().is_none() {
             shared.hosts.return_to_first();
             return Some(());
@@ -167,7 +167,7 @@ impl Worker {
         }
     }
 
-    /// Makes this the connection of all calls, those that wait too, and runs it.
+    /// Makes this the connection of all calls, including the waiting ones, and runs it.
     fn use_connection(&mut self, connection: Connection, driver: Driver) {
         self.backoff.reset();
         // If the connection breaks at once, the wait is the same as after a first failure.

@@ -239,7 +239,7 @@ mod tests {
         }
     }
 
-    /// A scope's level, and for one set for a while the seconds left and the level after that.
+    /// Returns the level of a scope; for a temporary level also the seconds left and the level after it.
     fn shown(levels: &Levels, scope: &str) -> (String, Option<(f64, String)>) {
         let scopes = levels.scopes();
         let found = scopes.iter().find(|one| one["scope"] == scope);
@@ -267,7 +267,7 @@ mod tests {
             assert_eq!(shown(&levels, "sds"), temporary("error", 300.0, "info"));
             assert_eq!(shown(&levels, "grpc"), temporary("debug", 600.0, "none"));
             assert_eq!(levels.max_level(), LevelFilter::DEBUG);
-            // It replaces the temporary one.
+            // A permanent level replaces a temporary one.
             levels.set(Some("ca"), "warn", None).expect("set");
             assert_eq!(shown(&levels, "ca"), lasting("warn"));
             tokio::time::sleep(Duration::from_secs(301)).await;

@@ -10,7 +10,8 @@ use tracing::field::{Field, Visit};
 use super::levels::{DEFAULT, name};
 use crate::clock;
 
-/// The most bytes of a message or label. A quarter of them are its end, which says what the agent does next.
+/// The maximum number of bytes of a message or label. A quarter of them is for its end, which says what the
+/// agent does next.
 const MAX_TEXT: usize = 1024;
 /// The target of the agent's own reports, which are never shortened.
 pub const UNABRIDGED: &str = "istio_agent::logging::unabridged";

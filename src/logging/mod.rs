@@ -242,7 +242,7 @@ mod tests {
         let cut = format!("error\twasm\tfailed: {begin}[898998 bytes left out]{end}; trying again");
         assert_eq!(lines[0], cut);
         assert_eq!(lines[1], format!("info\t{}", "m".repeat(1024)));
-        // No character is cut in two.
+        // The text is not cut inside a character.
         let (begin, end) = ("é".repeat(384), "é".repeat(121));
         let cut = format!("info\t{begin}[2990 bytes left out]{end}; trying again");
         assert_eq!(lines[2], cut);

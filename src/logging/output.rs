@@ -152,7 +152,7 @@ mod tests {
         let (mut reader, writer) = io::pipe().expect("a pipe");
         let output = Output::new(File::from(OwnedFd::from(writer)), false);
         let line = |number: usize| format!("{number:0999}\n");
-        // More than the pipe and what is kept hold together.
+        // The lines do not fit into the pipe and the queue together.
         let count = 2 * (MAX_QUEUED + (64 << 10)) / 1000;
         (0..count).for_each(|number| output.write(line(number).as_bytes()));
         let mut read = BufReader::new(&mut reader).lines();
@@ -160,7 +160,7 @@ mod tests {
         let mut last = None;
         while came + dropped < count {
             let line = read.next().expect("a line").expect("text");
-            // Each time lines were dropped, a line says how many.
+            // Each time lines were dropped, a line reports their number.
             match line.split_once("\twarn\t") {
                 None => {
                     let number: usize = line.parse().expect("a number");

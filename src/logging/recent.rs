@@ -10,11 +10,11 @@ use super::levels::name;
 use super::line::{Line, timestamp};
 use crate::problem::codes::TABLE;
 
-/// The most warnings and errors that are stored.
+/// The maximum number of warnings and errors that are stored.
 const MAX_ENTRIES: usize = 50;
-/// The most characters of each.
+/// The maximum number of characters of each of them.
 const MAX_MESSAGE: usize = 1000;
-/// The most bytes of all lines.
+/// The maximum number of bytes of all lines.
 const MAX_BYTES: usize = 64 << 10;
 
 /// A warning or an error, with the times when it was logged first and last.

@@ -9,12 +9,12 @@ use crate::problem::{Code, codes};
 /// A row of the table.
 #[derive(Clone, Copy, Debug)]
 pub struct Difference {
-    /// Unique and stable, because scripts search reports for it.
+    /// The unique and stable name of the row, because scripts search reports for it.
     pub id: &'static str,
     pub selectors: &'static [Selector],
     pub pilot_agent: &'static str,
     pub this_agent: &'static str,
-    /// Empty unless the difference can surprise an operator.
+    /// The advice for an operator; empty unless the difference can surprise one.
     pub advice: &'static str,
 }
 

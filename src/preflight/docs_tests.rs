@@ -1,4 +1,4 @@
-//! `docs/differences.md` has the rows of the table.
+//! Tests that `docs/differences.md` contains the rows of the table.
 
 use std::collections::BTreeSet;
 
@@ -6,12 +6,12 @@ use super::*;
 
 const PAGE: &str = include_str!("../../docs/differences.md");
 
-/// The rows of a part of the page.
+/// Returns the rows of a part of the page.
 fn rows(part: &str) -> impl Iterator<Item = &str> {
     part.lines().filter(|line| line.starts_with("| `"))
 }
 
-/// The ids of all rows of the page, also of those that hold for all pods.
+/// Returns the ids of all rows of the page, including the rows that hold for all pods.
 pub(crate) fn ids() -> impl Iterator<Item = &'static str> {
     rows(PAGE).filter_map(|row| row.split('`').nth(1))
 }
@@ -61,7 +61,8 @@ fn ids_are_unique_and_texts_can_be_joined() {
     }
 }
 
-/// The text with capital and full stop. Names of programs and settings keep their first letter.
+/// Returns the text with a capital letter and a full stop. Names of programs and settings keep their
+/// first letter.
 pub(crate) fn sentence(text: &str) -> String {
     let is_name = ["pilot-agent", "istiod", "rustls", "istioctl", "`"]
         .iter()

@@ -2,7 +2,7 @@ use serde_json::json;
 
 use super::*;
 
-/// A pod with these arguments of `proxy`, variables and annotations.
+/// Returns a pod with these arguments of `proxy`, variables and annotations.
 fn pod(arguments: &[&str], variables: Value, annotations: Value) -> Value {
     let mut args = vec!["proxy", "sidecar", "--domain", "$(POD_NAMESPACE).svc"];
     args.extend(arguments);
@@ -36,7 +36,7 @@ fn init(arguments: &[&str], variables: Value) -> Value {
     pod
 }
 
-/// The findings, sorted by level.
+/// Returns level, name and row of each finding for a pod, sorted by level.
 fn found(pod: &Value) -> Vec<(Level, String, &'static str)> {
     let report = report(&pod.to_string()).expect("a pod");
     let found = report.findings.into_iter().map(|finding| finding.found);
@@ -72,7 +72,7 @@ fn each_kind_of_finding_has_one_row() {
     }
 }
 
-/// A setting that is renamed would not be found any more.
+/// Fails if a setting was renamed, because the old name would not select its row any more.
 #[test]
 fn each_setting_of_the_table_exists_and_selects_its_row() {
     let members = [
@@ -81,7 +81,8 @@ fn each_setting_of_the_table_exists_and_selects_its_row() {
         "tracing: {lightstep: {address: 'a:1', accessToken: t}}\nreadinessProbe: {tcpSocket: {port: 1}}",
         "readinessProbe: {grpc: {port: 1}}",
     ];
-    // Of a family, and of istio-iptables.
+    // Two known variables that are not rows of the environment: one of a family, and one of
+    // istio-iptables.
     let others = ["ISTIO_META_DELTA_NDS", "ISTIO_OUTBOUND_OWNER_GROUPS"];
     for row in TABLE {
         for selector in row.selectors {
@@ -552,7 +553,7 @@ fn pods_are_found_in_lists_streams_and_templates() {
         ("Pod shop/cart", 2),
     ];
     let json = json!({"kind": "List", "items": all}).to_string();
-    // JSON is YAML.
+    // A stream of YAML documents: each JSON object is valid YAML.
     let yaml = all.iter().map(|object| format!("---\n{object:#}\n"));
     for text in [json, yaml.collect::<String>() + "---\n"] {
         let report = report(&text).expect("pods");

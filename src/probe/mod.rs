@@ -28,12 +28,12 @@ use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
 use crate::unverified_tls;
 
-/// The length of the beginning of a body.
+/// The maximum number of bytes of a body that an outcome has.
 const MAX_BODY: usize = 10 << 10;
 /// The time before the end of the timeout at which reading the body ends, so that the status arrives in time.
 const RESERVE: Duration = Duration::from_millis(1);
 
-/// Headers of one connection, or of a body that is not forwarded.
+/// Headers that are not forwarded, because they describe one connection or the body of the original request.
 const NOT_COPIED: [&str; 9] = [
     "connection",
     "content-length",
@@ -45,7 +45,7 @@ const NOT_COPIED: [&str; 9] = [
     "transfer-encoding",
     "upgrade",
 ];
-/// The largest answer of a gRPC health check, which consists of one number.
+/// The maximum size of the response of a gRPC health check, in bytes. The response consists of one number.
 const MAX_ANSWER: usize = 4 << 10;
 
 /// The target, kind and timeout of a probe.
@@ -71,7 +71,7 @@ pub enum Kind {
     },
 }
 
-/// The application's answer.
+/// The application's response.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Outcome {
     pub status: StatusCode,
@@ -211,7 +211,7 @@ async fn get(
     Ok(Outcome { status, body })
 }
 
-/// Calls gRPC's health check once, in plaintext. Fails unless the service answers SERVING.
+/// Calls gRPC's health check once, in plaintext. Fails unless the response is SERVING.
 async fn check_health(
     stream: TcpStream,
     probe: &Probe,

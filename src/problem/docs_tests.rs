@@ -1,4 +1,4 @@
-//! `docs/problems.md` lists the codes of the table.
+//! Tests that `docs/problems.md` lists the codes of the table, and checks the table.
 
 use std::collections::BTreeSet;
 
@@ -29,7 +29,8 @@ fn causes_and_consequences_are_codes_and_form_no_cycle() {
             assert!(TABLE.iter().any(|code| has(&[name], code.name)), "{name}");
         }
     }
-    // Each step leaves the codes that one of those left causes.
+    // Each step keeps the codes that one of the remaining codes causes. Without a cycle, none is left
+    // at the end.
     let mut left: Vec<_> = TABLE.iter().map(|code| code.name).collect();
     for _ in TABLE {
         let mut next = left.clone();

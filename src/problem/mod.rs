@@ -16,12 +16,12 @@ use serde::{Serialize, Serializer};
 /// A kind of problem. Texts begin in lower case and have no full stop, because they are joined by semicolons.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Code {
-    /// Unique and stable, because scripts and alerts search for it.
+    /// The unique and stable name, because scripts and alerts search for it.
     pub name: &'static str,
     pub section: &'static str,
     /// The cause of the problem, for the documentation.
     pub cause: &'static str,
-    /// Empty if the cause or `found` is sufficient.
+    /// The consequence; empty if the cause or `found` is sufficient.
     pub consequence: &'static str,
     pub remedy: &'static str,
 }
@@ -35,7 +35,7 @@ pub struct Problem {
     pub subject: String,
     /// A sentence without its subject, or a value in quotes.
     pub found: String,
-    /// Empty unless `found` is a value.
+    /// The expected value; empty unless `found` is a value.
     pub expected: Cow<'static, str>,
     pub consequence: Cow<'static, str>,
     pub remedy: Cow<'static, str>,

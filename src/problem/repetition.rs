@@ -55,7 +55,7 @@ mod tests {
         let (refused, silent) = (codes::ISTIOD_CONNECTION_REFUSED, codes::ISTIOD_TIMEOUT);
         let mut logged = Vec::new();
         for second in 0..=600 {
-            // Causes that alternate are no new ones.
+            // Causes that alternate do not count as new causes.
             let code = if second % 2 == 0 { refused } else { silent };
             logged.extend(failures.failed(&problem(code)).map(|text| (second, text)));
             tokio::time::advance(Duration::from_secs(1)).await;

@@ -1,4 +1,4 @@
-//! Documents: good ones, broken ones and random ones.
+//! Tests the reading of valid, invalid and random documents.
 
 use proptest::prelude::*;
 use prost_reflect::ReflectMessage;
@@ -178,7 +178,7 @@ fn debug_output_holds_no_token() {
     assert!(!format!("{config:?}").contains("hush"));
 }
 
-/// Any tree of YAML, written as JSON, with names that are often known ones.
+/// Generates any tree of YAML, written as JSON. Most names of members are known.
 pub(crate) fn document() -> impl Strategy<Value = Value> {
     let scalar = prop_oneof![
         Just(Value::Null),
@@ -197,7 +197,7 @@ pub(crate) fn document() -> impl Strategy<Value = Value> {
     })
 }
 
-/// The names of the members of ProxyConfig.
+/// Returns the names of the members of ProxyConfig.
 fn members() -> Vec<String> {
     let config = dynamic(&ProxyConfig::default(), "ProxyConfig").expect("a definition");
     let message = config.descriptor();

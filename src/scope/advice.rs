@@ -13,12 +13,12 @@ const ENVOY_BASE: u64 = 10_000_000;
 /// The seconds after which services that are used hourly have been seen.
 const LONG: u64 = 3600;
 
-/// Selects services that are kept although they were not used.
+/// The services that are kept although they were not used.
 #[derive(Clone, Debug)]
 pub struct Keep {
     /// Hosts as in `egress.hosts`: `namespace/host`.
     pub hosts: Vec<String>,
-    /// Keeps services whose names were looked up and that had no connection.
+    /// True to keep services whose names were looked up and that had no connection.
     pub looked_up: bool,
 }
 

@@ -19,7 +19,7 @@ use crate::lifecycle::BoxError;
 
 /// The filter chain for connections to no service.
 const CATCH_ALL: &str = "virtualOutbound-catchall-tcp";
-/// The most that is read of Istio's metrics for connections to no service, in bytes.
+/// The maximum number of bytes that are read of Istio's metrics for connections to no service.
 const MAX_METRICS: usize = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -148,7 +148,7 @@ impl Admin {
 
     /// Returns how many connections and requests Istio's metrics count to [`PASSTHROUGH`] and [`BLACK_HOLE`]:
     /// none in Envoys without Istio's filters.
-    pub(super) async fn to_no_service(self) -> Result<[u64; 2], Error> {
+    pub(super) async fn unknown_service_counts(self) -> Result<[u64; 2], Error> {
         let path = "/stats/prometheus?usedonly&filter=(PassthroughCluster|BlackHoleCluster)";
         let failed = |source| Error { path, source };
         let mut body = self.open(path).await.map_err(failed)?;

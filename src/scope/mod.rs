@@ -107,7 +107,7 @@ impl Service {
     }
 }
 
-/// The parts of the agent that know what is used.
+/// The parts of the agent that know which services are used.
 #[derive(Clone, Debug)]
 pub struct Sources {
     pub node: Node,
@@ -137,7 +137,7 @@ pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     let counted = |cluster: &str| by_cluster.get(cluster).copied().unwrap_or_default();
     let asked = sources.dns.as_ref().map(Dns::queried_hosts);
     let services = services(&admin.outbound().await?, counted, asked.iter().flatten());
-    let [passthrough, black_hole] = admin.to_no_service().await?;
+    let [passthrough, black_hole] = admin.unknown_service_counts().await?;
     let highest = |cluster: &str, metric: u64| {
         let (connections, requests) = counted(cluster);
         metric.max(connections).max(requests)

@@ -1,4 +1,4 @@
-//! Use and advice, from pages as Envoy writes them.
+//! Tests the usage of services that is read from pages in Envoy's form, and the advice.
 
 use std::fmt::Write as _;
 use std::io::{Read, Write as _};
@@ -26,7 +26,8 @@ fn service(namespace: &str, host: &str, requests: u64, is_asked: bool) -> Servic
     }
 }
 
-/// One that was sent three services in `shop` and two in `bank`.
+/// Returns the usage of a pod whose Envoy was sent three services in `shop` and two in `bank`: the
+/// given ones and unused ones.
 fn usage(services: &[Service]) -> Usage {
     let mut services = services.to_vec();
     for (namespace, count) in [("shop", 3), ("bank", 2)] {
@@ -228,7 +229,7 @@ fn services_have_the_counters_of_all_their_clusters_and_the_names_below_them() {
     assert_eq!(found, [db, idle]);
 }
 
-/// Serves pages in turn as Envoy's admin port.
+/// Starts a fake admin port that sends these pages in turn.
 fn admin(pages: Vec<String>) -> Admin {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("an address");
@@ -286,7 +287,8 @@ async fn counters_are_summed_by_cluster() {
     assert!(admin.outbound().await.expect("no clusters").is_empty());
 }
 
-/// Istio's filters are not in every Envoy; the labels are those of Istio's standard metrics.
+/// Uses a made-up page, because not every Envoy has Istio's filters. Its labels are labels of Istio's
+/// standard metrics.
 #[tokio::test]
 async fn traffic_to_no_known_service_is_counted_from_istios_metrics() {
     let mut page = String::from("# TYPE istio_requests_total counter\n");
@@ -303,7 +305,7 @@ async fn traffic_to_no_known_service_is_counted_from_istios_metrics() {
         let labels = format!(r#"reporter="source",destination_service_name="{cluster}",x="a b""#);
         writeln!(page, "{family}{{{labels}}} {count}").expect("text");
     }
-    let found = admin(vec![page]).to_no_service().await;
+    let found = admin(vec![page]).unknown_service_counts().await;
     assert_eq!(found.expect("counts"), [7, 5]);
 }
 

@@ -1,16 +1,16 @@
-//! Passes on the lines of one source, and leaves out lines that the page has already.
+//! Writes the lines of one source to the page, and leaves out lines that the page already has.
 //!
-//! Most lines pass unchanged. A family that is declared already loses its HELP, TYPE and UNIT lines, and
-//! a series that an earlier source has is left out. Malformed lines and lines over 1 MiB are left
-//! out and counted, as a scraper refuses the whole page for one of them. The quotes of a text page may have
-//! line feeds: a malformed line is read again together with the lines that close its quotes.
+//! Most lines pass unchanged. A family that is declared already loses its HELP, TYPE and UNIT lines, and a series
+//! that an earlier source has is left out. Malformed lines and lines over 1 MiB are left out and counted, because a
+//! scraper refuses the complete page for one of them. The quotes of a text page may contain line feeds: a malformed
+//! line is read again together with the lines that close its quotes.
 //!
 //! If the formats of source and page differ, types and times change as far as a strict parser requires:
 //!
 //! - A counter of the text format is of type `unknown` in OpenMetrics if its name does not end in `_total`, or
 //!   if the name before `_total` is taken.
 //! - Exemplars, and types that text does not have, are left out.
-//! - Times are left out, as the formats have different units.
+//! - Times are left out, because the formats have different units.
 //! - Lines of text whose blanks OpenMetrics does not allow are malformed.
 //!
 //! Names of samples and their values never change.
@@ -28,7 +28,7 @@ use super::seen::Seen;
 /// The longest line that passes, in bytes.
 const MAX_LINE: usize = 1 << 20;
 
-/// Selects the families whose names start and end so.
+/// The families whose names have this start and this end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hidden {
     pub start: &'static str,
@@ -39,10 +39,10 @@ pub struct Hidden {
 pub(super) struct Lines {
     from: Format,
     to: Format,
-    /// The stricter one of both, which samples must follow.
+    /// The stricter one of the two formats, which samples must follow.
     grammar: Format,
     hidden: Vec<Hidden>,
-    /// The beginning of a line that has not arrived as a whole.
+    /// The beginning of a line that has not arrived completely, or lines with open quotes.
     partial: Vec<u8>,
     /// The length at which `partial` is read again, if it has line feeds in quotes that are still open. Else 0.
     awaited: usize,
@@ -60,7 +60,7 @@ pub(super) struct Lines {
 /// The decision about a line.
 enum Verdict<'l> {
     Drop,
-    /// Shows this line, which has no line feed at its end.
+    /// The line that the page shows, without the line feed at its end.
     Show(Cow<'l, str>),
 }
 
@@ -80,7 +80,7 @@ impl Lines {
     /// Takes a chunk of the source, and writes the lines that it completes to the page.
     pub(super) fn push(&mut self, chunk: &[u8], seen: &mut Seen, output: &mut Output) {
         let end = memchr(b'\n', chunk).unwrap_or(chunk.len());
-        // One byte too many shows that a line is too long.
+        // One byte more than the maximum shows that a line is too long.
         let room = match self.awaited {
             0 => (MAX_LINE + 1).saturating_sub(self.partial.len()),
             _ => end,
@@ -163,7 +163,7 @@ impl Lines {
         let line = str::from_utf8(line)
             .ok()
             .filter(|line| line.len() <= MAX_LINE)?;
-        // Prometheus would take blanks before a name for a part of it.
+        // Prometheus would take blanks before a name for a part of the name.
         let text = line.trim_end_matches('\r').trim_start_matches(BLANKS);
         match text.as_bytes().first() {
             None if self.to == Format::OpenMetrics => Some(Drop),

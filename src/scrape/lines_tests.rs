@@ -1,4 +1,4 @@
-//! Lines in, lines out.
+//! Tests how the lines of sources become the lines of a merged page.
 
 #[path = "lines_kinds_tests.rs"]
 mod kinds;
@@ -8,10 +8,10 @@ use proptest::prelude::*;
 use super::Format::{OpenMetrics, Text};
 use super::*;
 
-/// Numbers of the lines left out of a page: identical series, and malformed lines.
+/// The numbers of lines that were left out of a page: identical series, and malformed lines.
 type LeftOut = (u64, u64);
 
-/// Merges pages that come one after the other, in chunks of so many bytes.
+/// Merges the pages of several sources, each of which arrives in chunks of `size` bytes.
 fn merged_in(
     size: usize,
     pages: &[(Format, &[u8])],
@@ -39,7 +39,7 @@ fn merged_in(
     (merged, left_out)
 }
 
-/// Merges pages in chunks of several sizes, which must not differ.
+/// Merges pages in chunks of several sizes, and checks that the results do not differ.
 fn merged(pages: &[(Format, &[u8])], to: Format, is_whole: bool) -> (String, LeftOut) {
     let whole = merged_in(usize::MAX, pages, to, is_whole);
     for size in [1, 7] {
@@ -107,14 +107,14 @@ fn identical_series_of_a_later_source_are_left_out() {
             "a{x=\"1,y=2\"} 2\n",
         ),
         ("{\"a.b\",x=\"1\"} 1\n", "{\"a.b\",x=\"1\"} 2\n", ""),
-        // Several samples of a series in one source are that source's business.
+        // A source may have several samples of one series.
         ("b 1\n", "a 1 1000\na 2 2000\n", "a 1 1000\na 2 2000\n"),
     ] {
         let duplicates = u64::from(expected.is_empty());
         let expected = format!("{first}{expected}");
         let found = merged(&texts(&[first, later]), Text, true);
         assert_eq!(found, (expected, (duplicates, 0)), "{later}");
-        // A source in between changes nothing.
+        // Another source between the two does not change the result.
         let found = merged(&texts(&[first, "other 1\n", later]), Text, true);
         assert_eq!(found.1, (duplicates, 0), "{later}");
     }
@@ -177,7 +177,7 @@ fn a_quote_is_closed_by_a_later_line_or_its_own_line_is_dropped() {
             &format!("{many}c 1\n"),
             1,
         ),
-        // What would be a sample is longer than a line may be.
+        // With the lines up to the closing quote, the sample would be longer than a line may be.
         (
             &format!("a{{x=\"1\n{many}\"}} 1\nc 1\n"),
             &format!("{many}c 1\n"),
@@ -302,7 +302,7 @@ fn duplicates_beyond_the_remembered_series_are_not_removed() {
     assert!((20_000..40_000).contains(&duplicates), "{duplicates}");
 }
 
-/// Pages of lines that nearly are some.
+/// Generates pages of lines that are valid or almost valid.
 fn pages() -> impl Strategy<Value = String> {
     let part = prop::sample::select(vec![
         "a",

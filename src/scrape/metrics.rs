@@ -1,4 +1,4 @@
-//! The metrics of scrapes: how many there were, which sources failed, and what a page lacks.
+//! Counts scrapes, failures of sources, and the lines that pages lack.
 
 use super::source::Source;
 use crate::metrics::{Counter, Counters, Registry};

@@ -1,12 +1,12 @@
 //! Merges the metrics of the agent, Envoy and the application into one page.
 //!
-//! [`Scrape::page`] answers one scrape. It requests all sources at once. When the head of each response has
-//! arrived, or half of the time is over, it decides the format of the merged page. Then it writes the metrics of
-//! the agent, of the targets and of Envoy, in this order, each straight from its socket. A source has four times
-//! as long as is kept for each source behind it. A source whose head is late comes last.
+//! [`Scrape::page`] serves one scrape. It requests all sources at once. When the head of each response has arrived,
+//! or half of the time is over, it decides the format of the merged page. Then it writes the metrics of the agent,
+//! of the targets and of Envoy, in this order, each straight from its socket. A source has four times the time that
+//! is reserved for each later source. A source whose head is late comes last.
 //!
 //! A source that fails is logged, counted and left out; if it breaks off, its complete lines stay. In OpenMetrics
-//! the response is then aborted, as its end would say that nothing is missing.
+//! the response is then aborted, because its end would mean that nothing is missing.
 //!
 //! No submodule imports from this file.
 
@@ -53,7 +53,7 @@ use targets::Target;
 
 /// The largest share of a scrape's time in which the heads of all responses are awaited.
 const HEAD_SHARE: f64 = 0.5;
-/// The time that is kept for each later source, relative to the time of the source that is read.
+/// The time that is reserved for each later source, relative to the time of the source that is read.
 const RESERVE: f64 = 0.25;
 /// The share of the scraper's timeout in which the page is made; the rest is for its transfer.
 const PAGE_SHARE: f64 = 0.95;
@@ -65,10 +65,10 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(3600);
 pub struct Config {
     /// The port of Envoy's metrics. None leaves them out.
     pub envoy_port: Option<u16>,
-    /// Families of Envoy's that are left out of the page.
+    /// The families of Envoy that are left out of the page.
     pub hidden: Vec<Hidden>,
     pub targets: Vec<Target>,
-    /// The most that is read of each application target, in bytes, if there are several.
+    /// The maximum number of bytes that are read of each application target, if there are several.
     pub limit: u64,
     /// The timeout of a scrape whose scraper does not send one.
     pub timeout: Duration,
@@ -82,7 +82,7 @@ pub struct Scrape {
     registry: Registry,
     metrics: Metrics,
     client: Client,
-    /// Identifies the scrapes of this agent.
+    /// The identifier of the scrapes of this agent.
     id: HeaderValue,
 }
 
@@ -102,8 +102,8 @@ impl Scrape {
         }
     }
 
-    /// Answers a scrape once the format of its page is decided; the body is written while the scraper reads it.
-    /// Refuses a scrape that comes from this agent, and counts every other one. Sources that have failed by then
+    /// Responds to a scrape once the format of its page is decided; the body is written while the scraper reads it.
+    /// Refuses a scrape that comes from this agent, and counts every other scrape. Sources that have failed by then
     /// are logged, counted and left out.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
         let mut agents = request.headers.get_all(SCRAPED_BY_HEADER).iter();
@@ -121,7 +121,7 @@ impl Scrape {
             self.metrics.report(source);
             source.failure.is_none()
         });
-        // A late source has all the time that the others leave.
+        // A late source comes last, so it has all the time that the others leave.
         sources.sort_by_key(|source| !source.has_head());
         let content_type = content_type(&sources);
         let is_gzip = negotiate::accepts_gzip(&request.headers);
@@ -219,8 +219,8 @@ impl Page {
         Ok(())
     }
 
-    /// Writes a source, in its share of the time that is left for it and for `later_sources`, which is their number.
-    /// Fails if the response has to be aborted. Logs and counts a failure of the source.
+    /// Writes a source, in its share of the time that is left for it and for the later sources, whose number is
+    /// `later_sources`. Fails if the response has to be aborted. Logs and counts a failure of the source.
     ///
     /// The share includes the time in which the scraper does not take a chunk, so a slow scraper can make a source
     /// fail with "timed out".
@@ -251,7 +251,7 @@ impl Page {
                 Ok(None) => break,
                 Err(_) => is_late = true,
             }
-            // A page that always has more is never late by the timer alone.
+            // A page whose next chunk is always ready never meets the timer.
             is_late |= Instant::now() >= until;
         }
         if is_late {
@@ -275,7 +275,7 @@ impl Page {
     }
 }
 
-/// Refuses a scrape by this agent, which would lead to the next one, and so on.
+/// Refuses a scrape by this agent, because each such scrape would lead to another one.
 fn refuse_self_scrape() -> Response<UnsyncBoxBody<Bytes, BoxError>> {
     let why = "this agent scrapes itself: a target is, or redirects to, its own page\n";
     let body = Full::from(why).map_err(Into::into).boxed_unsync();

@@ -17,7 +17,7 @@ pub(super) const SCRAPED_BY_HEADER: HeaderName =
     HeaderName::from_static("x-istio-agent-scraped-by");
 
 const TEXT: &str = "text/plain;version=0.0.4";
-/// Replaces `*/*`, which has the lowest weight of the members that scrapers send.
+/// The replacement of `*/*`, which has the lowest weight of the members that scrapers send.
 const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 
 /// Makes the headers of the agent's request to a source. Only these headers of the scraper's request are passed on:
@@ -68,8 +68,8 @@ pub(super) fn accepts_gzip(headers: &HeaderMap) -> bool {
         .any(|member| media_type(member) == "gzip" && !member.ends_with("q=0"))
 }
 
-/// Returns true for a page in gzip. The error is a coding that the agent cannot decode. Other words are
-/// ignored, as some servers name media types and character sets in this header.
+/// Returns true for a page in gzip. The error is a coding that the agent cannot decode. Other words are ignored,
+/// because some servers name media types and character sets in this header.
 pub(super) fn is_gzip(headers: &HeaderMap) -> Result<bool, String> {
     let mut is_gzip = false;
     for coding in list(headers, CONTENT_ENCODING).map(media_type) {

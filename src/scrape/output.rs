@@ -1,4 +1,4 @@
-//! Collects the merged page in the encoding of the response, and hands it out in chunks.
+//! Collects the merged page in the encoding of the response, and returns it in chunks.
 
 use std::io::{self, Write};
 use std::mem;
@@ -7,7 +7,7 @@ use bytes::Bytes;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
-/// The least that is sent at once, in bytes, but for the end of the page.
+/// The minimum size of a chunk, in bytes, except for the end of the page.
 const MIN_CHUNK: usize = 32 << 10;
 
 pub(super) enum Output {
@@ -32,7 +32,7 @@ impl Output {
         }
     }
 
-    /// Takes the next chunk if there is enough of it.
+    /// Takes the next chunk if it has its minimum size.
     pub(super) fn take_ready(&mut self) -> Option<Bytes> {
         let written = match self {
             Self::Plain(page) => page,

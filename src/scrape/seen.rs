@@ -8,7 +8,7 @@ use std::hash::{BuildHasher, RandomState};
 
 use super::sample::Sample;
 
-/// The capacity of a hash set with 2^15 slots.
+/// The maximum number of hashes: the capacity of a hash set with 2^15 slots.
 const MAX_HASHES: usize = 7 << 12;
 
 #[derive(Default)]

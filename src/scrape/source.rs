@@ -19,9 +19,10 @@ use crate::http_client::{self, Body, Client};
 use crate::lifecycle::with_causes;
 use crate::problem::{Code, Problem, codes};
 
-/// The most gzip data that is decoded at a time: it may become a thousand times as much.
+/// The maximum number of gzip bytes that are decoded at a time, because they may become a thousand times as
+/// many.
 const MAX_ENCODED: usize = 512;
-/// The most that is decoded of a page.
+/// The maximum number of bytes that are decoded of a page.
 const MAX_DECODED: u64 = 64 << 20;
 
 /// Code and text of the reason why a page has ended early.
@@ -64,7 +65,7 @@ pub(super) struct Source {
     gzip: Option<MultiGzDecoder<Vec<u8>>>,
     /// Bytes that have arrived and are not decoded yet.
     encoded: Bytes,
-    /// The most that is read of the page, decoded, and what is left of that.
+    /// The maximum number of decoded bytes that are read of the page, and the number that is left of it.
     limit: u64,
     remaining: u64,
     /// The problem of a page that has ended early.
@@ -192,7 +193,7 @@ impl Source {
         if self.body.is_none() {
             gzip.try_finish().map_err(not_gzip)?;
         }
-        // What has arrived already is decoded without a wait, in which other tasks would have their turn.
+        // Bytes that have arrived are decoded without a wait for the socket, so other tasks get their turn here.
         consume_budget().await;
         Ok(Some(mem::take(gzip.get_mut()).into()))
     }

@@ -70,7 +70,7 @@ pub(super) enum Completion {
     NothingToStart(Outcome, Option<String>),
     /// The inputs have changed and are valid.
     Usable {
-        /// True if the current Envoy has answered at the admin port.
+        /// True if the current Envoy has responded at the admin port.
         owns_admin_port: bool,
         prepared: Arc<Prepared>,
     },
@@ -370,7 +370,7 @@ impl HotRestart {
         Ok(())
     }
 
-    /// Starts an Envoy that is no successor of this agent's Envoys: the first one, or another one after an exit.
+    /// Starts an Envoy that is not a successor of this agent's Envoys: the first one, or another one after an exit.
     pub(super) fn start(&mut self) -> Result<Instance, BoxError> {
         let launch = self.next_launch()?;
         if self.start_count == 0 {

@@ -14,9 +14,9 @@ use crate::envoy::handle::{Envoy, Order};
 use crate::file_watch::FileWatch;
 
 /// The wait for further changes, because the files of a volume change together.
-const SETTLES: Duration = Duration::from_secs(2);
+const SETTLE_TIME: Duration = Duration::from_secs(2);
 
-/// Watches `files` and for SIGHUP, both from the call on. The future never ends.
+/// Watches for changes of `files` and for SIGHUP, both from the call on. The future never ends.
 pub fn restart_on_change(
     envoy: Envoy,
     files: &[PathBuf],
@@ -66,8 +66,9 @@ async fn until_error(
     let watch = Arc::new(watch?);
     loop {
         watch.changed().await?;
-        tokio::time::sleep(SETTLES).await;
-        // The restart reads changes that have arrived meanwhile.
+        tokio::time::sleep(SETTLE_TIME).await;
+        // The restart will read the files with all changes so far, so these changes need no other
+        // restart.
         while let Ok(changed) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
             changed?;
         }
@@ -95,15 +96,15 @@ mod tests {
         let files: Arc<[PathBuf]> = files.into();
         let (_publish, report) = tokio::sync::watch::channel(Report::default());
         let (give, mut orders) = tokio::sync::mpsc::channel(8);
-        let admin = Admin::new(Ipv4Addr::LOCALHOST.into(), 1, SETTLES);
+        let admin = Admin::new(Ipv4Addr::LOCALHOST.into(), 1, SETTLE_TIME);
         let envoy = Envoy::new(admin, report, give);
         let watch = watch(&files);
         let story = async {
             fs::write(&files[0], "1").expect("written");
-            tokio::time::sleep(SETTLES / 2).await;
+            tokio::time::sleep(SETTLE_TIME / 2).await;
             fs::write(&files[1], "1").expect("written");
             orders.recv().await.expect("an order");
-            let quiet = tokio::time::timeout(SETTLES * 9, orders.recv()).await;
+            let quiet = tokio::time::timeout(SETTLE_TIME * 9, orders.recv()).await;
             assert!(quiet.is_err(), "{quiet:?}");
             fs::write(&files[0], "2").expect("written");
             orders.recv().await.expect("another order");

@@ -1,4 +1,4 @@
-//! Named ways through the machine by table, all others at random.
+//! Tests the state machine: selected sequences of events by table, other sequences at random.
 
 use std::time::Duration;
 
@@ -35,9 +35,9 @@ const KILL: Action = begin(Step::Kill, LIMITS.kill);
 const ANSWERED: Event = Done(Step::DrainCall);
 const DRAINED: Event = Done(Step::DrainTime);
 const CLOSED: Event = Done(Step::LastRequests);
-const ASK: Event = Event::StopRequested(Urgency::Drain);
-const ASK_AGAIN: Event = Event::StopRequested(Urgency::Terminate);
-const ASK_A_THIRD_TIME: Event = Event::StopRequested(Urgency::Kill);
+const STOP_DRAIN: Event = Event::StopRequested(Urgency::Drain);
+const STOP_TERMINATE: Event = Event::StopRequested(Urgency::Terminate);
+const STOP_KILL: Event = Event::StopRequested(Urgency::Kill);
 const CRASH: Event = EnvoyExited { may_restart: true };
 const LAST_CRASH: Event = EnvoyExited { may_restart: false };
 
@@ -45,7 +45,7 @@ const fn begin(waits_for: Step, at_most: Duration) -> Action {
     Action::Begin(PlannedStep { waits_for, at_most })
 }
 
-/// Takes a machine through events, each with what it must lead to.
+/// Applies events to a machine, and checks the action that each event leads to.
 fn walk(limits: Limits, way: &[(Event, Action)]) -> Machine {
     let mut machine = Machine::new(limits);
     for (at, (event, expected)) in way.iter().enumerate() {
@@ -56,7 +56,7 @@ fn walk(limits: Limits, way: &[(Event, Action)]) -> Machine {
     machine
 }
 
-fn up(then: &[(Event, Action)]) -> Vec<(Event, Action)> {
+fn running_then(then: &[(Event, Action)]) -> Vec<(Event, Action)> {
     let mut way = vec![(Begin, Action::Start), (Live, Action::Nothing)];
     way.extend(then);
     way
@@ -64,8 +64,8 @@ fn up(then: &[(Event, Action)]) -> Vec<(Event, Action)> {
 
 #[test]
 fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
-    let way = up(&[
-        (ASK, ANNOUNCE),
+    let way = running_then(&[
+        (STOP_DRAIN, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
         (DRAINED, begin(Step::LastRequests, SECOND)),
         (ANSWERED, Action::Nothing),
@@ -82,12 +82,12 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
 #[test]
 fn a_drain_until_idle_lasts_between_its_minimum_and_its_maximum() {
     let start = [
-        (ASK, ANNOUNCE),
+        (STOP_DRAIN, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 5)),
         (Done(Step::Connections), Action::Nothing),
         (DRAINED, begin(Step::Connections, SECOND * 54)),
     ];
-    let mut way = up(&start);
+    let mut way = running_then(&start);
     way.extend([
         (Done(Step::Connections), begin(Step::LastRequests, SECOND)),
         (CLOSED, QUIT),
@@ -95,14 +95,14 @@ fn a_drain_until_idle_lasts_between_its_minimum_and_its_maximum() {
     walk(UNTIL_IDLE, &way);
     walk(
         UNTIL_IDLE,
-        &[&up(&start)[..], &[(ASK_AGAIN, QUIT)]].concat(),
+        &[&running_then(&start)[..], &[(STOP_TERMINATE, QUIT)]].concat(),
     );
 }
 
 #[test]
 fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_comes() {
     let drained = [
-        (ASK, ANNOUNCE),
+        (STOP_DRAIN, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
         (DRAINED, begin(Step::LastRequests, SECOND)),
         (CLOSED, begin(Step::LongRequests, SECOND * 8)),
@@ -110,50 +110,55 @@ fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_come
     for (end, action) in [
         (Done(Step::LongRequests), QUIT),
         (CLOSED, Action::Nothing),
-        (ASK, Action::Nothing),
-        (ASK_AGAIN, QUIT),
-        (ASK_A_THIRD_TIME, KILL),
+        (STOP_DRAIN, Action::Nothing),
+        (STOP_TERMINATE, QUIT),
+        (STOP_KILL, KILL),
         (LAST_CRASH, Action::Leave),
     ] {
         walk(
             LONG_REQUESTS,
-            &up(&[&drained[..], &[(end, action)]].concat()),
+            &running_then(&[&drained[..], &[(end, action)]].concat()),
         );
     }
-    // A drain until idle has waited for them.
+    // A drain until idle has waited for long requests, so its plan has no step for them.
     let limits = Limits {
         long_requests: SECOND * 8,
         ..UNTIL_IDLE
     };
-    let plan = |limits| walk(limits, &up(&drained[..1])).plan();
+    let plan = |limits| walk(limits, &running_then(&drained[..1])).plan();
     assert_eq!(plan(limits), plan(UNTIL_IDLE));
-    // Before another Envoy follows, none would serve meanwhile, unless the end is requested.
+    // Before another Envoy follows, long requests are not awaited, because no Envoy would serve
+    // meanwhile. They are awaited once a stop is requested.
     let replaced = Event::Replace(EndBy::Quit);
     let before = [(replaced, drained[0].1), drained[1], drained[2]];
     walk(
         LONG_REQUESTS,
-        &up(&[&before[..], &[(CLOSED, QUIT)]].concat()),
+        &running_then(&[&before[..], &[(CLOSED, QUIT)]].concat()),
     );
-    let wanted = [(ASK, Action::Nothing), drained[3]];
-    walk(LONG_REQUESTS, &up(&[&before[..], &wanted].concat()));
+    let wanted = [(STOP_DRAIN, Action::Nothing), drained[3]];
+    walk(
+        LONG_REQUESTS,
+        &running_then(&[&before[..], &wanted].concat()),
+    );
 }
 
 #[test]
 fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing() {
     for way in [
-        up(&[(ASK_AGAIN, QUIT), (ASK, Action::Nothing)]),
-        up(&[(ASK, ANNOUNCE), (ASK_AGAIN, QUIT), (ASK_A_THIRD_TIME, KILL)]),
-        up(&[
-            (ASK, ANNOUNCE),
-            (ASK_AGAIN, QUIT),
+        running_then(&[(STOP_TERMINATE, QUIT), (STOP_DRAIN, Action::Nothing)]),
+        running_then(&[
+            (STOP_DRAIN, ANNOUNCE),
+            (STOP_TERMINATE, QUIT),
+            (STOP_KILL, KILL),
+        ]),
+        running_then(&[
+            (STOP_DRAIN, ANNOUNCE),
+            (STOP_TERMINATE, QUIT),
             (ANSWERED, Action::Nothing),
-            (ASK_AGAIN, Action::Nothing),
+            (STOP_TERMINATE, Action::Nothing),
         ]),
-        up(&[
-            (ASK_A_THIRD_TIME, KILL),
-            (ASK_A_THIRD_TIME, Action::Nothing),
-        ]),
-        vec![(Begin, Action::Start), (ASK, ANNOUNCE)],
+        running_then(&[(STOP_KILL, KILL), (STOP_KILL, Action::Nothing)]),
+        vec![(Begin, Action::Start), (STOP_DRAIN, ANNOUNCE)],
     ] {
         walk(LIMITS, &way);
     }
@@ -162,18 +167,18 @@ fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing()
 #[test]
 fn an_envoy_already_drained_on_request_exits_without_another_drain() {
     let told = (DrainOrdered, Action::Drain);
-    let machine = walk(LIMITS, &up(&[told, told]));
+    let machine = walk(LIMITS, &running_then(&[told, told]));
     assert_eq!(machine.phase().state(), State::Draining);
     walk(
         LIMITS,
-        &up(&[told, told, (ANSWERED, Action::Nothing), (ASK, QUIT)]),
+        &running_then(&[told, told, (ANSWERED, Action::Nothing), (STOP_DRAIN, QUIT)]),
     );
     let early = [
         (DrainOrdered, Action::Nothing),
         (Begin, Action::Start),
         told,
         (Live, Action::Drain),
-        (ASK, QUIT),
+        (STOP_DRAIN, QUIT),
         (DrainOrdered, Action::Nothing),
     ];
     walk(LIMITS, &early);
@@ -184,20 +189,26 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested(
     let again = [(CRASH, Action::Pause), (PauseOver, Action::Start)];
     walk(
         LIMITS,
-        &up(&[again[0], again[1], (LAST_CRASH, Action::Leave)]),
+        &running_then(&[again[0], again[1], (LAST_CRASH, Action::Leave)]),
     );
-    walk(LIMITS, &up(&[again[0], (ASK, Action::Leave)]));
-    let asked = (ASK, ANNOUNCE);
     walk(
         LIMITS,
-        &up(&[asked, (CRASH, Action::Leave), (ASK, Action::Nothing)]),
+        &running_then(&[again[0], (STOP_DRAIN, Action::Leave)]),
+    );
+    let asked = (STOP_DRAIN, ANNOUNCE);
+    walk(
+        LIMITS,
+        &running_then(&[asked, (CRASH, Action::Leave), (STOP_DRAIN, Action::Nothing)]),
     );
     let drained = [(DrainOrdered, Action::Drain), again[0], again[1]];
     walk(
         LIMITS,
-        &[&up(&drained)[..], &[(Live, Action::Drain)]].concat(),
+        &[&running_then(&drained)[..], &[(Live, Action::Drain)]].concat(),
     );
-    walk(LIMITS, &[(ASK, Action::Leave), (Begin, Action::Nothing)]);
+    walk(
+        LIMITS,
+        &[(STOP_DRAIN, Action::Leave), (Begin, Action::Nothing)],
+    );
 }
 
 #[test]
@@ -208,13 +219,13 @@ fn a_replaced_envoy_drains_and_is_followed_by_another_unless_a_stop_is_requested
         let replaced = (Event::Replace(end_by), ANNOUNCE);
         let way = [replaced, wait, close, (CLOSED, end)];
         let next = [(LAST_CRASH, Action::Pause), (PauseOver, Action::Start)];
-        let after = [(Live, Action::Nothing), (ASK_AGAIN, QUIT)];
-        let machine = walk(LIMITS, &up(&[&way[..], &next, &after].concat()));
+        let after = [(Live, Action::Nothing), (STOP_TERMINATE, QUIT)];
+        let machine = walk(LIMITS, &running_then(&[&way[..], &next, &after].concat()));
         assert!(machine.expects_exit());
-        let ended = [(ASK, Action::Nothing), (LAST_CRASH, Action::Leave)];
-        walk(LIMITS, &up(&[&way[..], &ended].concat()));
-        let urgent = [(ASK_A_THIRD_TIME, KILL), (LAST_CRASH, Action::Leave)];
-        walk(LIMITS, &up(&[&way[..2], &urgent].concat()));
+        let ended = [(STOP_DRAIN, Action::Nothing), (LAST_CRASH, Action::Leave)];
+        walk(LIMITS, &running_then(&[&way[..], &ended].concat()));
+        let urgent = [(STOP_KILL, KILL), (LAST_CRASH, Action::Leave)];
+        walk(LIMITS, &running_then(&[&way[..2], &urgent].concat()));
     }
     walk(
         LIMITS,
@@ -233,7 +244,7 @@ fn the_plan_lists_the_remaining_steps() {
     };
     use Step::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
     use Step::{Quit, Termination};
-    let asked = up(&[(ASK, ANNOUNCE)]);
+    let asked = running_then(&[(STOP_DRAIN, ANNOUNCE)]);
     let machine = walk(LIMITS, &asked);
     assert_eq!(
         waits(&machine),
@@ -249,21 +260,21 @@ fn the_plan_lists_the_remaining_steps() {
         [DrainTime, Connections, LastRequests]
     );
     assert_eq!(machine.plan().at_most(), SECOND * 70);
-    let machine = walk(LIMITS, &up(&[(ASK_AGAIN, QUIT)]));
+    let machine = walk(LIMITS, &running_then(&[(STOP_TERMINATE, QUIT)]));
     assert_eq!(waits(&machine), [Quit, Termination, Kill]);
 }
 
 #[test]
 fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_is_under_way() {
     let steps = |machine: &Machine| machine.plan().0.len();
-    let drained = walk(LIMITS, &up(&[(DrainOrdered, Action::Drain)]));
+    let drained = walk(LIMITS, &running_then(&[(DrainOrdered, Action::Drain)]));
     assert_eq!(steps(&drained), 3);
-    let asked = (ASK, ANNOUNCE);
+    let asked = (STOP_DRAIN, ANNOUNCE);
     let late = (DrainOrdered, Action::Nothing);
-    assert_eq!(steps(&walk(LIMITS, &up(&[asked, late]))), 6);
+    assert_eq!(steps(&walk(LIMITS, &running_then(&[asked, late]))), 6);
 }
 
-/// The knowledge of a supervisor: is there a process, and has it ended?
+/// The state of the process, as a supervisor knows it.
 #[derive(Default)]
 struct World {
     has_child: bool,
@@ -313,9 +324,9 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
         Begin,
         Live,
         DrainOrdered,
-        ASK,
-        ASK_AGAIN,
-        ASK_A_THIRD_TIME,
+        STOP_DRAIN,
+        STOP_TERMINATE,
+        STOP_KILL,
         PauseOver,
         CRASH,
         LAST_CRASH,
@@ -336,8 +347,8 @@ proptest! {
         for event in before {
             world.step(&mut machine, event)?;
         }
-        world.step(&mut machine, ASK)?;
-        // The time of each step is over.
+        world.step(&mut machine, STOP_DRAIN)?;
+        // Each remaining step ends when its time is over.
         while let (Phase::Shutdown(step), false) = (machine.phase(), world.is_over) {
             world.step(&mut machine, Done(step))?;
         }
@@ -350,7 +361,7 @@ proptest! {
         for event in before {
             world.step(&mut machine, event)?;
         }
-        world.step(&mut machine, ASK)?;
+        world.step(&mut machine, STOP_DRAIN)?;
         let mut last = machine.phase();
         for event in after {
             world.step(&mut machine, event)?;
@@ -361,7 +372,7 @@ proptest! {
 
     #[test]
     fn a_more_urgent_stop_never_lengthens_the_shutdown_unless_it_cancels_a_replacement(before in events()) {
-        let requests = [ASK, ASK_AGAIN, ASK_A_THIRD_TIME];
+        let requests = [STOP_DRAIN, STOP_TERMINATE, STOP_KILL];
         for (request, limits) in requests.into_iter().flat_map(|request| {
             [UNTIL_IDLE, LONG_REQUESTS].map(|limits| (request, limits))
         }) {
@@ -370,8 +381,8 @@ proptest! {
                 world.step(&mut machine, *event)?;
             }
             let left = machine.plan().at_most();
-            // No Envoy follows one that was to be replaced any more, so its long requests are now
-            // waited for.
+            // The request cancels a replacement: no other Envoy follows, so long requests are awaited
+            // now.
             let is_followed = machine.expects_exit() && !machine.is_stop_requested();
             let more = if is_followed { limits.long_requests } else { Duration::ZERO };
             world.step(&mut machine, request)?;

@@ -1,4 +1,4 @@
-//! An Envoy that ends by itself: errors, records of crashes, and the state.
+//! Tests an Envoy that exits by itself: the error, the crash record and the state.
 
 use super::*;
 
@@ -43,12 +43,12 @@ async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
     next.config.directory = crashing.config.directory.clone();
     let stop = Stop::new();
     let (envoy, life) = next.start(&stop);
-    let story = async {
+    let steps = async {
         next.wait_until_ready().await;
         assert_eq!(envoy.report().borrow().last_crash, Some(record));
         stop.request(Urgency::Terminate, "a test");
     };
-    let exit = beside(life, story).await.expect("an end");
+    let exit = run_with(life, steps).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
     let kept = crash::Crash::read(&next.config.directory);
     assert_eq!(kept.expect("no error"), None);

@@ -1,4 +1,5 @@
-//! An admin port that answers as it is told, and remembers what it was asked.
+//! Implements a fake admin port, which responds in a selected way and records the paths of its
+//! requests.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,9 +12,9 @@ use tokio::task::JoinSet;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Behaviour {
     Answering,
-    /// Everything but the quit call is welcome.
+    /// Success for every request except `/quitquitquit`, which is refused.
     QuitRefused,
-    /// Takes connections and says nothing.
+    /// Connections are accepted, and no request gets a response.
     Silent,
 }
 
@@ -37,7 +38,7 @@ impl FakeAdmin {
             while let Ok((stream, _)) = listener.accept().await {
                 let answered =
                     answer(stream, behaviour, &note, active.load(Ordering::Relaxed)).await;
-                // What is not answered stays open.
+                // Connections stay open, with or without a response.
                 open.lock().expect("no panic").push(answered);
             }
         });
@@ -49,14 +50,14 @@ impl FakeAdmin {
         }
     }
 
-    /// The paths so far, but for repeated looks whether it serves.
+    /// Returns the paths of the requests so far. Consecutive requests for `/ready` count as one.
     pub(super) fn asked(&self) -> Vec<String> {
         let mut asked = self.asked.borrow().clone();
         asked.dedup_by(|next, last| next == "/ready" && next == last);
         asked
     }
 
-    pub(super) async fn was_asked(&self, path: &str) {
+    pub(super) async fn wait_for_request(&self, path: &str) {
         let mut asked = self.asked.clone();
         let found = asked.wait_for(|asked| asked.iter().any(|found| found == path));
         found.await.expect("a listener");
@@ -85,7 +86,7 @@ async fn answer(
     let length = body.len();
     let text = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{body}");
     if behaviour != Behaviour::Silent {
-        // The client may have gone.
+        // The client may have closed its connection.
         let _ = stream.write_all(text.as_bytes()).await;
     }
     note.send_modify(|asked| asked.push(path));

@@ -1,4 +1,4 @@
-//! The supervisor with a script in place of Envoy, and a fake admin port.
+//! Tests the supervisor with a script in place of Envoy, and with a fake admin port.
 
 mod ends;
 mod fake_admin;
@@ -26,7 +26,8 @@ struct Stage {
     ready: pipe::Receiver,
 }
 
-/// A fake Envoy of the given mode. Every limit is so long that a test that meets it hangs.
+/// Prepares a fake Envoy of the given mode. The limits of the shutdown are so long that a test that
+/// waits for one of them does not finish.
 fn stage(mode: &str) -> Stage {
     let directory = tempfile::tempdir().expect("a directory");
     let binary = directory.path().join(format!("fake-envoy.{mode}"));
@@ -34,7 +35,8 @@ fn stage(mode: &str) -> Stage {
     symlink(script, &binary).expect("a link");
     let pipe = directory.path().join("ready");
     mknodat(CWD, &pipe, FileType::Fifo, Mode::RWXU, 0).expect("a pipe");
-    // Opened for writing too, so that it does not end between writers.
+    // The pipe is also opened for writing, so that the reader does not reach its end when a writer
+    // closes it.
     let mut options = pipe::OpenOptions::new();
     let ready = options
         .read_write(true)
@@ -67,7 +69,7 @@ pub(super) fn config(binary: PathBuf, directory: &Path) -> Config {
             user: None,
             fips_ciphers: false,
         },
-        // Closed; the wait follows all the same.
+        // Port 1 is closed: the drain call fails, and the drain time follows anyway.
         admin: Admin::new(Ipv4Addr::LOCALHOST.into(), 1, Duration::from_secs(2)),
         early: Duration::from_secs(1),
         drain_inbound_only: true,
@@ -93,7 +95,7 @@ fn started(config: Config, stop: &Stop, metrics: &Registry) -> (Envoy, Life) {
 }
 
 impl Stage {
-    /// With an admin port.
+    /// Adds a fake admin port.
     async fn with_admin(mut self, behaviour: Behaviour) -> (Self, FakeAdmin) {
         let admin = FakeAdmin::start(behaviour).await;
         self.config.admin.address.set_port(admin.port);
@@ -113,7 +115,8 @@ impl Stage {
         started(self.config.clone(), stop, &Registry::default())
     }
 
-    /// Asks to stop `times` times once Envoy is up.
+    /// Runs Envoy until its exit. Once Envoy is running, makes the stop request one step more urgent,
+    /// `times` times.
     async fn run(&mut self, times: u8) -> Result<Exit, BoxError> {
         let stop = Stop::new();
         let (_envoy, life) = self.start(&stop);
@@ -123,22 +126,23 @@ impl Stage {
                 stop.escalate("a test");
             }
         };
-        beside(life, ask).await
+        run_with(life, ask).await
     }
 }
 
 type Life = Pin<Box<dyn Future<Output = Result<Exit, BoxError>> + Send>>;
 
-/// Runs Envoy until its end, which comes after what else is to happen.
-async fn beside(life: Life, story: impl Future<Output = ()>) -> Result<Exit, BoxError> {
-    let story = async {
-        story.await;
+/// Runs Envoy until its exit, and `steps` at the same time. If Envoy exits before the end of `steps`,
+/// the rest of `steps` does not run.
+async fn run_with(life: Life, steps: impl Future<Output = ()>) -> Result<Exit, BoxError> {
+    let steps = async {
+        steps.await;
         std::future::pending().await
     };
     let both = async {
         tokio::select! {
             exit = life => exit,
-            never = story => never,
+            never = steps => never,
         }
     };
     let patience = tokio::time::timeout(Duration::from_secs(20), both);
@@ -182,7 +186,7 @@ async fn drains_then_asks_envoy_to_quit_and_reports_each_step() {
     stage.config.limits.drain = Drain::For(Duration::from_secs(1));
     let stop = Stop::new();
     let (envoy, life) = stage.start(&stop);
-    let story = async {
+    let steps = async {
         stage.wait_until_ready().await;
         let report = wait_for(&envoy, |report| report.state == State::Running).await;
         assert!(report.pid.is_some() && report.ending.is_none());
@@ -194,13 +198,13 @@ async fn drains_then_asks_envoy_to_quit_and_reports_each_step() {
         let report = wait_for(&envoy, |report| report.state == State::Stopping).await;
         let waits_for = report.ending.expect("a plan").waits_for;
         assert_eq!(waits_for, Step::Quit);
-        admin.was_asked("/quitquitquit").await;
+        admin.wait_for_request("/quitquitquit").await;
         let envoy = report.pid.and_then(rustix::process::Pid::from_raw);
-        // What Envoy does by itself.
+        // Envoy exits by itself after this request; the script exits on a signal.
         let term = rustix::process::Signal::TERM;
         rustix::process::kill_process(envoy.expect("a pid"), term).expect("signalled");
     };
-    let exit = beside(life, story).await.expect("an end");
+    let exit = run_with(life, steps).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
     let drain = "/drain_listeners?inboundonly&graceful";
     let close = "/drain_listeners?inboundonly";
@@ -213,7 +217,7 @@ async fn an_envoy_drained_by_order_is_asked_to_quit_at_once() {
     let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
     let stop = Stop::new();
     let (envoy, life) = stage.start(&stop);
-    let story = async {
+    let steps = async {
         stage.wait_until_ready().await;
         wait_for(&envoy, |report| report.state == State::Running).await;
         envoy.drain().await;
@@ -222,11 +226,11 @@ async fn an_envoy_drained_by_order_is_asked_to_quit_at_once() {
         assert!(report.is_drained && report.state == State::Draining);
         stop.escalate("a test");
     };
-    let exit = beside(life, story).await.expect("an end");
+    let exit = run_with(life, steps).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
     let told = "/drain_listeners?inboundonly&graceful&skip_exit";
     assert_eq!(admin.asked(), ["/ready", told, told, "/quitquitquit"]);
-    // After the end there is no Envoy to drain, and no wait.
+    // After the exit of Envoy, a drain order returns at once, because no Envoy can be drained.
     envoy.drain().await;
 }
 
@@ -235,12 +239,12 @@ async fn a_first_request_that_is_urgent_skips_the_drain() {
     let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
     let stop = Stop::new();
     let (_envoy, life) = stage.start(&stop);
-    let story = async {
+    let steps = async {
         stage.wait_until_ready().await;
-        admin.was_asked("/ready").await;
+        admin.wait_for_request("/ready").await;
         stop.request(Urgency::Terminate, "/quitquitquit called");
     };
-    let exit = beside(life, story).await.expect("an end");
+    let exit = run_with(life, steps).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
     assert_eq!(admin.asked().last().expect("a call"), "/quitquitquit");
     assert!(!admin.asked().iter().any(|path| path.contains("drain")));
@@ -256,7 +260,7 @@ async fn a_request_longer_than_a_timed_drain_delays_the_end_until_it_has_ended()
         let stop = Stop::new();
         let (envoy, life) = stage.start(&stop);
         admin.set_connections(active);
-        let story = async {
+        let steps = async {
             stage.wait_until_ready().await;
             stop.escalate("a test");
             if active > 0 {
@@ -270,7 +274,7 @@ async fn a_request_longer_than_a_timed_drain_delays_the_end_until_it_has_ended()
                 admin.set_connections(0);
             }
         };
-        let exit = beside(life, story).await.expect("an end");
+        let exit = run_with(life, steps).await.expect("an end");
         assert_eq!(exit, Exit::Requested);
     }
 }

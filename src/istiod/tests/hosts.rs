@@ -1,4 +1,4 @@
-//! Several control planes.
+//! Tests the choice between several control planes.
 
 use std::time::Duration;
 
@@ -68,7 +68,7 @@ fn a_single_control_plane_is_never_abandoned() {
 fn a_silent_control_plane_is_abandoned_at_once_and_its_later_results_are_ignored() {
     let hosts = Hosts::new(several(&["a:1", "b:1"]));
     let first = hosts.current().clone();
-    // One that was left does not count against the one in use, nor an answer of it for that.
+    // Neither a failure nor a success of the abandoned control plane counts for the one in use.
     for _ in 0..5 {
         assert!(hosts.record_failure(&first, true, &why()));
         assert_eq!(&*hosts.current().address, "b:1");
@@ -81,7 +81,8 @@ fn a_silent_control_plane_is_abandoned_at_once_and_its_later_results_are_ignored
     assert_eq!(&*hosts.current().address, "a:1");
 }
 
-/// Lets the time pass after which the first is due, once the worker waits for it.
+/// Waits until the worker has set its timer, then advances the clock to the next dial of the first
+/// control plane.
 async fn ten_minutes_later() {
     tokio::time::sleep(Duration::from_millis(100)).await;
     tokio::time::pause();
@@ -113,7 +114,7 @@ async fn calls_stay_with_the_second_until_the_first_answers_again() {
     let first = Fake::at(address, None).await;
     ten_minutes_later().await;
     connection.superseded().await;
-    // Calls under way are answered.
+    // A call that is in flight continues on the old connection.
     second.say("the last word");
     let data = stream.frame().await.unwrap().unwrap().into_data().unwrap();
     assert_eq!(data, "the last word");
@@ -124,9 +125,9 @@ async fn calls_stay_with_the_second_until_the_first_answers_again() {
     connection.send(request).await.unwrap();
     let authority = first.seen().requests[0].uri.authority().cloned();
     assert_eq!(authority.unwrap().as_str(), address.to_string());
-    // It has three failures again.
+    // The first control plane is used again until it has failed three times.
     first.close();
-    super::until_gone(&istiod).await;
+    super::wait_until_disconnected(&istiod).await;
     assert_eq!(
         istiod.connection().await.unwrap().about().peer,
         address.to_string()

@@ -23,8 +23,8 @@ fn short(config: &mut Config) {
     config.limits.per_address = Duration::from_millis(100);
 }
 
-/// Dials, and compares the problem with its code and with words of it.
-async fn fails(config: Config, code: &'static Code, words: &str) {
+/// Dials, and checks that the dial fails with this code and that the problem contains these words.
+async fn assert_dial_fails(config: Config, code: &'static Code, words: &str) {
     let (istiod, _tasks) = run(config);
     let problem = istiod.try_connection().await.unwrap_err();
     assert_eq!(problem.code, code, "{problem}");
@@ -38,12 +38,12 @@ async fn unused_address() -> SocketAddr {
     listener.local_addr().unwrap()
 }
 
-async fn until_gone(istiod: &Istiod) {
+async fn wait_until_disconnected(istiod: &Istiod) {
     let mut watch = istiod.shared.connected.subscribe();
     watch.wait_for(Option::is_none).await.unwrap();
 }
 
-async fn until_gone_after_there(istiod: &Istiod) {
+async fn wait_for_connect_and_disconnect(istiod: &Istiod) {
     let mut watch = istiod.shared.connected.subscribe();
     watch.wait_for(Option::is_some).await.unwrap();
     watch.wait_for(Option::is_none).await.unwrap();
@@ -79,7 +79,7 @@ async fn one_dial_serves_many_calls_and_without_calls_there_is_none() {
     assert_eq!(tls.version.as_deref(), Some("TLSv1_3"));
     assert_eq!(tls.key_exchange.as_deref(), Some("X25519MLKEM768"));
     fake.close();
-    until_gone(&istiod).await;
+    wait_until_disconnected(&istiod).await;
     assert_eq!(fake.seen().connections.len(), 1);
 }
 
@@ -125,7 +125,7 @@ async fn a_closed_connection_is_dialed_again() {
         let mut connection = istiod.connection().await.unwrap();
         assert_eq!(fake.seen().connections.len(), dials);
         fake.close();
-        until_gone(&istiod).await;
+        wait_until_disconnected(&istiod).await;
         let request = istiod.request("/any", Body::empty());
         assert!(connection.send(request).await.is_err());
     }
@@ -141,12 +141,12 @@ async fn connections_that_break_at_once_are_not_dialed_without_a_pause() {
     for _ in 0..5 {
         drop(istiod.connection().await.unwrap());
         fake.close();
-        until_gone(&istiod).await;
+        wait_until_disconnected(&istiod).await;
     }
     assert!(started.elapsed() >= Duration::from_millis(400));
 }
 
-/// Paused time passes only between dials, as each is refused in the call that connects.
+/// Uses paused time, which passes between dials only, because each dial is refused at once.
 #[tokio::test(start_paused = true)]
 async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials() {
     const AGENTS: usize = 200;
@@ -159,7 +159,7 @@ async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials()
         let (istiod, own) = run(config.clone());
         agents.push((istiod.clone(), 0, None));
         tasks.spawn(async move {
-            let _ = (istiod.connection().await, own); // It lasts as long as the test.
+            let _ = (istiod.connection().await, own); // The call waits until the test ends.
         });
     }
     let (started, mut per_second) = (Instant::now(), [0; SECONDS]);
@@ -183,7 +183,7 @@ async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials()
         }
         tokio::time::sleep(STEP).await;
     }
-    // At the longest wait the mean gap is 1.5 s.
+    // At the longest wait, the mean time between two dials of an agent is 1.5 s.
     let late = &per_second[20..];
     let even = AGENTS * 2 / 3;
     assert!(
@@ -200,7 +200,7 @@ async fn after_goaway_new_calls_use_another_connection_and_open_streams_finish()
     let mut old = istiod.connection().await.unwrap();
     let mut stream = hold(&istiod, &mut old).await;
     fake.go_away();
-    until_gone(&istiod).await;
+    wait_until_disconnected(&istiod).await;
     let new = istiod.connection().await.unwrap();
     assert_eq!(fake.seen().connections.len(), 2);
     drop(old);
@@ -235,21 +235,21 @@ async fn errors_for_an_unreachable_address_or_proxy_name_its_setting() {
     let mut authority = plaintext(address);
     authority.setting = "CA_ADDR";
     let subject = format!("istiod at {address} (CA_ADDR): ");
-    fails(
+    assert_dial_fails(
         authority.clone(),
         codes::ISTIOD_CONNECTION_REFUSED,
         &subject,
     )
     .await;
     authority.address = "istiod".to_owned();
-    fails(
+    assert_dial_fails(
         authority.clone(),
         codes::ISTIOD_ADDRESS_INVALID,
         "host:port",
     )
     .await;
     authority.address = "istiod.invalid:15012".to_owned();
-    fails(
+    assert_dial_fails(
         authority.clone(),
         codes::ISTIOD_NAME_NOT_RESOLVED,
         "/etc/resolv.conf",
@@ -258,13 +258,13 @@ async fn errors_for_an_unreachable_address_or_proxy_name_its_setting() {
     authority.proxy = Proxy::parse(&address.to_string());
     let found = format!("by the proxy {address} (HTTPS_PROXY): cannot connect to");
     let code = codes::ISTIOD_PROXY_UNREACHABLE;
-    fails(authority.clone(), code, &found).await;
-    fails(authority, code, "correct `HTTPS_PROXY`").await;
+    assert_dial_fails(authority.clone(), code, &found).await;
+    assert_dial_fails(authority, code, "correct `HTTPS_PROXY`").await;
 }
 
 #[tokio::test]
 async fn a_silent_peer_times_out() {
-    // The kernel completes connections; the test accepts none.
+    // The kernel completes TCP handshakes, although the test accepts no connection.
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let files = Files::new();
@@ -272,7 +272,7 @@ async fn a_silent_peer_times_out() {
     let mut config = encrypted(address, &roots);
     short(&mut config);
     let (silent, unreachable) = (codes::ISTIOD_TIMEOUT, codes::ISTIOD_PROXY_UNREACHABLE);
-    fails(
+    assert_dial_fails(
         config,
         silent,
         "timed out after 200 ms in the TLS handshake",
@@ -280,11 +280,11 @@ async fn a_silent_peer_times_out() {
     .await;
     let mut config = plaintext(address);
     short(&mut config);
-    fails(config, silent, "timed out after 200 ms waiting for HTTP/2").await;
+    assert_dial_fails(config, silent, "timed out after 200 ms waiting for HTTP/2").await;
     let mut config = plaintext("istiod.test:15012");
     config.proxy = Proxy::parse(&address.to_string());
     short(&mut config);
-    fails(
+    assert_dial_fails(
         config,
         unreachable,
         "timed out after 200 ms waiting for the proxy",
@@ -294,7 +294,7 @@ async fn a_silent_peer_times_out() {
 
 #[tokio::test]
 async fn several_addresses_are_tried_and_a_silent_one_does_not_use_up_the_time() {
-    // localhost has an address of each family on most machines; on others this is one address.
+    // On most machines, localhost has an address of each family; on others, only one address is tried.
     let fake = Fake::start(None).await;
     let silent = TcpListener::bind(("::1", fake.address.port())).await;
     let mut config = plaintext(format!("localhost:{}", fake.address.port()));
@@ -307,12 +307,12 @@ async fn several_addresses_are_tried_and_a_silent_one_does_not_use_up_the_time()
     drop(silent);
 }
 
-/// Answers every connection with `bytes` and closes it.
-async fn blurt(listener: TcpListener, bytes: &'static [u8]) {
+/// Sends `bytes` on every connection, and closes it.
+async fn send_and_close(listener: TcpListener, bytes: &'static [u8]) {
     while let Ok((mut stream, _)) = listener.accept().await {
         let mut heard = [0; 4096];
-        let _ = stream.read(&mut heard).await; // Whatever comes is not understood.
-        let _ = stream.write_all(bytes).await; // The peer may have gone.
+        let _ = stream.read(&mut heard).await; // The request does not matter.
+        let _ = stream.write_all(bytes).await; // The peer may have closed the connection.
     }
 }
 
@@ -321,6 +321,7 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
     let files = Files::new();
     let roots = files.write("root.pem", &Authority::new("root").pem());
     let http = b"HTTP/1.1 400 Bad Request\r\n\r\n";
+    // A fatal TLS alert: handshake_failure.
     let alert = &[0x15, 3, 3, 0, 2, 2, 40];
     let (refused, other) = (codes::ISTIOD_TLS_REFUSED, codes::ISTIOD_NOT_GRPC);
     let table: [(bool, &[u8], _, &str); 6] = [
@@ -340,13 +341,13 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let mut tasks = JoinSet::new();
-        tasks.spawn(blurt(listener, bytes));
+        tasks.spawn(send_and_close(listener, bytes));
         let config = if tls {
             encrypted(address, &roots)
         } else {
             plaintext(address)
         };
-        fails(config, code, expected).await;
+        assert_dial_fails(config, code, expected).await;
     }
 }
 
@@ -360,9 +361,10 @@ async fn a_silent_connection_is_closed_after_the_keepalive_timeout() {
     let ((), ()) = tokio::join!(
         async {
             let (mut stream, _) = listener.accept().await.unwrap();
+            // An empty SETTINGS frame, after which HTTP/2 is ready.
             let settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
             stream.write_all(&settings).await.unwrap();
-            until_gone_after_there(&istiod).await;
+            wait_for_connect_and_disconnect(&istiod).await;
         },
         async {
             let mut connection = istiod.connection().await.unwrap();

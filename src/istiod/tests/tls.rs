@@ -1,6 +1,6 @@
 use tonic::Code;
 
-use super::fails;
+use super::assert_dial_fails;
 use crate::compliance::Policy;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
 use crate::istiod::{Config, Security, open_probe, tls};
@@ -22,23 +22,23 @@ async fn refuses_a_certificate_for_another_name_or_of_another_root() {
     let roots = files.write("root.pem", &authority.pem());
     let names = format!("its certificate is not for {NAME:?}, but for other.example");
     let config = encrypted(fake.address, &roots);
-    fails(config, codes::ISTIOD_CERTIFICATE_NAME, &names).await;
+    assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_NAME, &names).await;
     let roots = files.write("root.pem", &Authority::new("another").pem());
     let signed = format!(
         "its certificate is not signed by a root of {}",
         roots.display()
     );
     let config = encrypted(fake.address, &roots);
-    fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
+    assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
     // The roots of two meshes may have the same name.
     let roots = files.write("root.pem", &Authority::new("root").pem());
     let config = encrypted(fake.address, &roots);
-    fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
+    assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
     let mut config = encrypted(fake.address, &roots);
     if let Security::Tls(tls) = &mut config.security {
         tls.server_name = "not a name".to_owned();
     }
-    fails(config, codes::ISTIOD_SAN_INVALID, "\"not a name\"").await;
+    assert_dial_fails(config, codes::ISTIOD_SAN_INVALID, "\"not a name\"").await;
 }
 
 #[tokio::test]
@@ -60,8 +60,8 @@ async fn an_expired_or_future_istiod_certificate_is_reported_with_both_dates() {
     ] {
         let tls = fake::server_tls_for(&authority, NAME, Clients::Optional, years);
         let fake = Fake::start(Some(tls)).await;
-        fails(encrypted(fake.address, &roots), code, expected).await;
-        fails(encrypted(fake.address, &roots), code, "`date -u`").await;
+        assert_dial_fails(encrypted(fake.address, &roots), code, expected).await;
+        assert_dial_fails(encrypted(fake.address, &roots), code, "`date -u`").await;
     }
 }
 
@@ -108,7 +108,7 @@ async fn a_server_without_http2_in_alpn_is_refused() {
     let roots = Files::new();
     let roots_path = roots.write("root.pem", &authority.pem());
     let (config, code) = (encrypted(fake.address, &roots_path), codes::ISTIOD_NOT_GRPC);
-    fails(config, code, "does not offer HTTP/2 over TLS (ALPN)").await;
+    assert_dial_fails(config, code, "does not offer HTTP/2 over TLS (ALPN)").await;
 }
 
 #[tokio::test]
@@ -167,7 +167,7 @@ async fn a_client_key_that_cannot_be_used_is_an_error() {
             chain: files.write("cert-chain.pem", &pair.chain),
             key: files.write("key.pem", key),
         });
-        fails(config, codes::CLIENT_CERTIFICATE_UNUSABLE, expected).await;
+        assert_dial_fails(config, codes::CLIENT_CERTIFICATE_UNUSABLE, expected).await;
     }
 }
 
@@ -234,7 +234,8 @@ async fn a_fips_policy_refuses_every_handshake_that_is_not_approved() {
         let mut server = fake::server_tls(&authority, NAME, Clients::Optional);
         fake::offer(&mut server, suite, group);
         let fake = Fake::start(Some(server)).await;
-        // Without a policy the module of a build for FIPS refuses what the newer one refuses.
+        // Without a policy, the cryptographic module of a FIPS build refuses what the policy for FIPS
+        // 140-3 refuses.
         let usual = if cfg!(feature = "fips") {
             approved.contains(&NEW)
         } else {

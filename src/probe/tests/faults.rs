@@ -1,4 +1,4 @@
-//! Applications that misbehave, and addresses that cannot be probed.
+//! Tests probes of applications that misbehave, and of addresses that cannot be probed.
 
 use super::*;
 
@@ -31,7 +31,7 @@ async fn applications_that_misbehave_are_errors_within_the_timeout() {
         (b"nonsense\r\n\r\n", false),
     ] {
         let app = match bytes {
-            // Neither reads nor writes.
+            // This application neither reads nor writes.
             b"" if endless => {
                 App::start(|stream, _| async move {
                     std::future::pending::<()>().await;

@@ -1,4 +1,4 @@
-//! Probes of applications on loopback.
+//! Tests probes of applications on loopback.
 
 mod faults;
 
@@ -25,14 +25,14 @@ use crate::proto::grpc_health_v1::{HealthCheckRequest, HealthCheckResponse};
 
 const SOURCE: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
 
-/// An application; gone when dropped.
+/// An application that stops when it is dropped.
 struct App {
     port: u16,
     _tasks: JoinSet<()>,
 }
 
 impl App {
-    /// Hands each connection to `serve`.
+    /// Starts an application that passes each connection to `serve`.
     async fn start<F: Future<Output = ()> + Send + 'static>(
         serve: impl Fn(TcpStream, SocketAddr) -> F + Send + 'static,
     ) -> Self {
@@ -55,7 +55,8 @@ impl App {
         Self::start(|stream, from| serve_http(stream, from, false)).await
     }
 
-    /// Answers each request with these bytes, again and again if `endless`.
+    /// Starts an application that sends these bytes after the first bytes of a request, again and again
+    /// if `endless`.
     async fn raw(bytes: &'static [u8], endless: bool) -> Self {
         Self::start(move |mut stream, _| async move {
             let mut request = [0; 4096];
@@ -122,7 +123,7 @@ async fn serve_http(
     let service =
         service_fn(move |request| async move { Ok::<_, Infallible>(answer(&request, from)) });
     let io = TokioIo::new(io);
-    // The probe decides when a connection ends.
+    // The probe may close the connection at any time, so an error does not matter.
     let _ = if is_http2 {
         http2::Builder::new(TokioExecutor::new())
             .serve_connection(io, service)
@@ -310,7 +311,8 @@ async fn a_tcp_probe_succeeds_if_a_connection_is_accepted() {
     assert!(outcome.is_err());
 }
 
-/// Answers with the status that the service is named after, and fails for other names.
+/// A health service that responds with the status that the name of the service selects, and fails for
+/// other names. For an empty name, it expects the kubelet's user agent.
 struct Fake;
 
 #[tonic::async_trait]

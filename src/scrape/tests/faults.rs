@@ -21,11 +21,12 @@ async fn a_failed_source_leaves_the_others_and_is_counted_in_the_same_page() {
         assert_eq!(failures(&registry, "application"), 1);
     }
     let (scrape, registry) = scrape(closed_port(), &[]);
-    assert_eq!(others(&scrape, &[]).await, "");
+    assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, "");
     assert_eq!(failures(&registry, "envoy"), 1);
 }
 
-/// Targets that never end or end early, and what is left of their pages.
+/// Starts targets whose responses never end or end early. Returns their names and ports, and the lines
+/// of their pages that are merged.
 fn endless() -> Vec<(&'static str, u16, &'static str)> {
     let text = || head("text/plain", "");
     let endless = |piece: &'static [u8]| {
@@ -70,7 +71,7 @@ fn endless() -> Vec<(&'static str, u16, &'static str)> {
     ]
 }
 
-/// Targets that answer, with what is no page.
+/// Starts targets that send responses without a usable page. Returns the same values as [`endless`].
 fn unusable() -> Vec<(&'static str, u16, &'static str)> {
     vec![
         (
@@ -84,7 +85,8 @@ fn unusable() -> Vec<(&'static str, u16, &'static str)> {
         (
             "sends a gzip bomb",
             server(|stream, _| {
-                // Members of 1 MiB each, one after the other.
+                // The 65 members have 1 MiB each when decoded, which is 1 MiB more than is decoded of a
+                // page.
                 let bomb = gzip(&vec![0; 1 << 20]).repeat(65);
                 let more = format!(
                     "content-encoding: gzip\r\ncontent-length: {}\r\n",
@@ -123,7 +125,7 @@ async fn an_endless_or_unusable_source_does_not_drop_the_samples_of_others() {
         ] {
             let (scrape, registry) = scrape(envoy, &targets);
             let begin = Instant::now();
-            let found = others(&scrape, &timeout).await;
+            let found = scrape_without_agent_metrics(&scrape, &timeout).await;
             let mut found: Vec<_> = found.lines().collect();
             let mut expected: Vec<_> = expected.lines().collect();
             found.sort_unstable();
@@ -150,7 +152,7 @@ async fn a_target_over_the_limit_is_cut_off_at_a_line() {
         assert_eq!(line.len(), 100);
         let large = page("text/plain", line.repeat(lines) + more);
         let (scrape, registry) = scrape(envoy, &[large, page("text/plain", "b 1\n")]);
-        let found = others(&scrape, &[]).await;
+        let found = scrape_without_agent_metrics(&scrape, &[]).await;
         assert_eq!(found.len(), 100_004, "{lines}");
         assert_eq!(failures(&registry, "application"), failed);
     }
@@ -201,7 +203,7 @@ async fn one_of_several_openmetrics_targets_may_lack_its_end() {
         let begin = &body[..body.len().min(10)];
         let targets = [whole, page(OPENMETRICS, body.clone())];
         let (scrape, registry) = scrape_up_to(u64::MAX, envoy, &targets);
-        let found = others(&scrape, &[]).await;
+        let found = scrape_without_agent_metrics(&scrape, &[]).await;
         let expected = format!("{first}{expected}envoy 1\n# EOF\n");
         assert!(found == expected, "{begin:?}");
         assert_eq!(failures(&registry, "application"), 0, "{begin:?}");
@@ -231,7 +233,7 @@ async fn gzip_of_an_application_is_decoded_as_far_as_it_is_whole() {
             let _ = send(stream, head("text/plain", &more).as_bytes()) && send(stream, &body);
         });
         let (scrape, registry) = scrape(closed_port(), &[port]);
-        let found = others(&scrape, &[]).await;
+        let found = scrape_without_agent_metrics(&scrape, &[]).await;
         assert_eq!(failures(&registry, "application"), failed, "{encoding}");
         let is_prefix = lines.starts_with(&found) || found == "a 1\n";
         assert!(

@@ -1,4 +1,4 @@
-//! Whole pages, from real sockets.
+//! Tests merged pages of servers on real sockets.
 
 mod faults;
 
@@ -16,7 +16,8 @@ use super::*;
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// A server on this machine that gives each request to `serve`, with the connection.
+/// Starts a server on this machine that calls `serve` with the connection for each request. Returns its
+/// port.
 fn server(serve: impl Fn(&mut TcpStream, &str) + Send + Sync + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
     let port = listener.local_addr().expect("bound").port();
@@ -44,7 +45,7 @@ fn request(stream: &mut TcpStream) -> Option<String> {
     String::from_utf8(text).ok()
 }
 
-/// Writes to a client that may have gone.
+/// Writes to a client. Returns false if the client has closed its connection.
 fn send(stream: &mut TcpStream, data: &[u8]) -> bool {
     stream.write_all(data).is_ok()
 }
@@ -59,7 +60,7 @@ fn gzip(page: &[u8]) -> Vec<u8> {
     encoder.finish().expect("encoded")
 }
 
-/// A server of one page.
+/// Starts a server that sends this page for each request. Returns its port.
 fn page(kind: &'static str, body: impl Into<Vec<u8>>) -> u16 {
     let body = body.into();
     server(move |stream, _| {
@@ -76,10 +77,14 @@ async fn a_page_whose_answer_only_go_reads_is_merged() {
         let _ = send(stream, head.as_bytes()) && send(stream, b"\r\napp 1\n");
     });
     let (scrape, _) = scrape(closed_port(), &[application]);
-    assert!(others(&scrape, &[]).await.contains("app 1\n"));
+    assert!(
+        scrape_without_agent_metrics(&scrape, &[])
+            .await
+            .contains("app 1\n")
+    );
 }
 
-/// A port without a listener.
+/// Returns a port without a listener.
 fn closed_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
     listener.local_addr().expect("bound").port()
@@ -118,8 +123,8 @@ async fn answered(scrape: &Scrape, headers: &[(&str, &str)]) -> (HeaderMap, Vec<
     (answer.headers, body.to_vec())
 }
 
-/// The page without the agent's part.
-async fn others(scrape: &Scrape, headers: &[(&str, &str)]) -> String {
+/// Scrapes, and returns the page without the agent's own metrics.
+async fn scrape_without_agent_metrics(scrape: &Scrape, headers: &[(&str, &str)]) -> String {
     let (_, body) = answered(scrape, headers).await;
     let text = String::from_utf8(body).expect("text");
     let lines = text.split_inclusive('\n');
@@ -194,11 +199,11 @@ async fn the_agents_process_metrics_do_not_replace_those_of_the_application() {
     let (scrape, registry) = scrape(closed_port(), &[page]);
     crate::metrics::process::publish(&registry);
     let expected = "# TYPE process_open_fds gauge\nprocess_open_fds 7\n";
-    assert_eq!(others(&scrape, &[]).await, expected);
+    assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, expected);
 }
 
-/// A source that says what it is asked.
-fn listening() -> (u16, std::sync::mpsc::Receiver<String>) {
+/// Starts a source that sends an empty page. Returns its port, and a receiver of its requests.
+fn recording_source() -> (u16, std::sync::mpsc::Receiver<String>) {
     let (asked, hears) = std::sync::mpsc::channel();
     let tell = std::sync::Mutex::new(asked);
     let port = server(move |stream, request| {
@@ -211,7 +216,7 @@ fn listening() -> (u16, std::sync::mpsc::Receiver<String>) {
 
 #[tokio::test]
 async fn requests_to_sources_have_only_the_documented_headers_of_the_scraper() {
-    let (port, hears) = listening();
+    let (port, hears) = recording_source();
     let (scrape, _) = scrape(port, &[]);
     let headers = [
         ("accept", "*/*"),
@@ -245,7 +250,7 @@ async fn requests_to_sources_have_only_the_documented_headers_of_the_scraper() {
 
 #[tokio::test]
 async fn a_scrape_that_comes_from_the_agent_itself_asks_no_source() {
-    let (port, hears) = listening();
+    let (port, hears) = recording_source();
     let (scrape, registry) = scrape(port, &[]);
     let (own, value) = (scrape.id.clone(), HeaderValue::from_static("7"));
     for (agents, is_own) in [
@@ -281,7 +286,7 @@ async fn malformed_lines_are_left_out_of_large_pages_of_any_source() {
         (small, large, format!("{many}small 1\n")),
     ] {
         let (scrape, registry) = scrape_up_to(u64::MAX, envoy, &[target]);
-        assert_eq!(others(&scrape, &[]).await, expected);
+        assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, expected);
         let rendered = registry.render();
         for source in ["envoy", "application"] {
             let counted = format!("malformed_lines_total{{source=\"{source}\"}} 20\n");
@@ -300,7 +305,7 @@ async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_close
         for stream in listener.incoming() {
             count.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             let mut stream = stream.expect("accepted");
-            // Two requests, then the end.
+            // The connection is closed after two requests.
             for _ in 0..2 {
                 if request(&mut stream).is_some() {
                     send(
@@ -313,7 +318,7 @@ async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_close
     });
     let (scrape, registry) = scrape(port, &[]);
     for _ in 0..5 {
-        assert_eq!(others(&scrape, &[]).await, "a 1\n");
+        assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, "a 1\n");
     }
     assert_eq!(connections.load(std::sync::atomic::Ordering::SeqCst), 3);
     assert_eq!(failures(&registry, "envoy"), 0);
@@ -323,11 +328,11 @@ async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_close
 async fn a_last_family_that_exactly_fills_the_buffer_is_sent() {
     let envoy = page("text/plain", "");
     let line = format!("a{{x=\"{}\"}} 1\n", "y".repeat(90));
-    // What is held back is let out every 326 lines, and a segment is full after the second time.
+    // Chunks of 32 KiB are sent. The sizes of these pages are close to one and to two chunks.
     for lines in [325, 326, 327, 651, 652, 653] {
         let large = page("text/plain", line.repeat(lines));
         let (scrape, _) = scrape(envoy, &[large, page("text/plain", "b 1\n")]);
-        let found = others(&scrape, &[]).await;
+        let found = scrape_without_agent_metrics(&scrape, &[]).await;
         assert_eq!(found.len(), lines * line.len() + 4, "{lines}");
     }
 }
@@ -364,7 +369,7 @@ proptest! {
     }
 }
 
-/// Sends a page of so many lines, in as many pieces as take `time`.
+/// Starts a server that sends a page of so many lines, in 20 pieces within `time`. Returns its port.
 fn slow(lines: usize, time: Duration) -> u16 {
     const PIECES: u32 = 20;
     let lines: Vec<_> = (0..lines)
@@ -388,7 +393,7 @@ async fn a_large_and_slow_page_has_the_rest_of_the_time_and_comes_last() {
         let envoy = slow(lines, Duration::from_millis(2400));
         let targets = [page("text/plain", "a 1\n"), page("text/plain", "b 1\n")];
         let (scrape, registry) = scrape(envoy, &targets);
-        let found = others(&scrape, &timeout).await;
+        let found = scrape_without_agent_metrics(&scrape, &timeout).await;
         assert!(found.starts_with("a 1\nb 1\nslow{n=\"0\"} 1\n"), "{lines}");
         assert_eq!(found.lines().count(), lines + 2);
         assert_eq!(failures(&registry, "envoy"), 0);
@@ -407,7 +412,7 @@ async fn a_slow_target_gets_its_share_and_a_late_one_the_time_after_a_large_page
     let slow = slow(20, Duration::from_millis(2000));
     for (target, lines, is_last) in [(slow, 20, false), (late, 1, true)] {
         let (scrape, registry) = scrape(page("text/plain", large.clone()), &[target]);
-        let found = others(&scrape, &timeout).await;
+        let found = scrape_without_agent_metrics(&scrape, &timeout).await;
         assert_eq!(found.lines().count(), 50_000 + lines);
         assert_eq!(found.ends_with("late 1\n"), is_last);
         assert_eq!(failures(&registry, "application"), 0);

@@ -1,4 +1,4 @@
-//! A control plane, the relay, and a scripted Envoy.
+//! The relay in the test's process, with a control plane upstream and a scripted Envoy downstream.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -21,16 +21,16 @@ use tokio::sync::watch;
 use super::envoy::Envoy;
 use super::{PATIENCE, soon};
 
-/// The relay, a control plane upstream and Envoy downstream.
+/// A relay with a control plane upstream. [`Bench::envoy`] opens streams of an Envoy downstream.
 pub struct Bench {
     pub directory: TempDir,
     pub control_plane: LocalIstiod,
     pub istiod: Istiod,
     pub registry: Registry,
     pub observer: Observer,
-    /// Whether the test's process counts as an Envoy of the agent.
+    /// True if the relay takes the test's process for an Envoy of the agent.
     pub is_envoy: Arc<AtomicBool>,
-    /// Whether the workload is healthy.
+    /// The workload's health, which streams report: None until it is known, an error with its reason.
     pub health: watch::Sender<Option<Result<(), String>>>,
     tasks: Tasks,
     shutdown: CancellationToken,
@@ -47,7 +47,7 @@ impl Bench {
         Self::of(control_plane, &addresses, interceptors, max_request_bytes)
     }
 
-    /// One whose control plane is the second; the first is at this address.
+    /// Starts a relay with two control planes: the first is at this address, the second is the bench's own.
     pub async fn behind(first: SocketAddr) -> Self {
         let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
         let addresses = [first, control_plane.address].map(|address| address.to_string());
@@ -59,7 +59,7 @@ impl Bench {
         )
     }
 
-    /// One with a second control plane of the same authority.
+    /// Starts a relay with two control planes that have the same root certificate, and returns the second one, too.
     pub async fn with_second() -> (Self, LocalIstiod) {
         let options = Options {
             keys: Some(Keys::generate("cluster.local").unwrap()),
@@ -153,14 +153,14 @@ impl Bench {
         Envoy::open(&self.socket(), protocol).await
     }
 
-    /// The next stream the control plane accepted.
+    /// Waits until the control plane accepts a stream, and returns this stream.
     pub async fn accepted(&mut self) -> Stream {
         soon(self.control_plane.streams.recv())
             .await
             .expect("a stream")
     }
 
-    /// Stops everything and asserts that no task is left.
+    /// Stops the relay, and asserts that no task and no socket is left.
     pub async fn finish(mut self) {
         self.shutdown.cancel();
         assert_eq!(
@@ -172,7 +172,7 @@ impl Bench {
     }
 }
 
-/// The settings of a connection to a control plane whose root and token are in `directory`.
+/// Returns the settings of a connection to a control plane whose root certificate and token are in `directory`.
 pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
     istiod::Config {
         address: address.to_owned(),

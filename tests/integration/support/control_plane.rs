@@ -1,4 +1,4 @@
-//! A control plane whose resources the test sets, which can die and come back.
+//! A control plane whose resources the test sets, and which the test can stop and start again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use tokio::sync::{mpsc, watch};
 
 use super::{eventually, free_port, local};
 
-/// The account every agent of these tests runs as.
+/// The namespace and service account of every agent in these tests.
 pub const NAMESPACE: &str = "shop";
 pub const ACCOUNT: &str = "cart";
 
-/// The member that names the pod of [`only`].
+/// The member of a resource that names its pod; see [`only`].
 const ONLY: &str = "only";
 
-/// As long as nothing in a test may expire.
+/// The lifetime of tokens and certificates that must not expire during a test.
 const LONG: Duration = Duration::from_secs(3600);
 
 pub struct ControlPlane {
@@ -31,10 +31,10 @@ pub struct ControlPlane {
     snapshots: watch::Sender<Arc<Snapshot>>,
 }
 
-/// Requests on streams that are served: what is not read yet, and those of the newest stream.
+/// The requests that were read from streams: those that are not decoded yet, and those of the newest stream.
 struct Requests(mpsc::UnboundedReceiver<Bytes>, Vec<DeltaDiscoveryRequest>);
 
-/// A control plane that is dead for the moment.
+/// A control plane that was stopped and can be started again.
 pub struct Dead {
     options: Options,
     keys: Keys,
@@ -44,14 +44,14 @@ pub struct Dead {
 }
 
 impl ControlPlane {
-    /// Serves `resources`, and certificates that live for `life`.
+    /// Starts a control plane that serves `resources` and issues certificates that are valid for `life`.
     pub async fn start(resources: &[Value], life: Duration) -> Self {
         let snapshots = watch::Sender::new(snapshot(resources).await);
         let served = Some(snapshots.subscribe());
         Self::with(snapshots, served, life).await
     }
 
-    /// Leaves streams to the test; certificates live for `life`.
+    /// Starts a control plane whose streams the test scripts. Its certificates are valid for `life`.
     pub async fn scripted(life: Duration) -> Self {
         Self::with(watch::Sender::default(), None, life).await
     }
@@ -65,7 +65,7 @@ impl ControlPlane {
         let (copies, requests) = mpsc::unbounded_channel();
         let keys = Keys::generate("cluster.local").unwrap();
         let options = Options {
-            // Below the ports of outgoing connections, so that it is still free at a restart.
+            // The port is below those of outgoing connections, so it is still free at a restart.
             listen: local(free_port()),
             max_cert_ttl: life,
             keys: Some(keys.clone()),
@@ -84,7 +84,7 @@ impl ControlPlane {
         dead.revive().await
     }
 
-    /// One whose certificates do not expire.
+    /// Starts a control plane whose certificates do not expire during a test.
     pub async fn of(resources: &[Value]) -> Self {
         Self::start(resources, LONG).await
     }
@@ -109,12 +109,12 @@ impl ControlPlane {
         self.snapshots.send_replace(snapshot(resources).await);
     }
 
-    /// Adds a resource, also one that is withheld.
+    /// Adds a resource, which may be a withheld one.
     pub fn add(&self, resource: Resource) {
         add(&self.snapshots, resource);
     }
 
-    /// The next event of a kind; those before it are skipped.
+    /// Waits for the next event that is `wanted`, and skips the events before it.
     pub async fn event(&mut self, what: &str, wanted: impl Fn(&Event) -> bool) -> Event {
         eventually(what, async || {
             loop {
@@ -127,7 +127,7 @@ impl ControlPlane {
         .await
     }
 
-    /// An event of a kind that has been told by now.
+    /// Returns the first `wanted` event that has already arrived, and skips the events before it.
     pub fn told(&mut self, wanted: impl Fn(&Event) -> bool) -> Option<Event> {
         while let Ok(event) = self.events.try_recv() {
             if wanted(&event) {
@@ -137,8 +137,9 @@ impl ControlPlane {
         None
     }
 
-    /// The requests on the newest stream, which is a delta stream. Fails if one before has what does not come from
-    /// Envoy's answer to a response of this control plane.
+    /// Returns the requests on the newest stream, which must be a delta stream. Fails if istiod got a request that
+    /// Envoy does not send to it: a second ACK or NACK of one response, a NACK without a nonce, or the ACK or NACK of a
+    /// stored response, whose nonce begins with `kept`.
     pub fn requests(&mut self) -> &[DeltaDiscoveryRequest] {
         let Requests(copies, requests) = &mut self.requests;
         while let Ok(bytes) = copies.try_recv() {
@@ -179,7 +180,7 @@ impl Dead {
         add(&self.snapshots, resource);
     }
 
-    /// The same again, at the same address.
+    /// Starts the same control plane again, at the same address.
     pub async fn revive(self) -> ControlPlane {
         ControlPlane {
             istiod: LocalIstiod::start(self.options).await.unwrap(),
@@ -190,13 +191,13 @@ impl Dead {
         }
     }
 
-    /// One at the same address that takes streams and answers nothing.
+    /// Starts a control plane at the same address that accepts streams and sends no responses.
     pub async fn revive_silent(mut self) -> ControlPlane {
         self.options.snapshots = None;
         self.revive().await
     }
 
-    /// Another one at the same address, which has only `keys` of its own.
+    /// Starts a control plane at the same address with other keys: `keys`.
     pub async fn replace(mut self, keys: Keys) -> ControlPlane {
         self.options.keys = Some(keys.clone());
         self.keys = keys;
@@ -204,7 +205,7 @@ impl Dead {
     }
 }
 
-/// The resource for the Envoy of one pod.
+/// Marks a resource, so that only the Envoy of this pod gets it.
 pub fn only(pod: &str, mut resource: Value) -> Value {
     resource[ONLY] = json!(pod);
     resource

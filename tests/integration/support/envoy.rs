@@ -1,4 +1,4 @@
-//! Envoy's side of a discovery stream, byte for byte under the test's control.
+//! Envoy's side of a discovery stream. The test decides about each byte that is sent.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -20,7 +20,7 @@ use tonic::{Code, Status};
 
 use super::{framed, soon};
 
-/// One stream. Dropping it is Envoy's death: its connection closes.
+/// One stream on a separate connection. Dropping it closes the connection, like the end of Envoy.
 pub struct Envoy {
     requests: Option<mpsc::UnboundedSender<Bytes>>,
     responses: Incoming,
@@ -54,7 +54,7 @@ impl Envoy {
         Self::open_with(socket, path, ("x-envoy-internal", "true")).await
     }
 
-    /// Opens a stream with a header.
+    /// Opens a stream with an additional header.
     pub async fn open_with(socket: &Path, path: &str, header: (&str, &str)) -> Self {
         let stream = UnixStream::connect(socket).await.unwrap();
         let tasks = ConnectionTasks::default();
@@ -64,7 +64,7 @@ impl Envoy {
                 .await
                 .unwrap();
         executor.spawn(async move {
-            let _ = connection.await; // Its end shows in the stream's.
+            let _ = connection.await; // The stream also ends with an error if the connection fails.
         });
         let (requests, receiver) = mpsc::unbounded_channel();
         let request = http::Request::post(format!("http://xds-grpc{path}"))
@@ -94,7 +94,7 @@ impl Envoy {
         self.send_raw(framed(&message.encode_to_vec()));
     }
 
-    /// Sends bytes, framed or not.
+    /// Sends bytes unchanged. They need not be a gRPC frame.
     pub fn send_raw(&self, bytes: Bytes) {
         let requests = self.requests.as_ref().expect("not half-closed");
         requests.send(bytes).expect("the stream is open");
@@ -105,7 +105,7 @@ impl Envoy {
         self.requests = None;
     }
 
-    /// The bytes of the next message.
+    /// Returns the bytes of the next message, without its gRPC frame.
     pub async fn next_bytes(&mut self) -> Bytes {
         loop {
             if self.buffer.len() >= 5 {
@@ -127,7 +127,7 @@ impl Envoy {
         }
     }
 
-    /// Reads a first piece of a message and says how long it was.
+    /// Reads one HTTP/2 data frame, which may contain only a part of a message, and returns its length.
     pub async fn first_bytes(&mut self) -> usize {
         let frame = self
             .responses
@@ -138,7 +138,7 @@ impl Envoy {
         frame.into_data().expect("data").len()
     }
 
-    /// The status the stream ends with; what was left of a message is thrown away.
+    /// Waits for the end of the stream and returns its status. Responses that were not read are discarded.
     pub async fn end(mut self) -> Status {
         loop {
             if let Some(trailers) = &self.trailers {

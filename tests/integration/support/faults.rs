@@ -1,4 +1,4 @@
-//! Faults that `pilot-agent doctor` has to name: rows of tables, all judged alike.
+//! Tables of faults, and a check that `pilot-agent doctor` names each of them.
 
 use std::any::Any;
 use std::process::Command;
@@ -12,15 +12,15 @@ use super::eventually;
 use super::place::Place;
 use super::pod::Pod;
 
-/// How long the doctor may take.
+/// The time that the doctor may take.
 const LIMIT: Duration = Duration::from_secs(3);
 
-/// As many doctors at once as a small machine has processors, so that they do not wait for each other.
+/// The permits to run a doctor. Two run at once, so that they do not wait for each other on a machine of two cores.
 static TURNS: Semaphore = Semaphore::const_new(2);
 
-/// What a doctor examines.
+/// An agent that a doctor examines.
 pub trait Patient: 'static {
-    /// A command of the agent with the agent's settings.
+    /// Returns a command with the program and the settings of the agent.
     fn command(&self) -> Command;
 }
 
@@ -36,27 +36,28 @@ impl Patient for Pod {
     }
 }
 
-/// What a report has to say: the code; the words of the first line for the cause and the setting or object;
-/// the words of the second line for a command or a value that cures it.
+/// The expected report: the code; words of the first line, which name the cause and the setting or object;
+/// words of the second line, which name the command or value that cures it.
 pub type Says<'a> = (&'static str, &'a [&'a str], &'a [&'a str]);
 
-/// A fault, and what the doctor has to say.
+/// A fault, and the expected report.
 pub struct Fault {
     command: Command,
     lines: [Vec<String>; 2],
     exit: i32,
-    /// Whether it is the doctor who is asked; else the first error of a command has to say all.
+    /// True if the doctor reports the fault. Otherwise `command` fails, and the first line of its errors names the
+    /// code, the cause and the cure.
     is_report: bool,
-    /// What lives until the report is there, such as a control plane.
+    /// Values that are dropped after the report, such as the patient and its control plane.
     kept: Vec<Box<dyn Any>>,
 }
 
-/// The rows of a table, made and examined side by side.
+/// The rows of a table. They are prepared and examined concurrently.
 #[derive(Default)]
 pub struct Faults(JoinSet<()>, LocalSet);
 
 impl Fault {
-    /// One that is an error. The patient lives until the report is there.
+    /// Creates a fault that the doctor reports as an error. The patient is dropped after the report.
     pub fn new(patient: impl Patient, (code, cause, cure): Says<'_>) -> Self {
         Self {
             command: patient.command(),
@@ -70,7 +71,7 @@ impl Fault {
         }
     }
 
-    /// One that another command of the agent reports as it fails.
+    /// Creates a fault with which another command of the agent fails and which this command reports.
     pub fn failing(command: Command, (code, cause, cure): Says<'_>) -> Self {
         Self {
             command,
@@ -82,17 +83,17 @@ impl Fault {
     }
 
     pub fn with(mut self, kept: impl Any) -> Self {
-        // An agent ends before its directory.
+        // The values are dropped in order, and an agent must end before its directory is removed.
         self.kept.insert(0, Box::new(kept));
         self
     }
 
-    /// One that is a warning.
+    /// Makes the fault a warning.
     pub fn warns(self) -> Self {
         Self { exit: 1, ..self }
     }
 
-    /// One that is told, although nothing is wrong with the pod.
+    /// Makes the fault a note: the report names it, but the doctor exits with 0.
     pub fn noted(self) -> Self {
         Self { exit: 0, ..self }
     }
@@ -106,7 +107,8 @@ impl Fault {
             let output = command.output().await.unwrap();
             let (took, text) = (began.elapsed(), String::from_utf8_lossy(&output.stdout));
             assert!(took < LIMIT, "{took:?}: {name}: {text}");
-            // A pod with a warning is ready, once its agent has started.
+            // While the agent starts, the pod is not ready, and the doctor is asked again. A pod with a warning is
+            // ready after that.
             let is_starting = self.exit != 2 && text.starts_with("not ready: ");
             (!is_starting).then_some(output)
         });

@@ -1,4 +1,4 @@
-//! HTTP small enough to say anything: single exchanges, servers, and load that keeps count.
+//! A small HTTP client and server that can send any bytes, and load that counts its failures and successes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -13,25 +13,25 @@ use tokio_rustls::TlsAcceptor;
 
 use super::{local, soon, until};
 
-/// An exchange that takes longer has failed.
+/// The time after which an attempt of a load counts as failed.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Leaves the machine to Envoy and the agent between two exchanges.
+/// The pause between two attempts of a load, which leaves the processor to Envoy and the agent.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// An application that serves as long as it is not dropped.
+/// An application that serves until it is dropped.
 pub struct Backend {
     pub port: u16,
     _serving: JoinSet<()>,
 }
 
 impl Backend {
-    /// Answers every request with 200.
+    /// Starts an application that responds to each request with 200.
     pub async fn start() -> Self {
         Self::serving(answer_all).await
     }
 
-    /// Serves each connection with `serve`.
+    /// Starts an application that serves each connection with `serve`.
     pub async fn serving<F>(serve: fn(TcpStream) -> F) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
@@ -39,7 +39,8 @@ impl Backend {
         Self::of(TcpListener::bind(local(0)).await.unwrap(), serve)
     }
 
-    /// Answers every request to a listener with 200 and the client's address as `x-client`.
+    /// Starts an application on a listener. It responds with 200, and with the client's address in the header
+    /// `x-client`.
     pub fn naming_clients(listener: std::net::TcpListener) -> Self {
         listener.set_nonblocking(true).unwrap();
         Self::of(TcpListener::from_std(listener).unwrap(), answer_with_client)
@@ -82,14 +83,14 @@ async fn answer(mut stream: TcpStream, headers: &str) {
     }
 }
 
-/// The head of a 200 answer, or what came instead.
+/// Sends a request for `/`, and returns the head of the response. Fails with the head of a response other than 200.
 pub async fn exchange(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
 ) -> Result<String, String> {
     request(stream, "cart", "/").await
 }
 
-/// The same for a path of a host.
+/// Sends a request for a path of a host, and returns like [`exchange`].
 pub async fn request(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     host: &str,
@@ -108,7 +109,7 @@ pub async fn request(
     Ok(head)
 }
 
-/// A single exchange on a connection of its own.
+/// Sends a request on a new connection, and returns like [`exchange`].
 pub async fn get(port: u16) -> Result<String, String> {
     exchange(&mut connect(port).await?).await
 }
@@ -135,13 +136,13 @@ pub async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> std::io::Result
     Ok(String::from_utf8_lossy(&head).into_owned())
 }
 
-/// Something done over and over.
+/// An action that a load repeats.
 pub trait Attempt: Send + 'static {
-    /// What is worth counting about a success, or what went wrong.
+    /// Acts once. Returns the kind of a success, by which [`Tally`] counts, or the reason of a failure.
     fn attempt(&mut self) -> impl Future<Output = Result<String, String>> + Send;
 }
 
-/// A new connection for each request; counts the marks of routes.
+/// A request to a port on a new connection each time. Successes are counted by the route's mark (`x-mark`).
 pub struct Fresh(pub u16);
 
 impl Attempt for Fresh {
@@ -150,7 +151,8 @@ impl Attempt for Fresh {
     }
 }
 
-/// All requests on one connection, which must last.
+/// A request to a port on the same connection each time. A closed connection is a failure; the next request opens
+/// another one.
 pub struct Lasting(u16, Option<TcpStream>);
 
 impl Lasting {
@@ -177,11 +179,11 @@ fn mark(head: &str) -> String {
     header(head, "x-mark").unwrap_or_default().to_owned()
 }
 
-/// What a load has seen so far.
+/// The results of a load so far.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     pub failures: Vec<String>,
-    /// How often each kind of success came.
+    /// The number of successes of each kind.
     pub successes: BTreeMap<String, usize>,
 }
 
@@ -198,7 +200,7 @@ impl Tally {
     }
 }
 
-/// Attempts in a loop, until it is dropped.
+/// A load: workers that repeat their attempts until it is dropped.
 #[derive(Default)]
 pub struct Load {
     workers: JoinSet<()>,
@@ -220,7 +222,7 @@ impl Load {
         self
     }
 
-    /// Waits until it has made so many attempts.
+    /// Waits until the load has made this many attempts in all.
     pub async fn makes(&self, attempts: usize) {
         until("more attempts", || self.tally().attempts() >= attempts).await;
     }
@@ -229,7 +231,7 @@ impl Load {
         self.tally.lock().unwrap().clone()
     }
 
-    /// Sees that every attempt has succeeded.
+    /// Asserts that every attempt has succeeded.
     pub fn assert_flawless(&self) -> Tally {
         let tally = self.tally();
         assert!(
@@ -243,7 +245,7 @@ impl Load {
     }
 }
 
-/// Status, header lines and body.
+/// A response: status, header lines in lower case, and body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub status: u16,
@@ -251,17 +253,17 @@ pub struct Answer {
     pub body: String,
 }
 
-/// One request on a connection of its own; `line` is method and path.
+/// Sends a request on a new connection, and returns the response. `line` is method and path.
 pub async fn ask(port: u16, line: &str) -> Answer {
     ask_with(port, line, "").await
 }
 
-/// The same with further header lines.
+/// Sends a request with further header lines, each of which ends with CRLF.
 pub async fn ask_with(port: u16, line: &str, headers: &str) -> Answer {
     try_ask(port, line, headers).await.expect("an answer")
 }
 
-/// The same, of a port that may not be there.
+/// Sends a request to a port on which no process may listen. Returns None without a response.
 pub async fn try_ask(port: u16, line: &str, headers: &str) -> Option<Answer> {
     let exchange = async {
         let mut stream = TcpStream::connect(local(port)).await.ok()?;
@@ -283,7 +285,7 @@ pub async fn try_ask(port: u16, line: &str, headers: &str) -> Option<Answer> {
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
-/// A server that answers each path with a status, header lines and a body; none never answers.
+/// A server that responds to each path with a status, header lines and a body, or never if its function returns None.
 pub struct Server {
     pub port: u16,
     pub requests: watch::Receiver<Vec<String>>,
@@ -298,7 +300,7 @@ impl Server {
         Self::serve(port, None, answer).await
     }
 
-    /// With a self-signed certificate.
+    /// Starts a server with TLS, a self-signed certificate, and a free port.
     pub async fn tls(
         answer: impl Fn(&str) -> Option<(u16, String, String)> + Send + Sync + 'static,
     ) -> Self {
@@ -330,11 +332,11 @@ impl Server {
                     None => Box::new(stream),
                     Some(tls) => match tls.accept(stream).await {
                         Ok(stream) => Box::new(stream),
-                        Err(_) => continue, // It may have gone.
+                        Err(_) => continue, // The client may have closed the connection.
                     },
                 };
                 let Ok(request) = read_head(&mut stream).await else {
-                    continue; // It may have gone.
+                    continue; // The client may have closed the connection.
                 };
                 let path = request.split(' ').nth(1).unwrap_or_default().to_owned();
                 sender.send_modify(|requests| requests.push(request));
@@ -345,7 +347,7 @@ impl Server {
                 let length = body.len();
                 let head = format!("HTTP/1.1 {status} X\r\n{headers}content-length: {length}");
                 let text = format!("{head}\r\nconnection: close\r\n\r\n{body}");
-                let _ = stream.write_all(text.as_bytes()).await; // It may have gone.
+                let _ = stream.write_all(text.as_bytes()).await; // The client may have closed the connection.
                 let _ = stream.shutdown().await;
             }
         });

@@ -1,4 +1,4 @@
-//! What the tests share: agents with a scripted or a real Envoy, control planes, and patience.
+//! Helpers of the tests: agents with a scripted or a real Envoy, control planes, and waiting with a time limit.
 
 pub mod bench;
 pub mod control_plane;
@@ -41,15 +41,15 @@ pub const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listene
 pub const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
 pub const STREAM_SECRETS: &str = "/envoy.service.secret.v3.SecretDiscoveryService/StreamSecrets";
 
-/// How long anything may take that should happen soon on a busy machine, retries included.
+/// The time limit of everything that a test waits for. It allows for retries and a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(40);
 
-/// A control plane that expects streams to be scripted.
+/// Starts a control plane whose streams the test scripts.
 pub async fn local_istiod() -> LocalIstiod {
     LocalIstiod::start(options()).await.unwrap()
 }
 
-/// A control plane that answers discovery requests.
+/// Starts a control plane that responds to discovery requests, with no resources.
 pub async fn answering_istiod() -> LocalIstiod {
     let (_, snapshots) = watch::channel(Arc::new(Snapshot::default()));
     let options = Options {
@@ -59,7 +59,8 @@ pub async fn answering_istiod() -> LocalIstiod {
     LocalIstiod::start(options).await.unwrap()
 }
 
-/// Each control plane has its own address, so that no other process takes its port while it is away.
+/// Returns options with a separate loopback address for each control plane, so that no other process takes its port
+/// while it is stopped.
 pub fn options() -> Options {
     static NEXT: AtomicU16 = AtomicU16::new(1);
     let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
@@ -71,7 +72,7 @@ pub fn options() -> Options {
     }
 }
 
-/// Kills a control plane and starts the same again, changed by `change`.
+/// Kills a control plane, and starts it again with options that `change` has changed.
 pub async fn restarted(istiod: LocalIstiod, change: impl FnOnce(&mut Options)) -> LocalIstiod {
     let mut options = istiod.kill().await;
     change(&mut options);
@@ -85,7 +86,7 @@ pub fn node() -> Option<Node> {
     })
 }
 
-/// A first request for a type.
+/// Returns the first request for a type on a stream: it has a node and no nonce.
 pub fn request(type_url: &str, names: &[&str]) -> DiscoveryRequest {
     DiscoveryRequest {
         node: node(),
@@ -113,13 +114,13 @@ pub async fn next_response(envoy: &mut Envoy) -> DiscoveryResponse {
     DiscoveryResponse::decode(envoy.next_bytes().await).unwrap()
 }
 
-/// The next stream the control plane accepted.
+/// Waits until the control plane accepts a stream, and returns this stream.
 pub async fn accepted(istiod: &mut LocalIstiod) -> Stream {
     soon(istiod.streams.recv()).await.expect("a stream")
 }
 
-/// Has a control plane end streams with this status. If that is UNIMPLEMENTED, it answers streams that are not
-/// incremental.
+/// Makes a control plane end all streams with this status. With UNIMPLEMENTED it ends only delta streams, and sends an
+/// empty response on each state-of-the-world stream.
 pub fn refusing(mut istiod: LocalIstiod, status: Status) -> JoinSet<()> {
     let mut refusing = JoinSet::new();
     refusing.spawn(async move {
@@ -143,13 +144,13 @@ pub fn refusing(mut istiod: LocalIstiod, status: Status) -> JoinSet<()> {
     refusing
 }
 
-/// Asks for clusters until a stream comes through to istiod and back.
+/// Opens a stream, and asserts that its request reaches istiod and that istiod's response reaches the stream.
 pub async fn relays(place: &Place, istiod: &mut LocalIstiod) {
     let mut envoy = ask_for_clusters(place).await;
     answered(&mut envoy, istiod).await;
 }
 
-/// The stream's request reaches istiod, and istiod's answer the stream.
+/// Asserts that the stream's request for clusters reaches istiod, and that istiod's response reaches the stream.
 pub async fn answered(envoy: &mut Envoy, istiod: &mut LocalIstiod) {
     let mut stream = accepted(istiod).await;
     let got: DiscoveryRequest = soon(stream.next()).await.unwrap().unwrap();
@@ -163,8 +164,8 @@ pub async fn answered(envoy: &mut Envoy, istiod: &mut LocalIstiod) {
     assert_eq!(next_response(envoy).await, answer);
 }
 
-/// A port on which no process listens and that is none of Istio's own, given out once; below the
-/// ports the kernel gives to clients, so that none of them takes it before its owner binds it.
+/// Returns a port on which no process listens. Each port is returned once, and none of Istio's ports is returned. The
+/// ports are below those that the kernel assigns to clients, so that no client takes one before the test binds it.
 pub fn free_port() -> u16 {
     static NEXT: OnceLock<AtomicU16> = OnceLock::new();
     let next = NEXT.get_or_init(|| {
@@ -184,7 +185,7 @@ pub fn local(port: u16) -> SocketAddr {
     (Ipv4Addr::LOCALHOST, port).into()
 }
 
-/// What must happen within the patience of a slow machine; if it does not, the caller is named.
+/// Waits for a future, at most for [`PATIENCE`]. After that it panics and names the caller.
 #[track_caller]
 pub fn soon<T>(future: impl Future<Output = T>) -> impl Future<Output = T> {
     let caller = Location::caller();
@@ -196,7 +197,7 @@ pub fn soon<T>(future: impl Future<Output = T>) -> impl Future<Output = T> {
     }
 }
 
-/// Looks again until there is something.
+/// Repeats `look` until it returns a value, and returns this value.
 pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
     let poll = async {
         loop {
@@ -212,7 +213,7 @@ pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>)
     value
 }
 
-/// Looks again until a condition holds.
+/// Waits until a condition holds.
 pub async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let poll = async {
         while !holds() {
@@ -225,7 +226,7 @@ pub async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     );
 }
 
-/// A gRPC frame around a message.
+/// Returns a message in a gRPC frame.
 pub fn framed(message: &[u8]) -> Bytes {
     let length = u32::try_from(message.len()).unwrap().to_be_bytes();
     Bytes::from([&[0], &length[..], message].concat())

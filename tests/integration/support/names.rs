@@ -1,4 +1,4 @@
-//! Names: a table of the mesh's, and a resolver that knows some others and counts.
+//! A name table of the mesh, and an upstream resolver that counts its queries.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -31,7 +31,7 @@ struct NameInfo {
     namespace: String,
 }
 
-/// A table of services of one namespace.
+/// Returns a name table with services of one namespace and their addresses.
 pub fn name_table(namespace: &str, services: &[(&str, &[&str])]) -> Resource {
     let row = |(name, ips): &(&str, &[&str])| {
         let info = NameInfo {
@@ -46,7 +46,7 @@ pub fn name_table(namespace: &str, services: &[(&str, &[&str])]) -> Resource {
     Resource::new("", NAME_TABLE, NameTable { table }.encode_to_vec())
 }
 
-/// Knows `outside.example` and the 64 addresses of `giant.example`, which need TCP.
+/// An upstream resolver that knows `outside.example`, and `giant.example`, whose 64 addresses need TCP.
 pub struct Resolver {
     asked: Arc<Mutex<Vec<String>>>,
     _serving: JoinSet<()>,
@@ -70,19 +70,19 @@ impl Resolver {
         }
     }
 
-    /// How often it has been asked for a name.
+    /// Returns the number of queries for a name, which ends with a dot.
     pub fn asked(&self, name: &str) -> usize {
         let asked = self.asked.lock().unwrap();
         asked.iter().filter(|asked| *asked == name).count()
     }
 
-    /// How often it has been asked.
+    /// Returns the number of all queries.
     pub fn total(&self) -> usize {
         self.asked.lock().unwrap().len()
     }
 }
 
-/// The sockets of a resolver.
+/// Binds the sockets of a resolver.
 pub fn bound(address: SocketAddr) -> (std::net::UdpSocket, std::net::TcpListener) {
     let udp = std::net::UdpSocket::bind(address).unwrap();
     let tcp = std::net::TcpListener::bind(address).unwrap();
@@ -101,7 +101,7 @@ async fn serve_udp(socket: UdpSocket, asked: Arc<Mutex<Vec<String>>>) {
             reply[2] |= 2;
             reply[6..8].fill(0);
         }
-        // The client may be gone.
+        // The client may have closed its socket; it needs no answer then.
         let _ = socket.send_to(&reply, client).await;
     }
 }
@@ -124,7 +124,8 @@ async fn serve_tcp(listener: TcpListener, asked: Arc<Mutex<Vec<String>>>) {
     }
 }
 
-/// The whole reply, and where its question ends. EDNS is left out, as a resolver may.
+/// Returns the complete answer to a query, and the offset at which its question ends. The answer has no EDNS record,
+/// which a resolver may omit.
 fn resolve(query: &[u8], asked: &Mutex<Vec<String>>) -> (Vec<u8>, usize) {
     let (mut name, mut at) = (String::new(), 12);
     while query[at] != 0 {
@@ -153,7 +154,7 @@ fn resolve(query: &[u8], asked: &Mutex<Vec<String>>) -> (Vec<u8>, usize) {
     (reply, end)
 }
 
-/// The addresses in a text, each once, in order.
+/// Returns the addresses in a text, sorted and without duplicates.
 pub fn addresses(text: &str) -> Vec<IpAddr> {
     let words = text.split_whitespace();
     let mut found: Vec<IpAddr> = words.filter_map(|word| word.parse().ok()).collect();

@@ -1,8 +1,9 @@
-//! A network and file system of a test's own: nothing is there but what the test puts there.
+//! Network and mount namespaces of single tests. The network is empty at first, and changes of files are invisible
+//! outside.
 //!
-//! A network belongs to a process, so a test that needs one starts the suite again within it, for
-//! itself alone. That takes root and some tools; without them the test says so and is not run,
-//! except under `NETNS_TESTS`, where it fails.
+//! A network namespace belongs to a process. A test that needs one therefore starts the test binary again inside a new
+//! namespace, and there runs only itself. This needs root and some tools. Without them the test prints that and is
+//! skipped; if the variable `NETNS_TESTS` is set, it fails.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -15,15 +16,15 @@ use super::programs::variable;
 
 const INSIDE: &str = "ISTIO_AGENT_TEST_INSIDE";
 
-/// Where programs are that every user of the namespace may start.
+/// The directory with programs that every user of the namespace may start.
 const PROGRAMS: &str = "/mnt";
 
-/// The user whose traffic is not captured, and the application's.
+/// The agent's user, whose traffic is not captured, and the application's user.
 pub const AGENT: u32 = 1337;
 pub const APPLICATION: u32 = 65_534;
 
-/// Whether this is the inside. Outside, it runs the test of this name, one of [`crate::envoy`],
-/// inside, and fails as that does.
+/// Returns true inside the namespaces. Outside, it runs the test of this name, which must be one of [`crate::envoy`],
+/// in new namespaces, fails if that fails, and returns false.
 pub fn is_inside(test: &str) -> bool {
     if variable(INSIDE).is_some() {
         prepare();
@@ -49,12 +50,12 @@ pub fn is_inside(test: &str) -> bool {
     false
 }
 
-/// Another machine: a network of its own, joined to this one.
+/// Another machine: a second network namespace that is connected to this one.
 pub struct Peer(Child);
 
 impl Peer {
-    /// Joins one by `eth0`, which has the first address of each pair here and the second there. Either
-    /// is the other's default gateway.
+    /// Creates another machine that is connected by `eth0`, which has the first address of each pair here and the
+    /// second one there. Each of the two is the default gateway of the other.
     pub fn join(addresses: &[(&str, &str)]) -> Self {
         let mut command = Command::new("unshare");
         command.args(["--net", "--", "sleep", "infinity"]);
@@ -84,13 +85,13 @@ impl Peer {
         peer
     }
 
-    /// Runs `ip` there.
+    /// Runs `ip` on the other machine.
     pub fn ip(&self, arguments: &[&str]) {
         let network = format!("--net={}", self.network());
         run("nsenter", &[&[&network, "--", "ip"], arguments].concat());
     }
 
-    /// Calls `act` there; a socket it makes stays one of that network.
+    /// Calls `act` in the other machine's network. A socket that it creates stays in that network.
     pub fn within<T: Send>(&self, act: impl FnOnce() -> T + Send) -> T {
         let enter = || {
             let network = fs::File::open(self.network()).unwrap();
@@ -108,12 +109,12 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // It does not end by itself.
+        let _ = self.0.kill(); // `sleep infinity` does not end by itself.
         let _ = self.0.wait();
     }
 }
 
-/// Puts a file where another is, or where there is none, for this namespace only.
+/// Creates or replaces a file, for this namespace only.
 pub fn put(path: &str, content: &str) {
     let source = Path::new(PROGRAMS).join(path.replace('/', "-"));
     let path = Path::new(path);
@@ -127,7 +128,7 @@ pub fn put(path: &str, content: &str) {
     run("mount", &["--bind", &text(&source), &text(path)]);
 }
 
-/// The files of this machine in a directory of their own: what is changed there is changed for this
+/// Mounts an overlay with the files of this machine, and returns its directory. Changes there are visible in this
 /// namespace only.
 pub fn machine() -> PathBuf {
     let [changed, work, root] = ["changed", "work", "root"].map(|name| {
@@ -144,7 +145,7 @@ pub fn machine() -> PathBuf {
     root.into()
 }
 
-/// A program where other users find it, wherever it was built.
+/// Returns a path at which other users can start a program: its own directory may be closed to them.
 pub fn reachable(program: &Path) -> PathBuf {
     let place = Path::new(PROGRAMS).join(program.file_name().unwrap());
     if !place.exists() {
@@ -154,9 +155,9 @@ pub fn reachable(program: &Path) -> PathBuf {
     place
 }
 
-/// Redirects all queries for port 53 to the agent, but those of its own user. These are not tracked:
-/// a query of an application that happens to have the port of one of them would be taken for it, and
-/// pass by the agent.
+/// Redirects all queries for port 53 to the agent, except those of the agent's user. These are not tracked: otherwise
+/// the kernel would take a query of an application from the same source port for part of the same connection, and would
+/// not redirect it.
 pub fn capture_dns(port: u16) {
     let rules = format!(
         "add table inet capture;
@@ -188,7 +189,7 @@ pub fn run(program: &str, arguments: &[&str]) {
     );
 }
 
-/// Whether a program is there; if not, says that something is left out.
+/// Returns true if a program is installed. Otherwise prints that a part of the test is skipped.
 pub fn has(program: &str) -> bool {
     let found = is_on_path(program);
     if !found {
@@ -223,7 +224,7 @@ fn is_on_path(program: &str) -> bool {
     std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
 }
 
-/// The lowest directory above that exists.
+/// Returns the directory, or its nearest parent that exists.
 fn upmost(directory: &Path) -> String {
     text(directory.ancestors().find(|path| path.exists()).unwrap())
 }

@@ -1,4 +1,4 @@
-//! The directory an agent runs in, with the files a pod would have, and its environment.
+//! The working directory of an agent, with the files that a pod would have, and the agent's environment.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use super::{free_port, until};
 pub const ROOT: &str = "var/run/secrets/istio/root-cert.pem";
 pub const TOKEN: &str = "var/run/secrets/tokens/istio-token";
 
-/// A script that stands in for Envoy.
+/// A script that the agent runs in place of Envoy.
 pub const FAKE_ENVOY: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/tests/integration/support/fake-envoy"
@@ -33,7 +33,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Files and settings with which an agent reaches `istiod`, without Envoy.
+    /// Creates files and settings with which an agent without Envoy reaches `istiod`.
     pub fn of(istiod: &LocalIstiod) -> Self {
         let place = Self {
             directory: tempfile::tempdir().unwrap(),
@@ -45,7 +45,7 @@ impl Place {
         };
         place.write(ROOT, istiod.root_pem());
         place.write(TOKEN, token(istiod));
-        // The doctor asks no resolver of the machine.
+        // Without a resolver in this file, the doctor queries none of the machine's resolvers.
         place.write("resolv.conf", "");
         let status_port = json!(place.status_port);
         place
@@ -60,14 +60,15 @@ impl Place {
             .set("DISABLE_ENVOY", "true")
     }
 
-    /// Like [`Place::of`], with a script for Envoy, so that secrets are served.
+    /// Creates a place like [`Place::of`], with a script in place of Envoy. The agent serves secrets only with an
+    /// Envoy.
     pub fn with_envoy(istiod: &LocalIstiod) -> Self {
         Self::of(istiod)
             .set("DISABLE_ENVOY", "false")
             .proxy("binaryPath", json!(FAKE_ENVOY))
     }
 
-    /// Sets a variable; the last one counts.
+    /// Sets a variable. If a variable is set more than once, the last value counts.
     pub fn set(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.into(), value.into()));
         self
@@ -84,13 +85,13 @@ impl Place {
         self
     }
 
-    /// Takes the place of `sidecar`.
+    /// Sets the kind of the proxy, which is `sidecar` otherwise.
     pub fn kind(mut self, kind: &str) -> Self {
         self.flags[1] = kind.into();
         self
     }
 
-    /// Has a program start the agent, whose path and arguments follow those given.
+    /// Sets a command that starts the agent. The agent's path and arguments follow the given words.
     pub fn started_by(mut self, command: &[&str]) -> Self {
         self.starter = command.iter().map(|&word| word.into()).collect();
         self
@@ -112,7 +113,7 @@ impl Place {
         self.path("var/run/secrets/workload-spiffe-uds/socket")
     }
 
-    /// Writes a file the way the kubelet does: it is there whole or not at all.
+    /// Writes a file atomically, like the kubelet: a reader never finds a part of it.
     pub fn write(&self, path: &str, content: impl AsRef<[u8]>) {
         let path = self.path(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -138,7 +139,7 @@ impl Place {
         agent
     }
 
-    /// Starts the agent.
+    /// Starts the agent without waiting.
     pub fn start_only(&self) -> Process {
         let mut command = self.command();
         command
@@ -147,14 +148,14 @@ impl Place {
         Process::start(&mut command, &self.path("log"))
     }
 
-    /// Runs another command of the agent with the same environment: what it prints.
+    /// Runs another command of the agent with the same environment, and returns its output.
     pub fn run(&self, words: &[&str]) -> Output {
         let mut command = self.command();
         command.args(words);
         command.output().unwrap()
     }
 
-    /// The agent's program by its starter, with its environment.
+    /// Returns a command that runs the agent's program, by its starter if there is one, with its environment.
     pub fn command(&self) -> Command {
         let agent = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
         let mut words = self.starter.iter().map(Into::into).chain([agent]);
@@ -172,13 +173,13 @@ impl Place {
         command
     }
 
-    /// Starts an agent that ends by itself: its exit code and its log.
+    /// Starts an agent that ends by itself, and returns its exit code and its log.
     pub async fn ends(&self) -> (i32, String) {
         self.start_only().ends().await
     }
 }
 
-/// A good token.
+/// Returns a token that the control plane accepts.
 pub fn token(istiod: &LocalIstiod) -> String {
     istiod
         .mint_token("default", "bench", Duration::from_secs(3600))

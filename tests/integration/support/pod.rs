@@ -1,4 +1,4 @@
-//! The agent with its Envoy in a directory of its own, and an Envoy without an agent.
+//! An agent with its Envoy in a temporary directory, and an Envoy without an agent.
 
 use std::fs;
 use std::net::Ipv6Addr;
@@ -23,16 +23,16 @@ const PROXY_CONFIG: &str = "PROXY_CONFIG";
 
 const ADMIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// What may differ from one agent to the next.
+/// The settings that a test chooses for an agent.
 #[derive(Clone, Copy, Default)]
 pub struct Settings<'a> {
-    /// None is an agent that starts none.
+    /// The path of Envoy; with None the agent starts no Envoy.
     pub envoy: Option<&'a Path>,
     pub environment: &'a [(&'a str, &'a str)],
 }
 
 impl Settings<'_> {
-    /// Whether the pod's address is of IPv6, as Envoy's admin address is then.
+    /// Returns true if the pod's address is an IPv6 address. Envoy's admin address is one, too, then.
     fn is_v6(&self) -> bool {
         let is_v6 = |(name, value): &(&str, &str)| *name == "INSTANCE_IP" && value.contains(':');
         self.environment.iter().any(is_v6)
@@ -45,7 +45,7 @@ pub struct Pod {
     pub status_port: u16,
     directory: TempDir,
     proxy_config: String,
-    /// What started the agent.
+    /// The command that started the agent.
     started: Command,
 }
 
@@ -54,12 +54,12 @@ impl Pod {
         Self::start_as("sidecar", settings, control_plane)
     }
 
-    /// Starts one that is a `router`, say.
+    /// Starts a pod whose proxy has this role, such as `router`.
     pub fn start_as(role: &str, settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
         Self::draining_for(role, "1s", settings, control_plane)
     }
 
-    /// Starts one whose drain takes as long as given.
+    /// Starts a pod whose Envoy drains for this time, such as `1s`.
     pub fn draining_for(
         role: &str,
         drain: &str,
@@ -69,7 +69,7 @@ impl Pod {
         Self::start_of(None, role, drain, settings, control_plane)
     }
 
-    /// As another user and group, if they are given; in a namespace.
+    /// Starts a pod, as another user and group if they are given. Another user needs the namespaces of [`namespace`].
     fn start_of(
         user: Option<(u32, u32)>,
         role: &str,
@@ -89,7 +89,7 @@ impl Pod {
             "terminationDrainDuration": drain,
             "concurrency": 1,
         });
-        // What a test says of its own is over that.
+        // The members of the test's own PROXY_CONFIG replace those above.
         for (_, text) in settings
             .environment
             .iter()
@@ -135,14 +135,15 @@ impl Pod {
         }
     }
 
-    /// Kills agent and Envoy, as the kernel does where memory is short, and starts the agent again.
+    /// Kills agent and Envoy with SIGKILL, like the kernel when memory is short, calls `while_down`, and starts the
+    /// agent again.
     pub async fn kill_and_restart(&mut self, while_down: impl FnOnce()) {
         self.kill().await;
         while_down();
         self.restart(&[]);
     }
 
-    /// Kills agent and Envoy.
+    /// Kills the agent with SIGKILL, and waits until its Envoy has ended, too.
     pub async fn kill(&mut self) {
         let envoy = self.envoy_pid();
         self.agent.signal(Signal::KILL);
@@ -153,7 +154,7 @@ impl Pod {
         .await;
     }
 
-    /// Starts an agent that has ended again, with these variables too.
+    /// Starts an agent that has ended again, with these additional variables.
     pub fn restart(&mut self, environment: &[(&str, &str)]) {
         self.started.envs(environment.iter().copied());
         let log = self.path("agent.log");
@@ -164,7 +165,8 @@ impl Pod {
         &self.proxy_config
     }
 
-    /// A command in the container of the agent, whose arguments are to come.
+    /// Returns a command of the agent's program in the agent's directory, with `PROXY_CONFIG` and none of the agent's
+    /// other variables. The caller adds the arguments.
     pub fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
         command
@@ -174,7 +176,7 @@ impl Pod {
         command
     }
 
-    /// A command with the agent's own environment, whose arguments are to come.
+    /// Returns a command of the agent's program with the agent's environment. The caller adds the arguments.
     pub fn command_as_agent(&self) -> Command {
         let mut command = self.command();
         let variables = self.started.get_envs();
@@ -182,7 +184,7 @@ impl Pod {
         command
     }
 
-    /// Runs one to its end, which must be a good one.
+    /// Runs a command of the agent's program, and asserts that it succeeds.
     pub async fn run(&self, arguments: &[&str]) {
         let mut command = self.command();
         command.args(arguments);
@@ -195,7 +197,7 @@ impl Pod {
         );
     }
 
-    /// Starts one and waits until Envoy serves.
+    /// Starts a pod and waits until Envoy is ready.
     pub async fn serving(settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
         Self::serving_as(None, settings, control_plane).await
     }
@@ -218,7 +220,7 @@ impl Pod {
         self.directory.path().join(path)
     }
 
-    /// As Kubernetes does it: at once, and not within the old file.
+    /// Replaces the root certificate atomically by a new file, like Kubernetes.
     pub fn replace_root(&self, pem: &str) {
         self.replace(ROOT, pem);
     }
@@ -227,9 +229,9 @@ impl Pod {
         self.replace(TOKEN, token);
     }
 
-    /// What the status port says, if it answers with 200.
+    /// Returns the body of a response of the status port, or None without a response of status 2xx.
     pub async fn status(&self, method: Method, path: &str) -> Option<String> {
-        // As talkative as Envoy's admin port, and as far away.
+        // The client for Envoy's admin port fits the status port, too: both are HTTP on loopback.
         let answer = admin(self.status_port).request(method, path).await.ok()?;
         answer
             .status()
@@ -241,7 +243,7 @@ impl Pod {
         child_of(self.agent.pid())
     }
 
-    /// The bootstrap the agent has given its Envoy.
+    /// Returns the bootstrap that the agent has generated for its Envoy.
     pub fn bootstrap(&self) -> Value {
         let text = fs::read_to_string(self.path("etc/istio/proxy/envoy-rev.json")).unwrap();
         serde_json::from_str(&text).unwrap()
@@ -255,9 +257,9 @@ impl Pod {
 
 impl Drop for Pod {
     fn drop(&mut self) {
-        // An agent that is killed has no time to end its Envoy.
+        // An agent that is killed cannot end its Envoy.
         for envoy in children_of(self.agent.pid()) {
-            let _ = rustix::process::kill_process(envoy, Signal::KILL); // It may just have ended.
+            let _ = rustix::process::kill_process(envoy, Signal::KILL); // Envoy may just have ended.
         }
     }
 }
@@ -271,8 +273,8 @@ pub struct BareEnvoy {
 }
 
 impl BareEnvoy {
-    /// Starts it on a bootstrap, whose admin port is replaced by a free one, and waits until it
-    /// serves.
+    /// Starts Envoy with a bootstrap, in which it replaces the admin port by a free one, and waits until Envoy is
+    /// ready.
     pub async fn serving(binary: &Path, mut bootstrap: Value) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let port = free_port();
@@ -303,7 +305,7 @@ impl BareEnvoy {
     }
 }
 
-/// What Envoy says under a path of its admin port, if it answers with 200.
+/// Returns the body of a response of Envoy's admin port, or None without a response of status 2xx.
 pub async fn ask(envoy: &Admin, path: &str) -> Option<String> {
     let answer = envoy.request(Method::GET, path).await.ok()?;
     answer
@@ -333,7 +335,7 @@ fn base_environment() -> [(&'static str, String); 8] {
     ]
 }
 
-/// Gives everything in a directory to a user.
+/// Changes the owner and group of a directory and its content to a user.
 fn give(directory: &Path, user: u32) {
     chown(directory, Some(user), Some(user)).unwrap();
     for entry in fs::read_dir(directory).unwrap() {

@@ -1,4 +1,5 @@
-//! A child process: its output kept for failures, its figures read from `/proc`, its end certain.
+//! A child process. Its output is printed if the test fails, its figures are read from `/proc`, and it ends with the
+//! test.
 
 use std::fs;
 use std::io;
@@ -12,18 +13,18 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 
 use super::until;
 
-/// How much of an output is shown.
+/// The number of lines of the output that are printed.
 const SHOWN_LINES: usize = 150;
 
-/// Killed when dropped; its output is printed when that is because of a failure.
+/// A process that is killed when it is dropped. If the test has failed by then, its output is printed.
 pub struct Process {
     child: Mutex<Child>,
     log: PathBuf,
 }
 
 impl Process {
-    /// Both outputs are the log, or sockets that are copied to it if a variable says so that systemd
-    /// sets where they are the journal's.
+    /// Starts a process whose standard output and standard error are the log. If the command sets `JOURNAL_STREAM`,
+    /// both are a socket that is copied to the log: systemd sets this variable if they are sockets of the journal.
     pub fn start(command: &mut Command, log: &Path) -> Self {
         let mut file = fs::File::create(log).unwrap();
         let mut variables = command.get_envs();
@@ -50,9 +51,9 @@ impl Process {
         Pid::from_child(&self.child.lock().unwrap())
     }
 
-    /// Sends a signal, to one that may just have ended.
+    /// Sends a signal. The process may just have ended.
     pub fn signal(&self, signal: Signal) {
-        let _ = kill_process(self.pid(), signal); // Its end is seen elsewhere.
+        let _ = kill_process(self.pid(), signal); // `status` and `end` report the end of the process.
     }
 
     pub fn terminate(&self) {
@@ -77,18 +78,18 @@ impl Process {
         status.unwrap()
     }
 
-    /// Waits for the end: exit code and log.
+    /// Waits for the end of the process, and returns its exit code, or -1 after a signal, and its log.
     pub async fn ends(mut self) -> (i32, String) {
         let code = self.end().await.code();
         (code.unwrap_or(-1), self.log())
     }
 
-    /// All it has written so far.
+    /// Returns the output so far.
     pub fn log(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap()).into_owned()
     }
 
-    /// Waits for a line with `text` in it.
+    /// Waits until the log contains `text`.
     pub async fn logs(&self, text: &str) {
         until(&format!("{text:?} in the log"), || {
             assert!(self.is_running(), "it ended without saying {text:?}");
@@ -97,14 +98,14 @@ impl Process {
         .await;
     }
 
-    /// A line of `/proc/<pid>/status`, in KiB.
+    /// Returns a value of `/proc/<pid>/status`, in KiB.
     pub fn memory(&self, name: &str) -> u64 {
         let status = fs::read_to_string(self.proc("status")).unwrap();
         let line = status.lines().find(|line| line.starts_with(name)).unwrap();
         line.split_whitespace().nth(1).unwrap().parse().unwrap()
     }
 
-    /// Starts the high-water mark again at what is in use now.
+    /// Resets the peak of the resident memory (`VmHWM`) to the current value.
     pub fn reset_peak(&self) {
         fs::write(self.proc("clear_refs"), "5").unwrap();
     }
@@ -117,7 +118,7 @@ impl Process {
         fs::read_dir(self.proc("task")).unwrap().count()
     }
 
-    /// Lets it have no more than this many files and sockets.
+    /// Limits the open files and sockets of the process.
     pub fn limit_open_files(&self, most: u64) {
         let limit = Rlimit {
             current: Some(most),
@@ -134,7 +135,7 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         let child = self.child.get_mut().unwrap();
-        let _ = child.kill(); // It may have ended.
+        let _ = child.kill(); // The process may have ended.
         let _ = child.wait();
         if std::thread::panicking() {
             let log = self.log();
@@ -145,12 +146,12 @@ impl Drop for Process {
     }
 }
 
-/// The only child of a process that is not a zombie.
+/// Returns the first child of a process that is not a zombie.
 pub fn child_of(parent: Pid) -> Option<Pid> {
     children_of(parent).into_iter().next()
 }
 
-/// The children of a process that are not zombies.
+/// Returns the children of a process that are not zombies.
 pub fn children_of(parent: Pid) -> Vec<Pid> {
     let processes = fs::read_dir("/proc").unwrap();
     let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
@@ -163,7 +164,7 @@ pub fn is_alive(pid: Pid) -> bool {
     parent_of(pid.as_raw_nonzero().get()).is_some()
 }
 
-/// The processes that run in a directory.
+/// Returns the names of the processes whose working directory is this one.
 pub fn running_in(directory: &Path) -> Vec<String> {
     let directory = directory.canonicalize().unwrap();
     let processes = fs::read_dir("/proc").unwrap().flatten();
@@ -174,10 +175,10 @@ pub fn running_in(directory: &Path) -> Vec<String> {
     in_there.filter_map(|process| name(process).ok()).collect()
 }
 
-/// None of a process that has ended, reaped or not.
+/// Returns the parent of a process. Returns None if the process has ended, even if it is not reaped yet.
 fn parent_of(pid: i32) -> Option<Pid> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in brackets may hold brackets itself.
+    // The name in parentheses may contain parentheses itself.
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_ascii_whitespace();
     let state = fields.next().filter(|state| *state != "Z");

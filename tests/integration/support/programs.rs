@@ -1,11 +1,11 @@
-//! The programs that the environment names or that are on `PATH`.
+//! Programs that variables name or that are in `PATH`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The binary that a variable names, or cargo's.
+/// Returns the path of a binary: the value of the variable, or else the binary that cargo has built.
 pub fn binary(variable: &str, built: Option<&str>) -> OsString {
     let named = std::env::var_os(variable);
     named
@@ -13,7 +13,7 @@ pub fn binary(variable: &str, built: Option<&str>) -> OsString {
         .unwrap_or_else(|| panic!("cargo has not built it and {variable} is not set"))
 }
 
-/// Whether the binary is this agent. Where it is another, `what` is said to be left out.
+/// Returns true if the tested binary is this agent. If it is another agent, prints that `what` is not tested.
 pub fn ours_only(what: &str) -> bool {
     static OURS: OnceLock<bool> = OnceLock::new();
     let ours = *OURS.get_or_init(|| {
@@ -27,7 +27,7 @@ pub fn ours_only(what: &str) -> bool {
     ours
 }
 
-/// Where Envoy is; none means that the test is not to be run.
+/// Returns the path of Envoy. With None the test must be skipped.
 pub fn envoy_binary() -> Option<PathBuf> {
     static FOUND: OnceLock<Option<PathBuf>> = OnceLock::new();
     let found = FOUND.get_or_init(find_envoy).clone();
@@ -39,7 +39,7 @@ pub fn envoy_binary() -> Option<PathBuf> {
     found
 }
 
-/// Where Chromium is; none means that the test is not to be run.
+/// Returns the path of Chromium. With None the test must be skipped.
 pub fn chromium_binary() -> Option<PathBuf> {
     let found = match variable("CHROMIUM_BIN") {
         Some(path) => vec![path.into()],
@@ -54,7 +54,7 @@ pub fn chromium_binary() -> Option<PathBuf> {
     found
 }
 
-/// Where Docker's registry is; none means that the test is not to be run.
+/// Returns the path of Docker's registry. With None the test must be skipped.
 pub fn registry_binary() -> Option<PathBuf> {
     let found = on_path(&["docker-registry"]);
     let found = found.into_iter().find(|path| path.is_file());
@@ -80,7 +80,7 @@ fn find_envoy() -> Option<PathBuf> {
         None => on_path(&["envoy"]),
     };
     let file = candidates.into_iter().find(|path| path.is_file())?;
-    // Agents run in directories of their own.
+    // Agents run in other working directories, so a relative path would not work.
     file.canonicalize().ok()
 }
 

@@ -1,12 +1,12 @@
-//! Python packages from PyPI, installed below the target directory.
+//! Python packages from PyPI that tests need, installed below the target directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
-/// Where Python finds the package `requirements` asks for, fetched on first use. None means that the
-/// test is not to be run; if `variable` is set, it fails.
+/// Returns the folder with the package that the file `requirements` names, and installs it on first use. If that fails,
+/// returns None, with which the test must be skipped, or panics if the variable is set.
 pub fn package(requirements: &str, variable: &str) -> Option<PathBuf> {
     static INSTALLING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = INSTALLING.lock();
@@ -15,7 +15,7 @@ pub fn package(requirements: &str, variable: &str) -> Option<PathBuf> {
     let wanted = wanted.trim();
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let folder = target.join(wanted);
-    // Half of a package is none.
+    // A package that is only partly installed must not be used, so the folder gets its name after the installation.
     let draft = target.join(format!("{wanted}-{}", std::process::id()));
     let is_there = folder.is_dir()
         || Command::new("python3")

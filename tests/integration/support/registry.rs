@@ -1,4 +1,4 @@
-//! A real registry of container images.
+//! A real container registry (docker-registry).
 
 use std::path::Path;
 use std::process::Command;
@@ -10,13 +10,13 @@ use tempfile::TempDir;
 use super::process::Process;
 use super::{eventually, free_port, local};
 
-/// A user of the registry, and the password's bcrypt, a published test vector.
+/// A user of the registry with its password. The bcrypt hash of the password is a published test vector.
 const USER: &str = "team:U*U";
 const HASHED: &str = "team:$2a$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW\n";
 
-/// A registry with TLS that asks for [`USER`].
+/// A registry with TLS that admits only [`USER`].
 pub struct Registry {
-    /// None while it is away.
+    /// The running registry; None while it is stopped.
     pub process: Option<Process>,
     command: Command,
     directory: TempDir,
@@ -57,7 +57,7 @@ impl Registry {
         eventually("a registry", async || self.curl("", &[]).ok()).await;
     }
 
-    /// What a request for a path under `/v2/` answers.
+    /// Sends a request for a path below `/v2/` or for a URL, and returns head and body of the response.
     fn curl(&self, path: &str, arguments: &[&str]) -> Result<String, String> {
         let mut command = Command::new("curl");
         command.args(["-sSfkL", "-i", "-u", USER]).args(arguments);
@@ -78,7 +78,7 @@ impl Registry {
         }
     }
 
-    /// Uploads a module under a tag, and returns the digest of its manifest.
+    /// Uploads a module with this tag, and returns the digest of its manifest.
     pub fn push(&self, tag: &str, module: &[u8]) -> String {
         let file = self.directory.path().join("upload");
         let data = format!("@{}", file.display());

@@ -1,4 +1,4 @@
-//! Envoy resources of the shapes istiod sends.
+//! Envoy resources like those that istiod sends.
 
 use serde_json::{Value, json};
 
@@ -13,7 +13,7 @@ pub fn ads() -> Value {
     json!({ "ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s" })
 }
 
-/// A cluster whose endpoints come by themselves, spoken to with the workload's certificate.
+/// Returns a cluster whose endpoints Envoy gets by EDS.
 pub fn cluster(name: &str) -> Value {
     json!({
         "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
@@ -47,13 +47,13 @@ pub fn endpoints(cluster: &str, ports: &[u16]) -> Value {
     })
 }
 
-/// An inbound listener whose routes come by themselves.
+/// Returns an inbound listener whose routes Envoy gets by RDS.
 pub fn listener(name: &str, port: u16, routes: &str) -> Value {
     let rds = json!({ "route_config_name": routes, "config_source": ads() });
     inbound(name, port, ("rds", rds))
 }
 
-/// The same with a line in a file for each request.
+/// Adds an access log to the listener: a line in a file for each request.
 pub fn logged(mut listener: Value, file: &str, line: &str) -> Value {
     let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
     manager["access_log"] = json!([{
@@ -67,7 +67,7 @@ pub fn logged(mut listener: Value, file: &str, line: &str) -> Value {
     listener
 }
 
-/// An inbound listener that answers every request itself.
+/// Returns an inbound listener that responds to each request itself, without a cluster.
 pub fn answering(name: &str, port: u16) -> Value {
     let answer = json!({ "status": 200, "body": { "inline_string": "hello" } });
     let routes = json!({ "virtual_hosts": [{
@@ -78,7 +78,7 @@ pub fn answering(name: &str, port: u16) -> Value {
     inbound(name, port, ("route_config", routes))
 }
 
-/// The same for mutual TLS.
+/// Returns an inbound listener like [`answering`] with mutual TLS.
 pub fn secured_listener(name: &str, port: u16) -> Value {
     let mut listener = answering(name, port);
     listener["filter_chains"][0]["transport_socket"] = json!({
@@ -92,7 +92,7 @@ pub fn secured_listener(name: &str, port: u16) -> Value {
     listener
 }
 
-/// The listener with an HTTP filter, or a network filter, whose configuration comes by ECDS.
+/// Adds an HTTP filter (`kind` is `http`) or a network filter to the listener. Its configuration comes by ECDS.
 pub fn extended(mut listener: Value, kind: &str, extension: &str) -> Value {
     let chain = &mut listener["filter_chains"][0]["filters"];
     let filters = match kind {
@@ -110,7 +110,7 @@ pub fn extended(mut listener: Value, kind: &str, extension: &str) -> Value {
     listener
 }
 
-/// Routes to one cluster; `mark` shows in a header of every answer.
+/// Returns routes that lead to one cluster. Each response has `mark` in the header `x-mark`.
 pub fn routes(name: &str, cluster: &str, mark: &str) -> Value {
     json!({
         "@type": "type.googleapis.com/envoy.config.route.v3.RouteConfiguration",
@@ -146,8 +146,9 @@ fn inbound(name: &str, port: u16, routes: (&str, Value)) -> Value {
     })
 }
 
-/// A listener of captured traffic, which marks what it answers with its name. A request to one of these
-/// hosts goes to the cluster of that name, any other to where its connection was opened to.
+/// Returns a listener of captured traffic. Each response has the listener's name in the header `x-mark`. A request to
+/// one of these hosts goes to the cluster of that name, and any other request to the original destination of its
+/// connection.
 pub fn captured(name: &str, port: u16, hosts: &[&str]) -> Value {
     let route = |host: &str, cluster: &str| {
         json!({
@@ -173,7 +174,7 @@ pub fn captured(name: &str, port: u16, hosts: &[&str]) -> Value {
     listener
 }
 
-/// The same for mode TPROXY: it connects to the application from the client's address.
+/// Changes the listener for mode TPROXY: Envoy connects to the application from the client's address.
 pub fn transparent(mut listener: Value) -> Value {
     listener["transparent"] = json!(true);
     let filters = listener["listener_filters"].as_array_mut().unwrap();
@@ -187,7 +188,8 @@ pub fn transparent(mut listener: Value) -> Value {
     listener
 }
 
-/// The cluster behind [`captured`]: the address a connection was opened to, from these source addresses.
+/// Returns the cluster of [`captured`] for all other hosts: Envoy connects to the original destination, from these
+/// source addresses if there are any.
 pub fn passthrough(listener: &str, sources: &[&str]) -> Value {
     let mut cluster = json!({
         "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
@@ -213,7 +215,7 @@ fn workload_certificate() -> Value {
     })
 }
 
-/// A secret of the agent's.
+/// Returns a reference to a secret that the agent serves.
 pub fn secret(name: &str) -> Value {
     json!({ "name": name, "sds_config": {
         "resource_api_version": "V3",

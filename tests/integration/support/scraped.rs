@@ -1,4 +1,4 @@
-//! An agent between sources of metrics that say whatever the test wants, down to the last byte.
+//! An agent that merges the metrics of an Envoy and applications. The test decides about each byte of their responses.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -15,14 +15,14 @@ use super::{eventually, free_port, local, local_istiod, soon};
 
 pub const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// What a source sends, and whether it leaves the connection open afterwards.
+/// The bytes that a source sends. If `holds` is true, it leaves the connection open afterwards.
 #[derive(Clone, Default)]
 struct Says {
     bytes: Vec<u8>,
     holds: bool,
 }
 
-/// Envoy's or the application's metrics.
+/// A server of Envoy's or an application's metrics.
 pub struct Source {
     pub port: u16,
     says: Arc<Mutex<Says>>,
@@ -66,7 +66,7 @@ impl Source {
         };
     }
 
-    /// A good answer.
+    /// Sets a complete response with status 200.
     pub fn has(&self, kind: &str, body: &str) {
         self.says(answer_of(kind, "", body.as_bytes()));
     }
@@ -75,7 +75,7 @@ impl Source {
         self.requests.lock().unwrap().last().unwrap().clone()
     }
 
-    /// A header of the last request.
+    /// Returns a header of the last request.
     pub fn was_sent(&self, name: &str) -> Option<String> {
         let request = self.last_request();
         let mut fields = request.lines().filter_map(|line| line.split_once(": "));
@@ -90,7 +90,7 @@ async fn answer(mut stream: TcpStream, says: Arc<Mutex<Says>>, noted: Arc<Mutex<
     };
     noted.lock().unwrap().push(request);
     let says = says.lock().unwrap().clone();
-    // A client that does not want all of it has gone.
+    // A client that does not want the complete response may have closed the connection.
     if stream.write_all(&says.bytes).await.is_ok() && says.holds {
         std::future::pending::<()>().await;
     }
@@ -105,11 +105,11 @@ pub fn answer_of(kind: &str, headers: &str, body: &[u8]) -> Vec<u8> {
     [head.as_bytes(), body].concat()
 }
 
-/// An agent between sources.
+/// An agent whose Envoy and applications are sources that the test controls.
 pub struct Scraped {
     pub envoy: Source,
     pub targets: Vec<Source>,
-    /// Ends before its place does.
+    /// The agent. Fields are dropped in order, so it ends before the directory of `place` is removed.
     pub agent: Process,
     place: Place,
 }
@@ -155,7 +155,7 @@ impl Scraped {
         self.page_with("").await
     }
 
-    /// A scrape with further header lines. An older HTTP, so that the body comes as it is.
+    /// Scrapes with further header lines. The request is HTTP/1.0, so that the body of the response is not chunked.
     pub async fn page_with(&self, headers: &str) -> Page {
         let exchange = async {
             let address = local(self.place.status_port());
@@ -177,12 +177,13 @@ impl Scraped {
         }
     }
 
-    /// The port the merged page is served on.
+    /// Returns the port with the merged page.
     pub fn port(&self) -> u16 {
         self.place.status_port()
     }
 
-    /// What a scrape over HTTP/1.1 gets to see of a response, or none of it where there is no head.
+    /// Scrapes over HTTP/1.1, and returns the bytes of the response until the connection is closed or reset. They may
+    /// be incomplete or none.
     pub async fn raw(&self) -> String {
         let mut stream = TcpStream::connect(local(self.port())).await.unwrap();
         let request = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
@@ -192,7 +193,7 @@ impl Scraped {
         String::from_utf8_lossy(&answer).into_owned()
     }
 
-    /// How many failures of a kind have been counted.
+    /// Scrapes, and returns the agent's number of failed scrapes of this kind.
     pub async fn failures(&self, kind: &str) -> u64 {
         let page = self.page().await;
         page.figure(&format!(
@@ -221,7 +222,7 @@ impl Page {
         lines.next().map_or(0, |rest| rest.trim().parse().unwrap())
     }
 
-    /// The samples that are not the agent's own.
+    /// Returns the samples without those of the agent.
     pub fn samples(&self) -> Vec<String> {
         let text = self.text();
         let samples = text
@@ -229,7 +230,7 @@ impl Page {
             .filter(|line| !line.starts_with('#') && !line.is_empty());
         let samples = samples.filter(|line| !line.starts_with("istio_agent_"));
         let mut samples: Vec<_> = samples.map(str::to_owned).collect();
-        // pilot-agent writes Envoy's part first, and this agent writes it last.
+        // pilot-agent writes Envoy's samples first, and this agent writes them last.
         samples.sort_by_key(|sample| sample.starts_with("envoy"));
         samples
     }
@@ -238,7 +239,7 @@ impl Page {
         self.text().matches("# EOF").count()
     }
 
-    /// What every reader of such a page insists on.
+    /// Asserts that the page is complete, that no family is declared twice, and that it has the agent's samples.
     pub fn assert_readable(&self, what: &str) {
         assert_eq!(self.status, 200, "{what}");
         let text = self.text();

@@ -1,7 +1,7 @@
 //! A real SPIRE: its server, and its agent, which serves secrets on the SDS socket of a workload.
 //!
-//! Its intermediate authority is signed by the root of the mesh. Both attest by means that need no
-//! cluster: the agent by a join token, the workload by its user.
+//! The root certificate of the mesh signs SPIRE's intermediate CA. SPIRE's agent is attested by a join token and the
+//! workload by its user, because neither needs a cluster.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,13 +21,13 @@ const TRUST_DOMAIN: &str = "cluster.local";
 /// The identity of the SPIRE agent, which may issue the workload's certificate.
 const NODE: &str = "spiffe://cluster.local/node";
 
-/// The identity of the workload, as istiod would have it.
+/// The identity of the workload, in the form that istiod uses.
 pub const IDENTITY: &str = "spiffe://cluster.local/ns/shop/sa/cart";
 
-/// Certificates that a test does not let expire, in seconds.
+/// The lifetime of certificates that must not expire during a test, in seconds.
 pub const LONG: u32 = 3600;
 
-/// The folder with SPIRE's programs, built on first use; None means that the test is not to be run.
+/// Returns the folder with SPIRE's programs, and builds them on first use. With None the test must be skipped.
 pub fn spire_programs() -> Option<&'static Path> {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     if variable("SPIRE_TESTS").is_none() {
@@ -49,10 +49,10 @@ pub fn spire_programs() -> Option<&'static Path> {
 }
 
 pub struct Spire {
-    /// Keys of a mesh whose root has signed SPIRE's authority.
+    /// The keys of the mesh. Their root certificate has signed SPIRE's intermediate CA.
     pub keys: Keys,
     programs: &'static Path,
-    // It ends before its directory does.
+    // Fields are dropped in order, so the server ends before its directory is removed.
     _server: Process,
     directory: TempDir,
 }
@@ -71,7 +71,7 @@ impl Spire {
                 "socket_path": path("server.socket"),
                 "data_dir": directory.path(),
                 "trust_domain": TRUST_DOMAIN,
-                // Each time that Envoy asks in vain, it waits longer, up to 30 s.
+                // A new entry must be known soon: each time that Envoy asks in vain, it waits longer, up to 30 s.
                 "experimental": { "cache_reload_interval": "1s" },
             },
             "plugins": {
@@ -102,7 +102,7 @@ impl Spire {
                 "experimental": { "sync_interval": "1s" },
             },
             "plugins": {
-                // A join token counts once: the agent needs its key again after a restart.
+                // A join token is valid once, so the agent needs its key again after a restart.
                 "KeyManager": { "disk": { "plugin_data": { "directory": path("agent") } } },
                 "NodeAttestor": { "join_token": { "plugin_data": {} } },
                 "WorkloadAttestor": { "unix": { "plugin_data": {} } },
@@ -117,7 +117,7 @@ impl Spire {
         }
     }
 
-    /// Enters the user of this process as the workload, with certificates of so many seconds.
+    /// Registers the user of this process as the workload, with certificates that are valid for this many seconds.
     pub fn register(&self, seconds: u32) {
         let (user, seconds) = (format!("unix:uid:{}", getuid()), seconds.to_string());
         let entry = ["-parentID", NODE, "-spiffeID", IDENTITY, "-selector", &user];
@@ -125,8 +125,7 @@ impl Spire {
         self.ask(&[&["entry", "create"], &entry[..], &life].concat());
     }
 
-    /// Starts the agent on the workload's socket, and waits until it serves. It may be one that was
-    /// there before.
+    /// Starts SPIRE's agent on the workload's socket, and waits until it serves. The agent may have run before.
     pub async fn serve(&self, socket: &Path) -> Process {
         let token = ["token", "generate", "-spiffeID", NODE, "-output", "json"];
         let token: Value = serde_json::from_str(&self.ask(&token)).unwrap();
@@ -146,7 +145,7 @@ impl Spire {
         self.directory.path().join(name)
     }
 
-    /// The output of a command to the server.
+    /// Returns the output of a command to the server.
     fn ask(&self, arguments: &[&str]) -> String {
         let output = Command::new(self.programs.join("spire-server"))
             .args(arguments)

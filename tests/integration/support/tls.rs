@@ -1,4 +1,4 @@
-//! A workload of the mesh that dials Envoy with mutual TLS.
+//! A workload of the mesh that connects to Envoy with mutual TLS.
 
 use std::sync::Arc;
 
@@ -27,10 +27,10 @@ use super::control_plane::{ACCOUNT, NAMESPACE};
 use super::http::{Attempt, connect, exchange};
 use super::{PATIENCE, local};
 
-/// Nothing in a test outlives it.
+/// The lifetime of the client's token and certificate, which must not expire during a test.
 const LONG: std::time::Duration = std::time::Duration::from_secs(3600);
 
-/// A connection to a control plane, as the agent has one.
+/// A connection to a control plane like the agent's.
 pub struct Connection {
     pub istiod: Istiod,
     _open: JoinSet<()>,
@@ -60,9 +60,10 @@ impl Connection {
     }
 }
 
-/// A client of the mesh of these keys, whose own certificate outlives the test.
+/// Returns the settings of a client in the mesh of these keys. Its certificate does not expire during the test.
 pub async fn client(keys: &Keys) -> Arc<ClientConfig> {
-    // Another authority with the same keys, as that of the test may issue short lives or none.
+    // The certificate comes from a second control plane with the same keys, because that of the test may issue
+    // short-lived certificates or none.
     let options = Options {
         keys: Some(keys.clone()),
         ..Options::default()
@@ -85,7 +86,7 @@ pub async fn client(keys: &Keys) -> Arc<ClientConfig> {
         }))
         .with_client_auth_cert(vec![leaf], key)
         .unwrap();
-    // A resumed session would show no certificate.
+    // In a resumed session Envoy would not send its certificate.
     config.resumption = Resumption::disabled();
     Arc::new(config)
 }
@@ -98,8 +99,8 @@ fn roots(pem: &str) -> RootCertStore {
     roots
 }
 
-/// A full mutual handshake and a request, whose answer shows that Envoy has accepted the client
-/// too. Counts the serial numbers of Envoy's certificates.
+/// A full handshake with mutual TLS and a request each time. The response shows that Envoy has accepted the client's
+/// certificate. Successes are counted by the serial number of Envoy's certificate.
 pub struct Handshake {
     pub port: u16,
     pub client: Arc<ClientConfig>,
@@ -124,7 +125,8 @@ fn serial(leaf: &CertificateDer<'_>) -> Result<String, String> {
     Ok(parsed.1.raw_serial_as_string())
 }
 
-/// Accepts what chains to the roots and is valid now; names are not those of hosts in a mesh.
+/// A verifier that accepts certificates that chain to the roots and are valid now. It does not compare the name,
+/// because certificates in a mesh do not have names of hosts.
 #[derive(Debug)]
 struct OfTheMesh {
     roots: RootCertStore,

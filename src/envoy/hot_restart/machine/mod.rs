@@ -26,7 +26,7 @@ pub enum Event {
     NothingToStart,
     /// The inputs have changed and are usable.
     Usable {
-        /// True if the current Envoy answers at the admin port. A successor that failed may have taken it.
+        /// True if the current Envoy responds at the admin port. A successor that failed may have taken the port.
         owns_admin_port: bool,
     },
     /// The successor serves.

@@ -1,4 +1,4 @@
-//! Named ways through the machine by table, all others at random.
+//! Tests the state machine: selected sequences of events by table, other sequences at random.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use Event::{
     Wanted,
 };
 
-/// The successor in another container has exited with its initializing flag set.
+/// The exit of a successor in another container, whose initializing flag is still set.
 const RECLAIM: Event = Event::Reclaim {
     is_flag_clear: false,
 };
@@ -24,10 +24,10 @@ const USABLE: Event = Usable {
 const NO_ADMIN_PORT: Event = Usable {
     owns_admin_port: false,
 };
-const LEFT: Event = ParentExited { is_early: false };
-const LEFT_EARLY: Event = ParentExited { is_early: true };
+const PARENT_EXITED: Event = ParentExited { is_early: false };
+const PARENT_EXITED_EARLY: Event = ParentExited { is_early: true };
 
-/// Takes a machine through events, each with what it must lead to.
+/// Applies events to a machine, and checks the action that each event leads to.
 fn walk(way: &[(Event, Action)]) -> Machine {
     let mut machine = Machine::new(true);
     for (at, (event, expected)) in way.iter().enumerate() {
@@ -52,7 +52,7 @@ const PROMOTED: [(Event, Action); 4] =
 
 #[test]
 fn a_successor_is_validated_started_and_promoted_and_the_parent_exits() {
-    let machine = after(&PROMOTED, &[(LEFT, Action::Nothing)]);
+    let machine = after(&PROMOTED, &[(PARENT_EXITED, Action::Nothing)]);
     assert_eq!(machine.phase(), Phase::Idle);
     assert!(machine.is_base_id_usable);
 }
@@ -62,7 +62,7 @@ fn a_restart_requested_during_a_restart_waits_until_the_parent_exits() {
     let again = [
         (Wanted, Action::Nothing),
         (Wanted, Action::Nothing),
-        (LEFT, Action::Check),
+        (PARENT_EXITED, Action::Check),
         (NothingToStart, Action::Nothing),
     ];
     after(&PROMOTED, &again);
@@ -106,25 +106,31 @@ fn the_parent_of_a_successor_that_died_is_killed_before_the_next_envoy_is_replac
         (CurrentExited, Action::KillParent),
         (READY, Action::Nothing),
         (Wanted, Action::Nothing),
-        (LEFT, Action::Check),
+        (PARENT_EXITED, Action::Check),
     ];
     assert!(after(&PROMOTED, &again).is_base_id_usable);
 }
 
 #[test]
 fn the_successor_of_a_parent_that_died_early_is_replaced_before_it_hangs() {
-    let early = (LEFT_EARLY, Action::Replace(EndBy::Kill));
+    let early = (PARENT_EXITED_EARLY, Action::Replace(EndBy::Kill));
     after(&PROMOTED, &[early]);
-    // A successor that is gone or going needs no replacement.
+    // After a stop request, the successor is not replaced.
     after(
         &PROMOTED,
-        &[(Stop, Action::Nothing), (LEFT_EARLY, Action::Nothing)],
+        &[
+            (Stop, Action::Nothing),
+            (PARENT_EXITED_EARLY, Action::Nothing),
+        ],
     );
 }
 
 #[test]
 fn a_parent_that_stays_too_long_is_killed() {
-    let late = [(Deadline, Action::KillParent), (LEFT, Action::Nothing)];
+    let late = [
+        (Deadline, Action::KillParent),
+        (PARENT_EXITED, Action::Nothing),
+    ];
     after(&PROMOTED, &late);
 }
 
@@ -157,7 +163,7 @@ fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_before_the_new_one_is_l
         again,
     ];
     after(&STARTED, &killed);
-    // Without an Envoy that serves there is no successor.
+    // After a stop request, no successor is started.
     let stopped = [(Stop, Action::Nothing), (CurrentExited, Action::Nothing)];
     after(
         &STARTED[..2],
@@ -183,7 +189,7 @@ fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile()
         (Wanted, Action::Nothing),
         (Event::Lend, Action::Nothing),
         (RECLAIM, Action::Check),
-        // The initializing flag is set.
+        // The initializing flag is still set, so the base id cannot be used by a successor.
         (USABLE, Action::Replace(EndBy::Quit)),
     ];
     after(&lent, &wanted);
@@ -220,13 +226,13 @@ fn a_restart_waits_until_a_parent_in_another_container_has_exited() {
         (READY, Action::Nothing),
         (Wanted, Action::Nothing),
         (Event::Lend, Action::Nothing),
-        (LEFT, Action::Check),
+        (PARENT_EXITED, Action::Check),
     ] {
         assert_eq!(machine.apply(event), expected, "{event:?}");
     }
 }
 
-/// The knowledge of a supervisor.
+/// The state of the processes, as a supervisor knows it.
 #[derive(Debug, Default)]
 struct World {
     serving: bool,
@@ -235,13 +241,13 @@ struct World {
     /// True while a successor in another container starts.
     is_lent: bool,
     is_checking: bool,
-    /// True if the wait for the old Envoy is over.
+    /// True if the time of the old Envoy until its exit is over.
     is_overdue: bool,
     is_stopped: bool,
 }
 
 impl World {
-    /// Returns true if the event can come now.
+    /// Returns true if the event can happen now.
     fn allows(&self, event: Event) -> bool {
         match event {
             Event::Ready { .. } => self.serving && !self.is_stopped,
@@ -309,8 +315,8 @@ proptest! {
     fn at_most_one_successor_exists_and_no_parent_of_a_running_successor_is_killed(
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NO_ADMIN_PORT,
-            NothingToStart, Live, Deadline, SuccessorExited, LEFT,
-            LEFT_EARLY, CurrentExited, Stop, Event::Lend, RECLAIM,
+            NothingToStart, Live, Deadline, SuccessorExited, PARENT_EXITED,
+            PARENT_EXITED_EARLY, CurrentExited, Stop, Event::Lend, RECLAIM,
             Event::Reclaim { is_flag_clear: true },
         ]), 0..40),
     ) {
@@ -318,11 +324,12 @@ proptest! {
         let mut world = World { serving: true, ..World::default() };
         for event in events {
             world.step(&mut machine, event)?;
-            // The supervisor starts another where one has ended by itself.
+            // Unless the agent stops, the supervisor starts another Envoy after the exit of the current
+            // one.
             world.serving |= !world.is_stopped;
         }
-        // Every change ends: what is asked for comes, and what is waited for goes.
-        for event in [RECLAIM, NothingToStart, Deadline, SuccessorExited, LEFT] {
+        // Each restart ends: its check has a result, and each process that it waits for exits.
+        for event in [RECLAIM, NothingToStart, Deadline, SuccessorExited, PARENT_EXITED] {
             world.step(&mut machine, event)?;
         }
         if world.is_checking {
