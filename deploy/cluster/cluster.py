@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Kubernetes with istiod on this machine, in namespaces of its own: `cluster.py FOLDER` ends it."""
+"""Starts Kubernetes with istiod on this machine, in separate namespaces. `cluster.py FOLDER` stops it."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from programs import ISTIODS, programs, say
 HERE = pathlib.Path(__file__).resolve().parent
 CONFIG = HERE / "config"
 STANDBY = HERE.parent / "kubernetes" / "standby.yaml"
-# Two names of each agent's image, for a change from one to the other.
+# Each agent's image has two names, so that a pod can change from one to the other.
 OURS_NAMES, GO_NAMES = (tuple(f"localhost/agent-{agent}:{tag}" for tag in (1, 2)) for agent in ("ours", "go"))
 APPLICATION = "localhost/application:1"
-# Go's programs look for iptables by these names.
+# Istio's programs look for iptables under these names.
 IPTABLES = {f"/usr/sbin/{family}{action}": "xtables-nft-multi" for family in ("iptables", "ip6tables")
             for action in ("", "-save", "-restore")}
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30")
@@ -30,14 +30,14 @@ COMMANDS = {"containerd": "containerd", "ctr": "containerd", "runc": "runc", "un
 
 
 class Cluster:
-    """Everything of it is in one folder and ends with one process."""
+    """A cluster. All its files are in one folder, and all its processes end with its first one."""
 
     def __init__(self, folder):
         self.folder = folder
         self.kubectl = folder / "kubectl"
 
     def first(self):
-        """The id of the namespaces' first process, or None."""
+        """Returns the PID of the first process in the namespaces, or None if it does not run."""
         try:
             pid = int((self.folder / "pid").read_text())
             command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -46,7 +46,7 @@ class Cluster:
         return pid if str(HERE / "node").encode() in command else None
 
     def start(self, agent, istiod="istio"):
-        """Starts it with the agent of an OCI layout and an istiod."""
+        """Starts the cluster with the agent's image, which is an OCI layout, and an istiod."""
         if problems := missing():
             sys.exit("\n".join(f"cluster: {problem}" for problem in problems))
         if self.first():
@@ -74,7 +74,7 @@ class Cluster:
         """Adds the images of applications, agents, istiod and its CNI plugin."""
         add_istiod(layout, "localhost/istiod:1", control_plane)
         layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
-        # The second one says that it is of another release, so that its build is another one.
+        # The second image claims to be for another release of Istio, so that agents take it for another build.
         (self.folder / "version").write_text("1.31.1\n")
         for name, files in zip(OURS_NAMES, ({}, {"/usr/local/bin/pilot-agent.istio-version": self.folder / "version"})):
             layout.add(name, files, agent)
@@ -84,7 +84,7 @@ class Cluster:
                                                "/opt/cni/bin/istio-cni": istio / "istio-cni", **IPTABLES}, agent)
 
     def add_image(self, name, files, base):
-        """Adds an image to the cluster that runs."""
+        """Adds an image to the running cluster."""
         layout = Layout(self.folder / "added")
         layout.add(name, files, base)
         archive = subprocess.run(["tar", "-C", layout.folder, "-c", "."], check=True, capture_output=True).stdout
@@ -94,12 +94,12 @@ class Cluster:
         subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
 
     def authority(self, name):
-        """A new root, as the texts of its certificate and key."""
+        """Creates a root certificate, and returns the PEM texts of the certificate and its key."""
         self.openssl("req", "-x509", *NEW_KEY, "-subj", f"/O=cluster/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.crt")
         return tuple((self.folder / f"{name}.{part}").read_text() for part in ("crt", "key"))
 
     def certificates(self):
-        """One authority, a certificate of the node and API server, and one of the administrator."""
+        """Creates a CA, a certificate for node and API server, one for the administrator, and the kubeconfig."""
         self.authority("ca")
         self.openssl("genrsa", "-out", "accounts.key", "2048")
         names = ("DNS:kubernetes.default.svc,DNS:kubernetes.default.svc.cluster.local,DNS:node,"
@@ -108,7 +108,8 @@ class Cluster:
             self.openssl("req", "-x509", *NEW_KEY, "-subj", subject, "-addext", f"subjectAltName={names}",
                          "-addext", "basicConstraints=critical,CA:FALSE", "-CA", "ca.crt", "-CAkey", "ca.key",
                          "-keyout", f"{name}.key", "-out", f"{name}.crt")
-        # In YAML, which JSON is; kubectl outside and controllers inside find the files beside it.
+        # JSON is YAML. The paths are relative to this file, because kubectl outside and the controllers inside see it
+        # in different folders.
         (self.folder / "kubeconfig").write_text(json.dumps({
             "apiVersion": "v1", "kind": "Config", "current-context": "cluster",
             "clusters": [{"name": "cluster", "cluster": {
@@ -139,8 +140,8 @@ class Cluster:
         self.run("-n", "istio-system", "rollout", "status", "deploy/istiod", "--timeout=120s")
 
     def set_mesh(self, *values, istiod=None, cni=False):
-        """Applies the charts of an istiod, else of the one at the start, with config/istio.yaml and other values; the
-        chart istio-cni if `cni`."""
+        """Applies the charts of this istiod, or else of the one at the start, with config/istio.yaml and other values.
+        With `cni` it also applies the chart istio-cni."""
         if istiod:
             values = (*values, f"pilot.image={istiod_image(istiod)}")
         words = [word for value in values for word in ("--set", f"values.{value}")]
@@ -152,20 +153,20 @@ class Cluster:
         self.run("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
 
     def templates(self):
-        """The values with the injection template `standby`, as istioctl reads them."""
+        """Writes a file with the injection template `standby` in the form that istioctl reads, and returns its path."""
         values = textwrap.indent(STANDBY.read_text(), "    ")
         file = self.folder / "standby.yaml"
         file.write_text(f"apiVersion: install.istio.io/v1alpha1\nkind: IstioOperator\nspec:\n  values:\n{values}")
         return file
 
     def remove_cni(self):
-        """Ends the node's plugin, which removes itself from the node."""
+        """Deletes Istio's CNI plugin, which removes its files from the node when it ends."""
         self.run("-n", "istio-system", "delete", "--cascade=foreground", "--timeout=60s",
                  "-l", "operator.istio.io/component=Cni",
                  "daemonsets,configmaps,serviceaccounts,clusterroles,clusterrolebindings")
 
     def another_istiod(self):
-        """The istiod that it was not started with, built and known to the node."""
+        """Builds the istiod that the cluster was not started with, adds its image to the node, and returns its name."""
         name = next(name for name in ISTIODS if programs(name) != (self.folder / "istiod").resolve())
         layout = Layout(self.folder / "another")
         add_istiod(layout, istiod_image(name), programs(name))
@@ -190,7 +191,7 @@ class Cluster:
         subprocess.run(["nsenter", "--target", str(self.first()), "--all", *command], check=True, capture_output=True, **more)
 
     def stop(self):
-        """Ends the first process, and with it all others, all mounts and networks; control groups stay."""
+        """Kills the first process, with which all processes, mounts and networks end, and removes control groups."""
         if pid := self.first():
             os.kill(pid, signal.SIGKILL)
             until("all processes have ended", lambda: not pathlib.Path(f"/proc/{pid}").exists())
@@ -202,7 +203,7 @@ class Cluster:
 
 
 def go_agent(istio):
-    """Files of Go's agent in an image, which replace this agent's."""
+    """Returns the files of pilot-agent that replace those of this agent in an image."""
     return {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
             "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **IPTABLES}
 
@@ -217,7 +218,7 @@ def add_istiod(layout, image, control_plane):
 
 
 def missing():
-    """What this machine lacks, by name."""
+    """Returns the requirements that this machine does not meet."""
     if os.geteuid() != 0 or sys.platform != "linux":
         return ["root and Linux are needed: containers and network namespaces are made"]
     problems = [f"{command} is missing: install {package}" for command, package in COMMANDS.items()

@@ -1,4 +1,4 @@
-"""Images of programs that need nothing else, made without a registry."""
+"""Creates images of programs that need no other files, without a registry."""
 
 import hashlib
 import io
@@ -11,7 +11,7 @@ TYPE = "application/vnd.oci.image."
 
 
 class Layout:
-    """An OCI layout with any number of images, as `ctr images import` takes it from an archive."""
+    """An OCI layout with any number of images, in the form that `ctr images import` reads from an archive."""
 
     def __init__(self, folder):
         self.folder, self.manifests = folder, []
@@ -25,7 +25,8 @@ class Layout:
         return {"mediaType": TYPE + kind, "digest": f"sha256:{digest}", "size": len(data)}
 
     def add(self, name, files, base=None, archive=None, **config):
-        """An image of files by their paths, a string being a link; on another layout's image and an archive if there are such."""
+        """Adds an image with files by their paths. A string in place of a file is the target of a symbolic link. The
+        layers of the layout `base` and of the tar archive `archive` come first, if they are given."""
         layers, whole = [], {"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": []}}
         if base:
             read = lambda one: json.loads((base / "blobs" / one["digest"].replace(":", "/")).read_text())

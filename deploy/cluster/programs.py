@@ -1,4 +1,4 @@
-"""The programs of a cluster, built once from Go modules and kept by version, outside the clone."""
+"""Builds the programs of a cluster from Go modules, once for each version, and stores them outside the clone."""
 
 import hashlib
 import os
@@ -14,14 +14,14 @@ CACHE = pathlib.Path(os.environ.get("ISTIO_AGENT_CACHE") or pathlib.Path(
     os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "istio-agent")
 MODULE = {"kubernetes": "k8s.io/kubernetes", "istio": "istio.io/istio", "tools": "go.etcd.io/etcd/server/v3",
           "spire": "github.com/spiffe/spire"}
-# The packages of Istio's integration tests that run.
+# The packages of Istio's integration tests that are run.
 ISTIO_TESTS = [
     "security", "security/ca_custom_root", "security/cacert_rotation", "security/crl", "security/ecc_signature_algorithm",
     "security/external_ca", "security/external_sds_provider", "security/file_mounted_certs",
     "security/filebased_tls_origination", "security/https_jwt", "security/policy_attachment_only", "security/pqc",
     "security/remote_jwks", "security/sds_ingress/quic",
     "pilot", "pilot/multiplecontrolplanes", "pilot/nftables", "pilot/resourcefilter", "pilot/revisions", "helm"]
-# Go's command for a stage is `go build`, or `go test -c` after "test".
+# The arguments of `go build` for each stage, or of `go test -c` if the first word is "test".
 STAGES = {
     "kubernetes": [["-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={version}", "tool"]],
     "istio": [["-tags=agent,disable_pgv", "istio.io/istio/pilot/cmd/pilot-agent",
@@ -29,7 +29,8 @@ STAGES = {
               ["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery",
                "istio.io/istio/istioctl/cmd/istioctl"]],
     "istio/1.30": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],
-    # With the tags and -trimpath of istiod, most packages come from Go's cache. A link takes 1.4 GB.
+    # With the tags and -trimpath of istiod, most packages come from Go's cache. Linking a test takes 1.4 GB, so -p=1
+    # links one at a time.
     "istio/tests": [["-tags=vtprotobuf,disable_pgv", *(f"istio.io/istio/{path}" for path in (
                         "pkg/test/echo/cmd/client", "pkg/test/echo/cmd/server", "samples/extauthz/cmd/extauthz",
                         "samples/jwt-server/src")), "helm.sh/helm/v4/cmd/helm",
@@ -40,15 +41,15 @@ STAGES = {
     "spire": [["tool"]],
 }
 ISTIODS = ["istio", "istio/1.30"]
-# What the charts, Go's agent and the Gateway API need of Istio's module.
+# The files of Istio's module that the charts, pilot-agent and the Gateway API need.
 ISTIO_FILES = ["manifests", "tools/packaging/common/envoy_bootstrap.json",
                "tests/integration/pilot/testdata/gateway-api-crd.yaml"]
-# The tests read files of the whole module.
+# Istio's tests read files of the entire module.
 FILES = {"istio": ISTIO_FILES, "istio/1.30": ISTIO_FILES, "istio/tests": [""]}
 
 
 def programs(name):
-    """The folder with the programs of a module; they are built if that has not been done."""
+    """Returns the folder with the programs of a module, and builds them if that was not done before."""
     folder, _, variant = name.partition("/")
     module = MODULES / folder
     mod = module / f"{variant}.mod"

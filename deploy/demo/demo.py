@@ -298,7 +298,7 @@ class Story:
                    [w.agent for w in self.workloads])
 
     def last_request(self):
-        """The time of the machine's last request, once a hundred requests have gone to the server instead."""
+        """Waits until a hundred requests in a row avoid the machine, and returns the time of its last request."""
         def all_elsewhere():
             nonlocal mark
             now = dict(self.load.requests)
@@ -388,7 +388,7 @@ def expect(what, wanted, found):
 
 
 def refused_without_certificate(port):
-    """The way in which the server's Envoy refuses a TLS client without a certificate."""
+    """Connects to the server's Envoy without a certificate, and returns the way in which Envoy refuses that."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

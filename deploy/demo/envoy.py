@@ -25,7 +25,7 @@ class Admin:
             return answer.read().decode()
 
     def state(self):
-        """LIVE, INITIALIZING, … or None while the admin port is closed."""
+        """Returns Envoy's state, such as LIVE, or None while the admin port is closed."""
         try:
             return json.loads(self.get("/server_info"))["state"]
         except (OSError, ValueError):
@@ -35,7 +35,7 @@ class Admin:
         return json.loads(self.get("/server_info"))["version"].split("/")[1]
 
     def accepted(self):
-        """kind -> [(name, version)] of the resources that Envoy accepted over discovery."""
+        """Returns the resources that Envoy has accepted over discovery: kind -> [(name, version)]."""
         dump = json.loads(self.get("/config_dump?include_eds"))
         found = {}
         for kind, member, state in KINDS:
@@ -44,7 +44,7 @@ class Admin:
         return found
 
     def certificate(self):
-        """The workload certificate: serial, identity, expiry; None if Envoy has none."""
+        """Returns serial number, identity and expiry of the workload certificate, or None if Envoy has none."""
         for entry in json.loads(self.get("/certs"))["certificates"]:
             for leaf in entry.get("cert_chain", []):
                 names = [name["uri"] for name in leaf.get("subject_alt_names", []) if "uri" in name]
@@ -62,7 +62,7 @@ def describe(kind, entry, state):
 
 
 def serial(text):
-    """A serial number as lower-case hexadecimal without leading zeros."""
+    """Returns a serial number as lower-case hexadecimal without leading zeros."""
     return text.replace(":", "").lower().lstrip("0") or "0"
 
 

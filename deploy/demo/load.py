@@ -1,6 +1,6 @@
-"""Sends steady requests from the client workload, on open and on new connections, and checks every answer.
+"""Sends steady requests from the client workload, on open and on new connections, and checks every response.
 
-Four threads send to the client's Envoy: two keep their connections, two open a connection for each request. For
+Four threads send to the client's Envoy: two use one open connection each, two open a connection for each request. For
 each of the latter, the client's Envoy opens a new mTLS connection. A request succeeds if the status is 200, and both
 identities are the expected ones. Failed requests are not retried.
 """
@@ -17,7 +17,7 @@ PAUSE = 0.02
 
 
 class Answer:
-    """The answer to one request."""
+    """The response to one request."""
 
     def __init__(self, response, body):
         self.status = response.status
@@ -31,7 +31,7 @@ class Answer:
 
 
 def uri_of(forwarded):
-    """The URI in an x-forwarded-client-cert header."""
+    """Returns the URI in an x-forwarded-client-cert header."""
     parts = dict(part.split("=", 1) for part in forwarded.split(";") if "=" in part)
     return parts.get("URI", "")
 
@@ -75,7 +75,7 @@ class Load:
             thread.join(timeout=10)
 
     def so_far(self):
-        """Totals so far: requests on kept and new connections, failed requests, mTLS connections."""
+        """Returns the totals so far: requests on open and on new connections, failed requests, mTLS connections."""
         with self.lock:
             return {"kept": self.counts["kept"], "new": self.counts["new"],
                     "failed": len(self.failures), "handshakes": len(self.handshakes)}

@@ -86,7 +86,7 @@ class Mesh:
                 put_in_place(target, text, self.root / "istiod")
 
     def all_acknowledged(self):
-        """Whether both Envoys acknowledged every type, as local-istiod logs it."""
+        """Returns true if both Envoys have acknowledged every type, according to local-istiod's log."""
         self.expect_no_refusal()
         lines = self.istiod.log.read_text(errors="replace").splitlines()
         acknowledged = {(line.split()[1], line.split()[-1])
@@ -117,7 +117,7 @@ class Mesh:
                         {"ISTIO_META_AUTO_REGISTER_GROUP": "server"})
 
     def logged(self, line):
-        """The number of times that local-istiod logged this line."""
+        """Returns the number of times that local-istiod has logged this line."""
         return self.istiod.log.read_text(errors="replace").splitlines().count(line)
 
 
@@ -162,7 +162,7 @@ class Workload:
             "ENVOY_PROMETHEUS_PORT": own("metrics"), "PROXY_CONFIG": json.dumps(settings)}
 
     def measure_start(self, listener_port):
-        """Seconds from exec: the agent's sockets, Envoy LIVE, Envoy's listener taking requests."""
+        """Returns the seconds from exec until the agent's sockets are open, Envoy is LIVE, and its listener is open."""
         since = lambda: time.monotonic() - self.agent.started
         wait = lambda what, check: wait_until(what, check, 30, [self.agent], pause=0.002)
         sockets = [self.folder / "etc/istio/proxy/XDS",
@@ -183,7 +183,7 @@ class Workload:
         return at_sockets, at_live, since()
 
     def find_envoy(self):
-        """The agent's child that runs Envoy."""
+        """Returns the PID and the start time of the agent's child that runs Envoy."""
         wanted = os.path.realpath(self.mesh.envoy_binary)
         for pid in processes.descendants(self.agent.pid):
             if os.path.realpath(f"/proc/{pid}/exe") == wanted:
@@ -191,12 +191,12 @@ class Workload:
         raise Refused(f"the {self.name}'s agent has no child that runs {wanted}", [self.agent.log])
 
     def memory(self):
-        """Resident bytes of the agent and of Envoy."""
+        """Returns the resident bytes of the agent and of Envoy."""
         return (processes.resident_bytes(self.agent.pid),
                 processes.resident_bytes(self.envoy_pid[0]))
 
     def diagnose(self):
-        """The report of `pilot-agent doctor`, and its exit code: 0 without errors and warnings."""
+        """Returns the report of `pilot-agent doctor`, and its exit code: 0 without errors and warnings."""
         command = [str(self.mesh.agent), "doctor", "--verbose"]
         try:
             done = subprocess.run(command, cwd=self.folder, env=self.variables, timeout=10,
@@ -214,13 +214,13 @@ class Workload:
         return program
 
     def certificate(self):
-        """The certificate Envoy holds; waits for the first one."""
+        """Waits until Envoy has a certificate, and returns it."""
         return wait_until(f"the {self.name}'s Envoy to hold a certificate", self.admin.certificate,
                           15, [self.agent])
 
 
 def base_environment():
-    """The caller's variables that cannot change the behaviour of an agent."""
+    """Returns the caller's variables that cannot change the behaviour of an agent."""
     return {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
 
 

@@ -13,7 +13,7 @@ from processes import Refused
 
 
 def free_ports(names):
-    """A port for each name, all different."""
+    """Returns a different free port for each name."""
     held, ports = [], {}
     try:
         for name in names:
@@ -45,7 +45,7 @@ def first_outgoing_port():
 
 
 def accepts(port):
-    """Whether the port has a listener."""
+    """Returns true if the port has a listener."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
         return True
@@ -54,7 +54,7 @@ def accepts(port):
 
 
 def accepts_unix(path):
-    """Whether the Unix socket has a listener. The path may be too long for a direct connection."""
+    """Returns true if the Unix socket has a listener. The path may be too long for a direct connection."""
     folder = None
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -113,7 +113,7 @@ def send(pid, birth, number):
 
 
 def stat_fields(pid):
-    """The fields of /proc/PID/stat after the name, or None if the process does not exist."""
+    """Returns the fields of /proc/PID/stat after the name, or None if the process does not exist."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""A copy of this machine to install packages on."""
+"""A copy of this machine on which packages are installed."""
 
 import hashlib
 import pathlib
@@ -14,7 +14,7 @@ def run(*words, **more):
 
 
 class Machine:
-    """The files of this machine in a directory of their own, where every change is forgotten."""
+    """An overlay with the files of this machine in a directory. Changes there do not change this machine."""
 
     def __init__(self, folder):
         changed, work, self.root = (pathlib.Path(folder, name) for name in ("changed", "work", "root"))
@@ -24,18 +24,18 @@ class Machine:
         run("mount", "-t", "overlay", "overlay", "-o", layers, str(self.root))
         for path in ("/dev", "/proc"):
             run("mount", "--rbind", path, f"{self.root}{path}")
-        # Without systemd.
+        # With an empty /run, programs find no running systemd.
         run("mount", "-t", "tmpfs", "tmpfs", f"{self.root}/run")
 
     def path(self, path):
-        # Links of the machine are absolute.
+        # /etc/istio is an absolute link, which would lead out of the copy.
         return self.root / path.replace("/etc/istio/", "/var/lib/istio/").lstrip("/")
 
     def dpkg(self, *words):
         run("dpkg", f"--root={self.root}", *words, stdout=subprocess.DEVNULL)
 
     def facts(self, path):
-        """Mode, owners and content of a file."""
+        """Returns mode, owners and hash of a file."""
         found = self.path(path).lstat()
         content = self.path(path).read_bytes() if stat.S_ISREG(found.st_mode) else b""
         return stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid, hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""The cases: each function is a claim. It returns what it has measured, or raises Failed or Skipped."""
+"""The cases of the suite. The name of a case is a claim. It returns its measurements, or raises Failed or Skipped."""
 
 import base64
 import contextlib
@@ -18,12 +18,12 @@ from world import GO, ISTIOD, OURS, Failed, Load, Skipped, expect
 
 CASES = []
 CLIENTS = ("client-ours", "client-go")
-# Kinds of pods that are under load together. With more, a machine of two cores is so busy that probes time out.
+# The number of kinds of pods that are under load at once. With more, probes time out on a machine of two cores.
 AT_ONCE = 4
 
 
 def case(number, gate=False, own=False):
-    """A claim of the suite; `own` ones touch istiod or the mesh, so the cluster has to be the command's."""
+    """Adds a case to the suite. Cases with `own` change istiod or the mesh, so they never run in a user's cluster."""
     def noted(function):
         CASES.append((number, gate, own, function))
         return function
@@ -108,7 +108,7 @@ def istiod_restarted_scaled_to_nothing_and_of_another_version_fails_no_request(w
 
 
 def configuration_flows(world, client):
-    """A service made now is known to a client soon, and is removed again."""
+    """Creates a service, checks that a client soon knows it, and deletes it."""
     name = f"new-{time.time_ns()}"
     world.apply(service(name, 80))
     world.until("a new service is known", lambda: name in world.admin(f"deploy/{client}", "clusters"))
@@ -133,7 +133,7 @@ def config(**metadata):
 
 NATIVE, USUAL = {"sidecar.istio.io/nativeSidecar": "true"}, {"sidecar.istio.io/nativeSidecar": "false"}
 READ_ONLY = {"securityContext": {"readOnlyRootFilesystem": True, "runAsUser": 1000, "runAsNonRoot": True}}
-# All that Kubernetes' Pod Security Standard `restricted` asks of a container.
+# All that Kubernetes' Pod Security Standard `restricted` requires of a container.
 RESTRICTED = {"securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsUser": 1000,
                                   "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}}
 KINDS = {
@@ -187,8 +187,8 @@ def native_nftables_capture_traffic(world, agent=OURS):
 
 @contextlib.contextmanager
 def another_user(world):
-    """The proxy of new pods runs as the user that OpenShift's annotations give it while the block runs."""
-    # Only then the annotations of a namespace say which user the proxy runs as.
+    """Makes the proxies of new pods run as the user that OpenShift's annotations give them, while the block runs."""
+    # Only on this platform does istiod read the proxy's user from the annotations of the namespace.
     world.kubectl("set", "env", *ISTIOD, "PLATFORM=openshift")
     world.kubectl("annotate", "--overwrite", f"namespace/{world.namespace}",
                   "openshift.io/sa.scc.uid-range=1000750000/10001",
@@ -212,7 +212,7 @@ CNI = ("-n", "istio-system", "daemonset/istio-cni-node")
 
 @contextlib.contextmanager
 def cni(world, *values):
-    """Istio's CNI plugin captures the traffic of new pods while the block runs."""
+    """Makes Istio's CNI plugin capture the traffic of new pods, while the block runs."""
     try:
         install_cni(world, *values)
         world.until("the webhook injects istio-validation", lambda: "istio-validation" in json.dumps(world.injected()))
@@ -229,7 +229,7 @@ def install_cni(world, *values):
 
 
 def by_cni(world, agent, templates):
-    """Each kind has traffic by the plugin's rules, and no capabilities unless it is TPROXY."""
+    """Checks that each kind has traffic with the plugin's rules, and has no capabilities unless it is `tproxy`."""
     told = kinds(world, agent, templates, keep=True)
     for name, template in templates.items():
         pod = world.get(f"pod/{world.pods(name)[0]}")
@@ -266,7 +266,7 @@ def istios_cni_plugin_captures_traffic_by_nftables_of_either_agent_of_tproxy_and
 
 
 def verify_rules(world, pod):
-    """Compares the rules of a pod, as docs/operations/traffic-capture.md says."""
+    """Checks the rules of a pod with the command in docs/operations/traffic-capture.md."""
     validation = next(one for one in containers(pod) if one["name"] == "istio-validation")
     name = f"pod/{pod['metadata']['name']}"
     root = {"securityContext": {"runAsUser": 0, "runAsNonRoot": False}}
@@ -305,7 +305,7 @@ def istios_cni_plugin_labels_repairs_and_deletes_pods_whose_istio_validation_has
 
 
 def broken(world):
-    """The pod whose istio-validation has exited as the plugin's repair controller expects it, if there is one."""
+    """Returns the pod whose istio-validation has exited with the code that the plugin's controller expects, or None."""
     return next((pod["metadata"]["name"] for pod in world.get("pods", "-l", "app=early")["items"]
                  for one in pod["status"].get("initContainerStatuses", [])
                  if one["name"] == "istio-validation" and one["lastState"].get("terminated", {}).get("exitCode") == 126), None)
@@ -316,7 +316,7 @@ def identity(world, account="default"):
 
 
 def expect_healthy(world, target, agent):
-    """The doctor has no finding in a pod that serves."""
+    """Checks that the doctor has no finding in a pod that serves."""
     if agent != OURS:
         return
     report = json.loads(world.exec(target, "pilot-agent", "doctor", "--json", container="istio-proxy", fails=True))
@@ -342,7 +342,7 @@ def the_doctor_finds_nothing_on_a_busy_node(world, agent=OURS):
 
 
 def kinds(world, agent, templates, keep=False):
-    """Each kind serves the clients under load and calls one of them, and both sides are known by certificate."""
+    """Checks that each kind serves the clients under load and calls one of them, and that both sides use mutual TLS."""
     for name, template in templates.items():
         world.deploy(name, **{"agent": agent} | template)
     world.rolled_out(*templates)
@@ -436,7 +436,7 @@ def an_application_held_until_the_proxy_starts_reaches_the_mesh_at_its_first_try
 
 @case(4, gate=True)
 def requests_under_way_end_well_when_their_pod_is_deleted(world, agent=OURS):
-    """Of a native sidecar, which drains by its preStop hook, and of one that exits with its last connection."""
+    """Tests a native sidecar, which drains by its preStop hook, and a usual one that exits with its last connection."""
     kinds = {"hook": {"annotations": NATIVE}, "zero": {"annotations": USUAL | config(
         EXIT_ON_ZERO_ACTIVE_CONNECTIONS="true")}}
     slow = {"lifecycle": {"preStop": {"sleep": {"seconds": 10}}}}
@@ -481,7 +481,7 @@ OUTSIDE = {"sidecar.istio.io/inject": "false"}
 
 
 def injected_gateway(world, name, agent, host, **annotations):
-    """A gateway with a plain-text port that leads to a service."""
+    """Creates a gateway with a plain-text port that leads to a service."""
     world.deploy(name, agent, annotations={"inject.istio.io/templates": "gateway"} | annotations,
                  spec={"containers": [{"name": "istio-proxy", "image": "auto", "imagePullPolicy": "IfNotPresent"}]})
     world.apply(
@@ -498,7 +498,7 @@ def gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_wit
     shop(world, "shop", GO)
     world.deploy("outside", GO, labels=OUTSIDE)
     injected_gateway(world, "gateway", agent, "shop")
-    # istiod makes its Deployment and Service, with what is noted at the Gateway itself.
+    # istiod creates the Deployment and Service of this Gateway, with the Gateway's labels and annotations.
     api = resource("gateway.networking.k8s.io/v1", "Gateway", "api", gatewayClassName="istio",
                    listeners=[{"name": "http", "port": 8080, "protocol": "HTTP"}])
     api["metadata"] |= {"labels": {"app": "api-istio"}, "annotations": {
@@ -519,7 +519,7 @@ def gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_wit
             expect("account that calls", identity(world, account), world.call("outside", url)["caller"].rpartition(";")[2])
             world.restart(gateway)
         told.append(f"{gateway}: {load.expect_none_failed()}")
-    # With the Deployment of the Gateway, which another run makes again.
+    # This also waits for the end of the Gateway's Deployment, because another run creates it again.
     world.kubectl("delete", "--cascade=foreground", "gateways.gateway.networking.k8s.io/api", "httproutes/api",
                   "gateways.networking.istio.io/gateway", "virtualservices/gateway", "deploy/gateway", "deploy/outside")
     return "; ".join(told)
@@ -534,7 +534,7 @@ def a_machine_registers_itself_tells_its_health_and_has_traffic_both_ways(world,
     url = shop(world, "shop", GO)
     world.apply(group, service("machine", 8080, selector={"app": "machine"}))
     with tempfile.TemporaryDirectory() as folder:
-        # Istio's own tool writes what a machine gets.
+        # istioctl writes the files that a machine needs.
         with open(f"{folder}/group.json", "w", encoding="utf-8") as file:
             json.dump(group, file)
         world.istioctl("x", "workload", "entry", "configure", "-f", file.name, "-o", folder, "--autoregister",
@@ -570,7 +570,7 @@ def a_machine_registers_itself_tells_its_health_and_has_traffic_both_ways(world,
 
 
 def machine(world, agent, variables):
-    """A pod that stands for a machine: nothing is injected, and the agent has what a machine has."""
+    """Returns a pod in place of a machine: nothing is injected, and the agent has a machine's files and variables."""
     environment = [{"name": name, "value": value.strip("'")} for name, _, value in variables if name] + [
         {"name": "INSTANCE_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "POD_NAME", "value": "machine"}, {"name": "CA_ADDR", "value": "istiod.istio-system.svc:15012"},
@@ -632,7 +632,7 @@ def refused(world, url):
 
 
 def serve_modules(world):
-    """Two modules, one by its URL and one in a registry, and their digests."""
+    """Serves two modules, one by its URL and one in a registry, and returns their digests."""
     digest = lambda data: hashlib.sha256(data).hexdigest()
     oci, nothing = module("oci"), b"{}"
     layers = [{"mediaType": f"application/vnd.module.wasm.{kind}", "digest": f"sha256:{digest(data)}", "size": len(data)}
@@ -650,12 +650,12 @@ def serve_modules(world):
 
 
 def module(mark):
-    """A module for the ABI of proxies that adds the header `x-wasm` to requests."""
+    """Returns a Wasm module for Proxy-Wasm that adds the header `x-wasm` with this value to requests."""
     name = lambda text: bytes([len(text)]) + text.encode()
     constant = lambda number: bytes([0x41, number])
     call_and_drop = b"\x10\x00\x1a"
     add = b"".join(map(constant, (0, 0, 6, 6, len(mark)))) + call_and_drop
-    # By name: how many numbers each takes and returns, and what it does.
+    # Exported functions by name: the number of parameters, the number of results, and the code.
     functions = {
         "proxy_abi_version_0_2_1": (0, 0, b""), "_initialize": (0, 0, b""), "malloc": (1, 1, constant(0)),
         "proxy_on_context_create": (2, 0, b""), "proxy_on_vm_start": (2, 1, constant(1)),
@@ -677,7 +677,7 @@ def module(mark):
 
 @case(8, gate=True, own=True)
 def last_known_good_configuration_serves_while_istiod_is_unreachable(world, agent=OURS):
-    """Of a usual sidecar, a native one and a gateway, which have nothing but the annotation of the image."""
+    """Tests a usual sidecar, a native one and a gateway, which need no setting for this except the agent's image."""
     sidecars = {"kept-usual": USUAL, "kept-native": NATIVE}
     for name, annotations in sidecars.items():
         world.deploy(name, agent, annotations=annotations)
@@ -693,7 +693,7 @@ def last_known_good_configuration_serves_while_istiod_is_unreachable(world, agen
         before = loads(stack)
         for name in callers:
             expect_healthy(world, f"deploy/{name}", agent)
-        # What Envoy has accepted is on the disk after 5 s at most.
+        # The configuration that Envoy has accepted is stored after 5 s at most.
         time.sleep(6)
         world.scale_istiod(0)
     took = {}
@@ -706,11 +706,12 @@ def last_known_good_configuration_serves_while_istiod_is_unreachable(world, agen
         with contextlib.ExitStack() as stack:
             after = loads(stack)
             world.scale_istiod(1)
-            # The stream is handed over, and configuration flows again.
+            # The streams of the Envoys reach istiod again, and so they get new configuration.
             world.deploy("later", GO)
             world.rolled_out("later")
-            # Mutual TLS shows it: a request to a service that Envoy does not know passes, too, but without it. Pilot-agent
-            # may connect seconds later, and its clients lose requests if that happens in the next case.
+            # A request to a service that Envoy does not know passes, too, but without mutual TLS, so the caller's
+            # certificate shows that Envoy knows it. pilot-agent may connect seconds later than this agent, and its
+            # client loses requests if that happens in the next case.
             for name in (*sidecars, *CLIENTS):
                 world.until(f"{name} knows a new service", lambda: identity(world) in world.call(name, "http://later:8080/")["caller"])
     finally:
@@ -726,7 +727,8 @@ REFUSED = "virtualInbound"
 
 @case(8, gate=True, own=True)
 def a_restarted_container_serves_while_istiod_sends_a_listener_that_envoy_refuses(world, agent=OURS):
-    """Pilot-agent's pod, which runs beside this agent's, does not. A new pod, which has nothing stored, names the listener."""
+    """Compares with pilot-agent, whose restarted container does not serve. The doctor of a new pod, which has no stored
+    configuration, names the listener."""
     names = {one: f"refused-{one}" for one in (agent, GO)}
     for one, name in names.items():
         world.deploy(name, one, annotations=USUAL, labels={"team": "refused"})
@@ -740,7 +742,7 @@ def a_restarted_container_serves_while_istiod_sends_a_listener_that_envoy_refuse
             before = [stack.enter_context(Load(world, one, *CLIENTS)) for one in urls.values()]
             world.apply(broken_filter())
             seen = {one: world.until(f"Envoy of {one} refuses the listener", lambda: refusals(world, one)) for one in pods.values()}
-            # The listener in force has no such rule, and the one with it is refused.
+            # The listener in use has no such rule, and Envoy refuses the listener that has it.
             world.apply(resource(
                 "security.istio.io/v1", "AuthorizationPolicy", "refused", selector={"matchLabels": {"team": "refused"}},
                 action="DENY", rules=[{"to": [{"operation": {"paths": ["/denied"], "ports": ["8080"]}}]}]))
@@ -781,7 +783,7 @@ def a_restarted_container_serves_while_istiod_sends_a_listener_that_envoy_refuse
 
 
 def broken_filter():
-    """An EnvoyFilter that istiod accepts; only Envoy compiles its script, and refuses the listener of inbound traffic."""
+    """Returns an EnvoyFilter that istiod accepts. Envoy cannot compile its script, and refuses the inbound listener."""
     types = "type.googleapis.com/envoy.extensions.filters.http"
     manager = {"name": "envoy.filters.network.http_connection_manager", "subFilter": {"name": "envoy.filters.http.router"}}
     return resource(
@@ -796,7 +798,7 @@ def agents_page(world, target, path):
 
 
 def stored(world, pod):
-    """The types of resources that the agent has stored."""
+    """Returns the types of resources that the agent has stored."""
     return json.loads(agents_page(world, f"pod/{pod}", "debug/xdsz")).get("kept", {})
 
 
@@ -806,7 +808,7 @@ def served_after_nack(world, pod):
 
 
 def refusals(world, pod):
-    """How many responses with listeners this Envoy has refused."""
+    """Returns the number of responses with listeners that this Envoy has refused."""
     page = world.admin(f"pod/{pod}", "stats?filter=listener_manager.lds.update_rejected")
     return sum(int(count) for count in re.findall(r"update_rejected: (\d+)", page))
 
@@ -817,7 +819,7 @@ def nacks_in_istiods_log(world, pod):
 
 
 def findings(world, pod):
-    """The codes of the doctor's findings about the listener that Envoy refuses."""
+    """Returns the codes of the doctor's findings about the listener that Envoy refuses."""
     report = json.loads(world.exec(f"pod/{pod}", "pilot-agent", "doctor", "--json", container="istio-proxy", fails=True))
     checks = [check for group in report["groups"] for check in group["checks"]]
     return {check["code"] for check in checks if check.get("code") and REFUSED in json.dumps(check)}
@@ -854,7 +856,7 @@ def a_crashed_envoy_restarts_in_its_container_until_its_budget_is_used_up(world,
 
 @case(8, gate=True, own=True)
 def a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit(world, agent=OURS):
-    """As scripts of jobs do: `pkill envoy` in a shared process namespace, or a request to the status port."""
+    """Tests two ways of jobs: `pkill envoy` in a shared process namespace, and a request to the status port."""
     url = shop(world, "shop", GO)
     hold = {"proxy.istio.io/config": json.dumps({"holdApplicationUntilProxyStarts": True})}
     for way in ("pkill", "quitquitquit"):
@@ -863,7 +865,7 @@ def a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit(worl
 
 
 def run_job(world, name, agent, annotations, url, way):
-    """A job that calls a service, and whose usual sidecar is ended in this way."""
+    """Runs a job that calls a service, and ends its sidecar in this way; a native sidecar needs none."""
     template = world.template(name, agent, annotations=annotations, spec={
         "restartPolicy": "Never", "containers": [{"name": "app", "image": world.application, "args": ["get", url]}]})
     world.apply({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name},
@@ -886,7 +888,7 @@ def run_job(world, name, agent, annotations, url, way):
 
 @case(1, gate=True)
 def the_sidecar_with_this_agent_takes_less_memory(world):
-    """What the kubelet charges to the two clients' sidecars, which have made the same requests."""
+    """Compares the memory that the kubelet charges to the two clients' sidecars, which have sent the same requests."""
     node = world.get("pods", "-l", f"app={CLIENTS[0]}")["items"][0]["spec"]["nodeName"]
     pods = json.loads(world.kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))["pods"]
     held = {client: container["memory"]["workingSetBytes"] / 1e6 for client in CLIENTS for pod in pods
@@ -942,14 +944,14 @@ def the_agents_own_commands_and_pages_answer_in_a_pod(world):
     return f"{len(files)} files in the support bundle, {report['pods']} pods asked by the script"
 
 
-# Of one pod, or of one build: serial numbers, times and Istio's version.
+# Texts that differ between pods or builds: serial numbers, times and Istio's version.
 OWN = re.compile(r"\b[0-9a-f]{32}\b|\d{4}-\d\d-\d\dT\S+|\(RDS .*\)|unknown|\b1\.\d+\.\d+")
 
 
 @case(10)
 def istioctl_works_and_says_the_same_of_both_agents(world):
     pods = [world.pods(client)[0] for client in CLIENTS]
-    # So that there is an extension; it has no module and is passed by.
+    # With this plugin Envoy has an extension configuration. The plugin has no module, so requests pass without it.
     world.apply(resource("extensions.istio.io/v1alpha1", "WasmPlugin", "none", url="http://127.0.0.1:1/none",
                          failStrategy="FAIL_OPEN"))
     kinds = ("cluster", "listener", "route", "endpoint", "secret", "bootstrap", "ecds", "all", "log")
@@ -1008,7 +1010,7 @@ def a_client_of_grpc_without_envoy_calls_with_mutual_tls_and_no_request_fails(wo
 
 @case(12, own=True)
 def the_root_is_rotated_by_cacerts_and_no_request_fails(world, agent=OURS):
-    """In the three steps that Istio names: both roots are trusted, the new one signs, the old one is trusted no longer."""
+    """Tests the three steps of Istio: both roots are trusted, the new one signs, the old one is no longer trusted."""
     short = {"annotations": config(SECRET_TTL="60s")}
     clients = [world.deploy(f"rotating-{name}", name, **short) for name in (OURS, GO)]
     url = shop(world, "rotated", agent, **short)
@@ -1027,7 +1029,7 @@ def the_root_is_rotated_by_cacerts_and_no_request_fails(world, agent=OURS):
             world.kubectl("delete", "-n", "istio-system", "secret/cacerts", fails=True)
             world.kubectl("rollout", "restart", *ISTIOD)
             world.rolled_out_istiod()
-            # The new istiod writes the ConfigMap only after it is elected. Until then new pods trust the wrong root.
+            # The new istiod writes the ConfigMap only after its election. Until then new pods trust the wrong root.
             world.until("the ConfigMap has the old root again", lambda: mesh_roots(world).strip() == old[0].strip(), 120)
     world.kubectl("delete", "deploy", "--wait=false", "rotated", *clients)
     return load.expect_none_failed()
@@ -1042,12 +1044,12 @@ def cacerts(world, certificate, key, roots):
 
 
 def mesh_roots(world):
-    """The roots that istiod has written for the pods of the namespace, as PEM."""
+    """Returns the root certificates that istiod has written for the pods of the namespace, as PEM."""
     return world.get("configmap/istio-ca-root-cert")["data"]["root-cert.pem"]
 
 
 def has_roots(world, target, number, signing):
-    """Whether Envoy trusts so many roots, and its own certificate has this issuer."""
+    """Checks that Envoy trusts this number of roots, and that the issuer of its certificate is `signing`."""
     dump = json.loads(world.admin(f"deploy/{target}", "config_dump?resource=dynamic_active_secrets"))
     secrets = {one["name"]: one["secret"] for one in dump["configs"]}
     pem = lambda name, *members: base64.b64decode(secrets[name][members[0]][members[1]]["inline_bytes"]).decode()
@@ -1067,7 +1069,7 @@ USED = [f"host-{number}.test" for number in (0, 250, 500, 750, 999)]
 
 @case(13, own=True)
 def the_sidecar_that_scope_prints_is_applied_as_it_is_and_no_request_fails(world):
-    """Of 1,000 hosts one pod uses five, another one two; the merged Sidecar selects both."""
+    """Tests two pods: one uses five of 1,000 hosts, the other one two. The merged Sidecar selects both pods."""
     shop(world, "left", OURS)
     address = world.get("pod", "-l", "app=left")["items"][0]["status"]["podIP"]
     hosts(world, address)
@@ -1094,7 +1096,7 @@ def the_sidecar_that_scope_prints_is_applied_as_it_is_and_no_request_fails(world
         time.sleep(3)
         after = sent_to(world, pods[0])
     told = [load.expect_none_failed() for load in loads]
-    # A service that is left out is reached as one outside of the mesh; what only a ServiceEntry names has no address.
+    # A service that is left out is reached like one outside the mesh. A host of a ServiceEntry has no address then.
     expect("caller of a service that is left out", "", world.call(pods[1], "http://left:8080/")["caller"])
     with contextlib.suppress(Failed):
         raise ValueError(f"host-8.test is left out and answers {world.call(pods[1], 'http://host-8.test/')}")
@@ -1119,7 +1121,7 @@ def clusters(world, pod):
 
 
 def sent_to(world, pod):
-    """Clusters, MB that Envoy has allocated, and bytes of discovery after a service's change."""
+    """Returns the number of clusters, the MB that Envoy has allocated, and the bytes of discovery for one change."""
     def pushed():
         page = agents_page(world, f"deploy/{pod}", "metrics/agent")
         return sum(int(float(value)) for value in re.findall(r"^istio_agent_xds_push_bytes_total\{.*\} (\S+)$", page, re.MULTILINE))

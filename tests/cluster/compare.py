@@ -45,7 +45,7 @@ NOTES = {
 
 
 class Page:
-    """The tables of the page. A file keeps the rows, so that a later run can repeat some of the cases."""
+    """The tables of the page. A file stores the rows, so that a later run can repeat some of the cases."""
 
     def __init__(self, file, resume):
         self.file = file
@@ -81,7 +81,7 @@ def spread(values):
 
 
 def in_turns(rounds, measure):
-    """Figures of both agents, one after the other, in each round."""
+    """Measures both agents in turns in each round, and returns their figures."""
     of = {agent: [] for agent in AGENTS}
     for _ in range(rounds):
         for agent in AGENTS:
@@ -96,7 +96,7 @@ class Comparison:
         self.cluster = world.cluster
         if missing := [program for program in ("dig", "dnsperf") if not shutil.which(program)]:
             raise Failed(f"no {' and no '.join(missing)} in PATH")
-        # What a case needs is built first: in the cluster's network nothing can be downloaded.
+        # Programs that cases need are built first, because nothing can be downloaded in the cluster's network.
         for name in ISTIODS:
             programs(name)
         self.binaries = {GO: programs("istio") / "pilot-agent", OURS: options.agent.resolve()}
@@ -327,7 +327,7 @@ once. A difference of less than 10 % counts as equal.
         self.page.figures("processor", "DNS: an answer", "µs", {agent: [each[1] for each in of[agent]] for agent in AGENTS})
 
     def standby(self):
-        """Changes the image of a sidecar with a standby, and of pilot-agent's in place."""
+        """Measures memory while images change: istio-agent's with a standby, pilot-agent's in place."""
         pods = {}
         for agent, annotations in ((GO, {}), (OURS, standby.STANDBY | standby.settings())):
             self.world.deploy(f"changed-{agent}", agent, annotations=cases.NATIVE | annotations)
@@ -357,7 +357,7 @@ once. A difference of less than 10 % counts as equal.
         self.world.kubectl("delete", "deploy", *(f"changed-{agent}" for agent in AGENTS))
 
     def sidecar(self, pod):
-        """Private memory of all processes in the sidecar's containers."""
+        """Returns the private memory of all processes in the sidecar's containers, in MB."""
         status = self.world.get(f"pod/{pod}")["status"]
         containers = [one["containerID"].partition("://")[2] for one in status["initContainerStatuses"]
                       if one["name"] in standby.PAIR and "running" in one["state"]]
@@ -385,7 +385,7 @@ once. A difference of less than 10 % counts as equal.
 
 
 def private(process):
-    """Private memory of a process, in MB."""
+    """Returns the private memory of a process, in MB."""
     maps = (process / "smaps_rollup").read_text()
     return sum(int(kilobytes) for kilobytes in re.findall(r"Private_\w+:\s+(\d+)", maps)) * 1024 / 1e6
 
@@ -407,7 +407,7 @@ class Pod:
         return used(self.process())
 
     def connections(self):
-        """Established ones to port 15012."""
+        """Returns the number of established connections to port 15012, which is 3AA4 in hexadecimal."""
         tables = "".join(pathlib.Path(f"/proc/{self.process()}/net/{table}").read_text() for table in ("tcp", "tcp6"))
         return len(re.findall(r":3AA4 01 ", tables))
 
@@ -466,7 +466,7 @@ class Alone:
         return True
 
     def until(self, check, limit=60):
-        """Seconds since the start."""
+        """Waits until a check holds, and returns the seconds since the start of the agent."""
         until(lambda: check() or self.process.poll() is not None and not time.sleep(0.2), "the agent has done it", limit)
         if self.process.poll() is not None:
             raise Failed(f"the agent has ended: {''.join(line for _, line in self.lines[-5:])}")
@@ -509,7 +509,7 @@ def until(check, what, limit):
 
 
 def used(pid):
-    """Processor time of a process, without its children, in ms."""
+    """Returns the processor time of a process, without its children, in ms."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * 1e3 / os.sysconf("SC_CLK_TCK")
 

@@ -1,4 +1,4 @@
-"""The acceptance suite, in a cluster that it makes or in a user's: see `make cluster` in the Makefile."""
+"""Runs the acceptance suite, in a cluster that it creates or in a user's: see `make cluster` in the Makefile."""
 
 import argparse
 import pathlib
@@ -73,7 +73,7 @@ def suite(world, options):
         failed = [run(world, number, claim, options) for number, gate, own, claim in cases.CASES
                   if (gate or options.suite == "all") and options.only in claim.__name__ and not skipped(world, own, claim)]
     finally:
-        # A cluster that is made ends whole.
+        # A cluster that the suite has created is stopped, so its namespace need not be deleted.
         if not world.cluster and not options.keep:
             world.kubectl("delete", "namespace", world.namespace, fails=True)
     say(f"{failed.count(True)} of {len(failed)} cases failed")
@@ -88,7 +88,7 @@ def skipped(world, own, claim):
 
 
 def run(world, number, claim, options):
-    """Whether a case fails."""
+    """Runs a case, and returns true if it fails."""
     begun = time.monotonic()
     try:
         told = claim(world)

@@ -1,4 +1,5 @@
-"""Cases of pods with a standby (deploy/kubernetes/standby.yaml). `UPGRADES` is how often pods are upgraded and rolled back."""
+"""Cases of pods with a standby (deploy/kubernetes/standby.yaml). The variable UPGRADES is the number of times that pods
+are upgraded or, every second time, rolled back."""
 
 import contextlib
 import json
@@ -15,24 +16,26 @@ from world import GO, OURS, Failed, Load, Skipped, expect
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAIR = ("istio-proxy", "istio-standby")
 STANDBY = {"inject.istio.io/templates": "sidecar,standby"}
-# What the template `standby` must follow: the same in both containers.
+# The fields that the template `standby` must give the same values in both containers.
 SAME = ("image", "imagePullPolicy", "resources", "restartPolicy", "securityContext", "volumeMounts")
 VERSION = "/usr/local/bin/pilot-agent.istio-version"
 ENVOY = "/usr/local/bin/envoy"
-# How long streams and connections of the load live. A former Envoy stays for 30 s: it sends GOAWAY with the next response,
-# so a stream may begin on its connection when another one ends.
+# The lifetime of streams and connections of the load, in seconds. A former Envoy stays for 30 s. It sends GOAWAY with
+# its next response, so another stream may begin on its connection when a stream ends.
 HOLD = 12
 
 
 def settings(quick=True, **metadata):
-    """The annotation of the proxy's configuration, with DNS captured; `quick` is with short times for a former Envoy."""
+    """Returns the annotation with the proxy's configuration, which captures DNS. With `quick`, a former Envoy drains
+    and exits after short times."""
     metadata |= {"ISTIO_META_DNS_CAPTURE": "true"} | ({"ISTIO_AGENT_PARENT_SHUTDOWN_TIME": "30s"} if quick else {})
     return {"proxy.istio.io/config": json.dumps(
         {"proxyMetadata": metadata, "holdApplicationUntilProxyStarts": True} | ({"drainDuration": "5s"} if quick else {}))}
 
 
 def everything(world, *names):
-    """Targets of all kinds: the clients call the pods of these names and their status ports; the pods call another one."""
+    """Returns targets of all kinds: the clients call the pods of these names and their status ports, and these pods
+    call another pod."""
     targets = {client: [] for client in CLIENTS}
     for name in names:
         for client in CLIENTS:
@@ -57,7 +60,7 @@ def untouched(world, *names):
 
 
 def image(world, name, number):
-    """Another name of an image: the kubelet delays a container that is started often with an image of the same name."""
+    """Gives an image another name. The kubelet delays a container that starts often with an image of the same name."""
     other = f"{name}-{number}"
     world.cluster.inside("ctr", "--namespace", "k8s.io", "images", "tag", "--force", name, other)
     return other
@@ -101,7 +104,7 @@ def upgrade(world, kind, images):
         for number in range(int(os.environ.get("UPGRADES", "2"))):
             for container in reversed(PAIR):
                 hand_over(world, pod, container, image(world, images[number % 2], number))
-        # What was lost at the end shows after 5 s.
+        # Losses at the end become visible only after 5 s.
         time.sleep(6)
     world.kubectl("delete", "deploy/upgraded", "--wait=false")
     return load.expect_none_failed()
@@ -157,7 +160,7 @@ def three_pods_are_upgraded_by_the_script_and_nothing_fails(world):
 
 @case(9, own=True)
 def an_image_that_cannot_take_over_takes_no_pod_down(world):
-    """No Envoy, one that exits, one that crashes while it starts, one that never has its configuration; then istiod is gone."""
+    """Tests images without Envoy, and with one that exits, crashes while it starts, or never gets its configuration."""
     marked = world.cluster.folder / "broken"
     marked.write_text("1.31.2\n")
     nothing = world.cluster.folder / "nothing"
@@ -174,7 +177,7 @@ def an_image_that_cannot_take_over_takes_no_pod_down(world):
             world.until("the standby has failed", lambda: "HANDOVER_FAILED" in world.kubectl("logs", pod, "-c", PAIR[1]), 90)
             time.sleep(6)
             expect("container that serves", PAIR[0], page(world, pod)["serves"])
-            # The way back.
+            # A roll-back must work.
             hand_over(world, pod, PAIR[1], image(world, world.other_image(OURS), f"after-{how}"))
             time.sleep(6)
         told.append(f"{how}: {load.expect_none_failed()}")
@@ -190,7 +193,7 @@ def without_istiod_a_standby_with_stored_configuration_takes_over_and_one_withou
     world.scale_istiod(0)
     try:
         with untouched(world, *pods), Load(world, everything(world, *pods), hold=HOLD) as load:
-            # With the same release of Istio: the stored configuration is not for another one.
+            # The image stays the same, because the stored configuration is used only by the same release of Istio.
             world.exec(pods["kept"], "pilot-agent", "request", "--debug-port=15020", "POST", "handover", container=PAIR[0])
             world.until("the standby serves alone", lambda: (now := page(world, pods["kept"]))["serves"] == PAIR[1] and now["waits"], 90)
             patch(world, pods["unkept"], PAIR[1], world.other_image(OURS))
@@ -206,13 +209,13 @@ def without_istiod_a_standby_with_stored_configuration_takes_over_and_one_withou
 
 @case(9, own=True)
 def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world):
-    """Next to pilot-agent, whose container restarts."""
+    """Compares with pilot-agent, whose container restarts."""
     for name, agent, annotations in (("standby", OURS, NATIVE | STANDBY | settings()), ("alone", GO, NATIVE)):
         shop(world, name, agent, annotations=annotations)
     pods = {name: world.pods(name)[0] for name in ("standby", "alone")}
 
     def crash(pod, container):
-        """More often than the agent restarts Envoy by itself."""
+        """Crashes Envoy more often than the agent restarts it."""
         for _ in range(5):
             with contextlib.suppress(Failed, OSError):
                 os.kill(world.process(pod, "envoy", container), signal.SIGSEGV)
@@ -232,7 +235,7 @@ def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world
                 world.until("the container is another one", lambda: (
                     now := world.container(pod, serves))["ready"] and now["containerID"] != started, 120)
                 if name == "standby":
-                    # With a new build, the container that is replaced takes its place back.
+                    # With a new build, the container that is replaced takes over again.
                     world.until("the other one waits", lambda: page(world, pod)["waits"], 90)
                 time.sleep(3)
             seen = load.told.values()
@@ -246,7 +249,7 @@ def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world
 
 @case(9, own=True)
 def requests_under_way_end_well_when_a_pod_with_a_standby_is_deleted(world):
-    """While either container serves, and during a handover."""
+    """Tests the deletion while the first or the second container serves, and during a handover."""
     slow = {"lifecycle": {"preStop": {"sleep": {"seconds": 10}}}}
     told = []
     for name, kind, before in (
@@ -302,7 +305,7 @@ def a_gateway_with_a_standby_is_upgraded_and_rolled_back_and_nothing_fails(world
 
 @case(9, own=True)
 def the_template_of_the_standby_fits_istios_own(world):
-    """What istiod's webhook makes of pods, which the API server validates."""
+    """Tests the pods that istiod's webhook returns, which the API server validates."""
     volume = {"sidecar.istio.io/userVolume": '{"more":{"emptyDir":{}}}',
               "sidecar.istio.io/userVolumeMount": '{"more":{"mountPath":"/more"}}'}
     limits = {"sidecar.istio.io/proxyCPU": "20m", "sidecar.istio.io/proxyMemoryLimit": "1Gi"}

@@ -1,4 +1,4 @@
-"""What cases share: kubectl, applications with either agent beside them, and load that counts failures."""
+"""Helpers of the cases: kubectl, applications with the sidecar of either agent, and load that counts failures."""
 
 import collections
 import json
@@ -10,25 +10,26 @@ import time
 OURS, GO = "ours", "go"
 ISTIOD = ("-n", "istio-system", "deploy/istiod")
 LIMIT = "90s"
-# What a load sends, by the kind of target.
+# The unit in which a load counts, by the kind of target.
 SENT = {"http": "requests", "xds": "requests", "h2c": "requests by h2c", "grpc": "messages by grpc",
         "tcp": "messages by tcp", "dns": "queries by dns", "get": "requests by get"}
 
 
 class Failed(Exception):
-    """A case does not hold."""
+    """The reason why a case fails."""
 
 
 class Skipped(Exception):
-    """A case cannot run here."""
+    """The reason why a case cannot run here."""
 
 
 class World:
-    """A namespace of a cluster. `cluster` is the one that the command made, or None for a user's; `layout` is the image."""
+    """A namespace of a cluster. `cluster` is the cluster that the command has created, or None for a user's cluster;
+    `layout` is the agent's image."""
 
     def __init__(self, kubectl, namespace, image, application, cluster=None, layout=None):
         self.command, self.namespace, self.cluster, self.layout = kubectl, namespace, cluster, layout
-        # The mesh's own agent needs no annotation.
+        # GO is the mesh's default agent, which needs no annotation.
         self.images = {OURS: image, GO: None}
         self.application = application
 
@@ -46,20 +47,20 @@ class World:
         self.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": resources}))
 
     def template(self, name, agent, annotations=None, labels=None, app=None, spec=None):
-        """A pod with the application, as a Deployment or Job has it."""
+        """Returns the template of a pod with the application, for a Deployment or Job."""
         annotations = dict(annotations or {})
         if self.images[agent]:
             annotations["sidecar.istio.io/proxyImage"] = self.images[agent]
         container = {
             "name": "app", "image": self.application, "args": ["serve"],
             "readinessProbe": {"httpGet": {"path": "/health", "port": 8080}, "periodSeconds": 1},
-            # Clients hear of an ended pod later than the pod does.
+            # Clients learn that a pod ends later than the pod itself.
             "lifecycle": {"preStop": {"sleep": {"seconds": 5}}}} | (app or {})
         return {"metadata": {"annotations": annotations, "labels": {"app": name} | (labels or {})},
                 "spec": {"terminationGracePeriodSeconds": 20, "containers": [container]} | (spec or {})}
 
     def deploy(self, name, agent, replicas=1, **template):
-        """A Deployment and its Service; it need not be ready yet."""
+        """Creates a Deployment and its Service, and returns the name without waiting for the pods."""
         self.apply(
             {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": {
                 "selector": {"app": name}, "ports": [
@@ -76,7 +77,7 @@ class World:
             self.kubectl("rollout", "status", f"deploy/{name}", f"--timeout={LIMIT}")
 
     def swap(self, name, agent):
-        """Gives a Deployment another agent by annotation, and waits until old pods are gone."""
+        """Gives a Deployment another agent by annotation, and waits until the old pods are deleted."""
         old = self.pods(name)
         self.kubectl("patch", f"deploy/{name}", "-p", json.dumps({"spec": {"template": {"metadata": {
             "annotations": {"sidecar.istio.io/proxyImage": self.images[agent]}}}}}))
@@ -84,7 +85,7 @@ class World:
         self.gone(old)
 
     def restart(self, name):
-        """Replaces the pods of a Deployment, and waits until the old ones are gone."""
+        """Replaces the pods of a Deployment, and waits until the old ones are deleted."""
         old = self.pods(name)
         self.kubectl("rollout", "restart", f"deploy/{name}")
         self.rolled_out(name)
@@ -101,11 +102,11 @@ class World:
         return self.kubectl("exec", target, "-c", container, "--", *words, **more)
 
     def call(self, client, url):
-        """What the application said to a client's application."""
+        """Calls a URL from a client's application, and returns the response of the server's application."""
         return json.loads(self.exec(f"deploy/{client}", "/application", "get", url))
 
     def agent_of(self, target):
-        """Which agent runs in the sidecar."""
+        """Returns the agent that runs in the sidecar."""
         return OURS if "istio-agent" in self.exec(target, "pilot-agent", "version", container="istio-proxy") else GO
 
     def container(self, pod, name):
@@ -114,19 +115,19 @@ class World:
                     for one in status.get(part, []) if one["name"] == name)
 
     def injected(self, agent=GO, **template):
-        """A pod as the webhook returns it; nothing is created."""
+        """Returns a pod after injection by the webhook. Nothing is created."""
         template = self.template("injected", agent, **template)
         return json.loads(self.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", input=json.dumps(
             {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
              "metadata": template["metadata"] | {"name": "injected"}})))
 
     def mesh_image(self):
-        """The image that pods get without annotation."""
+        """Returns the image that pods get without an annotation."""
         return next(one["image"] for part in ("initContainers", "containers")
                     for one in self.injected()["spec"].get(part, []) if one["name"] == "istio-proxy")
 
     def other_image(self, agent):
-        """Another image of the same agent where there is one, else the mesh's."""
+        """Returns another image of the same agent in a cluster of the command, otherwise the mesh's image."""
         return self.cluster.other(self.images[agent] or self.mesh_image()) if self.cluster else self.mesh_image()
 
     def istioctl(self, *words, **more):
@@ -139,7 +140,7 @@ class World:
         return done.stdout
 
     def admin(self, target, path, method="GET"):
-        """What Envoy's admin interface says, asked through the agent."""
+        """Returns a response of Envoy's admin interface, requested through the agent."""
         return self.exec(target, "pilot-agent", "request", method, path, container="istio-proxy")
 
     def rolled_out_istiod(self):
@@ -152,12 +153,12 @@ class World:
             self.kubectl("wait", "-n", "istio-system", "--for=delete", "pod", "-l", "app=istiod", f"--timeout={LIMIT}")
 
     def kill(self, pod, container):
-        """Kills a container's first process, as the kernel does for want of memory."""
+        """Kills a container's first process, like the kernel when memory is short."""
         name = self.container(pod, container)["containerID"].partition("://")[2]
         self.cluster.inside("ctr", "--namespace", "k8s.io", "task", "kill", "--signal", "SIGKILL", name)
 
     def process(self, pod, program, container="istio-proxy"):
-        """The process of a program in a sidecar's container, as this machine numbers it."""
+        """Returns the PID of a program in a sidecar's container, in the PID namespace of this machine."""
         container = self.container(pod, container)["containerID"].partition("://")[2]
         for folder in pathlib.Path("/proc").glob("[0-9]*"):
             try:
@@ -168,7 +169,7 @@ class World:
         raise Failed(f"no {program} in {pod}")
 
     def describe(self, folder):
-        """Keeps what says why a case has failed."""
+        """Writes files that help to find out why a case has failed."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, words in {"pods": ["get", "pods", "-o", "wide"], "events": ["get", "events", "--sort-by=.lastTimestamp"],
                             "pods.yaml": ["get", "pods", "-o", "yaml"],
@@ -182,7 +183,7 @@ class World:
                         (folder / f"{name}-{container}{previous}.log").write_text(log)
 
     def until(self, what, check, limit=60):
-        """Waits until a check is true and returns its value; a failed kubectl is not."""
+        """Waits until a check is true, and returns its value. A check that raises Failed or ValueError is repeated."""
         deadline = time.monotonic() + limit
         while True:
             try:
@@ -197,9 +198,9 @@ class World:
 
 
 class Load:
-    """What the applications of Deployments send while the block runs; `told` has what each saw.
+    """The load that the applications of Deployments send while the block runs. `told` has the results of each client.
 
-    `targets` are one, a list, or a list by client. A stream or connection over TCP is held for `hold` seconds.
+    `targets` is one target, a list, or a list for each client. A stream or TCP connection is held for `hold` seconds.
     """
 
     def __init__(self, world, targets, *clients, hold=None):
@@ -242,7 +243,7 @@ class Load:
         return json.loads(output)
 
     def reaches(self, client, targets):
-        """Whether a second of load reaches targets of every kind."""
+        """Returns true if a second of load reaches targets of every kind."""
         process = self.start(client, targets)
         time.sleep(1)
         told = self.end(client, process)

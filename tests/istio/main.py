@@ -1,7 +1,7 @@
-"""Istio's own integration tests with this agent in the proxies: see `make istio-tests` in the Makefile.
+"""Runs Istio's own integration tests with this agent in the proxies: see `make istio-tests` in the Makefile.
 
-tests.csv lists the tests, why some of them are not run, and the last results. A test that fails is repeated, then run
-with pilot-agent. If it fails only with this agent, the command fails.
+tests.csv has the tests, the reasons why some of them are not run, and the last results. A test that fails is repeated,
+then run with pilot-agent. If it fails only with this agent, the command fails.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from programs import programs, say
 
 LIST = HERE / "tests.csv"
 HUB = "localhost/it"
-# Of the conformance tests of the Gateway API.
+# The registry of the images for the conformance tests of the Gateway API.
 GATEWAY_API = "registry.k8s.io/gateway-api"
 AGENTS = {"ours": "this agent", "go": "pilot-agent"}
 PASS, FAIL, SKIP = "pass", "fail", "skip"
@@ -77,7 +77,7 @@ def main():
 
 
 def run_part(options, built, part, rows):
-    """Runs tests of one package and notes the results. Returns what fails with this agent and passes with pilot-agent."""
+    """Runs tests of a package, and notes the results. Returns those that fail with this agent only."""
     package, names = rows[0]["package"], [row["test"] for row in rows]
     results = {options.agent: repeated(options, built, part, package, options.agent, names)}
     failed = [name for name in names if results[options.agent][name] == FAIL]
@@ -92,7 +92,7 @@ def run_part(options, built, part, rows):
 
 
 def repeated(options, built, part, package, agent, names):
-    """The best result of each test and subtest in all runs."""
+    """Runs tests, repeats those that fail, and returns the best result of each test and subtest."""
     best, left = {}, names
     for attempt in range(1 + options.repeat):
         begun = time.monotonic()
@@ -113,7 +113,7 @@ def repeated(options, built, part, package, agent, names):
 
 
 def leaves(found, name=""):
-    """The failed tests without a failed subtest."""
+    """Returns the failed tests that have no failed subtest."""
     failed = {one for one, result in found.items() if result == FAIL and one.startswith(name)}
     return sorted(one for one in failed if not any(other.startswith(f"{one}/") for other in failed))
 
@@ -132,7 +132,7 @@ class Bare(Cluster):
         for tag, files in (("ours", {}), ("go", go_agent(istio))):
             layout.add(f"{HUB}/proxyv2:{tag}", files, agent)
             add_istiod(layout, f"{HUB}/pilot:{tag}", control_plane)
-            # The second one is Istio's, too.
+            # The second image has Istio's echo server, too.
             for image in (f"{HUB}/app:{tag}", f"{GATEWAY_API}/echo-advanced:v1.5.1"):
                 layout.add(image, {
                     "/usr/local/bin/server": tests / "server", "/usr/local/bin/client": tests / "client",
@@ -148,13 +148,13 @@ class Bare(Cluster):
         layout.add("registry.istio.io/testing/jwt-server:0.8", {"/jwt-server": tests / "src"}, Entrypoint=["/jwt-server"])
 
     def install(self, istio):
-        # Some tests expect it from the test of conformance, which is a part alone.
+        # Some tests expect that the conformance test, which is a separate part here, has installed the Gateway API.
         self.run("apply", "--server-side", "-f", istio / "gateway-api-crd.yaml")
         self.inside("ip", "route", "add", "10.98.0.0/16", "dev", "node")
 
 
 def machine(tests):
-    """An archive with the files of a machine: Debian, the echo server, and what Istio's package has beside the agent."""
+    """Returns an archive with a machine's files: Debian, the echo server, and Istio's package without the agent."""
     archive = tests / "machine.tar"
     if archive.exists():
         return archive
@@ -170,7 +170,8 @@ def machine(tests):
                               *((path, "var/lib/istio") for path in (istio / "tests/testdata/certs").glob("cert.*"))):
             (root / place).mkdir(parents=True, exist_ok=True)
             shutil.copy(source, root / place)
-        # The script of the package sets the modes of the programs, which come from the agent's image.
+        # The script of the package sets the modes of envoy and pilot-agent, which come from the agent's image. Empty
+        # files take their place meanwhile.
         subprocess.run(["chroot", root, "sh", "-ec", """
             useradd --create-home --uid 1338 application
             chmod 755 /usr/local/bin/*
@@ -196,7 +197,7 @@ def addresses(cluster):
             if kind == "LoadBalancer" and address.strip() == "<none>":
                 given += 1
                 patch = f'{{"status":{{"loadBalancer":{{"ingress":[{{"ip":"10.98.{given // 250}.{given % 250 + 1}"}}]}}}}}}'
-                # A Service that is gone needs none.
+                # A Service that was deleted meanwhile needs no address.
                 subprocess.run([cluster.kubectl, "-n", namespace, "patch", f"service/{name}", "--subresource=status", "-p", patch],
                                capture_output=True, check=False)
     thread = threading.Thread(target=give)
@@ -241,7 +242,7 @@ def run(options, built, package, agent, names, log):
 
 
 def read_list(source):
-    """The rows of the list, which must have each test of its packages."""
+    """Returns the rows of the list, which must have each test of its packages."""
     with open(LIST, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     for package in sorted({row["package"] for row in rows if row["test"] != "*"}):

@@ -2,7 +2,7 @@
 
 use std::process::{Command, Output};
 
-use crate::support::programs::{binary, ours_only};
+use crate::support::programs::{binary, is_this_agent};
 
 fn run(words: &str) -> Output {
     let program = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
@@ -14,7 +14,7 @@ fn run(words: &str) -> Output {
 
 #[test]
 fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lines() {
-    if !ours_only("rules on standard output") {
+    if !is_this_agent("rules on standard output") {
         return;
     }
     for (words, code, said) in [

@@ -5,12 +5,12 @@ use std::time::Duration;
 use local_istiod::{Keys, LocalIstiod, Options};
 
 use crate::support::place::Place;
-use crate::support::programs::ours_only;
+use crate::support::programs::is_this_agent;
 use crate::support::{ask_for_secrets, next_response, options, relays, until};
 
 #[tokio::test]
 async fn certificates_and_discovery_fail_over_and_return_to_the_first_control_plane() {
-    if !ours_only("several control planes") {
+    if !is_this_agent("several control planes") {
         return;
     }
     let keys = Keys::generate("cluster.local").unwrap();

@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 use rustix::fs::{CWD, FileType, mknodat};
 use serde_json::{Value, json};
 
-use crate::support::programs::{binary, ours_only};
+use crate::support::programs::{binary, is_this_agent};
 
 /// Runs a command of the agent with this standard input.
 fn run(words: &[&str], input: &str) -> Output {
@@ -37,7 +37,7 @@ fn fifo(directory: &Path) -> String {
 
 #[test]
 fn standard_input_is_read_and_another_pipe_is_an_error_that_names_it() {
-    if !ours_only("preflight and scope") {
+    if !is_this_agent("preflight and scope") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -78,7 +78,7 @@ fn standard_input_is_read_and_another_pipe_is_an_error_that_names_it() {
 
 #[test]
 fn no_control_character_of_a_manifest_or_of_a_usage_reaches_the_terminal() {
-    if !ours_only("preflight and scope") {
+    if !is_this_agent("preflight and scope") {
         return;
     }
     let hostile = "a\u{1b}]0;x\u{7}\u{7f}\u{9b}31m\nb";

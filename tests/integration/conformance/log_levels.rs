@@ -3,12 +3,12 @@
 use serde_json::Value;
 
 use crate::support::place::Place;
-use crate::support::programs::ours_only;
+use crate::support::programs::is_this_agent;
 use crate::support::{local_istiod, relays};
 
 #[tokio::test]
 async fn log_levels_are_set_by_the_request_command_and_go_back_by_themselves() {
-    if !ours_only("levels at run time") {
+    if !is_this_agent("levels at run time") {
         return;
     }
     let mut istiod = local_istiod().await;

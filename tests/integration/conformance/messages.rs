@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::json;
 
 use crate::support::free_port;
-use crate::support::programs::{binary, ours_only};
+use crate::support::programs::{binary, is_this_agent};
 
 /// Returns a command of the agent with the words of `line`, which runs in `folder`.
 fn agent(folder: &Path, line: &str) -> Command {
@@ -53,7 +53,7 @@ fn serve_large_body() -> u16 {
 
 #[test]
 fn output_that_is_not_read_is_no_error() {
-    if !ours_only("its output") {
+    if !is_this_agent("its output") {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +100,7 @@ fn output_that_is_not_read_is_no_error() {
 
 #[test]
 fn a_misspelt_command_flag_variable_or_member_is_reported_with_the_nearest_name() {
-    if !ours_only("its hints") {
+    if !is_this_agent("its hints") {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ fn a_misspelt_command_flag_variable_or_member_is_reported_with_the_nearest_name(
 
 #[test]
 fn the_version_is_printed_for_the_flag_as_for_the_command() {
-    if !ours_only("its flag --version") {
+    if !is_this_agent("its flag --version") {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -166,7 +166,7 @@ fn the_version_is_printed_for_the_flag_as_for_the_command() {
 
 #[test]
 fn broken_yaml_is_named_by_its_source_its_line_and_the_reason() {
-    if !ours_only("its errors") {
+    if !is_this_agent("its errors") {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -211,7 +211,7 @@ fn broken_yaml_is_named_by_its_source_its_line_and_the_reason() {
 /// Runs the agent as another user, which only root can do.
 #[test]
 fn a_user_without_access_is_named_with_the_owner() {
-    if !ours_only("its errors") {
+    if !is_this_agent("its errors") {
         return;
     }
     if !rustix::process::geteuid().is_root() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::support::http::{ask, try_ask};
-use crate::support::programs::ours_only;
+use crate::support::programs::is_this_agent;
 use crate::support::scraped::{Scraped, Source, TEXT, answer_of};
 use crate::support::{eventually, free_port};
 
@@ -229,7 +229,7 @@ async fn the_page_is_gzip_for_a_scraper_that_accepts_gzip() {
         ("deflate, gzip;q=1.0, zstd;q=0.5", Some("gzip")),
         ("br, lz4", None),
     ];
-    if ours_only("zstd") {
+    if is_this_agent("zstd") {
         rows.extend([("zstd", None), ("gzip, zstd", Some("gzip"))]);
     }
     for (accepted, expected) in rows {
@@ -318,7 +318,7 @@ fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
 
 #[tokio::test]
 async fn a_hostile_source_costs_its_own_samples_and_little_memory() {
-    if !ours_only("hostile sources") {
+    if !is_this_agent("hostile sources") {
         return;
     }
     for targets in [1, 2] {
@@ -347,7 +347,7 @@ async fn a_hostile_source_costs_its_own_samples_and_little_memory() {
 
 #[tokio::test]
 async fn a_source_that_hangs_does_not_exceed_the_timeout_of_the_scraper() {
-    if !ours_only("what is there comes in time") {
+    if !is_this_agent("what is there comes in time") {
         return;
     }
     let scraped = Scraped::start(1).await;
@@ -371,7 +371,7 @@ async fn a_source_that_hangs_does_not_exceed_the_timeout_of_the_scraper() {
 
 #[tokio::test]
 async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetrics() {
-    if !ours_only("no series that vanish unnoticed") {
+    if !is_this_agent("no series that vanish unnoticed") {
         return;
     }
     let scraped = Scraped::start(1).await;
@@ -401,7 +401,7 @@ async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetric
 
 #[tokio::test]
 async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_are_read() {
-    if !ours_only("gzip that was not asked for") {
+    if !is_this_agent("gzip that was not asked for") {
         return;
     }
     let scraped = Scraped::start(1).await;
@@ -443,7 +443,7 @@ async fn unknown_content_encodings_of_a_page_are_ignored() {
 
 #[tokio::test]
 async fn a_target_without_an_eof_line_loses_no_samples_of_the_other_targets() {
-    if !ours_only("valid samples of such a target") {
+    if !is_this_agent("valid samples of such a target") {
         return;
     }
     let scraped = Scraped::start(2).await;
@@ -477,7 +477,7 @@ async fn a_target_without_an_eof_line_loses_no_samples_of_the_other_targets() {
 
 #[tokio::test]
 async fn a_target_that_leads_to_the_agents_own_page_is_asked_once() {
-    if !ours_only("a loop ends") {
+    if !is_this_agent("a loop ends") {
         return;
     }
     let scraped = Scraped::start(1).await;
@@ -510,7 +510,7 @@ async fn metrics_has_all_sources_and_metrics_agent_only_the_agent() {
     let scraped = Scraped::start(1).await;
     let merged = ask(scraped.port(), "GET /metrics").await.body;
     assert!(merged.contains("\nenvoy 1\n") && merged.contains("\nistio_agent_scrapes_total 1\n"));
-    if ours_only("a page of the agent alone") {
+    if is_this_agent("a page of the agent alone") {
         let own = ask(scraped.port(), "GET /metrics/agent").await.body;
         assert!(!own.contains("\nenvoy ") && own.contains("\nistio_agent_scrapes_total 1\n"));
     }
@@ -564,7 +564,7 @@ async fn prometheus_has_all_series_of_the_page() {
     ] {
         finds(series).await;
     }
-    if ours_only("pages with malformed lines") {
+    if is_this_agent("pages with malformed lines") {
         let many: String = (0..40_000)
             .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
             .collect();
@@ -597,7 +597,7 @@ async fn prometheus_has_all_series_of_the_page() {
         }
         scraped.envoy.has(TEXT, "envoy 1\n");
     }
-    if ours_only("a failed scrape where an OpenMetrics source breaks off") {
+    if is_this_agent("a failed scrape where an OpenMetrics source breaks off") {
         let cut_off = "content-length: 100\r\nconnection: close\r\n\r\n# TYPE shared counter\n";
         for target in &scraped.targets {
             target.says(format!(

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::support::http::{Server, ask, ask_with, try_ask};
 use crate::support::place::Place;
 use crate::support::process::Process;
-use crate::support::programs::ours_only;
+use crate::support::programs::is_this_agent;
 use crate::support::{eventually, free_port, local, local_istiod, soon, until};
 
 const CONFIGURED: &str =
@@ -98,7 +98,7 @@ async fn every_path_has_its_status_and_body() {
     ] {
         let is_ours =
             ["POST /drain", "GET /metrics/agent"].contains(&line) || line.starts_with("GET /debug");
-        if is_ours && !ours_only(line) {
+        if is_ours && !is_this_agent(line) {
             continue;
         }
         let answer = ask(port, line).await;
@@ -117,7 +117,7 @@ async fn every_path_has_its_status_and_body() {
     let moved = ask(port, "GET //healthz/ready?y").await;
     let location = "\r\nlocation: /healthz/ready?y\r\n";
     assert!(moved.head.contains(location), "{moved:?}");
-    if ours_only("GET /drain and the overview") {
+    if is_this_agent("GET /drain and the overview") {
         let drain = ask(port, "GET /drain").await;
         let drain: Value = serde_json::from_str(&drain.body).unwrap();
         assert_eq!(drain["asked"], "run");
@@ -139,7 +139,7 @@ async fn quitquitquit_is_answered_and_ends_the_agent_with_or_without_envoy() {
     let (with, says, _admin) = with_admin().await;
     says.send_replace(Some(format!("{CONFIGURED}{LIVE}")));
     let mut places = vec![with];
-    if ours_only("an end without Envoy") {
+    if is_this_agent("an end without Envoy") {
         places.push(without);
     }
     for place in places {
@@ -159,7 +159,7 @@ async fn quitquitquit_is_answered_and_ends_the_agent_with_or_without_envoy() {
 
 #[tokio::test]
 async fn an_unready_pod_names_the_reason_until_it_is_ready() {
-    if !ours_only("a body that says what is missing") {
+    if !is_this_agent("a body that says what is missing") {
         return;
     }
     let (place, says, admin) = with_admin().await;
@@ -223,7 +223,7 @@ async fn an_unready_pod_names_the_reason_until_it_is_ready() {
 
 #[tokio::test]
 async fn a_terminating_agent_keeps_its_port_and_is_not_ready() {
-    if !ours_only("a port that stays to the end") {
+    if !is_this_agent("a port that stays to the end") {
         return;
     }
     let (place, says, _admin) = with_admin().await;
@@ -254,7 +254,7 @@ async fn a_terminating_agent_keeps_its_port_and_is_not_ready() {
 
 #[tokio::test]
 async fn a_hung_admin_port_makes_the_pod_unready_and_delays_no_other_answer() {
-    if !ours_only("one question for a whole crowd") {
+    if !is_this_agent("one question for a whole crowd") {
         return;
     }
     let (place, says, admin) = with_admin().await;
@@ -293,7 +293,7 @@ async fn drain_drains_envoy_and_does_not_change_readiness() {
         ask(place.status_port(), "GET /healthz/ready").await.status,
         200
     );
-    if ours_only("/debug/envoy") {
+    if is_this_agent("/debug/envoy") {
         let report = ask(place.status_port(), "GET /debug/envoy").await;
         let report: Value = serde_json::from_str(&report.body).unwrap();
         assert!(report["state"].is_string(), "{report}");
@@ -302,7 +302,7 @@ async fn drain_drains_envoy_and_does_not_change_readiness() {
 
 #[tokio::test]
 async fn a_status_port_in_use_ends_the_agent_before_envoy_starts() {
-    if !ours_only("an end without a port") {
+    if !is_this_agent("an end without a port") {
         return;
     }
     let place = Place::with_envoy(&local_istiod().await);
@@ -447,7 +447,7 @@ async fn answers_of_the_application_are_passed_back() {
 
 #[tokio::test]
 async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
-    if !ours_only("a bound on connections") {
+    if !is_this_agent("a bound on connections") {
         return;
     }
     let place = Place::of(&local_istiod().await);
@@ -490,7 +490,7 @@ fn most_descriptors() -> usize {
 
 #[tokio::test]
 async fn ten_thousand_idle_connections_cost_little_memory() {
-    if !ours_only("a bound on connections") {
+    if !is_this_agent("a bound on connections") {
         return;
     }
     let place = Place::of(&local_istiod().await);
@@ -520,7 +520,7 @@ async fn ten_thousand_idle_connections_cost_little_memory() {
 
 #[tokio::test]
 async fn clients_that_send_slowly_do_not_lock_out_the_kubelet() {
-    if !ours_only("late heads") {
+    if !is_this_agent("late heads") {
         return;
     }
     let place = Place::of(&local_istiod().await);

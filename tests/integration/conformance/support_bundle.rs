@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use serde_json::{Value, json};
 
 use crate::support::process::Process;
-use crate::support::programs::{binary, ours_only};
+use crate::support::programs::{binary, is_this_agent};
 use crate::support::until;
 
 /// The size of a configuration dump, in bytes, which ends with a secret. In a debug build, 12 MiB take 4 of the
@@ -89,7 +89,7 @@ async fn peak(directory: &Path, admin: u16, file: &str) -> (u64, String) {
 
 #[tokio::test]
 async fn the_memory_of_a_bundle_does_not_grow_with_the_configuration_of_envoy() {
-    if !ours_only("its command support-bundle") {
+    if !is_this_agent("its command support-bundle") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -122,7 +122,7 @@ async fn the_memory_of_a_bundle_does_not_grow_with_the_configuration_of_envoy() 
 
 #[test]
 fn a_bundle_goes_to_a_new_file_or_to_a_reader_and_to_no_terminal() {
-    if !ours_only("its command support-bundle") {
+    if !is_this_agent("its command support-bundle") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 use crate::support::place::ROOT;
-use crate::support::programs::{binary, ours_only};
+use crate::support::programs::{binary, is_this_agent};
 
 const VARIABLE: &str = "ISTIO_META_ISTIO_VERSION";
 
@@ -27,7 +27,7 @@ fn run(program: &Path, words: &[&str], variable: &str) -> Output {
 
 #[test]
 fn istiod_is_told_the_version_of_metadata_or_of_the_image_or_of_the_build() {
-    if !ours_only("the version of its image") {
+    if !is_this_agent("the version of its image") {
         return;
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

@@ -169,7 +169,7 @@ impl Traffic {
             "a hundred requests that the machine does not get",
             async || {
                 let (machine, all) = (self.to_machine(), self.load.tally().attempts());
-                self.load.makes(all + 100).await;
+                self.load.wait_for_attempts(all + 100).await;
                 (self.to_machine() == machine).then_some(())
             },
         )

@@ -193,7 +193,7 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
         .with(Fresh(stage.port))
         .with(UntilClosed(stage.port, None))
         .with(UntilClosed(stage.port, None));
-    load.makes(500).await;
+    load.wait_for_attempts(500).await;
     let first = stage.only_envoy().await;
     let agent = stage.pod.agent.pid();
     let before = (resident(first), open_files(first), open_files(agent));

@@ -213,7 +213,7 @@ async fn a_spire_agent_that_restarts_fails_no_handshake_and_its_next_certificate
         agent.signal(signal);
         agent.end().await;
         sidecar.assert_socket_not_served(found).await;
-        load.makes(load.tally().attempts() + 20).await;
+        load.wait_for_attempts(load.tally().attempts() + 20).await;
         assert!(
             sidecar
                 .pod

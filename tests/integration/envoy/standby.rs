@@ -207,7 +207,7 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
     let stage = Stage::serving(&envoy).await;
     let standby = stage.standby().await;
     let load = stage.load();
-    load.makes(100).await;
+    load.wait_for_attempts(100).await;
     let (first, second) = ((FIRST, &stage.pod.agent), (SECOND, &standby));
     for ((name, serves), (_, waits)) in [(second, first), (first, second)] {
         let before = serves.log().len();
@@ -228,7 +228,7 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
         .await;
     }
     stage.serves(FIRST).await;
-    load.makes(load.tally().attempts() + 100).await;
+    load.wait_for_attempts(load.tally().attempts() + 100).await;
     let tally = load.assert_flawless();
     eprintln!("{} attempts", tally.attempts());
 }
@@ -244,14 +244,14 @@ async fn a_container_with_another_build_takes_over_once() {
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;
     let load = stage.load();
-    load.makes(50).await;
+    load.wait_for_attempts(50).await;
     let other = stage.wrapped(&envoy, "");
     let standby = stage.start_standby(Some(&other));
     standby.logs("container istio-standby serves").await;
     let former = &stage.pod.agent;
     former.logs("container istio-proxy waits").await;
     stage.serves(SECOND).await;
-    load.makes(load.tally().attempts() + 50).await;
+    load.wait_for_attempts(load.tally().attempts() + 50).await;
     load.assert_flawless();
     assert!(
         !former.log().contains("has a new build"),
@@ -293,7 +293,7 @@ async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again()
         let stage = Stage::serving(&envoy).await;
         stage.recorded_standby().await;
         let load = stage.load();
-        load.makes(50).await;
+        load.wait_for_attempts(50).await;
         let other = stage.wrapped(&envoy, &before_successor(what));
         let mut standby = stage.start_standby(Some(&other));
         let agent = &stage.pod.agent;
@@ -305,7 +305,7 @@ async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again()
             standby = stage.start_standby(Some(&other));
         }
         standby.logs("container istio-standby waits").await;
-        load.makes(load.tally().attempts() + 50).await;
+        load.wait_for_attempts(load.tally().attempts() + 50).await;
         load.assert_flawless();
         let log = agent.log();
         assert_eq!(log.matches("handing over").count(), 1, "{log}");
@@ -319,7 +319,7 @@ async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;
     let load = stage.load();
-    load.makes(50).await;
+    load.wait_for_attempts(50).await;
     // The next Envoy gets no configuration, because its bootstrap has the wrong socket of the agent. It is killed when
     // it has taken the admin port of the serving Envoy.
     let bootstrap = "etc/istio/proxy/istio-standby/envoy-rev0.json";
@@ -343,11 +343,11 @@ async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
     standby.terminate();
     standby.end().await;
     stage.serves(FIRST).await;
-    load.makes(load.tally().attempts() + 50).await;
+    load.wait_for_attempts(load.tally().attempts() + 50).await;
     let standby = stage.start_standby(Some(&envoy));
     standby.logs("container istio-standby serves").await;
     stage.serves(SECOND).await;
-    load.makes(load.tally().attempts() + 50).await;
+    load.wait_for_attempts(load.tally().attempts() + 50).await;
     load.assert_flawless();
 }
 
@@ -375,14 +375,14 @@ async fn a_missing_or_broken_envoy_is_found_before_the_handover_begins() {
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;
     let load = stage.load();
-    load.makes(50).await;
+    load.wait_for_attempts(50).await;
     for program in [stage.wrapped(&envoy, "exit 3"), stage.pod.path("missing")] {
         let standby = stage.start_standby(Some(&program));
         standby.logs("[HANDOVER_FAILED]").await;
         standby.logs("container istio-standby waits").await;
         standby.terminate();
     }
-    load.makes(load.tally().attempts() + 50).await;
+    load.wait_for_attempts(load.tally().attempts() + 50).await;
     load.assert_flawless();
     assert!(!stage.pod.agent.log().contains("handing over"));
 }
@@ -414,6 +414,6 @@ async fn a_container_that_is_told_to_stop_while_it_takes_over_exits_at_once() {
     standby.terminate();
     assert_eq!(standby.end().await.code(), Some(0), "{}", standby.log());
     stage.pod.agent.logs("[HANDOVER_FAILED]").await;
-    load.makes(load.tally().attempts() + 20).await;
+    load.wait_for_attempts(load.tally().attempts() + 20).await;
     load.assert_flawless();
 }

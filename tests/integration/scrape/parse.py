@@ -1,4 +1,4 @@
-"""Reads pages with Prometheus' own parsers, and complains of what stricter ones refuse.
+"""Reads pages with Prometheus' own parsers, and fails if they or stricter parsers refuse a page.
 
 Arguments are files that end in .txt or .om. Needs the package prometheus-client.
 """
@@ -10,7 +10,7 @@ from prometheus_client import parser as text
 
 
 def check_declarations(page):
-    """A family has one HELP and one TYPE line, which the text parser does not check."""
+    """Checks that a family has one HELP and one TYPE line, because the text parser does not check that."""
     seen = set()
     for line in page.splitlines():
         if line.startswith(("# HELP ", "# TYPE ")):

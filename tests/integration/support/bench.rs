@@ -30,7 +30,7 @@ pub struct Bench {
     pub observer: Observer,
     /// True if the relay takes the test's process for an Envoy of the agent.
     pub is_envoy: Arc<AtomicBool>,
-    /// The workload's health, which streams report: None until it is known, an error with its reason.
+    /// The workload's health, which streams report to istiod: None until it is known, an error if it is unhealthy.
     pub health: watch::Sender<Option<Result<(), String>>>,
     tasks: Tasks,
     shutdown: CancellationToken,

@@ -16,21 +16,21 @@ use super::pod::Pod;
 const LIMIT: Duration = Duration::from_secs(3);
 
 /// The permits to run a doctor. Two run at once, so that they do not wait for each other on a machine of two cores.
-static TURNS: Semaphore = Semaphore::const_new(2);
+static PERMITS: Semaphore = Semaphore::const_new(2);
 
 /// An agent that a doctor examines.
-pub trait Patient: 'static {
+pub trait Examined: 'static {
     /// Returns a command with the program and the settings of the agent.
     fn command(&self) -> Command;
 }
 
-impl Patient for Place {
+impl Examined for Place {
     fn command(&self) -> Command {
         Place::command(self)
     }
 }
 
-impl Patient for Pod {
+impl Examined for Pod {
     fn command(&self) -> Command {
         self.command_as_agent()
     }
@@ -58,7 +58,7 @@ pub struct Faults(JoinSet<()>, LocalSet);
 
 impl Fault {
     /// Creates a fault that the doctor reports as an error. The patient is dropped after the report.
-    pub fn new(patient: impl Patient, (code, cause, cure): Says<'_>) -> Self {
+    pub fn new(patient: impl Examined, (code, cause, cure): Says<'_>) -> Self {
         Self {
             command: patient.command(),
             lines: [
@@ -102,7 +102,7 @@ impl Fault {
         let mut command = tokio::process::Command::from(self.command);
         command.args(self.is_report.then_some("doctor"));
         let output = eventually("a report of an agent that has started", async || {
-            let _turn = TURNS.acquire().await;
+            let _turn = PERMITS.acquire().await;
             let began = Instant::now();
             let output = command.output().await.unwrap();
             let (took, text) = (began.elapsed(), String::from_utf8_lossy(&output.stdout));
@@ -140,7 +140,7 @@ impl Faults {
         self.0.spawn_local_on(row, &self.1);
     }
 
-    pub async fn are_named(self) {
+    pub async fn assert_all_reported(self) {
         let Self(mut rows, threads) = self;
         let failed = threads.run_until(async {
             let mut failed = 0;

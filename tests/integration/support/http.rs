@@ -223,7 +223,7 @@ impl Load {
     }
 
     /// Waits until the load has made this many attempts in all.
-    pub async fn makes(&self, attempts: usize) {
+    pub async fn wait_for_attempts(&self, attempts: usize) {
         until("more attempts", || self.tally().attempts() >= attempts).await;
     }
 
@@ -347,7 +347,7 @@ impl Server {
                 let length = body.len();
                 let head = format!("HTTP/1.1 {status} X\r\n{headers}content-length: {length}");
                 let text = format!("{head}\r\nconnection: close\r\n\r\n{body}");
-                let _ = stream.write_all(text.as_bytes()).await; // The client may have closed the connection.
+                let _ = stream.write_all(text.as_bytes()).await; // The client may not read it.
                 let _ = stream.shutdown().await;
             }
         });

@@ -169,6 +169,7 @@ pub async fn answered(envoy: &mut Envoy, istiod: &mut LocalIstiod) {
 pub fn free_port() -> u16 {
     static NEXT: OnceLock<AtomicU16> = OnceLock::new();
     let next = NEXT.get_or_init(|| {
+        // Concurrent test processes begin at different ports.
         let of_process = u16::try_from(std::process::id() % 100).unwrap();
         AtomicU16::new(12_000 + of_process * 200)
     });

@@ -97,6 +97,8 @@ async fn serve_udp(socket: UdpSocket, asked: Arc<Mutex<Vec<String>>>) {
         let (length, client) = socket.recv_from(&mut query).await.unwrap();
         let (mut reply, end) = resolve(&query[..length], &asked);
         if reply.len() > 512 {
+            // The answer is too long for UDP without EDNS: it has the flag TC and no records, so the client asks by
+            // TCP.
             reply.truncate(end);
             reply[2] |= 2;
             reply[6..8].fill(0);
@@ -144,10 +146,12 @@ fn resolve(query: &[u8], asked: &Mutex<Vec<String>>) -> (Vec<u8>, usize) {
     let addresses = known.clone().filter(|_| kind == A).unwrap_or_default();
     let mut reply = query[..end].to_vec();
     reply[2] |= 0x80;
+    // The flag RA, with NOERROR or NXDOMAIN.
     reply[3] = if known.is_some() { 0x80 } else { 0x83 };
     reply[6..12].fill(0);
     reply[7] = u8::try_from(addresses.len()).unwrap();
     for address in addresses {
+        // The name of the question, type A, class IN, a TTL of 9 s, and 4 bytes of data.
         reply.extend([0xc0, 12, 0, A, 0, 1, 0, 0, 0, 9, 0, 4]);
         reply.extend(address);
     }

@@ -45,6 +45,7 @@ pub fn is_inside(test: &str) -> bool {
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     eprintln!("{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    // With a wrong name no test would run inside, and that is a success, too.
     let passed = output.status.success() && said.contains("1 passed");
     assert!(passed, "{test}: {}", output.status);
     false
@@ -121,7 +122,10 @@ pub fn put(path: &str, content: &str) {
     fs::write(&source, content).unwrap();
     if !path.exists() {
         let directory = path.parent().unwrap();
-        run("mount", &["-t", "tmpfs", "tmpfs", &upmost(directory)]);
+        run(
+            "mount",
+            &["-t", "tmpfs", "tmpfs", &nearest_existing(directory)],
+        );
         fs::create_dir_all(directory).unwrap();
         fs::write(path, "").unwrap();
     }
@@ -225,7 +229,7 @@ fn is_on_path(program: &str) -> bool {
 }
 
 /// Returns the directory, or its nearest parent that exists.
-fn upmost(directory: &Path) -> String {
+fn nearest_existing(directory: &Path) -> String {
     text(directory.ancestors().find(|path| path.exists()).unwrap())
 }
 

@@ -102,7 +102,7 @@ impl Pod {
         let program = Path::new(env!("CARGO_BIN_EXE_pilot-agent"));
         let mut command = match user {
             Some((user, group)) => {
-                give(directory.path(), user);
+                chown_all(directory.path(), user);
                 let mut command = Command::new(namespace::reachable(program));
                 command.uid(user).gid(group);
                 command
@@ -259,7 +259,7 @@ impl Drop for Pod {
     fn drop(&mut self) {
         // An agent that is killed cannot end its Envoy.
         for envoy in children_of(self.agent.pid()) {
-            let _ = rustix::process::kill_process(envoy, Signal::KILL); // Envoy may just have ended.
+            let _ = rustix::process::kill_process(envoy, Signal::KILL); // Envoy may have ended.
         }
     }
 }
@@ -336,12 +336,12 @@ fn base_environment() -> [(&'static str, String); 8] {
 }
 
 /// Changes the owner and group of a directory and its content to a user.
-fn give(directory: &Path, user: u32) {
+fn chown_all(directory: &Path, user: u32) {
     chown(directory, Some(user), Some(user)).unwrap();
     for entry in fs::read_dir(directory).unwrap() {
         let entry = entry.unwrap();
         if entry.file_type().unwrap().is_dir() {
-            give(&entry.path(), user)
+            chown_all(&entry.path(), user)
         } else {
             chown(entry.path(), Some(user), Some(user)).unwrap()
         }

@@ -53,7 +53,7 @@ impl Process {
 
     /// Sends a signal. The process may just have ended.
     pub fn signal(&self, signal: Signal) {
-        let _ = kill_process(self.pid(), signal); // `status` and `end` report the end of the process.
+        let _ = kill_process(self.pid(), signal); // `end` reports a process that has ended.
     }
 
     pub fn terminate(&self) {

@@ -14,7 +14,7 @@ pub fn binary(variable: &str, built: Option<&str>) -> OsString {
 }
 
 /// Returns true if the tested binary is this agent. If it is another agent, prints that `what` is not tested.
-pub fn ours_only(what: &str) -> bool {
+pub fn is_this_agent(what: &str) -> bool {
     static OURS: OnceLock<bool> = OnceLock::new();
     let ours = *OURS.get_or_init(|| {
         let agent = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));

@@ -1,8 +1,9 @@
-"""Says to each connection and datagram where it arrived.
+"""Responds to each TCP connection and UDP datagram with the port at which it arrived.
 
-Usage: receiver.py NAME ADDRESSES PORTS, both lists with commas. TCP is accepted at any address; for root,
-also with a destination that is none of this machine (IP_TRANSPARENT). The answer is `NAME PORT DESTINATION`, with the
-destination before it was redirected. UDP is received at these addresses; the answer is `NAME PORT`.
+Usage: receiver.py NAME ADDRESSES PORTS. The addresses and the ports are separated by commas. TCP is accepted at any
+address; if the user is root, also at addresses that this machine does not have (IP_TRANSPARENT). The response is
+`NAME PORT DESTINATION`, with the destination before a redirect. UDP is received at ADDRESSES; the response is
+`NAME PORT`.
 """
 
 import ipaddress
@@ -20,7 +21,7 @@ selector = selectors.DefaultSelector()
 
 
 def destination(stream):
-    """The address and port that the client has connected to."""
+    """Returns the address and port to which the client has connected, before a redirect."""
     is_v6 = stream.family == socket.AF_INET6
     level, size = (socket.IPPROTO_IPV6, 28) if is_v6 else (socket.IPPROTO_IP, 16)
     try:

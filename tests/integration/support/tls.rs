@@ -80,7 +80,7 @@ pub async fn client(keys: &Keys) -> Arc<ClientConfig> {
         .with_safe_default_protocol_versions()
         .unwrap()
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(OfTheMesh {
+        .with_custom_certificate_verifier(Arc::new(MeshCertVerifier {
             roots: roots(&authority.root_pem()),
             provider,
         }))
@@ -111,8 +111,8 @@ impl Attempt for Handshake {
         let stream = connect(self.port).await?;
         let name = ServerName::from(local(self.port).ip());
         let connector = TlsConnector::from(Arc::clone(&self.client));
-        let shaken = connector.connect(name, stream).await;
-        let mut stream = shaken.map_err(|error| format!("handshake: {error}"))?;
+        let connected = connector.connect(name, stream).await;
+        let mut stream = connected.map_err(|error| format!("handshake: {error}"))?;
         exchange(&mut stream).await?;
         let chain = stream.get_ref().1.peer_certificates();
         let leaf = chain.and_then(<[_]>::first).ok_or("no certificate")?;
@@ -128,12 +128,12 @@ fn serial(leaf: &CertificateDer<'_>) -> Result<String, String> {
 /// A verifier that accepts certificates that chain to the roots and are valid now. It does not compare the name,
 /// because certificates in a mesh do not have names of hosts.
 #[derive(Debug)]
-struct OfTheMesh {
+struct MeshCertVerifier {
     roots: RootCertStore,
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for OfTheMesh {
+impl ServerCertVerifier for MeshCertVerifier {
     fn verify_server_cert(
         &self,
         leaf: &CertificateDer<'_>,

@@ -189,7 +189,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
             Fault::new(place, says).with((agent, istiod))
         });
     }
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 /// Returns a revocation list that is empty and valid until this year.
@@ -270,7 +270,7 @@ async fn each_unusable_revocation_list_is_named_with_its_cure() {
             if says.0 == CODE { fault } else { fault.warns() }
         });
     }
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -128,7 +128,7 @@ async fn each_fault_of_dns_is_named_with_its_cure() {
         );
         Fault::new(place, says).with((agent, istiod, resolver))
     });
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 /// Returns a place whose programs run in new namespaces that a script prepares.
@@ -212,7 +212,7 @@ async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
         );
         Fault::new(place, says).with((agent, istiod))
     });
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -329,7 +329,7 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
         );
         Fault::new(place, says).with((agent, istiod)).warns()
     });
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -494,7 +494,7 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
             },
         );
     }
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -561,7 +561,7 @@ async fn each_refusal_by_istiod_is_named_with_its_cure() {
         );
         Fault::new(place, says).with((agent, istiod))
     });
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -613,7 +613,7 @@ async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works(
         );
         Fault::new(place, says).with((agent, envoy, stream, second))
     });
-    faults.are_named().await;
+    faults.assert_all_reported().await;
     let (first, second) = (local_istiod().await, answering_istiod().await);
     let first = first.kill().await.listen.to_string();
     let place = Place::of(&second);

@@ -1,8 +1,8 @@
-"""A gRPC server, and clients, on gRPC's C core. Messages are bytes.
+"""A gRPC server and gRPC clients that use gRPC's C core. Messages are bytes.
 
-serve                  prints its port, and answers /echo/Say
-say TARGET             prints the answer of such a server
-stream SOCKET METHOD   sends standard input on a Unix socket, prints the first response
+serve                  prints its port, and responds to /echo/Say
+say TARGET             prints the response of such a server
+stream SOCKET METHOD   sends standard input as a request on a Unix socket, and prints the first response
 """
 
 import queue

@@ -152,7 +152,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
             Fault::new(pod, says).with(control_plane).warns()
         });
     }
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -198,7 +198,7 @@ async fn each_program_that_is_not_an_envoy_is_named_with_its_cure() {
             Fault::new(pod, (code, &[program.to_str().unwrap()], &[cure])).with(control_plane)
         });
     }
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -264,7 +264,7 @@ async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
         );
         Fault::new(pod, ("PORT_TAKEN", &[&port, HOLDER], CURE)).with((control_plane, other))
     });
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 /// Returns a cluster with one endpoint, at this port of the pod.
@@ -353,7 +353,7 @@ async fn each_fault_of_an_endpoint_is_named_with_its_cure() {
             Fault::new(pod, says).with(control_plane).noted()
         });
     }
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

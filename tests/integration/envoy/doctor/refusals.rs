@@ -186,7 +186,7 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
         )
         .with((control_plane, serving))
     });
-    faults.are_named().await;
+    faults.assert_all_reported().await;
 }
 
 /// Adds a filter that denies every request to the listener.
@@ -264,7 +264,7 @@ async fn each_refused_call_is_named_with_its_cure_where_envoy_counts_it() {
                 .warns()
         });
     }
-    faults.are_named().await;
+    faults.assert_all_reported().await;
     // Without these statistics, the report says how to make Envoy count the refused calls.
     let port = free_port();
     let (pod, _control_plane) = pod(&[strict(port)], &[]).await;
