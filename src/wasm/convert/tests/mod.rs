@@ -331,7 +331,7 @@ fn unknown_fields_of_every_message_survive() {
         .expect("a resource")
         .expect("a filter");
     let rewritten = filter.with_module("/data/a.wasm").expect("a resource");
-    // The `Any` of the filter is encoded anew, so the unknown field `in-config` in it is lost.
+    // The `Any` of the filter is encoded again, so the unknown field `in-config` in it is lost.
     for mark in ["in-vm", "in-plugin", "in-wasm", "in-extension", "in-any"] {
         let found = rewritten
             .windows(mark.len())
