@@ -203,7 +203,7 @@ class Cluster:
 
 
 def go_agent(istio):
-    """Returns the files of pilot-agent that replace those of this agent in an image."""
+    """Returns the files of pilot-agent that replace this agent's files in an image."""
     return {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
             "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **IPTABLES}
 

@@ -132,8 +132,8 @@ impl ActiveResources {
 }
 
 /// Checks that an Envoy can take over: fails unless the Envoy of this restart epoch has started, has the listeners and
-/// secrets of its parent, and waits for no resource. Its listener `ignored_listener` may wait. Without `parent`, it must have at
-/// least one listener.
+/// secrets of its parent, and waits for no resource. Only listeners whose names begin with `ignored_listener` may wait.
+/// Without `parent`, it must have at least one listener.
 pub async fn check_takeover(
     admin: Admin,
     restart_epoch: u32,

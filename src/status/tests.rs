@@ -13,7 +13,7 @@ fn merged_metrics() -> Scrape {
     Arc::new(|_| Box::pin(async { plain(StatusCode::OK, "merged 1\n") }))
 }
 
-/// Opens a listener like that of the status port, on a free port. Returns the listener and the port.
+/// Opens a listener for the status port on a free port. Returns the listener and the port.
 pub(super) fn any_port() -> (tokio::net::TcpListener, u16) {
     let listener = bind(0).expect("a port");
     let listener = tokio::net::TcpListener::from_std(listener).expect("a listener");

@@ -41,7 +41,7 @@ pub struct NameTable {
     /// The hash of each name of each host, with the offset of the host's field. Sorted by hash; a lookup
     /// compares the names of the hosts with the same hash.
     index: Box<[(u32, u32)]>,
-    /// The hash function, with a random key, so that nobody can choose service names with the same hash.
+    /// The hash function. Its key is random, so that nobody can choose service names with the same hash.
     hasher: RandomState,
     host_count: usize,
 }

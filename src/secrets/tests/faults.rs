@@ -467,7 +467,7 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
     assert_eq!(last.1, first.1, "{usage:?}");
 }
 
-/// Returns the log lines of this number of consecutive failures, without those of level INFO.
+/// Returns the log lines of this number of consecutive failures, except INFO lines.
 async fn lines_of(failures: u32, answer: Answer, has_certificate: bool) -> Vec<String> {
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
     let log = Log::default();

@@ -241,7 +241,7 @@ fn texts(secret: &str) -> Vec<String> {
     ]
 }
 
-/// Returns members of Envoy's config dump that contain `secret`, in addition to those of [`documents`].
+/// Returns members of Envoy's config dump that contain `secret`, in addition to [`documents`].
 fn members(secret: &str) -> Vec<Value> {
     let matched = |how: &str| {
         let name = json!({ "name": "x-tenant", "string_match": { (how): secret } });

@@ -113,7 +113,7 @@ fn received(nonce: &str, bytes: &Bytes) -> Received {
 enum Coverage {
     /// All resources. The response is the first one of a stream to an Envoy that has none.
     All,
-    /// All resources except [`HELD_RESOURCE`]. The response is the first one of a stream to an Envoy that has [`HELD_RESOURCE`].
+    /// All resources except [`HELD_RESOURCE`], which Envoy has. The response is the first one of the stream.
     Initial,
     /// The changed resources.
     Part,
