@@ -5,11 +5,11 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::{MetadataExt, fchown};
+use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags, mkdirat, open, openat, renameat, unlinkat};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, mkdirat, open, openat, renameat, unlinkat};
 use rustix::io::Errno;
 use zeroize::Zeroizing;
 
@@ -40,17 +40,41 @@ impl Directory {
     /// Opens the directory `name` below `parent`. Fails if other users have access to it. `creates` it if it is
     /// missing.
     pub(crate) fn private(parent: &Path, name: &str, creates: bool) -> io::Result<Self> {
+        Self::private_to(own_user(), parent, name, creates)
+    }
+
+    /// Like [`Self::private`], for a directory to which only `user` has access.
+    pub(crate) fn private_to(
+        user: u32,
+        parent: &Path,
+        name: &str,
+        creates: bool,
+    ) -> io::Result<Self> {
         let parent = Self::open(parent)?;
-        if creates {
-            match mkdirat(&parent.0, name, Mode::RWXU) {
-                Ok(()) | Err(Errno::EXIST) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
+        let is_new = creates
+            && match mkdirat(&parent.0, name, Mode::RWXU) {
+                Err(Errno::EXIST) => false,
+                created => created.map(|()| true)?,
+            };
         let flags = DIRECTORY | OFlags::NOFOLLOW;
         let directory = File::from(openat(&parent.0, name, flags, Mode::empty())?);
-        check_private(name, &directory)?;
+        if is_new && user != own_user() {
+            fchown(&directory, Some(user), Some(user))?;
+        }
+        check_private(name, &directory, user)?;
         Ok(Self(directory))
+    }
+
+    /// Lists the names in the directory.
+    pub(crate) fn names(&self) -> io::Result<Vec<String>> {
+        let entries = Dir::read_from(&self.0)?;
+        let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+        names.collect()
+    }
+
+    /// Returns a path to `name` for calls that do not take a descriptor, while the directory is open.
+    pub(crate) fn path_to(&self, name: &str) -> PathBuf {
+        format!("/proc/self/fd/{}/{name}", self.0.as_raw_fd()).into()
     }
 
     /// Reads the file `name`. Fails if other users have access to it.
@@ -69,7 +93,7 @@ impl Directory {
         // Without the last flag, opening a pipe waits for its writer.
         let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = File::from(openat(&self.0, name, flags, Mode::empty())?);
-        check_private(name, &file)?;
+        check_private(name, &file, own_user())?;
         let metadata = file.metadata()?;
         if !metadata.is_file() {
             return Err(io::Error::other(format!("{name} is not a regular file")));
@@ -110,15 +134,19 @@ impl AsFd for Directory {
     }
 }
 
-/// Fails if other users have access, because they could plant content that the agent trusts.
-fn check_private(name: &str, file: &File) -> io::Result<()> {
-    let (found, us) = (file.metadata()?, rustix::process::geteuid().as_raw());
-    if found.uid() == us && found.mode() & OTHERS == 0 {
+/// Fails if users other than `user` have access, because they could plant content that the agent trusts.
+fn check_private(name: &str, file: &File, user: u32) -> io::Result<()> {
+    let found = file.metadata()?;
+    if found.uid() == user && found.mode() & OTHERS == 0 {
         return Ok(());
     }
     Err(io::Error::other(format!(
-        "{name} belongs to user {} with mode {:o}, expected user {us} and no access for others",
+        "{name} belongs to user {} with mode {:o}, expected user {user} and no access for others",
         found.uid(),
         found.mode() & 0o7777
     )))
+}
+
+fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
 }

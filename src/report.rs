@@ -17,12 +17,13 @@ const MAX_TEXT: usize = 1000;
 /// The indentation of the second and later lines of a finding.
 const INDENT: &str = "           ";
 /// The codes of problems that are warnings, unless a check sets another level.
-const WARNINGS: [&Code; 13] = [
+const WARNINGS: [&Code; 14] = [
     codes::CERTIFICATE_EXPIRES_SOON,
     codes::DNS_RESOLVER_INVALID,
     codes::ENVOY_NOT_INSPECTED,
     codes::HANDOVER_FAILED,
     codes::HANDSHAKES_FAILED,
+    codes::HOT_RESTART_UNAVAILABLE,
     codes::INBOUND_NOT_MATCHED,
     codes::LOG_SILENT,
     codes::RBAC_DENIED,

@@ -158,7 +158,15 @@ impl Holder {
                 tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
             })
             .ok();
-        let go = Message::Go(self.envoy.lend().await?, serving);
+        let mut takeover = self.envoy.lend().await?;
+        let parent_epoch = takeover.restart_epoch - 1;
+        takeover.workers = self
+            .envoy
+            .admin()
+            .workers(parent_epoch)
+            .await
+            .or(takeover.workers);
+        let go = Message::Go(takeover, serving);
         self.until_ready(channel, &go).await?;
         let passed_on = self.pass_on(channel).await;
         passed_on.map_err(|error| error.to_string())
@@ -306,9 +314,10 @@ impl Successor {
         channel.send(&Message::Begin).await?;
         match channel.receive_answer().await? {
             Message::Go(takeover, serving) => {
+                let next_epoch = takeover.restart_epoch;
                 self.inputs.adopt(takeover, override_json);
                 let parent = Parent {
-                    next_epoch: takeover.restart_epoch,
+                    next_epoch,
                     serving,
                 };
                 Ok((channel, parent))
@@ -396,7 +405,9 @@ impl Successor {
         let mut report = self.holder.envoy.report();
         let live = report.wait_for(|now| now.state == State::Running);
         timeout(ANSWER_LIMIT, live).await??;
-        Ok(channel.send(&Message::Done).await?)
+        // The former agent may have been killed meanwhile. This one has the lock, and serves.
+        let _ = channel.send(&Message::Done).await;
+        Ok(())
     }
 }
 

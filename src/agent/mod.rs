@@ -53,7 +53,7 @@ use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
-use crate::{doctor, scope, sds, status};
+use crate::{doctor, scope, sds, standby, status};
 use handover::{Holder, Successor};
 use ports::Ports;
 use reload::{Inputs, Settings};
@@ -244,9 +244,13 @@ impl Agent {
 
     /// Prepares Envoy's supervisor, and the watch for changes that hot restart Envoy.
     fn envoy(&mut self, stop: &Stop) -> io::Result<Option<Envoy>> {
-        let (Some(config), Some(inputs)) = (self.config.envoy.clone(), self.inputs.clone()) else {
+        let (Some(mut config), Some(inputs)) = (self.config.envoy.clone(), self.inputs.clone())
+        else {
             return Ok(None);
         };
+        if self.standby.is_some() {
+            config.shared_directory = standby::DIRECTORY.into();
+        }
         let prepare = Arc::new(move |start_number| inputs.prepare(start_number));
         let is_replaced = config.hot_restart.is_some();
         let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
@@ -283,7 +287,8 @@ impl Agent {
         };
         if !holder.standby.has_lock() {
             let (gate, shutdown) = (CancellationToken::new(), self.shutdown.clone());
-            let listener = unix_socket::bind(&handover::gate_socket(&self.config))?;
+            let listener =
+                unix_socket::bind(&handover::gate_socket(&self.config))?.for_own_user()?;
             self.successor = Some(Successor {
                 holder: holder.clone(),
                 inputs: inputs.clone(),

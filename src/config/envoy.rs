@@ -53,6 +53,7 @@ impl Loader<'_> {
         Some(envoy::Config {
             command: self.command(bootstrap),
             directory: bootstrap.directory.clone(),
+            shared_directory: bootstrap.directory.clone(),
             admin: Admin::new(
                 bootstrap.admin_host(),
                 self.proxy_config.admin_port(),

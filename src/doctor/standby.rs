@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Subject;
+use crate::envoy::handle::Envoy;
 use crate::problem::{Problem, codes};
 use crate::report::Check;
 use crate::standby::State;
@@ -13,13 +14,24 @@ use crate::standby::State;
 const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 
 pub(super) fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let standby = subject.running.and_then(|running| running.standby.as_ref());
-    let checks = standby.map(|standby| check(&standby.state()));
-    checks.into_iter().collect()
+    let Some(running) = subject.running else {
+        return Vec::new();
+    };
+    let report = running.envoy.as_ref().map(Envoy::report);
+    let blocker = report.and_then(|report| report.borrow().hot_restart_problem.clone());
+    let standby = running.standby.iter();
+    standby
+        .map(|standby| check(&standby.state(), blocker.as_deref()))
+        .collect()
 }
 
-fn check(state: &State) -> Check {
+/// `blocker` is the reason why no other Envoy can take over from the one that serves.
+fn check(state: &State, blocker: Option<&str>) -> Check {
     let name = format!("container {} serves", state.serves);
+    if let Some(why) = blocker {
+        let found = format!("no handover is possible, its Envoy runs without hot restart: {why}");
+        return Check::from(&Problem::new(codes::HOT_RESTART_UNAVAILABLE, name, found));
+    }
     let is_late = |since: Instant| since.elapsed() > CONNECT_LIMIT;
     if let Some(other) = &state.waits
         && let Some(why) = &other.takeover_blocker
@@ -105,9 +117,11 @@ mod tests {
                 former_envoy,
                 ..State::default()
             };
-            let check = check(&state);
+            let check = check(&state, None);
             assert_eq!(check.level, level, "{check:?}");
             assert!(check.found.contains(found), "{check:?}");
         }
+        let check = check(&State::default(), Some("/dev/shm is full"));
+        assert!(check.level == Level::Warning && check.found.contains("/dev/shm is full"));
     }
 }

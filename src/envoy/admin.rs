@@ -138,7 +138,7 @@ impl Admin {
         loop {
             let is_live = if has_parent {
                 // The parent responds until its successor has taken the admin port over.
-                self.live_restart_epoch().await == Some(restart_epoch)
+                self.workers(restart_epoch).await.is_some()
             } else {
                 self.call(Method::GET, "/ready").await.is_ok()
             };
@@ -151,18 +151,21 @@ impl Admin {
         }
     }
 
-    /// Returns the restart epoch of the Envoy that responds; None if it is not live.
-    pub(super) async fn live_restart_epoch(self) -> Option<u32> {
-        live_restart_epoch(&self.page("/server_info").await.ok()?)
+    /// Returns the number of workers of the Envoy of this restart epoch. None if it is not live, or does not have the
+    /// port.
+    pub async fn workers(self, restart_epoch: u32) -> Option<u32> {
+        workers(&self.page("/server_info").await.ok()?, restart_epoch)
     }
 }
 
-/// Reads the restart epoch of a live Envoy from its `/server_info`.
-fn live_restart_epoch(info: &Value) -> Option<u32> {
+/// Reads the number of workers from the `/server_info` of a live Envoy, if it has this restart epoch.
+fn workers(info: &Value, restart_epoch: u32) -> Option<u32> {
     // DRAINING is the state after `/healthcheck/fail`; that Envoy still serves.
     let is_live = ["LIVE", "DRAINING"].contains(&info["state"].as_str()?);
-    let epoch = info["command_line_options"]["restart_epoch"].as_u64()?;
-    u32::try_from(epoch).ok().filter(|_| is_live)
+    let options = &info["command_line_options"];
+    let is_it = options["restart_epoch"].as_u64()? == u64::from(restart_epoch);
+    let workers = options["concurrency"].as_u64()?;
+    u32::try_from(workers).ok().filter(|_| is_live && is_it)
 }
 
 #[cfg(test)]
@@ -209,21 +212,22 @@ mod tests {
     }
 
     #[test]
-    fn an_envoy_tells_its_restart_epoch_once_it_serves() {
+    fn an_envoy_reports_its_workers_once_it_serves() {
         let info = |state: &str, epoch: Value| {
-            let options = json!({ "restart_epoch": epoch });
+            let options = json!({ "restart_epoch": epoch, "concurrency": 2 });
             json!({ "state": state, "command_line_options": options })
         };
         for (info, expected) in [
-            (info("LIVE", json!(3)), Some(3)),
-            (info("DRAINING", json!(0)), Some(0)),
-            (info("PRE_INITIALIZING", json!(0)), None),
+            (info("LIVE", json!(3)), Some(2)),
+            (info("DRAINING", json!(3)), Some(2)),
+            (info("LIVE", json!(2)), None),
+            (info("PRE_INITIALIZING", json!(3)), None),
             (info("LIVE", Value::Null), None),
             (info("LIVE", json!(-1)), None),
             (json!({ "state": "LIVE" }), None),
             (json!([]), None),
         ] {
-            assert_eq!(live_restart_epoch(&info), expected, "{info}");
+            assert_eq!(workers(&info, 3), expected, "{info}");
         }
     }
 }

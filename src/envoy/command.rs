@@ -1,10 +1,12 @@
 //! Builds Envoy's command line, with the arguments in pilot-agent's order, so that both look alike in `ps`.
 
 use std::fmt::Display;
+use std::num::NonZero;
 use std::path::PathBuf;
+use std::thread::available_parallelism;
 use std::time::Duration;
 
-use super::hot_restart::Takeover;
+use serde::{Deserialize, Serialize};
 
 /// The settings of Envoy's command line.
 #[derive(Clone, Debug)]
@@ -40,17 +42,24 @@ pub enum Mode {
     Alone,
     /// Validates its configuration and exits.
     Validate,
-    /// Picks a base id for itself and its successors.
-    First {
-        /// The file to which Envoy writes its base id.
-        base_id_file: PathBuf,
-        parent_shutdown: Duration,
-    },
-    /// Takes over from the Envoy of the previous restart epoch.
-    Next {
+    /// Is able to hand over to a successor. Takes over from the Envoy of the previous restart epoch, if there is one.
+    HotRestart {
         takeover: Takeover,
         parent_shutdown: Duration,
     },
+}
+
+/// What Envoys that take over from each other have in common, and the restart epoch of one of them.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+pub struct Takeover {
+    pub base_id: u32,
+    /// 0 for an Envoy without a parent.
+    pub restart_epoch: u32,
+    /// The beginning of the paths of Envoy's hot restart sockets.
+    pub socket_path: PathBuf,
+    /// The number of the parent's workers, if it is known. With fewer workers, connections that wait for a worker of the
+    /// parent would be reset.
+    pub workers: Option<u32>,
 }
 
 /// The cipher suites pilot-agent names under `COMPLIANCE_POLICY` `fips-140-2` and `fips-140-3`.
@@ -111,9 +120,24 @@ impl Command {
             switch("--skip-deprecated-logs", self.skip_deprecated_logs),
             switch("--enable-core-dump", self.core_dump),
             optional("--config-yaml", self.override_json.as_ref()),
-            optional("--concurrency", self.concurrency),
+            optional("--concurrency", self.workers(mode)),
         ]
         .concat()
+    }
+
+    /// Returns the number of workers: the configured one, but at least that of the parent. None selects one for each
+    /// hardware thread.
+    pub(super) fn workers(&self, mode: &Mode) -> Option<u32> {
+        let Mode::HotRestart { takeover, .. } = mode else {
+            return self.concurrency;
+        };
+        match (self.concurrency, takeover.workers) {
+            (None, Some(least)) => {
+                let threads = available_parallelism().map_or(0, NonZero::get);
+                Some(least).filter(|least| *least as usize > threads)
+            }
+            (own, least) => own.max(least),
+        }
     }
 }
 
@@ -135,25 +159,22 @@ impl Mode {
         match self {
             Self::Alone => alone,
             Self::Validate => [alone, flag("--mode", "validate")].concat(),
-            Self::First {
-                base_id_file,
-                parent_shutdown,
-            } => [
-                flag("--parent-shutdown-time-s", parent_shutdown.as_secs()),
-                switch("--use-dynamic-base-id", true),
-                flag("--base-id-path", base_id_file.display()),
-            ]
-            .concat(),
-            Self::Next {
+            Self::HotRestart {
                 takeover,
                 parent_shutdown,
-            } => [
-                flag("--parent-shutdown-time-s", parent_shutdown.as_secs()),
-                flag("--base-id", takeover.base_id),
-                flag("--restart-epoch", takeover.restart_epoch),
-                switch("--skip-hot-restart-parent-stats", true),
-            ]
-            .concat(),
+            } => {
+                let epoch = Some(takeover.restart_epoch).filter(|epoch| *epoch > 0);
+                [
+                    flag("--parent-shutdown-time-s", parent_shutdown.as_secs()),
+                    flag("--base-id", takeover.base_id),
+                    // The default is an abstract socket, which every process of the pod can open.
+                    flag("--socket-path", takeover.socket_path.display()),
+                    flag("--socket-mode", "600"),
+                    optional("--restart-epoch", epoch),
+                    switch("--skip-hot-restart-parent-stats", epoch.is_some()),
+                ]
+                .concat()
+            }
         }
     }
 }
@@ -180,6 +201,18 @@ mod tests {
         }
     }
 
+    fn hot_restart(restart_epoch: u32, workers: Option<u32>) -> Mode {
+        Mode::HotRestart {
+            takeover: Takeover {
+                base_id: 7,
+                restart_epoch,
+                socket_path: "etc/istio/proxy/e".into(),
+                workers,
+            },
+            parent_shutdown: Duration::from_secs(60),
+        }
+    }
+
     #[test]
     fn the_charts_settings_give_the_charts_command_line() {
         assert_eq!(
@@ -193,45 +226,46 @@ mod tests {
 
     #[test]
     fn envoys_that_take_over_from_each_other_share_a_base_id_and_each_has_its_epoch() {
-        let parent_shutdown = Duration::from_secs(60);
-        let first = Mode::First {
-            base_id_file: "etc/istio proxy/id".into(),
-            parent_shutdown,
-        };
-        let next = Mode::Next {
-            takeover: Takeover {
-                base_id: 7,
-                restart_epoch: 3,
-            },
-            parent_shutdown,
-        };
-        let time = ["--parent-shutdown-time-s", "60"];
-        for (mode, expected) in [
-            (
-                first,
-                &[
-                    "--use-dynamic-base-id",
-                    "--base-id-path",
-                    "etc/istio proxy/id",
-                ][..],
-            ),
-            (
-                next,
-                &[
-                    "--base-id",
-                    "7",
-                    "--restart-epoch",
-                    "3",
-                    "--skip-hot-restart-parent-stats",
-                ],
-            ),
+        for (restart_epoch, expected) in [
+            (0, ""),
+            (3, " --restart-epoch 3 --skip-hot-restart-parent-stats"),
         ] {
-            assert_eq!(mode.arguments(), [&time[..], expected].concat());
+            let mode = hot_restart(restart_epoch, None);
+            assert_eq!(
+                mode.arguments().join(" "),
+                format!(
+                    "--parent-shutdown-time-s 60 --base-id 7 --socket-path etc/istio/proxy/e --socket-mode 600{expected}"
+                )
+            );
             let words = command().arguments(&mode);
             assert!(!words.contains(&"--disable-hot-restart".to_owned()));
         }
         let words = Mode::Validate.arguments().join(" ");
         assert_eq!(words, "--disable-hot-restart --mode validate");
+    }
+
+    #[test]
+    fn a_successor_has_at_least_the_workers_of_its_parent() {
+        let every_thread = available_parallelism().unwrap().get() as u32;
+        for (own, parent, expected) in [
+            (Some(1), Some(2), Some(2)),
+            (Some(3), Some(2), Some(3)),
+            (Some(1), None, Some(1)),
+            (None, Some(every_thread), None),
+            (None, Some(every_thread + 1), Some(every_thread + 1)),
+            (None, None, None),
+        ] {
+            let command = Command {
+                concurrency: own,
+                ..command()
+            };
+            let words = command.arguments(&hot_restart(1, parent)).join(" ");
+            let expected = expected.map(|workers| format!(" --concurrency {workers}"));
+            let found = words
+                .find(" --concurrency")
+                .map(|at| words[at..].to_owned());
+            assert_eq!(found, expected, "{own:?} after {parent:?}");
+        }
     }
 
     #[test]

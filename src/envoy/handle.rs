@@ -10,8 +10,8 @@ use serde::Serialize;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
+use super::command::Takeover;
 use super::crash::Crash;
-use super::hot_restart::Takeover;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::clock::{self, Clock};
 use crate::metrics;
@@ -58,6 +58,8 @@ pub struct Report {
     pub running: Vec<RunningEnvoy>,
     /// The last requested restart.
     pub last_restart: Option<Restart>,
+    /// The reason why the current Envoy runs without hot restart, if that is configured.
+    pub hot_restart_problem: Option<String>,
     /// The last crash of an Envoy of this agent or of the previous one.
     pub last_crash: Option<Crash>,
 }
@@ -187,8 +189,7 @@ pub enum Order {
     Drain(oneshot::Sender<()>),
     /// Replace Envoy if its inputs have changed. The report contains the outcome.
     Restart { reason: &'static str },
-    /// Let a successor in another container start. The reply is its base id and restart epoch, or the reason for a
-    /// refusal.
+    /// Let a successor in another container start. The reply is its takeover, or the reason for a refusal.
     Lend(oneshot::Sender<Result<Takeover, String>>),
     /// Take the base id back: that successor has exited without taking over.
     Reclaim,
@@ -326,6 +327,7 @@ mod tests {
                 "outcome": "under_way",
                 "problem": null,
             },
+            "hot_restart_problem": null,
             "last_crash": null,
         });
         assert_eq!(json!(report), expected);

@@ -23,6 +23,8 @@ use crate::duration::rounded;
 use crate::port;
 use crate::problem::{Problem, codes};
 
+/// The signal for a file in memory that has no page where a process writes.
+pub(super) const BUS: i32 = Signal::BUS.as_raw();
 pub(super) const INTERRUPTED: i32 = Signal::INT.as_raw();
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
 pub(super) const TERMINATED: i32 = Signal::TERM.as_raw();

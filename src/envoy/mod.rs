@@ -6,6 +6,7 @@
 
 mod active;
 pub mod admin;
+mod base_id;
 pub mod command;
 pub mod crash;
 pub mod crash_restart;
@@ -41,8 +42,10 @@ use supervisor::Supervisor;
 #[derive(Clone, Debug)]
 pub struct Config {
     pub command: Command,
-    /// The directory of the crash record and of the base id files.
+    /// The directory of the crash record.
     pub directory: PathBuf,
+    /// The directory below which hot restart sockets are created. Containers that take over from each other share it.
+    pub shared_directory: PathBuf,
     pub admin: Admin,
     /// A first Envoy that crashes within this time has failed to start.
     pub early: Duration,

@@ -16,7 +16,7 @@ use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Envoy, Order, Report, Role, State};
 use super::hot_restart::{CurrentAction, HotRestart, Prepare};
-use super::instance::{self, Ended, Instance, KILLED, TERMINATED, unkillable};
+use super::instance::{self, BUS, Ended, Instance, KILLED, TERMINATED, unkillable};
 use super::machine::{Action, Event, Machine, Phase};
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Exit, warn};
@@ -323,6 +323,7 @@ impl Supervisor {
             }
             report.running = [parent, current, successor].into_iter().flatten().collect();
             report.last_restart = hot_restart.last.clone();
+            report.hot_restart_problem = hot_restart.unavailable.clone();
         });
     }
 
@@ -336,15 +337,19 @@ impl Supervisor {
         let crash = self.record_exit(ended).await;
         self.hot_restart.handle_current_exit();
         let out_of_memory = crash.as_ref().and_then(|crash| crash.out_of_memory);
+        let skips_memory = ended == Ended::Signal(BUS)
+            && !has_served
+            && !is_expected
+            && self.hot_restart.skip_memory();
         if let Some(crash) = crash {
             let is_early = crash.uptime_seconds < self.config.early.as_secs_f64();
-            if is_early && !has_served && crash.start_number == 0 && !is_expected {
+            if is_early && !has_served && crash.start_number == 0 && !is_expected && !skips_memory {
                 // Another Envoy with the same inputs would crash, too.
                 return Err(crash.problem().into());
             }
             tracing::error!("{}", crash.problem());
         }
-        let pause = if is_expected {
+        let pause = if is_expected || skips_memory {
             Some(Duration::ZERO)
         } else {
             self.budget.take(ended, out_of_memory, has_served)

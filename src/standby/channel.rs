@@ -19,12 +19,12 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::envoy::hot_restart::Takeover;
+use crate::envoy::command::Takeover;
 use crate::envoy::inspect::ActiveResources;
 use crate::lifecycle::BoxError;
 
 /// The version of the protocol.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The time limit for one answer of the other agent.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(15);
 /// The largest message, in bytes. It may name thousands of listeners.
@@ -265,16 +265,16 @@ mod tests {
     #[tokio::test]
     async fn an_agent_of_another_version_is_refused_by_name_and_unknown_members_are_not() {
         let (mut one, mut other) = pair();
-        let (this, later) = (hello(VERSION), hello(2));
+        let (this, later) = (hello(VERSION), hello(3));
         let (greeted, refused) = tokio::join!(one.greet(&this), other.greet(&later));
         let error = greeted.unwrap_err().to_string();
         assert!(
-            error.contains("1.31 has version 2 of the handover protocol"),
+            error.contains("1.31 has version 3 of the handover protocol"),
             "{error}"
         );
         assert_eq!(refused.unwrap(), hello(VERSION));
         let (mut one, other) = pair();
-        let line = b"{\"hello\":{\"version\":1,\"name\":\"a\",\"build\":\"b\",\"more\":[1]}}\n";
+        let line = b"{\"hello\":{\"version\":2,\"name\":\"a\",\"build\":\"b\",\"more\":[1]}}\n";
         other.stream.try_write(line).unwrap();
         assert_eq!(one.greet(&hello(VERSION)).await.unwrap().name, "a");
     }

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable};
-use crate::envoy::hot_restart::Takeover;
+use crate::envoy::command::Takeover;
 use crate::envoy::launch::Prepared;
 use crate::lifecycle::BoxError;
 use crate::permission::problem;

@@ -14,17 +14,19 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use tokio::net::UnixDatagram;
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::admin::Admin;
-use super::command::Mode;
+use super::base_id::BaseId;
+use super::command::{Mode, Takeover};
 use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Ended, Instance};
-use super::launch::{BaseId, Launch, Prepared, can_share};
+use super::launch::{Launch, Prepared};
 use super::machine::{EndBy, Event as EnvoyEvent};
 use super::{Config, warn};
+use crate::clock::later;
 use crate::duration::rounded;
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
@@ -55,14 +57,6 @@ pub struct Limits {
     pub check: Duration,
 }
 
-/// The base id and restart epoch with which a successor in another container takes over.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-pub struct Takeover {
-    pub base_id: u32,
-    /// The restart epoch of the successor.
-    pub restart_epoch: u32,
-}
-
 /// The end of a task or of a process.
 #[derive(Debug)]
 pub(super) enum Completion {
@@ -70,8 +64,8 @@ pub(super) enum Completion {
     NothingToStart(Outcome, Option<String>),
     /// The inputs have changed and are valid.
     Usable {
-        /// True if the current Envoy has responded at the admin port.
-        owns_admin_port: bool,
+        /// The number of workers of the current Envoy. None if it has not responded at the admin port.
+        workers: Option<u32>,
         prepared: Arc<Prepared>,
     },
     /// The successor is live.
@@ -100,7 +94,7 @@ pub(super) struct HotRestart {
     limits: Limits,
     prepare: Prepare,
     admin: Admin,
-    /// The directory of the base id files.
+    /// The directory below which the sockets are created.
     directory: PathBuf,
     machine: Machine,
     /// The number of Envoys started so far, which is the start number of the next one.
@@ -112,6 +106,12 @@ pub(super) struct HotRestart {
     pub(super) last: Option<Restart>,
     /// Valid inputs that have not been started yet.
     prepared: Option<Arc<Prepared>>,
+    /// The number of workers of the current Envoy at the last check.
+    workers: Option<u32>,
+    /// The reason why the current Envoy runs without hot restart.
+    pub(super) unavailable: Option<String>,
+    /// True if the next Envoy starts without hot restart.
+    skips_memory: bool,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
     /// The time when the current Envoy became live and began to count the time of its parent.
@@ -129,13 +129,16 @@ impl HotRestart {
             limits: config.hot_restart.unwrap_or_default(),
             prepare,
             admin: config.admin,
-            directory: config.directory.clone(),
-            machine: Machine::new(is_on && can_share()),
+            directory: config.shared_directory.clone(),
+            machine: Machine::new(),
             start_count: 0,
             launch: None,
             reason: "",
             last: None,
             prepared: None,
+            workers: None,
+            unavailable: None,
+            skips_memory: false,
             successor: None,
             parent: None,
             live_since: None,
@@ -148,11 +151,14 @@ impl HotRestart {
         }
     }
 
-    /// Lets a successor in another container start: returns its base id and restart epoch, or the reason for a refusal.
+    /// Lets a successor in another container start: returns its takeover, or the reason for a refusal.
     /// Blocks restarts until [`HotRestart::reclaim`], which must follow if the successor does not take over.
     pub(super) fn lend(&mut self) -> Result<Takeover, String> {
         let takeover = self.launch.as_ref().and_then(Launch::takeover);
-        let takeover = takeover.ok_or("Envoy runs without hot restart")?;
+        let takeover = takeover.ok_or_else(|| {
+            let why = self.unavailable.as_deref().unwrap_or("it has exited");
+            format!("Envoy runs without hot restart: {why}")
+        })?;
         self.apply(Event::Lend);
         let problem = match self.machine.phase() {
             Phase::Lent => return Ok(takeover),
@@ -185,6 +191,15 @@ impl HotRestart {
         }
     }
 
+    /// Makes the next Envoy start without shared memory, after one that has exited before it served because its memory
+    /// could not be written. Returns false if that one did not create shared memory.
+    pub(super) fn skip_memory(&mut self) -> bool {
+        let launch = self.launch.as_ref();
+        self.skips_memory =
+            launch.is_some_and(|it| it.base_id.is_some() && it.restart_epoch() == 0);
+        self.skips_memory
+    }
+
     fn base_id(&self) -> Option<&BaseId> {
         self.launch.as_ref()?.base_id.as_deref()
     }
@@ -192,8 +207,39 @@ impl HotRestart {
     /// Handles the exit of the parent in another container. Returns what the supervisor must do.
     pub(super) fn handle_parent_exit(&mut self) -> Option<CurrentAction> {
         self.set_lent(false);
-        let is_early = self.is_early();
-        self.apply(Event::ParentExited { is_early })
+        let event = self.replace_parent();
+        self.apply(event)
+    }
+
+    /// Takes the sockets of a parent that has exited before its successor has ended it, until the successor has sent its
+    /// last message. Returns the event of the exit.
+    fn replace_parent(&mut self) -> Event {
+        let is_parent = self.machine.phase() == Phase::Leaving;
+        let (Some(live_since), Some(launch)) = (self.live_since, &self.launch) else {
+            return Event::ParentExited { is_early: false };
+        };
+        let Some(base_id) = launch
+            .base_id
+            .as_ref()
+            .filter(|_| is_parent && self.is_early())
+        else {
+            return Event::ParentExited { is_early: false };
+        };
+        let [messages, udp] = match base_id.bind_parent_sockets(launch.restart_epoch() - 1) {
+            Ok(sockets) => sockets,
+            Err(error) => {
+                tracing::warn!(%error, "cannot bind the sockets of the former Envoy, which has exited early");
+                return Event::ParentExited { is_early: true };
+            }
+        };
+        tracing::warn!(
+            "the former Envoy has exited early; the agent receives the messages of its successor, which keeps serving"
+        );
+        let end = later(live_since, self.parent_limit());
+        self.spawn_task(Completion::ParentDeadline, async move {
+            tokio::join!(discard(messages, end), discard(udp, end));
+        });
+        Event::ParentReplaced
     }
 
     /// Requests a restart. It begins when no other one is running. Returns what the supervisor must do.
@@ -213,9 +259,9 @@ impl HotRestart {
     pub(super) fn observe(&mut self, event: EnvoyEvent, is_running: bool) {
         let event = match event {
             EnvoyEvent::Live if is_running => {
-                let shares_memory = self.base_id().and_then(BaseId::get).is_some();
-                self.handle_live(shares_memory);
-                Event::Ready { shares_memory }
+                self.handle_live();
+                let has_base_id = self.base_id().is_some();
+                Event::Ready { has_base_id }
             }
             EnvoyEvent::StopRequested(_) => {
                 self.abandon("Envoy stops");
@@ -229,10 +275,7 @@ impl HotRestart {
     }
 
     /// Concludes a full restart, whose Envoy is live. Starts the time of a parent in another container.
-    fn handle_live(&mut self, shares_memory: bool) {
-        if self.is_on && !shares_memory {
-            tracing::warn!("no shared memory, using full restarts");
-        }
+    fn handle_live(&mut self) {
         if self.machine.phase() == Phase::Leaving && self.live_since.is_none() {
             self.begin_parent_shutdown();
         }
@@ -269,15 +312,14 @@ impl HotRestart {
                 self.conclude(outcome, problem);
                 Event::NothingToStart
             }
-            Completion::Usable {
-                owns_admin_port,
-                prepared,
-            } => {
+            Completion::Usable { workers, prepared } => {
                 if self.machine.is_ready {
                     self.prepared = Some(prepared);
                 } else {
                     self.abandon("the current Envoy drains or has exited");
                 }
+                self.workers = workers;
+                let owns_admin_port = workers.is_some();
                 Event::Usable { owns_admin_port }
             }
             Completion::Panicked(error) => {
@@ -309,14 +351,13 @@ impl HotRestart {
             }
             Completion::ParentExited(ended) => {
                 self.cancel_tasks();
-                let is_early = self.is_early();
                 if let Some(mut parent) = self.parent.take() {
                     // Its last lines are forwarded before the exit is logged.
                     parent.output.last_lines().await;
                     let number = parent.start_number;
                     tracing::info!("Envoy epoch {number} has exited: {ended}");
                 }
-                Event::ParentExited { is_early }
+                self.replace_parent()
             }
         };
         self.apply(event)
@@ -347,6 +388,15 @@ impl HotRestart {
 
     /// Starts an Envoy and counts it.
     fn start_instance(&mut self, launch: Launch) -> Result<Instance, Problem> {
+        let command = &launch.prepared.command;
+        if let (Some(own), Some(workers)) = (command.concurrency, command.workers(&launch.mode))
+            && own < workers
+        {
+            tracing::info!(
+                "the next Envoy has the {workers} workers of its parent, because a hot restart with fewer would reset \
+                 connections; concurrency={own} takes effect when an Envoy starts after the exit of the previous one"
+            );
+        }
         let instance = Instance::start(launch, self.start_count)?;
         self.start_count += 1;
         Ok(instance)
@@ -357,7 +407,7 @@ impl HotRestart {
         let (Some(prepared), Some(parent)) = (self.prepared.take(), &self.launch) else {
             return Ok(());
         };
-        let launch = parent.successor(prepared, self.limits.parent_shutdown);
+        let launch = parent.successor(prepared, self.workers, self.limits.parent_shutdown);
         let number = self.start_count;
         tracing::info!("starting Envoy epoch {number}, which takes over the sockets (hot restart)");
         let successor = self.start_instance(launch)?;
@@ -394,31 +444,49 @@ impl HotRestart {
             // The first Envoy.
             None => (self.prepare)(0)?.into(),
         };
-        let parent_shutdown = self.limits.parent_shutdown;
-        let mut base_id = None;
-        let mode = if let Some(takeover) = prepared.takeover.filter(|_| self.start_count == 0) {
-            self.machine.begin_with_parent();
-            let file = self.directory.join("envoy-base-id");
-            base_id = Some(BaseId::adopted(file, takeover.base_id)?);
-            Mode::Next {
-                takeover,
-                parent_shutdown,
+        let user = prepared.command.user;
+        let user = user.unwrap_or_else(|| rustix::process::geteuid().as_raw());
+        let takeover = prepared.takeover.clone().filter(|_| self.start_count == 0);
+        let base_id = match &takeover {
+            Some(takeover) => {
+                self.machine.begin_with_parent();
+                Some(BaseId::adopt(takeover, user)?)
             }
-        } else if self.machine.can_share {
-            let file = format!("envoy-base-id{}", self.start_count);
-            let first = BaseId::new(self.directory.join(file), prepared.command.user);
-            Mode::First {
-                base_id_file: base_id.insert(first).file.clone(),
-                parent_shutdown,
-            }
-        } else {
-            Mode::Alone
+            None => self.choose_base_id(user),
         };
+        let takeover = takeover.or_else(|| base_id.as_ref().map(BaseId::first));
+        let parent_shutdown = self.limits.parent_shutdown;
+        let mode = takeover.map(|takeover| Mode::HotRestart {
+            takeover,
+            parent_shutdown,
+        });
         Ok(Launch {
             prepared,
             base_id: base_id.map(Arc::new),
-            mode,
+            mode: mode.unwrap_or_default(),
         })
+    }
+
+    /// Chooses a base id for an Envoy of this user without a parent. Returns None without hot restart, which is logged if
+    /// it is on.
+    fn choose_base_id(&mut self, user: u32) -> Option<BaseId> {
+        if !self.is_on {
+            return None;
+        }
+        let chosen = if std::mem::take(&mut self.skips_memory) {
+            Err(io::Error::other(
+                "/dev/shm: the previous Envoy could not write to its memory (SIGBUS)",
+            ))
+        } else {
+            BaseId::choose(&self.directory, user)
+        };
+        self.unavailable = chosen.as_ref().err().map(ToString::to_string);
+        chosen
+            .inspect_err(|error| {
+                let problem = Problem::new(codes::HOT_RESTART_UNAVAILABLE, "Envoy", error);
+                tracing::error!("{problem}");
+            })
+            .ok()
     }
 
     /// Concludes the restart, and starts the time of the parent. Returns the live successor for the supervisor.
@@ -567,12 +635,9 @@ async fn check_inputs(
         return Ok(Completion::NothingToStart(Outcome::Unchanged, None));
     }
     validate(Arc::clone(&prepared), start_number).await?;
-    let found = admin.live_restart_epoch().await;
-    let owns_admin_port = found.is_some() && found == current.map(Launch::restart_epoch);
-    Ok(Completion::Usable {
-        owns_admin_port,
-        prepared,
-    })
+    let restart_epoch = current.map_or(0, Launch::restart_epoch);
+    let workers = admin.workers(restart_epoch).await;
+    Ok(Completion::Usable { workers, prepared })
 }
 
 /// Runs Envoy to check its bootstrap. Fails with Envoy's reason if it rejects the bootstrap.
@@ -589,6 +654,15 @@ pub(crate) async fn validate(prepared: Arc<Prepared>, start_number: u32) -> Resu
         Ended::Code(0) => Ok(()),
         ended => Err(format!("Envoy rejected the bootstrap ({ended}): {reason}").into()),
     }
+}
+
+/// Receives and ignores messages until `end`.
+async fn discard(socket: UnixDatagram, end: Instant) {
+    let receiving = async {
+        while socket.recv(&mut [0]).await.is_ok() {}
+        std::future::pending::<()>().await;
+    };
+    let _ = timeout_at(end, receiving).await;
 }
 
 fn kill(instance: Option<&Instance>) {

@@ -54,6 +54,30 @@ async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
     assert_eq!(kept.expect("no error"), None);
 }
 
+#[tokio::test]
+async fn an_envoy_without_a_page_of_shared_memory_is_started_once_more_without_hot_restart() {
+    let mut stage = stage("needs-memory");
+    assert!(stage.run(0).await.is_err(), "it exits without hot restart");
+    assert!(
+        stage
+            .recorded("arguments")
+            .contains("--disable-hot-restart")
+    );
+    stage.config.hot_restart = Some(hot_restart::Limits::default());
+    let (envoy, life) = stage.start(&Stop::new());
+    let end = Exit::ByItself(Ended::Code(3));
+    assert_eq!(life.await.expect("an end"), end);
+    let report = envoy.report().borrow().clone();
+    let problem = report.hot_restart_problem.expect("a reason");
+    assert!(problem.contains("SIGBUS"), "{problem}");
+    assert_eq!((report.start_number, report.running.len()), (1, 0));
+    assert!(
+        stage
+            .recorded("arguments")
+            .contains("--disable-hot-restart")
+    );
+}
+
 #[test]
 fn an_exit_by_signal_has_the_exit_code_of_a_shell() {
     assert_eq!(Ended::Signal(11).code(), 139);

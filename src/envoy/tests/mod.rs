@@ -54,6 +54,7 @@ pub(super) fn config(binary: PathBuf, directory: &Path) -> Config {
     let long = Duration::from_secs(3600);
     Config {
         directory: directory.to_owned(),
+        shared_directory: directory.to_owned(),
         command: Command {
             binary,
             bootstrap: directory.join("envoy-rev.json"),

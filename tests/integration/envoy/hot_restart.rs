@@ -2,6 +2,7 @@
 //! to serve after a failure.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -18,6 +19,9 @@ use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{eventually, free_port};
 
 const OVERRIDE: &str = "in/override.json";
+const ANNOTATIONS: &str = "etc/istio/pod/annotations";
+/// The directory of Envoy's hot restart sockets.
+const SOCKETS: &str = "istio-agent-envoy";
 /// The parent shutdown time, after which a successor ends the previous Envoy.
 const PARENT_SHUTDOWN_TIME: &str = "3s";
 
@@ -136,10 +140,31 @@ impl Stage {
         let status = self.pod.agent.end().await;
         assert_eq!(status.code(), Some(0), "{status}");
         assert!(envoys.into_iter().all(|pid| !is_alive(pid)));
-        let left = fs::read_dir(self.pod.path("etc/istio/proxy")).unwrap();
-        let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(left, ["grpc-bootstrap.json"], "which is for others");
+        let left = names(&self.pod.path("etc/istio/proxy"));
+        assert_eq!(
+            left,
+            ["grpc-bootstrap.json", SOCKETS],
+            "which are for others"
+        );
+        assert_eq!(names(&self.sockets()), [""; 0]);
     }
+
+    /// Returns the directory of Envoy's hot restart sockets.
+    fn sockets(&self) -> PathBuf {
+        self.pod.path("etc/istio/proxy").join(SOCKETS)
+    }
+
+    async fn option(&self, name: &str) -> Value {
+        self.info().await.unwrap()["command_line_options"][name].clone()
+    }
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    names
 }
 
 /// A client that sends requests on one connection until Envoy announces that it closes the connection.
@@ -227,6 +252,68 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     assert!(!memory.exists(), "{}", memory.display());
 }
 
+#[tokio::test]
+async fn no_other_user_can_open_envoys_hot_restart_sockets_and_a_killed_agents_are_removed() {
+    let Some(binary) = envoy_binary() else { return };
+    let mut stage = Stage::serving(&binary).await;
+    let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o7777;
+    assert_eq!(mode(&stage.sockets()), 0o700);
+    let before = names(&stage.sockets());
+    assert_eq!(before.len(), 4, "{before:?}");
+    for name in &before {
+        assert_eq!(mode(&stage.sockets().join(name)), 0o600, "{name}");
+    }
+    let bound = fs::read_to_string("/proc/net/unix").unwrap();
+    assert!(!bound.contains("@envoy"), "an abstract socket: {bound}");
+    let base_id = stage.option("base_id").await;
+    let memory = shared_memory(base_id.as_str().unwrap().parse().unwrap());
+    assert!(memory.exists());
+    stage.pod.kill_and_restart(|| ()).await;
+    stage.serves().await;
+    let after = names(&stage.sockets());
+    assert!(after.len() == 4 && after != before, "{after:?}");
+    assert!(!memory.exists());
+    stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn an_envoy_starts_without_hot_restart_if_another_user_can_open_the_directory_of_its_sockets()
+{
+    let Some(binary) = envoy_binary() else { return };
+    let mut stage = Stage::serving(&binary).await;
+    let open = fs::Permissions::from_mode(0o755);
+    let sockets = stage.sockets();
+    let opened = || fs::set_permissions(sockets, open).unwrap();
+    stage.pod.kill_and_restart(opened).await;
+    stage.serves().await;
+    assert_eq!(stage.option("disable_hot_restart").await, true);
+    let log = stage.pod.agent.log();
+    assert!(log.contains("[HOT_RESTART_UNAVAILABLE]"), "{log}");
+    // Without hot restart a change is a full restart.
+    stage.change("a");
+    assert_eq!(stage.wait_for_epoch_with_mark("a").await, 0);
+    stage.logs("full restart of Envoy").await;
+}
+
+#[tokio::test]
+async fn a_successor_keeps_the_workers_of_its_parent_until_a_full_restart() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving(&binary).await;
+    assert_eq!(stage.option("concurrency").await, 1);
+    fs::create_dir_all(stage.pod.path("etc/istio/pod")).unwrap();
+    for (configured, expected) in [(2, 2), (1, 2)] {
+        let annotation = format!("proxy.istio.io/config=\"concurrency: {configured}\"\n");
+        stage.pod.replace(ANNOTATIONS, &annotation);
+        let mark = configured.to_string();
+        stage.change(&mark);
+        stage.wait_for_epoch_with_mark(&mark).await;
+        assert_eq!(stage.option("concurrency").await, expected);
+        stage.only_envoy().await;
+    }
+    stage.logs("has the 2 workers of its parent").await;
+    stage.ends_well().await;
+}
+
 /// Runs only if `OTHER_ENVOY_BIN` names an Envoy of another release.
 #[tokio::test]
 async fn an_envoy_of_another_release_takes_over_and_back_and_no_request_fails() {
@@ -298,7 +385,6 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
     let program = stage.programs.path().join("bad");
     fs::write(&program, "#!/bin/sh\nexit 7\n").unwrap();
     for (mode, expected) in [(0o644, "[ENVOY_NOT_EXECUTABLE]"), (0o755, "exit status 7")] {
-        use std::os::unix::fs::PermissionsExt;
         fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
         stage.program(&program);
         stage.pod.replace(OVERRIDE, "{}");
@@ -394,22 +480,27 @@ async fn a_successor_that_crashes_while_its_parent_exits_is_restarted() {
 }
 
 #[tokio::test]
-async fn a_successor_of_an_envoy_that_died_early_is_replaced_before_it_hangs() {
+async fn a_successor_of_an_envoy_that_died_early_serves_on_and_can_be_replaced() {
     let Some(binary) = envoy_binary() else { return };
-    let stage = Stage::serving(&binary).await;
-    let first = stage.only_envoy().await;
-    stage.change("a");
-    stage.logs("Envoy epoch 1 is live").await;
-    let second = stage.wait_for_other_envoy(first).await;
-    kill_process(first, Signal::KILL).unwrap();
-    stage.logs("full restart of Envoy").await;
-    eventually("the end of the successor", async || {
-        (!is_alive(second)).then_some(())
-    })
-    .await;
-    assert_eq!(stage.wait_for_epoch_with_mark("a").await, 0);
-    stage.serves().await;
-    stage.ends_well().await;
+    for signal in [Signal::KILL, Signal::TERM] {
+        let stage = Stage::serving(&binary).await;
+        let first = stage.only_envoy().await;
+        stage.change("a");
+        stage.logs("Envoy epoch 1 is live").await;
+        let second = stage.wait_for_other_envoy(first).await;
+        let load = Load::default().with(Fresh(stage.port));
+        kill_process(first, signal).unwrap();
+        stage.logs("the former Envoy has exited early").await;
+        // The successor would abort 10 s after the parent shutdown time; the next restart begins then.
+        stage.change("b");
+        assert_eq!(stage.wait_for_epoch_with_mark("b").await, 2);
+        load.assert_flawless();
+        assert_ne!(stage.only_envoy().await, second);
+        let log = stage.pod.agent.log();
+        assert!(!log.contains("full restart"), "{log}");
+        drop(load);
+        stage.ends_well().await;
+    }
 }
 
 #[tokio::test]

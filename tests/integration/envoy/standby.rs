@@ -10,7 +10,8 @@ use rustix::process::Signal;
 use super::hot_restart::UntilClosed;
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Attempt, Backend, Fresh, Load, get, try_ask};
-use crate::support::pod::{Pod, Settings};
+use crate::support::namespace;
+use crate::support::pod::{Pod, Settings, ask};
 use crate::support::process::Process;
 use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, routes};
@@ -58,7 +59,10 @@ impl Stage {
             environment: &[
                 ("ISTIO_AGENT_STANDBY", FIRST),
                 ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", PARENT_SHUTDOWN_TIME),
-                ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
+                (
+                    "PROXY_CONFIG",
+                    r#"{"drainDuration": "1s", "concurrency": 2}"#,
+                ),
             ],
         };
         let stage = Self {
@@ -162,6 +166,55 @@ async fn a_standby_serves_after_the_agent_was_killed_and_the_agent_that_comes_ba
     stage.serves(FIRST).await;
 }
 
+/// Runs the test in namespaces in which `/dev/shm` has 16 pages. Returns false outside of them.
+fn has_small_shared_memory(test: &str) -> bool {
+    let inside = namespace::is_inside(&format!("standby::{test}"));
+    if inside {
+        let mount = ["-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"];
+        namespace::run("mount", &mount);
+    }
+    inside
+}
+
+/// Writes to `/dev/shm` until it is full.
+fn fill_shared_memory() {
+    fs::write("/dev/shm/application", [0; 128 << 10]).unwrap_err();
+}
+
+#[tokio::test]
+async fn a_standby_serves_while_dev_shm_is_full() {
+    let Some(envoy) = envoy_binary() else { return };
+    if !has_small_shared_memory("a_standby_serves_while_dev_shm_is_full") {
+        return;
+    }
+    let mut stage = Stage::serving(&envoy).await;
+    let _standby = stage.standby().await;
+    fill_shared_memory();
+    stage.pod.agent.signal(Signal::KILL);
+    stage.pod.agent.end().await;
+    stage.serves(SECOND).await;
+}
+
+#[tokio::test]
+async fn without_a_page_in_dev_shm_a_container_serves_and_the_doctor_says_what_is_impossible() {
+    const TEST: &str =
+        "without_a_page_in_dev_shm_a_container_serves_and_the_doctor_says_what_is_impossible";
+    let Some(envoy) = envoy_binary() else { return };
+    if !has_small_shared_memory(TEST) {
+        return;
+    }
+    fill_shared_memory();
+    let stage = Stage::serving(&envoy).await;
+    let log = stage.pod.agent.log();
+    assert!(log.contains("[HOT_RESTART_UNAVAILABLE]"), "{log}");
+    let report = stage
+        .pod
+        .status(Method::GET, "/debug/doctor")
+        .await
+        .unwrap();
+    assert!(report.contains("no handover is possible"), "{report}");
+}
+
 #[tokio::test]
 async fn a_standby_serves_after_an_agent_that_was_told_to_stop_has_drained() {
     let Some(envoy) = envoy_binary() else { return };
@@ -260,6 +313,39 @@ async fn a_container_with_another_build_takes_over_once() {
 }
 
 #[tokio::test]
+async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_survives_its_death() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    stage.recorded_standby().await;
+    let load = stage.load();
+    load.wait_for_attempts(50).await;
+    // The next Envoy is configured to have one worker, and its parent has two.
+    let other = stage.wrapped(&envoy, "");
+    let config = stage.proxy_config_with(&other);
+    let config = config.replace("\"concurrency\":2", "\"concurrency\":1");
+    let mut command = stage.pod.command();
+    command
+        .arg("standby")
+        .env("ISTIO_AGENT_STANDBY", SECOND)
+        .env("PROXY_CONFIG", config);
+    let standby = Process::start(&mut command, &stage.pod.path("standby.log"));
+    standby.logs("container istio-standby serves").await;
+    standby.logs("has the 2 workers of its parent").await;
+    let info = ask(&stage.pod.envoy, "/server_info").await.unwrap();
+    assert!(info.contains("\"concurrency\": 2"), "{info}");
+    stage.pod.agent.signal(Signal::KILL);
+    standby.logs("the former Envoy has exited early").await;
+    // The check waits until the successor has sent its last message.
+    standby.signal(Signal::HUP);
+    standby.logs("bootstrap unchanged").await;
+    let log = standby.log();
+    assert!(!log.contains("full restart"), "{log}");
+    load.wait_for_attempts(load.tally().attempts() + 50).await;
+    // Requests on connections of the Envoy that was killed may fail.
+    stage.serves(SECOND).await;
+}
+
+#[tokio::test]
 async fn a_container_that_asks_while_envoy_starts_takes_over_once_envoy_serves() {
     let Some(envoy) = envoy_binary() else { return };
     let mut stage = Stage::serving(&envoy).await;
@@ -269,7 +355,7 @@ async fn a_container_that_asks_while_envoy_starts_takes_over_once_envoy_serves()
     // The first Envoy of the next agent starts when this file exists.
     let start = stage.pod.path("start");
     let waits = format!(
-        "case \"$*\" in *--use-dynamic-base-id*) until [ -e {} ]; do sleep 0.1; done;; esac",
+        "case \"$*\" in *--restart-epoch*) ;; *--base-id*) until [ -e {} ]; do sleep 0.1; done;; esac",
         start.display()
     );
     let other = stage.wrapped(&envoy, &waits);

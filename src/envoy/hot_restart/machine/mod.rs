@@ -13,8 +13,8 @@ use crate::envoy::machine::EndBy;
 pub enum Event {
     /// The current Envoy serves and may be replaced.
     Ready {
-        /// True if it can share memory with a successor.
-        shares_memory: bool,
+        /// True if it shares a base id with successors.
+        has_base_id: bool,
     },
     /// The current Envoy drains, shuts down, or has exited.
     Unready,
@@ -31,7 +31,8 @@ pub enum Event {
     },
     /// The successor serves.
     Live,
-    /// The time of the last action, [`Action::Start`] or [`Action::Promote`], is over.
+    /// The time of the last action, [`Action::Start`] or [`Action::Promote`], is over. After [`Event::ParentReplaced`]:
+    /// the successor has sent its last message.
     Deadline,
     /// A successor in another container is about to start.
     Lend,
@@ -45,6 +46,8 @@ pub enum Event {
         /// True if its successor had not ended it yet.
         is_early: bool,
     },
+    /// The parent has exited before its successor has ended it, and the agent has taken its sockets.
+    ParentReplaced,
     /// The current Envoy has exited.
     CurrentExited,
 }
@@ -78,6 +81,8 @@ pub enum Phase {
     Leaving,
     /// The parent has been killed, or its successor has exited.
     WaitingForParentExit,
+    /// The parent has exited early, and the successor will still send messages to it.
+    Orphaned,
 }
 
 #[derive(Debug)]
@@ -87,21 +92,18 @@ pub struct Machine {
     pub(super) is_ready: bool,
     is_wanted: bool,
     is_stopped: bool,
-    /// True if Envoys can share memory on this machine.
-    pub(super) can_share: bool,
     /// True if a successor can use the base id of the current Envoy.
     is_base_id_usable: bool,
 }
 
 impl Machine {
-    pub fn new(can_share: bool) -> Self {
+    pub(super) fn new() -> Self {
         Self {
             phase: Phase::Idle,
             is_ready: false,
             is_wanted: false,
             is_stopped: false,
-            can_share,
-            is_base_id_usable: can_share,
+            is_base_id_usable: true,
         }
     }
 
@@ -117,11 +119,13 @@ impl Machine {
     /// Changes the phase by an event, and returns what the caller must do. Events that have no meaning in the current
     /// phase change nothing.
     pub fn apply(&mut self, event: Event) -> Action {
-        use Phase::{Checking, Failing, Idle, Leaving, Lent, Starting, WaitingForParentExit};
+        use Phase::{
+            Checking, Failing, Idle, Leaving, Lent, Orphaned, Starting, WaitingForParentExit,
+        };
         match (self.phase, event) {
-            (_, Event::Ready { shares_memory }) => {
+            (_, Event::Ready { has_base_id }) => {
                 self.is_ready = !self.is_stopped;
-                self.is_base_id_usable &= shares_memory;
+                self.is_base_id_usable &= has_base_id;
                 self.begin_if_wanted()
             }
             (_, Event::Unready) => {
@@ -146,7 +150,7 @@ impl Machine {
             (Checking, Event::NothingToStart) => self.finish_restart(),
             (Checking, Event::Usable { owns_admin_port }) => self.start_or_replace(owns_admin_port),
             (Starting, Event::Live) => {
-                self.is_base_id_usable = self.can_share;
+                self.is_base_id_usable = true;
                 self.enter(Leaving, Action::Promote)
             }
             (Starting, Event::Deadline) => self.enter(Failing, Action::KillSuccessor),
@@ -155,6 +159,8 @@ impl Machine {
                 // Envoy would fail or hang when it orders its dead parent to exit.
                 self.replace(EndBy::Kill)
             }
+            (Leaving, Event::ParentReplaced) => self.enter(Orphaned, Action::Nothing),
+            (Orphaned, Event::Deadline) => self.finish_restart(),
             (Leaving | WaitingForParentExit, Event::ParentExited { .. }) => self.finish_restart(),
             (Leaving, Event::Deadline) => self.enter(WaitingForParentExit, Action::KillParent),
             _ => Action::Nothing,
@@ -214,13 +220,14 @@ impl Machine {
     fn handle_current_exit(&mut self) -> Action {
         self.is_ready = false;
         // The next Envoy has another base id.
-        self.is_base_id_usable = self.can_share;
+        self.is_base_id_usable = true;
         match self.phase {
             // An Envoy that was asked to stop has ended its parent itself.
             Phase::Leaving if self.is_stopped => {
                 self.enter(Phase::WaitingForParentExit, Action::Nothing)
             }
             Phase::Leaving => self.enter(Phase::WaitingForParentExit, Action::KillParent),
+            Phase::Orphaned => self.enter(Phase::Idle, Action::Nothing),
             Phase::Starting => {
                 self.is_wanted = true;
                 self.enter(Phase::Failing, Action::KillSuccessor)

@@ -4,20 +4,16 @@ use proptest::prelude::*;
 
 use super::*;
 use Event::{
-    CurrentExited, Deadline, Live, NothingToStart, ParentExited, Stop, SuccessorExited, Usable,
-    Wanted,
+    CurrentExited, Deadline, Live, NothingToStart, ParentExited, ParentReplaced, Stop,
+    SuccessorExited, Usable, Wanted,
 };
 
 /// The exit of a successor in another container, whose initializing flag is still set.
 const RECLAIM: Event = Event::Reclaim {
     is_flag_clear: false,
 };
-const READY: Event = Event::Ready {
-    shares_memory: true,
-};
-const UNSHARED: Event = Event::Ready {
-    shares_memory: false,
-};
+const READY: Event = Event::Ready { has_base_id: true };
+const UNSHARED: Event = Event::Ready { has_base_id: false };
 const USABLE: Event = Usable {
     owns_admin_port: true,
 };
@@ -29,7 +25,7 @@ const PARENT_EXITED_EARLY: Event = ParentExited { is_early: true };
 
 /// Applies events to a machine, and checks the action that each event leads to.
 fn walk(way: &[(Event, Action)]) -> Machine {
-    let mut machine = Machine::new(true);
+    let mut machine = Machine::new();
     for (at, (event, expected)) in way.iter().enumerate() {
         let before = machine.phase();
         let action = machine.apply(*event);
@@ -172,13 +168,23 @@ fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_before_the_new_one_is_l
 }
 
 #[test]
-fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
-    let mut machine = Machine::new(false);
-    machine.apply(READY);
-    machine.apply(Wanted);
-    assert_eq!(machine.apply(USABLE), Action::Replace(EndBy::Quit));
-    machine.apply(CurrentExited);
-    assert!(!machine.is_base_id_usable);
+fn an_envoy_without_a_base_id_is_replaced_by_a_full_restart_and_the_next_one_may_have_one() {
+    let full = [
+        (UNSHARED, Action::Nothing),
+        (Wanted, Action::Check),
+        (USABLE, Action::Replace(EndBy::Quit)),
+        (CurrentExited, Action::Nothing),
+    ];
+    after(&full, &STARTED);
+}
+
+#[test]
+fn a_successor_whose_parent_died_is_not_replaced_before_it_has_sent_its_last_message() {
+    let orphaned = [(ParentReplaced, Action::Nothing), (Wanted, Action::Nothing)];
+    let orphaned = [&PROMOTED[..], &orphaned].concat();
+    after(&orphaned, &[(Deadline, Action::Check)]);
+    let crashed = [(CurrentExited, Action::Nothing), (READY, Action::Check)];
+    after(&orphaned, &crashed);
 }
 
 #[test]
@@ -220,7 +226,7 @@ fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile()
 
 #[test]
 fn a_restart_waits_until_a_parent_in_another_container_has_exited() {
-    let mut machine = Machine::new(true);
+    let mut machine = Machine::new();
     machine.begin_with_parent();
     for (event, expected) in [
         (READY, Action::Nothing),
@@ -253,7 +259,7 @@ impl World {
             Event::Ready { .. } => self.serving && !self.is_stopped,
             CurrentExited => self.serving,
             Live | SuccessorExited => self.next,
-            ParentExited { .. } => self.old,
+            ParentExited { .. } | ParentReplaced => self.old,
             NothingToStart | Usable { .. } => self.is_checking,
             Event::Reclaim { .. } => self.is_lent,
             _ => true,
@@ -267,7 +273,7 @@ impl World {
         match event {
             CurrentExited => self.serving = false,
             SuccessorExited => self.next = false,
-            ParentExited { .. } => self.old = false,
+            ParentExited { .. } | ParentReplaced => self.old = false,
             NothingToStart | Usable { .. } => self.is_checking = false,
             Deadline => self.is_overdue = self.old,
             Stop => self.is_stopped = true,
@@ -275,6 +281,11 @@ impl World {
             _ => {}
         }
         let before = machine.phase();
+        // The agent takes the sockets of a parent only for a successor that serves.
+        let event = match event {
+            ParentReplaced if before != Phase::Leaving => PARENT_EXITED,
+            event => event,
+        };
         let action = machine.apply(event);
         if event == Event::Lend && machine.phase() == Phase::Lent && !self.is_lent {
             prop_assert!(self.serving && !self.next && !self.old && !self.is_stopped);
@@ -316,11 +327,11 @@ proptest! {
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NO_ADMIN_PORT,
             NothingToStart, Live, Deadline, SuccessorExited, PARENT_EXITED,
-            PARENT_EXITED_EARLY, CurrentExited, Stop, Event::Lend, RECLAIM,
+            PARENT_EXITED_EARLY, ParentReplaced, CurrentExited, Stop, Event::Lend, RECLAIM,
             Event::Reclaim { is_flag_clear: true },
         ]), 0..40),
     ) {
-        let mut machine = Machine::new(true);
+        let mut machine = Machine::new();
         let mut world = World { serving: true, ..World::default() };
         for event in events {
             world.step(&mut machine, event)?;
@@ -329,7 +340,7 @@ proptest! {
             world.serving |= !world.is_stopped;
         }
         // Each restart ends: its check has a result, and each process that it waits for exits.
-        for event in [RECLAIM, NothingToStart, Deadline, SuccessorExited, PARENT_EXITED] {
+        for event in [RECLAIM, NothingToStart, Deadline, SuccessorExited, PARENT_EXITED, Deadline] {
             world.step(&mut machine, event)?;
         }
         if world.is_checking {
