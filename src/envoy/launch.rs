@@ -14,8 +14,10 @@ use super::command::{Command, Mode, Takeover};
 #[derive(Debug)]
 pub struct Prepared {
     pub command: Command,
-    /// The hash of all inputs. Envoys with equal digests would run alike.
+    /// The hash of all inputs without the changing metadata. Envoys with equal digests would serve alike.
     pub digest: u64,
+    /// The hash of metadata for which a running Envoy is not restarted.
+    pub metadata_digest: u64,
     /// Set if a first Envoy takes over from one in another container.
     pub takeover: Option<Takeover>,
     /// The owner of the files, which removes them when it is dropped.
@@ -32,13 +34,14 @@ pub(super) struct Launch {
 }
 
 impl Prepared {
-    /// Creates the inputs from a command and the content of its bootstrap. The digest ignores the bootstrap's path.
+    /// Creates the inputs from a command and the content of its bootstrap, apart from the metadata for which a running
+    /// Envoy is not restarted. The digest ignores the bootstrap's path.
     pub fn new(
         command: Command,
         bootstrap: &[u8],
+        metadata: &str,
         files: Option<Box<dyn Any + Send + Sync>>,
     ) -> Self {
-        let mut digest = DefaultHasher::new();
         let arguments = command.arguments(&Mode::Alone);
         // A new program may be installed at the same path. A program from `PATH` has no metadata here.
         let program = fs::metadata(&command.binary).ok().map(|file| {
@@ -46,14 +49,21 @@ impl Prepared {
             (file.dev(), file.ino(), modified, file.len())
         });
         // The first two arguments are the bootstrap's path.
-        (bootstrap, &arguments[2..], command.environment(), program).hash(&mut digest);
+        let digest = hash((bootstrap, &arguments[2..], command.environment(), program));
         Self {
             command,
-            digest: digest.finish(),
+            digest,
+            metadata_digest: hash(metadata),
             takeover: None,
             _files: files,
         }
     }
+}
+
+fn hash(inputs: impl Hash) -> u64 {
+    let mut digest = DefaultHasher::new();
+    inputs.hash(&mut digest);
+    digest.finish()
 }
 
 impl Launch {

@@ -27,6 +27,11 @@ const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoa
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 
+/// Members of the node's metadata that change while a pod lives, and that an Envoy need not have to continue: network
+/// plugins annotate a pod after its start, and a cloud's metadata service may answer late. Labels that do not change are
+/// in `STATIC_LABELS`, too.
+pub const CHANGING_METADATA: [&str; 3] = ["ANNOTATIONS", "LABELS", "PLATFORM_METADATA"];
+
 /// The two forms of the aggregated discovery service.
 ///
 /// Source: `envoy/service/discovery/v3/ads.proto`.

@@ -4,6 +4,7 @@
 //! again, and rejects changes of settings that cannot change while the agent runs.
 
 use std::any::Any;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::envoy_user;
@@ -18,6 +19,7 @@ use crate::lifecycle::BoxError;
 use crate::permission::problem;
 use crate::problem::{Code, codes};
 use crate::regular_file::{self, MAX_SETTINGS};
+use crate::xds::CHANGING_METADATA;
 
 /// Problems of files without which Envoy can start.
 const UNREADABLE_FILE: [&Code; 2] = [codes::BOOTSTRAP_OVERRIDE_UNREADABLE, codes::FILE_UNREADABLE];
@@ -42,6 +44,8 @@ pub(crate) struct Inputs {
     /// The owner of the SDS socket, which does not change.
     detected: Detected,
     platform: OnceLock<Platform>,
+    /// The number of the next bootstrap file after the first one. An earlier file may be that of the next Envoy.
+    next_revision: AtomicU32,
     /// The hot-restart state and the bootstrap override of a first Envoy that takes over from one in another container.
     adopted: OnceLock<(Takeover, String)>,
 }
@@ -53,6 +57,7 @@ impl Inputs {
             load,
             detected,
             platform: OnceLock::new(),
+            next_revision: AtomicU32::new(1),
             adopted: OnceLock::new(),
         }
     }
@@ -87,7 +92,8 @@ impl Inputs {
         self.write(&config, start_number)
     }
 
-    /// Writes the bootstrap, unless the user has a custom one. With hot restart, each Envoy has its own file.
+    /// Writes the bootstrap, unless the user has a custom one. With hot restart, each call after the first Envoy writes
+    /// its own file.
     fn write(&self, config: &Config, start_number: u32) -> Result<Prepared, BoxError> {
         let Some(envoy) = &config.envoy else {
             return Err(fixed_error("DISABLE_ENVOY").into());
@@ -101,21 +107,39 @@ impl Inputs {
                 .then(|| regular_file::read(path, MAX_SETTINGS))
                 .transpose()
                 .map_err(|error| problem("read the bootstrap", path, error))?;
-            return Ok(Prepared::new(command, &document.unwrap_or_default(), None));
+            return Ok(Prepared::new(
+                command,
+                &document.unwrap_or_default(),
+                "",
+                None,
+            ));
         }
         let mut bootstrap = config.bootstrap.clone();
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
         self.detected.add_to(&mut bootstrap, &config.sds_socket);
-        let document = is_compared.then(|| bootstrap::document(&bootstrap).to_string());
-        bootstrap.revision = is_compared.then_some(start_number);
+        let (document, metadata) = if is_compared {
+            let mut document = bootstrap::document(&bootstrap);
+            let metadata = take_changing_metadata(&mut document);
+            bootstrap.revision = Some(match start_number {
+                0 => 0,
+                _ => self.next_revision.fetch_add(1, Ordering::Relaxed),
+            });
+            (document.to_string(), metadata)
+        } else {
+            Default::default()
+        };
         let written = bootstrap::write(&bootstrap)?;
         if let Some(user) = command.user {
             envoy_user::give_files(user, &written.files);
         }
         command.bootstrap = bootstrap.file();
-        let document = document.unwrap_or_default();
         let written: Box<dyn Any + Send + Sync> = Box::new(written);
-        Ok(Prepared::new(command, document.as_bytes(), Some(written)))
+        Ok(Prepared::new(
+            command,
+            document.as_bytes(),
+            &metadata,
+            Some(written),
+        ))
     }
 
     /// Rejects changes of fixed settings, and files that were usable at the agent's start and are not any more.
@@ -138,6 +162,15 @@ impl Inputs {
             None => Ok(()),
         }
     }
+}
+
+/// Removes the members of the node's metadata for which Envoy is not restarted, and returns them as text.
+fn take_changing_metadata(document: &mut Value) -> String {
+    let metadata = document
+        .pointer_mut("/node/metadata")
+        .and_then(Value::as_object_mut);
+    let taken = metadata.map(|metadata| CHANGING_METADATA.map(|name| metadata.shift_remove(name)));
+    format!("{taken:?}")
 }
 
 fn fixed_error(setting: &str) -> String {

@@ -117,6 +117,51 @@ async fn each_epoch_has_its_own_bootstrap_file_and_a_digest_that_shows_changes()
 }
 
 #[tokio::test]
+async fn annotations_and_labels_change_another_digest_and_each_call_has_its_own_file() {
+    let place = Place::new();
+    let info = place.root.path().join("etc/istio/pod");
+    fs::create_dir_all(&info).expect("made");
+    let write = |name: &str, text: &str| fs::write(info.join(name), text).expect("written");
+    write("annotations", "a=\"b\"");
+    write("labels", "app=\"cart\"");
+    let inputs = place.inputs().await;
+    let prepare = || inputs.prepare(1).expect("prepared");
+    let before = prepare();
+    let mut digests = vec![before.metadata_digest];
+    for (name, text) in [
+        (
+            "annotations",
+            "a=\"b\"\ncni.projectcalico.org/podIP=\"10.3.3.3/32\"",
+        ),
+        ("labels", "app=\"cart\"\ntier=\"back\""),
+        ("annotations", ""),
+    ] {
+        write(name, text);
+        let next = prepare();
+        assert_eq!(next.digest, before.digest, "{text}");
+        assert!(!digests.contains(&next.metadata_digest), "{text}");
+        assert!(next.command.bootstrap != before.command.bootstrap);
+        assert!(next.command.bootstrap.exists() && before.command.bootstrap.exists());
+        digests.push(next.metadata_digest);
+    }
+    for (name, text) in [
+        // These determine the cluster, the locality, statistics and ProxyConfig.
+        ("labels", "app=\"other\""),
+        ("labels", "app=\"cart\"\ntopology.istio.io/locality=\"r/z\""),
+        (
+            "annotations",
+            "sidecar.istio.io/statsInclusionPrefixes=\"http\"",
+        ),
+        ("annotations", "proxy.istio.io/config=\"concurrency: 3\""),
+    ] {
+        write("labels", "app=\"cart\"");
+        write("annotations", "");
+        write(name, text);
+        assert_ne!(prepare().digest, before.digest, "{text}");
+    }
+}
+
+#[tokio::test]
 async fn a_restart_refuses_changed_ports_and_inputs_that_have_become_invalid() {
     let place = Place::new();
     let over = place.root.path().join("override.json");

@@ -62,6 +62,8 @@ pub struct Limits {
 pub(super) enum Completion {
     /// The inputs are unchanged, or refused for this reason.
     NothingToStart(Outcome, Option<String>),
+    /// Only metadata has changed for which Envoy is not restarted. The next Envoy has these inputs.
+    MetadataChanged(Arc<Prepared>),
     /// The inputs have changed and are valid.
     Usable {
         /// The number of workers of the current Envoy. None if it has not responded at the admin port.
@@ -312,6 +314,13 @@ impl HotRestart {
                 self.conclude(outcome, problem);
                 Event::NothingToStart
             }
+            Completion::MetadataChanged(prepared) => {
+                if let Some(launch) = &mut self.launch {
+                    launch.prepared = prepared;
+                }
+                self.conclude(Outcome::Unchanged, None);
+                Event::NothingToStart
+            }
             Completion::Usable { workers, prepared } => {
                 if self.machine.is_ready {
                     self.prepared = Some(prepared);
@@ -536,10 +545,7 @@ impl HotRestart {
             Outcome::UnderWay => return,
             Outcome::Succeeded if restart.method == Some(Method::Hot) => "hot",
             Outcome::Succeeded => "full",
-            Outcome::Unchanged => {
-                tracing::info!("bootstrap unchanged, Envoy keeps running");
-                "unchanged"
-            }
+            Outcome::Unchanged => "unchanged",
             Outcome::Refused => {
                 log_error(codes::HOT_RESTART_REFUSED, "hot restart rejected");
                 "refused"
@@ -631,8 +637,17 @@ async fn check_inputs(
 ) -> Result<Completion, BoxError> {
     let prepared = Arc::new(tokio::task::spawn_blocking(move || prepare(start_number)).await??);
     let current = current.as_ref();
-    if current.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
-        return Ok(Completion::NothingToStart(Outcome::Unchanged, None));
+    let before = current.map(|launch| &launch.prepared);
+    if let Some(before) = before.filter(|before| before.digest == prepared.digest) {
+        if before.metadata_digest == prepared.metadata_digest {
+            tracing::info!("bootstrap unchanged, Envoy keeps running");
+            return Ok(Completion::NothingToStart(Outcome::Unchanged, None));
+        }
+        tracing::info!(
+            "only annotations, labels or platform metadata have changed in the bootstrap: Envoy keeps running, and the \
+             next Envoy has them"
+        );
+        return Ok(Completion::MetadataChanged(prepared));
     }
     validate(Arc::clone(&prepared), start_number).await?;
     let restart_epoch = current.map_or(0, Launch::restart_epoch);

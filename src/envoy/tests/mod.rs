@@ -90,7 +90,7 @@ pub(super) fn config(binary: PathBuf, directory: &Path) -> Config {
 
 fn started(config: Config, stop: &Stop, metrics: &Registry) -> (Envoy, Life) {
     let command = config.command.clone();
-    let prepare = Arc::new(move |_| Ok(Prepared::new(command.clone(), &[], None)));
+    let prepare = Arc::new(move |_| Ok(Prepared::new(command.clone(), &[], "", None)));
     let (envoy, life) = new(config, prepare, stop, metrics);
     (envoy, Box::pin(life))
 }

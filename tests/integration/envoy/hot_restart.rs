@@ -16,7 +16,7 @@ use crate::support::pod::{Pod, Settings, ask};
 use crate::support::process::{children_of, is_alive};
 use crate::support::programs::{envoy_binary, variable};
 use crate::support::resources::{cluster, endpoints, listener, routes};
-use crate::support::{eventually, free_port};
+use crate::support::{eventually, free_port, until};
 
 const OVERRIDE: &str = "in/override.json";
 const ANNOTATIONS: &str = "etc/istio/pod/annotations";
@@ -360,6 +360,32 @@ async fn a_file_that_changes_is_noticed_and_one_that_does_not_changes_nothing() 
     })
     .await;
     assert_eq!(stage.envoys().len(), 1);
+    stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn an_annotation_that_a_network_plugin_adds_waits_for_the_next_envoy() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving_with(&binary, "1/1h").await;
+    let first = stage.only_envoy().await;
+    fs::create_dir_all(stage.pod.path("etc/istio/pod")).unwrap();
+    for (nth, address) in [(1, "10.3.3.3/32"), (2, "10.3.3.4/32")] {
+        let annotation = format!("cni.projectcalico.org/podIP=\"{address}\"\n");
+        stage.pod.replace(ANNOTATIONS, &annotation);
+        stage.pod.agent.signal(Signal::HUP);
+        until("the change is found", || {
+            let log = stage.pod.agent.log();
+            log.matches("and the next Envoy has them").count() == nth
+        })
+        .await;
+    }
+    assert_eq!(stage.only_envoy().await, first);
+    kill_process(first, Signal::SEGV).unwrap();
+    stage.logs("starting Envoy again").await;
+    stage.serves().await;
+    let metadata = stage.info().await.unwrap()["node"]["metadata"].clone();
+    let annotations = &metadata["ANNOTATIONS"];
+    assert_eq!(annotations["cni.projectcalico.org/podIP"], "10.3.3.4/32");
     stage.ends_well().await;
 }
 
