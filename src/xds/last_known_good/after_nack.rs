@@ -123,6 +123,10 @@ pub(super) fn read_stored(
     if lacking.is_empty() {
         return Ok(stored);
     }
+    // A file that has not been published is another node's.
+    if !shared.types.lock().contains_key(type_url) {
+        return Ok(stored);
+    }
     let directory = Directory::private(&shared.config.volume.directory, DIRECTORY, false)?;
     let Some(index) = Index::open(&directory, type_url)? else {
         return Ok(stored);

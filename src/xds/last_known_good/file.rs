@@ -82,7 +82,11 @@ impl Header {
         if sum != crc32fast::hash(json).to_be_bytes() {
             return Err(io::Error::other("the checksum of its header is wrong"));
         }
-        Ok(serde_json::from_slice(json)?)
+        let header: Self = serde_json::from_slice(json)?;
+        if HEADER.saturating_add(header.length) > file.metadata()?.len() {
+            return Err(io::Error::other("it is shorter than its header says"));
+        }
+        Ok(header)
     }
 
     /// Returns the last time at which the stored versions of refused resources were istiod's, in seconds of Unix
@@ -202,6 +206,8 @@ pub(super) struct TypeFile {
     pub(super) pending_bytes: usize,
     /// True if the file has to be written, even if only a version has changed.
     pub(super) is_dirty: bool,
+    /// True while the file of this name on disk is another node's, and is not to be replaced yet.
+    pub(super) is_held: bool,
     /// The number of responses that Envoy has answered on the stream.
     answered_count: u32,
     /// Resources of which Envoy may have no version, by the digests of their names: Envoy has refused them, or
@@ -256,7 +262,7 @@ impl TypeFile {
     pub(super) fn spill(&mut self, directory: &Directory) -> io::Result<()> {
         let response = &mut self.receiving;
         if response.spilled.is_none() {
-            let name = temporary(self.name);
+            let name = spilled(self.name);
             let mut file = directory.create_file(&name)?;
             directory.remove_file(&name)?;
             file.write_all(&std::mem::take(&mut response.bytes))?;
@@ -343,7 +349,6 @@ impl TypeFile {
                 self.append(directory)?;
             }
         }
-        // `spill` would remove a replacement that still has the temporary name.
         if is_written {
             self.commit(directory)?;
         }
@@ -430,11 +435,16 @@ impl TypeFile {
         })
     }
 
-    /// Writes what is pending and makes it valid. Gives the replacement, if there is one, the name of the file.
+    /// Writes what is pending and makes it valid. Gives the replacement, if there is one, the name of the file, unless
+    /// that is held.
     pub(super) fn commit(&mut self, directory: &Directory) -> io::Result<()> {
-        if std::mem::take(&mut self.is_dirty) {
+        if self.is_dirty {
             self.append(directory)?;
         }
+        if self.is_held {
+            return Ok(());
+        }
+        self.is_dirty = false;
         self.header.current = unix_now();
         if let Some(replacement) = self.replacement.take() {
             self.header.first = self.header.length;
@@ -511,6 +521,11 @@ pub(super) fn refused_names(reason: &str) -> HashSet<u64> {
 /// Returns the name of the file that will replace the file of this name.
 pub(super) fn temporary(name: &str) -> String {
     format!("{name}.tmp")
+}
+
+/// Returns the name under which a response is moved to disk. The name is removed at once.
+pub(super) fn spilled(name: &str) -> String {
+    format!("{name}.response.tmp")
 }
 
 /// Returns the last part of a type URL, the name of its file.

@@ -22,7 +22,7 @@ use super::{BY_NAME, CLUSTER, EXTENSION, EnvoyCache, LISTENER, TYPES, Type};
 use crate::clock::after;
 use crate::xds::request::{HEAD, Request, Subscription};
 use crate::xds::response::Received;
-use crate::xds::wire;
+use crate::xds::{CHANGING_METADATA, wire};
 
 /// The bytes of responses after which a batch is sent to the writer.
 pub(super) const HANDOVER: usize = 256 * 1024;
@@ -49,11 +49,17 @@ struct Node {
     metadata: Option<prost_types::Struct>,
 }
 
-/// Returns a digest of the node's id and metadata, which include Istio's version. Configuration of one identity is
-/// not served to another.
+/// Returns a digest of the node's id and metadata, which include Istio's version, without [`CHANGING_METADATA`].
+/// Configuration of one identity is not served to another. The digest begins with the version of this rule.
 pub(super) fn identity(subscription: &Subscription) -> Option<String> {
-    let node = Node::decode(subscription.node.clone()?).ok()?;
-    Some(BASE64_STANDARD.encode(digest(&SHA256, &node.encode_to_vec())))
+    let mut node = Node::decode(subscription.node.clone()?).ok()?;
+    if let Some(metadata) = &mut node.metadata {
+        metadata
+            .fields
+            .retain(|name, _| !CHANGING_METADATA.contains(&&**name));
+    }
+    let digest = digest(&SHA256, &node.encode_to_vec());
+    Some(format!("2:{}", BASE64_STANDARD.encode(digest)))
 }
 
 /// The recorder of one stream. It does nothing if configuration is not stored for the client.

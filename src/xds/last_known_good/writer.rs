@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::file::{
-    LookupRequest, MAX_PENDING, STORED_VERSION_DELAY, TypeFile, file_name, open, temporary,
+    LookupRequest, MAX_PENDING, STORED_VERSION_DELAY, TypeFile, file_name, open, spilled, temporary,
 };
 use super::{BY_NAME, Config, DIRECTORY, NEEDED, Shared, TYPES, Type};
 use crate::clock::{after, later};
@@ -80,6 +80,8 @@ pub(super) struct Writer {
     /// None if the directory cannot be used.
     pub(super) directory: Option<Directory>,
     pub(super) files: BTreeMap<Type, TypeFile>,
+    /// The bytes of another node's files. They stay until they can be replaced.
+    held_bytes: u64,
     /// The last time at which files were marked as current; None before istiod's first response on the stream,
     /// and after its end.
     refreshed: Option<Instant>,
@@ -97,6 +99,7 @@ impl Writer {
             stream: None,
             directory: None,
             files: BTreeMap::new(),
+            held_bytes: 0,
             refreshed: None,
             dirty_since: None,
             lookup_requests: None,
@@ -151,6 +154,13 @@ impl Writer {
         let Some(directory) = &self.directory else {
             return;
         };
+        let is_accepted = |it| self.files.get(it).is_some_and(|file| file.is_dirty);
+        if self.held_bytes > 0 && NEEDED.into_iter().all(is_accepted) {
+            if let Err(error) = self.release() {
+                self.fail("", error);
+            }
+            return;
+        }
         for (type_url, file) in &mut self.files {
             if (file.is_dirty || refreshes && file.is_subscribed)
                 && let Err(error) = file.commit(directory)
@@ -160,6 +170,21 @@ impl Writer {
             }
         }
         self.publish();
+    }
+
+    /// Replaces the files of another node by those of this one.
+    fn release(&mut self) -> io::Result<()> {
+        let Some(directory) = &self.directory else {
+            return Ok(());
+        };
+        self.held_bytes = 0;
+        for (type_url, file) in &mut self.files {
+            directory.remove_file(file_name(type_url))?;
+            file.is_held = false;
+            file.commit(directory)?;
+        }
+        self.publish();
+        Ok(())
     }
 
     /// Applies an operation. Operations of streams that are not recorded have no effect.
@@ -227,6 +252,12 @@ impl Writer {
         // The disk has two copies of the largest file while it is replaced.
         let largest = self.files.values().map(|file| file.header.length).max();
         let max_bytes = self.shared.config.max_bytes;
+        let all = self
+            .held_bytes
+            .saturating_add(size + largest.unwrap_or_default());
+        if self.held_bytes > 0 && all > max_bytes {
+            self.release()?;
+        }
         if size + largest.unwrap_or_default() > max_bytes {
             tracing::info!(
                 target: "xdsproxy",
@@ -243,7 +274,8 @@ impl Writer {
         }
     }
 
-    /// Records a stream, unless a newer Envoy has had one. Removes files of another node and unusable ones.
+    /// Records a stream, unless a newer Envoy has had one. Removes unusable files. Files of another node stay until Envoy
+    /// has accepted clusters and listeners.
     fn begin(
         &mut self,
         stream: u32,
@@ -266,23 +298,36 @@ impl Writer {
         let parent = &self.shared.config.volume.directory;
         let opened = Directory::private(parent, DIRECTORY, true)?;
         let directory = self.directory.insert(opened);
+        let mut found = BTreeMap::new();
         for type_url in TYPES {
             let name = file_name(type_url);
             directory.remove_file(&temporary(name))?;
-            let found = match open(directory, type_url) {
-                Ok(Some((_, header))) if header.identity != identity => Err(OTHER_NODE.to_owned()),
-                Ok(found) => Ok(found),
+            directory.remove_file(&spilled(name))?;
+            match open(directory, type_url) {
+                Ok(file) => found.extend(file.map(|file| (type_url, file))),
                 Err(error) => {
                     self.shared.failures.inc();
-                    Err(error.to_string())
+                    let why = with_path(&self.shared.config, type_url, error);
+                    tracing::error!(target: "xdsproxy", "removing stored configuration: {why}");
+                    directory.remove_file(name)?;
                 }
-            };
-            if let Err(why) = &found {
-                let why = with_path(&self.shared.config, type_url, why);
-                tracing::error!(target: "xdsproxy", "removing stored configuration: {why}");
-                directory.remove_file(name)?;
             }
-            let mut file = TypeFile::new(name, found.ok().flatten(), identity);
+        }
+        self.held_bytes = 0;
+        if found
+            .values()
+            .any(|(_, header)| header.identity != identity)
+        {
+            let sizes = found
+                .values()
+                .flat_map(|(file, _)| file.metadata())
+                .map(|it| it.len());
+            self.held_bytes = sizes.fold(0, u64::saturating_add);
+            found.clear();
+        }
+        for type_url in TYPES {
+            let mut file = TypeFile::new(file_name(type_url), found.remove(type_url), identity);
+            file.is_held = self.held_bytes > 0;
             let missing = before.remove(type_url).map(|before| before.missing);
             file.missing = missing.unwrap_or_default();
             // The same Envoy still lacks what it has refused. istiod may send that first on this stream.
@@ -321,7 +366,7 @@ impl Writer {
                 let _ = directory.remove_file(&temporary(name));
             }
         }
-        (self.stream, self.refreshed) = (None, None);
+        (self.stream, self.refreshed, self.held_bytes) = (None, None, 0);
         self.files.clear();
         self.shared.after_nack.lock().clear();
         self.publish();

@@ -18,7 +18,7 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{
     answering, cluster, endpoints, listener, logged, routes, secured, secured_listener,
 };
-use crate::support::{eventually, free_port};
+use crate::support::{eventually, free_port, until};
 
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
@@ -186,6 +186,44 @@ async fn two_workloads_start_without_a_control_plane() {
     client_istiod.set(&client(port, tls_port, "2")).await;
     wait_for_mark(port, "2").await;
     load.assert_flawless();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pod_that_was_annotated_and_labelled_after_its_start_is_served_and_another_node_is_not() {
+    let Some(binary) = envoy_binary() else { return };
+    let port = free_port();
+    let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
+    let mut workload = workload(&binary, &control_plane).await;
+    let describe = |pod: &Pod, annotations: &str, labels: &str| {
+        fs::create_dir_all(pod.path("etc/istio/pod")).unwrap();
+        pod.replace("etc/istio/pod/annotations", annotations);
+        pod.replace("etc/istio/pod/labels", labels);
+    };
+    // The first agent has stored it for a node without files of labels and annotations.
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
+    describe(&workload.pod, "a=\"b\"", "app=\"cart\"");
+    workload.pod.kill_and_restart(|| ()).await;
+    eventually("an answer", async || get(port).await.ok()).await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
+    let _dead = control_plane.kill().await;
+    let calico = "a=\"b\"\ncni.projectcalico.org/podIP=\"10.3.3.3/32\"";
+    describe(&workload.pod, calico, "app=\"cart\"\ntier=\"back\"");
+    workload.pod.kill_and_restart(|| ()).await;
+    eventually("an answer", async || get(port).await.ok()).await;
+    // Configuration of another node is not served, and stays.
+    workload.pod.kill().await;
+    workload.pod.restart(&[("ISTIO_META_MESH_ID", "other")]);
+    until(
+        "attempts in twice the time after which it would be served",
+        || {
+            let log = workload.pod.agent.log();
+            log.matches("failed to connect to upstream").count() >= 8
+        },
+    )
+    .await;
+    get(port).await.unwrap_err();
+    let kept = workload._store.path().join("istio-agent-config/Listener");
+    assert!(kept.exists());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

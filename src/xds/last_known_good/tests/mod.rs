@@ -17,8 +17,8 @@ use envoy_types::pb::google::protobuf::Any;
 use proptest::prelude::*;
 use prost::Message;
 
-use super::file::Index;
-use super::writer::{OTHER_NODE, WriteOp};
+use super::file::{Header, Index};
+use super::writer::WriteOp;
 use super::*;
 use crate::directory::Directory;
 use crate::xds::request::frame;
@@ -325,13 +325,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
             .to_string()
     };
     let log = logged(|| begin(&mut first, 2, 2, "another node"));
-    // Only the file of clusters is removed, because nothing of the other types was stored.
-    let dropped = format!(
-        "removing stored configuration: {}: {OTHER_NODE}",
-        path("Cluster")
-    );
-    assert_eq!(log.matches("removing").count(), 1, "{log}");
-    assert!(log.contains(&dropped), "{log}");
+    assert!(!log.contains("removing"), "{log}");
     assert_eq!(first.shared.failures.get(), 0);
 
     fs::write(path("Listener"), "damaged").unwrap();
@@ -365,9 +359,9 @@ fn an_older_envoy_of_another_node_does_not_change_the_store_of_a_newer_one() {
         let one = |mark: &str| response(mark, &resources(&[("a", mark)]), &[]);
         store_accepted(&mut writer, "1", &one("1"), Coverage::All);
         begin(&mut writer, 2, 2, newer);
-        // The new Envoy of a hot restart may have another node; the stored configuration is deleted then.
-        let expected = resources(&[("a", "1")]);
-        assert_stored(parent.path(), (newer == IDENTITY).then_some(&expected));
+        // The new Envoy of a hot restart may have another node.
+        assert_stored(parent.path(), Some(&resources(&[("a", "1")])));
+        accept_listeners(&mut writer, 2);
         apply_and_write(&mut writer, 2, response_ops("2", &one("2"), Coverage::All));
         apply_and_write(&mut writer, 2, ack_or_nack_ops("2", true));
         // The old Envoy continues its stream, and connects again.
@@ -381,6 +375,90 @@ fn an_older_envoy_of_another_node_does_not_change_the_store_of_a_newer_one() {
         apply_and_write(&mut writer, 4, ack_or_nack_ops("5", true));
         assert_stored(parent.path(), Some(&resources(&[("a", "5")])));
     }
+}
+
+/// Gives the writer an accepted response without listeners.
+fn accept_listeners(writer: &mut Writer, stream: u32) {
+    let bytes = response("listeners", &resources(&[]), &[]);
+    let mut ops = response_ops("listeners", &bytes, Coverage::All);
+    ops.extend(ack_or_nack_ops("listeners", true));
+    let ops = ops.into_iter().map(|op| (LISTENER, op)).collect();
+    writer.apply_batch((stream, ops));
+}
+
+#[test]
+fn files_of_another_node_stay_until_clusters_and_listeners_are_accepted() {
+    for large in [false, true] {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = parent.path().join(DIRECTORY);
+        let mut former = writer(parent.path());
+        let before = resources(&[("a", "before")]);
+        store_accepted(
+            &mut former,
+            "1",
+            &response("1", &before, &[]),
+            Coverage::All,
+        );
+        accept_listeners(&mut former, 1);
+        former.write(false);
+        fs::copy(directory.join("Listener"), directory.join("NameTable")).unwrap();
+        drop(former);
+
+        let mut next = Writer::new(handle(parent.path()).shared);
+        begin(&mut next, 2, 1, "another node");
+        assert!(next.shared.types.lock().is_empty(), "they cannot be served");
+        // More than is kept in memory.
+        let after = resources(&[("a", &"x".repeat(if large { 5 << 20 } else { 1 }))]);
+        apply_and_write(
+            &mut next,
+            2,
+            response_ops("2", &response("2", &after, &[]), Coverage::All),
+        );
+        apply_and_write(&mut next, 2, ack_or_nack_ops("2", true));
+        assert_stored(parent.path(), Some(&before));
+        // A second response of the same stream does not harm what waits.
+        let more = response("3", &resources(&[("b", &"y".repeat(3 << 20))]), &[]);
+        apply_and_write(&mut next, 2, response_ops("3", &more, Coverage::Part));
+        assert_stored(parent.path(), Some(&before));
+        accept_listeners(&mut next, 2);
+        next.write(false);
+        assert_stored(parent.path(), Some(&after));
+        let identity = |name: &str| {
+            let file = fs::File::open(directory.join(name)).unwrap();
+            Header::read(&file).unwrap().identity
+        };
+        assert_eq!(
+            [identity("Cluster"), identity("Listener")],
+            ["another node"; 2]
+        );
+        assert!(!directory.join("NameTable").exists());
+        assert_eq!(next.shared.types.lock().len(), 2);
+    }
+}
+
+#[test]
+fn files_of_another_node_are_removed_above_the_size_limit() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut former = writer(parent.path());
+    let before = resources(&[("a", &"x".repeat(60 << 10))]);
+    store_accepted(
+        &mut former,
+        "1",
+        &response("1", &before, &[]),
+        Coverage::All,
+    );
+    let mut shared = handle(parent.path()).shared;
+    Arc::get_mut(&mut shared).unwrap().config.max_bytes = 100 << 10;
+    let mut next = Writer::new(shared);
+    begin(&mut next, 2, 1, "another node");
+    let after = resources(&[("b", &"y".repeat(60 << 10))]);
+    apply_and_write(
+        &mut next,
+        2,
+        response_ops("2", &response("2", &after, &[]), Coverage::All),
+    );
+    apply_and_write(&mut next, 2, ack_or_nack_ops("2", true));
+    assert_stored(parent.path(), Some(&after));
 }
 
 #[test]

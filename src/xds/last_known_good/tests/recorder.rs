@@ -214,13 +214,16 @@ fn without_a_store_a_reconnecting_envoys_first_response_must_be_complete() {
 }
 
 fn identity(id: &str, labels: usize) -> String {
+    let labels = (0..labels).map(|i| (format!("label {i}"), i.to_string()));
+    identity_with(id, labels)
+}
+
+fn identity_with(id: &str, metadata: impl Iterator<Item = (String, String)>) -> String {
     let value = |text: String| Value {
         kind: Some(Kind::StringValue(text)),
     };
     // Each new hash map has another random order.
-    let fields: HashMap<_, _> = (0..labels)
-        .map(|i| (format!("label {i}"), value(i.to_string())))
-        .collect();
+    let fields: HashMap<_, _> = metadata.map(|(name, text)| (name, value(text))).collect();
     let node = Node {
         id: id.into(),
         metadata: Some(Struct { fields }),
@@ -246,6 +249,27 @@ fn the_identity_depends_on_id_and_metadata_but_not_on_the_order_of_maps() {
     }
     assert_ne!(identity("b", 30), first);
     assert_ne!(identity("a", 29), first);
+}
+
+#[test]
+fn metadata_that_changes_while_a_pod_lives_is_not_part_of_the_identity() {
+    let with = |name: &str| identity_with("a", [(name.to_owned(), "new".to_owned())].into_iter());
+    let without = identity("a", 0);
+    assert!(
+        without.starts_with("2:"),
+        "the version of the rule: {without}"
+    );
+    for name in ["ANNOTATIONS", "LABELS", "PLATFORM_METADATA"] {
+        assert_eq!(with(name), without, "{name}");
+    }
+    for name in [
+        "STATIC_LABELS",
+        "INSTANCE_IPS",
+        "OF_NEXT_YEAR",
+        "annotations",
+    ] {
+        assert_ne!(with(name), without, "{name}");
+    }
 }
 
 #[test]
