@@ -55,9 +55,15 @@ impl Agent {
         interceptors: Interceptors,
         health: Option<&Health>,
     ) -> Result<Observer, Problem> {
-        let last_known_good = self.config.last_known_good.clone().map(|config| {
+        let configured = self.config.last_known_good.clone();
+        if envoy.is_none() && configured.is_some() {
+            tracing::info!(
+                "configuration is not stored, because this agent does not run Envoy (DISABLE_ENVOY)"
+            );
+        }
+        let last_known_good = envoy.zip(configured).map(|(envoy, config)| {
             let (registry, shutdown) = (&self.metrics, self.shutdown.clone());
-            let admin = envoy.map(Envoy::admin);
+            let admin = Some(envoy.admin());
             let (last_known_good, writing) = LastKnownGood::new(config, admin, registry, shutdown);
             self.spawn("stored configuration", writing);
             last_known_good
@@ -71,11 +77,8 @@ impl Agent {
             }
             None => istiod.clone(),
         };
-        let envoys = envoy.map(Envoy::report);
-        let is_own_envoy = move |pid| {
-            let report = envoys.as_ref().map(|envoys| envoys.borrow());
-            report.is_some_and(|report| report.running.iter().any(|envoy| envoy.pid == pid))
-        };
+        let envoy = envoy.cloned();
+        let is_own_envoy = move |pid| envoy.as_ref().is_some_and(|envoy| envoy.has_started(pid));
         let config = server::Config {
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),

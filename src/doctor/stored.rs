@@ -10,7 +10,12 @@ pub(super) async fn checks(config: &Config) -> Vec<Check> {
     let mut checks = vec![check(Content::Certificate, certificate).await];
     checks.push(if config.bootstrap.delta {
         let volume = config.last_known_good.as_ref().map(|it| &it.volume);
-        check(Content::Configuration, volume).await
+        let stored = check(Content::Configuration, volume).await;
+        if config.envoy.is_none() && stored.level == Level::Ok {
+            Check::skipped(stored.name, "not stored with DISABLE_ENVOY=true")
+        } else {
+            stored
+        }
     } else {
         let why = "not stored with ISTIO_DELTA_XDS=false";
         Check::skipped("stored configuration", why)

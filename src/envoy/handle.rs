@@ -16,6 +16,11 @@ use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::clock::{self, Clock};
 use crate::metrics;
 use crate::problem::{Problem, codes};
+use crate::regular_file;
+
+/// The most processes from a wrapper to its Envoy.
+const MAX_ANCESTORS: usize = 16;
+const MAX_STAT: u64 = 4096;
 
 /// The state of Envoy, from its start to its exit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Serialize)]
@@ -227,6 +232,14 @@ impl Envoy {
         report
     }
 
+    /// Returns true for the process of an Envoy, and for one that it has started, because a wrapper may run Envoy.
+    pub fn has_started(&self, pid: i32) -> bool {
+        let report = self.report.borrow();
+        let ancestors = std::iter::successors(Some(pid), |pid| parent_of(*pid));
+        let mut ancestors = ancestors.take(MAX_ANCESTORS);
+        ancestors.any(|pid| report.running.iter().any(|envoy| envoy.pid == pid))
+    }
+
     /// Drains Envoy. Returns after Envoy has been asked, or if no Envoy runs.
     pub async fn drain(&self) {
         let (sender, drained) = oneshot::channel();
@@ -250,6 +263,18 @@ impl Envoy {
     }
 }
 
+/// Returns the parent of a process. Source: proc_pid_stat(5).
+fn parent_of(pid: i32) -> Option<i32> {
+    let stat = regular_file::read_text(format!("/proc/{pid}/stat").as_ref(), MAX_STAT).ok()?;
+    // The name of the program is in parentheses, and may contain some.
+    stat.rsplit_once(')')?
+        .1
+        .split_whitespace()
+        .nth(1)?
+        .parse()
+        .ok()
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -258,6 +283,46 @@ mod tests {
 
     use super::*;
     use crate::envoy::shutdown::{Plan, PlannedStep, Step};
+
+    #[test]
+    fn an_envoy_is_a_process_that_the_agent_has_started_or_one_below_it() {
+        let mut wrapper = std::process::Command::new("sh");
+        wrapper.args(["-c", "sh -c 'echo $$; read _'; true"]);
+        let pipe = std::process::Stdio::piped;
+        let mut wrapper = wrapper.stdin(pipe()).stdout(pipe()).spawn().unwrap();
+        let mut line = String::new();
+        let output = wrapper.stdout.take().unwrap();
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(output), &mut line).unwrap();
+        let (below, pid): (i32, _) = (line.trim().parse().unwrap(), wrapper.id() as i32);
+        assert_ne!(below, pid);
+        let running = |pid| RunningEnvoy {
+            start_number: 0,
+            restart_epoch: 0,
+            pid,
+            state: Role::Current,
+            started: SystemTime::UNIX_EPOCH,
+            config: PathBuf::new(),
+        };
+        let report = Report {
+            running: vec![running(pid)],
+            ..Report::default()
+        };
+        let admin = Admin::new([127, 0, 0, 1].into(), 1, Duration::ZERO);
+        let (orders, (_sender, report)) = (mpsc::channel(1).0, watch::channel(report));
+        let envoy = Envoy::new(admin, report, orders);
+        let own = std::process::id() as i32;
+        for (pid, expected) in [
+            (pid, true),
+            (below, true),
+            (own, false),
+            (1, false),
+            (0, false),
+        ] {
+            assert_eq!(envoy.has_started(pid), expected, "{pid}");
+        }
+        drop(wrapper.stdin.take());
+        wrapper.wait().unwrap();
+    }
 
     #[test]
     fn a_report_is_json_with_times_in_utc_and_durations_in_seconds() {

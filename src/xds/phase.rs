@@ -4,7 +4,6 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::future::pending;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -44,6 +43,10 @@ impl Requests {
         Some(frame)
     }
 
+    pub(super) fn first(&self) -> Option<&Bytes> {
+        self.frames.front()
+    }
+
     /// Returns the memory of the requests in bytes.
     pub(super) fn memory(&self) -> usize {
         self.memory
@@ -60,7 +63,8 @@ pub(super) enum Phase {
     /// The agent dials istiod, and no side answers.
     Connecting(BoxFuture<'static, Result<Connection, Problem>>),
     Relaying(IstiodStream),
-    ServingLastKnownGood(Replay),
+    /// The future ends when istiod answers.
+    ServingLastKnownGood(Replay, BoxFuture<'static, ()>),
 }
 
 /// A stream to istiod.
@@ -101,10 +105,14 @@ impl Phase {
                 Err(_) => Err(End::stopped()),
             },
             Self::Relaying(stream) => stream.next(wants_responses).await,
-            Self::ServingLastKnownGood(replay) if wants_responses => {
-                replay.next().await.map(Event::Data)
-            }
-            Self::ServingLastKnownGood(_) => pending().await,
+            Self::ServingLastKnownGood(replay, istiod_answers) => tokio::select! {
+                () = istiod_answers => {
+                    let why = "istiod answers; Envoy's next stream goes to istiod";
+                    tracing::info!(target: "xdsproxy", "{why}");
+                    Err(End::agent(why))
+                }
+                bytes = replay.next(), if wants_responses => bytes.map(Event::Data),
+            },
         }
     }
 
@@ -120,7 +128,7 @@ impl Phase {
     /// the agent connects to istiod.
     pub(super) fn request_sender(&self) -> Option<&mpsc::Sender<Bytes>> {
         match self {
-            Self::ServingLastKnownGood(replay) => Some(&replay.requests),
+            Self::ServingLastKnownGood(replay, _) => Some(&replay.requests),
             _ => Some(&self.istiod_stream()?.requests),
         }
     }

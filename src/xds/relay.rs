@@ -411,10 +411,37 @@ impl<'a> Relay<'a> {
             istiod.record_failure(&stream.connection, false, &problem);
         }
         self.queue = self.resendable.take().unwrap_or_default();
-        self.phase = Phase::ServingLastKnownGood(Replay::start(cache.clone()));
+        let istiod_answers = Box::pin(self.until_istiod_answers());
+        self.phase = Phase::ServingLastKnownGood(Replay::start(cache.clone()), istiod_answers);
         self.state.recorder.stop();
         self.state.source = Source::Stored;
         self.config.observer.record_stored_served(self.config.id);
+    }
+
+    /// Waits until istiod answers a stream that begins with Envoy's first request.
+    fn until_istiod_answers(&self) -> impl Future<Output = ()> + Send + use<> {
+        let (istiod, path) = (self.config.istiod.clone(), self.config.protocol.path());
+        let sent = self.config.observer.metrics.requests.clone();
+        let first = self.queue.first().cloned().unwrap_or_default();
+        let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
+        async move {
+            let mut phase = Phase::connecting(istiod.clone(), Duration::ZERO);
+            loop {
+                phase = match phase.next(true).await {
+                    Ok(Event::Data(_)) => return,
+                    Ok(Event::Connected(connection)) => {
+                        let stream = IstiodStream::open(connection, &istiod, path, sent.clone());
+                        let phase = Phase::Relaying(stream);
+                        // The queue of a new stream has room.
+                        let _ = phase
+                            .request_sender()
+                            .map(|queue| queue.try_send(first.clone()));
+                        phase
+                    }
+                    Err(_) => Phase::connecting(istiod.clone(), backoff.next_wait()),
+                };
+            }
+        }
     }
 
     /// Sends the client the next bytes.

@@ -2,9 +2,9 @@
 //!
 //! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
 //! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
-//! [`MAX_OTHER_CLIENT_STREAMS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. An Envoy that is
-//! not a child of the agent, because a wrapper or another container runs it, counts as another client and is
-//! recognized by a header. The memory for requests of other clients is bounded, whatever their headers say.
+//! [`MAX_OTHER_CLIENT_STREAMS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. An Envoy that the
+//! agent has not started, such as that of another container, counts as another client. A header lets it wait for istiod
+//! like an own one; configuration is neither stored for it nor served to it from the store. The memory for requests of other clients is bounded, whatever their headers say.
 //! Every stream reports the health of the workload. Other methods are UNIMPLEMENTED. Request headers are
 //! not forwarded to istiod.
 
@@ -122,7 +122,7 @@ impl Discovery {
         let stop = config.shutdown.child_token();
         let peer: Peer = request.extensions().get().copied().unwrap_or_default();
         let own_envoy = peer.pid().filter(|pid| (config.is_own_envoy)(*pid));
-        // Another container's Envoy counts as another client, but waits for istiod like an own one.
+        // Every client can send the header, so nothing that concerns other streams depends on it.
         let is_envoy = own_envoy.is_some() || request.headers().contains_key(ENVOY_HEADER);
         let (istiod, permit) = if let Some(pid) = own_envoy {
             self.replace_newest(pid, stop.clone());
@@ -135,8 +135,7 @@ impl Discovery {
             tracing::debug!(target: "xdsproxy", "refusing another: {found}");
             return status_body(&Status::resource_exhausted(found));
         };
-        let store = config.last_known_good.as_ref();
-        let store = store.zip(peer.pid().filter(|_| is_envoy));
+        let store = config.last_known_good.as_ref().zip(own_envoy);
         let relay_config = RelayConfig {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
             protocol,

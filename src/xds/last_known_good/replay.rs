@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use super::file::Index;
 use super::recorder::identity;
 use super::writer::{OTHER_NODE, with_path};
 use super::{Config, DIRECTORY, EnvoyCache, NEEDED, Protocol, Shared, TYPES, Type};
+use crate::clock::after;
 use crate::directory::Directory;
 use crate::duration::rounded;
 use crate::problem::{Problem, codes};
@@ -25,15 +26,18 @@ use crate::xds::wire::digest;
 /// The most blocks that wait for Envoy.
 const BLOCKS: usize = 4;
 
-/// The time without a request of Envoy after which its next stream goes to istiod. If that one is served too,
-/// Envoy continues with the resources it has.
+/// The time without a request of Envoy, after it has answered its listeners, after which its next stream goes to istiod.
 const SETTLING: Duration = Duration::from_secs(2);
+/// The longest time of a stream. An Envoy that has little CPU time may need seconds between two types.
+const MAX_TIME: Duration = Duration::from_secs(60);
 
 /// The requests of one stream, and the responses to them.
 pub(crate) struct Replay {
     /// The queue of requests, which are gRPC frames.
     pub(crate) requests: mpsc::Sender<Bytes>,
     responses: mpsc::Receiver<io::Result<Bytes>>,
+    cache: EnvoyCache,
+    end: Instant,
 }
 
 impl Replay {
@@ -41,6 +45,12 @@ impl Replay {
     pub(crate) fn start(cache: EnvoyCache) -> Self {
         let (requests, queue) = mpsc::channel(1);
         let (out, responses) = mpsc::channel(BLOCKS);
+        let replay = Self {
+            requests,
+            responses,
+            cache: cache.clone(),
+            end: after(MAX_TIME),
+        };
         tokio::task::spawn_blocking(move || {
             if let Err(error) = answer(&cache.store.shared, queue, &out)
                 && !out.is_closed()
@@ -51,16 +61,17 @@ impl Replay {
                 let _ = out.blocking_send(Err(error)); // The stream may have ended.
             }
         });
-        Self {
-            requests,
-            responses,
-        }
+        replay
     }
 
-    /// Waits for the next bytes. Fails after [`SETTLING`] without any, and if stored configuration is unusable.
-    /// Cancel safe.
+    /// Waits for the next bytes. Fails after [`SETTLING`] without any once Envoy has answered its listeners, at the latest
+    /// after [`MAX_TIME`], and if stored configuration is unusable. Cancel safe.
     pub(crate) async fn next(&mut self) -> Result<Bytes, End> {
-        match timeout(SETTLING, self.responses.recv()).await {
+        let end = match self.cache.max_wait_for_istiod() {
+            Some(_) => self.end,
+            None => after(SETTLING).min(self.end),
+        };
+        match timeout_at(end, self.responses.recv()).await {
             Ok(Some(Ok(bytes))) => Ok(bytes),
             Ok(Some(Err(error))) => {
                 let code = codes::KEPT_CONFIG_UNUSABLE;

@@ -2,15 +2,23 @@
 //! previous agent has stored.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
+use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse,
+};
 use http::Method;
+use istio_agent::xds::Protocol;
+use prost::Message as _;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
+use crate::support::envoy::Envoy;
 use crate::support::http::{Fresh, Lasting, Load, get, header};
 use crate::support::names::name_table;
 use crate::support::pod::{Pod, Settings, ask};
@@ -18,7 +26,7 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{
     answering, cluster, endpoints, listener, logged, routes, secured, secured_listener,
 };
-use crate::support::{eventually, free_port, until};
+use crate::support::{eventually, free_port, local, until};
 
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
@@ -224,6 +232,138 @@ async fn a_pod_that_was_annotated_and_labelled_after_its_start_is_served_and_ano
     get(port).await.unwrap_err();
     let kept = workload._store.path().join("istio-agent-config/Listener");
     assert!(kept.exists());
+}
+
+/// Returns a cluster whose name no server resolves, so that Envoy asks for listeners seconds after it has got clusters.
+fn slow_cluster(resolver: &std::net::UdpSocket) -> Value {
+    let port = resolver.local_addr().unwrap().port();
+    let address = |address: &str, port| json!({ "socket_address": { "address": address, "port_value": port } });
+    let endpoint = json!({ "endpoint": { "address": address("slow.test", 1) } });
+    json!({
+        "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
+        "name": "slow",
+        "type": "STRICT_DNS",
+        "load_assignment": {
+            "cluster_name": "slow",
+            "endpoints": [{ "lb_endpoints": [endpoint] }],
+        },
+        "typed_dns_resolver_config": {
+            "name": "envoy.network.dns_resolver.cares",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig",
+                "resolvers": [address("127.0.0.1", port)],
+                "query_timeout_seconds": 4,
+                "query_tries": 1,
+            },
+        },
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_envoy_that_needs_seconds_between_two_types_is_served_all_on_one_stream() {
+    let Some(binary) = envoy_binary() else { return };
+    let (port, resolver) = (
+        free_port(),
+        std::net::UdpSocket::bind("127.0.0.1:0").unwrap(),
+    );
+    let resources = [slow_cluster(&resolver), answering("answering", port)];
+    let control_plane = ControlPlane::of(&resources).await;
+    let mut workload = workload_with(&binary, &control_plane, "1s").await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
+    let dead = control_plane.kill().await;
+    workload.pod.kill_and_restart(|| ()).await;
+    eventually("an answer", async || get(port).await.ok()).await;
+    let metrics = workload
+        .pod
+        .status(Method::GET, "/stats/prometheus")
+        .await
+        .unwrap();
+    assert!(
+        metrics.contains("istio_agent_xds_kept_served_total 1\n"),
+        "{metrics}"
+    );
+
+    // istiod that answers while Envoy resolves the name ends the stream.
+    workload.pod.kill_and_restart(|| ()).await;
+    workload
+        .pod
+        .agent
+        .logs("Envoy is served the configuration it had")
+        .await;
+    let _control_plane = dead.revive().await;
+    workload
+        .pod
+        .agent
+        .logs("istiod answers; Envoy's next stream goes to istiod")
+        .await;
+    eventually("an answer", async || get(port).await.ok()).await;
+    assert_eq!(source(&workload.pod).await, "istiod");
+}
+
+/// Returns a stream of a client that claims to be an Envoy with another node, after it has accepted a response.
+async fn claimed_envoy(pod: &Pod) -> Envoy {
+    let mut client = Envoy::open(&pod.path("etc/istio/proxy/XDS"), Protocol::Delta).await;
+    let node = Node {
+        id: "sidecar~10.0.0.9~other.shop~shop.svc.cluster.local".to_owned(),
+        ..Default::default()
+    };
+    let mut request = DeltaDiscoveryRequest {
+        node: Some(node),
+        type_url: LISTENER.to_owned(),
+        ..Default::default()
+    };
+    client.send(&request);
+    let response = DeltaDiscoveryResponse::decode(client.next_bytes().await).unwrap();
+    (request.node, request.response_nonce) = (None, response.nonce);
+    client.send(&request);
+    client
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_with_envoys_header_neither_stores_configuration_nor_ends_the_recording() {
+    let Some(binary) = envoy_binary() else { return };
+    let [port, new] = [free_port(), free_port()];
+    let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
+    let mut workload = workload(&binary, &control_plane).await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
+    let client = claimed_envoy(&workload.pod).await;
+    control_plane
+        .set(&[answering("answering", port), answering("new", new)])
+        .await;
+    eventually("an answer", async || get(new).await.ok()).await;
+    drop(client);
+    let log = workload.pod.agent.log();
+    assert!(!log.contains("overlapping stream"), "{log}");
+    workload.pod.agent.terminate();
+    workload.pod.agent.end().await;
+    let _dead = control_plane.kill().await;
+    workload.pod.restart(&[]);
+    for port in [port, new] {
+        eventually("an answer", async || get(port).await.ok()).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_envoy_that_a_wrapper_runs_is_stored_and_served() {
+    let Some(binary) = envoy_binary() else { return };
+    let (port, place) = (free_port(), memory());
+    let wrapper = place.path().join("wrapper");
+    let script = format!("{} \"$@\" & trap 'kill -9 $!' TERM; wait", binary.display());
+    fs::write(&wrapper, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755)).unwrap();
+    let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
+    let mut workload = workload(&wrapper, &control_plane).await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
+    let _dead = control_plane.kill().await;
+    workload.pod.kill().await;
+    until("the end of Envoy", || {
+        std::net::TcpStream::connect(local(port)).is_err()
+    })
+    .await;
+    workload.pod.restart(&[]);
+    eventually("an answer", async || get(port).await.ok()).await;
+    workload.pod.agent.terminate();
+    workload.pod.agent.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

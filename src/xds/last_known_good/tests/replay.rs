@@ -4,7 +4,7 @@ use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
 
 use super::super::recorder::identity;
-use super::super::replay::answer;
+use super::super::replay::{Replay, answer};
 use super::*;
 use crate::xds::request::Subscription;
 
@@ -176,6 +176,32 @@ fn stored_resources_that_are_too_old_or_of_another_node_are_not_served() {
         damaged.starts_with(&format!("{}: ", file("ClusterLoadAssignment"))),
         "{damaged}"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_ends_two_seconds_after_envoy_has_answered_listeners_and_at_most_after_a_minute() {
+    let parent = tempfile::tempdir().unwrap();
+    let cache = handle(parent.path())
+        .envoy_cache(1, Protocol::Delta)
+        .unwrap();
+    let second = Duration::from_secs(1);
+    for (has_listeners, least) in [(false, 60), (true, 2)] {
+        cache
+            .generation
+            .no_longer_served
+            .store(has_listeners, Ordering::Relaxed);
+        let mut replay = Replay::start(cache.clone());
+        let mut next = std::pin::pin!(replay.next());
+        assert!(futures_util::poll!(&mut next).is_pending());
+        tokio::time::advance(second * least - second / 2).await;
+        assert!(futures_util::poll!(&mut next).is_pending());
+        tokio::time::advance(second).await;
+        let end = next.await.unwrap_err();
+        assert!(
+            end.reason().contains("next stream goes to istiod"),
+            "{end:?}"
+        );
+    }
 }
 
 #[test]
