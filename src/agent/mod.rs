@@ -416,10 +416,19 @@ impl Agent {
         Ok(code)
     }
 
+    /// Spawns a task whose end is a defect before the shutdown. Once another agent serves, tasks end whose only user was
+    /// a task that has ended then.
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         // Boxed, because a future is about twice as large as the future that it awaits.
-        self.tasks
-            .spawn(name, Box::pin(task).map(Ok::<(), BoxError>));
+        let task = Box::pin(task);
+        let (handover, shutdown) = (self.listener_handover.clone(), self.shutdown.clone());
+        self.tasks.spawn(name, async move {
+            task.await;
+            if handover.has_begun() {
+                shutdown.cancelled().await;
+            }
+            Ok::<(), BoxError>(())
+        });
     }
 
     /// Spawns a task that does not end by itself. It is dropped once another agent serves.

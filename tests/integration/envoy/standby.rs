@@ -10,6 +10,7 @@ use rustix::process::Signal;
 use super::hot_restart::UntilClosed;
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Attempt, Backend, Fresh, Load, get, try_ask};
+use crate::support::names::name_table;
 use crate::support::namespace;
 use crate::support::pod::{Pod, Settings, ask};
 use crate::support::process::Process;
@@ -46,6 +47,14 @@ struct Stage {
 impl Stage {
     /// Starts a pod whose first container serves.
     async fn serving(envoy: &Path) -> Self {
+        Self::serving_with(envoy, |_| Vec::new()).await
+    }
+
+    /// Starts such a pod with the variables that `more` returns for this control plane.
+    async fn serving_with(
+        envoy: &Path,
+        more: impl Fn(&ControlPlane) -> Vec<(&'static str, String)>,
+    ) -> Self {
         let (backend, port) = (Backend::start().await, free_port());
         let control_plane = ControlPlane::of(&[
             cluster("books"),
@@ -54,16 +63,19 @@ impl Stage {
             routes("all", "books", "0"),
         ])
         .await;
+        let more = more(&control_plane);
+        let mut environment = vec![
+            ("ISTIO_AGENT_STANDBY", FIRST),
+            ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", PARENT_SHUTDOWN_TIME),
+            (
+                "PROXY_CONFIG",
+                r#"{"drainDuration": "1s", "concurrency": 2}"#,
+            ),
+        ];
+        environment.extend(more.iter().map(|(name, value)| (*name, value.as_str())));
         let settings = Settings {
             envoy: Some(envoy),
-            environment: &[
-                ("ISTIO_AGENT_STANDBY", FIRST),
-                ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", PARENT_SHUTDOWN_TIME),
-                (
-                    "PROXY_CONFIG",
-                    r#"{"drainDuration": "1s", "concurrency": 2}"#,
-                ),
-            ],
+            environment: &environment,
         };
         let stage = Self {
             pod: Pod::serving(settings, &control_plane).await,
@@ -343,6 +355,50 @@ async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_su
     load.wait_for_attempts(load.tally().attempts() + 50).await;
     // Requests on connections of the Envoy that was killed may fail.
     stage.serves(SECOND).await;
+}
+
+#[tokio::test]
+async fn with_each_optional_module_the_former_agent_serves_its_envoy_until_that_has_exited() {
+    let Some(envoy) = envoy_binary() else { return };
+    let (store, output) = (
+        tempfile::tempdir_in("/dev/shm").unwrap(),
+        tempfile::tempdir().unwrap(),
+    );
+    let text = |place: &tempfile::TempDir| place.path().to_str().unwrap().to_owned();
+    let (store, output) = (text(&store), text(&output));
+    let stage = Stage::serving_with(&envoy, |istiod| {
+        istiod.add(name_table("shop", &[("books", &["10.1.2.3"])]));
+        vec![
+            (
+                "CA_ADDR",
+                format!("127.0.0.1:{}", istiod.istiod.address.port()),
+            ),
+            ("OUTPUT_CERTS", output.clone()),
+            ("ISTIO_META_DNS_CAPTURE", "true".to_owned()),
+            ("DNS_PROXY_ADDR", format!("127.0.0.1:{}", free_port())),
+            ("ISTIO_AGENT_KEEP_CONFIG", store.clone()),
+            ("ISTIO_AGENT_KEEP_CERTS", store.clone()),
+        ]
+    })
+    .await;
+    let standby = stage.standby().await;
+    let load = stage.load();
+    load.wait_for_attempts(50).await;
+    let agent = &stage.pod.agent;
+    eventually("the standby is connected", async || {
+        stage.pod.status(Method::POST, "/handover").await
+    })
+    .await;
+    standby.logs("container istio-standby serves").await;
+    agent.logs("container istio-proxy waits").await;
+    let log = agent.log();
+    assert!(
+        log.contains("the former Envoy has exited: exit status 0"),
+        "{log}"
+    );
+    assert!(!log.contains("[TASK_EXITED]"), "{log}");
+    stage.serves(SECOND).await;
+    load.assert_flawless();
 }
 
 #[tokio::test]
