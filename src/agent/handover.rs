@@ -90,23 +90,23 @@ impl Holder {
     /// If a handover is requested from this side, tells the other agent to take over, which ends the connection: that
     /// agent becomes `pilot-agent proxy`, and connects again with `Begin`.
     async fn serve_connection(self, stream: UnixStream, hello: Arc<Hello>) -> Result<(), BoxError> {
-        let mut channel = Channel::new(stream)?;
+        let mut channel = Channel::accepted(stream)?;
         let mut handover_requests = self.standby.handover_requests();
         let other = channel.greet(&hello).await?;
         let blocker = other.takeover_blocker(&hello);
-        self.standby.change(|state| {
-            state.waits = Some(Waiting {
-                name: other.name.clone(),
-                build: other.build.clone(),
-                takeover_blocker: blocker.clone(),
-            });
+        let waiting = Arc::new(Waiting {
+            name: other.name.clone(),
+            build: other.build.clone(),
+            takeover_blocker: blocker.clone(),
         });
+        self.standby
+            .change(|state| state.waiting.push(waiting.clone()));
         let message = tokio::select! {
             message = channel.receive() => Some(message),
             _ = handover_requests.changed() => None,
         };
         self.standby.change(|state| {
-            state.waits = None;
+            state.waiting.retain(|it| !Arc::ptr_eq(it, &waiting));
             state.last_waiting_ended = Some(Instant::now());
         });
         let Some(message) = message else {

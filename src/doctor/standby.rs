@@ -33,7 +33,7 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
         return Check::from(&Problem::new(codes::HOT_RESTART_UNAVAILABLE, name, found));
     }
     let is_late = |since: Instant| since.elapsed() > CONNECT_LIMIT;
-    if let Some(other) = &state.waits
+    if let Some(other) = state.waits()
         && let Some(why) = &other.takeover_blocker
     {
         let found = format!("container {}: {why}", other.name);
@@ -45,7 +45,7 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
         let found = format!("container {} ({}): {why}", last.to, last.build);
         return Check::from(&Problem::new(codes::HANDOVER_FAILED, name, found));
     }
-    if let Some(other) = &state.waits {
+    if let Some(other) = state.waits() {
         let build = &other.build;
         let found = format!("container {} ({build}) is able to take over", other.name);
         Check::ok(name, found)
@@ -62,6 +62,7 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::SystemTime;
 
     use super::*;
@@ -71,11 +72,11 @@ mod tests {
     #[test]
     fn a_standby_that_cannot_take_over_is_a_warning() {
         let waits = |blocker: Option<&str>| {
-            Some(Waiting {
+            vec![Arc::new(Waiting {
                 name: "istio-standby".to_owned(),
                 build: "1.31".to_owned(),
                 takeover_blocker: blocker.map(str::to_owned),
-            })
+            })]
         };
         let last = |failed: Option<&str>| {
             Some(Handover {
@@ -85,7 +86,7 @@ mod tests {
                 failed: failed.map(str::to_owned),
             })
         };
-        for (waits, last, former_envoy, level, found) in [
+        for (waiting, last, former_envoy, level, found) in [
             (waits(None), None, false, Level::Ok, "is able to take over"),
             (
                 waits(None),
@@ -108,11 +109,17 @@ mod tests {
                 Level::Warning,
                 "no mount",
             ),
-            (None, None, true, Level::Skipped, "finishes its connections"),
-            (None, None, false, Level::Skipped, "not connected yet"),
+            (
+                vec![],
+                None,
+                true,
+                Level::Skipped,
+                "finishes its connections",
+            ),
+            (vec![], None, false, Level::Skipped, "not connected yet"),
         ] {
             let state = State {
-                waits,
+                waiting,
                 last,
                 former_envoy,
                 ..State::default()

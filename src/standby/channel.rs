@@ -29,7 +29,7 @@ pub const VERSION: u32 = 2;
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(15);
 /// The largest message, in bytes. It may name thousands of listeners.
 const MAX_MESSAGE: usize = 4 << 20;
-/// The most descriptors of a message: more than a status port, DNS over both protocols on some addresses, and the lock.
+/// The most descriptors of a connection: more than a status port, DNS over both protocols on some addresses, and the lock.
 const MAX_DESCRIPTORS: usize = 64;
 const CHUNK: usize = 64 << 10;
 
@@ -95,15 +95,22 @@ pub struct Channel {
     stream: UnixStream,
     received: Vec<u8>,
     descriptors: Vec<OwnedFd>,
+    max_descriptors: usize,
 }
 
 impl Channel {
+    /// Connects to the agent that serves, which passes its sockets.
     pub async fn connect(path: &Path) -> io::Result<Self> {
-        Self::new(UnixStream::connect(path).await?)
+        Self::new(UnixStream::connect(path).await?, MAX_DESCRIPTORS)
+    }
+
+    /// Uses a connection that the agent that serves has accepted. The other agent passes no descriptors.
+    pub fn accepted(stream: UnixStream) -> io::Result<Self> {
+        Self::new(stream, 0)
     }
 
     /// Fails unless the process at the other end runs as this user.
-    pub fn new(stream: UnixStream) -> io::Result<Self> {
+    fn new(stream: UnixStream, max_descriptors: usize) -> io::Result<Self> {
         let (peer, own) = (stream.peer_cred()?.uid(), rustix::process::geteuid());
         if peer != own.as_raw() {
             let found = format!("the other process runs as user {peer}, expected {own:?}");
@@ -113,6 +120,7 @@ impl Channel {
             stream,
             received: Vec::new(),
             descriptors: Vec::new(),
+            max_descriptors,
         })
     }
 
@@ -174,6 +182,10 @@ impl Channel {
             let length = stream
                 .async_io(Interest::READABLE, || read(stream, received, descriptors))
                 .await?;
+            if self.descriptors.len() > self.max_descriptors {
+                let found = format!("more than {} descriptors", self.max_descriptors);
+                return Err(io::Error::new(io::ErrorKind::InvalidData, found));
+            }
             if length == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
@@ -227,7 +239,9 @@ mod tests {
 
     fn pair() -> (Channel, Channel) {
         let (one, other) = UnixStream::pair().unwrap();
-        (Channel::new(one).unwrap(), Channel::new(other).unwrap())
+        [one, other]
+            .map(|it| Channel::new(it, MAX_DESCRIPTORS).unwrap())
+            .into()
     }
 
     fn hello(version: u32) -> Hello {
@@ -291,6 +305,25 @@ mod tests {
         other.hot_restart_version = "11.120".to_owned();
         let found = other.takeover_blocker(&serving).unwrap();
         assert!(found.contains("11.120, expected 11.104"), "{found}");
+    }
+
+    #[tokio::test]
+    async fn a_connection_passes_no_more_descriptors_than_the_protocol_has() {
+        for (max, messages) in [(0, 1), (MAX_DESCRIPTORS, 2)] {
+            let (mut one, mut other) = pair();
+            other.max_descriptors = max;
+            let file = std::fs::File::open("/dev/null").unwrap();
+            let fds: Vec<OwnedFd> = (0..MAX_DESCRIPTORS)
+                .map(|_| file.try_clone().unwrap().into())
+                .collect();
+            for _ in 1..messages {
+                one.send_with(&Message::Ready, &fds).await.unwrap();
+                assert_eq!(other.receive().await.unwrap(), Message::Ready);
+            }
+            one.send_with(&Message::Ready, &fds).await.unwrap();
+            let error = other.receive().await.unwrap_err();
+            assert!(error.to_string().ends_with("descriptors"), "{error}");
+        }
     }
 
     #[tokio::test]

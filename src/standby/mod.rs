@@ -27,7 +27,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -76,15 +76,27 @@ pub struct State {
     /// The container that serves.
     pub serves: String,
     pub build: String,
-    pub waits: Option<Waiting>,
+    /// The connected agents that wait, in the order of their connections: one, unless the user starts more.
+    #[serde(rename = "waits", serialize_with = "first")]
+    pub waiting: Vec<Arc<Waiting>>,
     /// True while an Envoy of the other container finishes its connections.
     pub former_envoy: bool,
     /// The last handover from this agent.
     pub last: Option<Handover>,
-    /// The time when the last other agent ceased to wait; before, the start of this agent. While `waits` is None, no
+    /// The time when the last other agent ceased to wait; before, the start of this agent. While `waiting` is empty, no
     /// agent has waited since.
     #[serde(skip)]
     pub last_waiting_ended: Option<Instant>,
+}
+
+impl State {
+    pub fn waits(&self) -> Option<&Waiting> {
+        self.waiting.first().map(Arc::as_ref)
+    }
+}
+
+fn first<S: Serializer>(waiting: &[Arc<Waiting>], serializer: S) -> Result<S::Ok, S::Error> {
+    waiting.first().map(Arc::as_ref).serialize(serializer)
 }
 
 /// An agent that is connected and waits.
@@ -259,9 +271,9 @@ impl Standby {
 
     /// Requests that the other agent takes over. Returns its container, or None if no agent waits.
     pub fn request_handover(&self) -> Option<String> {
-        let other = self.state.lock().waits.clone()?;
+        let other = self.state.lock().waits()?.name.clone();
         self.handover_request.send_replace(());
-        Some(other.name)
+        Some(other)
     }
 
     /// Returns a receiver that changes with each request from now on.

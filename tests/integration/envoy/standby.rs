@@ -1,7 +1,9 @@
 //! Tests two agents in one directory, like two containers of a pod: one serves, the other waits and takes over.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use http::Method;
@@ -399,6 +401,33 @@ async fn with_each_optional_module_the_former_agent_serves_its_envoy_until_that_
     assert!(!log.contains("[TASK_EXITED]"), "{log}");
     stage.serves(SECOND).await;
     load.assert_flawless();
+}
+
+#[tokio::test]
+async fn further_connections_to_the_handover_socket_do_not_hide_the_standby() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    let standby = stage.standby().await;
+    let waits = async || {
+        let page = stage.pod.status(Method::GET, "/debug/standby").await?;
+        let page: serde_json::Value = serde_json::from_str(&page).unwrap();
+        page["waits"]["name"].as_str().map(str::to_owned)
+    };
+    eventually("the standby is connected", &waits).await;
+    let socket = stage
+        .pod
+        .path("etc/istio/proxy/istio-agent-standby/handover");
+    for name in ["a", "b", "c"] {
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        let hello = format!(r#"{{"hello": {{"version": 2, "name": "{name}", "build": ""}}}}"#);
+        writeln!(stream, "{hello}").unwrap();
+        // The agent has answered the greeting when it has read this one, and then ends the connection.
+        writeln!(stream, "\"done\"").unwrap();
+        stream.read_to_string(&mut String::new()).unwrap();
+        assert_eq!(waits().await.as_deref(), Some(SECOND));
+    }
+    assert!(stage.pod.status(Method::POST, "/handover").await.is_some());
+    standby.logs("container istio-standby serves").await;
 }
 
 #[tokio::test]
