@@ -2,17 +2,20 @@
 
 use std::fs;
 
+use crate::regular_file;
+
 /// Describes the process that listens on `port`, by pid and name if this process may read them. Returns None if no
 /// process listens.
+#[expect(clippy::disallowed_methods, reason = "procfs")]
 pub(crate) fn holder(port: u16) -> Option<String> {
-    let lists = ["/proc/self/net/tcp", "/proc/self/net/tcp6"].map(fs::read_to_string);
+    let lists = ["/proc/self/net/tcp", "/proc/self/net/tcp6"].map(regular_file::read_kernel);
     let socket = lists.iter().flatten().find_map(|list| socket(list, port))?;
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let mut pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let Some(pid) = pids.find(|pid| has_open(*pid, &socket)) else {
         return Some("another process listens on it".to_owned());
     };
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let name = regular_file::read_kernel(format!("/proc/{pid}/comm")).unwrap_or_default();
     Some(format!("process {pid} ({}) listens on it", name.trim()))
 }
 
@@ -26,6 +29,7 @@ fn socket(list: &str, port: u16) -> Option<String> {
     })
 }
 
+#[expect(clippy::disallowed_methods, reason = "procfs")]
 fn has_open(pid: u32, socket: &str) -> bool {
     let listed = fs::read_dir(format!("/proc/{pid}/fd"));
     let files = listed.into_iter().flatten().flatten();

@@ -1,18 +1,20 @@
 //! Reads certificates, keys, tokens and settings: regular files up to a size, because a path may name a pipe or a
 //! device by mistake.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 use zeroize::Zeroizing;
 
 use crate::permission::explained;
 
 /// The size limit of a settings file, in bytes. A ConfigMap has at most 1 MiB.
 pub(crate) const MAX_SETTINGS: u64 = 4 << 20;
+
+/// The size limit of a text of the kernel, such as a list of all TCP sockets.
+const MAX_KERNEL: u64 = 64 << 20;
 
 /// Returns None instead of the error that a file or directory does not exist.
 pub(crate) fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
@@ -33,12 +35,19 @@ pub(crate) fn read_text(path: &Path, limit: u64) -> io::Result<String> {
     String::from_utf8(content).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
+/// Reads a text of the kernel, from procfs or sysfs.
+pub(crate) fn read_kernel(path: impl AsRef<Path>) -> io::Result<String> {
+    read_text(path.as_ref(), MAX_KERNEL)
+}
+
 /// Opens a file for reading, without waiting.
 pub(crate) fn open(path: &Path) -> io::Result<File> {
-    // Without the flag, opening a pipe waits for its writer.
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    opened.map_err(|error| explained(path, error))
+    // Without the second flag, opening a pipe waits for its writer.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(path, flags, Mode::empty());
+    opened
+        .map(File::from)
+        .map_err(|error| explained(path, error.into()))
 }
 
 /// Reads an open file. Fails unless it is a regular file of at most `limit` bytes.

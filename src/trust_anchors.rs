@@ -95,6 +95,10 @@ impl SystemRoots {
             }
         }
         for directory in &self.directories {
+            #[expect(
+                clippy::disallowed_methods,
+                reason = "the operating system's directory has links"
+            )]
             match std::fs::read_dir(directory) {
                 Ok(entries) => {
                     // The directory also has files without certificates, and links to the same certificates.

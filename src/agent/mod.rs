@@ -81,7 +81,7 @@ pub async fn run(
     process::raise_file_limit();
     let stop = Stop::new();
     let mut signals = pin!(lifecycle::signals(stop.clone())?);
-    let running = async {
+    let built = async {
         let ports = Ports::default();
         let serves = standby.as_ref().is_none_or(Standby::has_lock);
         if serves {
@@ -89,10 +89,9 @@ pub async fn run(
             // are built.
             ports.bind(&config)?;
         }
-        if let Some(standby) = &standby
-            && let Some(last_known_good) = &mut config.last_known_good
-        {
-            standby.take_volume(&mut last_known_good.volume).await;
+        if let (Some(standby), Some(stored)) = (&standby, &mut config.last_known_good) {
+            let (own, former) = standby.volume_directories();
+            stored.continue_in(&own, former).await;
         }
         let mut detected = sds_socket::detect(&config).await?;
         if detected.serves_workload && !config.authority_problems.is_empty() {
@@ -107,6 +106,13 @@ pub async fn run(
         if serves {
             handover::link(&agent.config)?;
         }
+        Ok::<_, BoxError>(agent)
+    };
+    let running = async {
+        let agent = tokio::select! {
+            built = built => built?,
+            () = stop.first_request() => return Ok((Ok(ExitCode::Success), None)),
+        };
         Ok::<_, BoxError>(agent.run(stop.clone()).await)
     };
     let (code, standby) = tokio::select! {

@@ -9,6 +9,8 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use tokio::time::{Instant, sleep};
 
+use crate::regular_file;
+
 pub const NAMESPACE: &str = "/proc/thread-self/ns/net";
 /// Limit of the wait; longer than the time limit of any program.
 const LIMIT: Duration = Duration::from_secs(90);
@@ -16,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(90);
 /// Waits until no other process changes rules here. Other processes wait until the returned file is closed.
 /// Programs inherit the file, so a program that outlives a killed agent still holds the lock.
 pub async fn acquire() -> io::Result<File> {
-    let file = File::open(NAMESPACE)?;
+    let file = regular_file::open(NAMESPACE.as_ref())?;
     let start = Instant::now();
     while let Err(error) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
         if error != Errno::WOULDBLOCK {

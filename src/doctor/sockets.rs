@@ -8,6 +8,7 @@ use std::path::Path;
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
 use crate::problem::{Problem, codes};
+use crate::regular_file;
 use crate::report::Check;
 use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
@@ -56,7 +57,7 @@ fn listener(path: &Path) -> io::Result<(i32, String)> {
     }
     // The kernel does not reveal a process of another container: its pid is 0.
     let pid = unix_socket::find_listener(path)?;
-    let comm = fs::read_to_string(format!("/proc/{pid}/comm"));
+    let comm = regular_file::read_kernel(format!("/proc/{pid}/comm"));
     let name = comm.unwrap_or_else(|_| "of another container".to_owned());
     Ok((pid, name.trim().to_owned()))
 }

@@ -81,7 +81,7 @@ impl Crash {
 /// Counts the processes of the agent's control group that the kernel has killed because memory was used up; None if
 /// the count cannot be read. `root` is `/` outside of tests.
 pub(super) fn oom_kills(root: &Path) -> Option<u64> {
-    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    let groups = regular_file::read_kernel(root.join("proc/self/cgroup")).ok()?;
     // The list of controllers is empty in version 2 of control groups. A machine may have both versions.
     let versions = [
         ("", "", "memory.events"),
@@ -95,7 +95,7 @@ pub(super) fn oom_kills(root: &Path) -> Option<u64> {
         // The path may be that on the machine, while the container's own group is mounted at the top.
         let top = root.join("sys/fs/cgroup").join(mount);
         [top.join(path), top].into_iter().find_map(|directory| {
-            let counts = fs::read_to_string(directory.join(file)).ok()?;
+            let counts = regular_file::read_kernel(directory.join(file)).ok()?;
             let mut lines = counts.lines();
             lines.find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
         })

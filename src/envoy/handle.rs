@@ -2,7 +2,6 @@
 //!
 //! The supervisor publishes a [`Report`] with every change. Clones of [`Envoy`] read it and order a drain or restart.
 
-use std::fs;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -20,7 +19,6 @@ use crate::regular_file;
 
 /// The most processes from a wrapper to its Envoy.
 const MAX_ANCESTORS: usize = 16;
-const MAX_STAT: u64 = 4096;
 
 /// The state of Envoy, from its start to its exit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Serialize)]
@@ -226,7 +224,7 @@ impl Envoy {
     pub fn snapshot(&self) -> Report {
         let mut report = self.report.borrow().clone();
         report.rss_bytes = report.pid.and_then(|pid| {
-            let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+            let status = regular_file::read_kernel(format!("/proc/{pid}/status")).ok()?;
             metrics::process::parse_size(&status, "VmRSS:")
         });
         report
@@ -265,7 +263,7 @@ impl Envoy {
 
 /// Returns the parent of a process. Source: proc_pid_stat(5).
 fn parent_of(pid: i32) -> Option<i32> {
-    let stat = regular_file::read_text(format!("/proc/{pid}/stat").as_ref(), MAX_STAT).ok()?;
+    let stat = regular_file::read_kernel(format!("/proc/{pid}/stat")).ok()?;
     // The name of the program is in parentheses, and may contain some.
     stat.rsplit_once(')')?
         .1

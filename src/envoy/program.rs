@@ -1,6 +1,5 @@
 //! Explains why the kernel does not run Envoy's program, before or after an attempt.
 
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
@@ -8,6 +7,7 @@ use rustix::fs::Access;
 use rustix::io::Errno;
 
 use crate::problem::{Problem, codes};
+use crate::regular_file;
 
 /// Fails like the kernel if it cannot run the program. For a program of another architecture the standard library would
 /// not fail: it calls execvp(3), which runs such a file as a script of `/bin/sh`. A name without a slash, which is
@@ -30,7 +30,9 @@ pub(crate) fn check_runnable(program: &Path) -> io::Result<()> {
 
 fn header(program: &Path) -> io::Result<Vec<u8>> {
     let mut header = Vec::new();
-    File::open(program)?.take(20).read_to_end(&mut header)?;
+    regular_file::open(program)?
+        .take(20)
+        .read_to_end(&mut header)?;
     Ok(header)
 }
 

@@ -90,6 +90,10 @@ pub fn init(options: Options) -> Result<(), Problem> {
     Ok(())
 }
 
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a log target may be a pipe or a terminal"
+)]
 fn open(target: &str) -> io::Result<File> {
     match target {
         "stdout" => Ok(io::stdout().as_fd().try_clone_to_owned()?.into()),

@@ -11,6 +11,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::{Kind, Registry};
 
+use crate::regular_file;
+
 /// The ticks of a second in `/proc`: `USER_HZ`, a constant of the kernel's interface.
 const TICKS: f64 = 100.0;
 
@@ -81,7 +83,7 @@ pub(crate) fn publish(registry: &Registry) {
 }
 
 fn read(name: &str) -> Option<String> {
-    fs::read_to_string(Path::new("/proc").join(name)).ok()
+    regular_file::read_kernel(Path::new("/proc").join(name)).ok()
 }
 
 fn cpu_seconds() -> Option<f64> {
@@ -90,6 +92,7 @@ fn cpu_seconds() -> Option<f64> {
 }
 
 /// Counts open files, without the descriptor that lists them.
+#[expect(clippy::disallowed_methods, reason = "procfs")]
 fn open_files() -> Option<f64> {
     let count = fs::read_dir("/proc/self/fd").ok()?.count();
     Some(count.saturating_sub(1) as f64)

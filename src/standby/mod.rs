@@ -36,11 +36,10 @@ use crate::capture::program;
 use crate::clock::in_utc;
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::directory::Directory;
-use crate::lifecycle::BoxError;
+use crate::lifecycle::{self, BoxError};
 use crate::problem::{Problem, codes};
 use crate::regular_file::{self, if_exists};
 use crate::version;
-use crate::volume::{Content, Volume};
 use channel::{Hello, VERSION};
 use record::{End, Record};
 
@@ -154,6 +153,8 @@ impl Standby {
         if environment.get(&ISTIO_AGENT_STANDBY).is_empty() {
             return Ok(None);
         }
+        // A stop request is handled once the agent runs, at the latest after Envoy's version has been read.
+        lifecycle::hold_signals()?;
         let mut standby = Self::open(environment)?;
         standby.build = build(envoy).await;
         let is_new = standby.has_new_build()?;
@@ -212,21 +213,12 @@ impl Standby {
         }
     }
 
-    /// Gives this container its own directory for stored configuration, and copies the stored configuration of the other
-    /// container into it if that one serves or has served last.
-    pub async fn take_volume(&self, volume: &mut Volume) {
-        let (parent, name) = (volume.directory.clone(), volume_directory(&self.name));
-        let other = last_serving().filter(|last| *last != self.name);
-        let former = other.as_deref().map(volume_directory);
-        volume.directory.push(&name);
-        let task = tokio::task::spawn_blocking(move || continue_in(&parent, &name, former));
-        let copied = task.await.map_err(io::Error::other).and_then(|done| done);
-        if let Err(error) = if_exists(copied) {
-            let path = volume.directory.display();
-            tracing::warn!(
-                "configuration stored by the other container is not used: {path}: {error}"
-            );
-        }
+    /// Returns the directories of a volume with the stored configuration of this container and of the other one, if that
+    /// one serves or has served last.
+    pub fn volume_directories(&self) -> (String, Option<String>) {
+        let former = last_serving().filter(|last| *last != self.name);
+        let directory = |container: &str| format!("istio-agent-{container}");
+        (directory(&self.name), former.as_deref().map(directory))
     }
 
     /// Listens for connections of the other agent, in place of a former agent.
@@ -317,39 +309,13 @@ fn open_lock() -> io::Result<OwnedFd> {
     directory.as_fd().try_clone_to_owned()
 }
 
-fn volume_directory(container: &str) -> String {
-    format!("istio-agent-{container}")
-}
-
-/// Creates a container's directory on a volume, and replaces its stored configuration by a copy of the former
-/// container's. Blocks.
-fn continue_in(volume: &Path, name: &str, former: Option<String>) -> io::Result<()> {
-    let content = Content::Configuration.directory();
-    Directory::private(volume, name, true)?;
-    let Some(former) = former else {
-        return Ok(());
-    };
-    let from = volume.join(former).join(content);
-    let to = volume.join(name).join(content);
-    let files = fs::read_dir(&from)?;
-    Directory::private(&volume.join(name), content, true)?;
-    for file in fs::read_dir(&to)? {
-        fs::remove_file(file?.path())?;
-    }
-    for file in files {
-        let file = file?;
-        fs::copy(file.path(), to.join(file.file_name()))?;
-    }
-    Ok(())
-}
-
 fn build_file(name: &str) -> String {
     format!("build-{name}")
 }
 
 /// Returns the mount points of this container, without those below `/dev`, `/proc` and `/sys`.
 fn mounts() -> io::Result<BTreeSet<String>> {
-    let table = fs::read_to_string("/proc/self/mountinfo")?;
+    let table = regular_file::read_kernel("/proc/self/mountinfo")?;
     let mounts = table.lines().filter_map(|line| line.split(' ').nth(4));
     let is_volume = |mount: &&str| {
         let top = mount.split('/').nth(1).unwrap_or_default();
@@ -390,30 +356,6 @@ fn is_name(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_container_continues_with_a_copy_of_what_the_other_one_has_stored() {
-        let volume = tempfile::tempdir().unwrap();
-        let [one, other] =
-            ["one", "other"].map(|name| volume.path().join(name).join("istio-agent-config"));
-        for (name, files) in [
-            ("one", &["Cluster"][..]),
-            ("other", &["Cluster", "Listener"]),
-        ] {
-            continue_in(volume.path(), name, None).unwrap();
-            let directory = volume.path().join(name);
-            let directory = Directory::private(&directory, "istio-agent-config", true).unwrap();
-            let files: Vec<_> = files.iter().map(|file| (*file, name.as_bytes())).collect();
-            directory.replace_files(&files, 0o600).unwrap();
-        }
-        continue_in(volume.path(), "other", Some("one".to_owned())).unwrap();
-        assert_eq!(fs::read_to_string(other.join("Cluster")).unwrap(), "one");
-        assert!(!other.join("Listener").exists(), "it is of a former time");
-        fs::write(other.join("Cluster"), "changed").unwrap();
-        assert_eq!(fs::read_to_string(one.join("Cluster")).unwrap(), "one");
-        let missing = continue_in(volume.path(), "other", Some("third".to_owned()));
-        assert_eq!(missing.unwrap_err().kind(), io::ErrorKind::NotFound);
-    }
 
     #[tokio::test]
     async fn the_error_of_a_failing_program_is_the_same_each_time() {

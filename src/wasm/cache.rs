@@ -90,6 +90,10 @@ impl Cache {
         let now = Clock::system().now();
         let is_older = |time, limit| now.duration_since(time).is_ok_and(|age| age > limit);
         let mut modules = Vec::new();
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "only files with a digest as name are used"
+        )]
         for entry in fs::read_dir(&self.directory)? {
             let entry = entry?;
             let (path, file_name) = (entry.path(), entry.file_name());

@@ -4,7 +4,11 @@
 //! scripts discovery streams itself ([`LocalIstiod::streams`]) or lets the control plane serve them from
 //! a snapshot of Envoy resources. In a snapshot, the endpoint `workload-group:<namespace>/<name>` stands
 //! for the machines that have registered.
-#![allow(clippy::arithmetic_side_effects, reason = "a development tool")]
+#![allow(
+    clippy::arithmetic_side_effects,
+    clippy::disallowed_methods,
+    reason = "a development tool"
+)]
 
 mod authority;
 mod caller;

@@ -2,7 +2,11 @@
 //!
 //! The program writes the root certificate and the tokens for agents into a folder, serves certificates
 //! and the resources of another folder, and prints one line per event. SIGTERM and SIGINT end it.
-#![allow(clippy::arithmetic_side_effects, reason = "a development tool")]
+#![allow(
+    clippy::arithmetic_side_effects,
+    clippy::disallowed_methods,
+    reason = "a development tool"
+)]
 
 use std::error::Error;
 use std::fs;

@@ -1,6 +1,10 @@
 //! Tests the program: its messages about bad input, and its exit.
 
-#![allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::arithmetic_side_effects,
+    clippy::disallowed_methods
+)]
 
 use std::net::TcpListener;
 use std::path::Path;

@@ -1,18 +1,18 @@
 //! Detects Azure by the machine's vendor, and queries its metadata service.
 
-use std::fs;
-
 use http::Method;
 use serde_json::Value;
 
 use super::{Config, LIMIT, Locality, Platform, SERVICE, present, request, success};
+
+use crate::regular_file;
 
 /// The version that pilot-agent uses if it finds no newer one. It has all members that are read here.
 const INSTANCE: &str = "/metadata/instance?api-version=2019-08-15";
 
 /// Returns true if the machine's vendor is Microsoft.
 pub(super) fn detect(config: &Config) -> bool {
-    let vendor = fs::read_to_string(config.root.join("sys/class/dmi/id/sys_vendor"));
+    let vendor = regular_file::read_kernel(config.root.join("sys/class/dmi/id/sys_vendor"));
     vendor.is_ok_and(|vendor| vendor.contains("Microsoft Corporation"))
 }
 

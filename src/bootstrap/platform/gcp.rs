@@ -1,6 +1,5 @@
 //! Reads Google Cloud's metadata from `GCP_METADATA` or the metadata service, which also issues identity tokens.
 
-use std::fs;
 use std::time::Duration;
 
 use http::Method;
@@ -38,7 +37,7 @@ const MEMBERS: [(&str, &str); 9] = [
 
 /// Returns true if the machine's product name or the metadata service is Google's, or a host of it is configured.
 pub(super) async fn detect(config: &Config) -> bool {
-    let name = fs::read_to_string(config.root.join("sys/class/dmi/id/product_name"));
+    let name = regular_file::read_kernel(config.root.join("sys/class/dmi/id/product_name"));
     if config.gcp_host.is_some() || name.is_ok_and(|name| name.trim().starts_with("Google")) {
         return true;
     }

@@ -83,10 +83,15 @@ impl Header {
             return Err(io::Error::other("the checksum of its header is wrong"));
         }
         let header: Self = serde_json::from_slice(json)?;
-        if HEADER.saturating_add(header.length) > file.metadata()?.len() {
+        if header.size() > file.metadata()?.len() {
             return Err(io::Error::other("it is shorter than its header says"));
         }
         Ok(header)
+    }
+
+    /// Returns the size of the file.
+    pub(super) fn size(&self) -> u64 {
+        HEADER.saturating_add(self.length)
     }
 
     /// Returns the last time at which the stored versions of refused resources were istiod's, in seconds of Unix
@@ -561,7 +566,7 @@ impl Index {
     pub(super) fn read(header: Header, file: File) -> io::Result<Self> {
         let mut resources = HashMap::new();
         let (mut walker, mut crc) = (Walker::finder(header.length), Hasher::new());
-        let valid = HEADER..HEADER.saturating_add(header.length);
+        let valid = HEADER..header.size();
         read_blocks(&file, valid, |block| {
             crc.update(block);
             let walked = walker.find(block, |field| {
@@ -583,6 +588,19 @@ impl Index {
             file,
             resources,
         })
+    }
+
+    /// Copies the header and the valid bytes to a new file.
+    pub(super) fn copy_to(&self, file: &File) -> io::Result<()> {
+        let mut header = Header {
+            length: 0,
+            crc: 0,
+            ..self.header.clone()
+        };
+        read_blocks(&self.file, HEADER..self.header.size(), |block| {
+            header.append(file, block)
+        })?;
+        header.write(file)
     }
 
     /// Returns the time since istiod's stream was last known to be open.

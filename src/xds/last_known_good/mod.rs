@@ -8,6 +8,7 @@
 //! new Envoy has refused. Secrets and responses of SotW are never stored.
 
 pub(crate) mod after_nack;
+mod copy;
 mod file;
 mod recorder;
 pub(super) mod replay;

@@ -318,10 +318,7 @@ impl Writer {
             .values()
             .any(|(_, header)| header.identity != identity)
         {
-            let sizes = found
-                .values()
-                .flat_map(|(file, _)| file.metadata())
-                .map(|it| it.len());
+            let sizes = found.values().map(|(_, header)| header.size());
             self.held_bytes = sizes.fold(0, u64::saturating_add);
             found.clear();
         }

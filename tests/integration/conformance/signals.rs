@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::support::http::{Server, ask, try_ask};
 use crate::support::place::Place;
 use crate::support::process::Process;
-use crate::support::{free_port, local_istiod, until};
+use crate::support::{free_port, local_istiod, soon, until};
 
 const STORIES: u64 = 24;
 /// The number of agents that run at the same time.
@@ -59,6 +59,22 @@ async fn the_agent_ends_and_leaves_no_process_after_any_order_of_events() {
             None => break,
         }
     }
+}
+
+#[tokio::test]
+async fn an_agent_that_is_told_to_stop_before_it_starts_envoy_builds_nothing_more() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    // The agent asks the process behind this socket, which is silent, before it serves.
+    let socket = place.path("var/run/secrets/credential-uds/socket");
+    std::fs::create_dir_all(socket.parent().unwrap()).unwrap();
+    let silent = tokio::net::UnixListener::bind(socket).unwrap();
+    let mut agent = place.start_only();
+    let _asked = soon(silent.accept()).await.unwrap();
+    agent.terminate();
+    assert_eq!(agent.end().await.code(), Some(0));
+    let log = agent.log();
+    assert!(!log.contains("Initializing with upstream address"), "{log}");
 }
 
 #[tokio::test]

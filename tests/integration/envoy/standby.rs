@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use http::Method;
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
 use super::hot_restart::UntilClosed;
@@ -227,6 +228,34 @@ async fn without_a_page_in_dev_shm_a_container_serves_and_the_doctor_says_what_i
         .await
         .unwrap();
     assert!(report.contains("no handover is possible"), "{report}");
+}
+
+#[tokio::test]
+async fn a_standby_serves_if_a_pipe_is_in_the_place_of_the_stored_configuration() {
+    let Some(envoy) = envoy_binary() else { return };
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
+    let mut stage = Stage::serving_with(&envoy, |_| {
+        vec![("ISTIO_AGENT_KEEP_CONFIG", directory.clone())]
+    })
+    .await;
+    let stored = store
+        .path()
+        .join("istio-agent-istio-proxy/istio-agent-config");
+    until("configuration is stored", || {
+        stored.join("Listener").exists()
+    })
+    .await;
+    let standby = stage.standby().await;
+    let pipe = stored.join("Cluster");
+    fs::remove_file(&pipe).unwrap();
+    mknodat(CWD, pipe, FileType::Fifo, Mode::RWXU, 0).unwrap();
+    stage.pod.agent.signal(Signal::KILL);
+    stage.pod.agent.end().await;
+    standby
+        .logs("configuration stored by the other container is not used")
+        .await;
+    stage.serves(SECOND).await;
 }
 
 #[tokio::test]

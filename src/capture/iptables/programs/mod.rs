@@ -17,6 +17,7 @@ use crate::capture::rules::Family;
 use crate::capture::{problem, program};
 use crate::netlink::nft_chains;
 use crate::problem::{Problem, codes};
+use crate::regular_file;
 
 /// Seconds for which a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";
@@ -67,7 +68,7 @@ impl Kernel {
             Err(error) if is_not_supported(&error) => None,
             Err(error) => return Err(failed(error)),
         };
-        let legacy = match fs::read(names) {
+        let legacy = match regular_file::read_kernel(names) {
             Ok(names) => !names.is_empty(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
             Err(error) => return Err(failed(error)),

@@ -1,4 +1,5 @@
 mod after_nack;
+mod copy;
 mod damage;
 mod disk;
 mod pace;
