@@ -158,14 +158,10 @@ impl Holder {
                 tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
             })
             .ok();
+        let epoch = self.envoy.report().borrow().restart_epoch();
+        let workers = self.envoy.admin().workers(epoch).await;
         let mut takeover = self.envoy.lend().await?;
-        let parent_epoch = takeover.restart_epoch - 1;
-        takeover.workers = self
-            .envoy
-            .admin()
-            .workers(parent_epoch)
-            .await
-            .or(takeover.workers);
+        takeover.workers = workers.or(takeover.workers);
         let go = Message::Go(takeover, serving);
         self.until_ready(channel, &go).await?;
         let passed_on = self.pass_on(channel).await;

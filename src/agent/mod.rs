@@ -402,7 +402,10 @@ impl Agent {
             Some(successor) => successor.run(supervisor).await?,
             None => {
                 if let (Some(_), Some(envoy)) = (&self.standby, &config.envoy) {
-                    until_port_is_free(envoy.admin.address).await;
+                    tokio::select! {
+                        () = until_port_is_free(envoy.admin.address) => {}
+                        () = stop.first_request() => {}
+                    }
                 }
                 supervisor.await?
             }
@@ -422,8 +425,8 @@ impl Agent {
         Ok(code)
     }
 
-    /// Spawns a task whose end is a defect before the shutdown. Once another agent serves, tasks end whose only user was
-    /// a task that has ended then.
+    /// Spawns a task. Its end before the shutdown is a defect, unless another agent serves: tasks that have ended then
+    /// may have been its only users.
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         // Boxed, because a future is about twice as large as the future that it awaits.
         let task = Box::pin(task);

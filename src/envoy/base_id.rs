@@ -66,13 +66,11 @@ impl BaseId {
             return Err(io::Error::other(found));
         }
         let directory = Directory::private_to(user, parent, DIRECTORY, true)?;
-        let left: BTreeSet<_> = directory
-            .names()?
-            .iter()
-            .filter_map(|name| parse(name))
-            .collect();
-        left.into_iter()
-            .for_each(|number| remove_unused(&directory, number));
+        let names = directory.names()?;
+        let left: BTreeSet<_> = names.iter().filter_map(|name| parse(name)).collect();
+        for number in left {
+            remove_unused(&directory, number);
+        }
         check_shared_memory()?;
         let number = repeat_with(|| fastrand::u32(..=MAX_BASE_ID))
             .find(|number| !memory_path(*number).exists());
@@ -161,10 +159,10 @@ fn check_shared_memory() -> io::Result<()> {
 
 /// Removes the files of a base id, unless an Envoy has one of the sockets.
 fn remove_unused(directory: &Directory, number: u32) {
-    let names = ROLES
-        .iter()
-        .flat_map(|role| (0..EPOCHS).map(|epoch| socket_name(role, number, epoch)));
-    let names: Vec<_> = names.collect();
+    let mut names = Vec::new();
+    for role in ROLES {
+        names.extend((0..EPOCHS).map(|epoch| socket_name(role, number, epoch)));
+    }
     if names.iter().any(|name| is_bound(&directory.path_to(name))) {
         return;
     }
@@ -179,16 +177,9 @@ fn remove_unused(directory: &Directory, number: u32) {
 
 /// Returns true if a process receives at a socket, or if that is unknown.
 fn is_bound(path: &Path) -> bool {
+    use io::ErrorKind::{ConnectionRefused, NotFound};
     let connected = net::UnixDatagram::unbound().and_then(|socket| socket.connect(path));
-    connected.map_or_else(
-        |error| {
-            !matches!(
-                error.kind(),
-                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-            )
-        },
-        |()| true,
-    )
+    !connected.is_err_and(|error| matches!(error.kind(), NotFound | ConnectionRefused))
 }
 
 fn memory_path(number: u32) -> PathBuf {
@@ -200,10 +191,8 @@ fn memory_path(number: u32) -> PathBuf {
 /// 64 bits without a sign.
 fn socket_name(role: &str, number: u32, restart_epoch: u32) -> String {
     let spread = i64::from(number.wrapping_mul(SPREAD).cast_signed()).cast_unsigned();
-    format!(
-        "{PREFIX}_{role}_{}",
-        spread + u64::from(restart_epoch % EPOCHS)
-    )
+    let spread = spread + u64::from(restart_epoch % EPOCHS);
+    format!("{PREFIX}_{role}_{spread}")
 }
 
 /// Returns the base id in the name of a socket.

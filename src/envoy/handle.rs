@@ -131,6 +131,15 @@ pub enum Outcome {
 }
 
 impl Report {
+    /// Returns the restart epoch of the current Envoy, 0 if none runs.
+    pub fn restart_epoch(&self) -> u32 {
+        let current = self
+            .running
+            .iter()
+            .find(|envoy| envoy.state == Role::Current);
+        current.map_or(0, |envoy| envoy.restart_epoch)
+    }
+
     /// Returns the reason why no Envoy accepts traffic.
     pub fn problem(&self) -> Option<Problem> {
         let (code, found) = match (self.state, &self.last_crash) {

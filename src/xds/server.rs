@@ -2,11 +2,10 @@
 //!
 //! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
 //! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
-//! [`MAX_OTHER_CLIENT_STREAMS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. An Envoy that the
-//! agent has not started, such as that of another container, counts as another client. A header lets it wait for istiod
-//! like an own one; configuration is neither stored for it nor served to it from the store. The memory for requests of other clients is bounded, whatever their headers say.
-//! Every stream reports the health of the workload. Other methods are UNIMPLEMENTED. Request headers are
-//! not forwarded to istiod.
+//! [`MAX_OTHER_CLIENT_STREAMS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. An Envoy of another
+//! container counts as another client: a header lets it wait for istiod like an own one, but its configuration is not
+//! stored. The memory for requests of other clients is bounded, whatever their headers say. Every stream reports the
+//! health of the workload. Other methods are UNIMPLEMENTED. Request headers are not forwarded to istiod.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;

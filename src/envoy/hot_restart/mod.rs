@@ -9,6 +9,7 @@
 pub mod machine;
 pub mod watch;
 
+use std::convert::Infallible;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use std::time::Duration;
 
 use tokio::net::UnixDatagram;
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::admin::Admin;
 use super::base_id::BaseId;
@@ -116,6 +117,8 @@ pub(super) struct HotRestart {
     skips_memory: bool,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
+    /// The sockets of a parent that has exited early, until its successor has sent its last message.
+    parent_sockets: Option<[UnixDatagram; 2]>,
     /// The time when the current Envoy became live and began to count the time of its parent.
     live_since: Option<Instant>,
     /// The running check, or the wait for a successor, and timers.
@@ -143,6 +146,7 @@ impl HotRestart {
             skips_memory: false,
             successor: None,
             parent: None,
+            parent_sockets: None,
             live_since: None,
             tasks: JoinSet::new(),
             results: metrics.counters(
@@ -216,31 +220,26 @@ impl HotRestart {
     /// Takes the sockets of a parent that has exited before its successor has ended it, until the successor has sent its
     /// last message. Returns the event of the exit.
     fn replace_parent(&mut self) -> Event {
-        let is_parent = self.machine.phase() == Phase::Leaving;
-        let (Some(live_since), Some(launch)) = (self.live_since, &self.launch) else {
+        let base_id = self
+            .base_id()
+            .filter(|_| self.machine.phase() == Phase::Leaving);
+        let (true, Some(base_id), Some(launch)) = (self.is_early(), base_id, &self.launch) else {
             return Event::ParentExited { is_early: false };
         };
-        let Some(base_id) = launch
-            .base_id
-            .as_ref()
-            .filter(|_| is_parent && self.is_early())
-        else {
-            return Event::ParentExited { is_early: false };
-        };
-        let [messages, udp] = match base_id.bind_parent_sockets(launch.restart_epoch() - 1) {
-            Ok(sockets) => sockets,
+        let parent_epoch = launch.restart_epoch().saturating_sub(1);
+        match base_id.bind_parent_sockets(parent_epoch) {
+            Ok(sockets) => self.parent_sockets = Some(sockets),
             Err(error) => {
                 tracing::warn!(%error, "cannot bind the sockets of the former Envoy, which has exited early");
                 return Event::ParentExited { is_early: true };
             }
-        };
+        }
         tracing::warn!(
             "the former Envoy has exited early; the agent receives the messages of its successor, which keeps serving"
         );
+        let live_since = self.live_since.unwrap_or_else(Instant::now);
         let end = later(live_since, self.parent_limit());
-        self.spawn_task(Completion::ParentDeadline, async move {
-            tokio::join!(discard(messages, end), discard(udp, end));
-        });
+        self.spawn_task(Completion::ParentDeadline, sleep_until(end));
         Event::ParentReplaced
     }
 
@@ -289,6 +288,7 @@ impl HotRestart {
 
     /// Handles the exit of the current Envoy. A restart that it interrupts is abandoned.
     pub(super) fn handle_current_exit(&mut self) {
+        self.parent_sockets = None;
         // In phase Idle the exit is part of a full restart, which continues.
         if self.machine.phase() != Phase::Idle {
             self.abandon("the current Envoy has exited");
@@ -347,7 +347,10 @@ impl HotRestart {
                 self.conclude(Outcome::Failed, Some(problem));
                 Event::Deadline
             }
-            Completion::ParentDeadline => Event::Deadline,
+            Completion::ParentDeadline => {
+                self.parent_sockets = None;
+                Event::Deadline
+            }
             Completion::SuccessorExited(ended) => {
                 self.cancel_tasks();
                 if let Some(mut successor) = self.successor.take() {
@@ -484,18 +487,19 @@ impl HotRestart {
         }
         let chosen = if std::mem::take(&mut self.skips_memory) {
             Err(io::Error::other(
-                "/dev/shm: the previous Envoy could not write to its memory (SIGBUS)",
+                "/dev/shm: the previous Envoy found no page (SIGBUS)",
             ))
         } else {
             BaseId::choose(&self.directory, user)
         };
         self.unavailable = chosen.as_ref().err().map(ToString::to_string);
-        chosen
-            .inspect_err(|error| {
-                let problem = Problem::new(codes::HOT_RESTART_UNAVAILABLE, "Envoy", error);
-                tracing::error!("{problem}");
-            })
-            .ok()
+        if let Some(why) = &self.unavailable {
+            tracing::error!(
+                "{}",
+                Problem::new(codes::HOT_RESTART_UNAVAILABLE, "Envoy", why)
+            );
+        }
+        chosen.ok()
     }
 
     /// Concludes the restart, and starts the time of the parent. Returns the live successor for the supervisor.
@@ -596,6 +600,7 @@ impl HotRestart {
 
     fn cancel_tasks(&mut self) {
         self.tasks = JoinSet::new();
+        self.parent_sockets = None;
     }
 
     /// Waits for the next result for [`HotRestart::handle_completion`]. Fails if a process cannot be waited for. Cancel
@@ -605,6 +610,7 @@ impl HotRestart {
             ended = instance::wait_for_exit(&mut self.successor) => ended.map(Completion::SuccessorExited),
             ended = instance::wait_for_exit(&mut self.parent) => ended.map(Completion::ParentExited),
             Some(task) = self.tasks.join_next() => Ok(task.unwrap_or_else(Completion::Panicked)),
+            never = discard(self.parent_sockets.as_ref()) => match never {},
         }
     }
 
@@ -671,13 +677,17 @@ pub(crate) async fn validate(prepared: Arc<Prepared>, start_number: u32) -> Resu
     }
 }
 
-/// Receives and ignores messages until `end`.
-async fn discard(socket: UnixDatagram, end: Instant) {
-    let receiving = async {
-        while socket.recv(&mut [0]).await.is_ok() {}
-        std::future::pending::<()>().await;
-    };
-    let _ = timeout_at(end, receiving).await;
+/// Receives and ignores the messages for a parent that has exited. Cancel safe.
+async fn discard(sockets: Option<&[UnixDatagram; 2]>) -> Infallible {
+    let (mut message, mut forwarded) = ([0], [0]);
+    while let Some([messages, udp]) = sockets {
+        tokio::select! {
+            Ok(_) = messages.recv(&mut message) => {}
+            Ok(_) = udp.recv(&mut forwarded) => {}
+            else => break,
+        }
+    }
+    std::future::pending().await
 }
 
 fn kill(instance: Option<&Instance>) {

@@ -15,17 +15,15 @@ impl Config {
     /// Stores in the directory `own` of the volume, and begins with a copy of what is stored in the directory `former`.
     /// Logs a failure, after which nothing is stored there yet.
     pub async fn continue_in(&mut self, own: &str, former: Option<String>) {
-        let (parent, name, max_bytes) = (
-            self.volume.directory.clone(),
-            own.to_owned(),
-            self.max_bytes,
-        );
+        let (parent, max_bytes) = (self.volume.directory.clone(), self.max_bytes);
         self.volume.directory.push(own);
+        let (name, path) = (own.to_owned(), self.volume.directory.clone());
         let copied = spawn_blocking(move || {
             Directory::private(&parent, &name, true)?;
-            former.map_or(Ok(()), |former| {
-                copy(&parent.join(former), &parent.join(name), max_bytes)
-            })
+            match former {
+                Some(former) => copy(&parent.join(former), &path, max_bytes),
+                None => Ok(()),
+            }
         });
         let copied = copied.await.map_err(io::Error::other).and_then(|done| done);
         if let Err(error) = if_exists(copied) {
