@@ -1,8 +1,8 @@
 //! Owns the base id that Envoys share with their successors, and the files that Envoy creates under this number: the
 //! shared memory, and the sockets through which a successor gets the listening sockets of its parent.
 //!
-//! Whoever can open these sockets can take Envoy's listeners or end Envoy, so only Envoy's user has access to their
-//! directory. Envoy does not remove the files.
+//! A process that can open these sockets can take Envoy's listeners or end Envoy, so only Envoy's user has access to the
+//! directory of the sockets. Envoy does not remove the files.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -125,7 +125,7 @@ impl Command {
         .concat()
     }
 
-    /// Returns the number of workers: the configured one, but at least that of the parent. None selects one for each
+    /// Returns the configured number of workers, or the parent's if that is larger. With None, Envoy has one for each
     /// hardware thread.
     pub(super) fn workers(&self, mode: &Mode) -> Option<u32> {
         let Mode::HotRestart { takeover, .. } = mode else {

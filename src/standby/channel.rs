@@ -29,7 +29,8 @@ pub const VERSION: u32 = 2;
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(15);
 /// The largest message, in bytes. It may name thousands of listeners.
 const MAX_MESSAGE: usize = 4 << 20;
-/// The most descriptors of a connection: more than a status port, DNS over both protocols on some addresses, and the lock.
+/// The most descriptors of a connection: more than a status port, DNS over both protocols on some addresses, and the
+/// lock.
 const MAX_DESCRIPTORS: usize = 64;
 const CHUNK: usize = 64 << 10;
 

@@ -44,7 +44,8 @@ pub(crate) struct Inputs {
     /// The owner of the SDS socket, which does not change.
     detected: Detected,
     platform: OnceLock<Platform>,
-    /// The number of the next bootstrap file after the first one. An earlier file may be that of the next Envoy.
+    /// The number of the next bootstrap file; the first one has 0. An earlier file is kept while an Envoy may start from
+    /// it.
     next_revision: AtomicU32,
     /// The hot-restart state and the bootstrap override of a first Envoy that takes over from one in another container.
     adopted: OnceLock<(Takeover, String)>,

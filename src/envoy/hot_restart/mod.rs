@@ -161,9 +161,9 @@ impl HotRestart {
     /// Blocks restarts until [`HotRestart::reclaim`], which must follow if the successor does not take over.
     pub(super) fn lend(&mut self) -> Result<Takeover, String> {
         let takeover = self.launch.as_ref().and_then(Launch::takeover);
-        let takeover = takeover.ok_or_else(|| {
-            let why = self.unavailable.as_deref().unwrap_or("it has exited");
-            format!("Envoy runs without hot restart: {why}")
+        let takeover = takeover.ok_or_else(|| match &self.unavailable {
+            Some(why) => format!("Envoy runs without hot restart: {why}"),
+            None => "no Envoy runs".to_owned(),
         })?;
         self.apply(Event::Lend);
         let problem = match self.machine.phase() {

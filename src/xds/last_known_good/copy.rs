@@ -12,8 +12,8 @@ use crate::directory::Directory;
 use crate::regular_file::if_exists;
 
 impl Config {
-    /// Stores in the directory `own` of the volume, and begins with a copy of what is stored in the directory `former`.
-    /// Logs a failure, after which nothing is stored there yet.
+    /// Makes `own` the directory of stored configuration, and copies the configuration in the directory `former` into
+    /// it. Both are directories of the volume. A failed copy is logged.
     pub async fn continue_in(&mut self, own: &str, former: Option<String>) {
         let (parent, max_bytes) = (self.volume.directory.clone(), self.max_bytes);
         self.volume.directory.push(own);

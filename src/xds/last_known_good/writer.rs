@@ -172,7 +172,7 @@ impl Writer {
         self.publish();
     }
 
-    /// Replaces the files of another node by those of this one.
+    /// Removes the files of another node, and writes the accepted resources of this node.
     fn release(&mut self) -> io::Result<()> {
         let Some(directory) = &self.directory else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Tests the copy of what another container has stored, under hostile files.
+//! Tests the copy of the configuration that another container has stored, also with hostile files.
 
 use std::os::unix::fs::{chown, symlink};
 
