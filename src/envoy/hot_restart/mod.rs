@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use tokio::net::UnixDatagram;
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep};
 
 use super::admin::Admin;
 use super::base_id::BaseId;
@@ -27,7 +27,6 @@ use super::instance::{self, Ended, Instance};
 use super::launch::{Launch, Prepared};
 use super::machine::{EndBy, Event as EnvoyEvent};
 use super::{Config, warn};
-use crate::clock::later;
 use crate::duration::rounded;
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
@@ -117,7 +116,7 @@ pub(super) struct HotRestart {
     skips_memory: bool,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
-    /// The sockets of a parent that has exited early, until its successor has sent its last message.
+    /// The sockets of a parent that has exited early, while its successor may send it messages.
     parent_sockets: Option<[UnixDatagram; 2]>,
     /// The time when the current Envoy became live and began to count the time of its parent.
     live_since: Option<Instant>,
@@ -217,30 +216,30 @@ impl HotRestart {
         self.apply(event)
     }
 
-    /// Takes the sockets of a parent that has exited before its successor has ended it, until the successor has sent its
-    /// last message. Returns the event of the exit.
+    /// Takes the sockets of a parent that has exited before its successor has ended it, because the successor aborts if it
+    /// cannot send it messages. Returns the event of the exit.
     fn replace_parent(&mut self) -> Event {
-        let base_id = self
-            .base_id()
-            .filter(|_| self.machine.phase() == Phase::Leaving);
-        let (true, Some(base_id), Some(launch)) = (self.is_early(), base_id, &self.launch) else {
+        // The Envoy that could send messages to an earlier parent is the one that has exited.
+        self.parent_sockets = None;
+        let is_parent = self.machine.phase() == Phase::Leaving && self.is_early();
+        let (Some(base_id), Some(launch)) = (self.base_id().filter(|_| is_parent), &self.launch)
+        else {
             return Event::ParentExited { is_early: false };
         };
-        let parent_epoch = launch.restart_epoch().saturating_sub(1);
-        match base_id.bind_parent_sockets(parent_epoch) {
-            Ok(sockets) => self.parent_sockets = Some(sockets),
+        match base_id.bind_parent_sockets(launch.restart_epoch().saturating_sub(1)) {
+            Ok(sockets) => {
+                tracing::warn!(
+                    "the former Envoy has exited early; its successor keeps serving, and the agent receives the messages \
+                     to the former one"
+                );
+                self.parent_sockets = Some(sockets);
+                Event::ParentExited { is_early: false }
+            }
             Err(error) => {
                 tracing::warn!(%error, "cannot bind the sockets of the former Envoy, which has exited early");
-                return Event::ParentExited { is_early: true };
+                Event::ParentExited { is_early: true }
             }
         }
-        tracing::warn!(
-            "the former Envoy has exited early; the agent receives the messages of its successor, which keeps serving"
-        );
-        let live_since = self.live_since.unwrap_or_else(Instant::now);
-        let end = later(live_since, self.parent_limit());
-        self.spawn_task(Completion::ParentDeadline, sleep_until(end));
-        Event::ParentReplaced
     }
 
     /// Requests a restart. It begins when no other one is running. Returns what the supervisor must do.
@@ -347,10 +346,7 @@ impl HotRestart {
                 self.conclude(Outcome::Failed, Some(problem));
                 Event::Deadline
             }
-            Completion::ParentDeadline => {
-                self.parent_sockets = None;
-                Event::Deadline
-            }
+            Completion::ParentDeadline => Event::Deadline,
             Completion::SuccessorExited(ended) => {
                 self.cancel_tasks();
                 if let Some(mut successor) = self.successor.take() {
@@ -515,6 +511,7 @@ impl HotRestart {
     /// Ends successor and parent when the agent stops.
     pub(super) async fn end(&mut self, limit: Duration) {
         self.cancel_tasks();
+        self.parent_sockets = None;
         if let Some(successor) = self.successor.take() {
             successor.kill_and_reap(limit).await;
         }
@@ -600,7 +597,6 @@ impl HotRestart {
 
     fn cancel_tasks(&mut self) {
         self.tasks = JoinSet::new();
-        self.parent_sockets = None;
     }
 
     /// Waits for the next result for [`HotRestart::handle_completion`]. Fails if a process cannot be waited for. Cancel
@@ -682,7 +678,9 @@ async fn discard(sockets: Option<&[UnixDatagram; 2]>) -> Infallible {
     let (mut message, mut forwarded) = ([0], [0]);
     while let Some([messages, udp]) = sockets {
         tokio::select! {
-            Ok(_) = messages.recv(&mut message) => {}
+            Ok(_) = messages.recv(&mut message) => {
+                tracing::info!("Envoy has sent a message to its former parent, which has exited");
+            }
             Ok(_) = udp.recv(&mut forwarded) => {}
             else => break,
         }

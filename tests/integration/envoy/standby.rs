@@ -378,7 +378,10 @@ async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_su
     assert!(info.contains("\"concurrency\": 2"), "{info}");
     stage.pod.agent.signal(Signal::KILL);
     standby.logs("the former Envoy has exited early").await;
-    // The check waits until the successor has sent its last message.
+    standby
+        .logs("has sent a message to its former parent")
+        .await;
+    // It is able to be replaced again.
     standby.signal(Signal::HUP);
     standby.logs("bootstrap unchanged").await;
     let log = standby.log();

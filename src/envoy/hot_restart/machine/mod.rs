@@ -31,8 +31,7 @@ pub enum Event {
     },
     /// The successor serves.
     Live,
-    /// The time of the last action, [`Action::Start`] or [`Action::Promote`], is over. After [`Event::ParentReplaced`]:
-    /// the successor has sent its last message.
+    /// The time of the last action, [`Action::Start`] or [`Action::Promote`], is over.
     Deadline,
     /// A successor in another container is about to start.
     Lend,
@@ -43,11 +42,9 @@ pub enum Event {
     },
     SuccessorExited,
     ParentExited {
-        /// True if its successor had not ended it yet.
+        /// True if its successor had not ended it yet, and the agent cannot take its sockets.
         is_early: bool,
     },
-    /// The parent has exited before its successor has ended it, and the agent has taken its sockets.
-    ParentReplaced,
     /// The current Envoy has exited.
     CurrentExited,
 }
@@ -81,8 +78,6 @@ pub enum Phase {
     Leaving,
     /// The parent has been killed, or its successor has exited.
     WaitingForParentExit,
-    /// The parent has exited early, and the successor will still send messages to it.
-    Orphaned,
 }
 
 #[derive(Debug)]
@@ -119,9 +114,7 @@ impl Machine {
     /// Changes the phase by an event, and returns what the caller must do. Events that have no meaning in the current
     /// phase change nothing.
     pub fn apply(&mut self, event: Event) -> Action {
-        use Phase::{
-            Checking, Failing, Idle, Leaving, Lent, Orphaned, Starting, WaitingForParentExit,
-        };
+        use Phase::{Checking, Failing, Idle, Leaving, Lent, Starting, WaitingForParentExit};
         match (self.phase, event) {
             (_, Event::Ready { has_base_id }) => {
                 self.is_ready = !self.is_stopped;
@@ -159,8 +152,6 @@ impl Machine {
                 // Envoy would fail or hang when it orders its dead parent to exit.
                 self.replace(EndBy::Kill)
             }
-            (Leaving, Event::ParentReplaced) => self.enter(Orphaned, Action::Nothing),
-            (Orphaned, Event::Deadline) => self.finish_restart(),
             (Leaving | WaitingForParentExit, Event::ParentExited { .. }) => self.finish_restart(),
             (Leaving, Event::Deadline) => self.enter(WaitingForParentExit, Action::KillParent),
             _ => Action::Nothing,
@@ -227,7 +218,6 @@ impl Machine {
                 self.enter(Phase::WaitingForParentExit, Action::Nothing)
             }
             Phase::Leaving => self.enter(Phase::WaitingForParentExit, Action::KillParent),
-            Phase::Orphaned => self.enter(Phase::Idle, Action::Nothing),
             Phase::Starting => {
                 self.is_wanted = true;
                 self.enter(Phase::Failing, Action::KillSuccessor)

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 use Event::{
-    CurrentExited, Deadline, Live, NothingToStart, ParentExited, ParentReplaced, Stop,
-    SuccessorExited, Usable, Wanted,
+    CurrentExited, Deadline, Live, NothingToStart, ParentExited, Stop, SuccessorExited, Usable,
+    Wanted,
 };
 
 /// The exit of a successor in another container, whose initializing flag is still set.
@@ -179,15 +179,6 @@ fn an_envoy_without_a_base_id_is_replaced_by_a_full_restart_and_the_next_one_may
 }
 
 #[test]
-fn a_successor_whose_parent_died_is_not_replaced_before_it_has_sent_its_last_message() {
-    let orphaned = [(ParentReplaced, Action::Nothing), (Wanted, Action::Nothing)];
-    let orphaned = [&PROMOTED[..], &orphaned].concat();
-    after(&orphaned, &[(Deadline, Action::Check)]);
-    let crashed = [(CurrentExited, Action::Nothing), (READY, Action::Check)];
-    after(&orphaned, &crashed);
-}
-
-#[test]
 fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile() {
     let lent = [(READY, Action::Nothing), (Event::Lend, Action::Nothing)];
     assert_eq!(walk(&lent).phase(), Phase::Lent);
@@ -259,7 +250,7 @@ impl World {
             Event::Ready { .. } => self.serving && !self.is_stopped,
             CurrentExited => self.serving,
             Live | SuccessorExited => self.next,
-            ParentExited { .. } | ParentReplaced => self.old,
+            ParentExited { .. } => self.old,
             NothingToStart | Usable { .. } => self.is_checking,
             Event::Reclaim { .. } => self.is_lent,
             _ => true,
@@ -273,7 +264,7 @@ impl World {
         match event {
             CurrentExited => self.serving = false,
             SuccessorExited => self.next = false,
-            ParentExited { .. } | ParentReplaced => self.old = false,
+            ParentExited { .. } => self.old = false,
             NothingToStart | Usable { .. } => self.is_checking = false,
             Deadline => self.is_overdue = self.old,
             Stop => self.is_stopped = true,
@@ -281,11 +272,6 @@ impl World {
             _ => {}
         }
         let before = machine.phase();
-        // The agent takes the sockets of a parent only for a successor that serves.
-        let event = match event {
-            ParentReplaced if before != Phase::Leaving => PARENT_EXITED,
-            event => event,
-        };
         let action = machine.apply(event);
         if event == Event::Lend && machine.phase() == Phase::Lent && !self.is_lent {
             prop_assert!(self.serving && !self.next && !self.old && !self.is_stopped);
@@ -327,7 +313,7 @@ proptest! {
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NO_ADMIN_PORT,
             NothingToStart, Live, Deadline, SuccessorExited, PARENT_EXITED,
-            PARENT_EXITED_EARLY, ParentReplaced, CurrentExited, Stop, Event::Lend, RECLAIM,
+            PARENT_EXITED_EARLY, CurrentExited, Stop, Event::Lend, RECLAIM,
             Event::Reclaim { is_flag_clear: true },
         ]), 0..40),
     ) {
