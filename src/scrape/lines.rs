@@ -1,7 +1,7 @@
 //! Writes the lines of one source to the page, and leaves out lines that the page already has.
 //!
-//! Most lines pass unchanged. A family that is declared already loses its HELP, TYPE and UNIT lines, and a series
-//! that an earlier source has is left out. Malformed lines and lines over 1 MiB are left out and counted, because a
+//! Most lines pass unchanged. A family that is declared already, or has samples already, loses its HELP, TYPE and
+//! UNIT lines, and a series that an earlier source has is left out. Malformed lines and lines over 1 MiB are left out and counted, because a
 //! scraper refuses the complete page for one of them. The quotes of a text page may contain line feeds: a malformed
 //! line is read again together with the lines that close its quotes.
 //!
@@ -52,7 +52,7 @@ pub(super) struct Lines {
     /// True if an earlier source has samples of the last name.
     is_known: bool,
     /// True after `# EOF`.
-    pub has_ended: bool,
+    has_ended: bool,
     pub duplicates: u64,
     pub malformed: u64,
 }
@@ -182,7 +182,7 @@ impl Lines {
             if !line.starts_with('{') {
                 self.names.metric.push_str(sample.name);
             }
-            self.is_known = seen.record_name(sample.name);
+            self.is_known = seen.record_sample_name(sample.name);
             self.is_hidden = self.hides(sample.name);
         }
         if self.is_hidden {
@@ -236,6 +236,17 @@ impl Lines {
             return Some(Drop);
         }
         let (shown, text) = self.convert_metadata(keyword, name, text, seen)?;
+        // Parsers that collect families, such as expfmt, refuse the page for a TYPE line after samples.
+        let mut suffixes = match (keyword, self.to) {
+            ("TYPE", Format::OpenMetrics) => sample_suffixes(text).iter(),
+            _ => [].iter(),
+        };
+        if seen.has_samples(name)
+            || seen.has_samples(&shown)
+            || suffixes.any(|suffix| seen.has_samples(&format!("{shown}{suffix}")))
+        {
+            return Some(Drop);
+        }
         let is_first = seen.declare(keyword, &shown);
         let is_in_earlier_source = seen.record_name(&shown);
         if !is_first || is_in_earlier_source {
@@ -292,6 +303,18 @@ fn short_name<'t>(name: &'t str, seen: &Seen) -> &'t str {
     name.strip_suffix("_total")
         .filter(|short| !short.is_empty() && !seen.has_type(short))
         .unwrap_or(name)
+}
+
+/// Returns the suffixes by which names of samples differ from the name of their OpenMetrics family of this type.
+fn sample_suffixes(kind: &str) -> &'static [&'static str] {
+    match kind {
+        "counter" => &["_total", "_created"],
+        "histogram" => &["_bucket", "_count", "_sum", "_created"],
+        "summary" => &["_count", "_sum", "_created"],
+        "gaugehistogram" => &["_bucket", "_gcount", "_gsum"],
+        "info" => &["_info"],
+        _ => &[],
+    }
 }
 
 /// Splits a text after its first word, and strips the blanks around it.

@@ -57,8 +57,66 @@ fn valid_lines_of_the_text_format_pass_unchanged() {
     let page = "# a comment\n\n#\n# HELP a  C:\\dir \"x\"\n# TYPE a gauge\na{x=\"}\\\"\\\\ # é\", } 1e3  15\t\n\
                 a { y = \"1\" }\t+Inf\n# UNIT a s\nb NaN\nb -0x\nb_bucket{le=\"+Inf\"} 1\nb 1\n\
                 {\"c.d\",\"e f\"=\"g\"} 0.5\n# TYPE \"c.d\" untyped\n# TYPE late counter\nlate 0\nlast 1";
-    let expected = page.replace("b -0x\n", "") + "\n";
+    let dropped = page.replace("b -0x\n", "");
+    let expected = dropped.replace("# TYPE \"c.d\" untyped\n", "") + "\n";
     assert_eq!(merged(&texts(&[page]), Text, true), (expected, (0, 1)));
+}
+
+#[test]
+fn metadata_after_samples_of_its_family_is_left_out() {
+    let bare = "late 1\nlate{a=\"b\"} 2\n";
+    let histogram = "h_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\n";
+    let typed = format!("{histogram}# TYPE h histogram\n");
+    for (from, to, page, expected) in [
+        (
+            Text,
+            Text,
+            "late 1\n# HELP late L.\n# TYPE late gauge\nlate{a=\"b\"} 2\n",
+            bare,
+        ),
+        (
+            OpenMetrics,
+            OpenMetrics,
+            "late_s 1\n# UNIT late_s s\nlate_s{a=\"b\"} 2\n",
+            "late_s 1\nlate_s{a=\"b\"} 2\n",
+        ),
+        (
+            Text,
+            OpenMetrics,
+            "late_total 1\n# TYPE late_total counter\n",
+            "late_total 1\n",
+        ),
+        (
+            OpenMetrics,
+            Text,
+            "late_total 1\n# TYPE late counter\n",
+            "late_total 1\n",
+        ),
+        (
+            OpenMetrics,
+            OpenMetrics,
+            "late_total 1\n# TYPE late counter\n",
+            "late_total 1\n",
+        ),
+        (
+            Text,
+            Text,
+            "{\"l.e\"} 1\n# TYPE \"l.e\" gauge\n",
+            "{\"l.e\"} 1\n",
+        ),
+        (Text, Text, &typed, &typed),
+        (Text, OpenMetrics, &typed, histogram),
+        // A sample of another family is no reason.
+        (
+            Text,
+            OpenMetrics,
+            "a_count 1\n# TYPE a gauge\na 1\n",
+            "a_count 1\n# TYPE a gauge\na 1\n",
+        ),
+    ] {
+        let found = merged(&[(from, page.as_bytes())], to, true);
+        assert_eq!(found, (expected.to_owned(), (0, 0)), "{from:?} to {to:?}");
+    }
 }
 
 #[test]

@@ -183,8 +183,11 @@ impl Scrape {
             .iter()
             .map(|Target { port, path }| source(Origin::Application, *port, path, limit));
         let envoy = self.config.envoy_port.map(|port| {
-            let query = scrape.uri.query().map(|query| format!("?{query}"));
-            let path = format!("/stats/prometheus{}", query.unwrap_or_default());
+            let query = scrape
+                .uri
+                .query()
+                .map_or_else(String::new, negotiate::envoy_query);
+            let path = format!("/stats/prometheus{query}");
             source(Origin::Envoy, port, &path, u64::MAX)
         });
         applications.chain(envoy).collect()
@@ -261,11 +264,6 @@ impl Page {
         let origin = [source.origin.name()];
         metrics.duplicates.with(origin).add(lines.duplicates);
         metrics.malformed.with(origin).add(lines.malformed);
-        // One of several targets may lack its end, as with pilot-agent.
-        let needs_end = config.targets.len() == 1 && source.format() == Format::OpenMetrics;
-        if source.failure.is_none() && needs_end && !lines.has_ended {
-            source.fail(codes::SCRAPE_PAGE_INVALID, "no # EOF at the end");
-        }
         metrics.report(&source);
         let broke_off = source.failure.is_some() && source.has_head();
         if broke_off && self.format == Format::OpenMetrics {

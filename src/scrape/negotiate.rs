@@ -1,10 +1,11 @@
-//! Chooses the headers of requests to Envoy and to the application, and reads the codings of pages.
+//! Chooses headers and query of the requests to Envoy and to the application, and reads the codings of pages.
 //!
 //! The members of the scraper's `Accept` that are for text or OpenMetrics are passed on unchanged. Protobuf
 //! is never requested, because protobuf pages cannot be joined.
 
 use http::header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
+use percent_encoding::percent_decode_str;
 
 use super::format::{Format, OPEN_METRICS, media_type};
 
@@ -63,6 +64,17 @@ fn accept_header(strictest: Format, headers: &HeaderMap) -> String {
     passed
 }
 
+/// Returns the scraper's query for Envoy, with its question mark. Leaves out the member that requests native
+/// histograms: Envoy answers 400 to it, because it has them in protobuf only.
+pub(super) fn envoy_query(query: &str) -> String {
+    const NATIVE: &str = "histogram_buckets=prometheusnative";
+    let forwarded: Vec<_> = query
+        .split('&')
+        .filter(|member| !percent_decode_str(member).eq(NATIVE.bytes()))
+        .collect();
+    format!("?{}", forwarded.join("&"))
+}
+
 pub(super) fn accepts_gzip(headers: &HeaderMap) -> bool {
     list(headers, ACCEPT_ENCODING)
         .any(|member| media_type(member) == "gzip" && !member.ends_with("q=0"))
@@ -96,6 +108,25 @@ mod tests {
     fn headers(name: HeaderName, value: Option<&str>) -> HeaderMap {
         let value = value.map(|value| (name, value.parse().expect("a value")));
         value.into_iter().collect()
+    }
+
+    #[test]
+    fn envoy_is_not_asked_for_histograms_that_text_does_not_have() {
+        for (query, expected) in [
+            ("usedonly&filter=a%20b", "?usedonly&filter=a%20b"),
+            ("histogram_buckets=prometheusnative", "?"),
+            ("a&histogram%5fbuckets=prometheusnativ%65&b=c", "?a&b=c"),
+            (
+                "histogram_buckets=summary&x",
+                "?histogram_buckets=summary&x",
+            ),
+            (
+                "x=histogram_buckets=prometheusnative",
+                "?x=histogram_buckets=prometheusnative",
+            ),
+        ] {
+            assert_eq!(envoy_query(query), expected);
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Remembers the families that are declared on a page, and the series of earlier sources.
 //!
-//! Both are stored as 64-bit hashes, at most [`MAX_HASHES`] each. Beyond that, a family may be declared again
-//! and a series may appear twice; Prometheus then takes one of its samples.
+//! They are stored as 64-bit hashes, at most [`MAX_HASHES`] of each kind. Beyond that, a family may be declared again
+//! or after its samples, and a series may appear twice; Prometheus then takes one of its samples.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
@@ -15,6 +15,8 @@ const MAX_HASHES: usize = 7 << 12;
 pub(super) struct Seen {
     state: RandomState,
     declared: HashSet<u64>,
+    /// The names of all samples.
+    sampled: HashSet<u64>,
     /// Series of the sources before the current one, and the names of their families and samples.
     earlier: HashSet<u64>,
     /// Series and names of the current source, if another one follows.
@@ -49,7 +51,20 @@ impl Seen {
         self.declared.contains(&self.state.hash_one(("TYPE", name)))
     }
 
-    /// Records the name of a family or sample. Returns true if an earlier source has it, too.
+    /// Returns true if the page has samples of that name.
+    pub(super) fn has_samples(&self, name: &str) -> bool {
+        self.sampled.contains(&self.state.hash_one(name))
+    }
+
+    /// Records the name of a sample. Returns true if an earlier source has it, too.
+    pub(super) fn record_sample_name(&mut self, name: &str) -> bool {
+        if self.sampled.len() < MAX_HASHES {
+            self.sampled.insert(self.state.hash_one(name));
+        }
+        self.record_name(name)
+    }
+
+    /// Records the name of a family. Returns true if an earlier source has it, too.
     pub(super) fn record_name(&mut self, name: &str) -> bool {
         self.record(self.state.hash_one(name))
     }

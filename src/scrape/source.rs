@@ -119,7 +119,13 @@ impl Source {
     pub(super) fn fail(&mut self, code: &'static Code, found: impl ToString) {
         let (origin, address) = (self.origin.name(), &self.address);
         let subject = format!("failed scraping {origin} metrics from {address}");
-        self.failure = Some(Problem::new(code, subject, found));
+        let problem = Problem::new(code, subject, found);
+        self.failure = Some(match (self.origin, code) {
+            (Origin::Envoy, codes::SCRAPE_FAILED | codes::SCRAPE_PAGE_INVALID) => problem.remedy(
+                "for status 400 correct the query of the scrape (`params` of the scrape job); otherwise see Envoy's log",
+            ),
+            _ => problem,
+        });
     }
 
     /// Sends the request and waits for the head of the response, unless it was read or has failed already. Sets

@@ -174,7 +174,7 @@ async fn openmetrics_is_aborted_where_a_source_broke_off_and_ends_where_all_are_
         (closed_port(), whole, true),
         (cut("text/plain"), whole, false),
         (text, cut(OPENMETRICS), false),
-        (text, page(OPENMETRICS, "a 1\n"), false),
+        (text, page(OPENMETRICS, "a 1\n"), true),
         (text, cut("text/plain"), true),
     ] {
         let (scrape, _) = scrape(envoy, &[target]);
@@ -188,7 +188,7 @@ async fn openmetrics_is_aborted_where_a_source_broke_off_and_ends_where_all_are_
 }
 
 #[tokio::test]
-async fn one_of_several_openmetrics_targets_may_lack_its_end() {
+async fn openmetrics_targets_may_lack_their_end() {
     let envoy = page("text/plain", "envoy 1\n");
     let first = "a 1 1.5 # {x=\"y\"} 1\n";
     let whole = page(OPENMETRICS, format!("{first}# EOF\n"));
@@ -198,16 +198,44 @@ async fn one_of_several_openmetrics_targets_may_lack_its_end() {
         (lines.to_owned(), format!("{lines}\n")),
         (String::new(), String::new()),
         ("# EOF\n".to_owned(), String::new()),
+        ("b 1\n# eof".to_owned(), "b 1\n".to_owned()),
+        ("# TYPE b untyped\nb 1\n".to_owned(), "b 1\n".to_owned()),
         (large.clone(), large),
     ] {
-        let begin = &body[..body.len().min(10)];
-        let targets = [whole, page(OPENMETRICS, body.clone())];
-        let (scrape, registry) = scrape_up_to(u64::MAX, envoy, &targets);
-        let found = scrape_without_agent_metrics(&scrape, &[]).await;
-        let expected = format!("{first}{expected}envoy 1\n# EOF\n");
-        assert!(found == expected, "{begin:?}");
-        assert_eq!(failures(&registry, "application"), 0, "{begin:?}");
+        let begin = &body[..body.len().min(20)];
+        let port = page(OPENMETRICS, body.clone());
+        for (targets, first) in [(vec![whole, port], first), (vec![port], "")] {
+            let (scrape, registry) = scrape_up_to(u64::MAX, envoy, &targets);
+            let found = scrape_without_agent_metrics(&scrape, &[]).await;
+            let expected = format!("{first}{expected}envoy 1\n# EOF\n");
+            assert!(found == expected, "{begin:?}");
+            assert_eq!(failures(&registry, "application"), 0, "{begin:?}");
+        }
     }
+}
+
+#[tokio::test]
+async fn a_query_that_envoy_refuses_is_a_failure_of_envoy() {
+    let envoy = server(|stream, _| {
+        send(
+            stream,
+            b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n",
+        );
+    });
+    let (scrape, registry) = scrape(envoy, &[page("text/plain", "app 1\n")]);
+    assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, "app 1\n");
+    assert_eq!(failures(&registry, "envoy"), 1);
+    let client = Client::new(http_client::Config::default());
+    let (headers, path) = (HeaderMap::new(), "/stats/prometheus?secret");
+    let mut source = Source::new(&client, headers, Origin::Envoy, envoy, path, 1);
+    source.read_head().await;
+    let text = source.failure.expect("a problem").to_string();
+    let subject = "failed scraping envoy metrics";
+    assert!(text.starts_with(subject) && text.contains("correct the query of the scrape"));
+    assert!(
+        !text.contains("secret") && !text.contains("prometheus.io"),
+        "{text}"
+    );
 }
 
 #[tokio::test]
