@@ -200,7 +200,7 @@ variables! {
     ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "File with the pod's resolvers.", Own;
     ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Maximum time that a resolver's answer is cached; 0 disables the cache.", Own;
     ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL: Duration = "0s", "Maximum time that a negative answer is cached.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "Time that an expired answer may be served while no resolver answers; 0 disables this.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "Time that an expired answer may be served while resolvers fail or do not answer; 0 disables this.", Own;
     ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: usize = "1024", "Maximum number of cached answers.", Own;
     ISTIO_AGENT_DNS_CACHE_MAX_BYTES: usize = "524288", "Maximum memory of the cache, in bytes.", Own;
     HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of telemetry collectors.", Same;

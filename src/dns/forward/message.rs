@@ -123,8 +123,7 @@ impl Reply {
             return None;
         }
         // Servers leave out the question of an error if they could not read it.
-        let is_error = ![NOERROR, NXDOMAIN].contains(&wire::rcode(bytes));
-        if is_error && wire::u16_at(bytes, QUESTIONS) == Some(0) {
+        if is_failure(wire::rcode(bytes)) && wire::u16_at(bytes, QUESTIONS) == Some(0) {
             return Some(Self::header_and_question(bytes, query));
         }
         if !query.has_same_question(bytes) {
@@ -162,6 +161,16 @@ impl Reply {
     pub(super) fn rcode(&self) -> u8 {
         self.extended.unwrap_or_default().saturating_mul(16) | wire::rcode(&self.bytes)
     }
+
+    pub(super) fn is_failure(&self) -> bool {
+        is_failure(self.rcode())
+    }
+}
+
+/// Returns true for a code that does not say whether the name exists, as SERVFAIL or REFUSED. Source: RFC 8767,
+/// section 4.
+fn is_failure(rcode: u8) -> bool {
+    ![NOERROR, NXDOMAIN].contains(&rcode)
 }
 
 #[cfg(test)]

@@ -96,7 +96,7 @@ impl Forward for Forwarder {
 }
 
 impl Inner {
-    /// Returns a fresh reply from the cache, or a reply from a server, or a stale one if no server replies.
+    /// Returns a fresh reply from the cache, or a server's reply, or a stale one instead of none or of a failure.
     async fn forward(&self, query: &Query, transport: Transport) -> Option<Reply> {
         let stale = match self.look_up(query) {
             Lookup::Fresh(reply) => return Some(reply),
@@ -108,10 +108,11 @@ impl Inner {
             None => self.timeout,
         };
         let reply = self.ask_once(query, transport, timeout).await;
-        if reply.is_none() && stale.is_some() {
+        if stale.is_some() && reply.as_ref().is_none_or(Reply::is_failure) {
             self.metrics.cache.with(["stale"]).inc();
+            return stale;
         }
-        reply.or(stale)
+        reply
     }
 
     /// Asks the servers, or waits for their reply if another client's query is in flight.

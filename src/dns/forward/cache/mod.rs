@@ -1,4 +1,4 @@
-//! Stores replies while they are fresh, and longer for the case that no server answers.
+//! Stores replies while they are fresh, and longer for the case that servers fail or do not answer.
 //!
 //! The configuration limits both times, by default to zero: see [`super`]. A stale reply only takes the
 //! place of a failure. Entries and bytes are bounded; a random entry is removed to make room. Keys are
@@ -28,7 +28,7 @@ pub struct Config {
     pub max_ttl: Duration,
     /// Like `max_ttl`, for names and types that do not exist.
     pub max_negative_ttl: Duration,
-    /// Time after its TTL in which an answer may be used while no server answers. With zero, never.
+    /// Time after its TTL in which an answer may be used while servers fail or do not answer. With zero, never.
     pub max_stale: Duration,
 }
 
@@ -60,7 +60,7 @@ struct Entry {
 #[derive(Debug)]
 pub(super) enum Lookup {
     Fresh(Reply),
-    /// Usable only if no server answers.
+    /// Usable only if the servers fail or do not answer.
     Stale(Reply),
     Miss,
 }
@@ -93,7 +93,7 @@ impl Cache {
     /// Stores a reply if it may be stored. Even if not, it removes the entry that it makes obsolete; a
     /// server's failure removes nothing.
     pub(super) fn put(&mut self, key: Vec<u8>, reply: &Reply, now: Instant) {
-        if [NOERROR, NXDOMAIN].contains(&reply.rcode()) {
+        if !reply.is_failure() {
             self.remove(&key);
         }
         let Some((ttl, is_negative)) = cacheable_ttl(reply) else {

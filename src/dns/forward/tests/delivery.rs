@@ -312,9 +312,13 @@ async fn a_stale_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
         bench.count("istio_agent_dns_cache_total{result=\"stale\"}"),
         1
     );
-    state.store(2, Ordering::Relaxed);
-    let answer = bench.ask(&asked).await.expect("an answer");
-    assert_eq!(answer[3] & 15, 2);
+    for (count, failure) in [(2, 2), (3, 4), (4, 5)] {
+        state.store(failure, Ordering::Relaxed);
+        let answer = bench.ask(&asked).await.expect("an old answer");
+        assert_eq!(answer[ttl..ttl + 4], [0, 0, 0, 5], "{failure}");
+        let stale = bench.count("istio_agent_dns_cache_total{result=\"stale\"}");
+        assert_eq!(stale, count, "{failure}");
+    }
     state.store(3, Ordering::Relaxed);
     assert_eq!(bench.ask(&asked).await.expect("an answer")[3] & 15, 3);
     state.store(1, Ordering::Relaxed);
