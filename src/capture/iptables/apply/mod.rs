@@ -5,13 +5,13 @@
 //! kernel offers. If a later table fails, the earlier ones are restored.
 //!
 //! Istio's rules are all rules in chains whose names start like Istio's, the jumps to these chains, and the
-//! rules that the configuration or, for DNS, an earlier version puts into the kernel's own chains. Rules of
+//! rules that any configuration or, for DNS, an earlier version puts into the kernel's own chains. Rules of
 //! others stay unchanged.
 
 use std::net::Ipv6Addr;
 
 use super::programs::{Kernel, Programs, missing};
-use super::saved::{ISTIO, Saved, entry, jumps_to_istio};
+use super::saved::{ISTIO, Saved, SavedRule, entry, jumps_to_istio};
 use super::{TableText, tables};
 use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
@@ -206,18 +206,41 @@ type PlacedEntry = ((Table, Chain), Entry);
 
 /// Returns the part of the tables that is Istio's.
 fn select_istio<'a>(saved: &Saved<'a>, known: &[PlacedEntry]) -> Saved<'a> {
-    let (mut selected, earlier) = (saved.clone(), saved.earlier_dns());
-    selected.rules.retain(|rule| {
-        let is_known = |chain| known.contains(&(chain, for_any_user(entry(rule.text))));
+    let (earlier, interfaces) = (saved.earlier_dns(), saved.istio_interfaces());
+    let is_known = |rule: &SavedRule<'_>| {
+        let known_in = |chain| known.contains(&(chain, for_any_user(entry(rule.text))));
+        rule.place().is_some_and(known_in)
+    };
+    let is_certain = |rule: &SavedRule<'_>| {
         rule.chain.starts_with(ISTIO)
             || jumps_to_istio(rule.text)
-            || rule.place().is_some_and(is_known)
             || earlier.contains(&rule)
+            || rule.passing_interface().is_none() && is_known(rule)
+    };
+    // Rules of others may let an interface pass, too. Istio's are in front of the last of its other rules in the chain,
+    // not counting the jumps for virtual machines, which come first. Where the chain has none, as nat PREROUTING with
+    // TPROXY, the table must have a chain of Istio.
+    let is_in_front = |index: usize, rule: &SavedRule<'_>| {
+        let last = saved.rules.iter().rposition(|other| {
+            (other.table, other.chain) == (rule.table, rule.chain)
+                && is_certain(other)
+                && other.captured_interface().is_none()
+        });
+        let has_istio =
+            |(table, chain): &(&str, &str)| *table == rule.table && chain.starts_with(ISTIO);
+        last.map_or_else(|| saved.chains.iter().any(has_istio), |last| index < last)
+    };
+    let rules = saved.rules.iter().enumerate();
+    let rules = rules.filter(|(index, rule)| match rule.passing_interface() {
+        Some(name) => (interfaces.contains(name) || is_known(rule)) && is_in_front(*index, rule),
+        None => is_certain(rule),
     });
-    selected
-        .chains
-        .retain(|(_, chain)| chain.starts_with(ISTIO));
-    selected
+    let chains = saved.chains.iter();
+    let chains = chains.filter(|(_, chain)| chain.starts_with(ISTIO));
+    Saved {
+        rules: rules.map(|(_, rule)| rule.clone()).collect(),
+        chains: chains.copied().collect(),
+    }
 }
 
 /// Renders the input of `iptables-restore --noflush` that replaces Istio's present rules by these tables. Rules of

@@ -19,13 +19,103 @@ const OLD: &str = "\
 COMMIT
 ";
 
-/// Selects Istio's rules. A rule for packets that leave through eth1 is among Istio's known rules; the rule
-/// for eth2 is not.
+/// Selects Istio's rules. A rule for packets that leave through eth1 is among the rules of the configuration; the
+/// rule for eth2 is not.
 fn istio_part(text: &str) -> Saved<'_> {
     let leaves = Match::Is(Criterion::OutInterface("eth1".to_owned()));
     let entry = Entry::rule(vec![leaves], Verdict::Return);
     let known = [((Table::Nat, Chain::Output), entry)];
     select_istio(&Saved::parse(text).expect("a text"), &known)
+}
+
+#[test]
+fn a_rule_for_an_interface_is_istios_by_its_place_and_its_counterpart() {
+    const JUMPS: [&str; 2] = [
+        "PREROUTING -p tcp -j ISTIO_INBOUND",
+        "OUTPUT -j ISTIO_OUTPUT",
+    ];
+    let [inbound, outbound] = JUMPS;
+    for (rules, istios) in [
+        // Both directions are excluded.
+        (
+            vec![
+                "PREROUTING -i a -j RETURN",
+                inbound,
+                "OUTPUT -o a -j RETURN",
+                outbound,
+            ],
+            vec![0, 2],
+        ),
+        // With TPROXY, the nat table has no jump for inbound traffic.
+        (
+            vec![
+                "PREROUTING -i a -j RETURN",
+                "OUTPUT -o a -j RETURN",
+                outbound,
+            ],
+            vec![0, 1],
+        ),
+        // Traffic of virtual machines is captured.
+        (
+            vec![
+                "PREROUTING -d 10.0.0.0/8 -i v -j ISTIO_REDIRECT",
+                "PREROUTING -i v -j RETURN",
+                inbound,
+            ],
+            vec![1],
+        ),
+        (
+            vec![
+                "PREROUTING -i v -j ISTIO_REDIRECT",
+                "PREROUTING -i v -j RETURN",
+            ],
+            vec![1],
+        ),
+        // Others have rules for one direction, behind the jump, with another condition, or without Istio.
+        (vec!["PREROUTING -i a -j RETURN", inbound, outbound], vec![]),
+        (vec!["OUTPUT -o a -j RETURN", outbound], vec![]),
+        (
+            vec![
+                inbound,
+                "PREROUTING -i a -j RETURN",
+                outbound,
+                "OUTPUT -o a -j RETURN",
+            ],
+            vec![],
+        ),
+        (
+            vec![
+                "PREROUTING -i a -p udp -j RETURN",
+                inbound,
+                "OUTPUT -o a -p udp -j RETURN",
+                outbound,
+            ],
+            vec![],
+        ),
+        (
+            vec!["PREROUTING -i a -j RETURN", "OUTPUT -o a -j RETURN"],
+            vec![],
+        ),
+        // The configuration names eth1.
+        (vec!["OUTPUT -o eth1 -j RETURN", outbound], vec![0]),
+        (vec![outbound, "OUTPUT -o eth1 -j RETURN"], vec![]),
+    ] {
+        let lines: String = rules.iter().map(|rule| format!("-A {rule}\n")).collect();
+        let chain = if lines.contains("ISTIO") {
+            ":ISTIO_OUTPUT - [0:0]\n"
+        } else {
+            ""
+        };
+        let text = format!("*nat\n{chain}{lines}COMMIT\n");
+        let found: Vec<_> = istio_part(&text)
+            .rules
+            .iter()
+            .filter(|rule| !jumps_to_istio(rule.text))
+            .map(|found| format!("{} {}", found.chain, found.text))
+            .collect();
+        let istios: Vec<_> = istios.iter().map(|index: &usize| rules[*index]).collect();
+        assert_eq!(found, istios, "{text}");
+    }
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Parses the output of `iptables-save` and `ip6tables-save`, of either kind, with or without counters.
 
+use std::collections::HashSet;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
@@ -81,6 +82,28 @@ impl<'a> Saved<'a> {
         found
     }
 
+    /// Returns the interfaces that Istio excludes, in front of its jump and for both directions, or captures as
+    /// those of virtual machines.
+    pub(super) fn istio_interfaces(&self) -> HashSet<&'a str> {
+        let of = |chain| {
+            let rules = self.rules.iter();
+            rules.filter(move |rule| (rule.table, rule.chain) == ("nat", chain))
+        };
+        let outbound: Vec<_> = of("OUTPUT").collect();
+        let jump = outbound.iter().rposition(|rule| jumps_to_istio(rule.text));
+        let outbound = &outbound[..jump.unwrap_or_default()];
+        let left: HashSet<_> = outbound
+            .iter()
+            .filter_map(|rule| rule.passing_interface())
+            .collect();
+        of("PREROUTING")
+            .filter_map(|rule| {
+                let excluded = rule.passing_interface().filter(|name| left.contains(name));
+                excluded.or_else(|| rule.captured_interface())
+            })
+            .collect()
+    }
+
     /// Returns the rules in chains that traffic capture knows.
     pub fn layout(&self) -> Layout {
         let (mut layout, earlier) = (Layout::default(), self.earlier_dns());
@@ -108,7 +131,7 @@ impl<'a> Saved<'a> {
     }
 }
 
-impl SavedRule<'_> {
+impl<'a> SavedRule<'a> {
     /// Returns true if the rule was certainly written by Istio 1.8 to 1.24 for DNS, false if it may have been, and
     /// None for other rules.
     fn is_earlier_dns(&self) -> Option<bool> {
@@ -132,6 +155,24 @@ impl SavedRule<'_> {
             | "raw PREROUTING --sport 53 CT --zone 1" => Some(true),
             _ => None,
         }
+    }
+
+    /// Returns the interface whose traffic a rule lets pass without another condition, as Istio's rules do.
+    pub(super) fn passing_interface(&self) -> Option<&'a str> {
+        let option = match self.chain {
+            "PREROUTING" => "-i ",
+            "OUTPUT" => "-o ",
+            _ => return None,
+        };
+        let name = self.text.strip_prefix(option)?.strip_suffix(" -j RETURN")?;
+        (!name.contains(' ')).then_some(name)
+    }
+
+    /// Returns the interface of virtual machines whose traffic a jump of Istio captures.
+    pub(super) fn captured_interface(&self) -> Option<&'a str> {
+        let mut words = self.text.split(' ');
+        words.find(|word| *word == "-i")?;
+        words.next().filter(|_| jumps_to_istio(self.text))
     }
 
     /// Returns table and chain, if traffic capture knows them.

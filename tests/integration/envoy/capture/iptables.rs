@@ -668,18 +668,66 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
 }
 
 #[test]
-fn a_return_for_an_interface_stays_unless_the_settings_name_it() {
-    if !is_inside("a_return_for_an_interface_stays_unless_the_settings_name_it") {
+fn rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_stay() {
+    if !is_inside(
+        "rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_stay",
+    ) {
         return;
     }
-    for kind in KINDS {
-        istio_iptables(kind, "-b * -i * -c eth7");
+    let earlier = "*nat\n-A PREROUTING -i eth5 -j RETURN\n-A OUTPUT -o eth6 -j RETURN\nCOMMIT\n\
+                   *mangle\n-A PREROUTING -i eth5 -j RETURN\nCOMMIT\n";
+    let later = "*nat\n-A OUTPUT -o eth7 -j RETURN\nCOMMIT\n";
+    let both = |kind: &str, text: &str| {
+        restore(&format!("iptables-{kind}-restore"), text);
+        restore(&format!("ip6tables-{kind}-restore"), text);
+    };
+    for (kind, mode) in KINDS
+        .iter()
+        .flat_map(|kind| [(*kind, "REDIRECT"), (*kind, "TPROXY")])
+    {
+        both(kind, earlier);
+        let words = format!("-m {mode} -b * -i * -c eth7,eth8 -k vm0,vm1");
+        istio_iptables(kind, &words);
+        both(kind, later);
+        let applied = saved(kind);
+        let printed = istio_iptables(kind, &words);
+        assert!(
+            printed.contains("no iptables rule needs a change"),
+            "{printed}"
+        );
+        istio_iptables(
+            kind,
+            &format!("-m {mode} -b * -i 10.0.0.0/8 -c eth9 -k vm2"),
+        );
+        for interface in ["-i eth7", "-i eth8", "-o eth8", "vm0", "vm1"] {
+            assert!(applied.contains(interface), "{kind}, {mode}: {applied}");
+            let replaced = saved(kind);
+            assert!(
+                !replaced.contains(interface),
+                "{interface}: {kind}, {mode}: {replaced}"
+            );
+        }
         istio_iptables(kind, "--cleanup-only");
-        assert!(saved(kind).contains("-A OUTPUT -o eth7 -j RETURN\n"));
-        // The remaining rule does not disturb the next run, which treats the rule as its own.
-        istio_iptables(kind, "-b * -i * -c eth7");
-        istio_iptables(kind, "--cleanup-only -c eth7");
-        assert_eq!(rules(&saved(kind)), [""; 0]);
+        let mut left = rules(&saved(kind))
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>();
+        let mut others: Vec<_> = (earlier.to_owned() + later)
+            .lines()
+            .filter(|line| line.starts_with('-'))
+            .flat_map(|line| [line.to_owned(), line.to_owned()])
+            .collect();
+        (left.sort(), others.sort());
+        assert_eq!(left, others, "{kind}, {mode}");
+        for program in ["iptables", "ip6tables"] {
+            for table in ["nat", "mangle"] {
+                namespace::run(&format!("{program}-{kind}"), &["-t", table, "-F"]);
+            }
+        }
+        // No rule of Istio is in a chain of a jump here.
+        istio_iptables(kind, &format!("-m {mode} -i * -c eth7"));
+        istio_iptables(kind, "--cleanup-only");
+        assert_eq!(rules(&saved(kind)), [""; 0], "{kind}, {mode}");
     }
 }
 
