@@ -351,6 +351,33 @@ fn every_problem_is_reported_at_once() {
 }
 
 #[test]
+fn the_agent_does_not_start_if_envoys_admin_port_should_be_closed() {
+    const TRANSPORT: &str = "ISTIO_ENVOY_ADMIN_TRANSPORT";
+    for value in ["UDS", "uds"] {
+        let problems = machine(&[(TRANSPORT, value)]).subjects();
+        assert_eq!(problems, [TRANSPORT]);
+    }
+    let later = "PROXY_READINESS_PROBE_TIMEOUT";
+    for (variables, warned) in [
+        (
+            vec![(TRANSPORT, "TCP"), ("ISTIO_NATIVE_SIDECAR", "true")],
+            vec![],
+        ),
+        (vec![(TRANSPORT, "tcp")], vec![TRANSPORT]),
+        (vec![(TRANSPORT, "")], vec![TRANSPORT]),
+        (
+            vec![(TRANSPORT, "UDS"), ("DISABLE_ENVOY", "true")],
+            vec![TRANSPORT],
+        ),
+        (vec![(later, "5s")], vec![later]),
+    ] {
+        let config = machine(&variables).config();
+        let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
+        assert_eq!(subjects, warned, "{variables:?}");
+    }
+}
+
+#[test]
 fn the_last_of_equal_keys_in_a_document_is_used_with_a_warning() {
     let config = machine(&[(
         "PROXY_CONFIG",

@@ -261,6 +261,22 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
         ),
         (
             &[],
+            json!({"ISTIO_ENVOY_ADMIN_TRANSPORT": "UDS", "ISTIO_NATIVE_SIDECAR": "true"}),
+            none(),
+            Error,
+            "ISTIO_ENVOY_ADMIN_TRANSPORT",
+            "ADMIN_SOCKET",
+        ),
+        (
+            &[],
+            json!({"PROXY_READINESS_PROBE_TIMEOUT": "5s"}),
+            none(),
+            Warning,
+            "PROXY_READINESS_PROBE_TIMEOUT",
+            "LATER_RELEASE",
+        ),
+        (
+            &[],
             json!({"OUTPUT_CERTS": "/certs"}),
             none(),
             Ok,

@@ -34,6 +34,8 @@ codes! {
     WORKLOAD_KEY_SIZE: "`WORKLOAD_RSA_KEY_SIZE` is not a size that the agent supports", "the agent does not start", "remove the variable: an ECDSA key is smaller and faster";
     STATUS_PORT_ANNOTATION: "the annotation `status.sidecar.istio.io/port` is not a port", "the annotation is ignored", "";
     BOOTSTRAP_TEMPLATE_SET: "a setting names a template for Envoy's bootstrap", "the agent does not start", "use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`; the agent does not read templates";
+    ADMIN_SOCKET_UNSUPPORTED: "`ISTIO_ENVOY_ADMIN_TRANSPORT` asks for a Unix socket in place of Envoy's admin port, which this release does not support", "the agent does not start, because Envoy's admin port (15000) would stay open", "set it to `TCP` or remove it: the annotation `sidecar.istio.io/adminTransport`, or `proxyMetadata` of the mesh; `--protect-admin` closes the port to applications";
+    SETTING_OF_LATER_RELEASE: "a setting of a later release of Istio is not known to this one", "the setting is ignored", "";
     LOAD_STATS_CONFIG_INVALID: "`ISTIO_META_LOAD_STATS_CONFIG_JSON` is not a JSON object", "the agent does not start", "";
     }
     "Envoy" {

@@ -70,6 +70,7 @@ pub(super) fn merge(
     apply_late_annotations(&mut merged, annotations);
     apply_discovery_addresses(&mut merged, env);
     apply_template(&mut merged, flags, env, root);
+    check_later_settings(&mut merged, env);
     merged
 }
 
@@ -178,6 +179,32 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
     if is_foreign_template(&variable) {
         let problem = Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected);
         merged.notes.add(problem);
+    }
+}
+
+/// Checks settings of later releases of Istio. `UDS` would close Envoy's admin port, which stays open here, so the
+/// agent must not start with it. ISTIO_NATIVE_SIDECAR, which comes with it, is not needed.
+fn check_later_settings(merged: &mut Merged, env: &Environment) {
+    const TRANSPORT: &str = "ISTIO_ENVOY_ADMIN_TRANSPORT";
+    const PROBE_TIMEOUT: &str = "PROXY_READINESS_PROBE_TIMEOUT";
+    let has_envoy = !env.get(&environment::DISABLE_ENVOY);
+    match env.text(TRANSPORT) {
+        None | Some("TCP") => {}
+        Some(value) if has_envoy && value.eq_ignore_ascii_case("UDS") => {
+            let code = codes::ADMIN_SOCKET_UNSUPPORTED;
+            let problem = Problem::value(code, TRANSPORT, value, "TCP");
+            merged.notes.add(problem);
+        }
+        Some(value) => {
+            let problem = Problem::replaced(TRANSPORT, value, "TCP", "\"TCP\" is used");
+            merged.notes.warnings.push(problem);
+        }
+    }
+    if env.text(PROBE_TIMEOUT).is_some() {
+        let code = codes::SETTING_OF_LATER_RELEASE;
+        let found = "this release has fixed limits for readiness queries to Envoy";
+        let problem = Problem::new(code, PROBE_TIMEOUT, found);
+        merged.notes.warnings.push(problem);
     }
 }
 
