@@ -229,10 +229,12 @@ mod tests {
         DeltaDiscoveryResponse, DiscoveryResponse, Resource,
     };
     use envoy_types::pb::google::protobuf;
+    use futures_util::FutureExt as _;
     use proptest::prelude::*;
     use prost::Message;
 
     use super::*;
+    use crate::logging::logged;
     use crate::metrics::Registry;
     use crate::trust_anchors::SystemRoots;
     use crate::wasm::{Config, FetchConfig};
@@ -354,6 +356,21 @@ mod tests {
         assert_eq!(forwarded(Protocol::Sotw, &message).await, message);
         let message = delta("n", &[("a", other("a"))], &["b"]);
         assert_eq!(forwarded(Protocol::Delta, &message).await, message);
+    }
+
+    #[test]
+    fn debug_lines_name_extensions_without_a_module() {
+        let message = sotw(&[other("a")]);
+        let log = logged(|| {
+            let converted = forwarded(Protocol::Sotw, &message).now_or_never();
+            assert_eq!(converted, Some(message.clone()));
+        });
+        for line in [
+            "LocalFileCache is created in /nonexistent",
+            "no remote load found in extension a",
+        ] {
+            assert!(log.contains(line), "{log}");
+        }
     }
 
     #[tokio::test]

@@ -11,6 +11,7 @@ use super::answer::tests::{Message, OWN_OPT, decode, query};
 use super::name_table::tests::{domains, encode, external};
 use super::*;
 use crate::lifecycle::Tasks;
+use crate::logging::logged;
 
 /// A resolver. It answers names that begin with `slow` late, answers names that begin with `never` never, and
 /// fails for names that begin with `fails`.
@@ -41,6 +42,35 @@ struct Server {
     registry: Registry,
     /// Duplicates of the server's sockets, for an agent that takes over.
     duplicates: Vec<Bound>,
+}
+
+#[test]
+fn debug_lines_say_which_names_are_known_and_which_are_forwarded() {
+    let (server, _) = unserved();
+    let shared = server::Shared {
+        dns: server.dns.clone(),
+        forwarder: Resolver,
+        policy: Policy {
+            ttl: 30,
+            forward_before_first_table: false,
+        },
+    };
+    let hosts = encode([("known.test", external(&["1.2.3.4"]))]);
+    let table = NameTable::build(&hosts, domains()).expect("a table");
+    let log = logged(|| {
+        let mut out = Vec::new();
+        let [known, other] = ["known.test", "other.test"].map(|name| query(name, 1, None));
+        shared.answer(&other, Transport::Udp, None, &mut out);
+        shared.answer(&other, Transport::Udp, Some(&table), &mut out);
+        shared.answer(&known, Transport::Udp, Some(&table), &mut out);
+    });
+    for line in [
+        "dns: dns request for host \"other.test\" before lookup table is loaded",
+        "dns: response for hostname \"other.test\" not found in dns proxy, querying upstream",
+        "dns: response for hostname \"known.test\" (found=true)",
+    ] {
+        assert!(log.contains(line), "{log}");
+    }
 }
 
 fn server() -> Server {

@@ -180,6 +180,22 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     }
 }
 
+/// Returns the lines that `work` logs, debug lines included, without colours.
+#[cfg(test)]
+pub(crate) fn logged(work: impl FnOnce()) -> String {
+    // With a single subscriber, `tracing` disables a log line for all threads if the thread of another test, which has
+    // no subscriber, reaches the line first. A second subscriber prevents this.
+    let _another = tracing::Dispatch::new(tracing_subscriber::registry());
+    let log = tempfile::NamedTempFile::new().expect("a file");
+    let writer = log.reopen().expect("opened");
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::DEBUG)
+        .with_ansi(false)
+        .with_writer(move || writer.try_clone().expect("cloned"));
+    tracing::subscriber::with_default(subscriber.finish(), work);
+    std::fs::read_to_string(log.path()).expect("text")
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Seek};

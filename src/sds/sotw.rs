@@ -83,16 +83,36 @@ impl StateOfTheWorld {
         if request.response_nonce.is_empty() {
             before.clear();
         }
-        let mut unserved = None;
+        let begins = before.is_empty() || self.nonce.is_none();
+        let (mut unserved, mut added) = (None, Vec::new());
         for text in texts {
             match self.parse(text) {
                 Ok(name) => {
                     // Nothing has been sent for a name that is new.
-                    let sent = before.remove(&name).flatten();
+                    let sent = before.remove(&name).unwrap_or_else(|| {
+                        added.push(text);
+                        None
+                    });
                     self.names.entry(name).or_insert(sent);
                 }
                 Err(problem) => _ = unserved.get_or_insert(problem),
             }
+        }
+        let DiscoveryRequest {
+            version_info: version,
+            response_nonce: nonce,
+            ..
+        } = request;
+        if begins {
+            tracing::debug!(target: "ads", "ADS:SDS: INIT/RECONNECT {} {version} {nonce}", self.id);
+        } else if added.is_empty() && before.is_empty() {
+            tracing::debug!(target: "ads", "ADS:SDS: ACK {} {version} {nonce}", self.id);
+        } else {
+            tracing::debug!(
+                target: "ads",
+                "ADS:SDS: RESOURCE CHANGE added {added:?} removed {:?} {} {version} {nonce}",
+                before.keys().map(Name::to_string).collect::<Vec<_>>(), self.id
+            );
         }
         if let Some(problem) = unserved {
             // Without any served name the stream ends.
@@ -133,7 +153,9 @@ impl StateOfTheWorld {
             }
         }
         if due.is_empty() {
-            due.push(changed?);
+            let changed = changed?;
+            tracing::debug!(target: "sds", "Trigger on secret update, resource name: {}", changed.0);
+            due.push(changed);
         }
         let response = empty();
         self.nonce = Some(response.nonce.clone());
@@ -172,12 +194,14 @@ impl StateOfTheWorld {
             self.metrics.rejects.inc();
             self.report_rejection(error.code, &escaped(&error.message, MAX_REASON));
         } else if request.resource_names.is_empty() && request.type_url == TYPE_URL {
-            tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id}");
+            let version = &request.version_info;
+            tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id} {version} {nonce}");
             self.names.clear();
             self.metrics.refusals.lock().remove(&id);
         } else if !nonce.is_empty() && latest.is_some_and(|latest| latest != nonce) {
             self.metrics.expired_nonces.inc();
-            tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received");
+            let sent = latest.map_or("", String::as_str);
+            tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received {nonce}, sent {sent}");
         } else {
             if latest == Some(nonce) {
                 self.has_version = true;

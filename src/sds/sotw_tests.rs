@@ -17,6 +17,7 @@ use super::resource::{Resource, TYPE_URL};
 use super::sotw::{Lookup, StateOfTheWorld};
 use super::{Refusals, SecretOptions};
 use crate::ca::{Ca, csr};
+use crate::logging::logged;
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
 use crate::secrets::certificate::Workload;
@@ -141,6 +142,31 @@ fn subscribed(first: &[&str], state: &State) -> Stream {
 fn end_status(result: Result<(), Status>) -> (Code, String) {
     let status = result.expect_err("ends the stream");
     (status.code(), status.message().to_owned())
+}
+
+#[tokio::test]
+async fn debug_lines_name_what_envoy_requests_and_acknowledges() {
+    let (first, second) = (signed().await, signed().await);
+    let log = logged(|| {
+        let mut stream = Stream::new(&Registry::default());
+        stream.apply(&request(&["default"], "")).expect("applied");
+        stream.next_response(&first, "n1").expect("a response");
+        stream.apply(&request(&["default"], "n1")).expect("applied");
+        stream.next_response(&second, "n2").expect("a response");
+        stream.apply(&request(&["default"], "n1")).expect("applied");
+        stream.apply(&request(&["ROOTCA"], "n2")).expect("applied");
+        stream.apply(&request(&[], "n2")).expect("applied");
+    });
+    let lines = [
+        "ads: ADS:SDS: INIT/RECONNECT 1  \n",
+        "ads: ADS:SDS: ACK 1  n1\n",
+        "sds: Trigger on secret update, resource name: default\n",
+        "ads: ADS:SDS: REQ 1 Expired nonce received n1, sent n2\n",
+        "ads: ADS:SDS: RESOURCE CHANGE added [\"ROOTCA\"] removed [\"default\"] 1  n2\n",
+        "ads: ADS:SDS: UNSUBSCRIBE 1  n2\n",
+    ];
+    let found: Vec<_> = lines.iter().map(|line| log.find(line)).collect();
+    assert!(found.is_sorted() && found[0].is_some(), "{log}");
 }
 
 #[tokio::test]

@@ -117,6 +117,9 @@ impl Stream {
             return Duration::MAX;
         };
         let metadata = tokio::fs::metadata(&path).await;
+        if let Err(error) = &metadata {
+            tracing::debug!(target: "sds", "no revocation list is read from {}: {error}", path.display());
+        }
         let file = metadata.and_then(|file| Ok((file.modified()?, file.len())));
         let chain = match self.secrets.get(&Name::Default) {
             SecretState::Available(Secret::Certificate(own)) => own.chain_pem().clone(),

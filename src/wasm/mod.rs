@@ -70,6 +70,8 @@ impl Wasm {
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
         let (fetches, metrics) = (ConnectionTasks::default(), Metrics::new(registry));
         let interval = config.purge_interval;
+        let directory = config.directory.display();
+        tracing::debug!(target: "wasm", "LocalFileCache is created in {directory}, purged every {interval:?}");
         let modules = Arc::new(Modules::new(config, fetches.executor(), metrics));
         let wasm = Self(modules.clone());
         let purging = async move {
@@ -145,7 +147,11 @@ impl Wasm {
                         self.0.metrics.conversions.with(["no_remote_load"]).inc();
                         let extension = wire::last(resource, 2).ok().flatten();
                         let name = extension.and_then(|it| wire::last(&it, 1).ok()?);
-                        name.iter().for_each(|name| self.forget(name));
+                        if let Some(name) = name {
+                            let shown = String::from_utf8_lossy(&name);
+                            tracing::debug!(target: "wasm", "no remote load found in extension {shown}");
+                            self.forget(&name);
+                        }
                     }
                     filters.push(filter);
                 }
@@ -202,7 +208,9 @@ impl Wasm {
             retry_at: Some(failure.retry_at),
             ..Unusable::fetch(failure.error)
         })?;
-        let rewritten = filter.with_module(&path.to_string_lossy());
+        let (name, path) = (&filter.name, path.to_string_lossy());
+        tracing::debug!(target: "wasm", "new extension config resource {name}, with module {path}");
+        let rewritten = filter.with_module(&path);
         rewritten.map_err(|error| {
             let error = (codes::WASM_CONFIGURATION, error.to_string());
             Unusable::new("marshal_failure", error)

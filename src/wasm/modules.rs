@@ -222,6 +222,7 @@ impl Modules {
         let (directory, config) = (&self.config.directory, &self.config.fetch);
         let pinned = request.pinned.as_deref();
         let source = &request.source;
+        tracing::debug!(target: "wasm", "fetching {}", source.redacted());
         let (found, download) = match &source.image {
             None => {
                 let download = config.download(source, directory, deadline).await?;

@@ -13,7 +13,7 @@ use super::intercept::{HEALTH, Interceptors, Outcome, SecondOutcome, encode_requ
 use super::last_known_good::after_nack::{NONCE, Stored};
 use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
-use super::request::{RequestReader, frame, without_nonce};
+use super::request::{Request, RequestReader, frame, without_nonce};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 use super::{LISTENER, Protocol};
 use crate::problem::{Problem, codes};
@@ -95,7 +95,7 @@ impl StreamState {
                 request.refusal = None;
             }
             let type_url = &request.type_url;
-            tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
+            log_request(self.id, self.protocol, &request);
             if let Some(services) = &mut self.services
                 && let Some(count) = services.apply_request(&request, self.protocol)
             {
@@ -143,6 +143,16 @@ impl StreamState {
             }
             Output::Complete(received) => {
                 self.has_responded = true;
+                if self.source == Source::Istiod {
+                    tracing::debug!(
+                        target: "xdsproxy",
+                        id = self.id,
+                        r#type = short_type(&received.type_url),
+                        nonce = received.nonce,
+                        resources = received.resources,
+                        "upstream response"
+                    );
+                }
                 if received.consumer == Consumer::None {
                     let type_url = &received.type_url;
                     tracing::error!(target: "xdsproxy", "Skipping forwarding type url {type_url} to Envoy as is not a valid Envoy type");
@@ -183,6 +193,10 @@ impl StreamState {
                 tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
             }
             Outcome::Forward(message, second) => {
+                let Received {
+                    type_url, nonce, ..
+                } = response;
+                tracing::debug!(target: "xdsproxy", id = self.id, nonce, "forward {}", short_type(type_url));
                 self.recorder.record_message(response, &message, false);
                 self.rewritten_waiting.push_back(frame(&message));
                 self.send_waiting();
@@ -238,13 +252,55 @@ impl StreamState {
     }
 }
 
+/// Logs a request as pilot-agent does, with its nonce.
+fn log_request(id: u32, protocol: Protocol, request: &Request) {
+    let Request {
+        type_url, nonce, ..
+    } = request;
+    if protocol == Protocol::Sotw {
+        tracing::debug!(target: "xdsproxy", id, nonce, "request for type url {type_url}");
+    } else if tracing::enabled!(target: "xdsproxy", tracing::Level::DEBUG) {
+        let subscription = request.subscription().unwrap_or_default();
+        tracing::debug!(
+            target: "xdsproxy",
+            id,
+            r#type = short_type(type_url),
+            sub = subscription.names.len(),
+            unsub = subscription.unsubscribed.len(),
+            nonce,
+            initial = subscription.initial_resource_versions.len(),
+            "delta request"
+        );
+    }
+}
+
+/// Returns the abbreviation by which Istio's logs name a type, or the type.
+fn short_type(type_url: &str) -> &str {
+    match type_url.strip_prefix("type.googleapis.com/") {
+        Some("envoy.config.cluster.v3.Cluster") => "CDS",
+        Some("envoy.config.listener.v3.Listener") => "LDS",
+        Some("envoy.config.route.v3.RouteConfiguration") => "RDS",
+        Some("envoy.config.endpoint.v3.ClusterLoadAssignment") => "EDS",
+        Some("envoy.extensions.transport_sockets.tls.v3.Secret") => "SDS",
+        Some("envoy.config.core.v3.TypedExtensionConfig") => "ECDS",
+        Some("istio.networking.nds.v1.NameTable") => "NDS",
+        Some("istio.mesh.v1alpha1.ProxyConfig") => "PCDS",
+        Some("istio.workload.Address" | "istio.workload.Workload") => "WDS",
+        Some("istio.security.Authorization") => "WADS",
+        _ => type_url,
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+    use envoy_types::pb::envoy::service::discovery::v3::{
+        DeltaDiscoveryRequest, DiscoveryRequest, DiscoveryResponse,
+    };
     use envoy_types::pb::google::protobuf::Any;
     use prost::Message;
 
     use super::*;
+    use crate::logging::logged;
     use crate::metrics::Registry;
     use crate::xds::intercept::{Intercepting, Interceptor};
 
@@ -311,6 +367,39 @@ mod tests {
         requests
             .map(|r| DiscoveryRequest::decode(&r[5..]).unwrap().type_url)
             .collect()
+    }
+
+    #[test]
+    fn debug_lines_have_type_nonce_and_numbers_as_pilot_agents_have() {
+        let delta = DeltaDiscoveryRequest {
+            type_url: LISTENER.into(),
+            response_nonce: "n7".into(),
+            resource_names_subscribe: vec!["a".into(), "b".into()],
+            resource_names_unsubscribe: vec!["c".into()],
+            initial_resource_versions: [("d".into(), "1".into())].into(),
+            ..Default::default()
+        };
+        let log = logged(|| {
+            let mut sotw = state();
+            sotw.read_requests(request(CLUSTER)).unwrap();
+            sotw.read_responses(response(CLUSTER)).unwrap();
+            sotw.read_responses(response(EXTENSION)).unwrap();
+            let captured = sotw.captured.pop_front().unwrap();
+            let forwarded = Outcome::Forward(captured.message.clone(), None);
+            sotw.apply_outcome(&captured, forwarded);
+            let (protocol, interceptors) = (Protocol::Delta, Interceptors::default());
+            let observer = Observer::new(&Registry::default(), None);
+            let mut state = StreamState::new(9, protocol, interceptors, observer, 1000, None);
+            state.read_requests(frame(&delta.encode_to_vec())).unwrap();
+        });
+        for line in [
+            format!("xdsproxy: request for type url {CLUSTER} id=1 nonce=\"\""),
+            "xdsproxy: upstream response id=1 type=\"CDS\" nonce=\"n\" resources=1".into(),
+            "xdsproxy: forward ECDS id=1 nonce=\"n\"".into(),
+            "xdsproxy: delta request id=9 type=\"LDS\" sub=2 unsub=1 nonce=\"n7\" initial=1".into(),
+        ] {
+            assert!(log.contains(&line), "{line} in {log}");
+        }
     }
 
     #[test]

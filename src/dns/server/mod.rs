@@ -36,7 +36,7 @@ pub(super) struct Shared<F> {
 impl<F: Forward> Shared<F> {
     /// Decides on a query as [`answer::answer`] does, counts the query and the response, and remembers a name
     /// that the table has.
-    fn answer(
+    pub(super) fn answer(
         &self,
         query: &[u8],
         transport: Transport,
@@ -49,11 +49,21 @@ impl<F: Forward> Shared<F> {
         }
         if let Action::Reply(question) = &action {
             self.dns.metrics.count_response(out, Source::Agent);
-            if table.is_some()
-                && let Some(name) = question.text(query)
-            {
-                self.dns.remember(&name);
+            if let Some(name) = question.text(query) {
+                let shown = String::from_utf8_lossy(&name);
+                if table.is_some() {
+                    tracing::debug!(target: "dns", "response for hostname {shown:?} (found=true)");
+                    self.dns.remember(&name);
+                } else {
+                    tracing::debug!(target: "dns", "dns request for host {shown:?} before lookup table is loaded");
+                }
             }
+        } else if let Action::Forward(question) = &action {
+            tracing::debug!(
+                target: "dns",
+                "response for hostname {:?} not found in dns proxy, querying upstream",
+                String::from_utf8_lossy(&question.text(query).unwrap_or_default())
+            );
         }
         action
     }

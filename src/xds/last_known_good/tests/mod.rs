@@ -22,6 +22,7 @@ use super::file::{Header, Index};
 use super::writer::WriteOp;
 use super::*;
 use crate::directory::Directory;
+use crate::logging::logged;
 use crate::xds::request::frame;
 use crate::xds::response::{Consumer, Received};
 use crate::xds::wire::digest;
@@ -297,18 +298,6 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     writer.write(false);
     assert_stored(parent.path(), Some(&first));
     assert_eq!(writer.shared.failures.get(), 1);
-}
-
-/// Returns the log lines of `work`.
-fn logged(work: impl FnOnce()) -> String {
-    // With a single subscriber, `tracing` disables a log line for all threads if the thread of another test, which has
-    // no subscriber, reaches the line first. A second subscriber prevents this.
-    let _another = tracing::Dispatch::new(tracing_subscriber::registry());
-    let log = tempfile::NamedTempFile::new().unwrap();
-    let writer = log.reopen().unwrap();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.try_clone().unwrap());
-    tracing::subscriber::with_default(subscriber.finish(), work);
-    fs::read_to_string(log.path()).unwrap()
 }
 
 #[test]
