@@ -1,17 +1,27 @@
-//! Counts certificate requests, and shows the dates of the latest certificate as gauges.
+//! Counts certificate requests as pilot-agent does, and shows the dates of the latest certificate as gauges.
 //!
 //! Gauges are computed when the metrics page is written. They stay once the certificate has expired:
 //! the time to its expiry is negative then.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
+
+use tonic::Code;
 
 use super::schedule::signed_seconds;
 use super::{Dates, Secrets};
+use crate::ca::SignError;
 use crate::metrics::{Counter, Kind, Registry};
+
+/// The attempts that count as one request, as pilot-agent makes them.
+const MAX_ATTEMPTS: u32 = 5;
 
 /// The counters of certificate requests.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
+    /// The attempts of the current request.
+    attempts: Arc<AtomicU32>,
     requests: Counter,
     failures: Counter,
     retries: Counter,
@@ -58,6 +68,7 @@ impl Metrics {
             requests.with(["csr"])
         };
         Self {
+            attempts: Arc::default(),
             requests: csr(
                 "istio_agent_num_outgoing_requests",
                 "Number of total outgoing requests (e.g. to a token exchange server, CA, etc.)",
@@ -78,17 +89,35 @@ impl Metrics {
         }
     }
 
-    pub(super) fn count_request(&self, is_retry: bool) {
-        self.requests.inc();
-        if is_retry {
-            self.retries.inc();
+    /// Counts an attempt: as a request, or as a retry of the current one.
+    pub(super) fn count_attempt(&self) {
+        match self.attempts.fetch_add(1, Ordering::Relaxed) {
+            0 => self.requests.inc(),
+            _ => self.retries.inc(),
         }
     }
 
-    pub(super) fn count_response(&self, after: Duration, is_success: bool) {
-        self.latency
-            .add(u64::try_from(after.as_millis()).unwrap_or(u64::MAX));
-        if !is_success {
+    /// Adds the time of an attempt. Counts the failure of the request if its last attempt has failed, or if
+    /// pilot-agent does not retry after the error.
+    pub(super) fn count_result(&self, after: Duration, error: Option<&SignError>) {
+        let milliseconds = u64::try_from(after.as_millis()).unwrap_or(u64::MAX);
+        self.latency.add(milliseconds);
+        let is_retried = error.is_some_and(|error| {
+            matches!(
+                error.code,
+                Code::Cancelled
+                    | Code::DeadlineExceeded
+                    | Code::ResourceExhausted
+                    | Code::Aborted
+                    | Code::Internal
+                    | Code::Unavailable
+            )
+        });
+        if is_retried && self.attempts.load(Ordering::Relaxed) < MAX_ATTEMPTS {
+            return;
+        }
+        self.attempts.store(0, Ordering::Relaxed);
+        if error.is_some() {
             self.failures.inc();
         }
     }

@@ -79,7 +79,7 @@ impl<C: Ca> Renewal<C> {
             // A certificate that was requested before there was a bundle is as new as the first one. This is read before
             // the request, because the authority may not know a bundle that comes during it.
             let ignores_first_bundle = mesh.borrow_and_update().roots.is_none();
-            match self.request_certificate(failures > 0).await {
+            match self.request_certificate().await {
                 Ok((workload, response)) => {
                     let (workload, issued) = (Arc::new(workload), self.clock.now());
                     // A certificate without any lifetime left is renewed with backoff.
@@ -198,17 +198,14 @@ impl<C: Ca> Renewal<C> {
     /// Requests a certificate once. Returns it with the response that contains it. Fails if no key can be made, if
     /// the authority does not sign, or if the certificate cannot be used; other problems of it are logged. Each
     /// attempt has a new key, so that no key outlives its certificate.
-    async fn request_certificate(
-        &self,
-        is_retry: bool,
-    ) -> Result<(Workload, Vec<String>), IssueError> {
+    async fn request_certificate(&self) -> Result<(Workload, Vec<String>), IssueError> {
         let started = Instant::now();
         let (key_type, encoding) = (*self.key_type.lock(), self.config.encoding);
         let identity = self.config.identity.clone();
         let generating = move || csr::generate(key_type, encoding, &identity);
         let request = tokio::task::spawn_blocking(generating).await;
         let request = request.map_err(key_problem)?.map_err(key_problem)?;
-        let response = self.sign(&request.csr_pem, is_retry).await?;
+        let response = self.sign(&request.csr_pem).await?;
         let now = self.clock.now();
         let workload = Workload::new(&response, request.key_pem)?;
         let certificate = &workload.certificate;
@@ -232,9 +229,9 @@ impl<C: Ca> Renewal<C> {
         Ok((workload, response))
     }
 
-    /// Sends a CSR to the authority, within [`SIGNING_LIMIT`]. Counts the request, and the response or failure.
-    async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, SignError> {
-        self.metrics.count_request(is_retry);
+    /// Sends a CSR to the authority, within [`SIGNING_LIMIT`]. Counts the attempt and its result.
+    async fn sign(&self, csr_pem: &str) -> Result<Vec<String>, SignError> {
+        self.metrics.count_attempt();
         let started = Instant::now();
         let signing = self.ca.sign(csr_pem, self.config.ttl);
         let response = match tokio::time::timeout(SIGNING_LIMIT, signing).await {
@@ -249,8 +246,8 @@ impl<C: Ca> Renewal<C> {
                 })
             }
         };
-        let is_success = response.is_ok();
-        self.metrics.count_response(started.elapsed(), is_success);
+        let error = response.as_ref().err();
+        self.metrics.count_result(started.elapsed(), error);
         response
     }
 

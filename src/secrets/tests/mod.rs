@@ -341,6 +341,22 @@ async fn every_type_of_key_is_recognised_in_its_certificate() {
 }
 
 impl Fixture {
+    /// Asserts the numbers of requests, retries and failures. A series without a value is not on the page.
+    fn assert_counts(&self, counts: [u32; 3]) {
+        let names = [
+            "outgoing_requests",
+            "outgoing_retries",
+            "failed_outgoing_requests",
+        ];
+        for (name, count) in names.into_iter().zip(counts) {
+            let series = format!("istio_agent_num_{name}{{request_type=\"csr\"}}");
+            match count {
+                0 => self.assert_page(&[], &[&series]),
+                _ => self.assert_page(&[&format!("{series} {count}")], &[]),
+            }
+        }
+    }
+
     fn assert_page(&self, holds: &[&str], lacks: &[&str]) {
         let page = self.registry.render();
         for line in holds {
@@ -353,32 +369,37 @@ impl Fixture {
 }
 
 #[tokio::test(start_paused = true)]
-async fn certificate_requests_their_failures_and_retries_are_counted() {
-    let mut fixture = start(config(), Answer::Fails(Code::Unavailable));
-    fixture.assert_page(&[], &["num_", "cert_"]);
-    let failed = |state: &State| state.failure.as_ref().is_some_and(|p| p.failures == 2);
-    fixture.state_after(failed).await;
-    fixture.assert_page(
-        &[
-            "istio_agent_num_outgoing_requests{request_type=\"csr\"} 2",
-            "istio_agent_num_failed_outgoing_requests{request_type=\"csr\"} 2",
-            "istio_agent_num_outgoing_retries{request_type=\"csr\"} 1",
-            "istio_agent_outgoing_latency{request_type=\"csr\"} 0",
-        ],
-        &["cert_"],
-    );
-    fixture.authority.set(Answer::Waits);
-    tokio::time::sleep(Duration::from_secs(30)).await;
-    fixture.authority.set(Answer::Signed);
-    fixture.first().await;
-    fixture.assert_page(
-        &[
-            "istio_agent_num_outgoing_requests{request_type=\"csr\"} 3",
-            "istio_agent_num_failed_outgoing_requests{request_type=\"csr\"} 2",
-            "istio_agent_num_outgoing_retries{request_type=\"csr\"} 2",
-        ],
-        &["istio_agent_outgoing_latency{request_type=\"csr\"} 0\n"],
-    );
+async fn certificate_requests_their_failures_and_retries_are_counted_as_by_pilot_agent() {
+    // The requests, retries and failures after some attempts that fail, and then after one that succeeds.
+    for (code, attempts, before, after) in [
+        (Code::Unavailable, 2, [1, 1, 0], [1, 2, 0]),
+        (Code::Unavailable, 4, [1, 3, 0], [1, 4, 0]),
+        (Code::Unavailable, 5, [1, 4, 1], [2, 4, 1]),
+        (Code::Unavailable, 7, [2, 5, 1], [2, 6, 1]),
+        (Code::Unauthenticated, 2, [2, 0, 2], [3, 0, 2]),
+    ] {
+        let mut fixture = start(config(), Answer::Fails(code));
+        fixture.assert_page(&[], &["num_", "cert_"]);
+        let failed = |state: &State| {
+            let failure = state.failure.as_ref();
+            failure.is_some_and(|failure| failure.failures == attempts)
+        };
+        fixture.state_after(failed).await;
+        fixture.assert_counts(before);
+        fixture.assert_page(
+            &["istio_agent_outgoing_latency{request_type=\"csr\"} 0"],
+            &["cert_"],
+        );
+        fixture.authority.set(Answer::Waits);
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        fixture.authority.set(Answer::Signed);
+        fixture.first().await;
+        fixture.assert_counts(after);
+        fixture.assert_page(
+            &[],
+            &["istio_agent_outgoing_latency{request_type=\"csr\"} 0\n"],
+        );
+    }
 }
 
 #[tokio::test(start_paused = true)]
