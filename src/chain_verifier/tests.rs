@@ -166,6 +166,33 @@ async fn a_ca_certificate_that_is_a_root_or_signed_by_one_is_accepted_as_a_leaf(
 }
 
 #[tokio::test]
+async fn a_leaf_that_is_a_root_is_accepted_whoever_has_signed_it() {
+    let (plain, namesake) = (root("root", unchanged), root("root", unchanged));
+    let server = |change| issued("leaf", &plain, change);
+    let leaf = server(|leaf| leaf.is_ca = IsCa::ExplicitNoCa);
+    for roots in [vec![&leaf], vec![&namesake, &leaf]] {
+        assert_eq!(handshake(&[&leaf], &roots).await, Ok(()));
+    }
+    let another = server(|leaf| leaf.is_ca = IsCa::NoCa);
+    assert_refused(handshake(&[&leaf], &[&another]).await, "UnknownIssuer");
+    let other = connect(&[&leaf], leaf.key(), &[&leaf], "other.test").await;
+    assert_refused(other, "not valid for name");
+    let early = server(|leaf| {
+        leaf.is_ca = IsCa::ExplicitNoCa;
+        leaf.not_before = date_time_ymd(2998, 1, 1);
+    });
+    assert_refused(handshake(&[&early], &[&early]).await, "not valid yet");
+    let client = server(|leaf| {
+        leaf.is_ca = IsCa::ExplicitNoCa;
+        leaf.extended_key_usages = vec![Purpose::ClientAuth];
+    });
+    assert_refused(
+        handshake(&[&client], &[&client]).await,
+        "does not allow extended key usage",
+    );
+}
+
+#[tokio::test]
 async fn a_ca_certificate_with_a_fault_is_refused_as_a_leaf() {
     let plain = root("root", unchanged);
     let faults: [(Change, &str); 4] = [

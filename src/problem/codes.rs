@@ -77,7 +77,7 @@ codes! {
     "Sockets and directories" {
     SOCKET_PATH_TOO_LONG: "the path of a socket is longer than a socket address", "the agent does not start", "use a shorter `configPath` or `WORKLOAD_IDENTITY_SOCKET_FILE`";
     SOCKET_TAKEN: "another process listens on a socket of the agent, or has removed it", "Envoy does not reach the agent", "find the process that shares the directory with this container, end it, and restart this container";
-    SOCKET_DIRECTORY: "a directory or a file is where a socket belongs", "", "remove it, or correct the volume that holds it";
+    SOCKET_DIRECTORY: "a directory with content, a volume or a file is where a socket belongs", "", "remove it, or correct the volume that holds it";
     SOCKET_HANGS: "the process behind a socket does not answer", "Envoy cannot use the socket", "restart the process if this continues";
     SOCKET_NOT_SERVED: "the process that should serve the workload's secrets does not serve them", "Envoy gets no certificate; one that it has can be used until it expires", "check that process (such as a SPIRE agent) and the volume of the socket; for certificates of istiod, unset `ISTIO_AGENT_EXTERNAL_SDS` and `WORKLOAD_IDENTITY_SOCKET_FILE`";
     DIRECTORY_FORBIDDEN: "the agent may not use a file or directory, because it belongs to another user", "", "give the agent's user access (`fsGroup` of the pod, `chown`), or run the agent as the owner";

@@ -102,13 +102,17 @@ pub fn container_path(path: &Path, container: &str) -> PathBuf {
     own.into()
 }
 
-/// Makes `path` a link to the socket of this container, unless they are the same. Replaces an existing file.
+/// Makes `path` a link to the socket of this container, unless they are the same. Replaces an existing file or empty
+/// directory.
 pub fn link(path: &Path, own: &Path) -> Result<(), Problem> {
     let (Some(target), true) = (own.file_name(), path != own) else {
         return Ok(());
     };
     let temporary = own.with_extension("link");
     remove_stale(&temporary)?;
+    if fs::symlink_metadata(path).is_ok_and(|found| found.is_dir()) {
+        remove_directory(path)?;
+    }
     symlink(target, &temporary)
         .and_then(|()| fs::rename(temporary, path))
         .map_err(io_problem(path, "link the socket"))
@@ -143,7 +147,7 @@ fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
     Problem::new(code, format!("socket {}", path.display()), found)
 }
 
-/// Removes the file in the way of a socket. Fails if it is a directory, or if a process listens on it.
+/// Removes the file or empty directory in the way of a socket. Fails if a process listens on it.
 fn remove_stale(path: &Path) -> Result<(), Problem> {
     let found =
         if_exists(fs::symlink_metadata(path)).map_err(io_problem(path, "look at the socket"))?;
@@ -151,14 +155,21 @@ fn remove_stale(path: &Path) -> Result<(), Problem> {
         return Ok(());
     };
     if kind.is_dir() {
-        let found = "a directory is in its place";
-        return Err(problem(codes::SOCKET_DIRECTORY, path, found));
+        return remove_directory(path);
     }
     if let (true, Ok(pid)) = (kind.is_socket(), find_listener(path)) {
         let found = format!("process {pid} listens on it");
         return Err(problem(codes::SOCKET_TAKEN, path, found));
     }
     fs::remove_file(path).map_err(io_problem(path, "remove the stale socket"))
+}
+
+/// Removes a directory in the place of a socket, unless it has content or is a volume.
+fn remove_directory(path: &Path) -> Result<(), Problem> {
+    fs::remove_dir(path).map_err(|error| {
+        let found = format!("a directory is in its place, which cannot be removed: {error}");
+        problem(codes::SOCKET_DIRECTORY, path, found)
+    })
 }
 
 /// Returns the process that listens on `path`, or 0 if the kernel does not report it, as for one in another
@@ -335,6 +346,24 @@ mod tests {
         let read = timeout(6 * FIRST_BYTE, stream.read(&mut byte)).await;
         let read = read.expect("not for ever").unwrap_or_default();
         (read > 0).then_some(byte[0])
+    }
+
+    #[tokio::test]
+    async fn an_empty_directory_is_replaced_by_a_socket_and_one_with_content_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("XDS");
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("file"), "").unwrap();
+        let own = container_path(&path, "istio-proxy");
+        for problem in [bind(&path).map(drop), link(&path, &own)] {
+            assert_eq!(problem.unwrap_err().code, codes::SOCKET_DIRECTORY);
+        }
+        fs::remove_file(path.join("file")).unwrap();
+        // The socket is removed with its listener.
+        drop(bind(&path).unwrap());
+        fs::create_dir(&path).unwrap();
+        link(&path, &own).unwrap();
+        assert!(is_link_to_container(&path));
     }
 
     #[test]
