@@ -11,14 +11,13 @@ mod redact;
 use std::cell::RefCell;
 use std::fs;
 use std::io::{self, BufWriter, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use flate2::Compression;
-use flate2::read::DeflateDecoder;
-use flate2::write::{DeflateEncoder, GzEncoder};
+use flate2::write::GzEncoder;
 use futures_util::future::join_all;
 use futures_util::stream;
 use http::{Request, Response, StatusCode};
@@ -97,7 +96,9 @@ pub struct Bundle {
 /// A file that is compressed while it is written. Bytes beyond [`MAX_COMPRESSED`] are dropped.
 struct File {
     name: String,
-    content: DeflateEncoder<Vec<u8>>,
+    content: GzEncoder<Vec<u8>>,
+    /// The number of bytes before compression.
+    size: u64,
 }
 
 /// Collects known secrets: variables with the name of a secret, passwords in URLs, and the content of the token's
@@ -230,20 +231,19 @@ impl Bundle {
     }
 
     /// Adds the bootstraps that the agent writes, one for each epoch of Envoy, and the operator's, which may be YAML.
+    /// With a standby, each container has a directory of its own.
     async fn bootstraps(&self, config: &ProxyConfig) {
-        let directory = config.config_path.clone();
+        let directory = PathBuf::from(&config.config_path);
+        let root = directory.clone();
         let listed = spawn_blocking(move || {
-            #[expect(
-                clippy::disallowed_methods,
-                reason = "the operator names the directory"
-            )]
-            let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-            let is_bootstrap = |path: &PathBuf| {
+            let (directories, mut files): (Vec<_>, Vec<_>) =
+                entries(&root).into_iter().partition(|path| path.is_dir());
+            files.extend(directories.iter().flat_map(|directory| entries(directory)));
+            files.retain(|path| {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
                 name.starts_with("envoy-rev") && name.ends_with(".json")
-            };
-            let paths = entries.map(|entry| entry.path()).filter(is_bootstrap);
-            paths.collect::<Vec<_>>()
+            });
+            files
         });
         let listed = in_time(self.until, listed).await.ok();
         let mut paths = listed.and_then(Result::ok).unwrap_or_default();
@@ -254,8 +254,9 @@ impl Bundle {
             self.problem(codes::BUNDLE_BOOTSTRAP_MISSING, "bootstrap", found);
         }
         for path in paths {
-            let file_name = path.file_name().unwrap_or_default().to_string_lossy();
-            let name = format!("bootstrap/{file_name}");
+            let file_name = path.file_name().unwrap_or_default();
+            let shown = path.strip_prefix(&directory).unwrap_or(file_name.as_ref());
+            let name = format!("bootstrap/{}", shown.display());
             let reading = regular_file::read_blocking(path, MAX_SETTINGS);
             let read = in_time(self.until, reading).await.and_then(|read| read);
             let parsed = read.and_then(|text| {
@@ -286,22 +287,30 @@ impl Bundle {
         self.problems.borrow_mut().push(problem);
     }
 
-    /// Writes the archive. Its headers need the sizes, so the files are compressed once more.
+    /// Writes the archive. Headers and files are separate members of its gzip, so that no file is compressed again:
+    /// that would take seconds for large ones.
     pub fn write(self, out: &mut impl Write) -> io::Result<()> {
+        const BLOCK: u64 = 512;
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        let mut tar = tar::Builder::new(GzEncoder::new(out, Compression::fast()));
         let mut files = self.files.into_inner();
         files.sort_by(|one, other| one.name.cmp(&other.name));
+        let mut padding = 0;
         for file in files {
             let mut header = tar::Header::new_gnu();
-            header.set_size(file.content.total_in());
+            header.set_size(file.size);
             header.set_mode(0o600);
             header.set_mtime(now.as_ref().map_or(0, |now| now.as_secs()));
-            let content = file.content.finish()?;
+            // The padding of the file before comes first.
+            let mut entry = tar::Builder::new(vec![0; padding]);
             let path = format!("support-bundle/{}", file.name);
-            tar.append_data(&mut header, path, DeflateDecoder::new(&*content))?;
+            entry.append_data(&mut header, path, io::empty())?;
+            out.write_all(&gzip(entry.get_ref())?)?;
+            out.write_all(&file.content.finish()?)?;
+            padding = (file.size.next_multiple_of(BLOCK) - file.size) as usize;
         }
-        tar.into_inner()?.finish()?.flush()
+        // Two empty blocks end the archive.
+        out.write_all(&gzip(&vec![0; padding + 2 * BLOCK as usize])?)?;
+        out.flush()
     }
 }
 
@@ -315,7 +324,8 @@ impl File {
     ) -> (Self, io::Result<()>) {
         let mut to = BufWriter::new(Self {
             name: name.to_owned(),
-            content: DeflateEncoder::new(Vec::new(), Compression::fast()),
+            content: GzEncoder::new(Vec::new(), Compression::fast()),
+            size: 0,
         });
         // After an error, the bytes before it are flushed, too.
         let copied = redact::copy(secrets, form, &mut from, &mut to).and(to.flush());
@@ -336,6 +346,7 @@ impl Write for File {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if !self.is_full() {
             self.content.write_all(bytes)?;
+            self.size += bytes.len() as u64;
         }
         Ok(bytes.len())
     }
@@ -343,6 +354,22 @@ impl Write for File {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+fn gzip(bytes: &[u8]) -> io::Result<Vec<u8>> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+    encoder.write_all(bytes)?;
+    encoder.finish()
+}
+
+/// Lists the files and directories in a directory; none if it cannot be read.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the operator names the directory"
+)]
+fn entries(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).collect()
 }
 
 /// Returns a command with the output of the program, or with the error of running it.

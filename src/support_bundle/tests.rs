@@ -158,8 +158,9 @@ async fn a_large_page_is_complete() {
 #[test]
 fn a_full_file_takes_no_more() {
     let mut noise = File {
-        name: "noise".to_owned(),
-        content: DeflateEncoder::new(Vec::new(), Compression::fast()),
+        name: "n".repeat(200),
+        content: GzEncoder::new(Vec::new(), Compression::fast()),
+        size: 0,
     };
     let mut random = [0; 1 << 16];
     for _ in 0..(MAX_COMPRESSED >> 16) + 100 {
@@ -172,6 +173,12 @@ fn a_full_file_takes_no_more() {
     let mut archive = Vec::new();
     bundle.write(&mut archive).expect("written");
     assert!((MAX_COMPRESSED..MAX_COMPRESSED + (1 << 20)).contains(&archive.len()));
+    let mut archive = tar::Archive::new(MultiGzDecoder::new(archive.as_slice()));
+    let mut entries = archive.entries().expect("an archive");
+    let entry = entries.next().expect("a file").expect("a file");
+    let name = format!("support-bundle/{}", "n".repeat(200));
+    assert_eq!(entry.path().expect("a path"), Path::new(&name));
+    assert!(entry.size() > MAX_COMPRESSED as u64);
 }
 
 #[tokio::test]
@@ -183,6 +190,8 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
     write("envoy-rev.json", r#"{"node": {"id": "a"}}"#);
     write("envoy-rev1.json", "{{");
     write("other.json", "{}");
+    fs::create_dir(directory.path().join("istio-standby")).expect("a directory");
+    write("istio-standby/envoy-rev0.json", r#"{"node": {"id": "b"}}"#);
     write(
         "custom.yaml",
         "static_resources:\n  secrets:\n  - password:\n      inline_string: |\n        hush\n",
@@ -209,6 +218,7 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
     let expected: Value = serde_json::from_str(&files["config.json"]).expect("JSON");
     assert_eq!(expected, sources.config);
     assert!(files["bootstrap/envoy-rev.json"].contains("\"id\": \"a\""));
+    assert!(files["bootstrap/istio-standby/envoy-rev0.json"].contains("\"id\": \"b\""));
     assert!(files["bootstrap/custom.yaml"].contains("\"inline_string\": \"[redacted]\""));
     assert!(files["versions.txt"].contains("agent: 1.2.3\nkernel: Linux version"));
     assert!(files["capture.txt"].contains("$ nft list ruleset\n"));
