@@ -23,12 +23,14 @@ fn main() -> std::process::ExitCode {
     #[cfg(target_env = "gnu")]
     limit_malloc();
     let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+    let words: Vec<_> = words.collect();
+    let prints_data = cli::prints_data(&words);
     let result = match cli::parse(words) {
         Ok(line) => run(line),
         Err(ParseError::Help(text)) => print(&text).map(|()| ExitCode::Success),
         Err(ParseError::Invalid(text)) => Err(text.into()),
     };
-    let code = result.unwrap_or_else(|error| fail(error.as_ref()));
+    let code = result.unwrap_or_else(|error| fail(error.as_ref(), prints_data));
     logging::finish();
     code.into()
 }
@@ -135,7 +137,7 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
             let is_cleanup = matches!(command, Command::CleanIptables(_));
             let captured = block_on(iptables::run(&line.flags, is_cleanup, &environment))?;
             captured.unwrap_or_else(|error| {
-                fail(error.as_ref());
+                fail(error.as_ref(), false);
                 (String::new(), iptables::exit_code(&error))
             })
         }
@@ -207,13 +209,18 @@ fn print(text: &str) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Reports the error on standard error and in the log.
-fn fail(error: &(dyn std::error::Error + 'static)) -> ExitCode {
+/// Reports the error on standard error and, like pilot-agent, in the log, which is on standard output. A command that
+/// prints data there does not log the error.
+fn fail(error: &(dyn std::error::Error + 'static), prints_data: bool) -> ExitCode {
     let text = with_causes(error);
+    let lines: Vec<_> = text.split('\n').map(logging::printable).collect();
     // Standard error may be closed.
-    let _ = writeln!(io::stderr(), "Error: {text}");
-    // Commands that fail before they set up logging, or that never do, log with the defaults.
-    let _ = logging::init(logging::Options::default());
-    tracing::error!("{text}");
+    let _ = writeln!(io::stderr(), "Error: {}", lines.join("\n"));
+    if !prints_data {
+        // Commands that fail before they set up logging, or that never do, log with the defaults.
+        let _ = logging::init(logging::Options::default());
+        let words: Vec<_> = text.split_whitespace().collect();
+        tracing::error!("{}", words.join(" "));
+    }
     ExitCode::CommandFailed
 }

@@ -119,6 +119,22 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<ParsedLine, Parse
     }
 }
 
+/// Returns true if the command of a line prints data that others read. The first word is the program.
+pub fn prints_data(line: &[String]) -> bool {
+    const OTHERS: [&str; 6] = [
+        "proxy",
+        "request",
+        "standby",
+        "wait",
+        "istio-iptables",
+        "istio-clean-iptables",
+    ];
+    let commands = Cli::command();
+    let mut words = line.iter().skip(1);
+    let command = words.find(|word| commands.find_subcommand(word).is_some());
+    command.is_some_and(|command| !OTHERS.contains(&command.as_str()))
+}
+
 /// Hides an empty default in the help.
 fn quiet(flag: Arg) -> Arg {
     match flag.get_default_values() {

@@ -144,13 +144,22 @@ impl Line {
     }
 }
 
-/// Escapes control characters, which terminals would interpret. A tab is harmless.
+/// Escapes characters that terminals interpret: control characters, except for tabs, line separators, and characters
+/// that change the direction of the text (Unicode's property Bidi_Control).
 pub fn printable(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
             '\n' => line += "\\n",
-            c if c.is_control() && c != '\t' => line += &format!("\\u{:04x}", u32::from(c)),
+            '\t' => line.push(c),
+            '\u{61c}'
+            | '\u{200e}'
+            | '\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2066}'..='\u{2069}' => {
+                line += &format!("\\u{:04x}", u32::from(c));
+            }
+            c if c.is_control() => line += &format!("\\u{:04x}", u32::from(c)),
             c => line.push(c),
         }
     }
@@ -197,13 +206,14 @@ mod tests {
     }
 
     #[test]
-    fn control_characters_are_escaped_in_message_and_labels() {
+    fn control_and_direction_characters_are_escaped_in_message_and_labels() {
         let mut line = line("sds");
-        let hostile = "a\tb\u{1b}[2J\r\n\u{7f}\u{9b}31m ü\u{0}";
+        let hostile = "a\tb\u{1b}[2J\r\n\u{7f}\u{9b}31m ü\u{0}\u{202e}\u{2066}\u{200f}\u{61c}\u{2028}\u{200d}";
         line.content.message = hostile.into();
         line.content.labels = vec![("error", hostile.into())];
-        let text = r"[2J\u000d\n\u007f\u009b31m ü\u0000";
-        let text = format!("a\tb\\u001b{text}");
+        let text = r"[2J\u000d\n\u007f\u009b31m ü\u0000\u202e\u2066\u200f\u061c\u2028";
+        // A joiner does not change the direction.
+        let text = format!("a\tb\\u001b{text}\u{200d}");
         let line_of_text = line.text();
         assert!(
             line_of_text.ends_with(&format!("\tsds\t{text}\terror={text}\n")),

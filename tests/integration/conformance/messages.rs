@@ -151,6 +151,52 @@ fn a_misspelt_command_flag_variable_or_member_is_reported_with_the_nearest_name(
 }
 
 #[test]
+fn a_failed_command_that_prints_data_writes_only_its_error_to_standard_error() {
+    if !is_this_agent("its outputs") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for line in [
+        "scope --bogus",
+        "config -o xml",
+        "bootstrap",
+        "preflight missing.yaml",
+        "support-bundle --output no/such/file",
+        "version -o xml",
+        "completion csh",
+        "doctor --bogus",
+    ] {
+        let config = "discoveryAddress: \"a\\u202Eb\"";
+        let mut command = agent(folder.path(), line);
+        let output = command.env("PROXY_CONFIG", config).output().unwrap();
+        assert_eq!(output.status.code(), Some(255), "{line}");
+        assert!(output.stdout.is_empty(), "{line}: {}", shown(&output));
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(error.matches('\n').count(), 1, "{line}: {error}");
+        assert!(
+            error.starts_with("Error: ") && !error.contains('\u{202e}'),
+            "{error}"
+        );
+    }
+    // Other commands log the error as well, as pilot-agent does: in one line.
+    for line in [
+        "proxi",
+        "wait --bogus",
+        "request GET",
+        "istio-iptables --bogus",
+    ] {
+        let output = agent(folder.path(), line).output().unwrap();
+        let (log, error) = (output.stdout, output.stderr);
+        let log = String::from_utf8(log).unwrap();
+        assert!(
+            log.contains("\terror\t") && !log.contains("\\n"),
+            "{line}: {log}"
+        );
+        assert!(error.starts_with(b"Error: "), "{line}");
+    }
+}
+
+#[test]
 fn the_version_is_printed_for_the_flag_as_for_the_command() {
     if !is_this_agent("its flag --version") {
         return;
