@@ -33,8 +33,6 @@ const WARNINGS: [&Code; 14] = [
     codes::STANDBY_UNABLE,
     codes::UPSTREAM_UNREACHABLE,
 ];
-/// The state of a pod that serves.
-pub const READY: &str = "ready";
 const NEXT_STEPS: &str = "if requests fail, read the response flags in Envoy's access log (UH: no healthy endpoint, \
                           UF: no connection, NR: no route), and compare `istioctl proxy-config all POD`";
 
@@ -98,6 +96,25 @@ pub enum Level {
     Ok,
     Warning,
     Error,
+}
+
+/// The state of a pod, for the verdict of a report.
+#[derive(Clone, Debug)]
+pub enum PodState {
+    Ready,
+    NotReady,
+    /// Nothing is known, for this reason.
+    Unknown(String),
+}
+
+impl fmt::Display for PodState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ready => "ready",
+            Self::NotReady => "not ready",
+            Self::Unknown(why) => why,
+        })
+    }
 }
 
 impl Level {
@@ -191,9 +208,9 @@ impl Report {
         report
     }
 
-    /// Adds verdict and remedy. `state` describes the pod. The problem `unexplained` is added if no check is an error.
+    /// Adds verdict and remedy. The problem `unexplained` is added if no check is an error.
     #[must_use]
-    pub fn judged(mut self, state: &str, unexplained: Option<&Problem>) -> Self {
+    pub fn judged(mut self, state: &PodState, unexplained: Option<&Problem>) -> Self {
         if let Some(problem) = unexplained.filter(|_| self.level < Level::Error) {
             let check = Check::from(problem);
             self.groups.push(Group::new("readiness", vec![check]));
@@ -206,8 +223,8 @@ impl Report {
             let (name, text) = (first.level.name(), first.line(["", ""]));
             let worst = findings.iter().filter(|it| it.level == first.level);
             let count = match (state, worst.count()) {
-                (READY, 1) => format!(", with 1 {name}"),
-                (READY, worst) => format!(", with {worst} {name}s"),
+                (PodState::Ready, 1) => format!(", with 1 {name}"),
+                (PodState::Ready, worst) => format!(", with {worst} {name}s"),
                 _ => String::new(),
             };
             let remedy = match first.remedy.as_str() {
@@ -323,7 +340,7 @@ mod tests {
             warning(codes::LOG_SILENT, "c", "none"),
             error(codes::AGENT_UNKNOWN, "d\n", "a\u{1b}[2Jb\nc"),
         ];
-        let found = report(checks).judged("not ready", None);
+        let found = report(checks).judged(&PodState::NotReady, None);
         assert_eq!(found.level, Level::Error);
         let begin =
             "not ready: d\\n: a\\u001b[2Jb\\nc [AGENT_UNKNOWN]\nwhat to do: mend it\nnode\n";
@@ -349,56 +366,85 @@ mod tests {
         for (checks, state, unexplained, verdict, level) in [
             (
                 vec![],
-                READY,
+                PodState::Ready,
                 None,
                 "ready: no problem found",
                 Level::Skipped,
             ),
-            (vec![ok], READY, None, "ready: no problem found", Level::Ok),
+            (
+                vec![ok],
+                PodState::Ready,
+                None,
+                "ready: no problem found",
+                Level::Ok,
+            ),
             (
                 vec![one.clone()],
-                READY,
+                PodState::Ready,
                 None,
                 "ready, with 1 warning: a: one [LOG_SILENT]",
                 Level::Warning,
             ),
             (
                 vec![one.clone(), two.clone()],
-                READY,
+                PodState::Ready,
                 None,
                 "ready, with 2 warnings: a: one [LOG_SILENT]",
                 Level::Warning,
             ),
             (
                 vec![one.clone(), three.clone()],
-                READY,
+                PodState::Ready,
                 None,
                 "ready, with 1 error: c: three [AGENT_UNKNOWN]",
                 Level::Error,
             ),
             (
                 vec![one.clone(), three],
-                "not ready",
+                PodState::NotReady,
                 Some(&missing),
                 "not ready: c: three [AGENT_UNKNOWN]",
                 Level::Error,
             ),
             (
                 vec![one],
-                "not ready",
+                PodState::NotReady,
                 Some(&missing),
                 "not ready: pod: no listener [POD_NOT_READY]",
                 Level::Error,
             ),
         ] {
-            let found = report(checks).judged(state, unexplained);
+            let found = report(checks).judged(&state, unexplained);
             assert_eq!((found.verdict.as_str(), found.level), (verdict, level));
             assert!(!found.remedy.is_empty());
         }
-        let found = report(vec![]).judged(READY, None);
+        let found = report(vec![]).judged(&PodState::Ready, None);
         for words in ["access log", "response flags", "istioctl proxy-config"] {
             assert!(found.remedy.contains(words), "{}", found.remedy);
         }
+    }
+
+    #[test]
+    fn levels_and_findings_do_not_depend_on_texts() {
+        let levels = |text: Option<&'static str>| {
+            let check = |code: &&'static Code| {
+                let mut problem = Problem::new(code, "subject", "found");
+                if let Some(text) = text {
+                    problem = problem.expected(text).consequence(text).remedy(text);
+                    problem.found = text.to_owned();
+                }
+                Check::from(&problem)
+            };
+            let found = report(codes::TABLE.iter().map(check).collect());
+            let codes = found
+                .findings()
+                .into_iter()
+                .map(|it| (it.level, it.code.clone()));
+            (found.level, codes.collect::<Vec<_>>())
+        };
+        let usual = levels(None);
+        assert_eq!(levels(Some("")), usual);
+        assert_eq!(levels(Some("ready")), usual);
     }
 
     #[test]
@@ -410,7 +456,7 @@ mod tests {
             vec![error(cause, "a", "1"), error(consequence, "b", "4")],
         ];
         let groups = groups.map(|checks| Group::new("group", checks)).into();
-        let found = Report::new(String::new(), groups).judged("not ready", None);
+        let found = Report::new(String::new(), groups).judged(&PodState::NotReady, None);
         let listed: Vec<_> = found
             .findings()
             .iter()
@@ -434,7 +480,7 @@ mod tests {
             error(codes::AGENT_UNKNOWN, "b", &long),
             error(codes::AGENT_UNKNOWN, "c", &format!("{words}{long}{words}")),
         ];
-        let found = report(checks).judged("not ready", None);
+        let found = report(checks).judged(&PodState::NotReady, None);
         let text = found.text(true, WIDTH);
         let width = text.lines().map(|line| line.chars().count()).max();
         assert!(width <= Some(WIDTH), "{text}");
@@ -452,7 +498,10 @@ mod tests {
     fn the_report_of_an_older_agent_can_be_read() {
         let old = r#"{"node":"a","level":"ok","groups":[]}"#;
         let found: Report = serde_json::from_str(old).expect("a report");
-        assert_eq!(found.judged(READY, None).verdict, "ready: no problem found");
+        assert_eq!(
+            found.judged(&PodState::Ready, None).verdict,
+            "ready: no problem found"
+        );
     }
 
     #[test]

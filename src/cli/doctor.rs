@@ -20,7 +20,7 @@ use crate::exit_code::ExitCode;
 use crate::http_client;
 use crate::lifecycle::with_causes;
 use crate::problem::codes;
-use crate::report::{Check, Level, Report};
+use crate::report::{Check, Level, PodState, Report};
 use crate::support_bundle::STEP_LIMIT;
 
 /// Time limit of the agent's report.
@@ -91,9 +91,10 @@ pub async fn report(
     let (port, config, mut checks) = read.await.unwrap_or_else(unread);
     let Some(port) = port else {
         let report = doctor::report(&config, None, checks).await;
-        return Ok(report.judged("the agent has no status port", None));
+        let state = PodState::Unknown("the agent has no status port".to_owned());
+        return Ok(report.judged(&state, None));
     };
-    let state = format!("no agent answers on port {port}");
+    let state = PodState::Unknown(format!("no agent answers on port {port}"));
     let problem = match request_report(port).await {
         Ok(report) => return Ok(report),
         Err(refused) if refused.code == codes::CALLER_REFUSED => return Err(refused),

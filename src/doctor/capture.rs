@@ -36,15 +36,21 @@ const CONNECT_LIMIT: Duration = Duration::from_millis(300);
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let node = &subject.config.bootstrap.node;
     let mode = node.metadata.get("INTERCEPTION_MODE");
-    let why = match mode.and_then(Value::as_str) {
+    let skipped = |why: &str| vec![Check::skipped(NAME, why)];
+    match mode.and_then(Value::as_str) {
         // Gateways are given a mode as well.
-        _ if !node.id.starts_with("sidecar~") => "only sidecars capture traffic",
-        Some("REDIRECT" | "TPROXY") => "",
-        Some(mode) => &format!("interception mode {mode}: traffic is not captured"),
-        None => "ISTIO_META_INTERCEPTION_MODE is not set, so traffic may be captured or not",
-    };
-    if !why.is_empty() {
-        return vec![Check::skipped(NAME, why)];
+        _ if !node.id.starts_with("sidecar~") => return skipped("only sidecars capture traffic"),
+        Some("REDIRECT" | "TPROXY") => {}
+        Some(mode) => {
+            return skipped(&format!(
+                "interception mode {mode}: traffic is not captured"
+            ));
+        }
+        None => {
+            return skipped(
+                "ISTIO_META_INTERCEPTION_MODE is not set, so traffic may be captured or not",
+            );
+        }
     }
     let is_first_v6 = node.addresses.first().is_some_and(IpAddr::is_ipv6);
     let families = [Family::V4, Family::V6].into_iter().filter(|family| {

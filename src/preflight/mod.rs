@@ -234,14 +234,10 @@ impl Findings<'_> {
         }
     }
 
-    /// Adds a difference with both behaviours, as a warning if it can surprise.
+    /// Adds a difference with both behaviours.
     fn difference(&mut self, setting: &str, row: &Difference) {
-        let level = match row.advice {
-            "" => Level::Ok,
-            _ => Level::Warning,
-        };
         let found = format!("{}; {}", row.pilot_agent, row.this_agent);
-        let mut check = Check::new(setting, level, found);
+        let mut check = Check::new(setting, row.level, found);
         row.advice.clone_into(&mut check.remedy);
         self.add(check, Some(row));
     }

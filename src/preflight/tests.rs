@@ -472,6 +472,34 @@ fn each_kind_of_difference_of_traffic_capture_is_found() {
 }
 
 #[test]
+fn levels_do_not_depend_on_texts() {
+    for row in TABLE {
+        for text in ["", "another text"] {
+            let edited = Difference {
+                pilot_agent: text,
+                this_agent: text,
+                advice: text,
+                ..*row
+            };
+            let mut findings = Findings {
+                container: "istio-proxy",
+                found: Vec::new(),
+            };
+            findings.difference("setting", &edited);
+            let found = &findings.found[0];
+            assert_eq!((found.check.level, found.row), (row.level, row.id));
+        }
+        // A warning says what to do.
+        assert_eq!(
+            row.level == Level::Warning,
+            !row.advice.is_empty(),
+            "{}",
+            row.id
+        );
+    }
+}
+
+#[test]
 fn a_default_pod_has_no_differences_and_each_finding_names_its_row() {
     let mut pod = pod(&[], json!({"TRUST_DOMAIN": "td"}), json!({}));
     pod["spec"]["initContainers"] =

@@ -34,6 +34,27 @@ enum IssueError {
     NotSigned(#[from] SignError),
 }
 
+/// The key of the next request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum NextKey {
+    Same,
+    /// RSA, because the authority may have rejected an ECDSA key that no setting requests.
+    Rsa,
+    /// The configured type again, because the authority rejects RSA as well.
+    Configured,
+}
+
+impl NextKey {
+    /// Returns a text for the log.
+    fn text(self) -> &'static str {
+        match self {
+            Self::Same => "",
+            Self::Rsa => " with an RSA 2048 key, because ECC_SIGNATURE_ALGORITHM is not set",
+            Self::Configured => " with an ECDSA key",
+        }
+    }
+}
+
 /// The time limit of one request to the authority. It is far above the limit of the authority's client.
 const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 
@@ -146,7 +167,7 @@ impl<C: Ca> Renewal<C> {
         let is_transient = request.is_some_and(|error| !error.is_lasting());
         let mut wait = schedule::next_wait(failures, is_transient, self.remaining_lifetime());
         let next_key = self.switch_key_type(request, *failures);
-        if !next_key.is_empty() && *self.key_type.lock() != self.config.key_type {
+        if next_key == NextKey::Rsa {
             wait = schedule::MIN_WAIT;
         }
         self.report(error, *failures, wait, next_key);
@@ -252,8 +273,8 @@ impl<C: Ca> Renewal<C> {
     }
 
     /// Switches to RSA if the authority may have rejected an ECDSA key that no setting requests, and back
-    /// if it rejects RSA as well. Returns a text for the log, empty without a change.
-    fn switch_key_type(&self, error: Option<&SignError>, failures: u32) -> &'static str {
+    /// if it rejects RSA as well.
+    fn switch_key_type(&self, error: Option<&SignError>, failures: u32) -> NextKey {
         let mut key_type = self.key_type.lock();
         let is_rsa = *key_type != self.config.key_type;
         let is_rejected = match error.map(|error| error.code) {
@@ -265,14 +286,14 @@ impl<C: Ca> Renewal<C> {
             _ => false,
         };
         if !is_rejected || !self.config.falls_back_to_rsa {
-            return "";
+            return NextKey::Same;
         }
         if is_rsa {
             *key_type = self.config.key_type;
-            return " with an ECDSA key";
+            return NextKey::Configured;
         }
         *key_type = KeyType::Rsa(2048);
-        " with an RSA 2048 key, because ECC_SIGNATURE_ALGORITHM is not set"
+        NextKey::Rsa
     }
 
     /// Computes and logs when a certificate that was taken into use at `issued` is to be renewed. The moment is
@@ -340,7 +361,7 @@ impl<C: Ca> Renewal<C> {
 
     /// Publishes a failure and logs it: pilot-agent's line and one of this agent. Repetitions are logged at
     /// growing intervals.
-    fn report(&self, error: IssueError, failures: u32, wait: Duration, next_key: &str) {
+    fn report(&self, error: IssueError, failures: u32, wait: Duration, next_key: NextKey) {
         let text = error.to_string();
         let (problem, is_request) = match error {
             IssueError::Unusable(problem) => (problem, false),
@@ -355,7 +376,8 @@ impl<C: Ca> Renewal<C> {
             };
             let wait_text = rounded(wait);
             let follows = format!(
-                "failure {failures} in a row, next attempt in {wait_text}{next_key}; {served}"
+                "failure {failures} in a row, next attempt in {wait_text}{}; {served}",
+                next_key.text()
             );
             if self.state.borrow().roots.is_none() {
                 tracing::warn!(

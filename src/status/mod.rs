@@ -58,7 +58,7 @@ use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover, QUIT, Stop
 use crate::metrics::Registry;
 use crate::probe;
 use crate::problem::{Problem, codes};
-use crate::report::{READY, Report};
+use crate::report::{PodState, Report};
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
@@ -262,12 +262,16 @@ impl Router {
     async fn diagnose(&self, age: Duration) -> Diagnosis {
         let check = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
         let (report, ready) = tokio::join!((self.sources.doctor)(age), check);
-        let ready = ready.unwrap_or_else(|_| Err("Envoy's admin port does not answer".to_owned()));
+        let late = |_| Err("Envoy's admin port does not answer".to_owned());
+        let ready = ready.map_or_else(late, |ready| ready.map_err(|it| it.to_string()));
         let missing = ready.as_ref().err();
         let problem = missing.map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
-        let state = if ready.is_ok() { READY } else { "not ready" };
+        let state = match missing {
+            None => PodState::Ready,
+            Some(_) => PodState::NotReady,
+        };
         Diagnosis {
-            report: report.judged(state, problem.as_ref()),
+            report: report.judged(&state, problem.as_ref()),
             ready,
         }
     }

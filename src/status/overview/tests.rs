@@ -12,7 +12,7 @@ use crate::envoy::shutdown::{Plan, Shutdown, Step};
 use crate::istiod::status::{Connected, Failure, Status, Tls};
 use crate::logging::Entry;
 use crate::problem::{Problem, codes};
-use crate::report::{Check, Group, Level, Report};
+use crate::report::{Check, Group, Level, PodState, Report};
 use crate::secrets::observe::{Certificate, Secret, Snapshot as Certificates};
 use crate::xds::observe::{
     AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot as Discovery, Source,
@@ -185,7 +185,7 @@ fn hostile_page() -> String {
     overview["envoy"] = json!(crashed());
     overview["warnings"] = json!([warning]);
     let doctor = report(vec![Check::with_level(Level::Error, &finding(HOSTILE))]);
-    page(&doctor.judged("not ready", None), &overview)
+    page(&doctor.judged(&PodState::NotReady, None), &overview)
 }
 
 fn certificate(remaining_seconds: f64) -> Certificate {
@@ -266,7 +266,7 @@ fn the_doctors_verdict_remedy_and_findings_are_at_the_top() {
         Check::ok("token", "valid"),
         Check::with_level(Level::Error, &problem),
     ];
-    let html = page(&report(checks).judged("not ready", None), &empty());
+    let html = page(&report(checks).judged(&PodState::NotReady, None), &empty());
     let (top, _) = html.split_once("<main>").expect("a main part");
     let found = [
         "<title>not ready: agent: expired 2 s ago [AGENT_SILENT]: node</title>",

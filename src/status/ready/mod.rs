@@ -53,6 +53,19 @@ struct Checks {
     last: Option<(Instant, Result<(), String>)>,
 }
 
+/// The reason why the pod is not ready.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum NotReady {
+    /// The text has the cause.
+    #[error("{0}")]
+    Explained(String),
+    #[error("istio DNS capture is turned ON and DNS lookup table is not ready yet")]
+    NoNameTable,
+    /// Another part of the agent may know the cause.
+    #[error("{0}")]
+    Unexplained(String),
+}
+
 /// Epoch and pid of an Envoy.
 type Process = (u32, Option<i32>);
 
@@ -88,16 +101,18 @@ impl Readiness {
         let Err(missing) = self.check().await else {
             return Ok(());
         };
+        let text = missing.to_string();
         if self.check_not_stopping().is_err() {
-            return Err(missing);
+            return Err(text);
         }
-        let cause = self
-            .find_cause()
-            .await
-            .filter(|cause| !missing.contains(cause));
+        let cause = match missing {
+            NotReady::Explained(_) => None,
+            NotReady::NoNameTable => self.istiod_failure().filter(|_| !self.is_connected()),
+            NotReady::Unexplained(_) => self.find_cause().await,
+        };
         let suffix = cause.map_or_else(String::new, |cause| format!("; {cause}"));
-        let missing = missing.trim_end();
-        Err(format!("{missing}{suffix}; see `pilot-agent doctor`"))
+        let text = text.trim_end();
+        Err(format!("{text}{suffix}; see `pilot-agent doctor`"))
     }
 
     /// Returns the cause that another part of the agent knows. None if Envoy has exited, which is the cause.
@@ -105,11 +120,9 @@ impl Readiness {
         let sources = &self.sources;
         let envoy = sources.envoy.as_ref()?;
         running_process(&envoy.report().borrow()).ok()?;
-        let failure = sources.istiod.status().last_error;
-        let istiod = failure.map(|failure| failure.problem.to_string());
         let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
         let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
-        let known = istiod.or_else(certificate).or_else(refused);
+        let known = self.istiod_failure().or_else(certificate).or_else(refused);
         // Inspecting Envoy takes up to a second, and `pilot-agent wait` sends ten probes a second at the start.
         if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
@@ -120,25 +133,37 @@ impl Readiness {
         wait.map(ToString::to_string)
     }
 
+    /// Returns the last failure of a connection or call to istiod, if none has succeeded since.
+    fn istiod_failure(&self) -> Option<String> {
+        let failure = self.sources.istiod.status().last_error?;
+        Some(failure.problem.to_string())
+    }
+
+    /// Returns true if there is a connection to istiod. A failed call on it, such as a certificate request, does not
+    /// explain why istiod has sent no name table.
+    fn is_connected(&self) -> bool {
+        self.sources.istiod.status().connected.is_some()
+    }
+
     /// Checks whether the pod is ready now. The error is the first reason why it is not. Records the milestones that
     /// are reached for the first time.
-    pub(super) async fn check(&self) -> Result<(), String> {
+    pub(super) async fn check(&self) -> Result<(), NotReady> {
         if let Some(envoy) = &self.sources.envoy {
-            self.check_envoy(envoy).await?;
+            let checked = self.check_envoy(envoy).await;
+            checked.map_err(NotReady::Unexplained)?;
         }
-        self.check_not_stopping()?;
+        self.check_not_stopping().map_err(NotReady::Explained)?;
         let is_missing = |refused: &&Problem| refused.code == codes::SECRET_REFUSED;
         if let Some(refusal) = self.sources.refusals.lock().values().find(is_missing) {
-            return Err(refusal.to_string());
+            return Err(NotReady::Explained(refusal.to_string()));
         }
         if let Some(file) = &self.grpc {
-            file.check()?;
+            file.check().map_err(NotReady::Unexplained)?;
         }
         if let Some(dns) = &self.sources.dns
             && !dns.is_ready()
         {
-            let missing = "istio DNS capture is turned ON and DNS lookup table is not ready yet";
-            return Err(missing.to_owned());
+            return Err(NotReady::NoNameTable);
         }
         self.sources.milestones.mark(startup::READY);
         Ok(())

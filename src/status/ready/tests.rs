@@ -1,5 +1,6 @@
 //! Tests readiness with a scripted admin port in place of Envoy's.
 
+use std::future::pending;
 use std::sync::Arc;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -8,8 +9,9 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use super::*;
+use crate::dns::{self, Dns};
 use crate::envoy::admin::Admin;
-use crate::lifecycle::Stop;
+use crate::lifecycle::{CancellationToken, ListenerHandover, Stop};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
 use crate::status::startup::Milestones;
@@ -37,10 +39,10 @@ struct Pod {
 
 impl Pod {
     async fn new() -> Self {
-        Self::with(None).await
+        Self::with(None, None).await
     }
 
-    async fn with(istiod: Option<crate::istiod::Istiod>) -> Self {
+    async fn with(istiod: Option<crate::istiod::Istiod>, dns: Option<Dns>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
         let admin = Admin::new(address.ip(), address.port(), Duration::from_secs(2));
@@ -56,6 +58,7 @@ impl Pod {
         let sources = Sources {
             envoy: Some(Envoy::new(admin, reports, sender)),
             istiod: istiod.unwrap_or(sources.istiod),
+            dns,
             ..sources
         };
         Self {
@@ -78,12 +81,28 @@ impl Pod {
 
     async fn unreadiness(&self) -> String {
         let missing = self.ready.check().await;
-        missing.expect_err("not ready")
+        missing.expect_err("not ready").to_string()
     }
 
     fn query_count(&self) -> usize {
         *self.asked.borrow()
     }
+}
+
+/// Returns the handle of a DNS server that has no name table.
+fn dns() -> Dns {
+    let config = dns::Config {
+        addresses: Vec::new(),
+        search_domains: dns::SearchDomains::new("shop", "shop.svc.cluster.local", &[]),
+        policy: dns::Policy {
+            ttl: 30,
+            forward_before_first_table: false,
+        },
+    };
+    let registry = Registry::default();
+    let forwarder = dns::forward::Forwarder::new(Default::default(), &registry);
+    let (handover, stop) = (ListenerHandover::default(), CancellationToken::new());
+    dns::new(config, pending(), forwarder, &registry, handover, stop).0
 }
 
 fn started(start_number: u32, pid: i32) -> Report {
@@ -125,7 +144,7 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     let missing = pod.unreadiness().await;
     let fake = crate::istiod::fake::Fake::start(None).await;
     let (istiod, _tasks) = crate::istiod::fake::run(crate::istiod::fake::plaintext(fake.address));
-    let pod = Pod::with(Some(istiod.clone())).await;
+    let pod = Pod::with(Some(istiod.clone()), None).await;
     pod.set_response("");
     let connection = istiod.connection().await.expect("a connection");
     let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", "authentication failure");
@@ -145,6 +164,24 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     pod.stop.request(Urgency::Drain, "a test");
     pod.set_response(CONFIGURED);
     assert_eq!(explained().await, "server is terminated: a test");
+}
+
+#[tokio::test]
+async fn a_missing_name_table_is_not_explained_by_a_failed_call_but_by_a_missing_connection() {
+    let fake = crate::istiod::fake::Fake::start(None).await;
+    let (istiod, _tasks) = crate::istiod::fake::run(crate::istiod::fake::plaintext(fake.address));
+    let pod = Pod::with(Some(istiod.clone()), Some(dns())).await;
+    let connection = istiod.connection().await.expect("a connection");
+    let code = codes::ISTIOD_PERMISSION_DENIED;
+    let problem = Problem::new(code, "certificate request", "the authority refuses");
+    istiod.record_failure(&connection, false, &problem);
+    let explained = async || pod.ready.check_and_explain().await.expect_err("not ready");
+    let missing = "istio DNS capture is turned ON and DNS lookup table is not ready yet";
+    let doctor = "; see `pilot-agent doctor`";
+    assert_eq!(explained().await, format!("{missing}{doctor}"));
+    // After a timeout, the connection is not used any more.
+    istiod.record_failure(&connection, true, &problem);
+    assert_eq!(explained().await, format!("{missing}; {problem}{doctor}"));
 }
 
 #[tokio::test]
@@ -212,7 +249,7 @@ async fn concurrent_probes_share_one_request_to_a_hung_admin_port() {
     for answer in crowd.join_all().await {
         let missing = answer.expect_err("not ready");
         assert!(
-            missing.contains("no answer from Envoy's admin port"),
+            missing.to_string().contains("no answer from Envoy's admin port"),
             "{missing}"
         );
     }
