@@ -7,6 +7,7 @@ use std::fmt;
 use std::pin::pin;
 use std::sync::Arc;
 
+use h2::Reason;
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -16,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::client::GrpcService;
 
-use super::frames::{self, Http2State};
+use super::frames::{self, GoAway, Http2State, Loss};
 use super::status::Connected;
 use super::{Body, Config};
 use crate::executor::Executor;
@@ -111,14 +112,13 @@ pub(super) struct Driver {
 type Running =
     hyper::client::conn::http2::Connection<TokioIo<frames::Inspected<Box<dyn Io>>>, Body, Executor>;
 
-/// Starts HTTP/2 on `io` and waits for the peer's settings. The error is a text, and true if it is a TLS
-/// alert.
+/// Starts HTTP/2 on `io` and waits for the peer's settings.
 pub(super) async fn open(
     io: Box<dyn Io>,
     about: Connected,
     config: Arc<Config>,
     executor: Executor,
-) -> Result<(Connection, Driver), (String, bool)> {
+) -> Result<(Connection, Driver), Loss> {
     let (io, mut peer) = frames::inspect(io);
     let (sender, mut running) = Builder::new(executor)
         .timer(TokioTimer::new())
@@ -129,7 +129,7 @@ pub(super) async fn open(
         .keep_alive_timeout(config.keepalive.timeout)
         .handshake(TokioIo::new(io))
         .await
-        .map_err(|error| (error.to_string(), false))?;
+        .map_err(|error| Loss::Ended(error.to_string()))?;
     let ended = tokio::select! {
         biased;
         _ = peer.wait_for(|peer| *peer != Http2State::AwaitingSettings) => false,
@@ -138,9 +138,9 @@ pub(super) async fn open(
     let state = peer.borrow().clone();
     match state {
         Http2State::Ready if !ended => {}
-        Http2State::Closed(reason, is_alert) => return Err((reason, is_alert)),
-        Http2State::GoingAway => return Err(("it sent GOAWAY at once".to_owned(), false)),
-        _ => return Err(("it closed the connection".to_owned(), false)),
+        Http2State::Closed(loss) => return Err(loss),
+        Http2State::GoingAway(go_away) => return Err(Loss::Ended(format!("it sent {go_away}"))),
+        _ => return Err(Loss::Ended("it closed the connection".to_owned())),
     }
     let connection = Connection {
         sender,
@@ -153,8 +153,8 @@ pub(super) async fn open(
 
 impl Driver {
     /// Runs the connection until its last stream has ended. Calls `on_leave` as soon as no new stream can be
-    /// opened. Returns why the connection ended.
-    pub(super) async fn run(mut self, on_leave: impl FnOnce()) -> String {
+    /// opened. Returns why the connection ended. The error is a GOAWAY with an error of the agent, such as too many pings.
+    pub(super) async fn run(mut self, on_leave: impl FnOnce()) -> Result<String, GoAway> {
         let mut running = pin!(self.running);
         let ended = tokio::select! {
             ended = &mut running => Some(ended),
@@ -165,11 +165,14 @@ impl Driver {
             Some(result) => result,
             None => running.await,
         };
-        match (result, &*self.peer.borrow()) {
+        Ok(match (result, &*self.peer.borrow()) {
+            (_, Http2State::GoingAway(go_away)) if go_away.code != Reason::NO_ERROR => {
+                return Err(go_away.clone());
+            }
             (Err(error), _) => error.to_string(),
-            (Ok(()), Http2State::Closed(reason, _)) => reason.clone(),
-            (Ok(()), Http2State::GoingAway) => "it sent GOAWAY".to_owned(),
+            (Ok(()), Http2State::Closed(loss)) => loss.to_string(),
+            (Ok(()), Http2State::GoingAway(go_away)) => format!("it sent {go_away}"),
             (Ok(()), _) => "no longer used".to_owned(),
-        }
+        })
     }
 }

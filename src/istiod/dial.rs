@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
 
 use super::connection::{self, Connection, Driver, Io};
+use super::frames::Loss;
 use super::status::{Connected, Tls};
 use super::tls;
 use super::{Config, Security};
@@ -104,6 +105,7 @@ fn connect_failure(config: &Config, error: &dial::Error) -> Failure {
         dial::Error::Resolve { .. } | dial::Error::NoAddress { .. } => RESOLVE.code,
         dial::Error::Connect { source, .. } => match source.kind() {
             io::ErrorKind::ConnectionRefused => codes::ISTIOD_CONNECTION_REFUSED,
+            io::ErrorKind::ConnectionReset => codes::ISTIOD_CONNECTION_LOST,
             io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable => {
                 codes::ISTIOD_NO_ROUTE
             }
@@ -192,7 +194,7 @@ pub async fn open_probe(config: &Config, limit: Duration) -> Result<Probe, Probl
     let dialed = dial(&config.into(), &Dialer::default(), tasks.executor()).await;
     let (connection, driver) = dialed.map_err(|failure| failure.problem)?;
     tasks.executor().spawn(async move {
-        driver.run(|| {}).await; // Calls on the connection fail with the reason.
+        let _ = driver.run(|| {}).await; // Calls on the connection fail with the reason.
     });
     Ok(Probe {
         connection,
@@ -346,16 +348,15 @@ impl Attempt<'_> {
         };
         let opening = connection::open(io, about, self.config.clone(), self.executor.clone());
         let opened = self.bound.run(START_HTTP2, opening).await?;
-        opened.map_err(|(found, is_alert)| {
-            let code = if is_alert {
-                codes::ISTIOD_TLS_REFUSED
-            } else {
-                codes::ISTIOD_NOT_GRPC
+        opened.map_err(|loss| {
+            let (code, what) = match loss {
+                Loss::Alert(_) => (codes::ISTIOD_TLS_REFUSED, "does not speak HTTP/2"),
+                Loss::NotHttp2(_) => (codes::ISTIOD_NOT_GRPC, "does not speak HTTP/2"),
+                Loss::Ended(_) => (codes::ISTIOD_CONNECTION_LOST, "did not start HTTP/2"),
             };
-            let found = format!("{to} does not speak HTTP/2: {found}");
-            let problem = self.config.problem(code, found);
+            let problem = self.config.problem(code, format!("{to} {what}: {loss}"));
             Failure {
-                is_alert,
+                is_alert: matches!(loss, Loss::Alert(_)),
                 ..problem.into()
             }
         })

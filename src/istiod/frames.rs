@@ -1,12 +1,14 @@
 //! Reports the peer's first SETTINGS, its GOAWAY, and the loss of an HTTP/2 connection with its cause.
 //!
 //! hyper does not report these. [`inspect`] wraps the byte stream below it and reads the frame headers, nine
-//! bytes each; payloads are skipped by their length. The bytes are not changed.
+//! bytes each, and the beginning of GOAWAY; other payloads are skipped by their length. The bytes are not changed.
 
+use std::fmt;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use h2::Reason;
 use tokio::io::{AsyncRead, AsyncWrite, Join, ReadBuf, ReadHalf, WriteHalf};
 use tokio::sync::watch;
 
@@ -15,6 +17,8 @@ use super::tls;
 const HEADER: usize = 9;
 const SETTINGS: u8 = 0x4;
 const GOAWAY: u8 = 0x7;
+/// The most bytes of GOAWAY that are read: 8, and the peer's text.
+const MAX_GOAWAY: usize = 8 + 256;
 
 /// The state of an HTTP/2 connection, as the frames of its peer show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,9 +27,54 @@ pub(super) enum Http2State {
     /// The first frame was SETTINGS, as RFC 9113, section 3.4 requires.
     Ready,
     /// The peer sent GOAWAY: streams may finish, new ones are rejected.
-    GoingAway,
-    /// The connection is lost. The fields are the reason, and true for a TLS alert.
-    Closed(String, bool),
+    GoingAway(GoAway),
+    Closed(Loss),
+}
+
+/// Why a connection is lost.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Loss {
+    Alert(String),
+    /// The peer answered with something other than HTTP/2.
+    NotHttp2(String),
+    Ended(String),
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Alert(reason) | Self::NotHttp2(reason) | Self::Ended(reason)) = self;
+        f.write_str(reason)
+    }
+}
+
+/// The reason in a GOAWAY, such as ENHANCE_YOUR_CALM and `too_many_pings`. Source: RFC 9113, section 6.8.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct GoAway {
+    pub(super) code: Reason,
+    /// The peer's text, escaped.
+    text: String,
+}
+
+impl GoAway {
+    fn parse(payload: &[u8]) -> Self {
+        let code = payload.get(4..8).and_then(|code| code.try_into().ok());
+        let text = payload.get(8..).unwrap_or_default();
+        Self {
+            code: code.map_or(0, u32::from_be_bytes).into(),
+            text: text.escape_ascii().to_string(),
+        }
+    }
+}
+
+impl fmt::Display for GoAway {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { code, text } = self;
+        write!(f, "GOAWAY {code:?}")?;
+        match text.as_str() {
+            "" => Ok(()),
+            text => write!(f, " \"{text}\""),
+        }
+    }
 }
 
 /// A byte stream whose incoming frames are inspected.
@@ -49,6 +98,8 @@ pub(super) struct Reader<T> {
     /// The number of bytes of `header` read so far.
     header_read: usize,
     payload_left: usize,
+    /// The beginning of the payload of a GOAWAY that is being read.
+    go_away: Option<Vec<u8>>,
     started: bool,
 }
 
@@ -61,15 +112,18 @@ impl<T> Reader<T> {
             header: [0; HEADER],
             header_read: 0,
             payload_left: 0,
+            go_away: None,
             started: false,
         };
         (reader, receiver)
     }
 
-    /// Reports a new state. The first reason of a loss stays.
+    /// Reports a new state. The first reason of a loss stays, and the reason in a GOAWAY before it.
     fn report(&self, new: Http2State) {
+        use Http2State::{Closed, GoingAway};
         self.state.send_if_modified(|state| {
-            let changed = *state != new && !matches!(state, Http2State::Closed(..));
+            let is_known = matches!((&*state, &new), (Closed(_), _) | (GoingAway(_), Closed(_)));
+            let changed = *state != new && !is_known;
             if changed {
                 *state = new;
             }
@@ -81,9 +135,18 @@ impl<T> Reader<T> {
     fn inspect(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.payload_left > 0 {
-                let skipped = self.payload_left.min(bytes.len());
-                self.payload_left -= skipped;
-                bytes = &bytes[skipped..];
+                let (part, rest) = bytes.split_at(self.payload_left.min(bytes.len()));
+                self.payload_left -= part.len();
+                bytes = rest;
+                if let Some(payload) = &mut self.go_away {
+                    let room = MAX_GOAWAY - payload.len();
+                    payload.extend_from_slice(&part[..part.len().min(room)]);
+                    if self.payload_left == 0 {
+                        let go_away = GoAway::parse(payload);
+                        self.go_away = None;
+                        self.report(Http2State::GoingAway(go_away));
+                    }
+                }
                 continue;
             }
             let taken = (HEADER - self.header_read).min(bytes.len());
@@ -107,9 +170,9 @@ impl<T> Reader<T> {
             (false, _) => {
                 let found = self.header.escape_ascii();
                 let reason = format!("it answered \"{found}\" instead of HTTP/2");
-                self.report(Http2State::Closed(reason, false));
+                self.report(Http2State::Closed(Loss::NotHttp2(reason)));
             }
-            (true, GOAWAY) => self.report(Http2State::GoingAway),
+            (true, GOAWAY) => self.go_away = Some(Vec::new()),
             (true, _) => {}
         }
         self.started = true;
@@ -128,13 +191,20 @@ impl<T: AsyncRead + Unpin> AsyncRead for Reader<T> {
         let result = ready!(Pin::new(&mut this.inner).poll_read(cx, buf)).map_err(in_plain_words);
         match &result {
             Err(error) => {
-                let alert = matches!(tls::error(error), Some(rustls::Error::AlertReceived(_)));
-                this.report(Http2State::Closed(error.to_string(), alert));
+                let loss = match tls::error(error) {
+                    Some(rustls::Error::AlertReceived(_)) => Loss::Alert,
+                    _ => Loss::Ended,
+                };
+                this.report(Http2State::Closed(loss(error.to_string())));
             }
             Ok(()) if buf.filled().len() > before => this.inspect(&buf.filled()[before..]),
             Ok(()) if room > 0 => {
+                let loss = match (this.started, this.header_read) {
+                    (false, 1..) => Loss::NotHttp2,
+                    _ => Loss::Ended,
+                };
                 let reason = "it closed the connection".to_owned();
-                this.report(Http2State::Closed(reason, false));
+                this.report(Http2State::Closed(loss(reason)));
             }
             Ok(()) => {}
         }
@@ -183,25 +253,55 @@ mod tests {
         let bytes = [
             frame(SETTINGS, &[4; 12]),
             frame(0, &data),
-            frame(GOAWAY, &[0; 8]),
+            frame(GOAWAY, b"\0\0\0\x01\0\0\0\x0btoo_many_pings"),
         ]
         .concat();
+        let go_away = GoAway {
+            code: Reason::ENHANCE_YOUR_CALM,
+            text: "too_many_pings".to_owned(),
+        };
+        assert_eq!(
+            go_away.to_string(),
+            "GOAWAY ENHANCE_YOUR_CALM \"too_many_pings\""
+        );
+        let go_away = Http2State::GoingAway(go_away);
         for step in [1, 2, 8, 9, 10, 4096] {
             assert_eq!(
                 seen(&bytes, step),
-                [Http2State::Ready, Http2State::GoingAway],
+                [Http2State::Ready, go_away.clone()],
                 "{step}"
             );
         }
-        assert_eq!(seen(&bytes, bytes.len()), [Http2State::GoingAway]);
+        assert_eq!(seen(&bytes, bytes.len()), [go_away]);
+    }
+
+    #[test]
+    fn a_goaway_of_any_payload_is_read_up_to_a_limit() {
+        for (payload, expected) in [
+            (&[0; 8][..], "GOAWAY NO_ERROR".to_owned()),
+            (&[1, 2], "GOAWAY NO_ERROR".to_owned()),
+            (
+                b"\0\0\0\x01\0\0\0\x63\x1b\"",
+                "GOAWAY Reason(63) \"\\x1b\\\"\"".to_owned(),
+            ),
+            (
+                &[0; 5000],
+                format!("GOAWAY NO_ERROR \"{}\"", "\\x00".repeat(256)),
+            ),
+        ] {
+            let bytes = [frame(SETTINGS, &[]), frame(GOAWAY, payload)].concat();
+            let seen = seen(&bytes, 7);
+            let Some(Http2State::GoingAway(found)) = seen.last() else {
+                panic!("{seen:?}");
+            };
+            assert_eq!(found.to_string(), expected);
+        }
     }
 
     #[test]
     fn the_error_quotes_bytes_received_instead_of_http2() {
-        let expected = Http2State::Closed(
-            "it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned(),
-            false,
-        );
+        let reason = "it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned();
+        let expected = Http2State::Closed(Loss::NotHttp2(reason));
         assert_eq!(seen(b"HTTP/1.1 400 Bad Request\r\n", 5), [expected]);
     }
 
@@ -214,7 +314,7 @@ mod tests {
                 .await
                 .unwrap();
         }
-        let expected = Http2State::Closed("it closed the connection".to_owned(), false);
+        let expected = Http2State::Closed(Loss::Ended("it closed the connection".to_owned()));
         assert_eq!(*seen.borrow(), expected);
     }
 }

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use h2::Reason;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until};
 
@@ -22,7 +23,7 @@ use crate::clock::{after, later};
 use crate::dial::Dialer;
 use crate::duration::{rounded, scaled};
 use crate::executor::ConnectionTasks;
-use crate::problem::{Problem, Repetition};
+use crate::problem::{Problem, Repetition, codes};
 
 /// The longest time that the first wait adds to the least time between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -30,6 +31,10 @@ const FIRST_WAIT: Duration = Duration::from_millis(100);
 /// The longest time that any wait adds. A returning istiod is found within this time, the least time between
 /// two dials, and the time of one dial.
 const MAX_WAIT: Duration = Duration::from_secs(1);
+
+/// The remedy for GOAWAY with ENHANCE_YOUR_CALM.
+const TOO_MANY_PINGS: &str = "for too_many_pings raise `GRPC_KEEPALIVE_INTERVAL`, or lower the least time between \
+    pings that the server or the load balancer enforces";
 
 /// A call that waits for a connection.
 #[derive(Debug)]
@@ -172,7 +177,9 @@ impl Worker {
         self.backoff.reset();
         // If the connection breaks at once, the wait is the same as after a first failure.
         self.not_before = later(self.not_before, scaled(FIRST_WAIT, fastrand::f64()));
-        let address = connection.config.address.clone();
+        // Not the connection: a copy of it would keep it open.
+        let config = connection.config.clone();
+        let address = config.address.clone();
         let failures = self.failures.get_mut(&address);
         if let Some(failures) = failures.and_then(Repetition::end) {
             tracing::info!(target: "xdsproxy", "connected to istiod at {address} again; {failures}");
@@ -183,9 +190,22 @@ impl Worker {
         self.shared.connected.send_replace(Some(connection.clone()));
         let shared = self.shared.clone();
         self.tasks.executor().spawn(async move {
-            let reason = driver.run(|| shared.leave(&about)).await;
-            let ended = format!("connection to istiod at {address} ended: {reason}");
-            tracing::debug!(target: "xdsproxy", "{ended}");
+            match driver.run(|| shared.leave(&about)).await {
+                Ok(reason) => {
+                    let ended = format!("connection to istiod at {address} ended: {reason}");
+                    tracing::debug!(target: "xdsproxy", "{ended}");
+                }
+                Err(go_away) => {
+                    let found = format!("it ended the connection with {go_away}");
+                    let problem = config.problem(codes::ISTIOD_UNAVAILABLE, found);
+                    let problem = match go_away.code {
+                        Reason::ENHANCE_YOUR_CALM => problem.remedy(TOO_MANY_PINGS),
+                        _ => problem,
+                    };
+                    shared.record.record_error(&problem);
+                    tracing::warn!(target: "xdsproxy", "{problem}");
+                }
+            }
         });
         self.reply_all(&connection);
     }

@@ -324,7 +324,8 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
     // A fatal TLS alert: handshake_failure.
     let alert = &[0x15, 3, 3, 0, 2, 2, 40];
     let (refused, other) = (codes::ISTIOD_TLS_REFUSED, codes::ISTIOD_NOT_GRPC);
-    let table: [(bool, &[u8], _, &str); 6] = [
+    let lost = codes::ISTIOD_CONNECTION_LOST;
+    let table: [(bool, &[u8], _, &str); 7] = [
         (
             false,
             http,
@@ -332,7 +333,19 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
             "it answered \"HTTP/1.1 \" instead of HTTP/2",
         ),
         (false, b"hm", other, "it closed the connection"),
-        (false, b"", other, "it closed the connection"),
+        (
+            false,
+            b"",
+            lost,
+            "did not start HTTP/2: it closed the connection",
+        ),
+        // SETTINGS, GOAWAY
+        (
+            false,
+            b"\0\0\0\x04\0\0\0\0\0\0\0\x0b\x07\0\0\0\0\0\0\0\0\0\0\0\0\x0bbye",
+            lost,
+            "it sent GOAWAY ENHANCE_YOUR_CALM \"bye\"",
+        ),
         (true, http, codes::ISTIOD_NOT_TLS, "it answered without TLS"),
         (true, alert, refused, "received fatal alert"),
         (true, b"", refused, "it closed the connection"),
@@ -349,6 +362,49 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
         };
         assert_dial_fails(config, code, expected).await;
     }
+}
+
+#[tokio::test]
+async fn a_reset_before_http2_is_not_taken_for_another_protocol() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let config = plaintext(listener.local_addr().unwrap());
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let stream = stream.into_std().unwrap();
+            rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).unwrap();
+        }
+    });
+    assert_dial_fails(config, codes::ISTIOD_CONNECTION_LOST, "a load balancer").await;
+}
+
+#[tokio::test]
+async fn the_reason_in_a_goaway_is_the_last_error_with_its_remedy() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (istiod, _tasks) = run(plaintext(listener.local_addr().unwrap()));
+    let (connected, accepted) = tokio::join!(istiod.connection(), async {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
+        stream.write_all(&settings).await.unwrap();
+        stream
+    });
+    let (connection, mut stream) = (connected.unwrap(), accepted);
+    let go_away = b"\0\0\x16\x07\0\0\0\0\0\0\0\0\0\0\0\0\x0btoo_many_pings";
+    stream.write_all(go_away).await.unwrap();
+    drop((stream, connection));
+    let problem = loop {
+        if let Some(failure) = istiod.status().last_error {
+            break failure.problem;
+        }
+        tokio::task::yield_now().await;
+    };
+    assert_eq!(problem.code, codes::ISTIOD_UNAVAILABLE);
+    let found = "it ended the connection with GOAWAY ENHANCE_YOUR_CALM \"too_many_pings\"";
+    assert_eq!(problem.found, found);
+    assert!(
+        problem.remedy.contains("GRPC_KEEPALIVE_INTERVAL"),
+        "{problem}"
+    );
 }
 
 #[tokio::test]

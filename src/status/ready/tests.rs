@@ -249,7 +249,9 @@ async fn concurrent_probes_share_one_request_to_a_hung_admin_port() {
     for answer in crowd.join_all().await {
         let missing = answer.expect_err("not ready");
         assert!(
-            missing.to_string().contains("no answer from Envoy's admin port"),
+            missing
+                .to_string()
+                .contains("no answer from Envoy's admin port"),
             "{missing}"
         );
     }
