@@ -22,6 +22,7 @@ use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::environment;
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
+use crate::http_client::{self, Client, Redirects};
 
 const FAILING_POD: &str =
     "To find out why a pod fails: kubectl exec POD -c istio-proxy -- pilot-agent doctor";
@@ -161,6 +162,14 @@ pub fn announce(flags: &[Flag], unknown: &[String], ignored: &[String]) {
     for word in ignored {
         tracing::warn!("ignoring {word:?}: one word after proxy is the type of node");
     }
+}
+
+/// Returns a client that follows redirects.
+fn redirected() -> Client {
+    Client::new(http_client::Config {
+        redirects: Redirects::Follow,
+        ..http_client::Config::default()
+    })
 }
 
 /// Ignores the error of writing to a pipe that its reader has closed, as `head` does once it has read enough.

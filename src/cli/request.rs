@@ -13,8 +13,9 @@ use clap::Args;
 use http::{Method, Request, StatusCode};
 
 use super::ignore_closed_pipe;
+use super::redirected;
 use crate::config::environment::Environment;
-use crate::http_client::{Client, http_url};
+use crate::http_client::http_url;
 use crate::lifecycle::BoxError;
 use crate::standby;
 
@@ -73,7 +74,7 @@ async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Resul
     let method = Method::from_bytes(flags.method.as_bytes());
     *request.method_mut() =
         method.map_err(|_| format!("{:?} is not an HTTP method", flags.method))?;
-    let (head, mut body) = Client::default().send(request).await?.into_parts();
+    let (head, mut body) = redirected().send(request).await?.into_parts();
     let status = head.status;
     if status.as_u16() > 399 && status != StatusCode::NOT_FOUND {
         let mut quote = BytesMut::new();
@@ -140,6 +141,23 @@ mod tests {
         let error = result.expect_err("a failure").to_string();
         assert_eq!(error, "received unsuccessful status code 503: later");
         assert_eq!(output, "");
+    }
+
+    #[tokio::test]
+    async fn a_redirect_of_a_get_request_is_followed() {
+        let moved = "HTTP/1.1 307 Moved\r\nlocation: /there\r\ncontent-length: 4\r\n\r\nmove";
+        let answer = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK";
+        let (url, server) = serve(vec![moved, answer]).await;
+        let get = RequestFlags {
+            method: "GET".into(),
+            body: String::new(),
+            ..flags(15000, "here")
+        };
+        let mut output = Vec::new();
+        let (result, seen) = tokio::join!(send(&get, &url, &mut output), server);
+        result.expect("an answer");
+        assert_eq!(output, b"OK\n");
+        assert!(seen[1].starts_with("GET /there HTTP/1.1\r\n"), "{seen:?}");
     }
 
     #[tokio::test]

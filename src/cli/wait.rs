@@ -10,6 +10,7 @@ use clap::Args;
 use http::{Request, StatusCode, Uri};
 use tokio::time::{Instant, sleep, timeout};
 
+use super::redirected;
 use crate::duration::scaled;
 use crate::http_client::{Client, http_url};
 use crate::lifecycle::{BoxError, with_causes};
@@ -54,7 +55,7 @@ pub async fn run(flags: &WaitFlags) -> Result<(), BoxError> {
 
 async fn until_ready(flags: &WaitFlags, url: &Uri, last_error: &mut String) {
     let start = Instant::now();
-    let client = Client::default();
+    let client = redirected();
     while let Err(error) = check(flags, &client, url).await {
         tracing::debug!("Not ready yet: {error}");
         *last_error = error;
@@ -104,11 +105,12 @@ mod tests {
 
     #[tokio::test]
     async fn requests_are_sent_until_the_answer_is_200() {
-        let (url, server) = serve(vec![BUSY, BUSY, READY]).await;
+        let moved = "HTTP/1.1 302 Found\r\nlocation: /there\r\ncontent-length: 0\r\n\r\n";
+        let (url, server) = serve(vec![BUSY, BUSY, moved, READY]).await;
         let flags = flags(url);
         let (ready, seen) = tokio::join!(run(&flags), server);
         ready.expect("ready");
-        assert_eq!(seen.len(), 3);
+        assert!(seen[3].starts_with("GET /there "), "{seen:?}");
     }
 
     #[tokio::test(start_paused = true)]

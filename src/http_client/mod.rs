@@ -166,7 +166,7 @@ impl Client {
     /// Sends a request, whose URI is absolute, and follows redirects as configured. If the request has no Host
     /// header, the URI determines it.
     pub async fn send(&self, mut request: Request<Bytes>) -> Result<Response<Body>, Error> {
-        for _ in 0..=MAX_REDIRECTS {
+        for _ in 0..MAX_REDIRECTS {
             let mut response = self.send_once(&request).await?;
             if !self.config.redirects.follow(&mut request, &response)? {
                 return Ok(response);

@@ -3,8 +3,15 @@
 use std::collections::BTreeSet;
 
 use super::*;
+use crate::config::environment::docs_tests::assert_generated;
 
 const PAGE: &str = include_str!("../../docs/differences.md");
+
+/// Returns the page without the small differences, which have no ids.
+fn page() -> &'static str {
+    let parts = PAGE.split_once("<!-- differences: end -->");
+    parts.expect("where the part ends").0
+}
 
 /// Returns the rows of a part of the page.
 fn rows(part: &str) -> impl Iterator<Item = &str> {
@@ -13,7 +20,7 @@ fn rows(part: &str) -> impl Iterator<Item = &str> {
 
 /// Returns the ids of all rows of the page, including the rows that hold for all pods.
 pub(crate) fn ids() -> impl Iterator<Item = &'static str> {
-    rows(PAGE).filter_map(|row| row.split('`').nth(1))
+    rows(page()).filter_map(|row| row.split('`').nth(1))
 }
 
 #[test]
@@ -32,24 +39,33 @@ fn differences_md_has_every_row_of_the_table() {
         let begin = format!("| {code} | {pilot_agent} | {this_agent} | ");
         let end = format!("{} |", format!(" | {advice}").trim_end());
         let is_row = |line: &str| line.starts_with(&begin) && line.ends_with(&end);
-        assert!(rows(PAGE).any(is_row), "{begin}…{end}");
+        assert!(rows(page()).any(is_row), "{begin}…{end}");
     }
     let are_in_table = |row: &&str| {
         TABLE
             .iter()
             .any(|it| row.starts_with(&format!("| `{}`", it.id)))
     };
-    let (reported, others): (Vec<_>, Vec<_>) = rows(PAGE).partition(are_in_table);
+    let (reported, others): (Vec<_>, Vec<_>) = rows(page()).partition(are_in_table);
     assert_eq!(reported.len(), TABLE.len());
     // Rows that hold for all pods have no settings.
     assert!(others.iter().all(|row| !row.contains("`<br>")));
 }
 
 #[test]
+fn differences_md_ends_with_the_small_differences() {
+    let mut text = "\n| subject | pilot-agent | this agent |\n|---|---|---|\n".to_owned();
+    for (subject, pilot_agent, this_agent) in small_differences::TABLE {
+        text += &format!("| {subject} | {pilot_agent} | {this_agent} |\n");
+    }
+    assert_generated("differences.md", "small differences", &(text + "\n"));
+}
+
+#[test]
 fn ids_are_unique_and_texts_can_be_joined() {
     let unique: BTreeSet<_> = ids().collect();
     assert_eq!(unique.len(), ids().count());
-    let mut sections = PAGE.split("\n## ");
+    let mut sections = page().split("\n## ");
     let harmful = sections.find(|section| section.starts_with("The twelve that can hurt\n"));
     assert_eq!(rows(harmful.expect("a section")).count(), 12);
     for row in TABLE {

@@ -302,4 +302,6 @@ impl fmt::Display for Report {
 #[cfg(test)]
 pub(crate) mod docs_tests;
 #[cfg(test)]
+mod small_differences;
+#[cfg(test)]
 mod tests;

@@ -302,6 +302,7 @@ impl Router {
 
 /// Ends the agent once the response has been sent.
 fn quit(stop: &Stop) -> Response<Body> {
+    tracing::info!("handling /quitquitquit, notifying pilot-agent to exit");
     let stop = stop.clone();
     let quit = move || stop.request(Urgency::Terminate, QUIT);
     plain(StatusCode::OK, "OK").map(|body| reply::call_after(body, quit))
@@ -309,6 +310,7 @@ fn quit(stop: &Stop) -> Response<Body> {
 
 /// Asks Envoy, if there is one, to drain its listeners.
 async fn drain(sources: &Sources) -> Response<Body> {
+    tracing::info!("handling /drain, starting drain");
     if let Some(envoy) = &sources.envoy
         && tokio::time::timeout(DRAIN_LIMIT, envoy.drain())
             .await

@@ -101,12 +101,12 @@ pub(super) fn call_after(body: Body, then: impl FnMut() + Send + 'static) -> Bod
     holding.boxed_unsync()
 }
 
-/// Redirects permanently to another path.
+/// Redirects to another path, with the method of the request.
 pub(super) fn redirect(to: &str) -> Response<Body> {
     let Ok(location) = HeaderValue::from_str(to) else {
         return not_found();
     };
-    let mut reply = plain(StatusCode::MOVED_PERMANENTLY, format!("see {to}\n"));
+    let mut reply = plain(StatusCode::TEMPORARY_REDIRECT, format!("see {to}\n"));
     reply.headers_mut().insert(LOCATION, location);
     reply
 }

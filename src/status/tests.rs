@@ -127,7 +127,7 @@ async fn each_path_has_its_methods_and_callers() {
         ("GET /debug/x", HERE, 404, "404 page not found\n"),
         ("GET /debug/", THERE, 403, forbidden),
         ("GET /debug/overview", THERE, 403, forbidden),
-        ("GET /debug", HERE, 301, "see /debug/\n"),
+        ("GET /debug", HERE, 307, "see /debug/\n"),
         ("GET /debug/pprof/", HERE, 404, "404 page not found\n"),
         ("GET /app-health/a/livez", THERE, 500, ""),
         (

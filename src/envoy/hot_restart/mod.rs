@@ -434,8 +434,7 @@ impl HotRestart {
         if self.start_count == 0 {
             let command = &launch.prepared.command;
             let arguments = command.arguments(&launch.mode).join(" ");
-            let program = command.binary.display();
-            tracing::info!(target: crate::logging::UNABRIDGED, "Envoy command: [{program} {arguments}]");
+            tracing::info!(target: crate::logging::UNABRIDGED, "Envoy command: [{arguments}]");
         }
         let instance = self.start_instance(launch)?;
         self.launch = Some(instance.launch.clone());

@@ -90,9 +90,9 @@ async fn every_path_has_its_status_and_body() {
         ),
         ("GET /healthz/ready/", 404, None),
         ("GET /", 404, None),
-        ("GET //healthz/ready", 301, None),
-        ("GET /app-health", 301, None),
-        ("GET /debug", 301, None),
+        ("GET //healthz/ready", 307, None),
+        ("GET /app-health", 307, None),
+        ("GET /debug", 307, None),
         ("GET /debug/", 200, None),
         ("GET /debug/overview", 200, None),
     ] {

@@ -717,7 +717,8 @@ fn rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_s
             .filter(|line| line.starts_with('-'))
             .flat_map(|line| [line.to_owned(), line.to_owned()])
             .collect();
-        (left.sort(), others.sort());
+        left.sort();
+        others.sort();
         assert_eq!(left, others, "{kind}, {mode}");
         for program in ["iptables", "ip6tables"] {
             for table in ["nat", "mangle"] {

@@ -1,0 +1,85 @@
+//! The table of small differences from pilot-agent, from which a test generates the last part of
+//! `docs/differences.md`. They are not a matter of a pod's settings, so `preflight` does not report them.
+
+/// Subject, pilot-agent, this agent. Texts are parts of a sentence without capital and full stop.
+#[rustfmt::skip]
+pub(super) const TABLE: &[(&str, &str, &str)] = &[
+    // Command line
+    ("`help` of an unknown topic, `completion` of an unknown shell", "prints the usage and exits with 0", "prints an error and exits with 255"),
+    ("completion while typing", "has the hidden commands `__complete` and `__completeNoDesc`", "has a script for each shell, and no hidden command"),
+    ("an unknown flag before the command", "prints the help and exits with 0", "names the flag and exits with 255"),
+    ("`--version`", "is not known", "prints the same as `version`"),
+    ("`version`", "prints the version of Go, and YAML in alphabetical order", "prints its own version and cryptographic module as well; `golang_version` is `none`"),
+    ("`--help=false`", "is accepted", "is an error"),
+    ("numbers of flags", "are read as in Go: `--concurrency=010` is 8, and `0x2`, `0b10` and `1_0` are accepted", "are decimal: `010` is 10, and the other forms are errors"),
+    ("ranges of flags", "any number in `--stsPort`, and negative times of `wait`, are accepted", "`--stsPort` is at most 65535, and times are not negative"),
+    ("floating-point variables", "may be hexadecimal or infinite", "must be finite decimal numbers; otherwise the default is used, with a warning"),
+    ("`SECRET_TTL` of zero or less", "is accepted", "zero is an error; for a negative value the default is used, with a warning"),
+    ("texts of flag errors", "are texts of its flag library, followed by a line about `--help` for an unknown command", "are one sentence with the nearest known name; `Error: ` and exit code 255 are the same"),
+    ("logging flags of `wait` and `request`", "have no effect", "have an effect in `wait`"),
+    ("further words after the node type", "are ignored silently", "are ignored with a warning"),
+    ("`request` with blanks in the path", "encodes them", "rejects the path"),
+    ("`wait` with an invalid `--url`", "tries until the time is over", "fails at once"),
+    ("headers of `request` and `wait`", "include `User-Agent` and `Accept-Encoding: gzip`", "include neither of them, and ask the server to close the connection"),
+    ("a failed command that prints data", "writes the error to standard error and to its log on standard output", "writes the error to standard error only"),
+    // Signals
+    ("SIGHUP, SIGQUIT and SIGABRT as process 1", "end the program with exit code 2", "have no effect, except that SIGHUP restarts Envoy with `ISTIO_AGENT_HOT_RESTART`"),
+    ("SIGQUIT and SIGABRT otherwise", "print all goroutines", "print nothing; SIGABRT ends the program by the signal"),
+    // Status port
+    ("redirects of unclean paths", "have a link in HTML as body", "have a line of text as body"),
+    ("percent escapes in paths", "are decoded, and malformed ones are answered with 400", "are not decoded, and answered with 404"),
+    ("a missing, malformed or repeated `Host` header", "is answered with 400", "is accepted, except by the pages for callers on the machine"),
+    ("the head of a request", "may have 1 MB", "may have 64 KiB and 100 headers; more are answered with 431"),
+    ("idle connections", "stay open, and their number is not limited", "are closed after 10 s before the first request and 300 s after it, and when there are more than 256"),
+    ("`OPTIONS *`", "is answered with 200", "is redirected to `/*`"),
+    ("the body of a 400 for a malformed request", "names the reason", "is empty"),
+    ("`Vary: Accept-Encoding`", "is in every response", "is in responses with metrics"),
+    ("an unknown prober", "is answered without a line feed at the end and without `nosniff`", "is answered with both"),
+    ("the type of a probe's result", "is detected from the body", "is not set"),
+    ("`/debug/ndsz`", "lists names in alphabetical order, and has no type without a table", "lists names in istiod's order, and is always JSON that may not be cached"),
+    ("the body of `/`", "is `404 page not found`", "names the debug pages as well"),
+    // Probes, scrapes, other calls
+    ("redirects", "are followed with `Referer`, and without the first request's `Content-Type`", "are followed without `Referer`, and with the same headers"),
+    ("`User-Agent` of probes and scrapes without one", "is `Go-http-client/1.1`", "is not sent"),
+    ("`Accept-Encoding` of probes and scrapes without one", "is `gzip`", "is not sent to probed applications, and is `identity` for scraped ones"),
+    ("a scrape's own header", "does not exist", "is `x-istio-agent-scraped-by`, by which the agent recognises its own scrapes"),
+    ("names of headers", "have capital letters", "are in lower case"),
+    ("`User-Agent` of calls to istiod and of Wasm fetches", "names the Go libraries", "is `istio-agent/VERSION` for istiod, and is not sent for Wasm"),
+    // Metrics
+    ("counters without `_total` on an OpenMetrics page", "keep the type `counter`, which strict parsers refuse", "have the type `unknown`; other counters are declared without `_total`, as OpenMetrics requires"),
+    ("native histograms (`histogram_buckets=prometheusnative`) in a scrape's query", "are requested from Envoy, which answers 400", "are not requested, because text does not have them"),
+    ("large values of metrics", "are written as `1.8e+19`", "are written with all digits"),
+    ("`istio_agent_startup_duration_seconds`", "includes the time until somebody asks for readiness", "ends when Envoy is live"),
+    ("`istio_agent_outgoing_latency`", "includes the pauses between attempts, and fractions of milliseconds", "has the attempts only, in whole milliseconds"),
+    ("`istio_agent_dns_requests_total`", "counts NOTIFY and malformed queries as well", "counts queries that are answered or forwarded"),
+    ("metrics without a value", "are not on the page", "are not on the page, except for some of this agent's own metrics, which begin with 0"),
+    // DNS
+    ("queries with opcode NOTIFY", "are forwarded", "are answered with NOTIMP, like other opcodes"),
+    ("names in responses", "are compressed if the response would be too long", "are always compressed"),
+    ("queries with missing records, without a question, or of more than 4096 bytes", "are answered, or refused with REFUSED", "are answered with FORMERR"),
+    ("a malformed message over TCP", "leaves the connection open", "closes the connection"),
+    // Discovery, secrets
+    ("a NACK of the agent itself for an extension (SotW)", "has the version that Envoy accepted last", "has the version that is rejected"),
+    ("UNIMPLEMENTED on the local sockets", "names service and method", "names the path on the discovery socket, and nothing on the SDS socket"),
+    ("INTERNAL for a malformed message", "has the text of Go's library", "has a text of this agent"),
+    ("a root file of istiod without a certificate", "ends the program with 255", "is awaited, with a problem in the log; a file that does not exist ends both"),
+    // Traffic capture
+    ("blanks in lists of IP ranges", "are an error", "are ignored"),
+    ("interfaces such as `virbr+` with `--native-nftables`", "are a syntax error of nft", "are written as `virbr*`"),
+    ("numbers in rules", "are written as they were given (`080`, `0x539`)", "are written in decimal"),
+    ("log of `istio-iptables`", "has the variables, the settings and the final rules", "has the settings in one line, and the changes"),
+    // Configuration, log
+    ("invalid `ISTIO_META_POD_PORTS` or `ISTIO_META_DNS_CAPTURE` with `DISABLE_ENVOY`", "are ignored", "are errors, as with Envoy"),
+    ("`Effective config:`", "is YAML on several lines, in alphabetical order", "is one line of JSON, in the order of the API"),
+    ("entries of the log", "may have several lines", "are one line each; line feeds in them are escaped"),
+    ("durations in the log", "have the form `23h59m59.2s`", "have the form `86399.2s`"),
+    ("`--log_caller`", "names files of Go", "names files of Rust"),
+    ("the scope `grpc`", "has the lines of Go's gRPC library", "has lines of this agent's libraries"),
+    ("texts of network errors", "begin with `dial tcp`", "begin with `cannot connect to`"),
+    ("errors of streams", "contain `rpc error: code = Internal desc = `", "contain `Internal: `"),
+    ("the line `Version`", "ends with the version of Istio", "ends with the version of this agent as well"),
+    ("a line about the memory limit", "is written to standard error by each command", "is not written"),
+    ("lines of a stop", "are `Aborting proxy`, `Envoy aborted normally`, `Aborted proxy instance` and others", "are `Asking Envoy to quit`, `Terminating Envoy` and `Envoy exited normally`"),
+    ("lines of the start", "say where ProxyConfig comes from, and name the CPU limit, the targets of metrics, istiod's names and the platform", "are fewer; `pilot-agent config` prints these values with their origin"),
+    ("`returned workload certificate from cache`, `returned workload trust anchor from cache`", "are logged for each request", "are not logged"),
+];
