@@ -74,7 +74,7 @@ async fn a_discovery_socket_in_use_is_replaced_with_an_error_that_names_the_proc
 async fn impossible_socket_paths_are_errors_that_name_them() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
-    std::fs::create_dir_all(place.xds_socket()).unwrap();
+    std::fs::create_dir_all(place.xds_socket().join("content")).unwrap();
     refuses_to_start(
         &place,
         &["etc/istio/proxy/XDS: a directory", "[SOCKET_DIRECTORY]"],
