@@ -80,17 +80,12 @@ impl ServerCertVerifier for TrustAnchors {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         let (parsed, all) = (ParsedCertificate::try_from(leaf)?, algorithms().all);
-        let (roots, others) = (&self.store, intermediates);
+        // Go accepts a leaf that is a root, whoever has signed it.
+        let is_root = self.certificates.iter().any(|root| root == leaf);
+        let (roots, others) = (&self.store, if is_root { &[] } else { intermediates });
         let mut verdict =
             verify_server_cert_signed_by_trust_anchor(&parsed, roots, others, now, all);
-        // Go accepts a leaf that is a root, whoever has signed it. webpki has checked its dates and usage by then.
-        if let Err(Error::InvalidCertificate(error)) = &verdict
-            && matches!(
-                error,
-                CertificateError::UnknownIssuer | CertificateError::BadSignature
-            )
-            && self.certificates.iter().any(|root| root == leaf)
-        {
+        if is_root && verdict.as_ref().is_err_and(lacks_issuer) {
             verdict = Ok(());
         }
         self.review(verdict, leaf, others, |usage| {
@@ -121,6 +116,19 @@ impl ServerCertVerifier for TrustAnchors {
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         algorithms().supported_schemes()
     }
+}
+
+/// Returns true if no issuer of a certificate was found. Its dates and usage are right then: webpki checks them first.
+fn lacks_issuer(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::InvalidCertificate(
+            CertificateError::UnknownIssuer
+                | CertificateError::BadSignature
+                | CertificateError::UnsupportedSignatureAlgorithmContext { .. }
+                | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. }
+        )
+    )
 }
 
 fn algorithms() -> WebPkiSupportedAlgorithms {

@@ -170,8 +170,14 @@ async fn a_leaf_that_is_a_root_is_accepted_whoever_has_signed_it() {
     let (plain, namesake) = (root("root", unchanged), root("root", unchanged));
     let server = |change| issued("leaf", &plain, change);
     let leaf = server(|leaf| leaf.is_ca = IsCa::ExplicitNoCa);
-    for roots in [vec![&leaf], vec![&namesake, &leaf]] {
+    let key = KeyPair::generate_for(&rcgen::PKCS_RSA_SHA256).unwrap();
+    let other_key = Ca::self_signed(params("root", unchanged), key).unwrap();
+    let expired = issued("root", &namesake, |middle| {
+        middle.not_after = date_time_ymd(2001, 1, 1);
+    });
+    for roots in [vec![&leaf], vec![&namesake, &leaf], vec![&other_key, &leaf]] {
         assert_eq!(handshake(&[&leaf], &roots).await, Ok(()));
+        assert_eq!(handshake(&[&leaf, &expired], &roots).await, Ok(()));
     }
     let another = server(|leaf| leaf.is_ca = IsCa::NoCa);
     assert_refused(handshake(&[&leaf], &[&another]).await, "UnknownIssuer");

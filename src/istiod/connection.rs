@@ -153,7 +153,7 @@ pub(super) async fn open(
 
 impl Driver {
     /// Runs the connection until its last stream has ended. Calls `on_leave` as soon as no new stream can be
-    /// opened. Returns why the connection ended. The error is a GOAWAY with an error of the agent, such as too many pings.
+    /// opened. Returns why the connection ended. The error is a GOAWAY with an error code, such as ENHANCE_YOUR_CALM.
     pub(super) async fn run(mut self, on_leave: impl FnOnce()) -> Result<String, GoAway> {
         let mut running = pin!(self.running);
         let ended = tokio::select! {

@@ -350,7 +350,7 @@ impl Attempt<'_> {
         let opened = self.bound.run(START_HTTP2, opening).await?;
         opened.map_err(|loss| {
             let (code, what) = match loss {
-                Loss::Alert(_) => (codes::ISTIOD_TLS_REFUSED, "does not speak HTTP/2"),
+                Loss::Alert(_) => (codes::ISTIOD_TLS_REFUSED, "ended the TLS connection"),
                 Loss::NotHttp2(_) => (codes::ISTIOD_NOT_GRPC, "does not speak HTTP/2"),
                 Loss::Ended(_) => (codes::ISTIOD_CONNECTION_LOST, "did not start HTTP/2"),
             };

@@ -32,7 +32,8 @@ pub use connection::Connection;
 pub use dial::{Limits, Probe, open_probe};
 use hosts::Hosts;
 pub(crate) use hosts::MAX_SILENCE;
-use status::{Connected, Record, Status};
+pub use status::Status;
+use status::{Connected, Record};
 use worker::{Waiter, Worker};
 
 use crate::clock::rfc3339;

@@ -198,11 +198,14 @@ impl Worker {
                 Err(go_away) => {
                     let found = format!("it ended the connection with {go_away}");
                     let problem = config.problem(codes::ISTIOD_UNAVAILABLE, found);
-                    let problem = match go_away.code {
-                        Reason::ENHANCE_YOUR_CALM => problem.remedy(TOO_MANY_PINGS),
-                        _ => problem,
-                    };
-                    shared.record.record_error(&problem);
+                    let problem = problem.remedy(match go_away.code {
+                        Reason::ENHANCE_YOUR_CALM => TOO_MANY_PINGS,
+                        _ => codes::ISTIOD_ERROR.remedy,
+                    });
+                    // Calls on a newer connection may have succeeded.
+                    if shared.connection().is_none() {
+                        shared.record.record_error(&problem);
+                    }
                     tracing::warn!(target: "xdsproxy", "{problem}");
                 }
             }

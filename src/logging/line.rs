@@ -144,26 +144,25 @@ impl Line {
     }
 }
 
-/// Escapes characters that terminals interpret: control characters, except for tabs, line separators, and characters
-/// that change the direction of the text (Unicode's property Bidi_Control).
+/// Escapes characters that terminals interpret. A tab is harmless.
 pub fn printable(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
             '\n' => line += "\\n",
             '\t' => line.push(c),
-            '\u{61c}'
-            | '\u{200e}'
-            | '\u{200f}'
-            | '\u{2028}'..='\u{202e}'
-            | '\u{2066}'..='\u{2069}' => {
-                line += &format!("\\u{:04x}", u32::from(c));
-            }
-            c if c.is_control() => line += &format!("\\u{:04x}", u32::from(c)),
+            c if is_interpreted(c) => line += &format!("\\u{:04x}", u32::from(c)),
             c => line.push(c),
         }
     }
     line
+}
+
+/// Returns true for characters that could change or hide the text next to them: control characters, line separators, and
+/// characters that change the direction of text (Unicode's property Bidi_Control).
+pub fn is_interpreted(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// Formats a time as `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 become 1970.

@@ -30,7 +30,7 @@ use crate::problem::{Problem, codes};
 pub use levels::Levels;
 use levels::{CHANGES, scope_of};
 use line::{Content, Line};
-pub use line::{UNABRIDGED, printable};
+pub use line::{UNABRIDGED, is_interpreted, printable};
 use output::Output;
 pub use recent::Entry;
 use recent::{LastLines, Recent};

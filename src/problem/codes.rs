@@ -34,7 +34,7 @@ codes! {
     WORKLOAD_KEY_SIZE: "`WORKLOAD_RSA_KEY_SIZE` is not a size that the agent supports", "the agent does not start", "remove the variable: an ECDSA key is smaller and faster";
     STATUS_PORT_ANNOTATION: "the annotation `status.sidecar.istio.io/port` is not a port", "the annotation is ignored", "";
     BOOTSTRAP_TEMPLATE_SET: "a setting names a template for Envoy's bootstrap", "the agent does not start", "use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`; the agent does not read templates";
-    ADMIN_SOCKET_UNSUPPORTED: "`ISTIO_ENVOY_ADMIN_TRANSPORT` asks for a Unix socket in place of Envoy's admin port, which this release does not support", "the agent does not start, because Envoy's admin port (15000) would stay open", "set it to `TCP` or remove it: the annotation `sidecar.istio.io/adminTransport`, or `proxyMetadata` of the mesh; `--protect-admin` closes the port to applications";
+    ADMIN_SOCKET_UNSUPPORTED: "`ISTIO_ENVOY_ADMIN_TRANSPORT` is not `TCP`: a Unix socket in place of Envoy's admin port is not supported yet", "the agent does not start, because Envoy's admin port (15000) would stay open", "set it to `TCP` or remove it: the annotation `sidecar.istio.io/adminTransport`, or `proxyMetadata` of the mesh; `--protect-admin` closes the port to applications";
     SETTING_OF_LATER_RELEASE: "a setting of a later release of Istio is not known to this one", "the setting is ignored", "";
     LOAD_STATS_CONFIG_INVALID: "`ISTIO_META_LOAD_STATS_CONFIG_JSON` is not a JSON object", "the agent does not start", "";
     }
@@ -155,7 +155,7 @@ codes! {
     PROBE_STATUS: "the application answers a probe with a status other than 2xx and 3xx", "the probe fails", "read the application's log";
     PROBE_FAILED: "a probe of the application fails", "the probe fails", "read the application's log, and compare the probe in the pod with what the port serves";
     READINESS_FAILED: "the kubelet cannot see that Envoy is ready", "the pod is not ready", "restart the container istio-proxy if this lasts";
-    SCRAPE_FAILED: "metrics of Envoy or of the application cannot be fetched", "the page lacks these samples", "correct `prometheus.io/port` and `prometheus.io/path` of the pod";
+    SCRAPE_FAILED: "metrics of Envoy or of the application cannot be fetched", "the page lacks these samples", "for the application, correct `prometheus.io/port` and `prometheus.io/path` of the pod; for Envoy see its log";
     SCRAPE_LATE: "metrics of Envoy or of the application arrive too late", "the page lacks these samples", "raise `scrape_timeout` of the scraper, or reduce the metrics";
     SCRAPE_PAGE_INVALID: "a page of metrics is too large or malformed", "the page lacks the rest of these samples", "correct the page that the application serves";
     }

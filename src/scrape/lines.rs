@@ -1,9 +1,9 @@
 //! Writes the lines of one source to the page, and leaves out lines that the page already has.
 //!
 //! Most lines pass unchanged. A family that is declared already, or has samples already, loses its HELP, TYPE and
-//! UNIT lines, and a series that an earlier source has is left out. Malformed lines and lines over 1 MiB are left out and counted, because a
-//! scraper refuses the complete page for one of them. The quotes of a text page may contain line feeds: a malformed
-//! line is read again together with the lines that close its quotes.
+//! UNIT lines, and a series that an earlier source has is left out. Malformed lines and lines over 1 MiB are left out
+//! and counted, because a scraper refuses the complete page for one of them. The quotes of a text page may contain line
+//! feeds: a malformed line is read again together with the lines that close its quotes.
 //!
 //! If the formats of source and page differ, types and times change as far as a strict parser requires:
 //!
@@ -239,7 +239,8 @@ impl Lines {
         // Parsers that collect families, such as expfmt, refuse the page for a TYPE line after samples.
         let mut suffixes = match (keyword, self.to) {
             ("TYPE", Format::OpenMetrics) => sample_suffixes(text).iter(),
-            _ => [].iter(),
+            (_, Format::OpenMetrics) => ALL_SUFFIXES.iter(),
+            (_, Format::Text) => [].iter(),
         };
         if seen.has_samples(name)
             || seen.has_samples(&shown)
@@ -251,6 +252,13 @@ impl Lines {
         let is_in_earlier_source = seen.record_name(&shown);
         if !is_first || is_in_earlier_source {
             return Some(Drop);
+        }
+        if let ("TYPE", "histogram" | "summary") = (keyword, text) {
+            // For these parsers, the names of the samples are no families of their own any more.
+            for suffix in sample_suffixes(text) {
+                seen.declare("HELP", &format!("{shown}{suffix}"));
+                seen.declare("TYPE", &format!("{shown}{suffix}"));
+            }
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
         let line = format!("# {keyword} {quote}{shown}{quote} {text}");
@@ -304,6 +312,11 @@ fn short_name<'t>(name: &'t str, seen: &Seen) -> &'t str {
         .filter(|short| !short.is_empty() && !seen.has_type(short))
         .unwrap_or(name)
 }
+
+/// All suffixes of [`sample_suffixes`].
+const ALL_SUFFIXES: [&str; 8] = [
+    "_total", "_created", "_bucket", "_count", "_sum", "_gcount", "_gsum", "_info",
+];
 
 /// Returns the suffixes by which names of samples differ from the name of their OpenMetrics family of this type.
 fn sample_suffixes(kind: &str) -> &'static [&'static str] {

@@ -106,6 +106,19 @@ fn metadata_after_samples_of_its_family_is_left_out() {
         ),
         (Text, Text, &typed, &typed),
         (Text, OpenMetrics, &typed, histogram),
+        (
+            OpenMetrics,
+            OpenMetrics,
+            "late_total 1\n# HELP late L.\n# TYPE late counter\nlate_total{a=\"b\"} 2\n",
+            "late_total 1\nlate_total{a=\"b\"} 2\n",
+        ),
+        // The names of a histogram's samples are not families any more.
+        (
+            Text,
+            Text,
+            "# HELP h H.\n# TYPE h histogram\n# HELP h_sum S.\n# TYPE h_count counter\nh_count 1\n",
+            "# HELP h H.\n# TYPE h histogram\nh_count 1\n",
+        ),
         // A sample of another family is no reason.
         (
             Text,

@@ -25,6 +25,10 @@ const MAX_ENCODED: usize = 512;
 /// The maximum number of bytes that are decoded of a page.
 const MAX_DECODED: u64 = 64 << 20;
 
+/// The remedy of failures of Envoy, which has no annotations that could be wrong.
+const ENVOY_REMEDY: &str = "see Envoy's log; it answers 400 if it cannot use the query of the scrape (`params` of the \
+    scrape job)";
+
 /// Code and text of the reason why a page has ended early.
 type Failure = (&'static Code, String);
 
@@ -120,10 +124,8 @@ impl Source {
         let (origin, address) = (self.origin.name(), &self.address);
         let subject = format!("failed scraping {origin} metrics from {address}");
         let problem = Problem::new(code, subject, found);
-        self.failure = Some(match (self.origin, code) {
-            (Origin::Envoy, codes::SCRAPE_FAILED | codes::SCRAPE_PAGE_INVALID) => problem.remedy(
-                "for status 400 correct the query of the scrape (`params` of the scrape job); otherwise see Envoy's log",
-            ),
+        self.failure = Some(match self.origin {
+            Origin::Envoy if code != codes::SCRAPE_LATE => problem.remedy(ENVOY_REMEDY),
             _ => problem,
         });
     }

@@ -89,11 +89,11 @@ impl StateOfTheWorld {
             match self.parse(text) {
                 Ok(name) => {
                     // Nothing has been sent for a name that is new.
-                    let sent = before.remove(&name).unwrap_or_else(|| {
+                    let sent = before.remove(&name);
+                    if sent.is_none() && !self.names.contains_key(&name) {
                         added.push(text);
-                        None
-                    });
-                    self.names.entry(name).or_insert(sent);
+                    }
+                    self.names.entry(name).or_insert(sent.flatten());
                 }
                 Err(problem) => _ = unserved.get_or_insert(problem),
             }

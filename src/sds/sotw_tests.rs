@@ -154,7 +154,8 @@ async fn debug_lines_name_what_envoy_requests_and_acknowledges() {
         stream.apply(&request(&["default"], "n1")).expect("applied");
         stream.next_response(&second, "n2").expect("a response");
         stream.apply(&request(&["default"], "n1")).expect("applied");
-        stream.apply(&request(&["ROOTCA"], "n2")).expect("applied");
+        let twice = request(&["ROOTCA", "ROOTCA"], "n2");
+        stream.apply(&twice).expect("applied");
         stream.apply(&request(&[], "n2")).expect("applied");
     });
     let lines = [

@@ -117,9 +117,6 @@ impl Stream {
             return Duration::MAX;
         };
         let metadata = tokio::fs::metadata(&path).await;
-        if let Err(error) = &metadata {
-            tracing::debug!(target: "sds", "no revocation list is read from {}: {error}", path.display());
-        }
         let file = metadata.and_then(|file| Ok((file.modified()?, file.len())));
         let chain = match self.secrets.get(&Name::Default) {
             SecretState::Available(Secret::Certificate(own)) => own.chain_pem().clone(),
@@ -131,6 +128,9 @@ impl Stream {
         };
         if stamp == self.crl_stamp {
             return CRL_POLL;
+        }
+        if stamp.file.is_none() {
+            tracing::debug!(target: "sds", "CRL is not configured, {} cannot be read", path.display());
         }
         let crl = resource::read_crl(&path).await;
         let check = move || resource::revocation_problem(&path, &chain);

@@ -105,12 +105,7 @@ impl Metrics {
         let is_retried = error.is_some_and(|error| {
             matches!(
                 error.code,
-                Code::Cancelled
-                    | Code::DeadlineExceeded
-                    | Code::ResourceExhausted
-                    | Code::Aborted
-                    | Code::Internal
-                    | Code::Unavailable
+                Code::ResourceExhausted | Code::Aborted | Code::Internal | Code::Unavailable
             )
         });
         if is_retried && self.attempts.load(Ordering::Relaxed) < MAX_ATTEMPTS {

@@ -16,8 +16,9 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use crc32fast::Hasher;
 use flate2::Compression;
-use flate2::write::GzEncoder;
+use flate2::write::DeflateEncoder;
 use futures_util::future::join_all;
 use futures_util::stream;
 use http::{Request, Response, StatusCode};
@@ -96,9 +97,13 @@ pub struct Bundle {
 /// A file that is compressed while it is written. Bytes beyond [`MAX_COMPRESSED`] are dropped.
 struct File {
     name: String,
-    content: GzEncoder<Vec<u8>>,
-    /// The number of bytes before compression.
-    size: u64,
+    content: Compressed,
+}
+
+/// A part of a gzip stream.
+struct Compressed {
+    deflate: DeflateEncoder<Vec<u8>>,
+    checksum: Hasher,
 }
 
 /// Collects known secrets: variables with the name of a secret, passwords in URLs, and the content of the token's
@@ -287,30 +292,81 @@ impl Bundle {
         self.problems.borrow_mut().push(problem);
     }
 
-    /// Writes the archive. Headers and files are separate members of its gzip, so that no file is compressed again:
-    /// that would take seconds for large ones.
+    /// Writes the archive. Its gzip stream joins what is compressed already: to compress large files again would take
+    /// seconds. Source of the format: RFC 1951 and RFC 1952.
     pub fn write(self, out: &mut impl Write) -> io::Result<()> {
-        const BLOCK: u64 = 512;
+        const BLOCK: usize = 512;
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let mut files = self.files.into_inner();
         files.sort_by(|one, other| one.name.cmp(&other.name));
-        let mut padding = 0;
+        let (mut parts, mut padding) = (Vec::new(), 0);
         for file in files {
+            let size = file.content.length();
             let mut header = tar::Header::new_gnu();
-            header.set_size(file.size);
+            header.set_size(size);
             header.set_mode(0o600);
             header.set_mtime(now.as_ref().map_or(0, |now| now.as_secs()));
             // The padding of the file before comes first.
             let mut entry = tar::Builder::new(vec![0; padding]);
             let path = format!("support-bundle/{}", file.name);
             entry.append_data(&mut header, path, io::empty())?;
-            out.write_all(&gzip(entry.get_ref())?)?;
-            out.write_all(&file.content.finish()?)?;
-            padding = (file.size.next_multiple_of(BLOCK) - file.size) as usize;
+            parts.extend([Compressed::of(entry.get_ref())?, file.content]);
+            padding = (size.next_multiple_of(BLOCK as u64) - size) as usize;
         }
         // Two empty blocks end the archive.
-        out.write_all(&gzip(&vec![0; padding + 2 * BLOCK as usize])?)?;
+        parts.push(Compressed::of(&vec![0; padding + 2 * BLOCK])?);
+        // The method deflate, no flags, no time, and an unknown system.
+        out.write_all(&[0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 255])?;
+        let (mut checksum, mut length) = (Hasher::new(), 0);
+        for part in parts {
+            checksum.combine(&part.checksum);
+            length += part.length();
+            part.write_to(out)?;
+        }
+        // An empty block that is marked as the last one ends the stream.
+        out.write_all(&[3, 0])?;
+        out.write_all(&checksum.finalize().to_le_bytes())?;
+        // The length modulo 2^32.
+        out.write_all(&(length as u32).to_le_bytes())?;
         out.flush()
+    }
+}
+
+impl Compressed {
+    fn new() -> Self {
+        Self {
+            deflate: DeflateEncoder::new(Vec::new(), Compression::fast()),
+            checksum: Hasher::new(),
+        }
+    }
+
+    fn of(bytes: &[u8]) -> io::Result<Self> {
+        let mut part = Self::new();
+        part.write_all(bytes)?;
+        Ok(part)
+    }
+
+    /// Returns the number of bytes before compression.
+    fn length(&self) -> u64 {
+        self.deflate.total_in()
+    }
+
+    /// Writes the part without an end of the stream, at a full byte, so that another part can follow.
+    fn write_to(mut self, out: &mut impl Write) -> io::Result<()> {
+        self.deflate.flush()?;
+        out.write_all(self.deflate.get_ref())
+    }
+}
+
+impl Write for Compressed {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.deflate.write_all(bytes)?;
+        self.checksum.update(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -324,8 +380,7 @@ impl File {
     ) -> (Self, io::Result<()>) {
         let mut to = BufWriter::new(Self {
             name: name.to_owned(),
-            content: GzEncoder::new(Vec::new(), Compression::fast()),
-            size: 0,
+            content: Compressed::new(),
         });
         // After an error, the bytes before it are flushed, too.
         let copied = redact::copy(secrets, form, &mut from, &mut to).and(to.flush());
@@ -338,7 +393,7 @@ impl File {
     }
 
     fn is_full(&self) -> bool {
-        self.content.get_ref().len() >= MAX_COMPRESSED
+        self.content.deflate.get_ref().len() >= MAX_COMPRESSED
     }
 }
 
@@ -346,7 +401,6 @@ impl Write for File {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if !self.is_full() {
             self.content.write_all(bytes)?;
-            self.size += bytes.len() as u64;
         }
         Ok(bytes.len())
     }
@@ -354,12 +408,6 @@ impl Write for File {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
-}
-
-fn gzip(bytes: &[u8]) -> io::Result<Vec<u8>> {
-    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
-    encoder.write_all(bytes)?;
-    encoder.finish()
 }
 
 /// Lists the files and directories in a directory; none if it cannot be read.

@@ -105,6 +105,7 @@ mod tests {
                 version: String::new(),
                 nonce: message.to_owned(),
                 resources: 1,
+                removed: 0,
                 bytes: 1,
                 consumer: Consumer::Agent,
             },

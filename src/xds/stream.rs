@@ -95,7 +95,7 @@ impl StreamState {
                 request.refusal = None;
             }
             let type_url = &request.type_url;
-            log_request(self.id, self.protocol, &request);
+            log_request(self.id, self.protocol, &request.frame);
             if let Some(services) = &mut self.services
                 && let Some(count) = services.apply_request(&request, self.protocol)
             {
@@ -111,8 +111,10 @@ impl StreamState {
             if type_url == LISTENER
                 && !std::mem::replace(&mut self.has_sent_own_subscriptions, true)
             {
-                let subscriptions = self.interceptors.subscriptions(self.protocol);
-                self.to_istiod.extend(subscriptions);
+                for frame in self.interceptors.subscriptions(self.protocol) {
+                    log_request(self.id, self.protocol, &frame);
+                    self.to_istiod.push(frame);
+                }
             }
         });
         read.map_err(|status| End::bad_request(&status))
@@ -121,7 +123,9 @@ impl StreamState {
     /// Encodes a health report of the workload.
     pub(super) fn health_report(&self, health: &Result<(), String>) -> Bytes {
         let problem = health.as_ref().err().map(String::as_str);
-        encode_request(self.protocol, HEALTH, "", "", problem)
+        let report = encode_request(self.protocol, HEALTH, "", "", problem);
+        log_request(self.id, self.protocol, &report);
+        report
     }
 
     /// Prepares for another stream of istiod, because the last one had no response.
@@ -150,6 +154,7 @@ impl StreamState {
                         r#type = short_type(&received.type_url),
                         nonce = received.nonce,
                         resources = received.resources,
+                        removes = received.removed,
                         "upstream response"
                     );
                 }
@@ -211,6 +216,7 @@ impl StreamState {
         let (type_url, nonce) = (&response.type_url, &response.nonce);
         self.observer.record_ack_or_nack(type_url, nonce, problem);
         let request = encode_request(self.protocol, type_url, &response.version, nonce, problem);
+        log_request(self.id, self.protocol, &request);
         self.to_istiod.push(request);
     }
 
@@ -252,25 +258,32 @@ impl StreamState {
     }
 }
 
-/// Logs a request as pilot-agent does, with its nonce.
-fn log_request(id: u32, protocol: Protocol, request: &Request) {
+/// Logs a request to istiod, a frame, as pilot-agent does and with its nonce.
+fn log_request(id: u32, protocol: Protocol, frame: &Bytes) {
+    if !tracing::enabled!(target: "xdsproxy", tracing::Level::DEBUG) {
+        return;
+    }
+    let Ok(request) = Request::decode(protocol, frame.clone()) else {
+        return;
+    };
+    let subscription = request.subscription().unwrap_or_default();
     let Request {
         type_url, nonce, ..
     } = request;
-    if protocol == Protocol::Sotw {
-        tracing::debug!(target: "xdsproxy", id, nonce, "request for type url {type_url}");
-    } else if tracing::enabled!(target: "xdsproxy", tracing::Level::DEBUG) {
-        let subscription = request.subscription().unwrap_or_default();
-        tracing::debug!(
+    match protocol {
+        Protocol::Sotw => {
+            tracing::debug!(target: "xdsproxy", id, nonce, "request for type url {type_url}");
+        }
+        Protocol::Delta => tracing::debug!(
             target: "xdsproxy",
             id,
-            r#type = short_type(type_url),
+            r#type = short_type(&type_url),
             sub = subscription.names.len(),
             unsub = subscription.unsubscribed.len(),
             nonce,
             initial = subscription.initial_resource_versions.len(),
             "delta request"
-        );
+        ),
     }
 }
 
@@ -387,6 +400,9 @@ mod tests {
             let captured = sotw.captured.pop_front().unwrap();
             let forwarded = Outcome::Forward(captured.message.clone(), None);
             sotw.apply_outcome(&captured, forwarded);
+            sotw.read_responses(response(NAMES)).unwrap();
+            let captured = sotw.captured.pop_front().unwrap();
+            sotw.apply_outcome(&captured, Outcome::Accepted);
             let (protocol, interceptors) = (Protocol::Delta, Interceptors::default());
             let observer = Observer::new(&Registry::default(), None);
             let mut state = StreamState::new(9, protocol, interceptors, observer, 1000, None);
@@ -394,7 +410,9 @@ mod tests {
         });
         for line in [
             format!("xdsproxy: request for type url {CLUSTER} id=1 nonce=\"\""),
-            "xdsproxy: upstream response id=1 type=\"CDS\" nonce=\"n\" resources=1".into(),
+            "xdsproxy: upstream response id=1 type=\"CDS\" nonce=\"n\" resources=1 removes=0"
+                .into(),
+            format!("xdsproxy: request for type url {NAMES} id=1 nonce=\"n\""),
             "xdsproxy: forward ECDS id=1 nonce=\"n\"".into(),
             "xdsproxy: delta request id=9 type=\"LDS\" sub=2 unsub=1 nonce=\"n7\" initial=1".into(),
         ] {

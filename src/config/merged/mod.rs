@@ -182,23 +182,17 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
     }
 }
 
-/// Checks settings of later releases of Istio. `UDS` would close Envoy's admin port, which stays open here, so the
-/// agent must not start with it. ISTIO_NATIVE_SIDECAR, which comes with it, is not needed.
+/// Checks settings of later releases of Istio. The agent does not start with another transport than TCP, because it
+/// cannot close Envoy's admin port. ISTIO_NATIVE_SIDECAR, which the same releases set, has no effect.
 fn check_later_settings(merged: &mut Merged, env: &Environment) {
     const TRANSPORT: &str = "ISTIO_ENVOY_ADMIN_TRANSPORT";
     const PROBE_TIMEOUT: &str = "PROXY_READINESS_PROBE_TIMEOUT";
-    let has_envoy = !env.get(&environment::DISABLE_ENVOY);
-    match env.text(TRANSPORT) {
-        None | Some("TCP") => {}
-        Some(value) if has_envoy && value.eq_ignore_ascii_case("UDS") => {
-            let code = codes::ADMIN_SOCKET_UNSUPPORTED;
-            let problem = Problem::value(code, TRANSPORT, value, "TCP");
-            merged.notes.add(problem);
-        }
-        Some(value) => {
-            let problem = Problem::replaced(TRANSPORT, value, "TCP", "\"TCP\" is used");
-            merged.notes.warnings.push(problem);
-        }
+    let transport = env.text(TRANSPORT).unwrap_or_default().trim();
+    let has_port = !env.get(&environment::DISABLE_ENVOY);
+    if has_port && !transport.is_empty() && !transport.eq_ignore_ascii_case("TCP") {
+        let code = codes::ADMIN_SOCKET_UNSUPPORTED;
+        let problem = Problem::value(code, TRANSPORT, transport, "TCP");
+        merged.notes.add(problem);
     }
     if env.text(PROBE_TIMEOUT).is_some() {
         let code = codes::SETTING_OF_LATER_RELEASE;

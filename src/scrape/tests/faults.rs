@@ -231,7 +231,7 @@ async fn a_query_that_envoy_refuses_is_a_failure_of_envoy() {
     source.read_head().await;
     let text = source.failure.expect("a problem").to_string();
     let subject = "failed scraping envoy metrics";
-    assert!(text.starts_with(subject) && text.contains("correct the query of the scrape"));
+    assert!(text.starts_with(subject) && text.contains("the query of the scrape"));
     assert!(
         !text.contains("secret") && !text.contains("prometheus.io"),
         "{text}"

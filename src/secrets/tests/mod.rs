@@ -377,6 +377,7 @@ async fn certificate_requests_their_failures_and_retries_are_counted_as_by_pilot
         (Code::Unavailable, 5, [1, 4, 1], [2, 4, 1]),
         (Code::Unavailable, 7, [2, 5, 1], [2, 6, 1]),
         (Code::Unauthenticated, 2, [2, 0, 2], [3, 0, 2]),
+        (Code::DeadlineExceeded, 2, [2, 0, 2], [3, 0, 2]),
     ] {
         let mut fixture = start(config(), Answer::Fails(code));
         fixture.assert_page(&[], &["num_", "cert_"]);

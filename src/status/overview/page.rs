@@ -5,6 +5,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 use serde_json::Value;
 
 use crate::duration::rounded_seconds;
+use crate::logging::is_interpreted;
 use crate::report::{Level, Report};
 
 /// The sections: the title, the member of the overview, and the path of the same data as JSON.
@@ -58,14 +59,8 @@ pub(super) fn page(doctor: &Report, overview: &Value) -> String {
             }
         }
     };
+    let hides_text = |c| c != '\n' && is_interpreted(c);
     page.into_string().replace(hides_text, "\u{fffd}")
-}
-
-/// Returns true for control characters, and for those that change the direction of text: they could hide the text
-/// next to them.
-fn hides_text(character: char) -> bool {
-    (character.is_control() && character != '\n')
-        || matches!(character, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// Renders the doctor's verdict, its remedy, and the findings. The other checks are folded.

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use super::{Sources, startup};
 use crate::envoy::handle::{Envoy, Report, State};
 use crate::envoy::inspect;
+use crate::istiod::Status;
 use crate::lifecycle::Urgency;
 use crate::metrics::Gauge;
 use crate::problem::{Problem, codes};
@@ -107,7 +108,8 @@ impl Readiness {
         }
         let cause = match missing {
             NotReady::Explained(_) => None,
-            NotReady::NoNameTable => self.istiod_failure().filter(|_| !self.is_connected()),
+            // A failed call on a connection, such as a certificate request, does not explain a missing name table.
+            NotReady::NoNameTable => self.istiod_failure(|status| status.connected.is_none()),
             NotReady::Unexplained(_) => self.find_cause().await,
         };
         let suffix = cause.map_or_else(String::new, |cause| format!("; {cause}"));
@@ -122,7 +124,10 @@ impl Readiness {
         running_process(&envoy.report().borrow()).ok()?;
         let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
         let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
-        let known = self.istiod_failure().or_else(certificate).or_else(refused);
+        let known = self
+            .istiod_failure(|_| true)
+            .or_else(certificate)
+            .or_else(refused);
         // Inspecting Envoy takes up to a second, and `pilot-agent wait` sends ten probes a second at the start.
         if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
@@ -133,16 +138,12 @@ impl Readiness {
         wait.map(ToString::to_string)
     }
 
-    /// Returns the last failure of a connection or call to istiod, if none has succeeded since.
-    fn istiod_failure(&self) -> Option<String> {
-        let failure = self.sources.istiod.status().last_error?;
+    /// Returns the last failure of a connection or call to istiod, if none has succeeded since and the status is
+    /// `relevant`.
+    fn istiod_failure(&self, relevant: fn(&Status) -> bool) -> Option<String> {
+        let status = self.sources.istiod.status();
+        let failure = status.last_error.as_ref().filter(|_| relevant(&status))?;
         Some(failure.problem.to_string())
-    }
-
-    /// Returns true if there is a connection to istiod. A failed call on it, such as a certificate request, does not
-    /// explain why istiod has sent no name table.
-    fn is_connected(&self) -> bool {
-        self.sources.istiod.status().connected.is_some()
     }
 
     /// Checks whether the pod is ready now. The error is the first reason why it is not. Records the milestones that

@@ -20,6 +20,7 @@ fn response(type_url: &str, nonce: &str) -> Received {
         version: format!("version of {nonce}"),
         nonce: nonce.to_owned(),
         resources: 3,
+        removed: 0,
         bytes: 100,
         consumer: Consumer::Envoy,
     }

@@ -39,6 +39,8 @@ pub struct Received {
     /// Empty if the message is malformed before this field.
     pub nonce: String,
     pub resources: u32,
+    /// The number of removed resources; SotW responses have none.
+    pub removed: u32,
     /// The length of the message without the head of its frame.
     pub bytes: u64,
     pub consumer: Consumer,
@@ -200,6 +202,7 @@ impl ResponseReader {
             version: fields.version,
             nonce: fields.nonce,
             resources: fields.resources,
+            removed: fields.removed,
             bytes: message.length as u64,
             consumer,
         };

@@ -188,6 +188,7 @@ fn each_message_is_reported_once_with_its_version_nonce_and_size() {
                 version: "v7".into(),
                 nonce: "n7".into(),
                 resources: resources as u32,
+                removed: 0,
                 bytes: message.len() as u64,
                 consumer,
             });

@@ -36,6 +36,8 @@ pub struct Fields {
     pub resource_type: Option<String>,
     /// The number of resources that have begun.
     pub resources: u32,
+    /// The number of names of removed resources.
+    pub removed: u32,
 }
 
 /// The field of a resource, or of the name of a removed one.
@@ -198,6 +200,9 @@ impl Walker {
     fn begin_value(&mut self, number: u32, length: u64, end: u64) -> Result<Step, Malformed> {
         let (fields, finds_names) = (&mut self.fields, self.name_hasher.is_some());
         let has_type = fields.resource_type.is_some();
+        if (self.protocol, self.nested_ends.len(), number) == (Protocol::Delta, 0, 6) {
+            fields.removed = fields.removed.saturating_add(1);
+        }
         let member: Member = match (self.nested_ends.len(), number) {
             (0, 1) => |fields| &mut fields.version,
             (0, 4) => |fields| &mut fields.type_url,

@@ -54,6 +54,7 @@ fn reads_the_fields_of_both_responses() {
                 version: "v".into(),
                 resource_type: Some("a.A".into()),
                 resources,
+                removed: 0,
             };
             assert_eq!(walk(walker, &bytes, chunk), Ok(expected));
         }

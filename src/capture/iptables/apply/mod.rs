@@ -8,6 +8,7 @@
 //! rules that any configuration or, for DNS, an earlier version puts into the kernel's own chains. Rules of
 //! others stay unchanged.
 
+use std::collections::HashSet;
 use std::net::Ipv6Addr;
 
 use super::programs::{Kernel, Programs, missing};
@@ -65,9 +66,9 @@ impl Request<'_> {
 
     /// Returns the changes of both families, in the order in which they are to be made.
     async fn plan(&self) -> Result<Vec<Change>, Problem> {
-        let mut changes = Vec::new();
+        let (mut changes, mut interfaces) = (Vec::new(), HashSet::new());
         for family in [Family::V4, Family::V6] {
-            let found = self.changes_of_family(family).await;
+            let found = self.changes_of_family(family, &mut interfaces).await;
             changes.extend(self.tolerate_optional_ipv6_error(family, found)?);
         }
         Ok(changes)
@@ -92,8 +93,12 @@ impl Request<'_> {
     }
 
     /// Returns the change for each kind of programs, the kind to use first. Fails if there are no programs, but rules
-    /// are wanted or may be left.
-    async fn changes_of_family(&self, family: Family) -> Result<Vec<Change>, Problem> {
+    /// are wanted or may be left. Adds Istio's interfaces: IPv6 has no rule that shows them if only IPv4 is captured.
+    async fn changes_of_family(
+        &self,
+        family: Family,
+        interfaces: &mut HashSet<String>,
+    ) -> Result<Vec<Change>, Problem> {
         let rules = Rules::new(self.config);
         let is_wanted = !self.is_removal && (family == Family::V4 || self.config.has_v6);
         let kernel = Kernel::read(family)?;
@@ -108,7 +113,7 @@ impl Request<'_> {
             // Programs of another kind have no rules, or rules of earlier runs.
             let rules = (is_wanted && index == 0).then_some(&rules);
             if index == 0 || programs.kind.is_some() {
-                changes.extend(self.change_with(family, programs, rules)?);
+                changes.extend(self.change_with(family, programs, rules, interfaces)?);
             }
         }
         Ok(changes)
@@ -121,10 +126,12 @@ impl Request<'_> {
         family: Family,
         programs: Programs,
         rules: Option<&Rules>,
+        interfaces: &mut HashSet<String>,
     ) -> Result<Option<Change>, Problem> {
         let saved = programs.parse(&programs.saved)?;
         let known = self.known_rules(family, saved.layout().tproxy_mark());
-        let present = select_istio(&saved, &known);
+        interfaces.extend(saved.istio_interfaces().into_iter().map(str::to_owned));
+        let present = select_istio(&saved, &known, interfaces, self.is_removal);
         let goal = rules.map(|rules| Layout::new(rules, family));
         let is_unchanged = present.layout() == goal.unwrap_or_default();
         if is_unchanged && !(self.is_forced && rules.is_some()) {
@@ -204,9 +211,15 @@ const ORDER: [&str; 5] = ["security", "filter", "raw", "mangle", "nat"];
 /// An entry of a chain of the kernel's own.
 type PlacedEntry = ((Table, Chain), Entry);
 
-/// Returns the part of the tables that is Istio's.
-fn select_istio<'a>(saved: &Saved<'a>, known: &[PlacedEntry]) -> Saved<'a> {
-    let (earlier, interfaces) = (saved.earlier_dns(), saved.istio_interfaces());
+/// Returns the part of the tables that is Istio's. `interfaces` are Istio's by the rules of either family. For a
+/// removal, rules that the configuration names are Istio's even if no other rule of Istio is left.
+fn select_istio<'a>(
+    saved: &Saved<'a>,
+    known: &[PlacedEntry],
+    interfaces: &HashSet<String>,
+    is_removal: bool,
+) -> Saved<'a> {
+    let earlier = saved.earlier_dns();
     let is_known = |rule: &SavedRule<'_>| {
         let known_in = |chain| known.contains(&(chain, for_any_user(entry(rule.text))));
         rule.place().is_some_and(known_in)
@@ -218,21 +231,21 @@ fn select_istio<'a>(saved: &Saved<'a>, known: &[PlacedEntry]) -> Saved<'a> {
             || rule.passing_interface().is_none() && is_known(rule)
     };
     // Rules of others may let an interface pass, too. Istio's are in front of the last of its other rules in the chain,
-    // not counting the jumps for virtual machines, which come first. Where the chain has none, as nat PREROUTING with
-    // TPROXY, the table must have a chain of Istio.
-    let is_in_front = |index: usize, rule: &SavedRule<'_>| {
+    // not counting the jumps for virtual machines, which come first. Some chains have none, as nat PREROUTING with TPROXY.
+    let is_in_place = |index: usize, rule: &SavedRule<'_>| {
         let last = saved.rules.iter().rposition(|other| {
             (other.table, other.chain) == (rule.table, rule.chain)
                 && is_certain(other)
                 && other.captured_interface().is_none()
         });
-        let has_istio =
-            |(table, chain): &(&str, &str)| *table == rule.table && chain.starts_with(ISTIO);
-        last.map_or_else(|| saved.chains.iter().any(has_istio), |last| index < last)
+        last.map_or_else(
+            || is_removal || saved.has_istio(rule.table),
+            |last| index < last,
+        )
     };
     let rules = saved.rules.iter().enumerate();
     let rules = rules.filter(|(index, rule)| match rule.passing_interface() {
-        Some(name) => (interfaces.contains(name) || is_known(rule)) && is_in_front(*index, rule),
+        Some(name) => (interfaces.contains(name) || is_known(rule)) && is_in_place(*index, rule),
         None => is_certain(rule),
     });
     let chains = saved.chains.iter();

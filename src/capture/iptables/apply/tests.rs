@@ -25,7 +25,9 @@ fn istio_part(text: &str) -> Saved<'_> {
     let leaves = Match::Is(Criterion::OutInterface("eth1".to_owned()));
     let entry = Entry::rule(vec![leaves], Verdict::Return);
     let known = [((Table::Nat, Chain::Output), entry)];
-    select_istio(&Saved::parse(text).expect("a text"), &known)
+    let saved = Saved::parse(text).expect("a text");
+    let interfaces = saved.istio_interfaces().into_iter().map(str::to_owned);
+    select_istio(&saved, &known, &interfaces.collect(), false)
 }
 
 #[test]
@@ -94,6 +96,15 @@ fn a_rule_for_an_interface_is_istios_by_its_place_and_its_counterpart() {
         ),
         (
             vec!["PREROUTING -i a -j RETURN", "OUTPUT -o a -j RETURN"],
+            vec![],
+        ),
+        (
+            vec![
+                "OUTPUT -o a -j RETURN",
+                outbound,
+                inbound,
+                "PREROUTING -i a -j RETURN",
+            ],
             vec![],
         ),
         // The configuration names eth1.

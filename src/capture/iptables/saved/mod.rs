@@ -82,26 +82,36 @@ impl<'a> Saved<'a> {
         found
     }
 
-    /// Returns the interfaces that Istio excludes, in front of its jump and for both directions, or captures as
+    /// Returns the interfaces that Istio excludes, in front of its jumps and for both directions, or captures as
     /// those of virtual machines.
     pub(super) fn istio_interfaces(&self) -> HashSet<&'a str> {
-        let of = |chain| {
+        let before_jump = |chain| {
             let rules = self.rules.iter();
-            rules.filter(move |rule| (rule.table, rule.chain) == ("nat", chain))
+            let rules = rules.filter(move |rule| (rule.table, rule.chain) == ("nat", chain));
+            let mut rules: Vec<_> = rules.collect();
+            let is_jump = |rule: &&SavedRule<'_>| {
+                jumps_to_istio(rule.text) && rule.captured_interface().is_none()
+            };
+            let jump = rules.iter().rposition(is_jump);
+            rules.truncate(jump.unwrap_or(rules.len()));
+            (rules, jump.is_some())
         };
-        let outbound: Vec<_> = of("OUTPUT").collect();
-        let jump = outbound.iter().rposition(|rule| jumps_to_istio(rule.text));
-        let outbound = &outbound[..jump.unwrap_or_default()];
-        let left: HashSet<_> = outbound
-            .iter()
-            .filter_map(|rule| rule.passing_interface())
-            .collect();
-        of("PREROUTING")
-            .filter_map(|rule| {
-                let excluded = rule.passing_interface().filter(|name| left.contains(name));
-                excluded.or_else(|| rule.captured_interface())
-            })
+        let (inbound, _) = before_jump("PREROUTING");
+        let (outbound, has_jump) = before_jump("OUTPUT");
+        let left = outbound.iter().filter(|_| has_jump);
+        let left: HashSet<_> = left.filter_map(|rule| rule.passing_interface()).collect();
+        let excluded = inbound.iter().filter_map(|rule| rule.passing_interface());
+        let captured = inbound.iter().filter_map(|rule| rule.captured_interface());
+        excluded
+            .filter(|name| left.contains(name))
+            .chain(captured)
             .collect()
+    }
+
+    /// Returns true if a table has a chain of Istio.
+    pub(super) fn has_istio(&self, table: &str) -> bool {
+        let mut chains = self.chains.iter();
+        chains.any(|(other, chain)| *other == table && chain.starts_with(ISTIO))
     }
 
     /// Returns the rules in chains that traffic capture knows.

@@ -105,6 +105,7 @@ fn received(nonce: &str, bytes: &Bytes) -> Received {
         version: format!("version of {nonce}"),
         nonce: nonce.into(),
         resources: 1,
+        removed: 0,
         bytes: bytes.len() as u64 - 5,
         consumer: Consumer::Envoy,
     }

@@ -35,6 +35,7 @@ async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
         version: "v".into(),
         nonce: "1".into(),
         resources: 2,
+        removed: 0,
         bytes: bytes.len() as u64 - 5,
         consumer: Consumer::Envoy,
     };

@@ -686,7 +686,7 @@ fn rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_s
         .flat_map(|kind| [(*kind, "REDIRECT"), (*kind, "TPROXY")])
     {
         both(kind, earlier);
-        let words = format!("-m {mode} -b * -i * -c eth7,eth8 -k vm0,vm1");
+        let words = format!("-m {mode} -b * -i * -c eth7,eth8 -k vm0,vm1 --dual-stack");
         istio_iptables(kind, &words);
         both(kind, later);
         let applied = saved(kind);
@@ -697,7 +697,7 @@ fn rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_s
         );
         istio_iptables(
             kind,
-            &format!("-m {mode} -b * -i 10.0.0.0/8 -c eth9 -k vm2"),
+            &format!("-m {mode} -b * -i 10.0.0.0/8 -c eth9 -k vm2 --dual-stack"),
         );
         for interface in ["-i eth7", "-i eth8", "-o eth8", "vm0", "vm1"] {
             assert!(applied.contains(interface), "{kind}, {mode}: {applied}");
@@ -726,7 +726,7 @@ fn rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_s
             }
         }
         // No rule of Istio is in a chain of a jump here.
-        istio_iptables(kind, &format!("-m {mode} -i * -c eth7"));
+        istio_iptables(kind, &format!("-m {mode} -i * -c eth7 --dual-stack"));
         istio_iptables(kind, "--cleanup-only");
         assert_eq!(rules(&saved(kind)), [""; 0], "{kind}, {mode}");
     }
