@@ -115,6 +115,8 @@ const WITHOUT_EFFECT: [Signal; 9] = [
     Signal::POWER,
 ];
 const REAL_TIME: RangeInclusive<i32> = 35..=64;
+/// The time for signals to arrive.
+const LAST_SIGNALS: Duration = Duration::from_millis(10);
 
 /// Makes the stop request one step more urgent for each SIGTERM and SIGINT. The signals are caught from
 /// the call on, and handled while the future is polled, which never ends.
@@ -143,6 +145,17 @@ pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send
             stop.escalate(cause);
         }
     })
+}
+
+/// Handles the signals that have arrived, and holds later ones as [`hold_signals`] does. `signals` is the future of
+/// [`signals`]. Returns true if there was a signal, after which this process must not become another program.
+pub async fn handle_last_signals(
+    signals: impl Future<Output = Infallible>,
+    stop: &Stop,
+) -> io::Result<bool> {
+    hold_signals()?;
+    let _ = tokio::time::timeout(LAST_SIGNALS, signals).await;
+    Ok(stop.requested().borrow().is_signaled)
 }
 
 /// Blocks SIGTERM and SIGINT on this thread until the next program that this process runs has called [`signals`]: the

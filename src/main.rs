@@ -14,7 +14,7 @@ use istio_agent::config;
 use istio_agent::config::environment::Environment;
 use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
-use istio_agent::lifecycle::{BoxError, with_causes};
+use istio_agent::lifecycle::{self, BoxError, with_causes};
 use istio_agent::standby::record::Record;
 use istio_agent::standby::{self, Standby};
 use istio_agent::{agent, logging, preflight, proxy_config};
@@ -195,6 +195,8 @@ fn envoy_program(record: &Record, own: &Environment) -> PathBuf {
 fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
+        // Only this thread handles stop signals, so that it can hold them while the process becomes another program.
+        .on_thread_start(|| _ = lifecycle::hold_signals())
         .build()?;
     let output = runtime.block_on(future);
     // A resolver that hangs must not delay the exit.

@@ -62,7 +62,7 @@ use sds_socket::Detected;
 /// The time limit for the exit of an Envoy whose agent was killed. An Envoy that was taking over waits 10 s for an
 /// answer of its parent if that has exited.
 const FORMER_ENVOY_LIMIT: Duration = Duration::from_secs(15);
-/// The time between two attempts to connect to that Envoy, and the time for signals to arrive.
+/// The time between two attempts to connect to that Envoy.
 const PAUSE: Duration = Duration::from_millis(10);
 /// The time limit for the end of all tasks once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -122,10 +122,7 @@ pub async fn run(
     if standby.is_none() {
         return code;
     }
-    // Signals that have arrived are handled here; the kernel holds later ones for the next program.
-    lifecycle::hold_signals()?;
-    let _ = timeout(PAUSE, signals).await;
-    if stop.requested().borrow().is_signaled {
+    if lifecycle::handle_last_signals(signals, &stop).await? {
         return code;
     }
     Err(exec::standby().into())

@@ -1,6 +1,7 @@
 //! The `standby` command: waits until no agent of the pod serves, or until it is to take over.
 
 use std::path::PathBuf;
+use std::pin::pin;
 use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
@@ -28,7 +29,7 @@ pub async fn run(
     let start = since_boot();
     let mut standby = Standby::open(environment)?;
     let stop = Stop::new();
-    let signals = lifecycle::signals(stop.clone())?;
+    let mut signals = pin!(lifecycle::signals(stop.clone())?);
     tracing::info!(
         "container {} waits until no agent serves ({DIRECTORY})",
         standby.name
@@ -53,12 +54,17 @@ pub async fn run(
             sleep(RECORD_INTERVAL).await;
         }
     };
-    tokio::select! {
+    let next = tokio::select! {
         next = waiting => next,
         record = wait_for_takeover(&mut standby, envoy) => record.map(Some),
-        () = stop.first_request() => Ok(None),
-        never = signals => match never {},
+        () = stop.first_request() => return Ok(None),
+        never = &mut signals => match never {},
+    };
+    // A pod that is deleted stops the other container, and this one a moment later.
+    if lifecycle::handle_last_signals(signals, &stop).await? {
+        return Ok(None);
     }
+    next
 }
 
 /// Waits until this container has a new build, or until the agent that serves tells this one to take over. Returns the

@@ -298,6 +298,20 @@ async fn a_standby_exits_at_once_when_it_is_told_to_stop() {
 }
 
 #[tokio::test]
+async fn a_standby_that_is_told_to_stop_while_it_takes_over_stops() {
+    let Some(envoy) = envoy_binary() else { return };
+    for delay in [0, 10, 20, 40, 80] {
+        let mut stage = Stage::serving(&envoy).await;
+        let mut standby = stage.standby().await;
+        stage.pod.agent.signal(Signal::KILL);
+        stage.pod.agent.end().await;
+        tokio::time::sleep(std::time::Duration::from_millis(delay)).await;
+        standby.terminate();
+        standby.end().await;
+    }
+}
+
+#[tokio::test]
 async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;
