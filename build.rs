@@ -1,9 +1,6 @@
 //! Compiles `proto/` without `protoc`, into messages, and into descriptors by which JSON is read.
 
-#![expect(
-    clippy::disallowed_methods,
-    reason = "cargo speaks to build scripts by the environment"
-)]
+#![expect(clippy::disallowed_methods, reason = "cargo speaks to build scripts by the environment")]
 
 use std::error::Error;
 use std::path::Path;
@@ -17,11 +14,7 @@ const PROXY_CONFIG: &str = "mesh/v1alpha1/proxy.proto";
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=proto");
-    let files = [
-        "security/v1alpha1/ca.proto",
-        "grpc/health/v1/health.proto",
-        PROXY_CONFIG,
-    ];
+    let files = ["security/v1alpha1/ca.proto", "grpc/health/v1/health.proto", PROXY_CONFIG];
     let own = protox::compile(files, ["proto"])?;
     tonic_prost_build::configure()
         .build_transport(false)
@@ -29,10 +22,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         // They hold tokens.
         .skip_debug([".istio.mesh"])
         .compile_fds(own)?;
-    let read_as_json = [
-        ("wasm.fds", "envoy/extensions/wasm/v3/wasm.proto"),
-        ("proxy_config.fds", PROXY_CONFIG),
-    ];
+    let read_as_json =
+        [("wasm.fds", "envoy/extensions/wasm/v3/wasm.proto"), ("proxy_config.fds", PROXY_CONFIG)];
     for (name, file) in read_as_json {
         let mut compiler = protox::Compiler::new(["proto"])?;
         compiler.include_imports(true).include_source_info(false);
@@ -49,10 +40,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// its own definitions of all well-known types, and keeps those: 0.4 MB.
 fn options() -> FileDescriptorProto {
     let types = ["File", "Message", "Field", "Enum", "EnumValue", "Oneof"];
-    let message = |of| DescriptorProto {
-        name: Some(format!("{of}Options")),
-        ..DescriptorProto::default()
-    };
+    let message =
+        |of| DescriptorProto { name: Some(format!("{of}Options")), ..DescriptorProto::default() };
     FileDescriptorProto {
         name: Some("google/protobuf/descriptor.proto".to_owned()),
         package: Some("google.protobuf".to_owned()),

@@ -86,11 +86,7 @@ fn main() {
     row("key and request", key, None);
     row("TCP, TLS and HTTP/2", connection, Some(bare_connection));
     row("signing call", call, Some(bare_call));
-    row(
-        "sum",
-        key + connection + call,
-        Some(bare_connection + bare_call),
-    );
+    row("sum", key + connection + call, Some(bare_connection + bare_call));
     row("SDS request to certificate", sds_total, None);
     table.print();
 }
@@ -112,12 +108,7 @@ fn target() -> Target {
     let directory = tempfile::tempdir().expect("a directory");
     write(directory.path(), "root.pem", &root);
     write(directory.path(), "token", &token);
-    Target {
-        address,
-        root,
-        token,
-        directory,
-    }
+    Target { address, root, token, directory }
 }
 
 fn identity() -> SpiffeId {
@@ -135,10 +126,7 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
         }),
         token: token::Source::File(target.directory.path().join("token")),
         metadata: Vec::new(),
-        keepalive: Keepalive {
-            interval: LIMIT,
-            timeout: LIMIT,
-        },
+        keepalive: Keepalive { interval: LIMIT, timeout: LIMIT },
         proxy: None,
         limits: istiod::Limits::default(),
         setting: "discoveryAddress",
@@ -196,10 +184,7 @@ async fn sds_total(target: &Target, round: usize) -> f64 {
 
 async fn first_certificate(channel: tonic::transport::Channel) {
     let request = DiscoveryRequest {
-        node: Some(Node {
-            id: "bench".into(),
-            ..Default::default()
-        }),
+        node: Some(Node { id: "bench".into(), ..Default::default() }),
         resource_names: vec!["default".into()],
         type_url: "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret".into(),
         ..Default::default()
@@ -250,9 +235,7 @@ async fn bare(target: &Target, figures: &mut Figures) {
         validity_duration: 86_400,
         metadata: None,
     });
-    let token = format!("Bearer {}", target.token)
-        .parse()
-        .expect("a header");
+    let token = format!("Bearer {}", target.token).parse().expect("a header");
     call.metadata_mut().insert("authorization", token);
     let start = Instant::now();
     let mut client = IstioCertificateServiceClient::new(channel);

@@ -169,26 +169,14 @@ fn index() {
     }
     let mut page = Table::new(&["name table", ""]);
     page.row(["hosts".to_owned(), table.host_count().to_string()]);
-    page.row([
-        "message, MB".to_owned(),
-        format!("{:.1}", encoded.len() as f64 / 1e6),
-    ]);
-    page.row([
-        "index and message, MB".to_owned(),
-        format!("{:.1}", memory as f64 / 1e6),
-    ]);
+    page.row(["message, MB".to_owned(), format!("{:.1}", encoded.len() as f64 / 1e6)]);
+    page.row(["index and message, MB".to_owned(), format!("{:.1}", memory as f64 / 1e6)]);
     page.row(["build, ms".to_owned(), format!("{:.0}", median(times))]);
     page.print();
 }
 
 fn lookups(agent: &Process, dns: SocketAddr, echo: &Process, echo_address: SocketAddr) {
-    let mut page = Table::new(&[
-        "20,000 queries/s",
-        "CPU µs/query",
-        "p50 µs",
-        "p99 µs",
-        "lost",
-    ]);
+    let mut page = Table::new(&["20,000 queries/s", "CPU µs/query", "p50 µs", "p99 µs", "lost"]);
     let (mut of_echo, mut of_agent) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         of_echo.push(round(echo, echo_address, ROUND));
@@ -203,11 +191,7 @@ fn lookups(agent: &Process, dns: SocketAddr, echo: &Process, echo_address: Socke
     }
     let of = |figure: fn(&Round) -> f64| {
         let pairs = of_agent.iter().zip(&of_echo);
-        median(
-            pairs
-                .map(|(agent, echo)| figure(agent) / figure(echo))
-                .collect(),
-        )
+        median(pairs.map(|(agent, echo)| figure(agent) / figure(echo)).collect())
     };
     let ratios = [of(|r| r.cpu), of(|r| r.p50), of(|r| r.p99)];
     let [cpu, p50, p99] = ratios.map(|ratio| format!("{ratio:.2}"));
@@ -228,18 +212,11 @@ fn compare_with_other_servers(
         return;
     }
     let place = mesh.directory.path();
-    let names: Vec<_> = (0..HOSTS)
-        .map(|number| (host(number), ip(number, 0)))
-        .collect();
-    let lines: Vec<_> = names
-        .iter()
-        .map(|(name, _)| format!("{name} A\n"))
-        .collect();
+    let names: Vec<_> = (0..HOSTS).map(|number| (host(number), ip(number, 0))).collect();
+    let lines: Vec<_> = names.iter().map(|(name, _)| format!("{name} A\n")).collect();
     write(place, "names", &lines.concat());
-    let others = [
-        ("unbound", dnsperf::unbound as fn(&_, _, &_) -> Process),
-        ("dnsmasq", dnsperf::dnsmasq),
-    ];
+    let others =
+        [("unbound", dnsperf::unbound as fn(&_, _, &_) -> Process), ("dnsmasq", dnsperf::dnsmasq)];
     let mut started = Vec::new();
     for (name, start) in others {
         if dnsperf::is_installed(name) {
@@ -250,32 +227,16 @@ fn compare_with_other_servers(
             started.push((name, server, address));
         }
     }
-    let ours = [
-        ("bare echo", echo, echo_address),
-        ("agent", agent, mesh.dns),
-    ];
-    let others = started
-        .iter()
-        .map(|(name, server, address)| (*name, server, *address));
+    let ours = [("bare echo", echo, echo_address), ("agent", agent, mesh.dns)];
+    let others = started.iter().map(|(name, server, address)| (*name, server, *address));
     let servers: Vec<_> = ours.into_iter().chain(others).collect();
     let mut asked: Vec<Vec<_>> = servers.iter().map(|_| Vec::new()).collect();
     for _ in 0..ROUNDS {
         for ((_, server, address), asked) in servers.iter().zip(&mut asked) {
-            asked.push(dnsperf::ask(
-                server,
-                *address,
-                &place.join("names"),
-                RATE,
-                1,
-            ));
+            asked.push(dnsperf::ask(server, *address, &place.join("names"), RATE, 1));
         }
     }
-    let mut page = Table::new(&[
-        "dnsperf, 20,000 queries/s",
-        "CPU µs/query",
-        "of echo",
-        "lost",
-    ]);
+    let mut page = Table::new(&["dnsperf, 20,000 queries/s", "CPU µs/query", "of echo", "lost"]);
     let cpu = |asked: &[dnsperf::DnsperfFigures]| {
         asked.iter().map(|a| a.cpu_per_query).collect::<Vec<_>>()
     };
@@ -283,12 +244,7 @@ fn compare_with_other_servers(
     for ((name, ..), asked) in servers.iter().zip(&asked) {
         let cpu = cpu(asked);
         let lost: u64 = asked.iter().map(|asked| asked.lost).sum();
-        let ratio = median(
-            cpu.iter()
-                .zip(&of_echo)
-                .map(|(cpu, echo)| cpu / echo)
-                .collect(),
-        );
+        let ratio = median(cpu.iter().zip(&of_echo).map(|(cpu, echo)| cpu / echo).collect());
         let [cpu, ratio] = [median(cpu), ratio].map(|figure| format!("{figure:.2}"));
         page.row([(*name).to_owned(), cpu, ratio, lost.to_string()]);
     }
@@ -300,10 +256,7 @@ fn compare_with_other_servers(
 ///
 /// The echo takes part in neither the push nor the swap: its figures show the influence of the machine.
 fn during_push(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: SocketAddr) {
-    let both = [
-        ("bare echo", echo, echo_address),
-        ("agent", agent, mesh.dns),
-    ];
+    let both = [("bare echo", echo, echo_address), ("agent", agent, mesh.dns)];
     let mut rounds = both.map(|_| (Vec::new(), Vec::new()));
     let mut pushes = 0;
     for _ in 0..ROUNDS {
@@ -328,10 +281,7 @@ fn during_push(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: S
         let of = |rounds: &[Round], figure: fn(&Round) -> f64| {
             median(rounds.iter().map(figure).collect())
         };
-        let pairs = busy
-            .iter()
-            .zip(quiet)
-            .map(|(busy, quiet)| busy.p99 / quiet.p99);
+        let pairs = busy.iter().zip(quiet).map(|(busy, quiet)| busy.p99 / quiet.p99);
         let lost: u64 = busy.iter().map(|round| round.lost).sum();
         page.row([
             (*name).to_owned(),
@@ -427,9 +377,7 @@ fn run_at_idle_priority() {
     set_nice(19);
     let thread = gettid().as_raw_pid().to_string();
     // Without chrt, the nice value lets other threads run most of the time, but not always.
-    let _ = Command::new("chrt")
-        .args(["--idle", "--pid", "0", &thread])
-        .status();
+    let _ = Command::new("chrt").args(["--idle", "--pid", "0", &thread]).status();
 }
 
 fn receive(socket: &UdpSocket, sent: &[AtomicU64], start: Instant) -> (Vec<f64>, bool) {
@@ -464,10 +412,7 @@ async fn control_plane(directory: &Path) {
         snapshot(MANY_HOSTS, OTHER_LARGE, PUSH),
     ];
     let snapshots = watch::Sender::new(made[0].clone());
-    let options = Options {
-        snapshots: Some(snapshots.subscribe()),
-        ..Options::default()
-    };
+    let options = Options { snapshots: Some(snapshots.subscribe()), ..Options::default() };
     let istiod = LocalIstiod::start(options).await.expect("a control plane");
     let token = istiod.mint_token("default", "bench", Duration::from_secs(3600));
     let token = token.expect("a token");
@@ -503,10 +448,7 @@ impl Mesh {
         command.arg("control-plane").arg(directory.path());
         // The process keeps the memory of a push for the next push (mallopt(3)). Otherwise the kernel
         // would map and unmap 100 MB in steps of milliseconds that nothing can interrupt.
-        let keep = [
-            ("MALLOC_MMAP_MAX_", "0"),
-            ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
-        ];
+        let keep = [("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
         command.envs(keep);
         let (control_plane, versions, output) = Process::with_pipes(&mut command);
         let mut address = String::new();
@@ -550,11 +492,8 @@ async fn read_everything(socket: &Path) {
             id: "sidecar~127.0.0.1~bench.default~default.svc.cluster.local".into(),
             ..Default::default()
         };
-        let request = DiscoveryRequest {
-            node: Some(node),
-            type_url: type_url.into(),
-            ..Default::default()
-        };
+        let request =
+            DiscoveryRequest { node: Some(node), type_url: type_url.into(), ..Default::default() };
         framed(&request.encode_to_vec())
     };
     let io = connect(socket).await;
@@ -584,7 +523,5 @@ fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
     let line = status.lines().find(|line| line.starts_with("VmRSS:"));
     let kib = line.and_then(|line| line.split_whitespace().nth(1));
-    kib.and_then(|kib| kib.parse::<usize>().ok())
-        .expect("a number")
-        * 1024
+    kib.and_then(|kib| kib.parse::<usize>().ok()).expect("a number") * 1024
 }

@@ -64,17 +64,10 @@ fn main() {
         return support::block_on(envoy::run(&name, agents::admin_port(&name)));
     }
     let numbers: Vec<usize> = std::env::args().filter_map(|it| it.parse().ok()).collect();
-    let sizes = if numbers.is_empty() {
-        SIZES.to_vec()
-    } else {
-        numbers
-    };
+    let sizes = if numbers.is_empty() { SIZES.to_vec() } else { numbers };
     // Each agent needs four sockets.
     let most = getrlimit(Limit::Nofile).maximum;
-    let limit = Rlimit {
-        current: most,
-        maximum: most,
-    };
+    let limit = Rlimit { current: most, maximum: most };
     setrlimit(Limit::Nofile, limit).expect("the hard limit is allowed");
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     for size in sizes {
@@ -116,17 +109,12 @@ async fn measure(size: usize) {
     fleet.front.is_up.send_replace(false);
     let options = istiod.kill().await;
     sleep(RESTART).await;
-    let options = Options {
-        max_cert_ttl: SECOND_LIFE,
-        ..options
-    };
+    let options = Options { max_cert_ttl: SECOND_LIFE, ..options };
     let istiod = LocalIstiod::start(options).await.expect("its port is free");
     fleet.front.is_up.send_replace(true);
     let returned = Instant::now();
     fleet.wait_for_all_streams(returned).await;
-    fleet
-        .row("restart, away for 20 s", restart, Some(returned))
-        .await;
+    fleet.row("restart, away for 20 s", restart, Some(returned)).await;
     let connections = fleet.front.connections();
     println!("\n{size} agents, {connections} connections");
     fleet.agents.print_memory();
@@ -155,10 +143,7 @@ async fn measure(size: usize) {
 async fn control_plane() -> (LocalIstiod, mpsc::UnboundedReceiver<Event>) {
     let mut snapshot = Snapshot::default();
     for type_url in [envoy::CLUSTER, envoy::LISTENER] {
-        snapshot.insert(
-            "common",
-            Resource::new("one", type_url, b"\x0a\x03one".to_vec()),
-        );
+        snapshot.insert("common", Resource::new("one", type_url, b"\x0a\x03one".to_vec()));
     }
     let (sender, events) = mpsc::unbounded_channel();
     let options = Options {
@@ -192,10 +177,7 @@ impl Partition {
              add rule inet fleet input tcp sport {port} drop\n"
         );
         stdin.write_all(rules.as_bytes()).expect("nft reads");
-        Some(Self {
-            _nft: nft,
-            _stdin: stdin,
-        })
+        Some(Self { _nft: nft, _stdin: stdin })
     }
 }
 
@@ -269,10 +251,7 @@ impl Fleet {
     fn certificate_lifetimes(&self) -> Vec<Duration> {
         let requests = self.front.seen.requests.lock();
         let pairs = gaps(&requests, self.size);
-        pairs
-            .into_iter()
-            .filter_map(|gaps| gaps.first().copied())
-            .collect()
+        pairs.into_iter().filter_map(|gaps| gaps.first().copied()).collect()
     }
 
     /// Describes the times of renewal, compared with the promised times.
@@ -284,12 +263,8 @@ impl Fleet {
         let window = LIFE.mul_f64(2.0 * JITTER);
         let even = self.size as f64 / window.as_secs_f64();
         let start = Instant::now();
-        let most = most_in_a_second(
-            certificate_lifetimes
-                .iter()
-                .map(|life| start + *life)
-                .collect(),
-        );
+        let most =
+            most_in_a_second(certificate_lifetimes.iter().map(|life| start + *life).collect());
         format!(
             "renewed after {first:.3} to {last:.3} of the life, promised {:.3} to {:.3}; had all been \
              issued at once: {most} CSRs in a second at most, {even:.0} if spread evenly over {window:?}",
@@ -299,21 +274,14 @@ impl Fleet {
     }
 
     async fn row(&mut self, name: &str, begin: Instant, returned: Option<Instant>) {
-        let after = |seen: &Seen| -> Seen {
-            seen.iter()
-                .filter(|(at, _)| *at >= begin)
-                .copied()
-                .collect()
-        };
+        let after =
+            |seen: &Seen| -> Seen { seen.iter().filter(|(at, _)| *at >= begin).copied().collect() };
         let dials = after(&self.front.seen.dials.lock());
         let requests = after(&self.front.seen.requests.lock());
         let moments = |seen: &Seen| seen.iter().map(|(at, _)| *at).collect::<Vec<_>>();
         let since = returned.unwrap_or(begin);
         let first_second = since..since + Duration::from_secs(1);
-        let at_return = dials
-            .iter()
-            .filter(|(at, _)| first_second.contains(at))
-            .count();
+        let at_return = dials.iter().filter(|(at, _)| first_second.contains(at)).count();
         let gap = gaps(&dials, self.size).into_iter().flatten().min();
         let seconds = begin.elapsed().as_secs_f64();
         let back = self.back(since);

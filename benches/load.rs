@@ -147,12 +147,7 @@ impl Ports {
         if let Ok(resolver) = UdpSocket::bind("127.77.0.1:53") {
             std::thread::spawn(move || resolve(&resolver));
         }
-        Self {
-            dns,
-            status,
-            envoy,
-            application,
-        }
+        Self { dns, status, envoy, application }
     }
 }
 
@@ -174,10 +169,8 @@ fn spawn(
 /// metrics.
 fn start(directory: &Path, root: &str, address: &str, ports: &Ports) -> Process {
     let mut command = support::agent(directory, root);
-    let targets = format!(
-        r#"{{"scrape":"true","path":"/metrics","port":"{}"}}"#,
-        ports.application.port()
-    );
+    let targets =
+        format!(r#"{{"scrape":"true","path":"/metrics","port":"{}"}}"#, ports.application.port());
     let probers = format!(
         r#"{{"/app-health/app/readyz":{{"httpGet":{{"path":"/","port":{}}}}}}}"#,
         ports.application.port()
@@ -192,10 +185,7 @@ fn start(directory: &Path, root: &str, address: &str, ports: &Ports) -> Process 
         ("DISABLE_ENVOY", "true".to_owned()),
         (
             "PROXY_CONFIG",
-            format!(
-                "{{discoveryAddress: '{address}', statusPort: {}}}",
-                ports.status.port()
-            ),
+            format!("{{discoveryAddress: '{address}', statusPort: {}}}", ports.status.port()),
         ),
     ];
     Process::start(command.envs(settings))
@@ -210,10 +200,7 @@ fn control_plane(directory: &Path) -> (String, String) {
         block_on(async move {
             let versions = [1, 2].map(snapshot);
             let snapshots = watch::Sender::new(versions[0].clone());
-            let options = Options {
-                snapshots: Some(snapshots.subscribe()),
-                ..Options::default()
-            };
+            let options = Options { snapshots: Some(snapshots.subscribe()), ..Options::default() };
             let istiod = LocalIstiod::start(options).await.expect("a control plane");
             let token = istiod.mint_token("default", "bench", Duration::from_secs(3600));
             let token = token.expect("a token");
@@ -326,10 +313,7 @@ async fn browse(status: SocketAddr, is_loaded: &AtomicBool) {
     while is_loaded.load(Ordering::Relaxed) {
         ticks.tick().await;
         for read in join_all(PAGES.map(|page| get(status, page))).await {
-            PAGES_READ.fetch_add(
-                u64::from(read.is_ok_and(|read| read > 0)),
-                Ordering::Relaxed,
-            );
+            PAGES_READ.fetch_add(u64::from(read.is_ok_and(|read| read > 0)), Ordering::Relaxed);
         }
     }
 }
@@ -343,9 +327,7 @@ async fn get(status: SocketAddr, page: &str) -> std::io::Result<u64> {
 
 /// Serves a page of metrics; all requests get the same response.
 async fn serve_metrics(address: SocketAddr, page: Arc<str>) {
-    let listener = tokio::net::TcpListener::bind(address)
-        .await
-        .expect("a free port");
+    let listener = tokio::net::TcpListener::bind(address).await.expect("a free port");
     loop {
         let (mut stream, _) = listener.accept().await.expect("a connection");
         let page = page.clone();

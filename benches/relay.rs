@@ -78,10 +78,7 @@ impl Relays {
             command.arg(role).arg(&socket).arg(address).arg(root);
             all.push((role, Process::start(&mut command), socket));
         }
-        Self {
-            _directory: directory,
-            all,
-        }
+        Self { _directory: directory, all }
     }
 }
 
@@ -158,11 +155,7 @@ impl Pull {
         let length = response(protocol, shape).len();
         let mut client = Client::open(io, protocol, request(protocol, shape)).await;
         client.read(length, None).await;
-        Self {
-            client,
-            shape,
-            length,
-        }
+        Self { client, shape, length }
     }
 
     /// Requests the entire volume and returns the rate in MB/s.
@@ -177,23 +170,11 @@ impl Pull {
 }
 
 async fn memory((name, process, socket): &(&str, Process, PathBuf)) {
-    let mut table = Table::new(&[
-        &format!("memory of {name}"),
-        "protocol",
-        "before MB",
-        "peak MB",
-        "after MB",
-    ]);
+    let mut table =
+        Table::new(&[&format!("memory of {name}"), "protocol", "before MB", "peak MB", "after MB"]);
     for protocol in [Protocol::Sotw, Protocol::Delta] {
-        for (what, rate) in [
-            ("100 MB read at once", None),
-            ("40 MB at 20 MB/s", Some(20e6)),
-        ] {
-            let size = if rate.is_some() {
-                40_000_000
-            } else {
-                100_000_000
-            };
+        for (what, rate) in [("100 MB read at once", None), ("40 MB at 20 MB/s", Some(20e6))] {
+            let size = if rate.is_some() { 40_000_000 } else { 100_000_000 };
             let shape = Shape::new(size, RESOURCE);
             let length = response(protocol, shape).len();
             let before = process.memory("VmRSS");
@@ -203,11 +184,7 @@ async fn memory((name, process, socket): &(&str, Process, PathBuf)) {
             client.read(length, rate).await;
             let cells = [before, process.memory("VmHWM"), process.memory("VmRSS")];
             let cells = cells.map(|kib| format!("{:.1}", kib as f64 / 1024.0));
-            table.row(
-                [what.to_owned(), format!("{protocol:?}")]
-                    .into_iter()
-                    .chain(cells),
-            );
+            table.row([what.to_owned(), format!("{protocol:?}")].into_iter().chain(cells));
         }
     }
     table.print();
@@ -226,14 +203,12 @@ async fn latency(control_plane: &ControlPlane, relays: &Relays) {
     }
     let mut table = Table::new(&["2 KB round trip", "µs", "over direct", "least", "most"]);
     let direct = median(times[0].clone());
-    let names = ["direct"]
-        .into_iter()
-        .chain(relays.all.iter().map(|(name, ..)| *name));
+    let names = ["direct"].into_iter().chain(relays.all.iter().map(|(name, ..)| *name));
     for (name, times) in names.zip(times) {
         let time = median(times.clone());
-        let (least, most) = times.iter().fold((f64::MAX, 0_f64), |(least, most), time| {
-            (least.min(*time), most.max(*time))
-        });
+        let (least, most) = times
+            .iter()
+            .fold((f64::MAX, 0_f64), |(least, most), time| (least.min(*time), most.max(*time)));
         table.row([
             name.to_owned(),
             format!("{time:.0}"),

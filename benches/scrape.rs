@@ -30,15 +30,8 @@ mod support;
 const ROUNDS: usize = 9;
 
 fn main() {
-    let mut table = Table::new(&[
-        "lines",
-        "targets",
-        "MB",
-        "direct",
-        "merged",
-        "MB/s",
-        "of direct",
-    ]);
+    let mut table =
+        Table::new(&["lines", "targets", "MB", "direct", "merged", "MB/s", "of direct"]);
     for (lines, targets) in [(100, 1), (10_000, 1), (100_000, 1), (100, 2), (100_000, 2)] {
         let ports: Vec<_> = (0..=targets)
             .map(|number| {
@@ -69,10 +62,7 @@ fn main() {
 }
 
 fn scrape(ports: &[u16]) -> Scrape {
-    let targets = ports[1..].iter().map(|port| Target {
-        port: *port,
-        path: "/metrics".to_owned(),
-    });
+    let targets = ports[1..].iter().map(|port| Target { port: *port, path: "/metrics".to_owned() });
     let config = Config {
         envoy_port: Some(ports[0]),
         hidden: Vec::new(),
@@ -92,9 +82,7 @@ fn timed(run: impl FnOnce()) -> Duration {
 /// Reads the pages one after the other, and discards them.
 async fn fetch(ports: &[u16]) {
     for port in ports {
-        let stream = TcpStream::connect(("127.0.0.1", *port))
-            .await
-            .expect("connected");
+        let stream = TcpStream::connect(("127.0.0.1", *port)).await.expect("connected");
         let handshake = http1::handshake(TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.expect("a connection");
         let request = http::Request::get("/metrics").body(Empty::<Bytes>::new());

@@ -35,14 +35,10 @@ fn main() {
     let (ready, started) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         block_on(async {
-            let istiod = LocalIstiod::start(Options::default())
-                .await
-                .expect("a control plane");
+            let istiod = LocalIstiod::start(Options::default()).await.expect("a control plane");
             let token = istiod.mint_token("default", "bench", Duration::from_secs(3600));
             let address = format!("localhost:{}", istiod.address.port());
-            ready
-                .send((address, istiod.root_pem(), token.expect("a token")))
-                .expect("awaited");
+            ready.send((address, istiod.root_pem(), token.expect("a token"))).expect("awaited");
             std::future::pending::<()>().await;
         });
     });
@@ -54,9 +50,7 @@ fn main() {
             let directory = workdir(&token);
             let start = Instant::now();
             let agent = Process::sidecar(directory.path(), &address, &root);
-            let secrets = directory
-                .path()
-                .join("var/run/secrets/workload-spiffe-uds/socket");
+            let secrets = directory.path().join("var/run/secrets/workload-spiffe-uds/socket");
             connect(&secrets).await;
             connect(&directory.path().join("etc/istio/proxy/XDS")).await;
             listening.push(start.elapsed().as_secs_f64() * 1e3);
@@ -70,11 +64,7 @@ fn main() {
         for _ in 0..ROUNDS {
             ready.push(until_ready(&address, &root, &token).await.as_secs_f64() * 1e3);
         }
-        row(
-            &mut table,
-            "Envoy live to ready on the status port, ms",
-            ready,
-        );
+        row(&mut table, "Envoy live to ready on the status port, ms", ready);
         table.print();
         at_rest(&address, &root, &token).await;
     });
@@ -126,11 +116,7 @@ async fn response_contains(port: u16, text: &str) -> bool {
 
 fn workdir(token: &str) -> tempfile::TempDir {
     let directory = tempfile::tempdir().expect("a directory");
-    write(
-        directory.path(),
-        "var/run/secrets/tokens/istio-token",
-        token,
-    );
+    write(directory.path(), "var/run/secrets/tokens/istio-token", token);
     directory
 }
 
@@ -138,10 +124,7 @@ fn workdir(token: &str) -> tempfile::TempDir {
 async fn first_certificate(socket: &Path) {
     let mut secrets = SecretDiscoveryServiceClient::new(support::channel(socket).await);
     let request = DiscoveryRequest {
-        node: Some(Node {
-            id: "bench".into(),
-            ..Default::default()
-        }),
+        node: Some(Node { id: "bench".into(), ..Default::default() }),
         resource_names: vec!["default".into()],
         type_url: "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret".into(),
         ..Default::default()
@@ -149,12 +132,7 @@ async fn first_certificate(socket: &Path) {
     let requests =
         tokio_stream::StreamExt::chain(tokio_stream::once(request), tokio_stream::pending());
     let stream = secrets.stream_secrets(requests).await.expect("a stream");
-    let response = stream
-        .into_inner()
-        .message()
-        .await
-        .expect("no error")
-        .expect("an answer");
+    let response = stream.into_inner().message().await.expect("no error").expect("an answer");
     assert_eq!(response.resources.len(), 1);
 }
 
@@ -165,15 +143,10 @@ async fn at_rest(address: &str, root: &str, token: &str) {
     let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let admin_port = admin.local_addr().expect("an address").port();
     let mut envoy = JoinSet::new();
-    envoy.spawn(support::act_as_admin(
-        admin,
-        Arc::new(AtomicBool::new(true)),
-    ));
+    envoy.spawn(support::act_as_admin(admin, Arc::new(AtomicBool::new(true))));
     let ports = format!("proxyAdminPort: {admin_port}");
     let agent = Process::sidecar_with(directory.path(), address, root, &ports);
-    let secrets = directory
-        .path()
-        .join("var/run/secrets/workload-spiffe-uds/socket");
+    let secrets = directory.path().join("var/run/secrets/workload-spiffe-uds/socket");
     connect(&secrets).await;
     first_certificate(&secrets).await;
     // The threads that generated the key end ten seconds after their work.
@@ -183,10 +156,7 @@ async fn at_rest(address: &str, root: &str, token: &str) {
     let mut table = Table::new(&["at rest", ""]);
     let mb = |bytes: u64| format!("{:.1} MB", bytes as f64 / (1024.0 * 1024.0));
     table.row(["resident".to_owned(), mb(agent.memory("VmRSS") * 1024)]);
-    table.row([
-        "of it anonymous".to_owned(),
-        mb(agent.memory("RssAnon") * 1024),
-    ]);
+    table.row(["of it anonymous".to_owned(), mb(agent.memory("RssAnon") * 1024)]);
     table.row(["threads".to_owned(), agent.status("Threads").to_string()]);
     let wake_ups = agent.wake_ups() - before;
     table.row([format!("wake-ups in {REST:?}"), wake_ups.to_string()]);

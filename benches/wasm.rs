@@ -55,14 +55,8 @@ fn main() {
     let files = tempfile::tempdir().expect("a directory");
     let output = files.path().join("module");
     let output = output.display();
-    let mut table = Table::new(&[
-        "100 MB",
-        "agent s",
-        "curl -o s",
-        "curl | sha256sum s",
-        "of curl",
-        "peak MB",
-    ]);
+    let mut table =
+        Table::new(&["100 MB", "agent s", "curl -o s", "curl | sha256sum s", "of curl", "peak MB"]);
     for (what, url, path, unpack) in [
         ("http", format!("http://{plain}/module"), None, ""),
         ("https", format!("https://{tls}/module"), None, ""),
@@ -106,11 +100,7 @@ async fn fetch(url: &str) -> (f64, f64) {
     let token = istiod.mint_token("default", "bench", hour);
     let directory = tempfile::tempdir().expect("a directory");
     let token = token.expect("a token");
-    write(
-        directory.path(),
-        "var/run/secrets/tokens/istio-token",
-        &token,
-    );
+    write(directory.path(), "var/run/secrets/tokens/istio-token", &token);
     let address = format!("localhost:{}", istiod.address.port());
     let insecure = [("WASM_INSECURE_REGISTRIES", "*".to_owned())];
     let agent = Process::relay_with(directory.path(), &address, &istiod.root_pem(), &insecure);
@@ -123,10 +113,8 @@ async fn fetch(url: &str) -> (f64, f64) {
     };
     let requests = tokio_stream::once(request).chain(tokio_stream::pending());
     let mut client = AggregatedDiscoveryServiceClient::new(channel(&socket).await);
-    let (responses, stream) = tokio::join!(
-        client.stream_aggregated_resources(requests),
-        istiod.streams.recv()
-    );
+    let (responses, stream) =
+        tokio::join!(client.stream_aggregated_resources(requests), istiod.streams.recv());
     let mut responses = responses.expect("a stream").into_inner();
     let stream = stream.expect("a stream");
     // A small first module, so that work that the agent does only once, for example reading root
@@ -154,16 +142,10 @@ async fn answer(stream: &Stream, responses: &mut Streaming<DiscoveryResponse>, u
 fn response(url: &str) -> DiscoveryResponse {
     let uri = core::HttpUri {
         uri: url.to_owned(),
-        timeout: Some(protobuf::Duration {
-            seconds: 60,
-            nanos: 0,
-        }),
+        timeout: Some(protobuf::Duration { seconds: 60, nanos: 0 }),
         ..Default::default()
     };
-    let remote = core::RemoteDataSource {
-        http_uri: Some(uri),
-        ..Default::default()
-    };
+    let remote = core::RemoteDataSource { http_uri: Some(uri), ..Default::default() };
     let vm = plugin::VmConfig {
         code: Some(core::AsyncDataSource {
             specifier: Some(core::async_data_source::Specifier::Remote(remote)),
@@ -174,9 +156,7 @@ fn response(url: &str) -> DiscoveryResponse {
         vm: Some(plugin::plugin_config::Vm::VmConfig(vm)),
         ..Default::default()
     };
-    let wasm = Wasm {
-        config: Some(config),
-    };
+    let wasm = Wasm { config: Some(config) };
     let extension = core::TypedExtensionConfig {
         name: "plugin".to_owned(),
         typed_config: Some(protobuf::Any {
@@ -216,22 +196,14 @@ fn content() -> Content {
     let layer = archive.into_inner().and_then(GzEncoder::finish);
     let layer = layer.expect("memory");
     let digest = digest(&SHA256, &layer);
-    let digest: String = digest
-        .as_ref()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let digest: String = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     let layers = [json!({
         "mediaType": "application/vnd.oci.image.layer.v1.tar+gzip",
         "digest": format!("sha256:{digest}"),
         "size": layer.len(),
     })];
     let manifest = json!({ "schemaVersion": 2, "layers": layers }).to_string();
-    Content {
-        module: module.into(),
-        layer: layer.into(),
-        manifest: manifest.into(),
-    }
+    Content { module: module.into(), layer: layer.into(), manifest: manifest.into() }
 }
 
 fn acceptor() -> TlsAcceptor {

@@ -109,10 +109,7 @@ mod tests {
             Some(("istiod.istio-system.svc", 15012))
         );
         assert_eq!(split("[fd00::1]:1"), Some(("fd00::1", 1)));
-        assert_eq!(
-            split_lenient("[$(HOST_IP)]:8126"),
-            Some(("$(HOST_IP)", 8126))
-        );
+        assert_eq!(split_lenient("[$(HOST_IP)]:8126"), Some(("$(HOST_IP)", 8126)));
         for text in [
             "a",
             "a:",
@@ -144,40 +141,19 @@ mod tests {
         ] {
             assert!(is_private(private), "{private}");
         }
-        for other in [
-            "8.8.8.8",
-            "100.64.0.1",
-            "0.0.0.0",
-            "[2001:db8::1]",
-            "localhost",
-            "",
-        ] {
+        for other in ["8.8.8.8", "100.64.0.1", "0.0.0.0", "[2001:db8::1]", "localhost", ""] {
             assert!(!is_private(other), "{other}");
         }
     }
 
     #[test]
     fn a_valid_address_has_an_ip_address_or_a_dns_name() {
-        for good in [
-            "a:1",
-            "a-1.b.:65535",
-            "10.0.0.1:1",
-            "[::1]:1",
-            "1a:1",
-            "a.b2:3",
-        ] {
+        for good in ["a:1", "a-1.b.:65535", "10.0.0.1:1", "[::1]:1", "1a:1", "a.b2:3"] {
             assert!(is_valid(good), "{good}");
         }
-        for bad in [
-            "a_b:1",
-            "-a:1",
-            "a-:1",
-            "a..b:1",
-            "a.1:1",
-            "10.0.0:1",
-            "[::z]:1",
-            "10.0.0.256:1",
-        ] {
+        for bad in
+            ["a_b:1", "-a:1", "a-:1", "a..b:1", "a.1:1", "10.0.0:1", "[::z]:1", "10.0.0.256:1"]
+        {
             assert!(!is_valid(bad), "{bad}");
         }
     }
@@ -200,10 +176,7 @@ mod tests {
     #[test]
     fn a_cidr_keeps_its_host_bits_and_malformed_cidrs_are_refused() {
         for text in ["10.1.2.3/8", "0.0.0.0/0", "::1/128", "2001:db8::1/32"] {
-            assert_eq!(
-                Cidr::parse(text).map(|cidr| cidr.to_string()).as_deref(),
-                Some(text)
-            );
+            assert_eq!(Cidr::parse(text).map(|cidr| cidr.to_string()).as_deref(), Some(text));
         }
         for text in [
             "",

@@ -187,10 +187,7 @@ async fn timer(clock: TimerfdClockId, flags: TimerfdTimerFlags, at: Duration) ->
     // Zero would switch the timer off.
     let at = at.max(Duration::from_nanos(1));
     let once = Itimerspec {
-        it_interval: Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        },
+        it_interval: Timespec { tv_sec: 0, tv_nsec: 0 },
         it_value: Timespec {
             tv_sec: i64::try_from(at.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: at.subsec_nanos().into(),

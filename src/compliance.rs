@@ -34,10 +34,8 @@ const AES_GCM_OF_TLS12: [SupportedCipherSuite; 4] = [
     cipher_suite::TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,
 ];
 
-const AES_GCM_OF_TLS13: [SupportedCipherSuite; 2] = [
-    cipher_suite::TLS13_AES_128_GCM_SHA256,
-    cipher_suite::TLS13_AES_256_GCM_SHA384,
-];
+const AES_GCM_OF_TLS13: [SupportedCipherSuite; 2] =
+    [cipher_suite::TLS13_AES_128_GCM_SHA256, cipher_suite::TLS13_AES_256_GCM_SHA384];
 
 impl Policy {
     /// Parses the name of a policy. Returns None for an unknown one.
@@ -113,11 +111,7 @@ mod tests {
         for (name, versions, suites, groups) in table {
             let policy = Policy::parse(name).unwrap();
             let provider = policy.provider();
-            let found: Vec<_> = provider
-                .kx_groups
-                .iter()
-                .map(|group| group.name())
-                .collect();
+            let found: Vec<_> = provider.kx_groups.iter().map(|group| group.name()).collect();
             assert_eq!(found, groups, "{name}");
             assert_eq!(provider.cipher_suites.len(), suites, "{name}");
             for suite in &provider.cipher_suites {
@@ -131,16 +125,8 @@ mod tests {
             let asks = policy != Policy::Pqc;
             assert_eq!(policy.lacks_module(), asks && !cfg!(feature = "fips"));
         }
-        let expected = if cfg!(feature = "fips") {
-            ", in"
-        } else {
-            "not in"
-        };
-        assert!(
-            module().ends_with(&format!("{expected} FIPS mode")),
-            "{}",
-            module()
-        );
+        let expected = if cfg!(feature = "fips") { ", in" } else { "not in" };
+        assert!(module().ends_with(&format!("{expected} FIPS mode")), "{}", module());
         assert_eq!(Policy::parse(""), Some(Policy::None));
         assert_eq!(Policy::parse("fips"), None);
     }

@@ -22,9 +22,7 @@ const MAX_FILE: u64 = 1 << 20;
 /// The permissions of group and others.
 const OTHERS: u32 = 0o077;
 
-const DIRECTORY: OFlags = OFlags::RDONLY
-    .union(OFlags::DIRECTORY)
-    .union(OFlags::CLOEXEC);
+const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 /// An open directory.
 #[derive(Debug)]

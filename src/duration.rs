@@ -66,9 +66,7 @@ pub fn rounded_seconds(seconds: f64) -> String {
 fn leading_part(text: &str) -> Option<(Duration, &str)> {
     let digits_end = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let (number, rest) = text.split_at(digits_end);
-    let unit_end = rest
-        .find(|c: char| c.is_ascii_digit() || c == '.')
-        .unwrap_or(rest.len());
+    let unit_end = rest.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(rest.len());
     let (unit, rest) = rest.split_at(unit_end);
     let nanos_per_unit: f64 = match unit {
         "ns" => 1.0,
@@ -101,11 +99,7 @@ mod tests {
             (Duration::MAX, 1.0, Duration::MAX),
             (Duration::MAX, 2.0, Duration::MAX),
         ] {
-            assert_eq!(
-                scaled(duration, factor),
-                expected,
-                "{duration:?} times {factor}"
-            );
+            assert_eq!(scaled(duration, factor), expected, "{duration:?} times {factor}");
         }
     }
 
@@ -141,19 +135,7 @@ mod tests {
         ] {
             assert_eq!(parse(text), Some(Duration::from_millis(millis)), "{text}");
         }
-        for text in [
-            "",
-            "5",
-            "s",
-            "-5s",
-            "5 s",
-            "5s ",
-            "5x",
-            "1m30",
-            "99999999h",
-            ".s",
-            "1.2.3s",
-        ] {
+        for text in ["", "5", "s", "-5s", "5 s", "5s ", "5x", "1m30", "99999999h", ".s", "1.2.3s"] {
             assert_eq!(parse(text), None, "{text}");
         }
     }

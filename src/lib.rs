@@ -4,10 +4,7 @@
 //! The modules are listed in reading order: the start of the program, the modules in the order in which
 //! data passes through them, then the base modules that they share. `ARCHITECTURE.md` shows which
 //! module may use which.
-#![cfg_attr(
-    test,
-    allow(clippy::arithmetic_side_effects, clippy::disallowed_methods)
-)]
+#![cfg_attr(test, allow(clippy::arithmetic_side_effects, clippy::disallowed_methods))]
 
 pub mod agent;
 pub mod cli;

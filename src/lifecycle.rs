@@ -124,11 +124,7 @@ const LAST_SIGNALS: Duration = Duration::from_millis(10);
 /// Signals that do not end pilot-agent are caught, too. They are not ignored (SIG_IGN), because Envoy
 /// would inherit that.
 pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send> {
-    for number in WITHOUT_EFFECT
-        .map(Signal::as_raw)
-        .into_iter()
-        .chain(REAL_TIME)
-    {
+    for number in WITHOUT_EFFECT.map(Signal::as_raw).into_iter().chain(REAL_TIME) {
         // The signal stays caught without the stream.
         drop(signal(SignalKind::from_raw(number))?);
     }
@@ -236,10 +232,7 @@ impl Tasks {
         match self.set.join_next().await {
             Some(Ok(ended)) => ended,
             // A panic loses the name. It is not an abort, which only follows from dropping or draining the set.
-            Some(Err(error)) => Ended {
-                name: "a task that panicked",
-                result: Err(error.into()),
-            },
+            Some(Err(error)) => Ended { name: "a task that panicked", result: Err(error.into()) },
             None => std::future::pending().await,
         }
     }

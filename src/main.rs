@@ -186,9 +186,7 @@ fn envoy_program(record: &Record, own: &Environment) -> PathBuf {
         return PathBuf::new();
     };
     let environment = record.environment(own).into_iter().collect();
-    config::proxy_config(&flags, &environment, ".".as_ref())
-        .binary_path
-        .into()
+    config::proxy_config(&flags, &environment, ".".as_ref()).binary_path.into()
 }
 
 /// Runs a future on this thread, because the parent-death signal ends Envoy with the thread that started it.

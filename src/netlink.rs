@@ -37,10 +37,7 @@ pub(crate) fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
 pub(crate) fn nft_chains() -> io::Result<Vec<(u8, String, String)>> {
     const GET_CHAIN: u16 = 10 << 8 | 4;
     let replies = request(Some(netlink::NETFILTER), GET_CHAIN, DUMP, &[0; 4])?;
-    Ok(replies
-        .iter()
-        .filter_map(|reply| nft_chain(reply))
-        .collect())
+    Ok(replies.iter().filter_map(|reply| nft_chain(reply)).collect())
 }
 
 fn nft_chain(reply: &[u8]) -> Option<(u8, String, String)> {
@@ -192,11 +189,7 @@ mod tests {
 
     #[test]
     fn messages_and_attributes_are_read_as_they_are_written() {
-        let attributes = [
-            attribute(1, b"nat\0"),
-            attribute(2, b"x"),
-            attribute(3, b""),
-        ];
+        let attributes = [attribute(1, b"nat\0"), attribute(2, b"x"), attribute(3, b"")];
         let body = [&[2, 0, 0, 0][..], &attributes.concat()].concat();
         let mut bytes = message(32, DUMP, [1, 2, 3, 4], &body);
         bytes.push(7);

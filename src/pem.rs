@@ -169,75 +169,30 @@ mod tests {
         for (form, pem, expected, is_plain) in [
             ("two", format!("{a}{b}"), 2, true),
             ("joined", format!("{}{b}", a.trim()), 2, false),
-            (
-                "sharing dashes",
-                format!("{}{b}", &a[..a.len() - 6]),
-                2,
-                false,
-            ),
+            ("sharing dashes", format!("{}{b}", &a[..a.len() - 6]), 2, false),
             ("CR", format!("{a}{b}").replace('\n', "\r"), 2, false),
-            (
-                "CR CR LF",
-                format!("{a}{b}").replace('\n', "\r\r\n"),
-                2,
-                true,
-            ),
+            ("CR CR LF", format!("{a}{b}").replace('\n', "\r\r\n"), 2, true),
             ("CRLF", format!("{a}{b}").replace('\n', "\r\n"), 2, true),
             ("byte order mark", format!("\u{feff}{a}{b}"), 2, false),
-            (
-                "byte order mark and comment",
-                format!("\u{feff}# x\n{a}{b}"),
-                2,
-                true,
-            ),
+            ("byte order mark and comment", format!("\u{feff}# x\n{a}{b}"), 2, true),
             ("blank before BEGIN", format!(" {a}{b}"), 2, false),
             ("tab before BEGIN", format!("{a}\t{b}"), 2, false),
             ("text before BEGIN", format!("a: {a}{b}"), 2, false),
             ("indented", indented, 1, false),
-            (
-                "blank before END",
-                a.replace(end, &format!(" {end}")),
-                1,
-                false,
-            ),
-            (
-                "text after END",
-                a.replace(end, &format!("{end} x")),
-                1,
-                false,
-            ),
+            ("blank before END", a.replace(end, &format!(" {end}")), 1, false),
+            ("text after END", a.replace(end, &format!("{end} x")), 1, false),
             ("blanks after lines", a.replace('\n', " \t\n"), 1, true),
-            (
-                "an empty line first",
-                a.replace(begin, &format!("{begin}\n")),
-                1,
-                false,
-            ),
-            (
-                "an empty line",
-                format!("{}\n\n{}", &a[..92], &a[93..]),
-                1,
-                false,
-            ),
+            ("an empty line first", a.replace(begin, &format!("{begin}\n")), 1, false),
+            ("an empty line", format!("{}\n\n{}", &a[..92], &a[93..]), 1, false),
             ("no last line feed", format!("{a}{}", b.trim()), 2, true),
             ("one line", a.replace('\n', " "), 1, false),
             ("76 columns", wrapped(&a, 76), 1, true),
             ("253 columns", wrapped(&a, 253), 1, false),
             ("long lines", wrapped(&a, 2000), 1, false),
             ("no padding", a.replace('=', ""), 1, a.replace('=', "") == a),
-            (
-                "comments",
-                format!("subject=/CN=é\n{a}Bag Attributes\n    x: <>\n\n{b}"),
-                2,
-                true,
-            ),
+            ("comments", format!("subject=/CN=é\n{a}Bag Attributes\n    x: <>\n\n{b}"), 2, true),
             ("a key", format!("{a}{}{b}", key.serialize_pem()), 2, true),
-            (
-                "a key, joined",
-                format!("{}{b}", key.serialize_pem().trim()),
-                1,
-                false,
-            ),
+            ("a key, joined", format!("{}{b}", key.serialize_pem().trim()), 1, false),
             (
                 "parameters",
                 format!(
@@ -255,10 +210,7 @@ mod tests {
             assert_eq!(text == pem, is_plain, "{form}: {text}");
             assert_eq!(count(text), [expected, 0], "{form}");
             assert_eq!(plain_blocks(pem.as_bytes()).is_some(), is_plain, "{form}");
-            assert!(
-                is_plain || plain_blocks(&rewritten) == Some(expected),
-                "{form}"
-            );
+            assert!(is_plain || plain_blocks(&rewritten) == Some(expected), "{form}");
             assert_eq!(left_over(pem.as_bytes()), None, "{form}");
         }
     }
@@ -266,10 +218,7 @@ mod tests {
     #[test]
     fn a_broken_pem_block_is_named_and_the_others_are_read() {
         let (a, b) = (certificate(), certificate());
-        let (begin, end) = (
-            "-----BEGIN CERTIFICATE-----\n",
-            "-----END CERTIFICATE-----\n",
-        );
+        let (begin, end) = ("-----BEGIN CERTIFICATE-----\n", "-----END CERTIFICATE-----\n");
         let part = Some("an incomplete PEM block, expected complete ones");
         let binary = Some("bytes that are not text, expected PEM and comments");
         for (pem, expected, left) in [
@@ -283,16 +232,8 @@ mod tests {
             (format!("{a}{begin}!!\n{end}{b}"), [2, 1], None),
             (format!("{a}{begin}{end}{b}"), [3, 0], None),
             (format!("{a}-----BEGIN X-----\n!!\n{b}"), [2, 0], part),
-            (
-                format!("-----BEGIN X-----\n!!\n-----END Y-----\n{b}"),
-                [1, 0],
-                part,
-            ),
-            (
-                format!("-----BEGIN CERTIFICATE----\nMIIB\n{end}{b}"),
-                [1, 0],
-                part,
-            ),
+            (format!("-----BEGIN X-----\n!!\n-----END Y-----\n{b}"), [1, 0], part),
+            (format!("-----BEGIN CERTIFICATE----\nMIIB\n{end}{b}"), [1, 0], part),
             (format!("{a}\0"), [1, 0], binary),
             (format!("\u{1b}[0m{a}"), [1, 0], binary),
         ] {
@@ -308,10 +249,7 @@ mod tests {
     fn a_key_is_rewritten_under_its_label() {
         let key = KeyPair::generate().unwrap().serialize_pem();
         let certificate = certificate();
-        for pem in [
-            format!("{}{key}", certificate.trim()),
-            key.replace('\n', "\r"),
-        ] {
+        for pem in [format!("{}{key}", certificate.trim()), key.replace('\n', "\r")] {
             assert_eq!(
                 *readable::<PrivateKeyDer>(Zeroizing::new(pem.into_bytes())),
                 key.replace('\r', "").as_bytes()

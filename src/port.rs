@@ -70,14 +70,8 @@ mod tests {
     #[test]
     fn envoys_error_of_a_taken_port_names_the_port() {
         for (error, port) in [
-            (
-                "cannot bind '127.0.0.1:15000': Address already in use",
-                Some(15000),
-            ),
-            (
-                "plain: cannot bind '[::]:15006': Address already in use",
-                Some(15006),
-            ),
+            ("cannot bind '127.0.0.1:15000': Address already in use", Some(15000)),
+            ("plain: cannot bind '[::]:15006': Address already in use", Some(15006)),
             ("cannot bind '/run/x': Address already in use", None),
             ("cannot bind '127.0.0.1:80': Permission denied", None),
         ] {

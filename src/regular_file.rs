@@ -45,9 +45,7 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
     // Without the second flag, opening a pipe waits for its writer.
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty());
-    opened
-        .map(File::from)
-        .map_err(|error| explained(path, error.into()))
+    opened.map(File::from).map_err(|error| explained(path, error.into()))
 }
 
 /// Reads an open file. Fails unless it is a regular file of at most `limit` bytes.
@@ -69,9 +67,7 @@ pub(crate) fn read_open(file: File, limit: u64) -> io::Result<Zeroizing<Vec<u8>>
 
 /// Reads a file like [`read`], on a thread that may block.
 pub(crate) async fn read_blocking(path: PathBuf, limit: u64) -> io::Result<Zeroizing<Vec<u8>>> {
-    tokio::task::spawn_blocking(move || read(&path, limit))
-        .await
-        .map_err(io::Error::other)?
+    tokio::task::spawn_blocking(move || read(&path, limit)).await.map_err(io::Error::other)?
 }
 
 #[cfg(test)]
@@ -83,10 +79,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, "12345").unwrap();
-        assert_eq!(
-            read_blocking(path.clone(), 5).await.unwrap().as_slice(),
-            b"12345"
-        );
+        assert_eq!(read_blocking(path.clone(), 5).await.unwrap().as_slice(), b"12345");
         let text = |path: &Path| read(path, 4).unwrap_err().to_string();
         assert_eq!(text(&path), "more than 4 bytes");
         assert_eq!(text(dir.path()), "not a regular file");

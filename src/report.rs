@@ -198,11 +198,7 @@ impl From<&Problem> for Check {
 impl Report {
     pub(crate) fn new(node: String, groups: Vec<Group>) -> Self {
         let groups = groups.into_iter().filter(|it| !it.checks.is_empty());
-        let mut report = Self {
-            node,
-            groups: groups.collect(),
-            ..Self::default()
-        };
+        let mut report = Self { node, groups: groups.collect(), ..Self::default() };
         let levels = report.checks().map(|it| it.level);
         report.level = levels.max().unwrap_or_default();
         report
@@ -319,9 +315,7 @@ mod tests {
     }
 
     fn problem(code: &'static Code, subject: &str, found: &str) -> Problem {
-        Problem::new(code, subject, found)
-            .consequence("")
-            .remedy("mend it")
+        Problem::new(code, subject, found).consequence("").remedy("mend it")
     }
 
     fn error(code: &'static Code, subject: &str, found: &str) -> Check {
@@ -356,28 +350,14 @@ mod tests {
 
     #[test]
     fn the_verdict_is_the_state_with_the_first_of_the_worst_findings() {
-        let (one, two) = (
-            warning(codes::LOG_SILENT, "a", "one"),
-            warning(codes::LOG_SILENT, "b", "two"),
-        );
+        let (one, two) =
+            (warning(codes::LOG_SILENT, "a", "one"), warning(codes::LOG_SILENT, "b", "two"));
         let three = error(codes::AGENT_UNKNOWN, "c", "three");
         let missing = problem(codes::POD_NOT_READY, "pod", "no listener");
         let ok = Check::ok("b", "found");
         for (checks, state, unexplained, verdict, level) in [
-            (
-                vec![],
-                PodState::Ready,
-                None,
-                "ready: no problem found",
-                Level::Skipped,
-            ),
-            (
-                vec![ok],
-                PodState::Ready,
-                None,
-                "ready: no problem found",
-                Level::Ok,
-            ),
+            (vec![], PodState::Ready, None, "ready: no problem found", Level::Skipped),
+            (vec![ok], PodState::Ready, None, "ready: no problem found", Level::Ok),
             (
                 vec![one.clone()],
                 PodState::Ready,
@@ -439,10 +419,7 @@ mod tests {
             let state = PodState::Unknown(text.unwrap_or("not known").to_owned());
             let found = found.judged(&state, None);
             let has_count = found.verdict.contains(", with ");
-            let codes = found
-                .findings()
-                .into_iter()
-                .map(|it| (it.level, it.code.clone()));
+            let codes = found.findings().into_iter().map(|it| (it.level, it.code.clone()));
             (found.level, has_count, codes.collect::<Vec<_>>())
         };
         let usual = levels(None);
@@ -460,11 +437,7 @@ mod tests {
         ];
         let groups = groups.map(|checks| Group::new("group", checks)).into();
         let found = Report::new(String::new(), groups).judged(&PodState::NotReady, None);
-        let listed: Vec<_> = found
-            .findings()
-            .iter()
-            .map(|it| (it.level, &*it.found))
-            .collect();
+        let listed: Vec<_> = found.findings().iter().map(|it| (it.level, &*it.found)).collect();
         assert_eq!(listed, [(Level::Error, "1"), (Level::Error, "3")]);
         // The JSON contains all checks, also the consequences.
         let json = serde_json::to_value(&found).expect("JSON");
@@ -487,11 +460,8 @@ mod tests {
         let text = found.text(true, WIDTH);
         let width = text.lines().map(|line| line.chars().count()).max();
         assert!(width <= Some(WIDTH), "{text}");
-        let letters = |text: &str| {
-            text.chars()
-                .filter(|it| !it.is_whitespace())
-                .collect::<String>()
-        };
+        let letters =
+            |text: &str| text.chars().filter(|it| !it.is_whitespace()).collect::<String>();
         assert_eq!(letters(&text), letters(&found.text(true, usize::MAX)));
         let continued = text.lines().filter(|line| line.starts_with(INDENT));
         assert!(continued.count() > 10, "{text}");
@@ -501,10 +471,7 @@ mod tests {
     fn the_report_of_an_older_agent_can_be_read() {
         let old = r#"{"node":"a","level":"ok","groups":[]}"#;
         let found: Report = serde_json::from_str(old).expect("a report");
-        assert_eq!(
-            found.judged(&PodState::Ready, None).verdict,
-            "ready: no problem found"
-        );
+        assert_eq!(found.judged(&PodState::Ready, None).verdict, "ready: no problem found");
     }
 
     #[test]

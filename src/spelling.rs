@@ -17,9 +17,7 @@ pub(crate) fn hint(
     });
     let alike = rated.filter(|(similarity, _)| *similarity >= MIN_SIMILARITY);
     let nearest = alike.max_by(|(one, _), (other, _)| one.total_cmp(other));
-    nearest.map_or_else(String::new, |(_, known)| {
-        format!(" ({prefix}{}?)", known.as_ref())
-    })
+    nearest.map_or_else(String::new, |(_, known)| format!(" ({prefix}{}?)", known.as_ref()))
 }
 
 #[cfg(test)]

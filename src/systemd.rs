@@ -37,10 +37,7 @@ impl Config {
         };
         // Half the time, as systemd recommends.
         let period = watchdog.map(|watchdog| scaled(watchdog, 0.5).max(MIN_PERIOD));
-        Some(Self {
-            socket: socket.ok()?,
-            period,
-        })
+        Some(Self { socket: socket.ok()?, period })
     }
 
     /// Reports when `ready` and `stopping` end, and in each period that the thread of this future is

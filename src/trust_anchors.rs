@@ -156,9 +156,7 @@ struct Anchors {
 impl Anchors {
     fn add(&mut self, pem: &[u8], now: SystemTime) {
         for certificate in pem::items::<CertificateDer>(pem) {
-            let certificate = certificate
-                .ok()
-                .and_then(|der| Some((not_after(&der)?, der)));
+            let certificate = certificate.ok().and_then(|der| Some((not_after(&der)?, der)));
             match certificate {
                 Some((end, _)) if end < now => self.expired += 1,
                 Some((_, der)) => drop(self.valid.insert(der)),
@@ -173,11 +171,7 @@ impl Anchors {
         let mut store = RootCertStore::empty();
         let valid = self.valid.iter().map(|der| der.as_ref().into());
         let (used, unusable) = store.add_parsable_certificates(valid);
-        let left_out = format!(
-            "{} broken, {} expired",
-            self.broken + unusable,
-            self.expired
-        );
+        let left_out = format!("{} broken, {} expired", self.broken + unusable, self.expired);
         if used == 0 {
             return Err(left_out);
         }
@@ -186,10 +180,7 @@ impl Anchors {
                 "root certificates of {source} are ignored: {left_out}; {used} are used"
             );
         }
-        Ok(TrustAnchors {
-            store: store.into(),
-            certificates: self.valid,
-        })
+        Ok(TrustAnchors { store: store.into(), certificates: self.valid })
     }
 }
 
@@ -202,13 +193,11 @@ pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnc
     if let Some(left_over) = pem::left_over(pem) {
         tracing::warn!("{path} holds {left_over}; it is ignored");
     }
-    anchors
-        .finish(&path.to_string())
-        .map_err(|left_out| match count {
-            0 if pem.trim_ascii().is_empty() => "the file is empty".to_owned(),
-            0 => format!("no PEM certificate in {} bytes", pem.len()),
-            _ => format!("no usable certificate ({left_out})"),
-        })
+    anchors.finish(&path.to_string()).map_err(|left_out| match count {
+        0 if pem.trim_ascii().is_empty() => "the file is empty".to_owned(),
+        0 => format!("no PEM certificate in {} bytes", pem.len()),
+        _ => format!("no usable certificate ({left_out})"),
+    })
 }
 
 /// Returns the end of a certificate's validity.
@@ -235,10 +224,7 @@ mod tests {
         let der = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
         let key = fake::key_pem();
         assert_eq!(outcome(&good), Ok(1));
-        assert_eq!(
-            outcome(&format!("# two\n{good}{}", Authority::new("b").pem())),
-            Ok(2)
-        );
+        assert_eq!(outcome(&format!("# two\n{good}{}", Authority::new("b").pem())), Ok(2));
         assert_eq!(outcome(&format!("{base64}{der}{expired}{good}")), Ok(1));
         let both = format!("{}{}", good.trim(), Authority::new("b").pem());
         for pem in [both.replace('\n', "\r"), format!("\u{feff}{both}"), both] {

@@ -85,10 +85,7 @@ mod tests {
         publish(&registry, "1.28.3");
         let page = registry.render();
         let labels = format!("version=\"{AGENT_VERSION}\",istio_version=\"1.28.3\"");
-        assert!(
-            page.contains(&format!("istio_agent_build_info{{{labels},")),
-            "{page}"
-        );
+        assert!(page.contains(&format!("istio_agent_build_info{{{labels},")), "{page}");
         assert!(page.ends_with("} 1\n"), "{page}");
     }
 
@@ -107,9 +104,7 @@ mod tests {
         ] {
             std::fs::write(folder.path().join(IMAGE_VERSION_FILE), content).expect("written");
             let found = image_version(&program).map_err(|problem| problem.found);
-            let expected = expected
-                .map(str::to_owned)
-                .map_err(|found| format!("{found:?}"));
+            let expected = expected.map(str::to_owned).map_err(|found| format!("{found:?}"));
             assert_eq!(found, expected, "{content:?}");
         }
     }

@@ -61,17 +61,12 @@ impl Content {
 impl Volume {
     /// Makes a volume of a directory that the operator has named.
     pub fn named(directory: impl Into<PathBuf>) -> Self {
-        Self {
-            directory: directory.into(),
-            is_default: false,
-            is_machine: false,
-        }
+        Self { directory: directory.into(), is_default: false, is_machine: false }
     }
 
     /// Fails if this process cannot write to the directory, or if its file system does not suit the content.
     pub(crate) fn check(&self, content: Content) -> Result<(), Problem> {
-        self.usable(content)
-            .map_err(|error| self.problem(content, error))
+        self.usable(content).map_err(|error| self.problem(content, error))
     }
 
     fn problem(&self, content: Content, error: io::Error) -> Problem {
@@ -156,12 +151,7 @@ mod tests {
         let is_full = is_nearly_full(disk).expect("free space");
         let full = is_full.then_some("less than 10 %");
         for (directory, is_machine, content, expected) in [
-            (
-                disk,
-                false,
-                Content::Configuration,
-                Some("it is not on a volume"),
-            ),
+            (disk, false, Content::Configuration, Some("it is not on a volume")),
             (disk, true, Content::Configuration, full),
             (disk, true, Content::Certificate, Some("it is on a disk")),
             (memory, false, Content::Certificate, None),
@@ -169,11 +159,7 @@ mod tests {
             (memory, true, Content::Configuration, Some(in_memory)),
             (&missing, true, Content::Configuration, Some("No such file")),
         ] {
-            let volume = Volume {
-                is_default: true,
-                is_machine,
-                ..Volume::named(directory)
-            };
+            let volume = Volume { is_default: true, is_machine, ..Volume::named(directory) };
             let found = volume.check(content);
             let text = found.as_ref().err().map(|it| it.found.clone());
             let text = text.unwrap_or_default();
@@ -202,10 +188,7 @@ mod tests {
         std::fs::create_dir(&shared).expect("a directory");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o777);
         std::fs::set_permissions(&shared, mode).expect("a mode");
-        let volume = Volume {
-            is_default: true,
-            ..Volume::named(memory.path())
-        };
+        let volume = Volume { is_default: true, ..Volume::named(memory.path()) };
         assert!(!volume.prepare(Content::Certificate));
     }
 }

@@ -39,10 +39,7 @@ impl Agents {
             processes.push(start(&directory, number, front, &istiod.root_pem()));
             tokio::task::yield_now().await;
         }
-        Self {
-            processes,
-            _directory: Some(place),
-        }
+        Self { processes, _directory: Some(place) }
     }
 
     /// Returns the sum of the dials that the agents have counted. An agent that does not serve its page
@@ -79,11 +76,8 @@ fn name(number: usize) -> String {
 
 fn start(directory: &Path, number: usize, front: &Front, root_pem: &str) -> Process {
     let mut command = support::agent(directory, root_pem);
-    let (address, status, admin) = (
-        front.address(number),
-        STATUS_PORT + number,
-        ADMIN_PORT + number,
-    );
+    let (address, status, admin) =
+        (front.address(number), STATUS_PORT + number, ADMIN_PORT + number);
     let envoy = std::env::current_exe().expect("this program");
     let envoy = envoy.display();
     command

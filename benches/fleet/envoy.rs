@@ -116,11 +116,7 @@ impl Envoy {
 }
 
 fn ack(request: DiscoveryRequest, answer: DiscoveryResponse) -> DiscoveryRequest {
-    DiscoveryRequest {
-        version_info: answer.version_info,
-        response_nonce: answer.nonce,
-        ..request
-    }
+    DiscoveryRequest { version_info: answer.version_info, response_nonce: answer.nonce, ..request }
 }
 
 /// Returns the channel for the requests of a stream, with the first request in it.

@@ -44,12 +44,7 @@ impl Front {
         let record = seen.clone();
         std::thread::spawn(move || accept(&listener, &record, &sender));
         let _relaying = JoinSet::from_iter([relay(accepted, istiod, is_up.subscribe())]);
-        Self {
-            port,
-            seen,
-            is_up,
-            _relaying,
-        }
+        Self { port, seen, is_up, _relaying }
     }
 
     /// Returns the address that an agent dials. Each agent has its own, which identifies the agent.

@@ -23,9 +23,7 @@ use super::peer::{ControlPlane, NAME};
 pub async fn pump(socket: &Path, address: &str, root_pem: &str) {
     let listener = UnixListener::bind(socket).expect("a free path");
     while let Ok((mut envoy, _)) = listener.accept().await {
-        let mut istiod = ControlPlane::dial(address, root_pem)
-            .await
-            .expect("a control plane");
+        let mut istiod = ControlPlane::dial(address, root_pem).await.expect("a control plane");
         tokio::task::spawn(async move {
             let _ = tokio::io::copy_bidirectional(&mut envoy, &mut istiod).await;
         });
@@ -37,11 +35,7 @@ pub async fn typed(socket: &Path, address: &str, root_pem: &str) {
     let (address, root_pem) = (address.to_owned(), root_pem.to_owned());
     let connector = tower::service_fn(move |_: http::Uri| {
         let (address, root_pem) = (address.clone(), root_pem.clone());
-        async move {
-            ControlPlane::dial(&address, &root_pem)
-                .await
-                .map(TokioIo::new)
-        }
+        async move { ControlPlane::dial(&address, &root_pem).await.map(TokioIo::new) }
     });
     let channel = Endpoint::from_static("http://istiod.istio-system.svc:15012")
         .initial_stream_window_size(4 * 1024 * 1024)

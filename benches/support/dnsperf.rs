@@ -42,10 +42,7 @@ pub fn ask(
     let cpu = (server.cpu() - cpu).as_secs_f64() * 1e6;
     let text = String::from_utf8_lossy(&output.stdout);
     let [completed, lost] = ["Queries completed:", "Queries lost:"].map(|name| figure(&text, name));
-    DnsperfFigures {
-        cpu_per_query: cpu / completed as f64,
-        lost,
-    }
+    DnsperfFigures { cpu_per_query: cpu / completed as f64, lost }
 }
 
 fn figure(text: &str, name: &str) -> u64 {
@@ -69,12 +66,7 @@ pub fn unbound(place: &Path, address: SocketAddr, names: &[(String, IpAddr)]) ->
     }
     text += "remote-control:\n control-enable: no\n";
     write(place, "unbound.conf", &text);
-    Process::start(
-        Command::new("unbound")
-            .arg("-d")
-            .arg("-c")
-            .arg(place.join("unbound.conf")),
-    )
+    Process::start(Command::new("unbound").arg("-d").arg("-c").arg(place.join("unbound.conf")))
 }
 
 pub fn dnsmasq(place: &Path, address: SocketAddr, names: &[(String, IpAddr)]) -> Process {

@@ -61,10 +61,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
         max_request_bytes: 1 << 20,
         cluster_id: String::new(),
         last_known_good: Some(last_known_good),
-        upstream: Upstream {
-            envoy: istiod.clone(),
-            other_clients: istiod,
-        },
+        upstream: Upstream { envoy: istiod.clone(), other_clients: istiod },
         is_own_envoy: Arc::new(|_| true),
         interceptors: Interceptors::default(),
         health: None,

@@ -1,11 +1,6 @@
 //! The code that the benchmarks share: child processes and their figures, a control plane that sends as
 //! fast as its peer reads, and an Envoy that only counts bytes.
-#![allow(
-    dead_code,
-    unreachable_pub,
-    unused_imports,
-    reason = "each bench uses its part"
-)]
+#![allow(dead_code, unreachable_pub, unused_imports, reason = "each bench uses its part")]
 
 pub mod baseline;
 pub mod dnsperf;
@@ -53,9 +48,8 @@ impl Process {
     /// output.
     pub fn with_pipes(command: &mut Command) -> (Self, ChildStdin, ChildStdout) {
         let pipes = command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = pipes
-            .spawn()
-            .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let mut child =
+            pipes.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
         let input = child.stdin.take().expect("a pipe");
         let output = child.stdout.take().expect("a pipe");
         let used = Mutex::default();
@@ -115,9 +109,7 @@ impl Process {
             let task = task.expect("a thread");
             // The thread may have ended.
             let stat = fs::read_to_string(task.path().join("schedstat"));
-            let time = stat
-                .ok()
-                .and_then(|stat| stat.split(' ').next()?.parse().ok());
+            let time = stat.ok().and_then(|stat| stat.split(' ').next()?.parse().ok());
             if let Some(time) = time {
                 used.insert(task.file_name(), time);
             }
@@ -140,9 +132,7 @@ impl Process {
     pub fn wake_ups(&self) -> u64 {
         let tasks = fs::read_dir(self.proc("task")).expect("the process runs");
         let statuses = tasks.map(|task| task.expect("a thread").path().join("status"));
-        statuses
-            .map(|status| number(&status, "voluntary_ctxt_switches"))
-            .sum()
+        statuses.map(|status| number(&status, "voluntary_ctxt_switches")).sum()
     }
 
     /// Returns the number on a line of `/proc/<pid>/status`.
@@ -231,17 +221,10 @@ pub async fn channel(socket: &Path) -> Channel {
     let socket = socket.to_owned();
     let connector = tower::service_fn(move |_: http::Uri| {
         let socket = socket.clone();
-        async move {
-            tokio::net::UnixStream::connect(socket)
-                .await
-                .map(TokioIo::new)
-        }
+        async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
     });
     let endpoint = Endpoint::from_static("http://agent");
-    endpoint
-        .connect_with_connector(connector)
-        .await
-        .expect("a connection")
+    endpoint.connect_with_connector(connector).await.expect("a connection")
 }
 
 /// Serves the statistics of an Envoy on its admin port. The Envoy becomes live once `is_live` is set.
@@ -253,11 +236,7 @@ pub async fn act_as_admin(listener: TcpListener, is_live: Arc<AtomicBool>) {
         let (mut stream, _) = listener.accept().await.expect("a connection");
         let mut request = [0; 4096];
         let _ = stream.read(&mut request).await; // All requests get the same response.
-        let body = if is_live.load(Ordering::Relaxed) {
-            LIVE
-        } else {
-            ""
-        };
+        let body = if is_live.load(Ordering::Relaxed) { LIVE } else { "" };
         let length = body.len();
         let answer = format!(
             "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}"

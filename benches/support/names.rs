@@ -6,10 +6,7 @@ use std::time::Duration;
 pub const NAME_TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 
 pub fn host(number: usize) -> String {
-    format!(
-        "service-{number}.namespace-{}.svc.cluster.local",
-        number % 50
-    )
+    format!("service-{number}.namespace-{}.svc.cluster.local", number % 50)
 }
 
 pub fn ip(number: usize, last: u8) -> IpAddr {
@@ -31,11 +28,7 @@ pub fn name_table(hosts: usize, version: u8) -> Vec<u8> {
         field(&mut info, 1, ip.as_bytes());
         field(&mut info, 2, b"Kubernetes");
         field(&mut info, 3, format!("service-{number}").as_bytes());
-        field(
-            &mut info,
-            4,
-            format!("namespace-{}", number % 50).as_bytes(),
-        );
+        field(&mut info, 4, format!("namespace-{}", number % 50).as_bytes());
         let mut pair = Vec::new();
         field(&mut pair, 1, host(number).as_bytes());
         field(&mut pair, 2, &info);

@@ -84,16 +84,13 @@ impl ControlPlane {
         let root = PemObject::from_pem_slice(root_pem.as_bytes());
         let root: CertificateDer<'static> = root.expect("a certificate");
         roots.add(root).expect("a root");
-        let mut config = ClientConfig::builder()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
+        let mut config =
+            ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
         config.alpn_protocols = vec![b"h2".to_vec()];
         let tcp = TcpStream::connect(address).await?;
         tcp.set_nodelay(true)?;
         let name = ServerName::try_from(NAME).expect("a name");
-        TlsConnector::from(Arc::new(config))
-            .connect(name, tcp)
-            .await
+        TlsConnector::from(Arc::new(config)).connect(name, tcp).await
     }
 }
 
@@ -102,17 +99,13 @@ impl ControlPlane {
 fn provider() -> CryptoProvider {
     let mut provider = aws_lc_rs::default_provider();
     let aes_128 = CipherSuite::TLS13_AES_128_GCM_SHA256;
-    provider
-        .cipher_suites
-        .sort_by_key(|suite| suite.suite() != aes_128);
+    provider.cipher_suites.sort_by_key(|suite| suite.suite() != aes_128);
     provider
 }
 
 /// Runs a future on a runtime of this thread.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.expect("a runtime").block_on(future)
 }
 
@@ -188,10 +181,7 @@ impl Shape {
 
 /// Returns a framed response of this shape.
 pub fn response(protocol: Protocol, shape: Shape) -> Bytes {
-    let any = |size| Any {
-        type_url: CLUSTER.into(),
-        value: vec![b'c'; size],
-    };
+    let any = |size| Any { type_url: CLUSTER.into(), value: vec![b'c'; size] };
     let count = (shape.bytes / shape.resource).max(1);
     // The type URL and the framing of a resource take about 70 bytes.
     let each = (shape.bytes / count).saturating_sub(70);
@@ -235,28 +225,18 @@ fn ack(protocol: Protocol) -> Bytes {
 fn framed_request(protocol: Protocol, type_url: String, nonce: &str) -> Bytes {
     let (response_nonce, node) = (nonce.to_owned(), Some(Node::default()));
     framed(&match protocol {
-        Protocol::Sotw => DiscoveryRequest {
-            node,
-            type_url,
-            response_nonce,
-            ..Default::default()
+        Protocol::Sotw => DiscoveryRequest { node, type_url, response_nonce, ..Default::default() }
+            .encode_to_vec(),
+        Protocol::Delta => {
+            DeltaDiscoveryRequest { node, type_url, response_nonce, ..Default::default() }
+                .encode_to_vec()
         }
-        .encode_to_vec(),
-        Protocol::Delta => DeltaDiscoveryRequest {
-            node,
-            type_url,
-            response_nonce,
-            ..Default::default()
-        }
-        .encode_to_vec(),
     })
 }
 
 /// Returns the message with gRPC's prefix of five bytes.
 pub fn framed(message: &[u8]) -> Bytes {
-    let length = u32::try_from(message.len())
-        .expect("under 4 GiB")
-        .to_be_bytes();
+    let length = u32::try_from(message.len()).expect("under 4 GiB").to_be_bytes();
     Bytes::from([&[0], &length[..], message].concat())
 }
 
@@ -272,9 +252,7 @@ impl Body for Answers {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.0
-            .poll_recv(context)
-            .map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+        self.0.poll_recv(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
     }
 }
 
@@ -307,11 +285,7 @@ impl Client {
             .body(Answers(receiver))
             .expect("a request");
         let response = send.send_request(request).await.expect("a response");
-        Self {
-            protocol,
-            requests,
-            body: response.into_body(),
-        }
+        Self { protocol, requests, body: response.into_body() }
     }
 
     /// Sends the ACK of the last message and requests another message.
@@ -340,15 +314,11 @@ impl Client {
         while left > 0 {
             let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await;
             let frame = frame.expect("the stream is open").expect("a frame");
-            let data = frame
-                .into_data()
-                .unwrap_or_else(|f| panic!("ended with {f:?}"));
+            let data = frame.into_data().unwrap_or_else(|f| panic!("ended with {f:?}"));
             if let Some(rate) = bytes_per_second {
                 tokio::time::sleep(Duration::from_secs_f64(data.len() as f64 / rate)).await;
             }
-            left = left
-                .checked_sub(data.len())
-                .expect("no more than asked for");
+            left = left.checked_sub(data.len()).expect("no more than asked for");
         }
     }
 }

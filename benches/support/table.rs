@@ -7,9 +7,7 @@ pub struct Table {
 
 impl Table {
     pub fn new(heading: &[&str]) -> Self {
-        Self {
-            rows: vec![heading.iter().map(ToString::to_string).collect()],
-        }
+        Self { rows: vec![heading.iter().map(ToString::to_string).collect()] }
     }
 
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
@@ -18,27 +16,13 @@ impl Table {
 
     pub fn print(&self) {
         let widths: Vec<usize> = (0..self.rows[0].len())
-            .map(|column| {
-                self.rows
-                    .iter()
-                    .map(|row| row[column].len())
-                    .max()
-                    .unwrap_or(0)
-            })
+            .map(|column| self.rows.iter().map(|row| row[column].len()).max().unwrap_or(0))
             .collect();
         println!();
         for row in &self.rows {
-            let cells = row
-                .iter()
-                .zip(&widths)
-                .enumerate()
-                .map(|(column, (cell, width))| {
-                    if column == 0 {
-                        format!("{cell:<width$}")
-                    } else {
-                        format!("{cell:>width$}")
-                    }
-                });
+            let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
+                if column == 0 { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
+            });
             println!("{}", cells.collect::<Vec<_>>().join("  "));
         }
     }

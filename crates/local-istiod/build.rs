@@ -1,10 +1,7 @@
 //! Compiles the definition of istiod's certificate service, and compiles Envoy's own definitions into
 //! the descriptors that are needed to read resource files.
 
-#![expect(
-    clippy::disallowed_methods,
-    reason = "cargo speaks to build scripts by the environment"
-)]
+#![expect(clippy::disallowed_methods, reason = "cargo speaks to build scripts by the environment")]
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -23,9 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Another version of `envoy-types` brings other definitions.
     println!("cargo::rerun-if-changed=../../Cargo.lock");
     let service = protox::compile(["security/v1alpha1/ca.proto"], [PROTO])?;
-    tonic_prost_build::configure()
-        .build_transport(false)
-        .compile_fds(service)?;
+    tonic_prost_build::configure().build_transport(false).compile_fds(service)?;
     let out = env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?;
     fs::write(Path::new(&out).join("envoy.fds"), envoy_descriptors()?)?;
     Ok(())
@@ -123,10 +118,7 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), Box<dyn Error>
         let path = entry.path();
         if entry.file_type()?.is_dir() {
             collect(&path, files)?;
-        } else if path
-            .extension()
-            .is_some_and(|extension| extension == "proto")
-        {
+        } else if path.extension().is_some_and(|extension| extension == "proto") {
             files.push(path);
         }
     }

@@ -83,10 +83,7 @@ impl Agent {
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
             last_known_good,
-            upstream: Upstream {
-                envoy: istiod.clone(),
-                other_clients,
-            },
+            upstream: Upstream { envoy: istiod.clone(), other_clients },
             is_own_envoy: Arc::new(is_own_envoy),
             interceptors,
             health: health.map(Health::verdict),

@@ -189,10 +189,7 @@ async fn rewrite(
 /// Adds the resources and removals that only the older delta response has to the newer one. A message is the sequence
 /// of its fields, so records can be appended.
 fn merge_responses(older: &Bytes, newer: &Bytes) -> Result<Bytes, wire::DecodeError> {
-    let known: HashSet<_> = records_by_name(newer)?
-        .into_iter()
-        .map(|(name, _)| name)
-        .collect();
+    let known: HashSet<_> = records_by_name(newer)?.into_iter().map(|(name, _)| name).collect();
     let mut merged = newer.to_vec();
     for (name, record) in records_by_name(older)? {
         if !known.contains(&name) {
@@ -279,11 +276,7 @@ mod tests {
     }
 
     fn other(name: &str) -> protobuf::Any {
-        resource(
-            name,
-            "type.googleapis.com/other",
-            b"\xff no message".to_vec(),
-        )
+        resource(name, "type.googleapis.com/other", b"\xff no message".to_vec())
     }
 
     fn remote(name: &str) -> protobuf::Any {
@@ -295,18 +288,10 @@ mod tests {
             http_uri: Some(uri),
             ..Default::default()
         });
-        let code = core::AsyncDataSource {
-            specifier: Some(remote),
-        };
-        let vm = plugin::VmConfig {
-            code: Some(code),
-            ..Default::default()
-        };
+        let code = core::AsyncDataSource { specifier: Some(remote) };
+        let vm = plugin::VmConfig { code: Some(code), ..Default::default() };
         let vm = Some(plugin::plugin_config::Vm::VmConfig(vm));
-        let config = Some(plugin::PluginConfig {
-            vm,
-            ..Default::default()
-        });
+        let config = Some(plugin::PluginConfig { vm, ..Default::default() });
         let url = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm";
         resource(name, url, http_wasm::Wasm { config }.encode_to_vec())
     }
@@ -365,10 +350,9 @@ mod tests {
             let converted = forwarded(Protocol::Sotw, &message).now_or_never();
             assert_eq!(converted, Some(message.clone()));
         });
-        for line in [
-            "LocalFileCache is created in /nonexistent",
-            "no remote load found in extension a",
-        ] {
+        for line in
+            ["LocalFileCache is created in /nonexistent", "no remote load found in extension a"]
+        {
             assert!(log.contains(line), "{log}");
         }
     }
@@ -377,26 +361,18 @@ mod tests {
     async fn only_the_resource_with_a_module_differs() {
         let message = sotw(&[other("a"), remote("b"), other("c")]);
         let found = forwarded(Protocol::Sotw, &message).await;
-        let denied = DiscoveryResponse::decode(found.clone())
-            .expect("a response")
-            .resources
-            .remove(1);
+        let denied =
+            DiscoveryResponse::decode(found.clone()).expect("a response").resources.remove(1);
         assert!(String::from_utf8_lossy(&denied.value).contains("wasm-default-deny"));
         assert_eq!(found, sotw(&[other("a"), denied.clone(), other("c")]));
         let message = delta("n", &[("a", remote("b")), ("c", other("c"))], &["d"]);
         let found = forwarded(Protocol::Delta, &message).await;
-        assert_eq!(
-            found,
-            delta("n", &[("a", denied), ("c", other("c"))], &["d"])
-        );
+        assert_eq!(found, delta("n", &[("a", denied), ("c", other("c"))], &["d"]));
     }
 
     #[tokio::test]
     async fn an_undecodable_resource_rejects_the_response() {
-        let broken = protobuf::Any {
-            type_url: TYPE_URL.to_owned(),
-            value: b"\xff".to_vec(),
-        };
+        let broken = protobuf::Any { type_url: TYPE_URL.to_owned(), value: b"\xff".to_vec() };
         let nothing = protobuf::Any::default();
         for message in [sotw(&[other("a"), broken]), sotw(&[nothing])] {
             let outcome = Ecds(wasm()).intercept(Protocol::Sotw, message).await;
@@ -438,13 +414,10 @@ mod tests {
         assert_eq!(found, delta("1", &[b, ("c", other("c"))], &["x"]));
         assert_eq!(later.rest, delta("1", from_ref(&a), &[]));
         // The hanging module does not delay the next response either, nor a response with removals only.
-        for (nonce, newer) in [
-            ("2", delta("2", &[("b", other("new"))], &[])),
-            ("3", delta("3", &[], &["b"])),
-        ] {
-            let merged = ecds
-                .merge(Protocol::Delta, &later.rest, &newer)
-                .expect("merged");
+        for (nonce, newer) in
+            [("2", delta("2", &[("b", other("new"))], &[])), ("3", delta("3", &[], &["b"]))]
+        {
+            let merged = ecds.merge(Protocol::Delta, &later.rest, &newer).expect("merged");
             let (found, later) = forwarded_first(&ecds, &merged).await;
             assert_eq!(found, newer);
             assert_eq!(later.rest, delta(nonce, from_ref(&a), &[]));
@@ -459,13 +432,8 @@ mod tests {
         let (_server, hangs) = hanging("a", Duration::from_secs(3600));
         let first = delta("1", &[("a", hangs), ("b", other("b"))], &[]);
         let (_, later) = forwarded_first(&ecds, &first).await;
-        for newer in [
-            delta("2", &[], &["a"]),
-            delta("2", &[("a", other("a"))], &[]),
-        ] {
-            let merged = ecds
-                .merge(Protocol::Delta, &later.rest, &newer)
-                .expect("merged");
+        for newer in [delta("2", &[], &["a"]), delta("2", &[("a", other("a"))], &[])] {
+            let merged = ecds.merge(Protocol::Delta, &later.rest, &newer).expect("merged");
             let outcome = ecds.intercept(Protocol::Delta, merged).await;
             assert!(matches!(outcome, Outcome::Forward(found, None) if found == newer));
         }
@@ -499,23 +467,12 @@ mod tests {
     fn a_newer_delta_response_takes_over_resources_that_only_the_older_one_has() {
         let ecds = Ecds(wasm());
         let (a, b) = (("a", other("a")), ("b", other("b")));
-        let older = delta(
-            "1",
-            &[a.clone(), b.clone(), ("c", other("old"))],
-            &["x", "d"],
-        );
+        let older = delta("1", &[a.clone(), b.clone(), ("c", other("old"))], &["x", "d"]);
         let newer = delta("2", &[("c", other("new")), ("d", other("d"))], &["b"]);
         let merged = ecds.merge(Protocol::Delta, &older, &newer).expect("merged");
         let merged = DeltaDiscoveryResponse::decode(merged).expect("a response");
-        let expected = delta(
-            "2",
-            &[("c", other("new")), ("d", other("d")), a],
-            &["b", "x"],
-        );
-        assert_eq!(
-            merged,
-            DeltaDiscoveryResponse::decode(expected).expect("a response")
-        );
+        let expected = delta("2", &[("c", other("new")), ("d", other("d")), a], &["b", "x"]);
+        assert_eq!(merged, DeltaDiscoveryResponse::decode(expected).expect("a response"));
         assert_eq!(ecds.merge(Protocol::Sotw, &older, &newer), Some(newer));
     }
 

@@ -92,10 +92,7 @@ mod tests {
         };
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("istio-token");
-        let config = GoogleToken {
-            audience: "td.example".to_owned(),
-            path: path.clone(),
-        };
+        let config = GoogleToken { audience: "td.example".to_owned(), path: path.clone() };
         let serve = async {
             let (mut stream, _) = listener.accept().await.unwrap();
             let mut request = [0; 1024];
@@ -106,15 +103,9 @@ mod tests {
             String::from_utf8_lossy(&request[..read]).into_owned()
         };
         let (wait, request) = tokio::join!(refresh(&config, &platform, &clock), serve);
-        assert!(
-            request.contains("identity?audience=td.example&format=full"),
-            "{request}"
-        );
+        assert!(request.contains("identity?audience=td.example&format=full"), "{request}");
         assert_eq!(fs::read_to_string(&path).unwrap(), token);
-        assert_eq!(
-            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
-            0o640
-        );
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
         let minutes = wait.unwrap().as_secs() / 60;
         assert!((34..=35).contains(&minutes), "{minutes}");
         drop(listener);

@@ -99,8 +99,7 @@ impl Holder {
             build: other.build.clone(),
             takeover_blocker: blocker.clone(),
         });
-        self.standby
-            .change(|state| state.waiting.push(waiting.clone()));
+        self.standby.change(|state| state.waiting.push(waiting.clone()));
         let message = tokio::select! {
             message = channel.receive() => Some(message),
             _ = handover_requests.changed() => None,
@@ -312,10 +311,7 @@ impl Successor {
             Message::Go(takeover, serving) => {
                 let next_epoch = takeover.restart_epoch;
                 self.inputs.adopt(takeover, override_json);
-                let parent = Parent {
-                    next_epoch,
-                    serving,
-                };
+                let parent = Parent { next_epoch, serving };
                 Ok((channel, parent))
             }
             other => Err(other.unexpected().into()),
@@ -334,9 +330,7 @@ impl Successor {
                 // The connection ends when the former agent exits.
                 while channel.receive().await.is_ok() {}
                 tracing::info!("the former Envoy has exited");
-                self.holder
-                    .standby
-                    .change(|state| state.former_envoy = false);
+                self.holder.standby.change(|state| state.former_envoy = false);
                 self.holder.envoy.order(Order::ParentExited).await;
             }
             Err(error) => {
@@ -388,13 +382,9 @@ impl Successor {
             return Err(answer.unexpected().into());
         }
         let mut sockets = channel.take_descriptors();
-        let lock = sockets
-            .pop()
-            .ok_or("the agent that served did not pass on its lock")?;
+        let lock = sockets.pop().ok_or("the agent that served did not pass on its lock")?;
         self.holder.standby.serve_with(lock)?;
-        self.holder
-            .standby
-            .change(|state| state.former_envoy = true);
+        self.holder.standby.change(|state| state.former_envoy = true);
         link(&self.config)?;
         self.holder.ports.set(sockets);
         self.gate.cancel();

@@ -100,9 +100,7 @@ pub async fn run(
         let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap, &config.sds_socket);
         let bound = (ports, listener);
-        let agent = Agent::build(
-            config, bound, detected, settings, milestones, &stop, standby,
-        )?;
+        let agent = Agent::build(config, bound, detected, settings, milestones, &stop, standby)?;
         if serves {
             handover::link(&agent.config)?;
         }
@@ -267,12 +265,9 @@ impl Agent {
 
     /// Prepares handovers to the agent in the other container, and the takeover from it if that agent serves.
     fn prepare_handovers(&mut self, envoy: Option<&Envoy>, stop: &Stop) -> Result<(), Problem> {
-        let (Some(standby), Some(envoy), Some(config), Some(inputs)) = (
-            self.standby.clone(),
-            envoy,
-            &self.config.envoy,
-            &self.inputs,
-        ) else {
+        let (Some(standby), Some(envoy), Some(config), Some(inputs)) =
+            (self.standby.clone(), envoy, &self.config.envoy, &self.inputs)
+        else {
             return Ok(());
         };
         let holder = Holder {

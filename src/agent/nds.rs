@@ -34,10 +34,8 @@ impl Agent {
         let (done, ended) = oneshot::channel();
         let failed =
             |error: io::Error| format!("cannot start the thread of the DNS server: {error}");
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(failed)?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let serve = move || {
             // The receiver is dropped if the shutdown took too long.
             let _ = done.send(runtime.block_on(serving));
@@ -99,11 +97,7 @@ mod tests {
             .encode_to_vec(),
             Protocol::Delta => DeltaDiscoveryResponse {
                 system_version_info: "1".into(),
-                resources: vec![Resource {
-                    name: "a".into(),
-                    resource: any,
-                    ..Default::default()
-                }],
+                resources: vec![Resource { name: "a".into(), resource: any, ..Default::default() }],
                 ..Default::default()
             }
             .encode_to_vec(),
@@ -114,20 +108,14 @@ mod tests {
     #[test]
     fn a_name_table_is_found_in_sotw_and_delta_and_other_types_are_errors() {
         for protocol in [Protocol::Sotw, Protocol::Delta] {
-            let any = |type_url: &str| Any {
-                type_url: type_url.into(),
-                value: b"table".into(),
-            };
+            let any = |type_url: &str| Any { type_url: type_url.into(), value: b"table".into() };
             assert_eq!(
                 table(protocol, &response(protocol, Some(any(TYPE_URL)))),
                 Ok("table".into())
             );
             for wrong in [Some(any("other")), None] {
                 let error = table(protocol, &response(protocol, wrong)).expect_err("no table");
-                assert!(
-                    error.starts_with("failed to unmarshal name table: "),
-                    "{error}"
-                );
+                assert!(error.starts_with("failed to unmarshal name table: "), "{error}");
             }
         }
     }

@@ -41,11 +41,8 @@ impl Pcds {
 
     /// Gives the bundle to the secrets from files and to the secret cache.
     fn trust(&self, bundle: &str) -> Result<(), Problem> {
-        let action = if self.files.set_mesh_bundle(bundle)? {
-            "update new"
-        } else {
-            "skip for same"
-        };
+        let action =
+            if self.files.set_mesh_bundle(bundle)? { "update new" } else { "skip for same" };
         tracing::debug!(target: "cache", "{action} trust bundle");
         match &self.secrets {
             Some(secrets) => secrets.set_mesh_bundle(bundle),

@@ -70,10 +70,7 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Problem> {
     if is_served {
         metadata.push(FILES);
     }
-    Ok(Detected {
-        serves_workload: !is_served,
-        metadata,
-    })
+    Ok(Detected { serves_workload: !is_served, metadata })
 }
 
 /// Probes the workload socket, and logs the result. Returns true if another process serves it, or is expected to. Fails
@@ -112,10 +109,7 @@ async fn probe_or_remove(socket: &Path, removes_dead: bool) -> Result<bool, Prob
         Health::Dead(problem) if removes_dead => problem,
         Health::Dead(_) | Health::Absent => return Ok(false),
     };
-    tracing::debug!(
-        "SDS socket {} is dead, removing it: {problem}",
-        socket.display()
-    );
+    tracing::debug!("SDS socket {} is dead, removing it: {problem}", socket.display());
     if_exists(std::fs::remove_file(socket)).map_err(|error| {
         let (subject, path) = ("failed to check SDS socket", socket.display());
         let found = format!("existing SDS socket could not be removed: {path}: {error}");

@@ -45,10 +45,7 @@ impl Agent {
             self.spawn_until_handover("certificate output", writing);
         }
         let wants_roots = serves_workload && self.config.secrets.mesh_roots;
-        let pcds = wants_roots.then(|| Pcds {
-            secrets: secrets.clone(),
-            files: files.clone(),
-        });
+        let pcds = wants_roots.then(|| Pcds { secrets: secrets.clone(), files: files.clone() });
         if let Some(listener) = listener {
             let sources = sds::Sources {
                 secrets: secrets.clone(),

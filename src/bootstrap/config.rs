@@ -90,11 +90,7 @@ impl Config {
             (false, true) => (V6, "V6_ONLY", None),
             _ => (V4, "V4_ONLY", None),
         };
-        Families {
-            first,
-            second,
-            dns_lookup,
-        }
+        Families { first, second, dns_lookup }
     }
 }
 
@@ -113,14 +109,8 @@ pub(super) struct Family {
     pub(super) wildcard: &'static str,
 }
 
-const V4: Family = Family {
-    loopback: "127.0.0.1",
-    wildcard: "0.0.0.0",
-};
-const V6: Family = Family {
-    loopback: "::1",
-    wildcard: "::",
-};
+const V4: Family = Family { loopback: "127.0.0.1", wildcard: "0.0.0.0" };
+const V6: Family = Family { loopback: "::1", wildcard: "::" };
 
 /// Statistics the user wants beyond Istio's.
 #[derive(Clone, Debug, Default)]

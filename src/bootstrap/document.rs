@@ -180,13 +180,9 @@ pub(super) fn connection_limit(config: &ProxyConfig) -> i64 {
     let settings = config.connection_settings.as_ref();
     let setting = settings.and_then(|it| it.global_downstream_connection_limit);
     let metadata = config.metadata("ISTIO_META_GLOBAL_DOWNSTREAM_MAX_CONNECTIONS");
-    let runtime = config
-        .runtime_values
-        .get("overload.global_downstream_max_connections");
+    let runtime = config.runtime_values.get("overload.global_downstream_max_connections");
     let texts = [metadata, runtime.map(String::as_str)];
     let parsed = texts.into_iter().flatten().flat_map(str::parse);
     let mut limits = setting.map(i64::from).into_iter().chain(parsed);
-    limits
-        .find(|limit| *limit > 0)
-        .unwrap_or(i64::from(i32::MAX))
+    limits.find(|limit| *limit > 0).unwrap_or(i64::from(i32::MAX))
 }

@@ -40,14 +40,10 @@ const MEMBERS: [(&str, &str, Read); 7] = [
         "a number in JSON",
         |value| value.as_i64().map(Value::from),
     ),
-    (
-        "ANNOTATIONS LABELS PLATFORM_METADATA STATIC_LABELS",
-        "an object of strings",
-        |value| same_if(value, value.as_object()?.values().all(Value::is_string)),
-    ),
-    ("PROXY_CONFIG", "an object", |value| {
-        same_if(value, value.is_object())
+    ("ANNOTATIONS LABELS PLATFORM_METADATA STATIC_LABELS", "an object of strings", |value| {
+        same_if(value, value.as_object()?.values().all(Value::is_string))
     }),
+    ("PROXY_CONFIG", "an object", |value| same_if(value, value.is_object())),
     ("PILOT_SAN", "a list of strings", |value| {
         same_if(value, value.as_array()?.iter().all(Value::is_string))
     }),
@@ -94,9 +90,8 @@ pub fn is_left_out(value: &Value) -> bool {
 }
 
 fn type_of(name: &str) -> Option<(&'static str, Read)> {
-    let (_, expected, read) = MEMBERS
-        .iter()
-        .find(|(names, ..)| names.split(' ').any(|known| known == name))?;
+    let (_, expected, read) =
+        MEMBERS.iter().find(|(names, ..)| names.split(' ').any(|known| known == name))?;
     Some((expected, *read))
 }
 
@@ -147,10 +142,7 @@ mod tests {
         if mismatches.is_empty() {
             return Ok(members.into());
         }
-        Err(mismatches
-            .into_iter()
-            .map(|problem| problem.subject)
-            .collect())
+        Err(mismatches.into_iter().map(|problem| problem.subject).collect())
     }
 
     #[test]
@@ -192,10 +184,7 @@ mod tests {
             (json!({"LABELS": {"a": 1}}), "LABELS"),
         ] {
             let subjects = checked(given).expect_err(name);
-            assert!(
-                subjects[0].contains(name) && subjects.len() == 1,
-                "{subjects:?}"
-            );
+            assert!(subjects[0].contains(name) && subjects.len() == 1, "{subjects:?}");
         }
     }
 }

@@ -81,18 +81,10 @@ impl Locality {
             .or_else(|| labels.get("istio-locality"))
             .filter(|text| !text.is_empty())?;
         // Label values cannot contain a slash, so dots may stand for slashes.
-        let text = if found.contains('/') {
-            found.clone()
-        } else {
-            found.replace('.', "/")
-        };
+        let text = if found.contains('/') { found.clone() } else { found.replace('.', "/") };
         let mut parts = text.split('/').map(str::to_owned);
         let mut part = || parts.next().unwrap_or_default();
-        let locality = Self {
-            region: part(),
-            zone: part(),
-            sub_zone: part(),
-        };
+        let locality = Self { region: part(), zone: part(), sub_zone: part() };
         labels.insert("istio-locality".to_owned(), text);
         Some(locality)
     }
@@ -115,21 +107,9 @@ mod tests {
     #[test]
     fn a_locality_label_gives_up_to_three_parts() {
         for (label, text, expected) in [
-            (
-                "istio-locality",
-                "r.z.s",
-                json!({"region": "r", "zone": "z", "sub_zone": "s"}),
-            ),
-            (
-                "topology.istio.io/locality",
-                "r/z.1",
-                json!({"region": "r", "zone": "z.1"}),
-            ),
-            (
-                "istio-locality",
-                "r/z/s/more",
-                json!({"region": "r", "zone": "z", "sub_zone": "s"}),
-            ),
+            ("istio-locality", "r.z.s", json!({"region": "r", "zone": "z", "sub_zone": "s"})),
+            ("topology.istio.io/locality", "r/z.1", json!({"region": "r", "zone": "z.1"})),
+            ("istio-locality", "r/z/s/more", json!({"region": "r", "zone": "z", "sub_zone": "s"})),
             ("istio-locality", "", json!({})),
             ("other", "r", json!({})),
         ] {

@@ -30,10 +30,7 @@ pub fn validate(
     override_json: Option<&str>,
 ) -> Result<(), Problem> {
     let directory = std::env::temp_dir().join(format!("pilot-agent-{}", std::process::id()));
-    let config = Config {
-        directory,
-        ..config.clone()
-    };
+    let config = Config { directory, ..config.clone() };
     let written = write(&config)?;
     let override_arguments = override_json.map(|json| ["--config-yaml", json]);
     let mut envoy = Command::new(binary);

@@ -23,14 +23,8 @@ const TAGS: &[(&str, &str)] = &[
         "http_conn_manager_listener_prefix",
         r"^listener(?=\.).*?\.http\.(((?:[_.[:digit:]]*|[_\[\]aAbBcCdDeEfF[:digit:]]*))\.)",
     ),
-    (
-        "listener_address",
-        r"^listener\.(((?:[_.[:digit:]]*|[_\[\]aAbBcCdDeEfF[:digit:]]*))\.)",
-    ),
-    (
-        "mongo_prefix",
-        r"^mongo\.(.+?)\.(collection|cmd|cx_|op_|delays_|decoding_)(.*?)$",
-    ),
+    ("listener_address", r"^listener\.(((?:[_.[:digit:]]*|[_\[\]aAbBcCdDeEfF[:digit:]]*))\.)"),
+    ("mongo_prefix", r"^mongo\.(.+?)\.(collection|cmd|cx_|op_|delays_|decoding_)(.*?)$"),
 ];
 
 /// The tags that Envoy tries after the tags of the user.
@@ -44,20 +38,10 @@ const LATER_TAGS: &[(&str, &str)] = &[
     ("authz_dry_run_result", r"(\.shadow_(allowed|denied))"),
 ];
 
-const PREFIXES: &[&str] = &[
-    "cluster_manager",
-    "listener_manager",
-    "server",
-    "cluster.xds-grpc",
-    "wasm",
-];
+const PREFIXES: &[&str] =
+    &["cluster_manager", "listener_manager", "server", "cluster.xds-grpc", "wasm"];
 
-const SUFFIXES: &[&str] = &[
-    "rbac.allowed",
-    "rbac.denied",
-    "shadow_allowed",
-    "shadow_denied",
-];
+const SUFFIXES: &[&str] = &["rbac.allowed", "rbac.denied", "shadow_allowed", "shadow_denied"];
 
 const EXPRESSIONS: &[&str] = &[r"vhost\..*\.route\..*"];
 
@@ -113,9 +97,7 @@ fn expand(
     addresses: &[IpAddr],
 ) -> impl Iterator<Item = String> {
     let chosen = chosen.iter().flat_map(move |text| {
-        let texts = addresses
-            .iter()
-            .map(|ip| text.replace("{pod_ip}", &ip.to_string()));
+        let texts = addresses.iter().map(|ip| text.replace("{pod_ip}", &ip.to_string()));
         texts.collect::<IndexSet<_>>()
     });
     chosen.chain(required.iter().map(|text| (*text).to_owned()))

@@ -18,24 +18,18 @@ use crate::proxy_config::tracing::Tracer as Given;
 fn config(case: &Path) -> crate::config::Config {
     let read = |name: &str| fs::read_to_string(case.join("input").join(name)).expect("an input");
     let line = read("flags");
-    let words = line
-        .trim()
-        .strip_prefix("proxy")
-        .expect("the command proxy");
+    let words = line.trim().strip_prefix("proxy").expect("the command proxy");
     let (flags, log, _) = flags::parse(words);
     let env = read("env");
-    let env: Environment = env
-        .lines()
-        .filter_map(|line| line.split_once('='))
-        .collect();
+    let env: Environment = env.lines().filter_map(|line| line.split_once('=')).collect();
     let interfaces = read("interfaces");
-    let interfaces = interfaces
-        .lines()
-        .filter_map(|line| line.split_once(' '))
-        .map(|(name, address)| Interface {
-            name: name.to_owned(),
-            address: address.parse().expect("an address"),
-            is_loopback: false,
+    let interfaces =
+        interfaces.lines().filter_map(|line| line.split_once(' ')).map(|(name, address)| {
+            Interface {
+                name: name.to_owned(),
+                address: address.parse().expect("an address"),
+                is_loopback: false,
+            }
         });
     let root = case.join("input");
     let interfaces = Ok(interfaces.collect());
@@ -54,9 +48,7 @@ fn cases() -> PathBuf {
 fn names() -> Vec<String> {
     let entries = fs::read_dir(cases()).expect("cases");
     let names = entries.map(|entry| entry.expect("a case").file_name());
-    let mut names: Vec<_> = names
-        .map(|name| name.into_string().expect("text"))
-        .collect();
+    let mut names: Vec<_> = names.map(|name| name.into_string().expect("text")).collect();
     names.sort();
     names
 }
@@ -71,25 +63,13 @@ fn check(name: &str) {
     let expected = fs::read_to_string(&expected).unwrap_or_default();
     let lines = found.lines().zip(expected.lines()).enumerate();
     for (index, (found, expected)) in lines {
-        assert_eq!(
-            found,
-            expected,
-            "{name} line {}; UPDATE_GOLDEN=1 accepts it",
-            index + 1
-        );
+        assert_eq!(found, expected, "{name} line {}; UPDATE_GOLDEN=1 accepts it", index + 1);
     }
-    assert_eq!(
-        found.len(),
-        expected.len(),
-        "{name}; UPDATE_GOLDEN=1 accepts it"
-    );
+    assert_eq!(found.len(), expected.len(), "{name}; UPDATE_GOLDEN=1 accepts it");
 }
 
 /// Returns an environment variable that configures the tests, not the agent.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "tests have switches of their own"
-)]
+#[expect(clippy::disallowed_methods, reason = "tests have switches of their own")]
 fn switch(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name)
 }
@@ -135,10 +115,7 @@ fn a_grpc_application_finds_the_agent_and_its_certificates() {
     grpc::write(&grpc, &config.bootstrap.node).expect("written");
     let text = fs::read_to_string(&grpc.path).expect("the file");
     let found: Value = serde_json::from_str(&text).expect("JSON");
-    assert_eq!(
-        found["xds_servers"][0]["server_uri"],
-        "unix:///etc/istio/proxy/XDS"
-    );
+    assert_eq!(found["xds_servers"][0]["server_uri"], "unix:///etc/istio/proxy/XDS");
     let metadata = &found["node"]["metadata"];
     assert_eq!(metadata["GENERATOR"], "grpc");
     assert_eq!(metadata["CLUSTER_ID"], "Kubernetes");
@@ -146,10 +123,7 @@ fn a_grpc_application_finds_the_agent_and_its_certificates() {
     assert_eq!(found["node"]["locality"]["zone"], "eu-1");
     let files = &found["certificate_providers"]["default"]["config"];
     assert_eq!(files["private_key_file"], "/certs/key.pem");
-    let mode = fs::metadata(&grpc.path)
-        .expect("a file")
-        .permissions()
-        .mode();
+    let mode = fs::metadata(&grpc.path).expect("a file").permissions().mode();
     assert_eq!(mode & 0o777, 0o644);
 }
 
@@ -160,10 +134,7 @@ fn the_token_of_a_tracer_is_in_a_file_while_envoy_runs() {
     config.directory = root.path().to_owned();
     let file = root.path().join("lightstep_access_token.txt");
     let written = write(&config).expect("written");
-    assert_eq!(
-        fs::read_to_string(&file).expect("a token"),
-        "abcdefg1234567"
-    );
+    assert_eq!(fs::read_to_string(&file).expect("a token"), "abcdefg1234567");
     let mode = fs::metadata(&file).expect("a file").permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     drop(written);
@@ -175,17 +146,11 @@ fn the_platforms_locality_is_used_if_no_label_has_one() {
     let mut config = config(&case("json_logs")).bootstrap;
     config.node.platform = platform::Platform {
         metadata: [("aws_region".to_owned(), "eu".to_owned())].into(),
-        locality: platform::Locality {
-            region: "eu".to_owned(),
-            ..Default::default()
-        },
+        locality: platform::Locality { region: "eu".to_owned(), ..Default::default() },
     };
     let document = document(&config);
     assert_eq!(document["node"]["locality"], json!({"region": "eu"}));
-    assert_eq!(
-        document["node"]["metadata"]["PLATFORM_METADATA"],
-        json!({"aws_region": "eu"})
-    );
+    assert_eq!(document["node"]["metadata"]["PLATFORM_METADATA"], json!({"aws_region": "eu"}));
 }
 
 #[test]
@@ -219,23 +184,14 @@ fn the_connection_limit_comes_from_the_first_source_that_sets_it() {
     for (document, limit) in [
         (json!({}), 2_147_483_647),
         (json!({"runtimeValues": {runtime: "5"}}), 5),
-        (
-            json!({"runtimeValues": {runtime: "5"}, "proxyMetadata": {meta: "6"}}),
-            6,
-        ),
-        (
-            json!({"runtimeValues": {runtime: "5"}, "proxyMetadata": {meta: "six"}}),
-            5,
-        ),
+        (json!({"runtimeValues": {runtime: "5"}, "proxyMetadata": {meta: "6"}}), 6),
+        (json!({"runtimeValues": {runtime: "5"}, "proxyMetadata": {meta: "six"}}), 5),
         (
             json!({"connectionSettings": {"globalDownstreamConnectionLimit": 7},
                    "proxyMetadata": {meta: "6"}}),
             7,
         ),
-        (
-            json!({"connectionSettings": {"globalDownstreamConnectionLimit": 0}}),
-            2_147_483_647,
-        ),
+        (json!({"connectionSettings": {"globalDownstreamConnectionLimit": 0}}), 2_147_483_647),
     ] {
         let config = crate::proxy_config::from_json(&document);
         assert_eq!(document::connection_limit(&config), limit, "{document}");

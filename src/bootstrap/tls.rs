@@ -81,10 +81,9 @@ fn secrets(settings: &TlsSettings, metadata: &Metadata) -> Option<(Option<Value>
         Mode::Simple => Some((None, roots)),
         Mode::Mutual => Some((pair, roots)),
         // A timeout of 0 s has Envoy wait for these without limit.
-        Mode::IstioMutual => Some((
-            Some(from_sds("default", Some("0s"))),
-            Some(from_sds("ROOTCA", Some("0s"))),
-        )),
+        Mode::IstioMutual => {
+            Some((Some(from_sds("default", Some("0s"))), Some(from_sds("ROOTCA", Some("0s")))))
+        }
     }
 }
 
@@ -130,10 +129,7 @@ mod tests {
         let settings = json!({"mode": "MUTUAL", "clientCertificate": "x", "privateKey": "y",
                               "caCertificates": "z"});
         let text = context(settings, &files, true).expect("TLS").to_string();
-        assert!(
-            text.contains("file-cert:c~k") && text.contains("file-root:r"),
-            "{text}"
-        );
+        assert!(text.contains("file-cert:c~k") && text.contains("file-root:r"), "{text}");
     }
 
     #[test]
@@ -154,10 +150,7 @@ mod tests {
         let settings = json!({"mode": "SIMPLE", "subjectAltNames": ["a"]});
         let checked = context(settings, &none, false).expect("TLS");
         let checked = &checked["common_tls_context"]["combined_validation_context"];
-        assert_eq!(
-            checked["validation_context_sds_secret_config"]["name"],
-            "file-root:system"
-        );
+        assert_eq!(checked["validation_context_sds_secret_config"]["name"], "file-root:system");
         let names = &checked["default_validation_context"]["match_subject_alt_names"];
         assert_eq!(*names, json!([{"exact": "a"}]));
         let settings = json!({"mode": "SIMPLE", "insecureSkipVerify": true});

@@ -15,10 +15,7 @@ use crate::lifecycle::BoxError;
 
 const SUBJECT_ALT_NAME: [u64; 4] = [2, 5, 29, 17];
 /// The tag of a URI in GeneralName (RFC 5280, section 4.2.1.6).
-const URI_NAME: Tag = Tag {
-    tag_class: yasna::TagClass::ContextSpecific,
-    tag_number: 6,
-};
+const URI_NAME: Tag = Tag { tag_class: yasna::TagClass::ContextSpecific, tag_number: 6 };
 
 /// A certificate request and its key.
 #[derive(Clone)]
@@ -44,9 +41,7 @@ pub fn generate(
 
 impl std::fmt::Debug for Request {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Request")
-            .field("csr_pem", &self.csr_pem)
-            .finish_non_exhaustive()
+        f.debug_struct("Request").field("csr_pem", &self.csr_pem).finish_non_exhaustive()
     }
 }
 
@@ -112,9 +107,7 @@ mod tests {
             let request = generate(key_type, Encoding::Pkcs8, &identity()).unwrap();
             let (subject, names) = shape(&request);
             // One attribute: the organization name (2.5.4.10), an empty PrintableString.
-            let organization = [
-                0x30, 0x0b, 0x31, 0x09, 0x30, 0x07, 6, 3, 0x55, 4, 10, 0x13, 0,
-            ];
+            let organization = [0x30, 0x0b, 0x31, 0x09, 0x30, 0x07, 6, 3, 0x55, 4, 10, 0x13, 0];
             assert_eq!(subject, organization, "{key_type:?}");
             let length = u8::try_from(uri.len()).unwrap();
             let expected = [&[0x30, length + 2, 0x86, length], uri.as_bytes()].concat();
@@ -134,10 +127,7 @@ mod tests {
             let key = KeyPair::from_pem(&request.key_pem).unwrap();
             let (_, pem) = parse_x509_pem(request.csr_pem.as_bytes()).unwrap();
             let (_, csr) = X509CertificationRequest::from_der(&pem.contents).unwrap();
-            let public = &csr
-                .certification_request_info
-                .subject_pki
-                .subject_public_key;
+            let public = &csr.certification_request_info.subject_pki.subject_public_key;
             assert_eq!(public.as_ref(), key.public_key_raw(), "{key_type:?}");
             assert!(!format!("{request:?}").contains("PRIVATE"));
         }

@@ -114,10 +114,9 @@ mod tests {
             (KeyType::Rsa(2048), "RSA PRIVATE KEY"),
         ] {
             let key = generate(key_type).unwrap();
-            for (encoding, label) in [
-                (Encoding::Traditional, label),
-                (Encoding::Pkcs8, "PRIVATE KEY"),
-            ] {
+            for (encoding, label) in
+                [(Encoding::Traditional, label), (Encoding::Pkcs8, "PRIVATE KEY")]
+            {
                 let pem = to_pem(&key, key_type, encoding).unwrap();
                 assert!(pem.starts_with(&format!("-----BEGIN {label}-----\n")));
                 assert!(pem.ends_with(&format!("\n-----END {label}-----\n")));
@@ -146,19 +145,13 @@ mod tests {
     fn an_elliptic_key_names_its_curve() {
         // The OIDs of the curves, in DER.
         for (key_type, curve) in [
-            (
-                KeyType::P256,
-                &[0x06, 0x08, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x03, 0x01, 0x07][..],
-            ),
+            (KeyType::P256, &[0x06, 0x08, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x03, 0x01, 0x07][..]),
             (KeyType::P384, &[0x06, 0x05, 0x2b, 0x81, 0x04, 0x00, 0x22]),
         ] {
             let key = generate(key_type).unwrap();
             let text = to_pem(&key, key_type, Encoding::Traditional).unwrap();
             let (_, block) = x509_parser::pem::parse_x509_pem(text.as_bytes()).unwrap();
-            let names_it = block
-                .contents
-                .windows(curve.len())
-                .any(|part| part == curve);
+            let names_it = block.contents.windows(curve.len()).any(|part| part == curve);
             assert!(names_it, "{key_type:?}");
         }
     }

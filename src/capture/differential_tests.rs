@@ -30,13 +30,7 @@ fn all_or(items: &'static [&'static str]) -> impl Strategy<Value = String> {
 
 fn configs() -> impl Strategy<Value = Config> {
     let ids = || list(&["1337", "0", "2000-2010"]);
-    let ranges = &[
-        "10.0.0.0/8",
-        "172.16.5.5/12",
-        "127.0.0.0/8",
-        "0.0.0.0/0",
-        "2001:db8::/32",
-    ];
+    let ranges = &["10.0.0.0/8", "172.16.5.5/12", "127.0.0.0/8", "0.0.0.0/0", "2001:db8::/32"];
     let servers = &["10.0.0.53", "192.168.0.53", "2001:db8::53"];
     let proxy = (ids(), ids(), select(vec!["", "TPROXY"]), any::<bool>());
     let inbound = (
@@ -66,25 +60,14 @@ fn configs() -> impl Strategy<Value = Config> {
             (s.istio_service_cidr, s.istio_service_exclude_cidr) = (outbound.0, outbound.1);
             (s.istio_outbound_ports, s.istio_local_outbound_ports_exclude) =
                 (outbound.2, outbound.3);
-            [
-                s.redirect_dns,
-                s.capture_all_dns,
-                s.drop_invalid,
-                s.protect_admin,
-            ] = dns.0;
-            (
-                s.istio_outbound_owner_groups,
-                s.istio_outbound_owner_groups_exclude,
-            ) = (groups.0, groups.1);
+            [s.redirect_dns, s.capture_all_dns, s.drop_invalid, s.protect_admin] = dns.0;
+            (s.istio_outbound_owner_groups, s.istio_outbound_owner_groups_exclude) =
+                (groups.0, groups.1);
             s.istio_outbound_ipv4_loopback_cidr = groups.2.to_owned();
         });
         let host = Host {
             has_v6: proxy.3,
-            nameservers: dns
-                .1
-                .iter()
-                .map(|server| server.parse().expect(server))
-                .collect(),
+            nameservers: dns.1.iter().map(|server| server.parse().expect(server)).collect(),
             envoy_uid: None,
         };
         let (config, _) = Config::check(&settings, &host).expect("a configuration");
@@ -120,9 +103,7 @@ fn loaded(config: &Config) -> Option<[[Layout; 2]; 2]> {
                   && iptables-save && echo @@ && ip6tables-save && echo @@ \
                   && exec unshare --net sh -c 'nft -f nft && nft -j list ruleset'";
     let mut command = Command::new("unshare");
-    command
-        .args(["--net", "sh", "-c", script])
-        .current_dir(folder.path());
+    command.args(["--net", "sh", "-c", script]).current_dir(folder.path());
     let output = command.output().expect("unshare");
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
@@ -153,48 +134,30 @@ fn flows() -> impl Strategy<Value = Vec<String>> {
         "198.51.100.7",
     ];
     let v6 = ["2001:db8::53", "2001:db8:1::7", "::1", "::6", "2001:db9::7"];
-    let ports = select(vec![
-        53, 80, 443, 25, 7005, 8005, 9050, 15000, 15006, 15008, 15021,
-    ]);
+    let ports = select(vec![53, 80, 443, 25, 7005, 8005, 9050, 15000, 15006, 15008, 15021]);
     let interfaces = select(vec!["eth0", "eth1", "net0", "vm0", "tap3", "lo"]);
     let address = any::<[proptest::sample::Index; 2]>();
     let protocol = select(vec!["tcp", "udp"]);
-    let flow = (
-        protocol,
-        users.clone(),
-        users,
-        address,
-        ports,
-        interfaces,
-        any::<[bool; 2]>(),
-    );
-    let flow = flow.prop_map(
-        move |(protocol, user, group, at, port, interface, [is_sent, is_v6])| {
+    let flow = (protocol, users.clone(), users, address, ports, interfaces, any::<[bool; 2]>());
+    let flow =
+        flow.prop_map(move |(protocol, user, group, at, port, interface, [is_sent, is_v6])| {
             let addresses = if is_v6 { &v6[..] } else { &v4[..] };
             let [from, to] = at.map(|index| addresses[index.index(addresses.len())]);
-            let host = if is_v6 {
-                format!("[{to}]")
-            } else {
-                to.to_owned()
-            };
+            let host = if is_v6 { format!("[{to}]") } else { to.to_owned() };
             let rest = format!("{from},{host}:{port}");
             if is_sent || interface == "lo" {
                 format!("out,{protocol},{user}/{group},{rest},{interface}")
             } else {
                 format!("in,{protocol},{rest},{interface}")
             }
-        },
-    );
+        });
     proptest::collection::vec(flow, 200)
 }
 
 /// Returns the packet of a flow that has all fields.
 fn packet(flow: Flow) -> Packet {
     let unspecified = IpAddr::from([0, 0, 0, 0]);
-    let sender = flow.user.map(|user| Sender {
-        user,
-        group: flow.group.expect("a group"),
-    });
+    let sender = flow.user.map(|user| Sender { user, group: flow.group.expect("a group") });
     Packet {
         sender,
         protocol: flow.protocol,
@@ -235,7 +198,5 @@ proptest! {
 fn cases(default: u32) -> u32 {
     #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
     let given = std::env::var("PROPTEST_CASES").ok();
-    given
-        .and_then(|given| given.parse().ok())
-        .unwrap_or(default)
+    given.and_then(|given| given.parse().ok()).unwrap_or(default)
 }

@@ -79,15 +79,7 @@ fn parse(fields: &[&str]) -> Option<Flow> {
         && interface.as_ref().is_none_or(is_interface)
         && source.zip(destination).is_none_or(is_same_family);
     let protocol = named(&Protocol::ALL, protocol)?;
-    is_valid.then_some(Flow {
-        user,
-        group,
-        protocol,
-        source,
-        destination,
-        port,
-        interface,
-    })
+    is_valid.then_some(Flow { user, group, protocol, source, destination, port, interface })
 }
 
 /// Parses `USER` or `USER/GROUP`.

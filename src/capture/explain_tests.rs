@@ -10,9 +10,7 @@ use crate::capture::rules::{Family, Rules};
 
 #[test]
 fn a_flow_is_read_field_by_field() {
-    let flow: Flow = "out, tcp, envoy/1337, 127.0.0.6, 10.0.0.5:443, eth1"
-        .parse()
-        .expect("a flow");
+    let flow: Flow = "out, tcp, envoy/1337, 127.0.0.6, 10.0.0.5:443, eth1".parse().expect("a flow");
     let expected = Flow {
         user: Some(account("envoy").expect("a name")),
         group: Some(account("1337").expect("a number")),

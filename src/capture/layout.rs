@@ -70,10 +70,7 @@ impl Layout {
     pub fn tproxy_mark(&self) -> Option<u32> {
         let mut rules = self.rules(Table::Mangle, Chain::Inbound);
         rules.find_map(|(matches, _)| match matches {
-            [
-                Match::Is(Criterion::Protocol(_)),
-                Match::Is(Criterion::Mark(mark)),
-            ] => Some(*mark),
+            [Match::Is(Criterion::Protocol(_)), Match::Is(Criterion::Mark(mark))] => Some(*mark),
             _ => None,
         })
     }

@@ -66,10 +66,7 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
         },
         mark: 0,
         is_translated: false,
-        trace: Trace {
-            decision: Decision::Untouched,
-            rules: Vec::new(),
-        },
+        trace: Trace { decision: Decision::Untouched, rules: Vec::new() },
     };
     walk.pass_tables();
     let is_local = packet.interface == LOOPBACK || walk.packet.destination != packet.destination;

@@ -12,11 +12,8 @@ use crate::capture::rules::{Family, Rules};
 struct Fixture([Layout; 2]);
 
 fn rules(change: impl FnOnce(&mut Settings)) -> Fixture {
-    let host = Host {
-        has_v6: true,
-        nameservers: vec![IpAddr::from([10, 0, 0, 53])],
-        ..Host::default()
-    };
+    let host =
+        Host { has_v6: true, nameservers: vec![IpAddr::from([10, 0, 0, 53])], ..Host::default() };
     let all = |s: &mut Settings| {
         (s.istio_service_cidr, s.istio_inbound_ports) = ("*".to_owned(), "*".to_owned());
         change(s);
@@ -38,10 +35,8 @@ fn packet(flow: &str) -> Packet {
         IpAddr::V4(_) => IpAddr::from([10, 0, 0, 2]),
         IpAddr::V6(_) => "2001:db8::2".parse().expect("an address"),
     };
-    let sender = flow.user.map(|user| Sender {
-        group: flow.group.unwrap_or_else(|| user.clone()),
-        user,
-    });
+    let sender =
+        flow.user.map(|user| Sender { group: flow.group.unwrap_or_else(|| user.clone()), user });
     Packet {
         sender,
         protocol: flow.protocol,
@@ -190,9 +185,7 @@ fn jumps_without_effect_are_not_among_the_rules() {
     let fixture = rules(|s| s.redirect_dns = true);
     let trace = fixture.trace(&packet("out,tcp,1000,10.0.0.5:443"));
     let lines = trace.rules.iter();
-    let lines: Vec<_> = lines
-        .map(|(place, entry)| appended(*place, entry))
-        .collect();
+    let lines: Vec<_> = lines.map(|(place, entry)| appended(*place, entry)).collect();
     assert_eq!(
         lines,
         [
@@ -207,17 +200,10 @@ fn jumps_without_effect_are_not_among_the_rules() {
 fn the_simulation_skips_foreign_rules_and_ends_jump_loops() {
     let Fixture([mut layout, _]) = rules(|_| {});
     let output = layout.chains.get_mut(&(Table::Nat, Chain::Output));
-    output
-        .expect("a chain")
-        .insert(0, Entry::Foreign("-p tcp -j ACCEPT".to_owned()));
+    output.expect("a chain").insert(0, Entry::Foreign("-p tcp -j ACCEPT".to_owned()));
     let packet = packet("out,tcp,1000,10.0.0.5:443");
     assert_eq!(simulate(&layout, &packet).decision, Redirected(15001));
-    let to_itself = Entry::Rule {
-        matches: Vec::new(),
-        verdict: Verdict::Jump(Chain::Output),
-    };
-    layout
-        .chains
-        .insert((Table::Nat, Chain::Output), vec![to_itself]);
+    let to_itself = Entry::Rule { matches: Vec::new(), verdict: Verdict::Jump(Chain::Output) };
+    layout.chains.insert((Table::Nat, Chain::Output), vec![to_itself]);
     assert_eq!(simulate(&layout, &packet).decision, Untouched);
 }

@@ -66,11 +66,7 @@ async fn execute(program: &OsStr, arguments: &[&str], input: &str) -> io::Result
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr))?;
     let status = child.wait().await?;
-    Ok(Output {
-        status,
-        stdout,
-        stderr,
-    })
+    Ok(Output { status, stdout, stderr })
 }
 
 /// Returns what a program printed, or fails with its message.
@@ -122,10 +118,7 @@ mod tests {
         let limit = Duration::from_secs(60);
         assert_eq!(sh("cat", &input, limit).await, Ok(input.clone()));
         // A program may exit without reading its input.
-        assert_eq!(
-            sh("echo done", &input, limit).await,
-            Ok("done\n".to_owned())
-        );
+        assert_eq!(sh("echo done", &input, limit).await, Ok("done\n".to_owned()));
     }
 
     #[tokio::test]
@@ -141,9 +134,6 @@ mod tests {
         let missing = missing.expect_err("an error");
         assert_eq!(missing.code, codes::CAPTURE_PROGRAM_MISSING);
         let expected = "cannot be run: No such file or directory (os error 2)";
-        assert_eq!(
-            (&*missing.subject, &*missing.found),
-            ("`no-such-program -x`", expected)
-        );
+        assert_eq!((&*missing.subject, &*missing.found), ("`no-such-program -x`", expected));
     }
 }

@@ -121,10 +121,7 @@ fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
     // pilot-agent adds the route with another protocol. A removal with protocol 0 removes routes of any.
     let protocol = if is_wanted { RTPROT_STATIC } else { 0 };
     let attributes = |kind, value: u32| {
-        vec![
-            attribute(kind, &value.to_ne_bytes()),
-            attribute(RTA_TABLE, &table.to_ne_bytes()),
-        ]
+        vec![attribute(kind, &value.to_ne_bytes()), attribute(RTA_TABLE, &table.to_ne_bytes())]
     };
     let rule = Item {
         name: format!("rule that looks up mark {mark} in table {table}"),
@@ -136,12 +133,7 @@ fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
     let route = Item {
         name: format!("local default route in table {table}"),
         add_message: RTM_NEWROUTE,
-        header: [
-            [family, 0, 0, 0],
-            [0, protocol, RT_SCOPE_HOST, RTN_LOCAL],
-            [0; 4],
-        ]
-        .concat(),
+        header: [[family, 0, 0, 0], [0, protocol, RT_SCOPE_HOST, RTN_LOCAL], [0; 4]].concat(),
         attributes: attributes(RTA_OIF, LOOPBACK_INDEX),
         is_wanted,
     };

@@ -88,9 +88,7 @@ impl ServerCertVerifier for TrustAnchors {
         if is_root && verdict.as_ref().is_err_and(lacks_issuer) {
             verdict = Ok(());
         }
-        self.review(verdict, leaf, others, |usage| {
-            usage.server_auth || usage.any
-        })?;
+        self.review(verdict, leaf, others, |usage| usage.server_auth || usage.any)?;
         verify_server_name(&parsed, name)?;
         Ok(ServerCertVerified::assertion())
     }
@@ -160,13 +158,8 @@ pub(crate) fn verifies(signer: &X509Certificate<'_>, message: &[u8], signature: 
 
 fn restricts_uris(issuer: &X509Certificate<'_>) -> bool {
     let constraints = issuer.name_constraints().ok().flatten().map(|it| it.value);
-    let trees = constraints
-        .iter()
-        .flat_map(|it| [&it.permitted_subtrees, &it.excluded_subtrees]);
-    trees
-        .flatten()
-        .flatten()
-        .any(|tree| matches!(tree.base, GeneralName::URI(_)))
+    let trees = constraints.iter().flat_map(|it| [&it.permitted_subtrees, &it.excluded_subtrees]);
+    trees.flatten().flatten().any(|tree| matches!(tree.base, GeneralName::URI(_)))
 }
 
 #[cfg(test)]

@@ -192,32 +192,17 @@ async fn a_leaf_that_is_a_root_is_accepted_whoever_has_signed_it() {
         leaf.is_ca = IsCa::ExplicitNoCa;
         leaf.extended_key_usages = vec![Purpose::ClientAuth];
     });
-    assert_refused(
-        handshake(&[&client], &[&client]).await,
-        "does not allow extended key usage",
-    );
+    assert_refused(handshake(&[&client], &[&client]).await, "does not allow extended key usage");
 }
 
 #[tokio::test]
 async fn a_ca_certificate_with_a_fault_is_refused_as_a_leaf() {
     let plain = root("root", unchanged);
     let faults: [(Change, &str); 4] = [
-        (
-            |leaf| leaf.not_after = date_time_ymd(2001, 1, 1),
-            "certificate expired",
-        ),
-        (
-            |leaf| leaf.not_before = date_time_ymd(2998, 1, 1),
-            "certificate not valid yet",
-        ),
-        (
-            |leaf| leaf.extended_key_usages = vec![Purpose::ClientAuth],
-            "InvalidPurpose",
-        ),
-        (
-            |leaf| leaf.subject_alt_names.clear(),
-            "not valid for name \"istiod.test\"",
-        ),
+        (|leaf| leaf.not_after = date_time_ymd(2001, 1, 1), "certificate expired"),
+        (|leaf| leaf.not_before = date_time_ymd(2998, 1, 1), "certificate not valid yet"),
+        (|leaf| leaf.extended_key_usages = vec![Purpose::ClientAuth], "InvalidPurpose"),
+        (|leaf| leaf.subject_alt_names.clear(), "not valid for name \"istiod.test\""),
     ];
     for (fault, why) in faults {
         let leaf = issued("leaf", &plain, fault);
@@ -259,10 +244,7 @@ async fn a_ca_certificate_as_a_leaf_without_an_eligible_root_is_refused_with_the
     let leaf = issued("leaf", &middle, unchanged);
     let remedy = remedy.replace("CN=root", "CN=middle");
     assert_refused(handshake(&[&leaf, &middle], &[&plain]).await, &remedy);
-    assert_refused(
-        handshake(&[&leaf, &middle, &plain], &[&plain]).await,
-        &remedy,
-    );
+    assert_refused(handshake(&[&leaf, &middle, &plain], &[&plain]).await, &remedy);
     // The key of the root signed this leaf, but the leaf names another issuer.
     let key = KeyPair::from_pem(&plain.key().serialize_pem()).unwrap();
     let alias = Ca::self_signed(params("middle", unchanged), key).unwrap();
@@ -310,12 +292,7 @@ fn a_sha1_signature_is_refused_and_a_version_1_root_may_sign() {
         assert_eq!(anchors.certificates.len(), 2);
         let only_root = TrustAnchors {
             store: anchors.store.clone(),
-            certificates: anchors
-                .certificates
-                .iter()
-                .filter(|it| **it != leaf)
-                .cloned()
-                .collect(),
+            certificates: anchors.certificates.iter().filter(|it| **it != leaf).cloned().collect(),
         };
         assert_eq!(verify_leaf(&leaf, &only_root), expected);
         assert_eq!(verify_leaf(&leaf, &anchors), Ok(()));
@@ -343,13 +320,8 @@ async fn errors_for_constraints_that_webpki_cannot_verify_name_the_certificate()
     for depth in 2..=7 {
         chain.push(issued(&depth.to_string(), chain.last().unwrap(), unchanged));
     }
-    for (depth, outcome) in [
-        (6, Ok(())),
-        (7, Err("CN=leaf, issued by CN=7, has more than 6")),
-    ] {
-        let leaf = issued("leaf", &chain[depth - 1], |leaf| {
-            leaf.is_ca = IsCa::ExplicitNoCa
-        });
+    for (depth, outcome) in [(6, Ok(())), (7, Err("CN=leaf, issued by CN=7, has more than 6"))] {
+        let leaf = issued("leaf", &chain[depth - 1], |leaf| leaf.is_ca = IsCa::ExplicitNoCa);
         let shown = std::iter::once(&leaf).chain(chain[..depth].iter().rev());
         let found = handshake(&Vec::from_iter(shown), &[&plain]).await;
         match outcome {

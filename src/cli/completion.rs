@@ -23,10 +23,7 @@ pub fn script(flags: &CompletionFlags) -> String {
 }
 
 fn shell(name: &str) -> Result<Shell, String> {
-    let shell = name
-        .parse::<Shell>()
-        .ok()
-        .filter(|shell| *shell != Shell::Elvish);
+    let shell = name.parse::<Shell>().ok().filter(|shell| *shell != Shell::Elvish);
     shell.ok_or_else(|| "expected bash, zsh, fish or powershell".to_owned())
 }
 

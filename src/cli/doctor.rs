@@ -165,23 +165,14 @@ mod tests {
         let (release, released) = std::sync::mpsc::channel::<()>();
         let read = move || {
             let _ = released.recv();
-            (
-                None,
-                Err(vec![Problem::new(codes::FILE_MISSING, "a", "b")]),
-                Vec::new(),
-            )
+            (None, Err(vec![Problem::new(codes::FILE_MISSING, "a", "b")]), Vec::new())
         };
         let read = doctor::run_within(Duration::from_millis(1), &ONE, read).await;
         let (port, config, before) = read.unwrap_or_else(unread);
         assert_eq!(port, Some(DEFAULT_PORT));
         let report = doctor::report(&config, None, before).await;
         assert_eq!(report.level, Level::Skipped, "{report:?}");
-        assert!(
-            report
-                .text(true, WIDTH)
-                .contains("not finished within 1 ms"),
-            "{report:?}"
-        );
+        assert!(report.text(true, WIDTH).contains("not finished within 1 ms"), "{report:?}");
         assert_eq!(STEP_LIMIT, Duration::from_secs(5));
         drop(release);
     }

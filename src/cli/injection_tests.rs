@@ -58,10 +58,7 @@ fn sidecar() -> Template {
             ("ISTIO_META_INTERCEPTION_MODE", "REDIRECT"),
             ("ISTIO_META_NETWORK", "network1"),
             ("ISTIO_META_WORKLOAD_NAME", "cart"),
-            (
-                "ISTIO_META_OWNER",
-                "kubernetes://apis/apps/v1/namespaces/shop/deployments/cart",
-            ),
+            ("ISTIO_META_OWNER", "kubernetes://apis/apps/v1/namespaces/shop/deployments/cart"),
             ("ISTIO_META_MESH_ID", "cluster.local"),
             ("TRUST_DOMAIN", "cluster.local"),
             ("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=cart"),
@@ -83,14 +80,8 @@ impl Template {
         let root = TempDir::new().expect("a directory");
         for (path, text) in [
             ("var/run/secrets/istio/root-cert.pem", ""),
-            (
-                "etc/istio/pod/labels",
-                "app=\"cart\"\npod-template-hash=\"5d4f8\"\n",
-            ),
-            (
-                "etc/istio/pod/annotations",
-                "sidecar.istio.io/status=\"{\\\"x\\\":1}\"\n",
-            ),
+            ("etc/istio/pod/labels", "app=\"cart\"\npod-template-hash=\"5d4f8\"\n"),
+            ("etc/istio/pod/annotations", "sidecar.istio.io/status=\"{\\\"x\\\":1}\"\n"),
         ] {
             let path = root.path().join(path);
             fs::create_dir_all(path.parent().expect("a folder")).expect("made");
@@ -105,10 +96,7 @@ impl Template {
         let config = config::load(flags, &typed.cli.log, &env, root.path()).expect("it starts");
         let flags = typed.unknown_flags.iter().map(ToString::to_string);
         let values = config.warnings.iter().map(ToString::to_string);
-        Start {
-            warnings: flags.chain(values).collect(),
-            config,
-        }
+        Start { warnings: flags.chain(values).collect(), config }
     }
 }
 
@@ -137,10 +125,7 @@ fn optional_settings_of_a_sidecar_are_accepted() {
     let expected: [&str; 0] = [];
     assert_eq!(start.warnings, expected);
     let status = start.config.status.expect("a status port");
-    assert_eq!(
-        (status.port, status.application_host.as_str()),
-        (15020, "localhost")
-    );
+    assert_eq!((status.port, status.application_host.as_str()), (15020, "localhost"));
 }
 
 #[test]
@@ -149,28 +134,15 @@ fn a_gateway_starts_with_flags_as_words_of_their_own() {
     template
         .variables
         .retain(|(name, _)| !["ISTIO_META_POD_PORTS", "ISTIO_META_APP_CONTAINERS"].contains(name));
-    let template = template.with(&[
-        ("ISTIO_META_POD_PORTS", "[]"),
-        ("ISTIO_META_APP_CONTAINERS", ""),
-    ]);
+    let template =
+        template.with(&[("ISTIO_META_POD_PORTS", "[]"), ("ISTIO_META_APP_CONTAINERS", "")]);
     let arguments = "pilot-agent proxy router --domain shop.svc.cluster.local \
                      --proxyLogLevel warning --proxyComponentLogLevel misc:error \
                      --log_output_level default:info";
     let arguments = arguments.split_whitespace().collect();
-    let start = Template {
-        arguments,
-        ..template
-    }
-    .start();
+    let start = Template { arguments, ..template }.start();
     assert_eq!(start.warnings, [""; 0]);
-    assert!(
-        start
-            .config
-            .bootstrap
-            .node
-            .id
-            .starts_with("router~10.0.0.9~")
-    );
+    assert!(start.config.bootstrap.node.id.starts_with("router~10.0.0.9~"));
 }
 
 #[test]

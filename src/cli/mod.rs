@@ -72,10 +72,7 @@ pub enum Command {
     #[command(name = "istio-iptables", mut_args(iptables::flags::with_variables))]
     Iptables(Box<iptables::IptablesFlags>),
     /// Removes traffic capture, like istio-iptables --cleanup-only.
-    #[command(
-        name = "istio-clean-iptables",
-        mut_args(iptables::flags::with_variables)
-    )]
+    #[command(name = "istio-clean-iptables", mut_args(iptables::flags::with_variables))]
     CleanIptables(Box<iptables::IptablesFlags>),
 }
 
@@ -109,11 +106,7 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<ParsedLine, Parse
                 let command = command.find_subcommand(name)?;
                 Some(flags::values(command, matches))
             });
-            Ok(ParsedLine {
-                cli,
-                flags: flags.unwrap_or_default(),
-                unknown_flags,
-            })
+            Ok(ParsedLine { cli, flags: flags.unwrap_or_default(), unknown_flags })
         }
         Err(error) if error.use_stderr() => Err(ParseError::Invalid(one_sentence(&error))),
         Err(help) => Err(ParseError::Help(help.to_string())),
@@ -122,14 +115,8 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<ParsedLine, Parse
 
 /// Returns true if the command of a line prints data that others read. The first word is the program.
 pub fn prints_data(line: &[String]) -> bool {
-    const OTHERS: [&str; 6] = [
-        "proxy",
-        "request",
-        "standby",
-        "wait",
-        "istio-iptables",
-        "istio-clean-iptables",
-    ];
+    const OTHERS: [&str; 6] =
+        ["proxy", "request", "standby", "wait", "istio-iptables", "istio-clean-iptables"];
     let commands = Cli::command();
     let mut words = line.iter().skip(1);
     let command = words.find(|word| commands.find_subcommand(word).is_some());

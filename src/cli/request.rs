@@ -113,11 +113,7 @@ mod tests {
         let url = format!("{url}drain");
         let (mut output, flags) = (Vec::new(), flags(15000, "drain"));
         let (result, seen) = tokio::join!(send(&flags, &url, &mut output), server);
-        (
-            result,
-            String::from_utf8(output).expect("text"),
-            seen.concat(),
-        )
+        (result, String::from_utf8(output).expect("text"), seen.concat())
     }
 
     #[tokio::test]
@@ -148,11 +144,8 @@ mod tests {
         let moved = "HTTP/1.1 307 Moved\r\nlocation: /there\r\ncontent-length: 4\r\n\r\nmove";
         let answer = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK";
         let (url, server) = serve(vec![moved, answer]).await;
-        let get = RequestFlags {
-            method: "GET".into(),
-            body: String::new(),
-            ..flags(15000, "here")
-        };
+        let get =
+            RequestFlags { method: "GET".into(), body: String::new(), ..flags(15000, "here") };
         let mut output = Vec::new();
         let (result, seen) = tokio::join!(send(&get, &url, &mut output), server);
         result.expect("an answer");
@@ -170,13 +163,8 @@ mod tests {
     #[tokio::test]
     async fn the_status_port_of_the_pod_may_be_requested() {
         // Port 1 is reserved and refuses connections.
-        let answer = run(
-            &flags(1, "drain"),
-            &Environment::default(),
-            || Some(1),
-            &mut Vec::new(),
-        )
-        .await;
+        let answer =
+            run(&flags(1, "drain"), &Environment::default(), || Some(1), &mut Vec::new()).await;
         let error = answer.expect_err("no listener");
         assert!(error.to_string().starts_with("cannot connect"), "{error}");
     }
@@ -184,26 +172,17 @@ mod tests {
     #[tokio::test]
     async fn other_ports_and_impossible_paths_are_refused() {
         for status_port in [None, Some(15020)] {
-            let error = run(
-                &flags(8080, "x"),
-                &Environment::default(),
-                || status_port,
-                &mut Vec::new(),
-            )
-            .await
-            .expect_err("refused");
+            let error =
+                run(&flags(8080, "x"), &Environment::default(), || status_port, &mut Vec::new())
+                    .await
+                    .expect_err("refused");
             assert_eq!(
                 error.to_string(),
                 "debug port 8080 is not in allowed list [15000 15004 15020 15021]"
             );
         }
-        let error = run(
-            &flags(15000, "a b"),
-            &Environment::default(),
-            || None,
-            &mut Vec::new(),
-        )
-        .await;
+        let error =
+            run(&flags(15000, "a b"), &Environment::default(), || None, &mut Vec::new()).await;
         assert!(error.is_err_and(|error| error.to_string().contains("expected http")));
     }
 }

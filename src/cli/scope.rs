@@ -53,10 +53,7 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
     if flags.json {
         return Ok(serde_json::to_string_pretty(&usage)?);
     }
-    let keep = Keep {
-        hosts: flags.keep.clone(),
-        looked_up: flags.include_asked,
-    };
+    let keep = Keep { hosts: flags.keep.clone(), looked_up: flags.include_asked };
     Ok(advice::sidecar(&usage, &keep)?)
 }
 
@@ -132,22 +129,11 @@ mod tests {
         let limit = 2 * usage.len();
         assert_eq!(merge(&["a", "b"], limit), Ok(Usage::default()));
         for (names, unread, why) in [
-            (
-                &["a", "fifo"][..],
-                r#"["/fifo"]"#,
-                "/fifo: not a regular file",
-            ),
-            (
-                &["a", "b", "c", "a"],
-                r#"["/c", "/a"]"#,
-                "/c: more than 0 bytes",
-            ),
+            (&["a", "fifo"][..], r#"["/fifo"]"#, "/fifo: not a regular file"),
+            (&["a", "b", "c", "a"], r#"["/c", "/a"]"#, "/c: more than 0 bytes"),
         ] {
             let error = merge(names, limit).expect_err(unread);
-            assert!(
-                error.starts_with(&format!("{unread} is not output of ")),
-                "{error}"
-            );
+            assert!(error.starts_with(&format!("{unread} is not output of ")), "{error}");
             assert!(error.ends_with(&format!(": {why}")), "{error}");
         }
     }

@@ -65,10 +65,7 @@ impl PreflightFlags {
 
 /// Reads a file, standard input, or a pipe that the shell has opened, as for `<(command)`, of at most `limit`
 /// bytes. Opening any other pipe could hang, because it may not have a writer.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the shell has opened the pipe behind /dev/fd"
-)]
+#[expect(clippy::disallowed_methods, reason = "the shell has opened the pipe behind /dev/fd")]
 pub(super) fn read_input(path: &Path, limit: u64) -> io::Result<String> {
     let input: &mut dyn Read = if path == "-" || path == "/dev/stdin" {
         &mut io::stdin()
@@ -96,11 +93,7 @@ pub fn config(
         "json" => format!("{:#}", report.json()),
         _ => report.yaml(),
     };
-    let code = if report.is_usable() {
-        ExitCode::Success
-    } else {
-        ExitCode::CommandFailed
-    };
+    let code = if report.is_usable() { ExitCode::Success } else { ExitCode::CommandFailed };
     (text, code)
 }
 

@@ -40,10 +40,7 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
         return Ok(Box::new(io::stdout()));
     };
     // The bundle describes the mesh, so only its owner may read it.
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "the file is created, and must not exist"
-    )]
+    #[expect(clippy::disallowed_methods, reason = "the file is created, and must not exist")]
     let mut options = OpenOptions::new();
     match options.write(true).create_new(true).mode(0o600).open(path) {
         Ok(file) => Ok(Box::new(file)),

@@ -40,15 +40,9 @@ fn an_unknown_flag_of_proxy_is_reported_and_keeps_the_type() {
         ("pilot-agent proxy --old router", "--old"),
         ("pilot-agent proxy router --old", "--old"),
         ("pilot-agent proxy --old=1 router", "--old"),
-        (
-            "pilot-agent proxy --old value router",
-            "--old and the word after it",
-        ),
+        ("pilot-agent proxy --old value router", "--old and the word after it"),
         ("pilot-agent --old proxy router", "--old"),
-        (
-            "pilot-agent --old value proxy router",
-            "--old and the word after it",
-        ),
+        ("pilot-agent --old value proxy router", "--old and the word after it"),
         ("pilot-agent --log_target proxy proxy -x=1 router", "-x"),
     ] {
         let (flags, _, unknown) = proxy(line);
@@ -61,10 +55,7 @@ fn an_unknown_flag_of_proxy_is_reported_and_keeps_the_type() {
 fn a_misspelt_proxy_flag_is_reported_with_the_nearest_flag() {
     for (line, name) in [
         ("pilot-agent proxy --domian x", "--domian (--domain?)"),
-        (
-            "pilot-agent proxy --log_targt=x",
-            "--log_targt (--log_target?)",
-        ),
+        ("pilot-agent proxy --log_targt=x", "--log_targt (--log_target?)"),
         ("pilot-agent proxy --frobnicate", "--frobnicate"),
         ("pilot-agent --vrsion", "--vrsion (--version?)"),
     ] {
@@ -94,24 +85,13 @@ fn help_groups_the_logging_flags_and_shows_no_empty_default() {
         let Err(ParseError::Help(text)) = typed(line) else {
             panic!("{line}");
         };
-        assert!(
-            !text.contains("default: \"\"") && !text.contains("default \"\""),
-            "{text}"
-        );
+        assert!(!text.contains("default: \"\"") && !text.contains("default \"\""), "{text}");
         let (before, logging) = text.split_once("\nLogging:\n").expect("the group");
-        assert!(
-            !before.contains("--log_") && !before.contains("--vklog"),
-            "{text}"
-        );
+        assert!(!before.contains("--log_") && !before.contains("--vklog"), "{text}");
         let own = logging.split("\n\n").next().expect("the group");
-        let own = own
-            .lines()
-            .filter(|line| line.trim_start().starts_with("--"));
+        let own = own.lines().filter(|line| line.trim_start().starts_with("--"));
         let is_of_logging = |line: &str| line.contains("--log_") || line.contains("--vklog");
-        assert!(
-            own.clone().count() == 6 && own.clone().all(is_of_logging),
-            "{text}"
-        );
+        assert!(own.clone().count() == 6 && own.clone().all(is_of_logging), "{text}");
     }
 }
 
@@ -119,51 +99,24 @@ fn help_groups_the_logging_flags_and_shows_no_empty_default() {
 fn invalid_command_lines_are_refused_with_one_sentence() {
     for (line, sentence) in [
         ("pilot-agent proxy gateway", "invalid proxy Type: gateway"),
-        (
-            "pilot-agent proxy ztunnel",
-            "proxy type ztunnel is not supported",
-        ),
+        ("pilot-agent proxy ztunnel", "proxy type ztunnel is not supported"),
         ("pilot-agent proxy --concurrency x", "--concurrency"),
-        (
-            "pilot-agent frobnicate",
-            "unknown command \"frobnicate\" for \"pilot-agent\"",
-        ),
+        ("pilot-agent frobnicate", "unknown command \"frobnicate\" for \"pilot-agent\""),
         (
             "pilot-agent proxi sidecar",
             "unknown command \"proxi\" for \"pilot-agent\"\n\nDid you mean this?\n\tproxy\n",
         ),
-        (
-            "pilot-agent proxy sidecr",
-            "invalid proxy Type: sidecr (sidecar?)",
-        ),
-        (
-            "pilot-agent wait --periodMilis 1",
-            "unknown flag: --periodMilis (--periodMillis?)",
-        ),
-        (
-            "pilot-agent istio-iptables --explian=x",
-            "unknown flag: --explian (--explain?)",
-        ),
-        (
-            "pilot-agent wait --log_as_jsn",
-            "unknown flag: --log_as_jsn (--log_as_json?)",
-        ),
-        (
-            "pilot-agent config -o jsn",
-            "--output must be 'yaml' or 'json'",
-        ),
+        ("pilot-agent proxy sidecr", "invalid proxy Type: sidecr (sidecar?)"),
+        ("pilot-agent wait --periodMilis 1", "unknown flag: --periodMilis (--periodMillis?)"),
+        ("pilot-agent istio-iptables --explian=x", "unknown flag: --explian (--explain?)"),
+        ("pilot-agent wait --log_as_jsn", "unknown flag: --log_as_jsn (--log_as_json?)"),
+        ("pilot-agent config -o jsn", "--output must be 'yaml' or 'json'"),
         ("pilot-agent version --old", "unknown flag: --old"),
         ("pilot-agent --old version", "unknown flag: --old"),
         ("pilot-agent request GET proxy --old", "unknown flag: --old"),
         ("pilot-agent request GET", "expected <PATH>"),
-        (
-            "pilot-agent version -o xml",
-            "--output must be 'yaml' or 'json'",
-        ),
-        (
-            "pilot-agent completion csh",
-            "expected bash, zsh, fish or powershell",
-        ),
+        ("pilot-agent version -o xml", "--output must be 'yaml' or 'json'"),
+        ("pilot-agent completion csh", "expected bash, zsh, fish or powershell"),
     ] {
         match typed(line) {
             Err(ParseError::Invalid(text)) => assert!(text.contains(sentence), "{text}"),
@@ -198,11 +151,7 @@ fn a_flag_said_twice_has_its_last_value_and_targets_add_up() {
     );
     assert_eq!(flags.concurrency, 2);
     assert!(!log.as_json);
-    assert!(
-        log.target.contains(&"/tmp/x".to_owned()),
-        "{:?}",
-        log.target
-    );
+    assert!(log.target.contains(&"/tmp/x".to_owned()), "{:?}", log.target);
     let (_, log, _) = proxy("pilot-agent proxy --log_target=stderr --log_target=/tmp/x");
     assert_eq!(log.target, ["stderr", "/tmp/x"]);
 }
@@ -230,15 +179,8 @@ fn the_program_and_each_command_have_help() {
     ] {
         assert!(matches!(typed(line), Err(ParseError::Help(_))), "{line}");
     }
-    for line in [
-        "pilot-agent",
-        "pilot-agent --old",
-        "pilot-agent --old value",
-    ] {
-        assert!(
-            typed(line).expect("no command").cli.command.is_none(),
-            "{line}"
-        );
+    for line in ["pilot-agent", "pilot-agent --old", "pilot-agent --old value"] {
+        assert!(typed(line).expect("no command").cli.command.is_none(), "{line}");
     }
 }
 
@@ -258,15 +200,8 @@ fn help_of_istio_iptables_names_the_variables_of_its_flags() {
 
 #[test]
 fn help_is_in_plain_english() {
-    const REJECTED: [&str; 7] = [
-        "anew",
-        "all the same",
-        "goes on",
-        "is away",
-        "those of",
-        "as it came",
-        "of its own",
-    ];
+    const REJECTED: [&str; 7] =
+        ["anew", "all the same", "goes on", "is away", "those of", "as it came", "of its own"];
     let mut command = Cli::command();
     let own = command.render_long_help().to_string();
     let helps = command.get_subcommands_mut();

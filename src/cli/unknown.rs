@@ -56,9 +56,7 @@ fn unknown_flag(error: &clap::Error, line: &[String]) -> Option<usize> {
         return None;
     }
     if name.starts_with("--") {
-        return line
-            .iter()
-            .position(|word| word.split('=').next() == Some(&name));
+        return line.iter().position(|word| word.split('=').next() == Some(&name));
     }
     line.iter().position(|word| word.starts_with(&name))
 }

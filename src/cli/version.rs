@@ -101,11 +101,7 @@ mod tests {
     fn printed(short: bool, output: &str) -> String {
         let output = output.to_owned();
         let env = Environment::from_iter([("ISTIO_META_ISTIO_VERSION", "1.28.3")]);
-        let flags = VersionFlags {
-            short,
-            output,
-            ..VersionFlags::default()
-        };
+        let flags = VersionFlags { short, output, ..VersionFlags::default() };
         text(&flags, &env).expect("a version")
     }
 
@@ -116,10 +112,7 @@ mod tests {
         assert_eq!(json, yaml);
         let client = json["clientVersion"].as_object().expect("an object");
         let names: Vec<_> = client.keys().map(String::as_str).collect();
-        assert_eq!(
-            names,
-            ["version", "revision", "golang_version", "status", "tag"]
-        );
+        assert_eq!(names, ["version", "revision", "golang_version", "status", "tag"]);
         assert_eq!(client["version"], "1.28.3");
         assert_eq!(json["agentVersion"]["version"], AGENT_VERSION);
     }

@@ -136,18 +136,13 @@ mod tests {
             let pause = pause(&flags, Duration::from_millis(waited));
             assert_eq!(pause, Duration::from_millis(expected), "{waited}");
         }
-        let hasty = WaitFlags {
-            period_millis: 20,
-            ..flags
-        };
+        let hasty = WaitFlags { period_millis: 20, ..flags };
         assert_eq!(pause(&hasty, Duration::from_secs(9)).as_millis(), 20);
     }
 
     #[tokio::test]
     async fn an_unusable_url_is_an_error_at_once() {
-        let error = run(&flags("https://localhost/".into()))
-            .await
-            .expect_err("refused");
+        let error = run(&flags("https://localhost/".into())).await.expect_err("refused");
         assert!(error.to_string().starts_with("--url: "), "{error}");
     }
 }

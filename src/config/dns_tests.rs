@@ -31,16 +31,10 @@ fn dns_follows_the_pods_resolvers_and_runs_without_them() {
     assert_eq!(dns.warnings.len(), 1, "{:?}", dns.warnings);
     let dns = dns.dns.expect("DNS");
     assert_eq!(dns.server.addresses, ["localhost:15053"]);
-    machine.file(
-        "resolv.conf",
-        "nameserver fd00::1\nsearch shop.svc.cluster.local\n",
-    );
+    machine.file("resolv.conf", "nameserver fd00::1\nsearch shop.svc.cluster.local\n");
     let dns = machine.config().dns.expect("DNS");
     assert_eq!(dns.server.addresses, ["[::1]:15053"]);
-    assert_eq!(
-        dns.forwarder.listen_addresses,
-        ["[::1]:15053".parse().unwrap()]
-    );
+    assert_eq!(dns.forwarder.listen_addresses, ["[::1]:15053".parse().unwrap()]);
     assert_eq!(dns.forwarder.timeout, Duration::from_secs(2));
     let search = ["shop.svc.cluster.local".to_owned()];
     let search_domains = crate::dns::SearchDomains::new("shop", "shop.svc.cluster.local", &search);
@@ -53,10 +47,7 @@ fn istiod_is_not_asked_for_changes_of_the_name_table() {
     for setting in [
         ("ISTIO_META_DELTA_NDS", "true"),
         ("ISTIO_METAJSON_X", r#"{"DELTA_NDS": true}"#),
-        (
-            "PROXY_CONFIG",
-            "{proxyMetadata: {ISTIO_META_DELTA_NDS: 'true'}}",
-        ),
+        ("PROXY_CONFIG", "{proxyMetadata: {ISTIO_META_DELTA_NDS: 'true'}}"),
     ] {
         let settings = [setting, ("ISTIO_META_OTHER", "true")];
         let node = machine(&settings).config().bootstrap.node;
@@ -70,12 +61,7 @@ fn answers_of_resolvers_are_cached_only_on_request() {
     let capture = ("ISTIO_META_DNS_CAPTURE", "true");
     let cache = |more: &[_]| {
         let settings = [&[capture], more].concat();
-        machine(&settings)
-            .config()
-            .dns
-            .expect("DNS")
-            .forwarder
-            .cache
+        machine(&settings).config().dns.expect("DNS").forwarder.cache
     };
     let off = cache(&[]);
     let times = [off.max_ttl, off.max_negative_ttl, off.max_stale];
@@ -114,10 +100,7 @@ fn envoy_runs_as_the_exempt_user_where_the_agent_replaces_the_resolver() {
         ("localhost:15053", false, None)
     };
     let forwards_before_first_table = dns.policy.forward_before_first_table;
-    assert_eq!(
-        (&*dns.addresses[0], forwards_before_first_table, user),
-        expected
-    );
+    assert_eq!((&*dns.addresses[0], forwards_before_first_table, user), expected);
     let config = machine(&[]).config();
     assert_eq!(config.envoy.expect("Envoy").command.user, None);
 }

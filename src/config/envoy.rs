@@ -54,11 +54,7 @@ impl Loader<'_> {
             command: self.command(bootstrap),
             directory: bootstrap.directory.clone(),
             shared_directory: bootstrap.directory.clone(),
-            admin: Admin::new(
-                bootstrap.admin_host(),
-                self.proxy_config.admin_port(),
-                ADMIN_CALL,
-            ),
+            admin: Admin::new(bootstrap.admin_host(), self.proxy_config.admin_port(), ADMIN_CALL),
             early: EARLY,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             limits: Limits {
@@ -82,11 +78,8 @@ impl Loader<'_> {
             return None;
         }
         let variable = &variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME;
-        let wanted = if has_standby && !self.env.is_set(variable) {
-            HANDOVER
-        } else {
-            self.get(variable)
-        };
+        let wanted =
+            if has_standby && !self.env.is_set(variable) { HANDOVER } else { self.get(variable) };
         let drain = self.proxy_config.drain_time();
         let min = drain.saturating_add(Duration::from_secs(1));
         let expected = "more than the drain duration";
@@ -108,8 +101,7 @@ impl Loader<'_> {
             self.flags.mesh_config.clone(),
             binary_file.into(),
             PathBuf::from(&self.proxy_config.custom_config_file),
-            self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE)
-                .unwrap_or_default(),
+            self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE).unwrap_or_default(),
         ];
         files.retain(|file| !file.as_os_str().is_empty());
         files
@@ -233,13 +225,8 @@ fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
 
 /// Replaces `$(HOST_IP)`. An IPv6 address is put in brackets, unless the text has them.
 fn with_host_ip(text: &str, host_ip: &str) -> String {
-    let host = if host_ip.contains(':') {
-        format!("[{host_ip}]")
-    } else {
-        host_ip.to_owned()
-    };
-    text.replace("[$(HOST_IP)]", &host)
-        .replace("$(HOST_IP)", &host)
+    let host = if host_ip.contains(':') { format!("[{host_ip}]") } else { host_ip.to_owned() };
+    text.replace("[$(HOST_IP)]", &host).replace("$(HOST_IP)", &host)
 }
 
 #[cfg(test)]

@@ -34,11 +34,7 @@ const FLUSH: Duration = Duration::from_secs(5);
 const NO_CLUSTER: &str = "istio-proxy";
 
 /// Labels with the name of a workload, in the order for its cluster. Telemetry has the reverse order.
-const NAME_LABELS: [&str; 3] = [
-    "app",
-    "app.kubernetes.io/name",
-    "service.istio.io/canonical-name",
-];
+const NAME_LABELS: [&str; 3] = ["app", "app.kubernetes.io/name", "service.istio.io/canonical-name"];
 
 impl Loader<'_> {
     /// Configures Envoy's bootstrap. Reports values that cannot be used.

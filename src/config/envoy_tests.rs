@@ -13,28 +13,17 @@ use crate::problem::codes;
 
 #[test]
 fn flags_reach_envoy_and_may_switch_it_off() {
-    let config = machine(&[])
-        .load("router --concurrency 3 --proxyLogLevel info,a:b:c")
-        .expect("good");
+    let config =
+        machine(&[]).load("router --concurrency 3 --proxyLogLevel info,a:b:c").expect("good");
     let envoy = config.envoy.expect("Envoy");
     assert_eq!(envoy.command.concurrency, Some(3));
     assert_eq!(envoy.command.log.level.as_deref(), Some("info"));
     assert!(!envoy.drain_inbound_only);
     let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
     assert_eq!(subjects, ["--concurrency", "--proxyLogLevel"]);
-    assert!(
-        machine(&[("DISABLE_ENVOY", "true")])
-            .config()
-            .envoy
-            .is_none()
-    );
-    let problems = machine(&[])
-        .load("sidecar --templateFile x")
-        .expect_err("refused");
-    assert_eq!(
-        problems[0].subject,
-        "proxyBootstrapTemplatePath of --templateFile"
-    );
+    assert!(machine(&[("DISABLE_ENVOY", "true")]).config().envoy.is_none());
+    let problems = machine(&[]).load("sidecar --templateFile x").expect_err("refused");
+    assert_eq!(problems[0].subject, "proxyBootstrapTemplatePath of --templateFile");
 }
 
 #[test]
@@ -56,10 +45,7 @@ fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
     ] {
         let until_idle = [("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true")];
         let config = machine(&[&until_idle, variables].concat()).config();
-        let expected = Drain::UntilIdle {
-            at_least: seconds(at_least),
-            at_most: seconds(at_most),
-        };
+        let expected = Drain::UntilIdle { at_least: seconds(at_least), at_most: seconds(at_most) };
         let envoy = config.envoy.expect("Envoy");
         assert_eq!(envoy.limits.drain, expected, "{variables:?}");
         assert_eq!(envoy.internal_ports, [15021, 15090]);
@@ -78,11 +64,7 @@ fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
         let config = machine(variables).config();
         let counts = config.bootstrap.stats.in_flight_expressions.len();
         let limits = config.envoy.expect("Envoy").limits;
-        assert_eq!(
-            limits.long_requests,
-            seconds(long_requests),
-            "{variables:?}"
-        );
+        assert_eq!(limits.long_requests, seconds(long_requests), "{variables:?}");
         assert_eq!(counts > 0, long_requests > 0, "{variables:?}");
     }
     let envoy = machine(&[]).config().envoy.expect("Envoy");
@@ -115,21 +97,11 @@ fn the_default_restart_budget_is_three_in_ten_minutes() {
 
 #[test]
 fn hot_restart_is_off_by_default_and_an_old_envoy_outlives_its_drain() {
-    assert!(
-        machine(&[])
-            .config()
-            .envoy
-            .expect("Envoy")
-            .hot_restart
-            .is_none()
-    );
+    assert!(machine(&[]).config().envoy.expect("Envoy").hot_restart.is_none());
     let seconds = Duration::from_secs;
-    for (time, drain, expected, warnings) in [
-        ("60s", "45s", 60, 0),
-        ("3s", "1s", 3, 0),
-        ("45s", "45s", 46, 1),
-        ("1s", "45s", 46, 1),
-    ] {
+    for (time, drain, expected, warnings) in
+        [("60s", "45s", 60, 0), ("3s", "1s", 3, 0), ("45s", "45s", 46, 1), ("1s", "45s", 46, 1)]
+    {
         let proxy_config = format!("{{drainDuration: {drain}}}");
         let machine = machine(&[
             ("ISTIO_AGENT_HOT_RESTART", "true"),
@@ -174,10 +146,7 @@ fn pod_annotations_override_proxy_config_after_its_validation() {
     let bad = "status.sidecar.istio.io/port=\"http\"\n";
     machine.file("etc/istio/pod/annotations", bad);
     let config = machine.config();
-    assert_eq!(
-        config.bootstrap.node.proxy_config.agent_port(),
-        Some(15_099)
-    );
+    assert_eq!(config.bootstrap.node.proxy_config.agent_port(), Some(15_099));
     assert_eq!(port_of_command(), Some(15_099));
     assert_eq!(config.warnings.len(), 1);
 }
@@ -196,10 +165,7 @@ fn a_mesh_file_is_read_for_its_default_config_and_refused_when_it_is_broken() {
     ];
     assert_eq!(machine.subjects(), expected);
     machine.file("etc/istio/config/mesh", "default_config: []\n");
-    assert_eq!(
-        machine.subjects(),
-        [format!("defaultConfig of {mesh} line 1")]
-    );
+    assert_eq!(machine.subjects(), [format!("defaultConfig of {mesh} line 1")]);
 }
 
 #[test]
@@ -237,9 +203,7 @@ fn a_custom_bootstrap_is_passed_to_envoy() {
 #[test]
 fn a_container_with_a_standby_has_its_own_sockets() {
     for (container, suffix) in [("", ""), ("istio-standby", "-istio-standby")] {
-        let bootstrap = machine(&[("ISTIO_AGENT_STANDBY", container)])
-            .config()
-            .bootstrap;
+        let bootstrap = machine(&[("ISTIO_AGENT_STANDBY", container)]).config().bootstrap;
         for (socket, name) in [
             (&bootstrap.xds_socket, "XDS"),
             (&bootstrap.sds_socket, "socket"),
@@ -279,10 +243,7 @@ fn metadata_of_the_wrong_type_is_a_problem() {
         "ENVOY_SECURE_METRICS_PORT",
         "ISTIO_META_LOAD_STATS_CONFIG_JSON",
     ] {
-        assert!(
-            subjects.iter().any(|s| s == subject),
-            "{subject} in {subjects:?}"
-        );
+        assert!(subjects.iter().any(|s| s == subject), "{subject} in {subjects:?}");
     }
     assert_eq!(subjects.len(), 5, "{subjects:?}");
 }
@@ -304,31 +265,11 @@ fn a_cluster_is_named_after_the_first_known_name() {
         ("{}", "", both, "istio-proxy.shop"),
         ("{}", "", only, "istio-proxy.shop"),
         (r#"{"app": ""}"#, "w", "", ".shop"),
-        (
-            r#"{"app": "", "app.kubernetes.io/name": "n"}"#,
-            "w",
-            "",
-            ".shop",
-        ),
+        (r#"{"app": "", "app.kubernetes.io/name": "n"}"#, "w", "", ".shop"),
         (r#"{"app.kubernetes.io/name": ""}"#, "w", "", ".shop"),
-        (
-            r#"{"service.istio.io/canonical-name": ""}"#,
-            "",
-            "",
-            ".shop",
-        ),
-        (
-            r#"{"service.istio.io/canonical-name": "", "app": "a"}"#,
-            "w",
-            both,
-            ".shop",
-        ),
-        (
-            r#"{"service.istio.io/canonical-name": "", "app": "a"}"#,
-            "w",
-            only,
-            "a.shop",
-        ),
+        (r#"{"service.istio.io/canonical-name": ""}"#, "", "", ".shop"),
+        (r#"{"service.istio.io/canonical-name": "", "app": "a"}"#, "w", both, ".shop"),
+        (r#"{"service.istio.io/canonical-name": "", "app": "a"}"#, "w", only, "a.shop"),
     ] {
         let config = machine(&[
             ("ISTIO_METAJSON_LABELS", labels),
@@ -343,10 +284,7 @@ fn a_cluster_is_named_after_the_first_known_name() {
 
 #[test]
 fn the_override_of_the_bootstrap_is_read_or_left_out() {
-    let variables = [
-        ("ISTIO_BOOTSTRAP_OVERRIDE", "over.yaml"),
-        ("HOST_IP", "fd00::1"),
-    ];
+    let variables = [("ISTIO_BOOTSTRAP_OVERRIDE", "over.yaml"), ("HOST_IP", "fd00::1")];
     let machine = machine(&variables);
     machine.file("over.yaml", "admin: {profile_path: '$(HOST_IP):1'}\n");
     let command = machine.config().envoy.expect("Envoy").command;

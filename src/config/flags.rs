@@ -29,11 +29,7 @@ pub struct LogFlags {
           action = ArgAction::Set)]
     pub as_json: bool,
     /// Ignored; accepted for compatibility. This agent does not log stack traces.
-    #[arg(
-        long = "log_stacktrace_level",
-        global = true,
-        default_value = "default:none"
-    )]
+    #[arg(long = "log_stacktrace_level", global = true, default_value = "default:none")]
     pub stacktrace_level: String,
     /// Comma-separated scopes whose log lines include the source location; all means every scope.
     #[arg(long = "log_caller", global = true, default_value = "")]

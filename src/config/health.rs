@@ -41,11 +41,7 @@ impl Loader<'_> {
                 let port = self.port("httpGet", http.port);
                 let kind = Kind::Http {
                     is_https: http.scheme.eq_ignore_ascii_case("https"),
-                    path: if http.path.is_empty() {
-                        "/".to_owned()
-                    } else {
-                        http.path
-                    },
+                    path: if http.path.is_empty() { "/".to_owned() } else { http.path },
                 };
                 (http.host, port, kind, headers)
             }
@@ -69,11 +65,7 @@ impl Loader<'_> {
             }
         };
         let probe = Probe {
-            host: if host.is_empty() {
-                self.application()
-            } else {
-                host
-            },
+            host: if host.is_empty() { self.application() } else { host },
             port,
             kind,
             timeout,
@@ -154,9 +146,7 @@ mod tests {
 
     #[test]
     fn each_kind_of_readiness_probe_becomes_its_check() {
-        let user_agent = [(header::USER_AGENT, USER_AGENT)]
-            .into_iter()
-            .collect::<HeaderMap>();
+        let user_agent = [(header::USER_AGENT, USER_AGENT)].into_iter().collect::<HeaderMap>();
         let mut headers = user_agent.clone();
         headers.insert("x-a", HeaderValue::from_static("1"));
         let probe = |host: &str, kind| Probe {
@@ -165,10 +155,7 @@ mod tests {
             kind,
             timeout: Duration::from_secs(3),
         };
-        let http = |is_https, path: &str| Kind::Http {
-            is_https,
-            path: path.to_owned(),
-        };
+        let http = |is_https, path: &str| Kind::Http { is_https, path: path.to_owned() };
         for (given, expected) in [
             (
                 "readinessProbe: {timeoutSeconds: 3, httpGet: {port: 80}}",
@@ -180,15 +167,7 @@ mod tests {
             ),
             (
                 "readinessProbe: {timeoutSeconds: 3, grpc: {port: 80, service: s}}",
-                Check::Probe(
-                    probe(
-                        "10.0.0.9",
-                        Kind::Grpc {
-                            service: "s".to_owned(),
-                        },
-                    ),
-                    user_agent,
-                ),
+                Check::Probe(probe("10.0.0.9", Kind::Grpc { service: "s".to_owned() }), user_agent),
             ),
             (
                 "readinessProbe: {timeoutSeconds: 3, exec: {command: [/bin/test, -e, /x]}}",
@@ -214,24 +193,12 @@ mod tests {
             ),
         ] {
             let found = machine(&[("PROXY_CONFIG", probe)]).subjects();
-            assert!(
-                found.iter().any(|found| found == subject),
-                "{probe}: {found:?}"
-            );
+            assert!(found.iter().any(|found| found == subject), "{probe}: {found:?}");
         }
         for (probe, subject) in [
-            (
-                "readinessProbe: {tcpSocket: {port: 1}, grpc: {port: 1}}",
-                "PROXY_CONFIG line 1",
-            ),
-            (
-                "readinessProbe: {tcpSocket: {port: 0}}",
-                "readinessProbe.tcpSocket.port",
-            ),
-            (
-                "readinessProbe: {grpc: {port: 65536}}",
-                "readinessProbe.grpc.port",
-            ),
+            ("readinessProbe: {tcpSocket: {port: 1}, grpc: {port: 1}}", "PROXY_CONFIG line 1"),
+            ("readinessProbe: {tcpSocket: {port: 0}}", "readinessProbe.tcpSocket.port"),
+            ("readinessProbe: {grpc: {port: 65536}}", "readinessProbe.grpc.port"),
             (
                 "readinessProbe: {periodSeconds: -1, tcpSocket: {port: 1}}",
                 "readinessProbe.periodSeconds",
@@ -243,11 +210,7 @@ mod tests {
         ] {
             let config = machine(&[("PROXY_CONFIG", probe)]).config();
             let mut subjects = config.warnings.iter().map(|one| one.subject.as_str());
-            assert!(
-                subjects.any(|found| found == subject),
-                "{:?}",
-                config.warnings
-            );
+            assert!(subjects.any(|found| found == subject), "{:?}", config.warnings);
             assert!(config.health.is_some_and(|health| !health.period.is_zero()));
         }
     }

@@ -298,9 +298,7 @@ impl<'a> Loader<'a> {
             cluster_id: self.get(&environment::ISTIO_META_CLUSTER_ID),
             authority_problems: mem::take(&mut self.authority_problems),
             warnings: mem::take(&mut self.notes.warnings),
-            ignored: ignored
-                .map(|(name, why)| format!("{name} ({why})"))
-                .collect(),
+            ignored: ignored.map(|(name, why)| format!("{name} ({why})")).collect(),
         }
     }
 

@@ -185,10 +185,8 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, path("fifo"), fifo, 0o600.into(), 0).expect("a FIFO");
         let large = format!("a=\"{}\"\n", "x".repeat(MAX_PAIRS as usize));
         std::fs::write(path("large"), large).expect("written");
-        for (name, found) in [
-            ("fifo", "not a regular file"),
-            ("large", "more than 2097152 bytes"),
-        ] {
+        for (name, found) in [("fifo", "not a regular file"), ("large", "more than 2097152 bytes")]
+        {
             let mut warnings = Vec::new();
             assert_eq!(pairs(directory.path(), name, &mut warnings), None);
             assert_eq!(warnings.len(), 1);
@@ -247,11 +245,7 @@ mod tests {
             let ip = instance_ip.parse().ok();
             let found = addresses(ip, interfaces, excluded, &mut warnings);
             let found: Vec<_> = found.iter().map(ToString::to_string).collect();
-            assert_eq!(
-                found.join(","),
-                expected,
-                "{instance_ip} without {excluded:?}"
-            );
+            assert_eq!(found.join(","), expected, "{instance_ip} without {excluded:?}");
             assert_eq!(warnings.len(), warned, "{instance_ip} without {excluded:?}");
         }
     }

@@ -108,10 +108,7 @@ fn variable(row: &Row, env: &Environment) -> (String, &'static str) {
             (format!("(not shown)@{host}"), "variable")
         }
         Some(text) if (row.is_valid)(text) => (text.to_owned(), "variable"),
-        Some(_) => (
-            row.default.to_owned(),
-            "default, as the variable is not of its type",
-        ),
+        Some(_) => (row.default.to_owned(), "default, as the variable is not of its type"),
     }
 }
 
@@ -189,17 +186,9 @@ mod tests {
             ("/proxyConfig/proxyAdminPort", json!(15000), "default"),
             ("/proxyConfig/meshId", json!("m"), "PROXY_CONFIG line 2"),
             ("/proxyConfig/concurrency", json!(2), "--concurrency"),
-            (
-                "/proxyConfig/statusPort",
-                json!(15099),
-                "proxy.istio.io/config line 1",
-            ),
+            ("/proxyConfig/statusPort", json!(15099), "proxy.istio.io/config line 1"),
             ("/variables/TRUST_DOMAIN", json!("td"), "variable"),
-            (
-                "/variables/HTTPS_PROXY",
-                json!("(not shown)@proxy:3128"),
-                "variable",
-            ),
+            ("/variables/HTTPS_PROXY", json!("(not shown)@proxy:3128"), "variable"),
             ("/variables/ECC_CURVE", json!("P256"), "default"),
             (
                 "/variables/ISTIO_DELTA_XDS",

@@ -261,12 +261,7 @@ impl Loader<'_> {
 
 fn files_in(directory: &str, names: [&str; 3], is_only_source: bool) -> files::WorkloadFiles {
     let [chain, key, roots] = names.map(|name| Path::new(directory).join(name));
-    files::WorkloadFiles {
-        chain,
-        key,
-        roots,
-        is_only_source,
-    }
+    files::WorkloadFiles { chain, key, roots, is_only_source }
 }
 
 /// Returns true if both paths lead to one directory.

@@ -20,10 +20,7 @@ fn a_grace_ratio_outside_0_to_1_is_clamped_with_a_warning() {
 #[test]
 fn a_missing_root_is_one_problem_which_names_the_config_map() {
     let machine = machine(&[]);
-    let root = machine
-        .root
-        .path()
-        .join("var/run/secrets/istio/root-cert.pem");
+    let root = machine.root.path().join("var/run/secrets/istio/root-cert.pem");
     std::fs::remove_file(root).expect("removed");
     let problems = machine.load("sidecar").expect_err("no root");
     let problems: Vec<_> = problems.iter().map(Problem::brief).collect();
@@ -51,31 +48,16 @@ fn a_missing_root_for_discovery_only_is_a_warning_and_not_an_error() {
 
 #[test]
 fn keys_are_ecdsa_unless_rsa_or_qat_is_configured_and_only_the_default_falls_back() {
-    const QAT: (&str, &str) = (
-        "PROXY_CONFIG",
-        "{privateKeyProvider: {qat: {pollDelay: 2ms}}}",
-    );
+    const QAT: (&str, &str) = ("PROXY_CONFIG", "{privateKeyProvider: {qat: {pollDelay: 2ms}}}");
     const ECDSA: (&str, &str) = ("ECC_SIGNATURE_ALGORITHM", "ECDSA");
     for (variables, key, falls_back) in [
         (&[][..], KeyType::P256, true),
         (&[("ECC_CURVE", "P384")], KeyType::P384, true),
-        (
-            &[("WORKLOAD_RSA_KEY_SIZE", "4096")],
-            KeyType::Rsa(4096),
-            false,
-        ),
+        (&[("WORKLOAD_RSA_KEY_SIZE", "4096")], KeyType::Rsa(4096), false),
         (&[ECDSA, ("ECC_CURVE", "P384")], KeyType::P384, false),
-        (
-            &[ECDSA, ("WORKLOAD_RSA_KEY_SIZE", "2048")],
-            KeyType::P256,
-            false,
-        ),
+        (&[ECDSA, ("WORKLOAD_RSA_KEY_SIZE", "2048")], KeyType::P256, false),
         (&[QAT], KeyType::Rsa(2048), false),
-        (
-            &[QAT, ("WORKLOAD_RSA_KEY_SIZE", "3072")],
-            KeyType::Rsa(3072),
-            false,
-        ),
+        (&[QAT, ("WORKLOAD_RSA_KEY_SIZE", "3072")], KeyType::Rsa(3072), false),
         (&[QAT, ECDSA], KeyType::P256, false),
     ] {
         let renewal = machine(variables).config().secrets.renewal;
@@ -104,19 +86,14 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
     let secrets = &config.secrets;
     assert_eq!(secrets.renewal.encoding, Encoding::Traditional);
     assert!(secrets.output.is_none() && !secrets.mesh_roots);
-    let volumes = [
-        secrets.renewal.cache.clone(),
-        config.last_known_good.clone().map(|it| it.volume),
-    ];
+    let volumes =
+        [secrets.renewal.cache.clone(), config.last_known_good.clone().map(|it| it.volume)];
     let volumes = volumes.map(|volume| volume.expect("a default"));
     assert!(volumes.iter().all(|volume| volume.is_default));
     let directories = volumes.map(|volume| volume.directory);
     let defaults = ["./etc/istio/proxy", "./var/lib/istio/data"];
     assert_eq!(directories, defaults.map(PathBuf::from));
-    let off = machine(&[
-        ("ISTIO_AGENT_KEEP_CERTS", ""),
-        ("ISTIO_AGENT_KEEP_CONFIG", ""),
-    ]);
+    let off = machine(&[("ISTIO_AGENT_KEEP_CERTS", ""), ("ISTIO_AGENT_KEEP_CONFIG", "")]);
     let off = off.config();
     assert!(off.last_known_good.is_none() && off.secrets.renewal.cache.is_none());
     for (value, is_on) in [("", true), ("true", true), ("false", false)] {

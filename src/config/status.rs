@@ -162,11 +162,7 @@ mod tests {
                 ("ISTIO_PROMETHEUS_ANNOTATIONS", json),
                 ("PROXY_CONFIG", "{statusPort: 15099}"),
             ]);
-            assert_eq!(
-                machine.subjects(),
-                ["ISTIO_PROMETHEUS_ANNOTATIONS"],
-                "{json}"
-            );
+            assert_eq!(machine.subjects(), ["ISTIO_PROMETHEUS_ANNOTATIONS"], "{json}");
             assert!(machine.load("router").is_ok(), "{json}");
         }
     }
@@ -188,10 +184,8 @@ mod tests {
 
     #[test]
     fn envoys_metrics_can_be_left_out() {
-        for (name, value) in [
-            ("PILOT_AGENT_MERGE_ENVOY_STATS", "false"),
-            ("DISABLE_ENVOY", "true"),
-        ] {
+        for (name, value) in [("PILOT_AGENT_MERGE_ENVOY_STATS", "false"), ("DISABLE_ENVOY", "true")]
+        {
             assert_eq!(machine(&[(name, value)]).config().scrape.envoy_port, None);
         }
     }
@@ -205,13 +199,7 @@ mod tests {
             ("@notify", "2000000", "", Some("Some(1s)"), None),
             ("/run/notify", "2000000", own, Some("Some(1s)"), None),
             ("/run/notify", "2000000", "0", Some("None"), None),
-            (
-                "/run/notify",
-                "1min",
-                "",
-                Some("None"),
-                Some("WATCHDOG_USEC"),
-            ),
+            ("/run/notify", "1min", "", Some("None"), Some("WATCHDOG_USEC")),
             ("/run/notify", "0", "", Some("None"), Some("WATCHDOG_USEC")),
             ("notify", "", "", None, Some("NOTIFY_SOCKET")),
         ] {
@@ -222,9 +210,7 @@ mod tests {
             ])
             .config();
             let found = config.systemd.map(|systemd| format!("{systemd:?}"));
-            let period = found
-                .as_deref()
-                .and_then(|text| text.split_once("period: "));
+            let period = found.as_deref().and_then(|text| text.split_once("period: "));
             let period = period.map(|(_, period)| period.trim_end_matches(" }"));
             assert_eq!(period, expected, "{socket} {time} {process}");
             let subjects: Vec<_> = config.warnings.iter().map(|w| &*w.subject).collect();

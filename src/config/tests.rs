@@ -60,10 +60,7 @@ impl Machine {
 
     pub(super) fn subjects(&self) -> Vec<String> {
         let problems = self.load("sidecar").expect_err("problems");
-        problems
-            .into_iter()
-            .map(|problem| problem.subject)
-            .collect()
+        problems.into_iter().map(|problem| problem.subject).collect()
     }
 }
 
@@ -111,11 +108,8 @@ fn every_malformed_variable_is_reported_once_whether_its_feature_is_on_or_not() 
 
 #[test]
 fn another_authority_has_its_own_connection() {
-    let config = machine(&[
-        ("CA_ADDR", "ca.example:15010"),
-        ("ISTIOD_SAN", "istiod.example"),
-    ])
-    .config();
+    let config =
+        machine(&[("CA_ADDR", "ca.example:15010"), ("ISTIOD_SAN", "istiod.example")]).config();
     let ca = config.ca_istiod.expect("a second connection");
     assert_eq!(ca.address, "ca.example:15010");
     assert!(matches!(ca.security, Security::Plaintext));
@@ -126,20 +120,15 @@ fn another_authority_has_its_own_connection() {
 fn several_control_planes_have_names_of_their_own_and_share_everything_else() {
     let list = " a.test:15012,localhost:1,, [fd00::1]:443 ,a.test:15012";
     let with_ca = |address| {
-        let variables = [
-            ("DISCOVERY_ADDRESS", list),
-            ("CA_HEADER_X", "1"),
-            ("CA_ADDR", address),
-        ];
+        let variables = [("DISCOVERY_ADDRESS", list), ("CA_HEADER_X", "1"), ("CA_ADDR", address)];
         machine(&variables).config()
     };
     let config = with_ca("a.test:15012");
     let ca = config.ca_istiod.expect("a second connection");
     for istiod in [&config.istiod, &ca] {
         let all = std::iter::once(istiod).chain(&istiod.fallbacks);
-        let found: Vec<_> = all
-            .map(|istiod| (istiod.address.as_str(), tls(istiod).server_name.as_str()))
-            .collect();
+        let found: Vec<_> =
+            all.map(|istiod| (istiod.address.as_str(), tls(istiod).server_name.as_str())).collect();
         let expected = [
             ("a.test:15012", "a.test"),
             ("localhost:1", "istiod.istio-system.svc"),
@@ -178,11 +167,7 @@ fn an_invalid_control_plane_address_is_reported() {
         let machine = machine(&[("DISCOVERY_ADDRESS", list)]);
         let found = match count {
             0 => machine.config().warnings.len(),
-            _ => machine
-                .subjects()
-                .iter()
-                .filter(|it| *it == "DISCOVERY_ADDRESS")
-                .count(),
+            _ => machine.subjects().iter().filter(|it| *it == "DISCOVERY_ADDRESS").count(),
         };
         assert_eq!(found, count, "{list}");
     }
@@ -193,23 +178,13 @@ fn headers_for_xds_only_need_a_second_connection_and_are_lower_case() {
     let config = machine(&[("XDS_HEADER_X-Team", "a=b")]).config();
     let (name, value) = &config.istiod.metadata[1];
     assert_eq!((name.as_str(), value.as_bytes()), ("x-team", &b"a=b"[..]));
-    assert_eq!(
-        config
-            .ca_istiod
-            .expect("a second connection")
-            .metadata
-            .len(),
-        1
-    );
+    assert_eq!(config.ca_istiod.expect("a second connection").metadata.len(), 1);
 }
 
 #[test]
 fn localhost_is_expected_to_have_istiods_name() {
-    let config = machine(&[
-        ("PROXY_CONFIG", "discoveryAddress: localhost:15012"),
-        ("CA_ADDR", ""),
-    ])
-    .config();
+    let config =
+        machine(&[("PROXY_CONFIG", "discoveryAddress: localhost:15012"), ("CA_ADDR", "")]).config();
     assert_eq!(tls(&config.istiod).server_name, "istiod.istio-system.svc");
     assert!(config.ca_istiod.is_none());
 }
@@ -236,29 +211,13 @@ fn the_first_applicable_root_setting_is_used_for_xds_and_ca() {
             file("own.pem"),
         ),
         (
-            &[
-                ("CA_ROOT_CA", "SYSTEM"),
-                ("SSL_CERT_FILE", "f"),
-                ("SSL_CERT_DIR", "d:e"),
-            ],
+            &[("CA_ROOT_CA", "SYSTEM"), ("SSL_CERT_FILE", "f"), ("SSL_CERT_DIR", "d:e")],
             file(mounted),
             System(SystemRoots::new("f", "d:e")),
         ),
-        (
-            &[("PILOT_CERT_PROVIDER", "custom")],
-            file(mounted),
-            file(mounted),
-        ),
-        (
-            &[("PROV_CERT", "prov")],
-            file(mounted),
-            file("prov/root-cert.pem"),
-        ),
-        (
-            &[],
-            file(mounted),
-            file("./var/run/secrets/istio/root-cert.pem"),
-        ),
+        (&[("PILOT_CERT_PROVIDER", "custom")], file(mounted), file(mounted)),
+        (&[("PROV_CERT", "prov")], file(mounted), file("prov/root-cert.pem")),
+        (&[], file(mounted), file("./var/run/secrets/istio/root-cert.pem")),
     ] {
         let machine = machine(variables);
         for path in ["own.pem", "etc/certs/root-cert.pem", "prov/root-cert.pem"] {
@@ -266,10 +225,7 @@ fn the_first_applicable_root_setting_is_used_for_xds_and_ca() {
         }
         let config = machine.config();
         let ca_istiod = config.ca_istiod.as_ref().unwrap_or(&config.istiod);
-        assert_eq!(
-            (&tls(&config.istiod).roots, &tls(ca_istiod).roots),
-            (&xds, &ca)
-        );
+        assert_eq!((&tls(&config.istiod).roots, &tls(ca_istiod).roots), (&xds, &ca));
     }
 }
 
@@ -324,10 +280,7 @@ fn every_problem_is_reported_at_once() {
         ("CA_ADDR", "nowhere"),
         ("ECC_SIGNATURE_ALGORITHM", "RSA"),
         ("WORKLOAD_IDENTITY_SOCKET_FILE", "a/b"),
-        (
-            "PROXY_CONFIG",
-            "{statusPort: x, drainDuration: 45, meshId: 5}",
-        ),
+        ("PROXY_CONFIG", "{statusPort: x, drainDuration: 45, meshId: 5}"),
         ("CA_HEADER_bad name", "x"),
         ("ISTIO_BOOTSTRAP", "template.json"),
     ]);
@@ -343,10 +296,7 @@ fn every_problem_is_reported_at_once() {
         "ISTIO_BOOTSTRAP",
         "ECC_SIGNATURE_ALGORITHM",
     ] {
-        assert!(
-            subjects.iter().any(|s| s == subject),
-            "{subject} in {subjects:?}"
-        );
+        assert!(subjects.iter().any(|s| s == subject), "{subject} in {subjects:?}");
     }
 }
 
@@ -359,10 +309,7 @@ fn the_agent_does_not_start_if_envoys_admin_port_should_be_closed() {
     }
     let later = "PROXY_READINESS_PROBE_TIMEOUT";
     for (variables, warned) in [
-        (
-            vec![(TRANSPORT, "TCP"), ("ISTIO_NATIVE_SIDECAR", "true")],
-            vec![],
-        ),
+        (vec![(TRANSPORT, "TCP"), ("ISTIO_NATIVE_SIDECAR", "true")], vec![]),
         (vec![(TRANSPORT, "tcp")], vec![]),
         (vec![(TRANSPORT, "")], vec![]),
         (vec![(TRANSPORT, "UDS"), ("DISABLE_ENVOY", "true")], vec![]),
@@ -390,9 +337,7 @@ fn the_last_of_equal_keys_in_a_document_is_used_with_a_warning() {
 
 #[test]
 fn a_missing_root_file_is_a_problem_that_names_it() {
-    let problems = machine(&[("XDS_ROOT_CA", "gone.pem")])
-        .load("sidecar")
-        .expect_err("a problem");
+    let problems = machine(&[("XDS_ROOT_CA", "gone.pem")]).load("sidecar").expect_err("a problem");
     assert_eq!(problems.len(), 1);
     assert_eq!(problems[0].found, "\"gone.pem\"");
 }
@@ -418,54 +363,32 @@ fn interfaces_may_be_left_out_of_the_address_list() {
     let machine = machine(&[]);
     let annotation = "traffic.sidecar.istio.io/excludeInterfaces=\"net9,none9\"\n";
     machine.file("etc/istio/pod/annotations", annotation);
-    let subjects: Vec<_> = machine
-        .config()
-        .warnings
-        .into_iter()
-        .map(|w| w.found)
-        .collect();
+    let subjects: Vec<_> = machine.config().warnings.into_iter().map(|w| w.found).collect();
     assert_eq!(subjects, ["\"net9\"", "\"none9\""]);
 }
 
 #[test]
 fn the_grpc_bootstrap_may_be_switched_off() {
     assert!(machine(&[]).config().grpc.is_some());
-    assert!(
-        machine(&[("GRPC_XDS_BOOTSTRAP", "")])
-            .config()
-            .grpc
-            .is_none()
-    );
+    assert!(machine(&[("GRPC_XDS_BOOTSTRAP", "")]).config().grpc.is_none());
 }
 
 #[test]
 fn unknown_authorities_fetchers_and_policies_are_reported() {
-    for (name, value) in [
-        ("CA_PROVIDER", "GoogleCA"),
-        ("CREDENTIAL_FETCHER_TYPE", "jwt"),
-    ] {
+    for (name, value) in [("CA_PROVIDER", "GoogleCA"), ("CREDENTIAL_FETCHER_TYPE", "jwt")] {
         assert_eq!(machine(&[(name, value)]).subjects(), [name]);
     }
     let config = machine(&[("COMPLIANCE_POLICY", "fips")]).config();
     assert_eq!(tls(&config.istiod).policy, Policy::None);
-    let found: Vec<_> = config
-        .warnings
-        .iter()
-        .map(|it| it.subject.as_str())
-        .collect();
+    let found: Vec<_> = config.warnings.iter().map(|it| it.subject.as_str()).collect();
     assert_eq!(found, ["COMPLIANCE_POLICY"]);
-    for (name, policy, warns) in [
-        ("pqc", Policy::Pqc, false),
-        ("fips-140-3", Policy::Fips140_3, !cfg!(feature = "fips")),
-    ] {
+    for (name, policy, warns) in
+        [("pqc", Policy::Pqc, false), ("fips-140-3", Policy::Fips140_3, !cfg!(feature = "fips"))]
+    {
         let config = machine(&[("COMPLIANCE_POLICY", name)]).config();
         assert_eq!(tls(&config.istiod).policy, policy);
         let found = config.warnings.first();
-        assert_eq!(
-            found.is_some_and(|it| it.expected.contains("FIPS=1")),
-            warns,
-            "{name}"
-        );
+        assert_eq!(found.is_some_and(|it| it.expected.contains("FIPS=1")), warns, "{name}");
     }
 }
 

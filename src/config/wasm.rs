@@ -42,11 +42,7 @@ impl Loader<'_> {
     /// Returns the variable's value. Its default replaces zero, as in pilot-agent.
     fn positive<T: Value + Default + PartialEq>(&self, variable: &Variable<T>) -> T {
         let value = self.get(variable);
-        if value == T::default() {
-            T::parse(variable.row.default).unwrap_or(value)
-        } else {
-            value
-        }
+        if value == T::default() { T::parse(variable.row.default).unwrap_or(value) } else { value }
     }
 
     fn blocked_networks(&mut self) -> Vec<Cidr> {
@@ -93,24 +89,13 @@ mod tests {
         ])
         .config();
         let wasm = config.wasm.expect("enabled");
-        assert_eq!(
-            (wasm.fetch.request_limit, wasm.fetch.attempts),
-            (Duration::from_secs(15), 5)
-        );
+        assert_eq!((wasm.fetch.request_limit, wasm.fetch.attempts), (Duration::from_secs(15), 5));
         assert_eq!(wasm.fetch.insecure, ["localhost:5000", "registry"]);
-        assert_eq!(
-            wasm.fetch.blocked,
-            [Cidr::parse("10.0.0.0/8").expect("a network")]
-        );
+        assert_eq!(wasm.fetch.blocked, [Cidr::parse("10.0.0.0/8").expect("a network")]);
         let files = ["/home/u/.docker/config.json", "/run/u/containers/auth.json"];
         assert_eq!(wasm.fetch.credentials, files.map(PathBuf::from));
         assert!(wasm.directory.is_absolute() && wasm.directory.ends_with("var/lib/istio/data"));
-        let warned = |name| {
-            config
-                .warnings
-                .iter()
-                .any(|warning| warning.subject == name)
-        };
+        let warned = |name| config.warnings.iter().any(|warning| warning.subject == name);
         assert!(warned("BLOCKED_CIDRS_IN_WASM_FETCH"));
     }
 

@@ -97,26 +97,18 @@ pub async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
 impl Dialer {
     /// Binds connections to `source`, and tries addresses of its family only.
     pub fn from_source(source: IpAddr) -> Self {
-        Self {
-            source: Some(source),
-            ..Self::default()
-        }
+        Self { source: Some(source), ..Self::default() }
     }
 
     /// Connects only to addresses that `filter` allows.
     pub fn with_filter(filter: Arc<dyn Filter>) -> Self {
-        Self {
-            filter: Some(filter),
-            ..Self::default()
-        }
+        Self { filter: Some(filter), ..Self::default() }
     }
 
     /// Checks an address with the filter, if there is one.
     pub fn check(&self, address: IpAddr) -> Result<(), Error> {
         let checked = self.filter.as_ref().map(|filter| filter.check(address));
-        checked
-            .unwrap_or(Ok(()))
-            .map_err(|problem| Error::Blocked { address, problem })
+        checked.unwrap_or(Ok(())).map_err(|problem| Error::Blocked { address, problem })
     }
 
     /// Resolves `host` and connects to one of its addresses. Fails with the first error.
@@ -138,10 +130,8 @@ impl Dialer {
     /// failed before come last.
     pub fn candidates(&self, resolved: Vec<SocketAddr>) -> Candidates {
         let is_ipv6_first = resolved.first().is_some_and(SocketAddr::is_ipv6);
-        let has_source_family = |to: &SocketAddr| {
-            self.source
-                .is_none_or(|from| from.is_ipv4() == to.is_ipv4())
-        };
+        let has_source_family =
+            |to: &SocketAddr| self.source.is_none_or(|from| from.is_ipv4() == to.is_ipv4());
         let unique: BTreeSet<_> = resolved.into_iter().filter(has_source_family).collect();
         let mut unique = Vec::from_iter(unique);
         fastrand::shuffle(&mut unique);

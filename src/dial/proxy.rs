@@ -42,9 +42,7 @@ impl Proxies {
     /// Returns the proxy for connections to a host, if any.
     pub fn find(&self, has_tls: bool, host: &str, port: u16) -> Option<&Proxy> {
         let proxy = if has_tls { &self.https } else { &self.http };
-        proxy
-            .as_ref()
-            .filter(|_| !is_excluded(&self.excluded, host, port))
+        proxy.as_ref().filter(|_| !is_excluded(&self.excluded, host, port))
     }
 }
 
@@ -62,24 +60,16 @@ impl Proxy {
             with_port => with_port.to_owned(),
         };
         let (host, port) = crate::address::split(&with_port)?;
-        Some(Self {
-            host: host.to_owned(),
-            port,
-            authorization,
-        })
+        Some(Self { host: host.to_owned(), port, authorization })
     }
 
     /// Requests a tunnel to `host`: afterwards `stream` is connected to it. The caller limits the time.
     pub async fn tunnel(&self, stream: &mut TcpStream, host: &str, port: u16) -> io::Result<()> {
-        let target = if host.contains(':') {
-            format!("[{host}]:{port}")
-        } else {
-            format!("{host}:{port}")
-        };
+        let target =
+            if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
         let credentials = self.authorization.as_ref().and_then(|it| it.to_str().ok());
-        let authorization = credentials
-            .map(|it| format!("Proxy-Authorization: {it}\r\n"))
-            .unwrap_or_default();
+        let authorization =
+            credentials.map(|it| format!("Proxy-Authorization: {it}\r\n")).unwrap_or_default();
         let request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{authorization}\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut head = Vec::new();
@@ -147,10 +137,7 @@ fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool 
         return address == Some(excluded);
     }
     // `*.a` means the same as `.a`.
-    let name = name
-        .strip_prefix('*')
-        .filter(|rest| rest.starts_with('.'))
-        .unwrap_or(name);
+    let name = name.strip_prefix('*').filter(|rest| rest.starts_with('.')).unwrap_or(name);
     if name.starts_with('.') {
         host.ends_with(name)
     } else {
@@ -252,11 +239,7 @@ mod tests {
             ("10.0.0", "10.0.0.1", false),
             ("/,:1,.,*.", "a.test", false),
         ] {
-            assert_eq!(
-                is_excluded(no_proxy, host, 15012),
-                excluded,
-                "{no_proxy} {host}"
-            );
+            assert_eq!(is_excluded(no_proxy, host, 15012), excluded, "{no_proxy} {host}");
         }
     }
 
@@ -292,10 +275,7 @@ mod tests {
         );
         let endless = "x".repeat(MAX_HEAD + 1);
         for (answer, expected) in [
-            (
-                "HTTP/1.1 407 Proxy Authentication Required\r\n\r\n",
-                "407 Proxy",
-            ),
+            ("HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "407 Proxy"),
             ("HTTP/1.1 403 Forbidden\r\n\r\n<html>", "403 Forbidden"),
             ("<html>200 OK</html>\r\n\r\n", "<html>"),
             ("", "end of file"),

@@ -4,20 +4,12 @@ use tokio::time::timeout;
 use super::*;
 
 fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
-    texts
-        .iter()
-        .map(|text| text.parse().expect("an address"))
-        .collect()
+    texts.iter().map(|text| text.parse().expect("an address")).collect()
 }
 
 /// Returns the addresses in the order in which they are tried.
 fn order(dialer: &Dialer, texts: &[&str]) -> Vec<SocketAddr> {
-    dialer
-        .candidates(addresses(texts))
-        .left
-        .into_iter()
-        .rev()
-        .collect()
+    dialer.candidates(addresses(texts)).left.into_iter().rev().collect()
 }
 
 async fn listener() -> (TcpListener, SocketAddr) {
@@ -39,10 +31,8 @@ fn unresponsive() -> (Vec<rustix::fd::OwnedFd>, SocketAddr) {
     let full = socket(SocketFlags::empty()).expect("a socket");
     net::bind(&full, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("bound");
     net::listen(&full, 0).expect("listens");
-    let address: SocketAddr = net::getsockname(&full)
-        .expect("a name")
-        .try_into()
-        .expect("an address");
+    let address: SocketAddr =
+        net::getsockname(&full).expect("a name").try_into().expect("an address");
     let mut sockets = vec![full];
     for _ in 0..4 {
         let client = socket(SocketFlags::NONBLOCK).expect("a socket");
@@ -54,19 +44,10 @@ fn unresponsive() -> (Vec<rustix::fd::OwnedFd>, SocketAddr) {
 
 #[test]
 fn families_alternate_and_the_resolvers_first_comes_first() {
-    let found = [
-        "[::1]:1",
-        "[::2]:1",
-        "[::3]:1",
-        "127.0.0.1:1",
-        "127.0.0.2:1",
-        "[::1]:1",
-    ];
+    let found = ["[::1]:1", "[::2]:1", "[::3]:1", "127.0.0.1:1", "127.0.0.2:1", "[::1]:1"];
     for _ in 0..20 {
-        let families: Vec<_> = order(&Dialer::default(), &found)
-            .iter()
-            .map(SocketAddr::is_ipv6)
-            .collect();
+        let families: Vec<_> =
+            order(&Dialer::default(), &found).iter().map(SocketAddr::is_ipv6).collect();
         assert_eq!(families, [true, false, true, false, true]);
     }
 }
@@ -74,9 +55,7 @@ fn families_alternate_and_the_resolvers_first_comes_first() {
 #[test]
 fn replicas_are_tried_in_random_order() {
     let found = ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"];
-    let mut first: Vec<_> = (0..200)
-        .map(|_| order(&Dialer::default(), &found)[0])
-        .collect();
+    let mut first: Vec<_> = (0..200).map(|_| order(&Dialer::default(), &found)[0]).collect();
     first.sort_unstable();
     first.dedup();
     assert_eq!(first.len(), 3);
@@ -90,10 +69,7 @@ async fn an_address_that_failed_is_tried_last_for_a_minute() {
     tokio::time::advance(Duration::from_secs(1)).await;
     dialer.record_failure(addresses(&found)[1]);
     for _ in 0..20 {
-        assert_eq!(
-            order(&dialer, &found),
-            addresses(&["10.0.0.3:1", "10.0.0.1:1", "10.0.0.2:1"])
-        );
+        assert_eq!(order(&dialer, &found), addresses(&["10.0.0.3:1", "10.0.0.1:1", "10.0.0.2:1"]));
     }
     tokio::time::advance(REMEMBERED).await;
     assert!((0..200).any(|_| order(&dialer, &found)[0] != addresses(&found)[2]));
@@ -114,10 +90,7 @@ async fn the_next_address_is_tried_when_one_refuses() {
     let (address, _stream) = candidates.connect().await.expect("a connection");
     assert_eq!(address, good);
     assert_eq!(candidates.errors.len(), 1);
-    assert_eq!(
-        candidates.errors[0].to_string(),
-        format!("cannot connect to {bad}")
-    );
+    assert_eq!(candidates.errors[0].to_string(), format!("cannot connect to {bad}"));
     let failed: Vec<_> = dialer.failures.lock().keys().copied().collect();
     assert_eq!(failed, [bad]);
     assert!(candidates.connect().await.is_none());
@@ -152,11 +125,7 @@ async fn a_source_address_is_bound_and_decides_the_family() {
         stream.expect("connected").local_addr().expect("an address")
     );
     for (host, from, expected) in [
-        (
-            "::1",
-            [127, 0, 0, 6],
-            "::1 has no address of the family of the source address 127.0.0.6",
-        ),
+        ("::1", [127, 0, 0, 6], "::1 has no address of the family of the source address 127.0.0.6"),
         (
             "127.0.0.1",
             [192, 0, 2, 1],
@@ -164,10 +133,7 @@ async fn a_source_address_is_bound_and_decides_the_family() {
         ),
     ] {
         let dialer = Dialer::from_source(IpAddr::from(from));
-        let error = dialer
-            .connect(host, address.port())
-            .await
-            .expect_err("an error");
+        let error = dialer.connect(host, address.port()).await.expect_err("an error");
         assert_eq!(error.to_string(), expected);
     }
 }
@@ -198,13 +164,7 @@ async fn the_filter_is_asked_at_each_attempt_and_other_addresses_are_tried() {
     let mut candidates = dialer.candidates(vec![blocked, open]);
     let (address, _) = candidates.connect().await.expect("a connection");
     assert_eq!(address, open);
-    let error = dialer
-        .connect("::1", open.port())
-        .await
-        .expect_err("blocked");
-    assert_eq!(
-        error.to_string(),
-        "connection blocked: resolved IP ::1 is blocked"
-    );
+    let error = dialer.connect("::1", open.port()).await.expect_err("blocked");
+    assert_eq!(error.to_string(), "connection blocked: resolved IP ::1 is blocked");
     drop(listener);
 }

@@ -57,9 +57,7 @@ fn each_address(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     let all = loopback.into_iter().chain(own.iter().copied());
     // IPv6 may be disabled, and an address may still be checked for duplicates.
     let usable = all.filter(|ip| UdpSocket::bind((*ip, 0)).is_ok());
-    let addresses: Vec<_> = usable
-        .map(|ip| SocketAddr::new(ip, port).to_string())
-        .collect();
+    let addresses: Vec<_> = usable.map(|ip| SocketAddr::new(ip, port).to_string()).collect();
     (!addresses.is_empty()).then_some(addresses)
 }
 
@@ -90,19 +88,9 @@ mod tests {
         let v4 = "10.0.0.10";
         let v6 = "fd00::10";
         for (said, resolvers, expected, is_machine_resolver) in [
-            (
-                "localhost:15053",
-                &[v4][..],
-                &["127.0.0.1:15053"][..],
-                false,
-            ),
+            ("localhost:15053", &[v4][..], &["127.0.0.1:15053"][..], false),
             ("localhost:15053", &[v6], &["[::1]:15053"], false),
-            (
-                "localhost:15053",
-                &[v6, v4, v4],
-                &["127.0.0.1:15053", "[::1]:15053"],
-                false,
-            ),
+            ("localhost:15053", &[v6, v4, v4], &["127.0.0.1:15053", "[::1]:15053"], false),
             ("localhost:15053", &[], &["localhost:15053"], false),
             ("127.0.0.5:53", &[v6], &["127.0.0.5:53"], true),
         ] {
@@ -119,13 +107,7 @@ mod tests {
         let has_v6 = UdpSocket::bind("[::1]:0").is_ok();
         let mut all = vec!["127.0.0.1:53", "[::1]:53", "127.0.0.9:53"];
         all.retain(|address| has_v6 || !address.starts_with('['));
-        for any in [
-            "0.0.0.0:53",
-            "[::]:53",
-            ":53",
-            "[0:0::0]:53",
-            "[::ffff:0.0.0.0]:53",
-        ] {
+        for any in ["0.0.0.0:53", "[::]:53", ":53", "[0:0::0]:53", "[::ffff:0.0.0.0]:53"] {
             assert_eq!(listen_addresses(any, &[], &own), all, "{any}");
         }
         for one in ["0.0.0.0:0", "127.0.0.9:53", "192.0.2.1:53", "[::]"] {

@@ -6,9 +6,7 @@
 use super::wire;
 use crate::metrics::{Counter, Counters, Gauge, Histogram, Registry};
 
-const RCODES: [&str; 6] = [
-    "NOERROR", "FORMERR", "SERVFAIL", "NXDOMAIN", "NOTIMP", "REFUSED",
-];
+const RCODES: [&str; 6] = ["NOERROR", "FORMERR", "SERVFAIL", "NXDOMAIN", "NOTIMP", "REFUSED"];
 
 /// Returns the name of a response code, `other` if it has none here.
 pub(super) fn rcode_name(rcode: usize) -> &'static str {
@@ -44,10 +42,7 @@ impl Metrics {
             responses: ["agent", "upstream"].map(|source| {
                 std::array::from_fn(|rcode| responses.with([rcode_name(rcode), source]))
             }),
-            hosts: registry.gauge(
-                "istio_agent_dns_name_table_hosts",
-                "Hosts in the name table.",
-            ),
+            hosts: registry.gauge("istio_agent_dns_name_table_hosts", "Hosts in the name table."),
         }
     }
 

@@ -96,16 +96,9 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
     registry: &Registry,
     handover: ListenerHandover,
     shutdown: CancellationToken,
-) -> (
-    Dns,
-    impl Future<Output = Result<(), BoxError>> + Send + use<F, S>,
-) {
+) -> (Dns, impl Future<Output = Result<(), BoxError>> + Send + use<F, S>) {
     let dns = Dns::new(config.search_domains, registry);
-    let shared = server::Shared {
-        dns: dns.clone(),
-        forwarder,
-        policy: config.policy,
-    };
+    let shared = server::Shared { dns: dns.clone(), forwarder, policy: config.policy };
     let serving = async move {
         let Some(bound) = shutdown.run_until_cancelled(sockets).await.transpose()? else {
             return Ok(());
@@ -141,9 +134,7 @@ impl Dns {
             NameTable::build(&encoded, domains)
         });
         // The task is cancelled if the agent is stopping.
-        let built = task
-            .await
-            .map_err(|_| "the name table was not read to its end")?;
+        let built = task.await.map_err(|_| "the name table was not read to its end")?;
         let table = built.map_err(|error| format!("failed to unmarshal name table: {error}"))?;
         self.metrics.hosts.set(table.host_count() as f64);
         tracing::debug!(target: "dns", "name table of {} hosts", table.host_count());
@@ -165,11 +156,7 @@ impl Dns {
 
     /// Returns the number of hosts in the table.
     pub fn host_count(&self) -> Result<usize, Problem> {
-        let hosts = self
-            .tables
-            .borrow()
-            .as_ref()
-            .map(|table| table.host_count());
+        let hosts = self.tables.borrow().as_ref().map(|table| table.host_count());
         let code = codes::DNS_NAME_TABLE_MISSING;
         hosts.ok_or_else(|| Problem::new(code, "name table", "not received from istiod"))
     }

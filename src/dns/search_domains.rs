@@ -56,12 +56,7 @@ mod tests {
     fn the_domain_loses_the_namespace_it_begins_with() {
         for (namespace, domain, expected, label) in [
             ("ns1", "ns1.svc.cluster.local", "svc.cluster.local", ".svc"),
-            (
-                "ns2",
-                "ns1.svc.cluster.local",
-                "ns1.svc.cluster.local",
-                ".ns1",
-            ),
+            ("ns2", "ns1.svc.cluster.local", "ns1.svc.cluster.local", ".ns1"),
             ("ns1", "ns1", "", "."),
             ("", ".svc.cluster.local", "svc.cluster.local", ".svc"),
             ("ns1", "", "", "."),

@@ -50,10 +50,7 @@ fn debug_lines_say_which_names_are_known_and_which_are_forwarded() {
     let shared = server::Shared {
         dns: server.dns.clone(),
         forwarder: Resolver,
-        policy: Policy {
-            ttl: 30,
-            forward_before_first_table: false,
-        },
+        policy: Policy { ttl: 30, forward_before_first_table: false },
     };
     let hosts = encode([("known.test", external(&["1.2.3.4"]))]);
     let table = NameTable::build(&hosts, domains()).expect("a table");
@@ -84,10 +81,7 @@ fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
     let config = || Config {
         addresses: vec!["127.0.0.1:0".into(), "[::1]:0".into()],
         search_domains: domains(),
-        policy: Policy {
-            ttl: 30,
-            forward_before_first_table: false,
-        },
+        policy: Policy { ttl: 30, forward_before_first_table: false },
     };
     let (registry, shutdown) = (Registry::default(), CancellationToken::new());
     // Tried again, because the port that the kernel chooses for UDP may be in use for TCP.
@@ -96,23 +90,12 @@ fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
     let addresses = bound.iter().map(|(udp, _)| udp.local_addr());
     let addresses: Result<_, _> = addresses.collect();
     let handover = ListenerHandover::default();
-    let duplicates = bound
-        .iter()
-        .map(|(udp, tcp)| Ok((udp.try_clone()?, tcp.try_clone()?)));
+    let duplicates = bound.iter().map(|(udp, tcp)| Ok((udp.try_clone()?, tcp.try_clone()?)));
     let duplicates = duplicates.collect::<io::Result<_>>().expect("duplicates");
     let (dns, serving) = serving(config(), bound, &registry, &handover, &shutdown);
     // Set here, because tests use the addresses before the future has set them.
-    dns.addresses
-        .set(addresses.expect("addresses"))
-        .expect("unset");
-    let server = Server {
-        dns,
-        tasks: Tasks::default(),
-        handover,
-        shutdown,
-        registry,
-        duplicates,
-    };
+    dns.addresses.set(addresses.expect("addresses")).expect("unset");
+    let server = Server { dns, tasks: Tasks::default(), handover, shutdown, registry, duplicates };
     (server, serving)
 }
 
@@ -123,10 +106,7 @@ fn serving(
     registry: &Registry,
     handover: &ListenerHandover,
     shutdown: &CancellationToken,
-) -> (
-    Dns,
-    impl Future<Output = Result<(), BoxError>> + Send + use<>,
-) {
+) -> (Dns, impl Future<Output = Result<(), BoxError>> + Send + use<>) {
     let sockets = std::future::ready(Ok(bound));
     let (handover, shutdown) = (handover.clone(), shutdown.clone());
     new(config, sockets, Resolver, registry, handover, shutdown)
@@ -151,11 +131,7 @@ impl Server {
 }
 
 async fn client(address: SocketAddr) -> UdpSocket {
-    let own = if address.is_ipv4() {
-        "127.0.0.1:0"
-    } else {
-        "[::1]:0"
-    };
+    let own = if address.is_ipv4() { "127.0.0.1:0" } else { "[::1]:0" };
     let client = UdpSocket::bind(own).await.expect("a socket");
     client.connect(address).await.expect("connected");
     client
@@ -233,23 +209,13 @@ async fn refused_messages_are_counted_as_neither_request_nor_response() {
 async fn dns_is_ready_after_the_first_table_even_an_empty_one() {
     let server = server();
     let udp = server.udp().await;
-    assert_eq!(
-        ask(&udp, &query("mesh.local", 1, None)).await.flags[1] & 0xf,
-        2
-    );
+    assert_eq!(ask(&udp, &query("mesh.local", 1, None)).await.flags[1] & 0xf, 2);
     assert!(!server.dns.is_ready() && server.dns.to_json().is_none());
-    server
-        .dns
-        .update(Bytes::from_static(&[0xff]))
-        .await
-        .expect_err("no table");
+    server.dns.update(Bytes::from_static(&[0xff])).await.expect_err("no table");
     assert!(!server.dns.is_ready());
     server.dns.update(Bytes::new()).await.expect("a table");
     assert!(server.dns.is_ready() && server.dns.to_json().is_some());
-    assert_eq!(
-        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
-        "4.4.4.1"
-    );
+    assert_eq!(ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3, "4.4.4.1");
 }
 
 #[test]
@@ -281,10 +247,7 @@ async fn a_slow_resolver_delays_only_the_clients_that_asked_it() {
         udp.send(&query("slow", 1, None)).await.expect("sent");
         send(&mut tcp, &query("slow", 1, None)).await;
     }
-    assert_eq!(
-        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
-        "1.2.3.4"
-    );
+    assert_eq!(ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3, "1.2.3.4");
     let mut other = server.tcp().await;
     send(&mut other, &query("mesh.local", 1, None)).await;
     assert_eq!(receive(&mut other).await.answers[0].3, "1.2.3.4");
@@ -312,10 +275,7 @@ async fn a_query_fails_without_an_answer_or_with_too_many_waiting() {
     assert_eq!(message.flags[1] & 0xf, 2);
     let failed = "istio_agent_dns_responses_total{rcode=\"SERVFAIL\",source=\"agent\"} 2\n";
     assert!(server.registry.render().contains(failed));
-    assert_eq!(
-        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
-        "1.2.3.4"
-    );
+    assert_eq!(ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3, "1.2.3.4");
 }
 
 #[tokio::test(start_paused = true)]
@@ -366,10 +326,7 @@ async fn another_agent_takes_over_the_dns_sockets_without_losing_a_query() {
     // The former agent still answers its forwarded query and serves its connection. The new query stays in
     // the socket until the other agent serves.
     let later = former.udp().await;
-    later
-        .send(&query("other.com", 1, None))
-        .await
-        .expect("sent");
+    later.send(&query("other.com", 1, None)).await.expect("sent");
     assert_eq!(decode(&next(&udp).await).answers.len(), 1);
     send(&mut tcp, &query("other.com", 1, None)).await;
     receive(&mut tcp).await;
@@ -377,10 +334,7 @@ async fn another_agent_takes_over_the_dns_sockets_without_losing_a_query() {
     let config = Config {
         addresses: Vec::new(),
         search_domains: domains(),
-        policy: Policy {
-            ttl: 30,
-            forward_before_first_table: true,
-        },
+        policy: Policy { ttl: 30, forward_before_first_table: true },
     };
     let bound = std::mem::take(&mut former.duplicates);
     let (_dns, serving) = serving(config, bound, &former.registry, &handover, &shutdown);
@@ -398,10 +352,7 @@ async fn an_address_in_use_is_an_error_that_names_it() {
     let config = Config {
         addresses: vec![address.clone()],
         search_domains: domains(),
-        policy: Policy {
-            ttl: 30,
-            forward_before_first_table: false,
-        },
+        policy: Policy { ttl: 30, forward_before_first_table: false },
     };
     let problem = bind(&config).expect_err("in use");
     assert_eq!(problem.code, codes::DNS_PORT_TAKEN);

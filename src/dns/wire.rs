@@ -142,13 +142,7 @@ fn record(message: &[u8], start: usize, section: Section) -> Option<Record> {
     let (fixed, _) = name_end(message, start)?;
     let kind = u16_at(message, fixed)?;
     let end = fixed + 10 + usize::from(u16_at(message, fixed + 8)?);
-    (end <= message.len()).then_some(Record {
-        section,
-        kind,
-        start,
-        fixed,
-        end,
-    })
+    (end <= message.len()).then_some(Record { section, kind, start, fixed, end })
 }
 
 /// Returns the end of a name, and whether it is compressed, so that a pointer ends it.

@@ -42,9 +42,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         _ if !node.id.starts_with("sidecar~") => return skipped("only sidecars capture traffic"),
         Some("REDIRECT" | "TPROXY") => {}
         Some(mode) => {
-            return skipped(&format!(
-                "interception mode {mode}: traffic is not captured"
-            ));
+            return skipped(&format!("interception mode {mode}: traffic is not captured"));
         }
         None => {
             return skipped(
@@ -138,10 +136,7 @@ fn simulated_connections(layout: &Layout, family: Family, (user, group): (u32, u
     let [loopback, inbound, outside] = addresses(family);
     let simulate_to = |destination: (IpAddr, u16), interface: &str| {
         let packet = Packet {
-            sender: Some(Sender {
-                user: user.into(),
-                group: group.into(),
-            }),
+            sender: Some(Sender { user: user.into(), group: group.into() }),
             protocol: Protocol::Tcp,
             source: (loopback, 0).into(),
             destination: destination.into(),
@@ -242,20 +237,11 @@ COMMIT
         assert_eq!(ends(&layout("", ""), 1337), [""; 0]);
         let of_another = ends(&layout("", ""), 1000);
         assert_eq!(of_another.len(), 2, "{of_another:?}");
-        assert!(
-            of_another[0].contains("to 127.0.0.6:15002 over lo"),
-            "{of_another:?}"
-        );
-        assert!(
-            of_another[1].contains("is redirected to port 15001"),
-            "{of_another:?}"
-        );
+        assert!(of_another[0].contains("to 127.0.0.6:15002 over lo"), "{of_another:?}");
+        assert!(of_another[1].contains("is redirected to port 15001"), "{of_another:?}");
         for spoilt in [
             layout("-A OUTPUT -j ISTIO_OUTPUT\n", ""),
-            layout(
-                "-A ISTIO_IN_REDIRECT -p tcp -j REDIRECT --to-ports 15006\n",
-                "",
-            ),
+            layout("-A ISTIO_IN_REDIRECT -p tcp -j REDIRECT --to-ports 15006\n", ""),
         ] {
             let ends = ends(&spoilt, 1337);
             assert!(ends[0].contains("goes to its destination"), "{ends:?}");
@@ -283,19 +269,10 @@ COMMIT
 -A ISTIO_OUTPUT -d 127.0.0.1/32";
         let rules = RULES.replace("-A PREROUTING -p tcp -j ISTIO_INBOUND\n", "");
         let rules = rules.replacen("-A ISTIO_OUTPUT -d 127.0.0.1/32", by_group, 1);
-        let layout = |mangle: &str| {
-            Saved::parse(&(rules.clone() + mangle))
-                .expect("rules")
-                .layout()
-        };
-        assert_eq!(
-            simulated_connections(&layout(TPROXY), Family::V4, (0, 1337)),
-            []
-        );
-        assert_eq!(
-            simulated_connections(&layout(TPROXY), Family::V4, (1337, 1337)),
-            []
-        );
+        let layout =
+            |mangle: &str| Saved::parse(&(rules.clone() + mangle)).expect("rules").layout();
+        assert_eq!(simulated_connections(&layout(TPROXY), Family::V4, (0, 1337)), []);
+        assert_eq!(simulated_connections(&layout(TPROXY), Family::V4, (1337, 1337)), []);
         let unmarked = TPROXY.replace("--gid-owner 1337", "--gid-owner 1338");
         let checks = simulated_connections(&layout(&unmarked), Family::V4, (0, 1337));
         assert_eq!(checks.len(), 1, "{checks:?}");
@@ -307,16 +284,10 @@ COMMIT
         let without = layout("", "");
         assert_eq!(dns(&without, &[]), None);
         let found = dns(&without, &[15053]).expect("an error").found;
-        assert!(
-            found.starts_with("DNS queries are not redirected"),
-            "{found}"
-        );
+        assert!(found.starts_with("DNS queries are not redirected"), "{found}");
         let with = layout("COMMIT", &format!("{DNS}COMMIT"));
         assert_eq!(dns(&with, &[15053]), None);
         let found = dns(&with, &[5300]).expect("an error").found;
-        assert!(
-            found.starts_with("DNS queries are redirected to port 15053"),
-            "{found}"
-        );
+        assert!(found.starts_with("DNS queries are redirected to port 15053"), "{found}");
     }
 }

@@ -37,10 +37,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     if let Some(authority) = authority {
         checks.push(renewal(authority, certificate.is_some()));
     } else if checks.is_empty() {
-        let why = running.map_or(
-            "known to a running agent only",
-            |_| "another process serves it",
-        );
+        let why = running.map_or("known to a running agent only", |_| "another process serves it");
         checks.push(Check::skipped(WORKLOAD, why));
     }
     let roots = Facts::of_pem(roots.as_deref().unwrap_or_default());

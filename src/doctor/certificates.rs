@@ -114,9 +114,9 @@ fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
     roots.review(verdict, leaf, others, |usage| usage.server_auth)?;
     let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| CertificateError::BadEncoding)?;
     match parsed.key_usage() {
-        Ok(Some(usage)) if !usage.value.digital_signature() => Err(Error::General(
-            "its key usage lacks digitalSignature".into(),
-        )),
+        Ok(Some(usage)) if !usage.value.digital_signature() => {
+            Err(Error::General("its key usage lacks digitalSignature".into()))
+        }
         _ => Ok(()),
     }
 }
@@ -172,10 +172,7 @@ mod tests {
         params.subject_alt_names =
             vec![SanType::URI(uri), SanType::DnsName(DNS.try_into().unwrap())];
         params.extended_key_usages = usages.to_vec();
-        [
-            params.signed_by(&key, issuer).unwrap().pem(),
-            key.serialize_pem(),
-        ]
+        [params.signed_by(&key, issuer).unwrap().pem(), key.serialize_pem()]
     }
 
     fn pair(chain: &str, key: &str) -> Arc<SingleCertAndKey> {
@@ -215,9 +212,7 @@ mod tests {
         );
         let as_server = (
             server.with_no_client_auth().with_cert_resolver(own),
-            client
-                .with_root_certificates(store(roots))
-                .with_no_client_auth(),
+            client.with_root_certificates(store(roots)).with_no_client_auth(),
         );
         for (server, client) in [as_client, as_server] {
             let (a, b) = tokio::io::duplex(1 << 16);
@@ -267,10 +262,8 @@ mod tests {
         let [expired, key_of_expired] = workload(2001, &[], &middle);
         let clients = [ExtendedKeyUsagePurpose::ClientAuth];
         let [of_client, key_of_client] = workload(2999, &clients, &middle);
-        let (good, with_root) = (
-            leaf.clone() + &middle.pem(),
-            leaf.clone() + &middle.pem() + &root.pem(),
-        );
+        let (good, with_root) =
+            (leaf.clone() + &middle.pem(), leaf.clone() + &middle.pem() + &root.pem());
         let (root, other) = (root.pem(), authority("other", 2999, None).pem());
         for (chain, key, roots, problem) in [
             (&good, &key, &root, None),
@@ -283,35 +276,15 @@ mod tests {
             ),
             (&leaf, &key, &root, Some("UnknownIssuer")),
             (&good, &key, &other, Some("the mesh's roots are CN=other")),
-            (
-                &(expired + &middle.pem()),
-                &key_of_expired,
-                &root,
-                Some("ago, at 2001-01-01"),
-            ),
+            (&(expired + &middle.pem()), &key_of_expired, &root, Some("ago, at 2001-01-01")),
             (&good, &key, &namesake.pem(), Some("BadSignature")),
-            (
-                &good,
-                &key_of_old,
-                &root,
-                Some("key.pem: the private key does not belong"),
-            ),
-            (
-                &(of_client + &middle.pem()),
-                &key_of_client,
-                &root,
-                Some("server authentication"),
-            ),
+            (&good, &key_of_old, &root, Some("key.pem: the private key does not belong")),
+            (&(of_client + &middle.pem()), &key_of_client, &root, Some("server authentication")),
         ] {
             let check = verdict(chain, key, roots);
             assert_eq!(check.level == Level::Ok, problem.is_none(), "{check}");
             assert_eq!(check.level == Level::Error, problem.is_some(), "{check}");
-            assert!(
-                check
-                    .to_string()
-                    .contains(problem.unwrap_or("workload.test")),
-                "{check}"
-            );
+            assert!(check.to_string().contains(problem.unwrap_or("workload.test")), "{check}");
             let is_accepted = is_accepted(chain, key, roots).await;
             assert_eq!(is_accepted, problem.is_none(), "{check}");
         }
@@ -333,42 +306,24 @@ mod tests {
             let key = KeyPair::generate().unwrap();
             params.signed_by(&key, &root).unwrap().pem()
         };
-        let (server, client) = (
-            ExtendedKeyUsagePurpose::ServerAuth,
-            ExtendedKeyUsagePurpose::ClientAuth,
-        );
+        let (server, client) =
+            (ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth);
         let both = [server.clone(), client.clone()];
         for (shown, level, words) in [
             (root.pem(), Level::Ok, "valid until 2999"),
             (of_root.clone(), Level::Ok, "valid until 2999"),
             (of_root + &root.pem(), Level::Ok, "valid until 2999"),
-            (
-                with(&[KeyCertSign, DigitalSignature], &both),
-                Level::Ok,
-                "valid until 2999",
-            ),
+            (with(&[KeyCertSign, DigitalSignature], &both), Level::Ok, "valid until 2999"),
             (
                 of_middle + &middle.pem(),
                 Level::Ok,
                 "Envoy may accept its chain: the certificate CN=workload, issued by CN=middle",
             ),
-            (
-                authority("workload", 2999, Some(&middle)).pem(),
-                Level::Error,
-                "peers reject",
-            ),
-            (
-                with(&[KeyCertSign], &[]),
-                Level::Error,
-                "lacks digitalSignature",
-            ),
+            (authority("workload", 2999, Some(&middle)).pem(), Level::Error, "peers reject"),
+            (with(&[KeyCertSign], &[]), Level::Error, "lacks digitalSignature"),
             (with(&[], &[server]), Level::Error, "InvalidPurpose"),
             (with(&[], &[client]), Level::Error, "InvalidPurpose"),
-            (
-                with(&[], &[ExtendedKeyUsagePurpose::Any]),
-                Level::Error,
-                "InvalidPurpose",
-            ),
+            (with(&[], &[ExtendedKeyUsagePurpose::Any]), Level::Error, "InvalidPurpose"),
         ] {
             let roots = root.pem();
             let roots = Some(roots.as_bytes());
@@ -380,28 +335,13 @@ mod tests {
 
     #[test]
     fn a_root_that_signed_the_chain_and_has_expired_is_the_problem_and_not_the_chain() {
-        let (root, other) = (
-            authority("root", 2001, None),
-            authority("other", 2999, None),
-        );
+        let (root, other) = (authority("root", 2001, None), authority("other", 2999, None));
         let [leaf, _] = workload(2999, &[], &root);
         for roots in [root.pem(), root.pem() + &other.pem()] {
-            let check = chain(
-                "it",
-                leaf.as_bytes(),
-                Some(roots.as_bytes()),
-                SystemTime::now(),
-            );
-            assert_eq!(
-                (check.level, &*check.code),
-                (Level::Error, "ROOTS_EXPIRED"),
-                "{check}"
-            );
+            let check = chain("it", leaf.as_bytes(), Some(roots.as_bytes()), SystemTime::now());
+            assert_eq!((check.level, &*check.code), (Level::Error, "ROOTS_EXPIRED"), "{check}");
             assert!(check.found.starts_with("CN=root expired "), "{check}");
-            assert!(
-                check.found.contains("ago, at 2001-01-01T00:00:00Z"),
-                "{check}"
-            );
+            assert!(check.found.contains("ago, at 2001-01-01T00:00:00Z"), "{check}");
         }
     }
 

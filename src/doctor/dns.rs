@@ -114,11 +114,7 @@ mod tests {
         let other = "nameserver 10.0.0.10\n";
         let (is_agent, missing) = (codes::DNS_RESOLVER_INVALID, codes::DNS_RESOLVER_MISSING);
         for (text, expected, worst) in [
-            (
-                "search a.test b.test".to_owned(),
-                &[missing][..],
-                Some(Level::Error),
-            ),
+            ("search a.test b.test".to_owned(), &[missing][..], Some(Level::Error)),
             (us.to_owned(), &[is_agent, missing], Some(Level::Error)),
             (us.to_owned() + other, &[is_agent], Some(Level::Warning)),
             (other.to_owned(), &[], None),
@@ -139,13 +135,7 @@ mod tests {
         assert_eq!(level(Ok("NXDOMAIN"), true), Level::Ok);
         assert!(is_answer(&problem(codes::DNS_RESOLVER_REFUSES)));
         assert!(!is_answer(&problem(codes::DNS_RESOLVER_SILENT)));
-        assert_eq!(
-            level(problem(codes::DNS_RESOLVER_SILENT), true),
-            Level::Warning
-        );
-        assert_eq!(
-            level(problem(codes::DNS_RESOLVER_SILENT), false),
-            Level::Error
-        );
+        assert_eq!(level(problem(codes::DNS_RESOLVER_SILENT), true), Level::Warning);
+        assert_eq!(level(problem(codes::DNS_RESOLVER_SILENT), false), Level::Error);
     }
 }

@@ -43,10 +43,9 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             checks.extend(waits.iter().chain(&endpoints).map(Check::from));
             match refusals {
                 Some(refusals) => checks.extend(refusals.iter().map(Check::from)),
-                None => checks.push(Check::skipped(
-                    "handshakes and RBAC",
-                    inspect::STATISTICS_HINT,
-                )),
+                None => {
+                    checks.push(Check::skipped("handshakes and RBAC", inspect::STATISTICS_HINT))
+                }
             }
             checks.push(Check::ok(ADMIN, found));
         }

@@ -33,12 +33,7 @@ const RENEW: &str =
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const NO_CLUSTER: &str = "outbound|1||istio-agent-doctor.invalid";
 /// The metadata that istiod compares with the token, and from which it derives the format of its response.
-const METADATA: [&str; 4] = [
-    "NAMESPACE",
-    "SERVICE_ACCOUNT",
-    "CLUSTER_ID",
-    "ISTIO_VERSION",
-];
+const METADATA: [&str; 4] = ["NAMESPACE", "SERVICE_ACCOUNT", "CLUSTER_ID", "ISTIO_VERSION"];
 
 /// Makes the checks with these credentials.
 pub(super) async fn checks(
@@ -188,9 +183,7 @@ fn request(node: &Node) -> DiscoveryRequest {
     DiscoveryRequest {
         node: Some(EnvoyNode {
             id: node.id.clone(),
-            metadata: Some(Struct {
-                fields: METADATA.into_iter().filter_map(field).collect(),
-            }),
+            metadata: Some(Struct { fields: METADATA.into_iter().filter_map(field).collect() }),
             ..Default::default()
         }),
         type_url: ENDPOINTS.to_owned(),

@@ -102,9 +102,7 @@ pub async fn report(
             group("standby", async { standby::checks(subject) }),
         ))
     });
-    report
-        .groups
-        .extend([token, istiod].into_iter().chain(others));
+    report.groups.extend([token, istiod].into_iter().chain(others));
     Report::new(report.node, report.groups)
 }
 
@@ -133,10 +131,7 @@ async fn control_plane(subject: Subject<'_>) -> [Group; 2] {
     let until = clock::after(PROBE_LIMIT);
     let credentials = token::read(subject).await;
     let istiod = istiod::checks(subject, &credentials, until).await;
-    [
-        Group::new("token and roots", credentials.checks),
-        Group::new("istiod", istiod),
-    ]
+    [Group::new("token and roots", credentials.checks), Group::new("istiod", istiod)]
 }
 
 /// Runs file operations on another thread, because disks may hang. Fails after [`PROBE_LIMIT`].

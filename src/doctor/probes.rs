@@ -66,13 +66,11 @@ async fn application(config: &Config) -> Vec<Check> {
     let Some(status) = &config.status else {
         return Vec::new();
     };
-    let client = match probe::Client::new(probe::Config {
-        keeps_connections: false,
-        ..status.probes
-    }) {
-        Ok(client) => client,
-        Err(error) => return vec![Check::skipped("application probes", with_causes(&error))],
-    };
+    let client =
+        match probe::Client::new(probe::Config { keeps_connections: false, ..status.probes }) {
+            Ok(client) => client,
+            Err(error) => return vec![Check::skipped("application probes", with_causes(&error))],
+        };
     let probes = status.probers.probes().map(|(path, prober)| {
         let (client, mut headers) = (&client, prober.headers.clone());
         headers.entry(header::USER_AGENT).or_insert(USER_AGENT);
@@ -95,10 +93,7 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
         Some("livez") => (Level::Error, "the kubelet restarts the container"),
         Some("readyz") => (Level::Error, "the pod is not ready"),
         // A startup probe does not matter any more after one success.
-        _ => (
-            Level::Warning,
-            "the container is restarted, unless it has started already",
-        ),
+        _ => (Level::Warning, "the container is restarted, unless it has started already"),
     };
     if problem.code == codes::PROBE_LATE && limited.timeout < probe.timeout {
         level = Level::Warning;

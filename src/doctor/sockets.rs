@@ -74,10 +74,9 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
             let found = format!("process {pid} ({process}) listens");
             let is_foreign = owner == Owner::This && u32::try_from(*pid) != Ok(own_pid);
             match health {
-                _ if is_foreign => (
-                    codes::SOCKET_TAKEN,
-                    format!("{found}, not this agent ({own_pid})"),
-                ),
+                _ if is_foreign => {
+                    (codes::SOCKET_TAKEN, format!("{found}, not this agent ({own_pid})"))
+                }
                 Health::Healthy => return Check::ok(name, format!("{path}: {found}")),
                 Health::Busy => (codes::SOCKET_HANGS, format!("{found}, its queue is full")),
                 Health::Dead(problem) => (codes::SOCKET_HANGS, format!("{found}: {problem}")),
@@ -108,12 +107,7 @@ mod tests {
             (Err(io::ErrorKind::NotFound.into()), Error, Ok, Error),
             (Err(io::Error::other("a file")), Error, Error, Error),
             (listener(own, "pilot-agent", Health::Healthy), Ok, Ok, Ok),
-            (
-                listener(0, "of another container", Health::Busy),
-                Error,
-                Error,
-                Error,
-            ),
+            (listener(0, "of another container", Health::Busy), Error, Error, Error),
             (listener(own, "pilot-agent", silent()), Error, Error, Error),
             (listener(0, "spire", Health::Healthy), Error, Ok, Ok),
         ] {

@@ -20,9 +20,7 @@ pub(super) fn checks(subject: Subject<'_>) -> Vec<Check> {
     let report = running.envoy.as_ref().map(Envoy::report);
     let blocker = report.and_then(|report| report.borrow().hot_restart_problem.clone());
     let standby = running.standby.iter();
-    standby
-        .map(|standby| check(&standby.state(), blocker.as_deref()))
-        .collect()
+    standby.map(|standby| check(&standby.state(), blocker.as_deref())).collect()
 }
 
 /// `blocker` is the reason why no other Envoy can take over from the one that serves.
@@ -88,42 +86,13 @@ mod tests {
         };
         for (waiting, last, former_envoy, level, found) in [
             (waits(None), None, false, Level::Ok, "is able to take over"),
-            (
-                waits(None),
-                last(None),
-                false,
-                Level::Ok,
-                "is able to take over",
-            ),
-            (
-                waits(None),
-                last(Some("late")),
-                false,
-                Level::Warning,
-                "1.32): late",
-            ),
-            (
-                waits(Some("no mount")),
-                None,
-                false,
-                Level::Warning,
-                "no mount",
-            ),
-            (
-                vec![],
-                None,
-                true,
-                Level::Skipped,
-                "finishes its connections",
-            ),
+            (waits(None), last(None), false, Level::Ok, "is able to take over"),
+            (waits(None), last(Some("late")), false, Level::Warning, "1.32): late"),
+            (waits(Some("no mount")), None, false, Level::Warning, "no mount"),
+            (vec![], None, true, Level::Skipped, "finishes its connections"),
             (vec![], None, false, Level::Skipped, "not connected yet"),
         ] {
-            let state = State {
-                waiting,
-                last,
-                former_envoy,
-                ..State::default()
-            };
+            let state = State { waiting, last, former_envoy, ..State::default() };
             let check = check(&state, None);
             assert_eq!(check.level, level, "{check:?}");
             assert!(check.found.contains(found), "{check:?}");

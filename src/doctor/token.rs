@@ -68,9 +68,7 @@ async fn read_token(config: &Config) -> Credentials {
         Ok(token) => {
             credentials.authorization = Some(token.header);
             let claims = token.claims;
-            let expired = claims
-                .as_ref()
-                .and_then(|claims| claims.expiry_problem(&path));
+            let expired = claims.as_ref().and_then(|claims| claims.expiry_problem(&path));
             (claims, expired)
         }
         Err(problem) => (None, Some(problem)),

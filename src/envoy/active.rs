@@ -20,14 +20,8 @@ const CONNECTIONS: &str = "downstream_cx_active";
 const REQUESTS: &str = "downstream_rq_active";
 
 /// HTTP connection managers of Envoy itself, or of the bootstrap.
-const INTERNAL_MANAGERS: [&str; 6] = [
-    "admin",
-    "agent",
-    "async-client",
-    "secure_merged_stats",
-    "secure_stats",
-    "stats",
-];
+const INTERNAL_MANAGERS: [&str; 6] =
+    ["admin", "agent", "async-client", "secure_merged_stats", "secure_stats", "stats"];
 /// The manager whose requests are tunnels.
 const TUNNELS: &str = "connect_terminate";
 /// Suffixes of the names of the listeners for all inbound traffic of a sidecar.
@@ -68,10 +62,9 @@ impl Active {
     /// Returns the name in logs, and the page of the gauges that are not zero. `$` must be escaped in a query.
     fn name_and_path(self) -> (&'static str, &'static str) {
         match self {
-            Self::Connections => (
-                "active connections",
-                "/stats?usedonly&filter=downstream_cx_active%24",
-            ),
+            Self::Connections => {
+                ("active connections", "/stats?usedonly&filter=downstream_cx_active%24")
+            }
             Self::Requests => (
                 "active requests",
                 "/stats?usedonly&filter=downstream_(rq_active|cx_active|cx_tx_bytes_buffered)%24",
@@ -89,11 +82,7 @@ impl Counting {
             match admin.call(Method::GET, path).await {
                 Err(error) => {
                     // Envoy has exited if its admin port is closed.
-                    failures = if error.is_closed() {
-                        FAILURES
-                    } else {
-                        failures + 1
-                    };
+                    failures = if error.is_closed() { FAILURES } else { failures + 1 };
                     let problem = with_causes(&error);
                     tracing::warn!(
                         "cannot count Envoy's {name} ({failures} of {FAILURES}): {problem}"
@@ -224,10 +213,7 @@ mod tests {
         drop(listener);
         let long = Duration::from_secs(3600);
         let admin = Admin::new(address.ip(), address.port(), long);
-        let counting = Counting {
-            period: long,
-            ..counting(Active::Requests, true, &[])
-        };
+        let counting = Counting { period: long, ..counting(Active::Requests, true, &[]) };
         let ends = counting.until_none(admin, |_| panic!("a count"));
         let patience = Duration::from_secs(20);
         let ended = tokio::time::timeout(patience, ends).await;
@@ -298,27 +284,11 @@ mod tests {
             (String::new(), 0, 0),
             ("no figures\na: b\nhttp.a: 1\n".to_owned(), 0, 0),
             (more(""), 0, 0),
-            (
-                more("http.InboundPassthroughCluster;.downstream_rq_active: 3\n"),
-                3,
-                3,
-            ),
-            (
-                more("http.outbound_0.0.0.0_80;.downstream_rq_active: 3\n"),
-                0,
-                3,
-            ),
-            (
-                more("http.inbound_a;.downstream_cx_tx_bytes_buffered: 900\n"),
-                1,
-                1,
-            ),
+            (more("http.InboundPassthroughCluster;.downstream_rq_active: 3\n"), 3, 3),
+            (more("http.outbound_0.0.0.0_80;.downstream_rq_active: 3\n"), 0, 3),
+            (more("http.inbound_a;.downstream_cx_tx_bytes_buffered: 900\n"), 1, 1),
             (more("listener.[__]_15006.downstream_cx_active: 2\n"), 2, 2),
-            (
-                more("listener.10.0.0.1_5432.downstream_cx_active: 4\n"),
-                0,
-                4,
-            ),
+            (more("listener.10.0.0.1_5432.downstream_cx_active: 4\n"), 0, 4),
             // One connection has three tunnels, of which two carry HTTP: the third one counts.
             (more(TUNNELED), 1, 1),
         ] {

@@ -59,10 +59,7 @@ impl Error {
 
 impl Admin {
     pub fn new(host: IpAddr, port: u16, limit: Duration) -> Self {
-        Self {
-            address: (host, port).into(),
-            limit,
-        }
+        Self { address: (host, port).into(), limit }
     }
 
     /// Sets the limit of an exchange.
@@ -75,9 +72,8 @@ impl Admin {
     pub async fn request(&self, method: Method, path: &str) -> Result<Response<Bytes>, Error> {
         let uri = format!("http://{}{path}", self.address);
         let builder = Request::builder().method(method).uri(&uri);
-        let request = builder
-            .body(Bytes::new())
-            .map_err(|_| http_client::Error::Url { found: uri })?;
+        let request =
+            builder.body(Bytes::new()).map_err(|_| http_client::Error::Url { found: uri })?;
         let client = http_client::Client::default();
         Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
     }
@@ -203,10 +199,7 @@ mod tests {
     #[tokio::test]
     async fn gives_up_on_an_envoy_that_does_not_answer() {
         let (_listener, admin) = admin(Duration::from_millis(20)).await;
-        let error = admin
-            .request(Method::GET, "/ready")
-            .await
-            .expect_err("late");
+        let error = admin.request(Method::GET, "/ready").await.expect_err("late");
         let text = with_causes(&error);
         assert!(text.ends_with("within 20ms"), "{text}");
     }

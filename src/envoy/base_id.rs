@@ -166,9 +166,7 @@ fn remove_unused(directory: &Directory, number: u32) {
     if names.iter().any(|name| is_bound(&directory.path_to(name))) {
         return;
     }
-    let removed = names
-        .iter()
-        .try_for_each(|name| directory.remove_file(name));
+    let removed = names.iter().try_for_each(|name| directory.remove_file(name));
     let removed = removed.and_then(|()| if_exists(fs::remove_file(memory_path(number))));
     if let Err(error) = removed {
         tracing::warn!(%error, "cannot remove the files of an Envoy that has exited");
@@ -219,10 +217,7 @@ mod tests {
     /// Creates the sockets of an Envoy. They are stale once the result is dropped.
     fn sockets(place: &tempfile::TempDir, number: u32) -> Vec<net::UnixDatagram> {
         let names = ROLES.map(|role| directory(place).join(socket_name(role, number, 4)));
-        names
-            .iter()
-            .map(|name| net::UnixDatagram::bind(name).unwrap())
-            .collect()
+        names.iter().map(|name| net::UnixDatagram::bind(name).unwrap()).collect()
     }
 
     fn files(place: &tempfile::TempDir) -> usize {
@@ -309,10 +304,7 @@ mod tests {
         drop(sockets(&place, base_id.number));
         let [parent, _udp] = base_id.bind_parent_sockets(4).unwrap();
         let path = directory(&place).join(socket_name("parent", base_id.number, 4));
-        net::UnixDatagram::unbound()
-            .unwrap()
-            .send_to(b"end", path)
-            .unwrap();
+        net::UnixDatagram::unbound().unwrap().send_to(b"end", path).unwrap();
         assert_eq!(parent.recv(&mut [0; 3]).await.unwrap(), 3);
     }
 }

@@ -43,10 +43,7 @@ pub enum Mode {
     /// Validates its configuration and exits.
     Validate,
     /// Is able to hand over to a successor. Takes over from the Envoy of the previous restart epoch, if there is one.
-    HotRestart {
-        takeover: Takeover,
-        parent_shutdown: Duration,
-    },
+    HotRestart { takeover: Takeover, parent_shutdown: Duration },
 }
 
 /// What Envoys that take over from each other have in common, and the restart epoch of one of them.
@@ -97,8 +94,7 @@ impl LogLevels {
 impl Command {
     /// Returns the variable that is added to the agent's own environment, if there is one.
     pub fn environment(&self) -> Option<(&'static str, &'static str)> {
-        self.fips_ciphers
-            .then_some(("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS))
+        self.fips_ciphers.then_some(("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS))
     }
 
     /// Returns the arguments after the program's name, in pilot-agent's order.
@@ -159,10 +155,7 @@ impl Mode {
         match self {
             Self::Alone => alone,
             Self::Validate => [alone, flag("--mode", "validate")].concat(),
-            Self::HotRestart {
-                takeover,
-                parent_shutdown,
-            } => {
+            Self::HotRestart { takeover, parent_shutdown } => {
                 let epoch = Some(takeover.restart_epoch).filter(|epoch| *epoch > 0);
                 [
                     flag("--parent-shutdown-time-s", parent_shutdown.as_secs()),
@@ -226,10 +219,9 @@ mod tests {
 
     #[test]
     fn envoys_that_take_over_from_each_other_share_a_base_id_and_each_has_its_epoch() {
-        for (restart_epoch, expected) in [
-            (0, ""),
-            (3, " --restart-epoch 3 --skip-hot-restart-parent-stats"),
-        ] {
+        for (restart_epoch, expected) in
+            [(0, ""), (3, " --restart-epoch 3 --skip-hot-restart-parent-stats")]
+        {
             let mode = hot_restart(restart_epoch, None);
             assert_eq!(
                 mode.arguments().join(" "),
@@ -255,15 +247,10 @@ mod tests {
             (None, Some(every_thread + 1), Some(every_thread + 1)),
             (None, None, None),
         ] {
-            let command = Command {
-                concurrency: own,
-                ..command()
-            };
+            let command = Command { concurrency: own, ..command() };
             let words = command.arguments(&hot_restart(1, parent)).join(" ");
             let expected = expected.map(|workers| format!(" --concurrency {workers}"));
-            let found = words
-                .find(" --concurrency")
-                .map(|at| words[at..].to_owned());
+            let found = words.find(" --concurrency").map(|at| words[at..].to_owned());
             assert_eq!(found, expected, "{own:?} after {parent:?}");
         }
     }
@@ -286,18 +273,11 @@ mod tests {
     #[test]
     fn the_ciphers_of_fips_are_named_in_the_environment_only_under_its_policy() {
         assert_eq!(command().environment(), None);
-        let held = Command {
-            fips_ciphers: true,
-            ..command()
-        };
+        let held = Command { fips_ciphers: true, ..command() };
         let (name, ciphers) = held.environment().expect("a variable");
         assert_eq!(name, "GRPC_SSL_CIPHER_SUITES");
         assert_eq!(ciphers.split(':').count(), 4);
-        assert!(
-            ciphers
-                .split(':')
-                .all(|c| c.starts_with("ECDHE-") && c.contains("-GCM-"))
-        );
+        assert!(ciphers.split(':').all(|c| c.starts_with("ECDHE-") && c.contains("-GCM-")));
     }
 
     #[test]
@@ -319,22 +299,14 @@ mod tests {
     fn splits_a_log_level_from_component_levels() {
         for (level, components, expected, dropped) in [
             ("info", "misc:error", (Some("info"), Some("misc:error")), 0),
-            (
-                "info,misc:warn",
-                "a:b",
-                (Some("info"), Some("misc:warn")),
-                0,
-            ),
+            ("info,misc:warn", "a:b", (Some("info"), Some("misc:warn")), 0),
             ("info,warn", "", (Some("warn"), None), 0),
             ("a:b,c:d", "", (None, Some("a:b,c:d")), 0),
             ("info,a:b:c", "x:y", (Some("info"), Some("x:y")), 1),
             ("", "", (None, None), 0),
         ] {
             let (levels, neither) = LogLevels::split(level, components);
-            assert_eq!(
-                (levels.level.as_deref(), levels.components.as_deref()),
-                expected
-            );
+            assert_eq!((levels.level.as_deref(), levels.components.as_deref()), expected);
             assert_eq!(neither.len(), dropped, "{level}");
         }
     }

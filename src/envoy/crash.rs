@@ -54,9 +54,9 @@ impl Crash {
     pub(super) fn record(crash: Option<&Self>, directory: &Path) {
         let path = directory.join(NAME);
         let done = match crash.map(serde_json::to_vec_pretty) {
-            Some(json) => json
-                .map_err(io::Error::from)
-                .and_then(|json| replace_file(&path, &json, 0o600)),
+            Some(json) => {
+                json.map_err(io::Error::from).and_then(|json| replace_file(&path, &json, 0o600))
+            }
             None => if_exists(fs::remove_file(&path)).map(drop),
         };
         if let Err(error) = done {
@@ -83,10 +83,7 @@ impl Crash {
 pub(super) fn oom_kills(root: &Path) -> Option<u64> {
     let groups = regular_file::read_kernel(root.join("proc/self/cgroup")).ok()?;
     // The list of controllers is empty in version 2 of control groups. A machine may have both versions.
-    let versions = [
-        ("", "", "memory.events"),
-        ("memory", "memory", "memory.oom_control"),
-    ];
+    let versions = [("", "", "memory.events"), ("memory", "memory", "memory.oom_control")];
     versions.into_iter().find_map(|(controllers, mount, file)| {
         let path = groups.lines().find_map(|line| {
             let (found, path) = line.split_once(':')?.1.split_once(':')?;
@@ -143,15 +140,9 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         assert_eq!(Crash::read(directory.path()).expect("nothing"), None);
         Crash::record(Some(&crash()), directory.path());
-        let mode = fs::metadata(directory.path().join(NAME))
-            .expect("a file")
-            .permissions()
-            .mode();
+        let mode = fs::metadata(directory.path().join(NAME)).expect("a file").permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        assert_eq!(
-            Crash::read(directory.path()).expect("a record"),
-            Some(crash())
-        );
+        assert_eq!(Crash::read(directory.path()).expect("a record"), Some(crash()));
         Crash::record(None, directory.path());
         Crash::record(None, directory.path());
         assert_eq!(Crash::read(directory.path()).expect("nothing"), None);
@@ -168,10 +159,7 @@ mod tests {
     #[test]
     fn a_record_is_shown_as_a_sentence() {
         let expected = "signal 9 after 3.2 s, at 2026-08-22T15:00:18Z, killed by the kernel because memory was used up";
-        let killed = Crash {
-            stderr: vec!["[info] exiting".to_owned()],
-            ..crash()
-        };
+        let killed = Crash { stderr: vec!["[info] exiting".to_owned()], ..crash() };
         assert_eq!(killed.to_string(), expected);
         let taken = Crash {
             code: Some(1),
@@ -187,21 +175,9 @@ mod tests {
     #[test]
     fn the_kernels_count_of_kills_is_found() {
         for (groups, file, text) in [
-            (
-                "0::/\n",
-                "sys/fs/cgroup/memory.events",
-                "oom 1\noom_kill N\noom_group_kill 0\n",
-            ),
-            (
-                "0::/pod/envoy\n",
-                "sys/fs/cgroup/pod/envoy/memory.events",
-                "oom_kill N\n",
-            ),
-            (
-                "0::/of/the/machine\n",
-                "sys/fs/cgroup/memory.events",
-                "oom_kill N\n",
-            ),
+            ("0::/\n", "sys/fs/cgroup/memory.events", "oom 1\noom_kill N\noom_group_kill 0\n"),
+            ("0::/pod/envoy\n", "sys/fs/cgroup/pod/envoy/memory.events", "oom_kill N\n"),
+            ("0::/of/the/machine\n", "sys/fs/cgroup/memory.events", "oom_kill N\n"),
             (
                 "2:cpu:/pod/cpu\n4:memory:/pod/envoy\n0::/\n",
                 "sys/fs/cgroup/memory/pod/envoy/memory.oom_control",

@@ -32,11 +32,7 @@ pub(super) struct Restarts {
 
 impl Restarts {
     pub(super) fn new(budget: Option<Budget>) -> Self {
-        Self {
-            budget,
-            past: Vec::new(),
-            backoff: Backoff::new(FIRST_PAUSE, MAX_PAUSE),
-        }
+        Self { budget, past: Vec::new(), backoff: Backoff::new(FIRST_PAUSE, MAX_PAUSE) }
     }
 
     /// Takes one restart out of the budget and returns the pause before it, or None if Envoy must not be restarted.
@@ -52,8 +48,7 @@ impl Restarts {
         }
         let budget = self.budget?;
         let now = Instant::now();
-        self.past
-            .retain(|past| now.duration_since(*past) < budget.within);
+        self.past.retain(|past| now.duration_since(*past) < budget.within);
         if self.past.len() >= budget.restarts {
             let (count, within) = (self.past.len(), rounded(budget.within));
             tracing::error!("Envoy was restarted {count} times within {within}, the limit");

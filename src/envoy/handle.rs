@@ -133,10 +133,7 @@ pub enum Outcome {
 impl Report {
     /// Returns the restart epoch of the current Envoy, 0 if none runs.
     pub fn restart_epoch(&self) -> u32 {
-        let current = self
-            .running
-            .iter()
-            .find(|envoy| envoy.state == Role::Current);
+        let current = self.running.iter().find(|envoy| envoy.state == Role::Current);
         current.map_or(0, |envoy| envoy.restart_epoch)
     }
 
@@ -213,11 +210,7 @@ pub enum Order {
 
 impl Envoy {
     pub fn new(admin: Admin, report: watch::Receiver<Report>, orders: mpsc::Sender<Order>) -> Self {
-        Self {
-            admin,
-            report,
-            orders,
-        }
+        Self { admin, report, orders }
     }
 
     /// Returns the admin port of the current Envoy.
@@ -259,8 +252,7 @@ impl Envoy {
     pub async fn lend(&self) -> Result<Takeover, String> {
         let (sender, lent) = oneshot::channel();
         self.order(Order::Lend(sender)).await;
-        lent.await
-            .unwrap_or_else(|_| Err("Envoy has ended".to_owned()))
+        lent.await.unwrap_or_else(|_| Err("Envoy has ended".to_owned()))
     }
 
     /// Gives an order without waiting for its result.
@@ -274,12 +266,7 @@ impl Envoy {
 fn parent_of(pid: i32) -> Option<i32> {
     let stat = regular_file::read_kernel(format!("/proc/{pid}/stat")).ok()?;
     // The name of the program is in parentheses, and may contain some.
-    stat.rsplit_once(')')?
-        .1
-        .split_whitespace()
-        .nth(1)?
-        .parse()
-        .ok()
+    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -310,21 +297,12 @@ mod tests {
             started: SystemTime::UNIX_EPOCH,
             config: PathBuf::new(),
         };
-        let report = Report {
-            running: vec![running(pid)],
-            ..Report::default()
-        };
+        let report = Report { running: vec![running(pid)], ..Report::default() };
         let admin = Admin::new([127, 0, 0, 1].into(), 1, Duration::ZERO);
         let (orders, (_sender, report)) = (mpsc::channel(1).0, watch::channel(report));
         let envoy = Envoy::new(admin, report, orders);
         let own = std::process::id() as i32;
-        for (pid, expected) in [
-            (pid, true),
-            (below, true),
-            (own, false),
-            (1, false),
-            (0, false),
-        ] {
+        for (pid, expected) in [(pid, true), (below, true), (own, false), (1, false), (0, false)] {
             assert_eq!(envoy.has_started(pid), expected, "{pid}");
         }
         drop(wrapper.stdin.take());

@@ -231,11 +231,7 @@ fn read_clusters(page: &str) -> (Vec<FailedEndpoint<'_>>, BTreeSet<&str>) {
         let (cluster, address) = endpoint.split_once("::").unwrap_or((endpoint, ""));
         match (name, address.parse()) {
             ("cx_connect_fail", Ok(address)) if value != "0" => {
-                failed.push(FailedEndpoint {
-                    cluster,
-                    address,
-                    count: value,
-                });
+                failed.push(FailedEndpoint { cluster, address, count: value });
             }
             ("health_flags", _) if !value.contains("failed") => _ = healthy.insert(cluster),
             ("health_flags" | "eds_service_name", _) => _ = all.insert(cluster),
@@ -249,11 +245,7 @@ fn read_clusters(page: &str) -> (Vec<FailedEndpoint<'_>>, BTreeSet<&str>) {
 
 /// Returns the problem of an endpoint that cannot be connected to.
 async fn dial(endpoint: FailedEndpoint<'_>) -> Option<Problem> {
-    let FailedEndpoint {
-        cluster,
-        address,
-        count,
-    } = endpoint;
+    let FailedEndpoint { cluster, address, count } = endpoint;
     let reason = match timeout(DIAL_LIMIT, TcpStream::connect(address)).await {
         Ok(Ok(_)) => return None,
         Ok(Err(error)) => error.to_string(),
@@ -328,11 +320,7 @@ mod tests {
             "another manager waits for target x",
         ];
         assert_eq!(Vec::from_iter(listeners(&dump)), expected);
-        for foreign in [
-            json!(null),
-            json!([]),
-            json!({ "unready_targets_dumps": [7, "x"] }),
-        ] {
+        for foreign in [json!(null), json!([]), json!({ "unready_targets_dumps": [7, "x"] })] {
             listeners(&foreign);
         }
     }
@@ -352,11 +340,7 @@ mod tests {
                     xds-grpc::./etc/istio/proxy/XDS::cx_connect_fail::1\nx\n::\n";
         let (failed, services) = read_clusters(page);
         let address = "[fd00::1]:8080".parse().expect("an address");
-        let expected = FailedEndpoint {
-            cluster: "outbound|80||a.b",
-            address,
-            count: "2",
-        };
+        let expected = FailedEndpoint { cluster: "outbound|80||a.b", address, count: "2" };
         assert_eq!(failed, [expected]);
         let services = Vec::from_iter(services);
         assert_eq!(services, ["c.b", "d.b"]);

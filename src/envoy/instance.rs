@@ -147,10 +147,7 @@ impl Instance {
     /// Kills Envoy and reaps it. Logs an error if that takes longer than `limit`.
     pub(super) async fn kill_and_reap(mut self, limit: Duration) {
         self.kill();
-        if tokio::time::timeout(limit, self.wait_for_exit())
-            .await
-            .is_err()
-        {
+        if tokio::time::timeout(limit, self.wait_for_exit()).await.is_err() {
             tracing::error!("{}", unkillable(limit));
         }
     }
@@ -198,10 +195,7 @@ pub(super) async fn wait_for_exit(instance: &mut Option<Instance>) -> io::Result
 }
 
 /// Makes the kernel terminate the child when the thread that starts it ends.
-#[expect(
-    unsafe_code,
-    reason = "code between fork and exec can be had in no other way"
-)]
+#[expect(unsafe_code, reason = "code between fork and exec can be had in no other way")]
 fn end_with_parent(start: &mut tokio::process::Command) {
     let agent = rustix::process::getpid();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes two

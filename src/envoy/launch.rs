@@ -50,13 +50,7 @@ impl Prepared {
         });
         // The first two arguments are the bootstrap's path.
         let digest = hash((bootstrap, &arguments[2..], command.environment(), program));
-        Self {
-            command,
-            digest,
-            metadata_digest: hash(metadata),
-            takeover: None,
-            _files: files,
-        }
+        Self { command, digest, metadata_digest: hash(metadata), takeover: None, _files: files }
     }
 }
 
@@ -87,20 +81,11 @@ impl Launch {
         workers: Option<u32>,
         parent_shutdown: Duration,
     ) -> Self {
-        let mode = self
-            .takeover()
-            .map_or(Mode::Alone, |takeover| Mode::HotRestart {
-                takeover: Takeover {
-                    workers: workers.or(takeover.workers),
-                    ..takeover
-                },
-                parent_shutdown,
-            });
-        Self {
-            prepared,
-            base_id: self.base_id.clone(),
-            mode,
-        }
+        let mode = self.takeover().map_or(Mode::Alone, |takeover| Mode::HotRestart {
+            takeover: Takeover { workers: workers.or(takeover.workers), ..takeover },
+            parent_shutdown,
+        });
+        Self { prepared, base_id: self.base_id.clone(), mode }
     }
 
     /// Returns Envoy's `--restart-epoch`: how many Envoys have had the base id before.

@@ -76,10 +76,7 @@ pub fn new(
     prepare: Prepare,
     stop: &Stop,
     metrics: &Registry,
-) -> (
-    Envoy,
-    impl Future<Output = Result<Exit, BoxError>> + Send + 'static,
-) {
+) -> (Envoy, impl Future<Output = Result<Exit, BoxError>> + Send + 'static) {
     let (envoy, supervisor) = Supervisor::new(config, prepare, stop, metrics);
     publish_state(metrics, envoy.report());
     (envoy, supervisor.run())

@@ -206,10 +206,7 @@ mod tests {
         let info =
             "2026-11-23T20:06:17.478981Z\tinfo\tenvoy main server.cc:1159\texiting\tthread=1";
         for (lines, expected) in [
-            (
-                &[critical, " {\"admin\":{}} '\tthread=1", info, bind][..],
-                Some(bind),
-            ),
+            (&[critical, " {\"admin\":{}} '\tthread=1", info, bind][..], Some(bind)),
             (
                 &["error: invalid log level specified 'loud'", ""],
                 Some("error: invalid log level specified 'loud'"),

@@ -30,9 +30,7 @@ pub(crate) fn check_runnable(program: &Path) -> io::Result<()> {
 
 fn header(program: &Path) -> io::Result<Vec<u8>> {
     let mut header = Vec::new();
-    regular_file::open(program)?
-        .take(20)
-        .read_to_end(&mut header)?;
+    regular_file::open(program)?.take(20).read_to_end(&mut header)?;
     Ok(header)
 }
 
@@ -50,10 +48,7 @@ pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
             let found = format!("it is not a program for {}", std::env::consts::ARCH);
             problem(codes::ENVOY_WRONG_ARCHITECTURE, &found)
         }
-        _ => problem(
-            codes::ENVOY_NOT_EXECUTABLE,
-            &format!("cannot run it: {error}"),
-        ),
+        _ => problem(codes::ENVOY_NOT_EXECUTABLE, &format!("cannot run it: {error}")),
     }
 }
 
@@ -72,30 +67,10 @@ mod tests {
         let foreign = [&own[..18], &[42, 0], &own[20..64]].concat();
         for (name, content, mode, code) in [
             ("missing", None, 0o755, Some(codes::ENVOY_MISSING)),
-            (
-                "plain",
-                Some(&b"x"[..]),
-                0o644,
-                Some(codes::ENVOY_NOT_EXECUTABLE),
-            ),
-            (
-                "foreign",
-                Some(&foreign),
-                0o755,
-                Some(codes::ENVOY_WRONG_ARCHITECTURE),
-            ),
-            (
-                "text",
-                Some(b"exit 0\n"),
-                0o755,
-                Some(codes::ENVOY_WRONG_ARCHITECTURE),
-            ),
-            (
-                "empty",
-                Some(b""),
-                0o755,
-                Some(codes::ENVOY_WRONG_ARCHITECTURE),
-            ),
+            ("plain", Some(&b"x"[..]), 0o644, Some(codes::ENVOY_NOT_EXECUTABLE)),
+            ("foreign", Some(&foreign), 0o755, Some(codes::ENVOY_WRONG_ARCHITECTURE)),
+            ("text", Some(b"exit 0\n"), 0o755, Some(codes::ENVOY_WRONG_ARCHITECTURE)),
+            ("empty", Some(b""), 0o755, Some(codes::ENVOY_WRONG_ARCHITECTURE)),
             ("script", Some(b"#!/bin/sh\n"), 0o755, None),
             ("native", Some(&own[..64]), 0o755, None),
         ] {
@@ -104,9 +79,7 @@ mod tests {
                 fs::write(&path, content).unwrap();
                 fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
             }
-            let found = check_runnable(&path)
-                .err()
-                .map(|error| problem(&path, &error).code);
+            let found = check_runnable(&path).err().map(|error| problem(&path, &error).code);
             assert_eq!(found, code, "{name}");
         }
         assert!(check_runnable(Path::new("found-in-path")).is_ok());

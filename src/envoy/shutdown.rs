@@ -54,10 +54,7 @@ pub enum Drain {
     /// A timed drain.
     For(Duration),
     /// A drain until the last connection is closed.
-    UntilIdle {
-        at_least: Duration,
-        at_most: Duration,
-    },
+    UntilIdle { at_least: Duration, at_most: Duration },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -177,10 +174,8 @@ mod tests {
 
     #[test]
     fn a_plan_is_one_line_that_ends_with_the_sum() {
-        let step = |waits_for, seconds| PlannedStep {
-            waits_for,
-            at_most: Duration::from_secs(seconds),
-        };
+        let step =
+            |waits_for, seconds| PlannedStep { waits_for, at_most: Duration::from_secs(seconds) };
         let plan = Plan(vec![step(Step::Quit, 2), step(Step::Termination, 5)]);
         let expected = "quit 2s, termination 5s, in total 7s at most";
         assert_eq!(plan.to_string(), expected);
@@ -209,15 +204,9 @@ mod tests {
             at_least: Duration::from_secs(90),
             at_most: Duration::from_secs(60),
         });
-        assert_eq!(
-            limits.at_most(Step::DrainTime),
-            Some(Duration::from_secs(59))
-        );
+        assert_eq!(limits.at_most(Step::DrainTime), Some(Duration::from_secs(59)));
         assert_eq!(limits.at_most(Step::Connections), Some(Duration::ZERO));
-        assert_eq!(
-            limits.at_most(Step::LastRequests),
-            Some(Duration::from_secs(1))
-        );
+        assert_eq!(limits.at_most(Step::LastRequests), Some(Duration::from_secs(1)));
     }
 
     fn limits(drain: Drain) -> Limits {

@@ -81,10 +81,8 @@ impl Supervisor {
             publish,
             stop: stop.requested(),
             orders,
-            restarts: metrics.counter(
-                "istio_agent_envoy_restarts_total",
-                "Restarts of Envoy after a crash.",
-            ),
+            restarts: metrics
+                .counter("istio_agent_envoy_restarts_total", "Restarts of Envoy after a crash."),
             drains: metrics.counter(
                 "istio_agent_envoy_drains_total",
                 "Requests to Envoy to drain its listeners.",
@@ -104,8 +102,7 @@ impl Supervisor {
         self.hot_restart.end(self.config.limits.kill).await;
         self.publish();
         if self.instance.is_none() {
-            self.publish
-                .send_modify(|report| report.state = State::Exited);
+            self.publish.send_modify(|report| report.state = State::Exited);
         }
         exit
     }
@@ -188,8 +185,7 @@ impl Supervisor {
             Ok(None) => {}
             Ok(Some(crash)) => {
                 tracing::warn!("in the previous container: {}", crash.problem());
-                self.publish
-                    .send_modify(|report| report.last_crash = Some(crash));
+                self.publish.send_modify(|report| report.last_crash = Some(crash));
             }
             Err(problem) => tracing::warn!("{problem}"),
         }
@@ -366,8 +362,7 @@ impl Supervisor {
         if is_crash(ended, self.machine.phase()) {
             let crash = envoy.describe_crash(ended).await;
             Crash::record(Some(&crash), directory);
-            self.publish
-                .send_modify(|report| report.last_crash = Some(crash.clone()));
+            self.publish.send_modify(|report| report.last_crash = Some(crash.clone()));
             return Some(crash);
         }
         envoy.output.last_lines().await;

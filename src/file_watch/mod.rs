@@ -42,16 +42,10 @@ struct Watched {
 }
 
 impl FileWatch {
-    #[expect(
-        deprecated,
-        reason = "an owned descriptor is what the safe constructor is sound for"
-    )]
+    #[expect(deprecated, reason = "an owned descriptor is what the safe constructor is sound for")]
     pub(crate) fn new() -> io::Result<Self> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-        Ok(Self {
-            inotify: AsyncFd::new(inotify)?,
-            watched: Mutex::default(),
-        })
+        Ok(Self { inotify: AsyncFd::new(inotify)?, watched: Mutex::default() })
     }
 
     /// Watches a path and its current chain of links. Blocks on the file system. After an error only a part of the

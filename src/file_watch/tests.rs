@@ -110,28 +110,17 @@ async fn no_change_of_a_link_is_missed_while_its_path_is_watched() {
     });
     while last != "19" {
         let changed = tokio::time::timeout(Duration::from_secs(10), watch.changed());
-        changed
-            .await
-            .expect("no change is missed")
-            .expect("is read");
+        changed.await.expect("no change is missed").expect("is read");
         last = read();
     }
     rotating.join().unwrap();
     // The file of the last version is watched, too: once no change is pending, a write to it is
     // noticed.
-    while tokio::time::timeout(Duration::from_millis(1), watch.changed())
-        .await
-        .is_ok()
-    {
+    while tokio::time::timeout(Duration::from_millis(1), watch.changed()).await.is_ok() {
         read();
     }
     fs::write(path("v19/file"), "written").unwrap();
-    assert_change_is_reported(
-        &watch,
-        &path("current/file"),
-        "a write behind the last link",
-    )
-    .await;
+    assert_change_is_reported(&watch, &path("current/file"), "a write behind the last link").await;
 }
 
 #[tokio::test]

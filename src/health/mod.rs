@@ -79,10 +79,7 @@ pub fn new(
     registry: &Registry,
 ) -> Result<(Health, impl Future<Output = ()> + Send + use<>), rustls::Error> {
     let (sender, receiver) = watch::channel(None);
-    let health = Health {
-        check: config.check.name(),
-        verdict: receiver,
-    };
+    let health = Health { check: config.check.name(), verdict: receiver };
     let checks = Checks {
         client: Client::new(config.probes)?,
         results: registry.counters(
@@ -161,9 +158,7 @@ impl Checks {
                 let status = outcome.map_err(|problem| problem.to_string())?.status;
                 match status.as_u16() {
                     200..400 => Ok(()),
-                    bad => Err(format!(
-                        "status code was not from [200,400), bad code {bad}"
-                    )),
+                    bad => Err(format!("status code was not from [200,400), bad code {bad}")),
                 }
             }
         }
@@ -257,9 +252,7 @@ async fn run(command: &[String], limit: Duration) -> Result<(), String> {
         Ok(Ok(status)) => Err(format!("{program:?} ended with {status}")),
         Ok(Err(error)) => Err(format!("{program:?} cannot be waited for: {error}")),
         // The runtime reaps the killed child.
-        Err(_) => Err(format!(
-            "command timeout exceeded: {program:?} ran for {limit:?}"
-        )),
+        Err(_) => Err(format!("command timeout exceeded: {program:?} ran for {limit:?}")),
     }
 }
 

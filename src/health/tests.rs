@@ -16,21 +16,13 @@ fn config(check: Check) -> Config {
         successes: 2,
         failures: 3,
         check,
-        probes: probe::Config {
-            source: SOURCE,
-            offers_http2: false,
-            keeps_connections: false,
-        },
+        probes: probe::Config { source: SOURCE, offers_http2: false, keeps_connections: false },
     }
 }
 
 fn tcp(port: u16) -> Check {
-    let probe = Probe {
-        host: SOURCE.to_string(),
-        port,
-        kind: Kind::Tcp,
-        timeout: Duration::from_secs(5),
-    };
+    let probe =
+        Probe { host: SOURCE.to_string(), port, kind: Kind::Tcp, timeout: Duration::from_secs(5) };
     Check::Probe(probe, HeaderMap::new())
 }
 
@@ -87,26 +79,14 @@ async fn health_follows_the_application_and_a_stopping_agent_is_unhealthy() {
     drop(envoy);
     let mut verdict = health.verdict();
     let scene = async {
-        verdict
-            .wait_for(|v| *v == Some(Ok(())))
-            .await
-            .expect("healthy");
+        verdict.wait_for(|v| *v == Some(Ok(()))).await.expect("healthy");
         drop(listener);
-        verdict
-            .wait_for(|v| matches!(v, Some(Err(_))))
-            .await
-            .expect("unhealthy");
+        verdict.wait_for(|v| matches!(v, Some(Err(_)))).await.expect("unhealthy");
         let _listener = TcpListener::bind(address).await.expect("the port again");
-        verdict
-            .wait_for(|v| *v == Some(Ok(())))
-            .await
-            .expect("healthy again");
+        verdict.wait_for(|v| *v == Some(Ok(()))).await.expect("healthy again");
         stop.escalate("test");
         let stopping = Some(Err("the agent is stopping".to_owned()));
-        verdict
-            .wait_for(|v| *v == stopping)
-            .await
-            .expect("unhealthy at the end");
+        verdict.wait_for(|v| *v == stopping).await.expect("unhealthy at the end");
     };
     tokio::select! {
         () = scene => {}
@@ -134,27 +114,15 @@ async fn checks_begin_when_envoy_serves_and_fail_while_it_does_not() {
         state(State::Running);
         // A paused clock would not wait for the program of the check.
         tokio::time::resume();
-        verdict
-            .wait_for(|v| *v == Some(Ok(())))
-            .await
-            .expect("healthy");
+        verdict.wait_for(|v| *v == Some(Ok(()))).await.expect("healthy");
         state(State::Starting);
         let expected = Some(Err("Envoy does not serve".to_owned()));
-        verdict
-            .wait_for(|v| *v == expected)
-            .await
-            .expect("unhealthy");
+        verdict.wait_for(|v| *v == expected).await.expect("unhealthy");
         state(State::Running);
-        verdict
-            .wait_for(|v| *v == Some(Ok(())))
-            .await
-            .expect("healthy again");
+        verdict.wait_for(|v| *v == Some(Ok(()))).await.expect("healthy again");
         sender.send_modify(|report| report.is_drained = true);
         let expected = Some(Err("Envoy is draining".to_owned()));
-        verdict
-            .wait_for(|v| *v == expected)
-            .await
-            .expect("unhealthy in a drain");
+        verdict.wait_for(|v| *v == expected).await.expect("unhealthy in a drain");
     };
     tokio::select! {
         () = scene => {}
@@ -167,19 +135,13 @@ async fn a_program_is_judged_by_its_exit_code_within_its_time() {
     for (command, expected) in [
         (vec!["true"], Ok(())),
         (vec!["false"], Err("\"false\" ended with exit status: 1")),
-        (
-            vec!["/"],
-            Err("\"/\" does not run: Permission denied (os error 13)"),
-        ),
+        (vec!["/"], Err("\"/\" does not run: Permission denied (os error 13)")),
         (
             vec!["/nothing"],
             Err("\"/nothing\" does not run: No such file or directory (os error 2)"),
         ),
         (vec!["sh", "-c", "yes & yes >&2 & kill $!"], Ok(())),
-        (
-            vec!["sh", "-c", "kill -9 $$"],
-            Err("\"sh\" ended with signal: 9 (SIGKILL)"),
-        ),
+        (vec!["sh", "-c", "kill -9 $$"], Err("\"sh\" ended with signal: 9 (SIGKILL)")),
         (vec![], Err("no command")),
     ] {
         let words: Vec<_> = command.iter().map(|&word| word.to_owned()).collect();
@@ -190,13 +152,9 @@ async fn a_program_is_judged_by_its_exit_code_within_its_time() {
 
 #[tokio::test]
 async fn children_of_a_probe_program_are_killed_when_it_ends_or_hangs() {
-    for (end, expected) in [
-        ("true", Ok(())),
-        (
-            "wait",
-            Err("command timeout exceeded: \"sh\" ran for 500ms"),
-        ),
-    ] {
+    for (end, expected) in
+        [("true", Ok(())), ("wait", Err("command timeout exceeded: \"sh\" ran for 500ms"))]
+    {
         let directory = tempfile::tempdir().expect("a directory");
         let mark = directory.path().join("pid");
         let script = format!("sleep 1000 & echo $! > {}; {end}", mark.display());

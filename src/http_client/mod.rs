@@ -116,11 +116,7 @@ pub enum Error {
         source: Box<dyn StdError + Send + Sync>,
     },
     #[error("{authority} redirects to {found:?}, expected {expected}")]
-    Redirect {
-        authority: String,
-        found: String,
-        expected: &'static str,
-    },
+    Redirect { authority: String, found: String, expected: &'static str },
     #[error("stopped after {MAX_REDIRECTS} redirects, the last by {authority}")]
     Redirects { authority: String },
     #[error("the answer of {authority} has more than {limit} bytes")]
@@ -138,11 +134,7 @@ impl Default for Client {
 impl Client {
     pub fn new(config: Config) -> Self {
         let (config, tasks) = (Arc::new(config), Arc::<ConnectionTasks>::default());
-        Self {
-            pool: create_pool(&config, &tasks, None),
-            config,
-            tasks,
-        }
+        Self { pool: create_pool(&config, &tasks, None), config, tasks }
     }
 
     /// Sends a request and reads the complete response, within `limit`. Fails if the body has more than
@@ -204,10 +196,7 @@ impl Client {
         let began = Instant::now();
         let mut sent = client.request(request.clone()).await;
         // The server may close a pooled connection just as the request arrives.
-        if sent
-            .as_ref()
-            .is_err_and(|error| used_pooled_connection(error, began))
-        {
+        if sent.as_ref().is_err_and(|error| used_pooled_connection(error, began)) {
             sent = client.request(request).await;
         }
         let authority = host_and_port(uri);
@@ -365,9 +354,7 @@ pub fn http_url(text: &str) -> Result<Uri, Error> {
     let url = text.parse::<Uri>().ok();
     let url = url.filter(|url| url.scheme_str() == Some("http"));
     url.filter(|url| url.host().is_some_and(|host| !host.is_empty()))
-        .ok_or_else(|| Error::Url {
-            found: text.to_owned(),
-        })
+        .ok_or_else(|| Error::Url { found: text.to_owned() })
 }
 
 /// Returns the authority of a URL without the user information.

@@ -132,10 +132,7 @@ mod tests {
             request.headers_mut().insert(header::HOST, host);
             let response = Response::builder().status(307).header("location", location);
             let response = response.body(()).expect("a response");
-            assert!(matches!(
-                Redirects::Follow.follow(&mut request, &response),
-                Ok(true)
-            ));
+            assert!(matches!(Redirects::Follow.follow(&mut request, &response), Ok(true)));
             let found = request.headers().contains_key(header::AUTHORIZATION);
             assert_eq!(found, is_kept, "{location}");
             let found = request.headers().contains_key(header::HOST);
@@ -153,17 +150,11 @@ mod tests {
             ("https://8.8.8.8/", true),
             ("https://localhost/", true),
         ] {
-            let mut request = Request::get("https://10.0.0.1/a")
-                .body(())
-                .expect("a request");
+            let mut request = Request::get("https://10.0.0.1/a").body(()).expect("a request");
             let response = Response::builder().status(302).header("location", location);
             let response = response.body(()).expect("a response");
             let found = Redirects::FollowPublic.follow(&mut request, &response);
-            assert_eq!(
-                matches!(found, Ok(true)),
-                is_followed,
-                "{location}: {found:?}"
-            );
+            assert_eq!(matches!(found, Ok(true)), is_followed, "{location}: {found:?}");
         }
     }
 

@@ -35,11 +35,7 @@ impl Server {
                 streams.spawn(serve(stream, answers.clone()));
             }
         });
-        Self {
-            url,
-            connections,
-            _tasks: tasks,
-        }
+        Self { url, connections, _tasks: tasks }
     }
 
     fn connections(&self) -> usize {
@@ -75,10 +71,7 @@ async fn fetch(client: &Client, url: &str) -> Result<Response<Bytes>, Error> {
 }
 
 fn keeping() -> Client {
-    Client::new(Config {
-        keeps_connections: true,
-        ..Config::default()
-    })
+    Client::new(Config { keeps_connections: true, ..Config::default() })
 }
 
 #[tokio::test]
@@ -89,10 +82,7 @@ async fn a_request_has_path_host_and_body_and_closes_its_connection() {
     *request.body_mut() = Bytes::from_static(b"hello");
     let answer = Client::default().fetch(request, LIMIT, 1000).await;
     let text = String::from_utf8(answer.expect("an answer").body().to_vec()).expect("text");
-    let host = server
-        .url
-        .trim_start_matches("http://")
-        .trim_end_matches("/a");
+    let host = server.url.trim_start_matches("http://").trim_end_matches("/a");
     assert!(text.starts_with("POST /a?b=c HTTP/1.1\r\n"), "{text}");
     assert!(text.contains(&format!("host: {host}\r\n")), "{text}");
     assert!(text.contains("connection: close\r\n"), "{text}");
@@ -101,9 +91,7 @@ async fn a_request_has_path_host_and_body_and_closes_its_connection() {
 
 #[tokio::test]
 async fn unusual_heads_are_read() {
-    let headers: String = (0..20_000)
-        .map(|index| format!("x-{index}: y\r\n"))
-        .collect();
+    let headers: String = (0..20_000).map(|index| format!("x-{index}: y\r\n")).collect();
     let large = format!("large: {}\r\n", "y".repeat(1_000_000));
     let value = "y".repeat(1_000_000);
     for (head, name, expected) in [
@@ -115,9 +103,7 @@ async fn unusual_heads_are_read() {
     ] {
         let answer = format!("HTTP/1.1 200 OK\r\n{head}content-length: 0\r\n\r\n");
         let server = Server::start(&[&answer]).await;
-        let answer = fetch(&Client::default(), &server.url)
-            .await
-            .expect("an answer");
+        let answer = fetch(&Client::default(), &server.url).await.expect("an answer");
         let value = answer.headers()[name].to_str().expect("text");
         let value: Vec<_> = value.split_whitespace().collect();
         assert_eq!(value, expected.split_whitespace().collect::<Vec<_>>());
@@ -131,10 +117,7 @@ async fn answers_beyond_the_limits_are_errors() {
     for (answer, expected) in [
         (head.as_str(), "failed before the end of the answer"),
         (&body, "has more than 1048576 bytes"),
-        (
-            "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nOK",
-            "failed before the end of the answer",
-        ),
+        ("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nOK", "failed before the end of the answer"),
         ("nonsense\r\n\r\n", "failed before the end of the answer"),
     ] {
         let server = Server::start(&[answer]).await;
@@ -193,10 +176,7 @@ async fn a_connection_is_kept_when_its_answer_was_read_to_the_end() {
         // Dropping an unread response closes its connection.
         drop(unread);
         fetch(&client, &server.url).await.expect("an answer");
-        assert_eq!(
-            server.connections(),
-            connections + if connections == 1 { 1 } else { 2 }
-        );
+        assert_eq!(server.connections(), connections + if connections == 1 { 1 } else { 2 });
     }
 }
 
@@ -240,10 +220,7 @@ async fn at_most_32_idle_connections_are_kept() {
     // The body is larger than what is read before the caller asks for it, so each connection stays in
     // use until its body is collected.
     let body = "y".repeat(256 << 10);
-    let answer = format!(
-        "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}",
-        body.len()
-    );
+    let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len());
     let server = Server::start(&[&answer, &answer]).await;
     let client = keeping();
     let mut connections = 0;
@@ -279,34 +256,15 @@ async fn redirects_are_followed_as_configured() {
         (Redirects::SameHost, &"mailto:a@b".to_owned(), "302"),
         (Redirects::SameHost, &String::new(), "302"),
         (Redirects::Follow, &String::new(), "302"),
-        (
-            Redirects::Follow,
-            &"mailto:a@b".to_owned(),
-            "expected a path or a URL",
-        ),
+        (Redirects::Follow, &"mailto:a@b".to_owned(), "expected a path or a URL"),
         (Redirects::Follow, &other, "200"),
-        (
-            Redirects::Follow,
-            &"loop".to_owned(),
-            "stopped after 10 redirects",
-        ),
-        (
-            Redirects::Follow,
-            &"http://[".to_owned(),
-            "expected a path or a URL",
-        ),
-        (
-            Redirects::Follow,
-            &"https://h/".to_owned(),
-            "is not a URL that can be requested",
-        ),
+        (Redirects::Follow, &"loop".to_owned(), "stopped after 10 redirects"),
+        (Redirects::Follow, &"http://[".to_owned(), "expected a path or a URL"),
+        (Redirects::Follow, &"https://h/".to_owned(), "is not a URL that can be requested"),
     ] {
         let answer = format!("HTTP/1.1 302 Found\r\nlocation: {location}\r\n\r\nbody");
         let server = Server::start(&[&answer]).await;
-        let client = Client::new(Config {
-            redirects,
-            ..Config::default()
-        });
+        let client = Client::new(Config { redirects, ..Config::default() });
         let mut request = get(&server.url);
         let host = HeaderValue::from_static("cart");
         request.headers_mut().insert(header::HOST, host);
@@ -319,10 +277,7 @@ async fn redirects_are_followed_as_configured() {
             Ok(answer) => answer.status().as_u16().to_string(),
             Err(error) => error.to_string(),
         };
-        assert!(
-            found.contains(expected),
-            "{redirects:?} {location}: {found}"
-        );
+        assert!(found.contains(expected), "{redirects:?} {location}: {found}");
     }
 }
 
@@ -335,54 +290,26 @@ async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it
         Client::new(Config {
             dialer,
             tls: Some(crate::unverified_tls::config(false).expect("TLS")),
-            proxies: Proxies {
-                http: proxy.clone(),
-                https: proxy.clone(),
-                excluded: String::new(),
-            },
+            proxies: Proxies { http: proxy.clone(), https: proxy.clone(), excluded: String::new() },
             ..Config::default()
         })
     };
     let client = through(Dialer::default());
     let answer = fetch(&client, "http://modules.test/a?b").await;
     let text = String::from_utf8(answer.expect("an answer").body().to_vec()).expect("text");
-    assert!(
-        text.starts_with("GET http://modules.test/a?b HTTP/1.1\r\n"),
-        "{text}"
-    );
-    assert!(
-        text.contains("\r\nproxy-authorization: Basic dTpw\r\n"),
-        "{text}"
-    );
+    assert!(text.starts_with("GET http://modules.test/a?b HTTP/1.1\r\n"), "{text}");
+    assert!(text.contains("\r\nproxy-authorization: Basic dTpw\r\n"), "{text}");
     assert!(text.contains("\r\nhost: modules.test\r\n"), "{text}");
-    let error = fetch(&client, "http://127.0.0.1:1/")
-        .await
-        .expect_err("direct");
-    assert!(
-        error
-            .to_string()
-            .starts_with("cannot connect to 127.0.0.1:1"),
-        "{error}"
-    );
+    let error = fetch(&client, "http://127.0.0.1:1/").await.expect_err("direct");
+    assert!(error.to_string().starts_with("cannot connect to 127.0.0.1:1"), "{error}");
     // The response to CONNECT is a success, but the bytes after it are not TLS.
-    let error = fetch(&client, "https://modules.test/")
-        .await
-        .expect_err("no TLS");
+    let error = fetch(&client, "https://modules.test/").await.expect_err("no TLS");
     assert!(matches!(error, Error::Tls { .. }), "{error}");
     let refusing = Server::start(&["HTTP/1.1 403 Forbidden\r\n\r\n"]).await;
     let refusing = refusing.url.trim_start_matches("http://").to_owned();
-    for (proxy, expected) in [
-        (refusing.as_str(), "403"),
-        ("127.0.0.1:1", "cannot connect"),
-    ] {
-        let proxies = Proxies {
-            https: Proxy::parse(proxy),
-            ..Proxies::default()
-        };
-        let client = Client::new(Config {
-            proxies,
-            ..(*client.config).clone()
-        });
+    for (proxy, expected) in [(refusing.as_str(), "403"), ("127.0.0.1:1", "cannot connect")] {
+        let proxies = Proxies { https: Proxy::parse(proxy), ..Proxies::default() };
+        let client = Client::new(Config { proxies, ..(*client.config).clone() });
         let error = fetch(&client, "https://modules.test/").await;
         let text = crate::lifecycle::with_causes(&error.expect_err("refused"));
         let began = text.contains("refused a connection to modules.test: ");
@@ -396,9 +323,7 @@ struct NoMetadata;
 impl dial::Filter for NoMetadata {
     fn check(&self, address: std::net::IpAddr) -> Result<(), String> {
         let is_metadata = address.to_string().starts_with("169.254.");
-        (!is_metadata)
-            .then_some(())
-            .ok_or_else(|| "is blocked".to_owned())
+        (!is_metadata).then_some(()).ok_or_else(|| "is blocked".to_owned())
     }
 }
 
@@ -408,10 +333,7 @@ async fn a_proxy_is_not_asked_for_a_blocked_address() {
     let proxy = Proxy::parse(&server.url);
     let client = Client::new(Config {
         dialer: Dialer::with_filter(Arc::new(NoMetadata)),
-        proxies: Proxies {
-            http: proxy,
-            ..Proxies::default()
-        },
+        proxies: Proxies { http: proxy, ..Proxies::default() },
         ..Config::default()
     });
     assert!(fetch(&client, "http://10.0.0.1/").await.is_ok());
@@ -423,21 +345,10 @@ async fn a_proxy_is_not_asked_for_a_blocked_address() {
 
 #[test]
 fn a_url_has_a_host_and_may_leave_out_the_rest() {
-    for url in [
-        "http://localhost:15021/x",
-        "http://[::1]/?y=z",
-        "http://127.0.0.2",
-    ] {
+    for url in ["http://localhost:15021/x", "http://[::1]/?y=z", "http://127.0.0.2"] {
         assert!(http_url(url).is_ok(), "{url}");
     }
-    for url in [
-        "",
-        "localhost:15021",
-        "https://localhost/",
-        "/path",
-        "http:///x",
-        "http://a/b c",
-    ] {
+    for url in ["", "localhost:15021", "https://localhost/", "/path", "http:///x", "http://a/b c"] {
         let error = http_url(url).expect_err(url);
         assert!(matches!(error, Error::Url { .. }), "{error}");
     }
@@ -445,12 +356,7 @@ fn a_url_has_a_host_and_may_leave_out_the_rest() {
 
 #[tokio::test]
 async fn requests_to_unusable_addresses_are_errors() {
-    for url in [
-        "/path",
-        "https://localhost/",
-        "ftp://localhost/",
-        "localhost:15021",
-    ] {
+    for url in ["/path", "https://localhost/", "ftp://localhost/", "localhost:15021"] {
         let error = fetch(&Client::default(), url).await.expect_err("an error");
         assert!(matches!(error, Error::Url { .. }), "{url}: {error}");
     }

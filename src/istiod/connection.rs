@@ -142,12 +142,8 @@ pub(super) async fn open(
         Http2State::GoingAway(go_away) => return Err(Loss::Ended(format!("it sent {go_away}"))),
         _ => return Err(Loss::Ended("it closed the connection".to_owned())),
     }
-    let connection = Connection {
-        sender,
-        about: Arc::new(about),
-        config,
-        superseded: CancellationToken::new(),
-    };
+    let connection =
+        Connection { sender, about: Arc::new(about), config, superseded: CancellationToken::new() };
     Ok((connection, Driver { running, peer }))
 }
 

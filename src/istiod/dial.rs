@@ -60,11 +60,7 @@ pub(super) struct Failure {
 
 impl From<Problem> for Failure {
     fn from(problem: Problem) -> Self {
-        Self {
-            problem,
-            timed_out: false,
-            is_alert: false,
-        }
+        Self { problem, timed_out: false, is_alert: false }
     }
 }
 
@@ -155,17 +151,13 @@ fn handshake_failure(
         },
         Some(Error::Other(cause)) => (codes::ISTIOD_CERTIFICATE_UNUSABLE, cause.to_string()),
         Some(Error::InvalidMessage(_)) => (codes::ISTIOD_NOT_TLS, "it answered without TLS".into()),
-        None if error.kind() == io::ErrorKind::UnexpectedEof => (
-            codes::ISTIOD_TLS_REFUSED,
-            "it closed the connection".to_owned(),
-        ),
+        None if error.kind() == io::ErrorKind::UnexpectedEof => {
+            (codes::ISTIOD_TLS_REFUSED, "it closed the connection".to_owned())
+        }
         _ => (codes::ISTIOD_TLS_REFUSED, error.to_string()),
     };
     let problem = config.problem(code, format!("TLS handshake with {to} failed: {found}"));
-    Failure {
-        is_alert,
-        ..problem.into()
-    }
+    Failure { is_alert, ..problem.into() }
 }
 
 /// Describes a certificate that is not valid by this clock.
@@ -196,10 +188,7 @@ pub async fn open_probe(config: &Config, limit: Duration) -> Result<Probe, Probl
     tasks.executor().spawn(async move {
         let _ = driver.run(|| {}).await; // Calls on the connection fail with the reason.
     });
-    Ok(Probe {
-        connection,
-        _tasks: tasks,
-    })
+    Ok(Probe { connection, _tasks: tasks })
 }
 
 /// Opens a connection to istiod, through the proxy if there is one. Tries all addresses, and records in `dialer`
@@ -225,17 +214,9 @@ pub(super) async fn dial(
     let mut candidates = dialer.candidates(addresses);
     let mut last_failure = None;
     while let Some((to, stream)) = total.run(CONNECT, candidates.connect()).await? {
-        let bound = if candidates.is_empty() {
-            total
-        } else {
-            total.at_most(config.limits.per_address)
-        };
-        let attempt = Attempt {
-            config,
-            to,
-            bound,
-            executor: &executor,
-        };
+        let bound =
+            if candidates.is_empty() { total } else { total.at_most(config.limits.per_address) };
+        let attempt = Attempt { config, to, bound, executor: &executor };
         match attempt.open(stream, tls.as_ref()).await {
             Ok(open) => return Ok(open),
             Err(failure) => {
@@ -279,9 +260,7 @@ impl Attempt<'_> {
             return self.start_http2(Box::new(stream), None).await;
         };
         let has_certificate = tls.without_client.is_some();
-        let outcome = self
-            .open_tls(stream, tls, &tls.config, has_certificate)
-            .await;
+        let outcome = self.open_tls(stream, tls, &tls.config, has_certificate).await;
         match (outcome, &tls.without_client) {
             (Err(failure), Some(without)) if failure.is_alert => {
                 let (code, found) = (codes::CLIENT_CERTIFICATE_REFUSED, failure.problem.found);
@@ -341,11 +320,7 @@ impl Attempt<'_> {
         tls: Option<Tls>,
     ) -> Result<(Connection, Driver), Failure> {
         let to = self.to;
-        let about = Connected {
-            peer: to.to_string(),
-            since: rfc3339(Clock::system().now()),
-            tls,
-        };
+        let about = Connected { peer: to.to_string(), since: rfc3339(Clock::system().now()), tls };
         let opening = connection::open(io, about, self.config.clone(), self.executor.clone());
         let opened = self.bound.run(START_HTTP2, opening).await?;
         opened.map_err(|loss| {
@@ -355,10 +330,7 @@ impl Attempt<'_> {
                 Loss::Ended(_) => (codes::ISTIOD_CONNECTION_LOST, "did not start HTTP/2"),
             };
             let problem = self.config.problem(code, format!("{to} {what}: {loss}"));
-            Failure {
-                is_alert: matches!(loss, Loss::Alert(_)),
-                ..problem.into()
-            }
+            Failure { is_alert: matches!(loss, Loss::Alert(_)), ..problem.into() }
         })
     }
 
@@ -389,11 +361,7 @@ struct Bound<'a> {
 
 impl<'a> Bound<'a> {
     fn new(config: &'a Config, limit: Duration) -> Self {
-        Self {
-            config,
-            deadline: clock::after(limit),
-            limit,
-        }
+        Self { config, deadline: clock::after(limit), limit }
     }
 
     /// Returns this bound, or an earlier one that starts now.
@@ -412,10 +380,7 @@ impl<'a> Bound<'a> {
             } else {
                 self.config.problem(step.code, found)
             };
-            Failure {
-                timed_out: true,
-                ..problem.into()
-            }
+            Failure { timed_out: true, ..problem.into() }
         })
     }
 }

@@ -175,9 +175,8 @@ pub(crate) fn offer(
     let versions = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[suite.version()])
         .unwrap();
-    let mut narrow = versions
-        .with_no_client_auth()
-        .with_cert_resolver(config.cert_resolver.clone());
+    let mut narrow =
+        versions.with_no_client_auth().with_cert_resolver(config.cert_resolver.clone());
     narrow.alpn_protocols.clone_from(&config.alpn_protocols);
     *config = narrow;
 }
@@ -230,12 +229,7 @@ impl Fake {
         let mut tasks = JoinSet::new();
         let tls = tls.map(|tls| TlsAcceptor::from(Arc::new(tls)));
         tasks.spawn(accept(listener, tls, shared.clone()));
-        Self {
-            address,
-            shared,
-            words,
-            _tasks: tasks,
-        }
+        Self { address, shared, words, _tasks: tasks }
     }
 
     pub(crate) fn seen(&self) -> std::sync::MutexGuard<'_, Seen> {
@@ -247,9 +241,7 @@ impl Fake {
     }
 
     pub(crate) fn say(&self, words: &'static str) {
-        self.words
-            .send(Bytes::from_static(words.as_bytes()))
-            .unwrap();
+        self.words.send(Bytes::from_static(words.as_bytes())).unwrap();
     }
 
     /// Drops all connections.
@@ -321,15 +313,11 @@ async fn respond(
         }
         HELD => {
             let heard = shared.words.lock().unwrap().take().unwrap();
-            Ok(streaming(
-                tokio_stream::wrappers::UnboundedReceiverStream::new(heard),
-            ))
+            Ok(streaming(tokio_stream::wrappers::UnboundedReceiverStream::new(heard)))
         }
         _ => {
             let request = http::Request::from_parts(parts, body);
-            IstioCertificateServiceServer::new(shared)
-                .call(request)
-                .await
+            IstioCertificateServiceServer::new(shared).call(request).await
         }
     }
 }
@@ -372,10 +360,7 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
             timeout: Duration::from_secs(10),
         },
         proxy: None,
-        limits: Limits {
-            least_between: Duration::ZERO,
-            ..Limits::default()
-        },
+        limits: Limits { least_between: Duration::ZERO, ..Limits::default() },
         setting: "discoveryAddress",
         identity: crate::identity::SpiffeId::new("cluster.local", "shop", "cart"),
         fallbacks: Vec::new(),

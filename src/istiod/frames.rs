@@ -240,9 +240,7 @@ mod tests {
             reader.inspect(chunk);
             peer.borrow().clone()
         });
-        let mut seen: Vec<_> = after
-            .filter(|peer| *peer != Http2State::AwaitingSettings)
-            .collect();
+        let mut seen: Vec<_> = after.filter(|peer| *peer != Http2State::AwaitingSettings).collect();
         seen.dedup();
         seen
     }
@@ -256,21 +254,11 @@ mod tests {
             frame(GOAWAY, b"\0\0\0\x01\0\0\0\x0btoo_many_pings"),
         ]
         .concat();
-        let go_away = GoAway {
-            code: Reason::ENHANCE_YOUR_CALM,
-            text: "too_many_pings".to_owned(),
-        };
-        assert_eq!(
-            go_away.to_string(),
-            "GOAWAY ENHANCE_YOUR_CALM \"too_many_pings\""
-        );
+        let go_away = GoAway { code: Reason::ENHANCE_YOUR_CALM, text: "too_many_pings".to_owned() };
+        assert_eq!(go_away.to_string(), "GOAWAY ENHANCE_YOUR_CALM \"too_many_pings\"");
         let go_away = Http2State::GoingAway(go_away);
         for step in [1, 2, 8, 9, 10, 4096] {
-            assert_eq!(
-                seen(&bytes, step),
-                [Http2State::Ready, go_away.clone()],
-                "{step}"
-            );
+            assert_eq!(seen(&bytes, step), [Http2State::Ready, go_away.clone()], "{step}");
         }
         assert_eq!(seen(&bytes, bytes.len()), [go_away]);
     }
@@ -280,14 +268,8 @@ mod tests {
         for (payload, expected) in [
             (&[0; 8][..], "GOAWAY NO_ERROR".to_owned()),
             (&[1, 2], "GOAWAY NO_ERROR".to_owned()),
-            (
-                b"\0\0\0\x01\0\0\0\x63\x1b\"",
-                "GOAWAY Reason(63) \"\\x1b\\\"\"".to_owned(),
-            ),
-            (
-                &[0; 5000],
-                format!("GOAWAY NO_ERROR \"{}\"", "\\x00".repeat(256)),
-            ),
+            (b"\0\0\0\x01\0\0\0\x63\x1b\"", "GOAWAY Reason(63) \"\\x1b\\\"\"".to_owned()),
+            (&[0; 5000], format!("GOAWAY NO_ERROR \"{}\"", "\\x00".repeat(256))),
         ] {
             let bytes = [frame(SETTINGS, &[]), frame(GOAWAY, payload)].concat();
             let seen = seen(&bytes, 7);
@@ -310,9 +292,7 @@ mod tests {
         let (mut reader, seen) = Reader::new(tokio::io::empty());
         let mut nothing = Vec::new();
         for _ in 0..2 {
-            tokio::io::AsyncReadExt::read_to_end(&mut reader, &mut nothing)
-                .await
-                .unwrap();
+            tokio::io::AsyncReadExt::read_to_end(&mut reader, &mut nothing).await.unwrap();
         }
         let expected = Http2State::Closed(Loss::Ended("it closed the connection".to_owned()));
         assert_eq!(*seen.borrow(), expected);

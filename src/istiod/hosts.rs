@@ -89,11 +89,7 @@ impl Hosts {
         }
         let in_use = (state.in_use + 1) % self.configs.len();
         let due = (in_use > 0).then(|| state.due.unwrap_or_else(return_time));
-        *state = State {
-            in_use,
-            due,
-            ..State::default()
-        };
+        *state = State { in_use, due, ..State::default() };
         let (from, to) = (&config.address, &self.configs[in_use].address);
         let text = format!("switching control plane from {from} to {to}: {problem}");
         match self.switches.lock().failed(problem) {

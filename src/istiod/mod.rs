@@ -124,10 +124,7 @@ pub fn new(
         record: Record::new(registry),
     });
     let worker = Worker::new(shared.clone(), waiters);
-    let handle = Istiod {
-        shared: shared.clone(),
-        queue,
-    };
+    let handle = Istiod { shared: shared.clone(), queue };
     let run = async move {
         tokio::select! {
             () = stop.cancelled() => {}
@@ -152,8 +149,7 @@ impl Shared {
 
     /// Makes the next call dial if `is_left` is true of the current connection.
     fn leave_if(&self, is_left: impl FnOnce(&mut Connection) -> bool) {
-        self.connected
-            .send_if_modified(|current| current.take_if(is_left).is_some());
+        self.connected.send_if_modified(|current| current.take_if(is_left).is_some());
     }
 }
 
@@ -332,9 +328,5 @@ impl Config {
 
 /// Puts an IPv6 address into brackets, as in the authority of a URI.
 fn bracketed(name: &str) -> String {
-    if name.parse::<std::net::Ipv6Addr>().is_ok() {
-        format!("[{name}]")
-    } else {
-        name.to_owned()
-    }
+    if name.parse::<std::net::Ipv6Addr>().is_ok() { format!("[{name}]") } else { name.to_owned() }
 }

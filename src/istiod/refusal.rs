@@ -82,13 +82,8 @@ mod tests {
     /// Returns the state of a reader that has read a token with these claims.
     fn state(claims: &str) -> State {
         let claims = token::claims(token::tests::jwt(claims).as_bytes());
-        let expired = claims
-            .as_ref()
-            .and_then(|it| it.expiry_problem(Path::new("/token")));
-        State {
-            claims,
-            problem: expired,
-        }
+        let expired = claims.as_ref().and_then(|it| it.expiry_problem(Path::new("/token")));
+        State { claims, problem: expired }
     }
 
     /// Uses a configuration with the identity of account cart in namespace shop and trust domain
@@ -100,10 +95,7 @@ mod tests {
             format!(r#"{{"aud":["istio-ca"],"sub":"system:serviceaccount:{account}"}}"#)
         };
         let missing = token::read(Path::new("/nonexistent/token")).map(drop);
-        let missing = State {
-            problem: missing.err(),
-            claims: None,
-        };
+        let missing = State { problem: missing.err(), claims: None };
         let mut unset = plaintext("istiod:15012");
         unset.identity.namespace.clear();
         let token = state(&of("shop:cart"));
@@ -154,13 +146,7 @@ mod tests {
                 "for a, b, not",
                 "audience of the projected volume",
             ),
-            (
-                unknown,
-                state(r#"{"exp":12}"#),
-                codes::ISTIOD_TOKEN_EXPIRED,
-                "expired ",
-                "date -u",
-            ),
+            (unknown, state(r#"{"exp":12}"#), codes::ISTIOD_TOKEN_EXPIRED, "expired ", "date -u"),
             (
                 unknown,
                 missing,

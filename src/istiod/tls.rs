@@ -79,12 +79,7 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
         }
         None => (anonymous, None),
     };
-    Ok(Prepared {
-        config,
-        without_client,
-        name,
-        roots,
-    })
+    Ok(Prepared { config, without_client, name, roots })
 }
 
 fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
@@ -140,9 +135,8 @@ async fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String>
     let chain = pem::items::<CertificateDer>(&pem)
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| unusable(error.to_string()))?;
-    let leaf = chain
-        .first()
-        .ok_or_else(|| unusable(format!("no certificate in {} bytes", pem.len())))?;
+    let leaf =
+        chain.first().ok_or_else(|| unusable(format!("no certificate in {} bytes", pem.len())))?;
     match not_after(leaf) {
         None => Err(unusable("its first certificate is not X.509".to_owned())),
         Some(end) if end < SystemTime::now() => Err("cert expired, using token instead".to_owned()),

@@ -58,10 +58,7 @@ pub(crate) struct Token {
 
 impl Reader {
     pub(super) fn new(source: Source) -> Self {
-        Self {
-            source,
-            last: Mutex::default(),
-        }
+        Self { source, last: Mutex::default() }
     }
 
     /// Returns the state of the token that was read last.
@@ -91,9 +88,7 @@ impl Reader {
         };
         let (header, claims, problem) = match read(path) {
             Ok(Token { header, claims }) => {
-                let expired = claims
-                    .as_ref()
-                    .and_then(|claims| claims.expiry_problem(path));
+                let expired = claims.as_ref().and_then(|claims| claims.expiry_problem(path));
                 let is_sent = expired.is_none() || !has_certificate;
                 let follows = if is_sent {
                     "it is sent anyway, because there is no client certificate"
@@ -135,10 +130,7 @@ pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
     let text = Zeroizing::new([b"Bearer ", token].concat());
     let mut header = HeaderValue::from_bytes(&text).map_err(|error| invalid(error.to_string()))?;
     header.set_sensitive(true);
-    Ok(Token {
-        header,
-        claims: claims(token),
-    })
+    Ok(Token { header, claims: claims(token) })
 }
 
 pub(crate) fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
@@ -229,10 +221,7 @@ pub(super) mod tests {
             let problem = read(&path).map(drop).unwrap_err();
             assert_eq!(problem.code, codes::ISTIOD_TOKEN_MISSING);
             assert!(problem.found.contains(expected), "{problem}");
-            assert!(
-                problem.subject.contains(path.to_str().unwrap()),
-                "{problem}"
-            );
+            assert!(problem.subject.contains(path.to_str().unwrap()), "{problem}");
         }
     }
 
@@ -289,11 +278,7 @@ pub(super) mod tests {
             ("a.!.c".to_owned(), None),
             ("opaque".to_owned(), None),
         ] {
-            assert_eq!(
-                claims(token.as_bytes()).and_then(|it| it.expiry()),
-                expected,
-                "{token}"
-            );
+            assert_eq!(claims(token.as_bytes()).and_then(|it| it.expiry()), expected, "{token}");
         }
     }
 
@@ -312,10 +297,7 @@ pub(super) mod tests {
             let found = reader.authorization(true).is_some();
             assert_eq!(found, with_certificate, "{claims}");
         }
-        assert_eq!(
-            reader.last().claims.and_then(|claims| claims.expiry()),
-            None
-        );
+        assert_eq!(reader.last().claims.and_then(|claims| claims.expiry()), None);
         let mock = Reader::new(Source::Mock).authorization(false).unwrap();
         assert_eq!(mock, MOCK);
     }

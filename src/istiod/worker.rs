@@ -215,9 +215,7 @@ impl Worker {
 
     /// Schedules the next dial after a failed one. The calls that do not retry get its error.
     fn handle_failure(&mut self, config: &Arc<Config>, failure: Failure) {
-        let Failure {
-            problem, timed_out, ..
-        } = failure;
+        let Failure { problem, timed_out, .. } = failure;
         let Shared { hosts, record, .. } = &*self.shared;
         record.record_failed_dial(&problem);
         let has_moved = hosts.record_failure(config, timed_out, &problem);

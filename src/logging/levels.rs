@@ -165,10 +165,7 @@ impl Default for Levels {
             _ => (scope, LevelFilter::INFO),
         });
         let levels = scopes.map(|(scope, lasting)| (scope, Level { lasting, temporary }));
-        Self {
-            scopes: RwLock::new(levels.collect()),
-            changed: Notify::new(),
-        }
+        Self { scopes: RwLock::new(levels.collect()), changed: Notify::new() }
     }
 }
 
@@ -286,10 +283,9 @@ mod tests {
 
     #[test]
     fn scopes_that_log_no_errors_are_named_except_the_scope_of_libraries() {
-        for (flag, expected) in [
-            ("", None),
-            ("sds:fatal,ca:none,dns:error", Some("none for ca, sds")),
-        ] {
+        for (flag, expected) in
+            [("", None), ("sds:fatal,ca:none,dns:error", Some("none for ca, sds"))]
+        {
             let levels = Levels::parse(flag).expect("levels");
             let found = levels.silent().map(|problem| problem.found);
             assert_eq!(found.as_deref(), expected, "{flag}");
@@ -300,9 +296,7 @@ mod tests {
     fn an_unknown_scope_is_not_set() {
         let levels = Levels::default();
         let before = levels.scopes();
-        levels
-            .set(Some("unheard"), "debug", None)
-            .expect_err("unknown");
+        levels.set(Some("unheard"), "debug", None).expect_err("unknown");
         assert_eq!(levels.scopes(), before);
     }
 }

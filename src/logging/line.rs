@@ -27,10 +27,7 @@ pub(super) struct Content {
 
 impl Content {
     pub(super) fn new(message: String) -> Self {
-        Self {
-            message,
-            ..Self::default()
-        }
+        Self { message, ..Self::default() }
     }
 
     /// Adds the labels of a span around the event.

@@ -90,10 +90,7 @@ pub fn init(options: Options) -> Result<(), Problem> {
     Ok(())
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "a log target may be a pipe or a terminal"
-)]
+#[expect(clippy::disallowed_methods, reason = "a log target may be a pipe or a terminal")]
 fn open(target: &str) -> io::Result<File> {
     match target {
         "stdout" => Ok(io::stdout().as_fd().try_clone_to_owned()?.into()),
@@ -118,10 +115,7 @@ impl Lines {
         callers.find(|name| *name == scope || *name == "all")?;
         let file = metadata.file()?;
         // The last directory and the file are enough to find the place, and short enough for a line.
-        let start = file
-            .rmatch_indices('/')
-            .nth(1)
-            .map_or(0, |(slash, _)| slash + 1);
+        let start = file.rmatch_indices('/').nth(1).map_or(0, |(slash, _)| slash + 1);
         Some(format!("{}:{}", &file[start..], metadata.line()?))
     }
 }
@@ -239,10 +233,7 @@ mod tests {
             let _inner = tracing::info_span!("push", r#type = "LDS").entered();
             tracing::info!(target: "xdsproxy", size = 3, "sent");
         });
-        assert_eq!(
-            lines,
-            ["info\txdsproxy\tsent\tid=7 envoy=a type=LDS size=3"]
-        );
+        assert_eq!(lines, ["info\txdsproxy\tsent\tid=7 envoy=a type=LDS size=3"]);
     }
 
     #[test]
@@ -266,22 +257,14 @@ mod tests {
         let (begin, end) = ("é".repeat(384), "é".repeat(121));
         let cut = format!("info\t{begin}[2990 bytes left out]{end}; trying again");
         assert_eq!(lines[2], cut);
-        assert_eq!(
-            lines[3].matches("[898976 bytes left out]").count(),
-            3,
-            "{}",
-            lines[3]
-        );
+        assert_eq!(lines[3].matches("[898976 bytes left out]").count(), 3, "{}", lines[3]);
         assert!(lines[4].contains(&long));
     }
 
     #[test]
     fn callers_are_logged_for_the_configured_scopes() {
         for (scopes, named) in [("sds,ca", true), ("all", true), ("ca", false), ("", false)] {
-            let options = Options {
-                callers: scopes.to_owned(),
-                ..Options::default()
-            };
+            let options = Options { callers: scopes.to_owned(), ..Options::default() };
             let lines = logged(options, || {
                 tracing::info!(target: "sds", "sent");
             });
@@ -315,14 +298,8 @@ mod tests {
         let mut text = String::new();
         file.rewind().expect("rewound");
         file.read_to_string(&mut text).expect("text");
-        let messages: Vec<_> = text
-            .lines()
-            .filter_map(|line| line.split('\t').nth(3))
-            .collect();
-        assert_eq!(
-            messages,
-            ["debug at debug", "info at debug", "info at info"]
-        );
+        let messages: Vec<_> = text.lines().filter_map(|line| line.split('\t').nth(3)).collect();
+        assert_eq!(messages, ["debug at debug", "info at debug", "info at info"]);
     }
 
     #[test]
@@ -351,10 +328,8 @@ mod tests {
         file.read_to_string(&mut text).expect("text");
         let messages = text.lines().filter_map(|line| line.split_once('\t'));
         let messages: Vec<_> = messages.map(|(_, rest)| rest).collect();
-        let expected = [
-            "info\tlog level of sds set to error",
-            "info\tlog level of all set to warn for 1 min",
-        ];
+        let expected =
+            ["info\tlog level of sds set to error", "info\tlog level of all set to warn for 1 min"];
         assert_eq!(messages, expected);
     }
 
@@ -372,14 +347,9 @@ mod tests {
             tracing::error!("broken");
         });
         let entries = recent.entries();
-        let shown: Vec<_> = entries
-            .iter()
-            .map(|entry| (entry.level, entry.scope, &*entry.message))
-            .collect();
-        let expected = [
-            ("error", "default", "broken"),
-            ("warn", "sds", "odd\\nthing id=7"),
-        ];
+        let shown: Vec<_> =
+            entries.iter().map(|entry| (entry.level, entry.scope, &*entry.message)).collect();
+        let expected = [("error", "default", "broken"), ("warn", "sds", "odd\\nthing id=7")];
         assert_eq!(shown, expected);
     }
 }

@@ -50,11 +50,7 @@ struct Queue {
 
 impl Output {
     pub(super) fn new(file: File, json: bool) -> Self {
-        Self {
-            file: Arc::new(file),
-            json,
-            queue: Arc::default(),
-        }
+        Self { file: Arc::new(file), json, queue: Arc::default() }
     }
 
     pub(super) fn write(&self, line: &[u8]) {
@@ -169,9 +165,7 @@ mod tests {
                     came += 1;
                 }
                 Some((_, note)) => {
-                    let number = note
-                        .strip_prefix("log: ")
-                        .and_then(|it| it.split(' ').next());
+                    let number = note.strip_prefix("log: ").and_then(|it| it.split(' ').next());
                     let number = number.expect("words");
                     assert!(note.ends_with("[LOG_LINES_DROPPED]"), "{note}");
                     dropped += number.parse::<usize>().expect("a number");

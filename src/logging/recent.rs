@@ -137,14 +137,7 @@ mod tests {
         let entries = recent.entries();
         let shown: Vec<_> = entries
             .iter()
-            .map(|entry| {
-                (
-                    &*entry.message,
-                    entry.times,
-                    &entry.first[17..19],
-                    &entry.last[17..19],
-                )
-            })
+            .map(|entry| (&*entry.message, entry.times, &entry.first[17..19], &entry.last[17..19]))
             .collect();
         assert_eq!(shown, [("a", 2, "01", "03"), ("b", 1, "02", "02")]);
     }
@@ -193,11 +186,7 @@ mod tests {
             lines.add(&format!("line {number}\n"));
         }
         let text = lines.text();
-        assert!(
-            text.len() <= MAX_BYTES && text.len() > MAX_BYTES - 20,
-            "{}",
-            text.len()
-        );
+        assert!(text.len() <= MAX_BYTES && text.len() > MAX_BYTES - 20, "{}", text.len());
         assert!(text.ends_with("line 9998\nline 9999\n"));
         assert!(text.starts_with("line "));
         assert!(lines.0.lock().capacity() <= MAX_BYTES);

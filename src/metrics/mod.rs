@@ -169,12 +169,7 @@ impl Registry {
         series: Series,
     ) -> Series {
         let mut families = self.0.lock();
-        let family = families.entry(name).or_insert(Family {
-            help,
-            kind,
-            labels,
-            series,
-        });
+        let family = families.entry(name).or_insert(Family { help, kind, labels, series });
         family.series.clone()
     }
 }

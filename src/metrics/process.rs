@@ -25,31 +25,21 @@ const FAMILIES: [(&str, &str, Value); 9] = [
         "Total user and system CPU time spent in seconds.",
         cpu_seconds,
     ),
-    (
-        "istio_agent_process_open_fds",
-        "Number of open file descriptors.",
-        open_files,
-    ),
-    (
-        "istio_agent_process_max_fds",
-        "Maximum number of open file descriptors.",
-        || Some(limit(Resource::Nofile)),
-    ),
-    (
-        "istio_agent_process_virtual_memory_bytes",
-        "Virtual memory size in bytes.",
-        || Some(parse_size(&read("self/status")?, "VmSize:")? as f64),
-    ),
+    ("istio_agent_process_open_fds", "Number of open file descriptors.", open_files),
+    ("istio_agent_process_max_fds", "Maximum number of open file descriptors.", || {
+        Some(limit(Resource::Nofile))
+    }),
+    ("istio_agent_process_virtual_memory_bytes", "Virtual memory size in bytes.", || {
+        Some(parse_size(&read("self/status")?, "VmSize:")? as f64)
+    }),
     (
         "istio_agent_process_virtual_memory_max_bytes",
         "Maximum amount of virtual memory available in bytes.",
         || Some(limit(Resource::As)),
     ),
-    (
-        "istio_agent_process_resident_memory_bytes",
-        "Resident memory size in bytes.",
-        || Some(parse_size(&read("self/status")?, "VmRSS:")? as f64),
-    ),
+    ("istio_agent_process_resident_memory_bytes", "Resident memory size in bytes.", || {
+        Some(parse_size(&read("self/status")?, "VmRSS:")? as f64)
+    }),
     (
         "istio_agent_process_start_time_seconds",
         "Start time of the process since unix epoch in seconds.",
@@ -69,11 +59,7 @@ const FAMILIES: [(&str, &str, Value); 9] = [
 
 pub(crate) fn publish(registry: &Registry) {
     for (name, help, value) in FAMILIES {
-        let kind = if name.ends_with("_total") {
-            Kind::Counter
-        } else {
-            Kind::Gauge
-        };
+        let kind = if name.ends_with("_total") { Kind::Counter } else { Kind::Gauge };
         registry.computed(name, help, kind, &[], move |series| {
             if let Some(value) = value() {
                 series(&[], value);

@@ -58,13 +58,7 @@ impl Buckets {
         for (bound, count) in bounds.zip(counts) {
             below += count;
             let bucket = format!("{name}_bucket");
-            line(
-                text,
-                &bucket,
-                &["le"],
-                &[&format_number(bound)],
-                below as f64,
-            );
+            line(text, &bucket, &["le"], &[&format_number(bound)], below as f64);
         }
         let sum = f64::from_bits(self.sum.load(Ordering::Relaxed));
         for (suffix, number) in [("sum", sum), ("count", total as f64)] {
@@ -78,10 +72,7 @@ fn line(text: &mut String, name: &str, labels: &[&str], values: &[&str], number:
     text.push_str(name);
     for (index, (label, value)) in labels.iter().zip(values).enumerate() {
         let before = if index == 0 { '{' } else { ',' };
-        let escaped = value
-            .replace('\\', "\\\\")
-            .replace('"', "\\\"")
-            .replace('\n', "\\n");
+        let escaped = value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
         // Writing to a string does not fail, here and below.
         let _ = write!(text, "{before}{label}=\"{escaped}\"");
     }
@@ -99,11 +90,7 @@ mod tests {
         registry.computed("a", "A.", Kind::Gauge, &["x", "y"], |series| {
             series(&["\"\\\n", "é"], -0.5);
         });
-        assert!(
-            registry
-                .render()
-                .ends_with("a{x=\"\\\"\\\\\\n\",y=\"é\"} -0.5\n")
-        );
+        assert!(registry.render().ends_with("a{x=\"\\\"\\\\\\n\",y=\"é\"} -0.5\n"));
     }
 
     #[test]
@@ -127,10 +114,6 @@ mod tests {
             series(&["x"], f64::NAN);
             series(&["y"], f64::INFINITY);
         });
-        assert!(
-            registry
-                .render()
-                .ends_with("a{n=\"x\"} NaN\na{n=\"y\"} +Inf\n")
-        );
+        assert!(registry.render().ends_with("a{n=\"x\"} NaN\na{n=\"y\"} +Inf\n"));
     }
 }

@@ -41,11 +41,8 @@ fn differences_md_has_every_row_of_the_table() {
         let is_row = |line: &str| line.starts_with(&begin) && line.ends_with(&end);
         assert!(rows(page()).any(is_row), "{begin}…{end}");
     }
-    let are_in_table = |row: &&str| {
-        TABLE
-            .iter()
-            .any(|it| row.starts_with(&format!("| `{}`", it.id)))
-    };
+    let are_in_table =
+        |row: &&str| TABLE.iter().any(|it| row.starts_with(&format!("| `{}`", it.id)));
     let (reported, others): (Vec<_>, Vec<_>) = rows(page()).partition(are_in_table);
     assert_eq!(reported.len(), TABLE.len());
     // Rows that hold for all pods have no settings.

@@ -97,9 +97,7 @@ pub fn report(text: &str) -> Result<Report, BoxError> {
     }
     let count = |level| counts.get(&level).copied().unwrap_or_default();
     findings.sort_by(|one, _, other, _| other.check.level.cmp(&one.check.level));
-    let findings = findings
-        .into_iter()
-        .map(|(found, owners)| Finding { found, owners });
+    let findings = findings.into_iter().map(|(found, owners)| Finding { found, owners });
     Ok(Report {
         level: counts.keys().copied().fold(Level::Ok, Level::max),
         findings: findings.collect(),
@@ -113,10 +111,7 @@ pub fn report(text: &str) -> Result<Report, BoxError> {
 
 /// Compares a container of a pod with these annotations with the table.
 fn differences(container: &Container, annotations: &Pairs) -> Vec<ContainerCheck> {
-    let mut findings = Findings {
-        container: &container.name,
-        found: Vec::new(),
-    };
+    let mut findings = Findings { container: &container.name, found: Vec::new() };
     if let Some(words) = &container.words {
         let env = container.env.clone().into_iter().collect();
         findings.command_line(words.clone(), &env, annotations);

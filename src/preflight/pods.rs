@@ -67,10 +67,7 @@ impl Pods {
             let mut annotations = read.unwrap_or_default();
             annotations.retain(|name, _| name.contains("istio.io/"));
             annotations.remove("sidecar.istio.io/status");
-            let settings = Settings {
-                annotations,
-                containers,
-            };
+            let settings = Settings { annotations, containers };
             pods.settings.insert(settings, [(owner(object), 1)].into());
         } else if std::ptr::eq(pod, object) {
             pods.without_istio = 1;

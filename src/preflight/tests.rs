@@ -11,11 +11,7 @@ fn pod(arguments: &[&str], variables: Value, annotations: Value) -> Value {
         json!({"name": "ISTIO_CPU_LIMIT", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}),
     ];
     let variables = variables.as_object().cloned().unwrap_or_default();
-    env.extend(
-        variables
-            .into_iter()
-            .map(|(name, value)| json!({"name": name, "value": value})),
-    );
+    env.extend(variables.into_iter().map(|(name, value)| json!({"name": name, "value": value})));
     json!({
         "apiVersion": "v1",
         "kind": "Pod",
@@ -101,9 +97,7 @@ fn each_setting_of_the_table_exists_and_selects_its_row() {
                     assert!(is_known, "{names}");
                     vec![pod(&[], json!({*names: "1"}), json!({}))]
                 }
-                _ => members
-                    .map(|text| pod(&[], json!({"PROXY_CONFIG": text}), json!({})))
-                    .into(),
+                _ => members.map(|text| pod(&[], json!({"PROXY_CONFIG": text}), json!({}))).into(),
             };
             let mut found = pods.iter().flat_map(found);
             let expected =
@@ -118,11 +112,8 @@ fn no_path_that_a_manifest_names_is_opened() {
     use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("named");
-    std::fs::write(
-        &path,
-        "defaultConfig: {drainDuration: x}\nnameserver 10.0.0.1\n",
-    )
-    .expect("written");
+    std::fs::write(&path, "defaultConfig: {drainDuration: x}\nnameserver 10.0.0.1\n")
+        .expect("written");
     let watch = inotify::init(CreateFlags::NONBLOCK).expect("inotify");
     inotify::add_watch(&watch, &path, WatchFlags::OPEN).expect("watched");
     let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
@@ -142,39 +133,25 @@ fn no_path_that_a_manifest_names_is_opened() {
         let mut variables = all.clone();
         variables.extend(more.as_object().expect("an object").clone());
         let annotations = json!({"proxy.istio.io/config": format!("customConfigFile: {named}")});
-        let flags = [
-            &*format!("--meshConfig={named}"),
-            &format!("--templateFile={named}"),
-        ];
+        let flags = [&*format!("--meshConfig={named}"), &format!("--templateFile={named}")];
         let pod = pod(&flags, variables.into(), annotations);
         found.extend(self::found(&pod));
         assert!(!is_opened(), "{more}");
     }
     // The content of the file is not in the report either.
-    assert!(
-        found
-            .iter()
-            .all(|(_, name, _)| !name.contains("drainDuration")),
-        "{found:?}"
-    );
+    assert!(found.iter().all(|(_, name, _)| !name.contains("drainDuration")), "{found:?}");
     std::fs::read(&path).expect("read");
     assert!(is_opened(), "the watch sees what is opened");
 }
 
 #[test]
 fn control_characters_of_a_manifest_are_escaped() {
-    let mut pod = pod(
-        &["--frob\u{1b}[2J=1"],
-        json!({"ISTIO_BOOTSTRAP": "/own\u{9b}1m\n  x"}),
-        json!({}),
-    );
+    let mut pod =
+        pod(&["--frob\u{1b}[2J=1"], json!({"ISTIO_BOOTSTRAP": "/own\u{9b}1m\n  x"}), json!({}));
     pod["metadata"]["name"] = "cart\u{1b}]0;x\u{7}\nPod shop/other".into();
     pod["spec"]["containers"][1]["name"] = "istio-proxy".into();
     let text = report(&pod.to_string()).expect("a pod").to_string();
-    assert!(
-        !text.contains(|c: char| c.is_control() && c != '\n'),
-        "{text:?}"
-    );
+    assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
     let owner = "pod: Pod shop/cart\\u001b]0;x\\u0007\\nPod shop/other (1)\n";
     assert!(text.contains(owner), "{text}");
     assert!(!text.contains("\n  x"), "{text}");
@@ -183,16 +160,10 @@ fn control_characters_of_a_manifest_are_escaped() {
 #[test]
 fn a_member_of_a_pod_that_is_null_is_absent() {
     let variables = json!({"ISTIO_BOOTSTRAP": "/own"});
-    let mut pod = pod(
-        &[],
-        variables,
-        json!({"a": null, "proxy.istio.io/config": "frob: 1"}),
-    );
+    let mut pod = pod(&[], variables, json!({"a": null, "proxy.istio.io/config": "frob: 1"}));
     let before = found(&pod);
     assert_eq!(before.len(), 2, "{before:?}");
-    let containers = pod["spec"]["containers"]
-        .as_array_mut()
-        .expect("containers");
+    let containers = pod["spec"]["containers"].as_array_mut().expect("containers");
     containers.push(Value::Null);
     for container in containers.iter_mut().filter(|it| it.is_object()) {
         container["command"] = Value::Null;
@@ -211,22 +182,8 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
     let config = |text: &str| json!({"PROXY_CONFIG": text});
     let none = || json!({});
     for (arguments, variables, annotations, level, name, row) in [
-        (
-            &["--frob=1"][..],
-            none(),
-            none(),
-            Warning,
-            "flag",
-            "UNKNOWN_FLAG",
-        ),
-        (
-            &["--concurrency=x"],
-            none(),
-            none(),
-            Error,
-            "command line",
-            "CONFIGURATION_ERROR",
-        ),
+        (&["--frob=1"][..], none(), none(), Warning, "flag", "UNKNOWN_FLAG"),
+        (&["--concurrency=x"], none(), none(), Error, "command line", "CONFIGURATION_ERROR"),
         (
             &["--templateFile=/own"],
             none(),
@@ -243,14 +200,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             "--log_stacktrace_level",
             "FLAG_WITHOUT_EFFECT",
         ),
-        (
-            &["--log_rotate=/log"],
-            none(),
-            none(),
-            Ok,
-            "--log_rotate",
-            "FLAG_WITHOUT_EFFECT",
-        ),
+        (&["--log_rotate=/log"], none(), none(), Ok, "--log_rotate", "FLAG_WITHOUT_EFFECT"),
         (
             &[],
             json!({"ISTIO_BOOTSTRAP": "/own"}),
@@ -275,38 +225,10 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             "PROXY_READINESS_PROBE_TIMEOUT",
             "LATER_RELEASE",
         ),
-        (
-            &[],
-            json!({"OUTPUT_CERTS": "/certs"}),
-            none(),
-            Ok,
-            "OUTPUT_CERTS",
-            "OUTPUT_CERTS",
-        ),
-        (
-            &[],
-            json!({"PROV_CERT": "/certs"}),
-            none(),
-            Ok,
-            "PROV_CERT",
-            "EXPIRED_TOKEN",
-        ),
-        (
-            &[],
-            json!({"GOMEMLIMIT": "1"}),
-            none(),
-            Ok,
-            "GOMEMLIMIT",
-            "VARIABLE_WITHOUT_EFFECT",
-        ),
-        (
-            &[],
-            json!({"CA_PROVIDER": "Other"}),
-            none(),
-            Error,
-            "CA_PROVIDER",
-            "CONFIGURATION_ERROR",
-        ),
+        (&[], json!({"OUTPUT_CERTS": "/certs"}), none(), Ok, "OUTPUT_CERTS", "OUTPUT_CERTS"),
+        (&[], json!({"PROV_CERT": "/certs"}), none(), Ok, "PROV_CERT", "EXPIRED_TOKEN"),
+        (&[], json!({"GOMEMLIMIT": "1"}), none(), Ok, "GOMEMLIMIT", "VARIABLE_WITHOUT_EFFECT"),
+        (&[], json!({"CA_PROVIDER": "Other"}), none(), Error, "CA_PROVIDER", "CONFIGURATION_ERROR"),
         (
             &[],
             json!({"ISTIO_META_LOAD_STATS_CONFIG_JSON": "{"}),
@@ -415,56 +337,14 @@ fn each_kind_of_difference_of_traffic_capture_is_found() {
     let none = || json!({});
     let options = "CAPTURE_OPTIONS";
     for (arguments, variables, level, name, row) in [
-        (
-            &["-b", "80,http"][..],
-            none(),
-            Error,
-            "an item of --istio-inbound-ports",
-            options,
-        ),
+        (&["-b", "80,http"][..], none(), Error, "an item of --istio-inbound-ports", options),
         (&["-p", "99999"], none(), Error, "--envoy-port", options),
-        (
-            &[],
-            json!({"INBOUND_CAPTURE_PORT": "x"}),
-            Error,
-            "--inbound-capture-port",
-            options,
-        ),
-        (
-            &["-m", "MAGIC"],
-            none(),
-            Warning,
-            "--istio-inbound-interception-mode",
-            "CAPTURE_MODE",
-        ),
-        (
-            &["--reconcile"],
-            none(),
-            Ok,
-            "--reconcile",
-            "CAPTURE_RECONCILE",
-        ),
-        (
-            &["--cni-mode"],
-            none(),
-            Ok,
-            "--cni-mode",
-            "CAPTURE_CNI_FLAGS",
-        ),
-        (
-            &["--cleanup-only"],
-            none(),
-            Warning,
-            "--cleanup-only",
-            "CAPTURE_CLEANUP",
-        ),
-        (
-            &["--frob"],
-            none(),
-            Error,
-            "command line",
-            "CONFIGURATION_ERROR",
-        ),
+        (&[], json!({"INBOUND_CAPTURE_PORT": "x"}), Error, "--inbound-capture-port", options),
+        (&["-m", "MAGIC"], none(), Warning, "--istio-inbound-interception-mode", "CAPTURE_MODE"),
+        (&["--reconcile"], none(), Ok, "--reconcile", "CAPTURE_RECONCILE"),
+        (&["--cni-mode"], none(), Ok, "--cni-mode", "CAPTURE_CNI_FLAGS"),
+        (&["--cleanup-only"], none(), Warning, "--cleanup-only", "CAPTURE_CLEANUP"),
+        (&["--frob"], none(), Error, "command line", "CONFIGURATION_ERROR"),
     ] {
         let pod = init(arguments, variables);
         assert_eq!(found(&pod), [(level, name.to_owned(), row)], "{pod}");
@@ -475,27 +355,14 @@ fn each_kind_of_difference_of_traffic_capture_is_found() {
 fn levels_do_not_depend_on_texts() {
     for row in TABLE {
         for text in ["", "another text"] {
-            let edited = Difference {
-                pilot_agent: text,
-                this_agent: text,
-                advice: text,
-                ..*row
-            };
-            let mut findings = Findings {
-                container: "istio-proxy",
-                found: Vec::new(),
-            };
+            let edited = Difference { pilot_agent: text, this_agent: text, advice: text, ..*row };
+            let mut findings = Findings { container: "istio-proxy", found: Vec::new() };
             findings.difference("setting", &edited);
             let found = &findings.found[0];
             assert_eq!((found.check.level, found.row), (row.level, row.id));
         }
         // A warning says what to do.
-        assert_eq!(
-            row.level == Level::Warning,
-            !row.advice.is_empty(),
-            "{}",
-            row.id
-        );
+        assert_eq!(row.level == Level::Warning, !row.advice.is_empty(), "{}", row.id);
     }
 }
 
@@ -517,10 +384,7 @@ fn a_default_pod_has_no_differences_and_each_finding_names_its_row() {
     let finding = &json["findings"][0];
     assert_eq!(finding["row"], "EXPIRED_TOKEN");
     assert_eq!(finding["owners"], json!({"Pod shop/cart": 1}));
-    assert_eq!(
-        (&finding["level"], &finding["container"]),
-        (&json!("ok"), &json!("istio-proxy"))
-    );
+    assert_eq!((&finding["level"], &finding["container"]), (&json!("ok"), &json!("istio-proxy")));
     other.retain(Level::Warning);
     assert_eq!(other.to_string(), last);
 }
@@ -546,10 +410,7 @@ fn pods_of_an_owner_with_equal_settings_are_one_finding_with_their_number() {
     let text = report.to_string();
     let owners = "\n         istio-proxy of 70 pods: Deployment shop/web0 (10), ";
     assert!(text.contains(owners), "{text}");
-    assert!(
-        text.contains("Deployment shop/web4 (10), 2 others\n"),
-        "{text}"
-    );
+    assert!(text.contains("Deployment shop/web4 (10), 2 others\n"), "{text}");
 }
 
 #[test]
@@ -590,29 +451,18 @@ fn pods_are_found_in_lists_streams_and_templates() {
         json!({"kind": "Deployment", "metadata": {"name": "bare"}, "spec": {"template": {"spec": {"containers": [{"name": "app"}]}}}}),
         json!({"kind": "Pod", "metadata": {"name": "plain"}, "spec": {"containers": [{"name": "app"}]}}),
     ];
-    let expected = [
-        ("CronJob night", 1),
-        ("Deployment web", 1),
-        ("Pod native-", 1),
-        ("Pod shop/cart", 2),
-    ];
+    let expected =
+        [("CronJob night", 1), ("Deployment web", 1), ("Pod native-", 1), ("Pod shop/cart", 2)];
     let json = json!({"kind": "List", "items": all}).to_string();
     // A stream of YAML documents: each JSON object is valid YAML.
     let yaml = all.iter().map(|object| format!("---\n{object:#}\n"));
     for text in [json, yaml.collect::<String>() + "---\n"] {
         let report = report(&text).expect("pods");
         let owners = &report.findings[0].owners;
-        let owners: Vec<_> = owners
-            .iter()
-            .map(|(owner, count)| (owner.as_str(), *count))
-            .collect();
+        let owners: Vec<_> = owners.iter().map(|(owner, count)| (owner.as_str(), *count)).collect();
         assert_eq!(owners, expected);
         assert_eq!((report.without_istio, report.not_injected), (1, 1));
-        assert!(
-            report
-                .to_string()
-                .contains("not compared: 1 pod templates without a sidecar")
-        );
+        assert!(report.to_string().contains("not compared: 1 pod templates without a sidecar"));
     }
 }
 
@@ -624,15 +474,9 @@ fn a_text_without_pods_is_an_error() {
         ("", "no pod and no template of pods in the text"),
         ("words", "neither YAML nor JSON: "),
         ("- 1", "neither YAML nor JSON: "),
-        (
-            "kind: Service\n---\nkind: ConfigMap",
-            "no pod and no template of pods in the text",
-        ),
+        ("kind: Service\n---\nkind: ConfigMap", "no pod and no template of pods in the text"),
         ("kind: List\nitems: [1]", "neither YAML nor JSON: "),
-        (
-            "kind: Pod\nmetadata: {name: a}",
-            "no pod and no template of pods in the text",
-        ),
+        ("kind: Pod\nmetadata: {name: a}", "no pod and no template of pods in the text"),
     ] {
         let error = report(text).expect_err(text).to_string();
         assert!(error.starts_with(expected), "{text}: {error}");

@@ -140,10 +140,7 @@ impl Client {
         if let Kind::Grpc { service } = &probe.kind {
             check_health(stream, probe, service, headers).await?;
         }
-        Ok(Outcome {
-            status: StatusCode::OK,
-            body: Bytes::new(),
-        })
+        Ok(Outcome { status: StatusCode::OK, body: Bytes::new() })
     }
 }
 
@@ -174,8 +171,7 @@ fn url(scheme: &str, probe: &Probe, path: &str) -> Result<Uri, http_client::Erro
     }
     let slash = if path.starts_with('/') { "" } else { "/" };
     let url = format!("{scheme}://{host}:{}{slash}{path}", probe.port);
-    url.parse()
-        .map_err(|_| http_client::Error::Url { found: url })
+    url.parse().map_err(|_| http_client::Error::Url { found: url })
 }
 
 fn http_request(url: Uri, headers: &HeaderMap) -> Request<Bytes> {
@@ -224,9 +220,7 @@ async fn check_health(
         .map_err(|error| format!("the application does not speak HTTP/2: {error}"))?;
     // An error of the connection also fails the call.
     tasks.executor().spawn(async { drop(connection.await) });
-    let mut request = tonic::Request::new(HealthCheckRequest {
-        service: service.to_owned(),
-    });
+    let mut request = tonic::Request::new(HealthCheckRequest { service: service.to_owned() });
     let agent = headers.get(header::USER_AGENT);
     if let Some(agent) = agent.and_then(|agent| agent.as_bytes().try_into().ok()) {
         request.metadata_mut().insert("user-agent", agent);

@@ -64,10 +64,7 @@ mod tests {
         assert_eq!(seconds, [0, 1, 60, 61, 120, 121, 240, 241, 480, 481]);
         assert_eq!(logged[0].1, "");
         assert_eq!(logged[2].1, " (failure 31 in 1 min)");
-        assert_eq!(
-            failures.end().as_deref(),
-            Some("failures: 601 in 10 min 1 s")
-        );
+        assert_eq!(failures.end().as_deref(), Some("failures: 601 in 10 min 1 s"));
         assert_eq!(failures.end(), None);
         assert_eq!(failures.failed(&problem(refused)).as_deref(), Some(""));
     }

@@ -37,12 +37,7 @@ pub(super) fn read<M: prost::Message + Default>(
     notes: &mut Diagnostics,
 ) -> Result<BTreeMap<String, u64>, Box<dyn Error>> {
     let mut dynamic = dynamic(message, name)?;
-    let mut reader = Reader {
-        origin,
-        notes,
-        path: String::new(),
-        lines: BTreeMap::new(),
-    };
+    let mut reader = Reader { origin, notes, path: String::new(), lines: BTreeMap::new() };
     // If the value is not an object, the problem was reported.
     let _ = reader.message(&mut dynamic, node);
     let lines = reader.lines;
@@ -151,9 +146,8 @@ impl Reader<'_> {
         // Every item is read before the first problem ends the list, so that each problem is found.
         let mut values = Vec::new();
         for (index, item) in items.iter().enumerate() {
-            let value = self.descend(&format!("[{index}]"), |reader| {
-                reader.value(&kind, item, is_secret)
-            });
+            let value =
+                self.descend(&format!("[{index}]"), |reader| reader.value(&kind, item, is_secret));
             values.push(value);
         }
         Some(Value::List(values.into_iter().collect::<Option<_>>()?))
@@ -195,11 +189,8 @@ impl Reader<'_> {
             _ => number(tree).map(Value::F64),
         };
         value.or_else(|| {
-            let found = if is_secret {
-                format!("{} (not shown)", tree.kind())
-            } else {
-                tree.describe()
-            };
+            let found =
+                if is_secret { format!("{} (not shown)", tree.kind()) } else { tree.describe() };
             self.problem(node, found, expected(kind))
         })
     }

@@ -27,23 +27,11 @@ fn a_value_is_written_in_one_form() {
         ),
         ("{drainDuration: 1m30s}", json!({"drainDuration": "90s"})),
         ("{drainDuration: 100ms}", json!({"drainDuration": "0.100s"})),
-        (
-            "{interceptionMode: 1}",
-            json!({"interceptionMode": "TPROXY"}),
-        ),
-        (
-            "{statsCompression: off}",
-            json!({"statsCompression": false}),
-        ),
+        ("{interceptionMode: 1}", json!({"interceptionMode": "TPROXY"})),
+        ("{statsCompression: off}", json!({"statsCompression": false})),
         ("{statsCompression: Yes}", json!({"statsCompression": true})),
-        (
-            "{tracing: {sampling: 5}}",
-            json!({"tracing": {"sampling": 5}}),
-        ),
-        (
-            "{tracing: {sampling: '0.5'}}",
-            json!({"tracing": {"sampling": 0.5}}),
-        ),
+        ("{tracing: {sampling: 5}}", json!({"tracing": {"sampling": 5}})),
+        ("{tracing: {sampling: '0.5'}}", json!({"tracing": {"sampling": 0.5}})),
         ("{tracing: {sampling: 0}}", json!({"tracing": {}})),
         (
             "{tracing: {stackdriver: {max_number_of_attributes: 7, debug: false}}}",
@@ -107,10 +95,7 @@ fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
             "proxyMetadata:\n  PIN: 1234",
             r#"proxyMetadata.PIN of it line 2 is a number (not shown), expected a string"#,
         ),
-        (
-            "tracing: 5",
-            r#"tracing of it line 1 is the number 5, expected an object"#,
-        ),
+        ("tracing: 5", r#"tracing of it line 1 is the number 5, expected an object"#),
         (
             "statsCompression: 'true'",
             r#"statsCompression of it line 1 is "true", expected true or false"#,
@@ -163,11 +148,7 @@ fn the_last_of_equal_keys_is_used_with_a_warning() {
         "meshId": "7", "proxyMetadata": {"c": "3"}, "sds": {"k8sSaJwtPath": "5"},
     });
     assert_eq!(Value::Object(found.document()), canonical);
-    let subjects: Vec<_> = notes
-        .warnings
-        .iter()
-        .map(|it| it.subject.as_str())
-        .collect();
+    let subjects: Vec<_> = notes.warnings.iter().map(|it| it.subject.as_str()).collect();
     assert_eq!(subjects, ["it line 6", "it line 4", "it line 2"]);
 }
 
@@ -207,14 +188,7 @@ fn members() -> Vec<String> {
 
 pub(crate) fn name() -> impl Strategy<Value = String> {
     let top = members();
-    let inner = [
-        "zipkin",
-        "address",
-        "tlsSettings",
-        "mode",
-        "httpGet",
-        "port",
-    ];
+    let inner = ["zipkin", "address", "tlsSettings", "mode", "httpGet", "port"];
     let known = top.into_iter().chain(inner.map(str::to_owned));
     prop_oneof![
         9 => prop::sample::select(known.collect::<Vec<_>>()),

@@ -182,11 +182,7 @@ mod tests {
         match &node.value {
             Tree::Map(entries) => {
                 let entries = entries.iter().map(|(k, v)| format!("{k}={}", shape(v)));
-                format!(
-                    "{{{}}}@{}",
-                    entries.collect::<Vec<_>>().join(" "),
-                    line(node)
-                )
+                format!("{{{}}}@{}", entries.collect::<Vec<_>>().join(" "), line(node))
             }
             Tree::List(items) => {
                 let items: Vec<_> = items.iter().map(shape).collect();
@@ -226,15 +222,8 @@ mod tests {
             let node = object("it", &format!("---\na: 1\n{rest}"), &mut notes);
             assert_eq!(shape(&node.expect("an object")), "{a=the number 1@2}@2");
             assert_eq!(notes.problems, [], "{rest}");
-            let subjects = notes
-                .warnings
-                .iter()
-                .map(|warning| warning.subject.as_str());
-            assert_eq!(
-                subjects.collect::<Vec<_>>(),
-                Vec::from_iter(named),
-                "{rest}"
-            );
+            let subjects = notes.warnings.iter().map(|warning| warning.subject.as_str());
+            assert_eq!(subjects.collect::<Vec<_>>(), Vec::from_iter(named), "{rest}");
         }
     }
 
@@ -255,14 +244,8 @@ mod tests {
     #[test]
     fn broken_yaml_is_a_problem_of_its_source_its_line_and_the_reason() {
         for (text, expected) in [
-            (
-                "a: [1, 2\nb: }",
-                "it line 2: illegal placement of ':' indicator",
-            ),
-            (
-                "a:\n\tb: c",
-                "it line 2: tabs disallowed within this context (block indentation)",
-            ),
+            ("a: [1, 2\nb: }", "it line 2: illegal placement of ':' indicator"),
+            ("a:\n\tb: c", "it line 2: tabs disallowed within this context (block indentation)"),
             ("{\"a\": 1", "it line 1: unclosed bracket '{'"),
             ("- 1", "it line 1 is a list, expected a YAML or JSON object"),
         ] {

@@ -30,19 +30,15 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, String> {
             "the pods are in the namespaces {one} and {another}, expected pods of one workload"
         ));
     }
-    merged
-        .labels
-        .retain(|name, value| other.labels.get(name) == Some(value));
+    merged.labels.retain(|name, value| other.labels.get(name) == Some(value));
     merged.pods.extend(other.pods);
     let mut services = BTreeMap::<_, Service>::new();
     for service in merged.services.into_iter().chain(other.services) {
-        let same = services
-            .entry(service.egress_host())
-            .or_insert_with(|| Service {
-                connections: 0,
-                requests: 0,
-                ..service.clone()
-            });
+        let same = services.entry(service.egress_host()).or_insert_with(|| Service {
+            connections: 0,
+            requests: 0,
+            ..service.clone()
+        });
         same.clusters = same.clusters.max(service.clusters);
         same.connections = same.connections.saturating_add(service.connections);
         same.requests = same.requests.saturating_add(service.requests);
@@ -71,9 +67,8 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
     }
     let mut hosts: BTreeSet<_> = keep.hosts.iter().cloned().collect();
     let namespaces = keep.hosts.iter().filter_map(|host| host.strip_suffix("/*"));
-    let kept_namespaces: Vec<_> = namespaces
-        .map(|it| if it == "." { &usage.namespace } else { it })
-        .collect();
+    let kept_namespaces: Vec<_> =
+        namespaces.map(|it| if it == "." { &usage.namespace } else { it }).collect();
     let mut left_out = Vec::new();
     for service in &usage.services {
         let host = service.egress_host();

@@ -72,11 +72,7 @@ impl From<ClusterStatus> for Counters {
             let values = matching.filter_map(|stat| stat.value.as_ref()?.parse::<u64>().ok());
             values.sum()
         };
-        Self {
-            connections: sum("cx_total"),
-            requests: sum("rq_total"),
-            cluster: status.name,
-        }
+        Self { connections: sum("cx_total"), requests: sum("rq_total"), cluster: status.name }
     }
 }
 
@@ -98,10 +94,7 @@ impl From<Value> for Outbound {
         let services = all
             .filter(|_| cluster.starts_with("outbound|"))
             .map(|service| (text(&service["namespace"]), text(&service["host"])));
-        Self {
-            services: services.collect(),
-            cluster,
-        }
+        Self { services: services.collect(), cluster }
     }
 }
 
@@ -153,17 +146,12 @@ impl Admin {
         let failed = |source| Error { path, source };
         let mut body = self.open(path).await.map_err(failed)?;
         let collected = timeout_at(self.until, body.collect(MAX_METRICS)).await;
-        let bytes = collected
-            .map_err(|late| failed(late.into()))?
-            .map_err(|error| failed(error.into()))?;
+        let bytes =
+            collected.map_err(|late| failed(late.into()))?.map_err(|error| failed(error.into()))?;
         let page = String::from_utf8_lossy(&bytes);
-        let families = [
-            "istio_requests_total{",
-            "istio_tcp_connections_opened_total{",
-        ];
-        let samples = page
-            .lines()
-            .filter(|line| families.iter().any(|family| line.starts_with(family)));
+        let families = ["istio_requests_total{", "istio_tcp_connections_opened_total{"];
+        let samples =
+            page.lines().filter(|line| families.iter().any(|family| line.starts_with(family)));
         Ok([PASSTHROUGH, BLACK_HOLE].map(|cluster| {
             let label = format!("destination_service_name=\"{cluster}\"");
             let matching = samples.clone().filter(|line| line.contains(&label));
@@ -189,9 +177,7 @@ impl Admin {
         let page = SyncIoBridge::new(StreamReader::new(Box::pin(chunks)));
         let parse = move || serde_json::from_reader(BufReader::new(page));
         let parsed = tokio::task::spawn_blocking(parse).await;
-        parsed
-            .map_err(|panic| failed(panic.into()))?
-            .map_err(|error| failed(error.into()))
+        parsed.map_err(|panic| failed(panic.into()))?.map_err(|error| failed(error.into()))
     }
 
     async fn open(self, path: &'static str) -> Result<Body, BoxError> {

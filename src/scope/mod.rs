@@ -45,12 +45,8 @@ const GENERATED: [&str; 5] = [
     "pod-template-generation",
     "pod-template-hash",
 ];
-const GENERATED_DOMAINS: [&str; 4] = [
-    ".istio.io",
-    ".apps.kubernetes.io",
-    ".batch.kubernetes.io",
-    ".statefulset.kubernetes.io",
-];
+const GENERATED_DOMAINS: [&str; 4] =
+    [".istio.io", ".apps.kubernetes.io", ".batch.kubernetes.io", ".statefulset.kubernetes.io"];
 
 /// The services that one pod has used, or several pods of one workload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -127,10 +123,7 @@ pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     let no_envoy = "no Envoy runs, expected one whose clusters can be read";
     let envoy = sources.envoy.as_ref().ok_or(no_envoy)?;
     let started = envoy.snapshot().started.ok_or(no_envoy)?;
-    let admin = Admin {
-        address: envoy.admin().address,
-        until: clock::after(LIMIT),
-    };
+    let admin = Admin { address: envoy.admin().address, until: clock::after(LIMIT) };
     let clusters = admin.counters().await?.into_iter();
     let counters = clusters.map(|it| (it.cluster, (it.connections, it.requests)));
     let by_cluster: HashMap<_, _> = counters.collect();
@@ -174,25 +167,18 @@ fn services<'a>(
     asked: impl Iterator<Item = &'a String>,
 ) -> Vec<Service> {
     let asked: HashSet<_> = asked
-        .flat_map(|host| {
-            [
-                host.as_str(),
-                host.split_once('.').map_or("", |(_, service)| service),
-            ]
-        })
+        .flat_map(|host| [host.as_str(), host.split_once('.').map_or("", |(_, service)| service)])
         .collect();
     let mut services = BTreeMap::new();
     for cluster in clusters {
         let (connections, requests) = counters(&cluster.cluster);
         for (namespace, host) in &cluster.services {
-            let service = services
-                .entry((namespace, host))
-                .or_insert_with(|| Service {
-                    namespace: namespace.clone(),
-                    host: host.clone(),
-                    is_asked: asked.contains(host.as_str()),
-                    ..Service::default()
-                });
+            let service = services.entry((namespace, host)).or_insert_with(|| Service {
+                namespace: namespace.clone(),
+                host: host.clone(),
+                is_asked: asked.contains(host.as_str()),
+                ..Service::default()
+            });
             service.clusters += 1;
             service.connections += connections;
             service.requests += requests;
@@ -216,9 +202,6 @@ fn labels(labels: Option<&Value>) -> BTreeMap<String, String> {
 /// Estimates the bytes by the last response of each type, which may have only some of its resources.
 fn bytes_per_cluster(discovery: &Observer) -> u64 {
     let types = discovery.snapshot().types;
-    let last = TYPES
-        .iter()
-        .filter_map(|url| types.get(*url)?.last_response.as_ref());
-    last.filter_map(|last| last.bytes.checked_div(last.resources.into()))
-        .sum()
+    let last = TYPES.iter().filter_map(|url| types.get(*url)?.last_response.as_ref());
+    last.filter_map(|last| last.bytes.checked_div(last.resources.into())).sum()
 }

@@ -10,10 +10,7 @@ use super::advice::{self, Keep, merge};
 use super::*;
 use crate::lifecycle::with_causes;
 
-const KEEP_LOOKED_UP: Keep = Keep {
-    hosts: Vec::new(),
-    looked_up: true,
-};
+const KEEP_LOOKED_UP: Keep = Keep { hosts: Vec::new(), looked_up: true };
 
 fn service(namespace: &str, host: &str, requests: u64, is_asked: bool) -> Service {
     Service {
@@ -56,9 +53,7 @@ fn advice(usage: &Usage) -> String {
 }
 
 fn hosts(advice: &str) -> Vec<&str> {
-    let lines = advice
-        .lines()
-        .filter_map(|line| line.strip_prefix("    - "));
+    let lines = advice.lines().filter_map(|line| line.strip_prefix("    - "));
     lines.collect()
 }
 
@@ -77,12 +72,7 @@ fn generated_labels_are_not_used_in_the_workload_selector() {
         "notistio.io/name": "cart",
     })));
     let found: Vec<_> = found.keys().map(String::as_str).collect();
-    let expected = [
-        "app",
-        "app.kubernetes.io/name",
-        "notistio.io/name",
-        "version",
-    ];
+    let expected = ["app", "app.kubernetes.io/name", "notistio.io/name", "version"];
     assert_eq!(found, expected);
 }
 
@@ -96,24 +86,15 @@ fn the_advice_names_each_unknown() {
     };
     for (said, advice) in [
         ("less than an hour", with(|pod| pod.observed_seconds = 3599)),
-        (
-            "7 connections or requests went to PassthroughCluster",
-            with(|pod| pod.passthrough = 7),
-        ),
-        (
-            "8 connections or requests went to BlackHoleCluster",
-            with(|pod| pod.black_hole = 8),
-        ),
+        ("7 connections or requests went to PassthroughCluster", with(|pod| pod.passthrough = 7)),
+        ("8 connections or requests went to BlackHoleCluster", with(|pod| pod.black_hole = 8)),
         ("REGISTRY_ONLY", with(|pod| pod.is_registry_only = true)),
         ("ISTIO_META_DNS_CAPTURE", with(|pod| pod.has_dns = false)),
     ] {
         assert!(advice.contains(said), "{said}: {advice}");
         assert!(!plain.contains(said), "{said}: {plain}");
     }
-    for said in [
-        "observed for 2 h.",
-        "without routes, policies and mutual TLS",
-    ] {
+    for said in ["observed for 2 h.", "without routes, policies and mutual TLS"] {
         assert!(plain.contains(said), "{said}: {plain}");
     }
     let wild = advice(&usage(&[service("bank", "*.bank", 1, false)]));
@@ -122,10 +103,7 @@ fn the_advice_names_each_unknown() {
 
 #[test]
 fn the_sidecar_resource_has_kept_hosts_and_whole_namespaces_cover_their_services() {
-    let used = [
-        service("bank", "a.bank", 1, false),
-        service("shop", "b.shop", 0, true),
-    ];
+    let used = [service("bank", "a.bank", 1, false), service("shop", "b.shop", 0, true)];
     let resource = |keep: &[&str], looked_up| {
         let hosts = keep.iter().map(|host| (*host).to_owned()).collect();
         advice::sidecar(&usage(&used), &Keep { hosts, looked_up }).expect("a resource")
@@ -138,34 +116,18 @@ fn the_sidecar_resource_has_kept_hosts_and_whole_namespaces_cover_their_services
             "3 services, 6 clusters, about 6.0 MB of configuration and 6 MB of Envoy's memory",
         ),
         (&[], false, &["\"bank/a.bank\""], "4 services, 8 clusters"),
-        (
-            &["./*"],
-            true,
-            &["\"./*\"", "\"bank/a.bank\""],
-            "1 services, 2 clusters",
-        ),
+        (&["./*"], true, &["\"./*\"", "\"bank/a.bank\""], "1 services, 2 clusters"),
         (&["bank/*"], false, &["\"bank/*\""], "3 services"),
-        (
-            &["shop/b.shop"],
-            false,
-            &["\"bank/a.bank\"", "\"shop/b.shop\""],
-            "3 services",
-        ),
+        (&["shop/b.shop"], false, &["\"bank/a.bank\"", "\"shop/b.shop\""], "3 services"),
         (&["*/*"], true, &["\"*/*\""], "0 services, 0 clusters"),
     ] {
         let advice = resource(keep, looked_up);
         assert_eq!(hosts(&advice), expected, "{advice}");
-        assert!(
-            advice.contains(&format!("Left out: {left}")),
-            "{left}: {advice}"
-        );
+        assert!(advice.contains(&format!("Left out: {left}")), "{left}: {advice}");
     }
     let none = advice::sidecar(&usage(&[]), &KEEP_LOOKED_UP).expect("a resource");
     assert_eq!(hosts(&none), ["\"~/*\""]);
-    let keep = Keep {
-        hosts: vec!["istio-system".to_owned()],
-        looked_up: true,
-    };
+    let keep = Keep { hosts: vec!["istio-system".to_owned()], looked_up: true };
     let error = advice::sidecar(&usage(&[]), &keep).expect_err("no host");
     assert!(error.to_string().contains("<namespace>/<host>"), "{error}");
 }
@@ -174,20 +136,15 @@ fn the_sidecar_resource_has_kept_hosts_and_whole_namespaces_cover_their_services
 fn merged_pods_have_the_services_any_of_them_used_and_their_common_labels() {
     let mut first = usage(&[service("bank", "a.bank", 1, false)]);
     first.labels.insert("version".to_owned(), "v1".to_owned());
-    let mut second = usage(&[
-        service("bank", "a.bank", 2, true),
-        service("shop", "b.shop", 3, false),
-    ]);
+    let mut second =
+        usage(&[service("bank", "a.bank", 2, true), service("shop", "b.shop", 3, false)]);
     second.labels.insert("version".to_owned(), "v2".to_owned());
     second.pods[0].name = "cart-2".to_owned();
     let merged = merge(first.clone(), second).expect("one workload");
     assert_eq!(merged.pods.len(), 2);
     assert_eq!(merged.labels.len(), 1);
     let used = merged.services.iter().filter(|it| it.is_used());
-    let expected = [
-        service("bank", "a.bank", 3, true),
-        service("shop", "b.shop", 3, false),
-    ];
+    let expected = [service("bank", "a.bank", 3, true), service("shop", "b.shop", 3, false)];
     assert_eq!(used.cloned().collect::<Vec<_>>(), expected);
 
     let mut other = usage(&[]);
@@ -218,14 +175,8 @@ fn services_have_the_counters_of_all_their_clusters_and_the_names_below_them() {
     };
     let asked = ["db-0.db.shop.svc".to_owned(), "other.shop.svc".to_owned()];
     let found = services(&clusters, counters, asked.iter());
-    let db = Service {
-        connections: 2,
-        ..service("shop", "db.shop.svc", 4, true)
-    };
-    let idle = Service {
-        clusters: 1,
-        ..service("shop", "idle.shop.svc", 0, false)
-    };
+    let db = Service { connections: 2, ..service("shop", "db.shop.svc", 4, true) };
+    let idle = Service { clusters: 1, ..service("shop", "idle.shop.svc", 0, false) };
     assert_eq!(found, [db, idle]);
 }
 
@@ -238,16 +189,10 @@ fn admin(pages: Vec<String>) -> Admin {
             let (mut stream, _) = listener.accept().expect("a connection");
             let _ = stream.read(&mut [0; 1024]);
             let length = page.len();
-            let _ = write!(
-                stream,
-                "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{page}"
-            );
+            let _ = write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{page}");
         }
     });
-    Admin {
-        address,
-        until: clock::after(LIMIT),
-    }
+    Admin { address, until: clock::after(LIMIT) }
 }
 
 #[tokio::test]
@@ -274,9 +219,7 @@ async fn counters_are_summed_by_cluster() {
     ];
     let admin = admin(pages);
     let found = admin.counters().await.expect("counters").into_iter();
-    let found: Vec<_> = found
-        .map(|it| (it.cluster, it.connections, it.requests))
-        .collect();
+    let found: Vec<_> = found.map(|it| (it.cluster, it.connections, it.requests)).collect();
     let expected = [("two", 5, 0), ("idle", 0, 0), ("empty", 0, 0)];
     assert_eq!(found, expected.map(|it| (it.0.to_owned(), it.1, it.2)));
     let wrong = admin.counters().await.err().expect("other JSON");
@@ -294,11 +237,7 @@ async fn traffic_to_no_known_service_is_counted_from_istios_metrics() {
     let mut page = String::from("# TYPE istio_requests_total counter\n");
     for (family, cluster, count) in [
         ("istio_requests_total", "PassthroughCluster", 3),
-        (
-            "istio_tcp_connections_opened_total",
-            "PassthroughCluster",
-            4,
-        ),
+        ("istio_tcp_connections_opened_total", "PassthroughCluster", 4),
         ("istio_tcp_connections_opened_total", "BlackHoleCluster", 5),
         ("istio_tcp_sent_bytes_total", "BlackHoleCluster", 6),
     ] {

@@ -19,19 +19,13 @@ pub(super) enum Format {
 impl Format {
     /// Returns the format of a page with one of the content types above.
     pub(super) fn from_content_type(content_type: &str) -> Self {
-        if content_type == TEXT_PAGE {
-            Self::Text
-        } else {
-            Self::OpenMetrics
-        }
+        if content_type == TEXT_PAGE { Self::Text } else { Self::OpenMetrics }
     }
 }
 
 /// Returns the one of the content types above that a page's `Content-Type` stands for.
 pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
-    let text = header
-        .and_then(|header| header.to_str().ok())
-        .unwrap_or_default();
+    let text = header.and_then(|header| header.to_str().ok()).unwrap_or_default();
     if media_type(text) != OPEN_METRICS {
         TEXT_PAGE
     } else if text.contains("1.0.0") {
@@ -58,10 +52,7 @@ mod tests {
         for (header, expected) in [
             (None, TEXT_PAGE),
             (Some("application/openmetrics-text"), OPEN_METRICS_0),
-            (
-                Some("application/openmetrics-text; version=0.0.1"),
-                OPEN_METRICS_0,
-            ),
+            (Some("application/openmetrics-text; version=0.0.1"), OPEN_METRICS_0),
             (
                 Some("Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\""),
                 OPEN_METRICS_1,

@@ -68,13 +68,7 @@ use Verdict::{Drop, Show};
 
 impl Lines {
     pub(super) fn new(from: Format, to: Format, hidden: Vec<Hidden>) -> Self {
-        Self {
-            from,
-            to,
-            grammar: from.max(to),
-            hidden,
-            ..Self::default()
-        }
+        Self { from, to, grammar: from.max(to), hidden, ..Self::default() }
     }
 
     /// Takes a chunk of the source, and writes the lines that it completes to the page.
@@ -160,9 +154,7 @@ impl Lines {
         if self.has_ended {
             return Some(Drop);
         }
-        let line = str::from_utf8(line)
-            .ok()
-            .filter(|line| line.len() <= MAX_LINE)?;
+        let line = str::from_utf8(line).ok().filter(|line| line.len() <= MAX_LINE)?;
         // Prometheus would take blanks before a name for a part of the name.
         let text = line.trim_end_matches('\r').trim_start_matches(BLANKS);
         match text.as_bytes().first() {
@@ -221,9 +213,7 @@ impl Lines {
         if self.hides(name) {
             return Some(Drop);
         }
-        let rest_of_line = text
-            .strip_prefix(BLANKS)
-            .or(text.is_empty().then_some(text))?;
+        let rest_of_line = text.strip_prefix(BLANKS).or(text.is_empty().then_some(text))?;
         let text = match keyword {
             "HELP" => rest_of_line,
             _ => rest_of_line.trim_matches(BLANKS),
@@ -314,9 +304,8 @@ fn short_name<'t>(name: &'t str, seen: &Seen) -> &'t str {
 }
 
 /// All suffixes of [`sample_suffixes`].
-const ALL_SUFFIXES: [&str; 8] = [
-    "_total", "_created", "_bucket", "_count", "_sum", "_gcount", "_gsum", "_info",
-];
+const ALL_SUFFIXES: [&str; 8] =
+    ["_total", "_created", "_bucket", "_count", "_sum", "_gcount", "_gsum", "_info"];
 
 /// Returns the suffixes by which names of samples differ from the name of their OpenMetrics family of this type.
 fn sample_suffixes(kind: &str) -> &'static [&'static str] {

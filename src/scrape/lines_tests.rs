@@ -19,10 +19,7 @@ fn merged_in(
     is_whole: bool,
 ) -> (Vec<u8>, LeftOut) {
     let (mut seen, mut output) = (Seen::default(), Output::new(false));
-    let hidden = vec![Hidden {
-        start: "hidden_",
-        end: "_active",
-    }];
+    let hidden = vec![Hidden { start: "hidden_", end: "_active" }];
     let (mut merged, mut left_out) = (Vec::new(), (0, 0));
     for (index, (from, page)) in pages.iter().enumerate() {
         seen.begin_source(index + 1 == pages.len());
@@ -68,42 +65,17 @@ fn metadata_after_samples_of_its_family_is_left_out() {
     let histogram = "h_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\n";
     let typed = format!("{histogram}# TYPE h histogram\n");
     for (from, to, page, expected) in [
-        (
-            Text,
-            Text,
-            "late 1\n# HELP late L.\n# TYPE late gauge\nlate{a=\"b\"} 2\n",
-            bare,
-        ),
+        (Text, Text, "late 1\n# HELP late L.\n# TYPE late gauge\nlate{a=\"b\"} 2\n", bare),
         (
             OpenMetrics,
             OpenMetrics,
             "late_s 1\n# UNIT late_s s\nlate_s{a=\"b\"} 2\n",
             "late_s 1\nlate_s{a=\"b\"} 2\n",
         ),
-        (
-            Text,
-            OpenMetrics,
-            "late_total 1\n# TYPE late_total counter\n",
-            "late_total 1\n",
-        ),
-        (
-            OpenMetrics,
-            Text,
-            "late_total 1\n# TYPE late counter\n",
-            "late_total 1\n",
-        ),
-        (
-            OpenMetrics,
-            OpenMetrics,
-            "late_total 1\n# TYPE late counter\n",
-            "late_total 1\n",
-        ),
-        (
-            Text,
-            Text,
-            "{\"l.e\"} 1\n# TYPE \"l.e\" gauge\n",
-            "{\"l.e\"} 1\n",
-        ),
+        (Text, OpenMetrics, "late_total 1\n# TYPE late_total counter\n", "late_total 1\n"),
+        (OpenMetrics, Text, "late_total 1\n# TYPE late counter\n", "late_total 1\n"),
+        (OpenMetrics, OpenMetrics, "late_total 1\n# TYPE late counter\n", "late_total 1\n"),
+        (Text, Text, "{\"l.e\"} 1\n# TYPE \"l.e\" gauge\n", "{\"l.e\"} 1\n"),
         (Text, Text, &typed, &typed),
         (Text, OpenMetrics, &typed, histogram),
         (
@@ -120,12 +92,7 @@ fn metadata_after_samples_of_its_family_is_left_out() {
             "# HELP h H.\n# TYPE h histogram\nh_count 1\n",
         ),
         // A sample of another family is no reason.
-        (
-            Text,
-            OpenMetrics,
-            "a_count 1\n# TYPE a gauge\na 1\n",
-            "a_count 1\n# TYPE a gauge\na 1\n",
-        ),
+        (Text, OpenMetrics, "a_count 1\n# TYPE a gauge\na 1\n", "a_count 1\n# TYPE a gauge\na 1\n"),
     ] {
         let found = merged(&[(from, page.as_bytes())], to, true);
         assert_eq!(found, (expected.to_owned(), (0, 0)), "{from:?} to {to:?}");
@@ -134,11 +101,7 @@ fn metadata_after_samples_of_its_family_is_left_out() {
 
 #[test]
 fn a_malformed_sample_does_not_affect_later_samples_of_its_name() {
-    let pages = [
-        "a 1\n",
-        "hidden_x_active 1\nb one\nb 1\nc 1\na one\na 2\n",
-        "b 2\n",
-    ];
+    let pages = ["a 1\n", "hidden_x_active 1\nb one\nb 1\nc 1\na one\na 2\n", "b 2\n"];
     let expected = "a 1\nb 1\nc 1\n".to_owned();
     assert_eq!(merged(&texts(&pages), Text, true), (expected, (2, 2)));
 }
@@ -153,10 +116,7 @@ fn a_family_is_declared_once_and_keeps_its_samples() {
     ];
     let expected = "# HELP a First.\n# TYPE a counter\na{x=\"1\"} 1\nbare 1\na{x=\"2\"} 2\n\
                     bare{x=\"1\"} 1\n# TYPE b gauge\nb 1\nb{x=\"1\"} 1\nb{x=\"2\"} 1\n";
-    assert_eq!(
-        merged(&texts(&pages), Text, true),
-        (expected.to_owned(), (0, 0))
-    );
+    assert_eq!(merged(&texts(&pages), Text, true), (expected.to_owned(), (0, 0)));
 }
 
 #[test]
@@ -164,19 +124,11 @@ fn identical_series_of_a_later_source_are_left_out() {
     for (first, later, expected) in [
         ("a 1\n", "a 2\n", ""),
         ("a 1\n", "a{} 2\n", ""),
-        (
-            "a{x=\"1\",y=\"2\"} 1\n",
-            "a { y = \"2\" , x=\"1\", } 2 3\n",
-            "",
-        ),
+        ("a{x=\"1\",y=\"2\"} 1\n", "a { y = \"2\" , x=\"1\", } 2 3\n", ""),
         ("a{x=\"1\"} 1\n", "a{x=\"2\"} 2\n", "a{x=\"2\"} 2\n"),
         ("a{x=\"1\"} 1\n", "a{y=\"1\"} 2\n", "a{y=\"1\"} 2\n"),
         ("a{x=\"1\"} 1\n", "b{x=\"1\"} 2\n", "b{x=\"1\"} 2\n"),
-        (
-            "a{x=\"1\",y=\"2\"} 1\n",
-            "a{x=\"1,y=2\"} 2\n",
-            "a{x=\"1,y=2\"} 2\n",
-        ),
+        ("a{x=\"1\",y=\"2\"} 1\n", "a{x=\"1,y=2\"} 2\n", "a{x=\"1,y=2\"} 2\n"),
         ("{\"a.b\",x=\"1\"} 1\n", "{\"a.b\",x=\"1\"} 2\n", ""),
         // A source may have several samples of one series.
         ("b 1\n", "a 1 1000\na 2 2000\n", "a 1 1000\na 2 2000\n"),
@@ -233,27 +185,15 @@ fn malformed_lines_are_left_out_and_counted() {
 fn a_quote_is_closed_by_a_later_line_or_its_own_line_is_dropped() {
     let many = "b 1\n".repeat(MAX_LINE / 4);
     for (page, left, malformed) in [
-        (
-            "a{x=\"1\n2\n\n3\"} 1\nb 1\n",
-            "a{x=\"1\n2\n\n3\"} 1\nb 1\n",
-            0,
-        ),
+        ("a{x=\"1\n2\n\n3\"} 1\nb 1\n", "a{x=\"1\n2\n\n3\"} 1\nb 1\n", 0),
         ("a{x=\"1} 1\nb 1\n", "b 1\n", 1),
         ("a{x=\"1} 1\nb{x=\"1\"} 1\nb 1\n", "b{x=\"1\"} 1\nb 1\n", 1),
         ("a{x=\"1\na{x=\"1\na{x=\"1\nb 1", "b 1\n", 3),
         ("a{x=\"\\\"\na{x=\"\\\"\nb 1\n", "b 1\n", 2),
         ("a{x=\"1\n# TYPE b gauge\nb 1\n", "# TYPE b gauge\nb 1\n", 1),
-        (
-            &format!("a{{x=\"1\n{many}c 1\n"),
-            &format!("{many}c 1\n"),
-            1,
-        ),
+        (&format!("a{{x=\"1\n{many}c 1\n"), &format!("{many}c 1\n"), 1),
         // With the lines up to the closing quote, the sample would be longer than a line may be.
-        (
-            &format!("a{{x=\"1\n{many}\"}} 1\nc 1\n"),
-            &format!("{many}c 1\n"),
-            2,
-        ),
+        (&format!("a{{x=\"1\n{many}\"}} 1\nc 1\n"), &format!("{many}c 1\n"), 2),
     ] {
         let begin = &page[..page.len().min(30)];
         for size in [7, 65_536, usize::MAX] {
@@ -275,25 +215,13 @@ fn a_name_known_with_quotes_needs_them_on_the_next_line_too() {
 #[test]
 fn a_line_over_1_mib_is_skipped_and_the_rest_passes() {
     let long = |length: usize| format!("a{{x=\"{}\"}} 1", "y".repeat(length - 9));
-    for (length, is_kept) in [
-        (MAX_LINE, true),
-        (MAX_LINE + 1, false),
-        (3 * MAX_LINE, false),
-    ] {
+    for (length, is_kept) in [(MAX_LINE, true), (MAX_LINE + 1, false), (3 * MAX_LINE, false)] {
         let line = long(length) + "\n";
         let page = format!("before 1\n{line}after 1\n");
         for size in [usize::MAX, 100_000, 65_536] {
             let (found, left_out) = merged_in(size, &texts(&[&page]), Text, true);
-            let expected = if is_kept {
-                page.clone()
-            } else {
-                page.replace(&line, "")
-            };
-            assert!(
-                found == expected.as_bytes(),
-                "{length} in {size}: {} bytes",
-                found.len()
-            );
+            let expected = if is_kept { page.clone() } else { page.replace(&line, "") };
+            assert!(found == expected.as_bytes(), "{length} in {size}: {} bytes", found.len());
             assert_eq!(left_out, (0, u64::from(!is_kept)), "{length} in {size}");
         }
     }
@@ -311,20 +239,14 @@ fn hidden_families_are_left_out_with_their_declarations() {
     let page = "# TYPE hidden_rq_active gauge\nhidden_rq_active{x=\"1\"} 1\n# TYPE hidden_rq gauge\n\
                 hidden_rq 1\nhidden__active 2\nmy_hidden_active 1\n";
     let expected = "# TYPE hidden_rq gauge\nhidden_rq 1\nmy_hidden_active 1\n";
-    assert_eq!(
-        merged(&texts(&[page]), Text, true),
-        (expected.to_owned(), (0, 0))
-    );
+    assert_eq!(merged(&texts(&[page]), Text, true), (expected.to_owned(), (0, 0)));
 }
 
 #[test]
 fn carriage_returns_are_removed() {
     let page = "# TYPE a gauge\r\na 1\r\n\r\n";
     let expected = "# TYPE a gauge\na 1\n\n";
-    assert_eq!(
-        merged(&texts(&[page]), Text, true),
-        (expected.to_owned(), (0, 0))
-    );
+    assert_eq!(merged(&texts(&[page]), Text, true), (expected.to_owned(), (0, 0)));
 }
 
 #[test]
@@ -364,9 +286,7 @@ fn openmetrics_passes_unchanged_except_comments_and_eof() {
 
 #[test]
 fn duplicates_beyond_the_remembered_series_are_not_removed() {
-    let page: String = (0..40_000)
-        .map(|number| format!("a{{n=\"{number}\"}} 1\n"))
-        .collect();
+    let page: String = (0..40_000).map(|number| format!("a{{n=\"{number}\"}} 1\n")).collect();
     let (found, (duplicates, malformed)) = merged_in(65_536, &texts(&[&page, &page]), Text, true);
     let lines = found.iter().filter(|byte| **byte == b'\n').count() as u64;
     assert_eq!((lines + duplicates, malformed), (80_000, 0));

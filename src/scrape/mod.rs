@@ -183,10 +183,7 @@ impl Scrape {
             .iter()
             .map(|Target { port, path }| source(Origin::Application, *port, path, limit));
         let envoy = self.config.envoy_port.map(|port| {
-            let query = scrape
-                .uri
-                .query()
-                .map_or_else(String::new, negotiate::envoy_query);
+            let query = scrape.uri.query().map_or_else(String::new, negotiate::envoy_query);
             let path = format!("/stats/prometheus{query}");
             source(Origin::Envoy, port, &path, u64::MAX)
         });
@@ -233,9 +230,7 @@ impl Page {
         later_sources: usize,
         chunks: &Sender<Bytes>,
     ) -> Result<(), BoxError> {
-        let Scrape {
-            config, metrics, ..
-        } = &self.scrape;
+        let Scrape { config, metrics, .. } = &self.scrape;
         self.seen.begin_source(later_sources == 0);
         let left = self.deadline.duration_since(Instant::now());
         let until = after(scaled(left, 1.0 / (1.0 + RESERVE * later_sources as f64)));
@@ -289,9 +284,7 @@ fn content_type(sources: &[Source]) -> &'static str {
         .iter()
         .filter(|source| source.origin == Origin::Application)
         .filter_map(|source| source.content_type);
-    let shared = types
-        .next()
-        .filter(|first| types.all(|other| other == *first));
+    let shared = types.next().filter(|first| types.all(|other| other == *first));
     shared.unwrap_or(TEXT_PAGE)
 }
 

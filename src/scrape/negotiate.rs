@@ -68,10 +68,8 @@ fn accept_header(strictest: Format, headers: &HeaderMap) -> String {
 /// histograms: Envoy answers 400 to it, because it has them in protobuf only.
 pub(super) fn envoy_query(query: &str) -> String {
     const NATIVE: &str = "histogram_buckets=prometheusnative";
-    let forwarded: Vec<_> = query
-        .split('&')
-        .filter(|member| !percent_decode_str(member).eq(NATIVE.bytes()))
-        .collect();
+    let forwarded: Vec<_> =
+        query.split('&').filter(|member| !percent_decode_str(member).eq(NATIVE.bytes())).collect();
     format!("?{}", forwarded.join("&"))
 }
 
@@ -116,14 +114,8 @@ mod tests {
             ("usedonly&filter=a%20b", "?usedonly&filter=a%20b"),
             ("histogram_buckets=prometheusnative", "?"),
             ("a&histogram%5fbuckets=prometheusnativ%65&b=c", "?a&b=c"),
-            (
-                "histogram_buckets=summary&x",
-                "?histogram_buckets=summary&x",
-            ),
-            (
-                "x=histogram_buckets=prometheusnative",
-                "?x=histogram_buckets=prometheusnative",
-            ),
+            ("histogram_buckets=summary&x", "?histogram_buckets=summary&x"),
+            ("x=histogram_buckets=prometheusnative", "?x=histogram_buckets=prometheusnative"),
         ] {
             assert_eq!(envoy_query(query), expected);
         }
@@ -138,16 +130,8 @@ mod tests {
             (Some(";;,"), TEXT, TEXT),
             (Some("*/*"), ANY, ANY),
             (Some("*"), ANY, ANY),
-            (
-                Some("application/*"),
-                TEXT,
-                "application/openmetrics-text;version=0.0.1",
-            ),
-            (
-                Some("application/vnd.google.protobuf;proto=x;q=0.9"),
-                TEXT,
-                TEXT,
-            ),
+            (Some("application/*"), TEXT, "application/openmetrics-text;version=0.0.1"),
+            (Some("application/vnd.google.protobuf;proto=x;q=0.9"), TEXT, TEXT),
             (Some("Text/*"), "Text/*", "Text/*"),
             (
                 Some(

@@ -196,8 +196,7 @@ impl Source {
             return Ok(Some(mem::take(&mut self.encoded)));
         };
         let length = self.encoded.len().min(MAX_ENCODED);
-        gzip.write_all(&self.encoded.split_to(length))
-            .map_err(not_gzip)?;
+        gzip.write_all(&self.encoded.split_to(length)).map_err(not_gzip)?;
         if self.body.is_none() {
             gzip.try_finish().map_err(not_gzip)?;
         }

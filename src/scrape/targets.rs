@@ -10,9 +10,7 @@ use crate::json;
 use crate::request_path::escaped;
 
 /// Ports of Envoy and of the agent, which the application cannot use.
-const RESERVED: [u16; 9] = [
-    15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090,
-];
+const RESERVED: [u16; 9] = [15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090];
 const DEFAULT_PORT: &str = "80";
 const DEFAULT_PATH: &str = "/metrics";
 
@@ -45,11 +43,7 @@ pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, String> {
     let annotations: Option<Annotations> = json::read(text).map_err(|error| {
         format!("expected a JSON object of scrape, port, path and targets, all text: {error}")
     })?;
-    let Annotations {
-        scrape,
-        mut single,
-        mut targets,
-    } = annotations.unwrap_or_default();
+    let Annotations { scrape, mut single, mut targets } = annotations.unwrap_or_default();
     if scrape == "false" {
         return Ok(Vec::new());
     }
@@ -90,17 +84,11 @@ mod tests {
         for (json, expected) in [
             (r#"{}"#, vec![(80, "/metrics")]),
             (r#"{"scrape":""}"#, vec![(80, "/metrics")]),
-            (
-                r#"{"scrape":"true","port":"9090","path":"/m?x=y"}"#,
-                vec![(9090, "/m?x=y")],
-            ),
+            (r#"{"scrape":"true","port":"9090","path":"/m?x=y"}"#, vec![(9090, "/m?x=y")]),
             (r#"{"scrape":"false","port":"15020"}"#, vec![]),
             (r#"{"path":"m"}"#, vec![(80, "/m")]),
             ("null", vec![(80, "/metrics")]),
-            (
-                r#"{"scrape":"true","path":"/m","port":"8080","targets":null}"#,
-                vec![(8080, "/m")],
-            ),
+            (r#"{"scrape":"true","path":"/m","port":"8080","targets":null}"#, vec![(8080, "/m")]),
             (
                 r#"{"scrape":null,"path":null,"port":null,"targets":[null,{"port":"2","path":null}]}"#,
                 vec![(2, "/metrics")],
@@ -110,10 +98,7 @@ mod tests {
                 r#"{"port":"1","targets":[{"port":"2"},{"port":"3","path":"/x"}]}"#,
                 vec![(2, "/metrics"), (3, "/x")],
             ),
-            (
-                r#"{"port":"1","targets":[{"port":"2","path":""}]}"#,
-                vec![(2, "/metrics")],
-            ),
+            (r#"{"port":"1","targets":[{"port":"2","path":""}]}"#, vec![(2, "/metrics")]),
         ] {
             let found = parse(json, 15020).expect(json);
             let found: Vec<_> = found.iter().map(|t| (t.port, t.path.as_str())).collect();
@@ -132,10 +117,7 @@ mod tests {
             (r#"{"port":"65536"}"#, "port \"65536\""),
             (r#"{"port":"15099"}"#, "the agent's own"),
             (r#"{"port":"015099"}"#, "the agent's own"),
-            (
-                r#"{"targets":[{"port":"1"},{"port":"015090"}]}"#,
-                "port 15090 is reserved",
-            ),
+            (r#"{"targets":[{"port":"1"},{"port":"015090"}]}"#, "port 15090 is reserved"),
             (r#"{"targets":[{}]}"#, "port \"\""),
         ] {
             let error = parse(json, 15099).expect_err(json);

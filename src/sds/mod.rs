@@ -98,9 +98,7 @@ pub fn serve(
         );
         let server = SecretDiscoveryServiceServer::new(service);
         let server = server.max_decoding_message_size(MAX_REQUEST);
-        listener
-            .serve(TowerToHyperService::new(server), shutdown)
-            .await;
+        listener.serve(TowerToHyperService::new(server), shutdown).await;
     }
 }
 

@@ -122,10 +122,7 @@ impl Resource<'_> {
             Secret::Certificate(certificate) => certificate.chain_pem().clone(),
             Secret::Roots(roots) => roots.pem().clone(),
         };
-        Version {
-            pem,
-            crl: self.crl.clone(),
-        }
+        Version { pem, crl: self.crl.clone() }
     }
 
     /// Encodes the secret as Envoy's resource of this name.
@@ -148,22 +145,13 @@ impl Resource<'_> {
                 ..Default::default()
             }),
         };
-        let secret = tls::Secret {
-            name: name.to_string(),
-            r#type: Some(content),
-        };
-        Any {
-            type_url: TYPE_URL.to_owned(),
-            value: secret.encode_to_vec(),
-        }
+        let secret = tls::Secret { name: name.to_string(), r#type: Some(content) };
+        Any { type_url: TYPE_URL.to_owned(), value: secret.encode_to_vec() }
     }
 }
 
 fn inline(bytes: &[u8]) -> DataSource {
-    DataSource {
-        specifier: Some(Specifier::InlineBytes(bytes.to_vec())),
-        ..Default::default()
-    }
+    DataSource { specifier: Some(Specifier::InlineBytes(bytes.to_vec())), ..Default::default() }
 }
 
 #[cfg(test)]
@@ -238,17 +226,12 @@ mod tests {
         let chain = format!("{}{}{}", leaf.unwrap().pem(), middle.pem(), root.pem());
         let [of_root, der] = list_of(&root, [2020, 2126]);
         let of_middle = list_of(&middle, [2020, 2126])[0].clone();
-        let (expired, future) = (
-            list_of(&middle, [2020, 2021])[0].clone(),
-            list_of(&middle, [2120, 2126])[0].clone(),
-        );
+        let (expired, future) =
+            (list_of(&middle, [2020, 2021])[0].clone(), list_of(&middle, [2120, 2126])[0].clone());
         let [foreign, same_name] =
             [&other, &namesake].map(|it| list_of(it, [2020, 2126])[0].clone());
         let join = |lists: &[&Vec<u8>]| lists.iter().copied().flatten().copied().collect();
-        let (empty, unusable) = (
-            codes::REVOCATION_LIST_EMPTY,
-            codes::REVOCATION_LIST_UNUSABLE,
-        );
+        let (empty, unusable) = (codes::REVOCATION_LIST_EMPTY, codes::REVOCATION_LIST_UNUSABLE);
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("crl.pem");
         let found = |file: &Vec<u8>| {
@@ -264,17 +247,9 @@ mod tests {
                 unusable,
                 "CN=middle; found one of CN=root until 2126-01-01T00:00:00Z; found one of CN=middle until 2021-01-01",
             ),
-            (
-                join(&[&of_root, &future]),
-                unusable,
-                "no valid list of CN=middle;",
-            ),
+            (join(&[&of_root, &future]), unusable, "no valid list of CN=middle;"),
             (foreign, unusable, "found one of CN=other until"),
-            (
-                join(&[&of_middle, &same_name]),
-                unusable,
-                "no valid list of CN=root;",
-            ),
+            (join(&[&of_middle, &same_name]), unusable, "no valid list of CN=root;"),
             (der, unusable, "no valid list of CN=middle;"),
             (of_middle.clone(), unusable, "no valid list of CN=root;"),
         ] {
@@ -283,10 +258,9 @@ mod tests {
             assert!(problem.found.contains(words), "{words}: {problem}");
             assert_eq!(problem.subject, path.display().to_string());
         }
-        for file in [
-            join(&[&of_root, &of_middle]),
-            join(&[&expired, &of_middle, &of_root, &future]),
-        ] {
+        for file in
+            [join(&[&of_root, &of_middle]), join(&[&expired, &of_middle, &of_root, &future])]
+        {
             assert_eq!(found(&file), None);
         }
         // Without a certificate chain, the only problem is a file that contains no list.

@@ -98,11 +98,7 @@ impl StateOfTheWorld {
                 Err(problem) => _ = unserved.get_or_insert(problem),
             }
         }
-        let DiscoveryRequest {
-            version_info: version,
-            response_nonce: nonce,
-            ..
-        } = request;
+        let DiscoveryRequest { version_info: version, response_nonce: nonce, .. } = request;
         if begins {
             tracing::debug!(target: "ads", "ADS:SDS: INIT/RECONNECT {} {version} {nonce}", self.id);
         } else if added.is_empty() && before.is_empty() {
@@ -217,11 +213,8 @@ impl StateOfTheWorld {
         let id = self.id;
         let names = Vec::from_iter(self.names.keys().map(Name::to_string)).join(", ");
         let names = escaped(&names, MAX_REASON);
-        let problem_code = if self.has_version {
-            codes::SECRET_UPDATE_REFUSED
-        } else {
-            codes::SECRET_REFUSED
-        };
+        let problem_code =
+            if self.has_version { codes::SECRET_UPDATE_REFUSED } else { codes::SECRET_REFUSED };
         let found = format!("Envoy refuses it: {reason}");
         let problem = Problem::new(problem_code, format!("secret {names}"), found);
         tracing::error!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}; {problem}");

@@ -97,17 +97,10 @@ impl Stream {
     }
 }
 
-static OPTIONS: SecretOptions = SecretOptions {
-    key_provider: None,
-    crl: None,
-};
+static OPTIONS: SecretOptions = SecretOptions { key_provider: None, crl: None };
 
 const fn available(secret: Served) -> Resource<'static> {
-    Resource {
-        secret,
-        options: &OPTIONS,
-        crl: None,
-    }
+    Resource { secret, options: &OPTIONS, crl: None }
 }
 
 /// Makes the next response, with `nonce`, and returns the names of its secrets. Returns no names if no response is due.
@@ -122,9 +115,7 @@ fn is_due(stream: &mut Stream, state: &State) -> bool {
 
 fn names(response: &DiscoveryResponse) -> Vec<String> {
     let secrets = response.resources.iter();
-    secrets
-        .map(|any| Secret::decode(&*any.value).expect("is a secret").name)
-        .collect()
+    secrets.map(|any| Secret::decode(&*any.value).expect("is a secret").name).collect()
 }
 
 fn fresh() -> Stream {
@@ -175,69 +166,25 @@ async fn later_requests_are_answered_by_the_rules_of_sotw_xds() {
     const NOTHING: &[&str] = &[];
     let state = signed().await;
     for (rule, first, then, expected) in [
-        (
-            "a refusal",
-            vec!["default"],
-            refusal(&["default", "ROOTCA"], "1"),
-            NOTHING,
-        ),
-        (
-            "an unsubscription",
-            vec!["default"],
-            request(&[], "1"),
-            NOTHING,
-        ),
-        (
-            "no nonce, same",
-            vec!["default"],
-            request(&["default"], ""),
-            &["default"],
-        ),
+        ("a refusal", vec!["default"], refusal(&["default", "ROOTCA"], "1"), NOTHING),
+        ("an unsubscription", vec!["default"], request(&[], "1"), NOTHING),
+        ("no nonce, same", vec!["default"], request(&["default"], ""), &["default"]),
         (
             "no nonce, more",
             vec!["default"],
             request(&["default", "ROOTCA"], ""),
             &["ROOTCA", "default"],
         ),
-        (
-            "an old nonce",
-            vec!["default"],
-            request(&["default", "ROOTCA"], "0"),
-            NOTHING,
-        ),
-        (
-            "an acknowledgement",
-            vec!["default"],
-            request(&["default"], "1"),
-            NOTHING,
-        ),
-        (
-            "fewer names",
-            vec!["default", "ROOTCA"],
-            request(&["ROOTCA"], "1"),
-            NOTHING,
-        ),
-        (
-            "more names",
-            vec!["default"],
-            request(&["default", "ROOTCA"], "1"),
-            &["ROOTCA"],
-        ),
-        (
-            "other names",
-            vec!["default"],
-            request(&["ROOTCA"], "1"),
-            &["ROOTCA"],
-        ),
+        ("an old nonce", vec!["default"], request(&["default", "ROOTCA"], "0"), NOTHING),
+        ("an acknowledgement", vec!["default"], request(&["default"], "1"), NOTHING),
+        ("fewer names", vec!["default", "ROOTCA"], request(&["ROOTCA"], "1"), NOTHING),
+        ("more names", vec!["default"], request(&["default", "ROOTCA"], "1"), &["ROOTCA"]),
+        ("other names", vec!["default"], request(&["ROOTCA"], "1"), &["ROOTCA"]),
     ] {
         let mut stream = subscribed(&first, &state);
         stream.apply(&then).expect(rule);
         assert_eq!(next_names(&mut stream, &state, "2"), expected, "{rule}");
-        assert_eq!(
-            next_names(&mut stream, &state, "3"),
-            NOTHING,
-            "{rule}: once"
-        );
+        assert_eq!(next_names(&mut stream, &state, "3"), NOTHING, "{rule}: once");
     }
 }
 
@@ -245,12 +192,8 @@ async fn later_requests_are_answered_by_the_rules_of_sotw_xds() {
 async fn a_first_request_is_answered_whatever_its_nonce() {
     let state = signed().await;
     let mut stream = fresh();
-    stream
-        .apply(&request(&["default"], "of an old stream"))
-        .expect("is fine");
-    stream
-        .apply(&request(&["default", "ROOTCA"], "of an old stream"))
-        .expect("is fine");
+    stream.apply(&request(&["default"], "of an old stream")).expect("is fine");
+    stream.apply(&request(&["default", "ROOTCA"], "of an old stream")).expect("is fine");
     assert_eq!(next_names(&mut stream, &state, "1"), ["ROOTCA", "default"]);
 }
 
@@ -262,10 +205,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
         ..Default::default()
     };
     stream.apply(&health).expect("is skipped");
-    let nameless = DiscoveryRequest {
-        node: None,
-        ..request(&["default"], "")
-    };
+    let nameless = DiscoveryRequest { node: None, ..request(&["default"], "") };
     let expected = (Code::InvalidArgument, "missing node information".to_owned());
     assert_eq!(end_status(stream.apply(&nameless)), expected);
     let mut stream = fresh();
@@ -277,9 +217,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
 async fn a_nack_as_the_first_request_subscribes_to_nothing() {
     let state = signed().await;
     let mut stream = fresh();
-    stream
-        .apply(&refusal(&["default"], ""))
-        .expect("is survived");
+    stream.apply(&refusal(&["default"], "")).expect("is survived");
     assert!(!is_due(&mut stream, &state));
     stream.apply(&request(&["default"], "x")).expect("is fine");
     assert_eq!(next_names(&mut stream, &state, "1"), ["default"]);
@@ -289,9 +227,7 @@ async fn a_nack_as_the_first_request_subscribes_to_nothing() {
 async fn a_request_waits_until_there_is_a_secret() {
     let nothing = State::default();
     let mut stream = fresh();
-    stream
-        .apply(&request(&["default", "ROOTCA"], ""))
-        .expect("is fine");
+    stream.apply(&request(&["default", "ROOTCA"], "")).expect("is fine");
     assert!(!is_due(&mut stream, &nothing));
     assert_eq!(stream.0.unsent().count(), 2);
     let state = signed().await;
@@ -368,22 +304,14 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
     let found = &problem.found;
     assert!(found.contains("no\\n\\u{1b}[0mxxx"), "{found}");
     assert!(found.len() < 1_200, "{}", found.len());
-    assert!(
-        registry
-            .render()
-            .contains("\nistio_agent_sds_refused_secrets 1\n")
-    );
+    assert!(registry.render().contains("\nistio_agent_sds_refused_secrets 1\n"));
     // A request for the same secret with an older nonce is not an ACK.
     stream.apply(&request(&["default"], "0")).expect("is fine");
     assert_eq!(refusals(&stream).len(), 1);
     next_names(&mut stream, &signed_by(&authority).await, "2");
     stream.apply(&request(&["default"], "2")).expect("is fine");
     assert_eq!(refusals(&stream), []);
-    assert!(
-        registry
-            .render()
-            .contains("\nistio_agent_sds_refused_secrets 0\n")
-    );
+    assert!(registry.render().contains("\nistio_agent_sds_refused_secrets 0\n"));
     // If Envoy refuses a newer version, it still has the version that it accepted before.
     next_names(&mut stream, &signed_by(&authority).await, "3");
     stream.apply(&refusal(&["default"], "3")).expect("is fine");
@@ -425,9 +353,7 @@ async fn a_version_of_an_earlier_stream_counts_as_accepted_and_ended_streams_are
 async fn secrets_have_the_shape_envoy_expects() {
     let state = signed().await;
     let mut stream = fresh();
-    stream
-        .apply(&request(&["default", "ROOTCA"], ""))
-        .expect("is fine");
+    stream.apply(&request(&["default", "ROOTCA"], "")).expect("is fine");
     let response = stream.next_response(&state, "n").expect("is due");
     assert_eq!(response.type_url, TYPE_URL);
     assert_eq!((&*response.version_info, &*response.nonce), ("now/1", "n"));
@@ -453,10 +379,7 @@ async fn secrets_have_the_shape_envoy_expects() {
 }
 
 fn name() -> impl Strategy<Value = String> {
-    prop_oneof![
-        "default|ROOTCA|file-root:[ab]|file-cert:[ab]~[ab]|file-root:system",
-        ".{0,12}",
-    ]
+    prop_oneof!["default|ROOTCA|file-root:[ab]|file-cert:[ab]~[ab]|file-root:system", ".{0,12}",]
 }
 
 fn states() -> impl Strategy<Value = Vec<u8>> {
@@ -466,13 +389,7 @@ fn states() -> impl Strategy<Value = Vec<u8>> {
 /// Makes responses until none is due. `states` has the state of each secret: 3 if it is available, less if it is not.
 /// Fails if the responses do not end.
 fn drain_responses(stream: &mut Stream, states: &[u8]) -> Result<(), TestCaseError> {
-    let names = [
-        "default",
-        "ROOTCA",
-        "file-root:a",
-        "file-root:b",
-        "file-cert:a~b",
-    ];
+    let names = ["default", "ROOTCA", "file-root:a", "file-root:b", "file-cert:a~b"];
     let names = names.iter().map(|name| name.parse().expect("is a name"));
     let table: BTreeMap<Name, u8> = names.zip(states.iter().copied()).collect();
     let lookup = |name: &Name| match table.get(name) {

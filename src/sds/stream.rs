@@ -122,10 +122,7 @@ impl Stream {
             SecretState::Available(Secret::Certificate(own)) => own.chain_pem().clone(),
             _ => Bytes::new(),
         };
-        let stamp = CrlStamp {
-            file: file.ok(),
-            has_chain: !chain.is_empty(),
-        };
+        let stamp = CrlStamp { file: file.ok(), has_chain: !chain.is_empty() };
         if stamp == self.crl_stamp {
             return CRL_POLL;
         }

@@ -58,15 +58,7 @@ async fn start(answer: Answer) -> Fixture {
     let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))
         .await
         .expect("connects");
-    Fixture {
-        clock,
-        authority,
-        registry,
-        shutdown,
-        tasks,
-        client,
-        _directory: directory,
-    }
+    Fixture { clock, authority, registry, shutdown, tasks, client, _directory: directory }
 }
 
 fn files_config() -> files::Config {
@@ -88,10 +80,7 @@ impl Fixture {
         let call = self.client.stream_secrets(ReceiverStream::new(rest));
         let opened = tokio::time::timeout(LIMIT, call);
         let responses = opened.await.expect("in time").expect("opens").into_inner();
-        let stream = EnvoyStream {
-            requests,
-            responses,
-        };
+        let stream = EnvoyStream { requests, responses };
         stream.send(name, "").await;
         stream
     }
@@ -100,10 +89,7 @@ impl Fixture {
 impl EnvoyStream {
     async fn send(&self, name: &str, nonce: &str) {
         let request = DiscoveryRequest {
-            node: Some(Node {
-                id: "sidecar~1".to_owned(),
-                ..Default::default()
-            }),
+            node: Some(Node { id: "sidecar~1".to_owned(), ..Default::default() }),
             resource_names: vec![name.to_owned()],
             type_url: TYPE_URL.to_owned(),
             response_nonce: nonce.to_owned(),
@@ -114,9 +100,7 @@ impl EnvoyStream {
 
     async fn next(&mut self) -> DiscoveryResponse {
         let next = tokio::time::timeout(LIMIT, self.responses.message()).await;
-        next.expect("in time")
-            .expect("no error")
-            .expect("not closed")
+        next.expect("in time").expect("no error").expect("not closed")
     }
 
     async fn end(&mut self) -> Status {
@@ -140,10 +124,7 @@ async fn streams_wait_for_the_authority_and_get_every_rotation() {
     let first = leaf.next().await;
     assert_eq!(only_secret(&first).name, "default");
     let anchors = only_secret(&roots.next().await);
-    assert!(matches!(
-        anchors.r#type,
-        Some(secret::Type::ValidationContext(_))
-    ));
+    assert!(matches!(anchors.r#type, Some(secret::Type::ValidationContext(_))));
     // The certificate is valid for 24 hours and is renewed after 12 of them.
     leaf.send("default", &first.nonce).await;
 

@@ -74,10 +74,7 @@ impl Workload {
         let chain = [chain.concat().as_bytes(), readable_roots.pem()].concat();
         let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
         let certificate = Certificate::new(Zeroizing::new(chain), leaf, key_pem);
-        Ok(Self {
-            certificate: Arc::new(certificate.map_err(unusable)?),
-            roots,
-        })
+        Ok(Self { certificate: Arc::new(certificate.map_err(unusable)?), roots })
     }
 }
 

@@ -143,11 +143,7 @@ impl FakeAuthority {
         let skew = self.skew.load(Ordering::Relaxed);
         let distance = Duration::from_secs(skew.unsigned_abs());
         let now = self.clock.now();
-        let now = if skew < 0 {
-            now - distance
-        } else {
-            now + distance
-        };
+        let now = if skew < 0 { now - distance } else { now + distance };
         let mut params = CertificateParams::default();
         let uri = identity.to_string();
         params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
@@ -183,11 +179,7 @@ impl Ca for FakeAuthority {
             Answer::Fails(code) | Answer::RefusesEcdsa(code) => {
                 let message = "told to fail".to_owned();
                 let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", message.clone());
-                return Err(SignError {
-                    code,
-                    message,
-                    problem,
-                });
+                return Err(SignError { code, message, problem });
             }
             Answer::Empty => signed.clear(),
             Answer::LeafOnly => signed.truncate(1),
@@ -196,13 +188,7 @@ impl Ca for FakeAuthority {
             Answer::ForeignKey => {
                 let other = KeyPair::generate().unwrap();
                 let bits = other.public_key_raw().to_vec();
-                signed = self.signed(
-                    &PublicKey {
-                        bits,
-                        is_rsa: false,
-                    },
-                    ttl,
-                );
+                signed = self.signed(&PublicKey { bits, is_rsa: false }, ttl);
             }
             Answer::ForeignName => {
                 let other = SpiffeId::new("cluster.local", "shop", "till");
@@ -228,10 +214,7 @@ impl Root {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let pem = params.self_signed(&key).unwrap().pem();
-        Self {
-            pem,
-            issuer: Issuer::new(params, key),
-        }
+        Self { pem, issuer: Issuer::new(params, key) }
     }
 }
 
@@ -258,10 +241,6 @@ impl PublicKeyData for PublicKey {
     }
 
     fn algorithm(&self) -> &'static SignatureAlgorithm {
-        if self.is_rsa {
-            &PKCS_RSA_SHA256
-        } else {
-            &PKCS_ECDSA_P256_SHA256
-        }
+        if self.is_rsa { &PKCS_RSA_SHA256 } else { &PKCS_ECDSA_P256_SHA256 }
     }
 }

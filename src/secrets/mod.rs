@@ -129,11 +129,7 @@ pub fn new<C: Ca>(
     registry: &Registry,
 ) -> (Secrets, impl Future<Output = ()> + Send + use<C>) {
     let (state, published) = watch::channel(State::default());
-    let secrets = Secrets {
-        state: published,
-        mesh: MeshBundle::default(),
-        clock: clock.clone(),
-    };
+    let secrets = Secrets { state: published, mesh: MeshBundle::default(), clock: clock.clone() };
     metrics::register_gauges(&secrets, registry);
     let renewal = Renewal {
         cache: CertificateCache::new(&config),

@@ -77,10 +77,7 @@ fn parse_file_name(text: &str) -> Option<Name> {
         };
     }
     let (chain, key) = text.strip_prefix(FILE_CERT)?.split_once('~')?;
-    Some(Name::FileCert {
-        chain: parse_path(chain)?,
-        key: parse_path(key)?,
-    })
+    Some(Name::FileCert { chain: parse_path(chain)?, key: parse_path(key)? })
 }
 
 /// Returns the path, if it can be one. A tilde separates paths, so none contains it; control characters

@@ -93,8 +93,7 @@ impl<C: Ca> Renewal<C> {
             // After a restart it is not known whether the first bundle differs from the one before. If it brought
             // the renewal forward, each restart would cost a request.
             let ignores_first_bundle = mesh.borrow_and_update().roots.is_none();
-            self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle)
-                .await;
+            self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle).await;
         }
         loop {
             // A certificate that was requested before there was a bundle is as new as the first one. This is read before
@@ -114,8 +113,7 @@ impl<C: Ca> Renewal<C> {
                     if let Some(cache) = self.cache.clone() {
                         cache.save(workload, response, issued).await;
                     }
-                    self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle)
-                        .await;
+                    self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle).await;
                 }
                 Err(error) => self.wait_after_failure(error, &mut failures).await,
             }
@@ -146,10 +144,7 @@ impl<C: Ca> Renewal<C> {
 
     /// Draws a random delay after a change of the mesh's trust bundle, and logs it.
     fn draw_bundle_delay(&self) -> Duration {
-        let wait = schedule::spread(
-            self.remaining_lifetime().unwrap_or_default(),
-            fastrand::f64(),
-        );
+        let wait = schedule::spread(self.remaining_lifetime().unwrap_or_default(), fastrand::f64());
         let within = rounded(wait);
         tracing::info!(
             target: "cache",
@@ -193,9 +188,7 @@ impl<C: Ca> Renewal<C> {
         issued: SystemTime,
         pause: Duration,
     ) -> SystemTime {
-        let due = self
-            .renewal_time(&workload, issued)
-            .max(self.clock.after(pause));
+        let due = self.renewal_time(&workload, issued).max(self.clock.after(pause));
         *self.authority_roots.lock() = Some(workload.roots.clone());
         if let Some((published, next)) = self.changed_roots() {
             self.publish_roots(next.union(&published));
@@ -401,8 +394,7 @@ impl<C: Ca> Renewal<C> {
             since: last.map_or_else(|| self.clock.now(), |last| last.since),
             next_attempt: self.clock.after(wait),
         };
-        self.state
-            .send_modify(|state| state.failure = Some(failure));
+        self.state.send_modify(|state| state.failure = Some(failure));
     }
 }
 

@@ -67,9 +67,7 @@ pub(super) fn renewal_time(
     let used = lifetime.as_secs_f64() * (1.0 - ratio);
     // A ratio that is not a number gives no duration; half of the lifetime is the default.
     let wait = Duration::try_from_secs_f64(used).unwrap_or(scaled(lifetime, 0.5));
-    let floor = scaled(lifetime, 0.1)
-        .max(*least_pause.start())
-        .min(*least_pause.end());
+    let floor = scaled(lifetime, 0.1).max(*least_pause.start()).min(*least_pause.end());
     let due = created.checked_add(wait.max(floor));
     due.unwrap_or(not_after)
 }
@@ -177,10 +175,7 @@ mod tests {
             let part = (due - earliest).div_duration_f64(scaled(day, 2.0 * jitter));
             tenths[(part * 10.0) as usize] += 1;
         }
-        assert!(
-            tenths.iter().all(|due| (50..150).contains(due)),
-            "{tenths:?}"
-        );
+        assert!(tenths.iter().all(|due| (50..150).contains(due)), "{tenths:?}");
     }
 
     #[test]

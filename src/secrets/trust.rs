@@ -78,10 +78,7 @@ impl MeshBundle {
         }
         Ok(self.0.send_if_modified(|mesh| {
             let changed = mesh.pem != bundle;
-            *mesh = Bundle {
-                pem: bundle.to_owned(),
-                roots,
-            };
+            *mesh = Bundle { pem: bundle.to_owned(), roots };
             changed
         }))
     }
@@ -121,15 +118,11 @@ fn warn_left_out(found: &str) {
 /// Swaps certificates with the same name and key: valid ones go first, then those that expire last. Envoy
 /// uses the first of them, even if it has expired. Returns true if any were swapped.
 fn put_usable_first(roots: &mut [Vec<u8>]) -> bool {
-    let ranks = roots
-        .iter()
-        .map(|der| x509::holder_and_rank(der).unwrap_or_default());
+    let ranks = roots.iter().map(|der| x509::holder_and_rank(der).unwrap_or_default());
     let (mut ranks, mut swapped) = (Vec::from_iter(ranks), false);
     for place in 0..roots.len() {
         let same_holder = (place..roots.len()).filter(|other| ranks[*other].0 == ranks[place].0);
-        let best = same_holder
-            .min_by_key(|other| Reverse(ranks[*other].1))
-            .unwrap_or(place);
+        let best = same_holder.min_by_key(|other| Reverse(ranks[*other].1)).unwrap_or(place);
         swapped |= best != place;
         roots.swap(place, best);
         ranks.swap(place, best);
@@ -148,10 +141,7 @@ mod tests {
 
     fn root() -> String {
         let key = KeyPair::generate().unwrap();
-        CertificateParams::default()
-            .self_signed(&key)
-            .unwrap()
-            .pem()
+        CertificateParams::default().self_signed(&key).unwrap().pem()
     }
 
     #[test]

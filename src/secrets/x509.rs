@@ -130,9 +130,7 @@ pub(super) fn holder_and_rank(der: &[u8]) -> Option<(Vec<u8>, (bool, i64))> {
 
 /// Writes certificates as PEM.
 pub(super) fn to_pem(ders: &[Vec<u8>]) -> String {
-    ders.iter()
-        .map(|der| pem::encode("CERTIFICATE", der).to_string())
-        .collect()
+    ders.iter().map(|der| pem::encode("CERTIFICATE", der).to_string()).collect()
 }
 
 pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
@@ -146,9 +144,7 @@ pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
 /// Returns the DNS names and URIs of the subject alternative name; none if it cannot be parsed.
 pub(super) fn alternative_names(certificate: &X509Certificate<'_>) -> Vec<String> {
     let extension = certificate.subject_alternative_name().ok().flatten();
-    let names = extension
-        .iter()
-        .flat_map(|extension| &extension.value.general_names);
+    let names = extension.iter().flat_map(|extension| &extension.value.general_names);
     let texts = names.filter_map(|name| match name {
         GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
         _ => None,

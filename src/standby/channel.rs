@@ -117,12 +117,7 @@ impl Channel {
             let found = format!("the other process runs as user {peer}, expected {own:?}");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, found));
         }
-        Ok(Self {
-            stream,
-            received: Vec::new(),
-            descriptors: Vec::new(),
-            max_descriptors,
-        })
+        Ok(Self { stream, received: Vec::new(), descriptors: Vec::new(), max_descriptors })
     }
 
     /// Exchanges the first messages. Fails if the other agent has another version of the protocol.
@@ -180,9 +175,8 @@ impl Channel {
             }
             let (stream, received) = (&self.stream, &mut self.received);
             let descriptors = &mut self.descriptors;
-            let length = stream
-                .async_io(Interest::READABLE, || read(stream, received, descriptors))
-                .await?;
+            let length =
+                stream.async_io(Interest::READABLE, || read(stream, received, descriptors)).await?;
             if self.descriptors.len() > self.max_descriptors {
                 let found = format!("more than {} descriptors", self.max_descriptors);
                 return Err(io::Error::new(io::ErrorKind::InvalidData, found));
@@ -216,12 +210,8 @@ fn read(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut chunk = vec![0; CHUNK];
-    let read = recvmsg(
-        stream,
-        &mut [IoSliceMut::new(&mut chunk)],
-        &mut control,
-        RecvFlags::CMSG_CLOEXEC,
-    )?;
+    let read =
+        recvmsg(stream, &mut [IoSliceMut::new(&mut chunk)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(given) = message {
             descriptors.extend(given);
@@ -240,9 +230,7 @@ mod tests {
 
     fn pair() -> (Channel, Channel) {
         let (one, other) = UnixStream::pair().unwrap();
-        [one, other]
-            .map(|it| Channel::new(it, MAX_DESCRIPTORS).unwrap())
-            .into()
+        [one, other].map(|it| Channel::new(it, MAX_DESCRIPTORS).unwrap()).into()
     }
 
     fn hello(version: u32) -> Hello {
@@ -262,9 +250,7 @@ mod tests {
         let long = Message::Refused("x".repeat(1 << 20));
         let sending = async {
             one.send(&long).await.unwrap();
-            one.send_with(&Message::Commit, &[given.into()])
-                .await
-                .unwrap();
+            one.send_with(&Message::Commit, &[given.into()]).await.unwrap();
         };
         let receiving = async {
             assert_eq!(other.receive().await.unwrap(), long);
@@ -283,10 +269,7 @@ mod tests {
         let (this, later) = (hello(VERSION), hello(3));
         let (greeted, refused) = tokio::join!(one.greet(&this), other.greet(&later));
         let error = greeted.unwrap_err().to_string();
-        assert!(
-            error.contains("1.31 has version 3 of the handover protocol"),
-            "{error}"
-        );
+        assert!(error.contains("1.31 has version 3 of the handover protocol"), "{error}");
         assert_eq!(refused.unwrap(), hello(VERSION));
         let (mut one, other) = pair();
         let line = b"{\"hello\":{\"version\":2,\"name\":\"a\",\"build\":\"b\",\"more\":[1]}}\n";
@@ -314,9 +297,8 @@ mod tests {
             let (mut one, mut other) = pair();
             other.max_descriptors = max;
             let file = std::fs::File::open("/dev/null").unwrap();
-            let fds: Vec<OwnedFd> = (0..MAX_DESCRIPTORS)
-                .map(|_| file.try_clone().unwrap().into())
-                .collect();
+            let fds: Vec<OwnedFd> =
+                (0..MAX_DESCRIPTORS).map(|_| file.try_clone().unwrap().into()).collect();
             for _ in 1..messages {
                 one.send_with(&Message::Ready, &fds).await.unwrap();
                 assert_eq!(other.receive().await.unwrap(), Message::Ready);
@@ -338,11 +320,7 @@ mod tests {
             let (mut one, other) = pair();
             other.stream.try_write(bytes).ok();
             drop(other);
-            assert_eq!(
-                one.receive().await.unwrap_err().kind(),
-                expected,
-                "{bytes:?}"
-            );
+            assert_eq!(one.receive().await.unwrap_err().kind(), expected, "{bytes:?}");
         }
     }
 }

@@ -10,12 +10,7 @@ use crate::problem::{Problem, codes};
 
 /// Runs `pilot-agent proxy` as the former holder of the lock ran it. Returns only on failure.
 pub fn proxy(record: &Record, own: &Environment) -> Problem {
-    run(|command| {
-        command
-            .args(&record.arguments)
-            .env_clear()
-            .envs(record.environment(own))
-    })
+    run(|command| command.args(&record.arguments).env_clear().envs(record.environment(own)))
 }
 
 /// Runs `pilot-agent standby`. Returns only on failure.

@@ -119,19 +119,13 @@ impl ExtensionConfigDiscoveryService for Gate {
 fn extension() -> DiscoveryResponse {
     let extension = TypedExtensionConfig {
         name: NAME.to_owned(),
-        typed_config: Some(Any {
-            type_url: FILTER.to_owned(),
-            value: Vec::new(),
-        }),
+        typed_config: Some(Any { type_url: FILTER.to_owned(), value: Vec::new() }),
     };
     DiscoveryResponse {
         version_info: "1".to_owned(),
         nonce: "1".to_owned(),
         type_url: EXTENSION.to_owned(),
-        resources: vec![Any {
-            type_url: EXTENSION.to_owned(),
-            value: extension.encode_to_vec(),
-        }],
+        resources: vec![Any { type_url: EXTENSION.to_owned(), value: extension.encode_to_vec() }],
         ..DiscoveryResponse::default()
     }
 }
@@ -145,11 +139,7 @@ mod tests {
         for (before, resources, names) in [
             (None, "/static_resources", &[NAME][..]),
             (Some("{\"node\":{}}"), "/static_resources", &[NAME]),
-            (
-                Some("{\"static_resources\":null}"),
-                "/static_resources",
-                &[NAME],
-            ),
+            (Some("{\"static_resources\":null}"), "/static_resources", &[NAME]),
             (
                 Some("{\"staticResources\":{\"listeners\":[{\"name\":\"mine\"}]}}"),
                 "/staticResources",

@@ -189,8 +189,7 @@ impl Standby {
     /// Records the build that this container runs. After an empty one, the next agent of this container takes over.
     fn record_build(&self, build: &str) -> io::Result<()> {
         let file = build_file(&self.name);
-        self.directory
-            .replace_files(&[(&file, build.as_bytes())], 0o600)
+        self.directory.replace_files(&[(&file, build.as_bytes())], 0o600)
     }
 
     /// Records that the agent is about to exit and does not need a successor, so that the standby exits as well.
@@ -290,9 +289,7 @@ pub fn another_serves(environment: &Environment) -> bool {
 pub fn version_text(environment: &Environment) -> Option<String> {
     let is_pair = environment.is_set(&ISTIO_AGENT_STANDBY);
     let serving = last_serving().filter(|_| is_pair)?;
-    let file = Path::new(DIRECTORY)
-        .join(PRIVATE)
-        .join(build_file(&serving));
+    let file = Path::new(DIRECTORY).join(PRIVATE).join(build_file(&serving));
     let build = regular_file::read_text(&file, MAX_BUILD).unwrap_or_default();
     Some(format!("container {serving} serves: {build}"))
 }

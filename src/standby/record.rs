@@ -36,9 +36,7 @@ impl Record {
     pub(super) fn from_process(environment: &Environment) -> Self {
         let words = std::env::args_os().skip(1);
         Self {
-            arguments: words
-                .map(|word| word.to_string_lossy().into_owned())
-                .collect(),
+            arguments: words.map(|word| word.to_string_lossy().into_owned()).collect(),
             variables: variables(environment).collect(),
         }
     }
@@ -100,19 +98,11 @@ mod tests {
         let variables = [("ISTIO_CPU_LIMIT", "2"), ("POD_NAME", "cart-1")];
         let record = Record {
             arguments: vec!["proxy".to_owned()],
-            variables: variables
-                .map(|(name, value)| (name.to_owned(), value.to_owned()))
-                .into(),
+            variables: variables.map(|(name, value)| (name.to_owned(), value.to_owned())).into(),
         };
-        let own = [
-            ("ISTIO_CPU_LIMIT", "1"),
-            ("ISTIO_AGENT_STANDBY", "istio-standby"),
-        ];
+        let own = [("ISTIO_CPU_LIMIT", "1"), ("ISTIO_AGENT_STANDBY", "istio-standby")];
         let merged = record.environment(&own.into_iter().collect());
-        let merged: Vec<_> = merged
-            .iter()
-            .map(|(name, value)| (&**name, &**value))
-            .collect();
+        let merged: Vec<_> = merged.iter().map(|(name, value)| (&**name, &**value)).collect();
         assert_eq!(merged, [own[1], own[0], variables[1]]);
     }
 

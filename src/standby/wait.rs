@@ -30,10 +30,7 @@ pub async fn run(
     let mut standby = Standby::open(environment)?;
     let stop = Stop::new();
     let mut signals = pin!(lifecycle::signals(stop.clone())?);
-    tracing::info!(
-        "container {} waits until no agent serves ({DIRECTORY})",
-        standby.name
-    );
+    tracing::info!("container {} waits until no agent serves ({DIRECTORY})", standby.name);
     let directory = standby.directory.clone();
     let waiting = async {
         loop {

@@ -152,10 +152,7 @@ pub fn new(
     Ok(async move {
         let watched = router.clone();
         let watches = async {
-            tokio::join!(
-                watched.ready.poll_until_ready(),
-                crate::logging::levels().expire()
-            );
+            tokio::join!(watched.ready.poll_until_ready(), crate::logging::levels().expire());
             std::future::pending().await
         };
         let listener = stop.run_until_cancelled(listener).await.transpose();
@@ -270,10 +267,7 @@ impl Router {
             None => PodState::Ready,
             Some(_) => PodState::NotReady,
         };
-        Diagnosis {
-            report: report.judged(&state, problem.as_ref()),
-            ready,
-        }
+        Diagnosis { report: report.judged(&state, problem.as_ref()), ready }
     }
 
     /// Makes a debug page on a blocking thread, because some take a while. Only one is made at a time, because
@@ -281,15 +275,9 @@ impl Router {
     async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
         let diagnosis = match path {
             "/debug/" | "/debug/doctor" | "/debug/overview" => self.diagnose(REPORT_AGE).await,
-            _ => Diagnosis {
-                report: Report::default(),
-                ready: Ok(()),
-            },
+            _ => Diagnosis { report: Report::default(), ready: Ok(()) },
         };
-        let (sources, lock) = (
-            self.sources.clone(),
-            self.page_lock.clone().lock_owned().await,
-        );
+        let (sources, lock) = (self.sources.clone(), self.page_lock.clone().lock_owned().await);
         let made = tokio::task::spawn_blocking(move || {
             // It stays locked until the end, even if the client has closed the connection.
             let _lock = lock;
@@ -312,9 +300,7 @@ fn quit(stop: &Stop) -> Response<Body> {
 async fn drain(sources: &Sources) -> Response<Body> {
     tracing::info!("handling /drain, starting drain");
     if let Some(envoy) = &sources.envoy
-        && tokio::time::timeout(DRAIN_LIMIT, envoy.drain())
-            .await
-            .is_err()
+        && tokio::time::timeout(DRAIN_LIMIT, envoy.drain()).await.is_err()
     {
         let found = "Envoy did not confirm the drain within 10 s";
         let problem = Problem::new(codes::DRAIN_UNCONFIRMED, "/drain", found);

@@ -66,11 +66,7 @@ impl Probers {
                 Err(problem) => problems.push(format!("{path}: {problem}")),
             }
         }
-        if problems.is_empty() {
-            Ok(Self(probers))
-        } else {
-            Err(problems)
-        }
+        if problems.is_empty() { Ok(Self(probers)) } else { Err(problems) }
     }
 
     pub fn get(&self, path: &str) -> Option<&Prober> {
@@ -193,11 +189,7 @@ fn prober(path: &str, value: Value) -> Result<Prober, String> {
         .map_err(|_| "httpHeaders must be a list of objects with name and value")?;
     let headers = list.into_iter().flatten();
     let seconds = spec.timeoutseconds.filter(|seconds| *seconds != 0);
-    let default = if path.starts_with(HOOKS) {
-        HOOK_LIMIT
-    } else {
-        PROBE_LIMIT
-    };
+    let default = if path.starts_with(HOOKS) { HOOK_LIMIT } else { PROBE_LIMIT };
     Ok(Prober {
         port: port.ok_or_else(|| format!("port is {}, expected {PORT}", target.port))?,
         kind,
@@ -307,14 +299,8 @@ mod tests {
                 r#"{"/app-health/a/livez": {"httpGet": {"port": "web"}}}"#,
                 "port is \"web\", expected from 1 to 65535: the port must be int type",
             ),
-            (
-                r#"{"/app-health/a/livez": {"tcpSocket": {}}}"#,
-                "port is null",
-            ),
-            (
-                r#"{"/app-health/a/livez": {"grpc": {"port": 70000}}}"#,
-                "port is 70000",
-            ),
+            (r#"{"/app-health/a/livez": {"tcpSocket": {}}}"#, "port is null"),
+            (r#"{"/app-health/a/livez": {"grpc": {"port": 70000}}}"#, "port is 70000"),
             (
                 r#"{"/app-health/a/livez": {"tcpSocket": {"port": 1}, "timeoutSeconds": -1}}"#,
                 "invalid value: integer `-1`, expected u32",

@@ -59,10 +59,7 @@ pub(super) fn json_text(text: Option<String>) -> Response<Body> {
         Some(text) => (StatusCode::OK, text),
         None => (StatusCode::NOT_FOUND, "{}".to_owned()),
     };
-    let headers = [
-        (CONTENT_TYPE, "application/json"),
-        (CACHE_CONTROL, "no-store"),
-    ];
+    let headers = [(CONTENT_TYPE, "application/json"), (CACHE_CONTROL, "no-store")];
     with(status, text, &headers)
 }
 
@@ -121,9 +118,7 @@ pub(super) fn method_not_allowed() -> Response<Body> {
 
 /// Makes an error response as text, which browsers must not take for another type.
 pub(super) fn refusal(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
-    let headers = [
-        (CONTENT_TYPE, "text/plain; charset=utf-8"),
-        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
-    ];
+    let headers =
+        [(CONTENT_TYPE, "text/plain; charset=utf-8"), (X_CONTENT_TYPE_OPTIONS, "nosniff")];
     with(status, text, &headers)
 }

@@ -32,10 +32,7 @@ pub struct Milestones {
 impl Milestones {
     /// Starts to measure time.
     pub fn start() -> Self {
-        Self {
-            start: Instant::now(),
-            reached: channel::Sender::default(),
-        }
+        Self { start: Instant::now(), reached: channel::Sender::default() }
     }
 
     pub fn elapsed(&self) -> Duration {
@@ -48,10 +45,7 @@ impl Milestones {
             let is_first = !has(reached, milestone);
             if is_first {
                 let after_ms = self.elapsed().as_micros() as f64 / 1e3;
-                reached.push(Reached {
-                    milestone,
-                    after_ms,
-                });
+                reached.push(Reached { milestone, after_ms });
             }
             is_first
         })
@@ -92,11 +86,8 @@ mod tests {
             .iter()
             .map(|reached| (reached.milestone, reached.after_ms))
             .collect();
-        let expected = [
-            ("sockets bound", 0.0),
-            ("configuration received", 12.5),
-            ("Envoy live", 13.5),
-        ];
+        let expected =
+            [("sockets bound", 0.0), ("configuration received", 12.5), ("Envoy live", 13.5)];
         assert_eq!(reached, expected);
     }
 }

@@ -75,10 +75,8 @@ fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
     let metrics = Registry::default();
     metrics.counter("istio_agent_tests", "Tests.").inc();
     let probers = r#"{"/app-health/a/livez": {"tcpSocket": {"port": 1}}}"#;
-    let config = Config {
-        metrics_localhost_only,
-        ..config(Probers::parse(probers).expect("probers"))
-    };
+    let config =
+        Config { metrics_localhost_only, ..config(Probers::parse(probers).expect("probers")) };
     Router::new(config, sources(stop.clone(), merged_metrics(), metrics)).expect("a router")
 }
 
@@ -136,12 +134,7 @@ async fn each_path_has_its_methods_and_callers() {
             400,
             "app prober config does not exists for /app-health/a/readyz\n",
         ),
-        (
-            "GET /bad-path-should-be-disallowed",
-            THERE,
-            404,
-            "404 page not found\n",
-        ),
+        ("GET /bad-path-should-be-disallowed", THERE, 404, "404 page not found\n"),
         ("GET /", THERE, 404, "404 page not found: see /debug/\n"),
     ] {
         let (found, text, _) = send_request(&router, line, from).await;
@@ -168,10 +161,7 @@ async fn the_overview_is_html_and_json_and_says_whether_the_pod_is_ready() {
     assert_eq!(json["start_up"][0]["milestone"], "ready");
     let (status, html, _) = send_request(&router, "GET /debug/", HERE).await;
     assert_eq!(status, 200);
-    assert!(
-        html.contains("<p class=\"skipped\">ready: no problem found</p>"),
-        "{html}"
-    );
+    assert!(html.contains("<p class=\"skipped\">ready: no problem found</p>"), "{html}");
     assert_eq!(json["doctor"]["verdict"], "ready: no problem found");
 }
 
@@ -195,12 +185,7 @@ async fn the_doctors_report_has_the_type_that_the_caller_prefers() {
         let caller = Caller::of(HERE, Some(0));
         let answer = router.answer(request, &caller).await;
         assert_eq!(answer.headers()["content-type"], expected, "{accept}");
-        let body = answer
-            .into_body()
-            .collect()
-            .await
-            .expect("a body")
-            .to_bytes();
+        let body = answer.into_body().collect().await.expect("a body").to_bytes();
         let text = String::from_utf8_lossy(&body).into_owned();
         assert!(text.contains("ready: no problem found"), "{text}");
     }
@@ -219,10 +204,7 @@ async fn a_pod_that_is_not_ready_for_an_unknown_reason_is_an_error() {
     assert_eq!(json["level"], "error");
     assert_eq!(json["groups"][0]["checks"][0]["code"], "POD_NOT_READY");
     let verdict = json["verdict"].as_str().expect("a verdict");
-    assert!(
-        verdict.starts_with("not ready: pod: server is terminated: a test"),
-        "{verdict}"
-    );
+    assert!(verdict.starts_with("not ready: pod: server is terminated: a test"), "{verdict}");
 }
 
 #[tokio::test]
@@ -270,61 +252,16 @@ async fn log_levels_are_listed_and_set_by_callers_on_loopback() {
         ("GET /debug/logging", remote, 403, "localhost"),
         ("POST /debug/logging?level=debug", remote, 403, "localhost"),
         ("DELETE /debug/logging", local, 405, "Not Allowed"),
-        (
-            "GET /debug/logging?level=loud",
-            local,
-            200,
-            r#""scope":"sds""#,
-        ),
+        ("GET /debug/logging?level=loud", local, 200, r#""scope":"sds""#),
         ("POST /debug/logging", local, 400, "does not have a level"),
-        (
-            "POST /debug/logging?level=loud",
-            local,
-            400,
-            "\"loud\", expected debug",
-        ),
-        (
-            "POST /debug/logging?level=none&for=1s",
-            local,
-            400,
-            "\"none\", expected debug",
-        ),
-        (
-            "PUT /debug/logging?level=fatal",
-            local,
-            400,
-            "\"fatal\", expected debug",
-        ),
-        (
-            "POST /debug/logging?level=info&scope=x",
-            local,
-            400,
-            "the scope is \"x\"",
-        ),
-        (
-            "POST /debug/logging?level=info&for=0s",
-            local,
-            400,
-            "for is \"0s\"",
-        ),
-        (
-            "POST /debug/logging?level=info&for=25h",
-            local,
-            400,
-            "for is \"25h\"",
-        ),
-        (
-            "POST /debug/logging?level=info&to=x",
-            local,
-            400,
-            "the query is \"to=x\"",
-        ),
-        (
-            "POST /debug/logging?level=info&level=x",
-            local,
-            400,
-            "the query is \"level=x\"",
-        ),
+        ("POST /debug/logging?level=loud", local, 400, "\"loud\", expected debug"),
+        ("POST /debug/logging?level=none&for=1s", local, 400, "\"none\", expected debug"),
+        ("PUT /debug/logging?level=fatal", local, 400, "\"fatal\", expected debug"),
+        ("POST /debug/logging?level=info&scope=x", local, 400, "the scope is \"x\""),
+        ("POST /debug/logging?level=info&for=0s", local, 400, "for is \"0s\""),
+        ("POST /debug/logging?level=info&for=25h", local, 400, "for is \"25h\""),
+        ("POST /debug/logging?level=info&to=x", local, 400, "the query is \"to=x\""),
+        ("POST /debug/logging?level=info&level=x", local, 400, "the query is \"level=x\""),
         (
             "PUT /debug/logging?level=warn&scope=gcecred",
             local,

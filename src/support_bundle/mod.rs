@@ -378,10 +378,7 @@ impl File {
         form: Form,
         mut from: impl Read,
     ) -> (Self, io::Result<()>) {
-        let mut to = BufWriter::new(Self {
-            name: name.to_owned(),
-            content: Compressed::new(),
-        });
+        let mut to = BufWriter::new(Self { name: name.to_owned(), content: Compressed::new() });
         // After an error, the bytes before it are flushed, too.
         let copied = redact::copy(secrets, form, &mut from, &mut to).and(to.flush());
         let (file, _) = to.into_parts();
@@ -411,10 +408,7 @@ impl Write for File {
 }
 
 /// Lists the files and directories in a directory; none if it cannot be read.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the operator names the directory"
-)]
+#[expect(clippy::disallowed_methods, reason = "the operator names the directory")]
 fn entries(directory: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).collect()

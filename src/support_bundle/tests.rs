@@ -157,10 +157,7 @@ async fn a_large_page_is_complete() {
 
 #[test]
 fn a_full_file_takes_no_more() {
-    let mut noise = File {
-        name: "n".repeat(200),
-        content: Compressed::new(),
-    };
+    let mut noise = File { name: "n".repeat(200), content: Compressed::new() };
     let mut random = [0; 1 << 16];
     for _ in 0..(MAX_COMPRESSED >> 16) + 100 {
         random.fill_with(|| fastrand::u8(..));
@@ -227,10 +224,7 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
         "envoy/server_info.json: ",
         "bootstrap/envoy-rev1.json: the file is neither YAML nor JSON",
     ] {
-        assert!(
-            files["errors.txt"].contains(missing),
-            "{missing}: {files:?}"
-        );
+        assert!(files["errors.txt"].contains(missing), "{missing}: {files:?}");
     }
     assert!(!files.contains_key("bootstrap/other.json"));
 }

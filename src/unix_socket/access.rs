@@ -28,11 +28,7 @@ pub struct Access {
 impl Access {
     /// Admits these users, root, and the one this process runs as.
     pub fn only(users: &BTreeSet<u32>, refusals: Counter) -> Self {
-        Self {
-            users: with_agent_and_root(users),
-            refused: BTreeSet::new(),
-            refusals,
-        }
+        Self { users: with_agent_and_root(users), refused: BTreeSet::new(), refusals }
     }
 
     /// Returns true if the peer may connect. Otherwise counts the rejection, and logs the first one of a user.
@@ -95,13 +91,8 @@ mod tests {
         let mut access = Access::only(&[1337].into(), refusals.clone());
         let path = Path::new("socket");
         let own = rustix::process::geteuid().as_raw();
-        for (user, expected) in [
-            (own, true),
-            (0, true),
-            (1337, true),
-            (4711, false),
-            (4711, false),
-        ] {
+        for (user, expected) in [(own, true), (0, true), (1337, true), (4711, false), (4711, false)]
+        {
             let admitted = access.admit_user(user, Some(1), path);
             assert_eq!(admitted, expected, "{user}");
         }

@@ -371,11 +371,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         assert!(!is_link_to_container(&path), "it does not exist");
-        for (target, expected) in [
-            ("socket-istio-standby", true),
-            ("spire.sock", false),
-            ("/run/spire/socket-a", false),
-        ] {
+        for (target, expected) in
+            [("socket-istio-standby", true), ("spire.sock", false), ("/run/spire/socket-a", false)]
+        {
             symlink(target, &path).unwrap();
             assert_eq!(is_link_to_container(&path), expected, "{target}");
             fs::remove_file(&path).unwrap();
@@ -392,10 +390,7 @@ mod tests {
         let mut silent = UnixStream::connect(&path).await.unwrap();
         assert_eq!(first_byte(&mut silent).await, None);
         let mut speaks = UnixStream::connect(&path).await.unwrap();
-        speaks
-            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-            .await
-            .unwrap();
+        speaks.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         assert!(first_byte(&mut speaks).await.is_some());
     }
 
@@ -408,10 +403,7 @@ mod tests {
         }
         let start = Instant::now();
         let mut third = UnixStream::connect(&path).await.unwrap();
-        third
-            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-            .await
-            .unwrap();
+        third.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         assert!(first_byte(&mut third).await.is_some());
         // The third connection is served only after the first two, which are silent, are closed.
         assert!(start.elapsed() >= FIRST_BYTE);

@@ -89,14 +89,8 @@ mod tests {
 
     #[tokio::test]
     async fn only_a_peer_that_sends_http2_settings_is_healthy() {
-        assert!(matches!(
-            answered_with(b"\0\0\0\x04\0\0\0\0\0").await,
-            Health::Healthy
-        ));
-        assert!(matches!(
-            answered_with(b"HTTP/1.1 400 Bad").await,
-            Health::Dead(_)
-        ));
+        assert!(matches!(answered_with(b"\0\0\0\x04\0\0\0\0\0").await, Health::Healthy));
+        assert!(matches!(answered_with(b"HTTP/1.1 400 Bad").await, Health::Dead(_)));
     }
 
     #[tokio::test(start_paused = true)]

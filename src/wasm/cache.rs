@@ -90,10 +90,7 @@ impl Cache {
         let now = Clock::system().now();
         let is_older = |time, limit| now.duration_since(time).is_ok_and(|age| age > limit);
         let mut modules = Vec::new();
-        #[expect(
-            clippy::disallowed_methods,
-            reason = "only files with a digest as name are used"
-        )]
+        #[expect(clippy::disallowed_methods, reason = "only files with a digest as name are used")]
         for entry in fs::read_dir(&self.directory)? {
             let entry = entry?;
             let (path, file_name) = (entry.path(), entry.file_name());
@@ -144,11 +141,7 @@ fn check(path: &Path) -> io::Result<Module> {
     }
     // On a read-only disk, the time of the last use is not recorded.
     let _ = file.set_modified(Clock::system().now());
-    Ok(Module {
-        path: path.to_owned(),
-        sha256,
-        size,
-    })
+    Ok(Module { path: path.to_owned(), sha256, size })
 }
 
 /// Removes a module. Returns false if that fails.

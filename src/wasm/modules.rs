@@ -121,11 +121,8 @@ impl Modules {
         }
         let module = self.wait_for_module(request).await;
         module.map(|module| module.path).map_err(|error| {
-            let failure = Failure {
-                error,
-                retry_at: after(backoff.next_wait().max(MIN_WAIT)),
-                backoff,
-            };
+            let failure =
+                Failure { error, retry_at: after(backoff.next_wait().max(MIN_WAIT)), backoff };
             self.record(request, Err(failure.clone()));
             failure
         })
@@ -145,11 +142,7 @@ impl Modules {
         if resources.len() >= MAX_RESOURCES {
             resources.shift_remove_index(0);
         }
-        let resource = Resource {
-            request: request.id,
-            url: request.source.redacted(),
-            result,
-        };
+        let resource = Resource { request: request.id, url: request.source.redacted(), result };
         resources.insert(request.name.clone(), resource);
     }
 

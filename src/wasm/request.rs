@@ -129,11 +129,7 @@ impl Request {
 
 impl Unusable {
     pub(super) fn new(result: &'static str, error: Error) -> Self {
-        Self {
-            result,
-            error,
-            retry_at: None,
-        }
+        Self { result, error, retry_at: None }
     }
 
     pub(super) fn fetch(error: Error) -> Self {

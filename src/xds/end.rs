@@ -63,10 +63,7 @@ impl End {
 
     /// Ends both streams with OK.
     fn ok(side: Side, reason: &str) -> Self {
-        Self {
-            reason: reason.to_owned(),
-            ..Self::new(side, true, &Status::ok(""))
-        }
+        Self { reason: reason.to_owned(), ..Self::new(side, true, &Status::ok("")) }
     }
 
     /// Istiod ended the stream with these trailers, or with the headers of a response without a body.
@@ -75,20 +72,15 @@ impl End {
             let status = Status::unavailable("istiod ended the stream without a status");
             return Self::bad_response(&status);
         };
-        let is_expected = matches!(
-            status.code(),
-            Code::Ok | Code::Cancelled | Code::DeadlineExceeded
-        );
+        let is_expected =
+            matches!(status.code(), Code::Ok | Code::Cancelled | Code::DeadlineExceeded);
         let mut trailers = HeaderMap::new();
         for name in STATUS_HEADERS {
             if let Some(value) = headers.remove(name) {
                 trailers.insert(name, value);
             }
         }
-        Self {
-            trailers: Some(Box::new(trailers)),
-            ..Self::new(Side::Istiod, is_expected, &status)
-        }
+        Self { trailers: Some(Box::new(trailers)), ..Self::new(Side::Istiod, is_expected, &status) }
     }
 
     /// The stream to istiod broke. The code is UNAVAILABLE, unless istiod reset the stream with another.
@@ -129,10 +121,7 @@ impl End {
 
     /// A newer stream replaced this one, or the agent stops.
     pub(crate) fn stopped() -> Self {
-        Self::ok(
-            Side::Agent,
-            "replaced by a newer stream, or the agent stops",
-        )
+        Self::ok(Side::Agent, "replaced by a newer stream, or the agent stops")
     }
 
     /// Envoy's next stream goes to another control plane.
@@ -282,31 +271,15 @@ mod tests {
                 (CANCELLED, CANCELLED),
                 "istiod: DeadlineExceeded: why",
             ),
-            (
-                istiod(Code::Unauthenticated),
-                (ERROR, CANCELLED),
-                "istiod: Unauthenticated: why",
-            ),
+            (istiod(Code::Unauthenticated), (ERROR, CANCELLED), "istiod: Unauthenticated: why"),
             (
                 End::stopped(),
                 (CANCELLED, CANCELLED),
                 "replaced by a newer stream, or the agent stops",
             ),
-            (
-                End::bad_response(&bad),
-                (ERROR, CANCELLED),
-                "istiod: Internal: bad",
-            ),
-            (
-                End::bad_request(&bad),
-                (CANCELLED, ERROR),
-                "Envoy: Internal: bad",
-            ),
-            (
-                End::envoy_gone(None),
-                (CANCELLED, CANCELLED),
-                "Envoy: OK: closed its stream",
-            ),
+            (End::bad_response(&bad), (ERROR, CANCELLED), "istiod: Internal: bad"),
+            (End::bad_request(&bad), (CANCELLED, ERROR), "Envoy: Internal: bad"),
+            (End::envoy_gone(None), (CANCELLED, CANCELLED), "Envoy: OK: closed its stream"),
         ] {
             assert_eq!(end.classes(), expected, "{end:?}");
             assert_eq!(end.reason(), reason);
@@ -317,10 +290,7 @@ mod tests {
     fn a_long_text_reaches_envoy_whole_and_the_log_in_part() {
         let text = "x".repeat(100_000);
         let end = End::istiod(trailers(&Status::permission_denied(&text)));
-        assert_eq!(
-            end.reason().len(),
-            "istiod: PermissionDenied: ".len() + MAX_REASON
-        );
+        assert_eq!(end.reason().len(), "istiod: PermissionDenied: ".len() + MAX_REASON);
         assert_eq!(end.trailers().unwrap()["grpc-message"], text);
     }
 

@@ -157,13 +157,10 @@ pub(crate) fn encode_request(
             ..Default::default()
         }
         .encode_to_vec(),
-        Protocol::Delta => DeltaDiscoveryRequest {
-            type_url,
-            response_nonce,
-            error_detail,
-            ..Default::default()
+        Protocol::Delta => {
+            DeltaDiscoveryRequest { type_url, response_nonce, error_detail, ..Default::default() }
+                .encode_to_vec()
         }
-        .encode_to_vec(),
     })
 }
 
@@ -188,38 +185,21 @@ mod tests {
     fn envoys_types_and_workloads_pass_and_all_others_are_withheld() {
         let interceptors = Interceptors::new(vec![Box::new(Subscription("nds"))]);
         for (type_url, disposition) in [
-            (
-                "type.googleapis.com/envoy.config.cluster.v3.Cluster",
-                Disposition::Pass,
-            ),
-            (
-                "type.googleapis.com/istio.workload.Workload",
-                Disposition::Pass,
-            ),
-            (
-                "type.googleapis.com/istio.workload.Address",
-                Disposition::Withhold,
-            ),
+            ("type.googleapis.com/envoy.config.cluster.v3.Cluster", Disposition::Pass),
+            ("type.googleapis.com/istio.workload.Workload", Disposition::Pass),
+            ("type.googleapis.com/istio.workload.Address", Disposition::Withhold),
             ("istio.io/debug/syncz", Disposition::Withhold),
             ("", Disposition::Withhold),
             ("nds", Disposition::Intercept(0)),
         ] {
-            assert_eq!(
-                interceptors.disposition(type_url),
-                disposition,
-                "{type_url}"
-            );
+            assert_eq!(interceptors.disposition(type_url), disposition, "{type_url}");
         }
     }
 
     #[test]
     fn own_requests_carry_the_documented_fields_and_no_others() {
         let answer = |protocol, problem| encode_request(protocol, "type", "v1", "n1", problem);
-        let status = rpc::Status {
-            code: 13,
-            message: "broken".into(),
-            ..Default::default()
-        };
+        let status = rpc::Status { code: 13, message: "broken".into(), ..Default::default() };
         for (problem, error_detail) in [(None, None), (Some("broken"), Some(status))] {
             let sotw = answer(Protocol::Sotw, problem);
             assert_eq!(

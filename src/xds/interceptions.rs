@@ -130,10 +130,7 @@ mod tests {
             interceptions.start(&mut state, Protocol::Delta);
         }
         let (nonce, message) = next(&mut interceptions).await;
-        assert_eq!(
-            (nonce.as_str(), &message[..]),
-            ("newest", &b"newest+slower+slow"[..])
-        );
+        assert_eq!((nonce.as_str(), &message[..]), ("newest", &b"newest+slower+slow"[..]));
         assert!(interceptions.next().await.is_none());
     }
 
@@ -146,20 +143,14 @@ mod tests {
         state.captured.push_back(captured("second"));
         interceptions.start(&mut state, Protocol::Delta);
         let (nonce, message) = next(&mut interceptions).await;
-        assert_eq!(
-            (nonce.as_str(), &message[..]),
-            ("second", &b"second+first"[..])
-        );
+        assert_eq!((nonce.as_str(), &message[..]), ("second", &b"second+first"[..]));
         assert!(interceptions.next().await.is_none());
     }
 
     #[tokio::test]
     async fn a_late_outcome_is_forwarded_unless_a_newer_response_comes() {
         let (mut state, mut interceptions) = (state(true), Interceptions::default());
-        let later = |outcome| SecondOutcome {
-            outcome,
-            rest: Bytes::from_static(b"rest"),
-        };
+        let later = |outcome| SecondOutcome { outcome, rest: Bytes::from_static(b"rest") };
         let forwarded = Outcome::Forward(Bytes::from_static(b"later"), None);
         interceptions.follow_with(captured("first"), later(Box::pin(ready(forwarded))));
         assert_eq!(next(&mut interceptions).await.1, "later");

@@ -3,9 +3,7 @@
 use crate::metrics::{Counter, Counters, Gauge, Histogram, Registry};
 
 /// Bounds from a few milliseconds to the minutes that an Envoy may take to warm up.
-const ACK_BUCKETS: &[f64] = &[
-    0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0,
-];
+const ACK_BUCKETS: &[f64] = &[0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0];
 
 /// The relay's counters.
 #[derive(Clone, Debug)]

@@ -46,9 +46,7 @@ pub enum Protocol {
 impl Protocol {
     /// Returns the protocol of a gRPC path.
     pub fn from_path(path: &str) -> Option<Self> {
-        [Self::Sotw, Self::Delta]
-            .into_iter()
-            .find(|protocol| protocol.path() == path)
+        [Self::Sotw, Self::Delta].into_iter().find(|protocol| protocol.path() == path)
     }
 
     /// Returns the gRPC path of the stream.

@@ -104,9 +104,7 @@ pub(crate) async fn serve_stream(
     client: Incoming,
     to_client: mpsc::Sender<ResponseFrame>,
 ) {
-    config
-        .observer
-        .record_stream_begin(config.id, config.protocol);
+    config.observer.record_stream_begin(config.id, config.protocol);
     let end = Relay::new(&config, client, &to_client).run().await;
     if let Some(trailers) = end.trailers() {
         // A client that no longer reads does not block the relay.
@@ -359,11 +357,7 @@ impl<'a> Relay<'a> {
             let id = self.config.id;
             tracing::warn!(target: "xdsproxy", id, "upstream terminated with unexpected error {problem}{count}");
         }
-        let wait = if has_moved {
-            Duration::ZERO
-        } else {
-            self.backoff.next_wait()
-        };
+        let wait = if has_moved { Duration::ZERO } else { self.backoff.next_wait() };
         self.phase = Phase::connecting(self.config.istiod.clone(), wait);
         self.state.restart();
         Ok(())
@@ -433,9 +427,7 @@ impl<'a> Relay<'a> {
                         let stream = IstiodStream::open(connection, &istiod, path, sent.clone());
                         let phase = Phase::Relaying(stream);
                         // The queue of a new stream has room.
-                        let _ = phase
-                            .request_sender()
-                            .map(|queue| queue.try_send(first.clone()));
+                        let _ = phase.request_sender().map(|queue| queue.try_send(first.clone()));
                         phase
                     }
                     Err(_) => Phase::connecting(istiod.clone(), backoff.next_wait()),
@@ -463,8 +455,7 @@ impl<'a> Relay<'a> {
         if self.resendable_memory() > MAX_RESENDABLE && self.phase.istiod_stream().is_some() {
             self.resendable = None;
         }
-        self.interceptions
-            .start(&mut self.state, self.config.protocol);
+        self.interceptions.start(&mut self.state, self.config.protocol);
         // Without room, the client takes the bytes later, or has closed its stream, which the loop notices.
         while !self.state.to_client.is_empty()
             && let Ok(room) = self.to_client.try_reserve()

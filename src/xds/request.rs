@@ -43,11 +43,7 @@ pub struct RequestReader {
 
 impl RequestReader {
     pub fn new(protocol: Protocol, max_bytes: usize) -> Self {
-        Self {
-            protocol,
-            max_bytes,
-            partial: BytesMut::new(),
-        }
+        Self { protocol, max_bytes, partial: BytesMut::new() }
     }
 
     /// Takes the next bytes and calls `each` for the requests that they complete. Fails for a request that is too
@@ -113,12 +109,7 @@ impl Request {
                 .map(|it| (it.type_url, it.response_nonce, it.error_detail))?,
         };
         let refusal = error.map(|it| String::from_utf8_lossy(&it.message).into_owned());
-        Ok(Self {
-            frame,
-            type_url,
-            nonce,
-            refusal,
-        })
+        Ok(Self { frame, type_url, nonce, refusal })
     }
 
     /// Decodes the subscription.
@@ -189,10 +180,7 @@ pub(super) fn shortened(reason: &str) -> String {
 /// to or unsubscribe from names.
 pub(super) fn without_nonce(request: &Bytes) -> Option<Bytes> {
     let mut request = DeltaDiscoveryRequest::decode(request.get(HEAD..)?).ok()?;
-    let names = [
-        &request.resource_names_subscribe,
-        &request.resource_names_unsubscribe,
-    ];
+    let names = [&request.resource_names_subscribe, &request.resource_names_unsubscribe];
     if names.iter().all(|names| names.is_empty()) {
         return None;
     }
@@ -221,9 +209,7 @@ mod tests {
         let mut reader = RequestReader::new(Protocol::Sotw, max_bytes);
         let mut requests = Vec::new();
         for part in bytes.chunks(chunk.max(1)) {
-            reader.feed(Bytes::copy_from_slice(part), |request| {
-                requests.push(request)
-            })?;
+            reader.feed(Bytes::copy_from_slice(part), |request| requests.push(request))?;
         }
         reader.finish()?;
         Ok(requests)
@@ -251,17 +237,10 @@ mod tests {
 
     #[test]
     fn ten_thousand_tiny_frames_come_out_in_order() {
-        let bytes: Vec<u8> = (0..10_000)
-            .flat_map(|i| request(&i.to_string(), 0))
-            .collect();
+        let bytes: Vec<u8> = (0..10_000).flat_map(|i| request(&i.to_string(), 0)).collect();
         let requests = read(1000, &bytes, 777).unwrap();
         assert_eq!(requests.len(), 10_000);
-        assert!(
-            requests
-                .iter()
-                .enumerate()
-                .all(|(i, r)| r.type_url == i.to_string())
-        );
+        assert!(requests.iter().enumerate().all(|(i, r)| r.type_url == i.to_string()));
     }
 
     #[test]
@@ -296,23 +275,17 @@ mod tests {
                 initial_resource_versions: [("a".to_owned(), "b".to_owned())].into(),
                 ..Default::default()
             };
-            for (protocol, message) in [
-                (Protocol::Sotw, sotw.encode_to_vec()),
-                (Protocol::Delta, delta.encode_to_vec()),
-            ] {
+            for (protocol, message) in
+                [(Protocol::Sotw, sotw.encode_to_vec()), (Protocol::Delta, delta.encode_to_vec())]
+            {
                 let mut requests = Vec::new();
                 let mut reader = RequestReader::new(protocol, 1 << 20);
-                reader
-                    .feed(frame(&message), |request| requests.push(request))
-                    .unwrap();
+                reader.feed(frame(&message), |request| requests.push(request)).unwrap();
                 let [request] = &requests[..] else {
                     panic!("one request: {requests:?}");
                 };
                 assert_eq!((&*request.type_url, &*request.nonce), ("t", "n"));
-                assert_eq!(
-                    request.refusal.as_deref().map(shortened).as_deref(),
-                    Some(kept)
-                );
+                assert_eq!(request.refusal.as_deref().map(shortened).as_deref(), Some(kept));
             }
         }
     }

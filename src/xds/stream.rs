@@ -187,8 +187,7 @@ impl StreamState {
         let response = &captured.received;
         match outcome {
             Outcome::Accepted => {
-                self.recorder
-                    .record_message(response, &captured.message, true);
+                self.recorder.record_message(response, &captured.message, true);
                 self.send_ack_or_nack(response, None);
             }
             Outcome::Rejected(problem) => {
@@ -198,9 +197,7 @@ impl StreamState {
                 tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
             }
             Outcome::Forward(message, second) => {
-                let Received {
-                    type_url, nonce, ..
-                } = response;
+                let Received { type_url, nonce, .. } = response;
                 tracing::debug!(target: "xdsproxy", id = self.id, nonce, "forward {}", short_type(type_url));
                 self.recorder.record_message(response, &message, false);
                 self.rewritten_waiting.push_back(frame(&message));
@@ -267,9 +264,7 @@ fn log_request(id: u32, protocol: Protocol, frame: &Bytes) {
         return;
     };
     let subscription = request.subscription().unwrap_or_default();
-    let Request {
-        type_url, nonce, ..
-    } = request;
+    let Request { type_url, nonce, .. } = request;
     match protocol {
         Protocol::Sotw => {
             tracing::debug!(target: "xdsproxy", id, nonce, "request for type url {type_url}");
@@ -341,33 +336,21 @@ mod tests {
     fn state() -> StreamState {
         let protocol = Protocol::Sotw;
         let interceptors = Interceptors::new(vec![
-            Box::new(Scripted {
-                type_url: NAMES,
-                subscribes: true,
-            }),
-            Box::new(Scripted {
-                type_url: EXTENSION,
-                subscribes: false,
-            }),
+            Box::new(Scripted { type_url: NAMES, subscribes: true }),
+            Box::new(Scripted { type_url: EXTENSION, subscribes: false }),
         ]);
         let observer = Observer::new(&Registry::default(), None);
         StreamState::new(1, protocol, interceptors, observer, 1000, None)
     }
 
     fn request(type_url: &str) -> Bytes {
-        let request = DiscoveryRequest {
-            type_url: type_url.into(),
-            ..Default::default()
-        };
+        let request = DiscoveryRequest { type_url: type_url.into(), ..Default::default() };
         frame(&request.encode_to_vec())
     }
 
     fn response(type_url: &str) -> Bytes {
         let response = DiscoveryResponse {
-            resources: vec![Any {
-                type_url: type_url.into(),
-                value: vec![1; 40],
-            }],
+            resources: vec![Any { type_url: type_url.into(), value: vec![1; 40] }],
             type_url: type_url.into(),
             nonce: "n".into(),
             ..Default::default()
@@ -377,9 +360,7 @@ mod tests {
 
     fn types_to_istiod(state: &mut StreamState) -> Vec<String> {
         let requests = state.to_istiod.drain(..);
-        requests
-            .map(|r| DiscoveryRequest::decode(&r[5..]).unwrap().type_url)
-            .collect()
+        requests.map(|r| DiscoveryRequest::decode(&r[5..]).unwrap().type_url).collect()
     }
 
     #[test]
@@ -460,17 +441,9 @@ mod tests {
             .to_istiod
             .iter()
             .map(|r| DiscoveryRequest::decode(&r[5..]).unwrap())
-            .map(|r| {
-                (
-                    r.response_nonce,
-                    r.error_detail.map(|status| status.message),
-                )
-            })
+            .map(|r| (r.response_nonce, r.error_detail.map(|status| status.message)))
             .collect();
-        assert_eq!(
-            answers,
-            [("n".into(), None), ("n".into(), Some("no table".into()))]
-        );
+        assert_eq!(answers, [("n".into(), None), ("n".into(), Some("no table".into()))]);
         assert!(state.to_client.is_empty());
         let seen = &state.observer.snapshot().types[NAMES];
         assert_eq!((seen.responses, seen.acks, seen.nacks), (1, 1, 1));
@@ -479,10 +452,7 @@ mod tests {
     #[test]
     fn empty_responses_are_not_acked_for_the_agents_types_but_intercepted_for_envoys() {
         let empty = |type_url: &str| {
-            let response = DiscoveryResponse {
-                type_url: type_url.into(),
-                ..Default::default()
-            };
+            let response = DiscoveryResponse { type_url: type_url.into(), ..Default::default() };
             frame(&response.encode_to_vec())
         };
         let mut state = state();

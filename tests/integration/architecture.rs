@@ -152,11 +152,7 @@ fn module_dependencies_equal_the_table() {
 fn modules_form_no_cycle() {
     let mut code = code();
     loop {
-        let free: Vec<_> = code
-            .keys()
-            .filter(|module| code[*module].is_empty())
-            .cloned()
-            .collect();
+        let free: Vec<_> = code.keys().filter(|module| code[*module].is_empty()).cloned().collect();
         if free.is_empty() {
             break;
         }

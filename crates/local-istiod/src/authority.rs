@@ -110,12 +110,7 @@ impl Root {
         let seconds = u64::try_from(certificate.validity().not_after.timestamp())
             .map_err(|_| AuthorityError::Root)?;
         let not_after = UNIX_EPOCH + Duration::from_secs(seconds);
-        Ok(Self {
-            key,
-            der: block.contents,
-            pem,
-            not_after,
-        })
+        Ok(Self { key, der: block.contents, pem, not_after })
     }
 }
 
@@ -145,12 +140,7 @@ impl Authority {
 
     /// Returns all roots, the newest first.
     pub(super) fn roots_pem(&self) -> String {
-        self.roots
-            .borrow()
-            .iter()
-            .rev()
-            .map(|root| root.pem())
-            .collect()
+        self.roots.borrow().iter().rev().map(|root| root.pem()).collect()
     }
 
     pub(super) fn rotate_root(&self) -> Result<(), AuthorityError> {
@@ -202,18 +192,11 @@ impl Authority {
             .map_err(|error: CsrError| AuthorityError::Csr(error.to_string()))?;
         match csr.uri {
             Some(found) if found != caller.to_string() => {
-                return Err(AuthorityError::Identity {
-                    found,
-                    expected: caller.clone(),
-                });
+                return Err(AuthorityError::Identity { found, expected: caller.clone() });
             }
             _ => {}
         }
-        let wanted = if requested.is_zero() {
-            DEFAULT_TTL
-        } else {
-            requested
-        };
+        let wanted = if requested.is_zero() { DEFAULT_TTL } else { requested };
         let issued = self.issue(&csr.key, caller, wanted.min(self.max_ttl))?;
         self.signed.fetch_add(1, Ordering::Relaxed);
         Ok(issued)
@@ -229,9 +212,7 @@ impl Authority {
         let root = roots.last().ok_or(AuthorityError::Root)?;
         let now = SystemTime::now() + self.clock_ahead;
         let not_after = (now + ttl).min(root.not_after);
-        let lifetime = not_after
-            .duration_since(now)
-            .map_err(|_| AuthorityError::Root)?;
+        let lifetime = not_after.duration_since(now).map_err(|_| AuthorityError::Root)?;
         let mut params = leaf_params(now, not_after);
         let uri = caller.to_string().try_into()?;
         params.subject_alt_names = vec![SanType::URI(uri)];
@@ -251,9 +232,7 @@ fn issuer<'a>(trust_domain: &str, root: &'a Root) -> Issuer<'static, &'a KeyPair
 fn root_params(trust_domain: &str) -> CertificateParams {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
-    params
-        .distinguished_name
-        .push(DnType::OrganizationName, trust_domain);
+    params.distinguished_name.push(DnType::OrganizationName, trust_domain);
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     let now = SystemTime::now();
@@ -268,22 +247,15 @@ fn leaf_params(now: SystemTime, not_after: SystemTime) -> CertificateParams {
     params.not_before = (now - BACKDATED).into();
     params.not_after = not_after.into();
     params.use_authority_key_identifier_extension = true;
-    params.key_usages = vec![
-        KeyUsagePurpose::DigitalSignature,
-        KeyUsagePurpose::KeyEncipherment,
-    ];
-    params.extended_key_usages = vec![
-        ExtendedKeyUsagePurpose::ServerAuth,
-        ExtendedKeyUsagePurpose::ClientAuth,
-    ];
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
+    params.extended_key_usages =
+        vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     params
 }
 
 impl fmt::Debug for Root {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Root")
-            .field("not_after", &self.not_after)
-            .finish_non_exhaustive()
+        f.debug_struct("Root").field("not_after", &self.not_after).finish_non_exhaustive()
     }
 }
 
@@ -299,12 +271,7 @@ mod tests {
 
     fn authority(max_ttl: Duration) -> Authority {
         let root = Arc::new(Root::generate("cluster.local").unwrap());
-        Authority::new(
-            vec![root],
-            "cluster.local".to_owned(),
-            max_ttl,
-            Duration::ZERO,
-        )
+        Authority::new(vec![root], "cluster.local".to_owned(), max_ttl, Duration::ZERO)
     }
 
     fn request(uri: &str) -> String {
@@ -326,10 +293,7 @@ mod tests {
         let san = leaf.subject_alternative_name().unwrap().unwrap();
         assert!(san.critical);
         let names = format!("{:?}", san.value.general_names);
-        assert!(
-            names.contains("spiffe://cluster.local/ns/shop/sa/cart"),
-            "{names}"
-        );
+        assert!(names.contains("spiffe://cluster.local/ns/shop/sa/cart"), "{names}");
         let usage = leaf.extended_key_usage().unwrap().unwrap().value;
         assert!(usage.server_auth && usage.client_auth);
         let usage = leaf.key_usage().unwrap().unwrap().value;
@@ -345,20 +309,13 @@ mod tests {
         assert_eq!(issued.unwrap().lifetime, Duration::from_secs(20));
         let too_long = short.sign(&csr, &caller(), MAX_TTL + Duration::from_secs(1));
         let message = too_long.unwrap_err().to_string();
-        assert!(
-            message.contains("greater than the max allowed TTL"),
-            "{message}"
-        );
+        assert!(message.contains("greater than the max allowed TTL"), "{message}");
     }
 
     #[test]
     fn refuses_another_identity_than_the_callers() {
         let error = authority(MAX_TTL)
-            .sign(
-                &request("spiffe://cluster.local/ns/shop/sa/admin"),
-                &caller(),
-                DEFAULT_TTL,
-            )
+            .sign(&request("spiffe://cluster.local/ns/shop/sa/admin"), &caller(), DEFAULT_TTL)
             .unwrap_err();
         assert!(matches!(error, AuthorityError::Identity { .. }), "{error}");
     }

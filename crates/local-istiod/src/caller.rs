@@ -54,19 +54,16 @@ impl Authenticator {
         let Some(leaf) = &peer.leaf else {
             return self.bearer(headers);
         };
-        self.certificate(leaf)
-            .or_else(|error| match self.bearer(headers) {
-                Err(CallerError::Nothing) => Err(error),
-                answer => answer,
-            })
+        self.certificate(leaf).or_else(|error| match self.bearer(headers) {
+            Err(CallerError::Nothing) => Err(error),
+            answer => answer,
+        })
     }
 
     fn certificate(&self, leaf: &[u8]) -> Result<SpiffeId, CallerError> {
         let (_, leaf) = x509_parser::certificate::X509Certificate::from_der(leaf)
             .map_err(|_| CallerError::Certificate)?;
-        let san = leaf
-            .subject_alternative_name()
-            .map_err(|_| CallerError::Certificate)?;
+        let san = leaf.subject_alternative_name().map_err(|_| CallerError::Certificate)?;
         let uris: Vec<&str> = san
             .iter()
             .flat_map(|san| &san.value.general_names)

@@ -65,13 +65,8 @@ impl Certificates {
             .authority
             .sign(&request.csr, &caller, Duration::from_secs(seconds))
             .map_err(|error| self.refused(peer.address, &error.to_string(), status_of(&error)))?;
-        self.events.report(Event::Issued {
-            identity: caller,
-            lifetime: issued.lifetime,
-        });
-        Ok(Response::new(IstioCertificateResponse {
-            cert_chain: issued.chain,
-        }))
+        self.events.report(Event::Issued { identity: caller, lifetime: issued.lifetime });
+        Ok(Response::new(IstioCertificateResponse { cert_chain: issued.chain }))
     }
 
     fn caller(&self, peer: &Peer, headers: &http::HeaderMap) -> Result<SpiffeId, CallerError> {
@@ -82,10 +77,7 @@ impl Certificates {
     }
 
     fn refused(&self, peer: SocketAddr, reason: &str, status: Status) -> Status {
-        self.events.report(Event::Refused {
-            peer,
-            reason: reason.to_owned(),
-        });
+        self.events.report(Event::Refused { peer, reason: reason.to_owned() });
         status
     }
 }

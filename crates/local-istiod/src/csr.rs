@@ -71,12 +71,7 @@ pub(super) fn parse(pem: &str) -> Result<Csr, CsrError> {
 }
 
 fn verified_key(request: &X509CertificationRequest<'_>) -> Result<RequestedKey, CsrError> {
-    let bytes = request
-        .certification_request_info
-        .subject_pki
-        .subject_public_key
-        .data
-        .to_vec();
+    let bytes = request.certification_request_info.subject_pki.subject_public_key.data.to_vec();
     let oid = request.signature_algorithm.algorithm.to_id_string();
     let (verification, algorithm): (&dyn VerificationAlgorithm, _) = match oid.as_str() {
         "1.2.840.10045.4.3.2" => (&ECDSA_P256_SHA256_ASN1, &rcgen::PKCS_ECDSA_P256_SHA256),
@@ -85,10 +80,7 @@ fn verified_key(request: &X509CertificationRequest<'_>) -> Result<RequestedKey, 
         _ => return Err(CsrError::Algorithm { found: oid }),
     };
     UnparsedPublicKey::new(verification, &bytes)
-        .verify(
-            request.certification_request_info.raw,
-            &request.signature_value.data,
-        )
+        .verify(request.certification_request_info.raw, &request.signature_value.data)
         .map_err(|_| CsrError::Signature)?;
     Ok(RequestedKey { algorithm, bytes })
 }
@@ -100,9 +92,7 @@ fn check_subject(info: &X509CertificationRequestInfo<'_>) -> Result<(), CsrError
         [only] if only.attr_type().to_id_string() == ORGANISATION && only.as_slice().is_empty() => {
             Ok(())
         }
-        _ => Err(CsrError::Subject {
-            found: info.subject.to_string(),
-        }),
+        _ => Err(CsrError::Subject { found: info.subject.to_string() }),
     }
 }
 
@@ -118,18 +108,14 @@ fn requested_uri(info: &X509CertificationRequestInfo<'_>) -> Result<Option<Strin
         match extension.parsed_extension() {
             ParsedExtension::SubjectAlternativeName(san) => names.extend(&san.general_names),
             _ => {
-                return Err(CsrError::Extension {
-                    found: extension.oid.to_id_string(),
-                });
+                return Err(CsrError::Extension { found: extension.oid.to_id_string() });
             }
         }
     }
     match names.as_slice() {
         [] => Ok(None),
         [GeneralName::URI(uri)] => Ok(Some((*uri).to_owned())),
-        names => Err(CsrError::Names {
-            found: format!("{names:?}"),
-        }),
+        names => Err(CsrError::Names { found: format!("{names:?}") }),
     }
 }
 
@@ -174,9 +160,7 @@ mod tests {
         assert_eq!(plain.uri.as_deref(), Some(URI));
         let empty_organisation = parse(&request(|params| {
             let empty = DnValue::PrintableString("".try_into().unwrap());
-            params
-                .distinguished_name
-                .push(DnType::OrganizationName, empty);
+            params.distinguished_name.push(DnType::OrganizationName, empty);
         }));
         assert_eq!(empty_organisation.unwrap().uri.as_deref(), Some(URI));
         let unnamed = parse(&request(|params| params.subject_alt_names.clear())).unwrap();
@@ -191,9 +175,7 @@ mod tests {
                 params.distinguished_name.push(DnType::CommonName, "cart");
             }),
             ("subject", |params| {
-                params
-                    .distinguished_name
-                    .push(DnType::OrganizationName, "shop");
+                params.distinguished_name.push(DnType::OrganizationName, "shop");
             }),
             ("extension", |params| {
                 params.insert_extended_key_usage(ExtendedKeyUsagePurpose::ServerAuth);
@@ -203,9 +185,7 @@ mod tests {
                 params.subject_alt_names.push(dns);
             }),
             ("names", |params| {
-                params
-                    .subject_alt_names
-                    .push(SanType::URI("spiffe://a".try_into().unwrap()));
+                params.subject_alt_names.push(SanType::URI("spiffe://a".try_into().unwrap()));
             }),
         ];
         for (reason, change) in table {

@@ -105,58 +105,30 @@ impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Issued { identity, lifetime } => {
-                write!(
-                    f,
-                    "certificate issued to {identity} for {} s",
-                    lifetime.as_secs()
-                )
+                write!(f, "certificate issued to {identity} for {} s", lifetime.as_secs())
             }
             Self::Refused { peer, reason } => {
                 write!(f, "certificate refused to {peer}: {reason}")
             }
             Self::Opened { node, variant } => write!(f, "stream opened by {node} ({variant})"),
             Self::Closed { node, reason } => write!(f, "stream closed of {node}: {reason}"),
-            Self::Pushed {
-                node,
-                type_url,
-                version,
-                resources,
-                removed,
-            } => write!(
+            Self::Pushed { node, type_url, version, resources, removed } => write!(
                 f,
                 "PUSH {} {version} to {node}: {resources} resources, {removed} removed",
                 short(type_url)
             ),
-            Self::Acked {
-                node,
-                type_url,
-                version,
-            } => write!(f, "ACK {} {version} from {node}", short(type_url)),
-            Self::Nacked {
-                node,
-                type_url,
-                version,
-                error,
-            } => write!(
-                f,
-                "NACK {} {version} from {node}: {}",
-                short(type_url),
-                one_line(error)
-            ),
-            Self::Stale {
-                node,
-                type_url,
-                nonce,
-            } => write!(
-                f,
-                "stale nonce {nonce} for {} from {node}, ignored",
-                short(type_url)
-            ),
-            Self::Registered {
-                node,
-                group,
-                address,
-            } => write!(f, "machine {address} of {node} registered in {group}"),
+            Self::Acked { node, type_url, version } => {
+                write!(f, "ACK {} {version} from {node}", short(type_url))
+            }
+            Self::Nacked { node, type_url, version, error } => {
+                write!(f, "NACK {} {version} from {node}: {}", short(type_url), one_line(error))
+            }
+            Self::Stale { node, type_url, nonce } => {
+                write!(f, "stale nonce {nonce} for {} from {node}, ignored", short(type_url))
+            }
+            Self::Registered { node, group, address } => {
+                write!(f, "machine {address} of {node} registered in {group}")
+            }
             Self::Health { node, healthy } => {
                 let state = if *healthy { "healthy" } else { "unhealthy" };
                 write!(f, "workload of {node} is {state}")
@@ -196,10 +168,7 @@ mod tests {
             version: "7".to_owned(),
             error: "bad:\n  rds {\n}\n".to_owned(),
         };
-        assert_eq!(
-            event.to_string(),
-            "NACK Listener 7 from cart.shop: bad: rds { }"
-        );
+        assert_eq!(event.to_string(), "NACK Listener 7 from cart.shop: bad: rds { }");
     }
 
     #[test]

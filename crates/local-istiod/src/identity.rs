@@ -19,15 +19,8 @@ pub struct InvalidSpiffeId(String);
 
 impl fmt::Display for SpiffeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            trust_domain,
-            namespace,
-            service_account,
-        } = self;
-        write!(
-            f,
-            "spiffe://{trust_domain}/ns/{namespace}/sa/{service_account}"
-        )
+        let Self { trust_domain, namespace, service_account } = self;
+        write!(f, "spiffe://{trust_domain}/ns/{namespace}/sa/{service_account}")
     }
 }
 
@@ -58,12 +51,8 @@ mod tests {
     fn only_istios_form_is_an_identity() {
         let uri = "spiffe://cluster.local/ns/shop/sa/cart";
         assert_eq!(uri.parse::<SpiffeId>().unwrap().to_string(), uri);
-        for other in [
-            "",
-            "spiffe:///ns/a/sa/b",
-            "spiffe://td/ns//sa/b",
-            "spiffe://td/ns/a/sa/b/c",
-        ] {
+        for other in ["", "spiffe:///ns/a/sa/b", "spiffe://td/ns//sa/b", "spiffe://td/ns/a/sa/b/c"]
+        {
             assert!(other.parse::<SpiffeId>().is_err(), "{other:?}");
         }
     }

@@ -61,10 +61,7 @@ impl Keys {
         let root = Root::from_pem(&text(ROOT)?, &text(ROOT_KEY)?)?;
         let tokens = folder.join(TOKEN_KEY);
         let tokens = fs::read(&tokens).map_err(failed(&tokens))?;
-        Ok(Self {
-            roots: vec![Arc::new(root)],
-            tokens: Arc::new(TokenKey::from_pkcs8(&tokens)?),
-        })
+        Ok(Self { roots: vec![Arc::new(root)], tokens: Arc::new(TokenKey::from_pkcs8(&tokens)?) })
     }
 
     /// Writes the keys, and the certificate last: if the certificate exists, the keys exist.
@@ -92,10 +89,7 @@ pub fn write_private(path: &Path, content: &[u8]) -> Result<(), KeysError> {
 }
 
 fn failed(path: &Path) -> impl FnOnce(io::Error) -> KeysError {
-    move |source| KeysError::Io {
-        path: path.to_owned(),
-        source,
-    }
+    move |source| KeysError::Io { path: path.to_owned(), source }
 }
 
 #[cfg(test)]

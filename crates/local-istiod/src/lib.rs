@@ -122,10 +122,7 @@ pub struct LocalIstiod {
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error("cannot listen on {address}")]
-    Listen {
-        address: SocketAddr,
-        source: io::Error,
-    },
+    Listen { address: SocketAddr, source: io::Error },
     #[error("no keys")]
     Keys(#[from] KeysError),
     #[error("no TLS")]
@@ -175,17 +172,7 @@ impl LocalIstiod {
             let served = std::mem::replace(&mut streams, mpsc::channel(1).1);
             tasks.spawn(discovery::serve(served, snapshots, options.events.clone()));
         }
-        Ok(Self {
-            address,
-            streams,
-            options,
-            keys,
-            authority,
-            script,
-            peers,
-            stopping,
-            tasks,
-        })
+        Ok(Self { address, streams, options, keys, authority, script, peers, stopping, tasks })
     }
 
     /// Returns all root certificates as PEM, the newest first.
@@ -256,11 +243,7 @@ impl LocalIstiod {
     pub async fn kill(mut self) -> Options {
         self.tasks.shutdown().await;
         let roots = self.authority.roots();
-        Options {
-            listen: self.address,
-            keys: Some(Keys { roots, ..self.keys }),
-            ..self.options
-        }
+        Options { listen: self.address, keys: Some(Keys { roots, ..self.keys }), ..self.options }
     }
 }
 
@@ -287,14 +270,8 @@ fn tls(options: &Options, authority: &Arc<Authority>) -> Result<Option<Arc<Tls>>
     }
     let names = NAMES.map(str::to_owned).into_iter();
     let names: Vec<_> = names.chain(options.extra_names.iter().cloned()).collect();
-    let (leaf, key) = authority
-        .serving_certificate(&names)
-        .map_err(TlsError::Authority)?;
-    Ok(Some(Arc::new(Tls {
-        leaf,
-        key,
-        authority: Arc::clone(authority),
-    })))
+    let (leaf, key) = authority.serving_certificate(&names).map_err(TlsError::Authority)?;
+    Ok(Some(Arc::new(Tls { leaf, key, authority: Arc::clone(authority) })))
 }
 
 fn services(

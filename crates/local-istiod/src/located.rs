@@ -36,10 +36,9 @@ impl Located {
         match &self.node {
             Node::Scalar(value) => value.clone(),
             Node::List(items) => items.iter().map(Self::to_json).collect(),
-            Node::Map(members) => members
-                .iter()
-                .map(|member| (member.key.clone(), member.value.to_json()))
-                .collect(),
+            Node::Map(members) => {
+                members.iter().map(|member| (member.key.clone(), member.value.to_json())).collect()
+            }
         }
     }
 
@@ -71,10 +70,7 @@ impl Located {
 impl<'de> Deserialize<'de> for Located {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let spanned = Spanned::<Node>::deserialize(deserializer)?;
-        Ok(Self {
-            line: spanned.referenced.line(),
-            node: spanned.value,
-        })
+        Ok(Self { line: spanned.referenced.line(), node: spanned.value })
     }
 }
 
@@ -136,11 +132,7 @@ impl<'de> Visitor<'de> for NodeVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Node, A::Error> {
         let mut members = Vec::new();
         while let Some((key, value)) = entries.next_entry::<Spanned<String>, Located>()? {
-            members.push(Member {
-                line: key.referenced.line(),
-                key: key.value,
-                value,
-            });
+            members.push(Member { line: key.referenced.line(), key: key.value, value });
         }
         Ok(Node::Map(members))
     }

@@ -85,10 +85,8 @@ fn sentence(error: &(dyn Error + 'static)) -> String {
 
 #[tokio::main(flavor = "current_thread")]
 async fn run(arguments: Arguments) -> Result<(), BoxError> {
-    let (mut terminate, mut interrupt) = (
-        signal(SignalKind::terminate())?,
-        signal(SignalKind::interrupt())?,
-    );
+    let (mut terminate, mut interrupt) =
+        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let (sender, mut events) = mpsc::unbounded_channel();
     let mut options = options(&arguments, Events::to(sender))?;
     let (snapshots, polling) = snapshots(&arguments, &options.events).await?;
@@ -136,9 +134,7 @@ fn options(arguments: &Arguments, events: Events) -> Result<Options, BoxError> {
     if let Some(state) = &arguments.state {
         options.keys = Some(Keys::load_or_generate(state, &arguments.trust_domain)?);
         if options.listen.port() == 0 && port_file(state).try_exists()? {
-            options
-                .listen
-                .set_port(fs::read_to_string(port_file(state))?.trim().parse()?);
+            options.listen.set_port(fs::read_to_string(port_file(state))?.trim().parse()?);
         }
     }
     Ok(options)
@@ -227,16 +223,7 @@ mod tests {
     fn reads_durations_with_one_unit() {
         assert_eq!(duration("90s"), Ok(Duration::from_secs(90)));
         assert_eq!(duration("24h"), Ok(Duration::from_secs(86_400)));
-        for wrong in [
-            "",
-            "5",
-            "0s",
-            "h",
-            "1.5h",
-            "-1s",
-            "99999999999999999999d",
-            "5\u{e9}",
-        ] {
+        for wrong in ["", "5", "0s", "h", "1.5h", "-1s", "99999999999999999999d", "5\u{e9}"] {
             assert!(duration(wrong).is_err(), "{wrong:?}");
         }
     }

@@ -152,10 +152,7 @@ fn connection(
         Box::pin(async move {
             stream.set_nodelay(true)?;
             let Some(tls) = tls else {
-                let peer = Peer {
-                    address,
-                    leaf: None,
-                };
+                let peer = Peer { address, leaf: None };
                 return http2(stream, peer, services, stopping).await;
             };
             let acceptor = tokio_rustls::TlsAcceptor::from(tls.config()?);
@@ -163,9 +160,7 @@ fn connection(
                 .await
                 .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
             let leaf = stream.get_ref().1.peer_certificates();
-            let leaf = leaf
-                .and_then(|chain| chain.first())
-                .map(|leaf| Arc::from(leaf.as_ref()));
+            let leaf = leaf.and_then(|chain| chain.first()).map(|leaf| Arc::from(leaf.as_ref()));
             http2(stream, Peer { address, leaf }, services, stopping).await
         })
     }
@@ -221,11 +216,7 @@ struct Streams {
 impl Streams {
     fn new() -> Self {
         let ended = CancellationToken::new();
-        Self {
-            tasks: TaskTracker::new(),
-            _end: Arc::new(ended.clone().drop_guard()),
-            ended,
-        }
+        Self { tasks: TaskTracker::new(), _end: Arc::new(ended.clone().drop_guard()), ended }
     }
 }
 
@@ -235,8 +226,7 @@ where
 {
     fn execute(&self, future: F) {
         let ended = self.ended.clone();
-        self.tasks
-            .spawn(async move { ended.run_until_cancelled(future).await });
+        self.tasks.spawn(async move { ended.run_until_cancelled(future).await });
     }
 }
 

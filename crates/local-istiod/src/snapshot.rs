@@ -36,16 +36,9 @@ pub enum SnapshotError {
     #[error("cannot read {path}: {source}", path = .path.display())]
     Io { path: PathBuf, source: io::Error },
     #[error("{path}: {source}", path = .path.display())]
-    Resource {
-        path: PathBuf,
-        source: ResourceError,
-    },
+    Resource { path: PathBuf, source: ResourceError },
     #[error("{path}: {type_url} {name:?} is there twice", path = .path.display())]
-    Twice {
-        path: PathBuf,
-        type_url: String,
-        name: String,
-    },
+    Twice { path: PathBuf, type_url: String, name: String },
     #[error("reading was interrupted")]
     Interrupted,
 }
@@ -82,13 +75,7 @@ impl Snapshot {
 pub async fn follow(
     folder: PathBuf,
     events: Events,
-) -> Result<
-    (
-        watch::Receiver<Arc<Snapshot>>,
-        impl Future<Output = ()> + Send,
-    ),
-    SnapshotError,
-> {
+) -> Result<(watch::Receiver<Arc<Snapshot>>, impl Future<Output = ()> + Send), SnapshotError> {
     let files = blocking(&folder, list).await?;
     let snapshot = load(&folder, &files, &events).await?;
     let (sender, receiver) = watch::channel(Arc::new(snapshot));
@@ -189,10 +176,8 @@ fn read(folder: &Path, files: &Files) -> Result<Snapshot, SnapshotError> {
     let mut snapshot = Snapshot::default();
     for (path, ..) in files {
         let text = fs::read_to_string(path).map_err(unreadable(path))?;
-        let resources = resource::parse(&text).map_err(|source| SnapshotError::Resource {
-            path: path.clone(),
-            source,
-        })?;
+        let resources = resource::parse(&text)
+            .map_err(|source| SnapshotError::Resource { path: path.clone(), source })?;
         let name = path.parent().filter(|parent| *parent != folder);
         let node = name.and_then(Path::file_name).and_then(OsStr::to_str);
         for resource in resources {
@@ -209,10 +194,7 @@ fn read(folder: &Path, files: &Files) -> Result<Snapshot, SnapshotError> {
 }
 
 fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> SnapshotError {
-    move |source| SnapshotError::Io {
-        path: path.to_owned(),
-        source,
-    }
+    move |source| SnapshotError::Io { path: path.to_owned(), source }
 }
 
 #[cfg(test)]
@@ -235,9 +217,7 @@ mod tests {
         fs::write(folder.path().join("a.yaml"), cluster("a", 1)).unwrap();
         fs::write(own.join("b.yaml"), cluster("b", 1)).unwrap();
         fs::write(own.join("note.txt"), "no resource").unwrap();
-        let (snapshots, _) = follow(folder.path().into(), Events::default())
-            .await
-            .unwrap();
+        let (snapshots, _) = follow(folder.path().into(), Events::default()).await.unwrap();
         let snapshot = snapshots.borrow().clone();
         let names =
             |node| -> Vec<_> { snapshot.of_node([node])[CLUSTER].keys().cloned().collect() };
@@ -251,9 +231,8 @@ mod tests {
         let file = folder.path().join("a.yaml");
         fs::write(&file, cluster("a", 1)).unwrap();
         let (sender, mut events) = mpsc::unbounded_channel();
-        let (mut snapshots, polling) = follow(folder.path().into(), Events::to(sender))
-            .await
-            .unwrap();
+        let (mut snapshots, polling) =
+            follow(folder.path().into(), Events::to(sender)).await.unwrap();
         let script = async {
             assert_eq!(events.recv().await, Some(Event::Loaded { resources: 1 }));
             fs::write(&file, "\n\nname: [").unwrap();
@@ -283,10 +262,7 @@ mod tests {
             fs::write(folder.path().join(file), cluster("same", 1)).unwrap();
         }
         let twice = follow(folder.path().into(), Events::default()).await;
-        assert!(matches!(
-            twice.map(|_| ()),
-            Err(SnapshotError::Twice { .. })
-        ));
+        assert!(matches!(twice.map(|_| ()), Err(SnapshotError::Twice { .. })));
         let missing = follow(folder.path().join("none"), Events::default()).await;
         assert!(matches!(missing.map(|_| ()), Err(SnapshotError::Io { .. })));
     }

@@ -100,20 +100,15 @@ impl TokenKey {
         let header = URL_SAFE_NO_PAD.encode(r#"{"alg":"ES256","typ":"JWT"}"#);
         let claims = serde_json::to_vec(claims).map_err(failed("sign with"))?;
         let signed = format!("{header}.{}", URL_SAFE_NO_PAD.encode(claims));
-        let signature = self
-            .0
-            .sign(&SystemRandom::new(), signed.as_bytes())
-            .map_err(failed("sign with"))?;
+        let signature =
+            self.0.sign(&SystemRandom::new(), signed.as_bytes()).map_err(failed("sign with"))?;
         Ok(format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature)))
     }
 
     pub(super) fn verify(&self, token: &str, now: SystemTime) -> Result<Account, TokenError> {
-        let (signed, signature) = token
-            .rsplit_once('.')
-            .ok_or(TokenError::Malformed("no signature"))?;
-        let (_, claims) = signed
-            .split_once('.')
-            .ok_or(TokenError::Malformed("no claims"))?;
+        let (signed, signature) =
+            token.rsplit_once('.').ok_or(TokenError::Malformed("no signature"))?;
+        let (_, claims) = signed.split_once('.').ok_or(TokenError::Malformed("no claims"))?;
         // The algorithm in the header is ignored, because the only key supports only one algorithm.
         let signature = decode(signature, "signature is not base64url")?;
         UnparsedPublicKey::new(&ECDSA_P256_SHA256_FIXED, self.0.public_key().as_ref())
@@ -128,20 +123,12 @@ impl TokenKey {
 
 fn check(claims: Claims, now: u64) -> Result<Account, TokenError> {
     if !claims.audiences.iter().any(|found| found == AUDIENCE) {
-        return Err(TokenError::Audience {
-            found: claims.audiences,
-        });
+        return Err(TokenError::Audience { found: claims.audiences });
     }
     if claims.expires <= now {
-        return Err(TokenError::Expired {
-            seconds: now - claims.expires,
-        });
+        return Err(TokenError::Expired { seconds: now - claims.expires });
     }
-    match claims
-        .subject
-        .strip_prefix(SUBJECT_PREFIX)
-        .and_then(|account| account.split_once(':'))
-    {
+    match claims.subject.strip_prefix(SUBJECT_PREFIX).and_then(|account| account.split_once(':')) {
         Some((namespace, service_account))
             if !namespace.is_empty()
                 && !service_account.is_empty()
@@ -152,28 +139,20 @@ fn check(claims: Claims, now: u64) -> Result<Account, TokenError> {
                 service_account: service_account.to_owned(),
             })
         }
-        _ => Err(TokenError::Subject {
-            found: claims.subject,
-        }),
+        _ => Err(TokenError::Subject { found: claims.subject }),
     }
 }
 
 fn decode(part: &str, malformed: &'static str) -> Result<Vec<u8>, TokenError> {
-    URL_SAFE_NO_PAD
-        .decode(part)
-        .map_err(|_| TokenError::Malformed(malformed))
+    URL_SAFE_NO_PAD.decode(part).map_err(|_| TokenError::Malformed(malformed))
 }
 
 fn seconds(time: SystemTime) -> u64 {
-    time.duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs())
+    time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 fn failed<E: fmt::Display>(action: &'static str) -> impl FnOnce(E) -> TokenKeyError {
-    move |error| TokenKeyError {
-        action,
-        reason: error.to_string(),
-    }
+    move |error| TokenKeyError { action, reason: error.to_string() }
 }
 
 impl fmt::Debug for TokenKey {
@@ -222,29 +201,15 @@ mod tests {
         let key = TokenKey::generate().unwrap();
         let verify = |claims: &Claims| key.verify(&key.mint(claims).unwrap(), at(1_100));
         assert_eq!(verify(&claims()), Err(TokenError::Expired { seconds: 0 }));
-        let valid = Claims {
-            expires: 2_000,
-            ..claims()
-        };
+        let valid = Claims { expires: 2_000, ..claims() };
         assert!(verify(&valid).is_ok());
         let found = vec!["kubernetes".to_owned()];
         let audiences = found.clone();
-        let other = Claims {
-            audiences,
-            ..valid.clone()
-        };
+        let other = Claims { audiences, ..valid.clone() };
         assert_eq!(verify(&other), Err(TokenError::Audience { found }));
-        for subject in [
-            "",
-            "alice",
-            "system:serviceaccount:shop",
-            "system:serviceaccount::a",
-        ] {
+        for subject in ["", "alice", "system:serviceaccount:shop", "system:serviceaccount::a"] {
             let found = subject.to_owned();
-            let other = Claims {
-                subject: found.clone(),
-                ..valid.clone()
-            };
+            let other = Claims { subject: found.clone(), ..valid.clone() };
             assert_eq!(verify(&other), Err(TokenError::Subject { found }));
         }
     }

@@ -1,10 +1,6 @@
 //! Tests the program: its messages about bad input, and its exit.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::arithmetic_side_effects,
-    clippy::disallowed_methods
-)]
+#![allow(clippy::unwrap_used, clippy::arithmetic_side_effects, clippy::disallowed_methods)]
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -104,16 +100,10 @@ fn startup_errors_are_reported_in_one_sentence() {
     let in_use = format!("cannot listen on {address}: Address already in use");
     for (arguments, sentence) in [
         (["--listen", &address], in_use.as_str()),
-        (
-            ["--resources", "nowhere"],
-            "cannot read nowhere: No such file or directory",
-        ),
+        (["--resources", "nowhere"], "cannot read nowhere: No such file or directory"),
         (["--resources", "resources"], "resources/mesh.yaml: line "),
         (["--state", "log"], "log"),
-        (
-            ["--identity", "cart"],
-            "expected <namespace>/<service account>",
-        ),
+        (["--identity", "cart"], "expected <namespace>/<service account>"),
     ] {
         let (code, log) = Program::start(with_resources(BROKEN), &arguments).ends();
         assert!(code > Some(0), "{arguments:?}: {code:?}");

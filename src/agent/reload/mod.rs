@@ -108,12 +108,7 @@ impl Inputs {
                 .then(|| regular_file::read(path, MAX_SETTINGS))
                 .transpose()
                 .map_err(|error| problem("read the bootstrap", path, error))?;
-            return Ok(Prepared::new(
-                command,
-                &document.unwrap_or_default(),
-                "",
-                None,
-            ));
+            return Ok(Prepared::new(command, &document.unwrap_or_default(), "", None));
         }
         let mut bootstrap = config.bootstrap.clone();
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
@@ -135,12 +130,7 @@ impl Inputs {
         }
         command.bootstrap = bootstrap.file();
         let written: Box<dyn Any + Send + Sync> = Box::new(written);
-        Ok(Prepared::new(
-            command,
-            document.as_bytes(),
-            &metadata,
-            Some(written),
-        ))
+        Ok(Prepared::new(command, document.as_bytes(), &metadata, Some(written)))
     }
 
     /// Rejects changes of fixed settings, and files that were usable at the agent's start and are not any more.
@@ -157,9 +147,9 @@ impl Inputs {
             UNREADABLE_FILE.contains(&warning.code) && !first.warnings.iter().any(is_same)
         });
         match lost {
-            Some(lost) => Err(format!(
-                "could be used when the agent started, but cannot be used now: {lost}"
-            )),
+            Some(lost) => {
+                Err(format!("could be used when the agent started, but cannot be used now: {lost}"))
+            }
             None => Ok(()),
         }
     }
@@ -167,9 +157,7 @@ impl Inputs {
 
 /// Removes the members of the node's metadata for which Envoy is not restarted, and returns them as text.
 fn take_changing_metadata(document: &mut Value) -> String {
-    let metadata = document
-        .pointer_mut("/node/metadata")
-        .and_then(Value::as_object_mut);
+    let metadata = document.pointer_mut("/node/metadata").and_then(Value::as_object_mut);
     let taken = metadata.map(|metadata| CHANGING_METADATA.map(|name| metadata.shift_remove(name)));
     format!("{taken:?}")
 }
@@ -188,10 +176,7 @@ fn fixed(config: &Config) -> [(&'static str, String); 6] {
         ("ENVOY_PROMETHEUS_PORT", ports.prometheus.to_string()),
         ("proxyAdminPort", proxy_config.admin_port().to_string()),
         ("configPath", format!("{:?}", config.xds_socket)),
-        (
-            "WORKLOAD_IDENTITY_SOCKET_FILE",
-            format!("{:?}", config.sds_socket),
-        ),
+        ("WORKLOAD_IDENTITY_SOCKET_FILE", format!("{:?}", config.sds_socket)),
     ]
 }
 

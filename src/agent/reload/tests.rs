@@ -24,10 +24,7 @@ impl Place {
         fs::create_dir_all(&roots).expect("made");
         fs::write(roots.join("root-cert.pem"), "").expect("written");
         fs::write(root.path().join("envoy"), "1").expect("written");
-        let place = Self {
-            root,
-            environment: Arc::default(),
-        };
+        let place = Self { root, environment: Arc::default() };
         place.set("ISTIO_AGENT_HOT_RESTART", "true");
         place.set("INSTANCE_IP", "10.0.0.9");
         place.proxy_config("");
@@ -95,10 +92,7 @@ async fn each_epoch_has_its_own_bootstrap_file_and_a_digest_that_shows_changes()
     let same = inputs.prepare(1).expect("prepared");
     assert_eq!(first.digest, same.digest);
     for (prepared, name) in [(&first, "envoy-rev0.json"), (&same, "envoy-rev1.json")] {
-        assert_eq!(
-            prepared.command.bootstrap,
-            place.root.path().join("proxy").join(name)
-        );
+        assert_eq!(prepared.command.bootstrap, place.root.path().join("proxy").join(name));
         assert!(prepared.command.bootstrap.exists());
     }
     let file = same.command.bootstrap.clone();
@@ -129,10 +123,7 @@ async fn annotations_and_labels_change_another_digest_and_each_call_has_its_own_
     let before = prepare();
     let mut digests = vec![before.metadata_digest];
     for (name, text) in [
-        (
-            "annotations",
-            "a=\"b\"\ncni.projectcalico.org/podIP=\"10.3.3.3/32\"",
-        ),
+        ("annotations", "a=\"b\"\ncni.projectcalico.org/podIP=\"10.3.3.3/32\""),
         ("labels", "app=\"cart\"\ntier=\"back\""),
         ("annotations", ""),
     ] {
@@ -148,10 +139,7 @@ async fn annotations_and_labels_change_another_digest_and_each_call_has_its_own_
         // These determine the cluster, the locality, statistics and ProxyConfig.
         ("labels", "app=\"other\""),
         ("labels", "app=\"cart\"\ntopology.istio.io/locality=\"r/z\""),
-        (
-            "annotations",
-            "sidecar.istio.io/statsInclusionPrefixes=\"http\"",
-        ),
+        ("annotations", "sidecar.istio.io/statsInclusionPrefixes=\"http\""),
         ("annotations", "proxy.istio.io/config=\"concurrency: 3\""),
     ] {
         write("labels", "app=\"cart\"");
@@ -185,10 +173,7 @@ async fn a_restart_refuses_changed_ports_and_inputs_that_have_become_invalid() {
     let worse = refused(&inputs);
     let subject = format!("{} (ISTIO_BOOTSTRAP_OVERRIDE): line 1: ", over.display());
     assert!(worse.contains(&subject), "{worse}");
-    assert!(
-        worse.starts_with("could be used when the agent started, "),
-        "{worse}"
-    );
+    assert!(worse.starts_with("could be used when the agent started, "), "{worse}");
     fs::write(&over, "{}").expect("written");
     inputs.prepare(1).expect("good again");
     // An invalid line among the labels costs one label; the restart is not refused.

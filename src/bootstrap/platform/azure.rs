@@ -46,11 +46,7 @@ fn read(compute: &Value) -> Platform {
     }
     Platform {
         metadata,
-        locality: Locality {
-            region: text("location"),
-            zone: text("zone"),
-            ..Locality::default()
-        },
+        locality: Locality { region: text("location"), zone: text("zone"), ..Locality::default() },
     }
 }
 
@@ -67,17 +63,8 @@ mod tests {
         }));
         assert_eq!(platform.locality.region, "westeurope");
         assert_eq!(platform.locality.zone, "1");
-        let metadata: Vec<_> = platform
-            .metadata
-            .iter()
-            .map(|(k, v)| format!("{k}={v}"))
-            .collect();
-        let expected = [
-            "azure_a=b",
-            "azure_c=d:e",
-            "azure_location=westeurope",
-            "azure_name=vm",
-        ];
+        let metadata: Vec<_> = platform.metadata.iter().map(|(k, v)| format!("{k}={v}")).collect();
+        let expected = ["azure_a=b", "azure_c=d:e", "azure_location=westeurope", "azure_name=vm"];
         assert_eq!(metadata, expected);
     }
 

@@ -24,14 +24,8 @@ const MEMBERS: [(&str, &str); 9] = [
     ("gcp_gke_cluster_name", "instance/attributes/cluster-name"),
     ("gcp_gce_instance", "instance/name"),
     ("gcp_gce_instance_id", "instance/id"),
-    (
-        "gcp_gce_instance_template",
-        "instance/attributes/instance-template",
-    ),
-    (
-        "gcp_gce_instance_created_by",
-        "instance/attributes/created-by",
-    ),
+    ("gcp_gce_instance_template", "instance/attributes/instance-template"),
+    ("gcp_gce_instance_created_by", "instance/attributes/created-by"),
     ("gcp_zone", "instance/zone"),
 ];
 
@@ -98,10 +92,7 @@ pub(super) async fn describe(config: &Config) -> Platform {
         );
         metadata.insert("gcp_gke_cluster_url".to_owned(), url);
     }
-    Platform {
-        locality: locality(&zone.unwrap_or_default()),
-        metadata,
-    }
+    Platform { locality: locality(&zone.unwrap_or_default()), metadata }
 }
 
 /// Requests a token that identifies this machine to `audience`.

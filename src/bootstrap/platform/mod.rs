@@ -126,9 +126,7 @@ where
 /// Leaves out empty values.
 fn present<'n>(pairs: impl IntoIterator<Item = (&'n str, String)>) -> Metadata {
     let pairs = pairs.into_iter().filter(|(_, value)| !value.is_empty());
-    pairs
-        .map(|(name, value)| (name.to_owned(), value))
-        .collect()
+    pairs.map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
 #[cfg(test)]

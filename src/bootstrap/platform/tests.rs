@@ -46,10 +46,7 @@ fn known(parts: [&str; 4]) -> Option<Metadata> {
 
 #[tokio::test]
 async fn static_metadata_of_google_needs_no_network() {
-    let root = root(&[(
-        "etc/resolv.conf",
-        "search x.local us-east1-b.c.shop.internal\n",
-    )]);
+    let root = root(&[("etc/resolv.conf", "search x.local us-east1-b.c.shop.internal\n")]);
     let mut config = config(&root);
     config.gcp = known(["shop", "7", "main", "us-east1"]);
     let platform = discover(&config).await;

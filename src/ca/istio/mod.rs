@@ -45,13 +45,7 @@ impl IstioCa {
     /// `cert_signer` is the name of the signer istiod is to use and may be empty. `limit` bounds connecting,
     /// and the first call.
     pub fn new(istiod: Istiod, cert_signer: String, limit: Duration) -> Self {
-        Self {
-            istiod,
-            cert_signer,
-            limit,
-            timeouts: AtomicU32::new(0),
-            failures: Mutex::default(),
-        }
+        Self { istiod, cert_signer, limit, timeouts: AtomicU32::new(0), failures: Mutex::default() }
     }
 
     /// Returns the connection to istiod, or the error of the current or next dial. Waits for `limit` at most.
@@ -75,11 +69,7 @@ impl IstioCa {
         let call = self.create_certificate(connection.clone(), csr_pem, ttl, limit);
         let result = timeout(limit, call).await;
         let timed_out = result.is_err();
-        let timeouts = if timed_out {
-            earlier_timeouts.saturating_add(1)
-        } else {
-            0
-        };
+        let timeouts = if timed_out { earlier_timeouts.saturating_add(1) } else { 0 };
         self.timeouts.store(timeouts, Ordering::Relaxed);
         let status = match result.unwrap_or_else(|_| Err(timeout_status("answer", limit))) {
             Ok(chain) => {
@@ -93,8 +83,7 @@ impl IstioCa {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
         let error = self.error(&status);
-        self.istiod
-            .record_failure(&connection, timed_out, &error.problem);
+        self.istiod.record_failure(&connection, timed_out, &error.problem);
         Err(error)
     }
 
@@ -114,9 +103,7 @@ impl IstioCa {
         ttl: Duration,
         limit: Duration,
     ) -> Result<Vec<String>, Status> {
-        let signer = prost_types::Value {
-            kind: Some(Kind::StringValue(self.cert_signer.clone())),
-        };
+        let signer = prost_types::Value { kind: Some(Kind::StringValue(self.cert_signer.clone())) };
         let mut request = tonic::Request::new(IstioCertificateRequest {
             csr: csr_pem.to_owned(),
             validity_duration: i64::try_from(ttl.as_secs()).unwrap_or(i64::MAX),

@@ -103,12 +103,9 @@ async fn a_slow_authority_gets_twice_the_time_after_each_miss_up_to_eight_times(
     let (istiod, _tasks) = run(plaintext(fake.address));
     let hasty = ca(&istiod, Duration::from_millis(50));
     let mut limits = Vec::new();
-    for answer in [
-        vec![Answer::Never; 5],
-        vec![Answer::Refusal(Code::Internal, "")],
-        vec![Answer::Never],
-    ]
-    .concat()
+    for answer in
+        [vec![Answer::Never; 5], vec![Answer::Refusal(Code::Internal, "")], vec![Answer::Never]]
+            .concat()
     {
         fake.answers([answer]);
         let message = loop {
@@ -120,11 +117,7 @@ async fn a_slow_authority_gets_twice_the_time_after_each_miss_up_to_eight_times(
             }
             assert!(message.ends_with("within 50 ms"), "{message}");
         };
-        limits.extend(
-            message
-                .rsplit_once("within ")
-                .map(|(_, limit)| limit.to_owned()),
-        );
+        limits.extend(message.rsplit_once("within ").map(|(_, limit)| limit.to_owned()));
     }
     assert_eq!(
         limits,
@@ -187,17 +180,10 @@ async fn streams_of_two_envoys_that_read_nothing_do_not_hold_up_signing() {
         let ca = ca(&istiod, Duration::from_secs(10));
         ca.sign("csr", DAY).await.unwrap();
         let before = std::mem::replace(&mut streamed, fake.seen().streamed);
-        calls_when_full = if before == streamed {
-            calls_when_full + 1
-        } else {
-            0
-        };
+        calls_when_full = if before == streamed { calls_when_full + 1 } else { 0 };
     }
     let (window, buffered) = (2 * WINDOW, 2 << 20);
-    assert!(
-        (window..window + buffered).contains(&streamed),
-        "{streamed}"
-    );
+    assert!((window..window + buffered).contains(&streamed), "{streamed}");
     assert_eq!(fake.seen().connections.len(), 1);
     drop(stalled);
 }
@@ -218,16 +204,7 @@ fn permanent_grpc_codes_are_distinguished_from_transient_ones() {
                 | Code::Unimplemented
                 | Code::DataLoss
         );
-        assert_eq!(
-            SignError {
-                code,
-                message,
-                problem
-            }
-            .is_lasting(),
-            lasting,
-            "{code:?}"
-        );
+        assert_eq!(SignError { code, message, problem }.is_lasting(), lasting, "{code:?}");
     }
 }
 

@@ -441,9 +441,7 @@ pub(in crate::capture) fn id(item: &str) -> Option<Id> {
     }
     let is_name = item.len() <= MAX_NAME
         && !item.starts_with('-')
-        && item
-            .bytes()
-            .all(|byte| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte));
+        && item.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte));
     is_name.then(|| Id::Name(item.to_owned()))
 }
 

@@ -38,10 +38,7 @@ fn lists_may_have_blanks_and_trailing_commas() {
     assert_eq!(ranges, ["10.0.0.1/8", "2001:db8::/32"]);
     assert_eq!(config.exclude_interfaces, ["eth0", "net+"]);
     let users = [Id::from(1337), Id::Name("envoy".to_owned())];
-    assert_eq!(
-        (config.uids.as_slice(), config.gids.as_slice()),
-        (&users[..], &users[..])
-    );
+    assert_eq!((config.uids.as_slice(), config.gids.as_slice()), (&users[..], &users[..]));
     assert!(warnings.is_empty());
 }
 
@@ -51,10 +48,7 @@ fn ports_and_users_may_be_ranges() {
         s.istio_outbound_ports = "8000:9000, 7000-7001,0:65535,80:80".to_owned();
         s.proxy_uid = "1000-2000,a-b".to_owned();
     });
-    assert_eq!(
-        config.include_outbound_ports,
-        [8000..=9000, 7000..=7001, 1..=65535, 80..=80]
-    );
+    assert_eq!(config.include_outbound_ports, [8000..=9000, 7000..=7001, 1..=65535, 80..=80]);
     let users = [Id::Numbers(1000..=2000), Id::Name("a-b".to_owned())];
     assert_eq!(config.uids, users);
 }
@@ -73,12 +67,7 @@ fn a_port_names_the_item_and_what_is_expected() {
     }
     for port in ["0", "", "65536", "x"] {
         let found = problems(|s| s.envoy_port = port.to_owned());
-        assert_eq!(
-            found,
-            [format!(
-                "--envoy-port is {port:?}, expected a number from 1 to 65535"
-            )]
-        );
+        assert_eq!(found, [format!("--envoy-port is {port:?}, expected a number from 1 to 65535")]);
     }
 }
 
@@ -88,13 +77,9 @@ fn texts_of_settings_are_taken_or_their_wrong_item_is_named() {
     type Setting = (&'static str, fn(&mut Settings) -> &mut String);
     let ports: Setting = ("--istio-inbound-ports", |s| &mut s.istio_inbound_ports);
     let ranges: Setting = ("--istio-service-cidr", |s| &mut s.istio_service_cidr);
-    let interfaces: Setting = ("--istio-exclude-interfaces", |s| {
-        &mut s.istio_exclude_interfaces
-    });
+    let interfaces: Setting = ("--istio-exclude-interfaces", |s| &mut s.istio_exclude_interfaces);
     let users: Setting = ("--proxy-uid", |s| &mut s.proxy_uid);
-    let groups: Setting = ("--istio-outbound-owner-groups", |s| {
-        &mut s.istio_outbound_owner_groups
-    });
+    let groups: Setting = ("--istio-outbound-owner-groups", |s| &mut s.istio_outbound_owner_groups);
     for ((subject, setting), text, refused) in [
         (ports, "", None),
         (ports, "*", None),
@@ -139,10 +124,7 @@ fn ten_thousand_ranges_become_ten_thousand_rules() {
     let range = |n: u16| format!("10.{}.{}.0/24,2001:db8:{n:x}::/48,", n / 256, n % 256);
     let list: String = (0..5000).map(range).collect();
     let settings = settings(|s| s.istio_service_exclude_cidr = list);
-    let host = Host {
-        has_v6: true,
-        ..Host::default()
-    };
+    let host = Host { has_v6: true, ..Host::default() };
     let (config, _) = Config::check(&settings, &host).expect("a configuration");
     let rules = Rules::new(&config);
     for (family, excluded) in [(Family::V4, "-d 10."), (Family::V6, "-d 2001:db8:")] {
@@ -170,12 +152,9 @@ fn all_problems_are_reported_at_once() {
 
 #[test]
 fn marks_may_be_hexadecimal_as_for_iptables() {
-    for (mark, expected) in [
-        ("1337", 1337),
-        ("0x539", 1337),
-        ("0X5a", 90),
-        ("0xFFFFFFFF", u32::MAX),
-    ] {
+    for (mark, expected) in
+        [("1337", 1337), ("0x539", 1337), ("0X5a", 90), ("0xFFFFFFFF", u32::MAX)]
+    {
         let (config, _) = checked(|s| s.istio_inbound_tproxy_mark = mark.to_owned());
         assert_eq!(config.tproxy_mark, expected, "{mark}");
     }
@@ -207,10 +186,7 @@ fn other_modes_redirect_and_dns_without_servers_is_off_with_a_warning() {
 #[test]
 fn the_proxys_user_is_the_one_named_then_envoys_then_1337() {
     for (given, envoy, expected) in [("5", Some(6), 5), ("", Some(6), 6), ("", None, 1337)] {
-        let host = Host {
-            envoy_uid: envoy,
-            ..Host::default()
-        };
+        let host = Host { envoy_uid: envoy, ..Host::default() };
         let settings = settings(|s| s.proxy_uid = given.to_owned());
         let (config, _) = Config::check(&settings, &host).expect("a configuration");
         assert_eq!(config.uids, [Id::from(expected)]);

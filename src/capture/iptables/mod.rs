@@ -125,11 +125,9 @@ fn condition(each: &Match) -> String {
         Criterion::User(id) => (" -m owner", "--uid-owner", id.to_string()),
         Criterion::Group(id) => (" -m owner", "--gid-owner", id.to_string()),
         Criterion::StateInvalid => (" -m conntrack", "--ctstate", "INVALID".to_owned()),
-        Criterion::StateRelatedOrEstablished => (
-            " -m conntrack",
-            "--ctstate",
-            "RELATED,ESTABLISHED".to_owned(),
-        ),
+        Criterion::StateRelatedOrEstablished => {
+            (" -m conntrack", "--ctstate", "RELATED,ESTABLISHED".to_owned())
+        }
         Criterion::Mark(mark) => (" -m mark", "--mark", mark.to_string()),
         Criterion::ConnectionMark(mark) => (" -m connmark", "--mark", mark.to_string()),
     };

@@ -60,10 +60,7 @@ fn a_rule_is_of_one_family_or_both() {
     assert_eq!(both, [&expected[..], &expected[..]]);
     let nfproto =
         json!({"match": {"op": "==", "left": {"meta": {"key": "nfproto"}}, "right": "ipv6"}});
-    assert_eq!(
-        entries(&json!([nfproto, {"return": null}])),
-        [&[], &expected[..]]
-    );
+    assert_eq!(entries(&json!([nfproto, {"return": null}])), [&[], &expected[..]]);
     let source = |protocol: &str, address: &str| {
         let left = json!({"payload": {"protocol": protocol, "field": "saddr"}});
         json!({"match": {"op": "==", "left": left, "right": address}})
@@ -124,15 +121,7 @@ fn an_nft_rule_with_an_unsupported_expression_is_foreign() {
 
 #[test]
 fn output_that_is_not_a_rule_set_is_an_error() {
-    for text in [
-        "",
-        "{}",
-        "[]",
-        "nonsense",
-        "{\"nftables\": 1}",
-        "{\"nftables\": [",
-        "\u{0}",
-    ] {
+    for text in ["", "{}", "[]", "nonsense", "{\"nftables\": 1}", "{\"nftables\": [", "\u{0}"] {
         assert!(parse(text.as_bytes(), Family::V4).is_err(), "{text}");
     }
 }

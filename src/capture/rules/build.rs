@@ -49,11 +49,7 @@ impl Rules {
     }
 
     fn build(config: &Config, is_earlier: bool) -> Self {
-        let mut builder = Builder {
-            config,
-            is_earlier,
-            rules: Vec::new(),
-        };
+        let mut builder = Builder { config, is_earlier, rules: Vec::new() };
         builder.add_interfaces();
         builder.drop_invalid();
         builder.add_redirects();
@@ -92,12 +88,10 @@ impl Builder<'_> {
         matches: &[Match],
         verdict: Verdict,
     ) {
-        let family = matches
-            .iter()
-            .find_map(|(Is(criterion) | Not(criterion))| match criterion {
-                C::Source(range) | C::Destination(range) => Some(range.family()),
-                _ => None,
-            });
+        let family = matches.iter().find_map(|(Is(criterion) | Not(criterion))| match criterion {
+            C::Source(range) | C::Destination(range) => Some(range.family()),
+            _ => None,
+        });
         self.rules.push(Rule {
             family,
             table,
@@ -358,12 +352,7 @@ impl Builder<'_> {
         self.append(Mangle, Output, &matches, Return);
         for owner in proxy_owners(self.config) {
             for range in self.loopback() {
-                let matches = [
-                    Not(C::Destination(range)),
-                    TCP,
-                    leaves_by("lo"),
-                    Is(owner.clone()),
-                ];
+                let matches = [Not(C::Destination(range)), TCP, leaves_by("lo"), Is(owner.clone())];
                 self.append(Mangle, Output, &matches, Verdict::SetMark(SELF_CALL_MARK));
             }
         }

@@ -17,11 +17,7 @@ pub enum Family {
 
 impl Cidr {
     pub fn family(&self) -> Family {
-        if self.address.is_ipv4() {
-            Family::V4
-        } else {
-            Family::V6
-        }
+        if self.address.is_ipv4() { Family::V4 } else { Family::V6 }
     }
 }
 

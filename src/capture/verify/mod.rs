@@ -16,9 +16,8 @@ use super::{nftables, routes};
 use crate::problem::Problem;
 
 /// Targets after which the packet passes to the next rule, without a change that Istio's rules could see.
-const PASSING: [&str; 10] = [
-    "AUDIT", "CHECKSUM", "CLASSIFY", "DSCP", "LOG", "NFLOG", "SET", "TCPMSS", "TRACE", "TTL",
-];
+const PASSING: [&str; 10] =
+    ["AUDIT", "CHECKSUM", "CLASSIFY", "DSCP", "LOG", "NFLOG", "SET", "TCPMSS", "TRACE", "TTL"];
 
 /// A difference between the wanted rules and the rules of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,11 +47,7 @@ pub enum Kind {
 
 impl Finding {
     fn new(family: Family, kind: Kind, detail: String) -> Self {
-        Self {
-            family,
-            kind,
-            detail,
-        }
+        Self { family, kind, detail }
     }
 
     /// Returns true if traffic may take a wrong path. Other differences are harmless.
@@ -102,10 +97,7 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
         } else {
             let wanted = versions.iter().map(|rules| Layout::new(rules, family));
             let found = apply::read_rules(family, config.kind, request.path).await;
-            (
-                wanted.collect(),
-                request.tolerate_optional_ipv6_error(family, found)?,
-            )
+            (wanted.collect(), request.tolerate_optional_ipv6_error(family, found)?)
         };
         findings.extend(compare(&wanted, &found, family));
     }
@@ -117,10 +109,8 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
 /// Compares rules; differences of Istio's own rules come first. `versions` are the wanted rules, and then the
 /// rules of other versions.
 pub fn compare(versions: &[Layout], found: &Layout, family: Family) -> Vec<Finding> {
-    let by_version: Vec<_> = versions
-        .iter()
-        .map(|wanted| differences(wanted, found, family))
-        .collect();
+    let by_version: Vec<_> =
+        versions.iter().map(|wanted| differences(wanted, found, family)).collect();
     let equal = by_version.iter().position(Vec::is_empty);
     let mut findings = by_version.into_iter().next().unwrap_or_default();
     if equal.is_some_and(|index| index > 0) {

@@ -62,10 +62,7 @@ fn findings(settings: Change, change: impl FnOnce(&mut Layout)) -> (Vec<String>,
     change(&mut found);
     let findings = compare(&[wanted], &found, Family::V4);
     let texts = findings.iter().map(ToString::to_string);
-    (
-        texts.collect(),
-        findings.iter().any(Finding::affects_traffic),
-    )
+    (texts.collect(), findings.iter().any(Finding::affects_traffic))
 }
 
 #[test]
@@ -99,10 +96,7 @@ fn every_missing_extra_or_moved_rule_is_named_and_affects_traffic() {
                     };
                     assert!(finding.affects_traffic());
                     assert_eq!(finding.kind, kind);
-                    assert!(
-                        finding.detail.contains(&appended(*place, entry)),
-                        "{finding}"
-                    );
+                    assert!(finding.detail.contains(&appended(*place, entry)), "{finding}");
                     tried += 1;
                 }
             }
@@ -114,10 +108,7 @@ fn every_missing_extra_or_moved_rule_is_named_and_affects_traffic() {
 #[test]
 fn zones_and_redirects_of_dns_that_are_missing_are_named() {
     for (table, rule) in [
-        (
-            Table::Raw,
-            "-A ISTIO_OUTPUT_DNS -p udp --dport 53 -d 10.0.0.53/32 -j CT --zone 2",
-        ),
+        (Table::Raw, "-A ISTIO_OUTPUT_DNS -p udp --dport 53 -d 10.0.0.53/32 -j CT --zone 2"),
         (Table::Nat, "-A ISTIO_OUTPUT -j ISTIO_OUTPUT_DNS"),
         (
             Table::Nat,
@@ -148,30 +139,10 @@ fn foreign_rules_before_istios_are_reported_if_they_may_take_packets() {
     let all: Change = |_| {};
     for (settings, table, rule, is_named) in [
         (all, Nat, "-p tcp -j ACCEPT", true),
-        (
-            all,
-            Nat,
-            "-d 10.0.0.0/8 -p tcp -m tcp --dport 443 -j RETURN",
-            true,
-        ),
-        (
-            all,
-            Nat,
-            r#"-p tcp -m comment --comment "a \"b\" -j X" -j RETURN"#,
-            true,
-        ),
-        (
-            all,
-            Nat,
-            "-m comment --comment word -j DNAT --to-destination 10.0.0.1",
-            true,
-        ),
-        (
-            all,
-            Nat,
-            "! -o lo -p tcp -m owner ! --uid-owner 1000 -j ACCEPT",
-            true,
-        ),
+        (all, Nat, "-d 10.0.0.0/8 -p tcp -m tcp --dport 443 -j RETURN", true),
+        (all, Nat, r#"-p tcp -m comment --comment "a \"b\" -j X" -j RETURN"#, true),
+        (all, Nat, "-m comment --comment word -j DNAT --to-destination 10.0.0.1", true),
+        (all, Nat, "! -o lo -p tcp -m owner ! --uid-owner 1000 -j ACCEPT", true),
         (all, Nat, "-m cgroup --path x -j ACCEPT", true),
         (all, Nat, "-d 10.0.0.0/8 -g DOCKER", true),
         (all, Nat, "-p tcp -j LOG --log-prefix \"-j ACCEPT\"", false),
@@ -180,41 +151,16 @@ fn foreign_rules_before_istios_are_reported_if_they_may_take_packets() {
         (all, Nat, "-p udp -j ACCEPT", false),
         (all, Nat, "! -p udp -j ACCEPT", true),
         (all, Nat, "! -p udp -j DNAT --to-destination 10.0.0.1", true),
-        (
-            all,
-            Nat,
-            "-p udp -m udp --dport 53 -j DNAT --to-destination 10.0.0.1",
-            false,
-        ),
+        (all, Nat, "-p udp -m udp --dport 53 -j DNAT --to-destination 10.0.0.1", false),
         // With these settings, Istio has no rules in the mangle and filter tables.
-        (
-            all,
-            Mangle,
-            "-d 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable",
-            false,
-        ),
+        (all, Mangle, "-d 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable", false),
         (all, Filter, "-p tcp -m tcp --dport 15001 -j DROP", false),
         (dns_of_servers, Nat, "-p udp -j ACCEPT", true),
         (dns_of_servers, Raw, "-p udp -j CT --zone 7", true),
         (dns_of_servers, Raw, "-p udp -j CT --notrack", true),
-        (
-            dns_of_servers,
-            Nat,
-            "-d 10.0.0.54/32 -p tcp -m tcp --dport 53 -j RETURN",
-            true,
-        ),
-        (
-            CONFIGS[5],
-            Nat,
-            "-d 10.96.7.0/24 -m owner --gid-owner 1001 -j ACCEPT",
-            true,
-        ),
-        (
-            tproxy,
-            Mangle,
-            "-p tcp -j MARK --set-xmark 0x1/0xffffffff",
-            true,
-        ),
+        (dns_of_servers, Nat, "-d 10.0.0.54/32 -p tcp -m tcp --dport 53 -j RETURN", true),
+        (CONFIGS[5], Nat, "-d 10.96.7.0/24 -m owner --gid-owner 1001 -j ACCEPT", true),
+        (tproxy, Mangle, "-p tcp -j MARK --set-xmark 0x1/0xffffffff", true),
         (tproxy, Mangle, "-p tcp -j MARK --set-xmark 0x1/0xff", true),
     ] {
         let (texts, affects_traffic) = findings(settings, |found| {
@@ -230,10 +176,7 @@ fn foreign_rules_before_istios_are_reported_if_they_may_take_packets() {
             "IPv4: a rule of others comes first and may take traffic: {}: -A OUTPUT ",
             table.name()
         );
-        assert!(
-            texts.iter().all(|text| text.starts_with(&start)),
-            "{texts:?}"
-        );
+        assert!(texts.iter().all(|text| text.starts_with(&start)), "{texts:?}");
     }
 }
 
@@ -270,10 +213,7 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
     };
     let (texts, affects_traffic) = findings(|_| {}, old);
     let named = "IPv4: a chain is not of this version of Istio: nat: ISTIO_OLD";
-    assert_eq!(
-        (&texts[..], affects_traffic),
-        (&[named.to_owned()][..], false)
-    );
+    assert_eq!((&texts[..], affects_traffic), (&[named.to_owned()][..], false));
     let (texts, affects_traffic) = findings(
         |_| {},
         |found| {
@@ -283,10 +223,7 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
         },
     );
     let jump = "IPv4: a rule is extra: nat: -A OUTPUT -p tcp -j ISTIO_OLD";
-    assert_eq!(
-        (&texts[..], affects_traffic),
-        (&[jump.to_owned(), named.to_owned()][..], true)
-    );
+    assert_eq!((&texts[..], affects_traffic), (&[jump.to_owned(), named.to_owned()][..], true));
 }
 
 #[test]

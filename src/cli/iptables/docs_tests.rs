@@ -48,9 +48,7 @@ fn every_documented_variable_of_istio_iptables_has_an_effect() {
     };
     let without = read("NONE", "");
     for name in settings().into_iter().flat_map(|(names, _)| names) {
-        let counts = ["true", "7", "7s"]
-            .iter()
-            .any(|value| read(&name, value) != without);
+        let counts = ["true", "7", "7s"].iter().any(|value| read(&name, value) != without);
         assert!(counts, "{name}");
     }
 }

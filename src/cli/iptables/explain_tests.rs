@@ -16,11 +16,7 @@ fn a_user_is_found_by_number_and_name() {
 #[tokio::test]
 async fn loopback_and_own_addresses_are_reached_over_lo() {
     let interfaces = machine::interfaces().expect("interfaces");
-    for own in interfaces
-        .iter()
-        .map(Interface::ip)
-        .filter(|ip| ip.is_ipv4())
-    {
+    for own in interfaces.iter().map(Interface::ip).filter(|ip| ip.is_ipv4()) {
         let flow = format!("out,tcp,0,{own}:80").parse().expect("a flow");
         assert_eq!(packet(&flow, &interfaces).await.interface, "lo", "{own}");
     }

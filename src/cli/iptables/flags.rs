@@ -131,9 +131,7 @@ pub(super) fn arguments(given: &[Flag], environment: &Environment) -> Vec<String
     for name in command.get_arguments().filter_map(Arg::get_long) {
         let variables = variables(name);
         let values = variables.iter().filter_map(|name| environment.text(name));
-        let given = given
-            .iter()
-            .filter(|flag| flag.name == name && flag.is_given);
+        let given = given.iter().filter(|flag| flag.name == name && flag.is_given);
         for value in values.chain(given.map(|flag| flag.value.as_str())) {
             let argument = format!("--{name}={value}");
             let parsed = command.clone().try_get_matches_from(["", &argument]);

@@ -39,11 +39,8 @@ pub fn check(
 ) -> Result<(Vec<String>, Diagnostics), clap::Error> {
     let arguments = flags::arguments(given, environment);
     let flags = IptablesFlags::read(&arguments)?;
-    let host = Host {
-        has_v6: true,
-        nameservers: vec![Ipv4Addr::LOCALHOST.into()],
-        envoy_uid: None,
-    };
+    let host =
+        Host { has_v6: true, nameservers: vec![Ipv4Addr::LOCALHOST.into()], envoy_uid: None };
     let mut diagnostics = Diagnostics::default();
     match Config::check(&flags.settings, &host) {
         Ok((_, warnings)) => diagnostics.warnings = warnings,
@@ -62,11 +59,8 @@ pub async fn run(
     let mut flags = read(&arguments)?;
     flags.cleanup_only |= is_cleanup;
     let removes_only = flags.cleanup_only && !flags.verify && flags.explain.is_none();
-    let (host, family) = if removes_only {
-        (Host::default(), Family::V4)
-    } else {
-        machine::host(&flags)?
-    };
+    let (host, family) =
+        if removes_only { (Host::default(), Family::V4) } else { machine::host(&flags)? };
     let (mut config, warnings) = match Config::check(&flags.settings, &host) {
         Err(invalid) if removes_only => {
             tracing::warn!("{invalid}; the default settings are used to remove rules");

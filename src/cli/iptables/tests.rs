@@ -59,16 +59,12 @@ fn configured(file: &str) -> (String, Config) {
         match each.trim_start_matches("# ").split_once(": ") {
             None if *each == "# v6" => host.has_v6 = true,
             Some(("nameservers", list)) => {
-                let servers = list
-                    .split(' ')
-                    .map(|server| server.parse().expect("an address"));
+                let servers = list.split(' ').map(|server| server.parse().expect("an address"));
                 host.nameservers = servers.collect();
             }
             Some(("variables", list)) => {
                 let pairs = list.split(' ');
-                variables = pairs
-                    .map(|pair| pair.split_once('=').expect("NAME=value"))
-                    .collect();
+                variables = pairs.map(|pair| pair.split_once('=').expect("NAME=value")).collect();
             }
             other => panic!("{other:?} in {file}"),
         }
@@ -137,15 +133,8 @@ fn verify_with_istio_validations_arguments_accepts_the_cni_plugins_rules() {
                 };
                 let findings = verify::compare(&versions, &found, family);
                 let is_named = is_native && family == Family::V6;
-                assert_eq!(
-                    findings.len(),
-                    usize::from(is_named),
-                    "{name}: {findings:#?}"
-                );
-                assert!(
-                    !findings.iter().any(Finding::affects_traffic),
-                    "{findings:#?}"
-                );
+                assert_eq!(findings.len(), usize::from(is_named), "{name}: {findings:#?}");
+                assert!(!findings.iter().any(Finding::affects_traffic), "{findings:#?}");
                 // Missing rules are found with these arguments, too.
                 let without = verify::compare(&versions, &Layout::default(), family);
                 assert!(without.iter().any(Finding::affects_traffic), "{name}");
@@ -241,10 +230,7 @@ fn a_flag_is_stronger_than_its_variables_and_the_second_variable_than_the_first(
     assert_eq!(ports(line, &variables), ("1".to_owned(), true));
     let line = "istio-iptables -z 2 --redirect-dns=false";
     assert_eq!(ports(line, &variables), ("2".to_owned(), false));
-    let stronger = [
-        ("REDIRECT_DNS", "true"),
-        ("ISTIO_META_DNS_CAPTURE", "false"),
-    ];
+    let stronger = [("REDIRECT_DNS", "true"), ("ISTIO_META_DNS_CAPTURE", "false")];
     assert!(!settings("istio-iptables", &stronger).redirect_dns);
     let ignored = [("REDIRECT_DNS", "true"), ("ISTIO_META_DNS_CAPTURE", "on")];
     assert!(settings("istio-iptables", &ignored).redirect_dns);
@@ -254,10 +240,7 @@ fn a_flag_is_stronger_than_its_variables_and_the_second_variable_than_the_first(
     let none = [("ENVOY_PORT", "1"), ("ISTIO_OUTBOUND_OWNER_GROUPS", "")];
     let found = settings("istio-iptables", &none);
     assert_eq!(
-        (
-            found.envoy_port.as_str(),
-            found.istio_outbound_owner_groups.as_str()
-        ),
+        (found.envoy_port.as_str(), found.istio_outbound_owner_groups.as_str()),
         ("15001", "")
     );
 }
@@ -276,12 +259,7 @@ fn the_lines_of_istios_templates_and_scripts_are_understood() {
     ] {
         given(line);
     }
-    for line in [
-        "--old",
-        "--probe-timeout 5",
-        "--iptables-probe-port 65536",
-        "-n=maybe",
-    ] {
+    for line in ["--old", "--probe-timeout 5", "--iptables-probe-port 65536", "-n=maybe"] {
         let line = format!("pilot-agent istio-iptables {line}");
         let result = parse(line.split(' ').map(str::to_owned));
         assert!(matches!(result, Err(ParseError::Invalid(_))), "{line}");
@@ -314,26 +292,14 @@ fn modes_and_probe_settings_are_read_from_flags_and_variables() {
     let found = flags("istio-iptables", &variables);
     assert!(found.reconcile && found.force_apply && found.cni_mode);
     assert_eq!(found.network_namespace, "/proc/1/ns/net");
-    assert_eq!(
-        (found.iptables_probe_port, found.probe_timeout.as_secs()),
-        (15, 90)
-    );
+    assert_eq!((found.iptables_probe_port, found.probe_timeout.as_secs()), (15, 90));
     let line = "istio-iptables --reconcile=false --iptables-probe-port 16 --probe-timeout 1m";
     let found = flags(line, &variables);
     assert!(!found.reconcile && found.force_apply);
-    assert_eq!(
-        (found.iptables_probe_port, found.probe_timeout.as_secs()),
-        (16, 60)
-    );
-    for ignored in [
-        &[] as &[_],
-        &[("IPTABLES_PROBE_PORT", "65536"), ("PROBE_TIMEOUT", "5")],
-    ] {
+    assert_eq!((found.iptables_probe_port, found.probe_timeout.as_secs()), (16, 60));
+    for ignored in [&[] as &[_], &[("IPTABLES_PROBE_PORT", "65536"), ("PROBE_TIMEOUT", "5")]] {
         let found = flags("istio-iptables", ignored);
-        assert_eq!(
-            (found.iptables_probe_port, found.probe_timeout.as_secs()),
-            (15002, 5)
-        );
+        assert_eq!((found.iptables_probe_port, found.probe_timeout.as_secs()), (15002, 5));
     }
 }
 
@@ -359,11 +325,7 @@ fn only_servers_at_port_53_are_captured() {
 fn the_first_address_decides_on_ipv6_and_any_with_dual_stack() {
     for (addresses, single, dual) in [
         ("", None, None),
-        (
-            "127.0.0.1 169.254.1.1 ::1 fe80::1 ff02::1 224.0.0.1",
-            None,
-            None,
-        ),
+        ("127.0.0.1 169.254.1.1 ::1 fe80::1 ff02::1 224.0.0.1", None, None),
         ("127.0.0.1 10.0.0.1 2001:db8::1", Some(false), Some(true)),
         ("fe80::1 2001:db8::1 10.0.0.1", Some(true), Some(true)),
         ("10.0.0.1 10.0.0.2", Some(false), Some(false)),

@@ -7,14 +7,9 @@ use super::*;
 
 /// Compares the part of a page of `docs` between two comments with the text that is generated for it.
 /// `UPDATE_GOLDEN=1` writes the text to the page instead.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "how a developer asks for an update"
-)]
+#[expect(clippy::disallowed_methods, reason = "how a developer asks for an update")]
 pub(crate) fn assert_generated(page: &str, part: &str, expected: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("docs")
-        .join(page);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs").join(page);
     let text = fs::read_to_string(&path).expect(page);
     let [begin, end] = ["begin", "end"].map(|word| format!("<!-- {part}: {word} -->\n"));
     let (head, rest) = text.split_once(&begin).expect("where the part begins");
@@ -37,11 +32,7 @@ fn settings_md_lists_every_environment_variable() {
 
 fn list_of_variables() -> String {
     let mut text = String::from("\nVariables with an effect:\n\n");
-    text += &table(
-        "meaning",
-        |row| matches!(row.state, State::Honoured),
-        |_| None,
-    );
+    text += &table("meaning", |row| matches!(row.state, State::Honoured), |_| None);
     text += "\nVariables that the agent refuses or ignores:\n\n";
     let rest = |row: &Row| matches!(row.state, State::Refused(_) | State::WithoutEffect(_));
     text += &table("reason", rest, |state| match state {
@@ -59,16 +50,8 @@ fn table(
 ) -> String {
     let extra = heading != "meaning";
     let mut text = String::from("| variable | type | default | meaning |");
-    text += &if extra {
-        format!(" {heading} |\n")
-    } else {
-        "\n".to_owned()
-    };
-    text += if extra {
-        "|---|---|---|---|---|\n"
-    } else {
-        "|---|---|---|---|\n"
-    };
+    text += &if extra { format!(" {heading} |\n") } else { "\n".to_owned() };
+    text += if extra { "|---|---|---|---|---|\n" } else { "|---|---|---|---|\n" };
     for row in rows().filter(|row| wanted(row)) {
         let default = match (row.default, row.counterpart) {
             ("", Same) => String::new(),

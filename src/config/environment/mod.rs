@@ -290,10 +290,7 @@ impl Environment {
     }
 
     /// Returns the variable's value, or its default if the variable is unset or malformed.
-    #[expect(
-        clippy::expect_used,
-        reason = "a default is of its variable's type, as a test shows"
-    )]
+    #[expect(clippy::expect_used, reason = "a default is of its variable's type, as a test shows")]
     pub fn get<T: Value>(&self, variable: &Variable<T>) -> T {
         let value = self.text(variable.row.name).and_then(variable.parse);
         value

@@ -47,10 +47,7 @@ fn a_value_of_the_wrong_type_is_a_warning_and_the_default_is_used() {
 
 #[test]
 fn a_restart_budget_is_parsed_as_count_slash_duration() {
-    let expected = Budget {
-        restarts: 3,
-        within: Duration::from_secs(600),
-    };
+    let expected = Budget { restarts: 3, within: Duration::from_secs(600) };
     assert_eq!(budget("3/10m"), Some(Some(expected)));
     for text in ["", "0", "0/10m"] {
         assert_eq!(budget(text), Some(None), "{text}");
@@ -72,13 +69,8 @@ fn metadata_of_google_has_four_parts() {
 
 #[test]
 fn a_prefix_is_stripped_and_must_leave_a_name() {
-    let env: Environment = [
-        ("XDS_HEADER_a", "b=c"),
-        ("XDS_HEADER_", "x"),
-        ("OTHER", "y"),
-    ]
-    .into_iter()
-    .collect();
+    let env: Environment =
+        [("XDS_HEADER_a", "b=c"), ("XDS_HEADER_", "x"), ("OTHER", "y")].into_iter().collect();
     let found: Vec<_> = env.with_prefix("XDS_HEADER_").collect();
     assert_eq!(found, [("a", "b=c")]);
 }

@@ -167,10 +167,8 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
         merged.config.proxy_bootstrap_template_path = path;
         merged.set_origin(MEMBER, "--templateFile");
     }
-    let (code, expected) = (
-        codes::BOOTSTRAP_TEMPLATE_SET,
-        "nothing: this agent writes the bootstrap itself",
-    );
+    let (code, expected) =
+        (codes::BOOTSTRAP_TEMPLATE_SET, "nothing: this agent writes the bootstrap itself");
     let member = merged.config.proxy_bootstrap_template_path.clone();
     if is_foreign_template(&member) {
         merged.problem(code, MEMBER, &member, expected);
@@ -242,11 +240,7 @@ impl Merged {
             status_port: 15020,
             ..ProxyConfig::default()
         };
-        Self {
-            config,
-            origins: Origins::default(),
-            notes: Diagnostics::default(),
-        }
+        Self { config, origins: Origins::default(), notes: Diagnostics::default() }
     }
 
     /// Merges the ProxyConfig in `text` (YAML or JSON).
@@ -292,9 +286,7 @@ impl Merged {
         for member in lines.keys().filter(|path| top_member(path) == *path) {
             self.forget(member);
         }
-        let origins = lines
-            .into_iter()
-            .map(|(path, line)| (path, format!("{origin} line {line}")));
+        let origins = lines.into_iter().map(|(path, line)| (path, format!("{origin} line {line}")));
         self.origins.0.extend(origins);
     }
 

@@ -35,46 +35,20 @@ fn empty_documents_change_nothing() {
 fn each_proxy_config_member_is_merged_by_its_own_rule() {
     for (documents, name, expected) in [
         (
-            [
-                "tracing: {zipkin: {address: a:1}}",
-                "tracing: {sampling: 5}",
-            ],
+            ["tracing: {zipkin: {address: a:1}}", "tracing: {sampling: 5}"],
             "tracing",
             json!({"sampling": 5}),
         ),
         (
-            [
-                "proxyMetadata: {C: '1', B: '1'}",
-                "proxyMetadata: {B: '2', A: '2'}",
-            ],
+            ["proxyMetadata: {C: '1', B: '1'}", "proxyMetadata: {B: '2', A: '2'}"],
             "proxyMetadata",
             json!({"A": "2", "B": "2", "C": "1"}),
         ),
-        (
-            ["concurrency: 2", "concurrency: null"],
-            "concurrency",
-            json!(2),
-        ),
-        (
-            ["concurrency: 2", "concurrency: 0"],
-            "concurrency",
-            json!(0),
-        ),
-        (
-            ["statusPort: 2", "statusPort: 0"],
-            "statusPort",
-            Value::Null,
-        ),
-        (
-            ["extraStatTags: [a]", "extraStatTags: [b]"],
-            "extraStatTags",
-            json!(["b"]),
-        ),
-        (
-            ["extraStatTags: [a]", "extraStatTags: []"],
-            "extraStatTags",
-            Value::Null,
-        ),
+        (["concurrency: 2", "concurrency: null"], "concurrency", json!(2)),
+        (["concurrency: 2", "concurrency: 0"], "concurrency", json!(0)),
+        (["statusPort: 2", "statusPort: 0"], "statusPort", Value::Null),
+        (["extraStatTags: [a]", "extraStatTags: [b]"], "extraStatTags", json!(["b"])),
+        (["extraStatTags: [a]", "extraStatTags: []"], "extraStatTags", Value::Null),
         (
             ["runtimeValues: {a: '1'}", "runtimeValues: {b: '1'}"],
             "runtimeValues",
@@ -95,26 +69,16 @@ fn each_proxy_config_member_is_merged_by_its_own_rule() {
             }),
         ),
         (
-            [
-                "serviceCluster: a",
-                "tracingServiceName: APP_LABEL_AND_NAMESPACE",
-            ],
+            ["serviceCluster: a", "tracingServiceName: APP_LABEL_AND_NAMESPACE"],
             "serviceCluster",
             Value::Null,
         ),
         (
-            [
-                "tracingServiceName: CANONICAL_NAME_ONLY",
-                "serviceCluster: a",
-            ],
+            ["tracingServiceName: CANONICAL_NAME_ONLY", "serviceCluster: a"],
             "tracingServiceName",
             Value::Null,
         ),
-        (
-            ["controlPlaneAuthPolicy: NONE", "{}"],
-            "controlPlaneAuthPolicy",
-            Value::Null,
-        ),
+        (["controlPlaneAuthPolicy: NONE", "{}"], "controlPlaneAuthPolicy", Value::Null),
     ] {
         let found = canonical(&documents);
         let found = found.get(name).unwrap_or(&Value::Null);
@@ -138,10 +102,7 @@ fn the_members_the_agent_uses_have_types() {
     assert!(config.is_plaintext());
     assert_eq!(config.agent_port(), Some(2));
     assert_eq!(config.drain_time(), Duration::from_secs(90));
-    assert_eq!(
-        time(config.file_flush_interval),
-        Some(Duration::from_millis(10))
-    );
+    assert_eq!(time(config.file_flush_interval), Some(Duration::from_millis(10)));
     assert_eq!(config.custom_config_file, "a.json");
     assert_eq!(config.concurrency, Some(3));
     assert_eq!(config.document()["drainDuration"], "90s");

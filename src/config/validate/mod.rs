@@ -13,19 +13,13 @@ use crate::problem::codes;
 /// The minimum values of members that may be missing. The minimum window sizes are HTTP/2's.
 const MINIMA: [(&str, i64); 8] = [
     ("concurrency", 0),
-    (
-        "connectionSettings.listenerPerConnectionBufferLimitBytes",
-        0,
-    ),
+    ("connectionSettings.listenerPerConnectionBufferLimitBytes", 0),
     ("connectionSettings.clusterPerConnectionBufferLimitBytes", 0),
     ("connectionSettings.httpMaxConcurrentStreams", 1),
     ("connectionSettings.listenerConnectionLimit", 1),
     ("connectionSettings.globalDownstreamConnectionLimit", 1),
     ("connectionSettings.http2InitialStreamWindowSize", 65_535),
-    (
-        "connectionSettings.http2InitialConnectionWindowSize",
-        65_535,
-    ),
+    ("connectionSettings.http2InitialConnectionWindowSize", 65_535),
 ];
 
 /// Reports values that cannot be used, and warns of outdated ones.

@@ -49,18 +49,12 @@ fn unusable_values_are_named_with_document_and_line() {
         ("{discoveryAddress: istiod}", "discoveryAddress"),
         ("{discoveryAddress: 'a_b:1'}", "discoveryAddress"),
         ("{tracing: {zipkin: {}}}", "tracing.zipkin.address"),
-        (
-            "{tracing: {datadog: {address: x}}}",
-            "tracing.datadog.address",
-        ),
+        ("{tracing: {datadog: {address: x}}}", "tracing.datadog.address"),
         (
             "{tracing: {lightstep: {address: '$(HOST_IP):1', accessToken: t}}}",
             "tracing.lightstep.address",
         ),
-        (
-            "{tracing: {lightstep: {address: 'a:1'}}}",
-            "tracing.lightstep.accessToken",
-        ),
+        ("{tracing: {lightstep: {address: 'a:1'}}}", "tracing.lightstep.accessToken"),
         (
             "{tracing: {tlsSettings: {mode: MUTUAL, privateKey: k}}}",
             "tracing.tlsSettings.clientCertificate",
@@ -69,29 +63,14 @@ fn unusable_values_are_named_with_document_and_line() {
             "{tracing: {tlsSettings: {mode: MUTUAL, clientCertificate: c}}}",
             "tracing.tlsSettings.privateKey",
         ),
-        (
-            "{envoyMetricsServiceAddress: a}",
-            "envoyMetricsServiceAddress",
-        ),
-        (
-            "{envoyMetricsService: {address: a}}",
-            "envoyMetricsService.address",
-        ),
-        (
-            "{envoyAccessLogService: {address: a}}",
-            "envoyAccessLogService.address",
-        ),
+        ("{envoyMetricsServiceAddress: a}", "envoyMetricsServiceAddress"),
+        ("{envoyMetricsService: {address: a}}", "envoyMetricsService.address"),
+        ("{envoyAccessLogService: {address: a}}", "envoyAccessLogService.address"),
         ("{proxyAdminPort: 70000}", "proxyAdminPort"),
         ("{statusPort: 0}", "statusPort"),
-        (
-            "{controlPlaneAuthPolicy: INHERIT}",
-            "controlPlaneAuthPolicy",
-        ),
+        ("{controlPlaneAuthPolicy: INHERIT}", "controlPlaneAuthPolicy"),
         ("{privateKeyProvider: {}}", "privateKeyProvider"),
-        (
-            "{privateKeyProvider: {qat: {}}}",
-            "privateKeyProvider.qat.pollDelay",
-        ),
+        ("{privateKeyProvider: {qat: {}}}", "privateKeyProvider.qat.pollDelay"),
         (
             "{connectionSettings: {http2InitialConnectionWindowSize: 65534}}",
             "connectionSettings.http2InitialConnectionWindowSize",

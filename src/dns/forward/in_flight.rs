@@ -58,10 +58,8 @@ pub(super) struct NotForwarded {
     pub(super) reason: &'static str,
 }
 
-const FULL: NotForwarded = NotForwarded {
-    label: "full",
-    reason: "too many queries are waiting for an answer",
-};
+const FULL: NotForwarded =
+    NotForwarded { label: "full", reason: "too many queries are waiting for an answer" };
 const FORWARDING_LOOP: NotForwarded = NotForwarded {
     // This label of the metric means a loop.
     label: "circle",
@@ -87,11 +85,7 @@ impl InFlight {
         }
         state.waiting += 1;
         let query = state.queries.entry(key.clone()).or_default().clone();
-        Ok(QuerySlot {
-            in_flight: self,
-            key,
-            query,
-        })
+        Ok(QuerySlot { in_flight: self, key, query })
     }
 }
 

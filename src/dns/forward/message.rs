@@ -151,10 +151,7 @@ impl Reply {
         let mut reply = [&bytes[..HEADER], query.question()].concat();
         wire::put(&mut reply, QUESTIONS, &[0, 1]);
         wire::truncate_to(&mut reply, query.question_end, &[]);
-        Self {
-            bytes: reply.into(),
-            extended: None,
-        }
+        Self { bytes: reply.into(), extended: None }
     }
 
     /// Returns the response code, or 255 for a higher one.
@@ -188,11 +185,7 @@ mod tests {
         signed[11] = 1;
         signed.extend([0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2]);
         assert_eq!(parsed(signed.clone()).cache_key(), None);
-        for asked in [
-            query(7, "a.test"),
-            query_with_opt(7, "a.test", 512, &[]),
-            signed,
-        ] {
+        for asked in [query(7, "a.test"), query_with_opt(7, "a.test", 512, &[]), signed] {
             let sent = parsed(asked.clone()).message(9);
             assert_eq!(sent[..2], [0, 9]);
             assert_eq!(sent[2..], asked[2..]);
@@ -237,11 +230,7 @@ mod tests {
         };
         let opt = |extended, options: &[u8]| {
             let length = options.len() as u8;
-            [
-                &[0, 0, 41, 4, 208, extended, 0, 0x80, 0, 0, length],
-                options,
-            ]
-            .concat()
+            [&[0, 0, 41, 4, 208, extended, 0, 0x80, 0, 0, length], options].concat()
         };
         let own = |extended| [0, 0, 41, 16, 0, extended, 0, 0, 0, 0, 0];
         let glue = [0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 9, 0, 4, 1, 2, 3, 4];
@@ -257,21 +246,9 @@ mod tests {
                 0,
             ),
             // Records after the OPT record are dropped, because compressed names may point to removed bytes.
-            (
-                "a record behind",
-                2,
-                [&opt(0, &cookie)[..], &glue].concat(),
-                server(1, &own(0)),
-                0,
-            ),
+            ("a record behind", 2, [&opt(0, &cookie)[..], &glue].concat(), server(1, &own(0)), 0),
             ("BADVERS", 1, opt(1, &[]), server(1, &own(1)), 16),
-            (
-                "a private code",
-                1,
-                opt(0xf0, &[]),
-                server(1, &own(0xf0)),
-                255,
-            ),
+            ("a private code", 1, opt(0xf0, &[]), server(1, &own(0xf0)), 255),
         ] {
             let bytes = server(records, &additional);
             let query = parsed(with_opt.clone());
@@ -281,10 +258,7 @@ mod tests {
                 (rcode, expected.clone().into()),
                 "{what}"
             );
-            assert!(
-                !reply.bytes.windows(3).any(|found| found == [0, 0, 41]),
-                "{what}"
-            );
+            assert!(!reply.bytes.windows(3).any(|found| found == [0, 0, 41]), "{what}");
             let query = parsed(plain.clone());
             let reply = Reply::read(&bytes, 1, &query).expect("a reply");
             // Without EDNS in the query, the reply has no OPT record, which is the last record of `expected`.
@@ -316,20 +290,14 @@ mod tests {
             assert_ne!(key(other), base, "{what}");
         }
         // Options are not forwarded, so that they are not part of the key.
-        assert_eq!(
-            key(query_with_opt(1, "a.test", 1232, &[0, 10, 0, 1, 5])),
-            base
-        );
+        assert_eq!(key(query_with_opt(1, "a.test", 1232, &[0, 10, 0, 1, 5])), base);
     }
 
     #[test]
     fn only_a_message_with_one_valid_question_is_forwarded() {
         let whole = query_with_opt(1, "a.test", 1232, &[]);
         for length in 0..whole.len() {
-            assert!(
-                Query::parse(whole[..length].to_vec().into()).is_none(),
-                "{length}"
-            );
+            assert!(Query::parse(whole[..length].to_vec().into()).is_none(), "{length}");
         }
         for (at, value) in [(5, 0), (5, 2), (12, 0xc0), (12, 0x40), (11, 2)] {
             let mut bad = whole.clone();

@@ -128,15 +128,9 @@ mod tests {
             ("nameserver\t1.1.1.1  2.2.2.2", &["1.1.1.1:53"]),
             ("  nameserver ::1 # here\r\n", &["[::1]:53"]),
             ("nameserver fe80::1%7", &["[fe80::1%7]:53"]),
-            (
-                "nameserver [::1]:5353\nnameserver [127.0.0.1]:54",
-                &["[::1]:5353", "127.0.0.1:54"],
-            ),
+            ("nameserver [::1]:5353\nnameserver [127.0.0.1]:54", &["[::1]:5353", "127.0.0.1:54"]),
             ("nameserver 1.1.1.1\nnameserver 1.1.1.1", &["1.1.1.1:53"]),
-            (
-                "#nameserver 1.1.1.1\n;nameserver 1.1.1.1\nnameservers 1.1.1.1",
-                &[],
-            ),
+            ("#nameserver 1.1.1.1\n;nameserver 1.1.1.1\nnameservers 1.1.1.1", &[]),
             ("", &[]),
         ];
         for (text, expected) in cases {

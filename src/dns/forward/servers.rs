@@ -156,9 +156,7 @@ mod tests {
     /// Counts how often the first of two servers is queried first, in a hundred queries.
     fn count_first(health: &Health, now: Instant) -> usize {
         let all = servers();
-        (0..100)
-            .filter(|_| health.choose_order(&all, now)[0] == all[0])
-            .count()
+        (0..100).filter(|_| health.choose_order(&all, now)[0] == all[0]).count()
     }
 
     #[tokio::test(start_paused = true)]

@@ -193,11 +193,7 @@ impl UpstreamQuery<'_> {
     /// Sends the query to the next server, or to all, and schedules the next attempt.
     fn send_next(&mut self) {
         let upstream = self.upstream;
-        let count = if upstream.is_parallel {
-            self.rotation.len()
-        } else {
-            1
-        };
+        let count = if upstream.is_parallel { self.rotation.len() } else { 1 };
         for (server, round) in self.rotation.drain(..count).collect::<Vec<_>>() {
             // Under load, first attempts take precedence.
             let may_send =

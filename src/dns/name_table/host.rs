@@ -43,11 +43,7 @@ fn fields(message: &[u8]) -> impl Iterator<Item = Result<Field<'_>, Malformed>> 
                 return Some(Err(Malformed("a field is malformed or incomplete")));
             };
             if let Some(value) = value {
-                return Some(Ok(Field {
-                    offset,
-                    number,
-                    value,
-                }));
+                return Some(Ok(Field { offset, number, value }));
             }
         }
         None
@@ -103,10 +99,7 @@ pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
 impl<'a> Host<'a> {
     /// Parses a map entry of the table.
     fn parse(offset: u32, entry: &'a [u8]) -> Result<Self, Malformed> {
-        let mut host = Self {
-            offset,
-            ..Self::default()
-        };
+        let mut host = Self { offset, ..Self::default() };
         for field in fields(entry) {
             let field = field?;
             match field.number {

@@ -154,10 +154,7 @@ impl NameTable {
             let has_full_name = |offset| self.hosts_of(name).any(|(_, host)| host.offset == offset);
             let answers_as_cname_target =
                 |host: &Host<'_>| host.has_addresses() && !has_full_name(host.offset);
-            if self
-                .hosts_of(base)
-                .any(|(_, host)| answers_as_cname_target(&host))
-            {
+            if self.hosts_of(base).any(|(_, host)| answers_as_cname_target(&host)) {
                 let mut resolved = self.addresses(base)?;
                 // Clients refuse a target with a star.
                 resolved.target_end = (!base.contains(&b'*')).then_some(base.len());

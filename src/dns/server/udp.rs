@@ -195,10 +195,7 @@ mod tests {
         let shared = Shared {
             dns: Dns::new(SearchDomains::default(), &Registry::default()),
             forwarder: NoResolver,
-            policy: Policy {
-                ttl: 30,
-                forward_before_first_table: false,
-            },
+            policy: Policy { ttl: 30, forward_before_first_table: false },
         };
         (socket, client, Arc::new(shared))
     }

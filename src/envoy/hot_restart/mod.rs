@@ -463,15 +463,8 @@ impl HotRestart {
         };
         let takeover = takeover.or_else(|| base_id.as_ref().map(BaseId::first));
         let parent_shutdown = self.limits.parent_shutdown;
-        let mode = takeover.map(|takeover| Mode::HotRestart {
-            takeover,
-            parent_shutdown,
-        });
-        Ok(Launch {
-            prepared,
-            base_id: base_id.map(Arc::new),
-            mode: mode.unwrap_or_default(),
-        })
+        let mode = takeover.map(|takeover| Mode::HotRestart { takeover, parent_shutdown });
+        Ok(Launch { prepared, base_id: base_id.map(Arc::new), mode: mode.unwrap_or_default() })
     }
 
     /// Chooses a base id for an Envoy of this user without a parent. Returns None without hot restart, which is logged if
@@ -481,18 +474,13 @@ impl HotRestart {
             return None;
         }
         let chosen = if std::mem::take(&mut self.skips_memory) {
-            Err(io::Error::other(
-                "/dev/shm: the previous Envoy found no page (SIGBUS)",
-            ))
+            Err(io::Error::other("/dev/shm: the previous Envoy found no page (SIGBUS)"))
         } else {
             BaseId::choose(&self.directory, user)
         };
         self.unavailable = chosen.as_ref().err().map(ToString::to_string);
         if let Some(why) = &self.unavailable {
-            tracing::error!(
-                "{}",
-                Problem::new(codes::HOT_RESTART_UNAVAILABLE, "Envoy", why)
-            );
+            tracing::error!("{}", Problem::new(codes::HOT_RESTART_UNAVAILABLE, "Envoy", why));
         }
         chosen.ok()
     }
@@ -527,10 +515,7 @@ impl HotRestart {
         let requested = self.last.take().filter(Restart::is_under_way);
         let restart =
             requested.unwrap_or_else(|| Restart::begin("the previous Envoy exited too early"));
-        self.last = Some(Restart {
-            method: Some(method),
-            ..restart
-        });
+        self.last = Some(Restart { method: Some(method), ..restart });
     }
 
     /// Ends the current restart, if there is one.
@@ -658,11 +643,7 @@ async fn check_inputs(
 
 /// Runs Envoy to check its bootstrap. Fails with Envoy's reason if it rejects the bootstrap.
 pub(crate) async fn validate(prepared: Arc<Prepared>, start_number: u32) -> Result<(), BoxError> {
-    let launch = Launch {
-        prepared,
-        base_id: None,
-        mode: Mode::Validate,
-    };
+    let launch = Launch { prepared, base_id: None, mode: Mode::Validate };
     let mut envoy = Instance::start(launch, start_number)?;
     let ended = envoy.wait_for_exit().await?;
     let reason = envoy.output.reason().await;
@@ -703,16 +684,10 @@ mod tests {
     async fn the_parent_shutdown_time_starts_when_the_successor_is_live() {
         let second = Duration::from_secs(1);
         let mut config = config("envoy".into(), "".as_ref());
-        config.hot_restart = Some(Limits {
-            parent_shutdown: second * 60,
-            live: second,
-            check: second,
-        });
-        let mut hot_restart = HotRestart::new(
-            &config,
-            Arc::new(|_| Err("nothing".into())),
-            &Registry::default(),
-        );
+        config.hot_restart =
+            Some(Limits { parent_shutdown: second * 60, live: second, check: second });
+        let mut hot_restart =
+            HotRestart::new(&config, Arc::new(|_| Err("nothing".into())), &Registry::default());
         assert!(!hot_restart.is_early(), "there is no successor");
         tokio::time::advance(second * 100).await;
         hot_restart.begin_parent_shutdown();
@@ -721,10 +696,7 @@ mod tests {
         tokio::time::advance(second * 58).await;
         assert!(hot_restart.is_early());
         tokio::time::advance(second).await;
-        assert!(
-            !hot_restart.is_early(),
-            "a second may have passed unnoticed"
-        );
+        assert!(!hot_restart.is_early(), "a second may have passed unnoticed");
         let completion = hot_restart.next_completion().await;
         let is_deadline = matches!(completion, Ok(Completion::ParentDeadline));
         assert!(is_deadline, "{completion:?}");

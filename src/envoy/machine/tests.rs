@@ -24,10 +24,7 @@ const UNTIL_IDLE: Limits = Limits {
     },
     ..LIMITS
 };
-const LONG_REQUESTS: Limits = Limits {
-    long_requests: SECOND.saturating_mul(8),
-    ..LIMITS
-};
+const LONG_REQUESTS: Limits = Limits { long_requests: SECOND.saturating_mul(8), ..LIMITS };
 const ANNOUNCE: Action = begin(Step::DrainCall, LIMITS.drain_call);
 const QUIT: Action = begin(Step::Quit, LIMITS.quit);
 const TERMINATE: Action = begin(Step::Termination, LIMITS.terminate);
@@ -88,15 +85,9 @@ fn a_drain_until_idle_lasts_between_its_minimum_and_its_maximum() {
         (DRAINED, begin(Step::Connections, SECOND * 54)),
     ];
     let mut way = running_then(&start);
-    way.extend([
-        (Done(Step::Connections), begin(Step::LastRequests, SECOND)),
-        (CLOSED, QUIT),
-    ]);
+    way.extend([(Done(Step::Connections), begin(Step::LastRequests, SECOND)), (CLOSED, QUIT)]);
     walk(UNTIL_IDLE, &way);
-    walk(
-        UNTIL_IDLE,
-        &[&running_then(&start)[..], &[(STOP_TERMINATE, QUIT)]].concat(),
-    );
+    walk(UNTIL_IDLE, &[&running_then(&start)[..], &[(STOP_TERMINATE, QUIT)]].concat());
 }
 
 #[test]
@@ -115,42 +106,26 @@ fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_come
         (STOP_KILL, KILL),
         (LAST_CRASH, Action::Leave),
     ] {
-        walk(
-            LONG_REQUESTS,
-            &running_then(&[&drained[..], &[(end, action)]].concat()),
-        );
+        walk(LONG_REQUESTS, &running_then(&[&drained[..], &[(end, action)]].concat()));
     }
     // A drain until idle has waited for long requests, so its plan has no step for them.
-    let limits = Limits {
-        long_requests: SECOND * 8,
-        ..UNTIL_IDLE
-    };
+    let limits = Limits { long_requests: SECOND * 8, ..UNTIL_IDLE };
     let plan = |limits| walk(limits, &running_then(&drained[..1])).plan();
     assert_eq!(plan(limits), plan(UNTIL_IDLE));
     // Before another Envoy follows, long requests are not awaited, because no Envoy would serve
     // meanwhile. They are awaited once a stop is requested.
     let replaced = Event::Replace(EndBy::Quit);
     let before = [(replaced, drained[0].1), drained[1], drained[2]];
-    walk(
-        LONG_REQUESTS,
-        &running_then(&[&before[..], &[(CLOSED, QUIT)]].concat()),
-    );
+    walk(LONG_REQUESTS, &running_then(&[&before[..], &[(CLOSED, QUIT)]].concat()));
     let wanted = [(STOP_DRAIN, Action::Nothing), drained[3]];
-    walk(
-        LONG_REQUESTS,
-        &running_then(&[&before[..], &wanted].concat()),
-    );
+    walk(LONG_REQUESTS, &running_then(&[&before[..], &wanted].concat()));
 }
 
 #[test]
 fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing() {
     for way in [
         running_then(&[(STOP_TERMINATE, QUIT), (STOP_DRAIN, Action::Nothing)]),
-        running_then(&[
-            (STOP_DRAIN, ANNOUNCE),
-            (STOP_TERMINATE, QUIT),
-            (STOP_KILL, KILL),
-        ]),
+        running_then(&[(STOP_DRAIN, ANNOUNCE), (STOP_TERMINATE, QUIT), (STOP_KILL, KILL)]),
         running_then(&[
             (STOP_DRAIN, ANNOUNCE),
             (STOP_TERMINATE, QUIT),
@@ -169,10 +144,7 @@ fn an_envoy_already_drained_on_request_exits_without_another_drain() {
     let told = (DrainOrdered, Action::Drain);
     let machine = walk(LIMITS, &running_then(&[told, told]));
     assert_eq!(machine.phase().state(), State::Draining);
-    walk(
-        LIMITS,
-        &running_then(&[told, told, (ANSWERED, Action::Nothing), (STOP_DRAIN, QUIT)]),
-    );
+    walk(LIMITS, &running_then(&[told, told, (ANSWERED, Action::Nothing), (STOP_DRAIN, QUIT)]));
     let early = [
         (DrainOrdered, Action::Nothing),
         (Begin, Action::Start),
@@ -187,28 +159,13 @@ fn an_envoy_already_drained_on_request_exits_without_another_drain() {
 #[test]
 fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested() {
     let again = [(CRASH, Action::Pause), (PauseOver, Action::Start)];
-    walk(
-        LIMITS,
-        &running_then(&[again[0], again[1], (LAST_CRASH, Action::Leave)]),
-    );
-    walk(
-        LIMITS,
-        &running_then(&[again[0], (STOP_DRAIN, Action::Leave)]),
-    );
+    walk(LIMITS, &running_then(&[again[0], again[1], (LAST_CRASH, Action::Leave)]));
+    walk(LIMITS, &running_then(&[again[0], (STOP_DRAIN, Action::Leave)]));
     let asked = (STOP_DRAIN, ANNOUNCE);
-    walk(
-        LIMITS,
-        &running_then(&[asked, (CRASH, Action::Leave), (STOP_DRAIN, Action::Nothing)]),
-    );
+    walk(LIMITS, &running_then(&[asked, (CRASH, Action::Leave), (STOP_DRAIN, Action::Nothing)]));
     let drained = [(DrainOrdered, Action::Drain), again[0], again[1]];
-    walk(
-        LIMITS,
-        &[&running_then(&drained)[..], &[(Live, Action::Drain)]].concat(),
-    );
-    walk(
-        LIMITS,
-        &[(STOP_DRAIN, Action::Leave), (Begin, Action::Nothing)],
-    );
+    walk(LIMITS, &[&running_then(&drained)[..], &[(Live, Action::Drain)]].concat());
+    walk(LIMITS, &[(STOP_DRAIN, Action::Leave), (Begin, Action::Nothing)]);
 }
 
 #[test]
@@ -227,13 +184,7 @@ fn a_replaced_envoy_drains_and_is_followed_by_another_unless_a_stop_is_requested
         let urgent = [(STOP_KILL, KILL), (LAST_CRASH, Action::Leave)];
         walk(LIMITS, &running_then(&[&way[..2], &urgent].concat()));
     }
-    walk(
-        LIMITS,
-        &[
-            (Begin, Action::Start),
-            (Event::Replace(EndBy::Quit), Action::Nothing),
-        ],
-    );
+    walk(LIMITS, &[(Begin, Action::Start), (Event::Replace(EndBy::Quit), Action::Nothing)]);
 }
 
 #[test]
@@ -246,19 +197,13 @@ fn the_plan_lists_the_remaining_steps() {
     use Step::{Quit, Termination};
     let asked = running_then(&[(STOP_DRAIN, ANNOUNCE)]);
     let machine = walk(LIMITS, &asked);
-    assert_eq!(
-        waits(&machine),
-        [DrainCall, DrainTime, LastRequests, Quit, Termination, Kill]
-    );
+    assert_eq!(waits(&machine), [DrainCall, DrainTime, LastRequests, Quit, Termination, Kill]);
     assert_eq!(machine.plan().at_most(), SECOND * 15);
     let machine = walk(LONG_REQUESTS, &asked);
     assert_eq!(waits(&machine)[2..4], [LastRequests, LongRequests]);
     assert_eq!(machine.plan().at_most(), SECOND * 23);
     let machine = walk(UNTIL_IDLE, &asked);
-    assert_eq!(
-        waits(&machine)[1..4],
-        [DrainTime, Connections, LastRequests]
-    );
+    assert_eq!(waits(&machine)[1..4], [DrainTime, Connections, LastRequests]);
     assert_eq!(machine.plan().at_most(), SECOND * 70);
     let machine = walk(LIMITS, &running_then(&[(STOP_TERMINATE, QUIT)]));
     assert_eq!(waits(&machine), [Quit, Termination, Kill]);
@@ -311,10 +256,7 @@ impl World {
         }
         let is_exited = machine.phase() == Phase::Exited;
         prop_assert!(!(is_exited && self.has_child));
-        prop_assert_eq!(
-            is_exited,
-            self.is_over && machine.phase() != Phase::Shutdown(Step::Kill)
-        );
+        prop_assert_eq!(is_exited, self.is_over && machine.phase() != Phase::Shutdown(Step::Kill));
         Ok(())
     }
 }

@@ -7,17 +7,10 @@ async fn an_envoy_that_cannot_start_is_an_error_that_names_its_status() {
     let error = stage("exits-at-once").run(0).await.expect_err("no start");
     let refused = "[ENVOY_BOOTSTRAP_REFUSED]";
     let said = error.to_string();
-    assert!(
-        said.contains("exit status 7") && said.ends_with(refused),
-        "{said}"
-    );
+    assert!(said.contains("exit status 7") && said.ends_with(refused), "{said}");
     let error = stage("crashes").run(0).await.expect_err("no start");
     let said = error.to_string();
-    for words in [
-        "Envoy exited with error: signal 11",
-        ": last words",
-        "[ENVOY_CRASHED]",
-    ] {
+    for words in ["Envoy exited with error: signal 11", ": last words", "[ENVOY_CRASHED]"] {
         assert!(said.contains(words), "{said}");
     }
 }
@@ -29,12 +22,7 @@ async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
     let crash = Exit::ByItself(Ended::Signal(11));
     let (envoy, life) = crashing.start(&Stop::new());
     assert_eq!(life.await.expect("no error"), crash);
-    let record = envoy
-        .report()
-        .borrow()
-        .last_crash
-        .clone()
-        .expect("a record");
+    let record = envoy.report().borrow().last_crash.clone().expect("a record");
     assert_eq!((record.signal, record.code), (Some(11), None));
     assert_eq!(record.stderr, ["last words"]);
     assert_eq!(record.out_of_memory, None);
@@ -58,11 +46,7 @@ async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
 async fn an_envoy_without_a_page_of_shared_memory_is_started_once_more_without_hot_restart() {
     let mut stage = stage("needs-memory");
     assert!(stage.run(0).await.is_err(), "it exits without hot restart");
-    assert!(
-        stage
-            .recorded("arguments")
-            .contains("--disable-hot-restart")
-    );
+    assert!(stage.recorded("arguments").contains("--disable-hot-restart"));
     stage.config.hot_restart = Some(hot_restart::Limits::default());
     let (envoy, life) = stage.start(&Stop::new());
     let end = Exit::ByItself(Ended::Code(3));
@@ -71,11 +55,7 @@ async fn an_envoy_without_a_page_of_shared_memory_is_started_once_more_without_h
     let problem = report.hot_restart_problem.expect("a reason");
     assert!(problem.contains("SIGBUS"), "{problem}");
     assert_eq!((report.start_number, report.running.len()), (1, 0));
-    assert!(
-        stage
-            .recorded("arguments")
-            .contains("--disable-hot-restart")
-    );
+    assert!(stage.recorded("arguments").contains("--disable-hot-restart"));
 }
 
 #[test]
@@ -93,10 +73,7 @@ async fn an_envoy_that_exits_with_status_0_is_neither_an_error_nor_restarted() {
 }
 
 fn budget(restarts: usize) -> Budget {
-    Budget {
-        restarts,
-        within: Duration::from_secs(3600),
-    }
+    Budget { restarts, within: Duration::from_secs(3600) }
 }
 
 #[tokio::test]
@@ -109,8 +86,5 @@ async fn the_state_is_a_metric() {
     assert!(metrics.render().contains(&line("initial", 1)));
     life.await.expect("an end");
     let page = metrics.render();
-    assert!(
-        page.contains(&line("initial", 0)) && page.contains(&line("exited", 1)),
-        "{page}"
-    );
+    assert!(page.contains(&line("initial", 0)) && page.contains(&line("exited", 1)), "{page}");
 }

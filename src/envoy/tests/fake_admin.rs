@@ -42,12 +42,7 @@ impl FakeAdmin {
                 open.lock().expect("no panic").push(answered);
             }
         });
-        Self {
-            port,
-            asked,
-            connections,
-            _serving: serving,
-        }
+        Self { port, asked, connections, _serving: serving }
     }
 
     /// Returns the paths of the requests so far. Consecutive requests for `/ready` count as one.

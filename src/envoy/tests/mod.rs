@@ -38,16 +38,9 @@ fn stage(mode: &str) -> Stage {
     // The pipe is also opened for writing, so that the reader does not reach its end when a writer
     // closes it.
     let mut options = pipe::OpenOptions::new();
-    let ready = options
-        .read_write(true)
-        .open_receiver(&pipe)
-        .expect("the pipe opens");
+    let ready = options.read_write(true).open_receiver(&pipe).expect("the pipe opens");
     let config = config(binary, directory.path());
-    Stage {
-        directory,
-        config,
-        ready,
-    }
+    Stage { directory, config, ready }
 }
 
 pub(super) fn config(binary: PathBuf, directory: &Path) -> Config {

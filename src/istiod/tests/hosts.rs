@@ -18,10 +18,7 @@ fn why() -> Problem {
 fn several(addresses: &[impl std::fmt::Display]) -> Config {
     let mut configs = addresses.iter().map(plaintext);
     let first = configs.next().unwrap();
-    Config {
-        fallbacks: configs.collect(),
-        ..first
-    }
+    Config { fallbacks: configs.collect(), ..first }
 }
 
 #[tokio::test(start_paused = true)]
@@ -128,8 +125,5 @@ async fn calls_stay_with_the_second_until_the_first_answers_again() {
     // The first control plane is used again until it has failed three times.
     first.close();
     super::wait_until_disconnected(&istiod).await;
-    assert_eq!(
-        istiod.connection().await.unwrap().about().peer,
-        address.to_string()
-    );
+    assert_eq!(istiod.connection().await.unwrap().about().peer, address.to_string());
 }

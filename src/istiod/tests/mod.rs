@@ -105,10 +105,7 @@ async fn the_status_shows_the_connection_and_the_dials() {
     files.write("root.pem", &authority.pem());
     istiod.connection().await.unwrap();
     let status = istiod.status();
-    assert_eq!(
-        (status.dials, status.address),
-        (2, fake.address.to_string())
-    );
+    assert_eq!((status.dials, status.address), (2, fake.address.to_string()));
     let connected = status.connected.unwrap();
     assert_eq!(connected.peer, fake.address.to_string());
     let tls = connected.tls.unwrap();
@@ -170,14 +167,8 @@ async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials()
             assert!(dials - *before <= 1);
             if dials > std::mem::replace(before, dials) {
                 let gap = last.replace(now).map(|last| now - last);
-                assert!(
-                    gap.is_none_or(|gap| gap + STEP > Duration::from_secs(1)),
-                    "{gap:?}"
-                );
-                assert!(
-                    gap.is_none_or(|gap| gap <= Duration::from_secs(2) + STEP),
-                    "{gap:?}"
-                );
+                assert!(gap.is_none_or(|gap| gap + STEP > Duration::from_secs(1)), "{gap:?}");
+                assert!(gap.is_none_or(|gap| gap <= Duration::from_secs(2) + STEP), "{gap:?}");
                 per_second[started.elapsed().as_secs() as usize] += 1;
             }
         }
@@ -186,11 +177,7 @@ async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials()
     // At the longest wait, the mean time between two dials of an agent is 1.5 s.
     let late = &per_second[20..];
     let even = AGENTS * 2 / 3;
-    assert!(
-        late.iter()
-            .all(|dials| (even / 2..even * 3 / 2).contains(dials)),
-        "{late:?}"
-    );
+    assert!(late.iter().all(|dials| (even / 2..even * 3 / 2).contains(dials)), "{late:?}");
 }
 
 #[tokio::test]
@@ -235,26 +222,11 @@ async fn errors_for_an_unreachable_address_or_proxy_name_its_setting() {
     let mut authority = plaintext(address);
     authority.setting = "CA_ADDR";
     let subject = format!("istiod at {address} (CA_ADDR): ");
-    assert_dial_fails(
-        authority.clone(),
-        codes::ISTIOD_CONNECTION_REFUSED,
-        &subject,
-    )
-    .await;
+    assert_dial_fails(authority.clone(), codes::ISTIOD_CONNECTION_REFUSED, &subject).await;
     authority.address = "istiod".to_owned();
-    assert_dial_fails(
-        authority.clone(),
-        codes::ISTIOD_ADDRESS_INVALID,
-        "host:port",
-    )
-    .await;
+    assert_dial_fails(authority.clone(), codes::ISTIOD_ADDRESS_INVALID, "host:port").await;
     authority.address = "istiod.invalid:15012".to_owned();
-    assert_dial_fails(
-        authority.clone(),
-        codes::ISTIOD_NAME_NOT_RESOLVED,
-        "/etc/resolv.conf",
-    )
-    .await;
+    assert_dial_fails(authority.clone(), codes::ISTIOD_NAME_NOT_RESOLVED, "/etc/resolv.conf").await;
     authority.proxy = Proxy::parse(&address.to_string());
     let found = format!("by the proxy {address} (HTTPS_PROXY): cannot connect to");
     let code = codes::ISTIOD_PROXY_UNREACHABLE;
@@ -272,24 +244,14 @@ async fn a_silent_peer_times_out() {
     let mut config = encrypted(address, &roots);
     short(&mut config);
     let (silent, unreachable) = (codes::ISTIOD_TIMEOUT, codes::ISTIOD_PROXY_UNREACHABLE);
-    assert_dial_fails(
-        config,
-        silent,
-        "timed out after 200 ms in the TLS handshake",
-    )
-    .await;
+    assert_dial_fails(config, silent, "timed out after 200 ms in the TLS handshake").await;
     let mut config = plaintext(address);
     short(&mut config);
     assert_dial_fails(config, silent, "timed out after 200 ms waiting for HTTP/2").await;
     let mut config = plaintext("istiod.test:15012");
     config.proxy = Proxy::parse(&address.to_string());
     short(&mut config);
-    assert_dial_fails(
-        config,
-        unreachable,
-        "timed out after 200 ms waiting for the proxy",
-    )
-    .await;
+    assert_dial_fails(config, unreachable, "timed out after 200 ms waiting for the proxy").await;
 }
 
 #[tokio::test]
@@ -326,19 +288,9 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
     let (refused, other) = (codes::ISTIOD_TLS_REFUSED, codes::ISTIOD_NOT_GRPC);
     let lost = codes::ISTIOD_CONNECTION_LOST;
     let table: [(bool, &[u8], _, &str); 7] = [
-        (
-            false,
-            http,
-            other,
-            "it answered \"HTTP/1.1 \" instead of HTTP/2",
-        ),
+        (false, http, other, "it answered \"HTTP/1.1 \" instead of HTTP/2"),
         (false, b"hm", other, "it closed the connection"),
-        (
-            false,
-            b"",
-            lost,
-            "did not start HTTP/2: it closed the connection",
-        ),
+        (false, b"", lost, "did not start HTTP/2: it closed the connection"),
         // SETTINGS, GOAWAY
         (
             false,
@@ -355,11 +307,7 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
         let address = listener.local_addr().unwrap();
         let mut tasks = JoinSet::new();
         tasks.spawn(send_and_close(listener, bytes));
-        let config = if tls {
-            encrypted(address, &roots)
-        } else {
-            plaintext(address)
-        };
+        let config = if tls { encrypted(address, &roots) } else { plaintext(address) };
         assert_dial_fails(config, code, expected).await;
     }
 }
@@ -401,10 +349,7 @@ async fn the_reason_in_a_goaway_is_the_last_error_with_its_remedy() {
     assert_eq!(problem.code, codes::ISTIOD_UNAVAILABLE);
     let found = "it ended the connection with GOAWAY ENHANCE_YOUR_CALM \"too_many_pings\"";
     assert_eq!(problem.found, found);
-    assert!(
-        problem.remedy.contains("GRPC_KEEPALIVE_INTERVAL"),
-        "{problem}"
-    );
+    assert!(problem.remedy.contains("GRPC_KEEPALIVE_INTERVAL"), "{problem}");
 }
 
 #[tokio::test]
@@ -437,12 +382,8 @@ async fn each_request_carries_the_configured_headers_and_the_current_token() {
     let files = Files::new();
     let mut config = plaintext(fake.address);
     config.token = token::Source::File(files.write("istio-token", ""));
-    let header = |name, value| {
-        (
-            http::HeaderName::from_static(name),
-            http::HeaderValue::from_static(value),
-        )
-    };
+    let header =
+        |name, value| (http::HeaderName::from_static(name), http::HeaderValue::from_static(value));
     config.metadata = vec![
         header("clusterid", ""),
         header("x-team", "a"),
@@ -462,10 +403,7 @@ async fn each_request_carries_the_configured_headers_and_the_current_token() {
         .iter()
         .map(|parts| parts.headers.get("authorization").map(|v| v.as_bytes()))
         .collect();
-    assert_eq!(
-        tokens,
-        [None, Some(&b"Bearer one"[..]), Some(b"Bearer two")]
-    );
+    assert_eq!(tokens, [None, Some(&b"Bearer one"[..]), Some(b"Bearer two")]);
     let parts = &seen.requests[0];
     assert_eq!(parts.method, http::Method::POST);
     assert_eq!(parts.headers["te"], "trailers");
@@ -478,13 +416,7 @@ async fn each_request_carries_the_configured_headers_and_the_current_token() {
 
 #[tokio::test]
 async fn the_uri_names_the_server_with_tls_and_the_address_without() {
-    let uri = |config| {
-        run(config)
-            .0
-            .request("/a/B", Body::empty())
-            .uri()
-            .to_string()
-    };
+    let uri = |config| run(config).0.request("/a/B", Body::empty()).uri().to_string();
     let roots = std::path::Path::new("/none");
     assert_eq!(uri(plaintext("h:15010")), "http://h:15010/a/B");
     assert_eq!(uri(encrypted("h:1", roots)), format!("https://{NAME}/a/B"));
@@ -508,11 +440,8 @@ async fn the_connection_task_ends_when_stopped_or_when_all_handles_are_dropped()
         assert_eq!(error.unwrap_err().code, codes::AGENT_STOPPING);
     }
 
-    let (istiod, run) = super::new(
-        plaintext(fake.address),
-        &Registry::default(),
-        CancellationToken::new(),
-    );
+    let (istiod, run) =
+        super::new(plaintext(fake.address), &Registry::default(), CancellationToken::new());
     let ((), ()) = tokio::join!(run, async move {
         istiod.connection().await.unwrap();
     });

@@ -24,10 +24,7 @@ async fn refuses_a_certificate_for_another_name_or_of_another_root() {
     let config = encrypted(fake.address, &roots);
     assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_NAME, &names).await;
     let roots = files.write("root.pem", &Authority::new("another").pem());
-    let signed = format!(
-        "its certificate is not signed by a root of {}",
-        roots.display()
-    );
+    let signed = format!("its certificate is not signed by a root of {}", roots.display());
     let config = encrypted(fake.address, &roots);
     assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
     // The roots of two meshes may have the same name.
@@ -72,12 +69,9 @@ async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_si
     let below = middle.below("istiod");
     let files = Files::new();
     let roots = files.write("root.pem", &root.pem());
-    for (chain, is_accepted) in [
-        (&[&root][..], true),
-        (&[&own], true),
-        (&[&own, &root], true),
-        (&[&below, &middle], false),
-    ] {
+    for (chain, is_accepted) in
+        [(&[&root][..], true), (&[&own], true), (&[&own, &root], true), (&[&below, &middle], false)]
+    {
         let mut tls = fake::server_tls(&root, NAME, Clients::Optional);
         tls.cert_resolver = Authority::shown(chain);
         let fake = Fake::start(Some(tls)).await;
@@ -92,10 +86,7 @@ async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_si
         let text = cause.to_string();
         let certificate = "the certificate CN=istiod, issued by CN=middle, is a CA's (CA:TRUE)";
         assert!(text.contains(certificate), "{text}");
-        assert!(
-            text.contains("isCA: false") && !text.contains("OtherError"),
-            "{text}"
-        );
+        assert!(text.contains("isCA: false") && !text.contains("OtherError"), "{text}");
     }
 }
 
@@ -124,11 +115,7 @@ async fn the_client_certificate_is_sent_while_it_is_valid() {
         (valid.chain.as_str(), valid.key.as_str(), true),
         (&expired.chain, &expired.key, false),
         ("garbage", &valid.key, false),
-        (
-            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
-            &valid.key,
-            false,
-        ),
+        ("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", &valid.key, false),
     ] {
         let pair = tls::ClientCertificate {
             chain: files.write("cert-chain.pem", chain),
@@ -158,10 +145,8 @@ async fn a_client_key_that_cannot_be_used_is_an_error() {
     let files = Files::new();
     let roots = files.write("root.pem", &authority.pem());
     let pair = authority.issue("workload");
-    for (key, expected) in [
-        ("", "no PEM private key"),
-        (&fake::key_pem(), "cannot be used with "),
-    ] {
+    for (key, expected) in [("", "no PEM private key"), (&fake::key_pem(), "cannot be used with ")]
+    {
         let mut config = encrypted("127.0.0.1:1", &roots);
         *client(&mut config) = Some(tls::ClientCertificate {
             chain: files.write("cert-chain.pem", &pair.chain),
@@ -216,11 +201,7 @@ async fn a_fips_policy_refuses_every_handshake_that_is_not_approved() {
     let authority = Authority::new("root");
     let files = Files::new();
     let roots = files.write("root.pem", &authority.pem());
-    let rows: [(
-        SupportedCipherSuite,
-        &'static dyn SupportedKxGroup,
-        &[Policy],
-    ); 8] = [
+    let rows: [(SupportedCipherSuite, &'static dyn SupportedKxGroup, &[Policy]); 8] = [
         (AES_OF_TLS12, SECP256R1, &[OLD, NEW]),
         (AES_OF_TLS12, SECP384R1, &[NEW]),
         (AES_OF_TLS12, X25519, &[]),
@@ -236,16 +217,10 @@ async fn a_fips_policy_refuses_every_handshake_that_is_not_approved() {
         let fake = Fake::start(Some(server)).await;
         // Without a policy, the cryptographic module of a FIPS build refuses what the policy for FIPS
         // 140-3 refuses.
-        let usual = if cfg!(feature = "fips") {
-            approved.contains(&NEW)
-        } else {
-            true
-        };
-        for (policy, connects) in [
-            (OLD, approved.contains(&OLD)),
-            (NEW, approved.contains(&NEW)),
-            (Policy::None, usual),
-        ] {
+        let usual = if cfg!(feature = "fips") { approved.contains(&NEW) } else { true };
+        for (policy, connects) in
+            [(OLD, approved.contains(&OLD)), (NEW, approved.contains(&NEW)), (Policy::None, usual)]
+        {
             let mut config = encrypted(fake.address, &roots);
             if let Security::Tls(tls) = &mut config.security {
                 tls.policy = policy;

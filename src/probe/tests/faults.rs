@@ -18,10 +18,7 @@ async fn redirects_in_a_loop_or_to_nowhere_are_errors() {
 async fn applications_that_misbehave_are_errors_within_the_timeout() {
     let probe = |app: &App| Probe {
         timeout: Duration::from_millis(200),
-        ..app.probe(Kind::Http {
-            is_https: false,
-            path: String::new(),
-        })
+        ..app.probe(Kind::Http { is_https: false, path: String::new() })
     };
     for (bytes, endless) in [
         (&b""[..], true),
@@ -109,30 +106,16 @@ async fn a_host_of_the_other_family_and_a_foreign_source_address_are_errors() {
     let kind = Kind::Tcp;
     let app = App::plain().await;
     for (host, source, expected) in [
-        (
-            "::1",
-            SOURCE,
-            "::1 has no address of the family of the source address 127.0.0.6",
-        ),
+        ("::1", SOURCE, "::1 has no address of the family of the source address 127.0.0.6"),
         (
             "127.0.0.1",
             Ipv4Addr::new(192, 0, 2, 1).into(),
             "cannot bind the source address 192.0.2.1",
         ),
     ] {
-        let client = Client::new(Config {
-            source,
-            offers_http2: true,
-            keeps_connections: false,
-        });
-        let probe = Probe {
-            host: host.to_owned(),
-            ..app.probe(kind.clone())
-        };
-        let probing = client
-            .expect("a client")
-            .probe(&probe, &HeaderMap::new())
-            .await;
+        let client = Client::new(Config { source, offers_http2: true, keeps_connections: false });
+        let probe = Probe { host: host.to_owned(), ..app.probe(kind.clone()) };
+        let probing = client.expect("a client").probe(&probe, &HeaderMap::new()).await;
         let error = probing.expect_err("an error").to_string();
         assert!(error.contains(expected), "{error}");
     }

@@ -45,10 +45,7 @@ impl App {
                 connections.spawn(serve(stream, from));
             }
         });
-        Self {
-            port,
-            _tasks: tasks,
-        }
+        Self { port, _tasks: tasks }
     }
 
     async fn plain() -> Self {
@@ -125,9 +122,7 @@ async fn serve_http(
     let io = TokioIo::new(io);
     // The probe may close the connection at any time, so an error does not matter.
     let _ = if is_http2 {
-        http2::Builder::new(TokioExecutor::new())
-            .serve_connection(io, service)
-            .await
+        http2::Builder::new(TokioExecutor::new()).serve_connection(io, service).await
     } else {
         http1::Builder::new().serve_connection(io, service).await
     };
@@ -168,12 +163,7 @@ fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>
 }
 
 fn client(offers_http2: bool, keeps_connections: bool) -> Client {
-    Client::new(Config {
-        source: SOURCE,
-        offers_http2,
-        keeps_connections,
-    })
-    .expect("a client")
+    Client::new(Config { source: SOURCE, offers_http2, keeps_connections }).expect("a client")
 }
 
 #[tokio::test]
@@ -181,11 +171,7 @@ async fn the_status_is_the_applications_except_for_redirects() {
     let app = App::plain().await;
     for status in (200..=511).filter(|status| ![204, 205, 304].contains(status)) {
         let outcome = app.get(&status.to_string()).await.expect("an answer");
-        let expected = if (300..400).contains(&status) {
-            200
-        } else {
-            status
-        };
+        let expected = if (300..400).contains(&status) { 200 } else { status };
         assert_eq!(outcome.status.as_u16(), expected);
         assert_eq!(outcome.body, "echo");
     }
@@ -267,9 +253,7 @@ async fn tls_accepts_any_certificate_and_negotiates_the_protocol() {
         let path = "version".to_owned();
         let is_https = true;
         let probe = app.probe(Kind::Http { is_https, path });
-        let outcome = client(offers_http2, false)
-            .probe(&probe, &HeaderMap::new())
-            .await;
+        let outcome = client(offers_http2, false).probe(&probe, &HeaderMap::new()).await;
         match expected {
             Some(version) => {
                 assert_eq!(outcome.expect("an answer").body, format!("{version:?}"));
@@ -329,9 +313,7 @@ impl Health for Fake {
             "unknown" => ServingStatus::Unknown,
             _ => return Err(tonic::Status::unimplemented("no such service")),
         };
-        Ok(tonic::Response::new(HealthCheckResponse {
-            status: status.into(),
-        }))
+        Ok(tonic::Response::new(HealthCheckResponse { status: status.into() }))
     }
 }
 
@@ -349,24 +331,15 @@ async fn a_grpc_probe_succeeds_if_the_service_is_serving() {
     headers.insert(header::USER_AGENT, agent);
     for (service, expected) in [
         ("", ""),
-        (
-            "down",
-            "the application answers NOT_SERVING, expected SERVING",
-        ),
-        (
-            "unknown",
-            "the application answers UNKNOWN, expected SERVING",
-        ),
+        ("down", "the application answers NOT_SERVING, expected SERVING"),
+        ("unknown", "the application answers UNKNOWN, expected SERVING"),
         ("other", "the health check failed"),
     ] {
         let service = service.to_owned();
         let probe = app.probe(Kind::Grpc { service });
         let outcome = client(true, false).probe(&probe, &headers).await;
         let found = outcome.map_or_else(|problem| problem.found, |_| String::new());
-        assert!(
-            found.starts_with(expected) && found.is_empty() == expected.is_empty(),
-            "{found}"
-        );
+        assert!(found.starts_with(expected) && found.is_empty() == expected.is_empty(), "{found}");
     }
     let silent = App::plain().await;
     let service = String::new();
@@ -414,12 +387,8 @@ fn the_callers_host_is_forwarded_and_its_connection_headers_are_not() {
     ] {
         headers.append(name, HeaderValue::from_static(value));
     }
-    let probe = Probe {
-        host: "::1".to_owned(),
-        port: 80,
-        kind: Kind::Tcp,
-        timeout: Duration::ZERO,
-    };
+    let probe =
+        Probe { host: "::1".to_owned(), port: 80, kind: Kind::Tcp, timeout: Duration::ZERO };
     let request = http_request(url("http", &probe, "x").expect("an address"), &headers);
     assert_eq!(request.uri(), "http://[::1]:80/x");
     let found: Vec<_> = request
@@ -427,8 +396,5 @@ fn the_callers_host_is_forwarded_and_its_connection_headers_are_not() {
         .iter()
         .map(|(name, value)| (name.as_str(), value.to_str().expect("text")))
         .collect();
-    assert_eq!(
-        found,
-        [("host", "cart"), ("x-twice", "1"), ("x-twice", "2")]
-    );
+    assert_eq!(found, [("host", "cart"), ("x-twice", "1"), ("x-twice", "2")]);
 }

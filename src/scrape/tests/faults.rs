@@ -6,10 +6,7 @@ use super::*;
 async fn a_failed_source_leaves_the_others_and_is_counted_in_the_same_page() {
     let envoy = page("text/plain", "envoy 1\n");
     let missing = server(|stream, _| {
-        send(
-            stream,
-            b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
-        );
+        send(stream, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n");
     });
     for (port, is_seen) in [(closed_port(), true), (missing, true)] {
         let (scrape, registry) = scrape(envoy, &[port]);
@@ -63,11 +60,7 @@ fn endless() -> Vec<(&'static str, u16, &'static str)> {
             "",
         ),
         ("never ends its line", endless(&[b'x'; 4096]), ""),
-        (
-            "never ends its garbage",
-            endless(b"\x00\xff\n\x80\x81\n"),
-            "",
-        ),
+        ("never ends its garbage", endless(b"\x00\xff\n\x80\x81\n"), ""),
     ]
 }
 
@@ -88,10 +81,7 @@ fn unusable() -> Vec<(&'static str, u16, &'static str)> {
                 // The 65 members have 1 MiB each when decoded, which is 1 MiB more than is decoded of a
                 // page.
                 let bomb = gzip(&vec![0; 1 << 20]).repeat(65);
-                let more = format!(
-                    "content-encoding: gzip\r\ncontent-length: {}\r\n",
-                    bomb.len()
-                );
+                let more = format!("content-encoding: gzip\r\ncontent-length: {}\r\n", bomb.len());
                 send(stream, head("text/plain", &more).as_bytes());
                 send(stream, &bomb);
             }),
@@ -116,12 +106,7 @@ async fn an_endless_or_unusable_source_does_not_drop_the_samples_of_others() {
         for (envoy, targets, kind, expected) in [
             (good, vec![bad], "application", format!("good 1\n{left}")),
             (bad, vec![good], "envoy", format!("{left}good 1\n")),
-            (
-                good,
-                vec![bad, bad],
-                "application",
-                format!("good 1\n{left}"),
-            ),
+            (good, vec![bad, bad], "application", format!("good 1\n{left}")),
         ] {
             let (scrape, registry) = scrape(envoy, &targets);
             let begin = Instant::now();
@@ -131,15 +116,8 @@ async fn an_endless_or_unusable_source_does_not_drop_the_samples_of_others() {
             found.sort_unstable();
             expected.sort_unstable();
             assert_eq!(found, expected, "{name}, {kind}");
-            assert_eq!(
-                failures(&registry, kind),
-                targets.len() as u64,
-                "{name}, {kind}"
-            );
-            assert!(
-                begin.elapsed() < Duration::from_millis(1500),
-                "{name}, {kind}"
-            );
+            assert_eq!(failures(&registry, kind), targets.len() as u64, "{name}, {kind}");
+            assert!(begin.elapsed() < Duration::from_millis(1500), "{name}, {kind}");
         }
     }
 }
@@ -178,10 +156,7 @@ async fn openmetrics_is_aborted_where_a_source_broke_off_and_ends_where_all_are_
         (text, cut("text/plain"), true),
     ] {
         let (scrape, _) = scrape(envoy, &[target]);
-        let (parts, ()) = Request::get("/metrics")
-            .body(())
-            .expect("a request")
-            .into_parts();
+        let (parts, ()) = Request::get("/metrics").body(()).expect("a request").into_parts();
         let body = scrape.page(parts).await.into_body().collect().await;
         assert_eq!(body.is_ok(), is_whole, "{envoy} and {target}");
     }
@@ -217,10 +192,7 @@ async fn openmetrics_targets_may_lack_their_end() {
 #[tokio::test]
 async fn a_query_that_envoy_refuses_is_a_failure_of_envoy() {
     let envoy = server(|stream, _| {
-        send(
-            stream,
-            b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n",
-        );
+        send(stream, b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n");
     });
     let (scrape, registry) = scrape(envoy, &[page("text/plain", "app 1\n")]);
     assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, "app 1\n");
@@ -232,10 +204,7 @@ async fn a_query_that_envoy_refuses_is_a_failure_of_envoy() {
     let text = source.failure.expect("a problem").to_string();
     let subject = "failed scraping envoy metrics";
     assert!(text.starts_with(subject) && text.contains("the query of the scrape"));
-    assert!(
-        !text.contains("secret") && !text.contains("prometheus.io"),
-        "{text}"
-    );
+    assert!(!text.contains("secret") && !text.contains("prometheus.io"), "{text}");
 }
 
 #[tokio::test]
@@ -264,14 +233,8 @@ async fn gzip_of_an_application_is_decoded_as_far_as_it_is_whole() {
         let found = scrape_without_agent_metrics(&scrape, &[]).await;
         assert_eq!(failures(&registry, "application"), failed, "{encoding}");
         let is_prefix = lines.starts_with(&found) || found == "a 1\n";
-        assert!(
-            is_prefix && (found.ends_with('\n') || found.is_empty()),
-            "{encoding}"
-        );
+        assert!(is_prefix && (found.ends_with('\n') || found.is_empty()), "{encoding}");
         let is_plain = encoding == "identity" || encoding.starts_with("text");
-        assert_eq!(
-            found == if is_plain { "a 1\n" } else { &lines },
-            failed == 0
-        );
+        assert_eq!(found == if is_plain { "a 1\n" } else { &lines }, failed == 0);
     }
 }

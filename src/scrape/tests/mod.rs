@@ -77,11 +77,7 @@ async fn a_page_whose_answer_only_go_reads_is_merged() {
         let _ = send(stream, head.as_bytes()) && send(stream, b"\r\napp 1\n");
     });
     let (scrape, _) = scrape(closed_port(), &[application]);
-    assert!(
-        scrape_without_agent_metrics(&scrape, &[])
-            .await
-            .contains("app 1\n")
-    );
+    assert!(scrape_without_agent_metrics(&scrape, &[]).await.contains("app 1\n"));
 }
 
 /// Returns a port without a listener.
@@ -101,10 +97,7 @@ fn scrape_up_to(limit: u64, envoy: u16, targets: &[u16]) -> (Scrape, Registry) {
         hidden: Vec::new(),
         targets: targets
             .iter()
-            .map(|port| Target {
-                port: *port,
-                path: "/metrics".to_owned(),
-            })
+            .map(|port| Target { port: *port, path: "/metrics".to_owned() })
             .collect(),
         limit,
         timeout: Duration::from_secs(10),
@@ -128,17 +121,13 @@ async fn scrape_without_agent_metrics(scrape: &Scrape, headers: &[(&str, &str)])
     let (_, body) = answered(scrape, headers).await;
     let text = String::from_utf8(body).expect("text");
     let lines = text.split_inclusive('\n');
-    lines
-        .filter(|line| !line.contains("istio_agent_"))
-        .collect()
+    lines.filter(|line| !line.contains("istio_agent_")).collect()
 }
 
 fn failures(registry: &Registry, kind: &str) -> u64 {
     let text = registry.render();
     let series = format!("istio_agent_scrape_failures_total{{type=\"{kind}\"}} ");
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix(series.as_str()));
+    let line = text.lines().find_map(|line| line.strip_prefix(series.as_str()));
     line.map_or(0, |number| number.parse().expect("a number"))
 }
 
@@ -150,10 +139,7 @@ async fn merged_pages_equal_the_golden_files() {
     for case in fs::read_dir(cases).expect("cases") {
         let case = case.expect("a case").path();
         let file = |name: &str| fs::read(case.join(name)).ok();
-        let envoy = page(
-            "text/plain; version=0.0.4",
-            file("envoy").expect("Envoy's page"),
-        );
+        let envoy = page("text/plain; version=0.0.4", file("envoy").expect("Envoy's page"));
         let mut targets = Vec::new();
         for number in 0.. {
             let text = file(&format!("app{number}.txt")).map(|body| page("text/plain", body));
@@ -165,26 +151,14 @@ async fn merged_pages_equal_the_golden_files() {
         }
         let (scrape, _) = scrape(envoy, &targets);
         let (headers, body) = answered(&scrape, &[]).await;
-        let is_text = headers[CONTENT_TYPE]
-            .to_str()
-            .expect("text")
-            .starts_with("text");
-        let name = if is_text {
-            "expected.txt"
-        } else {
-            "expected.om"
-        };
+        let is_text = headers[CONTENT_TYPE].to_str().expect("text").starts_with("text");
+        let name = if is_text { "expected.txt" } else { "expected.om" };
         if std::env::var_os("UPDATE_GOLDEN").is_some() {
             fs::write(case.join(name), &body).expect("written");
         }
         let expected = file(name).expect("what is expected");
         let found = String::from_utf8(body).expect("text");
-        assert_eq!(
-            found,
-            String::from_utf8_lossy(&expected),
-            "{}",
-            case.display()
-        );
+        assert_eq!(found, String::from_utf8_lossy(&expected), "{}", case.display());
         count += 1;
     }
     assert!(count > 0 && Path::new(cases).is_dir());
@@ -192,10 +166,7 @@ async fn merged_pages_equal_the_golden_files() {
 
 #[tokio::test]
 async fn the_agents_process_metrics_do_not_replace_those_of_the_application() {
-    let page = page(
-        "text/plain",
-        "# TYPE process_open_fds gauge\nprocess_open_fds 7\n",
-    );
+    let page = page("text/plain", "# TYPE process_open_fds gauge\nprocess_open_fds 7\n");
     let (scrape, registry) = scrape(closed_port(), &[page]);
     crate::metrics::process::publish(&registry);
     let expected = "# TYPE process_open_fds gauge\nprocess_open_fds 7\n";
@@ -230,10 +201,7 @@ async fn requests_to_sources_have_only_the_documented_headers_of_the_scraper() {
     let mut lines: Vec<_> = request.trim_end().split("\r\n").collect();
     lines.sort_unstable();
     let host = format!("host: localhost:{port}");
-    let own = format!(
-        "x-istio-agent-scraped-by: {}",
-        scrape.id.to_str().expect("text")
-    );
+    let own = format!("x-istio-agent-scraped-by: {}", scrape.id.to_str().expect("text"));
     let mut expected = vec![
         "GET /stats/prometheus?usedonly&filter=a%20b HTTP/1.1",
         "accept-encoding: identity",
@@ -261,9 +229,7 @@ async fn a_scrape_that_comes_from_the_agent_itself_asks_no_source() {
     ] {
         let mut request = Request::get("/metrics").body(()).expect("a request");
         for agent in agents {
-            request
-                .headers_mut()
-                .append(SCRAPED_BY_HEADER, agent.clone());
+            request.headers_mut().append(SCRAPED_BY_HEADER, agent.clone());
         }
         let answer = scrape.page(request.into_parts().0).await;
         assert_eq!(answer.status() == StatusCode::LOOP_DETECTED, is_own);
@@ -274,17 +240,14 @@ async fn a_scrape_that_comes_from_the_agent_itself_asks_no_source() {
 
 #[tokio::test]
 async fn malformed_lines_are_left_out_of_large_pages_of_any_source() {
-    let many: String = (0..40_000)
-        .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
-        .collect();
+    let many: String = (0..40_000).map(|n| format!("many{{n=\"{n}\"}} 1\n")).collect();
     let bad = "bad{x=\"1\" 1\nbad{x} 1\nbad{1x=\"1\"} 1\nbad{x=\"1\",x=\"1\"} 1\n{x=\"1\"} 1\n\
                bad 1 1.5\nbad 1 -5\n# TYPE bad-name gauge\nbad-name 1\n# TYPE bad gauge gauge\n";
     let large = page("text/plain", [bad, &many, bad].concat());
     let small = page("text/plain", [bad, "small 1\n", bad].concat());
-    for (envoy, target, expected) in [
-        (large, small, format!("small 1\n{many}")),
-        (small, large, format!("{many}small 1\n")),
-    ] {
+    for (envoy, target, expected) in
+        [(large, small, format!("small 1\n{many}")), (small, large, format!("{many}small 1\n"))]
+    {
         let (scrape, registry) = scrape_up_to(u64::MAX, envoy, &[target]);
         assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, expected);
         let rendered = registry.render();
@@ -308,10 +271,7 @@ async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_close
             // The connection is closed after two requests.
             for _ in 0..2 {
                 if request(&mut stream).is_some() {
-                    send(
-                        &mut stream,
-                        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na 1\n",
-                    );
+                    send(&mut stream, b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na 1\n");
                 }
             }
         }
@@ -352,11 +312,7 @@ fn a_scrape_takes_a_little_less_than_the_scrapers_time() {
     ] {
         let value = header.map(|value| (TIMEOUT_HEADER, HeaderValue::from_static(value)));
         let headers = value.into_iter().collect();
-        assert_eq!(
-            scrape.time_limit(&headers).as_millis(),
-            expected,
-            "{header:?}"
-        );
+        assert_eq!(scrape.time_limit(&headers).as_millis(), expected, "{header:?}");
     }
 }
 
@@ -372,9 +328,7 @@ proptest! {
 /// Starts a server that sends a page of so many lines, in 20 pieces within `time`. Returns its port.
 fn slow(lines: usize, time: Duration) -> u16 {
     const PIECES: u32 = 20;
-    let lines: Vec<_> = (0..lines)
-        .map(|n| format!("slow{{n=\"{n}\"}} 1\n"))
-        .collect();
+    let lines: Vec<_> = (0..lines).map(|n| format!("slow{{n=\"{n}\"}} 1\n")).collect();
     server(move |stream, _| {
         let length: usize = lines.iter().map(String::len).sum();
         let head = head("text/plain", &format!("content-length: {length}\r\n"));

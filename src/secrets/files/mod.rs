@@ -110,8 +110,7 @@ fn exists(state: &SecretState) -> bool {
 impl WorkloadFiles {
     /// Reads the files: the certificate with its key, and the roots. Blocks.
     pub fn read(&self) -> [Result<Secret, Problem>; 2] {
-        self.sources()
-            .map(|source| source.read().map(|checked| checked.secret))
+        self.sources().map(|source| source.read().map(|checked| checked.secret))
     }
 
     fn sources(&self) -> [Source; 2] {
@@ -119,10 +118,7 @@ impl WorkloadFiles {
     }
 
     fn pair(&self) -> Source {
-        Source::Pair {
-            chain: self.chain.clone(),
-            key: self.key.clone(),
-        }
+        Source::Pair { chain: self.chain.clone(), key: self.key.clone() }
     }
 
     fn roots(&self) -> Source {
@@ -174,10 +170,9 @@ impl Files {
             Name::Default => workload.map(WorkloadFiles::pair),
             Name::SystemRoots => Some(Source::Roots(self.config.system_roots.clone())),
             Name::FileRoot(path) => Some(Source::Roots(path.into())),
-            Name::FileCert { chain, key } => Some(Source::Pair {
-                chain: chain.into(),
-                key: key.into(),
-            }),
+            Name::FileCert { chain, key } => {
+                Some(Source::Pair { chain: chain.into(), key: key.into() })
+            }
         }
     }
 

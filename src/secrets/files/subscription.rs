@@ -36,9 +36,7 @@ impl Subscription {
         let files = &self.files;
         // Two names may have one source.
         let sources: HashSet<_> = names.iter().filter_map(|name| files.source(name)).collect();
-        let entries = sources
-            .into_iter()
-            .filter_map(|source| files.table.subscribe(source, false));
+        let entries = sources.into_iter().filter_map(|source| files.table.subscribe(source, false));
         self.entries = entries.collect();
     }
 

@@ -90,10 +90,7 @@ impl Table {
         if inner.entries.len() >= MAX_SOURCES {
             return None;
         }
-        let content = Content {
-            state: SecretState::Reading,
-            logged_problem: None,
-        };
+        let content = Content { state: SecretState::Reading, logged_problem: None };
         let entry = Arc::new(Entry {
             source: source.clone(),
             is_optional,

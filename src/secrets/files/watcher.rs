@@ -218,11 +218,7 @@ impl Watcher {
         let (source, mut content) = (&entry.source, entry.content.lock());
         let is_available = matches!(content.state, SecretState::Available(_));
         match read {
-            Ok(Checked {
-                secret,
-                invalid_certificates,
-                non_pem_text,
-            }) => {
+            Ok(Checked { secret, invalid_certificates, non_pem_text }) => {
                 content.logged_problem = None;
                 if matches!(&content.state, SecretState::Available(last) if *last == secret) {
                     return;

@@ -44,19 +44,11 @@ impl Place {
         let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
         let watch = inotify::init(flags).unwrap();
         inotify::add_watch(&watch, &outside, inotify::WatchFlags::ALL_EVENTS).unwrap();
-        Self {
-            _parent: parent,
-            shared,
-            outside,
-            watch,
-        }
+        Self { _parent: parent, shared, outside, watch }
     }
 
     fn write(&self, contents: [&[u8]; 3]) -> std::io::Result<()> {
-        let config = Config {
-            directory: self.shared.clone(),
-            readable_by_all: true,
-        };
+        let config = Config { directory: self.shared.clone(), readable_by_all: true };
         write_all(&config, contents)
     }
 
@@ -72,10 +64,7 @@ impl Place {
             assert_eq!(content, SECRET);
         }
         // Discards the events that the reads above have caused.
-        while inotify::Reader::new(&self.watch, &mut buffer)
-            .next()
-            .is_ok()
-        {}
+        while inotify::Reader::new(&self.watch, &mut buffer).next().is_ok() {}
     }
 }
 
@@ -150,25 +139,13 @@ fn become_application() {
 /// Makes a random change in the shared directory. It fails if the application lacks the permission.
 fn attack(place: &Place) -> std::io::Result<()> {
     let entries = fs::read_dir(&place.shared)?.filter_map(|entry| Some(entry.ok()?.path()));
-    let fixed = [
-        NAMES[0],
-        NAMES[1],
-        NAMES[2],
-        "key.pem.tmp",
-        "cert-chain.pem.tmp",
-        "root-cert.pem.tmp",
-    ];
+    let fixed =
+        [NAMES[0], NAMES[1], NAMES[2], "key.pem.tmp", "cert-chain.pem.tmp", "root-cert.pem.tmp"];
     let mut paths: Vec<_> = fixed.map(|name| place.shared.join(name)).to_vec();
     paths.extend(entries);
     let any = || paths[fastrand::usize(..paths.len())].clone();
     let (path, other) = (any(), any());
-    let targets = [
-        "../outside",
-        "../outside/key.pem",
-        "../outside/root-cert.pem",
-        "..",
-        "key.pem",
-    ];
+    let targets = ["../outside", "../outside/key.pem", "../outside/root-cert.pem", "..", "key.pem"];
     let target = targets[fastrand::usize(..targets.len())];
     match fastrand::u8(..20) {
         0..5 => fs::remove_file(path),
@@ -181,9 +158,7 @@ fn attack(place: &Place) -> std::io::Result<()> {
         }
         18 => {
             DirBuilder::new().mode(0o777).create(&path)?;
-            NAMES
-                .iter()
-                .try_for_each(|name| symlink(place.outside.join(name), path.join(name)))
+            NAMES.iter().try_for_each(|name| symlink(place.outside.join(name), path.join(name)))
         }
         _ => {
             let _ = fs::remove_file(&path);

@@ -24,19 +24,13 @@ pub(super) fn directory() -> TempDir {
 }
 
 fn config_of(directory: &TempDir) -> Config {
-    Config {
-        directory: directory.path().to_owned(),
-        readable_by_all: false,
-    }
+    Config { directory: directory.path().to_owned(), readable_by_all: false }
 }
 
 /// Returns secret files of which none exists.
 pub(in crate::secrets) fn no_files() -> Files {
-    let config = files::Config {
-        workload: None,
-        system_roots: "/none".into(),
-        debounce: Duration::ZERO,
-    };
+    let config =
+        files::Config { workload: None, system_roots: "/none".into(), debounce: Duration::ZERO };
     files::new(config, clock(), &Registry::default()).0
 }
 
@@ -116,10 +110,7 @@ fn a_failed_write_leaves_the_other_files_and_no_temporary_files() {
 #[tokio::test(start_paused = true)]
 async fn writes_every_rotation_without_any_reader_and_waits_for_its_directory() {
     let place = directory();
-    let config_of_output = Config {
-        directory: place.path().join("certs"),
-        readable_by_all: false,
-    };
+    let config_of_output = Config { directory: place.path().join("certs"), readable_by_all: false };
     let clock = clock();
     let authority = FakeAuthority::new(&clock);
     let registry = Registry::default();
@@ -138,11 +129,7 @@ async fn writes_every_rotation_without_any_reader_and_waits_for_its_directory() 
         assert_eq!(file(NAMES[0]).as_bytes(), workload.certificate.key_pem());
         assert_eq!(file(NAMES[1]).as_bytes(), *workload.certificate.chain_pem());
         assert_eq!(file(NAMES[2]).as_bytes(), *workload.roots.pem());
-        while secrets
-            .latest()
-            .workload
-            .is_some_and(|now| Arc::ptr_eq(&now, &workload))
-        {
+        while secrets.latest().workload.is_some_and(|now| Arc::ptr_eq(&now, &workload)) {
             secrets.changed().await;
         }
     }

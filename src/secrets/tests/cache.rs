@@ -10,16 +10,11 @@ use crate::volume::Volume;
 
 fn directory() -> Option<tempfile::TempDir> {
     let memory = Path::new("/dev/shm");
-    memory
-        .is_dir()
-        .then(|| tempfile::tempdir_in(memory).expect("a directory"))
+    memory.is_dir().then(|| tempfile::tempdir_in(memory).expect("a directory"))
 }
 
 fn caching(directory: &tempfile::TempDir) -> Config {
-    Config {
-        cache: Some(Volume::named(directory.path())),
-        ..config()
-    }
+    Config { cache: Some(Volume::named(directory.path())), ..config() }
 }
 
 /// Runs an agent until it has cached its first certificate, and returns this certificate.
@@ -38,10 +33,7 @@ async fn a_restarted_agent_serves_the_cached_certificate_and_renews_it_when_due(
     let second = fixture.first().await;
     assert_eq!(fixture.authority.requests(), 0);
     assert_eq!(second.certificate.key_pem(), first.certificate.key_pem());
-    assert_eq!(
-        second.certificate.chain_pem(),
-        first.certificate.chain_pem()
-    );
+    assert_eq!(second.certificate.chain_pem(), first.certificate.chain_pem());
     assert_eq!(second.roots, first.roots);
     fixture.authority.set(Answer::Signed);
     let start = Instant::now();
@@ -54,13 +46,9 @@ async fn a_restarted_agent_serves_the_cached_certificate_and_renews_it_when_due(
 async fn a_damaged_or_mismatched_cached_certificate_is_not_used() {
     type Change = fn(&Path, &mut Config);
     let changes: [(&str, Change); 7] = [
-        ("another identity", |_, config| {
-            config.identity.namespace.push('x')
-        }),
+        ("another identity", |_, config| config.identity.namespace.push('x')),
         ("another key", |_, config| config.key_type = KeyType::P384),
-        ("another encoding", |_, config| {
-            config.encoding = Encoding::Pkcs8
-        }),
+        ("another encoding", |_, config| config.encoding = Encoding::Pkcs8),
         ("no file", |file, _| fs::remove_file(file).expect("removed")),
         ("garbage", |file, _| fs::write(file, "{}").expect("written")),
         ("a file for all", |file, _| {
@@ -82,11 +70,7 @@ async fn a_damaged_or_mismatched_cached_certificate_is_not_used() {
         let mut fixture = start(config, Answer::Signed);
         let second = fixture.first().await;
         assert_eq!(fixture.authority.requests(), 1, "{what}");
-        assert_ne!(
-            second.certificate.key_pem(),
-            first.certificate.key_pem(),
-            "{what}"
-        );
+        assert_ne!(second.certificate.key_pem(), first.certificate.key_pem(), "{what}");
     }
 }
 
@@ -108,10 +92,7 @@ fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
     fs::set_permissions(outside.path(), Permissions::from_mode(0o700)).expect("set");
     let file = outside.path().join("workload.json");
     fs::write(&file, "untouched").expect("written");
-    let (place, link) = (
-        parent.path().join("istio-agent"),
-        parent.path().join("link"),
-    );
+    let (place, link) = (parent.path().join("istio-agent"), parent.path().join("link"));
     std::os::unix::fs::symlink(outside.path(), &link).expect("a link");
     let is_over = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {

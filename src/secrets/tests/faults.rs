@@ -64,18 +64,12 @@ async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_
         tokio::time::sleep(10 * MINUTE).await;
         assert!(fixture.is_serving(&good), "{fault:?}");
         let requests = fixture.authority.requests() - before;
-        assert!(
-            (2..=60).contains(&requests),
-            "{fault:?}: {requests} in ten minutes"
-        );
+        assert!((2..=60).contains(&requests), "{fault:?}: {requests} in ten minutes");
         // A request may be in flight at the beginning and at the end of the ten minutes.
         let reported = (failures(&fixture) - failed) as usize;
         assert!(reported.abs_diff(requests) <= 1, "{fault:?}: {reported}");
         let text = log.take();
-        assert!(
-            text.contains("failure 1 in a row, next attempt in "),
-            "{text}"
-        );
+        assert!(text.contains("failure 1 in a row, next attempt in "), "{text}");
         assert!(!text.contains("PRIVATE"));
 
         tokio::time::sleep(12 * HOUR).await;
@@ -86,10 +80,7 @@ async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_
         let before = fixture.authority.requests();
         tokio::time::sleep(10 * MINUTE).await;
         let requests = fixture.authority.requests() - before;
-        assert!(
-            (2..=400).contains(&requests),
-            "{fault:?}: {requests} in ten minutes"
-        );
+        assert!((2..=400).contains(&requests), "{fault:?}: {requests} in ten minutes");
 
         fixture.authority.set(Answer::Signed);
         let healing = Instant::now();
@@ -129,10 +120,7 @@ async fn clock_skew_and_short_lifetimes_do_not_cause_a_storm_of_requests() {
 /// Waits for the first certificate and its renewal, with an authority that refuses ECDSA keys with `code`. Returns
 /// the number of requests and the last key; zero and no key if the authority does not sign within five minutes.
 async fn keys_after(code: Code, falls_back_to_rsa: bool) -> (usize, Vec<u8>) {
-    let config = Config {
-        falls_back_to_rsa,
-        ..config()
-    };
+    let config = Config { falls_back_to_rsa, ..config() };
     let mut fixture = start(config, Answer::RefusesEcdsa(code));
     let Ok(first) = tokio::time::timeout(5 * MINUTE, fixture.first()).await else {
         return (0, Vec::new());
@@ -188,10 +176,7 @@ async fn an_authority_that_refuses_rsa_as_well_is_asked_for_ecdsa_again() {
         // Only the third failure with ECDSA counts as a refusal of the key; the fourth request has an RSA key.
         (Code::Internal, 4),
     ] {
-        let config = Config {
-            falls_back_to_rsa: true,
-            ..config()
-        };
+        let config = Config { falls_back_to_rsa: true, ..config() };
         let mut fixture = start(config, Answer::Fails(code));
         let refused = async |count: usize| {
             while fixture.authority.requests() < count {
@@ -258,27 +243,15 @@ async fn a_clock_ahead_of_the_certificates_end_serves_it_and_renews_it_each_minu
 #[tokio::test(start_paused = true)]
 async fn a_certificate_for_another_name_is_used_and_reported() {
     let mut fixture = start(config(), Answer::ForeignName);
-    assert!(
-        !fixture
-            .first()
-            .await
-            .certificate
-            .is_issued_to(&config().identity)
-    );
+    assert!(!fixture.first().await.certificate.is_issued_to(&config().identity));
 }
 
 #[tokio::test(start_paused = true)]
 async fn every_certificate_published_during_a_root_rotation_is_valid_under_its_roots() {
-    for rotate in [
-        FakeAuthority::rotate_root,
-        FakeAuthority::rotate_root_with_overlap,
-    ] {
+    for rotate in [FakeAuthority::rotate_root, FakeAuthority::rotate_root_with_overlap] {
         let mut fixture = start(config(), Answer::Signed);
         let first = fixture.first().await;
-        fixture
-            .secrets
-            .set_mesh_bundle(&fixture.authority.root_pem())
-            .expect("is one");
+        fixture.secrets.set_mesh_bundle(&fixture.authority.root_pem()).expect("is one");
         rotate(&fixture.authority);
         let mut certificates = vec![first];
         while certificates.len() < 3 {
@@ -286,10 +259,7 @@ async fn every_certificate_published_during_a_root_rotation_is_valid_under_its_r
             let (workload, roots) = (state.workload.expect("is there"), state.roots);
             let roots = roots.expect("are there");
             assert_eq!(roots.union(&workload.roots), roots);
-            if !certificates
-                .iter()
-                .any(|known| Arc::ptr_eq(known, &workload))
-            {
+            if !certificates.iter().any(|known| Arc::ptr_eq(known, &workload)) {
                 certificates.push(workload);
             }
             fixture.secrets.changed().await;
@@ -327,62 +297,35 @@ async fn a_machine_resumed_between_two_attempts_makes_the_next_at_once() {
     fixture.clock.jump(HOUR);
     let before = Instant::now();
     fixture.renewed(&first).await;
-    assert!(
-        before.elapsed() < Duration::from_secs(5),
-        "{:?}",
-        before.elapsed()
-    );
+    assert!(before.elapsed() < Duration::from_secs(5), "{:?}", before.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
 async fn mesh_roots_are_added_to_the_authoritys_and_a_changed_bundle_causes_a_renewal() {
     let other = FakeAuthority::new(&clock());
     let mut fixture = start(config(), Answer::Waits);
-    fixture
-        .secrets
-        .set_mesh_bundle(&other.root_pem())
-        .expect("is one");
+    fixture.secrets.set_mesh_bundle(&other.root_pem()).expect("is one");
     assert!(fixture.secrets.latest().roots.is_none());
     fixture.authority.set(Answer::Signed);
     let first = fixture.first().await;
     let anchors = |secrets: &Secrets| {
         let pem = secrets.latest().roots.expect("are there").pem().to_vec();
-        String::from_utf8(pem)
-            .expect("is text")
-            .matches("BEGIN")
-            .count()
+        String::from_utf8(pem).expect("is text").matches("BEGIN").count()
     };
     assert_eq!(anchors(&fixture.secrets), 2);
-    let error = fixture
-        .secrets
-        .set_mesh_bundle("no PEM")
-        .expect_err("is none");
+    let error = fixture.secrets.set_mesh_bundle("no PEM").expect_err("is none");
     assert!(error.to_string().contains("in 6 bytes"), "{error}");
-    fixture
-        .secrets
-        .set_mesh_bundle(&other.root_pem())
-        .expect("is one");
+    fixture.secrets.set_mesh_bundle(&other.root_pem()).expect("is one");
     tokio::time::sleep(HOUR).await;
-    assert_eq!(
-        (fixture.authority.requests(), anchors(&fixture.secrets)),
-        (1, 2)
-    );
+    assert_eq!((fixture.authority.requests(), anchors(&fixture.secrets)), (1, 2));
 
-    let two = format!(
-        "{}{}",
-        other.root_pem(),
-        FakeAuthority::new(&clock()).root_pem()
-    );
+    let two = format!("{}{}", other.root_pem(), FakeAuthority::new(&clock()).root_pem());
     fixture.secrets.set_mesh_bundle(&two).expect("are two");
     tokio::task::yield_now().await;
     assert_eq!(anchors(&fixture.secrets), 3);
     let before = Instant::now();
     let second = fixture.renewed(&first).await;
-    assert!(
-        before.elapsed() <= Duration::from_secs(30),
-        "{:?}",
-        before.elapsed()
-    );
+    assert!(before.elapsed() <= Duration::from_secs(30), "{:?}", before.elapsed());
 
     let repeated = format!("{two}{}", other.root_pem());
     fixture.secrets.set_mesh_bundle(&repeated).expect("are two");
@@ -403,10 +346,7 @@ async fn mesh_roots_are_added_to_the_authoritys_and_a_changed_bundle_causes_a_re
 async fn a_bundle_that_comes_while_the_authority_answers_brings_the_renewal_forward() {
     let other = FakeAuthority::new(&clock());
     let mut fixture = start(config(), Answer::Waits);
-    fixture
-        .secrets
-        .set_mesh_bundle(&other.root_pem())
-        .expect("is one");
+    fixture.secrets.set_mesh_bundle(&other.root_pem()).expect("is one");
     while fixture.authority.requests() == 0 {
         tokio::task::yield_now().await;
     }
@@ -424,17 +364,8 @@ async fn a_bundle_that_comes_while_the_authority_answers_brings_the_renewal_forw
 #[ignore = "a soak of minutes"]
 async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
     let directory = tempfile::tempdir_in("/dev/shm").expect("a directory");
-    let output = output::Config {
-        directory: directory.path().to_owned(),
-        readable_by_all: false,
-    };
-    let mut fixture = start(
-        Config {
-            grace_ratio: 1.0,
-            ..config()
-        },
-        Answer::Signed,
-    );
+    let output = output::Config { directory: directory.path().to_owned(), readable_by_all: false };
+    let mut fixture = start(Config { grace_ratio: 1.0, ..config() }, Answer::Signed);
     let mut tasks = JoinSet::new();
     let secrets = Some(fixture.secrets.clone());
     tasks.spawn(output::run(output, secrets, output::tests::no_files()));
@@ -453,9 +384,7 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
         assert_eq!(**public, *rcgen::PublicKeyData::der_bytes(&key));
         fixture.authority.forget_keys();
         if rotation % 1000 == 999 {
-            let files = std::fs::read_dir("/proc/self/fd")
-                .expect("is there")
-                .count();
+            let files = std::fs::read_dir("/proc/self/fd").expect("is there").count();
             let memory = std::fs::read_to_string("/proc/self/statm").expect("is there");
             let pages = memory.split(' ').nth(1).expect("is there").to_owned();
             usage.push((pages.parse::<usize>().expect("is a number"), files));
@@ -475,23 +404,14 @@ async fn lines_of(failures: u32, answer: Answer, has_certificate: bool) -> Vec<S
     let subscriber = tracing_subscriber::fmt().with_ansi(false);
     let subscriber = subscriber.with_writer(move || writer.clone());
     let _logging = tracing::subscriber::set_default(subscriber.finish());
-    let first = if has_certificate {
-        Answer::Signed
-    } else {
-        answer
-    };
+    let first = if has_certificate { Answer::Signed } else { answer };
     let mut fixture = start(config(), first);
     if has_certificate {
         fixture.first().await;
         log.take();
         fixture.authority.set(answer);
     }
-    let reached = |state: &State| {
-        state
-            .failure
-            .as_ref()
-            .is_some_and(|it| it.failures == failures)
-    };
+    let reached = |state: &State| state.failure.as_ref().is_some_and(|it| it.failures == failures);
     fixture.state_after(reached).await;
     let lines = log.take();
     let lines = lines.lines().filter(|line| !line.contains(" INFO "));
@@ -515,10 +435,7 @@ async fn a_failure_is_two_lines_and_its_repetitions_are_logged_at_growing_interv
         };
         assert!(first.contains(theirs), "{first}");
         assert!(second.contains(OURS), "{second}");
-        assert!(
-            second.contains("failure 1 in a row, next attempt in "),
-            "{second}"
-        );
+        assert!(second.contains("failure 1 in a row, next attempt in "), "{second}");
         assert!(second.ends_with(']'), "{second}");
         let lines = lines_of(20, refused, has_certificate).await;
         let counts = Vec::from_iter(lines.iter().filter_map(|line| {
@@ -530,10 +447,7 @@ async fn a_failure_is_two_lines_and_its_repetitions_are_logged_at_growing_interv
     }
     let lines = lines_of(1, Answer::ForeignKey, true).await;
     assert_eq!(lines.len(), 1, "{lines:#?}");
-    assert!(
-        lines[0].ends_with("[CERTIFICATE_ANSWER_UNUSABLE]"),
-        "{lines:#?}"
-    );
+    assert!(lines[0].ends_with("[CERTIFICATE_ANSWER_UNUSABLE]"), "{lines:#?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -548,10 +462,7 @@ async fn the_problem_names_the_cause_the_expiry_and_since_when_renewals_fail() {
     let state = fixture.state_after(|state| state.failure.is_some()).await;
     let cause = state.failure.expect("has failed").problem;
     let problem = fixture.secrets.problem().expect("has failed");
-    assert_eq!(
-        (problem.code, &problem.subject),
-        (cause.code, &cause.subject)
-    );
+    assert_eq!((problem.code, &problem.subject), (cause.code, &cause.subject));
     let since = "(1 failures since 2026-02-02T14:40:00Z, next attempt at 2026-02-02T14:4";
     assert!(problem.found.contains(since), "{problem}");
     fixture.state_after(|state| state.workload.is_none()).await;

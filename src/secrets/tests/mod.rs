@@ -32,13 +32,7 @@ fn start(config: Config, answer: Answer) -> Fixture {
     let (secrets, renewal) = new(config, authority.clone(), clock.clone(), &registry);
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);
-    Fixture {
-        clock,
-        authority,
-        registry,
-        secrets,
-        _renewal: tasks,
-    }
+    Fixture { clock, authority, registry, secrets, _renewal: tasks }
 }
 
 impl Fixture {
@@ -83,12 +77,7 @@ async fn requests_a_certificate_at_once_and_serves_the_response_unchanged() {
     assert_eq!(chain.matches("BEGIN CERTIFICATE").count(), 2);
     let anchors = roots.trim().replace('\r', "");
     assert_eq!(workload.roots.pem(), anchors.as_bytes());
-    assert!(
-        workload
-            .certificate
-            .key_pem()
-            .starts_with(b"-----BEGIN EC PRIVATE KEY")
-    );
+    assert!(workload.certificate.key_pem().starts_with(b"-----BEGIN EC PRIVATE KEY"));
     assert!(!format!("{:?}", fixture.secrets.latest()).contains("PRIVATE KEY"));
 }
 
@@ -171,10 +160,7 @@ async fn an_unusable_response_is_never_published_and_retried_with_backoff() {
 
 #[tokio::test(start_paused = true)]
 async fn a_ratio_of_one_renews_every_few_seconds_and_not_without_pause() {
-    let config = Config {
-        grace_ratio: 1.0,
-        ..config()
-    };
+    let config = Config { grace_ratio: 1.0, ..config() };
     let mut fixture = start(config, Answer::Signed);
     fixture.first().await;
     tokio::time::sleep(Duration::from_secs(60)).await;
@@ -187,10 +173,7 @@ async fn requests_are_sent_one_at_a_time_and_time_out() {
     let state = fixture.state_after(|state| state.failure.is_some()).await;
     let problem = state.failure.expect("is there").problem;
     assert_eq!(problem.code, codes::CERTIFICATE_REQUEST_FAILED);
-    assert!(
-        problem.found.contains("no answer within 2 min"),
-        "{problem}"
-    );
+    assert!(problem.found.contains("no answer within 2 min"), "{problem}");
     assert_eq!(fixture.authority.requests(), 1);
     fixture.authority.set(Answer::Signed);
     fixture.first().await;
@@ -203,9 +186,7 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
     let mut fixture = start(config(), Answer::Signed);
     let first = fixture.first().await;
     fixture.authority.rotate_root();
-    let state = fixture
-        .state_after(|state| state.roots.as_ref() != Some(&first.roots))
-        .await;
+    let state = fixture.state_after(|state| state.roots.as_ref() != Some(&first.roots)).await;
     assert!(state.workload.is_some_and(|w| Arc::ptr_eq(&w, &first)));
     let before = Instant::now();
     let second = fixture.renewed(&first).await;
@@ -228,16 +209,8 @@ async fn the_error_for_a_refused_answer_says_what_was_found() {
             "element 0 of the chain: no certificate in 14 bytes, expected PEM",
         ),
         (Answer::GarbageRoots, UNUSABLE, "element 1 of the chain"),
-        (
-            Answer::ForeignKey,
-            UNUSABLE,
-            "does not belong to the certificate",
-        ),
-        (
-            Answer::Expired,
-            codes::CLOCKS_DIFFER,
-            "already expired (valid until 2026-02-02T",
-        ),
+        (Answer::ForeignKey, UNUSABLE, "does not belong to the certificate"),
+        (Answer::Expired, codes::CLOCKS_DIFFER, "already expired (valid until 2026-02-02T"),
     ] {
         let mut fixture = start(config(), Answer::Signed);
         fixture.first().await;
@@ -266,11 +239,7 @@ async fn a_foreign_identity_and_a_different_clock_are_reported_and_not_refused()
         (&ours, clock.now(), None),
         (&ours, behind, Some(codes::CLOCKS_DIFFER)),
         (&ours, ahead, Some(codes::CLOCKS_DIFFER)),
-        (
-            &other,
-            clock.now(),
-            Some(codes::CERTIFICATE_FOR_OTHER_IDENTITY),
-        ),
+        (&other, clock.now(), Some(codes::CERTIFICATE_FOR_OTHER_IDENTITY)),
     ] {
         let problems = certificate.problems(identity, now).into_iter();
         let found = Vec::from_iter(problems.map(|problem| problem.code));
@@ -302,18 +271,12 @@ async fn an_answer_is_served_as_envoy_reads_it_and_its_empty_elements_are_skippe
         &[&leaf.replace('\n', "\r"), root, root],
         &[leaf, root, &format!("{BROKEN}{root}")],
     ] {
-        assert_eq!(
-            served(answer),
-            Ok(Bytes::from(format!("{leaf}{root}{root}")))
-        );
+        assert_eq!(served(answer), Ok(Bytes::from(format!("{leaf}{root}{root}"))));
     }
     let with_empty = served(&["", leaf, "\n", root]).expect("is accepted");
     let lines = |text: &Bytes| -> Vec<String> {
         let text = String::from_utf8(text.to_vec()).unwrap();
-        text.lines()
-            .filter(|line| !line.is_empty())
-            .map(str::to_owned)
-            .collect()
+        text.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
     };
     assert_eq!(lines(&with_empty), lines(&whole));
     for answer in [&[&**leaf, ""][..], &["", root]] {
@@ -327,10 +290,7 @@ async fn every_type_of_key_is_recognised_in_its_certificate() {
         let request = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
             .expect("generates");
         let key = rcgen::KeyPair::from_pem(&request.key_pem).expect("is a key");
-        let itself = rcgen::CertificateParams::default()
-            .self_signed(&key)
-            .expect("signs")
-            .pem();
+        let itself = rcgen::CertificateParams::default().self_signed(&key).expect("signs").pem();
         let answer = [itself.clone(), itself];
         Workload::new(&answer, request.key_pem).expect("matches its key");
         let other = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
@@ -343,11 +303,7 @@ async fn every_type_of_key_is_recognised_in_its_certificate() {
 impl Fixture {
     /// Asserts the numbers of requests, retries and failures. A series without a value is not on the page.
     fn assert_counts(&self, counts: [u32; 3]) {
-        let names = [
-            "outgoing_requests",
-            "outgoing_retries",
-            "failed_outgoing_requests",
-        ];
+        let names = ["outgoing_requests", "outgoing_retries", "failed_outgoing_requests"];
         for (name, count) in names.into_iter().zip(counts) {
             let series = format!("istio_agent_num_{name}{{request_type=\"csr\"}}");
             match count {
@@ -387,19 +343,13 @@ async fn certificate_requests_their_failures_and_retries_are_counted_as_by_pilot
         };
         fixture.state_after(failed).await;
         fixture.assert_counts(before);
-        fixture.assert_page(
-            &["istio_agent_outgoing_latency{request_type=\"csr\"} 0"],
-            &["cert_"],
-        );
+        fixture.assert_page(&["istio_agent_outgoing_latency{request_type=\"csr\"} 0"], &["cert_"]);
         fixture.authority.set(Answer::Waits);
         tokio::time::sleep(Duration::from_secs(30)).await;
         fixture.authority.set(Answer::Signed);
         fixture.first().await;
         fixture.assert_counts(after);
-        fixture.assert_page(
-            &[],
-            &["istio_agent_outgoing_latency{request_type=\"csr\"} 0\n"],
-        );
+        fixture.assert_page(&[], &["istio_agent_outgoing_latency{request_type=\"csr\"} 0\n"]);
     }
 }
 
@@ -414,25 +364,16 @@ async fn the_dates_of_the_certificate_are_reported_also_when_it_has_expired() {
     let label = "{resource_name=\"default\"}";
     let dates = [
         format!("istio_agent_cert_issued_timestamp_seconds{label} {NOW}"),
-        format!(
-            "istio_agent_cert_not_before_timestamp_seconds{label} {}",
-            NOW - 120
-        ),
+        format!("istio_agent_cert_not_before_timestamp_seconds{label} {}", NOW - 120),
         format!("istio_agent_cert_not_after_timestamp_seconds{label} {life}"),
         format!("istio_agent_cert_next_renewal_timestamp_seconds{label} {half}"),
     ];
     let dates = dates.each_ref().map(String::as_str);
     fixture.assert_page(&dates, &[]);
-    fixture.assert_page(
-        &[&format!("istio_agent_cert_expiry_seconds{label} 3600")],
-        &[],
-    );
+    fixture.assert_page(&[&format!("istio_agent_cert_expiry_seconds{label} 3600")], &[]);
     tokio::time::sleep(2 * HOUR).await;
     fixture.assert_page(&dates, &[]);
-    fixture.assert_page(
-        &[&format!("istio_agent_cert_expiry_seconds{label} -3600")],
-        &[],
-    );
+    fixture.assert_page(&[&format!("istio_agent_cert_expiry_seconds{label} -3600")], &[]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -444,9 +385,7 @@ async fn the_snapshot_has_what_is_served_and_the_latest_problem_and_no_key() {
     fixture.authority.set(Answer::Fails(Code::PermissionDenied));
     fixture.state_after(|state| state.failure.is_some()).await;
     let snapshot = fixture.secrets.snapshot();
-    let [leaf, roots] = &snapshot.secrets[..] else {
-        panic!("two secrets")
-    };
+    let [leaf, roots] = &snapshot.secrets[..] else { panic!("two secrets") };
     assert_eq!((leaf.name, roots.name), ("default", "ROOTCA"));
     assert!(leaf.served && roots.served);
     let certificate = &leaf.certificates[0];

@@ -43,13 +43,7 @@ fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, 
     let (listener, port) = any_port();
     let mut tasks = JoinSet::new();
     let (handover, stop) = (ListenerHandover::default(), CancellationToken::new());
-    tasks.spawn(server::serve(
-        listener,
-        server::UNREAD,
-        router,
-        handover,
-        stop,
-    ));
+    tasks.spawn(server::serve(listener, server::UNREAD, router, handover, stop));
     (port, tasks)
 }
 
@@ -79,10 +73,7 @@ fn connected(user: u32, from: IpAddr, to: SocketAddr) -> Option<TcpStream> {
 
 /// Sends a request. Returns the status and the body of the response.
 async fn send_request(mut stream: TcpStream, line: &str, headers: &[&str]) -> (u16, String) {
-    let headers: String = headers
-        .iter()
-        .map(|header| format!("{header}\r\n"))
-        .collect();
+    let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
     let request = format!("{line} HTTP/1.0\r\n{headers}\r\n");
     stream.write_all(request.as_bytes()).await.expect("sent");
     let mut answer = String::new();
@@ -104,13 +95,7 @@ async fn the_user_of_the_callers_socket_decides() {
         (&by_default, APPLICATION, HERE, "GET /debug/log", 403),
         (&by_default, APPLICATION, v6, "GET /debug/log", 403),
         (&by_default, APPLICATION, mapped, "GET /debug/log", 403),
-        (
-            &by_default,
-            APPLICATION,
-            HERE,
-            "POST /debug/logging?level=error",
-            403,
-        ),
+        (&by_default, APPLICATION, HERE, "POST /debug/logging?level=error", 403),
         (&by_default, APPLICATION, HERE, "GET /debug/config", 403),
         (&by_default, APPLICATION, HERE, "POST /drain", 200),
         (&by_default, APPLICATION, HERE, "GET /quitquitquit", 405),
@@ -163,26 +148,10 @@ async fn names_and_origins_of_pages_and_the_source_of_envoy_are_refused() {
         (HERE, &["host: 127.0.0.1.rebound.example"], 403),
         (HERE, &["host: "], 403),
         (HERE, &["host: localhost", "host: rebound.example"], 403),
-        (
-            HERE,
-            &["host: localhost:1", "origin: http://localhost:1"],
-            200,
-        ),
-        (
-            HERE,
-            &["host: localhost:1", "origin: http://localhost:2"],
-            403,
-        ),
-        (
-            HERE,
-            &["host: localhost:1", "origin: https://localhost:1"],
-            403,
-        ),
-        (
-            HERE,
-            &["host: localhost:1", "origin: http://rebound.example"],
-            403,
-        ),
+        (HERE, &["host: localhost:1", "origin: http://localhost:1"], 200),
+        (HERE, &["host: localhost:1", "origin: http://localhost:2"], 403),
+        (HERE, &["host: localhost:1", "origin: https://localhost:1"], 403),
+        (HERE, &["host: localhost:1", "origin: http://rebound.example"], 403),
         (HERE, &["host: localhost:1", "origin: null"], 403),
         (HERE, &["origin: http://localhost:1"], 403),
         (ENVOY, &["host: localhost"], 403),
@@ -201,10 +170,7 @@ async fn names_and_origins_of_pages_and_the_source_of_envoy_are_refused() {
             assert_eq!(status, expected, "{line} from {from}, {headers:?}: {body}");
         }
     }
-    for line in [
-        "GET http://rebound.example/debug/log",
-        "GET http://localhost/debug/log",
-    ] {
+    for line in ["GET http://rebound.example/debug/log", "GET http://localhost/debug/log"] {
         let stream = connected(own, HERE, SocketAddr::new(HERE, port)).expect("a connection");
         let (status, _) = send_request(stream, line, &["host: localhost"]).await;
         assert_eq!(status == 403, line.contains("rebound"), "{line}");
@@ -246,11 +212,7 @@ async fn a_connection_that_its_process_has_closed_has_no_user() {
         }
         let _open = (!is_closed).then_some(stream);
         let user = caller.query_user().await;
-        assert_eq!(
-            user.ok(),
-            (!is_closed).then_some(own),
-            "{is_reset} {is_closed}"
-        );
+        assert_eq!(user.ok(), (!is_closed).then_some(own), "{is_reset} {is_closed}");
     }
 }
 

@@ -115,10 +115,7 @@ fn finding(found: &str) -> Problem {
 }
 
 fn with_type(url: &str, found: TypeSnapshot) -> Discovery {
-    Discovery {
-        types: BTreeMap::from([(url.to_owned(), found)]),
-        ..discovery()
-    }
+    Discovery { types: BTreeMap::from([(url.to_owned(), found)]), ..discovery() }
 }
 
 /// Renders a page with [`HOSTILE`] in place of every text that comes from outside the agent.
@@ -158,15 +155,9 @@ fn hostile_page() -> String {
             next_attempt: SystemTime::UNIX_EPOCH,
         }),
     };
-    let mut discovery = with_type(
-        HOSTILE,
-        type_with_answers(HOSTILE, None, Some((HOSTILE, HOSTILE))),
-    );
-    discovery.last_end = Some(EndSnapshot {
-        id: 1,
-        at: hostile(),
-        reason: hostile(),
-    });
+    let mut discovery =
+        with_type(HOSTILE, type_with_answers(HOSTILE, None, Some((HOSTILE, HOSTILE))));
+    discovery.last_end = Some(EndSnapshot { id: 1, at: hostile(), reason: hostile() });
     let warning = Entry {
         level: "warn",
         scope: "sds",
@@ -218,10 +209,7 @@ fn crashed() -> handle::Report {
 
 /// Returns the texts between `<` and `>`, which a browser takes for tags.
 fn tags(html: &str) -> Vec<&str> {
-    html.split('<')
-        .skip(1)
-        .filter_map(|rest| rest.split('>').next())
-        .collect()
+    html.split('<').skip(1).filter_map(|rest| rest.split('>').next()).collect()
 }
 
 #[test]
@@ -250,9 +238,7 @@ fn characters_that_hide_or_turn_text_are_replaced() {
 #[test]
 fn the_page_loads_and_runs_nothing() {
     for html in [page_without_findings(&empty()), hostile_page()] {
-        for needed in [
-            "<script", "<link", "<img", "url(", "@import", "http://", "https://",
-        ] {
+        for needed in ["<script", "<link", "<img", "url(", "@import", "http://", "https://"] {
             assert!(!html.contains(needed), "{needed}");
         }
         assert!(html.contains(r#"<meta http-equiv="refresh" content="5">"#));
@@ -262,10 +248,7 @@ fn the_page_loads_and_runs_nothing() {
 #[test]
 fn the_doctors_verdict_remedy_and_findings_are_at_the_top() {
     let problem = finding("expired 2 s ago");
-    let checks = vec![
-        Check::ok("token", "valid"),
-        Check::with_level(Level::Error, &problem),
-    ];
+    let checks = vec![Check::ok("token", "valid"), Check::with_level(Level::Error, &problem)];
     let html = page(&report(checks).judged(&PodState::NotReady, None), &empty());
     let (top, _) = html.split_once("<main>").expect("a main part");
     let found = [
@@ -277,10 +260,7 @@ fn the_doctors_verdict_remedy_and_findings_are_at_the_top() {
         "<li><b class=\"ok\">ok</b> token: valid</li>",
     ];
     let places: Vec<_> = found.iter().map(|words| top.find(words)).collect();
-    assert!(
-        places.is_sorted() && places[0].is_some(),
-        "{places:?}: {top}"
-    );
+    assert!(places.is_sorted() && places[0].is_some(), "{places:?}: {top}");
 }
 
 #[test]
@@ -308,10 +288,7 @@ fn values_are_next_to_their_names() {
         assert!(html.contains(words), "{words}: {html}");
     }
     let mut overview = empty();
-    overview["discovery"] = json!(with_type(
-        "a.b/c.Listener",
-        type_with_answers("2", None, None)
-    ));
+    overview["discovery"] = json!(with_type("a.b/c.Listener", type_with_answers("2", None, None)));
     let html = page_without_findings(&overview);
     assert!(html.contains("<small>Listener</small>"), "{html}");
     let html = page_without_findings(&empty());
@@ -344,10 +321,7 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
         source: Source::Istiod,
     };
     let stream = Some(stream);
-    overview["discovery"] = json!(Discovery {
-        stream,
-        ..discovery()
-    });
+    overview["discovery"] = json!(Discovery { stream, ..discovery() });
     let html = page_without_findings(&overview);
     for words in [
         "received signal: terminated",

@@ -11,11 +11,7 @@ use serde_json::Value;
 use crate::regular_file::{self, MAX_SETTINGS};
 
 /// Members of a `file_watcher` certificate provider.
-const FILES: [&str; 3] = [
-    "certificate_file",
-    "private_key_file",
-    "ca_certificate_file",
-];
+const FILES: [&str; 3] = ["certificate_file", "private_key_file", "ca_certificate_file"];
 
 pub(super) struct BootstrapFile {
     path: PathBuf,

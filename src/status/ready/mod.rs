@@ -124,10 +124,7 @@ impl Readiness {
         running_process(&envoy.report().borrow()).ok()?;
         let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
         let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
-        let known = self
-            .istiod_failure(|_| true)
-            .or_else(certificate)
-            .or_else(refused);
+        let known = self.istiod_failure(|_| true).or_else(certificate).or_else(refused);
         // Inspecting Envoy takes up to a second, and `pilot-agent wait` sends ten probes a second at the start.
         if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
@@ -190,10 +187,7 @@ impl Readiness {
         let begin = Instant::now();
         let mut checks = self.checks.lock().await;
         if checks.process != Some(process) {
-            *checks = Checks {
-                process: Some(process),
-                ..Checks::default()
-            };
+            *checks = Checks { process: Some(process), ..Checks::default() };
         }
         if checks.is_live {
             return Ok(());

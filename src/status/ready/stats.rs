@@ -96,9 +96,7 @@ mod tests {
             "listener_manager.lds.update_rejected",
         ];
         let lines = names.iter().zip(counts).filter(|(_, count)| *count > 0);
-        lines
-            .map(|(name, count)| format!("{name}: {count}\n"))
-            .collect()
+        lines.map(|(name, count)| format!("{name}: {count}\n")).collect()
     }
 
     #[test]

@@ -94,10 +94,7 @@ fn dns() -> Dns {
     let config = dns::Config {
         addresses: Vec::new(),
         search_domains: dns::SearchDomains::new("shop", "shop.svc.cluster.local", &[]),
-        policy: dns::Policy {
-            ttl: 30,
-            forward_before_first_table: false,
-        },
+        policy: dns::Policy { ttl: 30, forward_before_first_table: false },
     };
     let registry = Registry::default();
     let forwarder = dns::forward::Forwarder::new(Default::default(), &registry);
@@ -154,8 +151,7 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     let cause = &problem.to_string();
     assert_eq!(explained().await, format!("{missing}; {cause}{doctor}"));
     // istiod's error is not reported if Envoy has exited or the agent stops, because it is not the cause then.
-    pod.report
-        .send_modify(|report| report.state = State::Exited);
+    pod.report.send_modify(|report| report.state = State::Exited);
     assert!(!explained().await.contains(cause));
     pod.report.send_replace(started(0, 1));
     istiod.record_success(&connection);
@@ -190,19 +186,14 @@ async fn a_new_envoy_process_is_checked_again() {
     assert_eq!(pod.ready.check().await, Ok(()));
     pod.report.send_replace(Report::default());
     assert!(pod.unreadiness().await.contains("[ENVOY_NOT_STARTED]"));
-    pod.report
-        .send_modify(|report| report.state = State::Exited);
+    pod.report.send_modify(|report| report.state = State::Exited);
     assert!(pod.unreadiness().await.contains("[ENVOY_EXITED]"));
     for (epoch, pid) in [(1, 1), (1, 2)] {
         pod.report.send_replace(started(epoch, pid));
         pod.set_response("");
         assert!(pod.unreadiness().await.starts_with("config not received"));
         pod.set_response(CONFIGURED);
-        assert!(
-            pod.unreadiness()
-                .await
-                .starts_with("server.state is not yet")
-        );
+        assert!(pod.unreadiness().await.starts_with("server.state is not yet"));
         // The response without the update counters suffices: Envoy has been configured once.
         pod.set_response(LIVE);
         assert_eq!(pod.ready.check().await, Ok(()));
@@ -212,17 +203,9 @@ async fn a_new_envoy_process_is_checked_again() {
 #[tokio::test]
 async fn a_pod_without_a_secret_that_envoy_has_refused_is_not_ready_until_it_has_one() {
     let pod = Pod::new().await;
-    let problem = Problem::new(
-        codes::SECRET_REFUSED,
-        "secret default",
-        "Envoy refuses it: no",
-    );
+    let problem = Problem::new(codes::SECRET_REFUSED, "secret default", "Envoy refuses it: no");
     pod.refusals.lock().insert(7, problem.clone());
-    let kept = Problem::new(
-        codes::SECRET_UPDATE_REFUSED,
-        "secret ROOTCA",
-        "Envoy refuses it",
-    );
+    let kept = Problem::new(codes::SECRET_UPDATE_REFUSED, "secret ROOTCA", "Envoy refuses it");
     pod.refusals.lock().insert(3, kept.clone());
     assert_eq!(pod.unreadiness().await, problem.to_string());
     pod.refusals.lock().remove(&7);
@@ -248,12 +231,7 @@ async fn concurrent_probes_share_one_request_to_a_hung_admin_port() {
     }
     for answer in crowd.join_all().await {
         let missing = answer.expect_err("not ready");
-        assert!(
-            missing
-                .to_string()
-                .contains("no answer from Envoy's admin port"),
-            "{missing}"
-        );
+        assert!(missing.to_string().contains("no answer from Envoy's admin port"), "{missing}");
     }
     assert_eq!(pod.query_count(), 1);
     assert!(before.elapsed() < Duration::from_secs(2));
@@ -278,10 +256,7 @@ async fn the_watch_marks_readiness_without_a_probe_and_then_stops() {
     let marked = tokio::time::timeout(Duration::from_secs(30), marked).await;
     marked.expect("marked");
     let page = pod.metrics.render();
-    assert!(
-        page.contains("\nistio_agent_startup_duration_seconds "),
-        "{page}"
-    );
+    assert!(page.contains("\nistio_agent_startup_duration_seconds "), "{page}");
     let all_marked = async {
         while pod.milestones.reached().len() < 3 {
             tokio::task::yield_now().await;

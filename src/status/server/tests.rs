@@ -31,19 +31,8 @@ fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
     let handover = ListenerHandover::default();
-    tasks.spawn(serve(
-        listener,
-        UNREAD_LIMIT,
-        router,
-        handover.clone(),
-        stop.clone(),
-    ));
-    Port {
-        address: (Ipv4Addr::LOCALHOST, port).into(),
-        handover,
-        stop,
-        tasks,
-    }
+    tasks.spawn(serve(listener, UNREAD_LIMIT, router, handover.clone(), stop.clone()));
+    Port { address: (Ipv4Addr::LOCALHOST, port).into(), handover, stop, tasks }
 }
 
 impl Port {
@@ -100,11 +89,7 @@ async fn a_connection_with_a_late_head_is_closed_before_an_idle_one() {
     tokio::time::pause();
     let before = Instant::now();
     let mut byte = [0; 1024];
-    for (closed, limit) in [
-        (&mut silent, FIRST_HEAD),
-        (&mut slow, FIRST_HEAD),
-        (&mut late, IDLE),
-    ] {
+    for (closed, limit) in [(&mut silent, FIRST_HEAD), (&mut slow, FIRST_HEAD), (&mut late, IDLE)] {
         assert_eq!(closed.read(&mut byte).await.unwrap_or_default(), 0);
         let took = before.elapsed();
         let second = Duration::from_secs(1);
@@ -153,11 +138,7 @@ async fn a_half_closed_connection_gets_its_answer_and_is_closed() {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("an answer");
         assert!(answer.contains(" 200 OK\r\n"), "{request}: {answer}");
-        assert_eq!(
-            answer.contains("page"),
-            request.contains("stats"),
-            "{answer}"
-        );
+        assert_eq!(answer.contains("page"), request.contains("stats"), "{answer}");
     }
     for unfinished in ["", "GET /healthz/ready HTTP/1.1\r\nhost:"] {
         let mut stream = port.connect().await;
@@ -213,21 +194,14 @@ async fn the_end_of_the_port_ends_its_connections() {
     assert_eq!(send_request(&mut stream, READY).await, "HTTP/1.1 200 OK");
     port.stop.cancel();
     assert_eq!(send_request(&mut stream, READY).await, "");
-    port.tasks
-        .join_next()
-        .await
-        .expect("one")
-        .expect("it ended");
+    port.tasks.join_next().await.expect("one").expect("it ended");
 }
 
 #[tokio::test]
 async fn a_handed_over_port_answers_one_more_request_on_each_open_connection() {
     let port = port().await;
     let mut streams = [port.connect().await, port.connect().await];
-    assert_eq!(
-        send_request(&mut streams[0], READY).await,
-        "HTTP/1.1 200 OK"
-    );
+    assert_eq!(send_request(&mut streams[0], READY).await, "HTTP/1.1 200 OK");
     port.handover.begin().await;
     for stream in &mut streams {
         assert_eq!(send_request(stream, READY).await, "HTTP/1.1 200 OK");

@@ -239,12 +239,9 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
         let to = self.to;
         to.put(|form, to| form.begin_array(to));
         let (mut around, mut is_first) = (scope, true);
-        while let Some(name) = elements.next_element_seed(Node {
-            to,
-            member,
-            around,
-            is_first: Some(is_first),
-        })? {
+        while let Some(name) =
+            elements.next_element_seed(Node { to, member, around, is_first: Some(is_first) })?
+        {
             to.put(|form, to| form.end_array_value(to));
             is_first = false;
             let is_flag = |text: String| !text.contains('=') && is_secret(text.as_bytes());
@@ -268,12 +265,7 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
             is_first = false;
             let known = to.checks_names.then(|| Member::of(name.as_bytes()));
             let member = known.unwrap_or(Member::Other);
-            let value = Node {
-                to,
-                member,
-                around,
-                is_first: None,
-            };
+            let value = Node { to, member, around, is_first: None };
             let described = members.next_value_seed(value)?;
             to.put(|form, to| form.end_object_value(to));
             if let Some(name) = described.as_ref().map(String::as_bytes) {

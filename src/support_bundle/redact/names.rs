@@ -100,7 +100,5 @@ pub(super) fn is_standard_header(name: &[u8]) -> bool {
 fn plain(name: &[u8]) -> String {
     let name = &name[name.len().saturating_sub(MAX_LENGTH)..];
     let letters = name.iter().filter(|byte| byte.is_ascii_alphanumeric());
-    letters
-        .map(|byte| byte.to_ascii_lowercase() as char)
-        .collect()
+    letters.map(|byte| byte.to_ascii_lowercase() as char).collect()
 }

@@ -128,9 +128,7 @@ fn secrets_in_json_are_redacted_and_the_rest_is_not() {
         "certificates": CERTIFICATE,
         "numbers": [1, -2.5e3, true, null],
     });
-    let expected = document
-        .to_string()
-        .replace("W3JlZGFjdGVkXQ==", "[redacted]");
+    let expected = document.to_string().replace("W3JlZGFjdGVkXQ==", "[redacted]");
     assert_eq!(json(Form::Json, &document).to_string(), expected);
     for document in documents(SECRET) {
         for spelled in [document.to_string(), format!("{document:#}")] {
@@ -148,11 +146,7 @@ fn secrets_of_lines_do_not_pass_and_the_rest_does() {
         let out = text(Form::Lines, &line);
         assert!(out.contains("[redacted]") && !out.contains(SECRET), "{out}");
     }
-    for digits in [
-        "pin_token=84219377",
-        "?token=84219377&a=1",
-        "\\\"pin_token\\\":84219377",
-    ] {
+    for digits in ["pin_token=84219377", "?token=84219377&a=1", "\\\"pin_token\\\":84219377"] {
         let out = text(Form::Lines, digits);
         assert!(!out.contains("84219377"), "{out}");
     }
@@ -195,10 +189,7 @@ fn texts(secret: &str) -> Vec<String> {
         format!("error in {}", json!({ "tokens": ["a", secret] })),
         format!("error in {}", within(json!({ "tokens": ["a", secret] }))),
         format!("error in {}", within(json!([{ "pwd": secret }]))),
-        format!(
-            "error in {}",
-            within(json!({ "a": within(json!({ "pass": secret })) }))
-        ),
+        format!("error in {}", within(json!({ "a": within(json!({ "pass": secret })) }))),
         json!({ "auths": { "registry": { "auth": secret } } }).to_string(),
         json!({ "type": "service_account", "private_key_id": secret }).to_string(),
         // Source code in Lua.
@@ -248,9 +239,7 @@ fn members(secret: &str) -> Vec<Value> {
         json!({ "route": { "match": { "prefix": "/", "headers": [name] } } })
     };
     let header = json!({ "header": { "key": "x-tenant", "value": secret } });
-    let mut members: Vec<_> = ["exact", "prefix", "suffix", "contains"]
-        .map(matched)
-        .into();
+    let mut members: Vec<_> = ["exact", "prefix", "suffix", "contains"].map(matched).into();
     members.extend([
         json!({ "headers": [{ "name": "x-a", "string_match": { "safe_regex": { "regex": secret } } }] }),
         json!({ "headers": [{ "name": "x-tenant", "exact_match": secret }] }),
@@ -291,15 +280,9 @@ fn planted_secrets_do_not_pass() {
     }
     for member in members(SECRET).into_iter().chain(documents(SECRET)) {
         check(Form::Json, &member.to_string());
-        check(
-            Form::Json,
-            &json!({ "value": member.to_string() }).to_string(),
-        );
+        check(Form::Json, &json!({ "value": member.to_string() }).to_string());
         check(Form::Lines, &member.to_string());
-        check(
-            Form::Lines,
-            &json!({ "line": member.to_string() }).to_string(),
-        );
+        check(Form::Lines, &json!({ "line": member.to_string() }).to_string());
     }
     assert!(left.is_empty(), "{}: {left:#?}", left.len());
 }
@@ -528,10 +511,7 @@ fn secrets_of_further_shapes_do_not_pass() {
                 (Form::Lines, text.replace('\n', "\\n")),
                 (Form::Json, json!({ "any": text }).to_string()),
                 (Form::OwnJson, json!([text]).to_string()),
-                (
-                    Form::Json,
-                    json!({ "any": json!({ "any": text }).to_string() }).to_string(),
-                ),
+                (Form::Json, json!({ "any": json!({ "any": text }).to_string() }).to_string()),
             ] {
                 let out = self::text(form, &document);
                 let is_hidden = out.contains("[redacted]") && !out.contains(secret);
@@ -677,10 +657,7 @@ fn private_keys_and_tokens_do_not_pass_and_certificates_do() {
     let out: Value =
         serde_json::from_str(&text(Form::OwnJson, &document.to_string())).expect("JSON");
     let kept = format!("{CERTIFICATE}\n[redacted]\nrest [redacted] end\n");
-    assert_eq!(
-        out["any"],
-        json!([kept, "[redacted]", "[redacted]", CERTIFICATE])
-    );
+    assert_eq!(out["any"], json!([kept, "[redacted]", "[redacted]", CERTIFICATE]));
     // A private key without an END line.
     let cut = text(Form::Lines, "a\n-----BEGIN PRIVATE KEY-----\nMHcC\nAQEE");
     assert_eq!(cut, "a\n[redacted]");
@@ -690,14 +667,8 @@ fn private_keys_and_tokens_do_not_pass_and_certificates_do() {
 fn texts_above_the_size_limit_are_omitted_completely() {
     let long = "x".repeat(MAX_TEXT) + SECRET;
     let left_out = String::from_utf8_lossy(LEFT_OUT);
-    assert_eq!(
-        json(Form::Json, &json!({ "a": long, "b": 1 })),
-        json!({ "a": left_out, "b": 1 })
-    );
-    assert_eq!(
-        text(Form::Lines, &format!("{long}\nb\n")),
-        format!("{left_out}\nb\n")
-    );
+    assert_eq!(json(Form::Json, &json!({ "a": long, "b": 1 })), json!({ "a": left_out, "b": 1 }));
+    assert_eq!(text(Form::Lines, &format!("{long}\nb\n")), format!("{left_out}\nb\n"));
 }
 
 #[test]
@@ -736,10 +707,7 @@ fn the_time_to_redact_a_text_is_linear_in_its_length() {
         text(Form::Lines, &part.repeat((128 << 10) / part.len()));
     }
     let lines = "\n".repeat(MAX_TEXT - 100);
-    text(
-        Form::Lines,
-        &format!("-----BEGIN PRIVATE KEY-----\n{lines}"),
-    );
+    text(Form::Lines, &format!("-----BEGIN PRIVATE KEY-----\n{lines}"));
     for part in [
         "eyJ",
         "eyJa.b",
@@ -775,13 +743,7 @@ fn the_time_to_redact_a_text_is_linear_in_its_length() {
 #[test]
 fn text_that_is_not_json_is_refused_as_json() {
     let deep = "[".repeat(1000);
-    for wrong in [
-        "<html>",
-        "no healthy upstream",
-        "{\"a\": hush}",
-        "'a'",
-        &deep,
-    ] {
+    for wrong in ["<html>", "no healthy upstream", "{\"a\": hush}", "'a'", &deep] {
         let (out, is_good) = redacted(none(), Form::Json, wrong.as_bytes(), usize::MAX);
         assert!(!is_good, "{wrong}");
         assert!(!String::from_utf8_lossy(&out).contains("hush"));
@@ -799,17 +761,11 @@ fn json_value() -> impl Strategy<Value = Value> {
         text.prop_map(Value::from),
     ];
     scalar.prop_recursive(4, 32, 4, |inner| {
-        let names = prop_oneof![
-            "[a-z]{1,4}",
-            Just("header".to_owned()),
-            Just("key".to_owned())
-        ];
+        let names = prop_oneof!["[a-z]{1,4}", Just("header".to_owned()), Just("key".to_owned())];
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            prop::collection::vec((names, inner), 0..4).prop_map(|members| members
-                .into_iter()
-                .collect::<serde_json::Map<_, _>>()
-                .into()),
+            prop::collection::vec((names, inner), 0..4)
+                .prop_map(|members| members.into_iter().collect::<serde_json::Map<_, _>>().into()),
         ]
     })
 }
@@ -818,33 +774,20 @@ fn json_value() -> impl Strategy<Value = Value> {
 fn text_with_secret() -> impl Strategy<Value = (String, Vec<u8>, Form)> {
     let secret = "[A-Za-z0-9+/]{7,30}[G-Zg-z]";
     let any_text = prop_oneof!["[a-z\"\\\\{}:=, \n]{0,40}", any::<String>()];
-    (
-        secret,
-        any::<prop::sample::Index>(),
-        json_value(),
-        any::<bool>(),
-        any_text,
-    )
-        .prop_map(|(secret, index, beside, is_pretty, text)| {
+    (secret, any::<prop::sample::Index>(), json_value(), any::<bool>(), any_text).prop_map(
+        |(secret, index, beside, is_pretty, text)| {
             let lines = lines(&secret);
             let documents = documents(&secret);
             let choice = index.index(lines.len() + documents.len());
             if let Some(line) = lines.get(choice) {
                 let text = text.replace('\n', " ");
-                return (
-                    secret,
-                    format!("{text}\n{line}\n{text}").into(),
-                    Form::Lines,
-                );
+                return (secret, format!("{text}\n{line}\n{text}").into(), Form::Lines);
             }
             let document = json!([beside, documents[choice - lines.len()], beside]);
-            let text = if is_pretty {
-                format!("{document:#}")
-            } else {
-                document.to_string()
-            };
+            let text = if is_pretty { format!("{document:#}") } else { document.to_string() };
             (secret, text.into(), Form::Json)
-        })
+        },
+    )
 }
 
 fn has(text: &[u8], part: &str) -> bool {

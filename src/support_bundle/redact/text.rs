@@ -114,9 +114,7 @@ impl Secrets {
     /// Removes the secrets of a text.
     pub(super) fn hide<'t>(&self, text: &'t [u8]) -> Cow<'t, [u8]> {
         let found = self.any.matches(text).into_iter();
-        found.fold(Cow::Borrowed(text), |text, index| {
-            hide(text, &self.rules[index])
-        })
+        found.fold(Cow::Borrowed(text), |text, index| hide(text, &self.rules[index]))
     }
 }
 

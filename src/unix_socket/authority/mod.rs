@@ -64,11 +64,7 @@ pub(super) struct Reader<R> {
 
 impl<R> Reader<R> {
     fn new(inner: R) -> Self {
-        Self {
-            inner,
-            rewriter: Some(Box::default()),
-            output: BytesMut::new(),
-        }
+        Self { inner, rewriter: Some(Box::default()), output: BytesMut::new() }
     }
 }
 
@@ -231,9 +227,7 @@ impl Rewriter {
 fn fragment_in_headers(payload: &[u8], flags: u8) -> Option<&[u8]> {
     let (padding, payload) = match flags & PADDED {
         0 => (0, payload),
-        _ => payload
-            .split_first()
-            .map(|(size, rest)| (usize::from(*size), rest))?,
+        _ => payload.split_first().map(|(size, rest)| (usize::from(*size), rest))?,
     };
     let payload = match flags & PRIORITY {
         0 => payload,
@@ -307,9 +301,7 @@ fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
     });
     decoded.map_err(|error| format!("a header block that cannot be decoded: {error}"))?;
     if size > MAX_BLOCK {
-        return Err(format!(
-            "{size} bytes of headers, expected {MAX_BLOCK} at most"
-        ));
+        return Err(format!("{size} bytes of headers, expected {MAX_BLOCK} at most"));
     }
     Ok(fields)
 }

@@ -14,21 +14,9 @@ use super::*;
 /// Recordings of clients that open two discovery streams on `unix:///etc/istio/proxy/XDS`, each with two messages. Each
 /// recording has the name of the client, the authority that [`Reader`] outputs, and the bytes that the client sends.
 const RECORDED: [(&str, &str, &[u8]); 3] = [
-    (
-        "grpcio 1.85.1",
-        "localhost",
-        include_bytes!("recorded/grpcio"),
-    ),
-    (
-        "grpc-go 1.75.0",
-        "localhost",
-        include_bytes!("recorded/grpc-go"),
-    ),
-    (
-        "grpc-java 1.75.0",
-        "localhost",
-        include_bytes!("recorded/grpc-java"),
-    ),
+    ("grpcio 1.85.1", "localhost", include_bytes!("recorded/grpcio")),
+    ("grpc-go 1.75.0", "localhost", include_bytes!("recorded/grpc-go")),
+    ("grpc-java 1.75.0", "localhost", include_bytes!("recorded/grpc-java")),
 ];
 
 /// A reader of bytes that returns at most this number of them at once.
@@ -63,11 +51,7 @@ fn frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
 }
 
 fn connection(frames: &[Vec<u8>]) -> Vec<u8> {
-    [
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        frames.concat().as_slice(),
-    ]
-    .concat()
+    [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", frames.concat().as_slice()].concat()
 }
 
 /// Encodes an authority as a literal that is added to the dynamic table of headers.
@@ -87,9 +71,8 @@ fn header_blocks(output: &[u8]) -> Vec<(u8, String)> {
         if head[3] == HEADERS {
             let fields = decoder.decode(payload).unwrap();
             let text = |part: Vec<u8>| String::from_utf8(part).unwrap();
-            let fields = fields
-                .into_iter()
-                .map(|(name, value)| [text(name), text(value)].join("="));
+            let fields =
+                fields.into_iter().map(|(name, value)| [text(name), text(value)].join("="));
             blocks.push((head[4], fields.collect::<Vec<_>>().join(" ")));
         }
     }
@@ -166,11 +149,7 @@ fn requests_with_a_valid_or_no_authority_pass_unchanged() {
         // Sets the size of the dynamic table to 4097 bytes, which exceeds the default limit of 4096.
         frame(HEADERS, END_HEADERS, 1, &[0x3f, 0xe2, 0x1f, 0x83]),
         [frame(HEADERS, 0, 1, &[0x83]), frame(0, 0, 1, &[])].concat(),
-        [
-            frame(HEADERS, 0, 1, &[0x83]),
-            frame(CONTINUATION, 0, 3, &[]),
-        ]
-        .concat(),
+        [frame(HEADERS, 0, 1, &[0x83]), frame(CONTINUATION, 0, 3, &[])].concat(),
         frame(HEADERS, END_HEADERS, 1, &[0x83; MAX_BLOCK]),
         // Small when encoded, but larger than `MAX_BLOCK` when decoded.
         frame(HEADERS, END_HEADERS, 1, &[0x83; MAX_BLOCK / 32]),
@@ -180,10 +159,7 @@ fn requests_with_a_valid_or_no_authority_pass_unchanged() {
     cases.push(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".to_vec());
     for bytes in cases {
         for chunk in [1, bytes.len()] {
-            assert!(
-                read_through(&bytes, chunk) == (bytes.clone(), Ok(bytes.len())),
-                "{bytes:?}"
-            );
+            assert!(read_through(&bytes, chunk) == (bytes.clone(), Ok(bytes.len())), "{bytes:?}");
         }
     }
 }
@@ -202,10 +178,7 @@ fn header_blocks_are_replaced_once_an_authority_is_not_valid() {
     let replaced = ":method=POST :authority=localhost";
     for (first, flags) in [
         (frame(HEADERS, END_HEADERS, 1, &path), END_HEADERS),
-        (
-            frame(HEADERS, END_HEADERS | PADDED | PRIORITY, 1, &padded),
-            END_HEADERS,
-        ),
+        (frame(HEADERS, END_HEADERS | PADDED | PRIORITY, 1, &padded), END_HEADERS),
         (continued(1, &path), END_HEADERS | END_STREAM),
     ] {
         let frames = [
@@ -214,12 +187,7 @@ fn header_blocks_are_replaced_once_an_authority_is_not_valid() {
             data.clone(),
             frame(HEADERS, END_HEADERS, 3, &[0x83, 0xbe]),
             // Sets the size of the dynamic table to zero and then to 4096 bytes.
-            frame(
-                HEADERS,
-                END_HEADERS,
-                5,
-                &[&[0x20, 0x3f, 0xe1, 0x1f][..], &path].concat(),
-            ),
+            frame(HEADERS, END_HEADERS, 5, &[&[0x20, 0x3f, 0xe1, 0x1f][..], &path].concat()),
             frame(HEADERS, END_HEADERS, 7, &[0xbe, 0xbe]),
             frame(HEADERS, END_HEADERS, 9, &authority("valid")),
             frame(HEADERS, END_HEADERS | END_STREAM, 1, b"\0\x01x\x01y"),
@@ -239,10 +207,7 @@ fn header_blocks_are_replaced_once_an_authority_is_not_valid() {
             ];
             let expected = expected.map(|(flags, fields)| (flags, fields.to_owned()));
             assert_eq!(header_blocks(&output), expected);
-            assert!(
-                output.windows(data.len()).any(|part| part == data),
-                "no data"
-            );
+            assert!(output.windows(data.len()).any(|part| part == data), "no data");
         }
     }
 }
@@ -266,22 +231,13 @@ fn a_malformed_header_block_after_a_replacement_ends_the_connection() {
     let bad = frame(HEADERS, END_HEADERS, 1, &authority("a/path"));
     for (next, problem) in [
         (frame(HEADERS, END_HEADERS, 3, &[0xff]), "cannot be decoded"),
-        (
-            frame(HEADERS, END_HEADERS | PADDED, 3, &[9, 0x83]),
-            "shorter than their padding",
-        ),
+        (frame(HEADERS, END_HEADERS | PADDED, 3, &[9, 0x83]), "shorter than their padding"),
         (
             [frame(HEADERS, 0, 3, &[0x83]), frame(0, 0, 3, &[])].concat(),
             "a frame of type 0 within a header block",
         ),
-        (
-            frame(HEADERS, END_HEADERS, 3, &[0x83; MAX_BLOCK]),
-            "a header block of more than",
-        ),
-        (
-            frame(HEADERS, END_HEADERS, 3, &[0x83; 512]),
-            "bytes of headers, expected 16384",
-        ),
+        (frame(HEADERS, END_HEADERS, 3, &[0x83; MAX_BLOCK]), "a header block of more than"),
+        (frame(HEADERS, END_HEADERS, 3, &[0x83; 512]), "bytes of headers, expected 16384"),
     ] {
         let bytes = connection(&[bad.clone(), next]);
         let end = read_through(&bytes, bytes.len()).1.unwrap_err();

@@ -61,12 +61,7 @@ pub(crate) fn read_filter(resource: &Bytes) -> Result<Option<Filter>, String> {
     let decoded = decode_wasm(config).map_err(|error| {
         format!("failed to unmarshal the typed config of extension {name:?}: {error}")
     })?;
-    let Some(WasmConfig {
-        is_http,
-        encoded,
-        decoded,
-    }) = decoded
-    else {
+    let Some(WasmConfig { is_http, encoded, decoded }) = decoded else {
         return Ok(None);
     };
     let mut plugin = decoded.config.unwrap_or_default();
@@ -123,17 +118,9 @@ fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, Box<dyn Error>> {
         Some("network") => false,
         _ => return Ok(None),
     };
-    let encoded = if is_struct {
-        wasm_from_struct(&config.value)?
-    } else {
-        config.value.into()
-    };
+    let encoded = if is_struct { wasm_from_struct(&config.value)? } else { config.value.into() };
     let decoded = Wasm::decode(encoded.clone())?;
-    Ok(Some(WasmConfig {
-        is_http,
-        encoded,
-        decoded,
-    }))
+    Ok(Some(WasmConfig { is_http, encoded, decoded }))
 }
 
 /// Converts an encoded `google.protobuf.Struct` to the encoded `Wasm` message that it describes, so that

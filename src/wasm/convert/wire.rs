@@ -33,11 +33,7 @@ pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
             skip_field(wire_type, number, &mut rest, context)?;
         }
         let record = begin.slice(..begin.len() - rest.len());
-        fields.push(Field {
-            number,
-            record,
-            content,
-        });
+        fields.push(Field { number, record, content });
     }
     Ok(fields)
 }

@@ -117,9 +117,7 @@ impl Plan {
         } else {
             let found = begin[..begin.len().min(16)].escape_ascii();
             let expected = "expected \"\\x00asm\" and a version";
-            Err(UnpackError::Invalid(format!(
-                "it begins with \"{found}\", {expected}"
-            )))
+            Err(UnpackError::Invalid(format!("it begins with \"{found}\", {expected}")))
         }
     }
 

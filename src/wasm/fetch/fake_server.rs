@@ -68,11 +68,7 @@ impl Server {
                 });
             }
         });
-        Self {
-            address,
-            heads,
-            _tasks: tasks,
-        }
+        Self { address, heads, _tasks: tasks }
     }
 
     /// Returns the heads of all requests so far.

@@ -89,11 +89,7 @@ impl Source {
             return Err(unusable("it has no host".to_owned()));
         }
         let image = (scheme == "oci").then(|| Reference::parse(host, uri.path()));
-        Ok(Self {
-            authorization,
-            image: image.transpose().map_err(no_manifest)?,
-            uri,
-        })
+        Ok(Self { authorization, image: image.transpose().map_err(no_manifest)?, uri })
     }
 
     /// Returns host and port.
@@ -149,9 +145,8 @@ impl Reference {
     pub(crate) fn parse(authority: &str, path: &str) -> Result<Self, String> {
         let decoded = percent_decode_str(path).decode_utf8_lossy();
         let name = format!("{authority}{decoded}");
-        let (rest, digest) = name
-            .split_once('@')
-            .map_or((&*name, None), |(rest, digest)| (rest, Some(digest)));
+        let (rest, digest) =
+            name.split_once('@').map_or((&*name, None), |(rest, digest)| (rest, Some(digest)));
         // A colon before the last slash belongs to a port.
         let (rest, tag) = match rest.rsplit_once(':') {
             Some((rest, tag)) if !tag.contains('/') && rest.contains('/') => (rest, tag),

@@ -12,10 +12,7 @@ fn names_are_read_as_by_docker() {
         ("ghcr.io/a/b:v1", Some(("ghcr.io", "a/b", "v1"))),
         ("localhost/b:v1", Some(("localhost", "b", "v1"))),
         ("registry:5000/b", Some(("registry:5000", "b", "latest"))),
-        (
-            "registry:5000/b:V_1.0-x",
-            Some(("registry:5000", "b", "V_1.0-x")),
-        ),
+        ("registry:5000/b:V_1.0-x", Some(("registry:5000", "b", "V_1.0-x"))),
         ("docker.io/b", Some((DOCKER_HUB, "library/b", "latest"))),
         ("docker.io/a/b:v1", Some((DOCKER_HUB, "a/b", "v1"))),
         ("a/b", Some((DOCKER_HUB, "a/b", "latest"))),
@@ -35,9 +32,7 @@ fn names_are_read_as_by_docker() {
     ] {
         let (authority, path) = name.split_at(name.find('/').expect("a path"));
         let found = Reference::parse(authority, path).ok();
-        let found = found
-            .as_ref()
-            .map(|r| (&*r.registry, &*r.repository, &*r.version));
+        let found = found.as_ref().map(|r| (&*r.registry, &*r.repository, &*r.version));
         assert_eq!(found, expected, "{name}");
     }
 }

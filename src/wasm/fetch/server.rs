@@ -28,10 +28,7 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 /// Metadata services of Alibaba Cloud and AWS, whose addresses are not link-local.
 const METADATA: [Cidr; 2] = [
     Cidr::single(IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200))),
-    Cidr {
-        address: IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0)),
-        prefix: 32,
-    },
+    Cidr { address: IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0)), prefix: 32 },
 ];
 
 /// A client for the requests of one fetch.
@@ -144,12 +141,7 @@ impl Config {
             redirects,
             keeps_connections: false,
         });
-        Ok(Server {
-            client,
-            request_limit: self.request_limit,
-            attempts: self.attempts,
-            deadline,
-        })
+        Ok(Server { client, request_limit: self.request_limit, attempts: self.attempts, deadline })
     }
 }
 
@@ -216,10 +208,7 @@ mod tests {
             ("100.100.100.201", Ok(())),
             ("fd00:ec2::254", Err("is a known cloud metadata address")),
             ("10.1.2.3", Err("is in blocked CIDR range 10.1.0.0/16")),
-            (
-                "::ffff:10.1.2.3",
-                Err("is in blocked CIDR range 10.1.0.0/16"),
-            ),
+            ("::ffff:10.1.2.3", Err("is in blocked CIDR range 10.1.0.0/16")),
             ("10.2.0.1", Ok(())),
             ("fd12:1::1", Err("is in blocked CIDR range fd12::/16")),
             ("8.8.8.8", Err("is in blocked CIDR range 8.8.8.8/32")),

@@ -48,10 +48,7 @@ fn unpacked(bytes: &[u8], file: Option<&'static str>, limit: u64) -> Result<Vec<
     let found = plan(file, limit).unpack(&mut &*bytes, &mut output, MAX_LAYERS);
     let (size, sha256) = found.map_err(|error| with_causes(&error))?;
     let digest = aws_lc_rs::digest::digest(&SHA256, &output);
-    assert_eq!(
-        (size, sha256),
-        (output.len() as u64, hexadecimal(digest.as_ref()))
-    );
+    assert_eq!((size, sha256), (output.len() as u64, hexadecimal(digest.as_ref())));
     Ok(output)
 }
 
@@ -60,13 +57,7 @@ fn modules_are_unpacked_from_plain_tar_and_gzip_downloads() {
     let tar = file("any/name", MODULE);
     let directory = entry("./", EntryType::Directory, 0, b"");
     let extension = entry("x", EntryType::XHeader, 10, b"10 path=a\n");
-    let later = [
-        directory,
-        extension,
-        tar.clone(),
-        file("other", b"no module"),
-    ]
-    .concat();
+    let later = [directory, extension, tar.clone(), file("other", b"no module")].concat();
     for (what, bytes) in [
         ("plain", MODULE.to_vec()),
         ("gzip", gzip(MODULE)),
@@ -74,16 +65,9 @@ fn modules_are_unpacked_from_plain_tar_and_gzip_downloads() {
         ("tar.gz", gzip(&tar)),
         ("gzip in tar", file("a.gz", &gzip(MODULE))),
         ("after other entries", later),
-        (
-            "a name out of the directory",
-            file("../../etc/passwd", MODULE),
-        ),
+        ("a name out of the directory", file("../../etc/passwd", MODULE)),
     ] {
-        assert_eq!(
-            unpacked(&bytes, None, 5000).as_deref(),
-            Ok(MODULE),
-            "{what}"
-        );
+        assert_eq!(unpacked(&bytes, None, 5000).as_deref(), Ok(MODULE), "{what}");
     }
 }
 
@@ -97,18 +81,9 @@ fn the_plugin_of_a_layer_is_found_by_its_base_name() {
         link(EntryType::Directory),
     ]
     .concat();
-    for name in [
-        "plugin.wasm",
-        "./plugin.wasm",
-        "/deep/down/plugin.wasm",
-        "../plugin.wasm",
-    ] {
+    for name in ["plugin.wasm", "./plugin.wasm", "/deep/down/plugin.wasm", "../plugin.wasm"] {
         let layer = gzip(&[&before[..], &file(name, MODULE)].concat());
-        assert_eq!(
-            unpacked(&layer, PLUGIN, 10_000).as_deref(),
-            Ok(MODULE),
-            "{name}"
-        );
+        assert_eq!(unpacked(&layer, PLUGIN, 10_000).as_deref(), Ok(MODULE), "{name}");
     }
     let error = unpacked(&gzip(&before), PLUGIN, 10_000);
     assert_eq!(error, Err("its archive has no plugin.wasm".to_owned()));
@@ -124,12 +99,7 @@ fn decompression_bombs_and_files_that_are_not_modules_are_refused() {
     for (what, bytes, name, expected) in [
         ("gzip bomb", gzip(&zeros), None, bomb),
         ("bomb in tar", gzip(&file("a", &zeros)), None, bomb),
-        (
-            "bomb before the plugin",
-            gzip(&file("a", &[0; 4096]).repeat(3)),
-            PLUGIN,
-            bomb,
-        ),
+        ("bomb before the plugin", gzip(&file("a", &[0; 4096]).repeat(3)), PLUGIN, bomb),
         (
             "huge entry",
             gzip(&entry("plugin.wasm", EntryType::Regular, 1 << 40, MODULE)),
@@ -137,50 +107,15 @@ fn decompression_bombs_and_files_that_are_not_modules_are_refused() {
             "bytes are missing",
         ),
         ("broken header", broken, None, "cannot unpack it"),
-        (
-            "cut header",
-            file("a", MODULE)[..300].to_vec(),
-            None,
-            "cannot unpack it",
-        ),
-        (
-            "cut entry",
-            file("a", MODULE)[..524].to_vec(),
-            None,
-            "6 bytes are missing",
-        ),
-        (
-            "cut gzip",
-            gzip(MODULE)[..20].to_vec(),
-            None,
-            "cannot unpack it",
-        ),
+        ("cut header", file("a", MODULE)[..300].to_vec(), None, "cannot unpack it"),
+        ("cut entry", file("a", MODULE)[..524].to_vec(), None, "6 bytes are missing"),
+        ("cut gzip", gzip(MODULE)[..20].to_vec(), None, "cannot unpack it"),
         ("empty gzip", gzip(b""), PLUGIN, "it begins with \"\""),
-        (
-            "gzip in gzip in gzip",
-            nested,
-            None,
-            "it begins with \"\\x1f\\x8b",
-        ),
+        ("gzip in gzip in gzip", nested, None, "it begins with \"\\x1f\\x8b"),
         ("empty", Vec::new(), None, "it begins with \"\""),
-        (
-            "short",
-            b"\0asm".to_vec(),
-            None,
-            "it begins with \"\\x00asm\"",
-        ),
-        (
-            "page",
-            b"<!DOCTYPE html>".to_vec(),
-            None,
-            "\"<!DOCTYPE html>\"",
-        ),
-        (
-            "zip",
-            b"PK\x03\x04........".to_vec(),
-            None,
-            "\"PK\\x03\\x04........\"",
-        ),
+        ("short", b"\0asm".to_vec(), None, "it begins with \"\\x00asm\""),
+        ("page", b"<!DOCTYPE html>".to_vec(), None, "\"<!DOCTYPE html>\""),
+        ("zip", b"PK\x03\x04........".to_vec(), None, "\"PK\\x03\\x04........\""),
         ("magic", b"\0asn\x01\0\0\0".to_vec(), None, "\"\\x00asn"),
         (
             "archive of nothing",
@@ -200,10 +135,7 @@ fn a_full_disk_is_an_error_that_says_so() {
     let mut disk = disk.expect("a device");
     let unpacked = plan(None, 5000).unpack(&mut &*MODULE, &mut disk, MAX_LAYERS);
     let text = with_causes(&unpacked.expect_err("full"));
-    assert!(
-        text.contains("cannot write it to disk: No space left"),
-        "{text}"
-    );
+    assert!(text.contains("cannot write it to disk: No space left"), "{text}");
 }
 
 proptest! {

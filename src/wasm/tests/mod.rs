@@ -56,11 +56,7 @@ fn start(config: Config) -> Agent {
     let (wasm, purging) = Wasm::new(config, &registry);
     let mut running = JoinSet::new();
     running.spawn(purging);
-    Agent {
-        wasm,
-        registry,
-        running,
-    }
+    Agent { wasm, registry, running }
 }
 
 /// The parameters of a resource with a remote module.
@@ -74,23 +70,14 @@ struct Plugin<'a> {
 }
 
 fn plugin(url: impl Into<String>) -> Plugin<'static> {
-    Plugin {
-        name: "plugin",
-        url: url.into(),
-        sha256: "",
-        environment: Vec::new(),
-        seconds: 10,
-    }
+    Plugin { name: "plugin", url: url.into(), sha256: "", environment: Vec::new(), seconds: 10 }
 }
 
 impl Plugin<'_> {
     fn resource(&self) -> Bytes {
         let uri = core::HttpUri {
             uri: self.url.clone(),
-            timeout: Some(protobuf::Duration {
-                seconds: self.seconds,
-                nanos: 0,
-            }),
+            timeout: Some(protobuf::Duration { seconds: self.seconds, nanos: 0 }),
             ..Default::default()
         };
         let remote = core::RemoteDataSource {
@@ -99,9 +86,7 @@ impl Plugin<'_> {
             retry_policy: None,
         };
         let pairs = self.environment.iter();
-        let key_values = pairs
-            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
-            .collect();
+        let key_values = pairs.map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
         let vm = plugin::VmConfig {
             code: Some(core::AsyncDataSource {
                 specifier: Some(core::async_data_source::Specifier::Remote(remote)),
@@ -126,25 +111,16 @@ impl Plugin<'_> {
             ("ISTIO_META_WASM_IMAGE_PULL_POLICY", policy),
             ("ISTIO_META_WASM_PLUGIN_RESOURCE_VERSION", version),
         ];
-        Plugin {
-            environment,
-            ..plugin(self.url)
-        }
+        Plugin { environment, ..plugin(self.url) }
     }
 }
 
 fn resource(name: &str, type_url: &str, value: Vec<u8>) -> Bytes {
     let extension = core::TypedExtensionConfig {
         name: name.to_owned(),
-        typed_config: Some(protobuf::Any {
-            type_url: type_url.to_owned(),
-            value,
-        }),
+        typed_config: Some(protobuf::Any { type_url: type_url.to_owned(), value }),
     };
-    let any = protobuf::Any {
-        type_url: OUTER.to_owned(),
-        value: extension.encode_to_vec(),
-    };
+    let any = protobuf::Any { type_url: OUTER.to_owned(), value: extension.encode_to_vec() };
     any.encode_to_vec().into()
 }
 
@@ -152,11 +128,7 @@ impl Agent {
     /// Converts the resource of `plugin`. Returns the path of the module's file, or the statistics prefix of the filter
     /// that replaces the plugin.
     async fn convert(&self, plugin: &Plugin<'_>) -> String {
-        let converted = self
-            .wasm
-            .convert(&[plugin.resource()], false)
-            .await
-            .expect("a response");
+        let converted = self.wasm.convert(&[plugin.resource()], false).await.expect("a response");
         shown(converted.resources[0].clone().expect("rewritten"))
     }
 
@@ -223,37 +195,19 @@ async fn one_fetch_serves_all_resources_and_the_file_is_readable_by_envoy() {
     let agent = start(config(directory.path()));
     let url = format!("http://{}/a", server.address);
     let names: Vec<_> = (0..20).map(|index| format!("plugin-{index}")).collect();
-    let plugins = names.iter().map(|name| {
-        Plugin {
-            name,
-            ..plugin(url.as_str())
-        }
-        .resource()
-    });
+    let plugins = names.iter().map(|name| Plugin { name, ..plugin(url.as_str()) }.resource());
     let rbac = resource("rbac", "type.googleapis.com/other", b"\xff".to_vec());
     let resources: Vec<_> = plugins.chain([rbac]).collect();
-    let converted = agent
-        .wasm
-        .convert(&resources, true)
-        .await
-        .expect("a response");
+    let converted = agent.wasm.convert(&resources, true).await.expect("a response");
     let (rbac, wasm) = converted.resources.split_last().expect("resources");
     assert!(rbac.is_none() && converted.retry_at.is_none());
-    let paths: Vec<_> = wasm
-        .iter()
-        .map(|resource| shown(resource.clone().expect("rewritten")))
-        .collect();
+    let paths: Vec<_> =
+        wasm.iter().map(|resource| shown(resource.clone().expect("rewritten"))).collect();
     let expected = directory.path().join("data");
     let expected = expected.join(format!("{}.wasm", sha256(MODULE)));
-    assert!(
-        paths.iter().all(|path| Path::new(path) == expected),
-        "{paths:?}"
-    );
+    assert!(paths.iter().all(|path| Path::new(path) == expected), "{paths:?}");
     let mode = |path: &Path| std::fs::metadata(path).expect("there").permissions().mode() & 0o777;
-    assert_eq!(
-        (mode(&expected), mode(expected.parent().expect("a parent"))),
-        (0o644, 0o755)
-    );
+    assert_eq!((mode(&expected), mode(expected.parent().expect("a parent"))), (0o644, 0o755));
     assert_eq!(server.heads().len(), 1);
     for line in [
         "istio_agent_wasm_config_conversion_count{result=\"success\"} 20",
@@ -262,11 +216,7 @@ async fn one_fetch_serves_all_resources_and_the_file_is_readable_by_envoy() {
         "istio_agent_wasm_cache_entries 1",
         "istio_agent_wasm_config_conversion_duration_count 1",
     ] {
-        assert!(
-            agent.has_metric(line),
-            "{line}\n{}",
-            agent.registry.render()
-        );
+        assert!(agent.has_metric(line), "{line}\n{}", agent.registry.render());
     }
     assert_eq!(agent.resources().len(), 20);
 }
@@ -319,11 +269,7 @@ async fn a_failed_fetch_is_repeated_after_its_wait_and_at_once_for_a_changed_obj
     let directory = tempfile::tempdir().expect("a directory");
     let agent = start(config(directory.path()));
     let module = plugin(format!("http://{}/a", server.address)).versioned("", "1");
-    let converted = agent
-        .wasm
-        .convert(&[module.resource()], true)
-        .await
-        .expect("a response");
+    let converted = agent.wasm.convert(&[module.resource()], true).await.expect("a response");
     let retry_at = converted.retry_at.expect("a wait");
     assert_eq!(converted.retryable, 1);
     is_there.store(true, Ordering::Relaxed);
@@ -341,14 +287,8 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
     let directory = tempfile::tempdir().expect("a directory");
     let agent = start(config(directory.path()));
     let url = format!("http://{}/a", server.address);
-    for (seconds, expected) in [
-        (0, "not complete within 0 ms"),
-        (1, "not complete within 1.0 s"),
-    ] {
-        let plugin = Plugin {
-            seconds,
-            ..plugin(format!("{url}?{seconds}"))
-        };
+    for (seconds, expected) in [(0, "not complete within 0 ms"), (1, "not complete within 1.0 s")] {
+        let plugin = Plugin { seconds, ..plugin(format!("{url}?{seconds}")) };
         assert_eq!(agent.convert(&plugin).await, DENY);
         let failure = &agent.resources()[0];
         assert!(has(failure, expected), "{failure}");
@@ -357,9 +297,7 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
     let wasm = agent.wasm.clone();
     let mut waiting = JoinSet::new();
     waiting.spawn(async move {
-        wasm.convert(&[plugin(url).resource()], true)
-            .await
-            .map(|it| it.retryable)
+        wasm.convert(&[plugin(url).resource()], true).await.map(|it| it.retryable)
     });
     while agent.wasm.snapshot()["fetching"] == json!([]) {
         tokio::task::yield_now().await;
@@ -374,16 +312,8 @@ async fn a_response_with_resources_that_cannot_be_read_is_refused_with_all_reaso
     let directory = tempfile::tempdir().expect("a directory");
     let agent = start(config(directory.path()));
     let broken = resource("broken", HTTP, b"\xff".to_vec());
-    let one = agent
-        .wasm
-        .convert(std::slice::from_ref(&broken), true)
-        .await
-        .expect_err("refused");
-    let two = agent
-        .wasm
-        .convert(&[broken.clone(), broken], true)
-        .await
-        .expect_err("refused");
+    let one = agent.wasm.convert(std::slice::from_ref(&broken), true).await.expect_err("refused");
+    let two = agent.wasm.convert(&[broken.clone(), broken], true).await.expect_err("refused");
     assert_eq!(two, format!("{one}\n{one}"));
     assert!(
         agent

@@ -25,9 +25,7 @@ async fn registry(served: Arc<AtomicUsize>) -> Server {
     Server::tls(move |head, _| {
         let modules = [MODULE, OTHER];
         let name = path(head).rsplit('/').next().unwrap_or_default();
-        let blob = modules
-            .iter()
-            .find(|module| name == format!("sha256:{}", sha256(module)));
+        let blob = modules.iter().find(|module| name == format!("sha256:{}", sha256(module)));
         match (blob, modules.get(served.load(Ordering::Relaxed))) {
             (Some(blob), _) => ok(blob),
             (None, Some(module)) => {
@@ -35,10 +33,7 @@ async fn registry(served: Arc<AtomicUsize>) -> Server {
                 let by_digest = [first, second].into_iter();
                 let mut by_digest =
                     by_digest.filter(|it| name == format!("sha256:{}", sha256(it.as_bytes())));
-                ok(by_digest
-                    .next_back()
-                    .unwrap_or_else(|| manifest(module))
-                    .as_bytes())
+                ok(by_digest.next_back().unwrap_or_else(|| manifest(module)).as_bytes())
             }
             (None, None) => answer("404 No", "", b""),
         }
@@ -84,30 +79,15 @@ async fn a_pinned_image_needs_its_digest_and_a_blob_is_fetched_once() {
     let path = agent.convert(&plugin(image(":a"))).await;
     let digest = sha256(manifest(MODULE).as_bytes());
     assert_eq!(agent.convert(&plugin(image(":b"))).await, path);
-    let blobs = server
-        .heads()
-        .iter()
-        .filter(|head| head.contains("/blobs/"))
-        .count();
+    let blobs = server.heads().iter().filter(|head| head.contains("/blobs/")).count();
     assert_eq!(blobs, 1);
     let requests = server.heads().len();
-    let pinned = Plugin {
-        sha256: &digest,
-        ..plugin(image(":c"))
-    };
+    let pinned = Plugin { sha256: &digest, ..plugin(image(":c")) };
     assert_eq!(agent.convert(&pinned).await, path);
-    assert_eq!(
-        agent
-            .convert(&plugin(image(&format!("@sha256:{digest}"))))
-            .await,
-        path
-    );
+    assert_eq!(agent.convert(&plugin(image(&format!("@sha256:{digest}")))).await, path);
     assert_eq!(server.heads().len(), requests);
     let wrong = "0".repeat(64);
-    let wrong = Plugin {
-        sha256: &wrong,
-        ..plugin(image(":a"))
-    };
+    let wrong = Plugin { sha256: &wrong, ..plugin(image(":a")) };
     assert_eq!(agent.convert(&wrong).await, DENY);
     let failure = &agent.resources()[0];
     assert!(has(failure, "which does not match"), "{failure}");
@@ -124,36 +104,15 @@ async fn operators_may_require_digests_and_list_registries() {
     for (allowed, requires_digest, path, is_fetched) in [
         (vec![], false, "/team/plugin:v1", true),
         (vec![], true, "/team/plugin:v1", false),
-        (
-            vec![format!("oci://{authority}/team/")],
-            false,
-            "/team/plugin:v1",
-            true,
-        ),
+        (vec![format!("oci://{authority}/team/")], false, "/team/plugin:v1", true),
         (vec![authority.clone()], false, "/team/plugin:v1", true),
-        (
-            vec![format!("{authority}/te")],
-            false,
-            "/team/plugin:v1",
-            false,
-        ),
-        (
-            vec!["docker.io".to_owned()],
-            false,
-            "/team/plugin:v1",
-            false,
-        ),
+        (vec![format!("{authority}/te")], false, "/team/plugin:v1", false),
+        (vec!["docker.io".to_owned()], false, "/team/plugin:v1", false),
     ] {
         let what = format!("{allowed:?} {requires_digest}");
-        let agent = start(Config {
-            allowed,
-            requires_digest,
-            ..config(directory.path())
-        });
+        let agent = start(Config { allowed, requires_digest, ..config(directory.path()) });
         let requests = server.heads().len();
-        let found = agent
-            .convert(&plugin(format!("oci://{authority}{path}")))
-            .await;
+        let found = agent.convert(&plugin(format!("oci://{authority}{path}"))).await;
         assert_eq!(found != DENY, is_fetched, "{what}: {found}");
         if !is_fetched {
             assert_eq!(server.heads().len(), requests);
@@ -162,16 +121,8 @@ async fn operators_may_require_digests_and_list_registries() {
     let source = |url: &str| fetch::Source::parse(url).expect("a URL");
     assert!(source("oci://docker.io/a/b").is_within("docker.io/a"));
     assert!(source("https://h/allowed/x").is_within("h/allowed"));
-    for path in [
-        "allowed/../x",
-        "allowed/%2e%2e/x",
-        "allowed/..%2fx",
-        "allowedx",
-    ] {
-        assert!(
-            !source(&format!("https://h/{path}")).is_within("h/allowed"),
-            "{path}"
-        );
+    for path in ["allowed/../x", "allowed/%2e%2e/x", "allowed/..%2fx", "allowedx"] {
+        assert!(!source(&format!("https://h/{path}")).is_within("h/allowed"), "{path}");
     }
 }
 
@@ -190,12 +141,7 @@ async fn modules_of_resources_that_are_removed_in_delta_are_removed() {
     let mut paths = Vec::new();
     for name in ["one", "two"] {
         let url = format!("http://{}/{name}", server.address);
-        let path = agent
-            .convert(&Plugin {
-                name,
-                ..plugin(url)
-            })
-            .await;
+        let path = agent.convert(&Plugin { name, ..plugin(url) }).await;
         age(&path, Duration::from_secs(24 * 3600));
         paths.push(path);
     }
@@ -217,10 +163,7 @@ async fn modules_without_a_resource_are_deleted_and_their_urls_are_fetched_again
     let image = |tag: &str| plugin(format!("oci://{}/plugin:{tag}", server.address));
     let path = agent.convert(&image("a")).await;
     // The second URL has the same module; in the cache, it is a second link to the file.
-    let second = Plugin {
-        name: "second",
-        ..image("b")
-    };
+    let second = Plugin { name: "second", ..image("b") };
     assert_eq!(agent.convert(&second).await, path);
     let day = Duration::from_secs(24 * 3600);
     let left = directory.path().join("data/fetch-cut.tmp");
@@ -260,10 +203,7 @@ async fn the_cache_exceeds_its_limit_only_for_modules_in_use() {
         ("changing", "dddd"),
         ("changing", "eeeee"),
     ] {
-        let plugin = Plugin {
-            name,
-            ..module(path)
-        };
+        let plugin = Plugin { name, ..module(path) };
         paths.push(agent.convert(&plugin).await);
     }
     let left: Vec<_> = paths.iter().map(|path| Path::new(path).exists()).collect();
@@ -279,10 +219,7 @@ async fn a_bounded_number_of_resources_is_remembered() {
     let url = format!("http://{}/a", server.address);
     for index in 0..=MAX_RESOURCES {
         let name = &format!("plugin-{index}");
-        let named = Plugin {
-            name,
-            ..plugin(url.as_str())
-        };
+        let named = Plugin { name, ..plugin(url.as_str()) };
         agent.convert(&named).await;
     }
     let resources = agent.resources();
@@ -299,10 +236,7 @@ async fn a_url_that_contains_a_digest_does_not_share_a_pinned_module() {
     let (url, digest) = (format!("http://{}/a", server.address), sha256(OTHER));
     for url in [format!("{url}@{digest}"), format!("{digest} {url}")] {
         agent.convert(&plugin(url)).await;
-        let pinned = Plugin {
-            sha256: &digest,
-            ..plugin(format!("http://{}/a", server.address))
-        };
+        let pinned = Plugin { sha256: &digest, ..plugin(format!("http://{}/a", server.address)) };
         assert_eq!(agent.convert(&pinned).await, DENY);
     }
 }
@@ -332,18 +266,13 @@ async fn a_redirect_target_must_match_the_digest_but_not_the_allow_list() {
     let location = format!("location: {direct}\r\n");
     let server = Server::start(move |_, _| answer("302 Found", &location, b"")).await;
     let directory = tempfile::tempdir().expect("a directory");
-    let agent = start(Config {
-        allowed: vec![server.address.to_string()],
-        ..config(directory.path())
-    });
+    let agent =
+        start(Config { allowed: vec![server.address.to_string()], ..config(directory.path()) });
     let redirected = plugin(format!("http://{}/a", server.address));
     assert_eq!(agent.module(&redirected).await, MODULE);
     assert_eq!(agent.convert(&plugin(direct)).await, DENY);
     let other = sha256(OTHER);
-    let pinned = Plugin {
-        sha256: &other,
-        ..redirected
-    };
+    let pinned = Plugin { sha256: &other, ..redirected };
     assert_eq!(agent.convert(&pinned).await, DENY);
     assert_eq!(elsewhere.heads().len(), 2);
 }
@@ -382,11 +311,7 @@ async fn four_modules_are_fetched_at_a_time() {
         Plugin { name, ..module }.resource()
     });
     let resources: Vec<_> = resources.collect();
-    let converted = agent
-        .wasm
-        .convert(&resources, true)
-        .await
-        .expect("a response");
+    let converted = agent.wasm.convert(&resources, true).await.expect("a response");
     assert_eq!((converted.retryable, most.load(Ordering::Relaxed)), (0, 4));
 }
 
@@ -408,17 +333,11 @@ async fn a_filter_without_its_module_is_reported_until_it_has_one_or_is_forgotte
     assert_eq!(agent.convert(&missing).await, DENY);
     assert_eq!(codes(), [codes::WASM_DOWNLOAD_FAILED]);
     let text = agent.wasm.missing_modules()[0].1.to_string();
-    assert!(
-        text.contains("status code 404") && !text.contains("hunter2"),
-        "{text}"
-    );
+    assert!(text.contains("status code 404") && !text.contains("hunter2"), "{text}");
     let other = plugin(url + "?other");
     assert_eq!(agent.module(&other).await, MODULE);
     assert!(codes().is_empty());
-    let none = Plugin {
-        name: "none",
-        ..plugin("ftp://host/a")
-    };
+    let none = Plugin { name: "none", ..plugin("ftp://host/a") };
     assert_eq!(agent.convert(&none).await, DENY);
     assert_eq!(codes(), [codes::WASM_CONFIGURATION]);
     agent.wasm.forget(b"none");

@@ -111,11 +111,7 @@ pub(super) fn read_stored(
     request: LookupRequest,
     accepted: &HashSet<u64>,
 ) -> io::Result<Stored> {
-    let mut stored = Stored {
-        request,
-        frame: None,
-        resources: Vec::new(),
-    };
+    let mut stored = Stored { request, frame: None, resources: Vec::new() };
     let (type_url, reasons) = (stored.request.type_url, &stored.request.reasons);
     let names = reasons.keys();
     let lacking: Vec<_> = names.filter(|name| !accepted.contains(name)).collect();
@@ -188,9 +184,7 @@ impl Shared {
             return;
         };
         let ended: Vec<_> = resources
-            .extract_if(.., |it| {
-                !file.missing.contains_key(&digest(it.name.as_bytes()))
-            })
+            .extract_if(.., |it| !file.missing.contains_key(&digest(it.name.as_bytes())))
             .collect();
         if resources.is_empty() {
             after_nack.remove(type_url);

@@ -47,10 +47,8 @@ pub(super) const STORED_VERSION_DELAY: Duration = Duration::from_secs(5);
 /// The beginnings of Envoy's reason for a partial NACK: it has refused single resources and applied the others.
 /// Pairs of a name and a reason follow, separated by commas or newlines. After any other NACK nothing of the
 /// response is stored.
-const PARTIAL_NACKS: [&str; 2] = [
-    "Error adding/updating cluster(s) ",
-    "Error adding/updating listener(s) ",
-];
+const PARTIAL_NACKS: [&str; 2] =
+    ["Error adding/updating cluster(s) ", "Error adding/updating listener(s) "];
 /// The end of a reason that Envoy has truncated.
 const CUT: &str = "(truncated)";
 
@@ -227,10 +225,8 @@ impl TypeFile {
         Self {
             name,
             file,
-            header: header.unwrap_or_else(|| Header {
-                identity: identity.to_owned(),
-                ..Header::default()
-            }),
+            header: header
+                .unwrap_or_else(|| Header { identity: identity.to_owned(), ..Header::default() }),
             ..Self::default()
         }
     }
@@ -490,11 +486,7 @@ impl TypeFile {
     /// Begins a replacement with the resources that remain and are not pending.
     fn begin_replacement(&mut self, directory: &Directory) -> io::Result<()> {
         let replacement = directory.create_file(&temporary(self.name))?;
-        let header = Header {
-            length: 0,
-            crc: 0,
-            ..self.header.clone()
-        };
+        let header = Header { length: 0, crc: 0, ..self.header.clone() };
         let old = std::mem::replace(&mut self.header, header);
         let retained = self.retained.take();
         if let Some(file) = self.replacement.take().or(self.file.take())
@@ -583,23 +575,13 @@ impl Index {
         if crc.finalize() != header.crc {
             return Err(io::Error::other("the checksum of its responses is wrong"));
         }
-        Ok(Self {
-            header,
-            file,
-            resources,
-        })
+        Ok(Self { header, file, resources })
     }
 
     /// Copies the header and the valid bytes to a new file.
     pub(super) fn copy_to(&self, file: &File) -> io::Result<()> {
-        let mut header = Header {
-            length: 0,
-            crc: 0,
-            ..self.header.clone()
-        };
-        read_blocks(&self.file, HEADER..self.header.size(), |block| {
-            header.append(file, block)
-        })?;
+        let mut header = Header { length: 0, crc: 0, ..self.header.clone() };
+        read_blocks(&self.file, HEADER..self.header.size(), |block| header.append(file, block))?;
         header.write(file)
     }
 

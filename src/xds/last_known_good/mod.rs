@@ -215,10 +215,7 @@ impl LastKnownGood {
             return None;
         }
         let mut envoys = self.shared.envoys.lock();
-        let new = EnvoyGeneration {
-            number: envoys.len(),
-            no_longer_served: Arc::default(),
-        };
+        let new = EnvoyGeneration { number: envoys.len(), no_longer_served: Arc::default() };
         Some(EnvoyCache {
             store: self.clone(),
             generation: envoys.entry(pid).or_insert(new).clone(),

@@ -54,9 +54,7 @@ struct Node {
 pub(super) fn identity(subscription: &Subscription) -> Option<String> {
     let mut node = Node::decode(subscription.node.clone()?).ok()?;
     if let Some(metadata) = &mut node.metadata {
-        metadata
-            .fields
-            .retain(|name, _| !CHANGING_METADATA.contains(&&**name));
+        metadata.fields.retain(|name, _| !CHANGING_METADATA.contains(&&**name));
     }
     let digest = digest(&SHA256, &node.encode_to_vec());
     Some(format!("2:{}", BASE64_STANDARD.encode(digest)))
@@ -243,9 +241,7 @@ impl Recorder {
             return;
         };
         *self.begun_counts.entry(type_url).or_default() += 1;
-        let first = is_all.then(|| WriteOp::FirstRequest {
-            initial_resources: HashSet::new(),
-        });
+        let first = is_all.then(|| WriteOp::FirstRequest { initial_resources: HashSet::new() });
         let bytes = WriteOp::Bytes(message.clone());
         let complete = WriteOp::Complete(received.clone());
         let accepted = is_all.then(|| WriteOp::AckOrNack(received.nonce.clone(), None));

@@ -45,12 +45,7 @@ impl Replay {
     pub(crate) fn start(cache: EnvoyCache) -> Self {
         let (requests, queue) = mpsc::channel(1);
         let (out, responses) = mpsc::channel(BLOCKS);
-        let replay = Self {
-            requests,
-            responses,
-            cache: cache.clone(),
-            end: after(MAX_TIME),
-        };
+        let replay = Self { requests, responses, cache: cache.clone(), end: after(MAX_TIME) };
         tokio::task::spawn_blocking(move || {
             if let Err(error) = answer(&cache.store.shared, queue, &out)
                 && !out.is_closed()

@@ -201,12 +201,7 @@ impl Writer {
             }
             // The stream is one of an older Envoy, which drains after a hot restart, or recording it has failed.
             (_, None) | (WriteOp::End, _) => {}
-            (
-                WriteOp::FirstRequest {
-                    mut initial_resources,
-                },
-                Some((file, _)),
-            ) => {
+            (WriteOp::FirstRequest { mut initial_resources }, Some((file, _))) => {
                 // Envoy does not name resources that it has refused, whichever version it has.
                 initial_resources.extend(file.missing.keys());
                 file.initial_resources = Some(initial_resources);
@@ -252,9 +247,7 @@ impl Writer {
         // The disk has two copies of the largest file while it is replaced.
         let largest = self.files.values().map(|file| file.header.length).max();
         let max_bytes = self.shared.config.max_bytes;
-        let all = self
-            .held_bytes
-            .saturating_add(size + largest.unwrap_or_default());
+        let all = self.held_bytes.saturating_add(size + largest.unwrap_or_default());
         if self.held_bytes > 0 && all > max_bytes {
             self.release()?;
         }
@@ -314,10 +307,7 @@ impl Writer {
             }
         }
         self.held_bytes = 0;
-        if found
-            .values()
-            .any(|(_, header)| header.identity != identity)
-        {
+        if found.values().any(|(_, header)| header.identity != identity) {
             let sizes = found.values().map(|(_, header)| header.size());
             self.held_bytes = sizes.fold(0, u64::saturating_add);
             found.clear();

@@ -74,12 +74,9 @@ type Value = fn(&Type) -> Option<f64>;
 
 /// The metrics per type: name, help, kind and value.
 const FAMILIES: [(&str, &str, Kind, Value); 5] = [
-    (
-        "istio_agent_xds_pushes_total",
-        "Discovery responses from istiod",
-        Kind::Counter,
-        |entry| Some(entry.seen.responses as f64),
-    ),
+    ("istio_agent_xds_pushes_total", "Discovery responses from istiod", Kind::Counter, |entry| {
+        Some(entry.seen.responses as f64)
+    }),
     (
         "istio_agent_xds_push_bytes_total",
         "Bytes of discovery responses from istiod",
@@ -129,11 +126,7 @@ impl Observer {
                 }
             });
         }
-        Self {
-            table,
-            metrics: Metrics::new(registry),
-            store,
-        }
+        Self { table, metrics: Metrics::new(registry), store }
     }
 
     /// Returns everything that has been recorded so far.
@@ -201,20 +194,15 @@ impl Observer {
         self.metrics.envoy_ends.with([end.classes().1]).inc();
         let mut table = self.table.lock();
         table.open.remove(&id);
-        table.last_end = Some(EndSnapshot {
-            id,
-            at: rfc3339(SystemTime::now()),
-            reason: cut(end.reason()),
-        });
+        table.last_end =
+            Some(EndSnapshot { id, at: rfc3339(SystemTime::now()), reason: cut(end.reason()) });
     }
 
     /// Records a response.
     pub(super) fn record_response(&self, received: Received, source: Source) {
         self.metrics.responses.inc();
         let mut table = self.table.lock();
-        table
-            .entry(&received.type_url)
-            .record_response(received, source);
+        table.entry(&received.type_url).record_response(received, source);
     }
 
     /// Records a request of the client, and the ACK or NACK in it.
@@ -231,11 +219,7 @@ impl Observer {
         if nonce.is_empty() {
             return;
         }
-        let latency = self
-            .table
-            .lock()
-            .entry(type_url)
-            .record_ack_or_nack(nonce, nack);
+        let latency = self.table.lock().entry(type_url).record_ack_or_nack(nonce, nack);
         if let Some(latency) = latency {
             self.metrics.push_to_ack.observe(latency.as_secs_f64());
         }
@@ -247,11 +231,7 @@ impl Table {
     fn entry(&mut self, type_url: &str) -> &mut Type {
         let is_usable = (1..=MAX_TYPE).contains(&type_url.len());
         let has_room = self.types.len() < MAX_TYPES || self.types.contains_key(type_url);
-        let name = if is_usable && has_room {
-            type_url
-        } else {
-            OTHER
-        };
+        let name = if is_usable && has_room { type_url } else { OTHER };
         self.types.entry(name.to_owned()).or_default()
     }
 }

@@ -166,11 +166,7 @@ impl Type {
             source,
         });
         self.last = Some((at, received));
-        self.unanswered.push_back(Unanswered {
-            version,
-            nonce,
-            received,
-        });
+        self.unanswered.push_back(Unanswered { version, nonce, received });
         if self.unanswered.len() > MAX_UNANSWERED {
             self.unanswered.pop_front();
         }

@@ -76,10 +76,7 @@ mod tests {
         let mut services = Services::default();
         let mut sotw = |names: &[&str]| {
             let resource_names = owned(names);
-            let message = DiscoveryRequest {
-                resource_names,
-                ..Default::default()
-            };
+            let message = DiscoveryRequest { resource_names, ..Default::default() };
             services.apply_request(&request(ENDPOINTS, &message), Protocol::Sotw)
         };
         assert_eq!(sotw(&NAMES), Some(2));

@@ -39,12 +39,7 @@ async fn an_ack_or_nack_is_matched_by_its_nonce() {
         (vec![("2", None), ("2", None)], 1, 0, Some("version of 2")),
         (vec![("1", None)], 1, 0, Some("version of 1")),
         (vec![("", None), ("old", None)], 0, 0, None),
-        (
-            vec![("1", None), ("2", Some("no"))],
-            1,
-            1,
-            Some("version of 1"),
-        ),
+        (vec![("1", None), ("2", Some("no"))], 1, 1, Some("version of 1")),
         (vec![("old", Some("no"))], 0, 1, None),
     ] {
         let (observer, _) = observer();

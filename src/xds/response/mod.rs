@@ -89,12 +89,7 @@ struct Message {
 
 impl ResponseReader {
     pub fn new(protocol: Protocol, interceptors: Interceptors) -> Self {
-        Self {
-            protocol,
-            interceptors,
-            message: None,
-            partial: BytesMut::new(),
-        }
+        Self { protocol, interceptors, message: None, partial: BytesMut::new() }
     }
 
     /// Returns true after a part of a passing message, when no other message may be sent.
@@ -209,11 +204,7 @@ impl ResponseReader {
         out(Output::Complete(received.clone()));
         if let Some(Disposition::Intercept(interceptor)) = message.disposition {
             let message = std::mem::take(&mut self.partial).freeze().slice(HEAD..);
-            out(Output::Captured(Captured {
-                interceptor,
-                received,
-                message,
-            }));
+            out(Output::Captured(Captured { interceptor, received, message }));
         }
         Ok(())
     }

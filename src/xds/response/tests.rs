@@ -30,10 +30,7 @@ impl Interceptor for NameTables {
 
 /// Encodes a response of this type, with an unknown field at its end.
 fn message(protocol: Protocol, type_url: &str, resources: usize, size: usize) -> Vec<u8> {
-    let any = Any {
-        type_url: type_url.into(),
-        value: vec![b'x'; size],
-    };
+    let any = Any { type_url: type_url.into(), value: vec![b'x'; size] };
     let mut bytes = match protocol {
         Protocol::Sotw => DiscoveryResponse {
             version_info: "v7".into(),
@@ -206,14 +203,8 @@ fn a_malformed_message_for_envoy_passes() {
     let broken = [&whole[..], &[0x22, 100, 0xff]].concat();
     let stream = [frame(&broken), frame(&whole)].concat();
     let reports = ended(protocol, &stream, 20);
-    let types: Vec<_> = reports
-        .iter()
-        .map(|one| (&*one.type_url, one.bytes))
-        .collect();
-    let expected = [
-        (CLUSTER, broken.len() as u64),
-        (CLUSTER, whole.len() as u64),
-    ];
+    let types: Vec<_> = reports.iter().map(|one| (&*one.type_url, one.bytes)).collect();
+    let expected = [(CLUSTER, broken.len() as u64), (CLUSTER, whole.len() as u64)];
     assert_eq!(types, expected);
     let out = read(protocol, &stream, 20).unwrap();
     assert_eq!(passed(&out), stream);
@@ -223,11 +214,7 @@ fn a_malformed_message_for_envoy_passes() {
 fn bad_messages_of_istiod_end_the_stream_with_a_status_that_says_why() {
     let cases: [(&[u8], Code, &str); 3] = [
         (&[1, 0, 0, 0, 1, 0], Code::Internal, "compressed"),
-        (
-            &[0, 0, 0, 0, 3, 0x22, 9, b'x'],
-            Code::Internal,
-            "longer than its message",
-        ),
+        (&[0, 0, 0, 0, 3, 0x22, 9, b'x'], Code::Internal, "longer than its message"),
         (b"HTTP/1.1 400 Bad Request", Code::Internal, "compressed"),
     ];
     for (stream, code, text) in cases {

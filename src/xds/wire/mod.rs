@@ -116,10 +116,7 @@ impl Walker {
 
     /// Creates a walker of a delta response, for [`Walker::find`].
     pub(super) fn finder(length: u64) -> Self {
-        Self {
-            name_hasher: Some(hasher()),
-            ..Self::new(Protocol::Delta, length)
-        }
+        Self { name_hasher: Some(hasher()), ..Self::new(Protocol::Delta, length) }
     }
 
     /// Returns the fields of a complete message. Fails if bytes are missing.

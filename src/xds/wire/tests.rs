@@ -8,10 +8,7 @@ use prost::Message;
 use super::*;
 
 fn resource(type_url: &str, size: usize) -> Any {
-    Any {
-        type_url: type_url.to_owned(),
-        value: vec![7; size],
-    }
+    Any { type_url: type_url.to_owned(), value: vec![7; size] }
 }
 
 fn walk(mut walker: Walker, bytes: &[u8], chunk: usize) -> Result<Fields, Malformed> {
@@ -42,10 +39,9 @@ fn reads_the_fields_of_both_responses() {
         nonce: "n".into(),
         ..Default::default()
     };
-    for (protocol, bytes, resources) in [
-        (Protocol::Sotw, response.encode_to_vec(), 2),
-        (Protocol::Delta, delta.encode_to_vec(), 1),
-    ] {
+    for (protocol, bytes, resources) in
+        [(Protocol::Sotw, response.encode_to_vec(), 2), (Protocol::Delta, delta.encode_to_vec(), 1)]
+    {
         for chunk in [1, 2, 7, bytes.len()] {
             let walker = Walker::new(protocol, bytes.len() as u64);
             let expected = Fields {
@@ -71,10 +67,7 @@ fn knows_the_type_once_the_first_resource_has_begun() {
     let bytes = response.encode_to_vec();
     let mut walker = Walker::new(Protocol::Sotw, bytes.len() as u64);
     walker.feed(&bytes[..64]).unwrap();
-    assert_eq!(
-        walker.fields.resource_type.as_deref(),
-        Some("type.googleapis.com/envoy.X")
-    );
+    assert_eq!(walker.fields.resource_type.as_deref(), Some("type.googleapis.com/envoy.X"));
 }
 
 #[test]
@@ -119,10 +112,7 @@ fn finds_resources_by_their_names_and_the_names_removed() {
         resources: ["a", "", "ccc"]
             .map(|name| Resource {
                 name: name.into(),
-                resource: Some(Any {
-                    type_url: "a.A".into(),
-                    value: vec![0x0a, 1, b'o'],
-                }),
+                resource: Some(Any { type_url: "a.A".into(), value: vec![0x0a, 1, b'o'] }),
                 ..Default::default()
             })
             .into(),
@@ -139,10 +129,7 @@ fn finds_resources_by_their_names_and_the_names_removed() {
         walker.finish().unwrap();
         let names: Vec<_> = found.iter().map(|it| (it.name, it.is_removed)).collect();
         let expected = [("a", false), ("", false), ("ccc", false), ("dd", true)];
-        assert_eq!(
-            names,
-            expected.map(|(name, is_removed)| (digest(name.as_bytes()), is_removed))
-        );
+        assert_eq!(names, expected.map(|(name, is_removed)| (digest(name.as_bytes()), is_removed)));
         // The bytes of each range are a message that has only this field.
         for it in found {
             let field = &bytes[it.range.start as usize..it.range.end as usize];

@@ -32,10 +32,7 @@ async fn a_limited_number_of_clients_have_streams_next_to_envoys() {
     }
     let (client, mut istiod) = streams.swap_remove(0);
     drop(client);
-    while soon(istiod.next_bytes())
-        .await
-        .is_ok_and(|next| next.is_some())
-    {}
+    while soon(istiod.next_bytes()).await.is_ok_and(|next| next.is_some()) {}
     let client = bench.envoy(Protocol::Delta).await;
     client.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
     drop((bench.accepted().await, client, streams));

@@ -298,11 +298,7 @@ async fn envoys_stream_is_held_and_its_requests_are_sent_again_until_istiod_has_
                 assert_eq!(&soon(istiod.next_bytes()).await.unwrap().unwrap(), request);
             }
             let health = soon(istiod.next_bytes()).await.unwrap().unwrap();
-            assert!(
-                health
-                    .windows(HEALTH.len())
-                    .any(|it| it == HEALTH.as_bytes())
-            );
+            assert!(health.windows(HEALTH.len()).any(|it| it == HEALTH.as_bytes()));
             if code == Code::Ok {
                 drop(istiod);
             } else {
@@ -332,18 +328,11 @@ async fn envoys_stream_is_held_while_the_token_is_refused() {
     std::fs::write(bench.directory.path().join("token"), "no token").unwrap();
     let mut envoy = bench.envoy(Protocol::Delta).await;
     envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
-    until("an error of istiod", || {
-        bench.istiod.status().last_error.is_some()
-    })
-    .await;
+    until("an error of istiod", || bench.istiod.status().last_error.is_some()).await;
     let problem = bench.istiod.status().last_error.unwrap().problem;
     // The code is that of an invalid token because the file holds two words.
     assert_eq!(problem.code, codes::ISTIOD_TOKEN_INVALID);
-    assert!(
-        problem
-            .found
-            .contains("Unauthenticated: authentication failure")
-    );
+    assert!(problem.found.contains("Unauthenticated: authentication failure"));
     bench.write_token("default", "bench");
     let mut istiod = bench.accepted().await;
     soon(istiod.next_bytes()).await.unwrap().unwrap();
@@ -364,9 +353,6 @@ async fn the_stream_of_an_application_ends_with_the_status_of_istiod() {
     let istiod = bench.accepted().await;
     istiod.end(Status::permission_denied("not you")).await;
     let status = client.end().await;
-    assert_eq!(
-        (status.code(), status.message()),
-        (Code::PermissionDenied, "not you")
-    );
+    assert_eq!((status.code(), status.message()), (Code::PermissionDenied, "not you"));
     bench.finish().await;
 }

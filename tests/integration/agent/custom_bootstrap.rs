@@ -12,10 +12,7 @@ fn a_custom_bootstrap_is_passed_to_envoy_and_kept() {
     fs::write(root.join("var/run/secrets/istio/root-cert.pem"), "").unwrap();
     fs::create_dir(root.join("own")).unwrap();
     fs::write(root.join("own/envoy.json"), "{}").unwrap();
-    let fake = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/tests/integration/support/fake-envoy"
-    );
+    let fake = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/integration/support/fake-envoy");
     symlink(fake, root.join("fake-envoy.exits-cleanly")).unwrap();
     fs::create_dir_all(root.join("etc/istio/pod")).unwrap();
     let no_status_port = "status.sidecar.istio.io/port=\"0\"\n";

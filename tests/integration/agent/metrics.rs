@@ -41,10 +41,7 @@ fn request(type_url: &str, nonce: &str, refusal: Option<&str>) -> DeltaDiscovery
 fn response(type_url: &str, nonce: &str, resources: usize) -> DeltaDiscoveryResponse {
     let resource = Resource {
         name: "r".into(),
-        resource: Some(Any {
-            type_url: type_url.into(),
-            value: vec![7; 20_000],
-        }),
+        resource: Some(Any { type_url: type_url.into(), value: vec![7; 20_000] }),
         ..Default::default()
     };
     DeltaDiscoveryResponse {
@@ -76,23 +73,14 @@ async fn each_type_shows_its_last_response_and_acks() {
     envoy.send(&request(CLUSTER, "", None));
     envoy.send(&request(LISTENER, "", None));
     let mut istiod = bench.accepted().await;
-    let sent = [
-        response(CLUSTER, "1", 2),
-        response(LISTENER, "2", 1),
-        response(CLUSTER, "3", 30),
-    ];
+    let sent = [response(CLUSTER, "1", 2), response(LISTENER, "2", 1), response(CLUSTER, "3", 30)];
     for response in &sent {
-        istiod
-            .send_bytes(response.encode_to_vec().into())
-            .await
-            .unwrap();
+        istiod.send_bytes(response.encode_to_vec().into()).await.unwrap();
         envoy.next_bytes().await;
     }
-    for (type_url, nonce, refusal) in [
-        (CLUSTER, "1", None),
-        (LISTENER, "2", Some("no such filter")),
-        (CLUSTER, "3", None),
-    ] {
+    for (type_url, nonce, refusal) in
+        [(CLUSTER, "1", None), (LISTENER, "2", Some("no such filter")), (CLUSTER, "3", None)]
+    {
         envoy.send(&request(type_url, nonce, refusal));
     }
     for _ in 0..5 {
@@ -102,10 +90,7 @@ async fn each_type_shows_its_last_response_and_acks() {
     let bytes = (sent[0].encoded_len() + sent[2].encoded_len()) as u64;
     assert_eq!((clusters.requests, clusters.responses), (3, 2));
     assert_eq!((clusters.acks, clusters.nacks), (2, 0));
-    assert_eq!(
-        (clusters.bytes, clusters.consumer),
-        (bytes, Some(Consumer::Envoy))
-    );
+    assert_eq!((clusters.bytes, clusters.consumer), (bytes, Some(Consumer::Envoy)));
     let last = clusters.last_response.unwrap();
     assert_eq!((&*last.version, &*last.nonce), ("version of 3", "3"));
     assert_eq!((last.resources, last.answered), (30, true));
@@ -185,12 +170,8 @@ fn the_table_of_metrics_names_every_metric_and_no_other() {
     let mut names = BTreeSet::new();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     names_in(&source, &mut names);
-    let cells = TABLE
-        .lines()
-        .filter_map(|line| line.strip_prefix("| `")?.split('`').next());
-    let cells = cells
-        .filter(|name| name.starts_with("istio_agent_"))
-        .map(str::to_owned);
+    let cells = TABLE.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    let cells = cells.filter(|name| name.starts_with("istio_agent_")).map(str::to_owned);
     assert_eq!(cells.collect::<BTreeSet<_>>(), names);
     assert!(!names.is_empty());
 }

@@ -30,10 +30,8 @@ const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
-pub const PROTOCOLS: [(Protocol, Variant); 2] = [
-    (Protocol::Sotw, Variant::StateOfTheWorld),
-    (Protocol::Delta, Variant::Delta),
-];
+pub const PROTOCOLS: [(Protocol, Variant); 2] =
+    [(Protocol::Sotw, Variant::StateOfTheWorld), (Protocol::Delta, Variant::Delta)];
 
 fn node() -> Option<Node> {
     Some(Node {
@@ -46,18 +44,12 @@ fn node() -> Option<Node> {
 pub fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     let type_url = type_url.to_owned();
     let mut bytes = match protocol {
-        Protocol::Sotw => DiscoveryRequest {
-            node: node(),
-            type_url,
-            ..Default::default()
+        Protocol::Sotw => {
+            DiscoveryRequest { node: node(), type_url, ..Default::default() }.encode_to_vec()
         }
-        .encode_to_vec(),
-        Protocol::Delta => DeltaDiscoveryRequest {
-            node: node(),
-            type_url,
-            ..Default::default()
+        Protocol::Delta => {
+            DeltaDiscoveryRequest { node: node(), type_url, ..Default::default() }.encode_to_vec()
         }
-        .encode_to_vec(),
     };
     prost::encoding::string::encode(777, &"from the future".to_owned(), &mut bytes);
     bytes
@@ -65,36 +57,18 @@ pub fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
 
 /// Returns a response with a resource of `size` bytes. It ends with an unknown field.
 pub fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
-    let any = Any {
-        type_url: type_url.into(),
-        value: vec![3; size],
-    };
+    let any = Any { type_url: type_url.into(), value: vec![3; size] };
     let (type_url, nonce) = (type_url.to_owned(), "nonce".to_owned());
     let mut bytes = match protocol {
         Protocol::Sotw => {
             let resources = vec![any];
-            DiscoveryResponse {
-                resources,
-                type_url,
-                nonce,
-                ..Default::default()
-            }
-            .encode_to_vec()
+            DiscoveryResponse { resources, type_url, nonce, ..Default::default() }.encode_to_vec()
         }
         Protocol::Delta => {
             let resource = Some(any);
-            let resources = vec![Resource {
-                name: "r".into(),
-                resource,
-                ..Default::default()
-            }];
-            DeltaDiscoveryResponse {
-                resources,
-                type_url,
-                nonce,
-                ..Default::default()
-            }
-            .encode_to_vec()
+            let resources = vec![Resource { name: "r".into(), resource, ..Default::default() }];
+            DeltaDiscoveryResponse { resources, type_url, nonce, ..Default::default() }
+                .encode_to_vec()
         }
     };
     prost::encoding::string::encode(777, &"from the future".to_owned(), &mut bytes);
@@ -137,11 +111,7 @@ async fn istiod_gets_the_agents_metadata_and_not_envoys() {
         assert!(!istiod.headers.contains_key("x-envoy-internal"));
         assert!(!istiod.headers.contains_key("grpc-accept-encoding"));
     }
-    assert_eq!(
-        bench.control_plane.connections().len(),
-        1,
-        "one connection for all streams"
-    );
+    assert_eq!(bench.control_plane.connections().len(), 1, "one connection for all streams");
     bench.finish().await;
 }
 
@@ -155,10 +125,7 @@ async fn the_newest_stream_replaces_an_older_one_of_either_protocol() {
     let newer = bench.envoy(Protocol::Sotw).await;
     newer.send_raw(framed(&request(Protocol::Sotw, CLUSTER)));
     assert_eq!(older.end().await.code(), Code::Ok);
-    assert!(!matches!(
-        soon(older_istiod.next_bytes()).await,
-        Ok(Some(_))
-    ));
+    assert!(!matches!(soon(older_istiod.next_bytes()).await, Ok(Some(_))));
     let mut istiod = bench.accepted().await;
     assert!(istiod.next_bytes().await.unwrap().is_some());
     drop((newer, istiod));
@@ -203,9 +170,7 @@ async fn workload_health_is_reported_between_envoys_requests_and_again_on_each_s
     for (number, (protocol, _)) in PROTOCOLS.repeat(2).into_iter().enumerate() {
         // Streams of clients that are not children of the agent, such as an Envoy in a wrapper or an application,
         // report health as well.
-        bench
-            .is_envoy
-            .store(number < PROTOCOLS.len(), Ordering::Relaxed);
+        bench.is_envoy.store(number < PROTOCOLS.len(), Ordering::Relaxed);
         bench.health.send_replace(None);
         let ill = Err("status code was not from [200,400), bad code 503".to_owned());
         let mut envoy = bench.envoy(protocol).await;
@@ -219,19 +184,13 @@ async fn workload_health_is_reported_between_envoys_requests_and_again_on_each_s
         assert_eq!(type_url, HEALTH);
         assert_eq!(error, Some((13, ill.clone().unwrap_err())));
         bench.health.send_replace(Some(Ok(())));
-        assert_eq!(
-            next_request(protocol, &mut istiod).await,
-            (HEALTH.into(), None)
-        );
+        assert_eq!(next_request(protocol, &mut istiod).await, (HEALTH.into(), None));
         drop((envoy, istiod));
         envoy = bench.envoy(protocol).await;
         envoy.send_raw(framed(&request(protocol, LISTENER)));
         istiod = bench.accepted().await;
         assert_eq!(next_request(protocol, &mut istiod).await.0, LISTENER);
-        assert_eq!(
-            next_request(protocol, &mut istiod).await,
-            (HEALTH.into(), None)
-        );
+        assert_eq!(next_request(protocol, &mut istiod).await, (HEALTH.into(), None));
     }
     bench.finish().await;
 }
@@ -303,9 +262,7 @@ async fn a_killed_istiod_ends_envoys_stream_as_unavailable_even_inside_a_message
             assert!(started > 0);
         }
         let idle = LocalIstiod::start(Default::default()).await.unwrap();
-        let options = std::mem::replace(&mut bench.control_plane, idle)
-            .kill()
-            .await;
+        let options = std::mem::replace(&mut bench.control_plane, idle).kill().await;
         assert_eq!(envoy.end().await.code(), Code::Unavailable);
         bench.control_plane = LocalIstiod::start(options).await.unwrap();
     }
@@ -326,17 +283,10 @@ async fn a_stalled_envoy_never_blocks_a_certificate_request() {
     let identity = SpiffeId::new("cluster.local", "default", "bench");
     for _ in 0..20 {
         let request = csr::generate(KeyType::P256, Default::default(), &identity).unwrap();
-        let chain = authority
-            .sign(&request.csr_pem, Duration::from_secs(60))
-            .await
-            .unwrap();
+        let chain = authority.sign(&request.csr_pem, Duration::from_secs(60)).await.unwrap();
         assert_eq!(chain.len(), 2);
     }
-    assert_eq!(
-        bench.control_plane.connections().len(),
-        1,
-        "one connection for both"
-    );
+    assert_eq!(bench.control_plane.connections().len(), 1, "one connection for both");
     drop(envoy);
     soon(flood).await.unwrap();
     bench.finish().await;
@@ -417,11 +367,7 @@ async fn a_first_delta_request_of_six_megabytes_passes() {
 async fn bad_requests_end_the_stream_with_a_status() {
     let bench = Bench::with(Interceptors::default(), 1000).await;
     let cases: [(&[u8], Code, &str); 6] = [
-        (
-            &[0, 0, 0, 4, 0],
-            Code::ResourceExhausted,
-            "larger than max (1024 vs. 1000)",
-        ),
+        (&[0, 0, 0, 4, 0], Code::ResourceExhausted, "larger than max (1024 vs. 1000)"),
         (
             &[0, 0xff, 0xff, 0xff, 0xff],
             Code::ResourceExhausted,
@@ -429,16 +375,8 @@ async fn bad_requests_end_the_stream_with_a_status() {
         ),
         (&[0, 0], Code::Internal, "2 bytes into a message"),
         (&[1, 0, 0, 0, 0], Code::Unimplemented, "compressed"),
-        (
-            &[0, 0, 0, 0, 2, 0x22, 9],
-            Code::Internal,
-            "not a protobuf message",
-        ),
-        (
-            &[0, 0, 0, 0, 9, 0x22],
-            Code::Internal,
-            "6 bytes into a message",
-        ),
+        (&[0, 0, 0, 0, 2, 0x22, 9], Code::Internal, "not a protobuf message"),
+        (&[0, 0, 0, 0, 9, 0x22], Code::Internal, "6 bytes into a message"),
     ];
     for (bytes, code, text) in cases {
         let mut envoy = bench.envoy(Protocol::Sotw).await;
@@ -462,10 +400,7 @@ async fn single_bytes_and_many_tiny_frames_are_understood() {
     }
     let mut istiod = bench.accepted().await;
     assert_eq!(istiod.next_bytes().await.unwrap().unwrap(), slow[5..]);
-    let tiny = DiscoveryRequest {
-        type_url: "t".into(),
-        ..Default::default()
-    };
+    let tiny = DiscoveryRequest { type_url: "t".into(), ..Default::default() };
     for _ in 0..10_000 {
         envoy.send(&tiny);
     }
@@ -480,10 +415,7 @@ async fn single_bytes_and_many_tiny_frames_are_understood() {
 #[tokio::test]
 async fn other_methods_are_unimplemented() {
     let bench = Bench::start().await;
-    for path in [
-        "/envoy.service.cluster.v3.ClusterDiscoveryService/StreamClusters",
-        "/",
-    ] {
+    for path in ["/envoy.service.cluster.v3.ClusterDiscoveryService/StreamClusters", "/"] {
         let envoy = Envoy::open_path(&bench.socket(), path).await;
         assert_eq!(envoy.end().await.code(), Code::Unimplemented);
     }
@@ -505,11 +437,7 @@ impl Interceptor for NameTableInterceptor {
     fn intercept(&self, _: Protocol, message: Bytes) -> Intercepting {
         let refused = message.windows(3).any(|bytes| bytes == b"bad");
         Box::pin(async move {
-            if refused {
-                Outcome::Rejected("a bad table".into())
-            } else {
-                Outcome::Accepted
-            }
+            if refused { Outcome::Rejected("a bad table".into()) } else { Outcome::Accepted }
         })
     }
 }
@@ -557,10 +485,7 @@ async fn intercepted_types_are_subscribed_acked_and_rewritten_in_order() {
 
     let table = |value: &[u8], nonce: &str| DiscoveryResponse {
         version_info: "v".into(),
-        resources: vec![Any {
-            type_url: NAMES.into(),
-            value: value.to_vec(),
-        }],
+        resources: vec![Any { type_url: NAMES.into(), value: value.to_vec() }],
         type_url: NAMES.into(),
         nonce: nonce.into(),
         ..Default::default()
@@ -570,23 +495,14 @@ async fn intercepted_types_are_subscribed_acked_and_rewritten_in_order() {
     istiod.send_bytes(extension(10)).await.unwrap();
     istiod.send_bytes(extension(70_000)).await.unwrap();
     istiod.send(&table(b"bad", "2")).await.unwrap();
-    istiod
-        .send_bytes(response(protocol, "istio.io/debug", 10))
-        .await
-        .unwrap();
-    istiod
-        .send_bytes(response(protocol, CLUSTER, 100_000))
-        .await
-        .unwrap();
+    istiod.send_bytes(response(protocol, "istio.io/debug", 10)).await.unwrap();
+    istiod.send_bytes(response(protocol, CLUSTER, 100_000)).await.unwrap();
 
     for (nonce, problem) in [("1", None), ("2", Some("a bad table"))] {
         let answer: DiscoveryRequest = soon(istiod.next()).await.unwrap().unwrap();
         assert_eq!((&*answer.type_url, &*answer.version_info), (NAMES, "v"));
         assert_eq!(answer.response_nonce, nonce);
-        assert_eq!(
-            answer.error_detail.as_ref().map(|status| &*status.message),
-            problem
-        );
+        assert_eq!(answer.error_detail.as_ref().map(|status| &*status.message), problem);
     }
     // The response with clusters overtakes the responses that wait to be rewritten. Those keep their order. The
     // response of type `istio.io/debug` is dropped: neither Envoy nor the agent uses the type.
@@ -610,16 +526,11 @@ async fn restarts_of_istiod_and_envoy_leak_no_task() {
         istiod.next_bytes().await.unwrap();
         answer(Protocol::Delta, &istiod, &mut envoy).await;
         let idle = LocalIstiod::start(Default::default()).await.unwrap();
-        let options = std::mem::replace(&mut bench.control_plane, idle)
-            .kill()
-            .await;
+        let options = std::mem::replace(&mut bench.control_plane, idle).kill().await;
         assert_eq!(envoy.end().await.code(), Code::Unavailable);
         bench.control_plane = LocalIstiod::start(options).await.unwrap();
     }
     let handles = tokio::runtime::Handle::current();
-    until("a quiet runtime", || {
-        handles.metrics().num_alive_tasks() < 12
-    })
-    .await;
+    until("a quiet runtime", || handles.metrics().num_alive_tasks() < 12).await;
     bench.finish().await;
 }

@@ -19,16 +19,8 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
     }
     for (words, code, said) in [
         ("--dry-run -b * -i *", 0, "-A OUTPUT -j ISTIO_OUTPUT\n"),
-        (
-            "--skip-rule-apply",
-            0,
-            "Istio config: --skip-rule-apply=true; IPv6: ",
-        ),
-        (
-            "--dry-run -b 80,x",
-            1,
-            "an item of --istio-inbound-ports is \"x\"",
-        ),
+        ("--skip-rule-apply", 0, "Istio config: --skip-rule-apply=true; IPv6: "),
+        ("--dry-run -b 80,x", 1, "an item of --istio-inbound-ports is \"x\""),
         (
             "-b * -i * --explain out,tcp,1337,10.0.0.5:443",
             0,
@@ -54,11 +46,7 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
             1,
             "a user of these arguments is \"no-such-user\", expected the name of a user of this machine",
         ),
-        (
-            "--skip-rule-apply -u root -g root",
-            0,
-            "--proxy-uid=root --proxy-gid=root ",
-        ),
+        ("--skip-rule-apply -u root -g root", 0, "--proxy-uid=root --proxy-gid=root "),
         ("--dry-run --old", 255, "unknown flag: --old"),
     ] {
         let output = run(words);

@@ -21,10 +21,7 @@ async fn only_secret(envoy: &mut Envoy) -> Secret {
 
 fn foreign_leaf() -> String {
     let key = KeyPair::generate().unwrap();
-    CertificateParams::default()
-        .self_signed(&key)
-        .unwrap()
-        .pem()
+    CertificateParams::default().self_signed(&key).unwrap().pem()
 }
 
 #[tokio::test]
@@ -33,10 +30,7 @@ async fn unusable_answers_are_logged_and_never_served() {
     let root = istiod.root_pem();
     let garbage = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
     let cases = [
-        (
-            vec![foreign_leaf(), root.clone()],
-            "the private key does not belong to the certificate",
-        ),
+        (vec![foreign_leaf(), root.clone()], "the private key does not belong to the certificate"),
         (vec![], "invalid empty CertChain"),
         (vec![foreign_leaf()], "invalid empty CertChain"),
         (
@@ -65,10 +59,7 @@ async fn unusable_answers_are_logged_and_never_served() {
     // These are the first secrets of the streams, because no unusable response has been served.
     let served = only_secret(&mut leaf).await;
     assert_eq!(served.name, "default");
-    assert!(matches!(
-        served.r#type,
-        Some(secret::Type::TlsCertificate(_))
-    ));
+    assert!(matches!(served.r#type, Some(secret::Type::TlsCertificate(_))));
     assert_eq!(only_secret(&mut roots).await.name, "ROOTCA");
     assert_eq!(istiod.certificates_signed(), 1);
 }
@@ -83,9 +74,7 @@ async fn an_expired_leaf_is_served_with_a_warning_while_there_is_no_other() {
     let agent = place.start().await;
     let mut leaf = ask_for_secrets(&place, &["default"]).await;
     assert_eq!(only_secret(&mut leaf).await.name, "default");
-    agent
-        .logs("new certificate: already expired (valid until 20")
-        .await;
+    agent.logs("new certificate: already expired (valid until 20").await;
 }
 
 #[tokio::test]
@@ -103,10 +92,7 @@ async fn a_certificate_is_renewed_pushed_and_kept_while_the_authority_is_down() 
     istiod.refuse_certificates(Some(Status::unavailable("maintenance")));
     agent.logs("maintenance").await;
     let mut another = ask_for_secrets(&place, &["default"]).await;
-    assert!(
-        second == only_secret(&mut another).await,
-        "not the last good one"
-    );
+    assert!(second == only_secret(&mut another).await, "not the last good one");
     istiod.refuse_certificates(None);
     assert!(second != only_secret(&mut another).await);
     assert!(!agent.log().contains("PRIVATE KEY"));
@@ -128,10 +114,7 @@ async fn roots_are_pushed_when_they_change_and_only_then() {
     }
     istiod.rotate_root().unwrap();
     let second = only_secret(&mut roots).await;
-    assert!(
-        first != second,
-        "the renewal of the certificate pushed the same roots"
-    );
+    assert!(first != second, "the renewal of the certificate pushed the same roots");
     let anchors = |secret: Secret| {
         let text = String::from_utf8_lossy(&secret.encode_to_vec()).into_owned();
         text.matches("BEGIN CERTIFICATE").count()

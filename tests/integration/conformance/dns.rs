@@ -24,24 +24,12 @@ use crate::support::{LISTENER, PATIENCE, free_port as free_tcp_port, options, re
 const NAME_TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 
 /// A host, its addresses, and for a Kubernetes service its short name, its namespace and an alternative host.
-type Row = (
-    &'static str,
-    &'static [&'static str],
-    Option<[&'static str; 3]>,
-);
+type Row = (&'static str, &'static [&'static str], Option<[&'static str; 3]>);
 
 const TABLE: &[Row] = &[
     ("www.google.com", &["1.1.1.1"], None),
-    (
-        "productpage.ns1.svc.cluster.local",
-        &["9.9.9.9"],
-        Some(["productpage", "ns1", ""]),
-    ),
-    (
-        "example.ns2.svc.cluster.local",
-        &["10.10.10.10"],
-        Some(["example", "ns2", ""]),
-    ),
+    ("productpage.ns1.svc.cluster.local", &["9.9.9.9"], Some(["productpage", "ns1", ""])),
+    ("example.ns2.svc.cluster.local", &["10.10.10.10"], Some(["example", "ns2", ""])),
     (
         "details.ns2.svc.cluster.remote",
         &["11.11.11.11", "12.12.12.12", "13.13.13.13", "14.14.14.14"],
@@ -50,18 +38,10 @@ const TABLE: &[Row] = &[
     (
         "svc-with-alt.ns1.svc.cluster.local",
         &["15.15.15.15"],
-        Some([
-            "svc-with-alt",
-            "ns1",
-            "svc-with-alt.ns1.svc.clusterset.local",
-        ]),
+        Some(["svc-with-alt", "ns1", "svc-with-alt.ns1.svc.clusterset.local"]),
     ),
     ("ipv6.localhost", &["2001:db8:0:0:0:ff00:42:8329"], None),
-    (
-        "dual.localhost",
-        &["2.2.2.2", "2001:db8:0:0:0:ff00:42:8329"],
-        None,
-    ),
+    ("dual.localhost", &["2.2.2.2", "2001:db8:0:0:0:ff00:42:8329"], None),
     ("ipv4.localhost", &["2.2.2.2"], None),
     ("*.b.wildcard", &["11.11.11.11"], None),
     ("*.wildcard", &["10.10.10.10"], None),
@@ -76,58 +56,27 @@ const ANSWERS: &[(&str, u16, u8, &[&str])] = &[
         "www.google.com.ns1.svc.cluster.local.",
         1,
         0,
-        &[
-            "www.google.com. 1.1.1.1",
-            "www.google.com.ns1.svc.cluster.local. www.google.com.",
-        ],
+        &["www.google.com. 1.1.1.1", "www.google.com.ns1.svc.cluster.local. www.google.com."],
     ),
     ("www.bing.com.", 1, 0, &["www.bing.com. 1.1.1.1"]),
-    (
-        "productpage.ns1.svc.cluster.local.",
-        1,
-        0,
-        &["productpage.ns1.svc.cluster.local. 9.9.9.9"],
-    ),
+    ("productpage.ns1.svc.cluster.local.", 1, 0, &["productpage.ns1.svc.cluster.local. 9.9.9.9"]),
     ("productpage.ns1.", 1, 0, &["productpage.ns1. 9.9.9.9"]),
     ("productpage.", 1, 0, &["productpage. 9.9.9.9"]),
-    (
-        "productpage.ns1.svc.cluster.local.ns1.svc.cluster.local.",
-        1,
-        3,
-        &[],
-    ),
+    ("productpage.ns1.svc.cluster.local.ns1.svc.cluster.local.", 1, 3, &[]),
     (
         "productpage.ns1.ns1.svc.cluster.local.",
         1,
         0,
-        &[
-            "productpage.ns1. 9.9.9.9",
-            "productpage.ns1.ns1.svc.cluster.local. productpage.ns1.",
-        ],
+        &["productpage.ns1. 9.9.9.9", "productpage.ns1.ns1.svc.cluster.local. productpage.ns1."],
     ),
     ("productpage.ns1.ns1.svc.cluster.local.", 28, 0, &[]),
     ("example.ns2.", 1, 0, &["example.ns2. 10.10.10.10"]),
-    (
-        "example.ns2.svc.cluster.local.",
-        1,
-        0,
-        &["example.ns2.svc.cluster.local. 10.10.10.10"],
-    ),
+    ("example.ns2.svc.cluster.local.", 1, 0, &["example.ns2.svc.cluster.local. 10.10.10.10"]),
     ("example.ns2.svc.", 1, 0, &["example.ns2.svc. 10.10.10.10"]),
     ("example.", 1, 3, &[]),
     ("svc-with-alt.", 1, 0, &["svc-with-alt. 15.15.15.15"]),
-    (
-        "svc-with-alt.ns1.",
-        1,
-        0,
-        &["svc-with-alt.ns1. 15.15.15.15"],
-    ),
-    (
-        "svc-with-alt.ns1.svc.",
-        1,
-        0,
-        &["svc-with-alt.ns1.svc. 15.15.15.15"],
-    ),
+    ("svc-with-alt.ns1.", 1, 0, &["svc-with-alt.ns1. 15.15.15.15"]),
+    ("svc-with-alt.ns1.svc.", 1, 0, &["svc-with-alt.ns1.svc. 15.15.15.15"]),
     (
         "svc-with-alt.ns1.svc.cluster.local.",
         1,
@@ -153,12 +102,7 @@ const ANSWERS: &[(&str, u16, u8, &[&str])] = &[
     ),
     ("details.ns2.", 1, 3, &[]),
     ("dual.localhost.", 1, 0, &["dual.localhost. 2.2.2.2"]),
-    (
-        "dual.localhost.",
-        28,
-        0,
-        &["dual.localhost. 2001:db8::ff00:42:8329"],
-    ),
+    ("dual.localhost.", 28, 0, &["dual.localhost. 2001:db8::ff00:42:8329"]),
     ("ipv6.localhost.", 1, 0, &[]),
     ("ipv4.localhost.", 28, 0, &[]),
     ("foo.wildcard.", 1, 0, &["foo.wildcard. 10.10.10.10"]),
@@ -169,18 +113,8 @@ const ANSWERS: &[(&str, u16, u8, &[&str])] = &[
         0,
         &["foo.wildcard.ns1.svc.cluster.local. 10.10.10.10"],
     ),
-    (
-        "foo.svc.mesh.company.net.",
-        1,
-        0,
-        &["foo.svc.mesh.company.net. 10.1.2.3"],
-    ),
-    (
-        "foo.foons.svc.mesh.company.net.",
-        1,
-        0,
-        &["foo.foons.svc.mesh.company.net. 10.1.2.3"],
-    ),
+    ("foo.svc.mesh.company.net.", 1, 0, &["foo.svc.mesh.company.net. 10.1.2.3"]),
+    ("foo.foons.svc.mesh.company.net.", 1, 0, &["foo.foons.svc.mesh.company.net. 10.1.2.3"]),
     (
         "foo.svc.mesh.company.net.ns1.svc.cluster.local.",
         1,
@@ -275,10 +209,7 @@ async fn dig_reads_every_answer_as_that_of_a_server_with_edns() {
         assert!(said.contains(expected), "{words}: {said}");
         assert!(said.contains("EDNS: version: 0"), "{words}: {said}");
         let options = ["COOKIE", "CLIENT-SUBNET", "WARNING"];
-        assert!(
-            !options.iter().any(|option| said.contains(option)),
-            "{words}: {said}"
-        );
+        assert!(!options.iter().any(|option| said.contains(option)), "{words}: {said}");
     }
 }
 
@@ -395,10 +326,7 @@ async fn the_last_name_table_is_used_while_istiod_is_unreachable() {
     drop(agent.envoy);
     for _ in 0..5 {
         tokio::time::sleep(Duration::from_millis(50)).await;
-        assert_eq!(
-            decode(&mesh.udp(&query).await).answers,
-            ["www.google.com. 1.1.1.1"]
-        );
+        assert_eq!(decode(&mesh.udp(&query).await).answers, ["www.google.com. 1.1.1.1"]);
     }
 }
 
@@ -443,9 +371,8 @@ async fn an_address_in_use_ends_the_agent() {
     let taken = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let istiod = LocalIstiod::start(options()).await.unwrap();
-    let place = Place::of(&istiod)
-        .set("ISTIO_META_DNS_CAPTURE", "true")
-        .set("DNS_PROXY_ADDR", &address);
+    let place =
+        Place::of(&istiod).set("ISTIO_META_DNS_CAPTURE", "true").set("DNS_PROXY_ADDR", &address);
     let (code, log) = place.ends().await;
     assert_eq!(code, 255, "{log}");
     assert!(log.contains("failed to start local DNS server: "), "{log}");
@@ -472,11 +399,7 @@ impl Mesh {
 
     async fn start_with(parallel: &str, timeout: &str) -> Self {
         if let Ok(address) = std::env::var("DNS_ADDR") {
-            return Self {
-                address: address.parse().unwrap(),
-                agent: None,
-                _child: None,
-            };
+            return Self { address: address.parse().unwrap(), agent: None, _child: None };
         }
         Self::at(free_port().await, parallel, timeout).await
     }
@@ -485,10 +408,8 @@ impl Mesh {
         let mut snapshot = Snapshot::default();
         snapshot.insert("common", Resource::new("", NAME_TABLE, table()));
         let snapshots = watch::Sender::new(Arc::new(snapshot));
-        let istiod = LocalIstiod::start(Options {
-            snapshots: Some(snapshots.subscribe()),
-            ..options()
-        });
+        let istiod =
+            LocalIstiod::start(Options { snapshots: Some(snapshots.subscribe()), ..options() });
         let istiod = istiod.await.unwrap();
         let resolver = resolver().await;
         let search = "ns1.svc.cluster.local svc.cluster.local cluster.local";
@@ -500,10 +421,7 @@ impl Mesh {
             .set("DNS_FORWARD_TIMEOUT", timeout)
             .set("ISTIO_AGENT_RESOLV_CONF", "resolv.conf");
         let resolver = format!("[{}]:{}", resolver.ip(), resolver.port());
-        place.write(
-            "resolv.conf",
-            format!("search {search}\nnameserver {resolver}\n"),
-        );
+        place.write("resolv.conf", format!("search {search}\nnameserver {resolver}\n"));
         let child = place.start().await;
         let protocol = istio_agent::xds::Protocol::Sotw;
         let envoy = Envoy::open(&place.xds_socket(), protocol).await;
@@ -511,11 +429,7 @@ impl Mesh {
         child.logs("name table of 12 hosts").await;
         Self {
             address,
-            agent: Some(Agent {
-                istiod,
-                envoy,
-                snapshots,
-            }),
+            agent: Some(Agent { istiod, envoy, snapshots }),
             _child: Some((child, place)),
         }
     }
@@ -584,28 +498,18 @@ struct NameInfo {
 fn table() -> Vec<u8> {
     let info = |ips: &[&str], kubernetes: Option<[&str; 3]>| {
         let [shortname, namespace, alt] = kubernetes.unwrap_or_default().map(str::to_owned);
-        let registry = if kubernetes.is_some() {
-            "Kubernetes"
-        } else {
-            "External"
-        };
+        let registry = if kubernetes.is_some() { "Kubernetes" } else { "External" };
         NameInfo {
             ips: ips.iter().map(ToString::to_string).collect(),
             registry: registry.to_owned(),
             shortname,
             namespace,
-            alt_hosts: Some(alt)
-                .filter(|alt| !alt.is_empty())
-                .into_iter()
-                .collect(),
+            alt_hosts: Some(alt).filter(|alt| !alt.is_empty()).into_iter().collect(),
         }
     };
     let rows = TABLE.iter();
     let table = rows.map(|(host, ips, of)| ((*host).to_owned(), info(ips, *of)));
-    NameTable {
-        table: table.collect(),
-    }
-    .encode_to_vec()
+    NameTable { table: table.collect() }.encode_to_vec()
 }
 
 /// Starts an upstream resolver on its own port. It knows `www.bing.com`, `cookie.example`, the 64 addresses of
@@ -640,10 +544,7 @@ async fn resolver() -> SocketAddr {
                     stream.read_exact(&mut query).await.unwrap();
                     let reply = resolve(&query);
                     let length = u16::try_from(reply.len()).unwrap().to_be_bytes();
-                    stream
-                        .write_all(&[&length[..], &reply].concat())
-                        .await
-                        .unwrap();
+                    stream.write_all(&[&length[..], &reply].concat()).await.unwrap();
                 }
             });
         }
@@ -703,20 +604,7 @@ fn cut(query: &[u8], end: usize) -> Vec<u8> {
 }
 
 fn query(name: &str, kind: u16, edns: Option<u16>) -> Vec<u8> {
-    let mut query = vec![
-        0x12,
-        0x34,
-        1,
-        0,
-        0,
-        1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        u8::from(edns.is_some()),
-    ];
+    let mut query = vec![0x12, 0x34, 1, 0, 0, 1, 0, 0, 0, 0, 0, u8::from(edns.is_some())];
     for label in name.split('.').filter(|label| !label.is_empty()) {
         query.push(u8::try_from(label.len()).unwrap());
         query.extend(label.as_bytes());
@@ -767,12 +655,7 @@ fn decode(message: &[u8]) -> Reply {
         answers.push(format!("{owner} {data}"));
     }
     answers.sort();
-    Reply {
-        code: message[3] & 0xf,
-        truncated: message[2] & 2 != 0,
-        answers,
-        opt,
-    }
+    Reply { code: message[3] & 0xf, truncated: message[2] & 2 != 0, answers, opt }
 }
 
 fn name(message: &[u8], mut at: usize) -> (String, usize) {

@@ -124,10 +124,7 @@ async fn a_flood_that_istiod_does_not_read_is_bounded_and_its_memory_is_released
         assert!(grown < 48 << 10, "grew by {grown} KiB");
         // istiod's streams stay open, and istiod still does not read them.
         let streams: Vec<_> = flooding.into_iter().map(|(_, stream)| stream).collect();
-        until("memory within the limit", || {
-            agent.memory("VmRSS") < before + GROWTH
-        })
-        .await;
+        until("memory within the limit", || agent.memory("VmRSS") < before + GROWTH).await;
         drop(streams);
     }
 }
@@ -146,9 +143,7 @@ async fn an_agent_out_of_descriptors_logs_it_and_recovers() {
         for _ in 0..100 {
             silent.push(soon(UnixStream::connect(&socket)).await.unwrap());
         }
-        agent
-            .logs("failed to accept downstream gRPC connection")
-            .await;
+        agent.logs("failed to accept downstream gRPC connection").await;
         drop(silent);
         assert_serves(&place, &mut istiod).await;
     }
@@ -179,9 +174,8 @@ async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
 /// Opens connections that do not use HTTP/2, or break it later, and expects that the agent closes them.
 async fn no_http2(socket: &Path) {
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-    let noise: Vec<u8> = (0..65_536u32)
-        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
-        .collect();
+    let noise: Vec<u8> =
+        (0..65_536u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     let settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
     // This is a HEADERS frame on stream 0, which the protocol forbids.
     let forbidden = [0, 0, 1, 1, 4, 0, 0, 0, 0, 0x82];
@@ -269,9 +263,7 @@ async fn large_secret_requests(place: &Place) {
 /// Opens 5,000 streams and resets each at once, or fewer if the agent closes the connection.
 async fn reset_streams(socket: &Path, path: &str) {
     let stream = TokioIo::new(UnixStream::connect(socket).await.unwrap());
-    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream)
-        .await
-        .unwrap();
+    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream).await.unwrap();
     let opening = async {
         for _ in 0..5_000 {
             let request = http::Request::post(format!("http://agent{path}"));

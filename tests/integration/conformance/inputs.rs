@@ -16,12 +16,7 @@ fn run(words: &[&str], input: &str) -> Output {
     command.args(words).env_clear();
     let pipes = [Stdio::piped(), Stdio::piped(), Stdio::piped()];
     let [stdin, stdout, stderr] = pipes;
-    let mut child = command
-        .stdin(stdin)
-        .stdout(stdout)
-        .stderr(stderr)
-        .spawn()
-        .unwrap();
+    let mut child = command.stdin(stdin).stdout(stdout).stderr(stderr).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     // A command that does not read its input may end earlier, which breaks the pipe.
     let _ = stdin.write_all(input.as_bytes());
@@ -57,11 +52,7 @@ fn standard_input_is_read_and_another_pipe_is_an_error_that_names_it() {
         (&["preflight", "/dev/stdin"], &pod, "with neither: 1,"),
         (&["preflight", "/dev/fd/0"], &pod, "with neither: 1,"),
         (&["scope", "--merge", "-"], &usage, "kind: Sidecar\n"),
-        (
-            &["scope", "--merge", "/dev/stdin"],
-            &usage,
-            "kind: Sidecar\n",
-        ),
+        (&["scope", "--merge", "/dev/stdin"], &usage, "kind: Sidecar\n"),
     ] {
         let output = run(words, input);
         let text = String::from_utf8(output.stdout).unwrap();

@@ -57,9 +57,7 @@ async fn talk(mut stream: TcpStream, answer: Option<&'static [u8]>) {
 }
 
 const HTTP_1: &[u8] = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n";
-const RANDOM: &[u8] = &[
-    0xa7, 0x13, 0xfe, 0x00, 0x91, 0x42, 0x5b, 0xc8, 0x66, 0x0d, 0xe1, 0x3f,
-];
+const RANDOM: &[u8] = &[0xa7, 0x13, 0xfe, 0x00, 0x91, 0x42, 0x5b, 0xc8, 0x66, 0x0d, 0xe1, 0x3f];
 
 /// Runs an agent with [`OtherServer`] on the address of its istiod, waits for `sentence` in the log, and starts a good
 /// istiod on this address.
@@ -84,11 +82,7 @@ async fn recovers_from(security: Security, answer: Option<&'static [u8]>, senten
 #[tokio::test]
 async fn a_silent_istiod_times_out() {
     tokio::join!(
-        recovers_from(
-            Security::Tls,
-            None,
-            "timed out after 10 s in the TLS handshake"
-        ),
+        recovers_from(Security::Tls, None, "timed out after 10 s in the TLS handshake"),
         recovers_from(Security::Plaintext, None, "waiting for HTTP/2"),
     );
 }
@@ -110,12 +104,7 @@ async fn a_refused_connection_is_logged_and_envoys_stream_held_until_istiod_retu
     let options = istiod.kill().await;
     let agent = place.start().await;
     let mut envoy = ask_for_clusters(&place).await;
-    agent
-        .logs(&format!(
-            "cannot connect to {}: Connection refused",
-            options.listen
-        ))
-        .await;
+    agent.logs(&format!("cannot connect to {}: Connection refused", options.listen)).await;
     let mut istiod = LocalIstiod::start(options).await.unwrap();
     answered(&mut envoy, &mut istiod).await;
 }
@@ -138,10 +127,7 @@ async fn a_certificate_for_another_name_is_refused_until_a_right_one_is_served()
 /// Returns the next stream of istiod, on which it has sent a response that Envoy has read.
 async fn next_answered_stream(envoy: &mut Envoy, istiod: &mut LocalIstiod) -> Stream {
     let stream = accepted(istiod).await;
-    let answer = DiscoveryResponse {
-        type_url: CLUSTER.into(),
-        ..Default::default()
-    };
+    let answer = DiscoveryResponse { type_url: CLUSTER.into(), ..Default::default() };
     stream.send(&answer).await.unwrap();
     envoy.next_bytes().await;
     stream
@@ -197,10 +183,7 @@ async fn malformed_messages_and_resets_end_only_their_stream() {
     }
     let mut envoy = ask_for_clusters(&place).await;
     let stream = accepted(&mut istiod).await;
-    let cluster = Any {
-        type_url: CLUSTER.into(),
-        value: vec![1; 20 << 20],
-    };
+    let cluster = Any { type_url: CLUSTER.into(), value: vec![1; 20 << 20] };
     let large = DiscoveryResponse {
         type_url: CLUSTER.into(),
         resources: vec![cluster],
@@ -219,11 +202,9 @@ async fn a_newer_stream_replaces_the_older_and_each_reads_the_token_again() {
     let place = Place::of(&istiod);
     let agent = place.start().await;
     let mut older: Option<Envoy> = None;
-    for (account, protocol) in [
-        ("first", Protocol::Delta),
-        ("second", Protocol::Sotw),
-        ("third", Protocol::Delta),
-    ] {
+    for (account, protocol) in
+        [("first", Protocol::Delta), ("second", Protocol::Sotw), ("third", Protocol::Delta)]
+    {
         let ttl = Duration::from_secs(600);
         place.write(TOKEN, istiod.mint_token("default", account, ttl).unwrap());
         let mut envoy = Envoy::open(&place.xds_socket(), protocol).await;

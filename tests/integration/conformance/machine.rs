@@ -107,10 +107,7 @@ fn the_start_script_gives_the_agent_what_the_files_of_istioctl_say() {
         (
             Some("ISTIO_SERVICE=cart.shop\nISTIO_CP_AUTH=NONE\nPILOT_ADDRESS=pilot:1"),
             None,
-            &[
-                ("ISTIO_AGENT_FLAGS", " --concurrency 2  --profiling=false "),
-                ("POD_NAME", "m"),
-            ],
+            &[("ISTIO_AGENT_FLAGS", " --concurrency 2  --profiling=false "), ("POD_NAME", "m")],
             &[
                 ("ARGUMENTS", "proxy --concurrency 2 --profiling=false"),
                 ("CA_ADDR", "pilot:1"),
@@ -123,17 +120,11 @@ fn the_start_script_gives_the_agent_what_the_files_of_istioctl_say() {
                 "agent=/bin/false\nCA_ADDR=ca:1\nISTIO_PILOT_PORT=5\nPROXY_CONFIG='concurrency: 2'",
             ),
             None,
-            &[
-                ("INSTANCE_IP", "10.0.0.8"),
-                ("ISTIO_INBOUND_INTERCEPTION_MODE", "TPROXY"),
-            ],
+            &[("INSTANCE_IP", "10.0.0.8"), ("ISTIO_INBOUND_INTERCEPTION_MODE", "TPROXY")],
             &[
                 ("CA_ADDR", "ca:1"),
                 ("INSTANCE_IP", "10.0.0.8"),
-                (
-                    "PROXY_CONFIG",
-                    "concurrency: 2\ndiscoveryAddress: istiod.istio-system.svc:5",
-                ),
+                ("PROXY_CONFIG", "concurrency: 2\ndiscoveryAddress: istiod.istio-system.svc:5"),
             ],
         ),
     ] {
@@ -154,11 +145,7 @@ fn the_start_script_gives_the_agent_what_the_files_of_istioctl_say() {
             }
         }
         for (name, value) in expected {
-            assert_eq!(
-                found.get(name).map(|v| &**v),
-                Some(*value),
-                "{name}: {files:?}"
-            );
+            assert_eq!(found.get(name).map(|v| &**v), Some(*value), "{name}: {files:?}");
         }
     }
 }
@@ -190,10 +177,8 @@ fn the_start_script_finds_envoy_in_path_unless_configured() {
         let path = format!("/usr/sbin:/usr/bin:/sbin:/bin:{}", bin.display());
         let variables = [("PATH", &*path), ("PROXY_CONFIG", proxy_config)];
         let printed = start(machine.path(), &[], &variables).unwrap();
-        let found = printed.contains(&format!(
-            "{proxy_config}\nbinaryPath: {}/envoy\n",
-            bin.display()
-        ));
+        let found =
+            printed.contains(&format!("{proxy_config}\nbinaryPath: {}/envoy\n", bin.display()));
         assert_eq!(found, expected, "{files:?} {proxy_config}: {printed}");
         assert!(found || !printed.contains("bin/envoy"), "{printed}");
     }
@@ -202,14 +187,8 @@ fn the_start_script_finds_envoy_in_path_unless_configured() {
 #[test]
 fn the_start_script_names_a_file_that_it_cannot_use() {
     for (content, expected) in [
-        (
-            "A='no end\n",
-            "cluster.env is not made of shell assignments",
-        ),
-        (
-            "ISTIO NAMESPACE=shop\n",
-            "cluster.env is not made of shell assignments",
-        ),
+        ("A='no end\n", "cluster.env is not made of shell assignments"),
+        ("ISTIO NAMESPACE=shop\n", "cluster.env is not made of shell assignments"),
     ] {
         let said = start(machine(&[(CLUSTER, content)]).path(), &[], &[]).unwrap_err();
         assert!(said.contains(expected), "{content:?}: {said}");
@@ -218,10 +197,7 @@ fn the_start_script_names_a_file_that_it_cannot_use() {
     let said = start(folder.path(), &[], &[]).unwrap_err();
     assert!(said.contains("cluster.env is no file that"), "{said}");
     let said = start(machine(&[]).path(), &["stop"], &[]).unwrap_err();
-    assert!(
-        said.contains("'stop' is not prepare, clean or doctor"),
-        "{said}"
-    );
+    assert!(said.contains("'stop' is not prepare, clean or doctor"), "{said}");
 }
 
 #[test]
@@ -237,10 +213,7 @@ fn the_doctor_has_the_settings_of_the_unit_and_of_istioctl() {
         "C=of_cluster",
         "INSTANCE_IP=192.0.2.1",
     ] {
-        assert!(
-            printed.lines().any(|line| line == expected),
-            "{expected}: {printed}"
-        );
+        assert!(printed.lines().any(|line| line == expected), "{expected}: {printed}");
     }
     assert!(!printed.contains("unset"), "{printed}");
     // For the unit, systemd reads this file, and the script does not.
@@ -253,9 +226,7 @@ fn the_start_script_does_not_remove_custom_iptables_rules() {
     for (custom, expected) in [("", "istio-iptables --cleanup-only"), ("true", "")] {
         let variables = [("ISTIO_CUSTOM_IP_TABLES", custom)];
         let printed = start(machine(&[]).path(), &["clean"], &variables).unwrap();
-        let arguments = printed
-            .lines()
-            .find_map(|line| line.strip_prefix("ARGUMENTS="));
+        let arguments = printed.lines().find_map(|line| line.strip_prefix("ARGUMENTS="));
         assert_eq!(arguments.unwrap_or_default(), expected);
     }
 }
@@ -278,16 +249,12 @@ async fn systemd_gets_readiness_and_watchdog_messages_unless_the_agent_hangs() {
     let socket = place.path("notify");
     let systemd = UnixDatagram::bind(&socket).unwrap();
     systemd.set_read_timeout(Some(PATIENCE)).unwrap();
-    let place = place
-        .set("NOTIFY_SOCKET", socket.to_str().unwrap())
-        .set("WATCHDOG_USEC", "100000");
+    let place = place.set("NOTIFY_SOCKET", socket.to_str().unwrap()).set("WATCHDOG_USEC", "100000");
     let agent = place.start().await;
     receive_until(&systemd, "READY=1");
     receive_until(&systemd, "WATCHDOG=1");
     agent.signal(Signal::STOP);
-    systemd
-        .set_read_timeout(Some(Duration::from_millis(300)))
-        .unwrap();
+    systemd.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     let mut buffer = [0; 64];
     // These messages were sent before the agent stopped.
     while systemd.recv(&mut buffer).is_ok() {}

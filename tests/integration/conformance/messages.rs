@@ -70,10 +70,7 @@ fn output_that_is_not_read_is_no_error() {
         (&format!("request --debug-port={port} GET /"), &[0]),
         // The exit code depends on the worst check of the report.
         ("doctor", &[1, 2]),
-        (
-            "istio-iptables --explain out,tcp,1337,10.0.0.5:443 -i * -b *",
-            &[0],
-        ),
+        ("istio-iptables --explain out,tcp,1337,10.0.0.5:443 -i * -b *", &[0]),
         ("istio-iptables --dry-run -i *", &[0]),
     ] {
         let (reader, writer) = std::io::pipe().unwrap();
@@ -111,11 +108,7 @@ fn a_misspelt_command_flag_variable_or_member_is_reported_with_the_nearest_name(
             255,
             "Error: unknown command \"proxi\" for \"pilot-agent\"\n\nDid you mean this?\n\tproxy\n",
         ),
-        (
-            "wait --periodMilis=1",
-            255,
-            "Error: unknown flag: --periodMilis (--periodMillis?)\n",
-        ),
+        ("wait --periodMilis=1", 255, "Error: unknown flag: --periodMilis (--periodMillis?)\n"),
         (
             "proxy --domian shop.svc.cluster.local",
             255,
@@ -173,25 +166,14 @@ fn a_failed_command_that_prints_data_writes_only_its_error_to_standard_error() {
         assert!(output.stdout.is_empty(), "{line}: {}", shown(&output));
         let error = String::from_utf8(output.stderr).unwrap();
         assert_eq!(error.matches('\n').count(), 1, "{line}: {error}");
-        assert!(
-            error.starts_with("Error: ") && !error.contains('\u{202e}'),
-            "{error}"
-        );
+        assert!(error.starts_with("Error: ") && !error.contains('\u{202e}'), "{error}");
     }
     // Other commands log the error as well, as pilot-agent does: in one line.
-    for line in [
-        "proxi",
-        "wait --bogus",
-        "request GET",
-        "istio-iptables --bogus",
-    ] {
+    for line in ["proxi", "wait --bogus", "request GET", "istio-iptables --bogus"] {
         let output = agent(folder.path(), line).output().unwrap();
         let (log, error) = (output.stdout, output.stderr);
         let log = String::from_utf8(log).unwrap();
-        assert!(
-            log.contains("\terror\t") && !log.contains("\\n"),
-            "{line}: {log}"
-        );
+        assert!(log.contains("\terror\t") && !log.contains("\\n"), "{line}: {log}");
         assert!(error.starts_with(b"Error: "), "{line}");
     }
 }
@@ -298,30 +280,10 @@ fn a_user_without_access_is_named_with_the_owner() {
         )
     };
     for (line, failed, path, mode) in [
-        (
-            "proxy",
-            "./proxy/XDS: cannot bind the socket",
-            "./proxy",
-            0o755,
-        ),
-        (
-            "proxy --meshConfig=closed/mesh",
-            "closed/mesh: ",
-            "./closed",
-            0o700,
-        ),
-        (
-            "proxy --log_target=proxy/log",
-            "cannot open proxy/log",
-            "proxy",
-            0o755,
-        ),
-        (
-            "bootstrap --output=proxy/out",
-            "proxy/out: cannot write the file",
-            "proxy",
-            0o755,
-        ),
+        ("proxy", "./proxy/XDS: cannot bind the socket", "./proxy", 0o755),
+        ("proxy --meshConfig=closed/mesh", "closed/mesh: ", "./closed", 0o700),
+        ("proxy --log_target=proxy/log", "cannot open proxy/log", "proxy", 0o755),
+        ("bootstrap --output=proxy/out", "proxy/out: cannot write the file", "proxy", 0o755),
     ] {
         let error = run(line);
         assert!(error.contains(failed), "{line}: {error}");

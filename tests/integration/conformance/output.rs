@@ -47,9 +47,8 @@ async fn rotations_are_written_without_envoy_with_mode_0600_or_0644_in_kubernete
 #[tokio::test]
 async fn secrets_from_files_are_written_too_and_each_rotation_of_them() {
     let istiod = local_istiod().await;
-    let place = Place::with_envoy(&istiod)
-        .set("FILE_MOUNTED_CERTS", "true")
-        .set("OUTPUT_CERTS", "./certs");
+    let place =
+        Place::with_envoy(&istiod).set("FILE_MOUNTED_CERTS", "true").set("OUTPUT_CERTS", "./certs");
     std::fs::create_dir(place.path("certs")).unwrap();
     let mount = || {
         let key = KeyPair::generate().unwrap();
@@ -73,16 +72,13 @@ async fn secrets_from_files_are_written_too_and_each_rotation_of_them() {
 #[tokio::test]
 async fn certificates_are_not_written_to_the_directory_that_secrets_are_read_from() {
     let istiod = local_istiod().await;
-    let place = Place::of(&istiod)
-        .set("FILE_MOUNTED_CERTS", "true")
-        .set("OUTPUT_CERTS", "etc/certs/");
+    let place =
+        Place::of(&istiod).set("FILE_MOUNTED_CERTS", "true").set("OUTPUT_CERTS", "etc/certs/");
     for name in NAMES {
         place.write(&format!("etc/certs/{name}"), istiod.root_pem());
     }
     let agent = place.start().await;
-    agent
-        .logs("OUTPUT_CERTS: secrets are read from etc/certs")
-        .await;
+    agent.logs("OUTPUT_CERTS: secrets are read from etc/certs").await;
     for name in NAMES {
         let found = std::fs::read_to_string(place.path("etc/certs").join(name)).unwrap();
         assert_eq!(found, istiod.root_pem(), "{name}");
@@ -108,10 +104,7 @@ async fn the_next_agent_uses_the_written_certificate_as_its_client_certificate()
 
     place.write(TOKEN, "no token at all");
     let agent = place.start_only();
-    until("another certificate", || {
-        files(&place).is_some_and(|now| now[0] != first[0])
-    })
-    .await;
+    until("another certificate", || files(&place).is_some_and(|now| now[0] != first[0])).await;
     assert!(!agent.log().contains("using token instead"));
 }
 

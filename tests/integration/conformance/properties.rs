@@ -30,15 +30,12 @@ fn protocol() -> impl Strategy<Value = Protocol> {
 
 /// Generates gRPC frames, some of them with a wrong length, and noise between them.
 fn almost_frames() -> impl Strategy<Value = Vec<u8>> {
-    let frame = (
-        any::<bool>(),
-        prop::collection::vec(any::<u8>(), 0..40),
-        0u32..60,
-    )
-        .prop_map(|(honest, message, lie)| {
+    let frame = (any::<bool>(), prop::collection::vec(any::<u8>(), 0..40), 0u32..60).prop_map(
+        |(honest, message, lie)| {
             let length = if honest { message.len() as u32 } else { lie };
             [&[0], &length.to_be_bytes()[..], &message].concat()
-        });
+        },
+    );
     let noise = prop::collection::vec(any::<u8>(), 0..40);
     prop::collection::vec(prop_oneof![4 => frame, 1 => noise], 0..6).prop_map(|all| all.concat())
 }
@@ -78,18 +75,14 @@ fn almost_yaml() -> impl Strategy<Value = String> {
         ".{0,10}",
     ];
     prop::collection::vec((name, value), 0..6).prop_map(|members| {
-        let lines = members
-            .iter()
-            .map(|(name, value)| format!("{name}: {value}\n"));
+        let lines = members.iter().map(|(name, value)| format!("{name}: {value}\n"));
         lines.collect()
     })
 }
 
 /// Loads a configuration with this `PROXY_CONFIG` in a directory that does not exist.
 fn load(text: &str) -> Result<(), Vec<Problem>> {
-    let typed = cli::parse(["pilot-agent", "proxy"].map(str::to_owned))
-        .unwrap()
-        .cli;
+    let typed = cli::parse(["pilot-agent", "proxy"].map(str::to_owned)).unwrap().cli;
     let Some(Command::Proxy(flags)) = typed.command else {
         panic!("the command is proxy");
     };

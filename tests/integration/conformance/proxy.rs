@@ -29,11 +29,7 @@ impl Tinyproxy {
         );
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), settings).unwrap();
-        let started = Command::new("tinyproxy")
-            .arg("-d")
-            .arg("-c")
-            .arg(file.path())
-            .spawn();
+        let started = Command::new("tinyproxy").arg("-d").arg("-c").arg(file.path()).spawn();
         let Ok(mut child) = started else {
             let sentence = "There is no tinyproxy.";
             assert!(std::env::var_os("PROXY_TESTS").is_none(), "{sentence}");

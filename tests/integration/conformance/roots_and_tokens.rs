@@ -18,10 +18,7 @@ fn expired_root() -> String {
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.not_before = rcgen::date_time_ymd(2001, 1, 1);
     params.not_after = rcgen::date_time_ymd(2002, 1, 1);
-    params
-        .self_signed(&KeyPair::generate().unwrap())
-        .unwrap()
-        .pem()
+    params.self_signed(&KeyPair::generate().unwrap()).unwrap().pem()
 }
 
 #[tokio::test]
@@ -35,10 +32,7 @@ async fn broken_roots_are_logged_and_repaired_ones_used_without_a_restart() {
         (None, "root-cert.pem: No such file"),
         (Some("no roots"), "no PEM certificate in 8 bytes"),
         (Some(garbage), "no usable certificate (1 broken, 0 expired)"),
-        (
-            Some(&*expired),
-            "no usable certificate (0 broken, 1 expired)",
-        ),
+        (Some(&*expired), "no usable certificate (0 broken, 1 expired)"),
     ];
     place.write(ROOT, "");
     let agent = place.start().await;
@@ -82,10 +76,7 @@ async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
     std::fs::remove_file(place.path(ROOT)).unwrap();
     let (code, log) = place.ends().await;
     assert_eq!(code, 255);
-    assert!(
-        log.contains("root file for istiod (ConfigMap istio-ca-root-cert)"),
-        "{log}"
-    );
+    assert!(log.contains("root file for istiod (ConfigMap istio-ca-root-cert)"), "{log}");
     assert!(log.contains(ROOT), "{log}");
 }
 
@@ -103,9 +94,7 @@ async fn the_root_of_another_mesh_is_refused_and_the_right_one_used_once_it_is_t
 #[tokio::test]
 async fn a_refused_token_holds_envoys_stream_until_a_valid_one_is_read_without_a_restart() {
     let mut istiod = local_istiod().await;
-    let expired = istiod
-        .mint_token("default", "bench", Duration::ZERO)
-        .unwrap();
+    let expired = istiod.mint_token("default", "bench", Duration::ZERO).unwrap();
     let foreign = token(&local_istiod().await);
     let (huge, large) = ("x".repeat(100_000), "y".repeat(60_000));
     let cases = [
@@ -116,10 +105,7 @@ async fn a_refused_token_holds_envoys_stream_until_a_valid_one_is_read_without_a
         (&*expired, "request authenticate failure"),
         (&foreign, "request authenticate failure"),
         (&huge, "istio-token: more than 65536 bytes"),
-        (
-            "two words",
-            "byte 0x20 at position 3 is not allowed in a header",
-        ),
+        ("two words", "byte 0x20 at position 3 is not allowed in a header"),
         (&large, ""),
     ];
     for (spoilt, sentence) in cases {
@@ -181,9 +167,7 @@ async fn a_late_client_certificate_is_sent_even_without_an_authority() {
     let files = ["key.pem", "cert-chain.pem"];
     let with_root = ["key.pem", "cert-chain.pem", "root-cert.pem"];
     until("a certificate", || {
-        with_root
-            .iter()
-            .all(|file| issued.path("certs").join(file).exists())
+        with_root.iter().all(|file| issued.path("certs").join(file).exists())
     })
     .await;
 

@@ -28,16 +28,8 @@ async fn formats_are_negotiated_separately_with_envoy_and_the_application() {
     for (accept, envoy, application) in [
         ("", ASKED_FOR_TEXT, ASKED_FOR_TEXT.to_owned()),
         ("*/*", ASKED_FOR_TEXT, ASKED_FOR_TEXT.into()),
-        (
-            "application/*",
-            ASKED_FOR_TEXT,
-            format!("{om};version=0.0.1"),
-        ),
-        (
-            "application/vnd.google.protobuf;proto=x;q=0.9",
-            ASKED_FOR_TEXT,
-            ASKED_FOR_TEXT.into(),
-        ),
+        ("application/*", ASKED_FOR_TEXT, format!("{om};version=0.0.1")),
+        ("application/vnd.google.protobuf;proto=x;q=0.9", ASKED_FOR_TEXT, ASKED_FOR_TEXT.into()),
         ("text/*", "text/*", "text/*".into()),
         (
             prometheus,
@@ -50,10 +42,7 @@ async fn formats_are_negotiated_separately_with_envoy_and_the_application() {
             accept => format!("accept: {accept}\r\n"),
         };
         assert_eq!(scraped.page_with(&header).await.status, 200);
-        for (source, expected) in [
-            (&scraped.envoy, envoy),
-            (&scraped.targets[0], &*application),
-        ] {
+        for (source, expected) in [(&scraped.envoy, envoy), (&scraped.targets[0], &*application)] {
             let sent = source.was_sent("accept").unwrap_or_default();
             assert_eq!(formats(&sent), formats(expected), "{accept}");
         }
@@ -66,10 +55,7 @@ fn formats(accept: &str) -> Vec<Vec<String>> {
     let mut formats: Vec<_> = accept
         .split(',')
         .map(|member| {
-            let mut parts: Vec<_> = member
-                .split(';')
-                .map(|part| part.trim().to_owned())
-                .collect();
+            let mut parts: Vec<_> = member.split(';').map(|part| part.trim().to_owned()).collect();
             parts.retain(|part| !part.starts_with("q="));
             parts[1..].sort();
             parts
@@ -87,10 +73,7 @@ async fn each_scrape_source_gets_only_the_headers_meant_for_it() {
     scraped.page_with(headers).await;
     let (envoy, application) = (&scraped.envoy, &scraped.targets[0]);
     let asked = envoy.last_request();
-    assert!(
-        asked.starts_with("GET /stats/prometheus?usedonly&a=b HTTP/1.1\r\n"),
-        "{asked}"
-    );
+    assert!(asked.starts_with("GET /stats/prometheus?usedonly&a=b HTTP/1.1\r\n"), "{asked}");
     let asked = application.last_request();
     assert!(asked.starts_with("GET /m?x=y HTTP/1.1\r\n"), "{asked}");
     for source in [envoy, application] {
@@ -111,10 +94,7 @@ async fn a_single_target_gives_the_page_its_format() {
     let scraped = Scraped::start(1).await;
     let application = &scraped.targets[0];
     for (kind, expected) in [
-        (
-            "application/openmetrics-text; version=1.0.0; charset=utf-8",
-            OM1,
-        ),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", OM1),
         ("application/openmetrics-text; version=0.0.1", OM0),
         ("application/openmetrics-text", OM0),
         ("text/plain; version=0.0.4", TEXT),
@@ -153,11 +133,7 @@ async fn several_targets_are_merged_in_order_in_the_format_they_share() {
         two.has(second.0, &body("two", second.1));
         let page = scraped.page().await;
         page.assert_readable(expected);
-        assert_eq!(
-            (page.kind(), page.ends()),
-            (expected, ends),
-            "{first:?}, {second:?}"
-        );
+        assert_eq!((page.kind(), page.ends()), (expected, ends), "{first:?}, {second:?}");
         assert_eq!(page.samples(), ["one 1", "two 1", "envoy 1"]);
         assert!(ends == 0 || page.text().ends_with("\n# EOF\n"));
     }
@@ -184,10 +160,7 @@ async fn a_target_that_fails_leaves_the_others_their_format_and_is_counted() {
     page.assert_readable("all fail");
     assert_eq!((page.kind(), page.samples().len()), (TEXT, 0));
     assert_eq!(page.figure(series), before + 3);
-    assert_eq!(
-        page.figure("istio_agent_scrape_failures_total{type=\"envoy\"}"),
-        1
-    );
+    assert_eq!(page.figure("istio_agent_scrape_failures_total{type=\"envoy\"}"), 1);
 }
 
 #[tokio::test]
@@ -272,9 +245,7 @@ fn noise(length: usize) -> Vec<u8> {
 fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
     let text = |body: &[u8]| answer_of(TEXT, "", body);
     let cut = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 99\r\n\r\napp 1\na";
-    let many: String = (0..100_000)
-        .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
-        .collect();
+    let many: String = (0..100_000).map(|n| format!("many{{n=\"{n}\"}} 1\n")).collect();
     let headers = "x-more: y\r\n".repeat(200_000);
     let garbage = [&noise(MIB)[..], b"\napp 1\n"].concat();
     vec![
@@ -282,11 +253,7 @@ fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
         ("noise", text(&garbage), 1),
         ("half a line", text(b"app 1\napp{a=\"b"), 1),
         ("a body cut off", cut.to_vec(), 1),
-        (
-            "two families of a name",
-            text(b"# TYPE app gauge\napp 1\n# TYPE app gauge\napp 2\n"),
-            2,
-        ),
+        ("two families of a name", text(b"# TYPE app gauge\napp 1\n# TYPE app gauge\napp 2\n"), 2),
         (
             "the agent's own family",
             text(
@@ -295,22 +262,10 @@ fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
             ),
             1,
         ),
-        (
-            "Envoy's family",
-            text(b"# TYPE envoy gauge\nenvoy 7\napp 1\n"),
-            1,
-        ),
-        (
-            "a bomb",
-            answer_of(TEXT, "content-encoding: gzip\r\n", &bomb()),
-            0,
-        ),
+        ("Envoy's family", text(b"# TYPE envoy gauge\nenvoy 7\napp 1\n"), 1),
+        ("a bomb", answer_of(TEXT, "content-encoding: gzip\r\n", &bomb()), 0),
         ("a line without an end", text(&vec![b'a'; 4 * MIB]), 0),
-        (
-            "headers without an end",
-            answer_of(TEXT, &headers, b"app 1\n"),
-            0,
-        ),
+        ("headers without an end", answer_of(TEXT, &headers, b"app 1\n"), 0),
         ("no HTTP", b"app 1\n".to_vec(), 0),
         ("nothing", Vec::new(), 0),
     ]
@@ -328,17 +283,12 @@ async fn a_hostile_source_costs_its_own_samples_and_little_memory() {
         let before = scraped.agent.memory("VmRSS");
         for (what, bytes, samples) in hostile() {
             scraped.targets[0].says(bytes);
-            let page = scraped
-                .page_with("x-prometheus-scrape-timeout-seconds: 20\r\n")
-                .await;
+            let page = scraped.page_with("x-prometheus-scrape-timeout-seconds: 20\r\n").await;
             page.assert_readable(what);
             // A series that the page has already from an earlier source is left out, so one sample may be missing.
             let most = 1 + good + samples;
             let found = page.samples().len();
-            assert!(
-                (most - samples.min(1)..=most).contains(&found),
-                "{what}: {found} of {most}"
-            );
+            assert!((most - samples.min(1)..=most).contains(&found), "{what}: {found} of {most}");
         }
         let grown = scraped.agent.memory("VmRSS").saturating_sub(before);
         assert!(grown < 24 << 10, "{grown} KiB more");
@@ -359,9 +309,7 @@ async fn a_source_that_hangs_does_not_exceed_the_timeout_of_the_scraper() {
     ] {
         scraped.targets[0].says_and_holds(&says);
         let begin = Instant::now();
-        let page = scraped
-            .page_with("x-prometheus-scrape-timeout-seconds: 1\r\n")
-            .await;
+        let page = scraped.page_with("x-prometheus-scrape-timeout-seconds: 1\r\n").await;
         let took = begin.elapsed();
         assert!(took < Duration::from_millis(1500), "{took:?}");
         page.assert_readable(&says);
@@ -386,10 +334,7 @@ async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetric
     assert!(scraped.raw().await.ends_with("\r\n0\r\n\r\n"));
     scraped.targets[0].says(cut(OM1));
     let found = scraped.raw().await;
-    assert!(
-        !found.ends_with("\r\n0\r\n\r\n") && !found.contains("# EOF"),
-        "{found}"
-    );
+    assert!(!found.ends_with("\r\n0\r\n\r\n") && !found.contains("# EOF"), "{found}");
     // A page that only lacks its end is complete.
     scraped.targets[0].says(String::from_utf8(answer_of(OM1, "", b"app 1\n")).unwrap());
     let page = scraped.page().await;
@@ -413,23 +358,13 @@ async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_ar
     scraped.targets[0].says(answer);
     let page = scraped.page().await;
     page.assert_readable("gzip");
-    assert_eq!(
-        page.samples(),
-        ["app{n=\"1\"} 1", "app{n=\"1\"} 1", "envoy 1"]
-    );
+    assert_eq!(page.samples(), ["app{n=\"1\"} 1", "app{n=\"1\"} 1", "envoy 1"]);
 }
 
 #[tokio::test]
 async fn unknown_content_encodings_of_a_page_are_ignored() {
     let scraped = Scraped::start(1).await;
-    let rows = [
-        "",
-        "UTF-8",
-        "none",
-        "chunked",
-        "text/plain; version=0.0.4",
-        "identity",
-    ];
+    let rows = ["", "UTF-8", "none", "chunked", "text/plain; version=0.0.4", "identity"];
     for coding in rows {
         let header = format!("content-encoding: {coding}\r\n");
         let body = b"# TYPE site_up gauge\nsite_up{site=\"a\"} 1\nsite_up{site=\"b\"} 0\n";
@@ -460,11 +395,7 @@ async fn a_target_without_an_eof_line_loses_no_samples_of_the_other_targets() {
         two.has(OM1, body);
         let page = scraped.page().await;
         page.assert_readable(body);
-        let expected: Vec<_> = ["one 1"]
-            .into_iter()
-            .chain(left)
-            .chain(["envoy 1"])
-            .collect();
+        let expected: Vec<_> = ["one 1"].into_iter().chain(left).chain(["envoy 1"]).collect();
         assert_eq!(page.samples(), expected, "{body}");
     }
     assert_eq!(scraped.failures("application").await, 0);
@@ -487,12 +418,8 @@ async fn a_target_that_leads_to_the_agents_own_page_is_asked_once() {
         head + "content-length: 0\r\nconnection: close\r\n\r\n"
     };
     between.says(to(scraped.port(), "/metrics"));
-    for (number, answer) in [
-        to(scraped.port(), "/stats/prometheus"),
-        to(between.port, "/m"),
-    ]
-    .into_iter()
-    .enumerate()
+    for (number, answer) in
+        [to(scraped.port(), "/stats/prometheus"), to(between.port, "/m")].into_iter().enumerate()
     {
         scraped.targets[0].says(answer);
         let page = scraped.page().await;
@@ -565,32 +492,21 @@ async fn prometheus_has_all_series_of_the_page() {
         finds(series).await;
     }
     if is_this_agent("pages with malformed lines") {
-        let many: String = (0..40_000)
-            .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
-            .collect();
+        let many: String = (0..40_000).map(|n| format!("many{{n=\"{n}\"}} 1\n")).collect();
         let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/scrape");
         let read = |path| std::fs::read_to_string(format!("{golden}/{path}")).unwrap();
         let text = read("malformed/app0.txt") + "text{x=\"a\nb\"} 1\n";
         let metrics = read("malformed_openmetrics/app0.om").replace("# EOF\n", "");
         scraped.envoy.has(TEXT, &read("malformed/envoy"));
         // Both targets use text first, then OpenMetrics, each with a small page and with a large one.
-        for (number, (kind, more)) in [(TEXT, ""), (TEXT, &many), (OM1, ""), (OM1, &many)]
-            .into_iter()
-            .enumerate()
+        for (number, (kind, more)) in
+            [(TEXT, ""), (TEXT, &many), (OM1, ""), (OM1, &many)].into_iter().enumerate()
         {
-            let (body, end) = if kind == TEXT {
-                (&text, "")
-            } else {
-                (&metrics, "# EOF\n")
-            };
+            let (body, end) = if kind == TEXT { (&text, "") } else { (&metrics, "# EOF\n") };
             let mark = format!("mark{number}");
             scraped.targets[0].has(kind, &format!("{body}{more}{mark} 1\n{end}"));
             scraped.targets[1].has(kind, &format!("{mark}_too 1\n{end}"));
-            let first = if kind == TEXT {
-                "text"
-            } else {
-                "delay_seconds"
-            };
+            let first = if kind == TEXT { "text" } else { "delay_seconds" };
             for series in [first, "site_up", "envoy_up", "envoy_rq_total", "last"] {
                 finds(&format!("{series}%20and%20on()%20{mark}")).await;
             }
@@ -600,9 +516,7 @@ async fn prometheus_has_all_series_of_the_page() {
     if is_this_agent("a failed scrape where an OpenMetrics source breaks off") {
         let cut_off = "content-length: 100\r\nconnection: close\r\n\r\n# TYPE shared counter\n";
         for target in &scraped.targets {
-            target.says(format!(
-                "HTTP/1.1 200 OK\r\ncontent-type: {OM1}\r\n{cut_off}"
-            ));
+            target.says(format!("HTTP/1.1 200 OK\r\ncontent-type: {OM1}\r\n{cut_off}"));
         }
         finds("up==0").await;
     }

@@ -88,18 +88,13 @@ async fn every_mode_of_files_serves_them_without_an_authority() {
     ] {
         let istiod = local_istiod().await;
         let root = "var/root.pem";
-        let place = Place::with_envoy(&istiod)
-            .set(variable, value)
-            .set("XDS_ROOT_CA", root);
+        let place = Place::with_envoy(&istiod).set(variable, value).set("XDS_ROOT_CA", root);
         place.write(root, istiod.root_pem());
         let chain = workload(&place, directory, names);
         let _agent = place.start().await;
         let served = fetch_secrets(&place, &["default", "ROOTCA"]).await;
         assert_eq!(served.len(), 2, "{directory} {variable}");
-        assert!(
-            served.iter().all(|(_, pem)| pem.contains(&chain)),
-            "{directory} {variable}"
-        );
+        assert!(served.iter().all(|(_, pem)| pem.contains(&chain)), "{directory} {variable}");
         assert_eq!(istiod.certificates_signed(), 0, "{directory} {variable}");
     }
 }
@@ -112,18 +107,12 @@ async fn text_that_is_no_pem_is_named_in_the_log_without_its_content_and_comment
     let secret = key.lines().nth(1).unwrap();
     let comment = format!("Bag Attributes\n    friendlyName: x\nsubject=CN = x\n{chain}");
     place.write("chain.pem", &comment);
-    place.write(
-        "key.pem",
-        format!("{key}-----BEGIN PRIVATE KEY-----\n{secret}\n"),
-    );
+    place.write("key.pem", format!("{key}-----BEGIN PRIVATE KEY-----\n{secret}\n"));
     place.write("good-key.pem", &key);
     place.write("roots.pem", format!("{chain}\0{other}"));
     let agent = place.start().await;
-    let names = [
-        "file-cert:chain.pem~key.pem",
-        "file-cert:chain.pem~good-key.pem",
-        "file-root:roots.pem",
-    ];
+    let names =
+        ["file-cert:chain.pem~key.pem", "file-cert:chain.pem~good-key.pem", "file-root:roots.pem"];
     for name in names {
         fetch_secrets(&place, &[name]).await;
     }
@@ -151,16 +140,11 @@ async fn impossible_configurations_of_files_are_errors() {
             &[("FILE_MOUNTED_CERTS", "1"), ("PROV_CERT", "etc")],
             "nothing, because FILE_MOUNTED_CERTS is set",
         ),
-        (
-            &[("ISTIO_AGENT_EXTERNAL_SDS", "maybe")],
-            "wait, fallback or fail",
-        ),
+        (&[("ISTIO_AGENT_EXTERNAL_SDS", "maybe")], "wait, fallback or fail"),
         (&[("ISTIO_AGENT_SDS_USERS", "root")], "numbers of users"),
     ] {
         let place = Place::with_envoy(&istiod);
-        let place = variables
-            .iter()
-            .fold(place, |place, (name, value)| place.set(name, value));
+        let place = variables.iter().fold(place, |place, (name, value)| place.set(name, value));
         let (code, log) = place.ends().await;
         assert_ne!(code, 0);
         assert!(log.contains(expected), "{expected} in {log}");
@@ -175,27 +159,15 @@ async fn mounted_files_that_rotate_and_vanish_are_pushed_and_kept() {
     let _agent = place.start().await;
     let mut envoy = ask_for_secrets(&place, &["default"]).await;
     let response = next_response(&mut envoy).await;
-    assert!(
-        contents(response.resources.iter().map(|any| &any.value))[0]
-            .1
-            .contains(&first)
-    );
+    assert!(contents(response.resources.iter().map(|any| &any.value))[0].1.contains(&first));
     let second = workload(&place, MOUNTED, NAMES);
     let response = next_response(&mut envoy).await;
-    assert!(
-        contents(response.resources.iter().map(|any| &any.value))[0]
-            .1
-            .contains(&second)
-    );
+    assert!(contents(response.resources.iter().map(|any| &any.value))[0].1.contains(&second));
     for name in NAMES {
         std::fs::remove_file(place.path(MOUNTED).join(name)).unwrap();
     }
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
-    assert!(
-        fetch_secrets(&place, &["default"]).await[0]
-            .1
-            .contains(&second)
-    );
+    assert!(fetch_secrets(&place, &["default"]).await[0].1.contains(&second));
     assert_eq!(istiod.certificates_signed(), 0);
 }
 
@@ -224,11 +196,7 @@ async fn a_request_for_500_names_is_answered_with_the_499_secrets_that_exist() {
     let names = write_pairs(&place, 500, 77);
     let _agent = place.start().await;
     let asked: Vec<&str> = names.iter().map(String::as_str).collect();
-    let expected: HashSet<&str> = asked
-        .iter()
-        .copied()
-        .filter(|&name| name != asked[77])
-        .collect();
+    let expected: HashSet<&str> = asked.iter().copied().filter(|&name| name != asked[77]).collect();
 
     let mut whole = ask_for_secrets(&place, &asked).await;
     let mut got = Vec::new();
@@ -255,9 +223,7 @@ async fn the_agent_serves_only_secrets_from_files_next_to_an_external_sds_server
         let agent = place.start().await;
         agent.logs("Existing workload SDS socket found").await;
         agent.logs("Credential SDS socket found").await;
-        agent
-            .logs("Starting SDS server for file certificates only")
-            .await;
+        agent.logs("Starting SDS server for file certificates only").await;
         let bootstrap = place.path("etc/istio/proxy/envoy-rev.json");
         until("a bootstrap", || bootstrap.exists()).await;
         let bootstrap = std::fs::read_to_string(bootstrap).unwrap();
@@ -313,10 +279,7 @@ async fn an_external_sds_server_that_starts_late_is_waited_for_if_configured() {
     assert!(!place.sds_socket().exists() && place.path(FILES_SOCKET).exists());
     let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "fail");
     let (_, log) = place.ends().await;
-    assert!(
-        log.contains("agent configured for non-default SDS socket path"),
-        "{log}"
-    );
+    assert!(log.contains("agent configured for non-default SDS socket path"), "{log}");
 }
 
 #[tokio::test]
@@ -336,7 +299,5 @@ async fn the_status_port_is_bound_before_the_sds_socket_is_probed() {
     let silent = UnixListener::bind(place.sds_socket()).unwrap();
     let _agent = place.start_only();
     let _asking = soon(silent.accept()).await.unwrap();
-    TcpStream::connect(local(place.status_port()))
-        .await
-        .unwrap();
+    TcpStream::connect(local(place.status_port())).await.unwrap();
 }

@@ -32,10 +32,7 @@ async fn start() -> (LocalIstiod, Place, Process) {
 }
 
 fn answer(names: &[&str], nonce: &str) -> DiscoveryRequest {
-    DiscoveryRequest {
-        response_nonce: nonce.into(),
-        ..request(SECRET, names)
-    }
+    DiscoveryRequest { response_nonce: nonce.into(), ..request(SECRET, names) }
 }
 
 /// Returns the secret names and the nonce of the next response.
@@ -90,10 +87,7 @@ async fn invalid_first_requests_end_their_stream_with_a_reason_or_are_skipped() 
         assert!(status.message().starts_with("unknown secret name"));
         assert!(status.message().len() < 1000);
     }
-    let without_node = DiscoveryRequest {
-        node: None,
-        ..request(SECRET, &["default"])
-    };
+    let without_node = DiscoveryRequest { node: None, ..request(SECRET, &["default"]) };
     let envoy = Envoy::open_path(&place.sds_socket(), STREAM_SECRETS).await;
     envoy.send(&without_node);
     let status = envoy.end().await;
@@ -178,10 +172,7 @@ async fn text_from_envoy_cannot_forge_a_log_line() {
     let mut envoy = ask_for_secrets(&place, &["default", forged]).await;
     let (_, nonce) = next_names(&mut envoy).await;
     envoy.send(&DiscoveryRequest {
-        error_detail: Some(rpc::Status {
-            message: forged.into(),
-            ..Default::default()
-        }),
+        error_detail: Some(rpc::Status { message: forged.into(), ..Default::default() }),
         ..answer(&["default"], &nonce)
     });
     agent.logs("ACK ERROR").await;
@@ -222,19 +213,12 @@ const GREETED: &str = r#"
 #[tokio::test]
 async fn users_without_permission_are_disconnected_counted_and_logged_once() {
     let istiod = local_istiod().await;
-    for (setting, user, expected) in [
-        ("1337", 1337, "9"),
-        ("1337", 4711, "0"),
-        ("4711", 4711, "9"),
-        ("any", 4711, "9"),
-    ] {
+    for (setting, user, expected) in
+        [("1337", 1337, "9"), ("1337", 4711, "0"), ("4711", 4711, "9"), ("any", 4711, "9")]
+    {
         let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_SDS_USERS", setting);
         let socket = place.sds_socket();
-        let directories = socket
-            .strip_prefix(place.path(""))
-            .unwrap()
-            .ancestors()
-            .skip(1);
+        let directories = socket.strip_prefix(place.path("")).unwrap().ancestors().skip(1);
         std::fs::create_dir_all(socket.parent().unwrap()).unwrap();
         for directory in directories {
             let all = Permissions::from_mode(0o755);
@@ -279,10 +263,7 @@ async fn the_revocation_list_goes_with_the_workloads_roots_where_it_exists() {
          exec \"$0\" \"$@\""
     );
     let alone = ["unshare", "--mount", "sh", "-c"];
-    let trial = Command::new(alone[0])
-        .args(&alone[1..])
-        .args([&starting, "true"])
-        .output();
+    let trial = Command::new(alone[0]).args(&alone[1..]).args([&starting, "true"]).output();
     if !trial.is_ok_and(|trial| trial.status.success()) {
         eprintln!("A file system of its own cannot be had here. This is not tested.");
         return;
@@ -295,10 +276,9 @@ async fn the_revocation_list_goes_with_the_workloads_roots_where_it_exists() {
         }
         place.write("other.pem", istiod.root_pem());
         let _agent = place.start().await;
-        for (name, expected) in [
-            ("ROOTCA", enabled == "true" && exists),
-            ("file-root:other.pem", false),
-        ] {
+        for (name, expected) in
+            [("ROOTCA", enabled == "true" && exists), ("file-root:other.pem", false)]
+        {
             let secret::Type::ValidationContext(context) = secret(&place, name).await else {
                 panic!("no roots");
             };

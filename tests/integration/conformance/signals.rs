@@ -23,13 +23,7 @@ const STORIES: u64 = 24;
 const CONCURRENT_AGENTS: usize = 4;
 /// The time within which an agent has to end after the first signal of [`end`], on a busy machine.
 const END_LIMIT: Duration = Duration::from_secs(4);
-const MODES: [&str; 5] = [
-    "obeys",
-    "ignores-sigterm",
-    "stopped",
-    "crashes-once",
-    "exits-cleanly",
-];
+const MODES: [&str; 5] = ["obeys", "ignores-sigterm", "stopped", "crashes-once", "exits-cleanly"];
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
@@ -171,11 +165,7 @@ fn step(random: &mut Rng) -> Step {
         1 => Step::Signal(Signal::INT),
         2 => Step::Quit,
         3 => Step::Drain,
-        4 => Step::Envoy(
-            random
-                .choice([Signal::KILL, Signal::SEGV, Signal::TERM])
-                .unwrap(),
-        ),
+        4 => Step::Envoy(random.choice([Signal::KILL, Signal::SEGV, Signal::TERM]).unwrap()),
         5 => Step::Envoy(random.choice([Signal::STOP, Signal::CONT]).unwrap()),
         _ => Step::Pause(Duration::from_millis(random.u64(0..300))),
     }
@@ -216,23 +206,15 @@ async fn end(place: &Place, agent: Process, what: &str) {
     // A signal that arrives before the agent handles signals ends it in the way that it ends every process.
     let by_signal = code == -1 && !log.contains("Envoy command");
     let crashed = [128 + 9, 128 + 11, 128 + 15, 255].contains(&code);
-    assert!(
-        code == 0 || crashed || by_signal,
-        "{what} ended with {code}: {log}"
-    );
+    assert!(code == 0 || crashed || by_signal, "{what} ended with {code}: {log}");
     assert!(!log.contains("panicked"), "{what}: {log}");
     let envoys = || {
         let running = running_in(&place.path(""));
-        running
-            .into_iter()
-            .any(|(_, name)| name.starts_with("fake-envoy"))
+        running.into_iter().any(|(_, name)| name.starts_with("fake-envoy"))
     };
     assert!(!envoys(), "{what}: an Envoy is left: {log}");
     // The fake Envoy's child `sleep 1` may run for another second.
-    until("a place without processes", || {
-        running_in(&place.path("")).is_empty()
-    })
-    .await;
+    until("a place without processes", || running_in(&place.path("")).is_empty()).await;
 }
 
 /// Returns the processes whose working directory is `directory`, with their names.

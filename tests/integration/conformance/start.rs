@@ -56,17 +56,10 @@ async fn a_discovery_socket_in_use_is_replaced_with_an_error_that_names_the_proc
     let other = UnixListener::bind(place.xds_socket()).unwrap();
     let agent = place.start_only();
     let us = std::process::id();
-    agent
-        .logs(&format!(
-            "socket ./etc/istio/proxy/XDS: process {us} listens on it"
-        ))
-        .await;
+    agent.logs(&format!("socket ./etc/istio/proxy/XDS: process {us} listens on it")).await;
     assert!(agent.log().contains("[SOCKET_TAKEN]"), "{}", agent.log());
     drop(other);
-    until("the agent's own socket", || {
-        UnixStream::connect(place.xds_socket()).is_ok()
-    })
-    .await;
+    until("the agent's own socket", || UnixStream::connect(place.xds_socket()).is_ok()).await;
     relays(&place, &mut istiod).await;
 }
 
@@ -75,19 +68,12 @@ async fn impossible_socket_paths_are_errors_that_name_them() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     std::fs::create_dir_all(place.xds_socket().join("content")).unwrap();
-    refuses_to_start(
-        &place,
-        &["etc/istio/proxy/XDS: a directory", "[SOCKET_DIRECTORY]"],
-    )
-    .await;
+    refuses_to_start(&place, &["etc/istio/proxy/XDS: a directory", "[SOCKET_DIRECTORY]"]).await;
 
     let place = Place::of(&istiod).proxy("configPath", json!("./blocked/proxy"));
     place.write("blocked", "a file");
-    refuses_to_start(
-        &place,
-        &["./blocked/proxy/XDS: cannot create the directory of the socket"],
-    )
-    .await;
+    refuses_to_start(&place, &["./blocked/proxy/XDS: cannot create the directory of the socket"])
+        .await;
 
     // Not even root can create files below `/sys`.
     let place = Place::of(&istiod).proxy("configPath", json!("/sys/agent"));
@@ -98,11 +84,7 @@ async fn impossible_socket_paths_are_errors_that_name_them() {
 
     let long = format!("./{}", "x".repeat(120));
     let place = Place::of(&istiod).proxy("configPath", json!(long));
-    refuses_to_start(
-        &place,
-        &["it has 126 bytes", "107", "[SOCKET_PATH_TOO_LONG]"],
-    )
-    .await;
+    refuses_to_start(&place, &["it has 126 bytes", "107", "[SOCKET_PATH_TOO_LONG]"]).await;
 }
 
 #[tokio::test]
@@ -115,11 +97,7 @@ async fn an_envoy_that_cannot_run_is_an_error_with_the_reason() {
     refuses_to_start(&place, &["./envoy", "[ENVOY_NOT_EXECUTABLE]"]).await;
     // `ls` refuses the arguments, like an Envoy of another version.
     let refused = "[ENVOY_BOOTSTRAP_REFUSED]";
-    refuses_to_start(
-        &with("/bin/ls"),
-        &["unrecognized option", " ms, at ", refused],
-    )
-    .await;
+    refuses_to_start(&with("/bin/ls"), &["unrecognized option", " ms, at ", refused]).await;
     refuses_to_start(&with("/bin/false"), &[refused]).await;
     let crashing = Place::with_envoy(&istiod).set("FAKE_ENVOY_MODE", "crashes");
     refuses_to_start(&crashing, &["signal 11", "[ENVOY_CRASHED]"]).await;
@@ -153,9 +131,7 @@ async fn unknown_node_types_are_refused_and_unknown_flags_are_named_and_left_out
     refuses_to_start(&gateway, &["invalid proxy Type: gateway"]).await;
     let ztunnel = Place::of(&istiod).kind("ztunnel");
     refuses_to_start(&ztunnel, &["proxy type ztunnel is not supported"]).await;
-    let place = Place::of(&istiod)
-        .flag("--frobnicate=yes")
-        .flag("--concurrency=2");
+    let place = Place::of(&istiod).flag("--frobnicate=yes").flag("--concurrency=2");
     let agent = place.start().await;
     agent.logs("ignoring flag --frobnicate").await;
     relays(&place, &mut istiod).await;
@@ -170,18 +146,12 @@ async fn an_agent_whose_dependencies_are_all_missing_stops_at_once() {
     agent.logs("resource:default failed to sign").await;
     let discovery = ask_for_clusters(&place).await;
     let secrets = ask_for_secrets(&place, &["default"]).await;
-    agent
-        .logs("is held open until there is a certificate")
-        .await;
+    agent.logs("is held open until there is a certificate").await;
     let terminated = Instant::now();
     agent.terminate();
     let (code, log) = agent.ends().await;
     assert_eq!(code, 0, "{log}");
-    assert!(
-        terminated.elapsed() < Duration::from_secs(8),
-        "{:?}",
-        terminated.elapsed()
-    );
+    assert!(terminated.elapsed() < Duration::from_secs(8), "{:?}", terminated.elapsed());
     assert!(!log.contains("were aborted"), "{log}");
     drop((discovery.end().await, secrets.end().await));
 }

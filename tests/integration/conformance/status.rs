@@ -44,10 +44,7 @@ async fn started(place: &Place) -> Process {
 
 async fn agent_answers(place: &Place) {
     let port = place.status_port();
-    eventually("an answer", async || {
-        try_ask(port, "GET /nothing", "").await
-    })
-    .await;
+    eventually("an answer", async || try_ask(port, "GET /nothing", "").await).await;
 }
 
 async fn wait_for_readiness(place: &Place, status: u16) {
@@ -83,11 +80,7 @@ async fn every_path_has_its_status_and_body() {
             Some("app prober config does not exists for /app-health/cart/livez\n"),
         ),
         ("GET /app-lifecycle/cart/prestopz", 400, None),
-        (
-            "GET /bad-path-should-be-404",
-            404,
-            Some("404 page not found\n"),
-        ),
+        ("GET /bad-path-should-be-404", 404, Some("404 page not found\n")),
         ("GET /healthz/ready/", 404, None),
         ("GET /", 404, None),
         ("GET //healthz/ready", 307, None),
@@ -109,11 +102,7 @@ async fn every_path_has_its_status_and_body() {
     }
     let missing = ask(port, "GET /nothing").await;
     assert!(missing.head.contains("x-content-type-options: nosniff"));
-    assert!(
-        missing
-            .head
-            .contains("content-type: text/plain; charset=utf-8")
-    );
+    assert!(missing.head.contains("content-type: text/plain; charset=utf-8"));
     let moved = ask(port, "GET //healthz/ready?y").await;
     let location = "\r\nlocation: /healthz/ready?y\r\n";
     assert!(moved.head.contains(location), "{moved:?}");
@@ -149,11 +138,7 @@ async fn quitquitquit_is_answered_and_ends_the_agent_with_or_without_envoy() {
         assert_eq!((answer.status, answer.body.as_str()), (200, "OK"));
         let (code, log) = agent.ends().await;
         assert_eq!(code, 0, "{log}");
-        assert!(
-            try_ask(place.status_port(), "GET /metrics", "")
-                .await
-                .is_none()
-        );
+        assert!(try_ask(place.status_port(), "GET /metrics", "").await.is_none());
     }
 }
 
@@ -166,10 +151,7 @@ async fn an_unready_pod_names_the_reason_until_it_is_ready() {
     let agent = started(&place).await;
     let port = place.status_port();
     for (stats, expected) in [
-        (
-            String::new(),
-            "config not received from XDS server (is Istiod running?)",
-        ),
+        (String::new(), "config not received from XDS server (is Istiod running?)"),
         (
             "cluster_manager.cds.update_success: 1\n".to_owned(),
             "config not fully received from XDS server: cds updates: 1 successful, 0 rejected",
@@ -207,10 +189,7 @@ async fn an_unready_pod_names_the_reason_until_it_is_ready() {
     agent.logs("Envoy proxy is ready").await;
     agent.logs("Readiness succeeded in").await;
     let page = ask(port, "GET /metrics").await.body;
-    assert!(
-        page.contains("\nistio_agent_startup_duration_seconds "),
-        "{page}"
-    );
+    assert!(page.contains("\nistio_agent_startup_duration_seconds "), "{page}");
 
     // The agent does not ask an Envoy again that was ready once.
     says.send_replace(None);
@@ -233,10 +212,7 @@ async fn a_terminating_agent_keeps_its_port_and_is_not_ready() {
     agent.terminate();
     wait_for_readiness(&place, 503).await;
     let answer = ask(place.status_port(), "GET /healthz/ready").await;
-    assert_eq!(
-        answer.body,
-        "server is terminated: received signal: terminated\n"
-    );
+    assert_eq!(answer.body, "server is terminated: received signal: terminated\n");
     assert_eq!(ask(place.status_port(), "GET /metrics").await.status, 200);
     let drain = ask(place.status_port(), "GET /drain").await;
     let drain: Value = serde_json::from_str(&drain.body).unwrap();
@@ -244,10 +220,7 @@ async fn a_terminating_agent_keeps_its_port_and_is_not_ready() {
     let plan = &drain["envoy"]["ending"]["plan"];
     let drain_time = &plan[1]["at_most_seconds"];
     let last_requests = &plan[2]["at_most_seconds"];
-    assert_eq!(
-        drain_time.as_f64().zip(last_requests.as_f64()),
-        Some((1.5, 0.5))
-    );
+    assert_eq!(drain_time.as_f64().zip(last_requests.as_f64()), Some((1.5, 0.5)));
     let (code, log) = agent.ends().await;
     assert_eq!(code, 0, "{log}");
 }
@@ -285,14 +258,9 @@ async fn drain_drains_envoy_and_does_not_change_readiness() {
     let answer = ask(place.status_port(), "POST /drain").await;
     assert_eq!((answer.status, answer.body.as_str()), (200, "OK"));
     let requests = admin.requests.borrow().clone();
-    let drains = requests
-        .iter()
-        .filter(|request| request.starts_with("POST /drain_listeners?"));
+    let drains = requests.iter().filter(|request| request.starts_with("POST /drain_listeners?"));
     assert_eq!(drains.count(), 1, "{requests:?}");
-    assert_eq!(
-        ask(place.status_port(), "GET /healthz/ready").await.status,
-        200
-    );
+    assert_eq!(ask(place.status_port(), "GET /healthz/ready").await.status, 200);
     if is_this_agent("/debug/envoy") {
         let report = ask(place.status_port(), "GET /debug/envoy").await;
         let report: Value = serde_json::from_str(&report.body).unwrap();
@@ -310,10 +278,7 @@ async fn a_status_port_in_use_ends_the_agent_before_envoy_starts() {
     let (code, log) = place.ends().await;
     assert_eq!(code, 255, "{log}");
     let expected = format!("status port {}", place.status_port());
-    assert!(
-        log.contains(&expected) && log.contains("[STATUS_PORT_TAKEN]"),
-        "{log}"
-    );
+    assert!(log.contains(&expected) && log.contains("[STATUS_PORT_TAKEN]"), "{log}");
     assert!(!place.path("etc/istio/proxy/arguments").exists());
     drop(other);
 }
@@ -324,11 +289,7 @@ async fn an_annotation_disables_the_port() {
     let annotation = "status.sidecar.istio.io/port=\"0\"\n";
     place.write("etc/istio/pod/annotations", annotation);
     let _agent = place.start().await;
-    assert!(
-        try_ask(place.status_port(), "GET /metrics", "")
-            .await
-            .is_none()
-    );
+    assert!(try_ask(place.status_port(), "GET /metrics", "").await.is_none());
 }
 
 #[tokio::test]
@@ -345,10 +306,7 @@ async fn invalid_probers_end_the_agent_with_every_problem() {
             r#"{"/app-health/a/livez": {"exec": {}}}"#,
             "invalid prober type, must be one of type httpGet, tcpSocket or gRPC",
         ),
-        (
-            r#"{"/app-health/a/livez": {"httpGet": {"port": "http"}}}"#,
-            "the port must be int type",
-        ),
+        (r#"{"/app-health/a/livez": {"httpGet": {"port": "http"}}}"#, "the port must be int type"),
     ] {
         let place = Place::of(&istiod).set("ISTIO_KUBE_APP_PROBERS", probers);
         let (code, log) = place.ends().await;
@@ -415,25 +373,13 @@ async fn answers_of_the_application_are_passed_back() {
         ("/app-health/grpc/livez", 500, ""),
     ] {
         let answer = ask(place.status_port(), &format!("GET {path}")).await;
-        assert_eq!(
-            (answer.status, answer.body.as_str()),
-            (status, body),
-            "{path}"
-        );
+        assert_eq!((answer.status, answer.body.as_str()), (status, body), "{path}");
     }
     let before = app.requests.borrow().len();
     let headers = "x-twice: 1\r\nx-twice: 2\r\nuser-agent: kube-probe/1.30\r\n";
-    ask_with(
-        place.status_port(),
-        "GET /app-health/hello/livez?q",
-        headers,
-    )
-    .await;
+    ask_with(place.status_port(), "GET /app-health/hello/livez?q", headers).await;
     let request = app.requests.borrow()[before].to_ascii_lowercase();
-    assert!(
-        request.starts_with("get /hello/sunnyvale http/1.1\r\n"),
-        "{request}"
-    );
+    assert!(request.starts_with("get /hello/sunnyvale http/1.1\r\n"), "{request}");
     for line in [
         "x-twice: 1\r\nx-twice: 2\r\n".to_owned(),
         "user-agent: kube-probe/1.30\r\n".to_owned(),
@@ -478,10 +424,7 @@ async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
 /// Raises the limit of open files of this process to the maximum, and returns the limit.
 fn most_descriptors() -> usize {
     let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        ..limit
-    };
+    let raised = Rlimit { current: limit.maximum, ..limit };
     // If this fails, the present limit is enough for a smaller flood.
     let _ = setrlimit(Resource::Nofile, raised);
     let current = getrlimit(Resource::Nofile).current;
@@ -510,10 +453,7 @@ async fn ten_thousand_idle_connections_cost_little_memory() {
         }
     }
     let grown = agent.memory("VmRSS").saturating_sub(before);
-    assert!(
-        grown < 16 << 10,
-        "{grown} KiB more for {wanted} connections"
-    );
+    assert!(grown < 16 << 10, "{grown} KiB more for {wanted} connections");
     let held = agent.open_files();
     assert!(held < 400, "{held} of {wanted} connections are held");
 }
@@ -543,11 +483,7 @@ async fn clients_that_send_slowly_do_not_lock_out_the_kubelet() {
         let took = asked.elapsed();
         assert!(took < Duration::from_secs(1), "{took:?}");
         let took = begin.elapsed();
-        assert!(
-            took < Duration::from_secs(20),
-            "{} are still there",
-            crowd.len()
-        );
+        assert!(took < Duration::from_secs(20), "{} are still there", crowd.len());
         while crowd.try_join_next().is_some() {}
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

@@ -16,11 +16,7 @@ use crate::support::until;
 
 /// The size of a configuration dump, in bytes, which ends with a secret. In a debug build, 12 MiB take 4 of the
 /// 20 s that a bundle has.
-const LARGE: usize = if cfg!(debug_assertions) {
-    12 << 20
-} else {
-    100 << 20
-};
+const LARGE: usize = if cfg!(debug_assertions) { 12 << 20 } else { 100 << 20 };
 const SECRET: &str = "last-header-of-all";
 
 /// Returns the command, which runs in `directory` and uses the admin port `admin` of an Envoy.
@@ -96,15 +92,9 @@ async fn the_memory_of_a_bundle_does_not_grow_with_the_configuration_of_envoy() 
     let (without, _) = peak(directory.path(), 1, "small.tgz").await;
     let (with, log) = peak(directory.path(), serve_large_dump(), "bundle.tgz").await;
     assert!(!log.contains("config_dump"), "{log}");
-    assert!(
-        without > 0 && with < without + (8 << 10),
-        "{with}, {without} KiB"
-    );
+    assert!(without > 0 && with < without + (8 << 10), "{with}, {without} KiB");
     let path = directory.path().join("bundle.tgz");
-    assert_eq!(
-        fs::metadata(&path).unwrap().permissions().mode() & 0o777,
-        0o600
-    );
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     let mut tar = Command::new("tar");
     tar.arg("xzOf").arg(&path);
     let output = tar.arg("support-bundle/envoy/config_dump.json").output();
@@ -114,10 +104,7 @@ async fn the_memory_of_a_bundle_does_not_grow_with_the_configuration_of_envoy() 
     let dump: Value = serde_json::from_slice(&output.stdout).unwrap();
     let clusters = dump["configs"].as_array().unwrap();
     assert_eq!(clusters.len() % 25, 1);
-    assert_eq!(
-        clusters[clusters.len() - 1]["header"]["value"],
-        "[redacted]"
-    );
+    assert_eq!(clusters[clusters.len() - 1]["header"]["value"], "[redacted]");
 }
 
 #[test]
@@ -139,11 +126,7 @@ fn a_bundle_goes_to_a_new_file_or_to_a_reader_and_to_no_terminal() {
     assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
 
     let mut command = bundle(directory.path(), 1);
-    let mut child = command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);

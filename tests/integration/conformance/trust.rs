@@ -23,9 +23,7 @@ struct ProxyConfig {
 }
 
 fn snapshot(bundle: &str) -> Arc<Snapshot> {
-    let config = ProxyConfig {
-        ca_certificates_pem: vec![bundle.to_owned()],
-    };
+    let config = ProxyConfig { ca_certificates_pem: vec![bundle.to_owned()] };
     let resource = Resource::new("", PROXY_CONFIG, config.encode_to_vec());
     let mut snapshot = Snapshot::default();
     snapshot.insert("common", resource);
@@ -42,22 +40,17 @@ fn root() -> String {
 async fn the_mesh_trust_bundle_is_added_to_the_roots_only_if_configured() {
     for (wanted, from_files) in [(true, false), (true, true), (false, false)] {
         let bundles = watch::Sender::new(snapshot(&root()));
-        let istiod = LocalIstiod::start(Options {
-            snapshots: Some(bundles.subscribe()),
-            ..options()
-        })
-        .await
-        .unwrap();
+        let istiod =
+            LocalIstiod::start(Options { snapshots: Some(bundles.subscribe()), ..options() })
+                .await
+                .unwrap();
         let place = Place::of(&istiod)
             .set("OUTPUT_CERTS", "./certs")
             .set("PROXY_CONFIG_XDS_AGENT", &wanted.to_string());
         std::fs::create_dir(place.path("certs")).unwrap();
         if from_files {
             let key = KeyPair::generate().unwrap();
-            let chain = CertificateParams::default()
-                .self_signed(&key)
-                .unwrap()
-                .pem();
+            let chain = CertificateParams::default().self_signed(&key).unwrap().pem();
             let mounted = "var/run/secrets/workload-spiffe-credentials";
             place.write(&format!("{mounted}/key.pem"), key.serialize_pem());
             place.write(&format!("{mounted}/cert-chain.pem"), &chain);

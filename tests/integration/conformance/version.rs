@@ -14,11 +14,7 @@ const VARIABLE: &str = "ISTIO_META_ISTIO_VERSION";
 fn run(program: &Path, words: &[&str], variable: &str) -> Output {
     let folder = program.parent().unwrap();
     let mut command = Command::new(program);
-    command
-        .args(words)
-        .current_dir(folder)
-        .env_clear()
-        .env("CLOUD_PLATFORM", "none");
+    command.args(words).current_dir(folder).env_clear().env("CLOUD_PLATFORM", "none");
     if !variable.is_empty() {
         command.env(VARIABLE, variable);
     }
@@ -50,10 +46,7 @@ fn istiod_is_told_the_version_of_metadata_or_of_the_image_or_of_the_build() {
         let version = run(&program, &["version", "--output=json"], variable);
         let version: Value = serde_json::from_slice(&version.stdout).unwrap();
         assert_eq!(version["clientVersion"]["version"], expected);
-        assert_eq!(
-            version["agentVersion"]["version"],
-            env!("CARGO_PKG_VERSION")
-        );
+        assert_eq!(version["agentVersion"]["version"], env!("CARGO_PKG_VERSION"));
         let bootstrap = run(&program, &["bootstrap"], variable);
         let bootstrap: Value = serde_json::from_slice(&bootstrap.stdout).unwrap();
         assert_eq!(bootstrap["node"]["metadata"]["ISTIO_VERSION"], expected);

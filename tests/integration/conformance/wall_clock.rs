@@ -33,9 +33,7 @@ async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
     })
     .await;
     let place = Place::with_envoy(&istiod);
-    let token = istiod
-        .mint_token("default", "bench", Duration::from_secs(86_400))
-        .unwrap();
+    let token = istiod.mint_token("default", "bench", Duration::from_secs(86_400)).unwrap();
     place.write(TOKEN, token);
     // A machine without a clock battery starts with a time before its certificates are valid.
     set_by(-DAY);
@@ -47,10 +45,7 @@ async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
         set_by(by);
         let next = tokio::time::timeout(RENEWAL_LIMIT, next_response(&mut envoy));
         let next = next.await.unwrap_or_else(|_| panic!("{what}, not renewed"));
-        assert!(
-            next.resources != served,
-            "{what}: the same was pushed twice"
-        );
+        assert!(next.resources != served, "{what}: the same was pushed twice");
         served = next.resources;
     }
     assert_eq!(istiod.certificates_signed(), 3);
@@ -59,10 +54,7 @@ async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
 fn set_by(seconds: i64) {
     assert!(is_user_mode(), "the clock of a machine is not ours to set");
     let now = clock_gettime(ClockId::Realtime);
-    let then = Timespec {
-        tv_sec: now.tv_sec + seconds,
-        ..now
-    };
+    let then = Timespec { tv_sec: now.tv_sec + seconds, ..now };
     clock_settime(ClockId::Realtime, then).unwrap();
 }
 

@@ -32,30 +32,19 @@ const MODULE: &str = "\0asm\x01\0\0\0module";
 fn extension(url: &str) -> protobuf::Any {
     let uri = core::HttpUri {
         uri: url.to_owned(),
-        timeout: Some(protobuf::Duration {
-            seconds: 30,
-            nanos: 0,
-        }),
+        timeout: Some(protobuf::Duration { seconds: 30, nanos: 0 }),
         ..Default::default()
     };
-    let remote = core::RemoteDataSource {
-        http_uri: Some(uri),
-        ..Default::default()
-    };
+    let remote = core::RemoteDataSource { http_uri: Some(uri), ..Default::default() };
     let code = core::AsyncDataSource {
         specifier: Some(core::async_data_source::Specifier::Remote(remote)),
     };
-    let vm = plugin::VmConfig {
-        code: Some(code),
-        ..Default::default()
-    };
+    let vm = plugin::VmConfig { code: Some(code), ..Default::default() };
     let config = plugin::PluginConfig {
         vm: Some(plugin::plugin_config::Vm::VmConfig(vm)),
         ..Default::default()
     };
-    let wasm = Wasm {
-        config: Some(config),
-    };
+    let wasm = Wasm { config: Some(config) };
     let extension = core::TypedExtensionConfig {
         name: url.to_owned(),
         typed_config: Some(protobuf::Any {
@@ -63,10 +52,7 @@ fn extension(url: &str) -> protobuf::Any {
             value: wasm.encode_to_vec(),
         }),
     };
-    protobuf::Any {
-        type_url: EXTENSION.to_owned(),
-        value: extension.encode_to_vec(),
-    }
+    protobuf::Any { type_url: EXTENSION.to_owned(), value: extension.encode_to_vec() }
 }
 
 /// Opens a stream as Envoy, and sends filters with modules at `urls` on it as istiod.
@@ -157,13 +143,7 @@ async fn modules_and_their_tokens_are_fetched_through_a_proxy() {
     assert_eq!(proxy.requests(&format!("GET {module} ")), 1);
     // The four requests: one that is refused with 401, and those for token, manifest and layer.
     assert_eq!(proxy.connect_requests(registry.port), 4);
-    assert_eq!(
-        (
-            plain.requests.borrow().len(),
-            registry.requests.borrow().len()
-        ),
-        (1, 4)
-    );
+    assert_eq!((plain.requests.borrow().len(), registry.requests.borrow().len()), (1, 4));
     assert!(!plain.requests.borrow()[0].contains("roxy-"));
     assert!(!agent.log().contains("hush"), "{}", agent.log());
 }
@@ -173,43 +153,24 @@ async fn the_doctor_names_each_missing_module_with_cause_and_remedy() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod)
         .set("WASM_HTTP_REQUEST_MAX_RETRIES", "1")
-        .set(
-            "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES",
-            "127.0.0.1:1,127.0.0.1:2",
-        );
+        .set("ISTIO_AGENT_WASM_ALLOWED_REGISTRIES", "127.0.0.1:1,127.0.0.1:2");
     let _agent = place.start().await;
-    let urls = [
-        "http://127.0.0.1:1/a",
-        "oci://127.0.0.1:2/team/plugin:v1",
-        "http://127.0.0.1:3/a",
-    ];
+    let urls = ["http://127.0.0.1:1/a", "oci://127.0.0.1:2/team/plugin:v1", "http://127.0.0.1:3/a"];
     let (mut envoy, _stream) = sent(&place, &mut istiod, &urls).await;
     next_response(&mut envoy).await;
     let (report, _) = diagnosed(&place);
     for (code, words) in [
         (
             "WASM_DOWNLOAD_FAILED",
-            [
-                "127.0.0.1:1/a",
-                "Connection refused",
-                "`url` of the WasmPlugin",
-            ],
+            ["127.0.0.1:1/a", "Connection refused", "`url` of the WasmPlugin"],
         ),
         (
             "WASM_MANIFEST_FAILED",
-            [
-                "127.0.0.1:2/team/plugin",
-                "Connection refused",
-                "imagePullSecret",
-            ],
+            ["127.0.0.1:2/team/plugin", "Connection refused", "imagePullSecret"],
         ),
         (
             "WASM_NOT_ALLOWED",
-            [
-                "127.0.0.1:3/a",
-                "is not listed",
-                "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES",
-            ],
+            ["127.0.0.1:3/a", "is not listed", "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES"],
         ),
     ] {
         let checks = checks(&report);
@@ -221,10 +182,7 @@ async fn the_doctor_names_each_missing_module_with_cause_and_remedy() {
             "{found}"
         );
         let found = found.to_string();
-        assert!(
-            words.iter().all(|words| found.contains(words)),
-            "{words:?}: {found}"
-        );
+        assert!(words.iter().all(|words| found.contains(words)), "{words:?}: {found}");
     }
 }
 
@@ -235,15 +193,9 @@ async fn a_name_that_resolves_to_a_blocked_address_at_the_second_lookup_is_refus
     place.write("hosts", "127.0.0.1 modules.test\n");
     let hosts = place.path("hosts");
     // Only the agent has this hosts file.
-    let starting = format!(
-        "mount --bind '{}' /etc/hosts && exec \"$0\" \"$@\"",
-        hosts.display()
-    );
+    let starting = format!("mount --bind '{}' /etc/hosts && exec \"$0\" \"$@\"", hosts.display());
     let alone = ["unshare", "--mount", "sh", "-c", &starting];
-    let trial = Command::new(alone[0])
-        .args(&alone[1..])
-        .arg("true")
-        .status();
+    let trial = Command::new(alone[0]).args(&alone[1..]).arg("true").status();
     if !trial.is_ok_and(|status| status.success()) {
         let sentence = "A file system of its own cannot be had here.";
         assert!(std::env::var_os("NETNS_TESTS").is_none(), "{sentence}");
@@ -292,10 +244,8 @@ async fn a_download_that_a_kill_cuts_off_is_not_taken_for_a_module() {
     let agent = place.start().await;
     let (_envoy, _stream) = sent(&place, &mut istiod, &urls).await;
     let _held = soon(serve(1 << 19)).await;
-    until("a part of the module on disk", || {
-        files().iter().any(|content| !content.is_empty())
-    })
-    .await;
+    until("a part of the module on disk", || files().iter().any(|content| !content.is_empty()))
+        .await;
     agent.signal(Signal::KILL);
     agent.ends().await;
     let _agent = place.start().await;

@@ -29,16 +29,10 @@ use crate::support::{eventually, free_port, soon};
 /// Makes mutual handshakes continuously, once a first handshake has succeeded.
 pub async fn handshakes(port: u16, keys: &Keys) -> Load {
     let client = client(keys).await;
-    let handshake = || Handshake {
-        port,
-        client: client.clone(),
-    };
+    let handshake = || Handshake { port, client: client.clone() };
     eventually("a first handshake", async || {
         let load = Load::default().with(handshake());
-        eventually("an outcome", async || {
-            load.tally().attempts().gt(&0).then_some(())
-        })
-        .await;
+        eventually("an outcome", async || load.tally().attempts().gt(&0).then_some(())).await;
         load.tally().failures.is_empty().then_some(())
     })
     .await;
@@ -86,10 +80,7 @@ async fn an_authority_that_refuses_for_half_a_certificate_lifetime_fails_no_hand
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let mut control_plane = ControlPlane::start(&[secured_listener("tls", port)], LIFE).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     // The certificate is issued while Envoy starts, which can take seconds. The times are counted from this moment.
     let begun = Instant::now();
     let _pod = Pod::serving(settings, &control_plane).await;
@@ -116,10 +107,7 @@ async fn an_authority_that_hangs_for_half_a_certificate_lifetime_fails_no_handsh
     let discovery = ControlPlane::of(&[secured_listener("tls", port)]).await;
     let discovery = discovery.kill().await.replace(keys.clone()).await;
     let address = authority.address();
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("CA_ADDR", &address)],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[("CA_ADDR", &address)] };
     let begun = Instant::now();
     let _pod = Pod::serving(settings, &discovery).await;
     authority.event("a certificate", is_issued).await;
@@ -205,12 +193,7 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     let listener = unix_socket::bind(socket).unwrap();
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);
-    tasks.spawn(sds::serve(
-        listener,
-        sources,
-        &registry,
-        CancellationToken::new(),
-    ));
+    tasks.spawn(sds::serve(listener, sources, &registry, CancellationToken::new()));
     tasks
 }
 
@@ -252,13 +235,8 @@ async fn a_root_that_was_replaced_on_disk_is_the_only_one_trusted_at_the_next_di
     let Some(binary) = envoy_binary() else { return };
     let is_opened = |event: &Event| matches!(event, Event::Opened { .. });
     let mut control_plane = ControlPlane::of(&[]).await;
-    let (old_keys, settings) = (
-        control_plane.keys.clone(),
-        Settings {
-            envoy: Some(&binary),
-            environment: &[],
-        },
-    );
+    let (old_keys, settings) =
+        (control_plane.keys.clone(), Settings { envoy: Some(&binary), environment: &[] });
     let pod = Pod::serving(settings, &control_plane).await;
     control_plane.event("a stream", is_opened).await;
 
@@ -280,10 +258,7 @@ async fn a_root_that_was_replaced_on_disk_is_the_only_one_trusted_at_the_next_di
 /// is opened.
 async fn assert_refused(control_plane: &mut ControlPlane) {
     let failed = |event: &Event| {
-        assert!(
-            !matches!(event, Event::Opened { .. }),
-            "a stream was opened"
-        );
+        assert!(!matches!(event, Event::Opened { .. }), "a stream was opened");
         matches!(event, Event::ConnectionFailed { .. })
     };
     for _ in 0..2 {

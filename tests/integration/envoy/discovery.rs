@@ -46,10 +46,7 @@ async fn compare(delta: &str) {
         ]
     };
     let control_plane = ControlPlane::of(&resources("one", &[7002])).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("ISTIO_DELTA_XDS", delta)],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[("ISTIO_DELTA_XDS", delta)] };
     let pod = Pod::serving(settings, &control_plane).await;
     let direct = BareEnvoy::serving(&binary, without_agent(&pod, &control_plane)).await;
     assert_same(&pod.envoy, &direct.admin, "one", 2).await;
@@ -128,10 +125,7 @@ fn without_agent(pod: &Pod, control_plane: &ControlPlane) -> Value {
         { "key": "authorization", "value": format!("Bearer {}", control_plane.token()) },
         { "key": "clusterid", "value": "Kubernetes" },
     ]);
-    for cluster in bootstrap["static_resources"]["clusters"]
-        .as_array_mut()
-        .unwrap()
-    {
+    for cluster in bootstrap["static_resources"]["clusters"].as_array_mut().unwrap() {
         let address = "/load_assignment/endpoints/0/lb_endpoints/0/endpoint/address";
         let address = cluster.pointer_mut(address).unwrap();
         if let Some(path) = address["pipe"]["path"].as_str() {
@@ -174,10 +168,7 @@ async fn streams_that_end_and_certificate_requests_share_one_connection() {
         let mut control_plane = ControlPlane::scripted(Duration::from_secs(5)).await;
         let settings = Settings {
             envoy: Some(&binary),
-            environment: &[
-                ("ISTIO_DELTA_XDS", delta),
-                ("SECRET_GRACE_PERIOD_RATIO", "1"),
-            ],
+            environment: &[("ISTIO_DELTA_XDS", delta), ("SECRET_GRACE_PERIOD_RATIO", "1")],
         };
         let _pod = Pod::start(settings, &control_plane);
         for _ in 0..8 {
@@ -196,10 +187,7 @@ async fn streams_that_end_and_certificate_requests_share_one_connection() {
 async fn another_client_does_not_evict_envoy_and_has_another_connection_to_istiod() {
     let Some(binary) = envoy_binary() else { return };
     let mut control_plane = ControlPlane::scripted(Duration::from_secs(3600)).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        ..Settings::default()
-    };
+    let settings = Settings { envoy: Some(&binary), ..Settings::default() };
     let pod = Pod::start(settings, &control_plane);
     let streams = &mut control_plane.istiod.streams;
     let of_envoy = soon(streams.recv()).await.unwrap();
@@ -218,18 +206,12 @@ async fn answer_and_end(mut stream: Stream) {
     // Envoy requests clusters first.
     let (type_url, nonce) = (CLUSTER.to_owned(), "1".to_owned());
     let answer = match stream.variant {
-        Variant::StateOfTheWorld => DiscoveryResponse {
-            type_url,
-            nonce,
-            ..Default::default()
+        Variant::StateOfTheWorld => {
+            DiscoveryResponse { type_url, nonce, ..Default::default() }.encode_to_vec()
         }
-        .encode_to_vec(),
-        Variant::Delta => DeltaDiscoveryResponse {
-            type_url,
-            nonce,
-            ..Default::default()
+        Variant::Delta => {
+            DeltaDiscoveryResponse { type_url, nonce, ..Default::default() }.encode_to_vec()
         }
-        .encode_to_vec(),
     };
     stream.send_bytes(answer.into()).await.unwrap();
     soon(stream.next_bytes()).await.unwrap();

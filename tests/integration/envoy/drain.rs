@@ -44,49 +44,17 @@ struct Kind {
 
 const CLIENTS: [Kind; 8] = [
     // Short requests, on a new connection each or on a reused connection.
-    Kind {
-        takes: (0, 5),
-        pause: 3,
-        keeps_connection: false,
-    },
-    Kind {
-        takes: (0, 5),
-        pause: 3,
-        keeps_connection: true,
-    },
-    Kind {
-        takes: (0, 50),
-        pause: 10,
-        keeps_connection: true,
-    },
+    Kind { takes: (0, 5), pause: 3, keeps_connection: false },
+    Kind { takes: (0, 5), pause: 3, keeps_connection: true },
+    Kind { takes: (0, 50), pause: 10, keeps_connection: true },
     // Long requests.
-    Kind {
-        takes: (100, 450),
-        pause: 5,
-        keeps_connection: false,
-    },
-    Kind {
-        takes: (100, 450),
-        pause: 5,
-        keeps_connection: true,
-    },
-    Kind {
-        takes: (200, 1500),
-        pause: 5,
-        keeps_connection: true,
-    },
+    Kind { takes: (100, 450), pause: 5, keeps_connection: false },
+    Kind { takes: (100, 450), pause: 5, keeps_connection: true },
+    Kind { takes: (200, 1500), pause: 5, keeps_connection: true },
     // Requests that take longer than the drain.
-    Kind {
-        takes: (2000, 4000),
-        pause: 5,
-        keeps_connection: false,
-    },
+    Kind { takes: (2000, 4000), pause: 5, keeps_connection: false },
     // A client that is mostly idle.
-    Kind {
-        takes: (0, 5),
-        pause: 600,
-        keeps_connection: true,
-    },
+    Kind { takes: (0, 5), pause: 600, keeps_connection: true },
 ];
 
 #[derive(Debug, Default)]
@@ -134,10 +102,7 @@ async fn no_response_to_a_request_that_envoy_accepted_is_lost_in_a_drain() {
         figures.announced = run.announced;
     }
     eprintln!("{figures:?}");
-    assert!(
-        figures.outlasted > 0,
-        "no request was longer than its drain"
-    );
+    assert!(figures.outlasted > 0, "no request was longer than its drain");
 }
 
 /// Checks what the agent logs about a connection or a request that is open when the drain ends.
@@ -181,11 +146,7 @@ async fn an_open_stream_delays_envoys_exit_as_announced_and_an_idle_connection_d
         let log = pod.agent.log();
         assert!(log.contains("long_requests 500ms"), "{open}: {log}");
         for words in ["Envoy has no active requests left", "Envoy still has"] {
-            assert_eq!(
-                log.contains(words),
-                expected.contains(words),
-                "{open}: {log}"
-            );
+            assert_eq!(log.contains(words), expected.contains(words), "{open}: {log}");
         }
     }
 }
@@ -213,10 +174,7 @@ async fn run(binary: &Path) -> Figures {
         routes("all", "books", "0"),
     ])
     .await;
-    let settings = Settings {
-        envoy: Some(binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(binary), environment: &[] };
     let mut pod = Pod::draining_for("sidecar", "2s", settings, &control_plane);
     pod.serves().await;
     eventually("a route in force", async || get(port).await.ok()).await;
@@ -245,11 +203,7 @@ async fn run(binary: &Path) -> Figures {
     let outcomes = clients.join_all().await.concat();
     let log = std::fs::read_to_string(pod.path("access.log")).unwrap();
     let figures = judge(&outcomes, &log, asked);
-    Figures {
-        longest: took,
-        announced,
-        ..figures
-    }
+    Figures { longest: took, announced, ..figures }
 }
 
 /// Compares the results of the clients with the lines of Envoy's access log.
@@ -280,10 +234,7 @@ fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
             }
         }
     }
-    assert!(
-        served.is_empty(),
-        "Envoy served requests no client sent: {served:?}"
-    );
+    assert!(served.is_empty(), "Envoy served requests no client sent: {served:?}");
     assert!(figures.complete > 0);
     figures
 }
@@ -339,12 +290,7 @@ struct Client {
 
 impl Client {
     fn new(kind: Kind, port: u16, numbers: &Arc<AtomicU64>) -> Self {
-        Self {
-            kind,
-            port,
-            numbers: Arc::clone(numbers),
-            kept: None,
-        }
+        Self { kind, port, numbers: Arc::clone(numbers), kept: None }
     }
 
     /// Sends requests until the port is closed, which must not happen before the agent was asked to stop.
@@ -364,10 +310,7 @@ impl Client {
             };
             let outcome = self.ask(stream).await;
             let is_lost = outcome.wrong.is_some();
-            assert!(
-                was_over || is_over.load(Ordering::Relaxed) || !is_lost,
-                "{outcome:?}"
-            );
+            assert!(was_over || is_over.load(Ordering::Relaxed) || !is_lost, "{outcome:?}");
             outcomes.push(outcome);
             tokio::time::sleep(Duration::from_millis(self.kind.pause)).await;
         }
@@ -387,12 +330,7 @@ impl Client {
             }
             Err(wrong) => Some(wrong),
         };
-        Outcome {
-            number,
-            sent,
-            takes: Duration::from_millis(takes),
-            wrong,
-        }
+        Outcome { number, sent, takes: Duration::from_millis(takes), wrong }
     }
 }
 

@@ -55,10 +55,8 @@ async fn each_health_change_is_reported_to_istiod_also_after_restarts_and_at_a_d
     let port = free_port();
     let listener = TcpListener::bind(local(port)).await.unwrap();
     let proxy_config = proxy_config(port, json!({}));
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("PROXY_CONFIG", &proxy_config)],
-    };
+    let settings =
+        Settings { envoy: Some(&binary), environment: &[("PROXY_CONFIG", &proxy_config)] };
     let pod = Pod::serving(settings, &control_plane).await;
     expect_health_report(&mut control_plane, true).await;
     drop(listener);
@@ -89,10 +87,7 @@ async fn an_envoy_in_a_wrapper_reports_the_health_and_its_configuration_is_kept(
         envoy: Some(&wrapper),
         environment: &[
             ("PROXY_CONFIG", &proxy_config),
-            (
-                "ISTIO_AGENT_KEEP_CONFIG",
-                directory.path().to_str().unwrap(),
-            ),
+            ("ISTIO_AGENT_KEEP_CONFIG", directory.path().to_str().unwrap()),
         ],
     };
     let mut pod = Pod::serving(settings, &control_plane).await;
@@ -165,14 +160,11 @@ impl Traffic {
     }
 
     async fn assert_machine_gets_no_traffic(&self) {
-        eventually(
-            "a hundred requests that the machine does not get",
-            async || {
-                let (machine, all) = (self.to_machine(), self.load.tally().attempts());
-                self.load.wait_for_attempts(all + 100).await;
-                (self.to_machine() == machine).then_some(())
-            },
-        )
+        eventually("a hundred requests that the machine does not get", async || {
+            let (machine, all) = (self.to_machine(), self.load.tally().attempts());
+            self.load.wait_for_attempts(all + 100).await;
+            (self.to_machine() == machine).then_some(())
+        })
         .await;
     }
 }
@@ -188,10 +180,7 @@ fn resources(client: u16, always: u16, machine: u16) -> Vec<Value> {
         only("cart-1", cluster("books")),
         only("cart-1", books),
         only("cart-1", listener("plain", client, "all")),
-        only(
-            "cart-1",
-            routes("all", "books", "%UPSTREAM_REMOTE_ADDRESS%"),
-        ),
+        only("cart-1", routes("all", "books", "%UPSTREAM_REMOTE_ADDRESS%")),
         only("machine-1", answering("inbound", machine)),
     ]
 }
@@ -202,22 +191,14 @@ async fn a_machine_gets_traffic_only_while_its_probe_succeeds_and_no_request_fai
     let (always, client, machine) = (Backend::start().await, free_port(), free_port());
     let resources = resources(client, always.port, machine);
     let mut control_plane = ControlPlane::of(&resources).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     let _client = Pod::serving(settings, &control_plane).await;
     eventually("an answer", async || get(client).await.ok()).await;
     let traffic = Traffic {
-        load: Load::default()
-            .with(Fresh(client))
-            .with(Lasting::new(client)),
+        load: Load::default().with(Fresh(client)).with(Lasting::new(client)),
         machine: format!("127.0.0.1:{machine}"),
     };
-    let (path, probed) = (
-        Path::to(control_plane.istiod.address.port()).await,
-        free_port(),
-    );
+    let (path, probed) = (Path::to(control_plane.istiod.address.port()).await, free_port());
     let address = format!("localhost:{}", path.port);
     let proxy_config = proxy_config(probed, json!({ "discoveryAddress": address }));
     let settings = Settings {

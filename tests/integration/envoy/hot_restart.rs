@@ -59,18 +59,9 @@ impl Stage {
             ("ISTIO_BOOTSTRAP_OVERRIDE", OVERRIDE),
             ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
         ];
-        let settings = Settings {
-            envoy: Some(&program),
-            environment: &environment,
-        };
+        let settings = Settings { envoy: Some(&program), environment: &environment };
         let pod = Pod::serving(settings, &control_plane).await;
-        let stage = Self {
-            pod,
-            port,
-            control_plane,
-            _backend: backend,
-            programs,
-        };
+        let stage = Self { pod, port, control_plane, _backend: backend, programs };
         stage.serves().await;
         stage
     }
@@ -115,17 +106,12 @@ impl Stage {
 
     /// Waits for an Envoy next to the known one. Returns its pid.
     async fn wait_for_other_envoy(&self, known: Pid) -> Pid {
-        eventually("another Envoy", async || {
-            self.envoys().into_iter().find(|pid| *pid != known)
-        })
-        .await
+        eventually("another Envoy", async || self.envoys().into_iter().find(|pid| *pid != known))
+            .await
     }
 
     async fn logs(&self, line: &str) {
-        eventually(line, async || {
-            self.pod.agent.log().contains(line).then_some(())
-        })
-        .await;
+        eventually(line, async || self.pod.agent.log().contains(line).then_some(())).await;
     }
 
     fn program(&self, to: &Path) {
@@ -141,11 +127,7 @@ impl Stage {
         assert_eq!(status.code(), Some(0), "{status}");
         assert!(envoys.into_iter().all(|pid| !is_alive(pid)));
         let left = names(&self.pod.path("etc/istio/proxy"));
-        assert_eq!(
-            left,
-            ["grpc-bootstrap.json", SOCKETS],
-            "which are for others"
-        );
+        assert_eq!(left, ["grpc-bootstrap.json", SOCKETS], "which are for others");
         assert_eq!(names(&self.sockets()), [""; 0]);
     }
 
@@ -188,12 +170,7 @@ impl Attempt for UntilClosed {
 fn resident(pid: Pid) -> u64 {
     let status = fs::read_to_string(proc(pid, "status")).unwrap();
     let line = status.lines().find(|line| line.starts_with("VmRSS"));
-    line.unwrap()
-        .split_whitespace()
-        .nth(1)
-        .unwrap()
-        .parse()
-        .unwrap()
+    line.unwrap().split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
 fn open_files(pid: Pid) -> usize {
@@ -233,11 +210,7 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     let tally = load.assert_flawless();
     let (succeeded, attempts) = (&tally.successes, tally.attempts());
     eprintln!("{rounds} restarts, {attempts} requests {succeeded:?}, {before:?} then {after:?}");
-    assert!(
-        succeeded
-            .get("last")
-            .is_some_and(|count| *count as u64 >= rounds)
-    );
+    assert!(succeeded.get("last").is_some_and(|count| *count as u64 >= rounds));
     assert!(after.0 < before.0 * 5 / 4, "{after:?} after {before:?}");
     assert!(after.1 <= before.1 + 12, "{after:?} after {before:?}");
     assert!(after.2 <= before.2 + 6, "{after:?} after {before:?}");
@@ -323,9 +296,7 @@ async fn an_envoy_of_another_release_takes_over_and_back_and_no_request_fails() 
         return;
     };
     let stage = Stage::serving(&binary).await;
-    let load = Load::default()
-        .with(Fresh(stage.port))
-        .with(UntilClosed(stage.port, None));
+    let load = Load::default().with(Fresh(stage.port)).with(UntilClosed(stage.port, None));
     for (epoch, program) in [(1, &other), (2, &binary)] {
         let before = stage.info().await.unwrap()["version"].clone();
         stage.program(program);
@@ -350,9 +321,7 @@ async fn a_file_that_changes_is_noticed_and_one_that_does_not_changes_nothing() 
     stage.pod.agent.signal(Signal::HUP);
     stage.logs("bootstrap unchanged").await;
     stage.program(&binary.canonicalize().unwrap());
-    stage
-        .logs("validating new Envoy inputs (a file has changed)")
-        .await;
+    stage.logs("validating new Envoy inputs (a file has changed)").await;
     eventually("a second verdict", async || {
         let log = stage.pod.agent.log();
         let verdicts = log.matches("bootstrap unchanged").count();
@@ -399,10 +368,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
     for (bad, expected) in [
         // An override that cannot be parsed is ignored, so the bootstrap is the same as without the file.
         ("{", "bootstrap unchanged"),
-        (
-            r#"{"admin": {"address": 1}}"#,
-            "Envoy rejected the bootstrap (exit status 1): [",
-        ),
+        (r#"{"admin": {"address": 1}}"#, "Envoy rejected the bootstrap (exit status 1): ["),
     ] {
         stage.pod.replace(OVERRIDE, bad);
         stage.pod.agent.signal(Signal::HUP);
@@ -436,9 +402,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
     // Without a control plane, the successor takes over the admin port and waits. No SIGHUP is sent: the
     // signal and the changed file would be two restarts, and the second one could begin after the failure.
     fs::create_dir_all(stage.pod.path("in")).unwrap();
-    stage
-        .pod
-        .replace(OVERRIDE, r#"{"node": {"metadata": {"MARK": "a"}}}"#);
+    stage.pod.replace(OVERRIDE, r#"{"node": {"metadata": {"MARK": "a"}}}"#);
     eventually("a next Envoy that waits", async || {
         let info = ask(&stage.pod.envoy, "/server_info").await?;
         info.contains("PRE_INITIALIZING").then_some(())
@@ -458,11 +422,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
     load.assert_flawless();
     stage.control_plane = dead.revive().await;
     stage.change("b");
-    assert_eq!(
-        stage.wait_for_epoch_with_mark("b").await,
-        0,
-        "the first with another base id"
-    );
+    assert_eq!(stage.wait_for_epoch_with_mark("b").await, 0, "the first with another base id");
     stage.logs("full restart of Envoy").await;
     let last = stage.only_envoy().await;
     assert!(last != first && last != next);
@@ -538,9 +498,7 @@ async fn a_request_to_stop_abandons_a_successor_that_does_not_serve_without_a_fa
     let mut stage = Stage::serving(&binary).await;
     let _dead = stage.control_plane.kill().await;
     fs::create_dir_all(stage.pod.path("in")).unwrap();
-    stage
-        .pod
-        .replace(OVERRIDE, r#"{"node": {"metadata": {"MARK": "a"}}}"#);
+    stage.pod.replace(OVERRIDE, r#"{"node": {"metadata": {"MARK": "a"}}}"#);
     stage.pod.agent.signal(Signal::HUP);
     eventually("a next Envoy that waits", async || {
         let info = ask(&stage.pod.envoy, "/server_info").await?;

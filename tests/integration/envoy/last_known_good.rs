@@ -80,12 +80,7 @@ async fn xdsz(pod: &Pod) -> Option<Value> {
 async fn wait_until_stored(pod: &Pod, types: &[&str]) {
     eventually("what is kept", async || {
         let kept = xdsz(pod).await?["kept"].clone();
-        let has = |name: &&str| {
-            kept.as_object()?
-                .keys()
-                .find(|it| it.ends_with(*name))
-                .map(drop)
-        };
+        let has = |name: &&str| kept.as_object()?.keys().find(|it| it.ends_with(*name)).map(drop);
         types.iter().map(has).collect::<Option<()>>()
     })
     .await;
@@ -144,23 +139,14 @@ async fn two_workloads_start_without_a_control_plane() {
     let Some(binary) = envoy_binary() else { return };
     let (port, tls_port) = (free_port(), free_port());
     let server_istiod = ControlPlane::of(&[secured_listener("server", tls_port)]).await;
-    let client_istiod = ControlPlane::of(&client(port, tls_port, "0"))
-        .await
-        .kill()
-        .await;
+    let client_istiod = ControlPlane::of(&client(port, tls_port, "0")).await.kill().await;
     let client_istiod = client_istiod.replace(server_istiod.keys.clone()).await;
     client_istiod.add(name_table("shop", &[("books", &["10.1.2.3"])]));
     let mut server = workload_with(&binary, &server_istiod, "0s").await;
     let mut client_pod = workload(&binary, &client_istiod).await;
     wait_for_mark(port, "0").await;
     wait_until_stored(&server.pod, &["Listener", "Cluster"]).await;
-    let types = [
-        "Listener",
-        "Cluster",
-        "ClusterLoadAssignment",
-        "RouteConfiguration",
-        "NameTable",
-    ];
+    let types = ["Listener", "Cluster", "ClusterLoadAssignment", "RouteConfiguration", "NameTable"];
     wait_until_stored(&client_pod.pod, &types).await;
     let before = configuration(&client_pod.pod).await;
     assert_eq!(source(&client_pod.pod).await, "istiod");
@@ -174,11 +160,7 @@ async fn two_workloads_start_without_a_control_plane() {
     assert!(took <= Duration::from_secs(8), "{took:?}");
     assert_eq!(source(&client_pod.pod).await, "kept");
     assert_eq!(configuration(&client_pod.pod).await, before);
-    let names = client_pod
-        .pod
-        .status(Method::GET, "/debug/ndsz")
-        .await
-        .unwrap();
+    let names = client_pod.pod.status(Method::GET, "/debug/ndsz").await.unwrap();
     assert!(names.contains("10.1.2.3"), "{names}");
     client_pod.pod.serves().await;
 
@@ -221,13 +203,10 @@ async fn a_pod_that_was_annotated_and_labelled_after_its_start_is_served_and_ano
     // Configuration of another node is not served, and stays.
     workload.pod.kill().await;
     workload.pod.restart(&[("ISTIO_META_MESH_ID", "other")]);
-    until(
-        "attempts in twice the time after which it would be served",
-        || {
-            let log = workload.pod.agent.log();
-            log.matches("failed to connect to upstream").count() >= 8
-        },
-    )
+    until("attempts in twice the time after which it would be served", || {
+        let log = workload.pod.agent.log();
+        log.matches("failed to connect to upstream").count() >= 8
+    })
     .await;
     get(port).await.unwrap_err();
     let kept = workload._store.path().join("istio-agent-config/Listener");
@@ -262,10 +241,7 @@ fn slow_cluster(resolver: &std::net::UdpSocket) -> Value {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_envoy_that_needs_seconds_between_two_types_is_served_all_on_one_stream() {
     let Some(binary) = envoy_binary() else { return };
-    let (port, resolver) = (
-        free_port(),
-        std::net::UdpSocket::bind("127.0.0.1:0").unwrap(),
-    );
+    let (port, resolver) = (free_port(), std::net::UdpSocket::bind("127.0.0.1:0").unwrap());
     let resources = [slow_cluster(&resolver), answering("answering", port)];
     let control_plane = ControlPlane::of(&resources).await;
     let mut workload = workload_with(&binary, &control_plane, "1s").await;
@@ -273,29 +249,14 @@ async fn an_envoy_that_needs_seconds_between_two_types_is_served_all_on_one_stre
     let dead = control_plane.kill().await;
     workload.pod.kill_and_restart(|| ()).await;
     eventually("an answer", async || get(port).await.ok()).await;
-    let metrics = workload
-        .pod
-        .status(Method::GET, "/stats/prometheus")
-        .await
-        .unwrap();
-    assert!(
-        metrics.contains("istio_agent_xds_kept_served_total 1\n"),
-        "{metrics}"
-    );
+    let metrics = workload.pod.status(Method::GET, "/stats/prometheus").await.unwrap();
+    assert!(metrics.contains("istio_agent_xds_kept_served_total 1\n"), "{metrics}");
 
     // istiod that answers while Envoy resolves the name ends the stream.
     workload.pod.kill_and_restart(|| ()).await;
-    workload
-        .pod
-        .agent
-        .logs("Envoy is served the configuration it had")
-        .await;
+    workload.pod.agent.logs("Envoy is served the configuration it had").await;
     let _control_plane = dead.revive().await;
-    workload
-        .pod
-        .agent
-        .logs("istiod answers; Envoy's next stream goes to istiod")
-        .await;
+    workload.pod.agent.logs("istiod answers; Envoy's next stream goes to istiod").await;
     eventually("an answer", async || get(port).await.ok()).await;
     assert_eq!(source(&workload.pod).await, "istiod");
 }
@@ -327,9 +288,7 @@ async fn a_client_with_envoys_header_neither_stores_configuration_nor_ends_the_r
     let mut workload = workload(&binary, &control_plane).await;
     wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
     let client = claimed_envoy(&workload.pod).await;
-    control_plane
-        .set(&[answering("answering", port), answering("new", new)])
-        .await;
+    control_plane.set(&[answering("answering", port), answering("new", new)]).await;
     eventually("an answer", async || get(new).await.ok()).await;
     drop(client);
     let log = workload.pod.agent.log();
@@ -356,10 +315,7 @@ async fn an_envoy_that_a_wrapper_runs_is_stored_and_served() {
     wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
     let _dead = control_plane.kill().await;
     workload.pod.kill().await;
-    until("the end of Envoy", || {
-        std::net::TcpStream::connect(local(port)).is_err()
-    })
-    .await;
+    until("the end of Envoy", || std::net::TcpStream::connect(local(port)).is_err()).await;
     workload.pod.restart(&[]);
     eventually("an answer", async || get(port).await.ok()).await;
     workload.pod.agent.terminate();
@@ -380,11 +336,7 @@ async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
     let mut control_plane = ControlPlane::of(&of("0")).await;
     let mut workload = workload(&binary, &control_plane).await;
     wait_for_mark(port, "0").await;
-    wait_until_stored(
-        &workload.pod,
-        &["RouteConfiguration", "ClusterLoadAssignment"],
-    )
-    .await;
+    wait_until_stored(&workload.pod, &["RouteConfiguration", "ClusterLoadAssignment"]).await;
     let mut dead = control_plane.kill().await;
     workload.pod.kill_and_restart(|| ()).await;
     wait_for_mark(port, "0").await;
@@ -417,17 +369,10 @@ async fn an_envoy_that_rejects_the_stored_configuration_is_served_by_istiod() {
     wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
     let dead = control_plane.kill().await;
     // Envoy rejects the listener when the directory of its access log does not exist.
-    workload
-        .pod
-        .kill_and_restart(|| fs::remove_dir_all(file.parent().unwrap()).unwrap())
-        .await;
+    workload.pod.kill_and_restart(|| fs::remove_dir_all(file.parent().unwrap()).unwrap()).await;
     eventually("a NACK", async || {
         let types = xdsz(&workload.pod).await?["types"].clone();
-        let listener = types
-            .as_object()?
-            .iter()
-            .find(|(it, _)| it.ends_with(".Listener"))?
-            .1;
+        let listener = types.as_object()?.iter().find(|(it, _)| it.ends_with(".Listener"))?.1;
         let response = &listener["last_response"];
         (response["source"] == json!("kept") && listener["nacks"] == json!(1)).then_some(())
     })
@@ -448,11 +393,7 @@ async fn accepted_listeners_of_a_rejected_response_replace_their_stored_versions
     wait_until_stored(&workload.pod, &["Listener", "Cluster"]).await;
     control_plane
         .set(&[
-            logged(
-                answering("refused", refused),
-                "/missing/access.log",
-                "line\n",
-            ),
+            logged(answering("refused", refused), "/missing/access.log", "line\n"),
             answering("accepted", new),
         ])
         .await;
@@ -504,10 +445,7 @@ async fn without_the_setting_a_new_envoy_waits_for_the_control_plane_and_nothing
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     let mut pod = Pod::serving(settings, &control_plane).await;
     assert!(xdsz(&pod).await.unwrap()["kept"].is_null());
     let dead = control_plane.kill().await;

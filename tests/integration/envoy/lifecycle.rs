@@ -20,10 +20,8 @@ use crate::support::resources::{cluster, endpoints, listener, logged, routes};
 use crate::support::{eventually, free_port};
 
 /// The settings of a drain of an hour.
-const ENDLESS: [(&str, &str); 2] = [
-    ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
-    ("MINIMUM_DRAIN_DURATION", "1h"),
-];
+const ENDLESS: [(&str, &str); 2] =
+    [("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"), ("MINIMUM_DRAIN_DURATION", "1h")];
 
 /// Starts a pod with a route through Envoy, and returns it with Envoy's pid and the port of the route.
 async fn serving(binary: &Path) -> (Pod, Pid, u16, Backend, ControlPlane) {
@@ -42,10 +40,7 @@ async fn serving_with(
         routes("all", "books", "0"),
     ])
     .await;
-    let settings = Settings {
-        envoy: Some(binary),
-        environment,
-    };
+    let settings = Settings { envoy: Some(binary), environment };
     let pod = Pod::serving(settings, &control_plane).await;
     eventually("a route in force", async || get(port).await.ok()).await;
     let envoy = pod.envoy_pid().unwrap();
@@ -94,10 +89,7 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
     assert_eq!(status.code(), Some(0), "{status}");
     assert!(!is_alive(envoy));
     let took = asked.elapsed();
-    assert!(
-        took >= Duration::from_secs(1),
-        "{took:?} is no drain of 1 s"
-    );
+    assert!(took >= Duration::from_secs(1), "{took:?} is no drain of 1 s");
     for left in [
         "etc/istio/proxy/XDS",
         "etc/istio/proxy/envoy-rev.json",
@@ -121,20 +113,14 @@ async fn access_logs_in_dev_stdout_and_stderr_pass_through_outputs_that_are_sock
             routes("all", "books", "0"),
         ])
         .await;
-        let settings = Settings {
-            envoy: Some(&binary),
-            environment: &[("JOURNAL_STREAM", "8:1")],
-        };
+        let settings = Settings { envoy: Some(&binary), environment: &[("JOURNAL_STREAM", "8:1")] };
         let mut pod = Pod::start(settings, &control_plane);
         eventually("a route in force", async || get(port).await.ok()).await;
         pod.agent.signal(Signal::TERM);
         let status = pod.agent.end().await;
         assert_eq!(status.code(), Some(0), "{status}");
         // A thread of the test copies the output to the log, which may take a moment.
-        eventually(&line, async || {
-            pod.agent.log().contains(&line).then_some(())
-        })
-        .await;
+        eventually(&line, async || pod.agent.log().contains(&line).then_some(())).await;
     }
 }
 
@@ -147,18 +133,11 @@ async fn envoy_reopens_its_access_logs_at_sigusr1_which_the_agent_ignores() {
     let control_plane = ControlPlane::of(&[
         cluster("books"),
         endpoints("books", &[backend.port]),
-        logged(
-            listener("plain", port, "all"),
-            log.to_str().unwrap(),
-            "request\n",
-        ),
+        logged(listener("plain", port, "all"), log.to_str().unwrap(), "request\n"),
         routes("all", "books", "0"),
     ])
     .await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     let pod = Pod::serving(settings, &control_plane).await;
     eventually("a route in force", async || get(port).await.ok()).await;
     std::fs::rename(&log, &rotated).unwrap();
@@ -210,10 +189,7 @@ async fn an_envoy_that_crashed_serves_again_as_often_as_the_budget_allows() {
     wait_until_agent_sees_envoy_running(&pod).await;
     let crashed = Instant::now();
     rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
-    eventually("the end of the first", async || {
-        (!is_alive(envoy)).then_some(())
-    })
-    .await;
+    eventually("the end of the first", async || (!is_alive(envoy)).then_some(())).await;
     eventually("a route in force again", async || get(port).await.ok()).await;
     let again = crashed.elapsed();
     assert!(
@@ -247,10 +223,7 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
         let (mut pod, envoy, port, _backend, _control_plane) = serving(binary).await;
         wait_until_agent_sees_envoy_running(&pod).await;
         rustix::process::kill_process(envoy, signal).unwrap();
-        eventually("the end of the first", async || {
-            (!is_alive(envoy)).then_some(())
-        })
-        .await;
+        eventually("the end of the first", async || (!is_alive(envoy)).then_some(())).await;
         if pod.agent.log().contains("count of kills cannot be read") {
             // On this machine, the agent cannot distinguish this SIGKILL from a kill for lack of memory, so
             // it does not restart Envoy.
@@ -260,15 +233,9 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
         eventually("a route in force again", async || get(port).await.ok()).await;
         assert_ne!(pod.envoy_pid().unwrap(), envoy);
         let log = pod.agent.log();
-        assert!(
-            log.contains(&format!("Envoy exited with error: {says}")),
-            "{log}"
-        );
+        assert!(log.contains(&format!("Envoy exited with error: {says}")), "{log}");
         let metrics = pod.status(Method::GET, "/stats/prometheus").await.unwrap();
-        assert!(
-            metrics.contains("istio_agent_envoy_restarts_total 1\n"),
-            "{says}"
-        );
+        assert!(metrics.contains("istio_agent_envoy_restarts_total 1\n"), "{says}");
     }
 }
 
@@ -299,9 +266,7 @@ struct Memory(PathBuf);
 impl Memory {
     fn of(bytes: u64) -> Option<Self> {
         let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap();
-        let (_, path) = groups
-            .lines()
-            .find_map(|line| line.split_once(":memory:/"))?;
+        let (_, path) = groups.lines().find_map(|line| line.split_once(":memory:/"))?;
         let group = Path::new("/sys/fs/cgroup/memory").join(path);
         let group = group.join(format!("istio-agent-{}", std::process::id()));
         std::fs::create_dir(&group).ok()?;
@@ -333,10 +298,7 @@ async fn an_envoy_that_the_kernel_kills_for_lack_of_memory_is_not_restarted() {
     wait_until_agent_sees_envoy_running(&pod).await;
     memory.takes(pod.agent.pid());
     rustix::process::kill_process(first, Signal::KILL).unwrap();
-    eventually("another Envoy", async || {
-        pod.envoy_pid().filter(|envoy| *envoy != first)
-    })
-    .await;
+    eventually("another Envoy", async || pod.envoy_pid().filter(|envoy| *envoy != first)).await;
     eventually("a route in force again", async || get(port).await.ok()).await;
     wait_until_agent_sees_envoy_running(&pod).await;
     // With this score, the kernel kills Envoy first when another process uses up the memory of the group.
@@ -351,10 +313,7 @@ async fn an_envoy_that_the_kernel_kills_for_lack_of_memory_is_not_restarted() {
     greedy.wait().unwrap();
     assert_eq!(status.code(), Some(128 + 9), "{status}");
     let log = pod.agent.log();
-    for says in [
-        "[ENVOY_OUT_OF_MEMORY]",
-        "not restarting Envoy: memory was used up",
-    ] {
+    for says in ["[ENVOY_OUT_OF_MEMORY]", "not restarting Envoy: memory was used up"] {
         assert!(log.contains(says), "{says}: {log}");
     }
 }
@@ -364,10 +323,7 @@ async fn an_envoy_that_crashes_before_it_serves_ends_the_agent_with_its_signal()
     let Some(binary) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[]).await;
     let nowhere = json!({ "discoveryAddress": format!("127.0.0.1:{}", free_port()) }).to_string();
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("PROXY_CONFIG", &nowhere)],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[("PROXY_CONFIG", &nowhere)] };
     let mut pod = Pod::start(settings, &control_plane);
     wait_past_start_failure_window(&pod).await;
     let envoy = pod.envoy_pid().unwrap();
@@ -375,10 +331,7 @@ async fn an_envoy_that_crashes_before_it_serves_ends_the_agent_with_its_signal()
     let status = pod.agent.end().await;
     assert_eq!(status.code(), Some(128 + 11), "{status}");
     let log = pod.agent.log();
-    assert!(
-        log.contains("not restarting Envoy: it has not served"),
-        "{log}"
-    );
+    assert!(log.contains("not restarting Envoy: it has not served"), "{log}");
 }
 
 #[tokio::test]
@@ -401,10 +354,7 @@ async fn a_second_signal_cuts_the_drain_short() {
     let (mut pod, envoy, _port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
     pod.agent.signal(Signal::TERM);
     eventually("a drain", async || {
-        pod.agent
-            .log()
-            .contains("Graceful termination period")
-            .then_some(())
+        pod.agent.log().contains("Graceful termination period").then_some(())
     })
     .await;
     pod.agent.signal(Signal::TERM);
@@ -430,18 +380,15 @@ async fn a_third_signal_ends_even_an_envoy_that_is_stopped() {
 #[tokio::test]
 async fn a_drain_until_idle_waits_for_an_open_connection_and_no_longer() {
     let Some(binary) = envoy_binary() else { return };
-    let environment = [
-        ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
-        ("MINIMUM_DRAIN_DURATION", "100ms"),
-    ];
+    let environment =
+        [("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"), ("MINIMUM_DRAIN_DURATION", "100ms")];
     let (mut pod, _envoy, port, _backend, _control_plane) =
         serving_with(&binary, &environment).await;
     let connection = connect(port).await.unwrap();
     pod.agent.signal(Signal::TERM);
     eventually("a count", async || {
         let log = pod.agent.log();
-        log.contains("Envoy still has 1 active connections")
-            .then_some(())
+        log.contains("Envoy still has 1 active connections").then_some(())
     })
     .await;
     assert!(pod.agent.is_running());
@@ -514,10 +461,7 @@ async fn a_gateway_drains_all_its_listeners_and_a_sidecar_those_for_others_only(
             routes("all", "books", "0"),
         ])
         .await;
-        let settings = Settings {
-            envoy: Some(&binary),
-            environment: &ENDLESS,
-        };
+        let settings = Settings { envoy: Some(&binary), environment: &ENDLESS };
         let mut pod = Pod::start_as(role, settings, &control_plane);
         for port in [inbound, outbound] {
             eventually("a route in force", async || get(port).await.ok()).await;

@@ -37,21 +37,12 @@ impl Machine {
     fn new(mode: &str, control_plane: &ControlPlane) -> Self {
         let machine = Self(namespace::machine());
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy");
-        machine.copy(
-            env!("CARGO_BIN_EXE_pilot-agent").as_ref(),
-            "usr/bin/pilot-agent",
-        );
+        machine.copy(env!("CARGO_BIN_EXE_pilot-agent").as_ref(), "usr/bin/pilot-agent");
         machine.copy(&envoy_binary().unwrap(), "usr/local/bin/envoy");
-        machine.copy(
-            &sources.join("systemd/start"),
-            "usr/libexec/istio-agent/start",
-        );
+        machine.copy(&sources.join("systemd/start"), "usr/libexec/istio-agent/start");
         machine.copy(&sources.join("package/postinst"), "postinst");
         let mut postinst = Command::new("chroot");
-        let installed = postinst
-            .arg(&machine.0)
-            .args(["/postinst", "configure"])
-            .status();
+        let installed = postinst.arg(&machine.0).args(["/postinst", "configure"]).status();
         assert!(installed.unwrap().success());
 
         let address = control_plane.address();
@@ -99,9 +90,7 @@ impl Machine {
     fn user(&self) -> u32 {
         let users = fs::read_to_string(self.0.join("etc/passwd")).unwrap();
         let name = unit("User")[0];
-        let user = users
-            .lines()
-            .find_map(|line| line.strip_prefix(&format!("{name}:x:")));
+        let user = users.lines().find_map(|line| line.strip_prefix(&format!("{name}:x:")));
         user.unwrap().split(':').next().unwrap().parse().unwrap()
     }
 
@@ -113,20 +102,12 @@ impl Machine {
         let words = match line.strip_prefix('+') {
             Some(words) => words,
             None => {
-                let [capabilities] = unit("CapabilityBoundingSet")[..] else {
-                    panic!("one set")
-                };
+                let [capabilities] = unit("CapabilityBoundingSet")[..] else { panic!("one set") };
                 assert_eq!(unit("AmbientCapabilities"), [capabilities]);
                 let kept = capabilities.strip_prefix("CAP_").unwrap().to_lowercase();
                 let kept = format!("=-all,+{kept}");
                 command
-                    .args([
-                        "setpriv",
-                        "--reuid",
-                        unit("User")[0],
-                        "--regid",
-                        unit("Group")[0],
-                    ])
+                    .args(["setpriv", "--reuid", unit("User")[0], "--regid", unit("Group")[0]])
                     .args(["--init-groups", "--no-new-privs"])
                     .arg(format!("--inh-caps{kept}"))
                     .arg(format!("--ambient-caps{kept}"))
@@ -134,19 +115,14 @@ impl Machine {
                 line
             }
         };
-        let [file] = unit("EnvironmentFile")[..] else {
-            panic!("one file")
-        };
+        let [file] = unit("EnvironmentFile")[..] else { panic!("one file") };
         let file = self.0.join(file.trim_start_matches("-/"));
         let settings = fs::read_to_string(file).unwrap();
         command
             .args(words.split(' '))
             .current_dir(unit("WorkingDirectory")[0])
             .env_clear()
-            .env(
-                "PATH",
-                "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            )
+            .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
             .env("NOTIFY_SOCKET", "/run/notify")
             // A second in place of the unit's 60 s, so that the watchdog message comes soon.
             .env("WATCHDOG_USEC", "1000000")
@@ -157,9 +133,7 @@ impl Machine {
     }
 
     fn start(&self) -> Process {
-        let [line] = unit("ExecStart")[..] else {
-            panic!("one command")
-        };
+        let [line] = unit("ExecStart")[..] else { panic!("one command") };
         Process::start(&mut self.command(line), &self.0.join("log"))
     }
 
@@ -231,20 +205,12 @@ async fn serves(mode: &str, envoy_capabilities: &str) {
     machine.run("ExecStartPre");
     let mut agent = machine.start();
     wait_for_message(&systemd, "READY=1").await;
-    let [envoy] = children_of(agent.pid())[..] else {
-        panic!("one Envoy")
-    };
+    let [envoy] = children_of(agent.pid())[..] else { panic!("one Envoy") };
     let status = fs::read_to_string(format!("/proc/{}/status", envoy.as_raw_nonzero())).unwrap();
-    assert!(
-        status.contains(&format!("CapEff:\t{envoy_capabilities}\n")),
-        "{status}"
-    );
+    assert!(status.contains(&format!("CapEff:\t{envoy_capabilities}\n")), "{status}");
 
     // The file of the agent's program is replaced while the agent runs.
-    machine.copy(
-        env!("CARGO_BIN_EXE_pilot-agent").as_ref(),
-        "usr/bin/pilot-agent",
-    );
+    machine.copy(env!("CARGO_BIN_EXE_pilot-agent").as_ref(), "usr/bin/pilot-agent");
     wait_for_message(&systemd, "WATCHDOG=1").await;
     let mut stream = soon(TcpStream::connect("10.9.0.2:80")).await.unwrap();
     let answer = request(&mut stream, "outside", "/").await.unwrap();
@@ -254,11 +220,7 @@ async fn serves(mode: &str, envoy_capabilities: &str) {
     let mut stream = TcpStream::from_std(stream).unwrap();
     let answer = request(&mut stream, "machine", "/").await.unwrap();
     assert_eq!(header(&answer, "x-mark"), Some("inbound"));
-    let client = if mode == "TPROXY" {
-        "10.9.0.2"
-    } else {
-        "127.0.0.6"
-    };
+    let client = if mode == "TPROXY" { "10.9.0.2" } else { "127.0.0.6" };
     assert_eq!(header(&answer, "x-client"), Some(client));
 
     agent.signal(Signal::TERM);
@@ -269,10 +231,7 @@ async fn serves(mode: &str, envoy_capabilities: &str) {
     machine.run("ExecStopPost");
     assert!(!rules().contains("ISTIO_"), "{}", rules());
     let certificate = machine.0.join("etc/certs/cert-chain.pem");
-    assert!(
-        certificate.exists(),
-        "the client certificate for the next start"
-    );
+    assert!(certificate.exists(), "the client certificate for the next start");
 }
 
 #[tokio::test]

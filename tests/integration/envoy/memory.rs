@@ -52,9 +52,8 @@ async fn pass(protocol: Protocol, size: usize, rate: Option<f64>) -> u64 {
     let mut control_plane = ControlPlane::scripted(Duration::from_secs(3600)).await;
     let pod = Pod::start(Settings::default(), &control_plane);
     let path = pod.path("etc/istio/proxy/XDS");
-    let socket = eventually("the socket of the agent", async || {
-        UnixStream::connect(&path).await.ok()
-    });
+    let socket =
+        eventually("the socket of the agent", async || UnixStream::connect(&path).await.ok());
     let (mut body, _connection) = open(socket.await, protocol).await;
     let accepted = control_plane.istiod.streams.recv();
     let istiod = soon(accepted).await.unwrap();
@@ -126,28 +125,17 @@ fn request(protocol: Protocol) -> Vec<u8> {
     });
     let type_url = CLUSTER.to_owned();
     match protocol {
-        Protocol::Sotw => DiscoveryRequest {
-            node,
-            type_url,
-            ..Default::default()
+        Protocol::Sotw => DiscoveryRequest { node, type_url, ..Default::default() }.encode_to_vec(),
+        Protocol::Delta => {
+            DeltaDiscoveryRequest { node, type_url, ..Default::default() }.encode_to_vec()
         }
-        .encode_to_vec(),
-        Protocol::Delta => DeltaDiscoveryRequest {
-            node,
-            type_url,
-            ..Default::default()
-        }
-        .encode_to_vec(),
     }
 }
 
 /// Returns a response of about `size` bytes, with many resources like other large responses.
 fn response(protocol: Protocol, size: usize) -> Bytes {
     let (type_url, nonce) = (CLUSTER.to_owned(), "nonce".to_owned());
-    let any = Any {
-        type_url: CLUSTER.to_owned(),
-        value: vec![b'c'; RESOURCE],
-    };
+    let any = Any { type_url: CLUSTER.to_owned(), value: vec![b'c'; RESOURCE] };
     let message = match protocol {
         Protocol::Sotw => DiscoveryResponse {
             resources: vec![any; size / RESOURCE],
@@ -157,11 +145,8 @@ fn response(protocol: Protocol, size: usize) -> Bytes {
         }
         .encode_to_vec(),
         Protocol::Delta => {
-            let resource = Resource {
-                name: "carts".to_owned(),
-                resource: Some(any),
-                ..Default::default()
-            };
+            let resource =
+                Resource { name: "carts".to_owned(), resource: Some(any), ..Default::default() };
             DeltaDiscoveryResponse {
                 resources: vec![resource; size / RESOURCE],
                 type_url,

@@ -24,10 +24,8 @@ use crate::support::{PATIENCE, eventually, free_port};
 const RESOLVER: &str = "192.0.2.53";
 const CAPTURE: (&str, &str) = ("ISTIO_META_DNS_CAPTURE", "true");
 
-const SERVICES: &[(&str, &[&str])] = &[
-    ("books", &["127.0.0.1"]),
-    ("many", &["10.1.0.1", "10.1.0.2", "10.1.0.3", "2001:db8::7"]),
-];
+const SERVICES: &[(&str, &[&str])] =
+    &[("books", &["127.0.0.1"]), ("many", &["10.1.0.1", "10.1.0.2", "10.1.0.3", "2001:db8::7"])];
 
 /// Returns the resolv.conf of a pod of [`NAMESPACE`], with this nameserver in place of the cluster's.
 fn resolv_conf(nameserver: &str) -> String {
@@ -67,29 +65,16 @@ async fn start(user: Option<(u32, u32)>, environment: &[(&str, &str)]) -> Captur
     let control_plane = ControlPlane::of(&[
         books,
         named("outside", "outside.example", backend.port),
-        logged(
-            listener("to-books", ports[0], "books"),
-            "/dev/stdout",
-            "books\n",
-        ),
+        logged(listener("to-books", ports[0], "books"), "/dev/stdout", "books\n"),
         listener("to-outside", ports[1], "outside"),
         routes("books", "books", "0"),
         routes("outside", "outside", "0"),
     ])
     .await;
     control_plane.add(name_table(NAMESPACE, SERVICES));
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment,
-    };
+    let settings = Settings { envoy: Some(&binary), environment };
     let pod = Pod::serving_as(user, settings, &control_plane).await;
-    Captured {
-        pod,
-        resolver,
-        backend,
-        _control_plane: control_plane,
-        ports,
-    }
+    Captured { pod, resolver, backend, _control_plane: control_plane, ports }
 }
 
 /// Returns a cluster whose endpoint is a host name, which Envoy resolves.
@@ -161,13 +146,7 @@ async fn resolvers_of_all_kinds_get_what_they_ask_for() {
     let programs = tempfile::tempdir().unwrap();
     let kinds = kinds(programs.path());
     let captured = captured().await;
-    for Kind {
-        name,
-        command,
-        searches,
-        retries_over_tcp,
-    } in kinds
-    {
+    for Kind { name, command, searches, retries_over_tcp } in kinds {
         let many = ["10.1.0.1", "10.1.0.2", "10.1.0.3", "2001:db8::7"];
         let mut cases = vec![
             ("many.shop.svc.cluster.local", ips(&many)),
@@ -214,9 +193,7 @@ async fn an_agent_that_replaces_the_resolver_runs_envoy_as_the_exempt_user() {
     assert!(of("Groups:").is_empty(), "{status}");
     for host in ["books", "outside.example"] {
         // In place of the machine's resolver, the agent forwards all queries until it has a name table.
-        let said = eventually(host, async || {
-            application(&["getent", "ahostsv4", host]).await.ok()
-        });
+        let said = eventually(host, async || application(&["getent", "ahostsv4", host]).await.ok());
         assert_eq!(addresses(&said.await), ips(&["127.0.0.1"]), "{host}");
     }
     // Envoy writes to the agent's output, although that belongs to root.
@@ -262,18 +239,10 @@ fn kinds(programs: &Path) -> Vec<Kind> {
         let tcp = BOTH.replace("+short", "+tcp +noedns +short");
         kinds.push(kind("dig by TCP", &["sh", "-c", &tcp, "sh"], false));
         let search = BOTH.replace("+short", "+search +short");
-        kinds.push(kind(
-            "dig with search domains",
-            &["sh", "-c", &search, "sh"],
-            true,
-        ));
+        kinds.push(kind("dig with search domains", &["sh", "-c", &search, "sh"], true));
     }
     if namespace::has("python3") {
-        kinds.push(kind(
-            "glibc's getaddrinfo",
-            &["/usr/bin/python3", "-c", PYTHON],
-            true,
-        ));
+        kinds.push(kind("glibc's getaddrinfo", &["/usr/bin/python3", "-c", PYTHON], true));
     }
     if namespace::has("node") {
         kinds.push(kind("c-ares, through Node", &["node", "-e", NODE], false));
@@ -345,11 +314,7 @@ pub async fn application(words: &[&str]) -> Result<String, String> {
 /// Runs a program as a user. Returns its output, or its status and errors if it fails.
 pub async fn run_as(user: u32, words: &[&str]) -> Result<String, String> {
     let mut command = Command::new(words[0]);
-    command
-        .args(&words[1..])
-        .uid(user)
-        .gid(user)
-        .kill_on_drop(true);
+    command.args(&words[1..]).uid(user).gid(user).kill_on_drop(true);
     let output = tokio::time::timeout(PATIENCE, command.output()).await;
     let output = output
         .unwrap_or_else(|_| panic!("{words:?}: not within {PATIENCE:?}"))

@@ -36,10 +36,7 @@ async fn a_killed_control_plane_costs_no_request_and_is_used_within_5_s_of_its_r
     let Some(binary) = envoy_binary() else { return };
     let (backend, port) = (Backend::start().await, free_port());
     let mut control_plane = ControlPlane::of(&resources(port, backend.port, "0")).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     let _pod = Pod::serving(settings, &control_plane).await;
     marked(port, "0").await;
     let load = Load::default().with(Fresh(port)).with(Lasting::new(port));
@@ -60,10 +57,7 @@ async fn a_killed_control_plane_costs_no_request_and_is_used_within_5_s_of_its_r
 #[tokio::test]
 async fn fifty_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
     let Some(binary) = envoy_binary() else { return };
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     let mut control_plane = ControlPlane::of(&resources(free_port(), 7001, "0")).await;
     let pod = Pod::serving(settings, &control_plane).await;
     // Each restart takes a second, because the agent dials at most once per second.
@@ -100,17 +94,12 @@ async fn an_ipv6_address_of_istiod_that_drops_syns_costs_a_second_and_is_tried_l
     namespace::run("nft", &[&lost.concat()]);
     namespace::add_address("2001:db8::1/128");
     let name = "istiod.istio-system.svc";
-    namespace::put(
-        "/etc/hosts",
-        &format!("2001:db8::1 {name}\n127.0.0.1 {name}\n"),
-    );
+    namespace::put("/etc/hosts", &format!("2001:db8::1 {name}\n127.0.0.1 {name}\n"));
     let mut control_plane = ControlPlane::of(&resources(free_port(), 7001, "0")).await;
     let address = format!("{name}:{}", control_plane.istiod.address.port());
     let proxy_config = json!({ "discoveryAddress": address }).to_string();
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("PROXY_CONFIG", &proxy_config)],
-    };
+    let settings =
+        Settings { envoy: Some(&binary), environment: &[("PROXY_CONFIG", &proxy_config)] };
     let _pod = Pod::serving(settings, &control_plane).await;
     for _ in 0..3 {
         // The kernel would repeat a SYN after a second. By then the agent has connected over IPv4, and later it dials
@@ -135,10 +124,7 @@ fn complaints(log: &str) -> Vec<&str> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn thirty_seconds_without_istiod_take_at_most_fifteen_warnings_and_errors() {
     let Some(binary) = envoy_binary() else { return };
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     let control_plane = ControlPlane::of(&resources(free_port(), 7001, "0")).await;
     let starting = Pod::start(settings, &control_plane);
     let dead = control_plane.kill().await;
@@ -146,11 +132,7 @@ async fn thirty_seconds_without_istiod_take_at_most_fifteen_warnings_and_errors(
     let log = starting.agent.log();
     let complaints = complaints(&log);
     println!("{}", complaints.join("\n"));
-    assert!(
-        complaints.len() <= 15,
-        "{}: {complaints:#?}",
-        complaints.len()
-    );
+    assert!(complaints.len() <= 15, "{}: {complaints:#?}", complaints.len());
     drop(dead);
 }
 

@@ -145,10 +145,8 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
         routes("all", "books", "0"),
     ];
     let control_plane = ControlPlane::of(&resources).await;
-    let settings = Settings {
-        envoy: Some(&envoy),
-        environment: &[("ISTIO_AGENT_ENVOY_RESTARTS", "1/1h")],
-    };
+    let settings =
+        Settings { envoy: Some(&envoy), environment: &[("ISTIO_AGENT_ENVOY_RESTARTS", "1/1h")] };
     let pod = Pod::serving(settings, &control_plane).await;
     let seen = becomes("a pod that is ready", &pod, |seen| seen["ready"] == true).await;
     let milestones = seen["start_up"].as_array().unwrap();
@@ -167,17 +165,13 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
         assert!(document.contains(tls), "{tls}: {document}");
     }
     browser.screenshot("well-phone", PHONE).await;
-    browser
-        .screenshot("well-phone-whole", PHONE_FULL_PAGE)
-        .await;
+    browser.screenshot("well-phone-whole", PHONE_FULL_PAGE).await;
     browser.screenshot("well-desk", DESK).await;
 
     wait_until_agent_sees_envoy_running(&pod).await;
     rustix::process::kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
-    becomes("another Envoy", &pod, |seen| {
-        seen["envoy"]["epoch"] == 1 && seen["ready"] == true
-    })
-    .await;
+    becomes("another Envoy", &pod, |seen| seen["envoy"]["epoch"] == 1 && seen["ready"] == true)
+        .await;
     // Envoy refuses a second listener at the address of the first, and its error contains the name of the second.
     let mut refused = resources.to_vec();
     refused.push(listener(HOSTILE, port, "all"));
@@ -188,10 +182,7 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     })
     .await;
     let _dead = control_plane.kill().await;
-    becomes("the loss of istiod", &pod, |seen| {
-        seen["istiod"]["connected"].is_null()
-    })
-    .await;
+    becomes("the loss of istiod", &pod, |seen| seen["istiod"]["connected"].is_null()).await;
     pod.status(Method::POST, "/drain").await.unwrap();
     becomes("a report of this state", &pod, |seen| {
         let report = seen["doctor"].to_string();
@@ -201,12 +192,8 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     let document = browser.document().await;
     assert_eq!(browser.width_on_a_phone(&document).await, PHONE_WIDTH);
     let (top, _) = document.split_once("<main>").unwrap();
-    for expected in [
-        "<title>ready, with ",
-        "What to do: ",
-        "Connection refused",
-        "&lt;script&gt;",
-    ] {
+    for expected in ["<title>ready, with ", "What to do: ", "Connection refused", "&lt;script&gt;"]
+    {
         assert!(top.contains(expected), "{expected}: {document}");
     }
     for expected in ["signal 11", "All checks"] {
@@ -216,13 +203,9 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
         assert!(!document.contains(markup), "{markup}: {document}");
     }
     browser.screenshot("troubled-phone", PHONE).await;
-    browser
-        .screenshot("troubled-phone-whole", PHONE_FULL_PAGE)
-        .await;
+    browser.screenshot("troubled-phone-whole", PHONE_FULL_PAGE).await;
     browser.screenshot("troubled-desk", DESK).await;
-    browser
-        .screenshot_in("troubled-desk-dark", DESK, "dark")
-        .await;
+    browser.screenshot_in("troubled-desk-dark", DESK, "dark").await;
     // A browser that requests the report of the doctor gets the page too.
     let doctor = format!("{}doctor", browser.url);
     let log = browser.look(&["--dump-dom".to_owned()], &doctor).await;

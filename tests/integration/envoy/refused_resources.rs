@@ -103,10 +103,7 @@ impl Stage {
             let types = xdsz(&pod).await?["types"].clone();
             let is_acked =
                 |it: &Value| types[it["@type"].as_str()?]["last_response"]["answered"].as_bool();
-            stored
-                .iter()
-                .all(|it| is_acked(it) == Some(true))
-                .then_some(())
+            stored.iter().all(|it| is_acked(it) == Some(true)).then_some(())
         })
         .await;
         // The agent writes the entire configuration when the stream ends.
@@ -128,12 +125,7 @@ impl Stage {
         }
         let istiod = dead.revive().await;
         pod.restart(second);
-        Some(Self {
-            pod,
-            istiod,
-            envoys: 1,
-            _store: store,
-        })
+        Some(Self { pod, istiod, envoys: 1, _store: store })
     }
 
     /// Waits for the NACK of a type, and checks that it is the last one that istiod got. Returns Envoy's reason.
@@ -144,15 +136,8 @@ impl Stage {
         let Event::Nacked { error, .. } = self.istiod.event("a NACK", is_nack).await else {
             panic!("another event");
         };
-        let nacks = self
-            .istiod
-            .requests()
-            .iter()
-            .filter(|it| it.type_url == type_url);
-        let status = nacks
-            .filter_map(|it| it.error_detail.as_ref())
-            .next_back()
-            .unwrap();
+        let nacks = self.istiod.requests().iter().filter(|it| it.type_url == type_url);
+        let status = nacks.filter_map(|it| it.error_detail.as_ref()).next_back().unwrap();
         assert_eq!(status.message, error);
         error
     }
@@ -161,18 +146,13 @@ impl Stage {
     async fn reports(&self, refused: Names<'_>) {
         for type_url in [CLUSTER, ENDPOINTS, LISTENER, ROUTES] {
             let names = refused.iter().find(|(of, _)| *of == type_url);
-            let names: BTreeSet<_> = names
-                .into_iter()
-                .flat_map(|it| it.1.iter().copied())
-                .collect();
+            let names: BTreeSet<_> =
+                names.into_iter().flat_map(|it| it.1.iter().copied()).collect();
             eventually(&format!("{names:?} of {type_url}"), async || {
                 let found = xdsz(&self.pod).await?;
                 let list = found["after_nack"][type_url].as_array();
-                let found: BTreeSet<_> = list
-                    .into_iter()
-                    .flatten()
-                    .map(|it| it["name"].as_str().unwrap())
-                    .collect();
+                let found: BTreeSet<_> =
+                    list.into_iter().flatten().map(|it| it["name"].as_str().unwrap()).collect();
                 (found == names).then_some(())
             })
             .await;
@@ -223,11 +203,7 @@ impl Stage {
         self.istiod.set(pushed).await;
         wait_until_envoy_has(&self.pod, pushed).await;
         eventually("as many answers to istiod as of Envoy", async || {
-            let stats = ask(
-                &self.pod.envoy,
-                "/stats?filter=listener_manager.lds.update_",
-            )
-            .await?;
+            let stats = ask(&self.pod.envoy, "/stats?filter=listener_manager.lds.update_").await?;
             let number = |name: &str| {
                 let name = format!("listener_manager.lds.update_{name}: ");
                 let mut values = stats.lines().filter_map(|it| it.strip_prefix(&*name));
@@ -263,10 +239,8 @@ async fn serving(
         ("ISTIO_AGENT_KEEP_CONFIG", store.path().to_str().unwrap()),
         ("ISTIO_AGENT_KEEP_CONFIG_AFTER", "60s"),
     ];
-    let settings = Settings {
-        envoy: Some(envoy),
-        environment: &[&store_environment, environment].concat(),
-    };
+    let settings =
+        Settings { envoy: Some(envoy), environment: &[&store_environment, environment].concat() };
     (Pod::serving(settings, istiod).await, store)
 }
 
@@ -423,11 +397,8 @@ async fn refused_endpoints_are_served_in_their_stored_version() {
     let mut invalid = books.clone();
     let address = "/endpoints/0/lb_endpoints/0/endpoint/address/socket_address";
     *invalid.pointer_mut(address).unwrap() = json!({ "address": "127.0.0.1", "port_value": 70000 });
-    let resources = [
-        &*[&rest("1")[..], &[books]].concat(),
-        &[&rest("2")[..], &[invalid]].concat(),
-        &rest("2"),
-    ];
+    let resources =
+        [&*[&rest("1")[..], &[books]].concat(), &[&rest("2")[..], &[invalid]].concat(), &rest("2")];
     let names: Names<'_> = &[(ENDPOINTS, &["books"])];
     if let Some((stage, _)) = stored_are_served(resources, names, &[port]).await {
         stage.assert_only_envoys_requests();
@@ -499,9 +470,7 @@ async fn all_resources_of_a_response_that_is_refused_as_a_whole_come_from_the_st
 #[tokio::test]
 async fn all_listeners_whose_names_are_cut_from_the_reason_come_from_the_store() {
     let port = free_port();
-    let names: Vec<_> = (10..60)
-        .map(|it| format!("{it}-{}", "long".repeat(30)))
-        .collect();
+    let names: Vec<_> = (10..60).map(|it| format!("{it}-{}", "long".repeat(30))).collect();
     let many = |version: &str| {
         let listeners = names.iter().zip(1..).map(|(name, port)| {
             let mut listener = answering(name, port);
@@ -515,11 +484,8 @@ async fn all_listeners_whose_names_are_cut_from_the_reason_come_from_the_store()
     let [web1, web2] = ["1", "2"].map(|it| [with_version(it, answering("web", port))]);
     let names: Vec<_> = names.iter().map(String::as_str).collect();
     let refused: Names<'_> = &[(LISTENER, &names)];
-    let resources = [
-        &*[&old[..], &web1].concat(),
-        &[&new[..], &web2].concat(),
-        &[&old[..], &web2].concat(),
-    ];
+    let resources =
+        [&*[&old[..], &web1].concat(), &[&new[..], &web2].concat(), &[&old[..], &web2].concat()];
     let Some((stage, reasons)) = stored_are_served(resources, refused, &[port]).await else {
         return;
     };
@@ -533,16 +499,8 @@ async fn stored_clusters_reach_envoy_before_the_stored_listeners_that_need_them(
     let books = cluster("books");
     let web = routing("web", port, "books");
     let endpoints = endpoints("books", &[backend.port]);
-    let old = [
-        with_version("1", books.clone()),
-        with_version("1", web.clone()),
-        endpoints.clone(),
-    ];
-    let new = [
-        with_version("2", refused(books)),
-        with_version("2", refused(web)),
-        endpoints,
-    ];
+    let old = [with_version("1", books.clone()), with_version("1", web.clone()), endpoints.clone()];
+    let new = [with_version("2", refused(books)), with_version("2", refused(web)), endpoints];
     let names: Names<'_> = &[(CLUSTER, &["books"]), (LISTENER, &["web"])];
     if let Some((stage, _)) = stored_are_served([&old, &new, &old], names, &[port]).await {
         stage.assert_only_envoys_requests();
@@ -577,10 +535,7 @@ async fn dependencies_of_stored_resources_that_istiod_does_not_send_come_from_th
         all("1"),
         endpoints.clone(),
     ];
-    let new = [
-        with_version("2", refused(books)),
-        with_version("2", refused(web)),
-    ];
+    let new = [with_version("2", refused(books)), with_version("2", refused(web))];
     let withheld = [(ROUTES, "all"), (ENDPOINTS, "books")];
     let Some(mut stage) = Stage::restarted_with(&[], &[], &old, &new, &withheld).await else {
         return;
@@ -668,10 +623,7 @@ async fn a_listener_that_istiod_repairs_is_current_again() {
     };
     // If Envoy refuses the next version of the listener too, the agent does not log that again.
     let [a1, b2] = held.clone();
-    stage
-        .istiod
-        .set(&[with_version("3", refused(answering("a", port))), b2.clone()])
-        .await;
+    stage.istiod.set(&[with_version("3", refused(answering("a", port))), b2.clone()]).await;
     stage.serves_stored(&held, REFUSED, &[port]).await;
     let repaired = [with_version("4", answering("a", port)), b2.clone()];
     stage.istiod.set(&repaired).await;
@@ -680,10 +632,7 @@ async fn a_listener_that_istiod_repairs_is_current_again() {
     let line = "Envoy no longer has the stored version of Listener a: ";
     stage.pod.agent.logs(line).await;
     // An Envoy that has accepted istiod's version keeps it without the agent.
-    stage
-        .istiod
-        .set(&[with_version("5", refused(a1)), b2])
-        .await;
+    stage.istiod.set(&[with_version("5", refused(a1)), b2]).await;
     stage.wait_for_nack(LISTENER).await;
     wait_until_envoy_has(&stage.pod, &repaired).await;
     stage.reports(&[]).await;
@@ -702,11 +651,7 @@ async fn a_listener_that_istiod_removes_is_closed() {
     wait_until_envoy_has(&stage.pod, &held[1..]).await;
     eventually("a closed port", async || get(port).await.err()).await;
     stage.reports(&[]).await;
-    stage
-        .pod
-        .agent
-        .logs("Envoy no longer has the stored version of Listener a: ")
-        .await;
+    stage.pod.agent.logs("Envoy no longer has the stored version of Listener a: ").await;
     stage.assert_only_envoys_requests();
 }
 
@@ -737,9 +682,7 @@ async fn the_next_envoy_of_a_hot_restart_is_served_the_stored_listener_too() {
     let Some((mut stage, held, ports)) = with_a_stored_listener(&environment).await else {
         return;
     };
-    stage
-        .pod
-        .replace("override.json", r#"{"stats_flush_interval": "7s"}"#);
+    stage.pod.replace("override.json", r#"{"stats_flush_interval": "7s"}"#);
     stage.envoys = 2;
     let load = Load::default().with(Fresh(ports[1]));
     eventually("the next Envoy", async || {
@@ -763,22 +706,12 @@ async fn an_envoy_that_has_a_listener_keeps_it_without_the_agent() {
     let istiod = ControlPlane::of(&first).await;
     let (pod, store) = serving(&envoy, &[], &istiod).await;
     wait_until_envoy_has(&pod, &first).await;
-    let mut stage = Stage {
-        pod,
-        istiod,
-        envoys: 1,
-        _store: store,
-    };
-    stage
-        .istiod
-        .set(&[with_version("2", refused(a.clone()))])
-        .await;
+    let mut stage = Stage { pod, istiod, envoys: 1, _store: store };
+    stage.istiod.set(&[with_version("2", refused(a.clone()))]).await;
     stage.wait_for_nack(LISTENER).await;
     wait_until_envoy_has(&stage.pod, &first).await;
     answers(port).await;
-    stage
-        .assert_agent_sends_nothing(&[with_version("3", a)])
-        .await;
+    stage.assert_agent_sends_nothing(&[with_version("3", a)]).await;
     stage.assert_only_envoys_requests();
 }
 
@@ -792,19 +725,14 @@ async fn nothing_is_sent_without_a_stored_version_that_may_be_used() {
         let [a, b] = [answering("a", free), answering("b", port)];
         let stored = [with_version("1", b.clone()), with_version("1", a.clone())];
         let stored = if is_stored { &stored } else { &stored[..1] };
-        let pushed = [
-            with_version("2", b.clone()),
-            with_version("2", refused(a.clone())),
-        ];
+        let pushed = [with_version("2", b.clone()), with_version("2", refused(a.clone()))];
         let stage = Stage::restarted_with(&[], second, stored, &pushed, &[]).await;
         let Some(mut stage) = stage else { return };
         stage.wait_for_nack(LISTENER).await;
         wait_until_envoy_has(&stage.pod, &pushed[..1]).await;
         answers(port).await;
         get(free).await.unwrap_err();
-        stage
-            .assert_agent_sends_nothing(&[with_version("3", b), with_version("3", a)])
-            .await;
+        stage.assert_agent_sends_nothing(&[with_version("3", b), with_version("3", a)]).await;
         stage.assert_only_envoys_requests();
     }
 }
@@ -822,9 +750,7 @@ async fn an_envoy_that_was_served_the_store_in_an_outage_keeps_its_listener() {
     })
     .await;
     stage.pod.kill().await;
-    stage
-        .pod
-        .restart(&[("ISTIO_AGENT_KEEP_CONFIG_AFTER", "0s")]);
+    stage.pod.restart(&[("ISTIO_AGENT_KEEP_CONFIG_AFTER", "0s")]);
     wait_until_envoy_has(&stage.pod, &held).await;
     stage.istiod = istiod.revive().await;
     stage.wait_for_nack(LISTENER).await;

@@ -69,11 +69,7 @@ fn scope(pod: &Pod, words: &[&str]) -> Result<String, String> {
     command.arg("scope").args(words).stdin(Stdio::null());
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    if output.status.success() {
-        Ok(text(output.stdout))
-    } else {
-        Err(text(output.stderr))
-    }
+    if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
 }
 
 #[tokio::test]
@@ -96,11 +92,7 @@ async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown()
     ];
     let clusters = resources.iter().filter_map(|it| it["name"].as_str());
     let of_cluster = |name: &str| {
-        if name == of_used {
-            endpoints(name, &[backend.port])
-        } else {
-            endpoints(name, &[])
-        }
+        if name == of_used { endpoints(name, &[backend.port]) } else { endpoints(name, &[]) }
     };
     let outbound = clusters.filter(|name| name.starts_with("outbound|"));
     let all: Vec<_> = outbound.map(of_cluster).collect();
@@ -114,10 +106,7 @@ async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown()
             ("ISTIO_META_DNS_CAPTURE", "true"),
             ("DNS_PROXY_ADDR", &address),
             ("ISTIO_META_WORKLOAD_NAME", "cart"),
-            (
-                "ISTIO_METAJSON_LABELS",
-                r#"{"app":"cart","pod-template-hash":"5d8"}"#,
-            ),
+            ("ISTIO_METAJSON_LABELS", r#"{"app":"cart","pod-template-hash":"5d8"}"#),
         ],
     };
     let pod = Pod::serving(settings, &control_plane).await;
@@ -169,14 +158,8 @@ async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown()
     let error = scope(&pod, &["--merge", "a.json", "b.json"]).unwrap_err();
     assert!(error.contains("b.json"), "{error}");
 
-    let metrics = pod
-        .status(http::Method::GET, "/metrics/agent")
-        .await
-        .unwrap();
-    assert!(
-        metrics.contains("\nistio_agent_xds_services 4\n"),
-        "{metrics}"
-    );
+    let metrics = pod.status(http::Method::GET, "/metrics/agent").await.unwrap();
+    assert!(metrics.contains("\nistio_agent_xds_services 4\n"), "{metrics}");
     assert!(ask(&pod.envoy, "/ready").await.is_some());
 }
 
@@ -184,15 +167,9 @@ async fn the_advice_lists_connected_and_requested_services_and_what_is_unknown()
 async fn a_gateway_gets_no_advice() {
     let Some(envoy) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[]).await;
-    let settings = Settings {
-        envoy: Some(&envoy),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&envoy), environment: &[] };
     let pod = Pod::start_as("router", settings, &control_plane);
     pod.serves().await;
     let error = scope(&pod, &[]).unwrap_err();
-    assert!(
-        error.contains("found a router, expected a sidecar"),
-        "{error}"
-    );
+    assert!(error.contains("found a router, expected a sidecar"), "{error}");
 }

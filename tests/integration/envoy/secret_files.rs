@@ -34,11 +34,7 @@ const LIFE: Duration = Duration::from_secs(3600);
 async fn write_signed(connection: &Connection, directory: &Path, roots: &str) {
     let identity = SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT);
     let request = csr::generate(KeyType::P256, Encoding::Pkcs8, &identity).unwrap();
-    let chain = connection
-        .authority()
-        .sign(&request.csr_pem, LIFE)
-        .await
-        .unwrap();
+    let chain = connection.authority().sign(&request.csr_pem, LIFE).await.unwrap();
     for (name, content) in [
         ("cert-chain.pem", chain[0].as_str()),
         ("key.pem", request.key_pem.as_str()),
@@ -72,21 +68,13 @@ fn serve_with_crl(
         secrets: None,
         files,
         serves_workload: true,
-        options: sds::SecretOptions {
-            key_provider: None,
-            crl,
-        },
+        options: sds::SecretOptions { key_provider: None, crl },
         refusals,
     };
     let listener = unix_socket::bind(socket).unwrap();
     let mut tasks = JoinSet::new();
     tasks.spawn(watcher);
-    tasks.spawn(sds::serve(
-        listener,
-        sources,
-        &registry,
-        CancellationToken::new(),
-    ));
+    tasks.spawn(sds::serve(listener, sources, &registry, CancellationToken::new()));
     tasks
 }
 
@@ -94,12 +82,7 @@ fn serve_with_crl(
 fn workload(directory: &Path) -> WorkloadFiles {
     let [chain, key, roots] =
         ["cert-chain.pem", "key.pem", "root-cert.pem"].map(|name| directory.join(name));
-    WorkloadFiles {
-        chain,
-        key,
-        roots,
-        is_only_source: true,
-    }
+    WorkloadFiles { chain, key, roots, is_only_source: true }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -184,15 +167,9 @@ async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_once_it_exi
         let loaded = |secret: &&Value| secret["secret"]["tls_certificate"].is_object();
         Some(secrets.iter().filter(loaded).count())
     };
-    eventually("499 certificates", async || {
-        (active().await? == 499).then_some(())
-    })
-    .await;
+    eventually("499 certificates", async || (active().await? == 499).then_some(())).await;
     copy(321);
-    eventually("the last one", async || {
-        (active().await? == 500).then_some(())
-    })
-    .await;
+    eventually("the last one", async || (active().await? == 500).then_some(())).await;
 }
 
 /// Joins the END line of each block with the BEGIN line of the next block.
@@ -216,10 +193,7 @@ const FORMS: [fn(&str) -> String; 18] = [
     |pem| pem.replace("END CERTIFICATE-----\n", "END CERTIFICATE----- x\n"),
     |pem| pem.trim().to_owned(),
     |pem| format!("subject=/CN=x\n\n{pem}Bag Attributes\n    friendlyName: é\n"),
-    |pem| {
-        pem.replace("-----\n", "-----")
-            .replace("-----END", "\n-----END")
-    },
+    |pem| pem.replace("-----\n", "-----").replace("-----END", "\n-----END"),
     |pem| format!("-----BEGIN X-----\n!!\n-----END X-----\n{pem}"),
     |pem| format!("-----BEGIN X-----\n{pem}-----END X-----\n-----BEGIN X-----\n"),
     in_lines_of_253,
@@ -252,12 +226,7 @@ async fn envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read() {
     let directory = tempfile::tempdir().unwrap();
     let control_plane = ControlPlane::of(&[]).await;
     let root = control_plane.istiod.root_pem();
-    write_signed(
-        &Connection::to(&control_plane.istiod),
-        directory.path(),
-        &root,
-    )
-    .await;
+    write_signed(&Connection::to(&control_plane.istiod), directory.path(), &root).await;
     let read = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
     let (leaf, key) = (read("cert-chain.pem"), read("key.pem"));
     let at = |n: usize| directory.path().join(n.to_string());
@@ -270,12 +239,8 @@ async fn envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read() {
     let socket = directory.path().join("socket");
     let refusals = sds::Refusals::default();
     let _tasks = serve_with_crl(None, &socket, None, refusals.clone());
-    let paths: Vec<_> = (0..FORMS.len())
-        .map(|n| at(n).display().to_string())
-        .collect();
-    let names = paths
-        .iter()
-        .map(|at| format!("file-cert:{at}/chain~{at}/key"));
+    let paths: Vec<_> = (0..FORMS.len()).map(|n| at(n).display().to_string()).collect();
+    let names = paths.iter().map(|at| format!("file-cert:{at}/chain~{at}/key"));
     let mut bootstrap = gateway(&socket, free_port(), &Vec::from_iter(names));
     let chains = &mut bootstrap["static_resources"]["listeners"][0]["filter_chains"];
     for (chain, at) in chains.as_array_mut().unwrap().iter_mut().zip(&paths) {
@@ -369,18 +334,12 @@ async fn a_revocation_list_is_in_force_in_der_too_and_one_that_envoy_refuses_is_
     let _tasks = serve_with_crl(files, &socket, Some(crl.clone()), refusals.clone());
     let port = free_port();
     let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
-    let refused = eventually("a refusal", async || {
-        refusals.lock().values().next().cloned()
-    })
-    .await;
+    let refused = eventually("a refusal", async || refusals.lock().values().next().cloned()).await;
     let (code, subject) = (refused.code.name, refused.subject.as_str());
     assert_eq!((code, subject), ("SECRET_REFUSED", "secret ROOTCA"));
     // A file with the word `null` counts as no revocation list.
     std::fs::write(&crl, "null\n").unwrap();
-    eventually("an accepted secret", async || {
-        refusals.lock().is_empty().then_some(())
-    })
-    .await;
+    eventually("an accepted secret", async || refusals.lock().is_empty().then_some(())).await;
     let load = handshakes(port, &mesh.keys).await;
     load.assert_flawless();
     let list_of = |params, key| {
@@ -415,24 +374,17 @@ async fn envoy_serves_with_secrets_of_an_external_sds_server_that_starts_late() 
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::start(&[secured_listener("tls", port)], LIFE).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("ISTIO_AGENT_EXTERNAL_SDS", "wait")],
-    };
+    let settings =
+        Settings { envoy: Some(&binary), environment: &[("ISTIO_AGENT_EXTERNAL_SDS", "wait")] };
     let pod = Pod::start(settings, &control_plane);
     let ours = pod.path("var/run/secrets/credential-uds/files-socket");
-    eventually("the agent's own socket", async || {
-        ours.exists().then_some(())
-    })
-    .await;
+    eventually("the agent's own socket", async || ours.exists().then_some(())).await;
     assert_eq!(control_plane.istiod.certificates_signed(), 0);
     // This server stands for an external one. Its certificates are of the same mesh.
     let connection = Connection::to(&control_plane.istiod);
     let socket = pod.path("var/run/secrets/workload-spiffe-uds/socket");
     let _other = serve_secrets(&connection, &socket);
     ready(&pod.envoy).await;
-    handshakes(port, &control_plane.keys)
-        .await
-        .assert_flawless();
+    handshakes(port, &control_plane.keys).await.assert_flawless();
     assert!(pod.bootstrap().to_string().contains("sds-files-grpc"));
 }

@@ -47,12 +47,7 @@ impl Sidecar {
             envoy: Some(&envoy),
             environment: &[(EXTERNAL, absent), ("ISTIO_AGENT_RESOLV_CONF", NO_RESOLVER)],
         };
-        Some(Self {
-            pod: Pod::start(settings, &control_plane),
-            spire,
-            control_plane,
-            ports,
-        })
+        Some(Self { pod: Pod::start(settings, &control_plane), spire, control_plane, ports })
     }
 
     /// Starts SPIRE's agent on the workload's socket.
@@ -148,19 +143,10 @@ async fn envoy_serves_with_the_certificate_of_a_spire_agent_started_earlier() {
     let refused = Handshake { port, client }.attempt().await.unwrap_err();
     assert!(!refused.starts_with("connect"), "{refused}");
     // The agent still serves secrets from files, and authenticates to istiod with its token.
-    assert!(
-        sidecar
-            .pod
-            .bootstrap()
-            .to_string()
-            .contains("sds-files-grpc")
-    );
+    assert!(sidecar.pod.bootstrap().to_string().contains("sds-files-grpc"));
     let connection = sidecar.pod.status(Method::GET, "/debug/istiod").await;
     let connection = connection.unwrap();
-    assert!(
-        connection.contains(r#""client_certificate":false"#),
-        "{connection}"
-    );
+    assert!(connection.contains(r#""client_certificate":false"#), "{connection}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -170,10 +156,7 @@ async fn envoy_serves_with_the_certificate_of_a_spire_agent_that_this_agent_wait
     };
     sidecar.pod.agent.logs("[SDS_SOCKET_ABSENT]").await;
     sidecar.wait_for_warming_listener().await;
-    assert_eq!(
-        sidecar.pod.status(Method::GET, "/healthz/ready").await,
-        None
-    );
+    assert_eq!(sidecar.pod.status(Method::GET, "/healthz/ready").await, None);
     sidecar.assert_socket_not_served("there is none").await;
     sidecar.spire.register(LONG);
     let _agent = sidecar.serve().await;
@@ -206,21 +189,14 @@ async fn a_spire_agent_that_restarts_fails_no_handshake_and_its_next_certificate
     sidecar.assert_healthy().await;
     let load = sidecar.handshakes().await;
     // After SIGKILL the socket of SPIRE's agent still exists.
-    for (signal, found, count) in [
-        (Signal::TERM, "there is none", 2),
-        (Signal::KILL, "stale, no process listens", 3),
-    ] {
+    for (signal, found, count) in
+        [(Signal::TERM, "there is none", 2), (Signal::KILL, "stale, no process listens", 3)]
+    {
         agent.signal(signal);
         agent.end().await;
         sidecar.assert_socket_not_served(found).await;
         load.wait_for_attempts(load.tally().attempts() + 20).await;
-        assert!(
-            sidecar
-                .pod
-                .status(Method::GET, "/healthz/ready")
-                .await
-                .is_some()
-        );
+        assert!(sidecar.pod.status(Method::GET, "/healthz/ready").await.is_some());
         agent = sidecar.serve().await;
         wait_for_certificates(&load, count).await;
         sidecar.assert_healthy().await;

@@ -70,16 +70,10 @@ impl Stage {
         let mut environment = vec![
             ("ISTIO_AGENT_STANDBY", FIRST),
             ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", PARENT_SHUTDOWN_TIME),
-            (
-                "PROXY_CONFIG",
-                r#"{"drainDuration": "1s", "concurrency": 2}"#,
-            ),
+            ("PROXY_CONFIG", r#"{"drainDuration": "1s", "concurrency": 2}"#),
         ];
         environment.extend(more.iter().map(|(name, value)| (*name, value.as_str())));
-        let settings = Settings {
-            envoy: Some(envoy),
-            environment: &environment,
-        };
+        let settings = Settings { envoy: Some(envoy), environment: &environment };
         let stage = Self {
             pod: Pod::serving(settings, &control_plane).await,
             port,
@@ -100,9 +94,7 @@ impl Stage {
     /// Runs the second container until it has recorded its build.
     async fn recorded_standby(&self) {
         let mut standby = self.standby().await;
-        let record = self
-            .pod
-            .path("etc/istio/proxy/istio-agent-standby/build-istio-standby");
+        let record = self.pod.path("etc/istio/proxy/istio-agent-standby/build-istio-standby");
         until("the build is recorded", || record.exists()).await;
         standby.terminate();
         standby.end().await;
@@ -222,11 +214,7 @@ async fn without_a_page_in_dev_shm_a_container_serves_and_the_doctor_says_what_i
     let stage = Stage::serving(&envoy).await;
     let log = stage.pod.agent.log();
     assert!(log.contains("[HOT_RESTART_UNAVAILABLE]"), "{log}");
-    let report = stage
-        .pod
-        .status(Method::GET, "/debug/doctor")
-        .await
-        .unwrap();
+    let report = stage.pod.status(Method::GET, "/debug/doctor").await.unwrap();
     assert!(report.contains("no handover is possible"), "{report}");
 }
 
@@ -235,26 +223,17 @@ async fn a_standby_serves_if_a_pipe_is_in_the_place_of_the_stored_configuration(
     let Some(envoy) = envoy_binary() else { return };
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
-    let mut stage = Stage::serving_with(&envoy, |_| {
-        vec![("ISTIO_AGENT_KEEP_CONFIG", directory.clone())]
-    })
-    .await;
-    let stored = store
-        .path()
-        .join("istio-agent-istio-proxy/istio-agent-config");
-    until("configuration is stored", || {
-        stored.join("Listener").exists()
-    })
-    .await;
+    let mut stage =
+        Stage::serving_with(&envoy, |_| vec![("ISTIO_AGENT_KEEP_CONFIG", directory.clone())]).await;
+    let stored = store.path().join("istio-agent-istio-proxy/istio-agent-config");
+    until("configuration is stored", || stored.join("Listener").exists()).await;
     let standby = stage.standby().await;
     let pipe = stored.join("Cluster");
     fs::remove_file(&pipe).unwrap();
     mknodat(CWD, pipe, FileType::Fifo, Mode::RWXU, 0).unwrap();
     stage.pod.agent.signal(Signal::KILL);
     stage.pod.agent.end().await;
-    standby
-        .logs("configuration stored by the other container is not used")
-        .await;
+    standby.logs("configuration stored by the other container is not used").await;
     stage.serves(SECOND).await;
 }
 
@@ -273,13 +252,7 @@ async fn a_standby_exits_with_an_agent_that_exits_on_purpose() {
     let Some(envoy) = envoy_binary() else { return };
     let mut stage = Stage::serving(&envoy).await;
     let mut standby = stage.standby().await;
-    assert!(
-        stage
-            .pod
-            .status(Method::POST, "/quitquitquit")
-            .await
-            .is_some()
-    );
+    assert!(stage.pod.status(Method::POST, "/quitquitquit").await.is_some());
     assert_eq!(stage.pod.agent.end().await.code(), Some(0));
     assert_eq!(standby.end().await.code(), Some(0), "{}", standby.log());
     // A container that starts later serves.
@@ -363,10 +336,7 @@ async fn a_container_with_another_build_takes_over_once() {
     stage.serves(SECOND).await;
     load.wait_for_attempts(load.tally().attempts() + 50).await;
     load.assert_flawless();
-    assert!(
-        !former.log().contains("has a new build"),
-        "it takes nothing back"
-    );
+    assert!(!former.log().contains("has a new build"), "it takes nothing back");
 }
 
 #[tokio::test]
@@ -381,10 +351,7 @@ async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_su
     let config = stage.proxy_config_with(&other);
     let config = config.replace("\"concurrency\":2", "\"concurrency\":1");
     let mut command = stage.pod.command();
-    command
-        .arg("standby")
-        .env("ISTIO_AGENT_STANDBY", SECOND)
-        .env("PROXY_CONFIG", config);
+    command.arg("standby").env("ISTIO_AGENT_STANDBY", SECOND).env("PROXY_CONFIG", config);
     let standby = Process::start(&mut command, &stage.pod.path("standby.log"));
     standby.logs("container istio-standby serves").await;
     standby.logs("has the 2 workers of its parent").await;
@@ -392,9 +359,7 @@ async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_su
     assert!(info.contains("\"concurrency\": 2"), "{info}");
     stage.pod.agent.signal(Signal::KILL);
     standby.logs("the former Envoy has exited early").await;
-    standby
-        .logs("has sent a message to its former parent")
-        .await;
+    standby.logs("has sent a message to its former parent").await;
     // It is able to be replaced again.
     standby.signal(Signal::HUP);
     standby.logs("bootstrap unchanged").await;
@@ -408,19 +373,13 @@ async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_su
 #[tokio::test]
 async fn with_each_optional_module_the_former_agent_serves_its_envoy_until_that_has_exited() {
     let Some(envoy) = envoy_binary() else { return };
-    let (store, output) = (
-        tempfile::tempdir_in("/dev/shm").unwrap(),
-        tempfile::tempdir().unwrap(),
-    );
+    let (store, output) = (tempfile::tempdir_in("/dev/shm").unwrap(), tempfile::tempdir().unwrap());
     let text = |place: &tempfile::TempDir| place.path().to_str().unwrap().to_owned();
     let (store, output) = (text(&store), text(&output));
     let stage = Stage::serving_with(&envoy, |istiod| {
         istiod.add(name_table("shop", &[("books", &["10.1.2.3"])]));
         vec![
-            (
-                "CA_ADDR",
-                format!("127.0.0.1:{}", istiod.istiod.address.port()),
-            ),
+            ("CA_ADDR", format!("127.0.0.1:{}", istiod.istiod.address.port())),
             ("OUTPUT_CERTS", output.clone()),
             ("ISTIO_META_DNS_CAPTURE", "true".to_owned()),
             ("DNS_PROXY_ADDR", format!("127.0.0.1:{}", free_port())),
@@ -440,10 +399,7 @@ async fn with_each_optional_module_the_former_agent_serves_its_envoy_until_that_
     standby.logs("container istio-standby serves").await;
     agent.logs("container istio-proxy waits").await;
     let log = agent.log();
-    assert!(
-        log.contains("the former Envoy has exited: exit status 0"),
-        "{log}"
-    );
+    assert!(log.contains("the former Envoy has exited: exit status 0"), "{log}");
     assert!(!log.contains("[TASK_EXITED]"), "{log}");
     stage.serves(SECOND).await;
     load.assert_flawless();
@@ -460,9 +416,7 @@ async fn further_connections_to_the_handover_socket_do_not_hide_the_standby() {
         page["waits"]["name"].as_str().map(str::to_owned)
     };
     eventually("the standby is connected", &waits).await;
-    let socket = stage
-        .pod
-        .path("etc/istio/proxy/istio-agent-standby/handover");
+    let socket = stage.pod.path("etc/istio/proxy/istio-agent-standby/handover");
     for name in ["a", "b", "c"] {
         let mut stream = UnixStream::connect(&socket).unwrap();
         let hello = format!(r#"{{"hello": {{"version": 2, "name": "{name}", "build": ""}}}}"#);
@@ -503,10 +457,9 @@ async fn a_container_that_asks_while_envoy_starts_takes_over_once_envoy_serves()
 #[tokio::test]
 async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again() {
     let Some(envoy) = envoy_binary() else { return };
-    for (what, reason) in [
-        ("exit 1", "exited before it served"),
-        ("kill -9 $PPID", "it has exited"),
-    ] {
+    for (what, reason) in
+        [("exit 1", "exited before it served"), ("kill -9 $PPID", "it has exited")]
+    {
         let stage = Stage::serving(&envoy).await;
         stage.recorded_standby().await;
         let load = stage.load();
@@ -550,11 +503,7 @@ async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
     let mut standby = stage.start_standby(Some(&other));
     stage.pod.agent.logs("[HANDOVER_FAILED]").await;
     until("the standby waits again", || {
-        standby
-            .log()
-            .matches("container istio-standby waits")
-            .count()
-            > 1
+        standby.log().matches("container istio-standby waits").count() > 1
     })
     .await;
     standby.terminate();
@@ -575,8 +524,7 @@ async fn a_hook_of_the_container_that_waits_does_not_drain_the_one_that_serves()
     let port = format!("--debug-port={}", stage.pod.status_port);
     for (container, is_drained) in [(SECOND, false), (FIRST, true)] {
         let mut hook = stage.pod.command();
-        hook.args(["request", &port, "POST", "drain"])
-            .env("ISTIO_AGENT_STANDBY", container);
+        hook.args(["request", &port, "POST", "drain"]).env("ISTIO_AGENT_STANDBY", container);
         let hook = Process::start(&mut hook, &stage.pod.path("hook.log"));
         let (code, log) = hook.ends().await;
         assert_eq!(code, 0, "{log}");

@@ -40,17 +40,13 @@ async fn a_pod_is_ready_through_envoy_once_envoy_is_configured() {
     let Some(binary) = envoy_binary() else { return };
     let health = free_port();
     let port = health.to_string();
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("ENVOY_STATUS_PORT", &port)],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[("ENVOY_STATUS_PORT", &port)] };
     let (pod, dead) = without_istiod(settings).await;
     // Without configuration Envoy may listen, but is not ready.
     eventually("an agent that answers", async || {
         let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
         assert_eq!(status, 503, "{body}");
-        body.contains("config not received from XDS server")
-            .then_some(())
+        body.contains("config not received from XDS server").then_some(())
     })
     .await;
     let through_envoy = ask(health, "/healthz/ready").await;
@@ -59,10 +55,7 @@ async fn a_pod_is_ready_through_envoy_once_envoy_is_configured() {
     becomes(health, "/healthz/ready", 200).await;
     becomes(pod.status_port, "/healthz/ready", 200).await;
     let (_, page) = ask(pod.status_port, "/metrics").await.unwrap();
-    assert!(
-        page.contains("\nistio_agent_startup_duration_seconds "),
-        "{page}"
-    );
+    assert!(page.contains("\nistio_agent_startup_duration_seconds "), "{page}");
 }
 
 /// Checks a pod with a private key provider: an Envoy without that extension refuses the certificate.
@@ -75,10 +68,8 @@ async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why
         "privateKeyProvider": { "cryptomb": { "pollDelay": "1s" } },
         "drainDuration": "1s",
     });
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("PROXY_CONFIG", &provider.to_string())],
-    };
+    let settings =
+        Settings { envoy: Some(&binary), environment: &[("PROXY_CONFIG", &provider.to_string())] };
     let pod = Pod::start(settings, &control_plane);
     let expected = "[SECRET_REFUSED]";
     eventually("the reason", async || {
@@ -88,10 +79,7 @@ async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why
     })
     .await;
     let (_, page) = ask(pod.status_port, "/metrics").await.unwrap();
-    assert!(
-        page.contains("\nistio_agent_sds_refused_secrets 1\n"),
-        "{page}"
-    );
+    assert!(page.contains("\nistio_agent_sds_refused_secrets 1\n"), "{page}");
     let log = pod.agent.log();
     let is_error = |line: &str| line.contains("\terror\t") && line.contains(expected);
     assert!(log.lines().any(is_error), "{log}");
@@ -104,10 +92,7 @@ async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why
 async fn a_stopped_envoy_that_has_not_passed_is_not_ready() {
     let Some(binary) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[]).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[] };
     let pod = Pod::start(settings, &control_plane);
     // If the process were stopped before its exec, it would block the agent, which waits for the exec.
     let envoy = eventually("a process that is Envoy", async || {
@@ -149,20 +134,10 @@ async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
     })
     .await;
     let merged = names_and_labels(&page);
-    let missing: Vec<_> = own
-        .union(&application)
-        .filter(|s| !merged.contains(*s))
-        .collect();
+    let missing: Vec<_> = own.union(&application).filter(|s| !merged.contains(*s)).collect();
     assert_eq!(missing, Vec::<&String>::new());
-    let lines: Vec<_> = page
-        .lines()
-        .filter(|line| line.starts_with("# TYPE "))
-        .collect();
-    assert_eq!(
-        lines.iter().collect::<BTreeSet<_>>().len(),
-        lines.len(),
-        "a family twice"
-    );
+    let lines: Vec<_> = page.lines().filter(|line| line.starts_with("# TYPE ")).collect();
+    assert_eq!(lines.iter().collect::<BTreeSet<_>>().len(), lines.len(), "a family twice");
     let shared = own.intersection(&application).count();
     let dropped = "istio_agent_scrape_duplicate_series_total{source=\"envoy\"}";
     assert!(shared > 10, "{shared} series of both Envoys");
@@ -172,10 +147,7 @@ async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
 /// Returns the series of a page. Fails if a series occurs twice.
 fn names_and_labels(page: &str) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
-    for line in page
-        .lines()
-        .filter(|line| !line.starts_with('#') && !line.is_empty())
-    {
+    for line in page.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
         let (series, _) = line.rsplit_once(' ').unwrap();
         assert!(all.insert(series.to_owned()), "{series} twice");
     }
@@ -208,10 +180,7 @@ async fn wait_holds_the_application_until_envoy_is_ready_and_no_longer() {
     let Some(binary) = envoy_binary() else { return };
     let health = free_port();
     let port = health.to_string();
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("ENVOY_STATUS_PORT", &port)],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[("ENVOY_STATUS_PORT", &port)] };
     let (pod, dead) = without_istiod(settings).await;
     let url = format!("--url=http://localhost:{health}/healthz/ready");
     let mut wait = start_command(&pod, &["wait", &url]);

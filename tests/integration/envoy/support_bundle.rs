@@ -77,10 +77,7 @@ fn unpacked(archive: &Path, directory: &Path) -> BTreeMap<String, String> {
 #[tokio::test]
 async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
     let Some(binary) = envoy_binary() else { return };
-    let listeners = [
-        listener(free_port()),
-        secured_listener("secured", free_port()),
-    ];
+    let listeners = [listener(free_port()), secured_listener("secured", free_port())];
     let control_plane = ControlPlane::of(&listeners).await;
     let pull = json!({ "auths": { "registry": { "auth": OF_REGISTRY } } }).to_string();
     let environment = [("ISTIO_META_WASM_IMAGE_PULL_SECRET", pull.as_str())];
@@ -106,18 +103,13 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
     };
     let pod = Pod::start(settings, &control_plane);
     fs::create_dir(pod.path("certs")).unwrap();
-    let key = eventually("a key", async || {
-        fs::read_to_string(pod.path("certs/key.pem")).ok()
-    })
-    .await;
+    let key =
+        eventually("a key", async || fs::read_to_string(pod.path("certs/key.pem")).ok()).await;
     let in_dump = [OF_ROUTE, OF_MATCH, OF_SERVICE, OF_METADATA];
     eventually("a dump with the secrets", async || {
         let dump = ask(&pod.envoy, "/config_dump").await?;
         dump.contains("certificate_chain").then_some(())?;
-        in_dump
-            .iter()
-            .all(|secret| dump.contains(secret))
-            .then_some(())
+        in_dump.iter().all(|secret| dump.contains(secret)).then_some(())
     })
     .await;
     // Envoy refuses the filter, and its error contains the filter with the pull secret.
@@ -137,18 +129,8 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
 
     let token = control_plane.token();
     let token: Vec<_> = token.split('.').skip(1).collect();
-    let key: Vec<_> = key
-        .lines()
-        .filter(|line| !line.starts_with("---"))
-        .collect();
-    let others = [
-        OF_ISTIOD,
-        OF_AUTHORITY,
-        OF_PROXY,
-        OF_PROBE,
-        OF_REGISTRY,
-        BASIC,
-    ];
+    let key: Vec<_> = key.lines().filter(|line| !line.starts_with("---")).collect();
+    let others = [OF_ISTIOD, OF_AUTHORITY, OF_PROXY, OF_PROBE, OF_REGISTRY, BASIC];
     for (name, text) in &files {
         for secret in [&in_dump[..], &others, &token, &key].concat() {
             assert!(!text.contains(secret), "{secret} in {name}:\n{text}");
@@ -159,10 +141,7 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
         ("doctor.txt", "configuration"),
         ("doctor.json", "\"groups\""),
         ("config.json", "\"value\": \"default:info,xdsproxy:debug\""),
-        (
-            "bootstrap/envoy-rev.json",
-            "\"LIGHT_TOKEN\": \"[redacted]\"",
-        ),
+        ("bootstrap/envoy-rev.json", "\"LIGHT_TOKEN\": \"[redacted]\""),
         ("envoy/server_info.json", "\"state\""),
         ("envoy/listeners.txt", "all::127.0.0.1:"),
         ("envoy/clusters.txt", "xds-grpc::default_priority"),
@@ -171,17 +150,12 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
         ("envoy/config_dump.json", "\"certificate_chain\""),
         ("agent/overview.json", "\"start_up\""),
         ("agent/log.txt", "\tinfo\t"),
-        (
-            "agent/overview.json",
-            "spiffe://cluster.local/ns/shop/sa/cart",
-        ),
+        ("agent/overview.json", "spiffe://cluster.local/ns/shop/sa/cart"),
         ("agent/overview.json", "\"acks\""),
         ("agent/metrics.txt", "istio_agent_build_info"),
         ("capture.txt", "$ iptables-save"),
     ] {
-        let text = files
-            .get(name)
-            .unwrap_or_else(|| panic!("no {name} in {files:?}"));
+        let text = files.get(name).unwrap_or_else(|| panic!("no {name} in {files:?}"));
         assert!(text.contains(expected), "{expected} in {name}:\n{text}");
     }
     for (name, text) in files.iter().filter(|(name, _)| name.ends_with(".json")) {

@@ -76,10 +76,7 @@ fn failing(
 ) -> Resource {
     let uri = core::HttpUri {
         uri: url.to_owned(),
-        timeout: Some(protobuf::Duration {
-            seconds: 30,
-            nanos: 0,
-        }),
+        timeout: Some(protobuf::Duration { seconds: 30, nanos: 0 }),
         http_upstream_type: Some(core::http_uri::HttpUpstreamType::Cluster("_".to_owned())),
     };
     let remote = core::RemoteDataSource {
@@ -87,9 +84,7 @@ fn failing(
         sha256: sha256.to_owned(),
         retry_policy: None,
     };
-    let pairs = environment
-        .iter()
-        .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
+    let pairs = environment.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
     let vm = plugin::VmConfig {
         runtime: "envoy.wasm.runtime.v8".to_owned(),
         code: Some(core::AsyncDataSource {
@@ -110,15 +105,10 @@ fn failing(
     let typed_config = protobuf::Any {
         type_url: format!("type.googleapis.com/envoy.extensions.filters.{kind}.wasm.v3.Wasm"),
         // The HTTP filter and the network filter have the same fields.
-        value: Wasm {
-            config: Some(config),
-        }
-        .encode_to_vec(),
+        value: Wasm { config: Some(config) }.encode_to_vec(),
     };
-    let extension = core::TypedExtensionConfig {
-        name: name.to_owned(),
-        typed_config: Some(typed_config),
-    };
+    let extension =
+        core::TypedExtensionConfig { name: name.to_owned(), typed_config: Some(typed_config) };
     Resource::new(name, EXTENSION, extension.encode_to_vec())
 }
 
@@ -136,8 +126,7 @@ async fn marked(port: u16, mark: &str) {
 async fn refused(port: u16, status: &str) {
     eventually(status, async || {
         let head = get(port).await.err()?;
-        head.starts_with(&format!("HTTP/1.1 {status} "))
-            .then_some(())
+        head.starts_with(&format!("HTTP/1.1 {status} ")).then_some(())
     })
     .await;
 }
@@ -163,22 +152,10 @@ async fn modules_of_a_registry_with_a_password_run_in_envoy_and_a_moved_tag_is_f
         extended(answering("pinned", pinned), "network", "shop.pinned"),
     ];
     let control_plane = ControlPlane::of(&listeners).await;
-    control_plane.add(extension(
-        "http",
-        "shop.tagged",
-        &registry.url(":v1"),
-        "",
-        &version("1"),
-    ));
+    control_plane.add(extension("http", "shop.tagged", &registry.url(":v1"), "", &version("1")));
     let digest = registry.push("v2", &module("two"));
     let image = registry.url(":v1");
-    control_plane.add(extension(
-        "network",
-        "shop.pinned",
-        &image,
-        &digest,
-        &version("1"),
-    ));
+    control_plane.add(extension("network", "shop.pinned", &image, &digest, &version("1")));
     let settings = Settings {
         envoy: Some(&binary),
         environment: &[
@@ -192,41 +169,20 @@ async fn modules_of_a_registry_with_a_password_run_in_envoy_and_a_moved_tag_is_f
     // The tag v1 has another digest than the filter requires, so all connections are closed.
     assert!(get(pinned).await.is_err());
     let image = registry.url(&format!("@sha256:{digest}"));
-    control_plane.add(extension(
-        "network",
-        "shop.pinned",
-        &image,
-        "",
-        &version("1"),
-    ));
+    control_plane.add(extension("network", "shop.pinned", &image, "", &version("1")));
     eventually("a network filter", async || get(pinned).await.ok()).await;
     registry.push("v1", &module("three"));
-    control_plane.add(extension(
-        "http",
-        "shop.tagged",
-        &registry.url(":v1"),
-        "",
-        &version("2"),
-    ));
+    control_plane.add(extension("http", "shop.tagged", &registry.url(":v1"), "", &version("2")));
     marked(tagged, "three").await;
     // The registry is stopped when istiod pushes a new version, and is started again without another push.
     registry.push("v1", &module("four"));
     registry.process = None;
-    control_plane.add(extension(
-        "http",
-        "shop.tagged",
-        &registry.url(":v1"),
-        "",
-        &version("3"),
-    ));
+    control_plane.add(extension("http", "shop.tagged", &registry.url(":v1"), "", &version("3")));
     refused(tagged, "403").await;
     registry.resume().await;
     marked(tagged, "four").await;
     let dump = ask(&pod.envoy, "/config_dump?include_eds").await.unwrap();
-    assert!(
-        dump.contains("/var/lib/istio/data/") && !dump.contains("dGVhbTpVKlU"),
-        "{dump}"
-    );
+    assert!(dump.contains("/var/lib/istio/data/") && !dump.contains("dGVhbTpVKlU"), "{dump}");
     let page = pod.status(Method::GET, "/debug/wasm").await.unwrap();
     let log = pod.agent.log();
     assert!(log.contains("fetched a Wasm module of"), "{log}");
@@ -269,10 +225,7 @@ async fn recovers(delta: &str) {
     let listener = extended(answering("all", port), "http", "shop.plugin");
     let control_plane = ControlPlane::of(&[listener]).await;
     control_plane.add(extension("http", "shop.plugin", &url, "", &[]));
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[("ISTIO_DELTA_XDS", delta)],
-    };
+    let settings = Settings { envoy: Some(&binary), environment: &[("ISTIO_DELTA_XDS", delta)] };
     let pod = Pod::serving(settings, &control_plane).await;
     refused(port, "403").await;
     is_there.store(true, Ordering::Relaxed);
@@ -309,20 +262,12 @@ async fn a_hanging_module_fetch_delays_no_listener_other_module_readiness_or_shu
     let (first, second, other) = (free_port(), free_port(), free_port());
     let control_plane = ControlPlane::of(&[answering("first", first)]).await;
     let environment = &[("ISTIO_DELTA_XDS", "true")];
-    let mut pod = Pod::serving(
-        Settings {
-            envoy: Some(&binary),
-            environment,
-        },
-        &control_plane,
-    )
-    .await;
+    let mut pod =
+        Pod::serving(Settings { envoy: Some(&binary), environment }, &control_plane).await;
     eventually("an answer", async || get(first).await.ok()).await;
     let url = format!("http://{}/module", silent.local_addr().unwrap());
     let waiting = extended(answering("waiting", free_port()), "http", "shop.plugin");
-    control_plane
-        .set(&[answering("first", first), waiting.clone()])
-        .await;
+    control_plane.set(&[answering("first", first), waiting.clone()]).await;
     control_plane.add(extension("http", "shop.plugin", &url, "", &[]));
     let connection = soon(silent.accept()).await.unwrap();
     control_plane

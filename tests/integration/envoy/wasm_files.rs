@@ -37,15 +37,11 @@ struct Relay {
 impl Relay {
     async fn start(environment: &[(&str, &str)]) -> Self {
         let mut control_plane = ControlPlane::scripted(Duration::from_secs(3600)).await;
-        let settings = Settings {
-            environment,
-            ..Settings::default()
-        };
+        let settings = Settings { environment, ..Settings::default() };
         let pod = Pod::start(settings, &control_plane);
         let path = pod.path("etc/istio/proxy/XDS");
-        let socket = eventually("the socket of the agent", async || {
-            UnixStream::connect(&path).await.ok()
-        });
+        let socket =
+            eventually("the socket of the agent", async || UnixStream::connect(&path).await.ok());
         let (body, connection) = open(socket.await, Protocol::Sotw).await;
         let istiod = soon(control_plane.istiod.streams.recv()).await;
         Self {
@@ -141,9 +137,7 @@ async fn a_disk_that_is_full_or_read_only_is_named_and_used_again_later() {
 fn downloads(directory: &Path) -> usize {
     let entries = fs::read_dir(directory).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name());
-    names
-        .filter(|name| name.to_string_lossy().ends_with(".tmp"))
-        .count()
+    names.filter(|name| name.to_string_lossy().ends_with(".tmp")).count()
 }
 
 #[tokio::test]

@@ -22,21 +22,13 @@ fn a_page_of_100_000_lines_costs_less_than_2_mb() {
     for ports in [[small, large, 0], [large, other, 0], [small, half, rest]] {
         // The kernel counts pages per CPU and adds them up in batches, so each reading may be wrong by hundreds of
         // KiB. A page that takes too much memory does so in each of the three processes.
-        assert!(
-            (0..3).any(|_| scrapes_within_limit(ports, small)),
-            "{ports:?}"
-        );
+        assert!((0..3).any(|_| scrapes_within_limit(ports, small)), "{ports:?}");
     }
 }
 
 fn scrapes_within_limit(ports: [u16; 3], small: u16) -> bool {
     let child = Command::new(std::env::current_exe().expect("this program"))
-        .args([
-            "--exact",
-            "scrape::memory::scrapes_alone",
-            "--ignored",
-            "--nocapture",
-        ])
+        .args(["--exact", "scrape::memory::scrapes_alone", "--ignored", "--nocapture"])
         .env(PORTS, ports.map(|port| port.to_string()).join(" "))
         .env(SMALL, small.to_string())
         .output()
@@ -52,10 +44,8 @@ fn scrapes_alone() {
     let ports = std::env::var(PORTS).expect("ports");
     let ports: Vec<u16> = ports.split(' ').map(|port| port.parse().unwrap()).collect();
     let small: u16 = std::env::var(SMALL).unwrap().parse().unwrap();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let read = |envoy, targets: &[u16]| {
         runtime.block_on(async {
             let mut body = scrape(envoy, targets).page(request()).await.into_body();
@@ -75,11 +65,7 @@ fn scrapes_alone() {
     let before = without_code("VmRSS");
     // This resets the peak, `VmHWM`.
     fs::write("/proc/self/clear_refs", "5").expect("written");
-    let targets: Vec<_> = ports[1..]
-        .iter()
-        .copied()
-        .filter(|port| *port != 0)
-        .collect();
+    let targets: Vec<_> = ports[1..].iter().copied().filter(|port| *port != 0).collect();
     let length = read(ports[0], &targets);
     let growth = without_code("VmHWM").saturating_sub(before);
     println!("{length} bytes: {growth} KiB");

@@ -19,10 +19,7 @@ use crate::support::python::package;
 
 /// Returns a scrape of the pages on these ports.
 pub fn scrape(envoy: u16, targets: &[u16]) -> Scrape {
-    let targets = targets.iter().map(|port| Target {
-        port: *port,
-        path: "/metrics".to_owned(),
-    });
+    let targets = targets.iter().map(|port| Target { port: *port, path: "/metrics".to_owned() });
     let config = Config {
         envoy_port: Some(envoy),
         hidden: Vec::new(),
@@ -66,10 +63,8 @@ fn golden_pages(root: &Path) -> Vec<PathBuf> {
 
 /// Merges large pages, writes the results to `folder`, and returns their paths.
 fn write_merged_pages(folder: &Path) -> Vec<PathBuf> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let envoy = server::page(server::TEXT, server::large("envoy", 100_000));
     let text = server::page(server::TEXT, server::large("app", 100_000));
     let metrics = server::large("app", 10_000) + "# EOF\n";

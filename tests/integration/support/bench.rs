@@ -51,27 +51,17 @@ impl Bench {
     pub async fn behind(first: SocketAddr) -> Self {
         let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
         let addresses = [first, control_plane.address].map(|address| address.to_string());
-        Self::of(
-            control_plane,
-            &addresses,
-            Interceptors::default(),
-            200 << 20,
-        )
+        Self::of(control_plane, &addresses, Interceptors::default(), 200 << 20)
     }
 
     /// Starts a relay with two control planes that have the same root certificate, and returns the second one, too.
     pub async fn with_second() -> (Self, LocalIstiod) {
-        let options = Options {
-            keys: Some(Keys::generate("cluster.local").unwrap()),
-            ..Options::default()
-        };
+        let options =
+            Options { keys: Some(Keys::generate("cluster.local").unwrap()), ..Options::default() };
         let first = LocalIstiod::start(options.clone()).await.unwrap();
         let second = LocalIstiod::start(options).await.unwrap();
         let addresses = [first.address, second.address].map(|address| address.to_string());
-        (
-            Self::of(first, &addresses, Interceptors::default(), 200 << 20),
-            second,
-        )
+        (Self::of(first, &addresses, Interceptors::default(), 200 << 20), second)
     }
 
     fn of(
@@ -88,10 +78,7 @@ impl Bench {
         let registry = Registry::default();
         let mut configs = addresses.iter().map(|address| istiod_config(path, address));
         let first = configs.next().unwrap();
-        let config = istiod::Config {
-            fallbacks: configs.collect(),
-            ..first
-        };
+        let config = istiod::Config { fallbacks: configs.collect(), ..first };
         let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
         tasks.spawn("istiod", async move {
             connection.await;
@@ -105,10 +92,7 @@ impl Bench {
             max_request_bytes,
             cluster_id: "Kubernetes".into(),
             last_known_good: None,
-            upstream: Upstream {
-                envoy: istiod.clone(),
-                other_clients: istiod.clone(),
-            },
+            upstream: Upstream { envoy: istiod.clone(), other_clients: istiod.clone() },
             is_own_envoy: Arc::new(move |_| counts.load(Ordering::Relaxed)),
             interceptors,
             health: Some(health.subscribe()),
@@ -141,10 +125,7 @@ impl Bench {
 
     pub fn write_token(&self, namespace: &str, account: &str) {
         let ttl = Duration::from_secs(3600);
-        let token = self
-            .control_plane
-            .mint_token(namespace, account, ttl)
-            .unwrap();
+        let token = self.control_plane.mint_token(namespace, account, ttl).unwrap();
         std::fs::write(self.directory.path().join("token"), token).unwrap();
     }
 
@@ -155,19 +136,13 @@ impl Bench {
 
     /// Waits until the control plane accepts a stream, and returns this stream.
     pub async fn accepted(&mut self) -> Stream {
-        soon(self.control_plane.streams.recv())
-            .await
-            .expect("a stream")
+        soon(self.control_plane.streams.recv()).await.expect("a stream")
     }
 
     /// Stops the relay, and asserts that no task and no socket is left.
     pub async fn finish(mut self) {
         self.shutdown.cancel();
-        assert_eq!(
-            self.tasks.drain(PATIENCE).await,
-            0,
-            "tasks that did not end"
-        );
+        assert_eq!(self.tasks.drain(PATIENCE).await, 0, "tasks that did not end");
         assert!(!self.socket().exists(), "the socket is left");
     }
 }

@@ -74,13 +74,8 @@ impl ControlPlane {
             requests: Some(copies),
             ..Options::default()
         };
-        let dead = Dead {
-            options,
-            keys,
-            events,
-            requests: Requests(requests, Vec::new()),
-            snapshots,
-        };
+        let dead =
+            Dead { options, keys, events, requests: Requests(requests, Vec::new()), snapshots };
         dead.revive().await
     }
 
@@ -229,9 +224,7 @@ async fn snapshot(resources: &[Value]) -> Arc<Snapshot> {
         let text = json!({ "resources": resources }).to_string();
         std::fs::write(folder.join("resources.json"), text).unwrap();
     }
-    let (snapshots, _) = follow(folder.path().to_owned(), Events::default())
-        .await
-        .unwrap();
+    let (snapshots, _) = follow(folder.path().to_owned(), Events::default()).await.unwrap();
     let snapshot = snapshots.borrow();
     Arc::clone(&snapshot)
 }

@@ -39,9 +39,7 @@ impl Body for Requests {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.0
-            .poll_recv(context)
-            .map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+        self.0.poll_recv(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
     }
 }
 
@@ -81,10 +79,7 @@ impl Envoy {
             requests: Some(requests),
             responses,
             buffer: BytesMut::new(),
-            trailers: head
-                .headers
-                .contains_key("grpc-status")
-                .then_some(head.headers),
+            trailers: head.headers.contains_key("grpc-status").then_some(head.headers),
             _connection: tasks,
         }
     }
@@ -116,10 +111,7 @@ impl Envoy {
                     return self.buffer.split_to(length).freeze();
                 }
             }
-            let frame = soon(self.responses.frame())
-                .await
-                .expect("no end")
-                .expect("no reset");
+            let frame = soon(self.responses.frame()).await.expect("no end").expect("no reset");
             match frame.into_data() {
                 Ok(data) => self.buffer.extend_from_slice(&data),
                 Err(frame) => panic!("a message, not the end: {:?}", frame.into_trailers()),
@@ -129,12 +121,7 @@ impl Envoy {
 
     /// Reads one HTTP/2 data frame, which may contain only a part of a message, and returns its length.
     pub async fn first_bytes(&mut self) -> usize {
-        let frame = self
-            .responses
-            .frame()
-            .await
-            .expect("no end")
-            .expect("no reset");
+        let frame = self.responses.frame().await.expect("no end").expect("no reset");
         frame.into_data().expect("data").len()
     }
 

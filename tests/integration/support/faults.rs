@@ -61,10 +61,7 @@ impl Fault {
     pub fn new(patient: impl Examined, (code, cause, cure): Says<'_>) -> Self {
         Self {
             command: patient.command(),
-            lines: [
-                all(&[cause, &[&format!("[{code}]")]]),
-                all(&[cure, &["what to do: "]]),
-            ],
+            lines: [all(&[cause, &[&format!("[{code}]")]]), all(&[cure, &["what to do: "]])],
             exit: 2,
             is_report: true,
             kept: vec![Box::new(patient)],
@@ -120,10 +117,7 @@ impl Fault {
         let lines = shown.lines().chain([""; 2]);
         for (line, words) in lines.zip(self.lines) {
             for words in words {
-                assert!(
-                    line.contains(&words),
-                    "{words:?} is not in {line:?}: {text}"
-                );
+                assert!(line.contains(&words), "{words:?} is not in {line:?}: {text}");
             }
         }
         assert_eq!(output.status.code(), Some(self.exit), "{text}");

@@ -58,10 +58,7 @@ impl Backend {
                 connections.spawn(serve(stream));
             }
         });
-        Self {
-            port,
-            _serving: serving,
-        }
+        Self { port, _serving: serving }
     }
 }
 
@@ -123,9 +120,7 @@ pub async fn connect(port: u16) -> Result<TcpStream, String> {
 
 pub fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
     let mut fields = head.lines().filter_map(|line| line.split_once(": "));
-    fields
-        .find(|(found, _)| *found == name)
-        .map(|(_, value)| value)
+    fields.find(|(found, _)| *found == name).map(|(_, value)| value)
 }
 
 pub async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> std::io::Result<String> {
@@ -351,10 +346,6 @@ impl Server {
                 let _ = stream.shutdown().await;
             }
         });
-        Self {
-            port,
-            requests,
-            _serving: serving,
-        }
+        Self { port, requests, _serving: serving }
     }
 }

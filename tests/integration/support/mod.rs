@@ -52,10 +52,7 @@ pub async fn local_istiod() -> LocalIstiod {
 /// Starts a control plane that responds to discovery requests, with no resources.
 pub async fn answering_istiod() -> LocalIstiod {
     let (_, snapshots) = watch::channel(Arc::new(Snapshot::default()));
-    let options = Options {
-        snapshots: Some(snapshots),
-        ..options()
-    };
+    let options = Options { snapshots: Some(snapshots), ..options() };
     LocalIstiod::start(options).await.unwrap()
 }
 
@@ -133,10 +130,8 @@ pub fn refusing(mut istiod: LocalIstiod, status: Status) -> JoinSet<()> {
                 continue;
             }
             let request: DiscoveryRequest = stream.next().await.unwrap().unwrap();
-            let answer = DiscoveryResponse {
-                type_url: request.type_url,
-                ..DiscoveryResponse::default()
-            };
+            let answer =
+                DiscoveryResponse { type_url: request.type_url, ..DiscoveryResponse::default() };
             stream.send(&answer).await.unwrap();
             answered.push(stream);
         }
@@ -155,11 +150,8 @@ pub async fn answered(envoy: &mut Envoy, istiod: &mut LocalIstiod) {
     let mut stream = accepted(istiod).await;
     let got: DiscoveryRequest = soon(stream.next()).await.unwrap().unwrap();
     assert_eq!(got.type_url, CLUSTER);
-    let answer = DiscoveryResponse {
-        type_url: CLUSTER.into(),
-        nonce: "good".into(),
-        ..Default::default()
-    };
+    let answer =
+        DiscoveryResponse { type_url: CLUSTER.into(), nonce: "good".into(), ..Default::default() };
     stream.send(&answer).await.unwrap();
     assert_eq!(next_response(envoy).await, answer);
 }
@@ -221,10 +213,7 @@ pub async fn until(what: &str, mut holds: impl FnMut() -> bool) {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    assert!(
-        tokio::time::timeout(PATIENCE, poll).await.is_ok(),
-        "{what}: not within {PATIENCE:?}"
-    );
+    assert!(tokio::time::timeout(PATIENCE, poll).await.is_ok(), "{what}: not within {PATIENCE:?}");
 }
 
 /// Returns a message in a gRPC frame.

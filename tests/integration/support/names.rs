@@ -64,10 +64,7 @@ impl Resolver {
         let mut serving = JoinSet::new();
         serving.spawn(serve_udp(udp, Arc::clone(&asked)));
         serving.spawn(serve_tcp(tcp, Arc::clone(&asked)));
-        Self {
-            asked,
-            _serving: serving,
-        }
+        Self { asked, _serving: serving }
     }
 
     /// Returns the number of queries for a name, which ends with a dot.

@@ -66,9 +66,7 @@ impl Peer {
             std::thread::yield_now();
         }
         let pid = peer.0.id().to_string();
-        let pair = [
-            "link", "add", "eth0", "type", "veth", "peer", "name", "eth0",
-        ];
+        let pair = ["link", "add", "eth0", "type", "veth", "peer", "name", "eth0"];
         run("ip", &[&pair[..], &["netns", &pid]].concat());
         run("ip", &["link", "set", "eth0", "up"]);
         peer.ip(&["link", "set", "lo", "up"]);
@@ -122,10 +120,7 @@ pub fn put(path: &str, content: &str) {
     fs::write(&source, content).unwrap();
     if !path.exists() {
         let directory = path.parent().unwrap();
-        run(
-            "mount",
-            &["-t", "tmpfs", "tmpfs", &nearest_existing(directory)],
-        );
+        run("mount", &["-t", "tmpfs", "tmpfs", &nearest_existing(directory)]);
         fs::create_dir_all(directory).unwrap();
         fs::write(path, "").unwrap();
     }
@@ -186,11 +181,7 @@ pub fn run(program: &str, arguments: &[&str]) {
     let output = command.args(arguments).stdin(Stdio::null()).output();
     let output = output.unwrap_or_else(|error| panic!("{program}: {error}"));
     let error = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success(),
-        "{program} {arguments:?}: {} {error}",
-        output.status
-    );
+    assert!(output.status.success(), "{program} {arguments:?}: {} {error}", output.status);
 }
 
 /// Returns true if a program is installed. Otherwise prints that a part of the test is skipped.
@@ -211,9 +202,7 @@ fn missing() -> Option<String> {
     if !rustix::process::getuid().is_root() {
         return Some("root".to_owned());
     }
-    let tools = [
-        "unshare", "nsenter", "setpriv", "mount", "ip", "nft", "iptables",
-    ];
+    let tools = ["unshare", "nsenter", "setpriv", "mount", "ip", "nft", "iptables"];
     if let Some(tool) = tools.into_iter().find(|tool| !is_on_path(tool)) {
         return Some(tool.to_owned());
     }

@@ -17,10 +17,8 @@ pub const ROOT: &str = "var/run/secrets/istio/root-cert.pem";
 pub const TOKEN: &str = "var/run/secrets/tokens/istio-token";
 
 /// A script that the agent runs in place of Envoy.
-pub const FAKE_ENVOY: &str = concat!(
-    env!("CARGO_MANIFEST_DIR"),
-    "/tests/integration/support/fake-envoy"
-);
+pub const FAKE_ENVOY: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/integration/support/fake-envoy");
 
 pub struct Place {
     directory: TempDir,
@@ -63,9 +61,7 @@ impl Place {
     /// Creates a place like [`Place::of`], with a script in place of Envoy. The agent serves secrets only with an
     /// Envoy.
     pub fn with_envoy(istiod: &LocalIstiod) -> Self {
-        Self::of(istiod)
-            .set("DISABLE_ENVOY", "false")
-            .proxy("binaryPath", json!(FAKE_ENVOY))
+        Self::of(istiod).set("DISABLE_ENVOY", "false").proxy("binaryPath", json!(FAKE_ENVOY))
     }
 
     /// Sets a variable. If a variable is set more than once, the last value counts.
@@ -142,9 +138,7 @@ impl Place {
     /// Starts the agent without waiting.
     pub fn start_only(&self) -> Process {
         let mut command = self.command();
-        command
-            .args(&self.flags)
-            .arg("--log_output_level=all:debug");
+        command.args(&self.flags).arg("--log_output_level=all:debug");
         Process::start(&mut command, &self.path("log"))
     }
 
@@ -165,10 +159,7 @@ impl Place {
             .current_dir(self.directory.path())
             .env_clear()
             .env("PATH", "/usr/bin:/bin")
-            .env(
-                "PROXY_CONFIG",
-                Value::from(self.proxy_config.clone()).to_string(),
-            )
+            .env("PROXY_CONFIG", Value::from(self.proxy_config.clone()).to_string())
             .envs(self.environment.iter().cloned());
         command
     }
@@ -181,7 +172,5 @@ impl Place {
 
 /// Returns a token that the control plane accepts.
 pub fn token(istiod: &LocalIstiod) -> String {
-    istiod
-        .mint_token("default", "bench", Duration::from_secs(3600))
-        .unwrap()
+    istiod.mint_token("default", "bench", Duration::from_secs(3600)).unwrap()
 }

@@ -90,11 +90,7 @@ impl Pod {
             "concurrency": 1,
         });
         // The members of the test's own PROXY_CONFIG replace those above.
-        for (_, text) in settings
-            .environment
-            .iter()
-            .filter(|(name, _)| *name == PROXY_CONFIG)
-        {
+        for (_, text) in settings.environment.iter().filter(|(name, _)| *name == PROXY_CONFIG) {
             let more: serde_json::Map<String, Value> = serde_json::from_str(text).unwrap();
             proxy_config.as_object_mut().unwrap().extend(more);
         }
@@ -110,11 +106,7 @@ impl Pod {
             None => Command::new(program),
         };
         command
-            .args([
-                "proxy",
-                role,
-                "--log_output_level=default:info,xdsproxy:debug",
-            ])
+            .args(["proxy", role, "--log_output_level=default:info,xdsproxy:debug"])
             .current_dir(directory.path())
             .env_clear()
             .envs(base_environment())
@@ -190,11 +182,7 @@ impl Pod {
         command.args(arguments);
         let mut process = Process::start(&mut command, &self.path("command.log"));
         let status = process.end().await;
-        assert!(
-            status.success(),
-            "{arguments:?}: {status}: {}",
-            process.log()
-        );
+        assert!(status.success(), "{arguments:?}: {status}: {}", process.log());
     }
 
     /// Starts a pod and waits until Envoy is ready.
@@ -233,10 +221,7 @@ impl Pod {
     pub async fn status(&self, method: Method, path: &str) -> Option<String> {
         // The client for Envoy's admin port fits the status port, too: both are HTTP on loopback.
         let answer = admin(self.status_port).request(method, path).await.ok()?;
-        answer
-            .status()
-            .is_success()
-            .then(|| String::from_utf8(answer.body().to_vec()).unwrap())
+        answer.status().is_success().then(|| String::from_utf8(answer.body().to_vec()).unwrap())
     }
 
     pub fn envoy_pid(&self) -> Option<Pid> {
@@ -283,35 +268,20 @@ impl BareEnvoy {
         write(directory.path(), "bootstrap.json", &bootstrap.to_string());
         let mut command = Command::new(binary);
         command
-            .args([
-                "-c",
-                "bootstrap.json",
-                "-l",
-                "warning",
-                "--concurrency",
-                "1",
-            ])
+            .args(["-c", "bootstrap.json", "-l", "warning", "--concurrency", "1"])
             .arg("--disable-hot-restart")
             .current_dir(directory.path());
         let process = Process::start(&mut command, &directory.path().join("envoy.log"));
         let admin = admin(port);
         ready(&admin).await;
-        Self {
-            admin,
-            admin_port: port,
-            _process: process,
-            _directory: directory,
-        }
+        Self { admin, admin_port: port, _process: process, _directory: directory }
     }
 }
 
 /// Returns the body of a response of Envoy's admin port, or None without a response of status 2xx.
 pub async fn ask(envoy: &Admin, path: &str) -> Option<String> {
     let answer = envoy.request(Method::GET, path).await.ok()?;
-    answer
-        .status()
-        .is_success()
-        .then(|| String::from_utf8(answer.body().to_vec()).unwrap())
+    answer.status().is_success().then(|| String::from_utf8(answer.body().to_vec()).unwrap())
 }
 
 pub async fn ready(envoy: &Admin) {

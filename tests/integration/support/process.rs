@@ -41,10 +41,7 @@ impl Process {
             .stderr(output)
             .spawn()
             .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
-        Self {
-            child: Mutex::new(child),
-            log: log.to_owned(),
-        }
+        Self { child: Mutex::new(child), log: log.to_owned() }
     }
 
     pub fn pid(&self) -> Pid {
@@ -120,10 +117,7 @@ impl Process {
 
     /// Limits the open files and sockets of the process.
     pub fn limit_open_files(&self, most: u64) {
-        let limit = Rlimit {
-            current: Some(most),
-            maximum: Some(most),
-        };
+        let limit = Rlimit { current: Some(most), maximum: Some(most) };
         prlimit(Some(self.pid()), Resource::Nofile, limit).unwrap();
     }
 
@@ -155,9 +149,7 @@ pub fn child_of(parent: Pid) -> Option<Pid> {
 pub fn children_of(parent: Pid) -> Vec<Pid> {
     let processes = fs::read_dir("/proc").unwrap();
     let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    pids.filter(|pid| parent_of(*pid) == Some(parent))
-        .filter_map(Pid::from_raw)
-        .collect()
+    pids.filter(|pid| parent_of(*pid) == Some(parent)).filter_map(Pid::from_raw).collect()
 }
 
 pub fn is_alive(pid: Pid) -> bool {

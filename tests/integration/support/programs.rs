@@ -69,9 +69,7 @@ pub fn registry_binary() -> Option<PathBuf> {
 fn on_path(names: &[&str]) -> Vec<PathBuf> {
     let path = variable("PATH").unwrap_or_default();
     let directories = std::env::split_paths(&path);
-    directories
-        .flat_map(|directory| names.iter().map(move |name| directory.join(name)))
-        .collect()
+    directories.flat_map(|directory| names.iter().map(move |name| directory.join(name))).collect()
 }
 
 fn find_envoy() -> Option<PathBuf> {

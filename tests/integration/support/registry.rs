@@ -41,12 +41,7 @@ impl Registry {
         std::fs::write(path("config.yml"), config.to_string()).unwrap();
         let mut command = Command::new(binary);
         command.arg("serve").arg(path("config.yml")).env_clear();
-        let mut registry = Self {
-            process: None,
-            command,
-            directory,
-            authority,
-        };
+        let mut registry = Self { process: None, command, directory, authority };
         registry.resume().await;
         registry
     }
@@ -66,16 +61,9 @@ impl Registry {
         } else {
             format!("https://{}/v2/{path}", self.authority)
         };
-        let output = command
-            .arg(path)
-            .output()
-            .map_err(|error| error.to_string())?;
+        let output = command.arg(path).output().map_err(|error| error.to_string())?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        if output.status.success() {
-            Ok(text(&output.stdout))
-        } else {
-            Err(text(&output.stderr))
-        }
+        if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
     }
 
     /// Uploads a module with this tag, and returns the digest of its manifest.
@@ -86,17 +74,12 @@ impl Registry {
             std::fs::write(&file, bytes).unwrap();
             let begun = self.curl("plugin/blobs/uploads/", &["-X", "POST"]).unwrap();
             let mut lines = begun.lines().filter_map(|line| line.split_once(": "));
-            let (_, location) = lines
-                .find(|(name, _)| name.eq_ignore_ascii_case("location"))
-                .unwrap();
+            let (_, location) =
+                lines.find(|(name, _)| name.eq_ignore_ascii_case("location")).unwrap();
             let joint = if location.contains('?') { '&' } else { '?' };
             let location = format!("{location}{joint}digest=sha256:{}", sha256(bytes));
             let stream = "content-type: application/octet-stream";
-            self.curl(
-                &location,
-                &["-X", "PUT", "-H", stream, "--data-binary", &data],
-            )
-            .unwrap();
+            self.curl(&location, &["-X", "PUT", "-H", stream, "--data-binary", &data]).unwrap();
             json!({ "digest": format!("sha256:{}", sha256(bytes)), "size": bytes.len() })
         };
         let [mut config, mut layer] = [upload(b"{}"), upload(module)];
@@ -128,9 +111,5 @@ impl Registry {
 
 fn sha256(bytes: &[u8]) -> String {
     let digest = digest(&SHA256, bytes);
-    digest
-        .as_ref()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -44,26 +44,15 @@ impl Source {
                 connections.spawn(answer(stream, says, Arc::clone(&noted)));
             }
         });
-        Self {
-            port,
-            says,
-            requests,
-            _serving: serving,
-        }
+        Self { port, says, requests, _serving: serving }
     }
 
     pub fn says(&self, bytes: impl Into<Vec<u8>>) {
-        *self.says.lock().unwrap() = Says {
-            bytes: bytes.into(),
-            holds: false,
-        };
+        *self.says.lock().unwrap() = Says { bytes: bytes.into(), holds: false };
     }
 
     pub fn says_and_holds(&self, bytes: &str) {
-        *self.says.lock().unwrap() = Says {
-            bytes: bytes.into(),
-            holds: true,
-        };
+        *self.says.lock().unwrap() = Says { bytes: bytes.into(), holds: true };
     }
 
     /// Sets a complete response with status 200.
@@ -143,12 +132,7 @@ impl Scraped {
             try_ask(place.status_port(), "GET /nothing", "").await
         })
         .await;
-        Self {
-            envoy,
-            targets: sources,
-            place,
-            agent,
-        }
+        Self { envoy, targets: sources, place, agent }
     }
 
     pub async fn page(&self) -> Page {
@@ -170,11 +154,7 @@ impl Scraped {
         let end = answer.windows(4).position(|part| part == b"\r\n\r\n");
         let (head, body) = answer.split_at(end.expect("a head") + 4);
         let head = String::from_utf8(head.to_vec()).unwrap().to_lowercase();
-        Page {
-            status: head.split(' ').nth(1).unwrap().parse().unwrap(),
-            head,
-            raw: body.to_vec(),
-        }
+        Page { status: head.split(' ').nth(1).unwrap().parse().unwrap(), head, raw: body.to_vec() }
     }
 
     /// Returns the port with the merged page.
@@ -196,9 +176,7 @@ impl Scraped {
     /// Scrapes, and returns the agent's number of failed scrapes of this kind.
     pub async fn failures(&self, kind: &str) -> u64 {
         let page = self.page().await;
-        page.figure(&format!(
-            "istio_agent_scrape_failures_total{{type=\"{kind}\"}}"
-        ))
+        page.figure(&format!("istio_agent_scrape_failures_total{{type=\"{kind}\"}}"))
     }
 }
 
@@ -225,9 +203,7 @@ impl Page {
     /// Returns the samples without those of the agent.
     pub fn samples(&self) -> Vec<String> {
         let text = self.text();
-        let samples = text
-            .lines()
-            .filter(|line| !line.starts_with('#') && !line.is_empty());
+        let samples = text.lines().filter(|line| !line.starts_with('#') && !line.is_empty());
         let samples = samples.filter(|line| !line.starts_with("istio_agent_"));
         let mut samples: Vec<_> = samples.map(str::to_owned).collect();
         // pilot-agent writes Envoy's samples first, and this agent writes them last.
@@ -251,9 +227,6 @@ impl Page {
                 assert!(types.insert(name.to_owned()), "{what}: two families {name}");
             }
         }
-        assert!(
-            text.contains("\nistio_agent_scrapes_total "),
-            "{what}: {text}"
-        );
+        assert!(text.contains("\nistio_agent_scrapes_total "), "{what}: {text}");
     }
 }

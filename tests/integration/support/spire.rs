@@ -109,12 +109,7 @@ impl Spire {
             },
         });
         std::fs::write(path("agent.conf"), config.to_string()).unwrap();
-        Self {
-            keys,
-            programs,
-            _server: server,
-            directory,
-        }
+        Self { keys, programs, _server: server, directory }
     }
 
     /// Registers the user of this process as the workload, with certificates that are valid for this many seconds.

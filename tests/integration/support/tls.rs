@@ -48,11 +48,7 @@ impl Connection {
         let (istiod, open) = istiod::new(config, &Registry::default(), CancellationToken::new());
         let mut tasks = JoinSet::new();
         tasks.spawn(open);
-        Self {
-            istiod,
-            _open: tasks,
-            _directory: directory,
-        }
+        Self { istiod, _open: tasks, _directory: directory }
     }
 
     pub fn authority(&self) -> IstioCa {
@@ -64,10 +60,7 @@ impl Connection {
 pub async fn client(keys: &Keys) -> Arc<ClientConfig> {
     // The certificate comes from a second control plane with the same keys, because that of the test may issue
     // short-lived certificates or none.
-    let options = Options {
-        keys: Some(keys.clone()),
-        ..Options::default()
-    };
+    let options = Options { keys: Some(keys.clone()), ..Options::default() };
     let authority = LocalIstiod::start(options).await.unwrap();
     let connection = Connection::to(&authority);
     let identity = SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT);
@@ -175,8 +168,6 @@ impl ServerCertVerifier for MeshCertVerifier {
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider
-            .signature_verification_algorithms
-            .supported_schemes()
+        self.provider.signature_verification_algorithms.supported_schemes()
     }
 }

@@ -43,11 +43,7 @@ impl Protocol for Subscriptions {
     type Response = DeltaDiscoveryResponse;
 
     fn new(report: Report) -> Self {
-        Self {
-            watches: BTreeMap::new(),
-            nonces: 0,
-            report,
-        }
+        Self { watches: BTreeMap::new(), nonces: 0, report }
     }
 
     fn node(request: &DeltaDiscoveryRequest) -> Option<&Node> {
@@ -97,11 +93,7 @@ impl Protocol for Subscriptions {
         for type_url in in_push_order(self.watches.keys()) {
             let again = depends_on(&type_url)
                 .is_some_and(|other| pushed.iter().any(|response| response.type_url == other));
-            let again = if again {
-                Resend::Everything
-            } else {
-                Resend::Nothing
-            };
+            let again = if again { Resend::Everything } else { Resend::Nothing };
             if self.has_news(&type_url, resources, &again) {
                 pushed.push(self.push(&type_url, resources, &again, &[]));
             }
@@ -131,23 +123,16 @@ impl Subscriptions {
         let selected = select(resources, type_url, |name| watch.wants(name));
         let news = watch.news(&selected, again);
         let mut gone = watch.gone(&selected);
-        let absent = asked
-            .iter()
-            .filter(|name| *name != "*" && !selected.contains_key(name.as_str()));
+        let absent =
+            asked.iter().filter(|name| *name != "*" && !selected.contains_key(name.as_str()));
         gone.extend(absent.cloned());
         watch.has.retain(|name, _| !gone.contains(name));
         for resource in &news {
-            watch
-                .has
-                .insert(resource.name.clone(), resource.version.clone());
+            watch.has.insert(resource.name.clone(), resource.version.clone());
         }
         let version = common_version(&selected);
-        watch.last = Pushed {
-            nonce: format!("{version}-{}", self.nonces),
-            version,
-        };
-        self.report
-            .pushed(type_url, &watch.last.version, news.len(), gone.len());
+        watch.last = Pushed { nonce: format!("{version}-{}", self.nonces), version };
+        self.report.pushed(type_url, &watch.last.version, news.len(), gone.len());
         DeltaDiscoveryResponse {
             system_version_info: watch.last.version.clone(),
             resources: news,
@@ -166,11 +151,7 @@ impl Watch {
         let mut watch = Self {
             wildcard: request.resource_names_subscribe.is_empty()
                 && has_wildcard(&request.type_url),
-            has: request
-                .initial_resource_versions
-                .clone()
-                .into_iter()
-                .collect(),
+            has: request.initial_resource_versions.clone().into_iter().collect(),
             ..Self::default()
         };
         watch.change(request);
@@ -225,10 +206,7 @@ impl Watch {
 
     fn gone(&self, selected: &Selected<'_>) -> BTreeSet<String> {
         let names = self.has.keys();
-        names
-            .filter(|name| !selected.contains_key(name.as_str()))
-            .cloned()
-            .collect()
+        names.filter(|name| !selected.contains_key(name.as_str())).cloned().collect()
     }
 }
 

@@ -54,17 +54,9 @@ pub(super) struct View(watch::Receiver<BTreeMap<Machine, Registered>>);
 impl Machines {
     pub(super) fn register(&self, machine: &Machine, is_healthy: bool) -> Registration {
         let id = Arc::new(());
-        let registered = Registered {
-            id: id.clone(),
-            is_healthy,
-        };
-        self.0
-            .send_modify(|all| drop(all.insert(machine.clone(), registered)));
-        Registration {
-            machines: self.clone(),
-            machine: machine.clone(),
-            id,
-        }
+        let registered = Registered { id: id.clone(), is_healthy };
+        self.0.send_modify(|all| drop(all.insert(machine.clone(), registered)));
+        Registration { machines: self.clone(), machine: machine.clone(), id }
     }
 
     pub(super) fn view(&self) -> View {

@@ -127,14 +127,8 @@ async fn session<P: Protocol>(
     let Some((node, first)) = introduction::<P>(stream).await? else {
         return Ok(());
     };
-    let report = Report {
-        node: node.title.clone(),
-        events,
-    };
-    report.events.report(Event::Opened {
-        node: report.node.clone(),
-        variant: stream.variant,
-    });
+    let report = Report { node: node.title.clone(), events };
+    report.events.report(Event::Opened { node: report.node.clone(), variant: stream.variant });
     let registration = node.machine.as_ref().map(|(machine, is_probed)| {
         report.events.report(Event::Registered {
             node: report.node.clone(),
@@ -155,10 +149,7 @@ async fn session<P: Protocol>(
         Ok(()) => "the client is done".to_owned(),
         Err(status) => format!("{:?}: {}", status.code(), status.message()),
     };
-    report.events.report(Event::Closed {
-        node: report.node.clone(),
-        reason,
-    });
+    report.events.report(Event::Closed { node: report.node.clone(), reason });
     result
 }
 
@@ -195,10 +186,7 @@ async fn run_session<P: Protocol>(
                 health(P::error(&request));
                 Vec::new()
             }
-            Some(request) => subscriptions
-                .request(request, &resources)
-                .into_iter()
-                .collect(),
+            Some(request) => subscriptions.request(request, &resources).into_iter().collect(),
             None => {
                 resources = served.resources(node);
                 subscriptions.update(&resources)
@@ -251,29 +239,16 @@ impl Report {
         let (event, answer) = match error {
             _ if nonce != pushed.nonce => {
                 let nonce = nonce.to_owned();
-                let stale = Event::Stale {
-                    node,
-                    type_url,
-                    nonce,
-                };
+                let stale = Event::Stale { node, type_url, nonce };
                 (stale, Answer::Stale)
             }
             Some(error) => {
                 let error = error.message.clone();
-                let nacked = Event::Nacked {
-                    node,
-                    type_url,
-                    version,
-                    error,
-                };
+                let nacked = Event::Nacked { node, type_url, version, error };
                 (nacked, Answer::Nack)
             }
             None => {
-                let acked = Event::Acked {
-                    node,
-                    type_url,
-                    version,
-                };
+                let acked = Event::Acked { node, type_url, version };
                 (acked, Answer::Ack)
             }
         };
@@ -282,10 +257,7 @@ impl Report {
     }
 
     fn health(&self, error: Option<&rpc::Status>) {
-        self.events.report(Event::Health {
-            node: self.node.clone(),
-            healthy: error.is_none(),
-        });
+        self.events.report(Event::Health { node: self.node.clone(), healthy: error.is_none() });
     }
 }
 
@@ -313,10 +285,7 @@ fn has_wildcard(type_url: &str) -> bool {
 fn in_push_order<'a>(types: impl Iterator<Item = &'a String>) -> Vec<String> {
     let rank = |type_url: &str| {
         let order = [CLUSTERS, ENDPOINTS, LISTENERS, ROUTES];
-        order
-            .iter()
-            .position(|known| *known == type_url)
-            .unwrap_or(order.len())
+        order.iter().position(|known| *known == type_url).unwrap_or(order.len())
     };
     let mut types: Vec<String> = types.cloned().collect();
     types.sort_by(|a, b| rank(a).cmp(&rank(b)).then_with(|| a.cmp(b)));
@@ -349,10 +318,7 @@ fn select<'a>(
 }
 
 fn versions(selected: &Selected<'_>) -> BTreeMap<String, String> {
-    selected
-        .iter()
-        .map(|(name, resource)| ((*name).to_owned(), resource.version.clone()))
-        .collect()
+    selected.iter().map(|(name, resource)| ((*name).to_owned(), resource.version.clone())).collect()
 }
 
 /// Returns one version for many resources.

@@ -108,11 +108,7 @@ mod tests {
     use envoy_types::pb::google::protobuf::{Struct, Value};
 
     fn node(id: &str) -> Node {
-        Node {
-            id: id.to_owned(),
-            cluster: "cart.shop".to_owned(),
-            ..Node::default()
-        }
+        Node { id: id.to_owned(), cluster: "cart.shop".to_owned(), ..Node::default() }
     }
 
     #[test]
@@ -126,19 +122,13 @@ mod tests {
 
     #[test]
     fn a_node_with_a_group_registers_its_first_address() {
-        let text = |text: &str| Value {
-            kind: Some(Kind::StringValue(text.to_owned())),
-        };
+        let text = |text: &str| Value { kind: Some(Kind::StringValue(text.to_owned())) };
         let with = |members: &[(&str, Value)]| {
             let members = members.iter();
             let fields = members.map(|(name, value)| ((*name).to_owned(), value.clone()));
-            Struct {
-                fields: fields.collect(),
-            }
+            Struct { fields: fields.collect() }
         };
-        let value = |config| Value {
-            kind: Some(Kind::StructValue(config)),
-        };
+        let value = |config| Value { kind: Some(Kind::StructValue(config)) };
         let probe = value(with(&[("readinessProbe", value(Struct::default()))]));
         let group = ("AUTO_REGISTER_GROUP", text("machines"));
         let addresses = ("INSTANCE_IPS", text("10.0.0.7,10.0.0.8"));
@@ -146,19 +136,11 @@ mod tests {
         let probed = ("PROXY_CONFIG", probe);
         for (members, expected) in [
             (vec![], None),
-            (
-                vec![group.clone()],
-                Some(("shop/machines", "10.0.0.1", false)),
-            ),
-            (
-                vec![group, addresses, namespace, probed],
-                Some(("bank/machines", "10.0.0.7", true)),
-            ),
+            (vec![group.clone()], Some(("shop/machines", "10.0.0.1", false))),
+            (vec![group, addresses, namespace, probed], Some(("bank/machines", "10.0.0.7", true))),
         ] {
-            let node = Node {
-                metadata: Some(with(&members)),
-                ..node("sidecar~10.0.0.1~cart-1.shop~x")
-            };
+            let node =
+                Node { metadata: Some(with(&members)), ..node("sidecar~10.0.0.1~cart-1.shop~x") };
             let found = identify(Some(&node), None).unwrap().machine;
             let expected = expected.map(|(group, address, is_probed)| {
                 let (group, address) = (group.to_owned(), address.to_owned());
@@ -173,16 +155,8 @@ mod tests {
         let caller = "spiffe://cluster.local/ns/bank/sa/cart".parse().unwrap();
         let table = [
             (None, Code::InvalidArgument, "missing node information"),
-            (
-                Some(node("")),
-                Code::InvalidArgument,
-                "missing node information",
-            ),
-            (
-                Some(node("sidecar~10.0.0.1")),
-                Code::InvalidArgument,
-                "has 2 parts",
-            ),
+            (Some(node("")), Code::InvalidArgument, "missing node information"),
+            (Some(node("sidecar~10.0.0.1")), Code::InvalidArgument, "has 2 parts"),
             (
                 Some(node("sidecar~10.0.0.1~cart-1.shop~x")),
                 Code::PermissionDenied,

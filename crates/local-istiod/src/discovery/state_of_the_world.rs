@@ -33,11 +33,7 @@ impl Protocol for Subscriptions {
     type Response = DiscoveryResponse;
 
     fn new(report: Report) -> Self {
-        Self {
-            watches: BTreeMap::new(),
-            nonces: 0,
-            report,
-        }
+        Self { watches: BTreeMap::new(), nonces: 0, report }
     }
 
     fn node(request: &DiscoveryRequest) -> Option<&Node> {
@@ -86,9 +82,7 @@ impl Protocol for Subscriptions {
             let selected = select(resources, &type_url, |name| self.wants(&type_url, name));
             let current = self.watches.get(&type_url).map(|watch| &watch.sent);
             let again = depends_on(&type_url).is_some_and(|other| {
-                pushed
-                    .iter()
-                    .any(|r: &DiscoveryResponse| r.type_url == other)
+                pushed.iter().any(|r: &DiscoveryResponse| r.type_url == other)
             });
             if current != Some(&versions(&selected)) || (again && !selected.is_empty()) {
                 pushed.push(self.push(&type_url, resources));
@@ -100,30 +94,21 @@ impl Protocol for Subscriptions {
 
 impl Subscriptions {
     fn wants(&self, type_url: &str, name: &str) -> bool {
-        self.watches
-            .get(type_url)
-            .is_some_and(|watch| watch.wants(name))
+        self.watches.get(type_url).is_some_and(|watch| watch.wants(name))
     }
 
     fn push(&mut self, type_url: &str, resources: &Resources) -> DiscoveryResponse {
         let selected = select(resources, type_url, |name| self.wants(type_url, name));
         let version = common_version(&selected);
         self.nonces += 1;
-        let last = Pushed {
-            nonce: format!("{version}-{}", self.nonces),
-            version,
-        };
+        let last = Pushed { nonce: format!("{version}-{}", self.nonces), version };
         let watch = self.watches.entry(type_url.to_owned()).or_default();
         watch.sent = versions(&selected);
         watch.last = last.clone();
-        self.report
-            .pushed(type_url, &last.version, selected.len(), 0);
+        self.report.pushed(type_url, &last.version, selected.len(), 0);
         DiscoveryResponse {
             version_info: last.version,
-            resources: selected
-                .values()
-                .map(|resource| resource.any.clone())
-                .collect(),
+            resources: selected.values().map(|resource| resource.any.clone()).collect(),
             type_url: type_url.to_owned(),
             nonce: last.nonce,
             ..DiscoveryResponse::default()
@@ -140,9 +125,6 @@ impl Watch {
     /// a push.
     fn forget_unwanted(&mut self) {
         let sent = std::mem::take(&mut self.sent);
-        self.sent = sent
-            .into_iter()
-            .filter(|(name, _)| self.wants(name))
-            .collect();
+        self.sent = sent.into_iter().filter(|(name, _)| self.wants(name)).collect();
     }
 }

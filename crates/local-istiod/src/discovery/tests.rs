@@ -40,15 +40,9 @@ mod state_of_the_world_protocol {
         let first = stream.request(ask(CLUSTERS, &[], ""), &all).unwrap();
         assert_eq!(names(&first), [b"a", b"b"]);
         assert!(stream.request(ask(CLUSTERS, &[], "old"), &all).is_none());
-        assert!(
-            stream
-                .request(ask(CLUSTERS, &[], &first.nonce), &all)
-                .is_none()
-        );
-        let nack = DiscoveryRequest {
-            error_detail: error(),
-            ..ask(CLUSTERS, &["c"], &first.nonce)
-        };
+        assert!(stream.request(ask(CLUSTERS, &[], &first.nonce), &all).is_none());
+        let nack =
+            DiscoveryRequest { error_detail: error(), ..ask(CLUSTERS, &["c"], &first.nonce) };
         assert!(stream.request(nack, &all).is_none());
         let again = stream.request(ask(CLUSTERS, &[], ""), &all).unwrap();
         assert_eq!(again.version_info, first.version_info);
@@ -61,22 +55,12 @@ mod state_of_the_world_protocol {
         let mut stream = state_of_the_world::Subscriptions::new(Report::default());
         let first = stream.request(ask(ENDPOINTS, &["a"], ""), &all).unwrap();
         assert_eq!(names(&first), [b"a"]);
-        let more = stream
-            .request(ask(ENDPOINTS, &["a", "b"], &first.nonce), &all)
-            .unwrap();
+        let more = stream.request(ask(ENDPOINTS, &["a", "b"], &first.nonce), &all).unwrap();
         assert_eq!(names(&more), [b"a", b"b"]);
-        assert!(
-            stream
-                .request(ask(ENDPOINTS, &["b"], &more.nonce), &all)
-                .is_none()
-        );
+        assert!(stream.request(ask(ENDPOINTS, &["b"], &more.nonce), &all).is_none());
         let changed = resources(&[(ENDPOINTS, "a", b"new"), (ENDPOINTS, "b", b"b")]);
         assert!(stream.update(&changed).is_empty());
-        assert!(
-            stream
-                .request(ask(ENDPOINTS, &[], &more.nonce), &all)
-                .is_none()
-        );
+        assert!(stream.request(ask(ENDPOINTS, &[], &more.nonce), &all).is_none());
         assert!(stream.update(&resources(&[])).is_empty());
     }
 
@@ -89,20 +73,14 @@ mod state_of_the_world_protocol {
             (CLUSTERS, "a", b"c"),
         ]);
         let mut stream = state_of_the_world::Subscriptions::new(Report::default());
-        for (type_url, names) in [
-            (ROUTES, &["r"][..]),
-            (LISTENERS, &[]),
-            (ENDPOINTS, &["a"]),
-            (CLUSTERS, &[]),
-        ] {
+        for (type_url, names) in
+            [(ROUTES, &["r"][..]), (LISTENERS, &[]), (ENDPOINTS, &["a"]), (CLUSTERS, &[])]
+        {
             assert!(stream.request(ask(type_url, names, ""), &before).is_some());
         }
         assert!(stream.update(&before).is_empty());
         let mut after = before.clone();
-        after.extend(resources(&[
-            (CLUSTERS, "a", b"new"),
-            (LISTENERS, "l", b"new"),
-        ]));
+        after.extend(resources(&[(CLUSTERS, "a", b"new"), (LISTENERS, "l", b"new")]));
         let pushed = stream.update(&after);
         let types: Vec<_> = pushed.iter().map(|push| push.type_url.as_str()).collect();
         assert_eq!(types, [CLUSTERS, ENDPOINTS, LISTENERS, ROUTES]);
@@ -131,10 +109,8 @@ mod delta_protocol {
         let mut stream = delta::Subscriptions::new(Report::default());
         let first = stream.request(ask(CLUSTERS, &[]), &before).unwrap();
         assert_eq!(names(&first), ["a", "b"]);
-        let ack = DeltaDiscoveryRequest {
-            response_nonce: first.nonce.clone(),
-            ..ask(CLUSTERS, &[])
-        };
+        let ack =
+            DeltaDiscoveryRequest { response_nonce: first.nonce.clone(), ..ask(CLUSTERS, &[]) };
         assert!(stream.request(ack, &before).is_none());
         assert!(stream.update(&before).is_empty());
         let after = resources(&[(CLUSTERS, "b", b"new"), (CLUSTERS, "c", b"c")]);
@@ -179,9 +155,7 @@ mod delta_protocol {
     fn adds_and_drops_names_and_answers_for_absent_ones() {
         let all = resources(&[(ENDPOINTS, "a", b"a"), (ENDPOINTS, "b", b"b")]);
         let mut stream = delta::Subscriptions::new(Report::default());
-        let first = stream
-            .request(ask(ENDPOINTS, &["a", "none"]), &all)
-            .unwrap();
+        let first = stream.request(ask(ENDPOINTS, &["a", "none"]), &all).unwrap();
         assert_eq!(names(&first), ["a"]);
         assert_eq!(first.removed_resources, ["none"]);
         let more = stream.request(ask(ENDPOINTS, &["b"]), &all).unwrap();
@@ -202,10 +176,8 @@ mod delta_protocol {
         let all = resources(&[(ENDPOINTS, "a", b"a"), (ENDPOINTS, "b", b"b")]);
         let mut stream = delta::Subscriptions::new(Report::default());
         let first = stream.request(ask(ENDPOINTS, &["a"]), &all).unwrap();
-        let stale = DeltaDiscoveryRequest {
-            response_nonce: "old".to_owned(),
-            ..ask(ENDPOINTS, &["b"])
-        };
+        let stale =
+            DeltaDiscoveryRequest { response_nonce: "old".to_owned(), ..ask(ENDPOINTS, &["b"]) };
         assert!(stream.request(stale, &all).is_none());
         let nack = DeltaDiscoveryRequest {
             response_nonce: first.nonce,

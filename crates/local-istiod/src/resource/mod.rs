@@ -38,12 +38,7 @@ pub enum ResourceError {
     #[error("line {line}: {type_url} has no name")]
     NoName { line: u64, type_url: String },
     #[error("line {line}: {path} of {resource}: {message}")]
-    Member {
-        line: u64,
-        resource: String,
-        path: String,
-        message: String,
-    },
+    Member { line: u64, resource: String, path: String, message: String },
     #[error("the definitions in this program are unreadable: {0}")]
     Definitions(String),
 }
@@ -59,19 +54,13 @@ impl Resource {
         Self {
             name: name.into(),
             version: version_of([value.as_slice()]),
-            any: Any {
-                type_url: type_url.into(),
-                value,
-            },
+            any: Any { type_url: type_url.into(), value },
         }
     }
 
     /// Creates a resource that a delta stream neither gets nor learns to be missing.
     pub fn withheld(name: impl Into<String>, type_url: impl Into<String>) -> Self {
-        Self {
-            version: String::new(),
-            ..Self::new(name, type_url, Vec::new())
-        }
+        Self { version: String::new(), ..Self::new(name, type_url, Vec::new()) }
     }
 
     pub(super) fn is_withheld(&self) -> bool {
@@ -96,18 +85,14 @@ pub(super) fn parse(text: &str) -> Result<Vec<Resource>, ResourceError> {
         line: error.location().map_or(0, |location| location.line()),
         message: strip_location(&first_line(&error.to_string())).to_owned(),
     })?;
-    let definitions = DEFINITIONS
-        .as_ref()
-        .map_err(|error| ResourceError::Definitions(error.clone()))?;
+    let definitions =
+        DEFINITIONS.as_ref().map_err(|error| ResourceError::Definitions(error.clone()))?;
     let list = match tree.get("resources") {
         Some(resources) if tree.get("@type").is_none() => resources,
         _ => &tree,
     };
     match &list.node {
-        Node::List(items) => items
-            .iter()
-            .map(|item| resource(item, definitions))
-            .collect(),
+        Node::List(items) => items.iter().map(|item| resource(item, definitions)).collect(),
         Node::Map(_) => Ok(vec![resource(list, definitions)?]),
         // An empty file is an empty list.
         Node::Scalar(value) if value.is_null() => Ok(Vec::new()),
@@ -130,10 +115,7 @@ fn resource(tree: &Located, definitions: &DescriptorPool) -> Result<Resource, Re
         .iter()
         .find_map(|field| Some(message.get_field_by_name(field)?.as_str()?.to_owned()))
         .filter(|name| !name.is_empty())
-        .ok_or_else(|| ResourceError::NoName {
-            line: tree.line,
-            type_url: type_url.to_owned(),
-        })?;
+        .ok_or_else(|| ResourceError::NoName { line: tree.line, type_url: type_url.to_owned() })?;
     Ok(Resource::new(name, type_url, message.encode_to_vec()))
 }
 
@@ -142,9 +124,7 @@ fn raw(tree: &Located, type_url: &str) -> Result<Resource, ResourceError> {
     text("name")
         .zip(text("value"))
         .and_then(|(name, value)| {
-            let value = base64::engine::general_purpose::STANDARD
-                .decode(value)
-                .ok()?;
+            let value = base64::engine::general_purpose::STANDARD.decode(value).ok()?;
             Some(Resource::new(name, type_url, value))
         })
         .ok_or_else(|| ResourceError::UnknownType {
@@ -171,9 +151,8 @@ fn fault(
     error: &serde_json::Error,
     definitions: &DescriptorPool,
 ) -> ResourceError {
-    let name = ["name", "cluster_name", "clusterName"]
-        .iter()
-        .find_map(|key| tree.get(key)?.as_str());
+    let name =
+        ["name", "cluster_name", "clusterName"].iter().find_map(|key| tree.get(key)?.as_str());
     let (path, line) = locate_fault(tree, definition, String::new(), definitions);
     ResourceError::Member {
         line,
@@ -201,10 +180,7 @@ fn locate_fault(
         if let Some(place) = narrow_field(&member.value, &field, &path, definitions) {
             return place;
         }
-        let alone = Located {
-            line: member.line,
-            node: Node::Map(vec![member.clone()]),
-        };
+        let alone = Located { line: member.line, node: Node::Map(vec![member.clone()]) };
         if convert(&alone, definition).is_err() {
             return (path, member.line);
         }
@@ -213,9 +189,7 @@ fn locate_fault(
 }
 
 fn field(definition: &MessageDescriptor, key: &str) -> Option<FieldDescriptor> {
-    definition
-        .get_field_by_name(key)
-        .or_else(|| definition.get_field_by_json_name(key))
+    definition.get_field_by_name(key).or_else(|| definition.get_field_by_json_name(key))
 }
 
 /// Searches the messages in a member: the member itself, its items or its entries.
@@ -235,20 +209,15 @@ fn narrow_field(
     let held: Vec<(String, &Located)> = match &value.node {
         Node::List(items) if field.is_list() => {
             let indexed = items.iter().enumerate();
-            indexed
-                .map(|(at, item)| (format!("{path}[{at}]"), item))
-                .collect()
+            indexed.map(|(at, item)| (format!("{path}[{at}]"), item)).collect()
         }
         Node::Map(entries) if field.is_map() => {
             let keyed = entries.iter();
-            keyed
-                .map(|entry| (format!("{path}.{}", entry.key), &entry.value))
-                .collect()
+            keyed.map(|entry| (format!("{path}.{}", entry.key), &entry.value)).collect()
         }
         _ => vec![(path.to_owned(), value)],
     };
-    held.into_iter()
-        .find_map(|(path, held)| narrow_message(held, &definition, path, definitions))
+    held.into_iter().find_map(|(path, held)| narrow_message(held, &definition, path, definitions))
 }
 
 fn narrow_message(
@@ -265,12 +234,7 @@ fn narrow_message(
         let Some(inner) = inner.and_then(|url| self::definition(definitions, url)) else {
             return Some((format!("{path}.@type"), tree.line));
         };
-        return Some(locate_fault(
-            &tree.without("@type"),
-            &inner,
-            path,
-            definitions,
-        ));
+        return Some(locate_fault(&tree.without("@type"), &inner, path, definitions));
     }
     if definition.full_name().starts_with("google.protobuf.") {
         return None;

@@ -94,37 +94,13 @@ fn accepts_json_one_resource_and_raw_types() {
 #[test]
 fn errors_name_line_and_path() {
     let table = [
-        (
-            "stat_prefix: outbound",
-            "stat_prefiks: x",
-            "stat_prefiks of",
-        ),
-        (
-            "port_value: 8080",
-            "port_value: many",
-            "socket_address.port_value of",
-        ),
-        (
-            "sni: cart.shop",
-            "snj: cart",
-            "transport_socket.typed_config.snj of",
-        ),
-        (
-            "prefix: /",
-            "prefixx: /",
-            "virtual_hosts[0].routes[0].match.prefixx of",
-        ),
-        (
-            "http.router.v3.Router",
-            "rooter.v3.R",
-            "typed_config.@type of",
-        ),
+        ("stat_prefix: outbound", "stat_prefiks: x", "stat_prefiks of"),
+        ("port_value: 8080", "port_value: many", "socket_address.port_value of"),
+        ("sni: cart.shop", "snj: cart", "transport_socket.typed_config.snj of"),
+        ("prefix: /", "prefixx: /", "virtual_hosts[0].routes[0].match.prefixx of"),
+        ("http.router.v3.Router", "rooter.v3.R", "typed_config.@type of"),
         ("type: EDS", "type: EDDS", "type of Cluster \"cart\""),
-        (
-            "type.googleapis.com/envoy.config.route",
-            "a/b",
-            "is not known",
-        ),
+        ("type.googleapis.com/envoy.config.route", "a/b", "is not known"),
         (
             "\"@type\": type.googleapis.com/envoy.config.route.v3.RouteConfiguration",
             "x: 1",
@@ -138,14 +114,8 @@ fn errors_name_line_and_path() {
         assert!(message.contains(text), "{wrong}: {message}");
         let line = file.lines().position(|line| line.contains(wrong)).unwrap() + 1;
         let near = [line - 1, line].map(|line| format!("line {line}:"));
-        assert!(
-            near.iter().any(|near| message.starts_with(near)),
-            "{near:?}: {message}"
-        );
+        assert!(near.iter().any(|near| message.starts_with(near)), "{near:?}: {message}");
     }
     let error = parse("a: 1\nb: [\n").unwrap_err();
-    assert!(
-        matches!(error, ResourceError::Syntax { line: 2.., .. }),
-        "{error}"
-    );
+    assert!(matches!(error, ResourceError::Syntax { line: 2.., .. }), "{error}");
 }

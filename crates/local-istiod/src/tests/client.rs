@@ -170,9 +170,7 @@ impl tonic::codegen::Service<http::Uri> for Connector {
                 return Ok(TokioIo::new(Box::new(stream) as Box<dyn Io>));
             };
             let name = ServerName::try_from("istiod.istio-system.svc").unwrap();
-            let stream = tokio_rustls::TlsConnector::from(tls)
-                .connect(name, stream)
-                .await?;
+            let stream = tokio_rustls::TlsConnector::from(tls).connect(name, stream).await?;
             Ok(TokioIo::new(Box::new(stream) as Box<dyn Io>))
         })
     }

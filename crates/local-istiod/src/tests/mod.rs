@@ -48,11 +48,7 @@ async fn refuses_certificates_with_istiods_codes() {
     let cart = Client::connect(&istiod, Some(token), None).await;
     let status = cart.certificate("admin", 600).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
-    assert!(
-        status
-            .message()
-            .starts_with("CSR signing error (unable to validate SAN")
-    );
+    assert!(status.message().starts_with("CSR signing error (unable to validate SAN"));
     let status = cart.certificate("cart", 91 * 24 * 3600).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     istiod.refuse_certificates(Some(tonic::Status::unavailable("maintenance")));
@@ -67,10 +63,7 @@ async fn a_scripted_stream_passes_messages_both_ways_and_ends_with_a_status() {
     let mut istiod = LocalIstiod::start(Options::default()).await.unwrap();
     let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
     let client = Client::connect(&istiod, Some(token), None).await;
-    let request = DiscoveryRequest {
-        type_url: "t".to_owned(),
-        ..DiscoveryRequest::default()
-    };
+    let request = DiscoveryRequest { type_url: "t".to_owned(), ..DiscoveryRequest::default() };
     let (_requests, opening) = client.state_of_the_world(vec![request]);
     let script = async {
         let mut stream = istiod.streams.recv().await.unwrap();
@@ -95,10 +88,7 @@ async fn refuses_streams_without_an_identity_but_not_in_plaintext() {
     let status = stranger.state_of_the_world(Vec::new()).1.await.unwrap_err();
     assert_eq!(status.code(), Code::Unauthenticated);
     assert_eq!(status.message(), "authentication failure");
-    let plaintext = Options {
-        security: Security::Plaintext,
-        ..Options::default()
-    };
+    let plaintext = Options { security: Security::Plaintext, ..Options::default() };
     let mut istiod = LocalIstiod::start(plaintext).await.unwrap();
     let client = Client::connect(&istiod, None, None).await;
     let (_requests, opening) = client.state_of_the_world(Vec::new());
@@ -144,10 +134,7 @@ async fn a_kill_closes_connections_without_a_word() {
     let options = istiod.kill().await;
     assert!(opening.await.is_err());
     drop(stream);
-    assert_eq!(
-        LocalIstiod::start(options.clone()).await.unwrap().address,
-        options.listen
-    );
+    assert_eq!(LocalIstiod::start(options.clone()).await.unwrap().address, options.listen);
 }
 
 #[tokio::test]
@@ -174,10 +161,7 @@ fn node(namespace: &str) -> Node {
 
 async fn serving() -> (LocalIstiod, watch::Sender<Arc<Snapshot>>, Client) {
     let (sender, snapshots) = watch::channel(Arc::new(snapshot(b"first")));
-    let options = Options {
-        snapshots: Some(snapshots),
-        ..Options::default()
-    };
+    let options = Options { snapshots: Some(snapshots), ..Options::default() };
     let istiod = LocalIstiod::start(options).await.unwrap();
     let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
     let client = Client::connect(&istiod, Some(token), None).await;
@@ -220,10 +204,7 @@ async fn serves_delta_streams_with_what_changed_only() {
     };
     let (_requests, opening) = client.delta(vec![first]);
     let mut responses = opening.await.unwrap();
-    assert_eq!(
-        responses.message().await.unwrap().unwrap().resources.len(),
-        2
-    );
+    assert_eq!(responses.message().await.unwrap().unwrap().resources.len(), 2);
     snapshots.send_replace(Arc::new(snapshot(b"second")));
     let response = responses.message().await.unwrap().unwrap();
     assert_eq!(response.resources.len(), 1);
@@ -233,15 +214,11 @@ async fn serves_delta_streams_with_what_changed_only() {
 #[tokio::test]
 async fn refuses_nodes_with_istiods_codes() {
     let (_istiod, _snapshots, client) = serving().await;
-    for (node, code) in [
-        (None, Code::InvalidArgument),
-        (Some(node("bank")), Code::PermissionDenied),
-    ] {
-        let first = DiscoveryRequest {
-            node,
-            type_url: TYPE.to_owned(),
-            ..DiscoveryRequest::default()
-        };
+    for (node, code) in
+        [(None, Code::InvalidArgument), (Some(node("bank")), Code::PermissionDenied)]
+    {
+        let first =
+            DiscoveryRequest { node, type_url: TYPE.to_owned(), ..DiscoveryRequest::default() };
         let (_requests, opening) = client.state_of_the_world(vec![first]);
         assert_eq!(opening.await.unwrap_err().code(), code);
     }
@@ -261,10 +238,8 @@ async fn with_machines() -> (LocalIstiod, Client) {
     for resource in resource::parse(text).unwrap() {
         snapshot.insert("common", resource);
     }
-    let options = Options {
-        snapshots: Some(watch::channel(Arc::new(snapshot)).1),
-        ..Options::default()
-    };
+    let options =
+        Options { snapshots: Some(watch::channel(Arc::new(snapshot)).1), ..Options::default() };
     let istiod = LocalIstiod::start(options).await.unwrap();
     let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
     let client = Client::connect(&istiod, Some(token), None).await;
@@ -274,16 +249,12 @@ async fn with_machines() -> (LocalIstiod, Client) {
 /// Returns the first request of a machine, which has a readiness probe if `is_probed`.
 fn first_machine_request(address: &str, is_probed: bool) -> DeltaDiscoveryRequest {
     let value = |kind| Value { kind: Some(kind) };
-    let of = |name: &str, kind| Struct {
-        fields: [(name.to_owned(), value(kind))].into(),
-    };
+    let of = |name: &str, kind| Struct { fields: [(name.to_owned(), value(kind))].into() };
     let group = Kind::StringValue("machines".to_owned());
     let mut metadata = of("AUTO_REGISTER_GROUP", group);
     if is_probed {
         let probe = Kind::StructValue(of("readinessProbe", Kind::NullValue(0)));
-        metadata
-            .fields
-            .insert("PROXY_CONFIG".to_owned(), value(probe));
+        metadata.fields.insert("PROXY_CONFIG".to_owned(), value(probe));
     }
     DeltaDiscoveryRequest {
         node: Some(Node {

@@ -238,10 +238,7 @@ fn select_istio<'a>(
                 && is_certain(other)
                 && other.captured_interface().is_none()
         });
-        last.map_or_else(
-            || is_removal || saved.has_istio(rule.table),
-            |last| index < last,
-        )
+        last.map_or_else(|| is_removal || saved.has_istio(rule.table), |last| index < last)
     };
     let rules = saved.rules.iter().enumerate();
     let rules = rules.filter(|(index, rule)| match rule.passing_interface() {
@@ -279,10 +276,7 @@ fn swap_table(name: &str, present_istio: &Saved<'_>, new: &TableText) -> String 
     for rule in rules.filter(|rule| !rule.chain.starts_with(ISTIO)) {
         text += &format!("-D {} {}\n", rule.chain, rule.text);
     }
-    let chains = present_istio
-        .chains
-        .iter()
-        .filter(|(table, _)| *table == name);
+    let chains = present_istio.chains.iter().filter(|(table, _)| *table == name);
     let mut stale: Vec<_> = chains.map(|(_, chain)| *chain).collect();
     stale.retain(|chain| !new.chains.contains(chain));
     // Declaring a chain that exists empties it.

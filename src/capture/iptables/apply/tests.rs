@@ -32,31 +32,13 @@ fn istio_part(text: &str) -> Saved<'_> {
 
 #[test]
 fn a_rule_for_an_interface_is_istios_by_its_place_and_its_counterpart() {
-    const JUMPS: [&str; 2] = [
-        "PREROUTING -p tcp -j ISTIO_INBOUND",
-        "OUTPUT -j ISTIO_OUTPUT",
-    ];
+    const JUMPS: [&str; 2] = ["PREROUTING -p tcp -j ISTIO_INBOUND", "OUTPUT -j ISTIO_OUTPUT"];
     let [inbound, outbound] = JUMPS;
     for (rules, istios) in [
         // Both directions are excluded.
-        (
-            vec![
-                "PREROUTING -i a -j RETURN",
-                inbound,
-                "OUTPUT -o a -j RETURN",
-                outbound,
-            ],
-            vec![0, 2],
-        ),
+        (vec!["PREROUTING -i a -j RETURN", inbound, "OUTPUT -o a -j RETURN", outbound], vec![0, 2]),
         // With TPROXY, the nat table has no jump for inbound traffic.
-        (
-            vec![
-                "PREROUTING -i a -j RETURN",
-                "OUTPUT -o a -j RETURN",
-                outbound,
-            ],
-            vec![0, 1],
-        ),
+        (vec!["PREROUTING -i a -j RETURN", "OUTPUT -o a -j RETURN", outbound], vec![0, 1]),
         // Traffic of virtual machines is captured.
         (
             vec![
@@ -66,25 +48,11 @@ fn a_rule_for_an_interface_is_istios_by_its_place_and_its_counterpart() {
             ],
             vec![1],
         ),
-        (
-            vec![
-                "PREROUTING -i v -j ISTIO_REDIRECT",
-                "PREROUTING -i v -j RETURN",
-            ],
-            vec![1],
-        ),
+        (vec!["PREROUTING -i v -j ISTIO_REDIRECT", "PREROUTING -i v -j RETURN"], vec![1]),
         // Others have rules for one direction, behind the jump, with another condition, or without Istio.
         (vec!["PREROUTING -i a -j RETURN", inbound, outbound], vec![]),
         (vec!["OUTPUT -o a -j RETURN", outbound], vec![]),
-        (
-            vec![
-                inbound,
-                "PREROUTING -i a -j RETURN",
-                outbound,
-                "OUTPUT -o a -j RETURN",
-            ],
-            vec![],
-        ),
+        (vec![inbound, "PREROUTING -i a -j RETURN", outbound, "OUTPUT -o a -j RETURN"], vec![]),
         (
             vec![
                 "PREROUTING -i a -p udp -j RETURN",
@@ -94,29 +62,14 @@ fn a_rule_for_an_interface_is_istios_by_its_place_and_its_counterpart() {
             ],
             vec![],
         ),
-        (
-            vec!["PREROUTING -i a -j RETURN", "OUTPUT -o a -j RETURN"],
-            vec![],
-        ),
-        (
-            vec![
-                "OUTPUT -o a -j RETURN",
-                outbound,
-                inbound,
-                "PREROUTING -i a -j RETURN",
-            ],
-            vec![],
-        ),
+        (vec!["PREROUTING -i a -j RETURN", "OUTPUT -o a -j RETURN"], vec![]),
+        (vec!["OUTPUT -o a -j RETURN", outbound, inbound, "PREROUTING -i a -j RETURN"], vec![]),
         // The configuration names eth1.
         (vec!["OUTPUT -o eth1 -j RETURN", outbound], vec![0]),
         (vec![outbound, "OUTPUT -o eth1 -j RETURN"], vec![]),
     ] {
         let lines: String = rules.iter().map(|rule| format!("-A {rule}\n")).collect();
-        let chain = if lines.contains("ISTIO") {
-            ":ISTIO_OUTPUT - [0:0]\n"
-        } else {
-            ""
-        };
+        let chain = if lines.contains("ISTIO") { ":ISTIO_OUTPUT - [0:0]\n" } else { "" };
         let text = format!("*nat\n{chain}{lines}COMMIT\n");
         let found: Vec<_> = istio_part(&text)
             .rules
@@ -164,11 +117,8 @@ fn the_nat_table_is_set_up_last_and_removed_first() {
     };
     let removal = swap(&istio_part(&old), &[]);
     assert_eq!(names(&removal), ["nat", "mangle", "raw"]);
-    let table = |name| TableText {
-        name,
-        chains: Vec::new(),
-        lines: vec!["-A OUTPUT -j DROP".to_owned()],
-    };
+    let table =
+        |name| TableText { name, chains: Vec::new(), lines: vec!["-A OUTPUT -j DROP".to_owned()] };
     let new = [table("mangle"), table("nat"), table("raw")];
     let set_up = swap(&Saved::default(), &new);
     assert_eq!(names(&set_up), ["raw", "mangle", "nat"]);

@@ -49,11 +49,7 @@ impl Kernel {
     /// Returns true if there are programs for each kind of tables that may have Istio's rules.
     pub(super) fn is_covered_by(self, programs: &[Programs]) -> bool {
         let kinds = programs.iter().map(|programs| programs.kind);
-        let has = |kind| {
-            kinds
-                .clone()
-                .any(|found| found.is_none_or(|found| found == kind))
-        };
+        let has = |kind| kinds.clone().any(|found| found.is_none_or(|found| found == kind));
         (!self.legacy || has(Kind::Legacy)) && (!self.has_istio || has(Kind::Nft))
     }
 
@@ -140,11 +136,7 @@ impl Programs {
         let directories = path.split(':').filter(|directory| !directory.is_empty());
         let mut names = directories.map(|directory| format!("{directory}/{name}"));
         let name = names.find(|name| Path::new(&format!("{name}-restore")).is_file())?;
-        Some(Self {
-            kind: kind(&name),
-            name,
-            saved: String::new(),
-        })
+        Some(Self { kind: kind(&name), name, saved: String::new() })
     }
 
     /// Runs `iptables-save` and returns its output, with counters.

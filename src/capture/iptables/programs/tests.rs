@@ -55,22 +55,14 @@ async fn legacy_iptables_is_chosen_if_it_has_rules_else_nft_else_the_installed_o
         let has_legacy = !tables.is_empty();
         let directory = directory(programs, tables);
         let at = directory.path().display();
-        let kernel = Kernel {
-            legacy: has_legacy,
-            nft: has_nft,
-            has_istio: false,
-        };
+        let kernel = Kernel { legacy: has_legacy, nft: has_nft, has_istio: false };
         let path = format!("/nowhere::{at}");
         let found = Programs::find(Family::V4, kind, &path, kernel).await;
         let found = found.expect("programs");
         let names = found.iter().map(|found| found.name.clone());
         let expected = expected.split(' ').filter(|suffix| *suffix != "none");
         let expected = expected.map(|suffix| format!("{at}/iptables{suffix}"));
-        assert_eq!(
-            names.collect::<Vec<_>>(),
-            expected.collect::<Vec<_>>(),
-            "{kind:?} {kernel:?}"
-        );
+        assert_eq!(names.collect::<Vec<_>>(), expected.collect::<Vec<_>>(), "{kind:?} {kernel:?}");
     }
 }
 
@@ -78,22 +70,13 @@ async fn legacy_iptables_is_chosen_if_it_has_rules_else_nft_else_the_installed_o
 async fn programs_that_misbehave_are_named_with_what_they_did() {
     for (script, expected) in [
         ("exit 0", "cannot be run"),
-        (
-            "#!/bin/sh\necho garbage",
-            "output of `-save` is \"garbage\", expected rules",
-        ),
-        (
-            "#!/bin/sh\necho '*nat'",
-            "output of `-save` is \"*nat\", expected rules",
-        ),
+        ("#!/bin/sh\necho garbage", "output of `-save` is \"garbage\", expected rules"),
+        ("#!/bin/sh\necho '*nat'", "output of `-save` is \"*nat\", expected rules"),
         (
             "#!/bin/sh\necho 'iptables: no memory' >&2; exit 4",
             "`-save --counters`: failed (exit status: 4): iptables: no memory",
         ),
-        (
-            "#!/bin/sh\nkill -9 $$",
-            "`-save --counters`: failed (signal: 9 (SIGKILL)): ",
-        ),
+        ("#!/bin/sh\nkill -9 $$", "`-save --counters`: failed (signal: 9 (SIGKILL)): "),
         ("#!/bin/sh\nexec sleep 1000", "did not end within 40 s"),
     ] {
         let directory = tempfile::tempdir().expect("a directory");
@@ -101,11 +84,7 @@ async fn programs_that_misbehave_are_named_with_what_they_did() {
         let path = format!("{name}-save");
         fs::write(&path, script).expect("a file");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
-        let programs = Programs {
-            kind: None,
-            name: name.clone(),
-            saved: String::new(),
-        };
+        let programs = Programs { kind: None, name: name.clone(), saved: String::new() };
         // With paused time, the limit of 40 s passes at once.
         if script.contains("sleep") {
             tokio::time::pause();

@@ -102,10 +102,7 @@ impl<'a> Saved<'a> {
         let left: HashSet<_> = left.filter_map(|rule| rule.passing_interface()).collect();
         let excluded = inbound.iter().filter_map(|rule| rule.passing_interface());
         let captured = inbound.iter().filter_map(|rule| rule.captured_interface());
-        excluded
-            .filter(|name| left.contains(name))
-            .chain(captured)
-            .collect()
+        excluded.filter(|name| left.contains(name)).chain(captured).collect()
     }
 
     /// Returns true if a table has a chain of Istio.
@@ -256,28 +253,12 @@ fn verdict(target: &[&str]) -> Option<Verdict> {
         ["DROP"] => Verdict::Drop,
         ["REJECT", "--reject-with", "tcp-reset"] => Verdict::Reject,
         ["REDIRECT", "--to-ports", port] => Verdict::Redirect(port.parse().ok()?),
-        [
-            "TPROXY",
-            "--on-port",
-            port,
-            "--on-ip",
-            "0.0.0.0" | "::",
-            "--tproxy-mark",
-            set,
-        ] => Verdict::Tproxy {
-            port: port.parse().ok()?,
-            mark: mark(set)?,
-        },
+        ["TPROXY", "--on-port", port, "--on-ip", "0.0.0.0" | "::", "--tproxy-mark", set] => {
+            Verdict::Tproxy { port: port.parse().ok()?, mark: mark(set)? }
+        }
         ["MARK", "--set-xmark", set] => Verdict::SetMark(mark(set)?),
         ["CONNMARK", "--save-mark", "--nfmask", ALL, "--ctmask", ALL] => Verdict::SaveMark,
-        [
-            "CONNMARK",
-            "--restore-mark",
-            "--nfmask",
-            ALL,
-            "--ctmask",
-            ALL,
-        ] => Verdict::RestoreMark,
+        ["CONNMARK", "--restore-mark", "--nfmask", ALL, "--ctmask", ALL] => Verdict::RestoreMark,
         ["CT", "--zone", zone] => Verdict::Zone(zone.parse().ok()?),
         [chain] => Verdict::Jump(named(&Chain::ALL, chain).filter(|it| !it.is_builtin())?),
         _ => return None,

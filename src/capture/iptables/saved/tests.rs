@@ -36,9 +36,7 @@ fn rules_of_the_model_are_read_and_all_others_stay_text() {
     let redirected = vec![
         Match::Is(Criterion::Protocol(Protocol::Tcp)),
         Match::Not(Criterion::DestinationPort(vec![15008..=15008])),
-        Match::Not(Criterion::Destination(Cidr::single(
-            std::net::Ipv4Addr::LOCALHOST.into(),
-        ))),
+        Match::Not(Criterion::Destination(Cidr::single(std::net::Ipv4Addr::LOCALHOST.into()))),
         Match::Is(Criterion::OutInterface("lo".to_owned())),
     ];
     let expected = [
@@ -111,17 +109,12 @@ fn dns_rules_of_earlier_istio_versions_are_distinguished_from_foreign_rules() {
             let (chain, text) = rule.split_once(' ').unwrap_or((rule, ""));
             SavedRule { table, chain, text }
         };
-        let saved = Saved {
-            chains: Vec::new(),
-            rules: lines.iter().map(rule).collect(),
-        };
+        let saved = Saved { chains: Vec::new(), rules: lines.iter().map(rule).collect() };
         let layout = saved.layout();
         assert_eq!(layout.earlier_dns.len(), saved.earlier_dns().len());
         assert_eq!(layout.has_istio_rules(), !layout.earlier_dns.is_empty());
         let lines = layout.earlier_dns.iter();
-        lines
-            .map(|line| line.replacen(": -A ", " ", 1))
-            .collect::<Vec<_>>()
+        lines.map(|line| line.replacen(": -A ", " ", 1)).collect::<Vec<_>>()
     };
     for line in EARLIER {
         assert_eq!(found(&[line]), [line]);

@@ -9,28 +9,12 @@ use proptest::prelude::*;
 use super::*;
 use crate::dns::name_table::tests::{domains, encode, external, kubernetes, sample};
 
-const POLICY: Policy = Policy {
-    ttl: 30,
-    forward_before_first_table: false,
-};
+const POLICY: Policy = Policy { ttl: 30, forward_before_first_table: false };
 
 /// Encodes a query. With `edns`, it has an OPT record that announces this UDP size and asks for DNSSEC.
 pub(crate) fn query(name: &str, kind: u16, edns: Option<u16>) -> Vec<u8> {
     // The id, the flags with RD, and the numbers of questions, answers, authorities and additional records.
-    let mut query = vec![
-        0x12,
-        0x34,
-        0x01,
-        0,
-        0,
-        1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        u8::from(edns.is_some()),
-    ];
+    let mut query = vec![0x12, 0x34, 0x01, 0, 0, 1, 0, 0, 0, 0, 0, u8::from(edns.is_some())];
     for label in name.split('.').filter(|label| !label.is_empty()) {
         query.push(label.len() as u8);
         query.extend(label.as_bytes());
@@ -89,12 +73,7 @@ pub(crate) fn decode(message: &[u8]) -> Message {
         answers.push((owner, word(fixed), ttl, text));
     }
     assert_eq!(at, message.len(), "no more than the header counts");
-    Message {
-        flags: [message[2], message[3]],
-        question,
-        answers,
-        edns,
-    }
+    Message { flags: [message[2], message[3]], question, answers, edns }
 }
 
 fn name(message: &[u8], mut at: usize) -> (String, usize) {
@@ -131,12 +110,7 @@ fn answers_of(name: &str, kind: u16) -> Option<Vec<(String, String)>> {
     assert_eq!(message.flags, [0x85, 0x80], "authoritative, no error");
     assert_eq!(message.question, name);
     assert_eq!(reply[..2], query[..2], "the id");
-    let is_first = |kind| {
-        message
-            .answers
-            .first()
-            .is_some_and(|answer| answer.1 == kind)
-    };
+    let is_first = |kind| message.answers.first().is_some_and(|answer| answer.1 == kind);
     let has_cname = message.answers.iter().any(|answer| answer.1 == 5);
     assert_eq!(has_cname, is_first(5), "a CNAME stands first");
     assert!(message.answers.iter().all(|answer| answer.2 == 30));
@@ -175,11 +149,7 @@ fn answers_addresses_as_the_table_says() {
         ("foo.foons.svc.mesh.company.net.", "10.1.2.3"),
         ("example.localhost.", "3.3.3.3"),
     ] {
-        assert_eq!(
-            answers_of(name, 1),
-            Some(vec![(name.into(), ip.into())]),
-            "{name}"
-        );
+        assert_eq!(answers_of(name, 1), Some(vec![(name.into(), ip.into())]), "{name}");
     }
     let four = [11, 12, 13, 14].map(|n| (remote.to_owned(), format!("{n}.{n}.{n}.{n}")));
     assert_eq!(answers_of(remote, 1), Some(four.into()));
@@ -194,16 +164,8 @@ fn a_name_with_a_search_domain_is_a_cname_of_the_name_without_it() {
         ("www.google.com.", "www.google.com.", "1.1.1.1"),
         ("productpage.ns1.", "productpage.ns1.", "9.9.9.9"),
         ("productpage.ns1.svc.", "productpage.ns1.svc.", "9.9.9.9"),
-        (
-            "example.ns2.svc.cluster.local.",
-            "example.ns2.svc.cluster.local.",
-            "10.10.10.10",
-        ),
-        (
-            "details.ns2.svc.cluster.remote.",
-            "details.ns2.svc.cluster.remote.",
-            "11.11.11.11",
-        ),
+        ("example.ns2.svc.cluster.local.", "example.ns2.svc.cluster.local.", "10.10.10.10"),
+        ("details.ns2.svc.cluster.remote.", "details.ns2.svc.cluster.remote.", "11.11.11.11"),
     ] {
         let searched = format!("{name}{SEARCH}");
         let said = answers_of(&searched, 1).expect(&searched);
@@ -233,10 +195,7 @@ fn a_wildcard_name_with_a_search_domain_is_answered_without_a_star_in_any_name()
         ("*.v6", external(&["::6"])),
         ("*.a.dual", external(&["3.3.3.3"])),
         ("web.ns1.svc.cluster.local", alt),
-        (
-            "*.ns1.svc.cluster.local",
-            kubernetes("*", "ns1", &["8.8.8.8"]),
-        ),
+        ("*.ns1.svc.cluster.local", kubernetes("*", "ns1", &["8.8.8.8"])),
     ];
     let table = NameTable::build(&encode(hosts), domains()).expect("a table");
     for (name, kind, expected) in [
@@ -269,10 +228,7 @@ fn a_wildcard_name_with_a_search_domain_is_answered_without_a_star_in_any_name()
 fn names_and_types_not_in_the_name_table_are_forwarded() {
     for (name, kind) in [
         ("www.bing.com.", 1),
-        (
-            "productpage.ns1.svc.cluster.local.ns1.svc.cluster.local.",
-            1,
-        ),
+        ("productpage.ns1.svc.cluster.local.ns1.svc.cluster.local.", 1),
         ("example.", 1),
         ("details.ns2.", 1),
         ("example.ns2.svc.cluster.", 1),
@@ -289,19 +245,13 @@ fn names_and_types_not_in_the_name_table_are_forwarded() {
     }
     let mut chaos = query("www.google.com", 1, None);
     *chaos.last_mut().unwrap() = 3;
-    assert!(matches!(
-        ask(Some(&sample()), &chaos, POLICY).0,
-        Action::Forward(_)
-    ));
+    assert!(matches!(ask(Some(&sample()), &chaos, POLICY).0, Action::Forward(_)));
 }
 
 #[test]
 fn a_query_of_type_any_is_answered_with_both_address_families() {
     let name = "dual.localhost.".to_owned();
-    let both = vec![
-        (name.clone(), "2.2.2.2".to_owned()),
-        (name.clone(), V6.to_owned()),
-    ];
+    let both = vec![(name.clone(), "2.2.2.2".to_owned()), (name.clone(), V6.to_owned())];
     let mut said = answers_of(&name, 255).unwrap();
     said.sort();
     assert_eq!(said, both);
@@ -317,20 +267,14 @@ fn case_is_kept_in_names_and_lower_in_targets() {
     let (_, reply) = ask(Some(&sample()), &query(&searched, 1, None), POLICY);
     let answers = decode(&reply).answers;
     assert_eq!(answers[0].0, searched);
-    assert_eq!(
-        (&*answers[0].3, &*answers[1].0),
-        ("productpage.ns1.", "productpage.ns1.")
-    );
+    assert_eq!((&*answers[0].3, &*answers[1].0), ("productpage.ns1.", "productpage.ns1."));
 }
 
 #[test]
 fn a_dot_byte_inside_a_label_does_not_separate_labels() {
     let mut query = query("wwwxgoogle.com", 1, None);
     query[16] = b'.';
-    assert!(matches!(
-        ask(Some(&sample()), &query, POLICY).0,
-        Action::Forward(_)
-    ));
+    assert!(matches!(ask(Some(&sample()), &query, POLICY).0, Action::Forward(_)));
 }
 
 fn question(query: &[u8]) -> Question {
@@ -372,14 +316,8 @@ fn without_a_table_a_query_fails_or_is_passed_on() {
     let query = query("www.google.com", 1, None);
     let (_, reply) = ask(None, &query, POLICY);
     let message = decode(&reply);
-    assert_eq!(
-        (message.flags, &*message.question),
-        ([0x81, 0x82], "www.google.com.")
-    );
-    let policy = Policy {
-        forward_before_first_table: true,
-        ..POLICY
-    };
+    assert_eq!((message.flags, &*message.question), ([0x81, 0x82], "www.google.com."));
+    let policy = Policy { forward_before_first_table: true, ..POLICY };
     assert!(matches!(ask(None, &query, policy).0, Action::Forward(_)));
 }
 
@@ -389,12 +327,9 @@ fn an_answer_is_no_longer_than_the_client_takes() {
     let ips: Vec<_> = ips.iter().map(String::as_str).collect();
     let table = NameTable::build(&encode([("giant", external(&ips))]), domains()).unwrap();
     // The header and the question have 23 bytes, the OPT record 11, and each address 16.
-    for (edns, length, count) in [
-        (None, 512, 30),
-        (Some(0), 512, 29),
-        (Some(600), 600, 35),
-        (Some(4096), 3234, 200),
-    ] {
+    for (edns, length, count) in
+        [(None, 512, 30), (Some(0), 512, 29), (Some(600), 600, 35), (Some(4096), 3234, 200)]
+    {
         let (_, reply) = ask(Some(&table), &query("giant", 1, edns), POLICY);
         let message = decode(&reply);
         assert!(reply.len() <= length, "{}", reply.len());
@@ -414,9 +349,7 @@ fn addresses_take_turns() {
     let name = "details.ns2.svc.cluster.remote";
     let firsts: std::collections::BTreeSet<_> = (0..200)
         .map(|_| {
-            decode(&ask(Some(&sample()), &query(name, 1, None), POLICY).1).answers[0]
-                .3
-                .clone()
+            decode(&ask(Some(&sample()), &query(name, 1, None), POLICY).1).answers[0].3.clone()
         })
         .collect();
     assert_eq!(firsts.len(), 4);

@@ -26,24 +26,12 @@ fn messages_other_than_a_standard_query_are_refused_or_ignored() {
         ("many additionals", changed(11, 3), Some((0x81, 1))),
         ("a header alone", good[..12].to_vec(), Some((0x81, 0))),
         ("half a name", good[..20].to_vec(), Some((0x81, 0))),
-        (
-            "a name without a type",
-            good[..28].to_vec(),
-            Some((0x81, 0)),
-        ),
-        (
-            "half a record",
-            good[..good.len() - 4].to_vec(),
-            Some((0x81, 1)),
-        ),
+        ("a name without a type", good[..28].to_vec(), Some((0x81, 0))),
+        ("half a record", good[..good.len() - 4].to_vec(), Some((0x81, 1))),
         ("a record too few", changed(11, 2), Some((0x81, 1))),
         ("a pointer to itself", changed(12, 0xc0), Some((0x81, 0))),
         ("a reserved label", changed(12, 0x40), Some((0x81, 0))),
-        (
-            "too long",
-            [&good[..], &[0; 4096]].concat(),
-            Some((0x81, 0)),
-        ),
+        ("too long", [&good[..], &[0; 4096]].concat(), Some((0x81, 0))),
     ] {
         let (action, reply) = ask(Some(&table), &query, POLICY);
         let got = matches!(action, Action::Refuse).then(|| (reply[3], reply[5]));
@@ -92,44 +80,25 @@ fn an_answer_has_the_agents_opt_record_without_the_clients_options() {
         ),
         ("no address of the family", changed(29, 28), 0, 0),
         ("version 1", with(|opt| opt[6] = 1), 16, 0),
-        (
-            "version 255 and DNSSEC",
-            with(|opt| opt[6..8].fill(255)),
-            16,
-            0x80,
-        ),
+        ("version 255 and DNSSEC", with(|opt| opt[6..8].fill(255)), 16, 0x80),
         ("two", two, 1, 0),
-        (
-            "not at the root",
-            with(|opt| drop(opt.splice(..1, [1, b'a', 0]))),
-            1,
-            0,
-        ),
+        ("not at the root", with(|opt| drop(opt.splice(..1, [1, b'a', 0]))), 1, 0),
         ("among the answers", as_answer, 1, 0),
         ("opcode UPDATE", changed(2, 5 << 3), 4, 0),
     ] {
         let (action, reply) = ask(Some(&table), &asked, POLICY);
-        assert!(
-            !matches!(action, Action::Forward(_) | Action::Drop),
-            "{what}"
-        );
+        assert!(!matches!(action, Action::Forward(_) | Action::Drop), "{what}");
         let message = decode(&reply);
         let own = [0, 0, 41, 0x10, 0, rcode >> 4, 0, flags, 0, 0, 0];
         assert_eq!(message.edns, Some(own.to_vec()), "{what}");
         assert_eq!(message.flags[1] & 0xf, rcode & 0xf, "{what}");
         if let Action::Reply(_) = action {
             let (_, reply) = ask(None, &asked, POLICY);
-            assert_eq!(
-                decode(&reply).edns,
-                Some(own.to_vec()),
-                "{what} without a table"
-            );
+            assert_eq!(decode(&reply).edns, Some(own.to_vec()), "{what} without a table");
         }
     }
-    for asked in [
-        query("www.google.com", 1, None),
-        query("www.google.com", 1, None)[..30].to_vec(),
-    ] {
+    for asked in [query("www.google.com", 1, None), query("www.google.com", 1, None)[..30].to_vec()]
+    {
         assert_eq!(decode(&ask(Some(&table), &asked, POLICY).1).edns, None);
     }
 }

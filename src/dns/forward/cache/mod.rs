@@ -67,11 +67,7 @@ pub(super) enum Lookup {
 
 impl Cache {
     pub(super) fn new(config: Config) -> Self {
-        Self {
-            config,
-            entries: IndexMap::new(),
-            bytes: 0,
-        }
+        Self { config, entries: IndexMap::new(), bytes: 0 }
     }
 
     pub(super) fn get(&mut self, key: &[u8], now: Instant) -> Lookup {
@@ -166,10 +162,7 @@ fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
         let ttl = ttl(&bytes, &record).unwrap_or(0);
         wire::put(&mut bytes, record.ttl_at(), &change(ttl).to_be_bytes());
     }
-    Reply {
-        bytes: bytes.into(),
-        ..*reply
-    }
+    Reply { bytes: bytes.into(), ..*reply }
 }
 
 /// Returns how long a reply may be stored, and whether it is negative; `None` if it must not be stored.

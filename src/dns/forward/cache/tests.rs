@@ -39,18 +39,9 @@ fn found(cache: &mut Cache, stored: Instant, after: u64) -> (&'static str, u32) 
 async fn a_cache_without_time_or_room_keeps_nothing() {
     assert!(STALE_CACHE.is_enabled());
     for off in [
-        Config {
-            max_stale: Duration::ZERO,
-            ..STALE_CACHE
-        },
-        Config {
-            max_entries: 0,
-            ..STALE_CACHE
-        },
-        Config {
-            max_bytes: 0,
-            ..STALE_CACHE
-        },
+        Config { max_stale: Duration::ZERO, ..STALE_CACHE },
+        Config { max_entries: 0, ..STALE_CACHE },
+        Config { max_bytes: 0, ..STALE_CACHE },
     ] {
         assert!(!off.is_enabled(), "{off:?}");
     }
@@ -59,15 +50,9 @@ async fn a_cache_without_time_or_room_keeps_nothing() {
 #[tokio::test(start_paused = true)]
 async fn an_answer_is_fresh_for_its_ttl_then_stale_then_gone() {
     let address = Answer::address(1); // Its TTL is 30.
-    let no_ttl = Answer {
-        addresses: vec![(0, [10, 0, 0, 1].into())],
-        ..Answer::default()
-    };
+    let no_ttl = Answer { addresses: vec![(0, [10, 0, 0, 1].into())], ..Answer::default() };
     let missing = Answer::nxdomain(20, 10);
-    let endless = Answer {
-        addresses: vec![(u32::MAX, [10, 0, 0, 1].into())],
-        ..Answer::default()
-    };
+    let endless = Answer { addresses: vec![(u32::MAX, [10, 0, 0, 1].into())], ..Answer::default() };
     let cases = [
         // The answer; the limits of TTL, negative TTL and staleness; the age in seconds; the result of the lookup.
         (&address, (60, 60, 60), 0, ("fresh", 30)),
@@ -119,12 +104,8 @@ async fn a_new_answer_replaces_the_cached_one_and_a_failure_does_not() {
 #[tokio::test(start_paused = true)]
 async fn entries_and_bytes_are_bounded() {
     for (max_entries, max_bytes) in [(10, usize::MAX / 2), (1000, 8 * 1024)] {
-        let mut cache = Cache::new(Config {
-            max_entries,
-            max_bytes,
-            max_ttl: SECOND * 60,
-            ..STALE_CACHE
-        });
+        let mut cache =
+            Cache::new(Config { max_entries, max_bytes, max_ttl: SECOND * 60, ..STALE_CACHE });
         let now = Instant::now();
         let reply = reply(&Answer::address(1));
         for number in 0..1000u32 {
@@ -140,10 +121,7 @@ async fn one_large_answer_does_not_empty_the_cache() {
     let mut cache = caching(60, 60, 60);
     cache.config.max_bytes = 8 * 1024;
     let now = Instant::now();
-    let large = Answer {
-        padding: 2000,
-        ..Answer::address(1)
-    };
+    let large = Answer { padding: 2000, ..Answer::address(1) };
     cache.put(b"key".to_vec(), &reply(&large), now);
     assert_eq!(cache.size(), (0, 0));
 }

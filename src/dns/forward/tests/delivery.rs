@@ -74,10 +74,7 @@ async fn a_udp_reply_above_the_advertised_size_arrives_whole() {
 
 #[tokio::test(start_paused = true)]
 async fn a_truncated_reply_is_passed_on_with_what_it_has() {
-    let cut = Answer {
-        is_cut: true,
-        ..Answer::address(1)
-    };
+    let cut = Answer { is_cut: true, ..Answer::address(1) };
     let expected = cut.clone();
     let upstream = Upstream::new(move |query| vec![cut.to(query)], |_| Vec::new()).await;
     let bench = Bench::new(&[upstream.address]);
@@ -107,10 +104,7 @@ async fn options_pass_in_neither_direction_and_are_not_cached() {
         let over_tcp = move |query: &[u8]| upstream::frame(&with_cookie(query));
         let upstream = Upstream::new(over_udp, over_tcp).await;
         let bench = Bench::with(&[upstream.address], |config| {
-            config.cache = cache::Config {
-                max_ttl,
-                ..STALE_CACHE
-            };
+            config.cache = cache::Config { max_ttl, ..STALE_CACHE };
         });
         let asked = query_with_opt(1, "a.test", 4096, COOKIES[0]);
         for transport in [Transport::Udp, Transport::Tcp] {
@@ -273,10 +267,7 @@ async fn fresh_answers_are_given_again_only_where_that_is_configured() {
     for (max_ttl, expected) in [(Duration::ZERO, 2), (Duration::from_secs(10), 1)] {
         let upstream = Upstream::answering(|_| Answer::address(1)).await;
         let bench = Bench::with(&[upstream.address], |config| {
-            config.cache = cache::Config {
-                max_ttl,
-                ..STALE_CACHE
-            };
+            config.cache = cache::Config { max_ttl, ..STALE_CACHE };
         });
         for id in [1, 2] {
             let asked = query(id, "a.test");
@@ -308,10 +299,7 @@ async fn a_stale_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
     let ttl = 12 + asked.len() - 12 + 6;
     assert_eq!(answer.expect("an old answer")[ttl..ttl + 4], [0, 0, 0, 5]);
     assert!(taken < TIMEOUT, "before the client gives up: {taken:?}");
-    assert_eq!(
-        bench.count("istio_agent_dns_cache_total{result=\"stale\"}"),
-        1
-    );
+    assert_eq!(bench.count("istio_agent_dns_cache_total{result=\"stale\"}"), 1);
     for (count, failure) in [(2, 2), (3, 4), (4, 5)] {
         state.store(failure, Ordering::Relaxed);
         let answer = bench.ask(&asked).await.expect("an old answer");
@@ -322,8 +310,5 @@ async fn a_stale_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
     state.store(3, Ordering::Relaxed);
     assert_eq!(bench.ask(&asked).await.expect("an answer")[3] & 15, 3);
     state.store(1, Ordering::Relaxed);
-    assert!(
-        bench.ask(&asked).await.is_none(),
-        "the name is known to be gone"
-    );
+    assert!(bench.ask(&asked).await.is_none(), "the name is known to be gone");
 }

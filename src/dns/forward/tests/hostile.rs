@@ -150,12 +150,8 @@ async fn replies_over_tcp_that_lie_about_their_length_are_no_answer() {
     let whole = |query: &[u8]| Answer::of_size(60_000, query).to(query);
     let lies: [(&str, Alter); 4] = [
         ("none", |_| Vec::new()),
-        ("promises more", |reply| {
-            [&[0xff, 0xff], reply.as_slice()].concat()
-        }),
-        ("promises less", |reply| {
-            [&[0, 20], reply.as_slice()].concat()
-        }),
+        ("promises more", |reply| [&[0xff, 0xff], reply.as_slice()].concat()),
+        ("promises less", |reply| [&[0, 20], reply.as_slice()].concat()),
         ("too much", |_| vec![0xff; 100 * 1024]),
     ];
     for (what, lie) in lies {
@@ -206,11 +202,7 @@ async fn a_storm_of_names_that_do_not_exist_takes_no_more_memory_than_allowed() 
     let upstream = Upstream::answering(|_| Answer::nxdomain(600, 600)).await;
     for max_negative_ttl in [Duration::ZERO, Duration::from_secs(60)] {
         let bench = Bench::with(&[upstream.address], |config| {
-            config.cache = cache::Config {
-                max_bytes: 16 * 1024,
-                max_negative_ttl,
-                ..STALE_CACHE
-            };
+            config.cache = cache::Config { max_bytes: 16 * 1024, max_negative_ttl, ..STALE_CACHE };
         });
         for number in 0..1000 {
             let asked = query(number, &format!("n{number}.test"));
@@ -289,12 +281,7 @@ async fn a_query_that_returns_to_the_agent_ends_the_forwarding_loop() {
 #[tokio::test(start_paused = true)]
 async fn without_servers_a_query_fails_at_once() {
     for parallel in [false, true] {
-        for text in [
-            "",
-            "nameserver\n",
-            "nameserver example.com\n",
-            "\0\u{fffd}garbage",
-        ] {
+        for text in ["", "nameserver\n", "nameserver example.com\n", "\0\u{fffd}garbage"] {
             let bench = Bench::reading(text, |c| c.parallel = parallel);
             let (answer, taken) = bench.timed(&query(1, "a.test")).await;
             assert!(answer.is_none(), "{text:?}");
@@ -320,9 +307,8 @@ async fn the_agents_own_addresses_are_not_used_as_servers() {
         assert!(bench.ask(&query(id, "a.test")).await.is_some());
     }
     assert!(own_server.seen().is_empty());
-    let bench = Bench::with(&[own_server.address], |c| {
-        c.listen_addresses = vec![own_server.address]
-    });
+    let bench =
+        Bench::with(&[own_server.address], |c| c.listen_addresses = vec![own_server.address]);
     assert!(bench.ask(&query(1, "a.test")).await.is_none());
     assert!(own_server.seen().is_empty());
 }

@@ -58,33 +58,20 @@ pub(crate) struct Answer {
 
 impl Answer {
     pub(crate) fn address(last: u8) -> Self {
-        Self {
-            addresses: vec![(30, Ipv4Addr::new(10, 0, 0, last))],
-            ..Self::default()
-        }
+        Self { addresses: vec![(30, Ipv4Addr::new(10, 0, 0, last))], ..Self::default() }
     }
 
     pub(crate) fn rcode(rcode: u8) -> Self {
-        Self {
-            rcode,
-            ..Self::default()
-        }
+        Self { rcode, ..Self::default() }
     }
 
     pub(crate) fn nxdomain(ttl: u32, minimum: u32) -> Self {
-        Self {
-            rcode: 3,
-            soa: Some((ttl, minimum)),
-            ..Self::default()
-        }
+        Self { rcode: 3, soa: Some((ttl, minimum)), ..Self::default() }
     }
 
     /// Returns an answer that is encoded in `size` bytes, including an OPT record.
     pub(crate) fn of_size(size: usize, query: &[u8]) -> Self {
-        Self {
-            padding: size - 12 - question(query).len() - 11,
-            ..Self::default()
-        }
+        Self { padding: size - 12 - question(query).len() - 11, ..Self::default() }
     }
 
     /// Encodes the reply to a query, with an OPT record if the query has one.

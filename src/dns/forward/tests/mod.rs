@@ -65,11 +65,7 @@ impl Bench {
             cache: NO_CACHE,
         };
         change(&mut config);
-        Self {
-            forwarder: Forwarder::new(config, &registry),
-            registry,
-            file,
-        }
+        Self { forwarder: Forwarder::new(config, &registry), registry, file }
     }
 
     pub(super) fn rewrite(&self, text: &str) {

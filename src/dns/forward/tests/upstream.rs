@@ -55,11 +55,7 @@ impl Upstream {
                 }
             }
         });
-        Self {
-            address,
-            seen,
-            _tasks: tasks,
-        }
+        Self { address, seen, _tasks: tasks }
     }
 
     /// Starts a server with the same answer over UDP and TCP. Over UDP, an answer that exceeds the size that the
@@ -75,10 +71,7 @@ impl Upstream {
             if whole.len() <= limit.into() {
                 return vec![whole];
             }
-            let cut = Answer {
-                is_cut: true,
-                ..Answer::default()
-            };
+            let cut = Answer { is_cut: true, ..Answer::default() };
             vec![cut.to(query)]
         };
         Self::new(over_udp, move |query| frame(&over_tcp(query).to(query))).await

@@ -7,13 +7,7 @@ fn a_million_hosts_are_a_table() {
     let mut encoded = Vec::new();
     for number in 0..1_000_000_u32 {
         let host = format!("h{number}.x");
-        let pair = [
-            &[10, host.len() as u8],
-            host.as_bytes(),
-            &[18, 9, 10, 7],
-            b"1.1.1.1",
-        ]
-        .concat();
+        let pair = [&[10, host.len() as u8], host.as_bytes(), &[18, 9, 10, 7], b"1.1.1.1"].concat();
         encoded.extend([&[10, pair.len() as u8], pair.as_slice()].concat());
     }
     let table = NameTable::build(&encoded, domains()).expect("a table");
@@ -25,10 +19,8 @@ fn a_million_hosts_are_a_table() {
 fn names_that_cannot_be_asked_for_are_left_out() {
     let long = "a.".repeat(200) + "com";
     for host in ["", ".", "a.b.svc.cluster.local.", &long] {
-        let table = NameTable::build(
-            &encode([(host, kubernetes("", "", &["1.1.1.1"]))]),
-            domains(),
-        );
+        let table =
+            NameTable::build(&encode([(host, kubernetes("", "", &["1.1.1.1"]))]), domains());
         let table = table.expect("a table");
         for name in ["", "a.b.svc.cluster.local", &long] {
             assert_eq!(found(&table, name), None, "{host:?} {name:?}");
@@ -80,9 +72,7 @@ fn a_malformed_name_table_is_refused_with_the_reason() {
         (&[0x0a, 3, 0x0a, 1, 0xff], "a string is not UTF-8"),
         (&[0x0a, 0x80], "a field is malformed or incomplete"),
     ] {
-        let error = NameTable::build(encoded, domains())
-            .expect_err("no table")
-            .to_string();
+        let error = NameTable::build(encoded, domains()).expect_err("no table").to_string();
         assert_eq!(error, expected);
     }
 }

@@ -59,11 +59,7 @@ pub(crate) fn encode<'a>(hosts: impl IntoIterator<Item = (&'a str, NameInfo)>) -
 }
 
 pub(crate) fn domains() -> SearchDomains {
-    let search = [
-        "ns1.svc.cluster.local",
-        "svc.cluster.local",
-        "cluster.local",
-    ];
+    let search = ["ns1.svc.cluster.local", "svc.cluster.local", "cluster.local"];
     SearchDomains::new("ns1", "ns1.svc.cluster.local", &search.map(str::to_owned))
 }
 
@@ -75,18 +71,9 @@ pub(crate) fn sample() -> NameTable {
     let four = ["11.11.11.11", "12.12.12.12", "13.13.13.13", "14.14.14.14"];
     let encoded = encode([
         ("www.google.com", external(&["1.1.1.1"])),
-        (
-            "productpage.ns1.svc.cluster.local",
-            kubernetes("productpage", "ns1", &["9.9.9.9"]),
-        ),
-        (
-            "example.ns2.svc.cluster.local",
-            kubernetes("example", "ns2", &["10.10.10.10"]),
-        ),
-        (
-            "details.ns2.svc.cluster.remote",
-            kubernetes("details", "ns2", &four),
-        ),
+        ("productpage.ns1.svc.cluster.local", kubernetes("productpage", "ns1", &["9.9.9.9"])),
+        ("example.ns2.svc.cluster.local", kubernetes("example", "ns2", &["10.10.10.10"])),
+        ("details.ns2.svc.cluster.remote", kubernetes("details", "ns2", &four)),
         ("svc-with-alt.ns1.svc.cluster.local", alt),
         ("ipv6.localhost", external(&[v6])),
         ("dual.localhost", external(&["2.2.2.2", v6])),
@@ -144,9 +131,7 @@ impl Model {
                 let ips: Vec<_> = ips.iter().copied().filter(wanted).collect();
                 ips
             });
-            ips.into_iter()
-                .find(|ips| !ips.is_empty())
-                .unwrap_or_default()
+            ips.into_iter().find(|ips| !ips.is_empty()).unwrap_or_default()
         };
         let ips = [family(IpAddr::is_ipv4), family(IpAddr::is_ipv6)].concat();
         let target = target.filter(|target| !target.contains('*'));
@@ -156,9 +141,7 @@ impl Model {
     fn find(&self, name: &str) -> Option<(Option<String>, Vec<IpAddr>)> {
         let labels: Vec<_> = name.split('.').collect();
         let wildcards = (1..labels.len()).map(|at| format!("*.{}", labels[at..].join(".")));
-        std::iter::once(name.to_owned())
-            .chain(wildcards)
-            .find_map(|name| self.exact(&name))
+        std::iter::once(name.to_owned()).chain(wildcards).find_map(|name| self.exact(&name))
     }
 }
 
@@ -178,17 +161,13 @@ fn variants(host: &str, info: &NameInfo, domains: &SearchDomains) -> Vec<(u8, St
         variants.extend(info.alt_hosts.iter().map(|host| (4, host.clone())));
     }
     let lower = variants.into_iter();
-    lower
-        .map(|(rank, name)| (rank, name.to_ascii_lowercase()))
-        .collect()
+    lower.map(|(rank, name)| (rank, name.to_ascii_lowercase())).collect()
 }
 
 fn found(table: &NameTable, name: &str) -> Option<(Option<String>, Vec<IpAddr>)> {
     let found = table.find(name.as_bytes())?;
     let v4 = found.v4.iter().map(|ip| IpAddr::V4(*ip));
-    let ips = v4
-        .chain(found.v6.iter().map(|ip| IpAddr::V6(*ip)))
-        .collect();
+    let ips = v4.chain(found.v6.iter().map(|ip| IpAddr::V6(*ip))).collect();
     let target = found.target_end.map(|end| name[..end].to_owned());
     Some((target, ips))
 }
@@ -199,40 +178,23 @@ fn label() -> impl Strategy<Value = String> {
 
 fn host() -> impl Strategy<Value = String> {
     let ending = ["", ".svc.d", ".ns1.svc.d", ".ns1.d", "xsvc.d", "."];
-    (
-        prop::collection::vec(label(), 1..4),
-        prop::sample::select(ending.to_vec()),
-    )
+    (prop::collection::vec(label(), 1..4), prop::sample::select(ending.to_vec()))
         .prop_map(|(labels, ending)| format!("{}{ending}", labels.join(".")))
         .prop_filter("a bare star is no host", |host| host != "*" && host != "*.")
 }
 
 fn info() -> impl Strategy<Value = NameInfo> {
-    let ip = prop::sample::select(vec![
-        "1.1.1.1",
-        "2.2.2.2",
-        "::1",
-        "::ffff:1.2.3.4",
-        "x",
-        "1.1.1.1",
-    ]);
+    let ip =
+        prop::sample::select(vec!["1.1.1.1", "2.2.2.2", "::1", "::ffff:1.2.3.4", "x", "1.1.1.1"]);
     let registry = prop::sample::select(vec!["Kubernetes", "External"]);
-    let parts = (
-        registry,
-        label(),
-        label(),
-        prop::collection::vec(host(), 0..2),
-    );
+    let parts = (registry, label(), label(), prop::collection::vec(host(), 0..2));
     (prop::collection::vec(ip, 0..3), parts).prop_map(
         |(ips, (registry, short, namespace, alts))| NameInfo {
             ips: ips.into_iter().map(str::to_owned).collect(),
             registry: registry.into(),
             shortname: short.replace('*', "s"),
             namespace: namespace.replace('*', "n"),
-            alt_hosts: alts
-                .iter()
-                .map(|alt| alt.trim_end_matches('.').to_owned())
-                .collect(),
+            alt_hosts: alts.iter().map(|alt| alt.trim_end_matches('.').to_owned()).collect(),
         },
     )
 }
@@ -265,24 +227,14 @@ proptest! {
 #[test]
 fn the_order_of_hosts_in_the_message_has_no_effect() {
     let hosts = [
-        (
-            "a.ns1.svc.cluster.local",
-            kubernetes("x", "ns1", &["1.1.1.1"]),
-        ),
-        (
-            "b.ns1.svc.cluster.local",
-            kubernetes("x", "ns1", &["2.2.2.2", "::2"]),
-        ),
+        ("a.ns1.svc.cluster.local", kubernetes("x", "ns1", &["1.1.1.1"])),
+        ("b.ns1.svc.cluster.local", kubernetes("x", "ns1", &["2.2.2.2", "::2"])),
         ("x.ns1", external(&["3.3.3.3"])),
         ("X.ns1.", external(&["4.4.4.4"])),
     ];
     let forwards = NameTable::build(&encode(hosts.clone()), domains()).expect("a table");
     let backwards = NameTable::build(&encode(hosts.into_iter().rev()), domains()).expect("a table");
-    let ips = |ips: &[&str]| {
-        ips.iter()
-            .map(|ip| ip.parse().unwrap())
-            .collect::<Vec<IpAddr>>()
-    };
+    let ips = |ips: &[&str]| ips.iter().map(|ip| ip.parse().unwrap()).collect::<Vec<IpAddr>>();
     for (name, expected) in [
         ("x.ns1", ips(&["4.4.4.4", "::2"])),
         ("x.ns1.svc", ips(&["1.1.1.1", "::2"])),
@@ -298,17 +250,9 @@ fn the_order_of_hosts_in_the_message_has_no_effect() {
 fn the_last_entry_of_a_repeated_host_replaces_the_earlier_ones() {
     let times = 20;
     let mut hosts: Vec<_> = (0..times)
-        .map(|_| {
-            (
-                "a.ns1.svc.cluster.local",
-                kubernetes("old", "ns1", &["1.1.1.1"]),
-            )
-        })
+        .map(|_| ("a.ns1.svc.cluster.local", kubernetes("old", "ns1", &["1.1.1.1"])))
         .collect();
-    hosts.push((
-        "a.ns1.svc.cluster.local",
-        kubernetes("new", "ns1", &["2.2.2.2"]),
-    ));
+    hosts.push(("a.ns1.svc.cluster.local", kubernetes("new", "ns1", &["2.2.2.2"])));
     let table = NameTable::build(&encode(hosts), domains()).expect("a table");
     let expected = Some((None, vec!["2.2.2.2".parse().unwrap()]));
     assert_eq!(found(&table, "a.ns1.svc.cluster.local"), expected);
@@ -318,20 +262,15 @@ fn the_last_entry_of_a_repeated_host_replaces_the_earlier_ones() {
 
 #[test]
 fn the_table_has_the_first_eight_hosts_that_share_a_name() {
-    let hosts: Vec<_> = (0..20_000)
-        .map(|number| format!("h{number:05}.ns1.svc.cluster.local"))
-        .collect();
+    let hosts: Vec<_> =
+        (0..20_000).map(|number| format!("h{number:05}.ns1.svc.cluster.local")).collect();
     let named = |host: &String| (host.clone(), kubernetes("x", "ns1", &["1.1.1.1"]));
     // In reverse order, so that the hosts that stay in the table come last.
     let hosts: Vec<_> = hosts.iter().rev().map(named).collect();
-    let pairs = hosts
-        .iter()
-        .map(|(host, info)| (host.as_str(), info.clone()));
+    let pairs = hosts.iter().map(|(host, info)| (host.as_str(), info.clone()));
     let table = NameTable::build(&encode(pairs), domains()).expect("a table");
-    let mut entered: Vec<_> = table
-        .entries_of(b"x.ns1")
-        .map(|(_, host)| host.name.to_owned())
-        .collect();
+    let mut entered: Vec<_> =
+        table.entries_of(b"x.ns1").map(|(_, host)| host.name.to_owned()).collect();
     entered.sort();
     let first = (0..8).map(|number| format!("h{number:05}.ns1.svc.cluster.local"));
     assert_eq!(entered, first.collect::<Vec<_>>());

@@ -9,17 +9,11 @@ use Event::{
 };
 
 /// The exit of a successor in another container, whose initializing flag is still set.
-const RECLAIM: Event = Event::Reclaim {
-    is_flag_clear: false,
-};
+const RECLAIM: Event = Event::Reclaim { is_flag_clear: false };
 const READY: Event = Event::Ready { has_base_id: true };
 const UNSHARED: Event = Event::Ready { has_base_id: false };
-const USABLE: Event = Usable {
-    owns_admin_port: true,
-};
-const NO_ADMIN_PORT: Event = Usable {
-    owns_admin_port: false,
-};
+const USABLE: Event = Usable { owns_admin_port: true };
+const NO_ADMIN_PORT: Event = Usable { owns_admin_port: false };
 const PARENT_EXITED: Event = ParentExited { is_early: false };
 const PARENT_EXITED_EARLY: Event = ParentExited { is_early: true };
 
@@ -38,11 +32,8 @@ fn after(start: &[(Event, Action)], then: &[(Event, Action)]) -> Machine {
     walk(&[start, then].concat())
 }
 
-const STARTED: [(Event, Action); 3] = [
-    (READY, Action::Nothing),
-    (Wanted, Action::Check),
-    (USABLE, Action::Start),
-];
+const STARTED: [(Event, Action); 3] =
+    [(READY, Action::Nothing), (Wanted, Action::Check), (USABLE, Action::Start)];
 const PROMOTED: [(Event, Action); 4] =
     [STARTED[0], STARTED[1], STARTED[2], (Live, Action::Promote)];
 
@@ -74,10 +65,7 @@ fn unchanged_or_invalid_inputs_start_no_successor() {
 
 #[test]
 fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() {
-    let killed = [
-        (Deadline, Action::KillSuccessor),
-        (SuccessorExited, Action::Nothing),
-    ];
+    let killed = [(Deadline, Action::KillSuccessor), (SuccessorExited, Action::Nothing)];
     for failure in [&killed[..], &[(SuccessorExited, Action::Nothing)]] {
         let failed = [&STARTED[..], failure].concat();
         let machine = walk(&failed);
@@ -112,21 +100,12 @@ fn the_successor_of_a_parent_that_died_early_is_replaced_before_it_hangs() {
     let early = (PARENT_EXITED_EARLY, Action::Replace(EndBy::Kill));
     after(&PROMOTED, &[early]);
     // After a stop request, the successor is not replaced.
-    after(
-        &PROMOTED,
-        &[
-            (Stop, Action::Nothing),
-            (PARENT_EXITED_EARLY, Action::Nothing),
-        ],
-    );
+    after(&PROMOTED, &[(Stop, Action::Nothing), (PARENT_EXITED_EARLY, Action::Nothing)]);
 }
 
 #[test]
 fn a_parent_that_stays_too_long_is_killed() {
-    let late = [
-        (Deadline, Action::KillParent),
-        (PARENT_EXITED, Action::Nothing),
-    ];
+    let late = [(Deadline, Action::KillParent), (PARENT_EXITED, Action::Nothing)];
     after(&PROMOTED, &late);
 }
 
@@ -140,10 +119,7 @@ fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
     after(&STARTED, &stopped);
     let taken_along = [(Stop, Action::Nothing), (CurrentExited, Action::Nothing)];
     after(&PROMOTED, &taken_along);
-    after(
-        &STARTED[..2],
-        &[(Stop, Action::Nothing), (USABLE, Action::Nothing)],
-    );
+    after(&STARTED[..2], &[(Stop, Action::Nothing), (USABLE, Action::Nothing)]);
 }
 
 #[test]
@@ -153,18 +129,12 @@ fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_before_the_new_one_is_l
     after(&STARTED[..2], &[&ended[..], &[again]].concat());
     let drained = [(Event::Unready, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&drained[..], &[again]].concat());
-    let killed = [
-        (CurrentExited, Action::KillSuccessor),
-        (SuccessorExited, Action::Nothing),
-        again,
-    ];
+    let killed =
+        [(CurrentExited, Action::KillSuccessor), (SuccessorExited, Action::Nothing), again];
     after(&STARTED, &killed);
     // After a stop request, no successor is started.
     let stopped = [(Stop, Action::Nothing), (CurrentExited, Action::Nothing)];
-    after(
-        &STARTED[..2],
-        &[&stopped[..], &[(READY, Action::Nothing)]].concat(),
-    );
+    after(&STARTED[..2], &[&stopped[..], &[(READY, Action::Nothing)]].concat());
 }
 
 #[test]
@@ -190,9 +160,7 @@ fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile()
         (USABLE, Action::Replace(EndBy::Quit)),
     ];
     after(&lent, &wanted);
-    let cleared = Event::Reclaim {
-        is_flag_clear: true,
-    };
+    let cleared = Event::Reclaim { is_flag_clear: true };
     let again = [(cleared, Action::Nothing), (Event::Lend, Action::Nothing)];
     assert_eq!(after(&lent, &again).phase(), Phase::Lent);
     let died = [
@@ -205,11 +173,7 @@ fn a_handover_to_another_container_is_tried_once_and_blocks_restarts_meanwhile()
     for refused in [
         &[(Event::Lend, Action::Nothing)][..],
         &[(UNSHARED, Action::Nothing), (Event::Lend, Action::Nothing)],
-        &[
-            (READY, Action::Nothing),
-            (Stop, Action::Nothing),
-            (Event::Lend, Action::Nothing),
-        ],
+        &[(READY, Action::Nothing), (Stop, Action::Nothing), (Event::Lend, Action::Nothing)],
     ] {
         assert_eq!(walk(refused).phase(), Phase::Idle, "{refused:?}");
     }

@@ -38,13 +38,7 @@ proptest! {
 }
 
 fn pem_like() -> impl Strategy<Value = Vec<u8>> {
-    let label = prop_oneof![
-        "CERTIFICATE",
-        "PRIVATE KEY",
-        "EC PRIVATE KEY",
-        "RSA PRIVATE KEY",
-        "X"
-    ];
+    let label = prop_oneof!["CERTIFICATE", "PRIVATE KEY", "EC PRIVATE KEY", "RSA PRIVATE KEY", "X"];
     let block = (label, "[A-Za-z0-9+/=\n ]{0,200}").prop_map(|(label, text)| {
         format!("-----BEGIN {label}-----\n{text}\n-----END {label}-----\n").into_bytes()
     });

@@ -45,12 +45,7 @@ fn start(directory: TempDir, is_only_source: bool) -> Fixture {
     let (files, watcher) = new(config, Clock::system(), &registry);
     let mut tasks = JoinSet::new();
     tasks.spawn(watcher);
-    Fixture {
-        directory,
-        registry,
-        files,
-        _watcher: tasks,
-    }
+    Fixture { directory, registry, files, _watcher: tasks }
 }
 
 fn empty() -> Fixture {
@@ -67,10 +62,7 @@ impl Fixture {
     }
 
     fn cert(&self, chain: &str, key: &str) -> Name {
-        Name::FileCert {
-            chain: self.path(chain),
-            key: self.path(key),
-        }
+        Name::FileCert { chain: self.path(chain), key: self.path(key) }
     }
 
     fn root(&self, name: &str) -> Name {
@@ -140,10 +132,8 @@ async fn roots(subscription: &mut Subscription, name: &Name) -> Roots {
 }
 
 async fn wait_for_problem(subscription: &mut Subscription, name: &Name) -> Arc<Problem> {
-    match wait_for_state(subscription, name, |found| {
-        matches!(found, SecretState::Unusable(_))
-    })
-    .await
+    match wait_for_state(subscription, name, |found| matches!(found, SecretState::Unusable(_)))
+        .await
     {
         SecretState::Unusable(problem) => problem,
         _ => panic!("is missing"),
@@ -172,17 +162,11 @@ async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
     wait_out_debounce().await;
     chain_is(&mut subscription, &name, &first).await;
     let page = fixture.registry.render();
-    assert!(
-        page.contains("istio_agent_num_file_secret_failures_total "),
-        "{page}"
-    );
+    assert!(page.contains("istio_agent_num_file_secret_failures_total "), "{page}");
     // Now only the key changes; the new chain that matches it is on disk already.
     fixture.write("key", &second_key);
     chain_is(&mut subscription, &name, &second).await;
-    for broken in [
-        "",
-        "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
-    ] {
+    for broken in ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"] {
         fixture.write("cert", broken);
         wait_out_debounce().await;
         chain_is(&mut subscription, &name, &second).await;
@@ -233,10 +217,7 @@ async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
     assert!(fixture.files.set_mesh_bundle("no PEM").is_err());
     let mut notified = fixture.want(&[&name]);
     for (is_new, expected) in [(true, 2), (false, 2)] {
-        assert_eq!(
-            fixture.files.set_mesh_bundle(&format!("{mesh}{own}")),
-            Ok(is_new)
-        );
+        assert_eq!(fixture.files.set_mesh_bundle(&format!("{mesh}{own}")), Ok(is_new));
         wait_for_state(&mut subscription, &name, |found| count(found) == expected).await;
     }
     let notification = tokio::time::timeout(LIMIT, notified.changed());
@@ -314,10 +295,7 @@ async fn invalid_files_are_refused_with_a_reason_that_does_not_quote_them() {
     fixture.write("key", &key);
     fixture.write("other-key", &generated().1);
     fixture.write("secret", "hunter2");
-    fixture.write(
-        "odd-key",
-        "-----BEGIN PRIVATE KEY-----\nhunter2=\n-----END PRIVATE KEY-----\n",
-    );
+    fixture.write("odd-key", "-----BEGIN PRIVATE KEY-----\nhunter2=\n-----END PRIVATE KEY-----\n");
     fs::create_dir(fixture.path("directory")).unwrap();
     fixture.write("huge", &"x".repeat(5 << 20));
     rustix::fs::mknodat(
@@ -411,15 +389,13 @@ async fn hundreds_of_pairs_are_read_and_a_missing_one_delays_none() {
         fs::write(fixture.path(&format!("{n}.pem")), &pem).unwrap();
         fs::write(fixture.path(&format!("{n}.key")), &key).unwrap();
     }
-    let names: Vec<Name> = (0..500)
-        .map(|n| fixture.cert(&format!("{n}.pem"), &format!("{n}.key")))
-        .collect();
+    let names: Vec<Name> =
+        (0..500).map(|n| fixture.cert(&format!("{n}.pem"), &format!("{n}.key"))).collect();
     let mut subscription = fixture.want(&names.iter().collect::<Vec<_>>());
     for (n, name) in names.iter().enumerate() {
-        let found = wait_for_state(&mut subscription, name, |found| {
-            !matches!(found, SecretState::Reading)
-        })
-        .await;
+        let found =
+            wait_for_state(&mut subscription, name, |found| !matches!(found, SecretState::Reading))
+                .await;
         assert_eq!(matches!(found, SecretState::Available(_)), n != 250, "{n}");
     }
 }

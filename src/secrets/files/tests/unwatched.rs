@@ -47,11 +47,7 @@ async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_anyway() {
     assert!(fixture.registry.render().contains(failures));
     fs::remove_file(fixture.path("file")).unwrap();
     fs::create_dir(fixture.path("file")).unwrap();
-    write(
-        &fixture.directory.path().join("file"),
-        "root.pem",
-        &generated().0,
-    );
+    write(&fixture.directory.path().join("file"), "root.pem", &generated().0);
     let before = tokio::time::Instant::now();
     wait_for_state(&mut subscription, &name, is_available).await;
     assert!(before.elapsed() <= Duration::from_secs(6));
@@ -79,11 +75,7 @@ async fn optional_files_are_read_periodically_without_a_watch() {
 async fn a_watch_the_kernel_refuses_is_tried_again() {
     static REFUSED: AtomicBool = AtomicBool::new(false);
     let refused_once = || {
-        if REFUSED.swap(true, Ordering::Relaxed) {
-            FileWatch::new()
-        } else {
-            refused()
-        }
+        if REFUSED.swap(true, Ordering::Relaxed) { FileWatch::new() } else { refused() }
     };
     let watcher = Arc::new(watcher(&Arc::default(), refused_once));
     let mut tasks = JoinSet::new();
@@ -106,10 +98,7 @@ async fn the_files_in_use_are_bounded() {
     late.want(BTreeSet::from([Name::SystemRoots]));
     let problem = wait_for_problem(&mut late, &Name::SystemRoots).await;
     assert_eq!(problem.code, codes::SECRET_FILES_TOO_MANY);
-    assert!(
-        problem.found.contains("10000 secrets are read"),
-        "{problem}"
-    );
+    assert!(problem.found.contains("10000 secrets are read"), "{problem}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -135,8 +124,5 @@ async fn changes_missed_by_inotify_are_read_within_a_minute_and_unused_files_are
     }
     let minute = Duration::from_secs(60);
     let took = before.elapsed();
-    assert!(
-        (minute..=2 * minute + Duration::from_secs(2)).contains(&took),
-        "{took:?}"
-    );
+    assert!((minute..=2 * minute + Duration::from_secs(2)).contains(&took), "{took:?}");
 }

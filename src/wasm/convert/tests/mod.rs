@@ -43,14 +43,8 @@ fn typed(type_url: &str, value: Option<Struct>) -> Vec<u8> {
 
 /// Returns a resource with this typed config.
 fn extension(type_url: &str, value: Vec<u8>) -> Bytes {
-    let config = Any {
-        type_url: type_url.to_owned(),
-        value,
-    };
-    let extension = EnvoyExtension {
-        name: "ns.plugin".to_owned(),
-        typed_config: Some(config),
-    };
+    let config = Any { type_url: type_url.to_owned(), value };
+    let extension = EnvoyExtension { name: "ns.plugin".to_owned(), typed_config: Some(config) };
     encoded(OUTER, extension.encode_to_vec())
 }
 
@@ -58,10 +52,7 @@ fn remote() -> Code {
     Code::Remote(EnvoyRemote {
         http_uri: Some(HttpUri {
             uri: "oci://registry/plugin:v1".to_owned(),
-            timeout: Some(protobuf::Duration {
-                seconds: 30,
-                nanos: 0,
-            }),
+            timeout: Some(protobuf::Duration { seconds: 30, nanos: 0 }),
             http_upstream_type: Some(HttpUpstreamType::Cluster("_".to_owned())),
         }),
         sha256: "nil".to_owned(),
@@ -70,21 +61,14 @@ fn remote() -> Code {
 }
 
 fn environment(pairs: &[(&str, &str)]) -> EnvoyEnvironment {
-    let pairs = pairs
-        .iter()
-        .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
-    EnvoyEnvironment {
-        host_env_keys: Vec::new(),
-        key_values: pairs.collect::<HashMap<_, _>>(),
-    }
+    let pairs = pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
+    EnvoyEnvironment { host_env_keys: Vec::new(), key_values: pairs.collect::<HashMap<_, _>>() }
 }
 
 fn wasm(code: Option<Code>, environment: Option<EnvoyEnvironment>) -> EnvoyWasm {
     let vm = EnvoyVm {
         runtime: "envoy.wasm.runtime.v8".to_owned(),
-        code: code.map(|specifier| EnvoyCode {
-            specifier: Some(specifier),
-        }),
+        code: code.map(|specifier| EnvoyCode { specifier: Some(specifier) }),
         environment_variables: environment,
         ..Default::default()
     };
@@ -103,9 +87,7 @@ fn wasm(code: Option<Code>, environment: Option<EnvoyEnvironment>) -> EnvoyWasm 
 
 fn found(wasm: &EnvoyWasm) -> Filter {
     let resource = extension(HTTP, wasm.encode_to_vec());
-    read_filter(&resource)
-        .expect("a resource")
-        .expect("a filter")
+    read_filter(&resource).expect("a resource").expect("a filter")
 }
 
 /// Returns the typed config of a resource.
@@ -121,10 +103,7 @@ fn config(resource: Bytes) -> Any {
 fn resources_without_a_remote_module_pass_and_undecodable_ones_are_refused() {
     let local = |source| {
         let specifier = Some(source);
-        let code = Code::Local(EnvoySource {
-            specifier,
-            ..Default::default()
-        });
+        let code = Code::Local(EnvoySource { specifier, ..Default::default() });
         wasm(Some(code), None).encode_to_vec()
     };
     let file = local(Source::Filename("/module".to_owned()));
@@ -133,39 +112,15 @@ fn resources_without_a_remote_module_pass_and_undecodable_ones_are_refused() {
     let empty = typed(HTTP, Some(Struct::default()));
     let none = EnvoyExtension::default().encode_to_vec();
     for (what, resource, expected) in [
-        (
-            "another type",
-            extension("type.googleapis.com/rbac", b"\xff".to_vec()),
-            Ok(()),
-        ),
+        ("another type", extension("type.googleapis.com/rbac", b"\xff".to_vec()), Ok(())),
         ("local file", extension(HTTP, file), Ok(())),
         ("inline code", extension(NETWORK, inline), Ok(())),
         ("foreign struct", extension(TYPED_STRUCT, foreign), Ok(())),
-        (
-            "no Any",
-            Bytes::from_static(b"\xff"),
-            Err("failed to unmarshal"),
-        ),
-        (
-            "outer type",
-            encoded("type.googleapis.com/x", Vec::new()),
-            Err("expected envoy.config"),
-        ),
-        (
-            "outer value",
-            encoded(OUTER, b"\x0a\xff".to_vec()),
-            Err("failed to unmarshal"),
-        ),
-        (
-            "no config",
-            encoded(OUTER, none),
-            Err("does not contain any typed config"),
-        ),
-        (
-            "no wasm",
-            extension(HTTP, b"\x0a\xff".to_vec()),
-            Err("failed to unmarshal"),
-        ),
+        ("no Any", Bytes::from_static(b"\xff"), Err("failed to unmarshal")),
+        ("outer type", encoded("type.googleapis.com/x", Vec::new()), Err("expected envoy.config")),
+        ("outer value", encoded(OUTER, b"\x0a\xff".to_vec()), Err("failed to unmarshal")),
+        ("no config", encoded(OUTER, none), Err("does not contain any typed config")),
+        ("no wasm", extension(HTTP, b"\x0a\xff".to_vec()), Err("failed to unmarshal")),
         (
             "empty wasm",
             extension(HTTP, Vec::new()),
@@ -176,21 +131,13 @@ fn resources_without_a_remote_module_pass_and_undecodable_ones_are_refused() {
             extension(NETWORK, wasm(None, None).encode_to_vec()),
             Err("in Wasm Network filter"),
         ),
-        (
-            "no struct",
-            extension(TYPED_STRUCT, b"\x0a\xff".to_vec()),
-            Err("failed to unmarshal"),
-        ),
+        ("no struct", extension(TYPED_STRUCT, b"\x0a\xff".to_vec()), Err("failed to unmarshal")),
         (
             "struct without a value",
             extension(TYPED_STRUCT, typed(HTTP, None)),
             Err("no remote and local"),
         ),
-        (
-            "empty struct",
-            extension(TYPED_STRUCT, empty),
-            Err("no remote and local"),
-        ),
+        ("empty struct", extension(TYPED_STRUCT, empty), Err("no remote and local")),
     ] {
         match (read_filter(&resource), expected) {
             (Ok(None), Ok(())) => {}
@@ -202,30 +149,17 @@ fn resources_without_a_remote_module_pass_and_undecodable_ones_are_refused() {
 
 #[test]
 fn the_request_says_what_to_fetch_and_with_which_rules() {
-    let pairs = [
-        (PULL_SECRET, "{}"),
-        (PULL_POLICY, "Always"),
-        (RESOURCE_VERSION, "7"),
-    ];
-    let request = found(&wasm(Some(remote()), Some(environment(&pairs))))
-        .module
-        .expect("a request");
+    let pairs = [(PULL_SECRET, "{}"), (PULL_POLICY, "Always"), (RESOURCE_VERSION, "7")];
+    let request =
+        found(&wasm(Some(remote()), Some(environment(&pairs)))).module.expect("a request");
     assert_eq!(request.source.redacted(), "oci://registry/plugin:v1");
-    assert_eq!(
-        (request.pinned.as_deref(), request.ignores_version),
-        (None, false)
-    );
+    assert_eq!((request.pinned.as_deref(), request.ignores_version), (None, false));
     assert_eq!(request.time_limit, Duration::from_secs(30));
-    assert_eq!(
-        request.pull_secret.as_deref().map(String::as_str),
-        Some("{}")
-    );
+    assert_eq!(request.pull_secret.as_deref().map(String::as_str), Some("{}"));
     assert!(!format!("{request:?}").contains("{}"));
 
     let edit = |edit: &dyn Fn(&mut EnvoyRemote)| {
-        let Code::Remote(mut changed) = remote() else {
-            panic!("a remote module")
-        };
+        let Code::Remote(mut changed) = remote() else { panic!("a remote module") };
         edit(&mut changed);
         found(&wasm(Some(Code::Remote(changed)), Some(environment(&[])))).module
     };
@@ -234,14 +168,8 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
         remote.http_uri.as_mut().expect("a URI").timeout = None;
     });
     let plain = plain.expect("a request");
-    assert_eq!(
-        (plain.pinned.as_deref(), plain.time_limit),
-        (Some("abc"), TIME_LIMIT)
-    );
-    assert_eq!(
-        (plain.ignores_version, plain.pull_secret.as_ref()),
-        (true, None)
-    );
+    assert_eq!((plain.pinned.as_deref(), plain.time_limit), (Some("abc"), TIME_LIMIT));
+    assert_eq!((plain.ignores_version, plain.pull_secret.as_ref()), (true, None));
     for (seconds, nanos, expected) in [
         (-1, 0, Duration::ZERO),
         (1, -1, Duration::from_nanos(999_999_999)),
@@ -258,13 +186,8 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
     assert_eq!(none.result, "miss_remote_fetch_hint");
     assert!(none.error.1.contains("config ns.plugin"), "{none:?}");
     let secret = environment(&[(PULL_SECRET, "")]);
-    let none = found(&wasm(Some(remote()), Some(secret)))
-        .module
-        .expect_err("no secret");
-    assert_eq!(
-        none.error.1,
-        "cannot fetch Wasm module plugin: missing image pulling secret"
-    );
+    let none = found(&wasm(Some(remote()), Some(secret))).module.expect_err("no secret");
+    assert_eq!(none.error.1, "cannot fetch Wasm module plugin: missing image pulling secret");
 }
 
 #[test]
@@ -306,36 +229,20 @@ fn unknown_fields_of_every_message_survive() {
         wire::append(&mut outer, number, &message);
         outer
     };
-    let vm = wasm(Some(remote()), None)
-        .config
-        .and_then(|config| config.vm)
-        .expect("a VM");
+    let vm = wasm(Some(remote()), None).config.and_then(|config| config.vm).expect("a VM");
     let Vm::VmConfig(vm) = vm;
     let plugin = nested(3, unknown(vm.encode_to_vec(), b"in-vm"));
     let wasm = nested(1, unknown(plugin, b"in-plugin"));
     let config = nested(2, unknown(wasm, b"in-wasm"));
-    let config = [
-        nested(1, HTTP.into()),
-        config,
-        unknown(Vec::new(), b"in-config"),
-    ]
-    .concat();
+    let config = [nested(1, HTTP.into()), config, unknown(Vec::new(), b"in-config")].concat();
     let extension = unknown(nested(2, config), b"in-extension");
-    let any = [
-        nested(1, OUTER.into()),
-        nested(2, extension),
-        unknown(Vec::new(), b"in-any"),
-    ];
+    let any = [nested(1, OUTER.into()), nested(2, extension), unknown(Vec::new(), b"in-any")];
     let resource = Bytes::from(any.concat());
-    let filter = read_filter(&resource)
-        .expect("a resource")
-        .expect("a filter");
+    let filter = read_filter(&resource).expect("a resource").expect("a filter");
     let rewritten = filter.with_module("/data/a.wasm").expect("a resource");
     // The `Any` of the filter is encoded again, so the unknown field `in-config` in it is lost.
     for mark in ["in-vm", "in-plugin", "in-wasm", "in-extension", "in-any"] {
-        let found = rewritten
-            .windows(mark.len())
-            .any(|part| part == mark.as_bytes());
+        let found = rewritten.windows(mark.len()).any(|part| part == mark.as_bytes());
         assert!(found, "{mark}");
     }
 }
@@ -358,26 +265,13 @@ fn a_module_that_is_missing_is_replaced_by_the_rbac_filter_of_its_policy() {
         plugin.failure_policy = policy;
         plugin.fail_open = fail_open;
         for (type_url, rbac, bytes) in [
-            (
-                HTTP,
-                "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC",
-                http,
-            ),
-            (
-                NETWORK,
-                "type.googleapis.com/envoy.extensions.filters.network.rbac.v3.RBAC",
-                network,
-            ),
+            (HTTP, "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC", http),
+            (NETWORK, "type.googleapis.com/envoy.extensions.filters.network.rbac.v3.RBAC", network),
         ] {
             let resource = extension(type_url, wasm.encode_to_vec());
-            let filter = read_filter(&resource)
-                .expect("a resource")
-                .expect("a filter");
+            let filter = read_filter(&resource).expect("a resource").expect("a filter");
             let fallback = config(filter.fallback().expect("a resource"));
-            assert_eq!(
-                (fallback.type_url.as_str(), &*fallback.value),
-                (rbac, bytes)
-            );
+            assert_eq!((fallback.type_url.as_str(), &*fallback.value), (rbac, bytes));
             assert_eq!(filter.fails_open, bytes == allow || bytes == network_allow);
         }
     }

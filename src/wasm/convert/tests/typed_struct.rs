@@ -11,14 +11,11 @@ fn json(value: &serde_json::Value) -> prost_types::Value {
         Value::Bool(value) => Kind::BoolValue(*value),
         Value::Number(number) => Kind::NumberValue(number.as_f64().expect("a number")),
         Value::String(text) => Kind::StringValue(text.clone()),
-        Value::Array(list) => Kind::ListValue(prost_types::ListValue {
-            values: list.iter().map(json).collect(),
-        }),
+        Value::Array(list) => {
+            Kind::ListValue(prost_types::ListValue { values: list.iter().map(json).collect() })
+        }
         Value::Object(map) => Kind::StructValue(Struct {
-            fields: map
-                .iter()
-                .map(|(key, value)| (key.clone(), json(value)))
-                .collect(),
+            fields: map.iter().map(|(key, value)| (key.clone(), json(value))).collect(),
         }),
     };
     prost_types::Value { kind: Some(kind) }
@@ -56,9 +53,7 @@ fn a_typed_struct_becomes_the_message_it_describes() {
             "environment_variables": {"host_env_keys": ["A"], "key_values": {"K": "V"}},
         },
     }});
-    let filter = typed_struct(&described)
-        .expect("a resource")
-        .expect("a filter");
+    let filter = typed_struct(&described).expect("a resource").expect("a filter");
     let request = filter.module.as_ref().expect("a request");
     assert_eq!(request.source.redacted(), "https://server/a.wasm");
     assert_eq!(
@@ -67,30 +62,13 @@ fn a_typed_struct_becomes_the_message_it_describes() {
     );
     let rewritten = config(filter.with_module("/data/a.wasm").expect("a resource"));
     assert_eq!(rewritten.type_url, NETWORK);
-    let plugin = EnvoyWasm::decode(&*rewritten.value)
-        .expect("Wasm")
-        .config
-        .expect("a plugin");
-    let Some(Vm::VmConfig(vm)) = plugin.vm else {
-        panic!("no VM")
-    };
+    let plugin = EnvoyWasm::decode(&*rewritten.value).expect("Wasm").config.expect("a plugin");
+    let Some(Vm::VmConfig(vm)) = plugin.vm else { panic!("no VM") };
     let capabilities = plugin.capability_restriction_config.expect("capabilities");
     assert!(capabilities.allowed_capabilities.contains_key("fd_write"));
-    let interval = plugin
-        .reload_config
-        .and_then(|it| it.backoff)
-        .and_then(|it| it.base_interval);
-    assert_eq!(
-        interval,
-        Some(protobuf::Duration {
-            seconds: 1,
-            nanos: 500_000_000
-        })
-    );
-    assert_eq!(
-        (plugin.root_id.as_str(), plugin.failure_policy),
-        ("root", 3)
-    );
+    let interval = plugin.reload_config.and_then(|it| it.backoff).and_then(|it| it.base_interval);
+    assert_eq!(interval, Some(protobuf::Duration { seconds: 1, nanos: 500_000_000 }));
+    assert_eq!((plugin.root_id.as_str(), plugin.failure_policy), ("root", 3));
     let value = plugin.configuration.expect("a configuration").value;
     assert_eq!(String::decode(&*value), Ok("{}".to_owned()));
     let value = vm.configuration.expect("a configuration").value;
@@ -111,27 +89,15 @@ fn a_typed_struct_with_anything_else_is_refused() {
         (json!({"name": 1}), "invalid type"),
         (json!({"vm_config": []}), "invalid type"),
         (json!({"fail_open": "true"}), "invalid type"),
-        (
-            json!({"failure_policy": "OPEN"}),
-            "unrecognized enum value 'OPEN'",
-        ),
+        (json!({"failure_policy": "OPEN"}), "unrecognized enum value 'OPEN'"),
         (json!({"configuration": {"value": 1}}), "@type"),
-        (
-            json!({"configuration": {"@type": "a/b.C"}}),
-            "message 'b.C' not found",
-        ),
+        (json!({"configuration": {"@type": "a/b.C"}}), "message 'b.C' not found"),
         (
             json!({"reload_config": {"backoff": {"max_interval": "long"}}}),
             "failed to parse duration",
         ),
-        (
-            json!({"vm_config": {"environment_variables": {"key_values": {"K": 1}}}}),
-            "invalid type",
-        ),
-        (
-            json!({"vm_config": {"code": {"local": {}, "remote": {}}}}),
-            "multiple fields",
-        ),
+        (json!({"vm_config": {"environment_variables": {"key_values": {"K": 1}}}}), "invalid type"),
+        (json!({"vm_config": {"code": {"local": {}, "remote": {}}}}), "multiple fields"),
     ] {
         let error = typed_struct(&json!({"config": config})).expect_err("an error");
         assert!(error.contains(expected), "{error}");

@@ -12,22 +12,10 @@ fn docker_configurations_of_all_forms_are_read() {
     let found = |config: &str, image: &str| read_credentials(config.as_bytes(), image);
     let header = HeaderValue::from_static;
     for (config, expected) in [
-        (
-            r#"{"auths":{"r.io":{"username":"u","password":"p"}}}"#,
-            Some(password("u", "p")),
-        ),
-        (
-            r#"{"auths":{"r.io":{"auth":"dTpwOnE="}}}"#,
-            Some(password("u", "p:q")),
-        ),
-        (
-            r#"{"auths":{"r.io":{"auth":"dTpwAAA="}}}"#,
-            Some(password("u", "p")),
-        ),
-        (
-            r#"{"auths":{"https://r.io/v2/":{"auth":"dTpwOnE="}}}"#,
-            Some(password("u", "p:q")),
-        ),
+        (r#"{"auths":{"r.io":{"username":"u","password":"p"}}}"#, Some(password("u", "p"))),
+        (r#"{"auths":{"r.io":{"auth":"dTpwOnE="}}}"#, Some(password("u", "p:q"))),
+        (r#"{"auths":{"r.io":{"auth":"dTpwAAA="}}}"#, Some(password("u", "p"))),
+        (r#"{"auths":{"https://r.io/v2/":{"auth":"dTpwOnE="}}}"#, Some(password("u", "p:q"))),
         (
             r#"{"auths":{"r.io":{"identitytoken":"i","auth":"dTpw"}}}"#,
             Some(Credentials::Identity(header("i"))),
@@ -58,66 +46,30 @@ fn docker_configurations_of_all_forms_are_read() {
 #[test]
 fn the_credentials_with_the_longest_matching_path_are_used() {
     for (keys, image, expected) in [
-        (
-            &["r.io/team-a", "r.io/team-b"][..],
-            "r.io/team-b/plugin",
-            Some(1),
-        ),
+        (&["r.io/team-a", "r.io/team-b"][..], "r.io/team-b/plugin", Some(1)),
         (&["r.io/team-a", "r.io/team-b"], "r.io/team-a/x/y", Some(0)),
         (&["r.io/team-a", "r.io/team-b"], "r.io/team-c/plugin", None),
         (&["r.io/team", "r.io/te"], "r.io/team-b/plugin", None),
         (&["r.io/team", "r.io"], "r.io/team-b/plugin", Some(1)),
         (
-            &[
-                "r.io",
-                "r.io/team-b",
-                "r.io/team-b/plugin",
-                "r.io/team-b/plugin2",
-            ],
+            &["r.io", "r.io/team-b", "r.io/team-b/plugin", "r.io/team-b/plugin2"],
             "r.io/team-b/plugin",
             Some(2),
         ),
-        (
-            &["r.io", "https://r.io/v2/team-b/"],
-            "r.io/team-b/plugin",
-            Some(1),
-        ),
-        (
-            &["https://r.io/v1/", "http://r.io", "r.io"],
-            "r.io/a",
-            Some(2),
-        ),
+        (&["r.io", "https://r.io/v2/team-b/"], "r.io/team-b/plugin", Some(1)),
+        (&["https://r.io/v1/", "http://r.io", "r.io"], "r.io/a", Some(2)),
         (&["r.io", "r.io:5000"], "r.io:5000/a", Some(1)),
-        (
-            &["r.io:5000/b", "http://r.io:5000/v1/"],
-            "r.io:5000/a",
-            Some(1),
-        ),
-        (
-            &["docker.io/other", "https://index.docker.io/v1/"],
-            "index.docker.io/me/a",
-            Some(1),
-        ),
-        (
-            &["docker.io/me", "https://index.docker.io/v1/"],
-            "index.docker.io/me/a",
-            Some(0),
-        ),
-        (
-            &["docker.io.example", "evil.io/r.io"],
-            "index.docker.io/me/a",
-            None,
-        ),
+        (&["r.io:5000/b", "http://r.io:5000/v1/"], "r.io:5000/a", Some(1)),
+        (&["docker.io/other", "https://index.docker.io/v1/"], "index.docker.io/me/a", Some(1)),
+        (&["docker.io/me", "https://index.docker.io/v1/"], "index.docker.io/me/a", Some(0)),
+        (&["docker.io.example", "evil.io/r.io"], "index.docker.io/me/a", None),
     ] {
         // If the entries were read in the random order of a hash map, some of these runs would fail.
         for _ in 0..20 {
             let entries = keys.iter().enumerate();
             let entries =
                 entries.map(|(at, key)| format!(r#""{key}":{{"username":"u","password":"{at}"}}"#));
-            let config = format!(
-                r#"{{"auths":{{{}}}}}"#,
-                entries.collect::<Vec<_>>().join(",")
-            );
+            let config = format!(r#"{{"auths":{{{}}}}}"#, entries.collect::<Vec<_>>().join(","));
             let expected = expected.map(|at: usize| password("u", &at.to_string()));
             let found = read_credentials(config.as_bytes(), image);
             assert!(found == Ok(expected), "{keys:?} {image}");

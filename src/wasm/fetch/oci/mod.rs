@@ -122,9 +122,7 @@ impl Registry {
         match sha256(version) {
             Some(digest) if digest != manifest.digest => {
                 let found = &manifest.digest;
-                Err(format!(
-                    "manifest digest sha256:{found} does not match requested {version}"
-                ))
+                Err(format!("manifest digest sha256:{found} does not match requested {version}"))
             }
             _ => Ok(manifest),
         }
@@ -332,13 +330,10 @@ mod tests {
             ("not the last", &[oci, "x"], None),
             ("zstd", &["x", zstd], None),
         ] {
-            let layers = types
-                .iter()
-                .zip(["a", "b", "c"])
-                .map(|(media_type, digit)| {
-                    let digest = format!("sha256:{}", hex(digit));
-                    json!({"mediaType": media_type, "digest": digest, "size": 7})
-                });
+            let layers = types.iter().zip(["a", "b", "c"]).map(|(media_type, digit)| {
+                let digest = format!("sha256:{}", hex(digit));
+                json!({"mediaType": media_type, "digest": digest, "size": 7})
+            });
             let layers: Vec<_> = layers.collect();
             let manifest = parse(&json!({"schemaVersion": 2, "layers": layers}));
             let found = manifest.expect("a manifest").layer(7);
@@ -360,10 +355,8 @@ mod tests {
             let platform = platform.map(|(os, arch)| json!({"os": os, "architecture": arch}));
             json!({"digest": digest, "platform": platform})
         };
-        let (windows, s390x) = (
-            child("a", Some(("windows", "amd64"))),
-            child("b", Some(("linux", "s390x"))),
-        );
+        let (windows, s390x) =
+            (child("a", Some(("windows", "amd64"))), child("b", Some(("linux", "s390x"))));
         let amd64 = child("c", Some(("linux", "amd64")));
         let plain = child("e", None);
         let b = hex("b");
@@ -376,10 +369,7 @@ mod tests {
         ] {
             let index =
                 parse(&json!({"schemaVersion": 2, "manifests": children})).expect("an index");
-            assert_eq!(
-                index.child(expected).ok(),
-                found.map(|digit| Some(hex(digit)))
-            );
+            assert_eq!(index.child(expected).ok(), found.map(|digit| Some(hex(digit))));
         }
     }
 
@@ -393,10 +383,7 @@ mod tests {
         assert_eq!(manifest.child(None), Ok(None));
         assert_eq!(manifest.layer(7), Ok((hex("a"), 0)));
         let index = json!({"layers": null, "manifests": [{"mediaType": null, "digest": format!("sha256:{}", hex("b"))}]});
-        assert_eq!(
-            parse(&index).expect("an index").child(None),
-            Ok(Some(hex("b")))
-        );
+        assert_eq!(parse(&index).expect("an index").child(None), Ok(Some(hex("b"))));
     }
 
     #[test]
@@ -404,10 +391,7 @@ mod tests {
         for (document, expected) in [
             ("<html>", "not a manifest"),
             ("null", "not a manifest"),
-            (
-                r#"{"schemaVersion":2,"layers":[{"mediaType":"x"}]}"#,
-                "missing field `digest`",
-            ),
+            (r#"{"schemaVersion":2,"layers":[{"mediaType":"x"}]}"#, "missing field `digest`"),
         ] {
             let error = Manifest::parse(document.as_bytes()).expect_err(document);
             assert!(error.contains(expected), "{error}");
@@ -415,9 +399,7 @@ mod tests {
         let layer = |digest: &str, size: u64| {
             let layer = json!({"mediaType": IMAGE_LAYERS[1], "digest": digest, "size": size});
             let manifest = parse(&json!({"schemaVersion": 2, "layers": [layer]}));
-            manifest
-                .and_then(|manifest| manifest.layer(7))
-                .expect_err("an error")
+            manifest.and_then(|manifest| manifest.layer(7)).expect_err("an error")
         };
         assert!(layer("sha256:../..", 7).contains("expected sha256 in hexadecimal"));
         assert!(layer(&format!("sha256:{}", hex("a")), 8).contains("8 bytes, limit 7"));

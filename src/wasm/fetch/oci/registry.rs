@@ -311,11 +311,7 @@ mod challenge_tests {
     fn bearer(realm: &str, service: Option<&str>, scope: Option<&str>) -> Option<Challenge> {
         let [service, scope] = [service, scope].map(|text| text.map(str::to_owned));
         let realm = realm.to_owned();
-        Some(Challenge::Bearer(Bearer {
-            realm,
-            service,
-            scope,
-        }))
+        Some(Challenge::Bearer(Bearer { realm, service, scope }))
     }
 
     #[test]
@@ -330,10 +326,7 @@ mod challenge_tests {
                 &["bearer  realm=\"https://a\" , service=\"s\""],
                 bearer("https://a", Some("s"), None),
             ),
-            (
-                &["Basic realm=\"r\"", "Bearer realm=\"https://a\""],
-                bearer("https://a", None, None),
-            ),
+            (&["Basic realm=\"r\"", "Bearer realm=\"https://a\""], bearer("https://a", None, None)),
             (
                 &["Negotiate abc==, Basic realm=\"r\", Bearer realm=\"https://a\""],
                 bearer("https://a", None, None),

@@ -51,19 +51,11 @@ async fn fetch(config: &Config, url: &str, secret: Option<&str>) -> Result<Vec<u
     let fetched = fetched.map_err(|(_, found)| found);
     let module = fetched.map(|download| {
         let module = std::fs::read(download.file.path()).expect("a file");
-        assert_eq!(
-            (download.size, download.sha256),
-            (module.len() as u64, sha256(&module))
-        );
+        assert_eq!((download.size, download.sha256), (module.len() as u64, sha256(&module)));
         module
     });
     // Neither a failure nor a dropped download leaves a file.
-    assert_eq!(
-        std::fs::read_dir(directory.path())
-            .expect("a directory")
-            .count(),
-        0
-    );
+    assert_eq!(std::fs::read_dir(directory.path()).expect("a directory").count(), 0);
     module
 }
 
@@ -87,29 +79,17 @@ async fn fetch_into(
 #[tokio::test]
 async fn urls_are_http_or_oci() {
     for (url, expected) in [
-        (
-            "ftp://host/a",
-            "unsupported Wasm module downloading URL scheme: ftp",
-        ),
+        ("ftp://host/a", "unsupported Wasm module downloading URL scheme: ftp"),
         ("host/a", "unsupported Wasm module downloading URL scheme: "),
         ("", "unsupported Wasm module downloading URL scheme: "),
-        (
-            "file:///a",
-            "unsupported Wasm module downloading URL scheme: file",
-        ),
-        (
-            "https://",
-            "fail to parse Wasm module fetch url: https://…: ",
-        ),
+        ("file:///a", "unsupported Wasm module downloading URL scheme: file"),
+        ("https://", "fail to parse Wasm module fetch url: https://…: "),
         ("http://user:hunter2@/a", "fail to parse"),
         ("http://user:hunter2@a b/", "fail to parse"),
         ("oci://host/UPPER", "could not parse reference"),
     ] {
         let error = fetch(&config(), url, None).await.expect_err(url);
-        assert!(
-            error.contains(expected) && !error.contains("hunter2"),
-            "{error}"
-        );
+        assert!(error.contains(expected) && !error.contains("hunter2"), "{error}");
     }
     let source = Source::parse("HTTPS://user:hunter2@host:1/a?token=hunter2").expect("a URL");
     assert_eq!(source.redacted(), "https://host:1/a");
@@ -124,30 +104,15 @@ async fn a_module_is_downloaded_over_http_and_tls() {
     assert_eq!(fetch(&config(), &url, None).await.as_deref(), Ok(MODULE));
     let head = plain.heads().remove(0);
     assert!(head.starts_with("GET /a?b=c HTTP/1.1\r\n"), "{head}");
-    assert!(
-        head.contains("authorization: Basic dXNlcjpwQHNz\r\n"),
-        "{head}"
-    );
+    assert!(head.contains("authorization: Basic dXNlcjpwQHNz\r\n"), "{head}");
     let url = format!("https://{}/a", tls.address);
     assert_eq!(fetch(&config(), &url, None).await.as_deref(), Ok(MODULE));
     let insecure = vec![tls.address.to_string()];
-    let listed = Config {
-        insecure,
-        ..config()
-    };
+    let listed = Config { insecure, ..config() };
     assert_eq!(fetch(&listed, &url, None).await.as_deref(), Ok(MODULE));
-    let verifying = Config {
-        insecure: Vec::new(),
-        attempts: 1,
-        ..config()
-    };
-    let error = fetch(&verifying, &url, None)
-        .await
-        .expect_err("a foreign certificate");
-    assert!(
-        error.contains("certificate") || error.contains("no root certificates"),
-        "{error}"
-    );
+    let verifying = Config { insecure: Vec::new(), attempts: 1, ..config() };
+    let error = fetch(&verifying, &url, None).await.expect_err("a foreign certificate");
+    assert!(error.contains("certificate") || error.contains("no root certificates"), "{error}");
 }
 
 #[tokio::test]
@@ -164,11 +129,8 @@ async fn a_ca_certificate_of_a_server_is_accepted_if_it_is_a_root_or_a_root_has_
         roots: SystemRoots::new(&file.display().to_string(), "/nonexistent"),
         ..config()
     };
-    for (chain, is_accepted) in [
-        (&[&root][..], true),
-        (&[&own], true),
-        (&[&below, &middle], false),
-    ] {
+    for (chain, is_accepted) in [(&[&root][..], true), (&[&own], true), (&[&below, &middle], false)]
+    {
         let mut tls = fake::server_tls(&root, "127.0.0.1", Clients::Optional);
         tls.cert_resolver = Authority::shown(chain);
         tls.alpn_protocols.clear();
@@ -207,61 +169,16 @@ async fn bad_answers_over_http_are_errors_that_say_what_came() {
     let body = |text: &str| format!("HTTP/1.1 200 OK\r\n{text}").into_bytes();
     let chunked = "transfer-encoding: chunked\r\n\r\n";
     for (what, response, requests, expected) in [
-        (
-            "not found",
-            answer("404 Not Found", "", b""),
-            1,
-            "status code 404",
-        ),
-        (
-            "too many",
-            answer("429 Too Many", "", b""),
-            3,
-            "status code 429",
-        ),
-        (
-            "no content",
-            answer("204 No Content", "", b""),
-            1,
-            "status code 204",
-        ),
-        (
-            "not implemented",
-            answer("501 No", "", b""),
-            1,
-            "status code 501",
-        ),
-        (
-            "server error",
-            answer("503 No", "", b""),
-            3,
-            "/a failed: status code 503",
-        ),
-        (
-            "page",
-            ok(b"<!DOCTYPE html>"),
-            1,
-            "is invalid: it begins with \"<!DOCTYPE",
-        ),
+        ("not found", answer("404 Not Found", "", b""), 1, "status code 404"),
+        ("too many", answer("429 Too Many", "", b""), 3, "status code 429"),
+        ("no content", answer("204 No Content", "", b""), 1, "status code 204"),
+        ("not implemented", answer("501 No", "", b""), 1, "status code 501"),
+        ("server error", answer("503 No", "", b""), 3, "/a failed: status code 503"),
+        ("page", ok(b"<!DOCTYPE html>"), 1, "is invalid: it begins with \"<!DOCTYPE"),
         ("empty", ok(b""), 1, "is invalid: it begins with \"\""),
-        (
-            "cut off",
-            body("content-length: 50\r\n\r\n\0asm\x01\0\0\0"),
-            1,
-            "failed before the end",
-        ),
-        (
-            "cut chunk",
-            body(&format!("{chunked}20\r\n\0asm\x01\0\0\0")),
-            1,
-            "failed before the end",
-        ),
-        (
-            "too large",
-            ok(&[MODULE, &[0; 100_000]].concat()),
-            1,
-            "more than 100000 bytes",
-        ),
+        ("cut off", body("content-length: 50\r\n\r\n\0asm\x01\0\0\0"), 1, "failed before the end"),
+        ("cut chunk", body(&format!("{chunked}20\r\n\0asm\x01\0\0\0")), 1, "failed before the end"),
+        ("too large", ok(&[MODULE, &[0; 100_000]].concat()), 1, "more than 100000 bytes"),
         (
             "shorter than said",
             body("content-length: 5\r\n\r\n\0asm\x01\0\0\0module"),
@@ -286,12 +203,7 @@ async fn bad_answers_over_http_are_errors_that_say_what_came() {
             1,
             "more bytes than a module may have",
         ),
-        (
-            "zip",
-            ok(b"PK\x03\x04..........."),
-            1,
-            "is invalid: it begins with \"PK",
-        ),
+        ("zip", ok(b"PK\x03\x04..........."), 1, "is invalid: it begins with \"PK"),
         ("no HTTP", b"hello".to_vec(), 3, "failed before the end"),
         (
             "redirect to itself",
@@ -357,23 +269,12 @@ async fn blocked_networks_and_a_silent_server_end_the_download() {
     let server = Server::start(|_, _| Vec::new()).await;
     let url = format!("http://{}/a", server.address);
     let blocked = vec![Cidr::parse("127.0.0.0/8").expect("a network")];
-    let config = Config {
-        blocked,
-        attempts: 1,
-        ..config()
-    };
+    let config = Config { blocked, attempts: 1, ..config() };
     let error = fetch(&config, &url, None).await.expect_err("blocked");
-    assert!(
-        error.contains("127.0.0.1 is in blocked CIDR range 127.0.0.0/8"),
-        "{error}"
-    );
+    assert!(error.contains("127.0.0.1 is in blocked CIDR range 127.0.0.0/8"), "{error}");
     assert!(server.heads().is_empty());
     let request_limit = Duration::from_millis(50);
-    let config = Config {
-        blocked: Vec::new(),
-        request_limit,
-        ..config
-    };
+    let config = Config { blocked: Vec::new(), request_limit, ..config };
     let error = fetch(&config, &url, None).await.expect_err("silent");
     assert!(error.contains("within 50ms"), "{error}");
 }
@@ -383,9 +284,7 @@ async fn a_directory_that_cannot_be_written_is_named() {
     let server = Server::start(|_, _| ok(MODULE)).await;
     let url = format!("http://{}/a", server.address);
     let missing = Path::new("/nonexistent/modules");
-    let error = fetch_into(&config(), &url, None, missing)
-        .await
-        .expect_err("no directory");
+    let error = fetch_into(&config(), &url, None, missing).await.expect_err("no directory");
     let (_, error) = error;
     let parts = ["cannot write it to disk", "/nonexistent/modules/"];
     assert!(parts.iter().all(|part| error.contains(part)), "{error}");

@@ -29,9 +29,7 @@ fn manifest() -> Vec<u8> {
 
 fn index_of(manifest: &[u8]) -> Vec<u8> {
     let digest = format!("sha256:{}", sha256(manifest));
-    json!({"schemaVersion": 2, "manifests": [{"digest": digest}]})
-        .to_string()
-        .into_bytes()
+    json!({"schemaVersion": 2, "manifests": [{"digest": digest}]}).to_string().into_bytes()
 }
 
 /// Returns the response of a registry with one image. Its tag is `v1`; the tag `index` names an index with the image.
@@ -40,16 +38,11 @@ pub(super) fn image(head: &str) -> Vec<u8> {
     let paths = [
         ("manifests/v1", manifest.clone()),
         ("manifests/index", index_of(&manifest)),
-        (
-            &format!("manifests/sha256:{}", sha256(&index_of(&manifest))),
-            index_of(&manifest),
-        ),
+        (&format!("manifests/sha256:{}", sha256(&index_of(&manifest))), index_of(&manifest)),
         (&format!("manifests/sha256:{}", sha256(&manifest)), manifest),
         (&format!("blobs/sha256:{}", sha256(&layer)), layer),
     ];
-    let name = path(head)
-        .strip_prefix("/v2/team/plugin/")
-        .unwrap_or_default();
+    let name = path(head).strip_prefix("/v2/team/plugin/").unwrap_or_default();
     let found = paths.into_iter().find(|(path, _)| *path == name);
     found.map_or_else(|| answer("404 Not Found", "", b""), |(_, body)| ok(&body))
 }
@@ -58,27 +51,15 @@ pub(super) fn image(head: &str) -> Vec<u8> {
 async fn an_image_is_pulled_by_tag_by_digest_and_through_an_index() {
     let server = Server::tls(|head, _| image(head)).await;
     let digest = sha256(&manifest());
-    for version in [
-        ":v1",
-        ":index",
-        &format!("@sha256:{digest}"),
-        &format!(":x@sha256:{digest}"),
-    ] {
+    for version in [":v1", ":index", &format!("@sha256:{digest}"), &format!(":x@sha256:{digest}")] {
         let url = format!("oci://{}/team/plugin{version}", server.address);
-        assert_eq!(
-            fetch(&config(), &url, None).await.as_deref(),
-            Ok(MODULE),
-            "{version}"
-        );
+        assert_eq!(fetch(&config(), &url, None).await.as_deref(), Ok(MODULE), "{version}");
     }
     let url = format!("oci://{}/team/plugin:index", server.address);
     let source = Source::parse(&url).expect("a URL");
     let reference = source.image.as_ref().expect("an image");
     let deadline = Instant::now() + LIMIT;
-    let image = config()
-        .image(&source, reference, None, None, deadline)
-        .await
-        .expect("an image");
+    let image = config().image(&source, reference, None, None, deadline).await.expect("an image");
     assert_eq!(image.digests, [digest, sha256(&index_of(&manifest()))]);
 }
 
@@ -92,10 +73,7 @@ async fn a_registry_without_tls_is_asked_over_http() {
     });
     let server = server.await;
     let url = format!("oci://{}/team/plugin:v1", server.address);
-    let secure = Config {
-        insecure: Vec::new(),
-        ..config()
-    };
+    let secure = Config { insecure: Vec::new(), ..config() };
     assert_eq!(fetch(&secure, &url, None).await.as_deref(), Ok(MODULE));
 }
 
@@ -122,18 +100,8 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
     let huge = |size: usize| format!("HTTP/1.1 200 OK\r\ncontent-length: {size}\r\n\r\n");
     let huge = [huge(200 << 20).into_bytes(), vec![b' '; 5 << 20]].concat();
     for (what, part, body, expected) in [
-        (
-            "no image",
-            "manifests",
-            answer("404 No", "", b""),
-            "answers manifests/v1 with 404",
-        ),
-        (
-            "huge manifest",
-            "manifests",
-            huge,
-            "more than 4194304 bytes",
-        ),
+        ("no image", "manifests", answer("404 No", "", b""), "answers manifests/v1 with 404"),
+        ("huge manifest", "manifests", huge, "more than 4194304 bytes"),
         ("no manifest", "manifests", ok(b"<html>"), "not a manifest"),
         (
             "schema 1",
@@ -173,26 +141,12 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
         ),
         ("other layer", "blobs", ok(&other), "it has digest"),
         ("cut layer", "blobs", ok(&layer()[..40]), "it has digest"),
-        (
-            "long layer",
-            "blobs",
-            ok(&[layer(), vec![0; 50]].concat()),
-            "it has more than",
-        ),
-        (
-            "no layer",
-            "blobs",
-            answer("404 No", "", b""),
-            "could not fetch Wasm binary",
-        ),
+        ("long layer", "blobs", ok(&[layer(), vec![0; 50]].concat()), "it has more than"),
+        ("no layer", "blobs", answer("404 No", "", b""), "could not fetch Wasm binary"),
         (
             "layer elsewhere",
             "blobs",
-            answer(
-                "307 No",
-                "location: http://169.254.169.254/?signature\r\n",
-                b"",
-            ),
+            answer("307 No", "location: http://169.254.169.254/?signature\r\n", b""),
             "redirects to \"http://169.254.169.254/\", expected no private address",
         ),
         (
@@ -219,12 +173,7 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
             bearer("http://example.com/"),
             "realm scheme \"http\" not allowed",
         ),
-        (
-            "no token",
-            "v2",
-            bearer("https://SELF/x"),
-            "answers without a token",
-        ),
+        ("no token", "v2", bearer("https://SELF/x"), "answers without a token"),
     ] {
         let names_itself = String::from_utf8_lossy(&body).contains("SELF");
         let respond = corrupt(part, body);

@@ -23,11 +23,7 @@ fn guarded(head: &str, authority: &str) -> Vec<u8> {
     }
     let realm = format!("https://{authority}/token");
     let challenge = format!("Bearer realm=\"{realm}\",service=\"the registry\"");
-    answer(
-        "401 Unauthorized",
-        &format!("www-authenticate: {challenge}\r\n"),
-        b"",
-    )
+    answer("401 Unauthorized", &format!("www-authenticate: {challenge}\r\n"), b"")
 }
 
 #[tokio::test]
@@ -48,33 +44,13 @@ async fn registries_get_the_credentials_of_the_pull_secret_in_the_way_they_ask_f
         (&bearer, "auth", "dTpw", Ok(())),
         (&bearer, "identitytoken", "refresh", Ok(())),
         (&bearer, "registrytoken", "good", Ok(())),
-        (
-            &bearer,
-            "auth",
-            "dTp4",
-            Err("token server 127.0.0.1 answers with 401"),
-        ),
-        (
-            &bearer,
-            "auths",
-            "",
-            Err("token server 127.0.0.1 answers with 401"),
-        ),
+        (&bearer, "auth", "dTp4", Err("token server 127.0.0.1 answers with 401")),
+        (&bearer, "auths", "", Err("token server 127.0.0.1 answers with 401")),
         (&bearer, "registrytoken", "expired", Err("401 Unauthorized")),
         (&basic, "auth", "dTpw", Ok(())),
         (&basic, "auth", "dTp4", Err("answers manifests/v1 with 401")),
-        (
-            &basic,
-            "auths",
-            "",
-            Err("asks for authorization by password, and none is configured"),
-        ),
-        (
-            &basic,
-            "auth",
-            "!",
-            Err("is not the base64 of user:password"),
-        ),
+        (&basic, "auths", "", Err("asks for authorization by password, and none is configured")),
+        (&basic, "auth", "!", Err("is not the base64 of user:password")),
     ] {
         let url = format!("oci://{}/team/plugin:v1", server.address);
         let found = fetch(&config(), &url, Some(&secret(server, member, value))).await;
@@ -87,17 +63,8 @@ async fn registries_get_the_credentials_of_the_pull_secret_in_the_way_they_ask_f
             (found, _) => panic!("{member}: {found:?}"),
         }
     }
-    let error = fetch(
-        &config(),
-        &format!("oci://{}/a", basic.address),
-        Some("null"),
-    )
-    .await;
-    assert!(
-        error
-            .expect_err("no secret")
-            .contains("not a Docker configuration")
-    );
+    let error = fetch(&config(), &format!("oci://{}/a", basic.address), Some("null")).await;
+    assert!(error.expect_err("no secret").contains("not a Docker configuration"));
 }
 
 #[tokio::test]
@@ -119,21 +86,16 @@ async fn a_layer_on_another_server_must_match_its_digest() {
         let found = fetch(&config(), &url, Some(&secret)).await;
         assert_eq!(found.as_deref().map_err(|_| ()), expected, "{found:?}");
         let heads = elsewhere.heads().concat();
-        assert!(
-            !heads.is_empty() && !heads.contains("authorization"),
-            "{heads}"
-        );
+        assert!(!heads.is_empty() && !heads.contains("authorization"), "{heads}");
     }
 }
 
 #[tokio::test]
 async fn a_token_that_has_expired_is_replaced_once_for_each_request() {
     // The number of uses after which a token expires, and the resulting number of requests.
-    for (uses, requests, expected) in [
-        (0, 3, Err("answers manifests/v1 with 401")),
-        (1, 6, Ok(MODULE)),
-        (2, 4, Ok(MODULE)),
-    ] {
+    for (uses, requests, expected) in
+        [(0, 3, Err("answers manifests/v1 with 401")), (1, 6, Ok(MODULE)), (2, 4, Ok(MODULE))]
+    {
         let tokens = Mutex::new((0, 0));
         let server = Server::tls(move |head, _| {
             let (issued, used) = &mut *tokens.lock();
@@ -162,10 +124,9 @@ async fn a_token_that_has_expired_is_replaced_once_for_each_request() {
 async fn an_external_token_server_gets_the_password_and_may_not_redirect_inside() {
     let tokens = Server::tls(|head, _| guarded(head, "unused"));
     let inside = Server::tls(|_, _| answer("302 No", "location: https://10.0.0.1/\r\n", b""));
-    for (tokens, expected) in [
-        (tokens.await, None),
-        (inside.await, Some("expected no private address")),
-    ] {
+    for (tokens, expected) in
+        [(tokens.await, None), (inside.await, Some("expected no private address"))]
+    {
         let elsewhere = format!("0.0.0.0:{}", tokens.address.port());
         let server = Server::tls(move |head, _| guarded(head, &elsewhere)).await;
         let url = format!("oci://{}/team/plugin:v1", server.address);

@@ -21,10 +21,7 @@ enum Event {
 }
 
 fn event() -> impl Strategy<Value = Event> {
-    let push = (
-        prop::collection::vec((0u8..8, any::<bool>()), 1..8),
-        any::<[bool; 2]>(),
-    );
+    let push = (prop::collection::vec((0u8..8, any::<bool>()), 1..8), any::<[bool; 2]>());
     prop_oneof![
         5 => push.prop_map(|(names, [refuses_all, is_overtaken])| Event::Push { names, refuses_all, is_overtaken }),
         1 => Just(Event::Restart),
@@ -50,13 +47,7 @@ impl<'a> Pod<'a> {
         let (sender, lookup_requests) = mpsc::channel(16);
         let begin = WriteOp::Begin(IDENTITY.to_owned(), 1, sender);
         writer.apply_batch((1, vec![("", begin), (CLUSTER, subscribed(&[]))]));
-        Self {
-            parent,
-            writer,
-            lookup_requests,
-            responses: 0,
-            envoy: Resources::new(),
-        }
+        Self { parent, writer, lookup_requests, responses: 0, envoy: Resources::new() }
     }
 
     /// Relays a push, and Envoy's ACK or NACK of it. Returns the resources that Envoy accepts.
@@ -64,11 +55,7 @@ impl<'a> Pod<'a> {
         self.responses += 1;
         let nonce = self.responses.to_string();
         let bytes = response(&nonce, changed, &[]);
-        apply(
-            &mut self.writer,
-            1,
-            response_ops(&nonce, &bytes, Coverage::Part),
-        );
+        apply(&mut self.writer, 1, response_ops(&nonce, &bytes, Coverage::Part));
         let named: Vec<_> = bad.iter().map(|name| format!("{name}: bad")).collect();
         let (refusal, mut accepted) = match (bad.is_empty(), is_whole) {
             (true, _) => (None, changed.clone()),
@@ -80,11 +67,7 @@ impl<'a> Pod<'a> {
         };
         accepted.retain(|name, _| !bad.contains(name));
         self.envoy.extend(accepted.clone());
-        apply(
-            &mut self.writer,
-            1,
-            vec![WriteOp::AckOrNack(nonce, refusal)],
-        );
+        apply(&mut self.writer, 1, vec![WriteOp::AckOrNack(nonce, refusal)]);
         accepted
     }
 
@@ -98,26 +81,15 @@ impl<'a> Pod<'a> {
                 continue;
             }
             self.writer.write(false);
-            let accepted = self
-                .envoy
-                .keys()
-                .map(|name| digest(name.as_bytes()))
-                .collect();
-            let Stored {
-                request,
-                frame,
-                resources,
-            } = read_stored(&self.writer.shared, request, &accepted).unwrap();
+            let accepted = self.envoy.keys().map(|name| digest(name.as_bytes())).collect();
+            let Stored { request, frame, resources } =
+                read_stored(&self.writer.shared, request, &accepted).unwrap();
             let names = request.reasons.keys().copied().collect();
             apply(&mut self.writer, 1, vec![WriteOp::LookedUp(names)]);
             let stored = stored_clusters(self.parent).unwrap().unwrap_or_default();
             assert_eq!(frame.is_some(), !resources.is_empty());
             for resource in resources {
-                assert!(
-                    !self.envoy.contains_key(&resource.name),
-                    "Envoy has {}",
-                    resource.name
-                );
+                assert!(!self.envoy.contains_key(&resource.name), "Envoy has {}", resource.name);
                 sent.insert(resource.name.clone(), stored[&resource.name].clone());
             }
         }

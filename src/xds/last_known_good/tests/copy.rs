@@ -23,11 +23,7 @@ fn volume() -> (tempfile::TempDir, PathBuf, PathBuf) {
         writer.write(false);
     }
     let directory = own.join(DIRECTORY);
-    fs::rename(
-        directory.join("Listener"),
-        directory.join("ClusterLoadAssignment"),
-    )
-    .unwrap();
+    fs::rename(directory.join("Listener"), directory.join("ClusterLoadAssignment")).unwrap();
     (volume, other, own)
 }
 
@@ -58,15 +54,9 @@ fn nothing_is_copied_of_a_store_that_another_user_may_have_changed() {
             |file| mknodat(CWD, file, FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap(),
             "regular file",
         ),
-        (
-            |file| symlink("/etc/passwd", file).unwrap(),
-            "symbolic link",
-        ),
+        (|file| symlink("/etc/passwd", file).unwrap(), "symbolic link"),
         (|file| fs::create_dir(file).unwrap(), "directory"),
-        (
-            |file| fs::write(file, "forged").unwrap(),
-            "access for others",
-        ),
+        (|file| fs::write(file, "forged").unwrap(), "access for others"),
         (
             |file| {
                 let damaged = tempfile::tempdir().unwrap();

@@ -20,9 +20,7 @@ use crate::xds::request::frame;
 /// Stores two responses of clusters in a file, and returns the stored resources.
 fn store_two_responses(parent: &Path) -> Resources {
     let mut writer = writer(parent);
-    let first: Resources = (0..40)
-        .map(|i| (format!("name {i}"), "1".repeat(30)))
-        .collect();
+    let first: Resources = (0..40).map(|i| (format!("name {i}"), "1".repeat(30))).collect();
     let first = response("1", &first, &[]);
     store_accepted(&mut writer, "1", &first, Coverage::All);
     let second = resources(&[("a", "2")]);
@@ -55,11 +53,7 @@ fn a_file_with_changed_bytes_is_not_used_and_ends_no_writer() {
         let mut damaged = content.clone();
         // First each byte is changed alone, then ranges of bytes.
         let at = number % content.len();
-        let length = if number < content.len() {
-            1
-        } else {
-            fastrand::usize(1..200)
-        };
+        let length = if number < content.len() { 1 } else { fastrand::usize(1..200) };
         for byte in damaged.iter_mut().skip(at).take(length) {
             *byte ^= fastrand::u8(1..);
         }
@@ -79,12 +73,7 @@ fn names_in_stored_files_are_never_used_as_paths() {
     fs::write(&outside, "untouched").unwrap();
     store_two_responses(parent.path());
     let directory = parent.path().join(DIRECTORY);
-    for name in [
-        outside.to_str().unwrap(),
-        "../outside",
-        "/dev/zero",
-        "../..",
-    ] {
+    for name in [outside.to_str().unwrap(), "../outside", "/dev/zero", "../.."] {
         let json = serde_json::json!({"format": 2, "identity": IDENTITY, "types": {CLUSTER: {
             "version": "", "accepted": 0, "file": {"name": name, "length": 9, "crc": 0, "first": 9},
         }}});
@@ -135,9 +124,7 @@ const BYTES: &str = "KILL_TEST_BYTES";
 
 #[expect(clippy::disallowed_methods, reason = "for a longer run by hand")]
 fn bytes() -> usize {
-    let bytes = std::env::var(BYTES)
-        .ok()
-        .map(|bytes| bytes.parse().unwrap());
+    let bytes = std::env::var(BYTES).ok().map(|bytes| bytes.parse().unwrap());
     bytes.unwrap_or(40_000)
 }
 
@@ -148,10 +135,7 @@ fn generation(number: u64) -> Resources {
 }
 
 #[test]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the process that is killed is this test again"
-)]
+#[expect(clippy::disallowed_methods, reason = "the process that is killed is this test again")]
 fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
     if let Ok(arguments) = std::env::var(CHILD_ARGUMENTS) {
         let (first, parent) = arguments.split_once(' ').unwrap();
@@ -186,22 +170,13 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
                 .unwrap()
                 .1,
             ])
-            .env(
-                CHILD_ARGUMENTS,
-                format!("{newest} {}", parent.path().display()),
-            )
+            .env(CHILD_ARGUMENTS, format!("{newest} {}", parent.path().display()))
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let output = io::BufReader::new(process.stdout.take().unwrap());
-        assert!(
-            output
-                .lines()
-                .any(|line| line.unwrap().contains(CHILD_ARGUMENTS))
-        );
-        std::thread::sleep(Duration::from_millis(fastrand::u64(
-            0..60 + bytes() as u64 / 15_000,
-        )));
+        assert!(output.lines().any(|line| line.unwrap().contains(CHILD_ARGUMENTS)));
+        std::thread::sleep(Duration::from_millis(fastrand::u64(0..60 + bytes() as u64 / 15_000)));
         process.kill().unwrap();
         process.wait().unwrap();
         let Some(mut found) = stored_clusters(parent.path()).unwrap() else {

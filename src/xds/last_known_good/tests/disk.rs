@@ -118,10 +118,8 @@ fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
         }
         is_over.store(true, Ordering::Relaxed);
     });
-    let mut found: Vec<_> = fs::read_dir(&outside)
-        .unwrap()
-        .map(|it| it.unwrap().file_name())
-        .collect();
+    let mut found: Vec<_> =
+        fs::read_dir(&outside).unwrap().map(|it| it.unwrap().file_name()).collect();
     found.sort();
     assert_eq!(found, names);
     for name in names {
@@ -137,9 +135,7 @@ fn files_that_other_users_can_write_and_links_are_not_used() {
     let refused = |what: &str| {
         let error = stored_clusters(parent.path()).expect_err(what).to_string();
         assert!(
-            ["expected", "symbolic", "Not a directory"]
-                .iter()
-                .any(|it| error.contains(it)),
+            ["expected", "symbolic", "Not a directory"].iter().any(|it| error.contains(it)),
             "{what}: {error}"
         );
     };

@@ -43,10 +43,7 @@ struct Named {
 
 fn as_any((name, content): (&String, &String)) -> Any {
     let (name, content) = (name.clone(), content.clone());
-    Any {
-        type_url: CLUSTER.into(),
-        value: Named { name, content }.encode_to_vec(),
-    }
+    Any { type_url: CLUSTER.into(), value: Named { name, content }.encode_to_vec() }
 }
 
 fn response(nonce: &str, changed: &Resources, removed: &[String]) -> Bytes {
@@ -179,10 +176,7 @@ fn stored_clusters(parent: &Path) -> io::Result<Option<Resources>> {
         let message = DeltaDiscoveryResponse::decode(&record[..])?;
         let any = message.resources[0].resource.clone().unwrap();
         let named = Named::decode(&any.value[..])?;
-        assert_eq!(
-            index.resources.get(&digest(named.name.as_bytes())),
-            Some(place)
-        );
+        assert_eq!(index.resources.get(&digest(named.name.as_bytes())), Some(place));
         found.insert(named.name, named.content);
     }
     Ok(Some(found))
@@ -228,16 +222,8 @@ fn a_nacked_response_is_not_stored_and_later_ones_are() {
     let mut writer = writer(parent.path());
     let one = |name: &str| response(name, &resources(&[(name, name)]), &[]);
     // While nothing is stored, a response after a refused one is stored.
-    apply_and_write(
-        &mut writer,
-        1,
-        response_ops("refused", &one("refused"), Coverage::All),
-    );
-    apply_and_write(
-        &mut writer,
-        1,
-        response_ops("a", &one("a"), Coverage::Initial),
-    );
+    apply_and_write(&mut writer, 1, response_ops("refused", &one("refused"), Coverage::All));
+    apply_and_write(&mut writer, 1, response_ops("a", &one("a"), Coverage::Initial));
     apply_and_write(&mut writer, 1, ack_or_nack_ops("refused", false));
     apply_and_write(&mut writer, 1, ack_or_nack_ops("a", true));
     apply_and_write(&mut writer, 1, response_ops("b", &one("b"), Coverage::Part));
@@ -255,11 +241,7 @@ fn a_nacked_response_is_not_stored_and_later_ones_are() {
     assert_eq!(writer.shared.failures.get(), 0);
 
     for nonce in ["e", "f"] {
-        apply_and_write(
-            &mut writer,
-            1,
-            response_ops(nonce, &one(nonce), Coverage::Part),
-        );
+        apply_and_write(&mut writer, 1, response_ops(nonce, &one(nonce), Coverage::Part));
     }
     apply_and_write(&mut writer, 1, ack_or_nack_ops("e", false));
     apply_and_write(&mut writer, 1, ack_or_nack_ops("f", true));
@@ -274,16 +256,9 @@ fn after_a_failure_nothing_is_kept_until_the_next_stream() {
     let mut writer = writer(parent.path());
     let first = resources(&[("a", "1")]);
     let bytes = response("1", &first, &[]);
-    let ops = || {
-        response_ops("1", &bytes, Coverage::All)
-            .into_iter()
-            .chain(ack_or_nack_ops("1", true))
-    };
-    let both = || {
-        ops()
-            .map(|op| (CLUSTER, op))
-            .chain(ops().map(|op| (LISTENER, op)))
-    };
+    let ops =
+        || response_ops("1", &bytes, Coverage::All).into_iter().chain(ack_or_nack_ops("1", true));
+    let both = || ops().map(|op| (CLUSTER, op)).chain(ops().map(|op| (LISTENER, op)));
     writer.apply_batch((1, both().collect()));
     writer.write(false);
     assert_eq!(writer.shared.types.lock().len(), 2);
@@ -307,14 +282,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
     let mut first = writer(parent.path());
     let bytes = response("1", &resources(&[("a", "1")]), &[]);
     store_accepted(&mut first, "1", &bytes, Coverage::All);
-    let path = |name: &str| {
-        parent
-            .path()
-            .join(DIRECTORY)
-            .join(name)
-            .display()
-            .to_string()
-    };
+    let path = |name: &str| parent.path().join(DIRECTORY).join(name).display().to_string();
     let log = logged(|| begin(&mut first, 2, 2, "another node"));
     assert!(!log.contains("removing"), "{log}");
     assert_eq!(first.shared.failures.get(), 0);
@@ -335,10 +303,7 @@ fn a_store_that_is_dropped_and_one_that_fails_are_named_in_the_log() {
             ],
         )
     });
-    let failed = format!(
-        "cannot store configuration in {}: Envoy has skipped",
-        path("Cluster")
-    );
+    let failed = format!("cannot store configuration in {}: Envoy has skipped", path("Cluster"));
     assert!(log.contains(&failed), "{log}");
 }
 
@@ -384,12 +349,7 @@ fn files_of_another_node_stay_until_clusters_and_listeners_are_accepted() {
         let directory = parent.path().join(DIRECTORY);
         let mut former = writer(parent.path());
         let before = resources(&[("a", "before")]);
-        store_accepted(
-            &mut former,
-            "1",
-            &response("1", &before, &[]),
-            Coverage::All,
-        );
+        store_accepted(&mut former, "1", &response("1", &before, &[]), Coverage::All);
         accept_listeners(&mut former, 1);
         former.write(false);
         fs::copy(directory.join("Listener"), directory.join("NameTable")).unwrap();
@@ -418,10 +378,7 @@ fn files_of_another_node_stay_until_clusters_and_listeners_are_accepted() {
             let file = fs::File::open(directory.join(name)).unwrap();
             Header::read(&file).unwrap().identity
         };
-        assert_eq!(
-            [identity("Cluster"), identity("Listener")],
-            ["another node"; 2]
-        );
+        assert_eq!([identity("Cluster"), identity("Listener")], ["another node"; 2]);
         assert!(!directory.join("NameTable").exists());
         assert_eq!(next.shared.types.lock().len(), 2);
     }
@@ -432,22 +389,13 @@ fn files_of_another_node_are_removed_above_the_size_limit() {
     let parent = tempfile::tempdir().unwrap();
     let mut former = writer(parent.path());
     let before = resources(&[("a", &"x".repeat(60 << 10))]);
-    store_accepted(
-        &mut former,
-        "1",
-        &response("1", &before, &[]),
-        Coverage::All,
-    );
+    store_accepted(&mut former, "1", &response("1", &before, &[]), Coverage::All);
     let mut shared = handle(parent.path()).shared;
     Arc::get_mut(&mut shared).unwrap().config.max_bytes = 100 << 10;
     let mut next = Writer::new(shared);
     begin(&mut next, 2, 1, "another node");
     let after = resources(&[("b", &"y".repeat(60 << 10))]);
-    apply_and_write(
-        &mut next,
-        2,
-        response_ops("2", &response("2", &after, &[]), Coverage::All),
-    );
+    apply_and_write(&mut next, 2, response_ops("2", &response("2", &after, &[]), Coverage::All));
     apply_and_write(&mut next, 2, ack_or_nack_ops("2", true));
     assert_stored(parent.path(), Some(&after));
 }
@@ -484,10 +432,7 @@ fn a_file_is_compacted_at_twice_its_size_without_changing_a_copy_being_served() 
         })
         .unwrap();
     assert_eq!(before.iter().filter(|it| **it == b'0').count(), 2 << 17);
-    assert_eq!(
-        fs::read_dir(parent.path().join(DIRECTORY)).unwrap().count(),
-        1
-    );
+    assert_eq!(fs::read_dir(parent.path().join(DIRECTORY)).unwrap().count(), 1);
 }
 
 #[test]
@@ -495,11 +440,8 @@ fn a_response_of_any_size_is_stored_completely_and_held_mostly_on_disk() {
     for pieces in [100, 1 << 16, 3 << 20] {
         let parent = tempfile::tempdir().unwrap();
         let mut writer = writer(parent.path());
-        let many = |mark: &str| {
-            (0..3000)
-                .map(|i| (format!("name {i}"), mark.repeat(2000)))
-                .collect()
-        };
+        let many =
+            |mark: &str| (0..3000).map(|i| (format!("name {i}"), mark.repeat(2000))).collect();
         let one = resources(&[("large", &"1".repeat(5 << 20))]);
         for (nonce, content) in [("1", many("1")), ("2", one), ("3", many("2"))] {
             let bytes = response(nonce, &content, &["name 3000".to_owned()]).slice(5..);
@@ -568,11 +510,7 @@ struct Unanswered {
 
 impl Unanswered {
     fn is_refused(&self, name: &str) -> bool {
-        let is_even = || {
-            (0..16)
-                .step_by(2)
-                .any(|even| format!("name {even}") == name)
-        };
+        let is_even = || (0..16).step_by(2).any(|even| format!("name {even}") == name);
         self.refused == Refused::All || self.refused == Refused::Some && is_even()
     }
 
@@ -586,17 +524,10 @@ impl Unanswered {
             .collect();
         let refusal = match self.refused {
             Refused::None => None,
-            Refused::Some => Some(format!(
-                "Error adding/updating cluster(s) {}",
-                named.join(", ")
-            )),
+            Refused::Some => Some(format!("Error adding/updating cluster(s) {}", named.join(", "))),
             Refused::All => Some("bad".to_owned()),
         };
-        apply(
-            writer,
-            1,
-            vec![WriteOp::AckOrNack(self.nonce.clone(), refusal)],
-        );
+        apply(writer, 1, vec![WriteOp::AckOrNack(self.nonce.clone(), refusal)]);
         let is_whole = self.retained.as_ref().is_some_and(Vec::is_empty);
         let is_nothing = match self.refused {
             Refused::None => false,
@@ -608,16 +539,10 @@ impl Unanswered {
         }
         let mut after = before.unwrap_or_default();
         after.retain(|name, _| {
-            let is_retained = self
-                .retained
-                .as_ref()
-                .is_none_or(|retained| retained.contains(name));
+            let is_retained = self.retained.as_ref().is_none_or(|retained| retained.contains(name));
             is_retained || self.changed.contains_key(name) && self.is_refused(name)
         });
-        let accepted = self
-            .changed
-            .iter()
-            .filter(|(name, _)| !self.is_refused(name));
+        let accepted = self.changed.iter().filter(|(name, _)| !self.is_refused(name));
         after.extend(accepted.map(|(name, content)| (name.clone(), content.clone())));
         after.retain(|name, _| !self.removed.contains(name));
         Some(after)

@@ -66,19 +66,10 @@ fn resources_above_the_size_limit_are_not_stored_and_this_is_not_a_failure() {
     for (bytes, is_kept) in [(90_000, true), (210_000, false), (90_000, true)] {
         begin(&mut writer, 1, 1, IDENTITY);
         let log = logged(|| {
-            store_accepted(
-                &mut writer,
-                "1",
-                &response("1", &content(bytes), &[]),
-                Coverage::All,
-            )
+            store_accepted(&mut writer, "1", &response("1", &content(bytes), &[]), Coverage::All)
         });
         assert_stored(parent.path(), is_kept.then(|| content(bytes)).as_ref());
-        assert_eq!(
-            log.contains("needs more than 200000 bytes"),
-            !is_kept,
-            "{log}"
-        );
+        assert_eq!(log.contains("needs more than 200000 bytes"), !is_kept, "{log}");
         let directory = fs::read_dir(parent.path().join(DIRECTORY)).unwrap();
         assert_eq!(directory.count(), usize::from(is_kept));
     }
@@ -90,18 +81,9 @@ fn stored_after_nack(reason: &str, coverage: Coverage) -> Resources {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path());
     let before = resources(&[("a", "0"), ("b", "0"), ("c", "0"), ("gone", "0")]);
-    store_accepted(
-        &mut writer,
-        "0",
-        &response("0", &before, &[]),
-        Coverage::All,
-    );
+    store_accepted(&mut writer, "0", &response("0", &before, &[]), Coverage::All);
     let changed = resources(&[("a", "1"), ("b", "1"), ("c", "1")]);
-    apply(
-        &mut writer,
-        1,
-        response_ops("1", &response("1", &changed, &[]), coverage),
-    );
+    apply(&mut writer, 1, response_ops("1", &response("1", &changed, &[]), coverage));
     let refused = WriteOp::AckOrNack("1".to_owned(), Some(reason.to_owned()));
     apply_and_write(&mut writer, 1, vec![refused]);
     assert_eq!(writer.shared.failures.get(), 0);
@@ -116,10 +98,7 @@ fn resources_that_the_reason_of_a_nack_does_not_name_are_stored() {
     for (reason, refused) in [
         (format!("{cluster}b: no such thing: c"), &["b"][..]),
         (format!("{cluster}a: bad, c: worse, really"), &["a", "c"]),
-        (
-            format!("{listener}c: bad\nmore of it\na: worse\n"),
-            &["a", "c"],
-        ),
+        (format!("{listener}c: bad\nmore of it\na: worse\n"), &["a", "c"]),
         // The reason names a resource of another response, or it is truncated, or it contains no names. Then all
         // resources of the response count as refused.
         (format!("{cluster}other: bad"), &none),
@@ -173,13 +152,8 @@ async fn pending_changes_are_written_when_the_agent_stops() {
     let (handle, writing) =
         LastKnownGood::new(config, None, &Registry::default(), shutdown.clone());
     let response = response_ops("1", &one("a", "1"), Coverage::All).into_iter();
-    let ops = response
-        .chain(ack_or_nack_ops("1", true))
-        .map(|op| (CLUSTER, op));
-    let first = (
-        "",
-        WriteOp::Begin(IDENTITY.to_owned(), 1, mpsc::channel(1).0),
-    );
+    let ops = response.chain(ack_or_nack_ops("1", true)).map(|op| (CLUSTER, op));
+    let first = ("", WriteOp::Begin(IDENTITY.to_owned(), 1, mpsc::channel(1).0));
     let batch = (1, std::iter::once(first).chain(ops).collect());
     handle.batches.send(batch).await.unwrap();
     let start = Instant::now();

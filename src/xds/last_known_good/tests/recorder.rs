@@ -63,10 +63,7 @@ async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
 /// Returns the cache of an Envoy, and the receiver of the batches of its streams.
 fn envoy(parent: &Path) -> (EnvoyCache, mpsc::Receiver<Batch>) {
     let (batches, received) = mpsc::channel(2);
-    let store = LastKnownGood {
-        batches,
-        ..handle(parent)
-    };
+    let store = LastKnownGood { batches, ..handle(parent) };
     (store.envoy_cache(1, Protocol::Delta).unwrap(), received)
 }
 
@@ -203,10 +200,7 @@ fn resources_that_a_reconnecting_envoy_does_not_name_are_removed_at_the_first_ac
 
 #[test]
 fn without_a_store_a_reconnecting_envoys_first_response_must_be_complete() {
-    for (held, expected) in [
-        (&["a"][..], Some(resources(&[("c", "2")]))),
-        (&["a", "b"], None),
-    ] {
+    for (held, expected) in [(&["a"][..], Some(resources(&[("c", "2")]))), (&["a", "b"], None)] {
         let parent = tempfile::tempdir().unwrap();
         let mut writer = writer(parent.path());
         apply_and_write(&mut writer, 1, ops_of(held));
@@ -220,24 +214,16 @@ fn identity(id: &str, labels: usize) -> String {
 }
 
 fn identity_with(id: &str, metadata: impl Iterator<Item = (String, String)>) -> String {
-    let value = |text: String| Value {
-        kind: Some(Kind::StringValue(text)),
-    };
+    let value = |text: String| Value { kind: Some(Kind::StringValue(text)) };
     // Each new hash map has another random order.
     let fields: HashMap<_, _> = metadata.map(|(name, text)| (name, value(text))).collect();
     let node = Node {
         id: id.into(),
         metadata: Some(Struct { fields }),
-        extensions: vec![Extension {
-            name: fastrand::u64(..).to_string(),
-            ..Default::default()
-        }],
+        extensions: vec![Extension { name: fastrand::u64(..).to_string(), ..Default::default() }],
         ..Default::default()
     };
-    let message = DeltaDiscoveryRequest {
-        node: Some(node),
-        ..Default::default()
-    };
+    let message = DeltaDiscoveryRequest { node: Some(node), ..Default::default() };
     let read = Subscription::decode(&message.encode_to_vec()[..]).unwrap();
     identity_of(&read).unwrap()
 }
@@ -256,19 +242,11 @@ fn the_identity_depends_on_id_and_metadata_but_not_on_the_order_of_maps() {
 fn metadata_that_changes_while_a_pod_lives_is_not_part_of_the_identity() {
     let with = |name: &str| identity_with("a", [(name.to_owned(), "new".to_owned())].into_iter());
     let without = identity("a", 0);
-    assert!(
-        without.starts_with("2:"),
-        "the version of the rule: {without}"
-    );
+    assert!(without.starts_with("2:"), "the version of the rule: {without}");
     for name in ["ANNOTATIONS", "LABELS", "PLATFORM_METADATA"] {
         assert_eq!(with(name), without, "{name}");
     }
-    for name in [
-        "STATIC_LABELS",
-        "INSTANCE_IPS",
-        "OF_NEXT_YEAR",
-        "annotations",
-    ] {
+    for name in ["STATIC_LABELS", "INSTANCE_IPS", "OF_NEXT_YEAR", "annotations"] {
         assert_ne!(with(name), without, "{name}");
     }
 }

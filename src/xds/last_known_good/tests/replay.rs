@@ -12,10 +12,7 @@ const NODE: &str = "node of these tests";
 
 fn request(type_url: &str, names: &[&str], nonce: &str) -> Bytes {
     let request = DeltaDiscoveryRequest {
-        node: Some(Node {
-            id: NODE.into(),
-            ..Default::default()
-        }),
+        node: Some(Node { id: NODE.into(), ..Default::default() }),
         type_url: type_url.to_owned(),
         response_nonce: nonce.to_owned(),
         resource_names_subscribe: names.iter().map(ToString::to_string).collect(),
@@ -30,11 +27,9 @@ fn store(parent: &Path) {
     let mut writer = writer(parent);
     begin(&mut writer, 1, 1, &identity(&first).unwrap());
     let both = resources(&[("a", "1"), ("b", "2")]);
-    for (type_url, resources) in [
-        (CLUSTER, &both),
-        (ENDPOINTS, &both),
-        (LISTENER, &Resources::new()),
-    ] {
+    for (type_url, resources) in
+        [(CLUSTER, &both), (ENDPOINTS, &both), (LISTENER, &Resources::new())]
+    {
         let bytes = response("1", resources, &[]);
         let response = response_ops("1", &bytes, Coverage::All).into_iter();
         let ops = response.chain(ack_or_nack_ops("1", true));
@@ -58,9 +53,7 @@ fn replayed(parent: &Path, max_age: Duration, requests: Vec<Bytes>) -> io::Resul
     let (store, _) =
         LastKnownGood::new(config, None, &Registry::default(), CancellationToken::new());
     let (sender, queue) = mpsc::channel(1000);
-    requests
-        .into_iter()
-        .for_each(|request| sender.try_send(request).unwrap());
+    requests.into_iter().for_each(|request| sender.try_send(request).unwrap());
     drop(sender);
     let (out, mut answers) = mpsc::channel(1000);
     answer(&store.shared, queue, &out)?;
@@ -130,25 +123,14 @@ fn stored_resources_that_are_too_old_or_of_another_node_are_not_served() {
     let store_path = parent.path().join(DIRECTORY);
     let file = |name: &str| store_path.join(name).display().to_string();
     let missing = "No such file or directory (os error 2)";
-    assert_eq!(
-        refused(day, first.clone()),
-        format!("{}: {missing}", file(""))
-    );
+    assert_eq!(refused(day, first.clone()), format!("{}: {missing}", file("")));
     store(parent.path());
     // Each file was last current before this number of seconds; the endpoints are the oldest.
     let endpoints = request(ENDPOINTS, &["a"], "");
-    for (name, seconds) in [
-        ("Cluster", 100),
-        ("Listener", 50),
-        ("ClusterLoadAssignment", 200),
-    ] {
+    for (name, seconds) in [("Cluster", 100), ("Listener", 50), ("ClusterLoadAssignment", 200)] {
         let mut content = fs::read(file(name)).unwrap();
         let mut header: serde_json::Value = serde_json::from_slice(&content[4..4096]).unwrap();
-        header["current"] = header["current"]
-            .as_u64()
-            .unwrap()
-            .saturating_sub(seconds)
-            .into();
+        header["current"] = header["current"].as_u64().unwrap().saturating_sub(seconds).into();
         let text = format!("{:4092}", header.to_string());
         let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
         content[..4096].copy_from_slice(&[&sum, text.as_bytes()].concat());
@@ -157,12 +139,7 @@ fn stored_resources_that_are_too_old_or_of_another_node_are_not_served() {
     let both = vec![first.clone(), endpoints];
     assert_eq!(replayed(parent.path(), day, both.clone()).unwrap().len(), 2);
     let least = Duration::from_secs(150);
-    assert_eq!(
-        replayed(parent.path(), least, vec![first.clone()])
-            .unwrap()
-            .len(),
-        1
-    );
+    assert_eq!(replayed(parent.path(), least, vec![first.clone()]).unwrap().len(), 1);
     replayed(parent.path(), least, both).unwrap_err();
     let old = refused(Duration::from_secs(99), first.clone());
     assert!(old.starts_with(&format!("{}: it is ", file(""))), "{old}");
@@ -172,24 +149,16 @@ fn stored_resources_that_are_too_old_or_of_another_node_are_not_served() {
     assert_eq!(refused(day, stranger), of_another);
     fs::write(file("ClusterLoadAssignment"), "damaged").unwrap();
     let damaged = refused(day, first);
-    assert!(
-        damaged.starts_with(&format!("{}: ", file("ClusterLoadAssignment"))),
-        "{damaged}"
-    );
+    assert!(damaged.starts_with(&format!("{}: ", file("ClusterLoadAssignment"))), "{damaged}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_stream_ends_two_seconds_after_envoy_has_answered_listeners_and_at_most_after_a_minute() {
     let parent = tempfile::tempdir().unwrap();
-    let cache = handle(parent.path())
-        .envoy_cache(1, Protocol::Delta)
-        .unwrap();
+    let cache = handle(parent.path()).envoy_cache(1, Protocol::Delta).unwrap();
     let second = Duration::from_secs(1);
     for (has_listeners, least) in [(false, 60), (true, 2)] {
-        cache
-            .generation
-            .no_longer_served
-            .store(has_listeners, Ordering::Relaxed);
+        cache.generation.no_longer_served.store(has_listeners, Ordering::Relaxed);
         let mut replay = Replay::start(cache.clone());
         let mut next = std::pin::pin!(replay.next());
         assert!(futures_util::poll!(&mut next).is_pending());
@@ -197,10 +166,7 @@ async fn a_stream_ends_two_seconds_after_envoy_has_answered_listeners_and_at_mos
         assert!(futures_util::poll!(&mut next).is_pending());
         tokio::time::advance(second).await;
         let end = next.await.unwrap_err();
-        assert!(
-            end.reason().contains("next stream goes to istiod"),
-            "{end:?}"
-        );
+        assert!(end.reason().contains("next stream goes to istiod"), "{end:?}");
     }
 }
 
@@ -228,10 +194,7 @@ fn files_that_are_exchanged_while_they_are_read_change_nothing() {
     }
     thread.join().unwrap().unwrap();
     let both = resources(&[("a", "1"), ("b", "2")]);
-    let found: Vec<_> = parsed(&bytes)
-        .unwrap()
-        .into_iter()
-        .map(|(_, _, resources)| resources)
-        .collect();
+    let found: Vec<_> =
+        parsed(&bytes).unwrap().into_iter().map(|(_, _, resources)| resources).collect();
     assert_eq!(found, [both.clone(), both]);
 }

@@ -26,12 +26,7 @@ struct Files {
     is_own_key: bool,
 }
 
-const GOOD: Files = Files {
-    root: 2999,
-    middle: 2999,
-    leaf: [2000, 2999],
-    is_own_key: true,
-};
+const GOOD: Files = Files { root: 2999, middle: 2999, leaf: [2000, 2999], is_own_key: true };
 
 impl Files {
     /// Writes the files. Returns the root and the intermediate authority.
@@ -59,9 +54,7 @@ impl Files {
 
 /// Returns a place whose agent uses the mounted files and requests no certificate.
 fn with_mounted_certificates(istiod: &LocalIstiod) -> Place {
-    Place::of(istiod)
-        .set("FILE_MOUNTED_CERTS", "true")
-        .set("XDS_ROOT_CA", ROOT)
+    Place::of(istiod).set("FILE_MOUNTED_CERTS", "true").set("XDS_ROOT_CA", ROOT)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -70,10 +63,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
     let rows: [(_, _, Says); 5] = [
         (
             "an expired intermediate",
-            Files {
-                middle: 2001,
-                ..GOOD
-            },
+            Files { middle: 2001, ..GOOD },
             (
                 "CERTIFICATE_CHAIN_REJECTED",
                 &["peers reject", "CN=middle", "2001-01-01"],
@@ -82,10 +72,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
         ),
         (
             "a key of another certificate",
-            Files {
-                is_own_key: false,
-                ..GOOD
-            },
+            Files { is_own_key: false, ..GOOD },
             (
                 "SECRET_FILE_UNUSABLE",
                 &["etc/certs/key.pem", "does not belong to the certificate"],
@@ -94,27 +81,16 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
         ),
         (
             "an expired certificate",
-            Files {
-                leaf: [2000, 2020],
-                ..GOOD
-            },
+            Files { leaf: [2000, 2020], ..GOOD },
             (
                 "CERTIFICATE_EXPIRED",
-                &[
-                    "workload certificate",
-                    "workload.test expired",
-                    "ago",
-                    "2020-01-01T00:00:00Z",
-                ],
+                &["workload certificate", "workload.test expired", "ago", "2020-01-01T00:00:00Z"],
                 &["renew the certificate"],
             ),
         ),
         (
             "a certificate of the future",
-            Files {
-                leaf: [2090, 2999],
-                ..GOOD
-            },
+            Files { leaf: [2090, 2999], ..GOOD },
             (
                 "CERTIFICATE_NOT_YET_VALID",
                 &["workload certificate", "2090-01-01T00:00:00Z"],
@@ -124,11 +100,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
         (
             "an expired root",
             Files { root: 2020, ..GOOD },
-            (
-                "ROOTS_EXPIRED",
-                &["roots of the mesh", "2020-01-01T00:00:00Z"],
-                &["Secret cacerts"],
-            ),
+            ("ROOTS_EXPIRED", &["roots of the mesh", "2020-01-01T00:00:00Z"], &["Secret cacerts"]),
         ),
     ];
     for (name, files, says) in rows {
@@ -137,11 +109,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
                 let istiod = answering_istiod().await;
                 let place = with_mounted_certificates(&istiod);
                 files.mount(&place);
-                let agent = if is_running {
-                    Some(place.start().await)
-                } else {
-                    None
-                };
+                let agent = if is_running { Some(place.start().await) } else { None };
                 Fault::new(place, says).with((istiod, agent))
             });
         }
@@ -173,11 +141,7 @@ async fn each_certificate_that_peers_reject_is_named_with_its_cure() {
         (
             "a certificate that is not valid yet on arrival",
             |options| options.clock_ahead = Duration::from_secs(3600),
-            (
-                "CLOCKS_DIFFER",
-                &["not valid yet", "this clock or istiod's is wrong"],
-                &["date -u"],
-            ),
+            ("CLOCKS_DIFFER", &["not valid yet", "this clock or istiod's is wrong"], &["date -u"]),
         ),
     ];
     for (name, change, says) in clocks {
@@ -226,20 +190,12 @@ async fn each_unusable_revocation_list_is_named_with_its_cure() {
         (
             "a list of another authority",
             |[root, _]| list(&root, 2999),
-            (
-                CODE,
-                &[LIST, "no valid list of CN=middle"],
-                &["istio-ca-crl"],
-            ),
+            (CODE, &[LIST, "no valid list of CN=middle"], &["istio-ca-crl"]),
         ),
         (
             "no list of one of the issuers",
             |[_, middle]| list(&middle, 2999),
-            (
-                CODE,
-                &[LIST, "no valid list of CN=root"],
-                &["every authority of the chain"],
-            ),
+            (CODE, &[LIST, "no valid list of CN=root"], &["every authority of the chain"]),
         ),
         (
             "something that is no list",
@@ -249,11 +205,7 @@ async fn each_unusable_revocation_list_is_named_with_its_cure() {
         (
             "an empty list",
             |_| "null".to_owned(),
-            (
-                "REVOCATION_LIST_EMPTY",
-                &[LIST],
-                &["write a list into the file"],
-            ),
+            ("REVOCATION_LIST_EMPTY", &[LIST], &["write a list into the file"]),
         ),
     ];
     let mut faults = Faults::default();
@@ -291,9 +243,6 @@ async fn mounted_files_that_peers_accept_are_in_order_and_a_bad_rotation_is_a_wa
     let _agent = place.start().await;
     assert_eq!(level().0, "ok", "{}", level().1);
     // The agent serves the secret that it read before until it ends, so this is only a warning.
-    place.write(
-        "etc/certs/key.pem",
-        KeyPair::generate().unwrap().serialize_pem(),
-    );
+    place.write("etc/certs/key.pem", KeyPair::generate().unwrap().serialize_pem());
     assert_eq!(level().0, "warning", "{}", level().1);
 }

@@ -22,10 +22,7 @@ fn with_dns(istiod: &LocalIstiod, address: &str, resolvers: &[String]) -> Place 
         .set("ISTIO_AGENT_RESOLV_CONF", "resolv.conf");
     let lines = resolvers.iter().map(|at| format!("nameserver {at}\n"));
     let lines: String = lines.collect();
-    place.write(
-        "resolv.conf",
-        format!("search default.svc.cluster.local\n{lines}"),
-    );
+    place.write("resolv.conf", format!("search default.svc.cluster.local\n{lines}"));
     place
 }
 
@@ -94,11 +91,8 @@ async fn each_fault_of_dns_is_named_with_its_cure() {
         let place = Place::of(&istiod);
         place.write("resolv.conf", format!("nameserver {at}\n"));
         let at = format!("resolver {}", at.replace(['[', ']'], ""));
-        let says: Says = (
-            "DNS_RESOLVER_SILENT",
-            &[&at, "no answer within 1.5 s"],
-            &["network policies"],
-        );
+        let says: Says =
+            ("DNS_RESOLVER_SILENT", &[&at, "no answer within 1.5 s"], &["network policies"]);
         Fault::new(place, says).with((istiod, silent))
     });
     faults.add("a resolver with a closed port", async {
@@ -109,11 +103,8 @@ async fn each_fault_of_dns_is_named_with_its_cure() {
             "resolv.conf",
             format!("nameserver {}\n", at.replace("127.0.0.1", "[127.0.0.1]")),
         );
-        let says: Says = (
-            "DNS_RESOLVER_UNREACHABLE",
-            &["resolver", &at],
-            &["dnsConfig.nameservers"],
-        );
+        let says: Says =
+            ("DNS_RESOLVER_UNREACHABLE", &["resolver", &at], &["dnsConfig.nameservers"]);
         Fault::new(place, says).with(istiod)
     });
     faults.add("a name table that does not arrive", async {
@@ -121,11 +112,8 @@ async fn each_fault_of_dns_is_named_with_its_cure() {
         let (at, resolver) = resolver(false).await;
         let place = with_dns(&istiod, &format!("127.0.0.1:{}", free_port()), &[at]);
         let agent = place.start().await;
-        let says: Says = (
-            "DNS_NAME_TABLE_MISSING",
-            &["name table", "not received"],
-            &["istioctl proxy-status"],
-        );
+        let says: Says =
+            ("DNS_NAME_TABLE_MISSING", &["name table", "not received"], &["istioctl proxy-status"]);
         Fault::new(place, says).with((agent, istiod, resolver))
     });
     faults.assert_all_reported().await;
@@ -173,11 +161,7 @@ async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
         (
             "a full disk",
             format!("{MOUNT} size=4k; head -c 9k /dev/zero >etc/istio/proxy/full || true"),
-            (
-                "DISK_FULL",
-                &["etc/istio/proxy", "cannot write"],
-                &["free space", "sizeLimit"],
-            ),
+            ("DISK_FULL", &["etc/istio/proxy", "cannot write"], &["free space", "sizeLimit"]),
         ),
         (
             "a directory of root",
@@ -193,9 +177,7 @@ async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
     for (name, script, says) in rows {
         faults.add(name, async move {
             let (place, istiod) = in_namespace(&["--mount"], &script).await;
-            let place = place
-                .set("DISABLE_ENVOY", "false")
-                .proxy("binaryPath", json!("/bin/true"));
+            let place = place.set("DISABLE_ENVOY", "false").proxy("binaryPath", json!("/bin/true"));
             Fault::new(place, says).with(istiod)
         });
     }

@@ -153,11 +153,7 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
         "no agent",
         files(
             |_, _| {},
-            (
-                "AGENT_NOT_RUNNING",
-                &["no agent answers on port", "refused"],
-                &["start the agent"],
-            ),
+            ("AGENT_NOT_RUNNING", &["no agent answers on port", "refused"], &["start the agent"]),
         ),
     );
     faults.add("an agent that hangs", async {
@@ -165,30 +161,17 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
         let place = Place::of(&istiod);
         let port = (Ipv4Addr::LOCALHOST, place.status_port());
         let hangs = listen(port.into(), silent).await;
-        let says = (
-            "AGENT_SILENT",
-            &["agent", "no answer"][..],
-            &["restart the container"][..],
-        );
+        let says = ("AGENT_SILENT", &["agent", "no answer"][..], &["restart the container"][..]);
         Fault::new(place, says).with((istiod, hangs))
     });
     faults.add("another program in place of the agent", async {
         let istiod = answering_istiod().await;
         let place = Place::of(&istiod);
         let port = (Ipv4Addr::LOCALHOST, place.status_port());
-        let http = |stream| {
-            answer(
-                stream,
-                "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
-            )
-        };
+        let http = |stream| answer(stream, "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n");
         let other = listen(port.into(), http).await;
         let port = format!("port {}", place.status_port());
-        let says = (
-            "AGENT_UNKNOWN",
-            &[&*port, "404 Not Found"][..],
-            &["the other process"][..],
-        );
+        let says = ("AGENT_UNKNOWN", &[&*port, "404 Not Found"][..], &["the other process"][..]);
         Fault::new(place, says).with((istiod, other))
     });
     let setting = async |change: fn(Place) -> Place, says: Says<'static>| {
@@ -199,11 +182,7 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
         "a member of another type",
         setting(
             |place| place.proxy("drainDuration", json!("soon")),
-            (
-                "SETTING_INVALID",
-                &["drainDuration", "soon", "a duration"],
-                &["pilot-agent config"],
-            ),
+            ("SETTING_INVALID", &["drainDuration", "soon", "a duration"], &["pilot-agent config"]),
         ),
     );
     faults.add(
@@ -238,37 +217,22 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
     faults.add("no roots at the start", files(remove(ROOT), says));
     let says: Says = ("ISTIOD_ROOTS_UNUSABLE", &[ROOT], &["istio-ca-root-cert"]);
     faults.add("roots that are none", files(write(ROOT, "no roots"), says));
-    let says: Says = (
-        "ISTIOD_TOKEN_MISSING",
-        &[TOKEN, "No such file"],
-        &["projected volume istio-token"],
-    );
+    let says: Says =
+        ("ISTIOD_TOKEN_MISSING", &[TOKEN, "No such file"], &["projected volume istio-token"]);
     faults.add("no token", files(remove(TOKEN), says));
-    let says: Says = (
-        "ISTIOD_TOKEN_INVALID",
-        &[TOKEN, "empty"],
-        &["projected volume istio-token"],
-    );
+    let says: Says = ("ISTIOD_TOKEN_INVALID", &[TOKEN, "empty"], &["projected volume istio-token"]);
     faults.add("an empty token", files(write(TOKEN, ""), says));
     let expired = |istiod: &LocalIstiod, place: &Place| {
         let token = istiod.mint_token("default", "bench", Duration::ZERO);
         place.write(TOKEN, token.unwrap());
     };
-    let says: Says = (
-        "ISTIOD_TOKEN_EXPIRED",
-        &[TOKEN, "expired "],
-        &["the kubelet renews", "date -u"],
-    );
+    let says: Says =
+        ("ISTIOD_TOKEN_EXPIRED", &[TOKEN, "expired "], &["the kubelet renews", "date -u"]);
     faults.add("an expired token", files(expired, says));
     let foreign = |istiod: &LocalIstiod, place: &Place| {
         let claims = Claims {
             audiences: vec!["vault".to_owned()],
-            ..Claims::of(
-                "default",
-                "bench",
-                SystemTime::now(),
-                Duration::from_secs(600),
-            )
+            ..Claims::of("default", "bench", SystemTime::now(), Duration::from_secs(600))
         };
         place.write(TOKEN, istiod.mint(&claims).unwrap());
     };
@@ -292,9 +256,7 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
         let istiod = answering_istiod().await;
         let place = Place::of(&istiod).set("OUTPUT_CERTS", "./absent");
         let agent = place.start().await;
-        agent
-            .logs("error when output the resource: OUTPUT_CERTS=./absent: No such file")
-            .await;
+        agent.logs("error when output the resource: OUTPUT_CERTS=./absent: No such file").await;
         let says: Says = (
             "OUTPUT_CERTS_UNWRITABLE",
             &["OUTPUT_CERTS=./absent", "No such file"],
@@ -302,21 +264,18 @@ async fn each_fault_of_settings_and_files_is_named_with_its_cure() {
         );
         Fault::new(place, says).with((agent, istiod))
     });
-    faults.add(
-        "kept configuration in a directory that does not work",
-        async {
-            let istiod = answering_istiod().await;
-            let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CONFIG", "./absent");
-            let agent = place.start().await;
-            agent.logs("generated new workload certificate").await;
-            let says: Says = (
-                "KEPT_CONFIG_UNWRITABLE",
-                &["ISTIO_AGENT_KEEP_CONFIG=./absent", "No such file"],
-                &["mount a directory"],
-            );
-            Fault::new(place, says).with((agent, istiod))
-        },
-    );
+    faults.add("kept configuration in a directory that does not work", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CONFIG", "./absent");
+        let agent = place.start().await;
+        agent.logs("generated new workload certificate").await;
+        let says: Says = (
+            "KEPT_CONFIG_UNWRITABLE",
+            &["ISTIO_AGENT_KEEP_CONFIG=./absent", "No such file"],
+            &["mount a directory"],
+        );
+        Fault::new(place, says).with((agent, istiod))
+    });
     faults.add("a misspelt variable", async {
         let istiod = answering_istiod().await;
         let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CONFIGURATION", "/tmp");
@@ -364,11 +323,7 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
         let listen = istiod.kill().await.listen.to_string();
         Fault::new(
             place,
-            (
-                "ISTIOD_CONNECTION_REFUSED",
-                &["discoveryAddress", &listen],
-                &["kubectl get pods"],
-            ),
+            ("ISTIOD_CONNECTION_REFUSED", &["discoveryAddress", &listen], &["kubectl get pods"]),
         )
     });
     faults.add("packets are dropped", async {
@@ -389,17 +344,11 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
         Fault::new(place, says).with((listener, first, istiod))
     });
     faults.add("a certificate for another name", async {
-        let istiod = LocalIstiod::start(Options {
-            extra_names: Vec::new(),
-            ..options()
-        });
+        let istiod = LocalIstiod::start(Options { extra_names: Vec::new(), ..options() });
         let istiod = istiod.await.unwrap();
         let name = istiod.address.ip().to_string();
-        let says: Says = (
-            "ISTIOD_CERTIFICATE_NAME",
-            &["istiod.istio-system.svc", &name],
-            &["ISTIOD_SAN"],
-        );
+        let says: Says =
+            ("ISTIOD_CERTIFICATE_NAME", &["istiod.istio-system.svc", &name], &["ISTIOD_SAN"]);
         Fault::new(Place::of(&istiod), says).with(istiod)
     });
     let early =
@@ -416,10 +365,8 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
         &["expired", "2020-01-01"],
         &["date -u", "kubectl rollout restart deployment/istiod"],
     );
-    faults.add(
-        "an expired certificate of istiod, or a clock that is ahead",
-        certificate(late, says),
-    );
+    faults
+        .add("an expired certificate of istiod, or a clock that is ahead", certificate(late, says));
     let says: Says = ("ISTIOD_NOT_GRPC", &["does not offer HTTP/2"], &["15012"]);
     faults.add("TLS without HTTP/2", certificate(|_| {}, says));
     let http = |stream| answer(stream, "HTTP/1.1 400 Bad Request\r\n\r\n");
@@ -429,11 +376,8 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
         &["15012", "controlPlaneAuthPolicy: NONE"],
     );
     faults.add("a plain HTTP server", with_other_server(http, says));
-    let says: Says = (
-        "ISTIOD_TIMEOUT",
-        &["discoveryAddress", "in the TLS handshake"],
-        &["kubectl get pods"],
-    );
+    let says: Says =
+        ("ISTIOD_TIMEOUT", &["discoveryAddress", "in the TLS handshake"], &["kubectl get pods"]);
     faults.add("a silent server", with_other_server(silent, says));
     faults.add("a proxy that refuses", async {
         let istiod = local_istiod().await;
@@ -468,31 +412,20 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
         )
     });
     for is_running in [false, true] {
-        faults.add(
-            "a wrong CA_ADDR beside a right discoveryAddress",
-            async move {
-                let istiod = answering_istiod().await;
-                let dead = local_istiod().await.kill().await.listen.to_string();
-                let place = Place::of(&istiod).set("CA_ADDR", &dead);
-                let agent = if is_running {
-                    Some(place.start().await)
-                } else {
-                    None
-                };
-                if let Some(agent) = &agent {
-                    agent.logs("ISTIOD_CONNECTION_REFUSED").await;
-                }
-                Fault::new(
-                    place,
-                    (
-                        "ISTIOD_CONNECTION_REFUSED",
-                        &["CA_ADDR", &dead],
-                        &["is the port right"],
-                    ),
-                )
-                .with((istiod, agent))
-            },
-        );
+        faults.add("a wrong CA_ADDR beside a right discoveryAddress", async move {
+            let istiod = answering_istiod().await;
+            let dead = local_istiod().await.kill().await.listen.to_string();
+            let place = Place::of(&istiod).set("CA_ADDR", &dead);
+            let agent = if is_running { Some(place.start().await) } else { None };
+            if let Some(agent) = &agent {
+                agent.logs("ISTIOD_CONNECTION_REFUSED").await;
+            }
+            Fault::new(
+                place,
+                ("ISTIOD_CONNECTION_REFUSED", &["CA_ADDR", &dead], &["is the port right"]),
+            )
+            .with((istiod, agent))
+        });
     }
     faults.assert_all_reported().await;
 }
@@ -507,10 +440,7 @@ async fn each_refusal_by_istiod_is_named_with_its_cure() {
         &["POD_NAMESPACE is \"shop\"", "token is for default"],
         &["set POD_NAMESPACE to default"],
     );
-    faults.add(
-        "a namespace other than the token's",
-        denied(of("POD_NAMESPACE", "shop"), says),
-    );
+    faults.add("a namespace other than the token's", denied(of("POD_NAMESPACE", "shop"), says));
     let says: Says = (
         DENIED,
         &["POD_NAMESPACE is \"\"", "token is for default"],
@@ -522,30 +452,20 @@ async fn each_refusal_by_istiod_is_named_with_its_cure() {
         &["SERVICE_ACCOUNT is \"cart\"", "token is for bench"],
         &["set SERVICE_ACCOUNT to bench"],
     );
-    faults.add(
-        "an account other than the token's",
-        denied(of("SERVICE_ACCOUNT", "cart"), says),
-    );
+    faults.add("an account other than the token's", denied(of("SERVICE_ACCOUNT", "cart"), says));
     let says: Says = (
         DENIED,
         &["TRUST_DOMAIN is \"other.test\"", "no identities matched"],
         &["compare `TRUST_DOMAIN`", "kubectl get configmap istio"],
     );
-    faults.add(
-        "another trust domain",
-        denied(of("TRUST_DOMAIN", "other.test"), says),
-    );
+    faults.add("another trust domain", denied(of("TRUST_DOMAIN", "other.test"), says));
     faults.add("a CSR that is refused", async {
         let istiod = answering_istiod().await;
         istiod.refuse_certificates(Some(Status::permission_denied("not this one")));
         let place = Place::of(&istiod);
         let agent = place.start().await;
         agent.logs("not this one").await;
-        let says: Says = (
-            DENIED,
-            &["not this one", "TRUST_DOMAIN"],
-            &["compare `TRUST_DOMAIN`"],
-        );
+        let says: Says = (DENIED, &["not this one", "TRUST_DOMAIN"], &["compare `TRUST_DOMAIN`"]);
         Fault::new(place, says).with((agent, istiod))
     });
     faults.add("an istiod that does not sign", async {
@@ -554,11 +474,8 @@ async fn each_refusal_by_istiod_is_named_with_its_cure() {
         let place = Place::of(&istiod);
         let agent = place.start().await;
         agent.logs("unknown service").await;
-        let says: Says = (
-            "ISTIOD_WITHOUT_CA",
-            &["discoveryAddress", "Unimplemented"],
-            &["CA_ADDR"],
-        );
+        let says: Says =
+            ("ISTIOD_WITHOUT_CA", &["discoveryAddress", "Unimplemented"], &["CA_ADDR"]);
         Fault::new(place, says).with((agent, istiod))
     });
     faults.assert_all_reported().await;
@@ -583,12 +500,7 @@ async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works(
     let mut faults = Faults::default();
     faults.add("the next one accepts the stream and says nothing", async {
         let keys = Keys::generate("cluster.local").unwrap();
-        let start = || {
-            LocalIstiod::start(Options {
-                keys: Some(keys.clone()),
-                ..options()
-            })
-        };
+        let start = || LocalIstiod::start(Options { keys: Some(keys.clone()), ..options() });
         let (mut first, mut second) = (start().await.unwrap(), start().await.unwrap());
         let addresses = format!("{}, {}", first.address, second.address);
         let place = Place::with_envoy(&first).set("DISCOVERY_ADDRESS", &addresses);
@@ -596,21 +508,15 @@ async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works(
         relays(&place, &mut first).await;
         // The times in the agent's record are in whole seconds, so the next failure has to happen in a later
         // second.
-        let second_of = |time: SystemTime| {
-            time.duration_since(SystemTime::UNIX_EPOCH)
-                .unwrap()
-                .as_secs()
-        };
+        let second_of =
+            |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
         let answered = second_of(SystemTime::now());
         until("a later second", || second_of(SystemTime::now()) > answered).await;
         let first = first.kill().await.listen.to_string();
         let envoy = ask_for_clusters(&place).await;
         let stream = accepted(&mut second).await;
-        let says: Says = (
-            "ISTIOD_CONNECTION_REFUSED",
-            &["DISCOVERY_ADDRESS", &first],
-            &["kubectl get pods"],
-        );
+        let says: Says =
+            ("ISTIOD_CONNECTION_REFUSED", &["DISCOVERY_ADDRESS", &first], &["kubectl get pods"]);
         Fault::new(place, says).with((agent, envoy, stream, second))
     });
     faults.assert_all_reported().await;
@@ -632,13 +538,7 @@ async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
     let agent = place.start().await;
     agent.logs("generated new workload certificate").await;
     let (report, _) = diagnosed(&place);
-    let groups = [
-        "agent",
-        "configuration",
-        "token and roots",
-        "istiod",
-        "certificate",
-    ];
+    let groups = ["agent", "configuration", "token and roots", "istiod", "certificate"];
     assert_ne!(report["level"], "skipped", "{report:#}");
     for group in report["groups"].as_array().unwrap() {
         let name = group["name"].as_str().unwrap();
@@ -651,10 +551,7 @@ async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
     assert!(!verdict.starts_with("no agent"), "{verdict}");
     let text = place.run(&["doctor", "--verbose"]);
     let text = String::from_utf8_lossy(&text.stdout);
-    assert!(
-        !text.contains(token(&istiod).split('.').nth(1).unwrap()),
-        "{text}"
-    );
+    assert!(!text.contains(token(&istiod).split('.').nth(1).unwrap()), "{text}");
     assert!(text.contains("ok       discovery request to"), "{text}");
 }
 
@@ -680,10 +577,7 @@ async fn a_caller_without_permission_gets_one_sentence_and_an_exit_code() {
             .arg("doctor")
             .args(flag)
             .current_dir("/")
-            .env(
-                "PROXY_CONFIG",
-                json!({ "statusPort": place.status_port() }).to_string(),
-            );
+            .env("PROXY_CONFIG", json!({ "statusPort": place.status_port() }).to_string());
         let output = block_in_place(|| command.output().unwrap());
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert_eq!(output.status.code(), Some(4), "{text}");
@@ -734,8 +628,5 @@ async fn on_a_machine_the_command_runs_with_the_settings_of_the_unit() {
     let place = place.started_by(&["unshare", "--mount", "sh", "-ec", script, "-"]);
     let output = block_in_place(|| place.run(&["doctor"]));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(
-        text.starts_with("/\nno agent answers on port 1: "),
-        "{text}"
-    );
+    assert!(text.starts_with("/\nno agent answers on port 1: "), "{text}");
 }

@@ -23,10 +23,8 @@ struct Python(Child);
 
 impl Python {
     fn start(package: &Path, arguments: &[&str], bootstrap: &Path) -> Self {
-        let program = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/tests/integration/conformance/grpc/echo.py"
-        );
+        let program =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/tests/integration/conformance/grpc/echo.py");
         let child = Command::new("python3")
             .arg("-B")
             .arg(program)
@@ -41,9 +39,7 @@ impl Python {
 
     fn first_line(&mut self) -> String {
         let mut line = String::new();
-        BufReader::new(self.0.stdout.take().unwrap())
-            .read_line(&mut line)
-            .unwrap();
+        BufReader::new(self.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
         line.trim().to_owned()
     }
 
@@ -118,23 +114,17 @@ fn resources(port: &str) -> Value {
 
 #[tokio::test]
 async fn python_clients_reach_a_server_by_the_configuration_they_got_through_the_agent() {
-    let Some(package) = package(
-        "tests/integration/conformance/grpc/requirements.txt",
-        "GRPC_TESTS",
-    ) else {
+    let Some(package) =
+        package("tests/integration/conformance/grpc/requirements.txt", "GRPC_TESTS")
+    else {
         return;
     };
     let mut server = Python::start(&package, &["serve"], Path::new("none"));
     let folder = tempfile::tempdir().unwrap();
     let text = resources(&server.first_line()).to_string();
     std::fs::write(folder.path().join("resources.json"), text).unwrap();
-    let (snapshots, _) = follow(folder.path().to_owned(), Events::default())
-        .await
-        .unwrap();
-    let istiod = LocalIstiod::start(Options {
-        snapshots: Some(snapshots),
-        ..options()
-    });
+    let (snapshots, _) = follow(folder.path().to_owned(), Events::default()).await.unwrap();
+    let istiod = LocalIstiod::start(Options { snapshots: Some(snapshots), ..options() });
     let istiod = istiod.await.unwrap();
     // If the agent runs an Envoy, gRPC applications share the discovery socket with it.
     for place in [Place::of(&istiod), Place::with_envoy(&istiod)] {
@@ -157,10 +147,9 @@ async fn python_clients_reach_a_server_by_the_configuration_they_got_through_the
 
 #[tokio::test]
 async fn a_python_client_gets_a_secret() {
-    let Some(package) = package(
-        "tests/integration/conformance/grpc/requirements.txt",
-        "GRPC_TESTS",
-    ) else {
+    let Some(package) =
+        package("tests/integration/conformance/grpc/requirements.txt", "GRPC_TESTS")
+    else {
         return;
     };
     let istiod = local_istiod().await;
@@ -169,12 +158,7 @@ async fn a_python_client_gets_a_secret() {
     let socket = place.sds_socket();
     let arguments = ["stream", socket.to_str().unwrap(), STREAM_SECRETS];
     let client = Python::start(&package, &arguments, Path::new("none"));
-    let output = client
-        .output(request(SECRET, &["default"]).encode_to_vec())
-        .await;
+    let output = client.output(request(SECRET, &["default"]).encode_to_vec()).await;
     let response = DiscoveryResponse::decode(output.as_slice()).unwrap();
-    assert_eq!(
-        (response.type_url.as_str(), response.resources.len()),
-        (SECRET, 1)
-    );
+    assert_eq!((response.type_url.as_str(), response.resources.len()), (SECRET, 1));
 }

@@ -79,14 +79,8 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
     };
     let (code, said) = verify();
     assert_eq!(code, Some(3), "{said}");
-    assert!(
-        said.contains("IPv4: a rule is missing: nat: -A OUTPUT -j ISTIO_OUTPUT"),
-        "{said}"
-    );
-    assert!(
-        said.contains("IPv6: a rule is missing: nat: -A OUTPUT -j ISTIO_OUTPUT"),
-        "{said}"
-    );
+    assert!(said.contains("IPv4: a rule is missing: nat: -A OUTPUT -j ISTIO_OUTPUT"), "{said}");
+    assert!(said.contains("IPv6: a rule is missing: nat: -A OUTPUT -j ISTIO_OUTPUT"), "{said}");
     let output = istio_iptables(0, words);
     assert!(output.status.success(), "{}", text(&output));
     let right = "The rules are those that these arguments ask for: traffic is captured.\n";
@@ -99,10 +93,7 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
         said.contains("IPv4: a chain is not of this version of Istio: nat: istio-old\n"),
         "{said}"
     );
-    namespace::run(
-        "nft",
-        &["insert rule inet istio-proxy-nat output ip daddr 10.0.0.0/8 accept"],
-    );
+    namespace::run("nft", &["insert rule inet istio-proxy-nat output ip daddr 10.0.0.0/8 accept"]);
     let (code, said) = verify();
     assert_eq!(code, Some(3), "{said}");
     let first = "IPv4: a rule of others comes first and may take traffic: nat: -A OUTPUT -d 10.0.0.0/8 -j ACCEPT\n";
@@ -248,10 +239,7 @@ struct Receivers(Child);
 
 impl Receivers {
     fn start(user: u32, name: &str, addresses: &str, ports: &str) -> Self {
-        let script = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/tests/integration/support/receiver.py"
-        );
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/integration/support/receiver.py");
         let script = namespace::reachable(Path::new(script));
         let mut command = Command::new("python3");
         command.arg("-B").arg(script).uid(user).gid(user);
@@ -303,11 +291,7 @@ impl Arguments {
             &["--capture-all-dns", ""],
             &["--drop-invalid", ""],
             &["--protect-admin", ""],
-            &[
-                "--native-nftables",
-                "--force-iptables-binary=nft",
-                "--force-iptables-binary=legacy",
-            ],
+            &["--native-nftables", "--force-iptables-binary=nft", "--force-iptables-binary=legacy"],
         ] {
             let word = options[rng.usize(..options.len())];
             words.extend(Some(word).filter(|word| !word.is_empty()));
@@ -359,10 +343,8 @@ impl Arguments {
 /// receiver, or the error.
 fn send(is_tcp: bool, destination: SocketAddr, user: &str) -> String {
     let (user, group) = user.split_once('/').unwrap();
-    let (user, group) = (
-        Uid::from_raw(user.parse().unwrap()),
-        Gid::from_raw(group.parse().unwrap()),
-    );
+    let (user, group) =
+        (Uid::from_raw(user.parse().unwrap()), Gid::from_raw(group.parse().unwrap()));
     set_thread_groups(&[]).unwrap();
     set_thread_gid(group).unwrap();
     set_thread_uid(user).unwrap();
@@ -373,11 +355,7 @@ fn send(is_tcp: bool, destination: SocketAddr, user: &str) -> String {
             stream.set_read_timeout(Some(LIMIT))?;
             stream.read_to_string(&mut answer)?;
         } else {
-            let any = if destination.is_ipv4() {
-                "0.0.0.0:0"
-            } else {
-                "[::]:0"
-            };
+            let any = if destination.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
             let socket = UdpSocket::bind(any)?;
             socket.connect(destination)?;
             socket.set_read_timeout(Some(LIMIT))?;
@@ -400,17 +378,12 @@ fn real_packets_arrive_where_explain_says() {
     if !namespace::is_inside(TEST) {
         return;
     }
-    let peer = Peer::join(&[
-        ("10.9.0.1/24", "10.9.0.2/24"),
-        ("2001:db8:9::1/64", "2001:db8:9::2/64"),
-    ]);
+    let peer =
+        Peer::join(&[("10.9.0.1/24", "10.9.0.2/24"), ("2001:db8:9::1/64", "2001:db8:9::2/64")]);
     for address in ["10.96.0.10/32", "192.0.2.10/32", "2001:db8:96::10/128"] {
         peer.ip(&["address", "add", address, "dev", "lo"]);
     }
-    namespace::put(
-        "/etc/resolv.conf",
-        "nameserver 10.9.0.2\nnameserver 2001:db8:9::2\n",
-    );
+    namespace::put("/etc/resolv.conf", "nameserver 10.9.0.2\nnameserver 2001:db8:9::2\n");
     let _here = Receivers::start(0, "here", HERE, PORTS_HERE);
     // The rules put responses of the DNS port into the conntrack zone of redirected queries only if the
     // agent's user sends them.
@@ -453,11 +426,7 @@ fn check_random_flow(arguments: &Arguments, peer: &Peer, rng: &mut Rng) -> Strin
             let sender = scope.spawn(|| send(is_tcp, destination, user));
             sender.join().unwrap()
         });
-        (
-            format!("out,{protocol},{user},{destination}"),
-            destination,
-            found,
-        )
+        (format!("out,{protocol},{user},{destination}"), destination, found)
     } else {
         let destination: SocketAddr = FROM_THERE[rng.usize(..FROM_THERE.len())].parse().unwrap();
         let found = peer.within(|| send(is_tcp, destination, "1000/1000"));

@@ -26,10 +26,7 @@ fn is_inside(test: &str) -> bool {
     let inside = namespace::is_inside(&format!("capture::iptables::{test}"));
     if inside {
         namespace::add_address("10.1.1.1/24");
-        namespace::run(
-            "ip",
-            &["address", "add", "2001:db8::1/64", "dev", "lo", "nodad"],
-        );
+        namespace::run("ip", &["address", "add", "2001:db8::1/64", "dev", "lo", "nodad"]);
     }
     inside
 }
@@ -77,16 +74,9 @@ fn rules(saved: &str) -> Vec<&str> {
 
 fn restore(program: &str, text: &str) {
     let mut child = Command::new(program);
-    child
-        .args(["--noflush", "--counters"])
-        .stdin(Stdio::piped());
+    child.args(["--noflush", "--counters"]).stdin(Stdio::piped());
     let mut child = child.spawn().unwrap();
-    child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(text.as_bytes())
-        .unwrap();
+    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
     assert!(child.wait().unwrap().success(), "{program}: {text}");
 }
 
@@ -127,10 +117,7 @@ fn rules_are_set_up_once_and_removed_without_changing_foreign_rules() {
                 assert!(applied.contains(line), "{line} is gone: {applied}");
             }
             let printed = istio_iptables(kind, words);
-            assert!(
-                printed.contains("no iptables rule needs a change"),
-                "{printed}"
-            );
+            assert!(printed.contains("no iptables rule needs a change"), "{printed}");
             assert_eq!(saved(kind), applied, "{kind}: {words}");
             istio_iptables(kind, &format!("{words} --force-apply"));
             assert_eq!(rules(&saved(kind)), rules(&applied), "{kind}: {words}");
@@ -257,10 +244,9 @@ fn dns_rules_of_earlier_versions_are_replaced_and_removed_and_those_of_others_st
     let pods = ["10.1.1.1", "2001:db8::1"];
     for kind in KINDS {
         let both = |text: &str| {
-            for (family, pod, link) in [
-                ("iptables", pods[0], "169.254.20.10"),
-                ("ip6tables", pods[1], "fd00::20"),
-            ] {
+            for (family, pod, link) in
+                [("iptables", pods[0], "169.254.20.10"), ("ip6tables", pods[1], "fd00::20")]
+            {
                 let text = text.replace("POD", pod).replace("LINK", link);
                 if family == "iptables" || !text.contains("127.0.0.1") {
                     restore(&format!("{family}-{kind}-restore"), &text);
@@ -357,14 +343,9 @@ async fn each_reason_why_no_rule_is_created_is_named_with_its_cure() {
     for address in ["10.1.1.1/24", "2001:db8::1/64"] {
         namespace::run("ip", &["address", "delete", address, "dev", "lo"]);
     }
-    let says: Says = (
-        "CAPTURE_NO_ADDRESS",
-        &["no valid local IP address found"],
-        &["check the CNI plugin"],
-    );
-    Fault::failing(command(SIDECAR), says)
-        .judge("no address")
-        .await;
+    let says: Says =
+        ("CAPTURE_NO_ADDRESS", &["no valid local IP address found"], &["check the CNI plugin"]);
+    Fault::failing(command(SIDECAR), says).judge("no address").await;
     namespace::add_address("10.1.1.1/24");
     let says: Says = (
         "CAPTURE_PERMISSION",
@@ -373,9 +354,7 @@ async fn each_reason_why_no_rule_is_created_is_named_with_its_cure() {
     );
     let mut unprivileged = command(SIDECAR);
     unprivileged.uid(AGENT).gid(AGENT);
-    Fault::failing(unprivileged, says)
-        .judge("no NET_ADMIN")
-        .await;
+    Fault::failing(unprivileged, says).judge("no NET_ADMIN").await;
     let says: Says = (
         "CAPTURE_PROGRAM_MISSING",
         &["iptables-save and iptables-restore (nft or legacy) are not in PATH (/mnt/none)"],
@@ -504,10 +483,7 @@ fn routes_are_there_once_while_they_are_needed() {
 
 /// Returns the lines of all remaining rules of Istio, listed by both kinds of iptables and by nft.
 fn left() -> String {
-    let nft = Command::new("nft")
-        .args(["list", "ruleset"])
-        .output()
-        .unwrap();
+    let nft = Command::new("nft").args(["list", "ruleset"]).output().unwrap();
     let all = KINDS.map(saved).concat() + &String::from_utf8(nft.stdout).unwrap();
     let is_istios = |line: &&str| line.contains("ISTIO_") || line.contains("istio-proxy");
     all.lines().filter(is_istios).collect::<Vec<_>>().join("\n")
@@ -519,11 +495,8 @@ fn succeed(words: &str) -> String {
     printed
 }
 
-const BACK_ENDS: [&str; 3] = [
-    "--force-iptables-binary legacy",
-    "--force-iptables-binary nft",
-    "--native-nftables",
-];
+const BACK_ENDS: [&str; 3] =
+    ["--force-iptables-binary legacy", "--force-iptables-binary nft", "--native-nftables"];
 
 #[test]
 fn a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules() {
@@ -531,43 +504,22 @@ fn a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules() {
         return;
     }
     for set_up in BACK_ENDS {
-        for cleanup in [
-            "",
-            BACK_ENDS[0],
-            BACK_ENDS[1],
-            BACK_ENDS[2],
-            "-b 80,x -u no-such-user",
-        ] {
+        for cleanup in ["", BACK_ENDS[0], BACK_ENDS[1], BACK_ENDS[2], "-b 80,x -u no-such-user"] {
             succeed(&format!("{OTHER} {set_up}"));
-            assert!(
-                left().contains("15006") || left().contains("istio"),
-                "{set_up}"
-            );
+            assert!(left().contains("15006") || left().contains("istio"), "{set_up}");
             namespace::run("ip", &["address", "flush", "dev", "lo", "scope", "global"]);
             let printed = succeed(&format!("--cleanup-only --dry-run {cleanup}"));
-            let is_named = [
-                "-D OUTPUT -j ISTIO_OUTPUT\n",
-                "delete table inet istio-proxy-nat\n",
-            ];
-            assert!(
-                is_named.iter().any(|named| printed.contains(named)),
-                "{printed}"
-            );
+            let is_named = ["-D OUTPUT -j ISTIO_OUTPUT\n", "delete table inet istio-proxy-nat\n"];
+            assert!(is_named.iter().any(|named| printed.contains(named)), "{printed}");
             let printed = succeed(&format!("--cleanup-only {cleanup}"));
             assert_eq!(left(), "", "{set_up}, {cleanup}: {printed}");
             let is_rule_a_line = [
                 "-restore: -D OUTPUT -j ISTIO_OUTPUT\n",
                 "nft: delete table inet istio-proxy-nat\n",
             ];
-            assert!(
-                is_rule_a_line.iter().any(|line| printed.contains(line)),
-                "{printed}"
-            );
+            assert!(is_rule_a_line.iter().any(|line| printed.contains(line)), "{printed}");
             namespace::add_address("10.1.1.1/24");
-            namespace::run(
-                "ip",
-                &["address", "add", "2001:db8::1/64", "dev", "lo", "nodad"],
-            );
+            namespace::run("ip", &["address", "add", "2001:db8::1/64", "dev", "lo", "nodad"]);
         }
     }
 }
@@ -597,12 +549,7 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
         let lines = ip(words);
         let lines = lines.lines().filter(|line| line.contains(of));
         lines
-            .map(|line| {
-                line.split_once(":\t")
-                    .map_or(line, |(_, rule)| rule)
-                    .trim()
-                    .to_owned()
-            })
+            .map(|line| line.split_once(":\t").map_or(line, |(_, rule)| rule).trim().to_owned())
             .collect::<Vec<_>>()
     };
     for rule in [
@@ -612,10 +559,7 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
         "fwmark 0x539 lookup 200",
         "fwmark 0x4d ipproto udp lookup 98",
     ] {
-        namespace::run(
-            "ip",
-            &["rule add", rule].join(" ").split(' ').collect::<Vec<_>>(),
-        );
+        namespace::run("ip", &["rule add", rule].join(" ").split(' ').collect::<Vec<_>>());
     }
     let others = ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark"));
     let own = "-b * -i * -m TPROXY -t 77 -r 99 -u 2000 -g 2001 --dual-stack";
@@ -635,17 +579,10 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
                 succeed("--cleanup-only -t 78 -r 98");
             }
             for family in ["-4", "-6"] {
-                assert_eq!(
-                    ip(&format!("{family} route show table 99")),
-                    "",
-                    "{printed}"
-                );
+                assert_eq!(ip(&format!("{family} route show table 99")), "", "{printed}");
             }
             let marked = KINDS.map(saved).concat();
-            assert!(
-                !marked.contains("0x4d") && !marked.contains("-owner 200"),
-                "{marked}"
-            );
+            assert!(!marked.contains("0x4d") && !marked.contains("-owner 200"), "{marked}");
             succeed("--cleanup-only");
             let found = ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark"));
             assert_eq!(found, others, "{printed}");
@@ -653,17 +590,9 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
     }
     // pilot-agent leaves this rule and this route behind after a change from TPROXY to REDIRECT.
     namespace::run("ip", &["rule", "add", "fwmark", "1337", "lookup", "133"]);
-    namespace::run(
-        "ip",
-        &[
-            "route", "add", "local", "default", "dev", "lo", "table", "133",
-        ],
-    );
+    namespace::run("ip", &["route", "add", "local", "default", "dev", "lo", "table", "133"]);
     succeed("--cleanup-only");
-    assert_eq!(
-        ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark")),
-        others
-    );
+    assert_eq!(["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark")), others);
     assert_eq!(ip("route show table 133"), "");
 }
 
@@ -681,37 +610,22 @@ fn rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_s
         restore(&format!("iptables-{kind}-restore"), text);
         restore(&format!("ip6tables-{kind}-restore"), text);
     };
-    for (kind, mode) in KINDS
-        .iter()
-        .flat_map(|kind| [(*kind, "REDIRECT"), (*kind, "TPROXY")])
-    {
+    for (kind, mode) in KINDS.iter().flat_map(|kind| [(*kind, "REDIRECT"), (*kind, "TPROXY")]) {
         both(kind, earlier);
         let words = format!("-m {mode} -b * -i * -c eth7,eth8 -k vm0,vm1 --dual-stack");
         istio_iptables(kind, &words);
         both(kind, later);
         let applied = saved(kind);
         let printed = istio_iptables(kind, &words);
-        assert!(
-            printed.contains("no iptables rule needs a change"),
-            "{printed}"
-        );
-        istio_iptables(
-            kind,
-            &format!("-m {mode} -b * -i 10.0.0.0/8 -c eth9 -k vm2 --dual-stack"),
-        );
+        assert!(printed.contains("no iptables rule needs a change"), "{printed}");
+        istio_iptables(kind, &format!("-m {mode} -b * -i 10.0.0.0/8 -c eth9 -k vm2 --dual-stack"));
         for interface in ["-i eth7", "-i eth8", "-o eth8", "vm0", "vm1"] {
             assert!(applied.contains(interface), "{kind}, {mode}: {applied}");
             let replaced = saved(kind);
-            assert!(
-                !replaced.contains(interface),
-                "{interface}: {kind}, {mode}: {replaced}"
-            );
+            assert!(!replaced.contains(interface), "{interface}: {kind}, {mode}: {replaced}");
         }
         istio_iptables(kind, "--cleanup-only");
-        let mut left = rules(&saved(kind))
-            .iter()
-            .map(ToString::to_string)
-            .collect::<Vec<_>>();
+        let mut left = rules(&saved(kind)).iter().map(ToString::to_string).collect::<Vec<_>>();
         let mut others: Vec<_> = (earlier.to_owned() + later)
             .lines()
             .filter(|line| line.starts_with('-'))
@@ -745,10 +659,7 @@ fn empty_legacy_tables_do_not_select_legacy_iptables() {
     assert!(saved("nft").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
     // Legacy tables with a rule do select legacy iptables.
     succeed("--cleanup-only");
-    namespace::run(
-        "iptables-legacy",
-        &["-t", "nat", "-A", "OUTPUT", "-j", "RETURN"],
-    );
+    namespace::run("iptables-legacy", &["-t", "nat", "-A", "OUTPUT", "-j", "RETURN"]);
     succeed(SIDECAR);
     assert!(saved("legacy").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
 }
@@ -772,14 +683,10 @@ fn at_most_one_iptables_program_per_family_runs_unless_rules_are_removed() {
             let (code, printed) = ended(command(words).env("PATH", &path));
             assert_eq!(code, Some(0), "{printed}");
             let run = fs::read_to_string("/mnt/run").unwrap_or_default();
-            run.lines()
-                .map(|name| name.replace(kind, ""))
-                .collect::<Vec<_>>()
+            run.lines().map(|name| name.replace(kind, "")).collect::<Vec<_>>()
         };
-        let (saves, restores) = (
-            ["iptables--save", "ip6tables--save"],
-            ["iptables--restore", "ip6tables--restore"],
-        );
+        let (saves, restores) =
+            (["iptables--save", "ip6tables--save"], ["iptables--restore", "ip6tables--restore"]);
         assert_eq!(run("--cleanup-only"), [""; 0], "{kind}");
         assert_eq!(run(SIDECAR), restores, "{kind}");
         assert_eq!(run(SIDECAR), saves, "{kind}");
@@ -834,11 +741,7 @@ fn failing_ip6tables_programs_matter_only_if_ipv6_rules_are_wanted_or_exist() {
             let (code, printed) = ended(command(words).env("PATH", &path));
             assert_eq!(code, Some(expected), "{name}, {words}: {printed}");
             let is_left_alone = printed.contains("IPv6 rules stay unchanged: ");
-            assert_eq!(
-                is_left_alone,
-                expected == 0 && !script.is_empty(),
-                "{printed}"
-            );
+            assert_eq!(is_left_alone, expected == 0 && !script.is_empty(), "{printed}");
         };
         run(V4, 0);
         assert!(saved("nft").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
@@ -865,10 +768,7 @@ fn net_admin_and_net_raw_suffice() {
             let mut setpriv = Command::new("setpriv");
             let capabilities = "-all,+net_admin,+net_raw";
             setpriv.args(["--bounding-set", capabilities, "--inh-caps", capabilities]);
-            setpriv
-                .arg("--no-new-privs")
-                .arg(&agent)
-                .arg("istio-iptables");
+            setpriv.arg("--no-new-privs").arg(&agent).arg("istio-iptables");
             setpriv.args(words.split_whitespace());
             setpriv.args(["--force-iptables-binary", kind]);
             let (code, printed) = ended(&mut setpriv);

@@ -71,18 +71,14 @@ fn validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules() {
         let output = istio_iptables(user, &words);
         (output.status.code(), text(&output), started.elapsed())
     };
-    for (address, destination) in [
-        ("10.9.0.1/24", "127.0.0.6:15002"),
-        ("2001:db8::1/64", "[::6]:15002"),
-    ] {
+    for (address, destination) in
+        [("10.9.0.1/24", "127.0.0.6:15002"), ("2001:db8::1/64", "[::6]:15002")]
+    {
         namespace::add_address(address);
         let (code, said, time) = validate(AGENT, "1500ms");
         assert_eq!(code, Some(126), "{said}");
         let hint = format!("no connection of user 1337 to {destination} was redirected");
-        assert!(
-            said.contains(&hint) && said.contains("cni.repair"),
-            "{said}"
-        );
+        assert!(said.contains(&hint) && said.contains("cni.repair"), "{said}");
         assert!(time < std::time::Duration::from_secs(30), "{time:?}");
         for (mode, back_end) in [
             ("REDIRECT", ""),
@@ -161,10 +157,7 @@ impl Captured {
         }
         let nameserver = families[0].peer;
         let search = format!("search {NAMESPACE}.svc.cluster.local\n");
-        namespace::put(
-            "/etc/resolv.conf",
-            &format!("{search}nameserver {nameserver}\n"),
-        );
+        namespace::put("/etc/resolv.conf", &format!("{search}nameserver {nameserver}\n"));
         capture(&format!("{ARGUMENTS} {words}"));
 
         let listen = |port| TcpListener::bind(format!("[::]:{port}")).unwrap();
@@ -185,10 +178,7 @@ impl Captured {
             "connect_timeout": "1s",
             "load_assignment": endpoints("own", &[8080]),
         });
-        own["load_assignment"]
-            .as_object_mut()
-            .unwrap()
-            .remove("@type");
+        own["load_assignment"].as_object_mut().unwrap().remove("@type");
         *own.pointer_mut(
             "/load_assignment/endpoints/0/lb_endpoints/0/endpoint/address/socket_address/address",
         )
@@ -212,10 +202,7 @@ impl Captured {
             environment: &[
                 ("INSTANCE_IP", families[0].pod),
                 ("ISTIO_META_DNS_CAPTURE", "true"),
-                (
-                    "ISTIO_DUAL_STACK",
-                    if families.len() > 1 { "true" } else { "false" },
-                ),
+                ("ISTIO_DUAL_STACK", if families.len() > 1 { "true" } else { "false" }),
                 ("ENVOY_STATUS_PORT", "15021"),
                 ("PROXY_CONFIG", r#"{"statusPort": 15020}"#),
                 (
@@ -231,10 +218,7 @@ impl Captured {
             peer,
             pod,
             resolver,
-            _backends: backends
-                .chain(others)
-                .map(Backend::naming_clients)
-                .collect(),
+            _backends: backends.chain(others).map(Backend::naming_clients).collect(),
             _control_plane: control_plane,
         }
     }
@@ -264,10 +248,7 @@ async fn pod_gets(address: &str, port: u16, host: &str) -> String {
 
 /// Sends a request from the pod as this user. Returns the response with its head.
 async fn as_user(user: u32, address: &str, port: u16) -> String {
-    let url = format!(
-        "http://{}/",
-        SocketAddr::new(address.parse().unwrap(), port)
-    );
+    let url = format!("http://{}/", SocketAddr::new(address.parse().unwrap(), port));
     let curl = ["curl", "--silent", "--show-error", "--include", &url];
     run_as(user, &curl).await.expect(&url)
 }
@@ -293,11 +274,7 @@ async fn both_directions(test: &str, families: &[Addresses], words: &str) {
     for family in families {
         let inbound = captured.peer_gets(family.pod, 8080, "/").await;
         assert_eq!(marks(&inbound), ["inbound"]);
-        let expected = if words.contains("TPROXY") {
-            family.peer
-        } else {
-            family.passthrough
-        };
+        let expected = if words.contains("TPROXY") { family.peer } else { family.passthrough };
         assert_eq!(client(&inbound), expected);
         let excluded = captured.peer_gets(family.pod, 7005, "/").await;
         assert_eq!((marks(&excluded), client(&excluded)), (vec![], family.peer));
@@ -306,27 +283,13 @@ async fn both_directions(test: &str, families: &[Addresses], words: &str) {
         assert_eq!(marks(&outbound), ["outbound"]);
         assert_eq!(client(&outbound), family.pod);
         for (address, port) in [(family.peer, 9005), (family.excluded, 80)] {
-            assert_eq!(
-                marks(&pod_gets(address, port, "peer").await),
-                [""; 0],
-                "{address}:{port}"
-            );
+            assert_eq!(marks(&pod_gets(address, port, "peer").await), [""; 0], "{address}:{port}");
         }
-        assert_eq!(
-            marks(&as_user(APPLICATION, family.peer, 80).await),
-            ["outbound"]
-        );
+        assert_eq!(marks(&as_user(APPLICATION, family.peer, 80).await), ["outbound"]);
         for user in [AGENT, 2000, 2001] {
-            assert_eq!(
-                marks(&as_user(user, family.peer, 80).await),
-                [""; 0],
-                "{user}"
-            );
+            assert_eq!(marks(&as_user(user, family.peer, 80).await), [""; 0], "{user}");
         }
-        assert_eq!(
-            marks(&pod_gets(family.service, 80, "own").await),
-            ["inbound", "outbound"]
-        );
+        assert_eq!(marks(&pod_gets(family.service, 80, "own").await), ["inbound", "outbound"]);
         assert_eq!(marks(&pod_gets(family.pod, 8080, "cart").await), [""; 0]);
 
         for (port, path) in [
@@ -354,19 +317,11 @@ impl Captured {
                 addresses(&said.unwrap())
             };
             let expected: [IpAddr; 1] = [[10, 1, 0, 1].into()];
-            assert_eq!(
-                dig("books.shop.svc.cluster.local").await,
-                expected,
-                "{protocol}"
-            );
+            assert_eq!(dig("books.shop.svc.cluster.local").await, expected, "{protocol}");
             let before = self.resolver.asked("outside.example.");
             let expected: [IpAddr; 1] = [[127, 0, 0, 1].into()];
             assert_eq!(dig("outside.example").await, expected, "{protocol}");
-            assert_eq!(
-                self.resolver.asked("outside.example.") - before,
-                1,
-                "{protocol}"
-            );
+            assert_eq!(self.resolver.asked("outside.example.") - before, 1, "{protocol}");
         }
         assert_eq!(self.resolver.asked("books.shop.svc.cluster.local."), 0);
         assert!(!self.pod.agent.log().contains("all upstream failed"));
@@ -382,12 +337,7 @@ async fn redirect_captures_both_families_with_iptables() {
 #[tokio::test]
 async fn redirect_captures_both_families_with_legacy_iptables() {
     const TEST: &str = "capture::redirect_captures_both_families_with_legacy_iptables";
-    both_directions(
-        TEST,
-        &[V4, V6],
-        "-m REDIRECT --force-iptables-binary legacy",
-    )
-    .await;
+    both_directions(TEST, &[V4, V6], "-m REDIRECT --force-iptables-binary legacy").await;
 }
 
 #[tokio::test]

@@ -58,11 +58,7 @@ fn an_nft_run_sets_up_its_rules_whatever_rules_existed() {
     nft(OTHERS);
     let others = ruleset();
     let printed = istio_iptables(0, &format!("{REDIRECT} --dry-run"));
-    assert!(
-        text(&printed).contains("add table inet istio-proxy-nat\n"),
-        "{}",
-        text(&printed)
-    );
+    assert!(text(&printed).contains("add table inet istio-proxy-nat\n"), "{}", text(&printed));
     assert_eq!(ruleset(), others, "a dry run changed something");
     capture(REDIRECT);
     let redirect = ruleset();
@@ -249,36 +245,22 @@ fn rules_of_nft_are_whole_or_absent_wherever_the_command_is_killed() {
         let found = ruleset();
         let is = states.iter().position(|state| *state == found);
         let is = is.unwrap_or_else(|| panic!("half a state in round {round}: {found}"));
-        assert!(
-            is == wanted || is == before,
-            "round {round}: neither the old nor the new state"
-        );
+        assert!(is == wanted || is == before, "round {round}: neither the old nor the new state");
         changed += usize::from(is == wanted);
         seen.insert(is);
         before = is;
     }
     eprintln!("200 runs killed within {longest:?}: {changed} had set up their rules");
-    assert!(
-        (1..200).contains(&changed) && seen.len() == 3,
-        "{changed} {seen:?}"
-    );
+    assert!((1..200).contains(&changed) && seen.len() == 3, "{changed} {seen:?}");
 }
 
 /// Returns true if the user can connect.
 fn connects(user: u32, address: &str, port: u16) -> bool {
     let script = format!("exec 3<>/dev/tcp/{address}/{port}");
     let mut bash = Command::new("bash");
-    let output = bash
-        .args(["-c", &script])
-        .uid(user)
-        .gid(user)
-        .output()
-        .unwrap();
+    let output = bash.args(["-c", &script]).uid(user).gid(user).output().unwrap();
     let said = text(&output);
-    assert!(
-        output.status.success() || said.contains("Connection refused"),
-        "{said}"
-    );
+    assert!(output.status.success() || said.contains("Connection refused"), "{said}");
     output.status.success()
 }
 
@@ -309,10 +291,7 @@ fn applications_do_not_reach_the_admin_port_but_root_and_the_proxy_do() {
             }
             let started = Instant::now();
             while last_acknowledgements() > 0 {
-                assert!(
-                    started.elapsed() < Duration::from_secs(20),
-                    "connections do not end"
-                );
+                assert!(started.elapsed() < Duration::from_secs(20), "connections do not end");
                 thread::yield_now();
             }
             namespace::run("nft", &["flush ruleset"]);
@@ -341,17 +320,9 @@ fn pilot_agent_request_reaches_the_admin_port_as_root_and_as_the_proxys_user_onl
     for (user, succeeds) in [(0, true), (AGENT, true), (APPLICATION, false)] {
         let agent = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
         let mut command = Command::new(agent);
-        command
-            .args(["request", "GET", "ready"])
-            .uid(user)
-            .gid(user);
+        command.args(["request", "GET", "ready"]).uid(user).gid(user);
         let output = command.output().unwrap();
-        assert_eq!(
-            output.status.success(),
-            succeeds,
-            "{user}: {}",
-            text(&output)
-        );
+        assert_eq!(output.status.success(), succeeds, "{user}: {}", text(&output));
         assert_eq!(output.stdout == b"LIVE\n", succeeds);
     }
 }
@@ -360,9 +331,5 @@ fn pilot_agent_request_reaches_the_admin_port_as_root_and_as_the_proxys_user_onl
 fn last_acknowledgements() -> usize {
     let tables = ["/proc/self/net/tcp", "/proc/self/net/tcp6"]
         .map(|path| std::fs::read_to_string(path).unwrap());
-    tables
-        .concat()
-        .lines()
-        .filter(|line| line.split_whitespace().nth(3) == Some("09"))
-        .count()
+    tables.concat().lines().filter(|line| line.split_whitespace().nth(3) == Some("09")).count()
 }

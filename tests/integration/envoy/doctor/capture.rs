@@ -40,11 +40,7 @@ fn says(place: &Place, kind: &str) -> String {
     let group = groups.iter().find(|group| group["name"] == "capture");
     let check = &group.unwrap_or_else(|| panic!("{report:#}"))["checks"][0];
     let [level, found] = ["level", "found"].map(|member| check[member].as_str());
-    format!(
-        "{}: {}",
-        level.unwrap_or_default(),
-        found.unwrap_or_default()
-    )
+    format!("{}: {}", level.unwrap_or_default(), found.unwrap_or_default())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -63,29 +59,19 @@ async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user
     };
     let assert = |user, variables: &[_], words: &[&str]| {
         let said = says(&place(user, variables), "sidecar");
-        assert!(
-            words.iter().all(|words| said.contains(words)),
-            "{words:?}: {said}"
-        );
+        assert!(words.iter().all(|words| said.contains(words)), "{words:?}: {said}");
     };
     let iptables = |words: &str| {
         let output = istio_iptables(0, words);
         assert!(output.status.success(), "{}", text(&output));
     };
     namespace::add_address("10.9.0.1/24");
-    let no_chain: Says = (
-        MISSING,
-        &["rules", "no chain of Istio", "15001 and 15006"],
-        CURE,
-    );
+    let no_chain: Says = (MISSING, &["rules", "no chain of Istio", "15001 and 15006"], CURE);
     judge("no rules", 0, &[], no_chain).await;
     assert(AGENT, &[], &["skipped", "cannot be read", "NET_ADMIN"]);
     let envoy = TcpListener::bind("127.0.0.1:15006").unwrap();
-    let not_redirected: Says = (
-        MISSING,
-        &["127.0.0.6:15002 is not redirected", "127.0.0.1:15006"],
-        CURE,
-    );
+    let not_redirected: Says =
+        (MISSING, &["127.0.0.6:15002 is not redirected", "127.0.0.1:15006"], CURE);
     judge("no rules, without NET_ADMIN", AGENT, &[], not_redirected).await;
     let said = says(&place(AGENT, &[]), "router");
     assert!(said.starts_with("skipped: only sidecars"), "{said}");
@@ -108,19 +94,9 @@ async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user
         iptables(&format!("-u 1337 --redirect-dns --capture-all-dns {usual}"));
         assert(0, dns, &["ok"]);
         iptables(&format!("-u 2000 {usual}"));
-        let own: Says = (
-            "CAPTURE_PROXY_UID",
-            &["user 1337"],
-            &["--proxy-uid", "runAsUser"],
-        );
+        let own: Says = ("CAPTURE_PROXY_UID", &["user 1337"], &["--proxy-uid", "runAsUser"]);
         judge("rules for another user", 0, &[], own).await;
-        judge(
-            "rules for another user, without NET_ADMIN",
-            AGENT,
-            &[],
-            not_redirected,
-        )
-        .await;
+        judge("rules for another user, without NET_ADMIN", AGENT, &[], not_redirected).await;
         iptables(&format!("-u 1337 -p 15011 -z 15006 -i * -b * {back_end}"));
         assert(0, &[], &["ok", "lead to ports 15011 and 15006"]);
         iptables(&format!("--cleanup-only {back_end}"));
@@ -132,10 +108,6 @@ async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user
     let words = format!("-t nat -A OUTPUT {rule}");
     namespace::run("iptables", &words.split(' ').collect::<Vec<_>>());
     let named = format!("an earlier version of Istio: nat: -A OUTPUT {rule}");
-    let earlier: Says = (
-        "CAPTURE_RULES_EARLIER",
-        &[&named],
-        &["pilot-agent istio-clean-iptables"],
-    );
+    let earlier: Says = ("CAPTURE_RULES_EARLIER", &[&named], &["pilot-agent istio-clean-iptables"]);
     judge("a rule of an earlier version", 0, &[], earlier).await;
 }

@@ -40,22 +40,15 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         let own = format!("process {}", std::process::id());
         Fault::new(
             pod,
-            (
-                "SOCKET_TAKEN",
-                &["XDS socket", XDS, &own],
-                &["end it", "restart this container"],
-            ),
+            ("SOCKET_TAKEN", &["XDS socket", XDS, &own], &["end it", "restart this container"]),
         )
         .with((control_plane, other))
     });
     faults.add("a stale SDS", async {
         let (pod, control_plane) = ready(&[]).await;
         drop(replaced(&pod, SDS));
-        let says: Says = (
-            "SOCKET_TAKEN",
-            &["SDS socket", SDS, "stale"],
-            &["restart this container"],
-        );
+        let says: Says =
+            ("SOCKET_TAKEN", &["SDS socket", SDS, "stale"], &["restart this container"]);
         Fault::new(pod, says).with(control_plane)
     });
     faults.add("no SDS of another process that is waited for", async {
@@ -83,11 +76,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         let (mut pod, control_plane) = ready(&[]).await;
         ended(&mut pod, Some(Signal::TERM)).await;
         fs::create_dir(pod.path(XDS)).unwrap();
-        let says: Says = (
-            "SOCKET_DIRECTORY",
-            &["XDS socket", XDS, "a directory"],
-            &["remove it"],
-        );
+        let says: Says = ("SOCKET_DIRECTORY", &["XDS socket", XDS, "a directory"], &["remove it"]);
         Fault::new(pod, says).with(control_plane)
     });
     const CRASH: Says = (
@@ -163,13 +152,7 @@ async fn each_program_that_is_not_an_envoy_is_named_with_its_cure() {
     let mut faults = Faults::default();
     for (name, content, mode, code, cure) in [
         ("no Envoy", None, 0, "ENVOY_MISSING", "`binaryPath`"),
-        (
-            "an Envoy without mode",
-            Some(&b""[..]),
-            0o644,
-            "ENVOY_NOT_EXECUTABLE",
-            "chmod 755",
-        ),
+        ("an Envoy without mode", Some(&b""[..]), 0o644, "ENVOY_NOT_EXECUTABLE", "chmod 755"),
         (
             "an Envoy for another machine",
             Some(&foreign),
@@ -185,10 +168,7 @@ async fn each_program_that_is_not_an_envoy_is_named_with_its_cure() {
         }
         faults.add(name, async move {
             let control_plane = ControlPlane::of(&[]).await;
-            let settings = super::Settings {
-                envoy: Some(&program),
-                environment: &[],
-            };
+            let settings = super::Settings { envoy: Some(&program), environment: &[] };
             let mut pod = Pod::start(settings, &control_plane);
             assert_eq!(pod.agent.end().await.code(), Some(255));
             let log = pod.agent.log();
@@ -240,11 +220,8 @@ async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
         let taken = TcpListener::bind(("127.0.0.1", pod.status_port)).unwrap();
         let taken = Backend::naming_clients(taken);
         let port = format!("port {}", pod.status_port);
-        let says = (
-            "STATUS_PORT_TAKEN",
-            &[&*port, HOLDER][..],
-            &["end the process", "`statusPort`"][..],
-        );
+        let says =
+            ("STATUS_PORT_TAKEN", &[&*port, HOLDER][..], &["end the process", "`statusPort`"][..]);
         Fault::new(pod, says).with((control_plane, taken))
     });
     faults.add("the admin port, 15000", async {
@@ -255,13 +232,8 @@ async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
         let port = other.port.to_string();
         let why = format!("cannot bind '127.0.0.1:{port}': Address already in use");
         let log = pod.agent.log();
-        let mut errors = log
-            .lines()
-            .filter(|line| line.contains("Envoy exited with error: "));
-        assert!(
-            errors.all(|line| line.contains(&why)) && log.contains(&why),
-            "{log}"
-        );
+        let mut errors = log.lines().filter(|line| line.contains("Envoy exited with error: "));
+        assert!(errors.all(|line| line.contains(&why)) && log.contains(&why), "{log}");
         Fault::new(pod, ("PORT_TAKEN", &[&port, HOLDER], CURE)).with((control_plane, other))
     });
     faults.assert_all_reported().await;
@@ -302,18 +274,8 @@ async fn each_fault_of_an_endpoint_is_named_with_its_cure() {
     const OUTBOUND: &str = "outbound|80||cart.shop";
     let mut faults = Faults::default();
     for (name, of, code, cure) in [
-        (
-            "a closed port of the application",
-            INBOUND,
-            "APPLICATION_PORT_CLOSED",
-            "targetPort",
-        ),
-        (
-            "an upstream that cannot be reached",
-            OUTBOUND,
-            "UPSTREAM_UNREACHABLE",
-            "NetworkPolicy",
-        ),
+        ("a closed port of the application", INBOUND, "APPLICATION_PORT_CLOSED", "targetPort"),
+        ("an upstream that cannot be reached", OUTBOUND, "UPSTREAM_UNREACHABLE", "NetworkPolicy"),
     ] {
         faults.add(name, async move {
             let closed = free_port();
@@ -345,11 +307,8 @@ async fn each_fault_of_an_endpoint_is_named_with_its_cure() {
     for (name, resources) in [("no healthy upstream", unhealthy), ("no upstream", none)] {
         faults.add(name, async {
             let (pod, control_plane) = pod_after_request(resources, OUTBOUND).await;
-            let says: Says = (
-                "NO_HEALTHY_ENDPOINT",
-                &["cart.shop"],
-                &["kubectl get endpointslices"],
-            );
+            let says: Says =
+                ("NO_HEALTHY_ENDPOINT", &["cart.shop"], &["kubectl get endpointslices"]);
             Fault::new(pod, says).with(control_plane).noted()
         });
     }
@@ -366,9 +325,7 @@ async fn readiness_names_what_envoy_waits_for() {
     let log = async || {
         assert_eq!(pod.status(Method::GET, "/healthz/ready").await, None);
         let log = pod.agent.log();
-        let line = log
-            .lines()
-            .rfind(|line| line.contains("Envoy proxy is NOT ready: "))?;
+        let line = log.lines().rfind(|line| line.contains("Envoy proxy is NOT ready: "))?;
         line.contains("[LISTENER_WARMING]").then(|| line.to_owned())
     };
     let line = eventually("the cause in the log", log).await;

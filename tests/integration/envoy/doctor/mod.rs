@@ -46,20 +46,14 @@ pub fn checks(report: &Value) -> Vec<(&str, &Value)> {
 async fn pod(resources: &[Value], environment: &[(&str, &str)]) -> (Pod, ControlPlane) {
     let binary = envoy_binary().unwrap();
     let control_plane = ControlPlane::of(resources).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment,
-    };
+    let settings = Settings { envoy: Some(&binary), environment };
     (Pod::start(settings, &control_plane), control_plane)
 }
 
 /// Starts a pod without an upstream resolver, and waits until it is ready.
 async fn ready(environment: &[(&str, &str)]) -> (Pod, ControlPlane) {
     // This file names no resolver.
-    let none = (
-        "ISTIO_AGENT_RESOLV_CONF",
-        concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
-    );
+    let none = ("ISTIO_AGENT_RESOLV_CONF", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
     let environment = [environment, &[none]].concat();
     let (pod, control_plane) = pod(&[answering("plain", free_port())], &environment).await;
     is_ready(&pod).await;
@@ -73,11 +67,7 @@ async fn is_ready(pod: &Pod) {
 
 /// Waits until a page of Envoy's admin port contains these words.
 async fn envoy_says(pod: &Pod, page: &str, words: &str) {
-    let look = async || {
-        ask(&pod.envoy, page)
-            .await
-            .filter(|page| page.contains(words))
-    };
+    let look = async || ask(&pod.envoy, page).await.filter(|page| page.contains(words));
     eventually(words, look).await;
 }
 
@@ -111,10 +101,7 @@ async fn a_healthy_pod_has_neither_errors_nor_warnings() {
     // istiod has answered on the open stream, so the doctor does not send a request with the new token.
     pod.replace_token(&control_plane.token_for("another-audience"));
     let (report, _) = diagnosed(&pod).await;
-    assert!(
-        !report.to_string().contains("another-audience"),
-        "{report:#}"
-    );
+    assert!(!report.to_string().contains("another-audience"), "{report:#}");
     let checks = checks(&report);
     for group in ["sockets", "Envoy", "probes"] {
         let of_group = checks.iter().filter(|(name, _)| *name == group);

@@ -22,11 +22,7 @@ use crate::support::{eventually, free_port, refusing};
 /// The name of a secret whose files do not exist.
 const MISSING: &str = "file-cert:/nonexistent/cert.pem~/nonexistent/key.pem";
 /// The name of a secret whose files contain something else.
-const OTHER: &str = concat!(
-    "file-cert:",
-    env!("CARGO_MANIFEST_DIR"),
-    "/Cargo.toml~/etc/passwd"
-);
+const OTHER: &str = concat!("file-cert:", env!("CARGO_MANIFEST_DIR"), "/Cargo.toml~/etc/passwd");
 
 /// Sets this certificate in the TLS context of a filter chain or a cluster.
 fn with_certificate(mut tls: Value, secret: Value) -> Value {
@@ -71,11 +67,7 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
             nack(&pod).await;
             Fault::new(
                 pod,
-                (
-                    "RESOURCE_REFUSED",
-                    &["NACK of", object],
-                    &["istioctl analyze", "EnvoyFilter"],
-                ),
+                ("RESOURCE_REFUSED", &["NACK of", object], &["istioctl analyze", "EnvoyFilter"]),
             )
             .with(control_plane)
         });
@@ -83,11 +75,8 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
     faults.add("a missing route", async {
         let (pod, control_plane) = pod(&[listener("plain", free_port(), "all")], &[]).await;
         envoy_says(&pod, "/init_dump", "all").await;
-        let says: Says = (
-            "LISTENER_WARMING",
-            &["plain waits for", "RDS init all"],
-            &["istioctl proxy-status"],
-        );
+        let says: Says =
+            ("LISTENER_WARMING", &["plain waits for", "RDS init all"], &["istioctl proxy-status"]);
         Fault::new(pod, says).with(control_plane)
     });
     faults.add("a listener without the files of its secret", async {
@@ -103,11 +92,7 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
     faults.add("a listener with other files for its secret", async {
         let (pod, control_plane) = pod(&[tls_listener(secret(OTHER))], &[]).await;
         envoy_says(&pod, "/init_dump", OTHER).await;
-        let says: Says = (
-            "SECRET_FILE_UNUSABLE",
-            &["Cargo.toml"],
-            &["write certificates in PEM"],
-        );
+        let says: Says = ("SECRET_FILE_UNUSABLE", &["Cargo.toml"], &["write certificates in PEM"]);
         Fault::new(pod, says).with(control_plane)
     });
     faults.add("a secret that istiod does not have", async {
@@ -116,41 +101,27 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
         let secret = json!({ "name": NAME, "sds_config": ads() });
         let (pod, control_plane) = pod(&[tls_listener(secret)], &[]).await;
         pod.serves().await;
-        let says: Says = (
-            "SECRET_AWAITED",
-            &["waits for secrets", NAME],
-            &["may the proxy's account read it"],
-        );
+        let says: Says =
+            ("SECRET_AWAITED", &["waits for secrets", NAME], &["may the proxy's account read it"]);
         Fault::new(pod, says).with(control_plane)
     });
     faults.add("a cluster without the files of its secret", async {
         let (pod, control_plane) = ready(&[]).await;
         let books = with_certificate(secured(cluster("books")), secret(MISSING));
         let plain = answering("plain", free_port());
-        control_plane
-            .set(&[plain, books, endpoints("books", &[1])])
-            .await;
+        control_plane.set(&[plain, books, endpoints("books", &[1])]).await;
         let page = "/config_dump?resource=dynamic_warming_clusters";
         envoy_says(&pod, page, "books").await;
-        let says: Says = (
-            "SECRET_FILE_MISSING",
-            &["/nonexistent/cert.pem"],
-            &["DestinationRule"],
-        );
+        let says: Says = ("SECRET_FILE_MISSING", &["/nonexistent/cert.pem"], &["DestinationRule"]);
         Fault::new(pod, says).with(control_plane)
     });
     faults.add("an istiod without delta discovery", async {
         let binary = envoy_binary().unwrap();
         let control_plane = ControlPlane::scripted(Duration::from_secs(3600)).await;
-        let settings = Settings {
-            envoy: Some(&binary),
-            environment: &[("ISTIO_DELTA_XDS", "true")],
-        };
+        let settings =
+            Settings { envoy: Some(&binary), environment: &[("ISTIO_DELTA_XDS", "true")] };
         let pod = Pod::start(settings, &control_plane);
-        let refusing = refusing(
-            control_plane.istiod,
-            Status::unimplemented("unknown method"),
-        );
+        let refusing = refusing(control_plane.istiod, Status::unimplemented("unknown method"));
         pod.agent.logs("ISTIOD_WITHOUT_DELTA").await;
         let says: Says = (
             "ISTIOD_WITHOUT_DELTA",
@@ -162,27 +133,17 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
     faults.add("a missing Wasm module", async {
         let (url, serving) = server(Vec::new(), Default::default()).await;
         let port = free_port();
-        let (pod, control_plane) = pod(
-            &[extended(answering("all", port), "http", "shop.plugin")],
-            &[],
-        )
-        .await;
+        let (pod, control_plane) =
+            pod(&[extended(answering("all", port), "http", "shop.plugin")], &[]).await;
         let module: Resource = extension("http", "shop.plugin", &url, "", &[]);
         control_plane.add(module);
         is_ready(&pod).await;
-        let denied = async || {
-            try_ask(port, "GET /", "")
-                .await
-                .filter(|answer| answer.status == 403)
-        };
+        let denied =
+            async || try_ask(port, "GET /", "").await.filter(|answer| answer.status == 403);
         eventually("a denied request", denied).await;
         Fault::new(
             pod,
-            (
-                "WASM_DOWNLOAD_FAILED",
-                &["shop.plugin", &url, "404"],
-                &["`url` of the WasmPlugin"],
-            ),
+            ("WASM_DOWNLOAD_FAILED", &["shop.plugin", &url, "404"], &["`url` of the WasmPlugin"]),
         )
         .with((control_plane, serving))
     });
@@ -248,10 +209,8 @@ async fn each_refused_call_is_named_with_its_cure_where_envoy_counts_it() {
     ] {
         faults.add(name, async move {
             let port = free_port();
-            let matcher = [
-                r"listener\..*(no_filter_chain_match|ssl\..*)",
-                r"http\..*rbac\..*denied",
-            ];
+            let matcher =
+                [r"listener\..*(no_filter_chain_match|ssl\..*)", r"http\..*rbac\..*denied"];
             let matcher = json!({ "proxyStatsMatcher": { "inclusionRegexps": matcher } });
             let counting = [("PROXY_CONFIG", &*matcher.to_string())];
             let (pod, control_plane) = pod(&[listener(port)], &counting).await;
@@ -259,9 +218,7 @@ async fn each_refused_call_is_named_with_its_cure_where_envoy_counts_it() {
             try_ask(port, "GET /", "").await;
             let port = port.to_string();
             let cause = [&cause[..], &[&port, "1 since"]].concat();
-            Fault::new(pod, (code, &cause, &cure))
-                .with(control_plane)
-                .warns()
+            Fault::new(pod, (code, &cause, &cure)).with(control_plane).warns()
         });
     }
     faults.assert_all_reported().await;
@@ -271,9 +228,6 @@ async fn each_refused_call_is_named_with_its_cure_where_envoy_counts_it() {
     is_ready(&pod).await;
     try_ask(port, "GET /", "").await;
     let (report, exit) = diagnosed(&pod).await;
-    assert!(
-        report.to_string().contains("statsInclusionRegexps"),
-        "{report:#}"
-    );
+    assert!(report.to_string().contains("statsInclusionRegexps"), "{report:#}");
     assert_eq!(exit, Some(0), "{report:#}");
 }
