@@ -48,69 +48,25 @@ pub mod scrape;
 
 pub mod wasm;
 
-pub mod systemd;
-
-pub mod address;
-
-pub mod duration;
-
 pub mod problem;
 
 mod spelling;
 
 pub mod proxy_config;
 
-pub mod exit_code;
-
 pub mod report;
 
 pub mod version;
 
-pub mod identity;
-
-mod pem;
-
-pub mod clock;
-
-pub mod backoff;
-
-mod permission;
-
-pub mod volume;
-
-mod port;
-
 mod json;
 
-mod regular_file;
+pub mod runtime;
 
-mod replace_file;
+pub mod files;
 
-mod directory;
+pub mod trust;
 
-mod request_path;
-
-pub mod executor;
-
-pub mod dial;
-
-pub mod http_client;
-
-pub mod compliance;
-
-pub mod trust_anchors;
-
-mod chain_verifier;
-
-mod unverified_tls;
-
-pub mod unix_socket;
-
-mod netlink;
-
-mod file_watch;
-
-pub mod lifecycle;
+pub mod net;
 
 pub mod logging;
 

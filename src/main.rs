@@ -13,8 +13,8 @@ use istio_agent::cli::{
 use istio_agent::config;
 use istio_agent::config::environment::Environment;
 use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
-use istio_agent::exit_code::ExitCode;
-use istio_agent::lifecycle::{self, BoxError, with_causes};
+use istio_agent::runtime::exit_code::ExitCode;
+use istio_agent::runtime::lifecycle::{self, BoxError, with_causes};
 use istio_agent::standby::record::Record;
 use istio_agent::standby::{self, Standby};
 use istio_agent::{agent, logging, preflight, proxy_config};

@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
+use crate::files::regular_file::{self, if_exists};
 use crate::metrics::{Kind, Registry};
 use crate::problem::{Problem, codes};
-use crate::regular_file::{self, if_exists};
 
 /// The release of Istio that this agent follows. It is sent to istiod if the image does not name a version.
 const FOLLOWED: &str = "1.31.0";

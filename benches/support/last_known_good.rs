@@ -5,12 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use istio_agent::compliance::Policy;
+use istio_agent::files::volume::Volume;
 use istio_agent::istiod::{self, Keepalive, Limits, Security, tls, token};
-use istio_agent::lifecycle::CancellationToken;
 use istio_agent::metrics::Registry;
-use istio_agent::unix_socket;
-use istio_agent::volume::Volume;
+use istio_agent::net::unix_socket;
+use istio_agent::runtime::lifecycle::CancellationToken;
+use istio_agent::trust::compliance::Policy;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::last_known_good::{self, LastKnownGood};
 use istio_agent::xds::server::{Config, Discovery, Upstream};
@@ -26,7 +26,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let config = istiod::Config {
         address: address.to_owned(),
         setting: "discoveryAddress",
-        identity: istio_agent::identity::SpiffeId::new("cluster.local", "default", "bench"),
+        identity: istio_agent::trust::identity::SpiffeId::new("cluster.local", "default", "bench"),
         fallbacks: Vec::new(),
         proxy: None,
         security: Security::Tls(tls::Config {

@@ -233,7 +233,7 @@ mod tests {
     use super::*;
     use crate::logging::logged;
     use crate::metrics::Registry;
-    use crate::trust_anchors::SystemRoots;
+    use crate::trust::trust_anchors::SystemRoots;
     use crate::wasm::{Config, FetchConfig};
 
     /// Returns a handle that can fetch nothing, because its future is dropped.

@@ -3,13 +3,13 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use crate::backoff::Backoff;
 use crate::bootstrap::platform;
-use crate::clock::Clock;
 use crate::config::GoogleToken;
+use crate::files::replace_file::replace_file;
 use crate::istiod::token;
 use crate::problem::{Problem, codes};
-use crate::replace_file::replace_file;
+use crate::runtime::backoff::Backoff;
+use crate::runtime::clock::Clock;
 
 /// The time before its expiry at which a token is replaced.
 const RENEWAL_MARGIN: Duration = Duration::from_secs(25 * 60);

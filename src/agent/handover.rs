@@ -19,12 +19,12 @@ use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
 use crate::envoy::hot_restart::validate;
 use crate::envoy::inspect::{ActiveResources, check_takeover};
-use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover, Stop, Urgency};
 use crate::metrics::Counters;
+use crate::net::unix_socket;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover, Stop, Urgency};
 use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
 use crate::standby::{Handover, Standby, Waiting, gate, socket};
-use crate::unix_socket;
 
 /// The time that a successor waits for this agent's Envoy, if that is starting; less than [`ANSWER_LIMIT`].
 const START_LIMIT: Duration = Duration::from_secs(10);

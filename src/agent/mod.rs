@@ -34,23 +34,23 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use crate::bootstrap::{self, platform};
-use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
 use crate::envoy::hot_restart::watch::restart_on_change;
 use crate::envoy::{self, Exit};
-use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
-use crate::lifecycle::{
+use crate::metrics::{self, Registry};
+use crate::net::unix_socket;
+use crate::problem::{Problem, codes};
+use crate::runtime::clock::Clock;
+use crate::runtime::exit_code::ExitCode;
+use crate::runtime::lifecycle::{
     self, BoxError, CancellationToken, Ended, ListenerHandover, QUIT, Stop, Tasks, Urgency,
     with_causes,
 };
-use crate::metrics::{self, Registry};
-use crate::problem::{Problem, codes};
 use crate::scrape::Scrape;
 use crate::standby::{Standby, exec, gate};
 use crate::status::startup::{self, Milestones};
-use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
 use crate::{doctor, scope, sds, standby, status};

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use super::{Agent, resource};
 use crate::dns::forward::Forwarder;
 use crate::dns::{self, Dns};
-use crate::lifecycle::BoxError;
+use crate::runtime::lifecycle::BoxError;
 use crate::xds::Protocol;
 use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
 

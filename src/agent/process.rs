@@ -3,7 +3,7 @@
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, setrlimit};
 
 use super::Agent;
-use crate::lifecycle::Stop;
+use crate::runtime::lifecycle::Stop;
 use crate::status::startup::{Milestones, READY, SOCKETS_BOUND};
 
 impl Agent {

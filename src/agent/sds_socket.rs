@@ -6,10 +6,10 @@ use std::path::Path;
 
 use crate::bootstrap;
 use crate::config::{AbsentSocket, Config};
+use crate::files::regular_file::if_exists;
+use crate::net::unix_socket::probe::{self, Health};
+use crate::net::unix_socket::{self, Listener};
 use crate::problem::{Problem, codes};
-use crate::regular_file::if_exists;
-use crate::unix_socket::probe::{self, Health};
-use crate::unix_socket::{self, Listener};
 
 /// The socket at which another process serves the credentials of a gateway.
 const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";

@@ -7,14 +7,14 @@ use std::time::Duration;
 use super::Agent;
 use super::pcds::Pcds;
 use crate::ca::istio::IstioCa;
-use crate::clock::Clock;
 use crate::istiod::Istiod;
+use crate::net::unix_socket::Listener;
+use crate::net::unix_socket::access::Access;
+use crate::runtime::clock::Clock;
 use crate::sds;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
 use crate::secrets::{self, Secrets, output};
-use crate::unix_socket::Listener;
-use crate::unix_socket::access::Access;
 
 /// The time limit of the connection to istiod and of its first response to a CSR.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);

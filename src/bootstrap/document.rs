@@ -6,8 +6,9 @@ use super::clusters::{self, LOCAL_CLUSTER};
 use super::config::Config;
 use super::services::{self, Tracer};
 use super::{listeners, node, stats};
+use crate::json;
 use crate::proxy_config::ProxyConfig;
-use crate::{duration, json};
+use crate::runtime::duration;
 
 /// Builds the bootstrap.
 pub fn document(config: &Config) -> Value {

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use super::config::Config;
 use super::document::document;
 use super::services::Tracer;
-use crate::permission;
+use crate::files::permission;
+use crate::files::replace_file::replace_file;
 use crate::problem::Problem;
-use crate::replace_file::replace_file;
 
 /// A bootstrap on disk. Dropping it removes its files.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::clusters::{cluster, http2};
 use super::config::Config;
 use super::tls;
-use crate::address;
+use crate::net::address;
 use crate::proxy_config::tracing::Tracer::{Datadog, Lightstep, Zipkin};
 use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings, time};
 

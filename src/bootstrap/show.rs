@@ -9,7 +9,7 @@ use super::config::Config;
 use super::document::document;
 use super::file::write;
 use crate::envoy::program;
-use crate::permission;
+use crate::files::permission;
 use crate::problem::{Problem, codes};
 
 /// Returns the document as text, or writes it to `output`.

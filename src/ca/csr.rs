@@ -10,8 +10,8 @@ use yasna::Tag;
 use zeroize::Zeroizing;
 
 use super::key::{self, Encoding, KeyType};
-use crate::identity::SpiffeId;
-use crate::lifecycle::BoxError;
+use crate::runtime::lifecycle::BoxError;
+use crate::trust::identity::SpiffeId;
 
 const SUBJECT_ALT_NAME: [u64; 4] = [2, 5, 29, 17];
 /// The tag of a URI in GeneralName (RFC 5280, section 4.2.1.6).

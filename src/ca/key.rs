@@ -13,8 +13,8 @@ use rustls::pki_types::PrivatePkcs8KeyDer;
 use x509_parser::asn1_rs::{Any, FromDer, Sequence, Tag};
 use zeroize::Zeroizing;
 
-use crate::lifecycle::BoxError;
-use crate::pem;
+use crate::runtime::lifecycle::BoxError;
+use crate::trust::pem;
 
 /// The algorithm of a private key. Making an ECDSA key takes microseconds, an RSA key milliseconds, one of
 /// 8192 bits seconds.

@@ -16,7 +16,7 @@ use super::layout::Layout;
 use super::nftables;
 use super::packet::{Packet, Sender, simulate};
 use super::rules::{Family, Rules};
-use crate::address::Cidr;
+use crate::net::address::Cidr;
 
 /// Generates a comma-separated list of some of the items.
 fn list(items: &'static [&'static str]) -> impl Strategy<Value = String> {

@@ -9,7 +9,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use tokio::time::{Instant, sleep};
 
-use crate::regular_file;
+use crate::files::regular_file;
 
 pub const NAMESPACE: &str = "/proc/thread-self/ns/net";
 /// Limit of the wait; longer than the time limit of any program.

@@ -8,7 +8,7 @@ use std::net::Ipv6Addr;
 
 use super::config::{Config, Mode};
 use super::rules::Family;
-use crate::netlink::{DUMP, attribute, parts, request};
+use crate::net::netlink::{DUMP, attribute, parts, request};
 use crate::problem::{Problem, codes};
 
 /// The index of `lo` in every network namespace.

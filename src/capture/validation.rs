@@ -15,8 +15,8 @@ use tokio::time::{interval, timeout};
 
 use super::config::Config;
 use super::rules::Family;
-use crate::duration::rounded;
 use crate::problem::{Problem, codes};
+use crate::runtime::duration::rounded;
 
 /// Time between connections, and time limit of each.
 const PERIOD: Duration = Duration::from_secs(1);

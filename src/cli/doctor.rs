@@ -16,11 +16,11 @@ use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
 use crate::config::{self, Config, Problem};
 use crate::doctor::{self, get};
-use crate::exit_code::ExitCode;
-use crate::http_client;
-use crate::lifecycle::with_causes;
+use crate::net::http_client;
 use crate::problem::codes;
 use crate::report::{Check, Level, PodState, Report};
+use crate::runtime::exit_code::ExitCode;
+use crate::runtime::lifecycle::with_causes;
 use crate::support_bundle::STEP_LIMIT;
 
 /// Time limit of the agent's report.

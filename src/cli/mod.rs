@@ -22,7 +22,7 @@ use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::environment;
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
-use crate::http_client::{self, Client, Redirects};
+use crate::net::http_client::{self, Client, Redirects};
 
 const FAILING_POD: &str =
     "To find out why a pod fails: kubectl exec POD -c istio-proxy -- pilot-agent doctor";

@@ -15,8 +15,8 @@ use http::{Method, Request, StatusCode};
 use super::ignore_closed_pipe;
 use super::redirected;
 use crate::config::environment::Environment;
-use crate::http_client::http_url;
-use crate::lifecycle::BoxError;
+use crate::net::http_client::http_url;
+use crate::runtime::lifecycle::BoxError;
 use crate::standby;
 
 const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];

@@ -14,8 +14,8 @@ use super::doctor::quoted;
 use super::show::{MAX_INPUT, read_input};
 use crate::config;
 use crate::config::environment::Environment;
-use crate::http_client::{Client, http_url};
-use crate::lifecycle::BoxError;
+use crate::net::http_client::{Client, http_url};
+use crate::runtime::lifecycle::BoxError;
 use crate::scope::advice::{self, Keep};
 use crate::scope::{LIMIT, Usage};
 

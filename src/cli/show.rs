@@ -12,10 +12,10 @@ use crate::bootstrap::{platform, show};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, Unusable};
-use crate::exit_code::ExitCode;
-use crate::lifecycle::BoxError;
-use crate::regular_file;
+use crate::files::regular_file;
 use crate::report::Level;
+use crate::runtime::exit_code::ExitCode;
+use crate::runtime::lifecycle::BoxError;
 
 /// Maximum size of all files that a command reads, in bytes.
 pub(super) const MAX_INPUT: u64 = 256 << 20;

@@ -13,8 +13,8 @@ use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
 use crate::doctor::{THREADS, run_within};
-use crate::lifecycle::BoxError;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::BoxError;
 use crate::support_bundle::{self, STEP_LIMIT, Sources};
 use crate::{logging, version};
 

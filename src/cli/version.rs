@@ -4,10 +4,10 @@
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::compliance;
 use crate::config::environment::{Environment, ISTIO_META_ISTIO_VERSION};
 use crate::problem::Problem;
 use crate::standby;
+use crate::trust::compliance;
 use crate::version::{self as build, AGENT_VERSION, REVISION, STATUS};
 
 /// Programs that read the version expect a word. This agent is not built with Go.

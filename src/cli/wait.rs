@@ -11,9 +11,9 @@ use http::{Request, StatusCode, Uri};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::redirected;
-use crate::duration::scaled;
-use crate::http_client::{Client, http_url};
-use crate::lifecycle::{BoxError, with_causes};
+use crate::net::http_client::{Client, http_url};
+use crate::runtime::duration::scaled;
+use crate::runtime::lifecycle::{BoxError, with_causes};
 
 /// Bounds of the pause.
 const MIN_PAUSE: Duration = Duration::from_millis(10);

@@ -10,12 +10,12 @@ use http::{HeaderName, HeaderValue};
 
 use super::environment::{self as variables, Environment, Variable};
 use super::{HOST_PORT, Loader, below};
-use crate::address;
-use crate::compliance::Policy;
-use crate::dial::proxy::{Proxies, Proxy};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
+use crate::net::address;
+use crate::net::dial::proxy::{Proxies, Proxy};
 use crate::problem::{Problem, codes};
-use crate::trust_anchors::SystemRoots;
+use crate::trust::compliance::Policy;
+use crate::trust::trust_anchors::SystemRoots;
 use crate::xds::last_known_good;
 
 /// The minimum interval of keepalive pings in gRPC clients; servers treat more pings as an attack.

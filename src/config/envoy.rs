@@ -10,16 +10,17 @@ use super::environment as variables;
 use super::pod::NodeType;
 use super::{IGNORED, Loader, below};
 use crate::bootstrap;
-use crate::compliance::Policy;
 use crate::dns::listen;
+use crate::envoy;
 use crate::envoy::admin::Admin;
 use crate::envoy::command::{Command, LogLevels};
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
+use crate::files::regular_file::{self, MAX_SETTINGS};
 use crate::problem::{Problem, codes};
 use crate::proxy_config::{time, yaml};
-use crate::regular_file::{self, MAX_SETTINGS};
-use crate::{duration, envoy};
+use crate::runtime::duration;
+use crate::trust::compliance::Policy;
 
 /// The limit for a response of Envoy's admin port.
 const ADMIN_CALL: Duration = Duration::from_secs(2);

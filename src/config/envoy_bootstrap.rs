@@ -19,10 +19,13 @@ use crate::bootstrap::metadata::{self, is_left_out};
 use crate::bootstrap::node::{Locality, Metadata, Node};
 use crate::bootstrap::platform::{self, Platform};
 use crate::bootstrap::{self, Ports, StatsConfig, grpc};
-use crate::compliance::Policy;
+use crate::net::address;
+use crate::net::unix_socket;
 use crate::problem::{Problem, codes};
 use crate::proxy_config::proxy_config::{ClusterName, TracingServiceName};
-use crate::{address, duration, json, unix_socket, version};
+use crate::runtime::duration;
+use crate::trust::compliance::Policy;
+use crate::{json, version};
 
 const PREFIX: &str = "sidecar.istio.io/";
 /// The socket at which the agent serves secrets from files while another process serves the workload's.

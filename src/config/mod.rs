@@ -31,12 +31,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::compliance::Policy;
-use crate::dial::proxy::Proxies;
+use crate::files::volume::Volume;
+use crate::net::dial::proxy::Proxies;
 pub use crate::problem::Problem;
 use crate::problem::{Diagnostics, codes};
 use crate::proxy_config::ProxyConfig;
-use crate::volume::Volume;
+use crate::trust::compliance::Policy;
 use crate::xds::last_known_good;
 use crate::{bootstrap, istiod, logging, scrape};
 pub use control_plane::GoogleToken;
@@ -82,7 +82,7 @@ pub struct Config {
     /// None if the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     pub status: Option<crate::status::Config>,
-    pub systemd: Option<crate::systemd::Config>,
+    pub systemd: Option<crate::runtime::systemd::Config>,
     /// None if the workload is not checked.
     pub health: Option<crate::health::Config>,
     /// The value of `JWT_POLICY`, which is only logged: there is one kind of token.

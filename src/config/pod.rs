@@ -13,8 +13,8 @@ use clap::ValueEnum;
 use indexmap::IndexSet;
 
 use super::Problem;
+use crate::files::regular_file;
 use crate::problem::codes;
-use crate::regular_file;
 
 /// Labels or annotations.
 pub type Pairs = BTreeMap<String, String>;

@@ -12,13 +12,13 @@ use std::time::Duration;
 use super::Loader;
 use super::environment::{self as variables, Variable};
 use crate::ca::key::{Encoding, KeyType, RSA_SIZES};
-use crate::identity::SpiffeId;
 use crate::problem::{Problem, codes};
 use crate::proxy_config::{private_key_provider::Provider, time};
 use crate::sds::SecretOptions;
 use crate::sds::key_provider::{KeyProvider, Kind};
 use crate::secrets::{self, files, output};
-use crate::trust_anchors::SYSTEM_BUNDLES;
+use crate::trust::identity::SpiffeId;
+use crate::trust::trust_anchors::SYSTEM_BUNDLES;
 
 /// The source of the workload's secrets, and their readers.
 #[derive(Clone, Debug)]

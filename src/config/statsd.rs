@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::HOST_PORT;
 use super::merged::Merged;
-use crate::address;
+use crate::net::address;
 
 const NAME: &str = "statsdUdpAddress";
 /// The limit for the lookup of the name.

@@ -11,10 +11,10 @@ use super::pod::NodeType;
 use crate::bootstrap::{self, StatsConfig};
 use crate::probe;
 use crate::problem::{Problem, codes};
+use crate::runtime::systemd;
 use crate::scrape::targets::{self, Target};
 use crate::scrape::{self, Hidden};
 use crate::status::{self, Probers};
-use crate::systemd;
 
 const ANNOTATIONS: &str = "ISTIO_PROMETHEUS_ANNOTATIONS";
 /// The status port if none is configured.

@@ -200,7 +200,7 @@ fn control_plane_auth_policy_none_uses_plaintext() {
 
 #[test]
 fn the_first_applicable_root_setting_is_used_for_xds_and_ca() {
-    use crate::trust_anchors::SystemRoots;
+    use crate::trust::trust_anchors::SystemRoots;
     use tls::Roots::{File, System};
     let file = |path: &str| File(path.into());
     let mounted = "./etc/certs/root-cert.pem";

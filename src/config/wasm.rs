@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::environment::{self as variables, Value, Variable};
 use super::{IGNORED, Loader};
-use crate::address::Cidr;
+use crate::net::address::Cidr;
 use crate::wasm::{Config, FetchConfig};
 
 /// The directory of modules, as in pilot-agent: the volume `istio-data` of the pod.

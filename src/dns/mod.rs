@@ -25,9 +25,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::{Mutex, watch};
 
-use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover};
 pub use answer::Policy;
 use metrics::Metrics;
 use name_table::NameTable;

@@ -10,8 +10,8 @@ use tokio::time::{Instant, timeout};
 use super::answer::tests::{Message, OWN_OPT, decode, query};
 use super::name_table::tests::{domains, encode, external};
 use super::*;
-use crate::lifecycle::Tasks;
 use crate::logging::logged;
+use crate::runtime::lifecycle::Tasks;
 
 /// A resolver. It answers names that begin with `slow` late, answers names that begin with `never` never, and
 /// fails for names that begin with `fails`.

@@ -7,9 +7,9 @@ use rustix::fs::{Access, access};
 
 use super::certificates::{ROOTS, chain, latest};
 use super::{Subject, run_blocking};
-use crate::clock::{Clock, rfc3339};
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
+use crate::runtime::clock::{Clock, rfc3339};
 use crate::sds::revocation_problem;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;

@@ -12,12 +12,12 @@ use rustls::{CertificateError, Error};
 use x509_parser::parse_x509_certificate;
 
 use super::checked;
-use crate::clock::rfc3339;
-use crate::pem;
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
+use crate::runtime::clock::rfc3339;
 use crate::secrets::{Facts, MAX_NAMES};
-use crate::trust_anchors;
+use crate::trust::pem;
+use crate::trust::trust_anchors;
 
 pub(super) const ROOTS: &str = "roots of the mesh";
 

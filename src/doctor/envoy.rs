@@ -5,9 +5,11 @@ use crate::config;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::Report;
 use crate::envoy::{Config, inspect, program};
+use crate::files::permission;
+use crate::net::port;
+use crate::net::unix_socket;
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
-use crate::{permission, port, unix_socket};
 
 const ADMIN: &str = "admin port";
 

@@ -21,10 +21,10 @@ use tonic::metadata::MetadataMap;
 use super::token::Credentials;
 use super::{PROBE_LIMIT, Subject, checked};
 use crate::bootstrap::node::Node;
-use crate::duration::rounded;
 use crate::istiod::{Config, Probe, Security, open_probe, refusal};
 use crate::problem::codes;
 use crate::report::{Check, Level};
+use crate::runtime::duration::rounded;
 use crate::secrets::Facts;
 use crate::xds::observe::Source;
 

@@ -7,10 +7,10 @@ use http::{HeaderMap, HeaderValue, header};
 
 use super::{PROBE_LIMIT, Subject, checked, get};
 use crate::config::Config;
-use crate::lifecycle::with_causes;
 use crate::probe::{self, Probe};
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
+use crate::runtime::lifecycle::with_causes;
 
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
 

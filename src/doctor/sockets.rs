@@ -7,11 +7,11 @@ use std::path::Path;
 
 use super::{Subject, run_blocking};
 use crate::config::AbsentSocket;
+use crate::files::regular_file;
+use crate::net::unix_socket;
+use crate::net::unix_socket::probe::{self, Health};
 use crate::problem::{Problem, codes};
-use crate::regular_file;
 use crate::report::Check;
-use crate::unix_socket;
-use crate::unix_socket::probe::{self, Health};
 
 /// The process that should listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

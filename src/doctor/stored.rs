@@ -2,8 +2,8 @@
 
 use super::run_blocking;
 use crate::config::Config;
+use crate::files::volume::{Content, Volume};
 use crate::report::{Check, Level};
-use crate::volume::{Content, Volume};
 
 pub(super) async fn checks(config: &Config) -> Vec<Check> {
     let certificate = config.secrets.renewal.cache.as_ref();

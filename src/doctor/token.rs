@@ -7,14 +7,14 @@ use futures_util::future::join_all;
 use http::HeaderValue;
 
 use super::{Subject, checked, run_blocking};
-use crate::clock::rfc3339;
 use crate::config::Config;
-use crate::duration::rounded;
 use crate::istiod::Security;
 use crate::istiod::token::{self, Claims, Source, State};
 use crate::problem::codes::{ISTIOD_TOKEN_INVALID, ISTIOD_TOKEN_MISSING};
 use crate::report::{Check, Level};
-use crate::trust_anchors::{self, Roots};
+use crate::runtime::clock::rfc3339;
+use crate::runtime::duration::rounded;
+use crate::trust::trust_anchors::{self, Roots};
 
 /// The credentials for requests to istiod, and their checks.
 #[derive(Default)]

@@ -12,7 +12,7 @@ use std::time::Duration;
 use http::Method;
 
 use super::admin::Admin;
-use crate::lifecycle::with_causes;
+use crate::runtime::lifecycle::with_causes;
 
 /// Consecutive failures after which counting ends.
 const FAILURES: u32 = 5;

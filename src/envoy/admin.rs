@@ -12,9 +12,9 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::warn;
-use crate::clock::after;
-use crate::http_client;
-use crate::lifecycle::with_causes;
+use crate::net::http_client;
+use crate::runtime::clock::after;
+use crate::runtime::lifecycle::with_causes;
 
 /// The maximum size of a response, in bytes: enough for every page except a full `/config_dump`.
 const MAX_ANSWER: usize = 16 << 20;

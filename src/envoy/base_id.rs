@@ -17,8 +17,8 @@ use rustix::fs::{Access, Mode, OFlags, access, open};
 use tokio::net::UnixDatagram;
 
 use super::command::Takeover;
-use crate::directory::Directory;
-use crate::regular_file::if_exists;
+use crate::files::directory::Directory;
+use crate::files::regular_file::if_exists;
 
 const SHARED_MEMORY: &str = "/dev/shm";
 /// Enough bytes to need a page of memory.

@@ -11,12 +11,12 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::output::reason;
-use crate::duration::rounded_seconds;
-use crate::permission;
-use crate::port;
+use crate::files::permission;
+use crate::files::regular_file::{self, if_exists};
+use crate::files::replace_file::replace_file;
+use crate::net::port;
 use crate::problem::{Problem, codes};
-use crate::regular_file::{self, if_exists};
-use crate::replace_file::replace_file;
+use crate::runtime::duration::rounded_seconds;
 
 const NAME: &str = "envoy-crash.json";
 /// The largest record that is read; the agent writes smaller ones.

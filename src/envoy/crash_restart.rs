@@ -8,8 +8,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::instance::{Ended, INTERRUPTED, KILLED, TERMINATED};
-use crate::backoff::Backoff;
-use crate::duration::rounded;
+use crate::runtime::backoff::Backoff;
+use crate::runtime::duration::rounded;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const MAX_PAUSE: Duration = Duration::from_secs(10);

@@ -12,10 +12,10 @@ use super::admin::Admin;
 use super::command::Takeover;
 use super::crash::Crash;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
-use crate::clock::{self, Clock};
+use crate::files::regular_file;
 use crate::metrics;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
+use crate::runtime::clock::{self, Clock};
 
 /// The most processes from a wrapper to its Envoy.
 const MAX_ANCESTORS: usize = 16;

@@ -18,10 +18,10 @@ use super::handle::{Role, RunningEnvoy};
 use super::launch::Launch;
 use super::output::Output;
 use super::program;
-use crate::clock::{self, Clock};
-use crate::duration::rounded;
-use crate::port;
+use crate::net::port;
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::{self, Clock};
+use crate::runtime::duration::rounded;
 
 /// The signal for a file in memory that has no page where a process writes.
 pub(super) const BUS: i32 = Signal::BUS.as_raw();

@@ -26,8 +26,8 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use crate::lifecycle::{BoxError, Stop, with_causes};
 use crate::metrics::{Kind, Registry};
+use crate::runtime::lifecycle::{BoxError, Stop, with_causes};
 pub use active::statistics;
 use admin::Admin;
 use command::Command;

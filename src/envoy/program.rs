@@ -6,8 +6,8 @@ use std::path::Path;
 use rustix::fs::Access;
 use rustix::io::Errno;
 
+use crate::files::regular_file;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
 
 /// Fails like the kernel if it cannot run the program. For a program of another architecture the standard library would
 /// not fail: it calls execvp(3), which runs such a file as a script of `/bin/sh`. A name without a slash, which is

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Serialize, Serializer};
 
-use crate::clock;
+use crate::runtime::clock;
 
 /// The longest last part of a drain, in which Envoy's listeners are closed; otherwise it is a quarter of the drain.
 const MAX_LAST_REQUESTS: Duration = Duration::from_secs(1);
@@ -103,7 +103,7 @@ impl Limits {
     /// longer than the drain.
     pub(super) fn at_most(&self, step: Step) -> Option<Duration> {
         let drain = self.drain.at_most();
-        let last_requests = MAX_LAST_REQUESTS.min(crate::duration::scaled(drain, 0.25));
+        let last_requests = MAX_LAST_REQUESTS.min(crate::runtime::duration::scaled(drain, 0.25));
         let open = drain.saturating_sub(last_requests);
         Some(match (step, self.drain) {
             (Step::DrainCall, _) => self.drain_call,

@@ -20,10 +20,10 @@ use super::instance::{self, BUS, Ended, Instance, KILLED, TERMINATED, unkillable
 use super::machine::{Action, Event, Machine, Phase};
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Exit, warn};
-use crate::clock::Clock;
-use crate::duration::{rounded, scaled};
-use crate::lifecycle::{BoxError, Stop, StopRequest, Urgency};
 use crate::metrics::{Counter, Registry};
+use crate::runtime::clock::Clock;
+use crate::runtime::duration::{rounded, scaled};
+use crate::runtime::lifecycle::{BoxError, Stop, StopRequest, Urgency};
 
 /// The capacity of the queue of orders; a sender waits while it is full.
 const MAX_ORDERS: usize = 8;

@@ -20,9 +20,9 @@ use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
 use crate::envoy::handle::{Report, State};
-use crate::lifecycle::{StopRequest, Urgency};
 use crate::metrics::{Counters, Gauge, Registry};
 use crate::probe::{self, Client, Kind, Probe};
+use crate::runtime::lifecycle::{StopRequest, Urgency};
 
 #[derive(Clone, Debug)]
 pub struct Config {

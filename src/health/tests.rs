@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use tokio::net::TcpListener;
 
 use super::*;
-use crate::lifecycle::Stop;
+use crate::runtime::lifecycle::Stop;
 
 const SOURCE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 

@@ -20,7 +20,7 @@ use tonic::client::GrpcService;
 use super::frames::{self, GoAway, Http2State, Loss};
 use super::status::Connected;
 use super::{Body, Config};
-use crate::executor::Executor;
+use crate::net::executor::Executor;
 
 /// The bytes of a stream that istiod may send before the agent forwards them. Waiting bytes leave the
 /// processor's cache: with 4 MiB, a large response takes a sixth more CPU time. With less than 2 MiB, a

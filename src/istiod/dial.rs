@@ -19,14 +19,14 @@ use super::frames::Loss;
 use super::status::{Connected, Tls};
 use super::tls;
 use super::{Config, Security};
-use crate::address;
-use crate::clock::{self, Clock, rfc3339};
-use crate::dial::proxy::Proxy;
-use crate::dial::{self, Dialer};
-use crate::duration::{rounded, scaled};
-use crate::executor::{ConnectionTasks, Executor};
-use crate::lifecycle::with_causes;
+use crate::net::address;
+use crate::net::dial::proxy::Proxy;
+use crate::net::dial::{self, Dialer};
+use crate::net::executor::{ConnectionTasks, Executor};
 use crate::problem::{Code, Problem, codes};
+use crate::runtime::clock::{self, Clock, rfc3339};
+use crate::runtime::duration::{rounded, scaled};
+use crate::runtime::lifecycle::with_causes;
 
 /// The limits of dials.
 #[derive(Clone, Copy, Debug)]

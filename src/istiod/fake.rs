@@ -29,8 +29,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 use tower::Service;
 
-use crate::compliance::Policy;
 use crate::metrics::Registry;
+use crate::trust::compliance::Policy;
 
 use super::{Body, Config, Istiod, Keepalive, Limits, Security, tls, token};
 use crate::proto::istio_v1_auth::istio_certificate_service_server::{
@@ -362,7 +362,7 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
         proxy: None,
         limits: Limits { least_between: Duration::ZERO, ..Limits::default() },
         setting: "discoveryAddress",
-        identity: crate::identity::SpiffeId::new("cluster.local", "shop", "cart"),
+        identity: crate::trust::identity::SpiffeId::new("cluster.local", "shop", "cart"),
         fallbacks: Vec::new(),
     }
 }

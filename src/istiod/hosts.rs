@@ -11,9 +11,9 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::Config;
-use crate::clock::after;
-use crate::duration::scaled;
 use crate::problem::{Problem, Repetition};
+use crate::runtime::clock::after;
+use crate::runtime::duration::scaled;
 
 const MAX_FAILURES: u32 = 3;
 /// The limit for the first response of a stream if there is another control plane.

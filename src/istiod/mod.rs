@@ -36,11 +36,11 @@ pub use status::Status;
 use status::{Connected, Record};
 use worker::{Waiter, Worker};
 
-use crate::clock::rfc3339;
-use crate::dial::proxy::Proxy;
-use crate::identity::SpiffeId;
 use crate::metrics::Registry;
+use crate::net::dial::proxy::Proxy;
 use crate::problem::{self, Problem, codes};
+use crate::runtime::clock::rfc3339;
+use crate::trust::identity::SpiffeId;
 
 /// The body of a request to istiod.
 pub type Body = tonic::body::Body;

@@ -6,9 +6,9 @@ use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 use serde::Serialize;
 
-use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Counter, Registry};
 use crate::problem::{self, Problem};
+use crate::runtime::clock::{Clock, rfc3339};
 
 /// The stored length of an error, in characters: it may quote a certificate's names or istiod's message.
 const MAX_ERROR: usize = 1024;

@@ -14,12 +14,12 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, InconsistentKeys};
 use zeroize::Zeroizing;
 
-use crate::compliance::Policy;
-use crate::pem;
+use crate::files::regular_file;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
-pub use crate::trust_anchors::Roots;
-use crate::trust_anchors::{self, MAX_PEM, not_after};
+use crate::trust::compliance::Policy;
+use crate::trust::pem;
+pub use crate::trust::trust_anchors::Roots;
+use crate::trust::trust_anchors::{self, MAX_PEM, not_after};
 
 /// Files and name of the TLS connection.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -16,11 +16,11 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value};
 use zeroize::Zeroizing;
 
-use crate::clock::rfc3339;
-use crate::duration::rounded;
-use crate::file_watch::FileWatch;
+use crate::files::file_watch::FileWatch;
+use crate::files::regular_file;
 use crate::problem::{Code, Problem, codes};
-use crate::regular_file;
+use crate::runtime::clock::rfc3339;
+use crate::runtime::duration::rounded;
 
 /// The largest token, in bytes. A larger file is another file, and the path is wrong.
 const MAX_TOKEN: u64 = 64 * 1024;

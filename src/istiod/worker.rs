@@ -18,12 +18,12 @@ use tokio::time::{Instant, sleep_until};
 use super::connection::{Connection, Driver};
 use super::dial::{Failure, dial};
 use super::{Config, Shared};
-use crate::backoff::Backoff;
-use crate::clock::{after, later};
-use crate::dial::Dialer;
-use crate::duration::{rounded, scaled};
-use crate::executor::ConnectionTasks;
+use crate::net::dial::Dialer;
+use crate::net::executor::ConnectionTasks;
 use crate::problem::{Problem, Repetition, codes};
+use crate::runtime::backoff::Backoff;
+use crate::runtime::clock::{after, later};
+use crate::runtime::duration::{rounded, scaled};
 
 /// The longest time that the first wait adds to the least time between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);

@@ -13,8 +13,8 @@ use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
-use crate::duration::rounded;
 use crate::problem::{Problem, codes};
+use crate::runtime::duration::rounded;
 
 /// The target of lines about changes of levels, which are logged at any level.
 pub(super) const CHANGES: &str = "istio_agent::logging::changes";
@@ -126,7 +126,9 @@ impl Levels {
         for (name, current) in &mut *self.scopes.write() {
             match period {
                 _ if !is_selected(name) => {}
-                Some(period) => current.temporary = Some((level, crate::clock::after(period))),
+                Some(period) => {
+                    current.temporary = Some((level, crate::runtime::clock::after(period)))
+                }
                 None => (current.lasting, current.temporary) = (level, None),
             }
         }

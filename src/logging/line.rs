@@ -8,7 +8,7 @@ use tracing::Level;
 use tracing::field::{Field, Visit};
 
 use super::levels::{DEFAULT, name};
-use crate::clock;
+use crate::runtime::clock;
 
 /// The maximum number of bytes of a message or label. A quarter of them is for its end, which says what the
 /// agent does next.

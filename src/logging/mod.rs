@@ -25,7 +25,7 @@ use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::permission::explained;
+use crate::files::permission::explained;
 use crate::problem::{Problem, codes};
 pub use levels::Levels;
 use levels::{CHANGES, scope_of};

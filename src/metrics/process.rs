@@ -11,7 +11,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::{Kind, Registry};
 
-use crate::regular_file;
+use crate::files::regular_file;
 
 /// The ticks of a second in `/proc`: `USER_HZ`, a constant of the kernel's interface.
 const TICKS: f64 = 100.0;

@@ -16,17 +16,17 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 
-use crate::clock::after;
-use crate::dial::Dialer;
-use crate::duration::rounded;
-use crate::executor::ConnectionTasks;
-use crate::http_client::{self, Redirects};
-use crate::lifecycle::{BoxError, with_causes};
+use crate::net::dial::Dialer;
+use crate::net::executor::ConnectionTasks;
+use crate::net::http_client::{self, Redirects};
+use crate::net::unverified_tls;
 use crate::problem::{Code, Problem, codes};
 use crate::proto::grpc_health_v1::HealthCheckRequest;
 use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
-use crate::unverified_tls;
+use crate::runtime::clock::after;
+use crate::runtime::duration::rounded;
+use crate::runtime::lifecycle::{BoxError, with_causes};
 
 /// The maximum number of bytes of a body that an outcome has.
 const MAX_BODY: usize = 10 << 10;

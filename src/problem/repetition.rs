@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Problem;
-use crate::duration::rounded;
+use crate::runtime::duration::rounded;
 
 /// The time after which a lasting problem is logged again. It is logged again each time the duration has doubled.
 const FIRST_INTERVAL: Duration = Duration::from_secs(60);

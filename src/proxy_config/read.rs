@@ -17,7 +17,8 @@ use prost_reflect::{
 use super::yaml::{Node, Tree, line};
 use super::{as_integer, dynamic};
 use crate::problem::{Code, Diagnostics, Problem, codes};
-use crate::{duration, spelling};
+use crate::runtime::duration;
+use crate::spelling;
 
 const DURATION: &str = "google.protobuf.Duration";
 /// Members whose values are hidden in errors.

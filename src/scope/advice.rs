@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::json;
 
 use super::{Pod, Service, Usage};
-use crate::duration::rounded_seconds;
+use crate::runtime::duration::rounded_seconds;
 
 /// The memory that an Envoy without services has allocated, in bytes.
 const ENVOY_BASE: u64 = 10_000_000;

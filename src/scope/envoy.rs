@@ -14,8 +14,8 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::io::{StreamReader, SyncIoBridge};
 
 use super::{BLACK_HOLE, PASSTHROUGH};
-use crate::http_client::{Body, Client, http_url};
-use crate::lifecycle::BoxError;
+use crate::net::http_client::{Body, Client, http_url};
+use crate::runtime::lifecycle::BoxError;
 
 /// The filter chain for connections to no service.
 const CATCH_ALL: &str = "virtualOutbound-catchall-tcp";

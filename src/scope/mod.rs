@@ -16,10 +16,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::bootstrap::node::Node;
-use crate::clock;
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
-use crate::lifecycle::BoxError;
+use crate::runtime::clock;
+use crate::runtime::lifecycle::BoxError;
 use crate::xds::observe::Observer;
 use envoy::{Admin, Outbound};
 

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::advice::{self, Keep, merge};
 use super::*;
-use crate::lifecycle::with_causes;
+use crate::runtime::lifecycle::with_causes;
 
 const KEEP_LOOKED_UP: Keep = Keep { hosts: Vec::new(), looked_up: true };
 

@@ -35,12 +35,12 @@ use tokio::sync::mpsc::{Sender, channel};
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::clock::{after, later};
-use crate::duration::{rounded, scaled};
-use crate::http_client::{self, Client, Redirects};
-use crate::lifecycle::BoxError;
 use crate::metrics::Registry;
+use crate::net::http_client::{self, Client, Redirects};
 use crate::problem::codes;
+use crate::runtime::clock::{after, later};
+use crate::runtime::duration::{rounded, scaled};
+use crate::runtime::lifecycle::BoxError;
 use format::{Format, TEXT_PAGE};
 pub use lines::Hidden;
 use lines::Lines;

@@ -15,9 +15,9 @@ use tokio::task::coop::consume_budget;
 
 use super::format::{Format, content_type};
 use super::negotiate::is_gzip;
-use crate::http_client::{self, Body, Client};
-use crate::lifecycle::with_causes;
+use crate::net::http_client::{self, Body, Client};
 use crate::problem::{Code, Problem, codes};
+use crate::runtime::lifecycle::with_causes;
 
 /// The maximum number of gzip bytes that are decoded at a time, because they may become a thousand times as
 /// many.

@@ -7,7 +7,7 @@ use std::num::NonZero;
 use serde::Deserialize;
 
 use crate::json;
-use crate::request_path::escaped;
+use crate::net::request_path::escaped;
 
 /// Ports of Envoy and of the agent, which the application cannot use.
 const RESERVED: [u16; 9] = [15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090];

@@ -28,12 +28,12 @@ use hyper_util::service::TowerToHyperService;
 use parking_lot::Mutex;
 use tonic::{Status, Streaming};
 
-use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
+use crate::net::unix_socket::Listener;
 use crate::problem::Problem;
+use crate::runtime::lifecycle::CancellationToken;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
-use crate::unix_socket::Listener;
 use metrics::Metrics;
 pub use resource::SecretOptions;
 pub(crate) use resource::revocation_problem;

@@ -13,14 +13,14 @@ use tls::{CertificateValidationContext, TlsCertificate, secret};
 use x509_parser::prelude::{ASN1Time, CertificateRevocationList as Crl, FromDer, X509Name};
 
 use super::key_provider::KeyProvider;
-use crate::chain_verifier::{parse, verifies};
-use crate::clock::rfc3339;
-use crate::pem;
+use crate::files::regular_file;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
+use crate::runtime::clock::rfc3339;
 use crate::secrets::Secret;
 use crate::secrets::name::Name;
-use crate::trust_anchors::MAX_PEM;
+use crate::trust::chain_verifier::{parse, verifies};
+use crate::trust::pem;
+use crate::trust::trust_anchors::MAX_PEM;
 
 /// The type of every resource served.
 pub(super) const TYPE_URL: &str =

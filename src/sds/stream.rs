@@ -16,7 +16,7 @@ use tonic::{Status, Streaming};
 use super::Service;
 use super::resource::{self, Resource};
 use super::sotw::StateOfTheWorld;
-use crate::clock::rfc3339;
+use crate::runtime::clock::rfc3339;
 use crate::secrets::name::Name;
 use crate::secrets::{Secret, SecretState, Subscription};
 

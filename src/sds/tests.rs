@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 use super::resource::TYPE_URL;
 use super::stream::random_uuid;
 use super::*;
-use crate::clock::Clock;
+use crate::runtime::clock::Clock;
 use crate::secrets::fake_authority::{Answer, FakeAuthority, clock, config};
 use crate::secrets::files;
 
@@ -41,7 +41,7 @@ async fn start(answer: Answer) -> Fixture {
         crate::secrets::new(config(), authority.clone(), clock.clone(), &registry);
     let directory = tempfile::tempdir().expect("makes a directory");
     let path = directory.path().join("socket");
-    let listener = crate::unix_socket::bind(&path).expect("binds");
+    let listener = crate::net::unix_socket::bind(&path).expect("binds");
     let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);

@@ -13,13 +13,13 @@ use zeroize::Zeroizing;
 
 use super::Config;
 use super::certificate::Workload;
-use crate::clock::rfc3339;
-use crate::directory::Directory;
-use crate::identity::SpiffeId;
-use crate::lifecycle::BoxError;
+use crate::files::directory::Directory;
+use crate::files::regular_file::if_exists;
+use crate::files::volume::{Content, is_in_memory};
 use crate::problem::{Problem, codes};
-use crate::regular_file::if_exists;
-use crate::volume::{Content, is_in_memory};
+use crate::runtime::clock::rfc3339;
+use crate::runtime::lifecycle::BoxError;
+use crate::trust::identity::SpiffeId;
 
 const DIRECTORY: &str = Content::Certificate.directory();
 const FILE: &str = "workload.json";

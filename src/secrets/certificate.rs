@@ -15,10 +15,10 @@ use zeroize::Zeroizing;
 
 use super::trust::Roots;
 use super::x509::{self, Facts};
-use crate::clock::rfc3339;
-use crate::identity::SpiffeId;
-use crate::pem;
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::rfc3339;
+use crate::trust::identity::SpiffeId;
+use crate::trust::pem;
 
 /// The subject of problems with a certificate the authority has signed.
 const NEW_CERTIFICATE: &str = "new certificate";

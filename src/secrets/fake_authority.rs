@@ -18,10 +18,10 @@ use x509_parser::prelude::{FromDer, X509CertificationRequest};
 
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError};
-use crate::clock::Clock;
-use crate::identity::SpiffeId;
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::Clock;
 use crate::secrets::Config;
+use crate::trust::identity::SpiffeId;
 
 /// The reaction of the authority to a CSR.
 #[derive(Clone, Copy, Debug, PartialEq)]

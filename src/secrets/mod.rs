@@ -33,11 +33,11 @@ use tokio::sync::watch;
 
 use crate::ca::Ca;
 use crate::ca::key::{Encoding, KeyType};
-use crate::clock::{Clock, in_utc, rfc3339};
-use crate::identity::SpiffeId;
+use crate::files::volume::Volume;
 use crate::metrics::Registry;
 use crate::problem::{self, Problem, codes};
-use crate::volume::Volume;
+use crate::runtime::clock::{Clock, in_utc, rfc3339};
+use crate::trust::identity::SpiffeId;
 use cache::CertificateCache;
 pub use certificate::Secret;
 pub use files::{SecretState, Subscription};

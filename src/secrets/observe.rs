@@ -11,8 +11,8 @@ use super::name::{DEFAULT, ROOT_CA};
 use super::schedule::signed_seconds;
 use super::x509;
 use super::{Failure, State};
-use crate::clock::rfc3339;
-use crate::pem;
+use crate::runtime::clock::rfc3339;
+use crate::trust::pem;
 
 /// The most certificates of a secret that are shown. No chain or bundle of roots for Envoy has more.
 const MAX_CERTIFICATES: usize = 100;

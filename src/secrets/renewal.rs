@@ -20,9 +20,9 @@ use super::trust::{Bundle, MeshBundle, Roots};
 use super::{Config, Dates, Failure, State};
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError, csr};
-use crate::clock::Clock;
-use crate::duration::rounded;
 use crate::problem::{Problem, codes, sentence};
+use crate::runtime::clock::Clock;
+use crate::runtime::duration::rounded;
 
 /// The reason why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]

@@ -6,8 +6,8 @@
 use std::ops::RangeInclusive;
 use std::time::{Duration, SystemTime};
 
-use crate::backoff::Backoff;
-use crate::duration::scaled;
+use crate::runtime::backoff::Backoff;
+use crate::runtime::duration::scaled;
 
 /// The upper bound of the first wait after a failure.
 const RETRY_BASE: Duration = Duration::from_millis(500);

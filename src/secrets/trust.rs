@@ -10,8 +10,8 @@ use bytes::Bytes;
 use tokio::sync::watch;
 
 use super::x509;
-use crate::pem;
 use crate::problem::{Problem, codes};
+use crate::trust::pem;
 
 /// Trust anchors as PEM; there is at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]

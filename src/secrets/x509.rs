@@ -10,10 +10,10 @@ use x509_parser::x509::SubjectPublicKeyInfo;
 use zeroize::Zeroizing;
 
 use super::schedule::signed_seconds;
-use crate::clock::rfc3339;
-use crate::duration::rounded_seconds;
-use crate::pem;
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::rfc3339;
+use crate::runtime::duration::rounded_seconds;
+use crate::trust::pem;
 
 /// The most names of a certificate that are shown in a text.
 pub(crate) const MAX_NAMES: usize = 8;

@@ -21,7 +21,7 @@ use tokio::time::timeout;
 
 use crate::envoy::command::Takeover;
 use crate::envoy::inspect::ActiveResources;
-use crate::lifecycle::BoxError;
+use crate::runtime::lifecycle::BoxError;
 
 /// The version of the protocol.
 pub const VERSION: u32 = 2;

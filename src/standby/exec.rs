@@ -5,8 +5,8 @@ use std::process::Command;
 
 use super::record::Record;
 use crate::config::environment::Environment;
-use crate::lifecycle;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle;
 
 /// Runs `pilot-agent proxy` as the former holder of the lock ran it. Returns only on failure.
 pub fn proxy(record: &Record, own: &Environment) -> Problem {

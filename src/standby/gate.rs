@@ -24,8 +24,8 @@ use serde_json::{Map, Value, json};
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::bootstrap::clusters;
-use crate::lifecycle::CancellationToken;
-use crate::unix_socket::Listener;
+use crate::net::unix_socket::Listener;
+use crate::runtime::lifecycle::CancellationToken;
 
 /// The name of the listener, the extension and the cluster.
 pub const NAME: &str = "istio-agent-handover";

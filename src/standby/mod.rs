@@ -33,12 +33,12 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::capture::program;
-use crate::clock::in_utc;
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
-use crate::directory::Directory;
-use crate::lifecycle::{self, BoxError};
+use crate::files::directory::Directory;
+use crate::files::regular_file::{self, if_exists};
 use crate::problem::{Problem, codes};
-use crate::regular_file::{self, if_exists};
+use crate::runtime::clock::in_utc;
+use crate::runtime::lifecycle::{self, BoxError};
 use crate::version;
 use channel::{Hello, VERSION};
 use record::{End, Record};

@@ -8,8 +8,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::config::environment::Environment;
-use crate::directory::Directory;
-use crate::regular_file::if_exists;
+use crate::files::directory::Directory;
+use crate::files::regular_file::if_exists;
 
 pub(super) const RECORD: &str = "serving.json";
 pub(super) const END: &str = "end.json";

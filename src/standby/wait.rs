@@ -11,8 +11,8 @@ use super::channel::{Channel, Message};
 use super::record::{self, End, RECORD, Record, since_boot};
 use super::{DIRECTORY, Standby, build, open_lock, socket};
 use crate::config::environment::Environment;
-use crate::lifecycle::{self, BoxError, Stop};
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::{self, BoxError, Stop};
 
 /// The time between two attempts to read the record of a first agent.
 const RECORD_INTERVAL: Duration = Duration::from_secs(1);

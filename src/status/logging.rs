@@ -8,8 +8,9 @@ use ::http::request::Parts;
 use ::http::{Method, Response, StatusCode};
 
 use super::{Body, reply};
+use crate::logging;
 use crate::problem::{Problem, codes};
-use crate::{duration, logging};
+use crate::runtime::duration;
 
 const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
 

@@ -54,11 +54,13 @@ use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::istiod::Istiod;
-use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover, QUIT, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
 use crate::problem::{Problem, codes};
 use crate::report::{PodState, Report};
+use crate::runtime::lifecycle::{
+    BoxError, CancellationToken, ListenerHandover, QUIT, Stop, Urgency,
+};
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;

@@ -13,8 +13,8 @@ use serde_json::Value;
 
 use super::{Body, Config, reply};
 use crate::json;
+use crate::net::request_path;
 use crate::probe::{Client, Kind, Probe};
-use crate::request_path;
 
 /// The expected value of a port, for error texts.
 const PORT: &str = "from 1 to 65535: the port must be int type";

@@ -4,7 +4,7 @@ use http_body_util::BodyExt;
 use serde_json::Value;
 
 use super::*;
-use crate::lifecycle::Urgency;
+use crate::runtime::lifecycle::Urgency;
 
 const HERE: &str = "127.0.0.1:1";
 const THERE: &str = "10.0.0.1:1";

@@ -30,11 +30,11 @@ use tokio_util::io::{StreamReader, SyncIoBridge};
 
 use crate::capture::program;
 use crate::config::environment::{self, Environment};
-use crate::http_client::{Body, Client};
-use crate::lifecycle::with_causes;
+use crate::files::regular_file::{self, MAX_SETTINGS};
+use crate::net::http_client::{Body, Client};
 use crate::problem::{Code, Problem, codes};
 use crate::proxy_config::ProxyConfig;
-use crate::regular_file::{self, MAX_SETTINGS};
+use crate::runtime::lifecycle::with_causes;
 use redact::Form::{self, Json, Lines, OwnJson};
 pub use redact::Secrets;
 
@@ -142,7 +142,7 @@ pub async fn collect(
 ) -> Bundle {
     let bundle = Bundle {
         secrets: Arc::new(secrets),
-        until: crate::clock::after(LIMIT),
+        until: crate::runtime::clock::after(LIMIT),
         files: RefCell::default(),
         problems: RefCell::default(),
     };

@@ -15,8 +15,8 @@ use aws_lc_rs::digest::{SHA256, digest};
 
 use super::fetch::download::{self, Download, PREFIX, SUFFIX, hexadecimal};
 use super::request::MAX_FETCH;
-use crate::clock::Clock;
-use crate::regular_file;
+use crate::files::regular_file;
+use crate::runtime::clock::Clock;
 
 #[derive(Debug)]
 pub(super) struct Cache {

@@ -20,8 +20,8 @@ use futures_util::future::join_all;
 use serde_json::Value;
 use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
-use crate::executor::ConnectionTasks;
 use crate::metrics::Registry;
+use crate::net::executor::ConnectionTasks;
 use crate::problem::{Problem, codes};
 use convert::Filter;
 pub(crate) use convert::wire;
@@ -76,7 +76,7 @@ impl Wasm {
         let wasm = Self(modules.clone());
         let purging = async move {
             let _fetches = fetches;
-            let mut ticks = interval_at(crate::clock::after(interval), interval);
+            let mut ticks = interval_at(crate::runtime::clock::after(interval), interval);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             loop {
                 ticks.tick().await;

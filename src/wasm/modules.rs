@@ -20,12 +20,12 @@ use super::Config;
 use super::cache::{Cache, Module};
 use super::fetch::{Error, RESULTS};
 use super::request::Request;
-use crate::backoff::Backoff;
-use crate::clock::after;
-use crate::duration::rounded;
-use crate::executor::Executor;
 use crate::metrics::{Counters, Gauge, Histogram, Registry};
+use crate::net::executor::Executor;
 use crate::problem::{Problem, codes};
+use crate::runtime::backoff::Backoff;
+use crate::runtime::clock::after;
+use crate::runtime::duration::rounded;
 
 const MAX_FETCHES: usize = 4;
 /// Waits after failed fetches are drawn from zero to 2 s, 4 s, … 5 min, but last at least a second.

@@ -10,11 +10,11 @@ use http::{HeaderMap, HeaderValue};
 use hyper::body::Incoming;
 use tonic::{Code, Status};
 
-use crate::duration::rounded;
 use crate::istiod::MAX_SILENCE;
 use crate::istiod::refusal::code_name;
-use crate::lifecycle::with_causes;
 use crate::problem::Problem;
+use crate::runtime::duration::rounded;
+use crate::runtime::lifecycle::with_causes;
 
 /// The headers that make up a gRPC status. Source: gRPC over HTTP/2, Status.
 const STATUS_HEADERS: [&str; 3] = ["grpc-status", "grpc-message", "grpc-status-details-bin"];

@@ -39,10 +39,10 @@ use super::last_known_good::replay::Replay;
 use super::observe::{Observer, Services, Source};
 use super::phase::{Event, IstiodStream, Phase, Requests};
 use super::stream::StreamState;
-use crate::backoff::Backoff;
-use crate::clock::{after, later};
 use crate::istiod::{Istiod, MAX_SILENCE};
 use crate::problem::{Problem, Repetition, codes};
+use crate::runtime::backoff::Backoff;
+use crate::runtime::clock::{after, later};
 
 /// The most bytes of requests that can be sent again while istiod has not responded. The first requests of
 /// an Envoy are far smaller. A client that sends more waits for a stream of istiod, and ends with that stream.

@@ -31,7 +31,7 @@ use super::observe::Observer;
 use super::relay::{self, Health, RelayConfig, ResponseBody, response_body};
 use crate::istiod::Istiod;
 use crate::metrics::Registry;
-use crate::unix_socket::{Listener, Peer};
+use crate::net::unix_socket::{Listener, Peer};
 
 /// The most streams that clients other than Envoy may have at once.
 pub const MAX_OTHER_CLIENT_STREAMS: usize = 64;

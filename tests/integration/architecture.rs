@@ -2,7 +2,7 @@
 //! that its row lists, and the modules form no cycle.
 //!
 //! Base modules are listed below the row [`BASE`]. Every module may use them; their own rows list the modules that
-//! they use. Test code is exempt.
+//! they use. A module in one of the [`ROOMS`] has a row of its own, such as `net::dial`. Test code is exempt.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -12,6 +12,8 @@ type Uses = BTreeMap<String, BTreeSet<String>>;
 
 /// The row above the base modules.
 const BASE: &str = "*base modules*";
+/// Folders of base modules, which are no modules of their own.
+const ROOMS: [&str; 4] = ["files", "net", "runtime", "trust"];
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -50,8 +52,12 @@ fn code() -> Uses {
             if is_for_tests(&path) {
                 continue;
             }
+            let is_room = path.file_name().is_some_and(|name| name == "mod.rs")
+                && ROOMS.iter().any(|room| path.parent().unwrap().ends_with(format!("src/{room}")));
             if path.is_dir() {
                 folders.push(path);
+            } else if is_room {
+                // It only lists the modules.
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let module = module_of(&path);
                 let text = without_tests(&fs::read_to_string(&path).unwrap());
@@ -67,8 +73,9 @@ fn code() -> Uses {
 
 fn module_of(path: &Path) -> String {
     let path: PathBuf = path.strip_prefix(root().join("src")).unwrap().into();
-    let first = path.iter().next().unwrap().to_str().unwrap();
-    first.trim_end_matches(".rs").to_owned()
+    let parts = path.iter().map(|part| part.to_str().unwrap().trim_end_matches(".rs"));
+    let parts: Vec<_> = parts.take(2).collect();
+    if ROOMS.contains(&parts[0]) { parts.join("::") } else { parts[0].to_owned() }
 }
 
 fn is_for_tests(path: &Path) -> bool {
@@ -96,34 +103,43 @@ fn without_tests(text: &str) -> String {
     kept
 }
 
-/// Returns the first name of each path after `crate::`, also of the paths in a `use` group.
+/// Returns the module in each path after `crate::`, also in the paths of a `use` group.
 fn paths(text: &str) -> BTreeSet<String> {
-    let name = |text: &str| {
-        let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
-        text[..end.unwrap_or(text.len())].to_owned()
-    };
     let mut names = BTreeSet::new();
     for rest in text.split("crate::").skip(1) {
-        let Some(group) = rest.strip_prefix('{') else {
-            names.insert(name(rest));
-            continue;
-        };
-        let (mut depth, mut starts) = (0, true);
-        for (at, character) in group.char_indices() {
-            match character {
-                '{' => depth += 1,
-                '}' if depth == 0 => break,
-                '}' => depth -= 1,
-                ',' if depth == 0 => starts = true,
-                c if starts && !c.is_whitespace() => {
-                    names.insert(name(&group[at..]));
-                    starts = false;
-                }
-                _ => {}
-            }
-        }
+        add_modules(rest, "", &mut names);
     }
     names
+}
+
+/// Adds the modules at the beginning of `text`: one name, or a group of names in braces, behind `room`.
+fn add_modules(text: &str, room: &str, names: &mut BTreeSet<String>) {
+    let Some(group) = text.strip_prefix('{') else {
+        let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
+        let (name, rest) = text.split_at(end.unwrap_or(text.len()));
+        match rest.strip_prefix("::") {
+            Some(inner) if ROOMS.contains(&name) => add_modules(inner, &format!("{name}::"), names),
+            _ => _ = names.insert(format!("{room}{name}")),
+        }
+        return;
+    };
+    let (mut depth, mut starts) = (0, true);
+    for (at, character) in group.char_indices() {
+        match character {
+            '}' if depth == 0 => break,
+            ',' if depth == 0 => starts = true,
+            c if starts && !c.is_whitespace() => {
+                add_modules(&group[at..], room, names);
+                starts = false;
+            }
+            _ => {}
+        }
+        match character {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            _ => {}
+        }
+    }
 }
 
 #[test]
@@ -170,7 +186,9 @@ fn modules_form_no_cycle() {
 fn module_paths_are_found_in_use_groups_and_outside_test_code() {
     let text = "use crate::{a::{b, c}, d};\nlet x = crate::e::f();\n// crate::g\n\
                 #[cfg(test)]\nuse crate::h;\nmod x {\n    #[cfg(test)]\n    #[allow(y)]\n    fn z() {\n        \
-                crate::i();\n    }\n    use crate::j;\n}\n#[cfg(test)]\nmod tests {\n    use crate::k;\n}\n";
+                crate::i();\n    }\n    use crate::j;\n}\n#[cfg(test)]\nmod tests {\n    use crate::k;\n}\n\
+                use crate::net::{dial::{self, Dialer}, port};\nuse crate::files::volume::Volume;\n";
     let found: Vec<_> = paths(&without_tests(text)).into_iter().collect();
-    assert_eq!(found, ["a", "d", "e", "j"]);
+    let expected = ["a", "d", "e", "files::volume", "j", "net::dial", "net::port"];
+    assert_eq!(found, expected);
 }

@@ -15,10 +15,10 @@ use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable};
 use crate::envoy::command::Takeover;
 use crate::envoy::launch::Prepared;
-use crate::lifecycle::BoxError;
-use crate::permission::problem;
+use crate::files::permission::problem;
+use crate::files::regular_file::{self, MAX_SETTINGS};
 use crate::problem::{Code, codes};
-use crate::regular_file::{self, MAX_SETTINGS};
+use crate::runtime::lifecycle::BoxError;
 use crate::xds::CHANGING_METADATA;
 
 /// Problems of files without which Envoy can start.

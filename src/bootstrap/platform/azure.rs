@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::{Config, LIMIT, Locality, Platform, SERVICE, present, request, success};
 
-use crate::regular_file;
+use crate::files::regular_file;
 
 /// The version that pilot-agent uses if it finds no newer one. It has all members that are read here.
 const INSTANCE: &str = "/metadata/instance?api-version=2019-08-15";

@@ -7,7 +7,7 @@ use zeroize::Zeroizing;
 
 use super::{Config, Locality, Metadata, Platform, SERVICE};
 use super::{present, query, request, success};
-use crate::regular_file::{self, MAX_SETTINGS};
+use crate::files::regular_file::{self, MAX_SETTINGS};
 
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
 /// The limit of detection on a machine whose product name is not Google's.

@@ -17,8 +17,8 @@ use futures_util::future::join_all;
 use http::{Method, Request, Response};
 
 pub use super::node::Locality;
-use crate::http_client::Client;
-use crate::lifecycle::with_causes;
+use crate::net::http_client::Client;
+use crate::runtime::lifecycle::with_causes;
 pub(crate) use gcp::identity as google_identity;
 pub use gcp::known as known_google;
 

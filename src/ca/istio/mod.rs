@@ -16,12 +16,12 @@ use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
 use super::{Ca, SignError};
-use crate::duration::rounded;
 use crate::istiod::refusal::MAX_MESSAGE;
 use crate::istiod::{Connection, Istiod};
 use crate::problem::{Repetition, codes};
 use crate::proto::istio_v1_auth::IstioCertificateRequest;
 use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
+use crate::runtime::duration::rounded;
 
 /// The largest accepted response, more than any chain needs.
 const MAX_RESPONSE: usize = 4 << 20;

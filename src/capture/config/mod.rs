@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 
 use clap::Args;
 
-use crate::address::Cidr;
+use crate::net::address::Cidr;
 use crate::problem::{Diagnostics, Problem, codes};
 
 /// User of the proxy, if neither the settings nor the machine name one.

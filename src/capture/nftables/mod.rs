@@ -17,8 +17,8 @@ use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Ports, Protocol, Rule, Rules, Table, Verdict, named,
 };
-use crate::address::Cidr;
-use crate::netlink::nft_chains;
+use crate::net::address::Cidr;
+use crate::net::netlink::nft_chains;
 use crate::problem::{Problem, codes};
 
 /// Time limit of `nft`.

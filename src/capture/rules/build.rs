@@ -12,8 +12,8 @@ use super::Match::{Is, Not};
 use super::Table::{Filter, Mangle, Nat, Raw};
 use super::Verdict::{Jump, Return, Zone};
 use super::{Chain, DNS_PORT, Id, Match, Ports, Protocol, Rule, Rules, Table, Verdict};
-use crate::address::Cidr;
 use crate::capture::config::{Config, Mode, Selection};
+use crate::net::address::Cidr;
 
 /// Source addresses of connections that Envoy forwards unchanged to the application.
 const PASSTHROUGH: [Cidr; 2] = [

@@ -4,7 +4,7 @@
 mod build;
 
 pub use super::config::{Id, Ports};
-use crate::address::Cidr;
+use crate::net::address::Cidr;
 
 /// The agent's DNS port.
 pub(super) const DNS_PORT: u16 = 15053;

@@ -6,13 +6,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use if_addrs::Interface;
 
 use super::machine::{self, accounts, field, numbered};
-use crate::address::Cidr;
 use crate::capture::config::Config;
 use crate::capture::explain::{self, Flow};
 use crate::capture::layout::Layout;
 use crate::capture::packet::{Packet, Sender, simulate};
 use crate::capture::rules::{Id, Rules};
-use crate::lifecycle::BoxError;
+use crate::net::address::Cidr;
+use crate::runtime::lifecycle::BoxError;
 
 /// Interface to other machines, unless the flow names one.
 const INTERFACE: &str = "eth0";

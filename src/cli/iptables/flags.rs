@@ -11,7 +11,7 @@ use crate::capture::config::Settings;
 use crate::capture::explain::Flow;
 use crate::config::environment::{Environment, Value};
 use crate::config::flags::{Flag, parse_bool};
-use crate::duration;
+use crate::runtime::duration;
 
 /// The settings of the rules, and what to do with them.
 #[derive(Args, Clone, Debug)]

@@ -5,14 +5,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::IptablesFlags;
-use crate::address::Cidr;
 use crate::capture;
 use crate::capture::config::{Config, Host, Selection};
 use crate::capture::program;
 use crate::capture::rules::{Family, Id};
 use crate::dns::forward::resolv_conf::ResolvConf;
+use crate::files::regular_file;
+use crate::net::address::Cidr;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Maximum size of a list of users or groups, in bytes. Real lists are smaller.

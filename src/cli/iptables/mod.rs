@@ -18,10 +18,10 @@ use crate::capture::verify::{self, Finding};
 use crate::capture::{self, iptables, lock, nftables, routes, validation};
 use crate::config::environment::Environment;
 use crate::config::flags::Flag;
-use crate::exit_code::ExitCode;
-use crate::lifecycle::BoxError;
+use crate::files::replace_file::replace_file;
 use crate::problem::{Diagnostics, Problem, codes};
-use crate::replace_file::replace_file;
+use crate::runtime::exit_code::ExitCode;
+use crate::runtime::lifecycle::BoxError;
 pub use flags::IptablesFlags;
 
 /// Returns the exit code of an error. The CNI plugin recognizes the code of a failed validation.

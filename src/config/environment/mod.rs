@@ -19,11 +19,11 @@ use std::time::Duration;
 use indexmap::IndexSet;
 
 use super::{IGNORED, entries};
-use crate::compliance::Policy;
-use crate::duration;
 use crate::envoy::crash_restart::Budget;
 use crate::problem::{Problem, codes};
+use crate::runtime::duration;
 use crate::spelling;
+use crate::trust::compliance::Policy;
 
 /// The reason of variables that have no effect in pilot-agent either.
 pub const UNUSED: &str = "pilot-agent does not use it either";

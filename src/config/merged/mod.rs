@@ -17,11 +17,11 @@ use super::environment::{self, Environment};
 use super::flags::{MESH_CONFIG, ProxyFlags};
 use super::pod::Pairs;
 use super::{HOST_PORT, NOWHERE, below, statsd, validate};
-use crate::address;
+use crate::files::regular_file::{self, MAX_SETTINGS};
+use crate::net::address;
 use crate::problem::{Code, Diagnostics, Problem, codes};
 use crate::proxy_config::yaml::{self, Node, Tree};
 use crate::proxy_config::{AuthenticationPolicy, ProxyConfig, proxy_config::ClusterName};
-use crate::regular_file::{self, MAX_SETTINGS};
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
 const ADDRESS_ANNOTATION: &str = "sidecar.istio.io/discoveryAddress";

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::HOST_PORT;
 use super::merged::Merged;
-use crate::address;
+use crate::net::address;
 use crate::problem::codes;
 
 /// The minimum values of members that may be missing. The minimum window sizes are HTTP/2's.

@@ -35,9 +35,9 @@ use self::servers::Servers;
 use self::upstream::Upstream;
 use super::metrics::ForwardMetrics as Metrics;
 use super::{Forward, Transport};
-use crate::clock::after;
-use crate::duration::scaled;
 use crate::metrics::Registry;
+use crate::runtime::clock::after;
+use crate::runtime::duration::scaled;
 
 /// Time limit of servers if there is a stale answer. Source: RFC 8767, section 5.
 const STALE_WAIT: Duration = Duration::from_millis(1800);

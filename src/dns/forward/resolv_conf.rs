@@ -7,8 +7,8 @@
 use std::net::{Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::path::Path;
 
+use crate::files::regular_file;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
 
 /// Real files are much smaller.
 const MAX_BYTES: u64 = 64 * 1024;

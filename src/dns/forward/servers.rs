@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::resolv_conf::ResolvConf;
-use crate::clock::later;
 use crate::problem::Problem;
+use crate::runtime::clock::later;
 
 const READ_AGAIN: Duration = Duration::from_secs(1);
 

@@ -24,11 +24,11 @@ use tokio::time::{Instant, sleep_until};
 use super::in_flight::InFlightQuery;
 use super::message::{Query, Reply};
 use super::servers::Health;
-use crate::clock::after;
 use crate::dns::metrics::ForwardMetrics as Metrics;
 use crate::dns::wire::{self, NOTIMP, REFUSED, SERVFAIL};
 use crate::dns::{Transport, any_port};
-use crate::duration::scaled;
+use crate::runtime::clock::after;
+use crate::runtime::duration::scaled;
 
 const FIRST_WAIT: Duration = Duration::from_millis(300);
 

@@ -18,7 +18,7 @@ use super::metrics::Source;
 use super::name_table::NameTable;
 use super::wire::{self, Question};
 use super::{Dns, Forward, Transport};
-use crate::lifecycle::{BoxError, CancellationToken, ListenerHandover, Tasks};
+use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover, Tasks};
 
 /// Wait after an error of a socket, because missing memory or descriptors stay missing for a while.
 const PAUSE: Duration = Duration::from_millis(100);

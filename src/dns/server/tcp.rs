@@ -12,10 +12,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout, timeout_at};
 
 use super::{PAUSE, Shared};
-use crate::clock::after;
 use crate::dns::answer::Action;
 use crate::dns::{Forward, Transport, wire};
-use crate::lifecycle::{ListenerHandover, Tasks};
+use crate::runtime::clock::after;
+use crate::runtime::lifecycle::{ListenerHandover, Tasks};
 
 const MAX_CONNECTIONS: usize = 256;
 /// Time limit for the first query of a connection.

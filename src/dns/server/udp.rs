@@ -26,7 +26,7 @@ use crate::dns::metrics::Source;
 use crate::dns::name_table::NameTable;
 use crate::dns::wire::OWN_UDP;
 use crate::dns::{Forward, Transport};
-use crate::lifecycle::ListenerHandover;
+use crate::runtime::lifecycle::ListenerHandover;
 
 const MAX_FORWARDED: usize = 1024;
 /// Queries that are answered before other tasks get their turn.

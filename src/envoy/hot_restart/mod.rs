@@ -27,10 +27,10 @@ use super::instance::{self, Ended, Instance};
 use super::launch::{Launch, Prepared};
 use super::machine::{EndBy, Event as EnvoyEvent};
 use super::{Config, warn};
-use crate::duration::rounded;
-use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
 use crate::problem::{Problem, codes};
+use crate::runtime::duration::rounded;
+use crate::runtime::lifecycle::{BoxError, with_causes};
 use machine::{Action, Event, Machine, Phase};
 
 /// The longest delay until the agent notices that a successor is live, on a busy machine.

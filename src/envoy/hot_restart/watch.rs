@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::envoy::handle::{Envoy, Order};
-use crate::file_watch::FileWatch;
+use crate::files::file_watch::FileWatch;
 
 /// The wait for further changes, because the files of a volume change together.
 const SETTLE_TIME: Duration = Duration::from_secs(2);

@@ -6,7 +6,7 @@
 
 use super::handle::State;
 use super::shutdown::{Limits, Plan, PlannedStep, Step};
-use crate::lifecycle::Urgency;
+use crate::runtime::lifecycle::Urgency;
 
 /// The phases in the order in which Envoy passes through them; `Pausing` comes after an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

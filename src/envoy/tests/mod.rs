@@ -15,7 +15,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 
 use super::*;
-use crate::lifecycle::Urgency;
+use crate::runtime::lifecycle::Urgency;
 use fake_admin::{Behaviour, FakeAdmin};
 use launch::Prepared;
 use shutdown::{Drain, Step};

@@ -5,11 +5,11 @@ use std::time::Duration;
 use http_body_util::BodyExt;
 
 use super::hold;
-use crate::duration::scaled;
 use crate::istiod::fake::{Fake, plaintext, run};
 use crate::istiod::hosts::{Hosts, RETURN_AFTER};
 use crate::istiod::{Body, Config};
 use crate::problem::{Problem, codes};
+use crate::runtime::duration::scaled;
 
 fn why() -> Problem {
     Problem::new(codes::ISTIOD_ERROR, "istiod", "why")

@@ -12,8 +12,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
-use crate::dial::proxy::Proxy;
 use crate::metrics::Registry;
+use crate::net::dial::proxy::Proxy;
 use crate::problem::{Code, codes};
 
 use super::{Body, Config, Connection, Istiod, Limits, Security, token};

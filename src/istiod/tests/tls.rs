@@ -1,10 +1,10 @@
 use tonic::Code;
 
 use super::assert_dial_fails;
-use crate::compliance::Policy;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
 use crate::istiod::{Config, Security, open_probe, tls};
 use crate::problem::codes;
+use crate::trust::compliance::Policy;
 
 fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
     match &mut config.security {

@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use zeroize::Zeroizing;
 
-use crate::pem;
+use crate::files::regular_file;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
 use crate::secrets::certificate::{Certificate, Secret};
 use crate::secrets::trust::Roots;
 use crate::secrets::x509;
+use crate::trust::pem;
 
 /// The largest file read, many times the bundle of an operating system.
 const MAX_FILE: u64 = 4 << 20;

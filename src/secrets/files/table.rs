@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
 use super::source::Source;
-use crate::file_watch::FileWatch;
+use crate::files::file_watch::FileWatch;
 use crate::problem::{Problem, codes};
 use crate::secrets::Secret;
 

@@ -17,10 +17,10 @@ use tokio::time::MissedTickBehavior;
 
 use super::source::{Checked, Source};
 use super::table::{Entry, SecretState, Table};
-use crate::clock::{Clock, after};
-use crate::file_watch::FileWatch;
+use crate::files::file_watch::FileWatch;
 use crate::metrics::{Counter, Registry};
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::{Clock, after};
 use crate::secrets::Secret;
 
 /// The interval at which files are read, even without an event of inotify.

@@ -17,11 +17,11 @@ use super::certificate::Certificate;
 use super::files::Files;
 use super::name::Name;
 use super::{Roots, Secret, Secrets, Subscription};
-use crate::backoff::Backoff;
-use crate::directory::Directory;
-use crate::duration::rounded;
-use crate::permission::explained;
+use crate::files::directory::Directory;
+use crate::files::permission::explained;
 use crate::problem::{Problem, codes};
+use crate::runtime::backoff::Backoff;
+use crate::runtime::duration::rounded;
 
 /// The files, in the order in which they are written.
 pub const NAMES: [&str; 3] = ["key.pem", "cert-chain.pem", "root-cert.pem"];

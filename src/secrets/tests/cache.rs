@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use super::*;
+use crate::files::volume::Volume;
 use crate::secrets::cache::CertificateCache;
-use crate::volume::Volume;
 
 fn directory() -> Option<tempfile::TempDir> {
     let memory = Path::new("/dev/shm");

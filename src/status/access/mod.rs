@@ -16,9 +16,9 @@ use tokio::net::TcpStream;
 use tokio::sync::OnceCell;
 use tokio::time::timeout;
 
-use crate::netlink;
+use crate::net::netlink;
+use crate::net::unix_socket::access::with_agent_and_root;
 use crate::problem::{Problem, codes};
-use crate::unix_socket::access::with_agent_and_root;
 
 pub(super) const NOT_LOCAL: &str = "Only requests from localhost are allowed\n";
 /// The source address of connections from Envoy to the pod's ports. That of IPv6, `::6`, is not local.

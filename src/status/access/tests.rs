@@ -11,8 +11,8 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
 use super::*;
-use crate::lifecycle::{CancellationToken, ListenerHandover, Stop};
 use crate::metrics::Registry;
+use crate::runtime::lifecycle::{CancellationToken, ListenerHandover, Stop};
 use crate::status::tests::{any_port, config, own_metrics, sources};
 use crate::status::{Probers, Router, server};
 

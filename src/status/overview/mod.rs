@@ -8,10 +8,10 @@ mod page;
 use serde_json::{Value, json};
 
 use super::{Diagnosis, Sources};
-use crate::clock::{Clock, rfc3339};
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::logging;
+use crate::runtime::clock::{Clock, rfc3339};
 use crate::secrets::Secrets;
 use crate::version;
 use crate::wasm::Wasm;

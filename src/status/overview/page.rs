@@ -4,9 +4,9 @@
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use serde_json::Value;
 
-use crate::duration::rounded_seconds;
 use crate::logging::is_interpreted;
 use crate::report::{Level, Report};
+use crate::runtime::duration::rounded_seconds;
 
 /// The sections: the title, the member of the overview, and the path of the same data as JSON.
 const SECTIONS: [(&str, &str, &str); 9] = [

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
-use crate::regular_file::{self, MAX_SETTINGS};
+use crate::files::regular_file::{self, MAX_SETTINGS};
 
 /// Members of a `file_watcher` certificate provider.
 const FILES: [&str; 3] = ["certificate_file", "private_key_file", "ca_certificate_file"];

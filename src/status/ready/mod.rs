@@ -19,9 +19,9 @@ use super::{Sources, startup};
 use crate::envoy::handle::{Envoy, Report, State};
 use crate::envoy::inspect;
 use crate::istiod::Status;
-use crate::lifecycle::Urgency;
 use crate::metrics::Gauge;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::Urgency;
 use bootstrap_file::BootstrapFile;
 
 /// The pauses between two checks of an Envoy that starts: in the [`EARLY_PHASE`], and later.

@@ -11,9 +11,9 @@ use tokio::task::JoinSet;
 use super::*;
 use crate::dns::{self, Dns};
 use crate::envoy::admin::Admin;
-use crate::lifecycle::{CancellationToken, ListenerHandover, Stop};
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::{CancellationToken, ListenerHandover, Stop};
 use crate::status::startup::Milestones;
 use tokio::sync::watch;
 

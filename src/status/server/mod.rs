@@ -27,9 +27,9 @@ use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{Caller, Router, reply};
-use crate::lifecycle::{CancellationToken, ListenerHandover};
-use crate::port;
+use crate::net::port;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::{CancellationToken, ListenerHandover};
 
 /// The most connections. The kubelet, Prometheus and Envoy need a handful.
 const MAX_CONNECTIONS: usize = 256;

@@ -4,8 +4,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Duration, Instant};
 
 use super::*;
-use crate::lifecycle::Stop;
 use crate::metrics::Registry;
+use crate::runtime::lifecycle::Stop;
 use crate::status::tests::{any_port, config, own_metrics, sources};
 use crate::status::{Probers, Scrape, reply};
 

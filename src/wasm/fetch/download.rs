@@ -16,9 +16,9 @@ use tokio::io::{AsyncWriteExt, DuplexStream};
 use tokio_util::io::{InspectReader, SyncIoBridge};
 
 use super::Error;
-use crate::http_client::Body;
-use crate::lifecycle::with_causes;
+use crate::net::http_client::Body;
 use crate::problem::codes;
+use crate::runtime::lifecycle::with_causes;
 
 /// The most bytes between the network and the disk.
 const PIPE: usize = 256 << 10;

@@ -13,10 +13,10 @@ use std::time::Duration;
 use ::http::{HeaderValue, Uri};
 use percent_encoding::percent_decode_str;
 
-use crate::address::Cidr;
-use crate::dial::proxy::{self, Proxies};
+use crate::net::address::Cidr;
+use crate::net::dial::proxy::{self, Proxies};
 use crate::problem::{Code, codes};
-use crate::trust_anchors::SystemRoots;
+use crate::trust::trust_anchors::SystemRoots;
 use download::Plan;
 
 const DOCKER_HUB: &str = "index.docker.io";

@@ -11,15 +11,15 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::download::Download;
 use super::{Config, Error, Source};
-use crate::address::Cidr;
-use crate::backoff::Backoff;
-use crate::compliance::Policy;
-use crate::dial::{Dialer, Filter};
-use crate::http_client::{self, Body, Client, Redirects};
-use crate::lifecycle::with_causes;
+use crate::net::address::Cidr;
+use crate::net::dial::{Dialer, Filter};
+use crate::net::http_client::{self, Body, Client, Redirects};
+use crate::net::unverified_tls;
 use crate::problem::codes;
-use crate::trust_anchors::{self, Roots};
-use crate::unverified_tls;
+use crate::runtime::backoff::Backoff;
+use crate::runtime::lifecycle::with_causes;
+use crate::trust::compliance::Policy;
+use crate::trust::trust_anchors::{self, Roots};
 
 /// Waits between attempts are drawn from zero to 750 ms, 1.5 s, 3 s, …
 const FIRST_WAIT: Duration = Duration::from_millis(750);

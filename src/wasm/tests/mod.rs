@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 use super::fetch::download::hexadecimal;
 use super::fetch::fake_server::{Server, answer, ok, path};
 use super::*;
-use crate::trust_anchors::SystemRoots;
+use crate::trust::trust_anchors::SystemRoots;
 
 const OUTER: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 const HTTP: &str = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm";

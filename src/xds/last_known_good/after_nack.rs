@@ -24,10 +24,10 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::file::{Index, LookupRequest, TypeFile, file_name, refused_names, unix_rfc3339};
 use super::{DIRECTORY, Shared, Type};
-use crate::clock::rfc3339;
-use crate::directory::Directory;
 use crate::envoy::inspect;
+use crate::files::directory::Directory;
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::rfc3339;
 use crate::xds::request::{HEAD, shortened};
 use crate::xds::wire::digest;
 

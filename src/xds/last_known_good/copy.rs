@@ -8,8 +8,8 @@ use tokio::task::spawn_blocking;
 
 use super::file::{Index, file_name, open, temporary};
 use super::{Config, DIRECTORY, TYPES};
-use crate::directory::Directory;
-use crate::regular_file::if_exists;
+use crate::files::directory::Directory;
+use crate::files::regular_file::if_exists;
 
 impl Config {
     /// Makes `own` the directory of stored configuration, and copies the configuration in the directory `former` into

@@ -21,9 +21,9 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Type;
-use crate::clock::{after, rfc3339};
-use crate::directory::Directory;
-use crate::regular_file::if_exists;
+use crate::files::directory::Directory;
+use crate::files::regular_file::if_exists;
+use crate::runtime::clock::{after, rfc3339};
 use crate::xds::request::shortened;
 use crate::xds::response::Received;
 use crate::xds::wire::{ResourceField, Walker, digest};

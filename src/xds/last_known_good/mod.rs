@@ -35,7 +35,7 @@ pub(super) use recorder::Recorder;
 use writer::{Batch, Writer};
 
 use super::{CLUSTER, ENDPOINTS, LISTENER, Protocol, WORKLOAD};
-use crate::volume::{Content, Volume};
+use crate::files::volume::{Content, Volume};
 
 /// The directory below the configured one.
 const DIRECTORY: &str = Content::Configuration.directory();

@@ -19,7 +19,7 @@ use super::after_nack::{self, Stored, StoredStream};
 use super::file::LookupRequest;
 use super::writer::WriteOp;
 use super::{BY_NAME, CLUSTER, EXTENSION, EnvoyCache, LISTENER, TYPES, Type};
-use crate::clock::after;
+use crate::runtime::clock::after;
 use crate::xds::request::{HEAD, Request, Subscription};
 use crate::xds::response::Received;
 use crate::xds::{CHANGING_METADATA, wire};

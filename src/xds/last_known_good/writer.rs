@@ -15,8 +15,8 @@ use super::file::{
     LookupRequest, MAX_PENDING, STORED_VERSION_DELAY, TypeFile, file_name, open, spilled, temporary,
 };
 use super::{BY_NAME, Config, DIRECTORY, NEEDED, Shared, TYPES, Type};
-use crate::clock::{after, later};
-use crate::directory::Directory;
+use crate::files::directory::Directory;
+use crate::runtime::clock::{after, later};
 use crate::xds::response::Received;
 
 /// The most bytes in memory of responses that wait for their ACK.

@@ -21,8 +21,8 @@ use super::last_known_good::LastKnownGood;
 use super::metrics::Metrics;
 use super::request::{Request, shortened};
 use super::response::Received;
-use crate::clock::rfc3339;
 use crate::metrics::{Kind, Registry};
+use crate::runtime::clock::rfc3339;
 use record::Type;
 pub use record::{
     AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot, StreamSnapshot, TypeSnapshot,

@@ -11,9 +11,9 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::{Source, beginning, cut};
-use crate::clock::rfc3339;
-use crate::port;
+use crate::net::port;
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::rfc3339;
 use crate::xds::last_known_good::{StoredResource, StoredSnapshot, after_nack};
 use crate::xds::response::{Consumer, Received};
 

@@ -14,7 +14,7 @@ use istio_agent::ca::Ca;
 use istio_agent::ca::csr;
 use istio_agent::ca::istio::IstioCa;
 use istio_agent::ca::key::KeyType;
-use istio_agent::identity::SpiffeId;
+use istio_agent::trust::identity::SpiffeId;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::{Intercepting, Interceptor, Interceptors, Outcome};
 use local_istiod::{LocalIstiod, Variant};

@@ -6,11 +6,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use istio_agent::ca::key::KeyType;
-use istio_agent::clock::Clock;
-use istio_agent::identity::SpiffeId;
-use istio_agent::lifecycle::CancellationToken;
 use istio_agent::metrics::Registry;
-use istio_agent::{sds, secrets, unix_socket};
+use istio_agent::net::unix_socket;
+use istio_agent::runtime::clock::Clock;
+use istio_agent::runtime::lifecycle::CancellationToken;
+use istio_agent::trust::identity::SpiffeId;
+use istio_agent::{sds, secrets};
 use local_istiod::{Event, Keys};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;

@@ -6,12 +6,13 @@ use std::time::Duration;
 use istio_agent::ca::Ca;
 use istio_agent::ca::csr;
 use istio_agent::ca::key::{Encoding, KeyType};
-use istio_agent::clock::Clock;
-use istio_agent::identity::SpiffeId;
-use istio_agent::lifecycle::CancellationToken;
 use istio_agent::metrics::Registry;
+use istio_agent::net::unix_socket;
+use istio_agent::runtime::clock::Clock;
+use istio_agent::runtime::lifecycle::CancellationToken;
+use istio_agent::sds;
 use istio_agent::secrets::files::{self, WorkloadFiles};
-use istio_agent::{sds, unix_socket};
+use istio_agent::trust::identity::SpiffeId;
 use local_istiod::Keys;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName,

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use istio_agent::istiod::{self, Istiod, Keepalive, Security, tls, token};
-use istio_agent::lifecycle::{CancellationToken, Tasks};
 use istio_agent::metrics::Registry;
-use istio_agent::unix_socket;
+use istio_agent::net::unix_socket;
+use istio_agent::runtime::lifecycle::{CancellationToken, Tasks};
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::observe::Observer;
@@ -155,7 +155,7 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
             server_name: "istiod.istio-system.svc".into(),
             roots: tls::Roots::File(directory.join("root.pem")),
             client: None,
-            policy: istio_agent::compliance::Policy::None,
+            policy: istio_agent::trust::compliance::Policy::None,
         }),
         token: token::Source::File(directory.join("token")),
         metadata: vec![(
@@ -169,7 +169,7 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
         proxy: None,
         limits: istiod::Limits::default(),
         setting: "discoveryAddress",
-        identity: istio_agent::identity::SpiffeId::new("cluster.local", "default", "bench"),
+        identity: istio_agent::trust::identity::SpiffeId::new("cluster.local", "default", "bench"),
         fallbacks: Vec::new(),
     }
 }

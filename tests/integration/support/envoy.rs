@@ -11,7 +11,7 @@ use http_body::{Body, Frame};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
-use istio_agent::executor::ConnectionTasks;
+use istio_agent::net::executor::ConnectionTasks;
 use istio_agent::xds::Protocol;
 use prost::Message;
 use tokio::net::UnixStream;

@@ -14,10 +14,10 @@ use std::net::Ipv6Addr;
 use super::programs::{Kernel, Programs, missing};
 use super::saved::{ISTIO, Saved, SavedRule, entry, jumps_to_istio};
 use super::{TableText, tables};
-use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Rules, Table};
+use crate::net::address::Cidr;
 use crate::problem::Problem;
 
 /// Replaces the present rules by the rules of a configuration, whose users and groups are numbers.

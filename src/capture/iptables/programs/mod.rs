@@ -15,9 +15,9 @@ use super::saved::{ISTIO, Saved};
 use crate::capture::config::Kind;
 use crate::capture::rules::Family;
 use crate::capture::{problem, program};
-use crate::netlink::nft_chains;
+use crate::files::regular_file;
+use crate::net::netlink::nft_chains;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
 
 /// Seconds for which a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";

@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use crate::address::Cidr;
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{Chain, Criterion, Id, Match, Protocol, Table, Verdict, named};
+use crate::net::address::Cidr;
 
 /// Prefix of the names of Istio's chains, in every version.
 pub(super) const ISTIO: &str = "ISTIO_";

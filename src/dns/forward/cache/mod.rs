@@ -10,8 +10,8 @@ use indexmap::IndexMap;
 use tokio::time::Instant;
 
 use super::message::Reply;
-use crate::clock::later;
 use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, Record, SOA, Section, TC};
+use crate::runtime::clock::later;
 
 /// TTL of a stale answer: short, so that clients that cache it retry soon.
 const STALE_TTL: u32 = 5;

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
-use crate::file_watch::FileWatch;
+use crate::files::file_watch::FileWatch;
 
 /// Returns the secrets of `directory`. The test itself starts the watcher of `table`.
 fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {

@@ -21,10 +21,10 @@ use tokio::time::Instant;
 
 use super::download::{Download, Plan, hexadecimal, unusable};
 use super::{Config, Error, Reference, Source, location, no_manifest, secret, sha256};
-use crate::dial::proxy::basic;
+use crate::files::regular_file;
 use crate::json;
-use crate::lifecycle::with_causes;
-use crate::regular_file;
+use crate::net::dial::proxy::basic;
+use crate::runtime::lifecycle::with_causes;
 use registry::Registry;
 
 /// The size limit of a manifest, in bytes. Registries accept manifests of up to 4 MiB.

@@ -7,9 +7,9 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::Credentials;
-use crate::address;
-use crate::http_client::{Body, Error, Redirects};
-use crate::lifecycle::with_causes;
+use crate::net::address;
+use crate::net::http_client::{Body, Error, Redirects};
+use crate::runtime::lifecycle::with_causes;
 use crate::wasm::fetch::server::{Server, get};
 use crate::wasm::fetch::{Config, Reference, secret};
 
@@ -267,7 +267,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::http_client::Client;
+    use crate::net::http_client::Client;
 
     #[tokio::test]
     async fn a_password_goes_over_plain_http_only_where_the_registry_is_local_or_listed() {

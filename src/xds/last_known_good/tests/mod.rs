@@ -21,7 +21,7 @@ use prost::Message;
 use super::file::{Header, Index};
 use super::writer::WriteOp;
 use super::*;
-use crate::directory::Directory;
+use crate::files::directory::Directory;
 use crate::logging::logged;
 use crate::xds::request::frame;
 use crate::xds::response::{Consumer, Received};

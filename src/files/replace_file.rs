@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, renameat, unlinkat};
 
-use crate::permission::explained;
-use crate::regular_file::if_exists;
+use crate::files::permission::explained;
+use crate::files::regular_file::if_exists;
 
 /// Replaces `path` by a new file with `bytes` and `mode`. After an error `path` is unchanged.
 pub(crate) fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::regular_file;
+use crate::files::regular_file;
 
 /// Describes the process that listens on `port`, by pid and name if this process may read them. Returns None if no
 /// process listens.

@@ -18,8 +18,8 @@ use rustls::version::{TLS12, TLS13};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::*;
-use crate::compliance::Policy;
-use crate::trust_anchors;
+use crate::trust::compliance::Policy;
+use crate::trust::trust_anchors;
 
 const NAME: &str = "istiod.test";
 

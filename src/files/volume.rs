@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{fstatfs, statvfs};
 
-use crate::directory::Directory;
-use crate::permission::{explained, writable};
+use crate::files::directory::Directory;
+use crate::files::permission::{explained, writable};
 use crate::problem::{Problem, codes};
 
 /// File systems in memory, as `statfs` names them: tmpfs and ramfs.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::net::UnixDatagram;
 use tokio::time::MissedTickBehavior;
 
-use crate::duration::scaled;
+use crate::runtime::duration::scaled;
 
 /// The time limit for systemd to accept a message.
 const LIMIT: Duration = Duration::from_secs(5);

@@ -25,11 +25,11 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::executor::ConnectionTasks;
-use crate::lifecycle::BoxError;
-use crate::permission;
+use crate::files::permission;
+use crate::files::regular_file::if_exists;
+use crate::net::executor::ConnectionTasks;
 use crate::problem::{Code, Problem, codes};
-use crate::regular_file::if_exists;
+use crate::runtime::lifecycle::BoxError;
 use access::Access;
 use authority::valid_authority;
 

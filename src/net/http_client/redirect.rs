@@ -3,8 +3,8 @@
 use http::{HeaderValue, Method, Request, Response, Uri, header};
 
 use super::{Error, host_and_port};
-use crate::address;
-use crate::request_path::escaped;
+use crate::net::address;
+use crate::net::request_path::escaped;
 
 /// The redirects that are followed. Redirects of requests other than GET are always returned.
 /// Credentials are not sent to another host, port or scheme.

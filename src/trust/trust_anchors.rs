@@ -13,9 +13,9 @@ use std::time::SystemTime;
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 
-use crate::pem;
+use crate::files::regular_file;
 use crate::problem::{Problem, codes};
-use crate::regular_file;
+use crate::trust::pem;
 
 /// Trusted certificates, and webpki's form of them.
 #[derive(Debug)]

@@ -13,8 +13,8 @@ use rustix::fs::{AtFlags, Dir, Mode, OFlags, mkdirat, open, openat, renameat, un
 use rustix::io::Errno;
 use zeroize::Zeroizing;
 
-use crate::regular_file::{self, if_exists};
-use crate::replace_file::replace_all;
+use crate::files::regular_file::{self, if_exists};
+use crate::files::replace_file::replace_all;
 
 /// The largest file that is read, many times a chain of certificates.
 const MAX_FILE: u64 = 1 << 20;

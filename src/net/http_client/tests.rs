@@ -289,7 +289,7 @@ async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it
     let through = |dialer: Dialer| {
         Client::new(Config {
             dialer,
-            tls: Some(crate::unverified_tls::config(false).expect("TLS")),
+            tls: Some(crate::net::unverified_tls::config(false).expect("TLS")),
             proxies: Proxies { http: proxy.clone(), https: proxy.clone(), excluded: String::new() },
             ..Config::default()
         })
@@ -311,7 +311,7 @@ async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it
         let proxies = Proxies { https: Proxy::parse(proxy), ..Proxies::default() };
         let client = Client::new(Config { proxies, ..(*client.config).clone() });
         let error = fetch(&client, "https://modules.test/").await;
-        let text = crate::lifecycle::with_causes(&error.expect_err("refused"));
+        let text = crate::runtime::lifecycle::with_causes(&error.expect_err("refused"));
         let began = text.contains("refused a connection to modules.test: ");
         assert!(began && text.contains(expected), "{text}");
     }

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::duration::scaled;
+use crate::runtime::duration::scaled;
 
 /// The state of one retry sequence. Call [`Backoff::reset`] after a success.
 #[derive(Clone, Debug)]

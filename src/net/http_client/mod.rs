@@ -31,9 +31,9 @@ use tokio_rustls::TlsConnector;
 use tokio_util::either::Either;
 use tower::util::BoxCloneSyncService;
 
-use crate::dial::proxy::{Proxies, Proxy};
-use crate::dial::{self, Dialer};
-use crate::executor::ConnectionTasks;
+use crate::net::dial::proxy::{Proxies, Proxy};
+use crate::net::dial::{self, Dialer};
+use crate::net::executor::ConnectionTasks;
 pub use redirect::Redirects;
 use stream::Stream;
 

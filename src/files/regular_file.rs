@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 use zeroize::Zeroizing;
 
-use crate::permission::explained;
+use crate::files::permission::explained;
 
 /// The size limit of a settings file, in bytes. A ConfigMap has at most 1 MiB.
 pub(crate) const MAX_SETTINGS: u64 = 4 << 20;

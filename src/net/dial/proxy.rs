@@ -13,7 +13,7 @@ use percent_encoding::percent_decode_str;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::address::Cidr;
+use crate::net::address::Cidr;
 
 /// The longest head of a response, in bytes.
 const MAX_HEAD: usize = 16 << 10;
@@ -56,10 +56,10 @@ impl Proxy {
         let authority = rest.split(['/', '?', '#']).next()?;
         let (authorization, address) = split_user(authority);
         let with_port = match address.strip_suffix(':').unwrap_or(address) {
-            bare if crate::address::split_lenient(bare).is_none() => format!("{bare}:80"),
+            bare if crate::net::address::split_lenient(bare).is_none() => format!("{bare}:80"),
             with_port => with_port.to_owned(),
         };
-        let (host, port) = crate::address::split(&with_port)?;
+        let (host, port) = crate::net::address::split(&with_port)?;
         Some(Self { host: host.to_owned(), port, authorization })
     }
 
@@ -129,7 +129,7 @@ fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool 
     if let Some(range) = Cidr::parse(item) {
         return address.is_some_and(|address| range.contains(address.to_canonical()));
     }
-    let (name, only_port) = crate::address::split_lenient(item).unwrap_or((item, port));
+    let (name, only_port) = crate::net::address::split_lenient(item).unwrap_or((item, port));
     if only_port != port {
         return false;
     }

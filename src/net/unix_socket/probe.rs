@@ -12,7 +12,7 @@ use std::{fs, io};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use crate::permission::explained;
+use crate::files::permission::explained;
 
 /// The limit of a probe.
 const LIMIT: Duration = Duration::from_secs(1);

@@ -17,7 +17,7 @@ use webpki::RawPublicKeyEntity;
 use x509_parser::oid_registry::OID_X509_EXT_NAME_CONSTRAINTS as NAME_CONSTRAINTS;
 use x509_parser::prelude::{ExtendedKeyUsage, FromDer, GeneralName, X509Certificate, X509Version};
 
-use crate::trust_anchors::TrustAnchors;
+use crate::trust::trust_anchors::TrustAnchors;
 
 /// The cure for a leaf that is a CA's.
 const ISSUE_ANOTHER: &str = "is a CA's (CA:TRUE), and no root has signed it directly: issue it with \

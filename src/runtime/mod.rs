@@ -1,0 +1,8 @@
+//! Time, tasks, signals, and the end of the process.
+
+pub mod backoff;
+pub mod clock;
+pub mod duration;
+pub mod exit_code;
+pub mod lifecycle;
+pub mod systemd;

@@ -1,0 +1,7 @@
+//! Certificates and identities, and the verification of chains.
+
+pub(crate) mod chain_verifier;
+pub mod compliance;
+pub mod identity;
+pub(crate) mod pem;
+pub mod trust_anchors;
