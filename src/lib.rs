@@ -50,6 +50,8 @@ pub mod wasm;
 
 pub mod problem;
 
+pub mod program;
+
 mod spelling;
 
 pub mod proxy_config;

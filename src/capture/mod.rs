@@ -15,7 +15,6 @@ pub mod layout;
 pub mod lock;
 pub mod nftables;
 pub mod packet;
-pub mod program;
 pub mod routes;
 pub mod rules;
 pub mod validation;

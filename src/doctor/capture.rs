@@ -16,10 +16,10 @@ use tokio::time::timeout;
 use super::{PROBE_LIMIT, Subject};
 use crate::capture::layout::Layout;
 use crate::capture::packet::{Decision, Packet, Sender, simulate};
-use crate::capture::program::PATH;
 use crate::capture::rules::{Chain, Family, Protocol};
 use crate::capture::verify;
 use crate::problem::{Code, Problem, codes};
+use crate::program::PATH;
 use crate::report::Check;
 
 const NAME: &str = "rules";

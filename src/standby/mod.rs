@@ -32,11 +32,11 @@ use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::capture::program;
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::files::directory::Directory;
 use crate::files::regular_file::{self, if_exists};
 use crate::problem::{Problem, codes};
+use crate::program;
 use crate::runtime::clock::in_utc;
 use crate::runtime::lifecycle::{self, BoxError};
 use crate::version;

@@ -28,11 +28,11 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 use tokio_util::io::{StreamReader, SyncIoBridge};
 
-use crate::capture::program;
 use crate::config::environment::{self, Environment};
 use crate::files::regular_file::{self, MAX_SETTINGS};
 use crate::net::http_client::{Body, Client};
 use crate::problem::{Code, Problem, codes};
+use crate::program;
 use crate::proxy_config::ProxyConfig;
 use crate::runtime::lifecycle::with_causes;
 use redact::Form::{self, Json, Lines, OwnJson};

@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 
 use super::config::range;
 use super::layout::{self, Entry, Layout};
-use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Ports, Protocol, Rule, Rules, Table, Verdict, named,
 };
 use crate::net::address::Cidr;
 use crate::net::netlink::nft_chains;
 use crate::problem::{Problem, codes};
+use crate::program;
 
 /// Time limit of `nft`.
 const LIMIT: Duration = Duration::from_secs(60);

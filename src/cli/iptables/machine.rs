@@ -7,12 +7,12 @@ use std::time::Duration;
 use super::IptablesFlags;
 use crate::capture;
 use crate::capture::config::{Config, Host, Selection};
-use crate::capture::program;
 use crate::capture::rules::{Family, Id};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::files::regular_file;
 use crate::net::address::Cidr;
 use crate::problem::{Problem, codes};
+use crate::program;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Maximum size of a list of users or groups, in bytes. Real lists are smaller.

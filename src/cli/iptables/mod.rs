@@ -12,7 +12,6 @@ use indexmap::IndexSet;
 
 use crate::capture::config::{Config, Host, Invalid, Mode, Settings};
 use crate::capture::iptables::apply::Request;
-use crate::capture::program::PATH;
 use crate::capture::rules::{Family, Rules};
 use crate::capture::verify::{self, Finding};
 use crate::capture::{self, iptables, lock, nftables, routes, validation};
@@ -20,6 +19,7 @@ use crate::config::environment::Environment;
 use crate::config::flags::Flag;
 use crate::files::replace_file::replace_file;
 use crate::problem::{Diagnostics, Problem, codes};
+use crate::program::PATH;
 use crate::runtime::exit_code::ExitCode;
 use crate::runtime::lifecycle::BoxError;
 pub use flags::IptablesFlags;

@@ -13,11 +13,12 @@ use rustix::io::Errno;
 
 use super::saved::{ISTIO, Saved};
 use crate::capture::config::Kind;
+use crate::capture::problem;
 use crate::capture::rules::Family;
-use crate::capture::{problem, program};
 use crate::files::regular_file;
 use crate::net::netlink::nft_chains;
 use crate::problem::{Problem, codes};
+use crate::program;
 
 /// Seconds for which a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";
