@@ -19,6 +19,7 @@ use crate::doctor::{self, get};
 use crate::net::http_client;
 use crate::problem::codes;
 use crate::report::{Check, Level, PodState, Report};
+use crate::runtime::blocking::{THREADS, run_within};
 use crate::runtime::exit_code::ExitCode;
 use crate::runtime::lifecycle::with_causes;
 use crate::support_bundle::STEP_LIMIT;
@@ -83,7 +84,7 @@ pub async fn report(
     environment: &Environment,
 ) -> Result<Report, Problem> {
     let (flags, log, env) = (flags.clone(), log.clone(), environment.clone());
-    let read = doctor::run_within(STEP_LIMIT, &doctor::THREADS, move || {
+    let read = run_within(STEP_LIMIT, &THREADS, move || {
         let port = config::status_port(&env, ".".as_ref());
         let config = config::load(&flags, &log, &env, ".".as_ref());
         (port, config, Vec::new())
@@ -167,7 +168,7 @@ mod tests {
             let _ = released.recv();
             (None, Err(vec![Problem::new(codes::FILE_MISSING, "a", "b")]), Vec::new())
         };
-        let read = doctor::run_within(Duration::from_millis(1), &ONE, read).await;
+        let read = run_within(Duration::from_millis(1), &ONE, read).await;
         let (port, config, before) = read.unwrap_or_else(unread);
         assert_eq!(port, Some(DEFAULT_PORT));
         let report = doctor::report(&config, None, before).await;

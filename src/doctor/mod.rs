@@ -20,10 +20,6 @@ mod token;
 
 use std::time::Duration;
 
-use bytes::Bytes;
-use http::{Request, Response};
-use tokio::sync::Semaphore;
-
 use crate::config::{Config, Problem};
 use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
@@ -32,14 +28,16 @@ use crate::istiod::Istiod;
 use crate::net::http_client::{self, Client, http_url};
 use crate::problem::codes;
 use crate::report::{Check, Group, Level, Report};
+use crate::runtime::blocking::{THREADS, run_within, unfinished};
 use crate::runtime::clock;
-use crate::runtime::duration::rounded;
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::standby::Standby;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
+use bytes::Bytes;
+use http::{Request, Response};
 
 /// The time limit of a report.
 pub const LIMIT: Duration = Duration::from_millis(2200);
@@ -47,9 +45,6 @@ pub const LIMIT: Duration = Duration::from_millis(2200);
 const PROBE_LIMIT: Duration = Duration::from_millis(1800);
 /// The largest HTTP body that is read, in bytes: a report, or a list of Envoy's pending secrets and clusters.
 const MAX_BODY: usize = 1 << 20;
-
-/// The threads that file operations may hold at once.
-pub(crate) static THREADS: Semaphore = Semaphore::const_new(32);
 
 /// The modules of a running agent. None if the agent runs without the module.
 #[derive(Clone, Debug)]
@@ -141,26 +136,6 @@ async fn run_blocking<T: Send + 'static>(
     run_within(PROBE_LIMIT, &THREADS, work).await
 }
 
-/// Runs `work` on a thread of a limited number, because work that hangs holds its thread. Fails after `limit`.
-pub(crate) async fn run_within<T: Send + 'static>(
-    limit: Duration,
-    threads: &'static Semaphore,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, String> {
-    let task = async {
-        let thread = threads.acquire().await;
-        tokio::task::spawn_blocking(move || {
-            let _thread = thread;
-            work()
-        })
-        .await
-    };
-    tokio::time::timeout(limit, task)
-        .await
-        .map_err(|_| unfinished(limit))?
-        .map_err(|panic| panic.to_string())
-}
-
 /// Requests a page over HTTP, of 1 MiB at most.
 pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_client::Error> {
     let mut request = Request::new(Bytes::new());
@@ -186,39 +161,4 @@ fn checked(name: impl ToString, found: Result<impl ToString, Problem>) -> Check 
 
 fn late(name: impl ToString, why: impl ToString) -> Check {
     Check::from(&Problem::new(codes::CHECKS_LATE, name, why))
-}
-
-fn unfinished(limit: Duration) -> String {
-    format!("not finished within {}", rounded(limit))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::sync::{Arc, mpsc};
-
-    use super::*;
-
-    #[tokio::test]
-    async fn file_work_that_hangs_holds_a_bounded_number_of_threads() {
-        static TWO: Semaphore = Semaphore::const_new(2);
-        let limit = Duration::from_millis(50);
-        let begun = Arc::new(AtomicUsize::new(0));
-        let hung: Vec<mpsc::Sender<()>> = futures_util::future::join_all((0..4).map(async |_| {
-            let (release, released) = mpsc::channel();
-            let begun = begun.clone();
-            let work = move || {
-                begun.fetch_add(1, Ordering::Relaxed);
-                released.recv()
-            };
-            let late = run_within(limit, &TWO, work).await.unwrap_err();
-            assert_eq!(late, "not finished within 50 ms");
-            release
-        }))
-        .await;
-        assert!(run_within(limit, &TWO, || ()).await.is_err());
-        assert_eq!(begun.load(Ordering::Relaxed), 2);
-        drop(hung);
-        assert_eq!(run_within(PROBE_LIMIT, &TWO, || 7).await, Ok(7));
-    }
 }

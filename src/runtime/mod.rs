@@ -1,6 +1,7 @@
 //! Time, tasks, signals, and the end of the process.
 
 pub mod backoff;
+pub(crate) mod blocking;
 pub mod clock;
 pub mod duration;
 pub mod exit_code;
