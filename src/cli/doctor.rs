@@ -14,10 +14,10 @@ use serde_json::json;
 
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
-use crate::config::{self, Config, Problem};
+use crate::config::{self, Config};
 use crate::doctor::{self, get};
 use crate::net::http_client;
-use crate::problem::codes;
+use crate::problem::{Problem, codes};
 use crate::report::{Check, Level, PodState, Report};
 use crate::runtime::blocking::{THREADS, run_within};
 use crate::runtime::exit_code::ExitCode;

@@ -33,8 +33,7 @@ use serde_json::Value;
 
 use crate::files::volume::Volume;
 use crate::net::dial::proxy::Proxies;
-pub use crate::problem::Problem;
-use crate::problem::{Diagnostics, codes};
+use crate::problem::{Diagnostics, Problem, codes};
 use crate::proxy_config::ProxyConfig;
 use crate::trust::compliance::Policy;
 use crate::xds::last_known_good;

@@ -1,7 +1,8 @@
 //! Reports settings that cannot be used or have no effect.
 
-use crate::config::{Config, Problem};
+use crate::config::Config;
 use crate::logging;
+use crate::problem::Problem;
 use crate::report::{Check, Level};
 
 pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {

@@ -20,13 +20,13 @@ mod token;
 
 use std::time::Duration;
 
-use crate::config::{Config, Problem};
+use crate::config::Config;
 use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
 use crate::envoy::handle::Envoy;
 use crate::istiod::Istiod;
 use crate::net::http_client::{self, Client, http_url};
-use crate::problem::codes;
+use crate::problem::{Problem, codes};
 use crate::report::{Check, Group, Level, Report};
 use crate::runtime::blocking::{THREADS, run_within, unfinished};
 use crate::runtime::clock;

@@ -12,12 +12,12 @@ use super::sds_socket::Detected;
 use serde_json::Value;
 
 use crate::bootstrap::{self, platform::Platform};
-use crate::config::{Config, Problem, Unusable};
+use crate::config::{Config, Unusable};
 use crate::envoy::command::Takeover;
 use crate::envoy::launch::Prepared;
 use crate::files::permission::problem;
 use crate::files::regular_file::{self, MAX_SETTINGS};
-use crate::problem::{Code, codes};
+use crate::problem::{Code, Problem, codes};
 use crate::runtime::lifecycle::BoxError;
 use crate::xds::CHANGING_METADATA;
 

@@ -6,8 +6,9 @@ use std::sync::LazyLock;
 
 use bytes::Bytes;
 use istio_agent::cli::{self, Command};
+use istio_agent::config;
 use istio_agent::config::environment::Environment;
-use istio_agent::config::{self, Problem};
+use istio_agent::problem::Problem;
 use istio_agent::secrets::certificate::Workload;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::Interceptors;
