@@ -92,8 +92,9 @@ pub async fn report(
     let (port, config, mut checks) = read.await.unwrap_or_else(unread);
     let Some(port) = port else {
         let report = doctor::report(&config, None, checks).await;
-        let state = PodState::Unknown("the agent has no status port".to_owned());
-        return Ok(report.judged(&state, None));
+        return Ok(
+            report.judged(&PodState::Unknown("the agent has no status port".to_owned()), None)
+        );
     };
     let state = PodState::Unknown(format!("no agent answers on port {port}"));
     let problem = match request_report(port).await {

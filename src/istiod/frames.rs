@@ -172,6 +172,10 @@ impl<T> Reader<T> {
                 let reason = format!("it answered \"{found}\" instead of HTTP/2");
                 self.report(Http2State::Closed(Loss::NotHttp2(reason)));
             }
+            // Without a payload it is malformed, and ends the connection as well.
+            (true, GOAWAY) if self.payload_left == 0 => {
+                self.report(Http2State::GoingAway(GoAway::parse(&[])));
+            }
             (true, GOAWAY) => self.go_away = Some(Vec::new()),
             (true, _) => {}
         }
@@ -268,6 +272,7 @@ mod tests {
         for (payload, expected) in [
             (&[0; 8][..], "GOAWAY NO_ERROR".to_owned()),
             (&[1, 2], "GOAWAY NO_ERROR".to_owned()),
+            (&[], "GOAWAY NO_ERROR".to_owned()),
             (b"\0\0\0\x01\0\0\0\x63\x1b\"", "GOAWAY Reason(63) \"\\x1b\\\"\"".to_owned()),
             (&[0; 5000], format!("GOAWAY NO_ERROR \"{}\"", "\\x00".repeat(256))),
         ] {

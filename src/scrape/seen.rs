@@ -58,10 +58,11 @@ impl Seen {
 
     /// Records the name of a sample. Returns true if an earlier source has it, too.
     pub(super) fn record_sample_name(&mut self, name: &str) -> bool {
+        let key = self.state.hash_one(name);
         if self.sampled.len() < MAX_HASHES {
-            self.sampled.insert(self.state.hash_one(name));
+            self.sampled.insert(key);
         }
-        self.record_name(name)
+        self.record(key)
     }
 
     /// Records the name of a family. Returns true if an earlier source has it, too.

@@ -50,12 +50,12 @@ impl<F: Forward> Shared<F> {
         if let Action::Reply(question) = &action {
             self.dns.metrics.count_response(out, Source::Agent);
             if let Some(name) = question.text(query) {
-                let shown = String::from_utf8_lossy(&name);
+                let shown = || String::from_utf8_lossy(&name);
                 if table.is_some() {
-                    tracing::debug!(target: "dns", "response for hostname {shown:?} (found=true)");
+                    tracing::debug!(target: "dns", "response for hostname {:?} (found=true)", shown());
                     self.dns.remember(&name);
                 } else {
-                    tracing::debug!(target: "dns", "dns request for host {shown:?} before lookup table is loaded");
+                    tracing::debug!(target: "dns", "dns request for host {:?} before lookup table is loaded", shown());
                 }
             }
         } else if let Action::Forward(question) = &action {

@@ -80,7 +80,7 @@ impl ServerCertVerifier for TrustAnchors {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         let (parsed, all) = (ParsedCertificate::try_from(leaf)?, algorithms().all);
-        // Go accepts a leaf that is a root, whoever has signed it.
+        // Go accepts a leaf that is itself a root, without a chain.
         let is_root = self.certificates.iter().any(|root| root == leaf);
         let (roots, others) = (&self.store, if is_root { &[] } else { intermediates });
         let mut verdict =

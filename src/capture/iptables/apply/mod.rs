@@ -221,8 +221,7 @@ fn select_istio<'a>(
 ) -> Saved<'a> {
     let earlier = saved.earlier_dns();
     let is_known = |rule: &SavedRule<'_>| {
-        let known_in = |chain| known.contains(&(chain, for_any_user(entry(rule.text))));
-        rule.place().is_some_and(known_in)
+        rule.place().is_some_and(|chain| known.contains(&(chain, for_any_user(entry(rule.text)))))
     };
     let is_certain = |rule: &SavedRule<'_>| {
         rule.chain.starts_with(ISTIO)

@@ -82,8 +82,8 @@ impl<'a> Saved<'a> {
         found
     }
 
-    /// Returns the interfaces that Istio excludes, in front of its jumps and for both directions, or captures as
-    /// those of virtual machines.
+    /// Returns the interfaces that Istio excludes in both directions, in front of its jumps, and the interfaces of
+    /// virtual machines whose traffic it captures.
     pub(super) fn istio_interfaces(&self) -> HashSet<&'a str> {
         let before_jump = |chain| {
             let rules = self.rules.iter();
@@ -101,8 +101,8 @@ impl<'a> Saved<'a> {
         let left = outbound.iter().filter(|_| has_jump);
         let left: HashSet<_> = left.filter_map(|rule| rule.passing_interface()).collect();
         let excluded = inbound.iter().filter_map(|rule| rule.passing_interface());
-        let captured = inbound.iter().filter_map(|rule| rule.captured_interface());
-        excluded.filter(|name| left.contains(name)).chain(captured).collect()
+        let excluded = excluded.filter(|name| left.contains(name));
+        excluded.chain(inbound.iter().filter_map(|rule| rule.captured_interface())).collect()
     }
 
     /// Returns true if a table has a chain of Istio.
