@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use istio_agent::agent::reload::Settings;
+use istio_agent::agent::{self, Settings};
 use istio_agent::cli::{
     self, Cli, Command, ParseError, ParsedLine, completion, doctor, iptables, request, scope, show,
     support_bundle, version, wait,
@@ -17,7 +17,7 @@ use istio_agent::runtime::exit_code::ExitCode;
 use istio_agent::runtime::lifecycle::{self, BoxError, with_causes};
 use istio_agent::standby::record::Record;
 use istio_agent::standby::{self, Standby};
-use istio_agent::{agent, logging, preflight, proxy_config};
+use istio_agent::{logging, preflight, proxy_config};
 
 fn main() -> std::process::ExitCode {
     #[cfg(target_env = "gnu")]

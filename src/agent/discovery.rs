@@ -1,35 +1,18 @@
-//! Builds the discovery service with its interceptors and health checks.
+//! Builds the discovery service and the health checks.
 
 use std::sync::Arc;
 
 use super::Agent;
-use super::ecds::Ecds;
-use super::nds::Nds;
-use super::pcds::Pcds;
-use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::{self, Health};
 use crate::istiod::Istiod;
 use crate::net::unix_socket;
 use crate::problem::Problem;
 use crate::runtime::lifecycle::Stop;
-use crate::wasm::Wasm;
-use crate::xds::intercept::{Interceptor, Interceptors};
+use crate::xds::intercept::Interceptors;
 use crate::xds::last_known_good::LastKnownGood;
 use crate::xds::observe::Observer;
 use crate::xds::server::{self, Discovery, Upstream};
-
-/// Builds the interceptors, which consume responses in place of Envoy or rewrite them.
-pub(super) fn interceptors(
-    dns: Option<Dns>,
-    pcds: Option<Pcds>,
-    wasm: Option<Wasm>,
-) -> Interceptors {
-    let nds = dns.map(|dns| Box::new(Nds(dns)) as Box<dyn Interceptor>);
-    let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
-    let ecds = wasm.map(|wasm| Box::new(Ecds(wasm)) as Box<dyn Interceptor>);
-    Interceptors::new(nds.into_iter().chain(pcds).chain(ecds).collect())
-}
 
 impl Agent {
     /// Spawns the health checks of a workload on a virtual machine.

@@ -6,17 +6,13 @@
 //! Modules that must not use each other are connected only here.
 
 mod discovery;
-mod ecds;
+mod dns;
 mod envoy_user;
 mod google_token;
 mod handover;
-mod nds;
-mod pcds;
-mod ports;
+mod interceptors;
 mod process;
-pub mod reload;
 mod report;
-mod resource;
 mod sds_socket;
 mod secrets;
 
@@ -54,9 +50,10 @@ use crate::status::startup::{self, Milestones};
 use crate::version;
 use crate::wasm::Wasm;
 use crate::{doctor, scope, sds, standby, status};
+use handover::ports::Ports;
+use handover::reload::Inputs;
+pub use handover::reload::Settings;
 use handover::{Holder, Successor};
-use ports::Ports;
-use reload::{Inputs, Settings};
 use sds_socket::Detected;
 
 /// The time limit for the exit of an Envoy whose agent was killed. An Envoy that was taking over waits 10 s for an
@@ -186,7 +183,7 @@ impl Agent {
             agent.secrets(&istiod, serves_workload, listener, refusals.clone());
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
-        let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
+        let interceptors = interceptors::new(dns.clone(), pcds, wasm.clone());
         let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
         agent.prepare_handovers(envoy.as_ref(), stop)?;
         milestones.mark(startup::SOCKETS_BOUND);

@@ -7,7 +7,7 @@ use serde_json::json;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use super::reload;
+use super::handover::reload;
 use crate::config::Config;
 use crate::doctor::{self, Running};
 use crate::report::Report;
@@ -39,7 +39,7 @@ pub(super) fn doctor(config: Config, running: Running) -> Doctor {
 }
 
 /// Shows the effective configuration. Reads it on a thread that may block.
-pub(super) fn config(report: reload::Report) -> Page {
+pub(super) fn config(report: reload::EffectiveConfig) -> Page {
     Arc::new(move || {
         let report = report.clone();
         Box::pin(async move {

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::Agent;
-use super::pcds::Pcds;
+use super::interceptors::Pcds;
 use crate::ca::istio::IstioCa;
 use crate::istiod::Istiod;
 use crate::net::unix_socket::Listener;

@@ -1,53 +1,15 @@
-//! Runs the DNS server, and intercepts NDS: passes istiod's name tables to the server instead of to Envoy.
+//! Intercepts NDS: passes istiod's name tables to the DNS server instead of to Envoy.
 //!
 //! A response contains one `NameTable`, whose bytes are not copied.
 
-use std::io;
-
 use bytes::Bytes;
-use tokio::sync::oneshot;
 
-use super::{Agent, resource};
-use crate::dns::forward::Forwarder;
-use crate::dns::{self, Dns};
-use crate::runtime::lifecycle::BoxError;
+use super::resource;
+use crate::dns::Dns;
 use crate::xds::Protocol;
 use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
-
-impl Agent {
-    /// Answers DNS on its own thread, so that no other work delays an answer.
-    pub(super) fn dns(&mut self) -> Result<Option<(Dns, Forwarder)>, BoxError> {
-        let Some(config) = self.config.dns.clone() else {
-            return Ok(None);
-        };
-        let forwarder = Forwarder::new(config.forwarder, &self.metrics);
-        let (dns, serving) = dns::new(
-            config.server,
-            self.ports.clone().dns(),
-            forwarder.clone(),
-            &self.metrics,
-            self.listener_handover.clone(),
-            self.shutdown.clone(),
-        );
-        let (done, ended) = oneshot::channel();
-        let failed =
-            |error: io::Error| format!("cannot start the thread of the DNS server: {error}");
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-        let serve = move || {
-            // The receiver is dropped if the shutdown took too long.
-            let _ = done.send(runtime.block_on(serving));
-            runtime.shutdown_background();
-        };
-        let thread = std::thread::Builder::new().name("dns".to_owned());
-        // The channel reports the end of the thread; a panic closes the channel.
-        thread.spawn(serve).map_err(failed)?;
-        self.tasks.spawn("DNS server", async move { ended.await? });
-        Ok(Some((dns, forwarder)))
-    }
-}
 
 /// The interceptor of NDS responses.
 #[derive(Debug)]

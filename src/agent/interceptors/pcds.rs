@@ -17,9 +17,9 @@ const TYPE_URL: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 
 /// The interceptor of PCDS responses.
 #[derive(Debug)]
-pub(super) struct Pcds {
-    pub(super) secrets: Option<Secrets>,
-    pub(super) files: Files,
+pub(crate) struct Pcds {
+    pub(crate) secrets: Option<Secrets>,
+    pub(crate) files: Files,
 }
 
 /// The field of `istio.mesh.v1alpha1.ProxyConfig` that is read.

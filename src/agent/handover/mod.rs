@@ -1,6 +1,9 @@
 //! Hands the pod over to an agent in another container, whose Envoy takes over from this agent's Envoy by hot restart,
 //! and takes the pod over from such an agent.
 
+pub(super) mod ports;
+pub(super) mod reload;
+
 use std::io;
 use std::path::PathBuf;
 use std::pin::pin;
@@ -12,8 +15,6 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::Supervisor;
-use super::ports::Ports;
-use super::reload::Inputs;
 use crate::config::Config;
 use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
@@ -25,6 +26,8 @@ use crate::problem::{Problem, codes};
 use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover, Stop, Urgency};
 use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
 use crate::standby::{Handover, Standby, Waiting, gate, socket};
+use ports::Ports;
+use reload::Inputs;
 
 /// The time that a successor waits for this agent's Envoy, if that is starting; less than [`ANSWER_LIMIT`].
 const START_LIMIT: Duration = Duration::from_secs(10);

@@ -7,8 +7,8 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::envoy_user;
-use super::sds_socket::Detected;
+use crate::agent::envoy_user;
+use crate::agent::sds_socket::Detected;
 use serde_json::Value;
 
 use crate::bootstrap::{self, platform::Platform};
@@ -25,16 +25,16 @@ use crate::xds::CHANGING_METADATA;
 const UNREADABLE_FILE: [&Code; 2] = [codes::BOOTSTRAP_OVERRIDE_UNREADABLE, codes::FILE_UNREADABLE];
 
 /// Reads the configuration again. May block.
-pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
+pub(crate) type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
 
 /// Returns the effective configuration as JSON. May block.
-pub type Report = Arc<dyn Fn() -> Value + Send + Sync>;
+pub(crate) type EffectiveConfig = Arc<dyn Fn() -> Value + Send + Sync>;
 
 /// Reads the settings with which the agent was started again.
 #[allow(missing_debug_implementations)]
 pub struct Settings {
     pub load: Load,
-    pub report: Report,
+    pub report: EffectiveConfig,
 }
 
 /// Prepares the inputs of Envoys.
@@ -52,7 +52,7 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    pub(super) fn new(first: Config, load: Load, detected: Detected) -> Self {
+    pub(crate) fn new(first: Config, load: Load, detected: Detected) -> Self {
         Self {
             first,
             load,

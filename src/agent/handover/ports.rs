@@ -15,10 +15,10 @@ use crate::{dns, status};
 
 /// The sockets, once this agent has them. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Ports(Arc<SetOnce<Vec<OwnedFd>>>);
+pub(crate) struct Ports(Arc<SetOnce<Vec<OwnedFd>>>);
 
 impl Ports {
-    pub(super) fn bind(&self, config: &Config) -> Result<(), Problem> {
+    pub(crate) fn bind(&self, config: &Config) -> Result<(), Problem> {
         let mut sockets = Vec::new();
         if let Some(status) = &config.status {
             sockets.push(status::bind(status.port)?.into());
@@ -33,24 +33,24 @@ impl Ports {
     }
 
     /// Uses the sockets of the former agent.
-    pub(super) fn set(&self, sockets: Vec<OwnedFd>) {
+    pub(crate) fn set(&self, sockets: Vec<OwnedFd>) {
         // An agent gets its sockets once.
         let _ = self.0.set(sockets);
     }
 
     /// Waits until this agent has the sockets.
-    pub(super) async fn wait(&self) {
+    pub(crate) async fn wait(&self) {
         self.0.wait().await;
     }
 
     /// Duplicates all sockets once this agent has them.
-    pub(super) async fn duplicate(&self) -> io::Result<Vec<OwnedFd>> {
+    pub(crate) async fn duplicate(&self) -> io::Result<Vec<OwnedFd>> {
         let sockets = self.0.wait().await;
         sockets.iter().map(OwnedFd::try_clone).collect()
     }
 
     /// Duplicates the status port.
-    pub(super) async fn status(self, port: u16) -> io::Result<TcpListener> {
+    pub(crate) async fn status(self, port: u16) -> io::Result<TcpListener> {
         for socket in self.duplicate().await? {
             if sockopt::socket_type(&socket)? == SocketType::STREAM {
                 let listener = TcpListener::from(socket);
@@ -63,7 +63,7 @@ impl Ports {
     }
 
     /// Duplicates the DNS sockets. Each UDP socket comes with the TCP socket of the same address.
-    pub(super) async fn dns(self) -> io::Result<Vec<dns::Bound>> {
+    pub(crate) async fn dns(self) -> io::Result<Vec<dns::Bound>> {
         let (mut sockets, mut listeners) = (Vec::new(), HashMap::new());
         for socket in self.duplicate().await? {
             if sockopt::socket_type(&socket)? == SocketType::DGRAM {

@@ -6,8 +6,8 @@ use std::sync::Mutex;
 
 use tempfile::TempDir;
 
-use super::super::sds_socket::detect;
 use super::*;
+use crate::agent::sds_socket::detect;
 use crate::cli::{self, Command as Typed};
 use crate::config;
 
