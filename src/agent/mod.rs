@@ -154,6 +154,7 @@ impl Agent {
         stop: &Stop,
         standby: Option<Standby>,
     ) -> Result<Self, BoxError> {
+        // The agent without its modules.
         let serves_workload = detected.serves_workload;
         let metadata = &config.bootstrap.node.metadata;
         let version = metadata.get("ISTIO_VERSION").and_then(Value::as_str);
@@ -172,22 +173,34 @@ impl Agent {
             listener_handover: ListenerHandover::default(),
             shutdown: CancellationToken::new(),
         };
+
+        // Metrics of the process.
         version::publish(&agent.metrics, &istio_version);
         metrics::process::publish(&agent.metrics);
+
+        // Envoy and DNS, which do not need istiod.
         let envoy = agent.envoy(stop)?;
         let (dns, forwarder) = agent.dns()?.unzip();
+
+        // The connection to istiod, and the secrets that are signed through it.
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let refusals = sds::Refusals::default();
         let (secrets, files, pcds) =
             agent.secrets(&istiod, serves_workload, listener, refusals.clone());
+
+        // Discovery, with the consumers of responses and the source of health reports.
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
         let interceptors = interceptors::new(dns.clone(), pcds, wasm.clone());
         let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
+
+        // Handovers, and reports about this agent.
         agent.prepare_handovers(envoy.as_ref(), stop)?;
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
+
+        // The status port, which shows all of them.
         if let Some(config) = agent.config.status.clone() {
             let running = doctor::Running {
                 envoy: envoy.clone(),
@@ -202,12 +215,14 @@ impl Agent {
                 wasm: wasm.clone(),
                 standby: agent.standby.clone(),
             };
+
             let scope = scope::Sources {
                 node: agent.config.bootstrap.node.clone(),
                 envoy: envoy.clone(),
                 dns: dns.clone(),
                 discovery: discovery.clone(),
             };
+
             let sources = status::Sources {
                 node: agent.config.bootstrap.node.id.clone(),
                 istio_version,
@@ -231,6 +246,7 @@ impl Agent {
                     ("/debug/standby", report::standby(agent.standby.clone())),
                 ]),
             };
+
             let (listener_handover, shutdown) =
                 (agent.listener_handover.clone(), agent.shutdown.clone());
             let listener = agent.ports.clone().status(config.port);
