@@ -16,7 +16,7 @@ use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::runtime::exit_code::ExitCode;
 use istio_agent::runtime::lifecycle::{self, BoxError, with_causes};
 use istio_agent::standby::record::Record;
-use istio_agent::standby::{self, Standby};
+use istio_agent::standby::{self, Pair};
 use istio_agent::{logging, preflight, proxy_config};
 
 fn main() -> std::process::ExitCode {
@@ -155,7 +155,7 @@ fn proxy(
 ) -> Result<ExitCode, BoxError> {
     version::announce(&environment)?;
     let envoy = config::proxy_config(&flags, &environment, ".".as_ref()).binary_path;
-    let standby = block_on(Standby::enter(&environment, envoy.as_ref()))??;
+    let pair = block_on(Pair::enter(&environment, envoy.as_ref()))??;
     let sources = Arc::new((flags, log, all, environment));
     let report_sources = sources.clone();
     let load = move || {
@@ -172,7 +172,7 @@ fn proxy(
     let (load, report) = (Arc::new(load), Arc::new(report));
     block_on(async {
         tokio::select! {
-            ended = agent::run(config, Settings { load, report }, standby) => ended,
+            ended = agent::run(config, Settings { load, report }, pair) => ended,
             never = free_memory() => match never {},
         }
     })?

@@ -11,7 +11,7 @@ use istio_agent::metrics::Registry;
 use istio_agent::net::unix_socket;
 use istio_agent::runtime::lifecycle::CancellationToken;
 use istio_agent::trust::compliance::Policy;
-use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::interceptor::Interceptors;
 use istio_agent::xds::last_known_good::{self, LastKnownGood};
 use istio_agent::xds::server::{Config, Discovery, Upstream};
 

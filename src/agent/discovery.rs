@@ -9,7 +9,7 @@ use crate::istiod::Istiod;
 use crate::net::unix_socket;
 use crate::problem::Problem;
 use crate::runtime::lifecycle::Stop;
-use crate::xds::intercept::Interceptors;
+use crate::xds::interceptor::Interceptors;
 use crate::xds::last_known_good::LastKnownGood;
 use crate::xds::observe::Observer;
 use crate::xds::server::{self, Discovery, Upstream};

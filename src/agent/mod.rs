@@ -12,9 +12,9 @@ mod google_token;
 mod handover;
 mod interceptors;
 mod process;
-mod report;
 mod sds_socket;
 mod secrets;
+mod status_pages;
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -45,7 +45,7 @@ use crate::runtime::lifecycle::{
     with_causes,
 };
 use crate::scrape::Scrape;
-use crate::standby::{Standby, exec, gate};
+use crate::standby::{Pair, exec, gate};
 use crate::status::startup::{self, Milestones};
 use crate::version;
 use crate::wasm::Wasm;
@@ -69,7 +69,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(2);
 pub async fn run(
     mut config: Config,
     settings: Settings,
-    standby: Option<Standby>,
+    pair: Option<Pair>,
 ) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
     if !config.may_dump_core {
@@ -80,14 +80,14 @@ pub async fn run(
     let mut signals = pin!(lifecycle::signals(stop.clone())?);
     let built = async {
         let ports = Ports::default();
-        let serves = standby.as_ref().is_none_or(Standby::has_lock);
+        let serves = pair.as_ref().is_none_or(Pair::has_lock);
         if serves {
             // The ports are bound first, because the next steps may take a while. They are served once all modules
             // are built.
             ports.bind(&config)?;
         }
-        if let (Some(standby), Some(stored)) = (&standby, &mut config.last_known_good) {
-            let (own, former) = standby.volume_directories();
+        if let (Some(pair), Some(stored)) = (&pair, &mut config.last_known_good) {
+            let (own, former) = pair.volume_directories();
             stored.continue_in(&own, former).await;
         }
         let mut detected = sds_socket::detect(&config).await?;
@@ -97,7 +97,7 @@ pub async fn run(
         let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap, &config.sds_socket);
         let bound = (ports, listener);
-        let agent = Agent::build(config, bound, detected, settings, milestones, &stop, standby)?;
+        let agent = Agent::build(config, bound, detected, settings, milestones, &stop, pair)?;
         if serves {
             handover::link(&agent.config)?;
         }
@@ -110,11 +110,11 @@ pub async fn run(
         };
         Ok::<_, BoxError>(agent.run(stop.clone()).await)
     };
-    let (code, standby) = tokio::select! {
+    let (code, pair) = tokio::select! {
         ended = running => ended?,
         never = &mut signals => match never {},
     };
-    if standby.is_none() {
+    if pair.is_none() {
         return code;
     }
     if lifecycle::handle_last_signals(signals, &stop).await? {
@@ -132,7 +132,7 @@ struct Agent {
     /// The inputs of Envoys. None if the agent does not run Envoy.
     inputs: Option<Arc<Inputs>>,
     supervisor: Option<Supervisor>,
-    standby: Option<Standby>,
+    pair: Option<Pair>,
     /// The takeover from an agent in another container. None if this agent serves from its start.
     successor: Option<Successor>,
     ports: Ports,
@@ -152,7 +152,7 @@ impl Agent {
         settings: Settings,
         milestones: Milestones,
         stop: &Stop,
-        standby: Option<Standby>,
+        pair: Option<Pair>,
     ) -> Result<Self, BoxError> {
         // The agent without its modules.
         let serves_workload = detected.serves_workload;
@@ -165,7 +165,7 @@ impl Agent {
             inputs: inputs.map(Arc::new),
             config,
             supervisor: None,
-            standby,
+            pair,
             successor: None,
             ports,
             metrics: Registry::default(),
@@ -213,7 +213,7 @@ impl Agent {
                 dns: dns.clone(),
                 forwarder,
                 wasm: wasm.clone(),
-                standby: agent.standby.clone(),
+                pair: agent.pair.clone(),
             };
 
             let scope = scope::Sources {
@@ -228,7 +228,7 @@ impl Agent {
                 istio_version,
                 milestones,
                 stop: stop.clone(),
-                hand_over: report::hand_over(agent.standby.clone()),
+                hand_over: status_pages::hand_over(agent.pair.clone()),
                 envoy,
                 istiod,
                 secrets,
@@ -239,11 +239,11 @@ impl Agent {
                 wasm,
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
-                doctor: report::doctor(agent.config.clone(), running),
+                doctor: status_pages::doctor(agent.config.clone(), running),
                 pages: BTreeMap::from([
-                    ("/debug/scope", report::scope(scope)),
-                    ("/debug/config", report::config(settings.report)),
-                    ("/debug/standby", report::standby(agent.standby.clone())),
+                    ("/debug/scope", status_pages::scope(scope)),
+                    ("/debug/config", status_pages::config(settings.report)),
+                    ("/debug/standby", status_pages::pair(agent.pair.clone())),
                 ]),
             };
 
@@ -262,7 +262,7 @@ impl Agent {
         else {
             return Ok(None);
         };
-        if self.standby.is_some() {
+        if self.pair.is_some() {
             config.shared_directory = standby::DIRECTORY.into();
         }
         let prepare = Arc::new(move |start_number| inputs.prepare(start_number));
@@ -278,13 +278,13 @@ impl Agent {
 
     /// Prepares handovers to the agent in the other container, and the takeover from it if that agent serves.
     fn prepare_handovers(&mut self, envoy: Option<&Envoy>, stop: &Stop) -> Result<(), Problem> {
-        let (Some(standby), Some(envoy), Some(config), Some(inputs)) =
-            (self.standby.clone(), envoy, &self.config.envoy, &self.inputs)
+        let (Some(pair), Some(envoy), Some(config), Some(inputs)) =
+            (self.pair.clone(), envoy, &self.config.envoy, &self.inputs)
         else {
             return Ok(());
         };
         let holder = Holder {
-            standby,
+            pair,
             envoy: envoy.clone(),
             program: config.command.binary.clone(),
             ports: self.ports.clone(),
@@ -296,7 +296,7 @@ impl Agent {
                 &["result"],
             ),
         };
-        if !holder.standby.has_lock() {
+        if !holder.pair.has_lock() {
             let (gate, shutdown) = (CancellationToken::new(), self.shutdown.clone());
             let listener =
                 unix_socket::bind(&handover::gate_socket(&self.config))?.for_own_user()?;
@@ -351,10 +351,10 @@ impl Agent {
         istiod
     }
 
-    /// Runs until Envoy has exited. Also returns the standby if this process is to wait as standby again.
-    async fn run(mut self, stop: Stop) -> (Result<ExitCode, BoxError>, Option<Standby>) {
+    /// Runs until Envoy has exited. Also returns the pair if this process is to wait as standby again.
+    async fn run(mut self, stop: Stop) -> (Result<ExitCode, BoxError>, Option<Pair>) {
         let mut tasks = std::mem::take(&mut self.tasks);
-        let (shutdown, standby) = (self.shutdown.clone(), self.standby.clone());
+        let (shutdown, pair) = (self.shutdown.clone(), self.pair.clone());
         let mut envoy = pin!(self.run_envoy(stop.clone()));
         let mut broken = None;
         let mut result = loop {
@@ -380,8 +380,8 @@ impl Agent {
         }
         let cause = stop.requested().borrow().cause;
         let is_told_to_stop = cause.is_some_and(|cause| cause != handover::FAILED);
-        let waits = |standby: &Standby| !standby.has_lock() && !is_told_to_stop;
-        (result, standby.filter(waits))
+        let waits = |pair: &Pair| !pair.has_lock() && !is_told_to_stop;
+        (result, pair.filter(waits))
     }
 
     /// Asks the cloud's metadata service for the platform, and runs Envoy. Without Envoy, waits for a stop request.
@@ -406,7 +406,7 @@ impl Agent {
         let exit = match self.successor {
             Some(successor) => successor.run(supervisor).await?,
             None => {
-                if let (Some(_), Some(envoy)) = (&self.standby, &config.envoy) {
+                if let (Some(_), Some(envoy)) = (&self.pair, &config.envoy) {
                     tokio::select! {
                         () = until_port_is_free(envoy.admin.address) => {}
                         () = stop.first_request() => {}
@@ -424,8 +424,8 @@ impl Agent {
             Exit::Superseded => (ExitCode::Success, false),
             Exit::ByItself(ended) => (ExitCode::Envoy(ended.code()), ended.code() == 0),
         };
-        if let Some(standby) = self.standby.filter(|_| is_final) {
-            standby.record_end();
+        if let Some(pair) = self.pair.filter(|_| is_final) {
+            pair.record_end();
         }
         Ok(code)
     }

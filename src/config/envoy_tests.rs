@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::status_port;
 use super::tests::machine;
-use crate::envoy::crash_restart::Budget;
+use crate::envoy::restart_budget::Budget;
 use crate::envoy::shutdown::Drain;
 use crate::problem::codes;
 

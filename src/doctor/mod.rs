@@ -6,13 +6,13 @@
 //! nothing, and its report contains neither keys nor tokens.
 
 mod capture;
-mod certificate;
-mod certificates;
+mod cert_chain;
 mod configuration;
 mod dns;
 mod envoy;
 mod istiod;
 mod probes;
+mod secrets;
 mod sockets;
 mod standby;
 mod stored;
@@ -33,7 +33,7 @@ use crate::runtime::clock;
 use crate::sds::Refusals;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
-use crate::standby::Standby;
+use crate::standby::Pair;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
 use bytes::Bytes;
@@ -62,7 +62,7 @@ pub struct Running {
     pub forwarder: Option<Forwarder>,
     pub wasm: Option<Wasm>,
     /// None if this is not one of two agents of its pod.
-    pub standby: Option<Standby>,
+    pub pair: Option<Pair>,
 }
 
 /// The subject of all checks: the configuration and, in the agent itself, its modules.
@@ -86,7 +86,7 @@ pub async fn report(
     let subject = Subject { config, running };
     let ([token, istiod], others) = tokio::join!(control_plane(subject), async {
         <[Group; 9]>::from(tokio::join!(
-            group("certificate", certificate::checks(subject)),
+            group("certificate", secrets::checks(subject)),
             group("sockets", sockets::checks(subject)),
             group("Envoy", envoy::checks(subject)),
             group("Wasm", async { missing_modules(subject) }),

@@ -19,8 +19,8 @@ pub(super) fn checks(subject: Subject<'_>) -> Vec<Check> {
     };
     let report = running.envoy.as_ref().map(Envoy::report);
     let blocker = report.and_then(|report| report.borrow().hot_restart_problem.clone());
-    let standby = running.standby.iter();
-    standby.map(|standby| check(&standby.state(), blocker.as_deref())).collect()
+    let pair = running.pair.iter();
+    pair.map(|pair| check(&pair.state(), blocker.as_deref())).collect()
 }
 
 /// `blocker` is the reason why no other Envoy can take over from the one that serves.

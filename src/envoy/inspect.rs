@@ -115,13 +115,13 @@ fn has_version(entry: &Value) -> bool {
 
 /// The names of the resources that Envoy serves with.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub struct ActiveResources {
+pub struct ServingResources {
     /// The dynamic listeners. A warming one counts, because a starting Envoy activates all of them together.
     pub listeners: BTreeSet<String>,
     pub secrets: BTreeSet<String>,
 }
 
-impl ActiveResources {
+impl ServingResources {
     pub async fn read(admin: Admin) -> Result<Self, String> {
         let secrets = admin.page(ACTIVE_SECRETS).await?;
         Ok(Self {
@@ -137,7 +137,7 @@ impl ActiveResources {
 pub async fn check_takeover(
     admin: Admin,
     restart_epoch: u32,
-    parent: Option<&ActiveResources>,
+    parent: Option<&ServingResources>,
     ignored_listener: &str,
 ) -> Result<(), String> {
     let info = admin.page("/server_info").await?;
@@ -150,7 +150,7 @@ pub async fn check_takeover(
     if !warming.is_empty() {
         return Err(Vec::from_iter(warming).join("; "));
     }
-    let found = ActiveResources::read(admin).await?;
+    let found = ServingResources::read(admin).await?;
     match parent {
         Some(parent) => {
             check_names("secrets", &parent.secrets, &found.secrets)?;

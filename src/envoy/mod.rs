@@ -4,12 +4,11 @@
 //! next; [`supervisor`] carries it out. The future ends after Envoy has been reaped, or after the
 //! kernel failed to kill it.
 
-mod active;
+mod active_requests;
 pub mod admin;
 mod base_id;
 pub mod command;
 pub mod crash;
-pub mod crash_restart;
 pub mod handle;
 pub mod hot_restart;
 pub mod inspect;
@@ -18,6 +17,7 @@ pub mod launch;
 pub mod machine;
 mod output;
 pub(crate) mod program;
+pub mod restart_budget;
 pub mod shutdown;
 mod supervisor;
 
@@ -28,13 +28,13 @@ use tokio::sync::watch;
 
 use crate::metrics::{Kind, Registry};
 use crate::runtime::lifecycle::{BoxError, Stop, with_causes};
-pub use active::statistics;
+pub use active_requests::statistics;
 use admin::Admin;
 use command::Command;
-use crash_restart::Budget;
 use handle::{Envoy, Report, State};
 use hot_restart::Prepare;
 pub use instance::Ended;
+use restart_budget::Budget;
 use shutdown::Limits;
 use supervisor::Supervisor;
 

@@ -2,7 +2,7 @@
 //!
 //! Requests to the admin port run concurrently with the wait for events, so a slow response delays neither a signal
 //! nor the handling of Envoy's exit. An exit is a crash unless the agent caused it, or Envoy's status is 0;
-//! [`crash_restart`](super::crash_restart) decides whether another Envoy follows.
+//! [`restart_budget`](super::restart_budget) decides whether another Envoy follows.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use super::active::{Active, Counting};
+use super::active_requests::{Active, Counting};
 use super::admin::DrainCall;
 use super::crash::Crash;
-use super::crash_restart::Restarts;
 use super::handle::{Envoy, Order, Report, Role, State};
 use super::hot_restart::{CurrentAction, HotRestart, Prepare};
 use super::instance::{self, BUS, Ended, Instance, KILLED, TERMINATED, unkillable};
 use super::machine::{Action, Event, Machine, Phase};
+use super::restart_budget::Restarts;
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Exit, warn};
 use crate::metrics::{Counter, Registry};

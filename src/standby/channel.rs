@@ -20,7 +20,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use crate::envoy::command::Takeover;
-use crate::envoy::inspect::ActiveResources;
+use crate::envoy::inspect::ServingResources;
 use crate::runtime::lifecycle::BoxError;
 
 /// The version of the protocol.
@@ -44,7 +44,7 @@ pub enum Message {
     /// A successor asks whether it may start Envoy.
     Begin,
     /// The successor may start Envoy, and takes over once Envoy has these listeners and secrets, if they are known.
-    Go(Takeover, Option<ActiveResources>),
+    Go(Takeover, Option<ServingResources>),
     /// The other agent ends the handover, for this reason.
     Refused(String),
     /// A successor says that its Envoy is able to serve.

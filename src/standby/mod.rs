@@ -57,7 +57,7 @@ const MAX_BUILD: u64 = 16 << 10;
 
 /// The state that the two agents of the pod share, as this agent knows it. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Standby {
+pub struct Pair {
     /// The name of this container.
     name: String,
     build: String,
@@ -118,7 +118,7 @@ pub struct Handover {
     pub failed: Option<String>,
 }
 
-impl Standby {
+impl Pair {
     /// Creates and opens the directories that both agents use, without the lock. Fails if the variable is not the name
     /// of a container.
     fn open(environment: &Environment) -> Result<Self, Problem> {
@@ -146,7 +146,7 @@ impl Standby {
     /// Takes the lock for an agent that is about to serve and run this Envoy, and records its arguments and its
     /// environment.
     ///
-    /// Returns None if the variable is not set, and a standby without the lock if the agent has to ask the
+    /// Returns None if the variable is not set, and a pair without the lock if the agent has to ask the
     /// agent that serves for a handover. Does not return if another agent serves and this container has the same build
     /// as before: this process becomes `pilot-agent standby`.
     pub async fn enter(environment: &Environment, envoy: &Path) -> Result<Option<Self>, BoxError> {
@@ -155,21 +155,21 @@ impl Standby {
         }
         // A stop request is handled once the agent runs, at the latest after Envoy's version has been read.
         lifecycle::hold_signals()?;
-        let mut standby = Self::open(environment)?;
-        standby.build = build(envoy).await;
-        let is_new = standby.has_new_build()?;
-        standby.record_build(&standby.build)?;
-        standby.change(|state| {
-            state.serves.clone_from(&standby.name);
-            state.build.clone_from(&standby.build);
+        let mut pair = Self::open(environment)?;
+        pair.build = build(envoy).await;
+        let is_new = pair.has_new_build()?;
+        pair.record_build(&pair.build)?;
+        pair.change(|state| {
+            state.serves.clone_from(&pair.name);
+            state.build.clone_from(&pair.build);
             state.last_waiting_ended = Some(Instant::now());
         });
         let lock = open_lock()?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => standby.serve_with(lock)?,
+            Ok(()) => pair.serve_with(lock)?,
             Err(Errno::WOULDBLOCK) if is_new => tracing::info!(
                 "container {} has a new build; asking the agent that serves to hand over",
-                standby.name
+                pair.name
             ),
             Err(Errno::WOULDBLOCK) => {
                 tracing::info!("another container of this pod serves; waiting as its standby");
@@ -177,7 +177,7 @@ impl Standby {
             }
             Err(error) => return Err(error.into()),
         }
-        Ok(Some(standby))
+        Ok(Some(pair))
     }
 
     /// Returns true if this container ran another build before.

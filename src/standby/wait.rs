@@ -9,7 +9,7 @@ use tokio::time::sleep;
 
 use super::channel::{Channel, Message};
 use super::record::{self, End, RECORD, Record, since_boot};
-use super::{DIRECTORY, Standby, build, open_lock, socket};
+use super::{DIRECTORY, Pair, build, open_lock, socket};
 use crate::config::environment::Environment;
 use crate::problem::{Problem, codes};
 use crate::runtime::lifecycle::{self, BoxError, Stop};
@@ -27,11 +27,11 @@ pub async fn run(
     envoy: impl Fn(&Record) -> PathBuf,
 ) -> Result<Option<Record>, BoxError> {
     let start = since_boot();
-    let mut standby = Standby::open(environment)?;
+    let mut pair = Pair::open(environment)?;
     let stop = Stop::new();
     let mut signals = pin!(lifecycle::signals(stop.clone())?);
-    tracing::info!("container {} waits until no agent serves ({DIRECTORY})", standby.name);
-    let directory = standby.directory.clone();
+    tracing::info!("container {} waits until no agent serves ({DIRECTORY})", pair.name);
+    let directory = pair.directory.clone();
     let waiting = async {
         loop {
             // The thread ends with the process.
@@ -53,7 +53,7 @@ pub async fn run(
     };
     let next = tokio::select! {
         next = waiting => next,
-        record = wait_for_takeover(&mut standby, envoy) => record.map(Some),
+        record = wait_for_takeover(&mut pair, envoy) => record.map(Some),
         () = stop.first_request() => return Ok(None),
         never = &mut signals => match never {},
     };
@@ -67,22 +67,22 @@ pub async fn run(
 /// Waits until this container has a new build, or until the agent that serves tells this one to take over. Returns the
 /// record of the agent that serves. Records the build of this container; after such a message an empty one.
 async fn wait_for_takeover(
-    standby: &mut Standby,
+    pair: &mut Pair,
     envoy: impl Fn(&Record) -> PathBuf,
 ) -> Result<Record, BoxError> {
     let record = loop {
-        match record::read::<Record>(&standby.directory, RECORD)? {
+        match record::read::<Record>(&pair.directory, RECORD)? {
             Some(record) => break record,
             None => sleep(RECORD_INTERVAL).await,
         }
     };
     let envoy = envoy(&record);
-    standby.build = build(&envoy).await;
-    if standby.has_new_build()? {
+    pair.build = build(&envoy).await;
+    if pair.has_new_build()? {
         return Ok(record);
     }
-    standby.record_build(&standby.build)?;
-    let hello = standby.hello(&envoy).await;
+    pair.record_build(&pair.build)?;
+    let hello = pair.hello(&envoy).await;
     let mut warned = None;
     loop {
         let message = async {
@@ -90,7 +90,7 @@ async fn wait_for_takeover(
             let serving = channel.greet(&hello).await?;
             let blocker = hello.takeover_blocker(&serving);
             if let Some(why) = blocker.as_ref().filter(|_| warned != blocker) {
-                let subject = format!("container {}", standby.name);
+                let subject = format!("container {}", pair.name);
                 tracing::warn!("{}", Problem::new(codes::STANDBY_UNABLE, subject, why));
             }
             warned = blocker;
@@ -99,7 +99,7 @@ async fn wait_for_takeover(
         match message.await {
             Ok(Message::TakeOver) => {
                 // `pilot-agent proxy`, which this process becomes, then finds a new build and asks for a handover.
-                standby.record_build("")?;
+                pair.record_build("")?;
                 return Ok(record);
             }
             Ok(other) => tracing::warn!("unexpected message of the agent that serves: {other:?}"),

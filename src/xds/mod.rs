@@ -8,8 +8,7 @@
 //! subscriptions again. If configured, accepted responses are stored on disk ([`last_known_good`]).
 
 mod end;
-pub mod intercept;
-mod interceptions;
+pub mod interceptor;
 pub mod last_known_good;
 mod metrics;
 pub mod observe;
@@ -17,6 +16,7 @@ mod phase;
 pub(crate) mod relay;
 pub mod request;
 pub mod response;
+mod running_interceptors;
 pub mod server;
 mod stream;
 pub mod wire;

@@ -32,12 +32,12 @@ use tonic::Status;
 
 use super::Protocol;
 use super::end::End;
-use super::intercept::Interceptors;
-use super::interceptions::Interceptions;
+use super::interceptor::Interceptors;
 use super::last_known_good::EnvoyCache;
 use super::last_known_good::replay::Replay;
 use super::observe::{Observer, Services, Source};
 use super::phase::{Event, IstiodStream, Phase, Requests};
+use super::running_interceptors::RunningInterceptors;
 use super::stream::StreamState;
 use crate::istiod::{Istiod, MAX_SILENCE};
 use crate::problem::{Problem, Repetition, codes};
@@ -144,7 +144,7 @@ struct Relay<'a> {
     backoff: Backoff,
     /// The consecutive streams without a response of istiod.
     failures: Repetition,
-    interceptions: Interceptions,
+    interceptions: RunningInterceptors,
     /// Marked as changed for each stream of istiod, so that it begins with the current verdict.
     health: Option<Health>,
 }
@@ -178,7 +178,7 @@ impl<'a> Relay<'a> {
             memory_permit: None,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
             failures: Repetition::default(),
-            interceptions: Interceptions::default(),
+            interceptions: RunningInterceptors::default(),
             health: config.health.clone(),
         }
     }

@@ -25,7 +25,7 @@ use tonic::Status;
 
 use super::Protocol;
 use super::end;
-use super::intercept::Interceptors;
+use super::interceptor::Interceptors;
 use super::last_known_good::LastKnownGood;
 use super::observe::Observer;
 use super::relay::{self, Health, RelayConfig, ResponseBody, response_body};

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tonic::{Code, Status};
 
 use super::end::End;
-use super::intercept::{HEALTH, Interceptors, Outcome, SecondOutcome, encode_request};
+use super::interceptor::{HEALTH, Interceptors, Outcome, SecondOutcome, encode_request};
 use super::last_known_good::after_nack::{NONCE, Stored};
 use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
@@ -310,7 +310,7 @@ mod tests {
     use super::*;
     use crate::logging::logged;
     use crate::metrics::Registry;
-    use crate::xds::intercept::{Intercepting, Interceptor};
+    use crate::xds::interceptor::{Intercepting, Interceptor};
 
     const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
     const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";

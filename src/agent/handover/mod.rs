@@ -19,13 +19,13 @@ use crate::config::Config;
 use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
 use crate::envoy::hot_restart::validate;
-use crate::envoy::inspect::{ActiveResources, check_takeover};
+use crate::envoy::inspect::{ServingResources, check_takeover};
 use crate::metrics::Counters;
 use crate::net::unix_socket;
 use crate::problem::{Problem, codes};
 use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover, Stop, Urgency};
 use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
-use crate::standby::{Handover, Standby, Waiting, gate, socket};
+use crate::standby::{Handover, Pair, Waiting, gate, socket};
 use ports::Ports;
 use reload::Inputs;
 
@@ -43,7 +43,7 @@ pub(super) const FAILED: &str = "the handover failed";
 /// The agent that serves.
 #[derive(Clone)]
 pub(super) struct Holder {
-    pub(super) standby: Standby,
+    pub(super) pair: Pair,
     pub(super) envoy: Envoy,
     pub(super) program: PathBuf,
     pub(super) ports: Ports,
@@ -56,7 +56,7 @@ impl Holder {
     /// Accepts connections of the other agent once this agent serves. Never ends.
     pub(super) async fn serve(self) {
         self.ports.wait().await;
-        let listener = match self.standby.listen() {
+        let listener = match self.pair.listen() {
             Ok(listener) => listener,
             Err(error) => {
                 let problem = Problem::new(codes::STANDBY_UNUSABLE, "handover socket", error);
@@ -64,7 +64,7 @@ impl Holder {
                 return std::future::pending().await;
             }
         };
-        let hello = Arc::new(self.standby.hello(&self.program).await);
+        let hello = Arc::new(self.pair.hello(&self.program).await);
         let mut connections = JoinSet::new();
         loop {
             tokio::select! {
@@ -94,7 +94,7 @@ impl Holder {
     /// agent becomes `pilot-agent proxy`, and connects again with `Begin`.
     async fn serve_connection(self, stream: UnixStream, hello: Arc<Hello>) -> Result<(), BoxError> {
         let mut channel = Channel::accepted(stream)?;
-        let mut handover_requests = self.standby.handover_requests();
+        let mut handover_requests = self.pair.handover_requests();
         let other = channel.greet(&hello).await?;
         let blocker = other.takeover_blocker(&hello);
         let waiting = Arc::new(Waiting {
@@ -102,12 +102,12 @@ impl Holder {
             build: other.build.clone(),
             takeover_blocker: blocker.clone(),
         });
-        self.standby.change(|state| state.waiting.push(waiting.clone()));
+        self.pair.change(|state| state.waiting.push(waiting.clone()));
         let message = tokio::select! {
             message = channel.receive() => Some(message),
             _ = handover_requests.changed() => None,
         };
-        self.standby.change(|state| {
+        self.pair.change(|state| {
             state.waiting.retain(|it| !Arc::ptr_eq(it, &waiting));
             state.last_waiting_ended = Some(Instant::now());
         });
@@ -128,7 +128,7 @@ impl Holder {
         };
         let result = failed.as_ref().map_or("succeeded", |_| "failed");
         self.results.with([result]).inc();
-        self.standby.change(|state| {
+        self.pair.change(|state| {
             state.last = Some(Handover {
                 to: other.name.clone(),
                 build: other.build,
@@ -154,7 +154,7 @@ impl Holder {
         let started = report.wait_for(|now| now.state > State::Starting);
         let _ = timeout(START_LIMIT, started).await;
         // The page is missing if an earlier successor has taken the admin port and failed.
-        let serving = ActiveResources::read(self.envoy.admin())
+        let serving = ServingResources::read(self.envoy.admin())
             .await
             .inspect_err(|why| {
                 tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
@@ -210,7 +210,7 @@ impl Holder {
     /// be passed on. Returns an error, and stops this agent, if the other one does not confirm that it serves.
     async fn pass_on(&self, channel: &mut Channel) -> io::Result<Result<(), String>> {
         let mut descriptors = self.ports.duplicate().await?;
-        descriptors.push(self.standby.duplicate_lock()?);
+        descriptors.push(self.pair.duplicate_lock()?);
         self.listener_handover.begin().await;
         let confirmed = async {
             channel.send_with(&Message::Commit, &descriptors).await?;
@@ -232,7 +232,7 @@ impl Holder {
                 self.stop.request(Urgency::Kill, FAILED);
             }
         }
-        self.standby.leave_lock();
+        self.pair.leave_lock();
         self.envoy.order(Order::Supersede).await;
         Ok(confirmed.map_err(|error| error.to_string()))
     }
@@ -257,7 +257,7 @@ struct Parent {
     /// The restart epoch of the successor's Envoy.
     next_epoch: u32,
     /// The listeners and secrets of this Envoy, if they are known.
-    serving: Option<ActiveResources>,
+    serving: Option<ServingResources>,
 }
 
 /// The agent that takes over.
@@ -281,13 +281,13 @@ impl Successor {
             let problem = Problem::new(codes::HANDOVER_FAILED, "this container", why);
             tracing::error!("{problem}");
         })?;
-        let standby = self.holder.standby.clone();
+        let pair = self.holder.pair.clone();
         let mut taking_over = pin!(self.take_over(channel, parent));
         let exit = tokio::select! {
             () = &mut taking_over => return supervisor.await,
             exit = &mut supervisor => exit,
         };
-        if !standby.has_lock() {
+        if !pair.has_lock() {
             // Gives the takeover time to send the reason to the other agent.
             let _ = timeout(CHECK_INTERVAL, taking_over).await;
         }
@@ -306,7 +306,7 @@ impl Successor {
         timeout(limit, validate(Arc::new(prepared), 0)).await??;
         let gate = gate_socket(&self.config);
         let override_json = gate::add_to(command.override_json.as_deref(), &gate)?;
-        let hello = self.holder.standby.hello(&command.binary).await;
+        let hello = self.holder.pair.hello(&command.binary).await;
         let mut channel = timeout(ANSWER_LIMIT, Channel::connect(&socket())).await??;
         channel.greet(&hello).await?;
         channel.send(&Message::Begin).await?;
@@ -333,7 +333,7 @@ impl Successor {
                 // The connection ends when the former agent exits.
                 while channel.receive().await.is_ok() {}
                 tracing::info!("the former Envoy has exited");
-                self.holder.standby.change(|state| state.former_envoy = false);
+                self.holder.pair.change(|state| state.former_envoy = false);
                 self.holder.envoy.order(Order::ParentExited).await;
             }
             Err(error) => {
@@ -386,8 +386,8 @@ impl Successor {
         }
         let mut sockets = channel.take_descriptors();
         let lock = sockets.pop().ok_or("the agent that served did not pass on its lock")?;
-        self.holder.standby.serve_with(lock)?;
-        self.holder.standby.change(|state| state.former_envoy = true);
+        self.holder.pair.serve_with(lock)?;
+        self.holder.pair.change(|state| state.former_envoy = true);
         link(&self.config)?;
         self.holder.ports.set(sockets);
         self.gate.cancel();

@@ -16,7 +16,7 @@ use tokio::time::sleep_until;
 
 use crate::wasm::{Converted, Wasm, wire};
 use crate::xds::Protocol;
-use crate::xds::intercept::{Intercepting, Interceptor, Outcome, SecondOutcome};
+use crate::xds::interceptor::{Intercepting, Interceptor, Outcome, SecondOutcome};
 
 const TYPE_URL: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 

@@ -11,7 +11,7 @@ pub(super) use pcds::Pcds;
 
 use crate::dns::Dns;
 use crate::wasm::Wasm;
-use crate::xds::intercept::{Interceptor, Interceptors};
+use crate::xds::interceptor::{Interceptor, Interceptors};
 
 /// Builds the interceptors.
 pub(super) fn new(dns: Option<Dns>, pcds: Option<Pcds>, wasm: Option<Wasm>) -> Interceptors {

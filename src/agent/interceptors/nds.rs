@@ -7,7 +7,7 @@ use bytes::Bytes;
 use super::resource;
 use crate::dns::Dns;
 use crate::xds::Protocol;
-use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
+use crate::xds::interceptor::{Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 

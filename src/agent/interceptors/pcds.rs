@@ -11,7 +11,7 @@ use crate::problem::Problem;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::xds::Protocol;
-use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
+use crate::xds::interceptor::{Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 

@@ -19,7 +19,7 @@ use std::time::Duration;
 use indexmap::IndexSet;
 
 use super::{IGNORED, entries};
-use crate::envoy::crash_restart::Budget;
+use crate::envoy::restart_budget::Budget;
 use crate::problem::{Problem, codes};
 use crate::runtime::duration;
 use crate::spelling;

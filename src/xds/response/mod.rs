@@ -10,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 use tonic::Status;
 
 use super::Protocol;
-use super::intercept::{Disposition, Interceptors};
+use super::interceptor::{Disposition, Interceptors};
 use super::request::HEAD;
 use super::wire::{Malformed, Walker};
 

@@ -7,7 +7,7 @@ use prost::Message;
 use tonic::Code;
 
 use super::*;
-use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
+use crate::xds::interceptor::{Intercepting, Interceptor, Outcome};
 use crate::xds::request::frame;
 
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";

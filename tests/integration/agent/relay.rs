@@ -16,7 +16,7 @@ use istio_agent::ca::istio::IstioCa;
 use istio_agent::ca::key::KeyType;
 use istio_agent::trust::identity::SpiffeId;
 use istio_agent::xds::Protocol;
-use istio_agent::xds::intercept::{Intercepting, Interceptor, Interceptors, Outcome};
+use istio_agent::xds::interceptor::{Intercepting, Interceptor, Interceptors, Outcome};
 use local_istiod::{LocalIstiod, Variant};
 use prost::Message;
 use tokio::sync::Semaphore;

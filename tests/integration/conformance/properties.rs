@@ -11,7 +11,7 @@ use istio_agent::config::environment::Environment;
 use istio_agent::problem::Problem;
 use istio_agent::secrets::certificate::Workload;
 use istio_agent::xds::Protocol;
-use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::interceptor::Interceptors;
 use istio_agent::xds::request::RequestReader;
 use istio_agent::xds::response::ResponseReader;
 use proptest::prelude::*;

@@ -11,7 +11,7 @@ use istio_agent::metrics::Registry;
 use istio_agent::net::unix_socket;
 use istio_agent::runtime::lifecycle::{CancellationToken, Tasks};
 use istio_agent::xds::Protocol;
-use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::interceptor::Interceptors;
 use istio_agent::xds::observe::Observer;
 use istio_agent::xds::server::{Config, Discovery, Upstream};
 use local_istiod::{Keys, LocalIstiod, Options, Stream};

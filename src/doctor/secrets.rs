@@ -5,7 +5,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use rustix::fs::{Access, access};
 
-use super::certificates::{ROOTS, chain, latest};
+use super::cert_chain::{ROOTS, chain, latest};
 use super::{Subject, run_blocking};
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};

@@ -4,15 +4,15 @@
 use futures_util::future::select_all;
 
 use super::Protocol;
-use super::intercept::{Intercepting, Outcome, SecondOutcome};
+use super::interceptor::{Intercepting, Outcome, SecondOutcome};
 use super::response::Captured;
 use super::stream::StreamState;
 
 /// The responses that interceptors are handling, one of a type at most, with their outcomes.
 #[derive(Default)]
-pub(super) struct Interceptions(Vec<(Captured, Intercepting)>);
+pub(super) struct RunningInterceptors(Vec<(Captured, Intercepting)>);
 
-impl Interceptions {
+impl RunningInterceptors {
     /// Starts the interceptors for which a response waits, if they are idle or replace the one they handle. Other
     /// responses stay in `captured`.
     pub(super) fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
@@ -61,7 +61,7 @@ mod tests {
 
     use super::*;
     use crate::metrics::Registry;
-    use crate::xds::intercept::{Interceptor, Interceptors};
+    use crate::xds::interceptor::{Interceptor, Interceptors};
     use crate::xds::observe::Observer;
     use crate::xds::response::{Consumer, Received};
 
@@ -114,7 +114,7 @@ mod tests {
     }
 
     /// Returns the nonce and the message of the next outcome.
-    async fn next(interceptions: &mut Interceptions) -> (String, Bytes) {
+    async fn next(interceptions: &mut RunningInterceptors) -> (String, Bytes) {
         let (response, outcome) = interceptions.next().await.expect("an outcome");
         match outcome {
             Outcome::Forward(message, _) => (response.received.nonce, message),
@@ -124,7 +124,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_newer_response_replaces_one_that_is_being_handled() {
-        let (mut state, mut interceptions) = (state(true), Interceptions::default());
+        let (mut state, mut interceptions) = (state(true), RunningInterceptors::default());
         for message in ["slow", "slower", "newest"] {
             state.captured.push_back(captured(message));
             interceptions.start(&mut state, Protocol::Delta);
@@ -136,7 +136,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_newer_response_also_replaces_one_just_handled() {
-        let (mut state, mut interceptions) = (state(true), Interceptions::default());
+        let (mut state, mut interceptions) = (state(true), RunningInterceptors::default());
         state.captured.push_back(captured("first"));
         interceptions.start(&mut state, Protocol::Delta);
         tokio::task::yield_now().await;
@@ -149,7 +149,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_late_outcome_is_forwarded_unless_a_newer_response_comes() {
-        let (mut state, mut interceptions) = (state(true), Interceptions::default());
+        let (mut state, mut interceptions) = (state(true), RunningInterceptors::default());
         let later = |outcome| SecondOutcome { outcome, rest: Bytes::from_static(b"rest") };
         let forwarded = Outcome::Forward(Bytes::from_static(b"later"), None);
         interceptions.follow_with(captured("first"), later(Box::pin(ready(forwarded))));
@@ -163,7 +163,7 @@ mod tests {
 
     #[tokio::test]
     async fn responses_that_are_not_merged_are_handled_one_after_the_other() {
-        let (mut state, mut interceptions) = (state(false), Interceptions::default());
+        let (mut state, mut interceptions) = (state(false), RunningInterceptors::default());
         for message in ["first", "second"] {
             state.captured.push_back(captured(message));
         }

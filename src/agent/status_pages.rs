@@ -13,7 +13,7 @@ use crate::doctor::{self, Running};
 use crate::report::Report;
 use crate::runtime::lifecycle::with_causes;
 use crate::scope;
-use crate::standby::Standby;
+use crate::standby::Pair;
 use crate::status::{Doctor, HandOver, Page};
 
 /// Makes one doctor's report at a time. Requests that wait meanwhile get the same report, so none waits for two.
@@ -50,17 +50,17 @@ pub(super) fn config(report: reload::EffectiveConfig) -> Page {
 }
 
 /// Requests that the standby takes over.
-pub(super) fn hand_over(standby: Option<Standby>) -> HandOver {
+pub(super) fn hand_over(pair: Option<Pair>) -> HandOver {
     Arc::new(move || {
-        let standby = standby.as_ref().ok_or("this pod has no standby")?;
-        standby.request_handover().ok_or("no standby is connected")
+        let pair = pair.as_ref().ok_or("this pod has no standby")?;
+        pair.request_handover().ok_or("no standby is connected")
     })
 }
 
 /// Shows which of the two containers serves.
-pub(super) fn standby(standby: Option<Standby>) -> Page {
+pub(super) fn pair(pair: Option<Pair>) -> Page {
     Arc::new(move || {
-        let state = standby.as_ref().map(Standby::state);
+        let state = pair.as_ref().map(Pair::state);
         Box::pin(async move { json!(state) })
     })
 }
