@@ -171,7 +171,7 @@ async fn sds_total(target: &Target, round: usize) -> f64 {
         files,
         serves_workload: true,
         options: sds::SecretOptions::default(),
-        refusals: sds::Refusals::default(),
+        rejections: sds::Rejections::default(),
     };
     tasks.spawn(sds::serve(listener, sources, &registry, stop.clone()));
     let client = support::channel(&socket).await;

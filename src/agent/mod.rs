@@ -185,9 +185,9 @@ impl Agent {
         // The connection to istiod, and the secrets that are signed through it.
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        let refusals = sds::Refusals::default();
+        let rejections = sds::Rejections::default();
         let (secrets, files, pcds) =
-            agent.secrets(&istiod, serves_workload, listener, refusals.clone());
+            agent.secrets(&istiod, serves_workload, listener, rejections.clone());
 
         // Discovery, with the consumers of responses and the source of health reports.
         let health = agent.health(envoy.as_ref(), stop)?;
@@ -207,7 +207,7 @@ impl Agent {
                 istiod: istiod.clone(),
                 secrets: secrets.clone(),
                 files,
-                refusals: refusals.clone(),
+                rejections: rejections.clone(),
                 serves_secrets: serves_workload,
                 discovery: discovery.clone(),
                 dns: dns.clone(),
@@ -232,7 +232,7 @@ impl Agent {
                 envoy,
                 istiod,
                 secrets,
-                refusals,
+                rejections,
                 discovery,
                 dns,
                 health,
@@ -265,7 +265,7 @@ impl Agent {
         if self.pair.is_some() {
             config.shared_directory = standby::DIRECTORY.into();
         }
-        let prepare = Arc::new(move |start_number| inputs.prepare(start_number));
+        let prepare = Arc::new(move |epoch| inputs.prepare(epoch));
         let is_replaced = config.hot_restart.is_some();
         let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
         self.supervisor = Some(Box::pin(supervisor));

@@ -27,7 +27,7 @@ impl Agent {
         istiod: &Istiod,
         serves_workload: bool,
         listener: Option<Listener>,
-        refusals: sds::Refusals,
+        rejections: sds::Rejections,
     ) -> (Option<Secrets>, Files, Option<Pcds>) {
         let mut config = self.config.secret_sources.files.clone();
         if !serves_workload {
@@ -52,7 +52,7 @@ impl Agent {
                 files: files.clone(),
                 serves_workload,
                 options: self.config.secret_sources.options.clone(),
-                refusals,
+                rejections,
             };
             let listener = listener.with_access(self.access());
             let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());

@@ -34,8 +34,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         inspect::endpoints(admin),
         inspect::refusals(admin),
     );
-    let refused = subject.running.map(|it| it.discovery.snapshot().refusals());
-    checks.extend(refused.iter().flatten().map(Check::from));
+    let rejected = subject.running.map(|it| it.discovery.snapshot().rejections());
+    checks.extend(rejected.iter().flatten().map(Check::from));
     match server {
         Ok(server) => {
             let text = |name| server[name].as_str().unwrap_or("unknown");
@@ -65,7 +65,7 @@ fn process(report: &Report) -> Vec<Check> {
     if let Some(problem) = report.problem() {
         return vec![Check::from(&problem)];
     }
-    let (pid, epoch) = (report.pid.unwrap_or_default(), report.start_number);
+    let (pid, epoch) = (report.pid.unwrap_or_default(), report.epoch);
     let memory = report.rss_bytes.unwrap_or_default() >> 20;
     let found = format!("pid {pid}, epoch {epoch}, {memory} MiB in memory");
     let crash = report.last_crash.as_ref().map(Crash::problem);

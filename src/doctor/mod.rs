@@ -30,7 +30,7 @@ use crate::problem::{Problem, codes};
 use crate::report::{Check, Group, Level, Report};
 use crate::runtime::blocking::{THREADS, run_within, unfinished};
 use crate::runtime::clock;
-use crate::sds::Refusals;
+use crate::sds::Rejections;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::standby::Pair;
@@ -54,7 +54,7 @@ pub struct Running {
     /// None without an authority.
     pub secrets: Option<Secrets>,
     pub files: Files,
-    pub refusals: Refusals,
+    pub rejections: Rejections,
     /// True if the agent serves the SDS socket, not another process.
     pub serves_secrets: bool,
     pub discovery: Observer,

@@ -63,7 +63,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.extend(problems.map(|problem| Check::from(&problem)));
     }
     if let Some(running) = running {
-        checks.extend(running.refusals.lock().values().map(Check::from));
+        checks.extend(running.rejections.lock().values().map(Check::from));
         checks.extend(other_secrets(&running.files, now));
     }
     checks

@@ -47,7 +47,7 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
         let build = &other.build;
         let found = format!("container {} ({build}) is able to take over", other.name);
         Check::ok(name, found)
-    } else if state.former_envoy {
+    } else if state.has_parent {
         let why = "the former Envoy in the other container finishes its connections";
         Check::skipped(name, why)
     } else if state.last_waiting_ended.is_some_and(is_late) {
@@ -84,7 +84,7 @@ mod tests {
                 failed: failed.map(str::to_owned),
             })
         };
-        for (waiting, last, former_envoy, level, found) in [
+        for (waiting, last, has_parent, level, found) in [
             (waits(None), None, false, Level::Ok, "is able to take over"),
             (waits(None), last(None), false, Level::Ok, "is able to take over"),
             (waits(None), last(Some("late")), false, Level::Warning, "1.32): late"),
@@ -92,7 +92,7 @@ mod tests {
             (vec![], None, true, Level::Skipped, "finishes its connections"),
             (vec![], None, false, Level::Skipped, "not connected yet"),
         ] {
-            let state = State { waiting, last, former_envoy, ..State::default() };
+            let state = State { waiting, last, has_parent, ..State::default() };
             let check = check(&state, None);
             assert_eq!(check.level, level, "{check:?}");
             assert!(check.found.contains(found), "{check:?}");

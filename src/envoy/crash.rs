@@ -28,8 +28,7 @@ pub struct Crash {
     /// The time in UTC, to the second.
     pub when: String,
     /// The number of Envoys that the agent had started before this one.
-    #[serde(rename = "epoch")]
-    pub start_number: u32,
+    pub epoch: u32,
     pub pid: i32,
     pub code: Option<u8>,
     pub signal: Option<i32>,
@@ -125,7 +124,7 @@ mod tests {
     fn crash() -> Crash {
         Crash {
             when: "2026-08-22T15:00:18Z".to_owned(),
-            start_number: 1,
+            epoch: 1,
             pid: 42,
             code: None,
             signal: Some(9),

@@ -41,8 +41,7 @@ pub struct Report {
     pub state: State,
     pub pid: Option<i32>,
     /// The number of Envoys that this agent has started before the current one.
-    #[serde(rename = "epoch")]
-    pub start_number: u32,
+    pub epoch: u32,
     #[serde(serialize_with = "in_utc_if_any")]
     pub started: Option<SystemTime>,
     /// Resident memory; only in a report from [`Envoy::snapshot`].
@@ -71,8 +70,7 @@ pub struct Report {
 #[derive(Clone, Debug, Serialize)]
 pub struct RunningEnvoy {
     /// The number of Envoys that this agent has started before this one.
-    #[serde(rename = "epoch")]
-    pub start_number: u32,
+    pub epoch: u32,
     /// Envoy's own number, `--restart-epoch`.
     pub restart_epoch: u32,
     pub pid: i32,
@@ -290,7 +288,7 @@ mod tests {
         let (below, pid): (i32, _) = (line.trim().parse().unwrap(), wrapper.id() as i32);
         assert_ne!(below, pid);
         let running = |pid| RunningEnvoy {
-            start_number: 0,
+            epoch: 0,
             restart_epoch: 0,
             pid,
             state: Role::Current,
@@ -328,7 +326,7 @@ mod tests {
                 connections: Some(3),
             }),
             running: vec![RunningEnvoy {
-                start_number: 2,
+                epoch: 2,
                 restart_epoch: 1,
                 pid: 42,
                 state: Role::Current,

@@ -36,7 +36,7 @@ pub(super) struct Instance {
     pid: Pid,
     pub(super) launch: Launch,
     /// The number of Envoys that this agent has started before this one.
-    pub(super) start_number: u32,
+    pub(super) epoch: u32,
     started: SystemTime,
     since: Instant,
     pub(super) output: Output,
@@ -82,7 +82,7 @@ impl fmt::Display for Ended {
 
 impl Instance {
     /// Starts Envoy. Call it on the main thread. Fails with the reason why the kernel does not run the program.
-    pub(super) fn start(launch: Launch, start_number: u32) -> Result<Self, Problem> {
+    pub(super) fn start(launch: Launch, epoch: u32) -> Result<Self, Problem> {
         let oom_kills = oom_kills("/".as_ref());
         let command = &launch.prepared.command;
         let (output, [stdout, stderr]) = Output::copy(command.user);
@@ -114,7 +114,7 @@ impl Instance {
             child,
             pid,
             launch,
-            start_number,
+            epoch,
             started: Clock::system().now(),
             since: Instant::now(),
             output,
@@ -163,7 +163,7 @@ impl Instance {
         let has_grown = || Some(oom_kills("/".as_ref())? > self.oom_kills?);
         Crash {
             when: clock::rfc3339(Clock::system().now()),
-            start_number: self.start_number,
+            epoch: self.epoch,
             pid: self.pid.as_raw_nonzero().get(),
             code,
             signal,
@@ -176,7 +176,7 @@ impl Instance {
 
     pub(super) fn report(&self, state: Role) -> RunningEnvoy {
         RunningEnvoy {
-            start_number: self.start_number,
+            epoch: self.epoch,
             restart_epoch: self.launch.restart_epoch(),
             pid: self.pid.as_raw_nonzero().get(),
             state,

@@ -244,9 +244,9 @@ impl Supervisor {
             CurrentAction::Replace(end_by) => Some(Event::Replace(end_by)),
             CurrentAction::Promote(successor) => {
                 let limit = rounded(self.hot_restart.parent_limit());
-                let number = successor.start_number;
+                let number = successor.epoch;
                 let parent = self.instance.replace(*successor)?;
-                let parent_number = parent.start_number;
+                let parent_number = parent.epoch;
                 tracing::info!(
                     "Envoy epoch {number} is live; epoch {parent_number} exits within {limit}"
                 );
@@ -314,7 +314,7 @@ impl Supervisor {
             report.restart = is_pausing.then(|| report.restart.unwrap_or(next_start));
             report.pid = current.as_ref().map(|current| current.pid);
             if let Some(current) = &current {
-                report.start_number = current.start_number;
+                report.epoch = current.epoch;
                 report.started = Some(current.started);
             }
             report.running = [parent, current, successor].into_iter().flatten().collect();
@@ -339,7 +339,7 @@ impl Supervisor {
             && self.hot_restart.skip_memory();
         if let Some(crash) = crash {
             let is_early = crash.uptime_seconds < self.config.early.as_secs_f64();
-            if is_early && !has_served && crash.start_number == 0 && !is_expected && !skips_memory {
+            if is_early && !has_served && crash.epoch == 0 && !is_expected && !skips_memory {
                 // Another Envoy with the same inputs would crash, too.
                 return Err(crash.problem().into());
             }

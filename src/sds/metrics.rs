@@ -1,6 +1,6 @@
 //! Counts events of the secret discovery service, under the names of pilot-agent's xDS server.
 
-use super::Refusals;
+use super::Rejections;
 use crate::metrics::{Counter, Gauge, Kind, Registry};
 use crate::problem::{Problem, codes};
 
@@ -9,13 +9,13 @@ pub(super) struct Metrics {
     pub(super) expired_nonces: Counter,
     pub(super) rejects: Counter,
     pub(super) internal_errors: Counter,
-    pub(super) refusals: Refusals,
+    pub(super) rejections: Rejections,
     pub(super) largest_request: Gauge,
 }
 
 impl Metrics {
-    pub(super) fn new(registry: &Registry, refusals: &Refusals) -> Self {
-        let refused = refusals.clone();
+    pub(super) fn new(registry: &Registry, rejections: &Rejections) -> Self {
+        let rejected = rejections.clone();
         registry.computed(
             "istio_agent_sds_refused_secrets",
             "Number of secrets that Envoy has refused and has no other version of",
@@ -23,7 +23,7 @@ impl Metrics {
             &[],
             move |report| {
                 let is_missing = |it: &&Problem| it.code == codes::SECRET_REFUSED;
-                let missing = refused.lock().values().filter(is_missing).count();
+                let missing = rejected.lock().values().filter(is_missing).count();
                 report(&[], missing as f64);
             },
         );
@@ -41,7 +41,7 @@ impl Metrics {
                 "istio_agent_pilot_total_xds_internal_errors",
                 "Total number of internal XDS errors in pilot.",
             ),
-            refusals: refusals.clone(),
+            rejections: rejections.clone(),
             // The relay raises it too.
             largest_request: registry.gauge(
                 "istio_agent_pilot_xds_recv_max",

@@ -43,7 +43,7 @@ use stream::Stream;
 const MAX_REQUEST: usize = 4 * 1024 * 1024;
 
 /// The secrets of which Envoy has rejected the last version, by the number of the stream.
-pub type Refusals = Arc<Mutex<BTreeMap<u64, Problem>>>;
+pub type Rejections = Arc<Mutex<BTreeMap<u64, Problem>>>;
 
 /// The secrets to serve.
 #[derive(Clone, Debug)]
@@ -54,7 +54,7 @@ pub struct Sources {
     /// True to serve `default` and `ROOTCA`, too, and not only names that contain paths of files.
     pub serves_workload: bool,
     pub options: SecretOptions,
-    pub refusals: Refusals,
+    pub rejections: Rejections,
 }
 
 /// The secret discovery service for one set of secrets.
@@ -79,7 +79,7 @@ pub fn serve(
     shutdown: CancellationToken,
 ) -> impl Future<Output = ()> + Send + use<> {
     let service = Service {
-        metrics: Metrics::new(registry, &sources.refusals),
+        metrics: Metrics::new(registry, &sources.rejections),
         sources: Arc::new(sources),
         streams: Arc::default(),
         responses: Arc::default(),

@@ -45,7 +45,7 @@ pub(super) struct StateOfTheWorld {
 
 impl Drop for StateOfTheWorld {
     fn drop(&mut self) {
-        self.metrics.refusals.lock().remove(&self.id);
+        self.metrics.rejections.lock().remove(&self.id);
     }
 }
 
@@ -193,7 +193,7 @@ impl StateOfTheWorld {
             let version = &request.version_info;
             tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id} {version} {nonce}");
             self.names.clear();
-            self.metrics.refusals.lock().remove(&id);
+            self.metrics.rejections.lock().remove(&id);
         } else if !nonce.is_empty() && latest.is_some_and(|latest| latest != nonce) {
             self.metrics.expired_nonces.inc();
             let sent = latest.map_or("", String::as_str);
@@ -201,7 +201,7 @@ impl StateOfTheWorld {
         } else {
             if latest == Some(nonce) {
                 self.has_version = true;
-                self.metrics.refusals.lock().remove(&id);
+                self.metrics.rejections.lock().remove(&id);
             }
             return Some(&request.resource_names);
         }
@@ -219,7 +219,7 @@ impl StateOfTheWorld {
         let problem = Problem::new(problem_code, format!("secret {names}"), found);
         tracing::error!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}; {problem}");
         if !names.is_empty() {
-            self.metrics.refusals.lock().insert(id, problem);
+            self.metrics.rejections.lock().insert(id, problem);
         }
     }
 

@@ -15,7 +15,7 @@ use tonic::{Code, Status};
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL};
 use super::sotw::{Lookup, StateOfTheWorld};
-use super::{Refusals, SecretOptions};
+use super::{Rejections, SecretOptions};
 use crate::ca::{Ca, csr};
 use crate::logging::logged;
 use crate::metrics::Registry;
@@ -58,7 +58,7 @@ fn request(names: &[&str], nonce: &str) -> DiscoveryRequest {
     }
 }
 
-fn refusal(names: &[&str], nonce: &str) -> DiscoveryRequest {
+fn rejection(names: &[&str], nonce: &str) -> DiscoveryRequest {
     DiscoveryRequest {
         error_detail: Some(rpc::Status {
             code: 13,
@@ -74,7 +74,7 @@ struct Stream(StateOfTheWorld);
 
 impl Stream {
     fn new(registry: &Registry) -> Self {
-        let metrics = Metrics::new(registry, &Refusals::default());
+        let metrics = Metrics::new(registry, &Rejections::default());
         Self(StateOfTheWorld::new(1, metrics, true))
     }
 
@@ -166,7 +166,7 @@ async fn later_requests_are_answered_by_the_rules_of_sotw_xds() {
     const NOTHING: &[&str] = &[];
     let state = signed().await;
     for (rule, first, then, expected) in [
-        ("a refusal", vec!["default"], refusal(&["default", "ROOTCA"], "1"), NOTHING),
+        ("a rejection", vec!["default"], rejection(&["default", "ROOTCA"], "1"), NOTHING),
         ("an unsubscription", vec!["default"], request(&[], "1"), NOTHING),
         ("no nonce, same", vec!["default"], request(&["default"], ""), &["default"]),
         (
@@ -217,7 +217,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
 async fn a_nack_as_the_first_request_subscribes_to_nothing() {
     let state = signed().await;
     let mut stream = fresh();
-    stream.apply(&refusal(&["default"], "")).expect("is survived");
+    stream.apply(&rejection(&["default"], "")).expect("is survived");
     assert!(!is_due(&mut stream, &state));
     stream.apply(&request(&["default"], "x")).expect("is fine");
     assert_eq!(next_names(&mut stream, &state, "1"), ["default"]);
@@ -254,16 +254,16 @@ async fn only_changed_and_subscribed_secrets_are_pushed_and_roots_come_first() {
 }
 
 #[tokio::test]
-async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
+async fn a_rejected_push_is_not_repeated_but_the_next_one_comes() {
     let state = signed().await;
     let mut stream = subscribed(&["default"], &state);
-    stream.apply(&refusal(&["default"], "1")).expect("is fine");
+    stream.apply(&rejection(&["default"], "1")).expect("is fine");
     assert!(!is_due(&mut stream, &state));
     assert_eq!(next_names(&mut stream, &signed().await, "2"), ["default"]);
 }
 
 #[tokio::test]
-async fn refusals_and_answers_to_older_responses_are_counted() {
+async fn rejections_and_answers_to_older_responses_are_counted() {
     let registry = Registry::default();
     let state = signed().await;
     let mut stream = Stream::new(&registry);
@@ -271,8 +271,8 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
     stream.apply(&first).expect("is fine");
     next_names(&mut stream, &state, "1");
     assert!(!registry.render().contains("_pilot_"), "nothing is counted");
-    let (refused, late) = (refusal(&["default"], "1"), request(&["default"], "0"));
-    for answer in [&refused, &late, &late] {
+    let (rejected, late) = (rejection(&["default"], "1"), request(&["default"], "0"));
+    for answer in [&rejected, &late, &late] {
         stream.apply(answer).expect("is fine");
     }
     let page = registry.render();
@@ -281,23 +281,23 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
 }
 
 /// Returns the problems of the secrets whose last version Envoy has rejected.
-fn refusals(stream: &Stream) -> Vec<Problem> {
-    stream.0.metrics.refusals.lock().values().cloned().collect()
+fn rejections(stream: &Stream) -> Vec<Problem> {
+    stream.0.metrics.rejections.lock().values().cloned().collect()
 }
 
 #[tokio::test]
-async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_accepts_one() {
+async fn a_rejected_secret_of_which_envoy_has_no_version_is_named_until_envoy_accepts_one() {
     let authority = FakeAuthority::new(&clock());
     let registry = Registry::default();
     let mut stream = Stream::new(&registry);
     stream.apply(&request(&["default"], "")).expect("is fine");
     next_names(&mut stream, &signed_by(&authority).await, "1");
-    let mut refused = refusal(&["default"], "1");
-    refused.error_detail.as_mut().expect("is set").message =
+    let mut rejected = rejection(&["default"], "1");
+    rejected.error_detail.as_mut().expect("is set").message =
         format!("no\n\x1b[0m{}", "x".repeat(9_000));
-    stream.apply(&refused).expect("is fine");
-    let [problem] = &refusals(&stream)[..] else {
-        panic!("one refusal");
+    stream.apply(&rejected).expect("is fine");
+    let [problem] = &rejections(&stream)[..] else {
+        panic!("one rejection");
     };
     assert_eq!(problem.code, codes::SECRET_REFUSED);
     assert_eq!(problem.subject, "secret default");
@@ -307,16 +307,16 @@ async fn a_refused_secret_of_which_envoy_has_no_version_is_named_until_envoy_acc
     assert!(registry.render().contains("\nistio_agent_sds_refused_secrets 1\n"));
     // A request for the same secret with an older nonce is not an ACK.
     stream.apply(&request(&["default"], "0")).expect("is fine");
-    assert_eq!(refusals(&stream).len(), 1);
+    assert_eq!(rejections(&stream).len(), 1);
     next_names(&mut stream, &signed_by(&authority).await, "2");
     stream.apply(&request(&["default"], "2")).expect("is fine");
-    assert_eq!(refusals(&stream), []);
+    assert_eq!(rejections(&stream), []);
     assert!(registry.render().contains("\nistio_agent_sds_refused_secrets 0\n"));
     // If Envoy refuses a newer version, it still has the version that it accepted before.
     next_names(&mut stream, &signed_by(&authority).await, "3");
-    stream.apply(&refusal(&["default"], "3")).expect("is fine");
-    let refused = Vec::from_iter(refusals(&stream).iter().map(|problem| problem.code));
-    assert_eq!(refused, [codes::SECRET_UPDATE_REFUSED]);
+    stream.apply(&rejection(&["default"], "3")).expect("is fine");
+    let rejected = Vec::from_iter(rejections(&stream).iter().map(|problem| problem.code));
+    assert_eq!(rejected, [codes::SECRET_UPDATE_REFUSED]);
     let page = registry.render();
     assert!(page.contains("\nistio_agent_sds_refused_secrets 0\n"));
 }
@@ -329,24 +329,24 @@ async fn a_version_of_an_earlier_stream_counts_as_accepted_and_ended_streams_are
     again.version_info = "before/1".to_owned();
     stream.apply(&again).expect("is fine");
     next_names(&mut stream, &state, "1");
-    stream.apply(&refusal(&["default"], "1")).expect("is fine");
-    let refused = Vec::from_iter(refusals(&stream).iter().map(|problem| problem.code));
-    assert_eq!(refused, [codes::SECRET_UPDATE_REFUSED]);
+    stream.apply(&rejection(&["default"], "1")).expect("is fine");
+    let rejected = Vec::from_iter(rejections(&stream).iter().map(|problem| problem.code));
+    assert_eq!(rejected, [codes::SECRET_UPDATE_REFUSED]);
 
-    let refused = async |end: fn(Stream) -> Option<Stream>| {
+    let rejected = async |end: fn(Stream) -> Option<Stream>| {
         let mut stream = subscribed(&["file-root:a", "default"], &signed().await);
-        stream.apply(&refusal(&["default"], "1")).expect("is fine");
-        let all = stream.0.metrics.refusals.clone();
+        stream.apply(&rejection(&["default"], "1")).expect("is fine");
+        let all = stream.0.metrics.rejections.clone();
         assert_eq!(all.lock().len(), 1);
         let _stream = end(stream);
         all.lock().len()
     };
-    assert_eq!(refused(|_| None).await, 0, "the stream ended");
+    assert_eq!(rejected(|_| None).await, 0, "the stream ended");
     let unsubscribed = |mut stream: Stream| {
         stream.apply(&request(&[], "1")).expect("is fine");
         Some(stream)
     };
-    assert_eq!(refused(unsubscribed).await, 0, "nothing is asked for");
+    assert_eq!(rejected(unsubscribed).await, 0, "nothing is asked for");
 }
 
 #[tokio::test]

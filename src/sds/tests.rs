@@ -52,7 +52,7 @@ async fn start(answer: Answer) -> Fixture {
         files,
         serves_workload: true,
         options: SecretOptions::default(),
-        refusals: Refusals::default(),
+        rejections: Rejections::default(),
     };
     tasks.spawn(serve(listener, sources, &registry, shutdown.clone()));
     let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))

@@ -79,7 +79,8 @@ pub struct State {
     #[serde(rename = "waits", serialize_with = "first")]
     pub waiting: Vec<Arc<Waiting>>,
     /// True while an Envoy of the other container finishes its connections.
-    pub former_envoy: bool,
+    #[serde(rename = "former_envoy")]
+    pub has_parent: bool,
     /// The last handover from this agent.
     pub last: Option<Handover>,
     /// The time when the last other agent ceased to wait; before, the start of this agent. While `waiting` is empty, no

@@ -61,7 +61,7 @@ use crate::report::{PodState, Report};
 use crate::runtime::lifecycle::{
     BoxError, CancellationToken, ListenerHandover, QUIT, Stop, Urgency,
 };
-use crate::sds::Refusals;
+use crate::sds::Rejections;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
@@ -127,7 +127,7 @@ pub struct Sources {
     pub istiod: Istiod,
     /// None if another process serves certificates.
     pub secrets: Option<Secrets>,
-    pub refusals: Refusals,
+    pub rejections: Rejections,
     pub discovery: Observer,
     /// None if the agent does not answer DNS.
     pub dns: Option<Dns>,

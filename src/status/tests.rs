@@ -42,7 +42,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
         envoy: None,
         istiod,
         secrets: None,
-        refusals: Refusals::default(),
+        rejections: Rejections::default(),
         discovery: Observer::new(&metrics, None),
         dns: None,
         health: None,

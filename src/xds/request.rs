@@ -26,10 +26,10 @@ pub struct Request {
     /// The unchanged frame, message included.
     pub frame: Bytes,
     pub type_url: String,
-    /// The nonce of the response that the request acknowledges or refuses; empty for other requests.
+    /// The nonce of the response that the request acknowledges or rejects; empty for other requests.
     pub nonce: String,
     /// Envoy's complete reason, if the request is a NACK.
-    pub refusal: Option<String>,
+    pub rejection: Option<String>,
 }
 
 /// Collects the bytes of Envoy's requests.
@@ -108,8 +108,8 @@ impl Request {
             Protocol::Delta => DeltaFields::decode(message)
                 .map(|it| (it.type_url, it.response_nonce, it.error_detail))?,
         };
-        let refusal = error.map(|it| String::from_utf8_lossy(&it.message).into_owned());
-        Ok(Self { frame, type_url, nonce, refusal })
+        let rejection = error.map(|it| String::from_utf8_lossy(&it.message).into_owned());
+        Ok(Self { frame, type_url, nonce, rejection })
     }
 
     /// Decodes the subscription.
@@ -285,7 +285,7 @@ mod tests {
                     panic!("one request: {requests:?}");
                 };
                 assert_eq!((&*request.type_url, &*request.nonce), ("t", "n"));
-                assert_eq!(request.refusal.as_deref().map(shortened).as_deref(), Some(kept));
+                assert_eq!(request.rejection.as_deref().map(shortened).as_deref(), Some(kept));
             }
         }
     }
@@ -341,8 +341,8 @@ mod tests {
             for part in sent.chunks(chunk) {
                 reader.feed(Bytes::copy_from_slice(part), |request| got.push(request)).unwrap();
             }
-            let (nonce, refusal) = (String::new(), None);
-            prop_assert_eq!(got, vec![Request { frame: sent, type_url, nonce, refusal }]);
+            let (nonce, rejection) = (String::new(), None);
+            prop_assert_eq!(got, vec![Request { frame: sent, type_url, nonce, rejection }]);
         }
     }
 }

@@ -92,7 +92,7 @@ impl StreamState {
                 };
                 request.frame = frame;
                 request.nonce.clear();
-                request.refusal = None;
+                request.rejection = None;
             }
             let type_url = &request.type_url;
             log_request(self.id, self.protocol, &request.frame);

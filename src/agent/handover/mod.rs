@@ -160,8 +160,8 @@ impl Holder {
                 tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
             })
             .ok();
-        let epoch = self.envoy.report().borrow().restart_epoch();
-        let workers = self.envoy.admin().workers(epoch).await;
+        let restart_epoch = self.envoy.report().borrow().restart_epoch();
+        let workers = self.envoy.admin().workers(restart_epoch).await;
         let mut takeover = self.envoy.lend().await?;
         takeover.workers = workers.or(takeover.workers);
         let go = Message::Go(takeover, serving);
@@ -255,7 +255,7 @@ impl Holder {
 /// The Envoy from which a successor's Envoy takes over.
 struct Parent {
     /// The restart epoch of the successor's Envoy.
-    next_epoch: u32,
+    restart_epoch: u32,
     /// The listeners and secrets of this Envoy, if they are known.
     serving: Option<ServingResources>,
 }
@@ -312,9 +312,9 @@ impl Successor {
         channel.send(&Message::Begin).await?;
         match channel.receive_answer().await? {
             Message::Go(takeover, serving) => {
-                let next_epoch = takeover.restart_epoch;
+                let restart_epoch = takeover.restart_epoch;
                 self.inputs.adopt(takeover, override_json);
-                let parent = Parent { next_epoch, serving };
+                let parent = Parent { restart_epoch, serving };
                 Ok((channel, parent))
             }
             other => Err(other.unexpected().into()),
@@ -333,7 +333,7 @@ impl Successor {
                 // The connection ends when the former agent exits.
                 while channel.receive().await.is_ok() {}
                 tracing::info!("the former Envoy has exited");
-                self.holder.pair.change(|state| state.former_envoy = false);
+                self.holder.pair.change(|state| state.has_parent = false);
                 self.holder.envoy.order(Order::ParentExited).await;
             }
             Err(error) => {
@@ -350,10 +350,11 @@ impl Successor {
     /// Waits until Envoy is able to serve, and itself waits for nothing but the gate.
     async fn until_ready(&self, channel: &mut Channel, parent: &Parent) -> Result<(), BoxError> {
         let mut why = String::new();
-        let (epoch, serving) = (parent.next_epoch, parent.serving.as_ref());
+        let (restart_epoch, serving) = (parent.restart_epoch, parent.serving.as_ref());
         let ready = async {
             let admin = self.holder.envoy.admin();
-            while let Err(missing) = check_takeover(admin, epoch, serving, gate::NAME).await {
+            while let Err(missing) = check_takeover(admin, restart_epoch, serving, gate::NAME).await
+            {
                 why = missing;
                 sleep(CHECK_INTERVAL).await;
             }
@@ -387,7 +388,7 @@ impl Successor {
         let mut sockets = channel.take_descriptors();
         let lock = sockets.pop().ok_or("the agent that served did not pass on its lock")?;
         self.holder.pair.serve_with(lock)?;
-        self.holder.pair.change(|state| state.former_envoy = true);
+        self.holder.pair.change(|state| state.has_parent = true);
         link(&self.config)?;
         self.holder.ports.set(sockets);
         self.gate.cancel();

@@ -42,7 +42,7 @@ const PARENT_GRACE: Duration = Duration::from_secs(10);
 /// The limit for the exit of a parent after its successor has exited on request.
 const PARENT_EXIT: Duration = Duration::from_secs(1);
 
-/// Returns the inputs of the Envoy with this start number: for the first one, 0, the inputs of the agent's start,
+/// Returns the inputs of the Envoy of this epoch: for the first one, 0, the inputs of the agent's start,
 /// otherwise the current inputs. May block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
 
@@ -99,8 +99,8 @@ pub(super) struct HotRestart {
     /// The directory below which the sockets are created.
     directory: PathBuf,
     machine: Machine,
-    /// The number of Envoys started so far, which is the start number of the next one.
-    start_count: u32,
+    /// The epoch of the next Envoy: the number of Envoys started so far.
+    next_epoch: u32,
     /// The launch of the current Envoy, also after its exit.
     launch: Option<Launch>,
     /// The reason of the last request.
@@ -135,7 +135,7 @@ impl HotRestart {
             admin: config.admin,
             directory: config.shared_directory.clone(),
             machine: Machine::new(),
-            start_count: 0,
+            next_epoch: 0,
             launch: None,
             reason: "",
             last: None,
@@ -362,7 +362,7 @@ impl HotRestart {
                 if let Some(mut parent) = self.parent.take() {
                     // Its last lines are forwarded before the exit is logged.
                     parent.output.last_lines().await;
-                    let number = parent.start_number;
+                    let number = parent.epoch;
                     tracing::info!("Envoy epoch {number} has exited: {ended}");
                 }
                 self.replace_parent()
@@ -405,8 +405,8 @@ impl HotRestart {
                  connections; concurrency={own} takes effect when an Envoy starts after the exit of the previous one"
             );
         }
-        let instance = Instance::start(launch, self.start_count)?;
-        self.start_count += 1;
+        let instance = Instance::start(launch, self.next_epoch)?;
+        self.next_epoch += 1;
         Ok(instance)
     }
 
@@ -416,7 +416,7 @@ impl HotRestart {
             return Ok(());
         };
         let launch = parent.successor(prepared, self.workers, self.limits.parent_shutdown);
-        let number = self.start_count;
+        let number = self.next_epoch;
         tracing::info!("starting Envoy epoch {number}, which takes over the sockets (hot restart)");
         let successor = self.start_instance(launch)?;
         let live = self.admin.wait_until_live(successor.launch.restart_epoch());
@@ -431,7 +431,7 @@ impl HotRestart {
     /// Starts an Envoy that is not a successor of this agent's Envoys: the first one, or another one after an exit.
     pub(super) fn start(&mut self) -> Result<Instance, BoxError> {
         let launch = self.next_launch()?;
-        if self.start_count == 0 {
+        if self.next_epoch == 0 {
             let command = &launch.prepared.command;
             let arguments = command.arguments(&launch.mode).join(" ");
             tracing::info!(target: crate::logging::UNABRIDGED, "Envoy command: [{arguments}]");
@@ -453,7 +453,7 @@ impl HotRestart {
         };
         let user = prepared.command.user;
         let user = user.unwrap_or_else(|| rustix::process::geteuid().as_raw());
-        let takeover = prepared.takeover.clone().filter(|_| self.start_count == 0);
+        let takeover = prepared.takeover.clone().filter(|_| self.next_epoch == 0);
         let base_id = match &takeover {
             Some(takeover) => {
                 self.machine.begin_with_parent();
@@ -555,7 +555,7 @@ impl HotRestart {
         self.last = Some(Restart::begin(self.reason));
         let limit = self.limits.check;
         let launch = self.launch.clone();
-        let check = check_inputs(self.prepare.clone(), self.start_count, launch, self.admin);
+        let check = check_inputs(self.prepare.clone(), self.next_epoch, launch, self.admin);
         self.cancel_tasks();
         self.tasks.spawn(async move {
             let problem = match tokio::time::timeout(limit, check).await {
@@ -617,11 +617,11 @@ impl HotRestart {
 /// current Envoy for its state. `current` is the launch of that Envoy. Fails if the inputs cannot be used.
 async fn check_inputs(
     prepare: Prepare,
-    start_number: u32,
+    epoch: u32,
     current: Option<Launch>,
     admin: Admin,
 ) -> Result<Completion, BoxError> {
-    let prepared = Arc::new(tokio::task::spawn_blocking(move || prepare(start_number)).await??);
+    let prepared = Arc::new(tokio::task::spawn_blocking(move || prepare(epoch)).await??);
     let current = current.as_ref();
     let before = current.map(|launch| &launch.prepared);
     if let Some(before) = before.filter(|before| before.digest == prepared.digest) {
@@ -635,16 +635,16 @@ async fn check_inputs(
         );
         return Ok(Completion::MetadataChanged(prepared));
     }
-    validate(Arc::clone(&prepared), start_number).await?;
+    validate(Arc::clone(&prepared), epoch).await?;
     let restart_epoch = current.map_or(0, Launch::restart_epoch);
     let workers = admin.workers(restart_epoch).await;
     Ok(Completion::Usable { workers, prepared })
 }
 
 /// Runs Envoy to check its bootstrap. Fails with Envoy's reason if it rejects the bootstrap.
-pub(crate) async fn validate(prepared: Arc<Prepared>, start_number: u32) -> Result<(), BoxError> {
+pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
     let launch = Launch { prepared, base_id: None, mode: Mode::Validate };
-    let mut envoy = Instance::start(launch, start_number)?;
+    let mut envoy = Instance::start(launch, epoch)?;
     let ended = envoy.wait_for_exit().await?;
     let reason = envoy.output.reason().await;
     match ended {
@@ -670,7 +670,7 @@ async fn discard(sockets: Option<&[UnixDatagram; 2]>) -> Infallible {
 
 fn kill(instance: Option<&Instance>) {
     if let Some(instance) = instance {
-        tracing::warn!("killing Envoy epoch {}", instance.start_number);
+        tracing::warn!("killing Envoy epoch {}", instance.epoch);
         instance.kill();
     }
 }

@@ -54,7 +54,7 @@ async fn an_envoy_without_a_page_of_shared_memory_is_started_once_more_without_h
     let report = envoy.report().borrow().clone();
     let problem = report.hot_restart_problem.expect("a reason");
     assert!(problem.contains("SIGBUS"), "{problem}");
-    assert_eq!((report.start_number, report.running.len()), (1, 0));
+    assert_eq!((report.epoch, report.running.len()), (1, 0));
     assert!(stage.recorded("arguments").contains("--disable-hot-restart"));
 }
 

@@ -82,7 +82,7 @@ fn type_with_answers(
         bytes: 1,
         acks: 1,
         nacks: 1,
-        is_refused: nack.is_some(),
+        is_rejected: nack.is_some(),
         last_response: Some(PushSnapshot {
             version: version.to_owned(),
             nonce: hostile(),
@@ -195,7 +195,7 @@ fn crashed() -> handle::Report {
         state: State::Exited,
         last_crash: Some(Crash {
             when: hostile(),
-            start_number: 0,
+            epoch: 0,
             pid: 7,
             code: None,
             signal: Some(11),

@@ -1,7 +1,7 @@
 //! Checks whether the pod is ready, and names the cause if it is not.
 //!
 //! Envoy must run, have accepted clusters and listeners once, be live, and hold an earlier version of each secret
-//! whose new version it has refused; the agent must not be stopping. A check that an Envoy (epoch and pid) has passed
+//! whose new version it has rejected; the agent must not be stopping. A check that an Envoy (epoch and pid) has passed
 //! is not repeated, so a steady probe sends no request to it. Concurrent probes share the answer of Envoy's admin
 //! port.
 
@@ -123,8 +123,8 @@ impl Readiness {
         let envoy = sources.envoy.as_ref()?;
         running_process(&envoy.report().borrow()).ok()?;
         let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
-        let refused = || Some(sources.discovery.snapshot().refusals().first()?.to_string());
-        let known = self.istiod_failure(|_| true).or_else(certificate).or_else(refused);
+        let rejected = || Some(sources.discovery.snapshot().rejections().first()?.to_string());
+        let known = self.istiod_failure(|_| true).or_else(certificate).or_else(rejected);
         // Inspecting Envoy takes up to a second, and `pilot-agent wait` sends ten probes a second at the start.
         if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
@@ -151,9 +151,9 @@ impl Readiness {
             checked.map_err(NotReady::Unexplained)?;
         }
         self.check_not_stopping().map_err(NotReady::Explained)?;
-        let is_missing = |refused: &&Problem| refused.code == codes::SECRET_REFUSED;
-        if let Some(refusal) = self.sources.refusals.lock().values().find(is_missing) {
-            return Err(NotReady::Explained(refusal.to_string()));
+        let is_missing = |problem: &&Problem| problem.code == codes::SECRET_REFUSED;
+        if let Some(rejection) = self.sources.rejections.lock().values().find(is_missing) {
+            return Err(NotReady::Explained(rejection.to_string()));
         }
         if let Some(file) = &self.grpc {
             file.check().map_err(NotReady::Unexplained)?;
@@ -236,7 +236,7 @@ impl Readiness {
 fn running_process(report: &Report) -> Result<Process, String> {
     match (report.state, report.problem()) {
         (State::Initial | State::Exited, Some(problem)) => Err(problem.to_string()),
-        _ => Ok((report.start_number, report.pid)),
+        _ => Ok((report.epoch, report.pid)),
     }
 }
 

@@ -26,7 +26,7 @@ struct Pod {
     stop: Stop,
     metrics: Registry,
     milestones: Milestones,
-    refusals: crate::sds::Refusals,
+    rejections: crate::sds::Rejections,
     report: watch::Sender<Report>,
     /// The status and body with which the admin port responds. If it is None, the port accepts connections and does not
     /// respond.
@@ -63,7 +63,7 @@ impl Pod {
         };
         Self {
             milestones: sources.milestones.clone(),
-            refusals: sources.refusals.clone(),
+            rejections: sources.rejections.clone(),
             ready: Arc::new(Readiness::new(None, Arc::new(sources))),
             stop,
             metrics,
@@ -102,14 +102,8 @@ fn dns() -> Dns {
     dns::new(config, pending(), forwarder, &registry, handover, stop).0
 }
 
-fn started(start_number: u32, pid: i32) -> Report {
-    Report {
-        state: State::Starting,
-        pid: Some(pid),
-        start_number,
-        started: None,
-        ..Report::default()
-    }
+fn started(epoch: u32, pid: i32) -> Report {
+    Report { state: State::Starting, pid: Some(pid), epoch, started: None, ..Report::default() }
 }
 
 async fn answer(
@@ -204,11 +198,11 @@ async fn a_new_envoy_process_is_checked_again() {
 async fn a_pod_without_a_secret_that_envoy_has_refused_is_not_ready_until_it_has_one() {
     let pod = Pod::new().await;
     let problem = Problem::new(codes::SECRET_REFUSED, "secret default", "Envoy refuses it: no");
-    pod.refusals.lock().insert(7, problem.clone());
+    pod.rejections.lock().insert(7, problem.clone());
     let kept = Problem::new(codes::SECRET_UPDATE_REFUSED, "secret ROOTCA", "Envoy refuses it");
-    pod.refusals.lock().insert(3, kept.clone());
+    pod.rejections.lock().insert(3, kept.clone());
     assert_eq!(pod.unreadiness().await, problem.to_string());
-    pod.refusals.lock().remove(&7);
+    pod.rejections.lock().remove(&7);
     assert_eq!(pod.ready.check().await, Ok(()));
 }
 

@@ -142,7 +142,7 @@ impl Recorder {
         let stored = index.and_then(|index| self.stored_unanswered.remove(index));
         if let Some((cache, stored)) = self.cache.as_ref().zip(stored) {
             let shared = &cache.store.shared;
-            shared.record_stored_ack_or_nack(stored, request.refusal.as_deref());
+            shared.record_stored_ack_or_nack(stored, request.rejection.as_deref());
         }
     }
 
@@ -178,14 +178,14 @@ impl Recorder {
         };
         if !request.nonce.is_empty() {
             let shared = &cache.store.shared;
-            if request.refusal.is_some()
+            if request.rejection.is_some()
                 && type_url == CLUSTER
                 && shared.admin.is_some()
                 && shared.types.lock().contains_key(CLUSTER)
             {
                 self.clusters_due = Some(after(MAX_CLUSTERS_WAIT));
             }
-            let answer = WriteOp::AckOrNack(request.nonce.clone(), request.refusal.clone());
+            let answer = WriteOp::AckOrNack(request.nonce.clone(), request.rejection.clone());
             self.batch.push((type_url, answer));
         }
         if self.has_sent_stored && BY_NAME.contains(&type_url) {

@@ -210,7 +210,7 @@ impl Observer {
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
         self.table.lock().entry(&request.type_url).seen.requests += 1;
-        let nack = request.refusal.as_deref().map(shortened);
+        let nack = request.rejection.as_deref().map(shortened);
         self.record_ack_or_nack(&request.type_url, &request.nonce, nack.as_deref());
     }
 

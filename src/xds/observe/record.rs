@@ -33,7 +33,7 @@ pub struct Snapshot {
     /// Stored configuration, by type URL.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<BTreeMap<&'static str, StoredSnapshot>>,
-    /// Resources of which Envoy has the stored version, because it has refused istiod's, by type URL.
+    /// Resources of which Envoy has the stored version, because it has rejected istiod's, by type URL.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub after_nack: BTreeMap<&'static str, Vec<StoredResource>>,
     /// The time since which Envoy has stored configuration, without a response of istiod.
@@ -70,7 +70,7 @@ pub struct TypeSnapshot {
     pub nacks: u64,
     /// True if the last answer was a NACK.
     #[serde(skip)]
-    pub is_refused: bool,
+    pub is_rejected: bool,
     pub last_response: Option<PushSnapshot>,
     pub last_ack: Option<AckSnapshot>,
     pub last_nack: Option<NackSnapshot>,
@@ -105,14 +105,14 @@ pub struct NackSnapshot {
 }
 
 impl Snapshot {
-    /// Lists types whose last response was refused, with Envoy's reason, which names the resources, and types
-    /// with stored versions in place of refused ones.
-    pub fn refusals(&self) -> Vec<Problem> {
+    /// Lists types whose last response was rejected, with Envoy's reason, which names the resources, and types
+    /// with stored versions in place of rejected ones.
+    pub fn rejections(&self) -> Vec<Problem> {
         let resources = self.after_nack.iter();
         let stored = resources.map(|(type_url, it)| after_nack::problem(type_url, it));
-        let refused = self.types.iter().filter_map(|(url, seen)| {
+        let rejected = self.types.iter().filter_map(|(url, seen)| {
             let response = seen.last_response.as_ref();
-            let response = response.filter(|it| it.answered && seen.is_refused)?;
+            let response = response.filter(|it| it.answered && seen.is_rejected)?;
             let (version, nack) = (&response.version, seen.last_nack.as_ref()?);
             let found = format!("version {version} at {}: {}", nack.at, nack.reason);
             let (code, subject) = match port::taken(&nack.reason) {
@@ -124,7 +124,7 @@ impl Snapshot {
             };
             Some(Problem::new(code, subject, port::explained(found)))
         });
-        stored.chain(refused).collect()
+        stored.chain(rejected).collect()
     }
 }
 
@@ -190,7 +190,7 @@ impl Type {
         }
         let at = rfc3339(SystemTime::now());
         if let Some(reason) = nack {
-            self.seen.is_refused = true;
+            self.seen.is_rejected = true;
             self.seen.nacks += 1;
             self.seen.last_nack = Some(NackSnapshot {
                 version: response.map(|response| response.version),
@@ -202,7 +202,7 @@ impl Type {
         // A request that changes a subscription has the nonce of the last response, but is not an ACK.
         let response = response?;
         let latency = response.received.elapsed();
-        self.seen.is_refused = false;
+        self.seen.is_rejected = false;
         self.seen.acks += 1;
         self.seen.last_ack = Some(AckSnapshot {
             version: response.version,

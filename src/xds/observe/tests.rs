@@ -45,8 +45,8 @@ async fn an_ack_or_nack_is_matched_by_its_nonce() {
         let (observer, _) = observer();
         observer.record_response(response(CLUSTER, "1"), Source::Istiod);
         observer.record_response(response(CLUSTER, "2"), Source::Istiod);
-        for &(nonce, refusal) in &answers {
-            observer.record_ack_or_nack(CLUSTER, nonce, refusal);
+        for &(nonce, rejection) in &answers {
+            observer.record_ack_or_nack(CLUSTER, nonce, rejection);
         }
         let seen = recorded(&observer, CLUSTER);
         assert_eq!((seen.acks, seen.nacks), (acks, nacks), "{answers:?}");
@@ -91,14 +91,14 @@ fn a_nack_is_recorded_with_its_version_and_reason() {
         frame: Bytes::from_static(&[0; 47]),
         type_url: CLUSTER.to_owned(),
         nonce: "1".to_owned(),
-        refusal: Some("no such port".to_owned()),
+        rejection: Some("no such port".to_owned()),
     };
     observer.record_request(&request);
     let seen = recorded(&observer, CLUSTER);
     assert_eq!((seen.requests, seen.nacks), (1, 1));
-    let refused = seen.last_nack.unwrap();
-    assert_eq!(refused.version.as_deref(), Some("version of 1"));
-    assert_eq!(refused.reason, "no such port");
+    let rejected = seen.last_nack.unwrap();
+    assert_eq!(rejected.version.as_deref(), Some("version of 1"));
+    assert_eq!(rejected.reason, "no such port");
     assert!(seen.last_ack.is_none() && seen.last_response.unwrap().answered);
 }
 

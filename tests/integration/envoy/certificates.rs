@@ -189,7 +189,7 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
         files,
         serves_workload: true,
         options: sds::SecretOptions::default(),
-        refusals: sds::Refusals::default(),
+        rejections: sds::Rejections::default(),
     };
     let listener = unix_socket::bind(socket).unwrap();
     let mut tasks = JoinSet::new();

@@ -48,15 +48,15 @@ async fn write_signed(connection: &Connection, directory: &Path, roots: &str) {
 
 /// Serves files on a socket.
 fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
-    serve_with_crl(workload, socket, None, sds::Refusals::default())
+    serve_with_crl(workload, socket, None, sds::Rejections::default())
 }
 
-/// Serves files and a revocation list on a socket, and records in `refusals` which secrets Envoy refuses.
+/// Serves files and a revocation list on a socket, and records in `rejections` which secrets Envoy refuses.
 fn serve_with_crl(
     workload: Option<WorkloadFiles>,
     socket: &Path,
     crl: Option<PathBuf>,
-    refusals: sds::Refusals,
+    rejections: sds::Rejections,
 ) -> JoinSet<()> {
     let registry = Registry::default();
     let config = files::Config {
@@ -70,7 +70,7 @@ fn serve_with_crl(
         files,
         serves_workload: true,
         options: sds::SecretOptions { key_provider: None, crl },
-        refusals,
+        rejections,
     };
     let listener = unix_socket::bind(socket).unwrap();
     let mut tasks = JoinSet::new();
@@ -238,8 +238,8 @@ async fn envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read() {
         std::fs::write(at(n).join("roots"), form(&format!("{root}{leaf}"))).unwrap();
     }
     let socket = directory.path().join("socket");
-    let refusals = sds::Refusals::default();
-    let _tasks = serve_with_crl(None, &socket, None, refusals.clone());
+    let rejections = sds::Rejections::default();
+    let _tasks = serve_with_crl(None, &socket, None, rejections.clone());
     let paths: Vec<_> = (0..FORMS.len()).map(|n| at(n).display().to_string()).collect();
     let names = paths.iter().map(|at| format!("file-cert:{at}/chain~{at}/key"));
     let mut bootstrap = gateway(&socket, free_port(), &Vec::from_iter(names));
@@ -255,7 +255,7 @@ async fn envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read() {
         let stats = ask(&envoy.admin, "/stats?filter=sds.*update_success").await?;
         let count = |line: &str| line.rsplit(": ").next()?.parse::<usize>().ok();
         let accepted: usize = stats.lines().filter_map(count).sum();
-        let refused = Vec::from_iter(refusals.lock().values().cloned());
+        let refused = Vec::from_iter(rejections.lock().values().cloned());
         assert_eq!(refused, []);
         (accepted >= 2 * FORMS.len()).then_some(())
     })
@@ -330,17 +330,18 @@ async fn a_revocation_list_is_in_force_in_der_too_and_one_that_envoy_refuses_is_
     let [socket, crl] = ["socket", "crl.pem"].map(|name| directory.path().join(name));
     let broken = "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n";
     std::fs::write(&crl, broken).unwrap();
-    let refusals = sds::Refusals::default();
+    let rejections = sds::Rejections::default();
     let files = Some(workload(directory.path()));
-    let _tasks = serve_with_crl(files, &socket, Some(crl.clone()), refusals.clone());
+    let _tasks = serve_with_crl(files, &socket, Some(crl.clone()), rejections.clone());
     let port = free_port();
     let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
-    let refused = eventually("a refusal", async || refusals.lock().values().next().cloned()).await;
+    let refused =
+        eventually("a refusal", async || rejections.lock().values().next().cloned()).await;
     let (code, subject) = (refused.code.name, refused.subject.as_str());
     assert_eq!((code, subject), ("SECRET_REFUSED", "secret ROOTCA"));
     // A file with the word `null` counts as no revocation list.
     std::fs::write(&crl, "null\n").unwrap();
-    eventually("an accepted secret", async || refusals.lock().is_empty().then_some(())).await;
+    eventually("an accepted secret", async || rejections.lock().is_empty().then_some(())).await;
     let load = handshakes(port, &mesh.keys).await;
     load.assert_flawless();
     let list_of = |params, key| {
@@ -367,7 +368,7 @@ async fn a_revocation_list_is_in_force_in_der_too_and_one_that_envoy_refuses_is_
     let list = list_of(mesh.params.clone(), mesh.key);
     std::fs::write(&crl, list.der()).unwrap();
     handshakes(port, &mesh.keys).await.assert_flawless();
-    assert!(refusals.lock().is_empty());
+    assert!(rejections.lock().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

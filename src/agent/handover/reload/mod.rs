@@ -77,9 +77,9 @@ impl Inputs {
 
     /// Prepares the inputs of an Envoy: the first one, number 0, by the configuration at the agent's start, later ones by
     /// the current configuration. Fails if that cannot be used. May block.
-    pub(crate) fn prepare(&self, start_number: u32) -> Result<Prepared, BoxError> {
-        if start_number == 0 {
-            let mut prepared = self.write(&self.first, start_number)?;
+    pub(crate) fn prepare(&self, epoch: u32) -> Result<Prepared, BoxError> {
+        if epoch == 0 {
+            let mut prepared = self.write(&self.first, epoch)?;
             if let Some((takeover, override_json)) = self.adopted.get().cloned() {
                 prepared.takeover = Some(takeover);
                 // The override is not part of the digest, because the next Envoy does not need it, and its inputs
@@ -90,12 +90,12 @@ impl Inputs {
         }
         let config = (self.load)().map_err(Unusable)?;
         self.check(&config)?;
-        self.write(&config, start_number)
+        self.write(&config, epoch)
     }
 
     /// Writes the bootstrap, unless the user has a custom one. With hot restart, each call after the first Envoy writes
     /// its own file.
-    fn write(&self, config: &Config, start_number: u32) -> Result<Prepared, BoxError> {
+    fn write(&self, config: &Config, epoch: u32) -> Result<Prepared, BoxError> {
         let Some(envoy) = &config.envoy else {
             return Err(fixed_error("DISABLE_ENVOY").into());
         };
@@ -116,7 +116,7 @@ impl Inputs {
         let (document, metadata) = if is_compared {
             let mut document = bootstrap::document(&bootstrap);
             let metadata = take_changing_metadata(&mut document);
-            bootstrap.revision = Some(match start_number {
+            bootstrap.revision = Some(match epoch {
                 0 => 0,
                 _ => self.next_revision.fetch_add(1, Ordering::Relaxed),
             });
