@@ -12,7 +12,7 @@ use istio_agent::net::unix_socket;
 use istio_agent::runtime::lifecycle::CancellationToken;
 use istio_agent::trust::compliance::Policy;
 use istio_agent::xds::interceptor::Interceptors;
-use istio_agent::xds::last_known_good::{self, LastKnownGood};
+use istio_agent::xds::ledger::{self, Ledger};
 use istio_agent::xds::server::{Config, Discovery, Upstream};
 
 use super::peer::NAME;
@@ -44,9 +44,10 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
         limits: Limits::default(),
     };
     let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
-    let (last_known_good, writing) = LastKnownGood::new(
-        last_known_good::Config {
+    let (ledger, writing) = Ledger::new(
+        ledger::Config {
             volume: Volume::named(directory),
+            former: None,
             max_bytes: 1 << 30,
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),
@@ -60,7 +61,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let config = Config {
         max_request_bytes: 1 << 20,
         cluster_id: String::new(),
-        last_known_good: Some(last_known_good),
+        ledger: Some(ledger),
         upstream: Upstream { envoy: istiod.clone(), other_clients: istiod },
         is_own_envoy: Arc::new(|_| true),
         interceptors: Interceptors::default(),

@@ -10,7 +10,7 @@ use crate::net::unix_socket;
 use crate::problem::Problem;
 use crate::runtime::lifecycle::Stop;
 use crate::xds::interceptor::Interceptors;
-use crate::xds::last_known_good::LastKnownGood;
+use crate::xds::ledger::Ledger;
 use crate::xds::observe::Observer;
 use crate::xds::server::{self, Discovery, Upstream};
 
@@ -44,12 +44,11 @@ impl Agent {
                 "configuration is not stored, because this agent does not run Envoy (DISABLE_ENVOY)"
             );
         }
-        let last_known_good = envoy.zip(configured).map(|(envoy, config)| {
-            let (registry, shutdown) = (&self.metrics, self.shutdown.clone());
-            let admin = Some(envoy.admin());
-            let (last_known_good, writing) = LastKnownGood::new(config, admin, registry, shutdown);
+        let ledger = envoy.zip(configured).map(|(envoy, config)| {
+            let (admin, shutdown) = (Some(envoy.admin()), self.shutdown.clone());
+            let (ledger, writing) = Ledger::new(config, admin, &self.metrics, shutdown);
             self.spawn("stored configuration", writing);
-            last_known_good
+            ledger
         });
         // gRPC applications share the directory, and may have created a file of this name.
         let listener = unix_socket::replace(&self.config.bootstrap.xds_socket)?;
@@ -65,7 +64,7 @@ impl Agent {
         let config = server::Config {
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
-            last_known_good,
+            ledger,
             upstream: Upstream { envoy: istiod.clone(), other_clients },
             is_own_envoy: Arc::new(is_own_envoy),
             interceptors,

@@ -88,7 +88,9 @@ pub async fn run(
         }
         if let (Some(pair), Some(stored)) = (&pair, &mut config.last_known_good) {
             let (own, former) = pair.volume_directories();
-            stored.continue_in(&own, former).await;
+            if let Err(error) = stored.continue_in(&own, former) {
+                tracing::warn!("cannot create the directory of stored configuration: {error}");
+            }
         }
         let mut detected = sds_socket::detect(&config).await?;
         if detected.serves_workload && !config.authority_problems.is_empty() {

@@ -16,7 +16,7 @@ use crate::net::dial::proxy::{Proxies, Proxy};
 use crate::problem::{Problem, codes};
 use crate::trust::compliance::Policy;
 use crate::trust::trust_anchors::SystemRoots;
-use crate::xds::last_known_good;
+use crate::xds::ledger;
 
 /// The minimum interval of keepalive pings in gRPC clients; servers treat more pings as an attack.
 const MIN_INTERVAL: Duration = Duration::from_secs(10);
@@ -98,9 +98,10 @@ impl Loader<'_> {
     }
 
     /// Configures the storage of the last known good configuration; None if it is not stored.
-    pub(super) fn last_known_good(&self) -> Option<last_known_good::Config> {
-        Some(last_known_good::Config {
+    pub(super) fn last_known_good(&self) -> Option<ledger::Config> {
+        Some(ledger::Config {
             volume: self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG)?,
+            former: None,
             max_bytes: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES),
             max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
             after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),

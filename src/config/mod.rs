@@ -36,7 +36,7 @@ use crate::net::dial::proxy::Proxies;
 use crate::problem::{Diagnostics, Problem, codes};
 use crate::proxy_config::ProxyConfig;
 use crate::trust::compliance::Policy;
-use crate::xds::last_known_good;
+use crate::xds::ledger;
 use crate::{bootstrap, istiod, logging, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
@@ -61,7 +61,7 @@ pub struct Config {
     /// The largest message accepted from Envoy.
     pub max_request_bytes: usize,
     /// Storage of the last known good configuration; None if it is not stored.
-    pub last_known_good: Option<last_known_good::Config>,
+    pub last_known_good: Option<ledger::Config>,
     /// `ISTIO_META_CLUSTER_ID`.
     pub cluster_id: String,
     pub sds_socket: PathBuf,

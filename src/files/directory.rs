@@ -77,19 +77,14 @@ impl Directory {
 
     /// Reads the file `name`. Fails if other users have access to it.
     pub(crate) fn read_private(&self, name: &str) -> io::Result<Zeroizing<Vec<u8>>> {
-        regular_file::read_open(self.open_private(name, OFlags::RDONLY)?, MAX_FILE)
+        regular_file::read_open(self.open_private_file(name)?, MAX_FILE)
     }
 
-    /// Opens the file `name` for reading and writing. Fails if other users have access to it.
+    /// Opens the regular file `name` of this process' user for reading. Fails if other users have access to it, or if it has
+    /// a second name (a hard link), which may be in a directory of another user.
     pub(crate) fn open_private_file(&self, name: &str) -> io::Result<File> {
-        self.open_private(name, OFlags::RDWR)
-    }
-
-    /// Opens a regular file of this process' user. Fails if it has a second name (a hard link), which may be in a
-    /// directory of another user.
-    fn open_private(&self, name: &str, access: OFlags) -> io::Result<File> {
         // Without the last flag, opening a pipe waits for its writer.
-        let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = File::from(openat(&self.0, name, flags, Mode::empty())?);
         check_private(name, &file, own_user())?;
         let metadata = file.metadata()?;

@@ -5,11 +5,12 @@
 //! [`response`]): requests pass one by one, so that the agent's own can be put between them; responses
 //! are cut through while their bytes arrive, unless their type is intercepted or withheld
 //! ([`intercept`]). [`observe`] records requests and responses. When a stream ends, Envoy sends its
-//! subscriptions again. If configured, accepted responses are stored on disk ([`last_known_good`]).
+//! subscriptions again. The [`ledger`] follows what Envoy has accepted, and
+//! stores it on disk if configured.
 
 mod end;
 pub mod interceptor;
-pub mod last_known_good;
+pub mod ledger;
 mod metrics;
 pub mod observe;
 mod phase;

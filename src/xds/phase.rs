@@ -19,7 +19,7 @@ use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::end::{self, End};
-use super::last_known_good::replay::Replay;
+use super::ledger::replay::Replay;
 use crate::istiod::{Body, Connection, Istiod};
 use crate::metrics::Counter;
 use crate::problem::Problem;

@@ -25,7 +25,6 @@ use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
-use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -33,8 +32,8 @@ use tonic::Status;
 use super::Protocol;
 use super::end::End;
 use super::interceptor::Interceptors;
-use super::last_known_good::EnvoyCache;
-use super::last_known_good::replay::Replay;
+use super::ledger::EnvoyCache;
+use super::ledger::replay::Replay;
 use super::observe::{Observer, Services, Source};
 use super::phase::{Event, IstiodStream, Phase, Requests};
 use super::running_interceptors::RunningInterceptors;
@@ -213,6 +212,7 @@ impl<'a> Relay<'a> {
                 awaits_response.then(|| due.unwrap_or_else(|| after(MAX_SILENCE)));
             let wants_responses = self.state.wants_responses();
             let clusters_due = self.state.recorder.clusters_due;
+            let stored_due = self.state.recorder.stored_due();
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
                 () = &mut client_gone => return Err(End::envoy_gone(None)),
@@ -250,8 +250,9 @@ impl<'a> Relay<'a> {
                     // again (`wants_responses`).
                     self.state.recorder.clusters_due = None;
                 }
-                Some(stored) = self.state.recorder.stored_versions.next(), if self.state.stored_waiting.is_none() => {
-                    self.state.stored_waiting = Some(stored);
+                Some(()) = self.state.recorder.next_accepted() => self.state.send_waiting(),
+                Some(()) = OptionFuture::from(stored_due.map(sleep_until)) => {
+                    self.state.recorder.note_stored_due();
                     self.state.send_waiting();
                 }
                 event = self.phase.next(wants_responses) => {
@@ -263,7 +264,6 @@ impl<'a> Relay<'a> {
                     self.reconnect_or_end(End::no_first_response(), true)?;
                 }
             }
-            self.state.recorder.flush().await;
             self.forward();
             self.reserve_memory()?;
         }

@@ -26,7 +26,7 @@ use tonic::Status;
 use super::Protocol;
 use super::end;
 use super::interceptor::Interceptors;
-use super::last_known_good::LastKnownGood;
+use super::ledger::Ledger;
 use super::observe::Observer;
 use super::relay::{self, Health, RelayConfig, ResponseBody, response_body};
 use crate::istiod::Istiod;
@@ -61,7 +61,7 @@ pub struct Config {
     /// `clusterid`, for the log line that announces the relay.
     pub cluster_id: String,
     /// Stores the responses that Envoy accepts, if configured.
-    pub last_known_good: Option<LastKnownGood>,
+    pub ledger: Option<Ledger>,
     pub upstream: Upstream,
     pub is_own_envoy: IsOwnEnvoy,
     pub interceptors: Interceptors,
@@ -90,7 +90,7 @@ struct Inner {
 impl Discovery {
     pub fn new(config: Config, registry: &Registry) -> Self {
         Self(Arc::new(Inner {
-            observer: Observer::new(registry, config.last_known_good.clone()),
+            observer: Observer::new(registry, config.ledger.clone()),
             config,
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
@@ -134,7 +134,7 @@ impl Discovery {
             tracing::debug!(target: "xdsproxy", "refusing another: {found}");
             return status_body(&Status::resource_exhausted(found));
         };
-        let store = config.last_known_good.as_ref().zip(own_envoy);
+        let store = config.ledger.as_ref().zip(own_envoy);
         let relay_config = RelayConfig {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
             protocol,

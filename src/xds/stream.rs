@@ -10,8 +10,8 @@ use tonic::{Code, Status};
 
 use super::end::End;
 use super::interceptor::{HEALTH, Interceptors, Outcome, SecondOutcome, encode_request};
-use super::last_known_good::after_nack::{NONCE, Stored};
-use super::last_known_good::{EnvoyCache, Recorder};
+use super::ledger::rejected::NONCE;
+use super::ledger::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
 use super::request::{Request, RequestReader, frame, without_nonce};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
@@ -45,8 +45,6 @@ pub(super) struct StreamState {
     /// The origin of responses.
     pub(super) source: Source,
     pub(super) recorder: Recorder,
-    /// Stored versions that wait for the end of a passing message.
-    pub(super) stored_waiting: Option<Stored>,
     /// None for clients other than Envoy.
     pub(super) services: Option<Services>,
 }
@@ -75,7 +73,6 @@ impl StreamState {
             captured: VecDeque::new(),
             source: Source::Istiod,
             recorder: Recorder::new(store, id),
-            stored_waiting: None,
             services: None,
         }
     }
@@ -117,7 +114,9 @@ impl StreamState {
                 }
             }
         });
-        read.map_err(|status| End::bad_request(&status))
+        read.map_err(|status| End::bad_request(&status))?;
+        self.send_waiting();
+        Ok(())
     }
 
     /// Encodes a health report of the workload.
@@ -137,9 +136,9 @@ impl StreamState {
     /// in `captured`. Fails if the bytes are not responses.
     pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
         let read = self.responses.feed(bytes, |output| match output {
-            Output::Begins(type_url) => {
+            Output::Begins { type_url, length } => {
                 self.has_responded = true;
-                self.recorder.begin_response(&type_url);
+                self.recorder.begin_response(&type_url, length);
             }
             Output::Pass(bytes) => {
                 self.recorder.record_bytes(&bytes);
@@ -217,16 +216,15 @@ impl StreamState {
         self.to_istiod.push(request);
     }
 
-    /// Sends rewritten messages and stored versions, unless another message is passing. Stored versions are dropped if
-    /// istiod has sent others.
+    /// Sends rewritten messages and stored versions, unless another message is passing.
     pub(super) fn send_waiting(&mut self) {
         if self.responses.is_passing() {
             return;
         }
         self.to_client.append(&mut self.rewritten_waiting);
-        let stored = self.stored_waiting.take();
-        let frame = stored.and_then(|stored| self.recorder.use_stored(stored));
-        self.to_client.extend(frame);
+        while let Some(frame) = self.recorder.take_stored() {
+            self.to_client.push_back(frame);
+        }
     }
 
     /// Returns true if there is room for more of istiod's responses.

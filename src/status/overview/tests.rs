@@ -59,6 +59,7 @@ fn discovery() -> Discovery {
         types: BTreeMap::new(),
         kept: None,
         after_nack: BTreeMap::new(),
+        accepted: BTreeMap::new(),
         served_since: None,
     }
 }

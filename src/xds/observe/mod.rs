@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::Protocol;
 use super::end::End;
-use super::last_known_good::LastKnownGood;
+use super::ledger::Ledger;
 use super::metrics::Metrics;
 use super::request::{Request, shortened};
 use super::response::Received;
@@ -46,7 +46,7 @@ const OTHER: &str = "other";
 pub struct Observer {
     table: Arc<Mutex<Table>>,
     pub(super) metrics: Metrics,
-    store: Option<LastKnownGood>,
+    store: Option<Ledger>,
 }
 
 /// The origin of responses.
@@ -104,7 +104,7 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
 ];
 
 impl Observer {
-    pub(crate) fn new(registry: &Registry, store: Option<LastKnownGood>) -> Self {
+    pub(crate) fn new(registry: &Registry, store: Option<Ledger>) -> Self {
         let table = Arc::<Mutex<Table>>::default();
         for (name, help, kind, value) in FAMILIES {
             let table = table.clone();
@@ -131,12 +131,14 @@ impl Observer {
 
     /// Returns everything that has been recorded so far.
     pub fn snapshot(&self) -> Snapshot {
-        let kept = self.store.as_ref().and_then(LastKnownGood::snapshot);
-        let after_nack = self.store.as_ref().map(LastKnownGood::after_nack);
+        let kept = self.store.as_ref().and_then(Ledger::snapshot);
+        let after_nack = self.store.as_ref().map(Ledger::after_nack);
+        let accepted = self.store.as_ref().map(Ledger::accepted);
         let table = self.table.lock();
         Snapshot {
             kept,
             after_nack: after_nack.unwrap_or_default(),
+            accepted: accepted.unwrap_or_default(),
             served_since: table.served_since.map(rfc3339),
             streams: table.streams,
             stream: table.open.values().next_back().cloned(),

@@ -14,7 +14,7 @@ use super::{Source, beginning, cut};
 use crate::net::port;
 use crate::problem::{Problem, codes};
 use crate::runtime::clock::rfc3339;
-use crate::xds::last_known_good::{StoredResource, StoredSnapshot, after_nack};
+use crate::xds::ledger::{StoredResource, StoredSnapshot, rejected};
 use crate::xds::response::{Consumer, Received};
 
 /// The most responses of a type that wait for their ACK. Beyond it the oldest is dropped.
@@ -36,6 +36,9 @@ pub struct Snapshot {
     /// Resources of which Envoy has the stored version, because it has rejected istiod's, by type URL.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub after_nack: BTreeMap<&'static str, Vec<StoredResource>>,
+    /// The number of resources that Envoy has, by type URL, if configuration is stored.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub accepted: BTreeMap<&'static str, usize>,
     /// The time since which Envoy has stored configuration, without a response of istiod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub served_since: Option<String>,
@@ -109,7 +112,7 @@ impl Snapshot {
     /// with stored versions in place of rejected ones.
     pub fn rejections(&self) -> Vec<Problem> {
         let resources = self.after_nack.iter();
-        let stored = resources.map(|(type_url, it)| after_nack::problem(type_url, it));
+        let stored = resources.map(|(type_url, it)| rejected::problem(type_url, it));
         let rejected = self.types.iter().filter_map(|(url, seen)| {
             let response = seen.last_response.as_ref();
             let response = response.filter(|it| it.answered && seen.is_rejected)?;

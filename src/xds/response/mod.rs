@@ -22,8 +22,11 @@ const MAX_PARTIAL: usize = 256 * 1024 * 1024;
 /// A part of istiod's stream, for its consumer.
 #[derive(Clone, Debug)]
 pub enum Output {
-    /// A message of this type begins to pass.
-    Begins(String),
+    /// A message of this type and length begins to pass.
+    Begins {
+        type_url: String,
+        length: u64,
+    },
     /// Bytes for Envoy: a complete message or a part of one, in order.
     Pass(Bytes),
     Captured(Captured),
@@ -122,7 +125,7 @@ impl ResponseReader {
             match message.disposition {
                 Some(Disposition::Pass) => {
                     if let Some(type_url) = type_url {
-                        out(Output::Begins(type_url));
+                        out(Output::Begins { type_url, length: message.length as u64 });
                     }
                     let begun = std::mem::take(&mut self.partial).freeze();
                     let parts = [begun, part].into_iter().filter(|part| !part.is_empty());

@@ -147,7 +147,7 @@ fn a_large_message_flows_from_its_first_resource_on_and_nothing_of_it_is_held() 
         reader
             .feed(part, |output| match output {
                 Output::Pass(bytes) => flowed += bytes.len(),
-                Output::Begins(_) | Output::Complete(_) => {}
+                Output::Begins { .. } | Output::Complete(_) => {}
                 other => panic!("{other:?}"),
             })
             .unwrap();

@@ -43,18 +43,22 @@ pub struct Fields {
 /// The field of a resource, or of the name of a removed one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ResourceField {
-    /// The [`digest`] of the name.
-    pub(super) name: u64,
+    pub(super) name: NameDigest,
     /// The bytes of the field in the message, tag included.
     pub(super) range: Range<u64>,
     pub(super) is_removed: bool,
 }
 
-/// Returns a digest that stands for a name, in this process only.
-pub(super) fn digest(name: &[u8]) -> u64 {
-    let mut hasher = hasher();
-    hasher.write(name);
-    hasher.finish()
+/// A digest that stands for the name of a resource, in this process only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct NameDigest(u64);
+
+impl NameDigest {
+    pub(super) fn of(name: &[u8]) -> Self {
+        let mut hasher = hasher();
+        hasher.write(name);
+        Self(hasher.finish())
+    }
 }
 
 fn hasher() -> DefaultHasher {
@@ -157,6 +161,21 @@ impl Walker {
             self.end_fields(&mut each)?;
         }
         Ok(())
+    }
+
+    /// Returns the number of bytes that have been read.
+    pub(super) fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Returns the beginning of the outermost field that has begun and not ended, or the position if there is none.
+    pub(super) fn field_start(&self) -> u64 {
+        match self.step {
+            Step::Header if self.nested_ends.is_empty() => {
+                self.position - self.partial.len() as u64
+            }
+            _ => self.field_start,
+        }
     }
 
     /// Returns the end of the innermost message.
@@ -265,7 +284,7 @@ impl Walker {
     fn end_resource(&mut self, is_removed: bool, each: &mut impl FnMut(ResourceField)) {
         if let Some(name_hasher) = &mut self.name_hasher {
             each(ResourceField {
-                name: std::mem::replace(name_hasher, hasher()).finish(),
+                name: NameDigest(std::mem::replace(name_hasher, hasher()).finish()),
                 range: self.field_start..self.position,
                 is_removed,
             });

@@ -129,7 +129,10 @@ fn finds_resources_by_their_names_and_the_names_removed() {
         walker.finish().unwrap();
         let names: Vec<_> = found.iter().map(|it| (it.name, it.is_removed)).collect();
         let expected = [("a", false), ("", false), ("ccc", false), ("dd", true)];
-        assert_eq!(names, expected.map(|(name, is_removed)| (digest(name.as_bytes()), is_removed)));
+        assert_eq!(
+            names,
+            expected.map(|(name, is_removed)| (NameDigest::of(name.as_bytes()), is_removed))
+        );
         // The bytes of each range are a message that has only this field.
         for it in found {
             let field = &bytes[it.range.start as usize..it.range.end as usize];

@@ -209,7 +209,7 @@ async fn a_pod_that_was_annotated_and_labelled_after_its_start_is_served_and_ano
     })
     .await;
     get(port).await.unwrap_err();
-    let kept = workload._store.path().join("istio-agent-config/Listener");
+    let kept = workload._store.path().join("istio-agent-config/configuration");
     assert!(kept.exists());
 }
 

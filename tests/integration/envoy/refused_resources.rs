@@ -343,6 +343,7 @@ async fn a_refused_cluster_is_served_in_its_stored_version_with_istiods_endpoint
             with_version(version, listener("web", port, "all")),
             with_version(version, routes("all", "books", version)),
             endpoints("books", &[backend.port]),
+            endpoints("other", &[]),
         ]
     };
     let of_version = |version: &str, books: Value| {

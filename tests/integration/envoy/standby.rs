@@ -226,14 +226,14 @@ async fn a_standby_serves_if_a_pipe_is_in_the_place_of_the_stored_configuration(
     let mut stage =
         Stage::serving_with(&envoy, |_| vec![("ISTIO_AGENT_KEEP_CONFIG", directory.clone())]).await;
     let stored = store.path().join("istio-agent-istio-proxy/istio-agent-config");
-    until("configuration is stored", || stored.join("Listener").exists()).await;
+    until("configuration is stored", || stored.join("configuration").exists()).await;
     let standby = stage.standby().await;
-    let pipe = stored.join("Cluster");
+    let pipe = stored.join("configuration");
     fs::remove_file(&pipe).unwrap();
     mknodat(CWD, pipe, FileType::Fifo, Mode::RWXU, 0).unwrap();
     stage.pod.agent.signal(Signal::KILL);
     stage.pod.agent.end().await;
-    standby.logs("configuration stored by the other container is not used").await;
+    standby.logs("stored configuration is not used").await;
     stage.serves(SECOND).await;
 }
 

@@ -91,7 +91,7 @@ impl Bench {
         let config = Config {
             max_request_bytes,
             cluster_id: "Kubernetes".into(),
-            last_known_good: None,
+            ledger: None,
             upstream: Upstream { envoy: istiod.clone(), other_clients: istiod.clone() },
             is_own_envoy: Arc::new(move |_| counts.load(Ordering::Relaxed)),
             interceptors,

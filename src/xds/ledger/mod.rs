@@ -1,0 +1,384 @@
+//! Follows what istiod has sent and what each Envoy has accepted (the ledger), stores it on disk, and serves it to a new
+//! Envoy while istiod is unreachable: the last known good configuration.
+//!
+//! A [`store`] has, for each type and name, the version that an Envoy of this agent has accepted last. A [`view`] follows
+//! one Envoy process. The [`Recorder`] of a delta stream feeds both while bytes pass; nothing waits for the disk. A task
+//! writes changes to the [`file`] every few seconds, only at a moment at which Envoy has what istiod has sent. [`replay`]
+//! answers requests in place of istiod, and [`rejected`] sends stored versions of resources that a new Envoy has rejected.
+//! Secrets and responses of SotW are never stored.
+
+mod file;
+mod recorder;
+pub(crate) mod rejected;
+pub(super) mod replay;
+mod state;
+mod store;
+mod view;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use futures_util::future::OptionFuture;
+use parking_lot::Mutex;
+use serde::Serialize;
+use tokio::sync::Notify;
+use tokio::task::{spawn_blocking, yield_now};
+use tokio::time::sleep_until;
+use tokio_util::sync::CancellationToken;
+
+use super::{CLUSTER, ENDPOINTS, LISTENER, Protocol, WORKLOAD};
+use crate::envoy::admin::Admin;
+use crate::files::volume::{Content, Volume};
+use crate::metrics::{Counter, Kind, Registry};
+use crate::runtime::clock::rfc3339;
+pub(super) use recorder::Recorder;
+pub use rejected::StoredResource;
+use state::State;
+
+/// The directory below the configured one, and the file in it.
+const DIRECTORY: &str = Content::Configuration.directory();
+const FILE: &str = "configuration";
+
+/// A type of resources that are stored.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) struct Type(&'static str);
+
+impl Type {
+    const CLUSTER: Self = Self(CLUSTER);
+    const LISTENER: Self = Self(LISTENER);
+    const ENDPOINTS: Self = Self(ENDPOINTS);
+    const ROUTES: Self = Self("type.googleapis.com/envoy.config.route.v3.RouteConfiguration");
+    /// Before the agent rewrites resources of this type, they may hold pull secrets of Wasm modules.
+    const EXTENSION: Self = Self("type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig");
+
+    /// Returns the type of this URL if it is stored. Secrets are not.
+    fn of(url: &str) -> Option<Self> {
+        TYPES.into_iter().find(|it| it.0 == url)
+    }
+
+    fn url(self) -> &'static str {
+        self.0
+    }
+
+    /// Returns the last part of the URL.
+    fn name(self) -> &'static str {
+        self.0.rsplit('.').next().unwrap_or(self.0)
+    }
+}
+
+/// The types that are stored. The file refers to them by their places in this list.
+const TYPES: [Type; 8] = [
+    Type::CLUSTER,
+    Type::ENDPOINTS,
+    Type::LISTENER,
+    Type::ROUTES,
+    Type::EXTENSION,
+    Type("type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig"),
+    Type("type.googleapis.com/istio.networking.nds.v1.NameTable"),
+    Type(WORKLOAD),
+];
+/// Envoy asks for resources of these types by their names.
+const BY_NAME: [Type; 3] = [Type::ENDPOINTS, Type::ROUTES, Type::EXTENSION];
+/// Envoy asks for all resources of these types, and serves nothing without them.
+const NEEDED: [Type; 2] = [Type::CLUSTER, Type::LISTENER];
+
+/// The shortest time after which an Envoy is served. It limits how often the ledger is checked.
+const MIN_WAIT: Duration = Duration::from_millis(100);
+
+const OTHER_NODE: &str = "it is stored for another node";
+
+/// Settings of the ledger.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub volume: Volume,
+    /// The directory of the container that has served last, if it is another one. Its configuration is read, if there is
+    /// any, in place of this container's.
+    pub former: Option<PathBuf>,
+    /// The most bytes of compressed configuration and its index. Configuration that needs more is not stored.
+    pub max_bytes: u64,
+    /// Older configuration is not served.
+    pub max_age: Duration,
+    /// The time that a new Envoy waits for istiod before it is served.
+    pub after: Duration,
+    /// True if a new Envoy that rejects resources of istiod gets their stored versions.
+    pub on_nack: bool,
+}
+
+impl Config {
+    /// Makes `own` the directory of stored configuration, and reads the configuration in the directory `former`. Both are
+    /// directories of the volume.
+    pub fn continue_in(&mut self, own: &str, former: Option<String>) -> io::Result<()> {
+        let parent = self.volume.directory.clone();
+        self.former = former.map(|former| parent.join(former));
+        self.volume.directory = parent.join(own);
+        crate::files::directory::Directory::private(&parent, own, true).map(drop)
+    }
+}
+
+/// A handle to the ledger.
+#[derive(Clone, Debug)]
+pub struct Ledger(Arc<Shared>);
+
+/// The state that streams and the task that writes share.
+#[derive(Debug)]
+struct Shared {
+    config: Config,
+    admin: Option<Admin>,
+    state: Mutex<State>,
+    /// Wakes the task that writes after the first change.
+    changed: Notify,
+    failures: Counter,
+    served: Counter,
+}
+
+/// The ledger as one Envoy process may use it.
+#[derive(Clone, Debug)]
+pub(crate) struct EnvoyCache {
+    ledger: Ledger,
+    pid: i32,
+}
+
+/// The stored configuration of a type.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StoredSnapshot {
+    pub version: String,
+    /// The bytes in the file, compressed.
+    pub bytes: u64,
+    /// The last time at which the stream to istiod was known to be open.
+    pub at: String,
+}
+
+impl Shared {
+    /// Registers the metrics of the stored configuration.
+    fn register(self: &Arc<Self>, registry: &Registry) {
+        type Value = fn(&state::Written) -> f64;
+        let families: [(_, _, Value); 2] = [
+            (
+                "istio_agent_xds_kept_bytes",
+                "Compressed bytes of stored configuration, for an Envoy that starts while istiod is unreachable",
+                |written| written.bytes as f64,
+            ),
+            (
+                "istio_agent_xds_kept_timestamp_seconds",
+                "The last time at which the stream to istiod was open, in seconds of Unix time",
+                |written| written.current as f64,
+            ),
+        ];
+        for (name, help, value) in families {
+            let shared = self.clone();
+            registry.computed(name, help, Kind::Gauge, &["type"], move |series| {
+                for (type_of, written) in &shared.state.lock().written {
+                    series(&[type_of.url()], value(written));
+                }
+            });
+        }
+        let shared = self.clone();
+        registry.computed(
+            "istio_agent_xds_kept_after_nack",
+            "Resources of which Envoy has the stored version, because it has refused istiod's",
+            Kind::Gauge,
+            &["type"],
+            move |series| {
+                let state = shared.state.lock();
+                for type_of in NEEDED.iter().chain(&BY_NAME) {
+                    let resources = state.after_nack.get(type_of).map_or(0, Vec::len);
+                    series(&[type_of.url()], resources as f64);
+                }
+            },
+        );
+    }
+
+    /// Adds the path of the file to an error.
+    fn with_path(&self, error: impl std::fmt::Display) -> io::Error {
+        let path = self.config.volume.directory.join(DIRECTORY).join(FILE);
+        io::Error::other(format!("{}: {error}", path.display()))
+    }
+}
+
+impl Ledger {
+    /// Returns a handle and the future that reads and writes the file. The future ends at the shutdown, after it has
+    /// written all changes.
+    ///
+    /// `admin` is Envoy's admin port. It is asked if Envoy rejects some resources without naming them.
+    pub fn new(
+        config: Config,
+        admin: Option<Admin>,
+        registry: &Registry,
+        shutdown: CancellationToken,
+    ) -> (Self, impl Future<Output = ()> + Send + use<>) {
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State::new(config.max_bytes, config.on_nack)),
+            config,
+            admin,
+            changed: Notify::new(),
+            failures: registry.counter(
+                "istio_agent_xds_kept_failures_total",
+                "Failures to store configuration, or to serve stored configuration",
+            ),
+            served: registry.counter(
+                "istio_agent_xds_kept_served_total",
+                "Streams of Envoy that were served with stored configuration",
+            ),
+        });
+        shared.register(registry);
+        (Self(shared.clone()), write(shared, shutdown))
+    }
+
+    /// Returns the ledger for the Envoy of this process. Only delta streams can use it.
+    pub(super) fn envoy_cache(&self, pid: i32, protocol: Protocol) -> Option<EnvoyCache> {
+        if protocol == Protocol::Sotw {
+            if !self.0.config.volume.is_default {
+                tracing::warn!(target: "xdsproxy", "ISTIO_AGENT_KEEP_CONFIG needs delta xDS: set ISTIO_DELTA_XDS=true");
+            }
+            return None;
+        }
+        self.0.state.lock().add_view(pid);
+        Some(EnvoyCache { ledger: self.clone(), pid })
+    }
+
+    /// Returns the resources of which Envoy has the stored version, because it rejected istiod's.
+    pub(super) fn after_nack(&self) -> BTreeMap<&'static str, Vec<StoredResource>> {
+        let state = self.0.state.lock();
+        let resources = state.after_nack.iter();
+        resources.map(|(type_of, resources)| (type_of.url(), resources.clone())).collect()
+    }
+
+    /// Returns the number of resources that the newest Envoy has, by type URL.
+    pub(super) fn accepted(&self) -> BTreeMap<&'static str, usize> {
+        self.0.state.lock().accepted()
+    }
+
+    /// Describes the stored configuration, by type URL. Returns None if the directory is not used.
+    pub(super) fn snapshot(&self) -> Option<BTreeMap<&'static str, StoredSnapshot>> {
+        let state = self.0.state.lock();
+        let snapshots = state.written.iter().map(|(type_of, written)| {
+            let snapshot = StoredSnapshot {
+                version: written.version.clone(),
+                bytes: written.bytes,
+                at: unix_rfc3339(written.current),
+            };
+            (type_of.url(), snapshot)
+        });
+        state.is_on.then(|| snapshots.collect())
+    }
+}
+
+/// Reads the file, and writes changes until the shutdown.
+async fn write(shared: Arc<Shared>, shutdown: CancellationToken) {
+    let volume = shared.config.volume.clone();
+    // A disk that hangs must not delay the start of the agent.
+    let prepared = spawn_blocking(move || volume.prepare(Content::Configuration));
+    let is_used = tokio::select! {
+        prepared = prepared => prepared.unwrap_or_default(),
+        () = shutdown.cancelled() => return,
+    };
+    if !is_used {
+        shared.state.lock().turn_off();
+        return shutdown.cancelled().await;
+    }
+    let reading = spawn_blocking({
+        let shared = shared.clone();
+        move || read(&shared)
+    });
+    tokio::select! {
+        found = reading => {
+            if let Some((store, record)) = found.unwrap_or_default() {
+                shared.state.lock().install(store, record);
+            }
+        }
+        () = shutdown.cancelled() => return,
+    }
+    let mut writer = file::Writer::new(shared.config.volume.directory.clone());
+    loop {
+        let due = OptionFuture::from(shared.state.lock().write_due().map(sleep_until));
+        let is_last = tokio::select! {
+            () = shutdown.cancelled() => true,
+            () = shared.changed.notified() => continue,
+            Some(()) = due => false,
+        };
+        while shared.state.lock().compact() {
+            yield_now().await;
+        }
+        let (batch, is_removed) = {
+            let mut state = shared.state.lock();
+            (state.take_batch(is_last), state.take_removal())
+        };
+        if batch.is_some() || is_removed {
+            // A disk that hangs delays this task only.
+            let written = spawn_blocking(move || {
+                if is_removed {
+                    writer.remove();
+                }
+                let written =
+                    batch.map(|batch| writer.write(&batch).map(|length| (batch.record, length)));
+                (writer, written)
+            });
+            let Ok((returned, written)) = written.await else {
+                return;
+            };
+            writer = returned;
+            let failed = written.and_then(|written| shared.state.lock().conclude(written));
+            if let Some(error) = failed {
+                shared.failures.inc();
+                let error = shared.with_path(error);
+                tracing::error!(
+                    target: "xdsproxy",
+                    "cannot store configuration in {error}; an Envoy that starts while istiod is unreachable will get none"
+                );
+            }
+        }
+        if is_last {
+            return;
+        }
+    }
+}
+
+/// Reads the file of the container that has served last, or of this one. Logs an error.
+fn read(shared: &Shared) -> Option<(store::Store, file::Record)> {
+    let Config { volume, former, max_bytes, .. } = &shared.config;
+    for directory in former.iter().chain([&volume.directory]) {
+        // A file grows to twice its size before it is replaced.
+        match file::read(directory, max_bytes.saturating_mul(3)) {
+            Ok(None) => {}
+            Ok(found) => return found,
+            Err(error) => {
+                shared.failures.inc();
+                let path = directory.join(DIRECTORY).join(FILE);
+                tracing::error!(target: "xdsproxy", "stored configuration is not used: {}: {error}", path.display());
+                return None;
+            }
+        }
+    }
+    None
+}
+
+impl EnvoyCache {
+    /// Returns how long Envoy waits for istiod's first response before it is served; None if it is no longer served.
+    pub(super) fn max_wait_for_istiod(&self) -> Option<Duration> {
+        let no_longer_served = self.ledger.0.state.lock().view(self.pid).no_longer_served;
+        (!no_longer_served).then(|| self.ledger.0.config.after.max(MIN_WAIT))
+    }
+
+    /// Returns true if resources of all needed types are stored.
+    pub(super) fn can_be_served(&self) -> bool {
+        self.ledger.0.state.lock().can_serve()
+    }
+}
+
+/// Returns the seconds of Unix time, at least 0.
+fn unix_now() -> u64 {
+    let elapsed = SystemTime::UNIX_EPOCH.elapsed();
+    elapsed.unwrap_or_default().as_secs()
+}
+
+/// Formats seconds of Unix time. The epoch stands for a time out of range.
+fn unix_rfc3339(seconds: u64) -> String {
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
+    rfc3339(time.unwrap_or(SystemTime::UNIX_EPOCH))
+}
+
+#[cfg(test)]
+mod tests;

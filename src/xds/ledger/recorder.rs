@@ -1,0 +1,447 @@
+//! Feeds the ledger with the requests and responses of a delta stream of Envoy, while their bytes pass.
+
+use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::ops::Range;
+use std::time::Duration;
+
+use aws_lc_rs::digest::{SHA256, digest};
+use base64::prelude::{BASE64_STANDARD, Engine as _};
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use parking_lot::MutexGuard;
+use prost::Message;
+use tokio::time::Instant;
+
+use super::rejected::Stored;
+use super::state::State;
+use super::store::{BLOCK, Long, Place, Store};
+use super::view::{Field, Response};
+use super::{EnvoyCache, Type};
+use crate::envoy::admin::Admin;
+use crate::envoy::inspect;
+use crate::runtime::clock::after;
+use crate::xds::request::{HEAD, Request, Subscription};
+use crate::xds::response::Received;
+use crate::xds::wire::{Malformed, NameDigest, Walker};
+use crate::xds::{CHANGING_METADATA, LISTENER};
+
+/// The time that istiod's responses wait for stored clusters after Envoy has rejected some.
+const MAX_CLUSTERS_WAIT: Duration = Duration::from_secs(2);
+
+/// A resource that Envoy has when the stream begins: an entry of `initial_resource_versions`.
+#[derive(Clone, PartialEq, Message)]
+struct InitialResource {
+    #[prost(bytes = "bytes", tag = "1")]
+    name: Bytes,
+}
+
+/// The fields of a node that determine istiod's responses. Their maps are ordered, unlike Envoy's.
+#[derive(Clone, PartialEq, Message)]
+struct Node {
+    #[prost(string, tag = "1")]
+    id: String,
+    #[prost(message, optional, tag = "3")]
+    metadata: Option<prost_types::Struct>,
+}
+
+/// Returns a digest of the node's id and metadata, which include Istio's version, without [`CHANGING_METADATA`].
+/// Configuration of one identity is not served to another. The digest begins with the version of this rule.
+pub(super) fn identity(subscription: &Subscription) -> Option<String> {
+    let mut node = Node::decode(subscription.node.clone()?).ok()?;
+    if let Some(metadata) = &mut node.metadata {
+        metadata.fields.retain(|name, _| !CHANGING_METADATA.contains(&&**name));
+    }
+    let digest = digest(&SHA256, &node.encode_to_vec());
+    Some(format!("2:{}", BASE64_STANDARD.encode(digest)))
+}
+
+/// The recorder of one stream. It does nothing if configuration is not stored for the client.
+pub(crate) struct Recorder {
+    cache: Option<EnvoyCache>,
+    /// True until [`Recorder::stop`]; never if configuration is not stored for the client.
+    is_recording: bool,
+    stream: u32,
+    has_begun: bool,
+    /// The types that Envoy, or the agent, has subscribed to.
+    subscribed: HashSet<Type>,
+    passing: Option<Passing>,
+    /// Responses with stored versions that Envoy has neither accepted nor rejected.
+    stored_unanswered: VecDeque<Stored>,
+    /// True if Envoy may have to get stored versions now.
+    may_need_stored: bool,
+    /// True if Envoy has got a stored version on the stream.
+    has_sent_stored: bool,
+    /// Questions to Envoy which resources of a type it has.
+    asking: FuturesUnordered<BoxFuture<'static, (Type, Option<HashSet<NameDigest>>)>>,
+    /// The time until which no response of istiod is read, so that stored clusters reach Envoy before listeners that need
+    /// them. None if no stored clusters are awaited.
+    pub(crate) clusters_due: Option<Instant>,
+}
+
+/// A response that passes.
+struct Passing {
+    type_of: Type,
+    /// The bytes of its gRPC head that are to come.
+    head: usize,
+    reader: FieldReader,
+}
+
+/// Splits a message into its fields, and appends them to the store.
+struct FieldReader {
+    type_of: Type,
+    walker: Walker,
+    /// The bytes of the field that has not ended, without those in `long`.
+    partial: Vec<u8>,
+    /// The beginning of the field that has not ended, if it is larger than a block, and its place in the message.
+    long: Option<(u64, Long)>,
+    fields: Vec<Field>,
+}
+
+impl FieldReader {
+    fn new(type_of: Type, length: u64) -> Self {
+        let walker = Walker::finder(length);
+        Self { type_of, walker, partial: Vec::new(), long: None, fields: Vec::new() }
+    }
+
+    /// Takes the next bytes of the message.
+    fn read(&mut self, state: &mut State, bytes: &[u8]) -> Result<(), Malformed> {
+        let begin = self.walker.position();
+        let mut ended = Vec::new();
+        self.walker.find(bytes, |field| ended.push(field))?;
+        // The place in the message of the first byte in `partial`.
+        let partial_start = begin - self.partial.len() as u64;
+        for field in ended {
+            let Range { start, end } = field.range;
+            let end = (end - begin) as usize;
+            let long = self.take_long(state, start);
+            let place = if long.is_some() || start < begin {
+                self.partial.drain(..start.saturating_sub(partial_start) as usize);
+                self.partial.extend_from_slice(&bytes[..end]);
+                append(state, self.type_of, long, &std::mem::take(&mut self.partial))
+            } else {
+                append(state, self.type_of, None, &bytes[(start - begin) as usize..end])
+            };
+            self.fields.push(Field { name: field.name, place, is_removed: field.is_removed });
+        }
+        let start = self.walker.field_start();
+        let long = self.take_long(state, start);
+        if long.is_some() {
+            self.partial.extend_from_slice(bytes);
+        } else if start < begin {
+            self.partial.drain(..(start - partial_start) as usize);
+            self.partial.extend_from_slice(bytes);
+        } else {
+            self.partial.clear();
+            self.partial.extend_from_slice(&bytes[(start - begin) as usize..]);
+        }
+        let whole_blocks = self.partial.len() / BLOCK * BLOCK;
+        let extended = extend(state, self.type_of, long, &self.partial[..whole_blocks]);
+        self.long = extended.map(|long| (start, long));
+        self.partial.drain(..whole_blocks);
+        Ok(())
+    }
+
+    /// Takes the long field that begins at this place in the message. Ends the use of another one, which has turned out not
+    /// to be a resource.
+    fn take_long(&mut self, state: &mut State, start: u64) -> Option<Long> {
+        let (began, long) = self.long.take()?;
+        if began == start {
+            return Some(long);
+        }
+        state.release([Store::end(long)]);
+        None
+    }
+
+    /// Ends the use of all fields.
+    fn drop_fields(self, state: &mut State) {
+        state.release(self.fields.iter().map(|field| field.place));
+        state.release(self.long.map(|(_, long)| Store::end(long)));
+    }
+}
+
+/// Appends the rest of a field.
+fn append(state: &mut State, type_of: Type, long: Option<Long>, rest: &[u8]) -> Place {
+    if long.is_none() && rest.len() <= BLOCK {
+        return state.append(type_of, rest);
+    }
+    let long = extend(state, type_of, long, rest);
+    // It has at least one part.
+    long.map_or_else(|| state.append(type_of, rest), Store::end)
+}
+
+/// Appends blocks to a long field, or begins one, unless there are no bytes.
+fn extend(state: &mut State, type_of: Type, long: Option<Long>, bytes: &[u8]) -> Option<Long> {
+    bytes.chunks(BLOCK).fold(long, |long, part| Some(state.extend(long, type_of, part)))
+}
+
+impl Recorder {
+    pub(crate) fn new(cache: Option<EnvoyCache>, stream: u32) -> Self {
+        Self {
+            is_recording: cache.is_some(),
+            cache,
+            stream,
+            has_begun: false,
+            subscribed: HashSet::new(),
+            passing: None,
+            stored_unanswered: VecDeque::new(),
+            may_need_stored: false,
+            has_sent_stored: false,
+            asking: FuturesUnordered::new(),
+            clusters_due: None,
+        }
+    }
+
+    /// Returns the ledger and the process. Returns None if the stream is not recorded, if a newer stream of the Envoy is, or
+    /// if the ledger has dropped what it had.
+    fn state(&self) -> Option<(MutexGuard<'_, State>, i32)> {
+        let cache = self.cache.as_ref().filter(|_| self.is_recording)?;
+        let mut state = cache.ledger.0.state.lock();
+        let is_current = !self.has_begun || state.view(cache.pid).stream == Some(self.stream);
+        is_current.then_some((state, cache.pid))
+    }
+
+    /// Returns a response with stored versions that Envoy should get now, whose answer is awaited then.
+    pub(crate) fn take_stored(&mut self) -> Option<Bytes> {
+        if !self.may_need_stored {
+            return None;
+        }
+        let (mut state, pid) = self.state()?;
+        let (found, may_have_more) = state.take_stored(pid);
+        drop(state);
+        self.may_need_stored = may_have_more;
+        if !may_have_more || found.as_ref().is_some_and(|(_, it)| it.type_of == Type::CLUSTER) {
+            self.clusters_due = None;
+        }
+        let (frame, stored) = found?;
+        self.has_sent_stored = true;
+        self.stored_unanswered.push_back(stored);
+        Some(frame)
+    }
+
+    /// Returns when [`Recorder::note_stored_due`] has to be called, because istiod has not sent what a stored resource
+    /// needs.
+    pub(crate) fn stored_due(&self) -> Option<Instant> {
+        if !self.has_sent_stored || self.may_need_stored {
+            return None;
+        }
+        let (mut state, pid) = self.state()?;
+        state.view(pid).stored_due()
+    }
+
+    pub(crate) fn note_stored_due(&mut self) {
+        self.may_need_stored = true;
+    }
+
+    /// Records Envoy's ACK or NACK of the oldest response with stored versions of a type.
+    pub(crate) fn record_stored_ack_or_nack(&mut self, request: &Request) {
+        let mut unanswered = self.stored_unanswered.iter();
+        let index = unanswered.position(|it| it.type_of.url() == request.type_url);
+        let stored = index.and_then(|index| self.stored_unanswered.remove(index));
+        if let Some(stored) = stored
+            && let Some((mut state, pid)) = self.state()
+        {
+            state.answer_stored(pid, stored, request.rejection.as_deref());
+        }
+    }
+
+    /// Waits until Envoy has said which resources it has. Ends at once if it is not asked. Cancel safe.
+    pub(crate) async fn next_accepted(&mut self) -> Option<()> {
+        let (type_of, accepted) = self.asking.next().await?;
+        let (mut state, pid) = self.state()?;
+        state.note_accepted(pid, type_of, accepted);
+        drop(state);
+        self.may_need_stored = true;
+        Some(())
+    }
+
+    /// Stops recording the stream.
+    pub(crate) fn stop(&mut self) {
+        self.end();
+        self.is_recording = false;
+    }
+
+    fn end(&mut self) {
+        let passing = self.passing.take();
+        let Some((mut state, pid)) = self.state().filter(|_| self.has_begun) else {
+            return;
+        };
+        if let Some(passing) = passing {
+            passing.reader.drop_fields(&mut state);
+        }
+        state.end_stream(pid, self.stream);
+        drop(state);
+        self.notify();
+    }
+
+    /// Wakes the task that writes.
+    fn notify(&self) {
+        if let Some(cache) = &self.cache {
+            cache.ledger.0.changed.notify_one();
+        }
+    }
+
+    /// Records a request of Envoy: its subscription, and the ACK or NACK in it.
+    pub(crate) fn record_request(&mut self, request: &Request) {
+        let Some(cache) = &self.cache else {
+            return;
+        };
+        if request.type_url == LISTENER && !request.nonce.is_empty() {
+            cache.ledger.0.state.lock().view(cache.pid).no_longer_served = true;
+        }
+        let Some(subscription) = request.subscription().ok().filter(|_| self.is_recording) else {
+            return;
+        };
+        let stream = self.stream;
+        if !self.has_begun {
+            let Some(identity) = identity(&subscription) else {
+                return;
+            };
+            let Some((mut state, pid)) = self.state() else {
+                return;
+            };
+            state.begin_stream(pid, stream, identity);
+            drop(state);
+            self.has_begun = true;
+        }
+        let Some(type_of) = Type::of(&request.type_url) else {
+            return;
+        };
+        let is_first = self.subscribed.insert(type_of);
+        let Some((mut state, pid)) = self.state() else {
+            return;
+        };
+        if !request.nonce.is_empty() {
+            state.answer(pid, type_of, &request.nonce, request.rejection.as_deref());
+        }
+        if is_first {
+            let entries = subscription.initial_resource_versions.into_iter();
+            let names = entries.flat_map(InitialResource::decode);
+            let initial = names.map(|it| NameDigest::of(&it.name)).collect();
+            state.begin_type(pid, type_of, initial);
+        }
+        let [added, removed] = [&subscription.names, &subscription.unsubscribed]
+            .map(|names| names.iter().map(|name| NameDigest::of(name)));
+        state.view(pid).change_subscription(type_of, added, removed);
+        state.end_after_nack(pid, type_of);
+        let it = state.view(pid).of(type_of);
+        let (asks_envoy, awaits_answers) = (it.asks_envoy, !it.unanswered.is_empty());
+        drop(state);
+        if asks_envoy && request.rejection.is_some() {
+            self.asking.push(Box::pin(ask(cache.ledger.0.admin, type_of)));
+        }
+        self.may_need_stored |= request.rejection.is_some();
+        if type_of == Type::CLUSTER && request.rejection.is_some() && (awaits_answers || asks_envoy)
+        {
+            self.clusters_due = Some(after(MAX_CLUSTERS_WAIT));
+        }
+        if !request.nonce.is_empty() {
+            self.notify();
+        }
+    }
+
+    /// Begins a response that passes to Envoy.
+    pub(crate) fn begin_response(&mut self, type_url: &str, length: u64) {
+        let recorded = Type::of(type_url).filter(|it| *it != Type::EXTENSION);
+        let Some(type_of) = recorded else {
+            return;
+        };
+        let Some((mut state, pid)) = self.state() else {
+            return;
+        };
+        state.view(pid).is_receiving = true;
+        drop(state);
+        let reader = FieldReader::new(type_of, length);
+        self.passing = Some(Passing { type_of, head: HEAD, reader });
+    }
+
+    /// Records bytes of the response that passes.
+    pub(crate) fn record_bytes(&mut self, bytes: &Bytes) {
+        let Some(mut passing) = self.passing.take() else {
+            return;
+        };
+        let Some((mut state, _)) = self.state() else {
+            return;
+        };
+        let message = &bytes[bytes.len().min(passing.head)..];
+        passing.head -= bytes.len() - message.len();
+        let read = passing.reader.read(&mut state, message);
+        if let Err(error) = read {
+            tracing::error!(target: "xdsproxy", "configuration is not stored: a response is malformed: {error}");
+            state.fail_streams();
+            return;
+        }
+        drop(state);
+        self.passing = Some(passing);
+    }
+
+    /// Ends the response that passes.
+    pub(crate) fn complete_response(&mut self, received: &Received) {
+        if let Some(passing) = self.passing.take() {
+            self.complete(passing.type_of, passing.reader, received);
+        }
+    }
+
+    fn complete(&mut self, type_of: Type, reader: FieldReader, received: &Received) {
+        let Some((mut state, pid)) = self.state() else {
+            return;
+        };
+        state.release(reader.long.map(|(_, long)| Store::end(long)));
+        let response = Response {
+            nonce: received.nonce.clone(),
+            version: received.version.clone(),
+            fields: reader.fields,
+            ..Response::default()
+        };
+        state.complete(pid, type_of, response);
+    }
+
+    /// Records a complete message without its head: one that Envoy gets instead of istiod's, or, if `is_all`, one
+    /// that the agent has consumed, with all resources of its type.
+    pub(crate) fn record_message(&mut self, received: &Received, message: &Bytes, is_all: bool) {
+        let Some(type_of) = Type::of(&received.type_url) else {
+            return;
+        };
+        let Some((mut state, pid)) = self.state() else {
+            return;
+        };
+        if is_all {
+            state.begin_type(pid, type_of, HashSet::new());
+        }
+        let mut reader = FieldReader::new(type_of, message.len() as u64);
+        if reader.read(&mut state, message).is_err() {
+            // The interceptor has decoded the message.
+            return reader.drop_fields(&mut state);
+        }
+        drop(state);
+        self.complete(type_of, reader, received);
+        let Some((mut state, pid)) = self.state().filter(|_| is_all) else {
+            return;
+        };
+        state.answer(pid, type_of, &received.nonce, None);
+        drop(state);
+        self.notify();
+    }
+}
+
+/// Asks Envoy which resources of a type it has a version of. Logs an error.
+async fn ask(admin: Option<Admin>, type_of: Type) -> (Type, Option<HashSet<NameDigest>>) {
+    let Some(admin) = admin else {
+        return (type_of, None);
+    };
+    let type_url = type_of.url();
+    let names = inspect::accepted_names(admin, type_url).await;
+    let names = names.inspect_err(|error| {
+        tracing::warn!(target: "xdsproxy", "cannot look for stored versions of {type_url}: {error}");
+    });
+    let digests = |names: BTreeSet<String>| {
+        names.iter().map(|name| NameDigest::of(name.as_bytes())).collect()
+    };
+    (type_of, names.ok().map(digests))
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
