@@ -12,11 +12,11 @@ mod support;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use istio_agent::xds::Protocol;
 use support::block_on;
-use support::peer::{Client, ControlPlane, Shape, request, response};
+use support::peer::{Change, Client, ControlPlane, Shape, request, response};
 use support::table::Table;
 use support::{Process, connect, median};
 
@@ -30,6 +30,8 @@ const RESOURCE: usize = 2_000;
 const SIZES: [usize; 3] = [1_000_000, 10_000_000, 100_000_000];
 /// The number of turns of the latency measurement.
 const TURNS: usize = 15;
+/// The number of rounds of changes.
+const CHANGE_ROUNDS: usize = 3;
 /// The number of round trips in each turn.
 const TRIPS: usize = 500;
 /// The number of bytes that a relay passes in a round.
@@ -48,6 +50,7 @@ fn main() {
     }
     let control_plane = ControlPlane::start();
     block_on(async {
+        changes(&control_plane).await;
         throughput(&control_plane).await;
         let relays = Relays::start(&control_plane);
         // The agent, and the relay that stores the configuration.
@@ -80,6 +83,63 @@ impl Relays {
         }
         Self { _directory: directory, all }
     }
+}
+
+/// Measures 30 changes of 1,000 of 3,000 clusters, by the agent and by the relay that stores the configuration.
+async fn changes(control_plane: &ControlPlane) {
+    const PAUSE: Duration = Duration::from_millis(500);
+    let mut table = Table::new(&[
+        "30 changes of 1,000 of 3,000",
+        "CPU ms",
+        "of agent",
+        "private MB before",
+        "with 3,000",
+        "peak",
+        "after",
+        "written MB",
+    ]);
+    let mut rows = vec![Vec::<[f64; 7]>::new(); 2];
+    // `wchar` of the agent is what both send to their client.
+    for _ in 0..CHANGE_ROUNDS {
+        let relays = Relays::start(control_plane);
+        let (mut agents_cpu, mut agents_bytes) = (0.0, 0.0);
+        for (row, relay) in rows.iter_mut().zip([0, 3]) {
+            let (_, process, socket) = &relays.all[relay];
+            let private = || process.memory("RssAnon") as f64 / 1024.0;
+            let before = private();
+            let all = Change { revision: 0, first: 0, count: 3000 };
+            let mut client =
+                Client::open(connect(socket).await, Protocol::Delta, all.request()).await;
+            client.read(all.response().len(), None).await;
+            client.acknowledge().await;
+            client.take_no_listeners().await;
+            tokio::time::sleep(12 * PAUSE).await;
+            let (with_all, cpu, written) = (private(), process.cpu(), process.written());
+            let mut peak = with_all;
+            for revision in 1..=30 {
+                let change = Change { revision, first: revision % 3 * 1000, count: 1000 };
+                client.send(change.request()).await;
+                client.read(change.response().len(), None).await;
+                client.acknowledge().await;
+                peak = peak.max(private());
+                tokio::time::sleep(PAUSE).await;
+            }
+            tokio::time::sleep(12 * PAUSE).await;
+            let cpu = (process.cpu() - cpu).as_secs_f64() * 1e3;
+            let written = (process.written() - written) as f64 / 1e6;
+            if relay == 0 {
+                (agents_cpu, agents_bytes) = (cpu, written);
+            }
+            let stored = written - agents_bytes;
+            row.push([cpu, cpu / agents_cpu, before, with_all, peak, private(), stored]);
+        }
+    }
+    for (name, rounds) in ["agent", "kept"].into_iter().zip(rows) {
+        let figure = |index: usize| median(rounds.iter().map(|round| round[index]).collect());
+        let cells = (0..7).map(|index| format!("{:.2}", figure(index)));
+        table.row([name.to_owned()].into_iter().chain(cells));
+    }
+    table.print();
 }
 
 async fn throughput(control_plane: &ControlPlane) {

@@ -146,6 +146,11 @@ impl Process {
         number(&self.proc("smaps_rollup"), name)
     }
 
+    /// Returns the number of bytes that the process has written to files and sockets.
+    pub fn written(&self) -> u64 {
+        number(&self.proc("io"), "wchar")
+    }
+
     /// Resets the peak of resident memory to the memory that is in use now.
     pub fn reset_peak(&self) {
         fs::write(self.proc("clear_refs"), "5").expect("clear_refs is writable");

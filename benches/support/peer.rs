@@ -35,6 +35,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 /// The name in the control plane's certificate.
 pub const NAME: &str = "istiod.istio-system.svc";
 
+const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 /// The size of the pieces in which a response is sent: HTTP/2 does not put more into one DATA frame by
 /// default.
@@ -152,7 +153,11 @@ async fn send_answers(protocol: Protocol, mut requests: Incoming, answers: mpsc:
         read.expect("a request");
         for shape in asked {
             if cached.as_ref().is_none_or(|(cached, _)| *cached != shape) {
-                let answer = response(protocol, Shape::parse(&shape));
+                let answer = match Change::parse(&shape) {
+                    Some(change) => change.response(),
+                    None if shape == LISTENER => empty(),
+                    None => response(protocol, Shape::parse(&shape)),
+                };
                 cached = Some((shape, answer));
             }
             let Some((_, answer)) = &cached else { return };
@@ -177,6 +182,73 @@ impl Shape {
         let number = |text: &str| text.parse().expect("a number");
         Self::new(number(bytes), number(resource))
     }
+}
+
+/// Returns a framed delta response without listeners.
+pub fn empty() -> Bytes {
+    let (type_url, nonce) = (LISTENER.to_owned(), "nonce".to_owned());
+    framed(&DeltaDiscoveryResponse { type_url, nonce, ..Default::default() }.encode_to_vec())
+}
+
+/// A response with some clusters of a mesh whose names differ, as those of a real mesh do.
+#[derive(Clone, Copy, Debug)]
+pub struct Change {
+    pub revision: usize,
+    pub first: usize,
+    pub count: usize,
+}
+
+impl Change {
+    /// Returns a framed request for the response.
+    pub fn request(self) -> Bytes {
+        let Self { revision, first, count } = self;
+        framed_request(Protocol::Delta, format!("change/{revision}/{first}/{count}"), "")
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let numbers = text.strip_prefix("change/")?.split('/');
+        let numbers: Vec<usize> = numbers.map(|it| it.parse().expect("a number")).collect();
+        let &[revision, first, count] = &numbers[..] else { return None };
+        Some(Self { revision, first, count })
+    }
+
+    pub fn response(self) -> Bytes {
+        let numbers = self.first..self.first + self.count;
+        let message = DeltaDiscoveryResponse {
+            resources: numbers.map(|number| varied(number, self.revision)).collect(),
+            type_url: CLUSTER.into(),
+            nonce: "nonce".into(),
+            ..Default::default()
+        };
+        framed(&message.encode_to_vec())
+    }
+}
+
+/// Returns a cluster of about 1.3 kB: text that all clusters have, between names that only this one has.
+fn varied(number: usize, revision: usize) -> Resource {
+    let mut random = fastrand::Rng::with_seed(number as u64);
+    let mut word = || {
+        let length = random.usize(4..12);
+        std::iter::repeat_with(|| random.lowercase()).take(length).collect::<String>()
+    };
+    let (service, namespace, account) = (format!("{}-{}", word(), word()), word(), word());
+    let host = format!("{service}.{namespace}.svc.cluster.local");
+    let name = format!("outbound|8080||{host}");
+    let common = "envoy.transport_sockets.tls type.googleapis.com/envoy.extensions.transport_sockets.tls.v3\
+                  UpstreamTlsContext sds default ROOTCA path ./var/run/secrets/workload-spiffe-uds/socket ";
+    let parts = [
+        &name,
+        common,
+        &host,
+        &format!("spiffe://cluster.local/ns/{namespace}/sa/{account}"),
+        &common.repeat(3),
+        &host,
+        &format!("revision {revision} of {service} in {namespace} {:x}", random.u64(..)),
+        &common.repeat(2),
+    ];
+    let any = Any { type_url: CLUSTER.into(), value: parts.concat().into_bytes() };
+    let version = format!("{revision}/{:x}", random.u64(..));
+    Resource { name, resource: Some(any), version, ..Default::default() }
 }
 
 /// Returns a framed response of this shape.
@@ -292,6 +364,18 @@ impl Client {
     pub async fn ask(&mut self, shape: Shape) {
         self.send(ack(self.protocol)).await;
         self.send(request(self.protocol, shape)).await;
+    }
+
+    /// Sends the ACK of the last message.
+    pub async fn acknowledge(&mut self) {
+        self.send(ack(self.protocol)).await;
+    }
+
+    /// Asks for listeners, gets none, and acknowledges that.
+    pub async fn take_no_listeners(&mut self) {
+        self.send(framed_request(self.protocol, LISTENER.to_owned(), "")).await;
+        self.read(empty().len(), None).await;
+        self.send(framed_request(self.protocol, LISTENER.to_owned(), "nonce")).await;
     }
 
     /// Sends a framed request.

@@ -60,6 +60,7 @@ fn discovery() -> Discovery {
         kept: None,
         after_nack: BTreeMap::new(),
         accepted: BTreeMap::new(),
+        rejected: BTreeMap::new(),
         served_since: None,
     }
 }
@@ -95,6 +96,7 @@ fn type_with_answers(
             source: Source::Istiod,
         }),
         last_ack: ack.map(|(version, at)| AckSnapshot {
+            age_seconds: 0.0,
             version: version.to_owned(),
             at: at.to_owned(),
             after_seconds: 0.002,

@@ -246,6 +246,13 @@ impl Ledger {
         resources.map(|(type_of, resources)| (type_of.url(), resources.clone())).collect()
     }
 
+    /// Returns the first names of the resources in the last NACK of each type, by type URL.
+    pub(super) fn rejected(&self) -> BTreeMap<&'static str, Vec<String>> {
+        let state = self.0.state.lock();
+        let names = state.rejected.iter();
+        names.map(|(type_of, names)| (type_of.url(), names.clone())).collect()
+    }
+
     /// Returns the number of resources that the newest Envoy has, by type URL.
     pub(super) fn accepted(&self) -> BTreeMap<&'static str, usize> {
         self.0.state.lock().accepted()

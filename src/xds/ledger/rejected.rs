@@ -24,7 +24,7 @@ use crate::xds::wire::NameDigest;
 pub(crate) const NONCE: &str = "kept-after-nack";
 
 /// The most resources that a log line or a problem names.
-const MAX_NAMES: usize = 5;
+pub(super) const MAX_NAMES: usize = 5;
 
 /// The beginnings of Envoy's reason for a partial NACK: it has rejected single resources and applied the others.
 /// Entries of a name and a reason follow. After any other NACK nothing of the response is accepted.
@@ -108,6 +108,16 @@ pub(super) fn rejected(reason: &str, names: &HashSet<NameDigest>) -> Rejected {
     let named: HashSet<_> =
         [0].into_iter().chain(separators).chain(lines).filter_map(longest).collect();
     if named.is_empty() { Rejected::All } else { Rejected::These(named) }
+}
+
+/// Returns the names of the resources in these blocks.
+pub(super) fn names(pieces: &[Piece]) -> io::Result<Vec<String>> {
+    let mut bytes = Vec::new();
+    for piece in pieces {
+        piece.read(|part| bytes.extend_from_slice(part))?;
+    }
+    let resources = Names::decode(&bytes[..])?.resources.into_iter();
+    Ok(resources.map(|Name { name }| name).collect())
 }
 
 /// Builds a response with stored resources, as a gRPC frame.

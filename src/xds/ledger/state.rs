@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::file::{Batch, Record, TypeRecord};
-use super::rejected::{self, Rejected, Stored, problem, rejected, subject};
+use super::rejected::{self, MAX_NAMES, Rejected, Stored, problem, rejected, subject};
 use super::store::{Long, Place, Store};
 use super::view::{Field, Response, View};
 use super::{BY_NAME, NEEDED, OTHER_NODE, StoredResource, Type, unix_now, unix_rfc3339};
@@ -20,7 +20,7 @@ use crate::xds::wire::NameDigest;
 /// The time in which changes are collected before they are written.
 const DELAY: Duration = Duration::from_secs(5);
 /// The time between two attempts to write while something is missing for a record.
-const RETRY: Duration = Duration::from_secs(1);
+const RETRY: Duration = Duration::from_millis(100);
 /// The time between two attempts after the disk has failed.
 const FAILURE_PAUSE: Duration = Duration::from_secs(60);
 /// The time after which the log says why no record is written.
@@ -57,6 +57,8 @@ pub(super) struct State {
     /// The views of Envoys, by the ids of their processes.
     views: BTreeMap<i32, View>,
     next_generation: usize,
+    /// The first names of the resources that Envoy has rejected in its last NACK of a type.
+    pub(super) rejected: BTreeMap<Type, Vec<String>>,
     /// Resources of which the newest Envoy has the stored version, because it has rejected istiod's.
     pub(super) after_nack: BTreeMap<Type, Vec<StoredResource>>,
     /// What the file has.
@@ -87,6 +89,7 @@ impl State {
             current: 0,
             views: BTreeMap::new(),
             next_generation: 0,
+            rejected: BTreeMap::new(),
             after_nack: BTreeMap::new(),
             written: BTreeMap::new(),
             file_length: 0,
@@ -122,6 +125,7 @@ impl State {
         self.next_generation += 1;
         // The new Envoy has no stored version yet.
         self.after_nack.clear();
+        self.rejected.clear();
     }
 
     /// Returns the view of an Envoy process.
@@ -247,6 +251,16 @@ impl State {
         response: Response,
         rejected: Option<(Rejected, Arc<str>)>,
     ) {
+        let is_rejected = |field: &&Field| {
+            rejected.as_ref().is_some_and(|(it, _)| !field.is_removed && it.contains(&field.name))
+        };
+        let lacking = response.fields.iter().filter(is_rejected).take(MAX_NAMES);
+        let lacking = Vec::from_iter(lacking.map(|field| field.place));
+        if lacking.is_empty() {
+            self.rejected.remove(&type_of);
+        } else if let Ok(names) = rejected::names(&self.store.pieces(lacking)) {
+            self.rejected.insert(type_of, names);
+        }
         for field in &response.fields {
             let it = self.view(pid).of(type_of);
             if let Some((rejected, reason)) = &rejected
@@ -472,6 +486,7 @@ impl State {
         self.types.clear();
         self.written.clear();
         self.after_nack.clear();
+        self.rejected.clear();
         self.is_whole_due = true;
         self.dirty_since = None;
     }

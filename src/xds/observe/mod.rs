@@ -134,11 +134,13 @@ impl Observer {
         let kept = self.store.as_ref().and_then(Ledger::snapshot);
         let after_nack = self.store.as_ref().map(Ledger::after_nack);
         let accepted = self.store.as_ref().map(Ledger::accepted);
+        let rejected = self.store.as_ref().map(Ledger::rejected);
         let table = self.table.lock();
         Snapshot {
             kept,
             after_nack: after_nack.unwrap_or_default(),
             accepted: accepted.unwrap_or_default(),
+            rejected: rejected.unwrap_or_default(),
             served_since: table.served_since.map(rfc3339),
             streams: table.streams,
             stream: table.open.values().next_back().cloned(),

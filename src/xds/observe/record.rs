@@ -39,6 +39,9 @@ pub struct Snapshot {
     /// The number of resources that Envoy has, by type URL, if configuration is stored.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub accepted: BTreeMap<&'static str, usize>,
+    /// The first names of the resources in the last response of a type that Envoy has rejected, by type URL.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub rejected: BTreeMap<&'static str, Vec<String>>,
     /// The time since which Envoy has stored configuration, without a response of istiod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub served_since: Option<String>,
@@ -95,6 +98,7 @@ pub struct PushSnapshot {
 pub struct AckSnapshot {
     pub version: String,
     pub at: String,
+    pub age_seconds: f64,
     /// The time since the response was complete.
     pub after_seconds: f64,
 }
@@ -117,7 +121,9 @@ impl Snapshot {
             let response = seen.last_response.as_ref();
             let response = response.filter(|it| it.answered && seen.is_rejected)?;
             let (version, nack) = (&response.version, seen.last_nack.as_ref()?);
-            let found = format!("version {version} at {}: {}", nack.at, nack.reason);
+            let names = self.rejected.get(&**url).map(|names| names.join(", "));
+            let names = names.map(|names| format!(" ({names})")).unwrap_or_default();
+            let found = format!("version {version} at {}{names}: {}", nack.at, nack.reason);
             let (code, subject) = match port::taken(&nack.reason) {
                 Some(port) => (codes::PORT_TAKEN, format!("port {port}")),
                 None => {
@@ -134,10 +140,12 @@ impl Snapshot {
 /// The record of a type since the start of the agent.
 #[derive(Debug, Default)]
 pub(super) struct Type {
-    /// The snapshot, in which the last response has an age of zero.
+    /// The snapshot, in which the last response and its ACK have an age of zero.
     pub(super) seen: TypeSnapshot,
     /// The time of the last response.
     pub(super) last: Option<(SystemTime, Instant)>,
+    /// The time of the last ACK.
+    last_ack: Option<Instant>,
     /// The responses that wait for their ACK, in the order of arrival.
     pub(super) unanswered: VecDeque<Unanswered>,
 }
@@ -206,10 +214,12 @@ impl Type {
         let response = response?;
         let latency = response.received.elapsed();
         self.seen.is_rejected = false;
+        self.last_ack = Some(Instant::now());
         self.seen.acks += 1;
         self.seen.last_ack = Some(AckSnapshot {
             version: response.version,
             at,
+            age_seconds: 0.0,
             after_seconds: latency.as_secs_f64(),
         });
         Some(latency)
@@ -219,6 +229,9 @@ impl Type {
         let mut snapshot = self.seen.clone();
         if let (Some(last), Some((_, received))) = (&mut snapshot.last_response, self.last) {
             last.age_seconds = received.elapsed().as_secs_f64();
+        }
+        if let (Some(ack), Some(at)) = (&mut snapshot.last_ack, self.last_ack) {
+            ack.age_seconds = at.elapsed().as_secs_f64();
         }
         snapshot
     }

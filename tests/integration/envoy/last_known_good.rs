@@ -456,3 +456,89 @@ async fn without_the_setting_a_new_envoy_waits_for_the_control_plane_and_nothing
     let _control_plane = dead.revive().await;
     eventually("an answer", async || get(port).await.ok()).await;
 }
+
+/// Returns 300 clusters of 4 kB, a listener and routes, each with this version, which Envoy's configuration dump shows.
+fn of_version(version: usize, ports: [u16; 2]) -> Vec<Value> {
+    let versioned = |mut resource: Value| {
+        resource["metadata"] = json!({ "filter_metadata": { "version": { "is": version } } });
+        resource
+    };
+    let filler = |number: usize| {
+        let random: String = std::iter::repeat_with(fastrand::alphanumeric).take(4000).collect();
+        let mut filler = versioned(json!({
+            "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
+            "name": format!("filler-{number}"),
+            "type": "STATIC",
+        }));
+        filler["metadata"]["filter_metadata"]["random"] = json!({ "is": random });
+        filler
+    };
+    let [own, routed] = ports;
+    let mut all: Vec<_> = (0..300).map(filler).collect();
+    all.extend([
+        versioned(answering("own", own)),
+        versioned(listener("routed", routed, "all")),
+        versioned(routes("all", "filler-0", "mark")),
+    ]);
+    all
+}
+
+/// Returns the versions of the clusters, the listeners and the routes that Envoy has.
+async fn versions(pod: &Pod) -> [std::collections::BTreeSet<u64>; 3] {
+    let dump = ask(&pod.envoy, "/config_dump").await.unwrap();
+    let dump: Value = serde_json::from_str(&dump).unwrap();
+    let all = |list: &str, place: &str| {
+        let place = format!("{place}/metadata/filter_metadata/version/is");
+        let sections = dump["configs"].as_array().unwrap().iter();
+        let items = sections.filter_map(|section| section[list].as_array()).flatten();
+        items.filter_map(|item| Some(item.pointer(&place)?.as_f64()? as u64)).collect()
+    };
+    [
+        all("dynamic_active_clusters", "/cluster"),
+        all("dynamic_listeners", "/active_state/listener"),
+        all("dynamic_route_configs", "/route_config"),
+    ]
+}
+
+/// The number of kills; more with the variable `KILLS`.
+fn kills() -> usize {
+    std::env::var("KILLS").ok().and_then(|it| it.parse().ok()).unwrap_or(3)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_kill_while_configuration_changes_envoy_serves_what_was_in_force_at_one_moment() {
+    let Some(binary) = envoy_binary() else { return };
+    let ports = [free_port(), free_port()];
+    let mut version = 0;
+    let mut control_plane = ControlPlane::of(&of_version(version, ports)).await;
+    let mut workload = workload_with(&binary, &control_plane, "1s").await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster", "RouteConfiguration"]).await;
+    for _ in 0..kills() {
+        let changes = async {
+            loop {
+                version += 1;
+                control_plane.set(&of_version(version, ports)).await;
+                tokio::time::sleep(Duration::from_millis(fastrand::u64(..200))).await;
+            }
+        };
+        let time = Duration::from_millis(fastrand::u64(4000..9000));
+        let _ = tokio::time::timeout(time, changes).await;
+        workload.pod.kill().await;
+        let dead = control_plane.kill().await;
+        workload.pod.restart(&[]);
+        eventually("an answer", async || get(ports[0]).await.ok()).await;
+        let [clusters, listeners, routes] = versions(&workload.pod).await;
+        eprintln!("{version}: {clusters:?} {listeners:?} {routes:?}");
+        for of_type in [&clusters, &listeners, &routes] {
+            assert_eq!(of_type.len(), 1, "{clusters:?} {listeners:?} {routes:?}");
+        }
+        let all = [&clusters, &listeners, &routes].map(|it| it.first().unwrap());
+        let (least, most) = (all.iter().min().unwrap(), all.iter().max().unwrap());
+        assert!(**most - **least <= 1, "{all:?}");
+        control_plane = dead.revive().await;
+        eventually("istiod's configuration", async || {
+            (source(&workload.pod).await == "istiod").then_some(())
+        })
+        .await;
+    }
+}

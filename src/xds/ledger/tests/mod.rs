@@ -356,6 +356,8 @@ async fn a_new_envoy_gets_the_stored_version_of_what_it_rejects_and_only_once() 
     pod.subscribe_all();
     pod.push(Type::CLUSTER, "1", &resources(&[("a", "2"), ("b", "2")]), &[]);
     pod.nack(Type::CLUSTER, "1", "Error adding/updating cluster(s) a: bad");
+    assert_eq!(pod.ledger.rejected()[CLUSTER], ["a"]);
+    assert_eq!(pod.ledger.accepted()[CLUSTER], 1);
     let frame = pod.recorder.take_stored().expect("a stored version");
     let message = DeltaDiscoveryResponse::decode(&frame[HEAD..]).unwrap();
     assert_eq!(message.nonce, rejected::NONCE);
@@ -377,7 +379,11 @@ async fn a_new_envoy_gets_the_stored_version_of_what_it_rejects_and_only_once() 
     pod.nack(Type::CLUSTER, "2", "Error adding/updating cluster(s) a: bad");
     assert!(pod.recorder.take_stored().is_none());
     pod.accept(Type::CLUSTER, "3", &resources(&[("a", "4")]), &[]);
-    assert!(pod.ledger.after_nack().is_empty());
+    assert!(pod.ledger.after_nack().is_empty() && pod.ledger.rejected().is_empty());
+    // A reason without names rejects all.
+    pod.push(Type::CLUSTER, "4", &resources(&[("b", "3"), ("c", "1")]), &[]);
+    pod.nack(Type::CLUSTER, "4", "no");
+    assert_eq!(pod.ledger.rejected()[CLUSTER], ["b", "c"]);
 }
 
 #[test]
