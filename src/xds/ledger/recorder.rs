@@ -81,7 +81,8 @@ pub(crate) struct Recorder {
 
 /// A response that passes.
 struct Passing {
-    type_of: Type,
+    /// The number of the store that has its fields.
+    store_number: usize,
     /// The bytes of its gRPC head that are to come.
     head: usize,
     reader: FieldReader,
@@ -151,6 +152,18 @@ impl FieldReader {
         }
         state.release([Store::end(long)]);
         None
+    }
+
+    /// Hands over a complete response.
+    fn complete(self, state: &mut State, pid: i32, received: &Received) {
+        state.release(self.long.map(|(_, long)| Store::end(long)));
+        let response = Response {
+            nonce: received.nonce.clone(),
+            version: received.version.clone(),
+            fields: self.fields,
+            ..Response::default()
+        };
+        state.complete(pid, self.type_of, response);
     }
 
     /// Ends the use of all fields.
@@ -262,13 +275,12 @@ impl Recorder {
     }
 
     fn end(&mut self) {
-        let passing = self.passing.take();
+        if let Some(passing) = self.passing.take() {
+            self.drop_response(passing);
+        }
         let Some((mut state, pid)) = self.state().filter(|_| self.has_begun) else {
             return;
         };
-        if let Some(passing) = passing {
-            passing.reader.drop_fields(&mut state);
-        }
         state.end_stream(pid, self.stream);
         drop(state);
         self.notify();
@@ -350,9 +362,9 @@ impl Recorder {
             return;
         };
         state.view(pid).is_receiving = true;
+        let (store_number, reader) = (state.store_number, FieldReader::new(type_of, length));
         drop(state);
-        let reader = FieldReader::new(type_of, length);
-        self.passing = Some(Passing { type_of, head: HEAD, reader });
+        self.passing = Some(Passing { store_number, head: HEAD, reader });
     }
 
     /// Records bytes of the response that passes.
@@ -361,7 +373,7 @@ impl Recorder {
             return;
         };
         let Some((mut state, _)) = self.state() else {
-            return;
+            return self.drop_response(passing);
         };
         let message = &bytes[bytes.len().min(passing.head)..];
         passing.head -= bytes.len() - message.len();
@@ -369,6 +381,8 @@ impl Recorder {
         if let Err(error) = read {
             tracing::error!(target: "xdsproxy", "configuration is not stored: a response is malformed: {error}");
             state.fail_streams();
+            drop(state);
+            self.cache.iter().for_each(|cache| cache.ledger.0.failures.inc());
             return;
         }
         drop(state);
@@ -377,23 +391,24 @@ impl Recorder {
 
     /// Ends the response that passes.
     pub(crate) fn complete_response(&mut self, received: &Received) {
-        if let Some(passing) = self.passing.take() {
-            self.complete(passing.type_of, passing.reader, received);
-        }
-    }
-
-    fn complete(&mut self, type_of: Type, reader: FieldReader, received: &Received) {
-        let Some((mut state, pid)) = self.state() else {
+        let Some(passing) = self.passing.take() else {
             return;
         };
-        state.release(reader.long.map(|(_, long)| Store::end(long)));
-        let response = Response {
-            nonce: received.nonce.clone(),
-            version: received.version.clone(),
-            fields: reader.fields,
-            ..Response::default()
+        let Some((mut state, pid)) = self.state() else {
+            return self.drop_response(passing);
         };
-        state.complete(pid, type_of, response);
+        state.view(pid).is_receiving = false;
+        passing.reader.complete(&mut state, pid, received);
+    }
+
+    /// Ends the use of the fields of a response that has not passed completely, or whose stream is no longer recorded.
+    fn drop_response(&self, passing: Passing) {
+        if let Some(cache) = &self.cache {
+            let mut state = cache.ledger.0.state.lock();
+            if state.store_number == passing.store_number {
+                passing.reader.drop_fields(&mut state);
+            }
+        }
     }
 
     /// Records a complete message without its head: one that Envoy gets instead of istiod's, or, if `is_all`, one
@@ -413,14 +428,12 @@ impl Recorder {
             // The interceptor has decoded the message.
             return reader.drop_fields(&mut state);
         }
-        drop(state);
-        self.complete(type_of, reader, received);
-        let Some((mut state, pid)) = self.state().filter(|_| is_all) else {
-            return;
-        };
-        state.answer(pid, type_of, &received.nonce, None);
-        drop(state);
-        self.notify();
+        reader.complete(&mut state, pid, received);
+        if is_all {
+            state.answer(pid, type_of, &received.nonce, None);
+            drop(state);
+            self.notify();
+        }
     }
 }
 

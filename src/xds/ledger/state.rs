@@ -54,6 +54,8 @@ pub(super) struct State {
     types: BTreeMap<Type, TypeRecord>,
     /// The last time at which istiod's stream was known to be open, in seconds of Unix time.
     current: u64,
+    /// Changes whenever the store is dropped, after which earlier places are not valid.
+    pub(super) store_number: usize,
     /// The views of Envoys, by the ids of their processes.
     views: BTreeMap<i32, View>,
     next_generation: usize,
@@ -87,6 +89,7 @@ impl State {
             identity: None,
             types: BTreeMap::new(),
             current: 0,
+            store_number: 0,
             views: BTreeMap::new(),
             next_generation: 0,
             rejected: BTreeMap::new(),
@@ -219,7 +222,7 @@ impl State {
     pub(super) fn complete(&mut self, pid: i32, type_of: Type, response: Response) -> bool {
         self.current = unix_now();
         let view = self.view(pid);
-        (view.is_live, view.is_receiving) = (true, false);
+        view.is_live = true;
         let replaced = view.of(type_of).complete(response);
         self.release(replaced);
         self.enforce_limit()
@@ -483,6 +486,7 @@ impl State {
             view.stream = None;
         }
         self.store = Store::default();
+        self.store_number += 1;
         self.types.clear();
         self.written.clear();
         self.after_nack.clear();
@@ -539,28 +543,29 @@ impl State {
     /// Returns what has to be written. Returns None unless the newest Envoy has all that istiod has sent, so that the file
     /// never has a mix that was not in force.
     pub(super) fn take_batch(&mut self, is_last: bool) -> Option<Batch> {
-        let (_, view) = self.newest()?;
-        if view.is_live {
+        let newest = self.newest();
+        if newest.is_some_and(|(_, view)| view.is_live) {
             self.current = unix_now();
-        } else if is_last && self.dirty_since.is_none() {
+        } else if self.dirty_since.is_none() && is_last {
             return None;
         }
-        let (_, view) = self.newest()?;
-        let obstacle = view.obstacle(|type_of| self.has(type_of)).or_else(|| {
-            let is_needed = || "Envoy has not accepted clusters and listeners".to_owned();
-            (!self.can_serve()).then(is_needed)
-        });
+        let view = self.newest().map(|(_, view)| view);
+        let obstacle =
+            view.and_then(|view| view.obstacle(|type_of| self.has(type_of))).or_else(|| {
+                let is_needed = || "Envoy has not accepted clusters and listeners".to_owned();
+                (!self.can_serve()).then(is_needed)
+            });
         if let Some(obstacle) = obstacle {
             let has_waited = self.dirty_since.is_some_and(|since| since.elapsed() > PATIENCE);
             if has_waited && !std::mem::replace(&mut self.has_said_obstacle, true) {
-                let current = self.written.values().map(|it| it.current).max().unwrap_or_default();
+                let current = self.written.values().map(|it| unix_rfc3339(it.current)).max();
+                let since = current.map(|it| format!(" since {it}")).unwrap_or_default();
                 tracing::info!(
                     target: "xdsproxy",
-                    "stored configuration is not renewed since {}: {obstacle}",
-                    unix_rfc3339(current)
+                    "configuration is not stored{since}: {obstacle}"
                 );
             }
-            self.not_before = Some(after(RETRY));
+            self.not_before = Some(after(if has_waited { DELAY } else { RETRY }));
             return None;
         }
         (self.dirty_since, self.not_before) = (None, None);

@@ -440,19 +440,21 @@ impl Store {
     }
 
     /// Returns the blocks with changes that are not in the file, or `all` blocks in use, in the order of their numbers.
-    /// They count as written then. No field may be in use that is neither in the index nor a removal.
+    /// They count as written then, unless they also have fields of responses that are not answered.
     pub(super) fn take_blocks(&mut self, all: bool) -> Vec<StoredBlock> {
         self.seal_all();
         if all {
             self.release_removals();
         }
-        let mut used = HashMap::<u32, Vec<u16>>::new();
+        let mut used = HashMap::<u32, (Vec<u16>, u32)>::new();
         for index in self.types.values() {
             for place in index.resources.values().chain(&index.removals) {
                 let is_written =
                     self.blocks[place.block as usize].as_ref().is_none_or(|it| it.is_written);
                 if all || !is_written {
-                    used.entry(place.block).or_default().push(place.offset);
+                    let (starts, length) = used.entry(place.block).or_default();
+                    starts.push(place.offset);
+                    *length += place.length;
                 }
             }
         }
@@ -461,24 +463,27 @@ impl Store {
             self.blocks[*id as usize].as_ref().map_or(0, |block| block.number)
         });
         let mut taken = Vec::new();
-        for (first, mut used) in firsts {
-            used.sort_unstable();
+        for (first, (mut starts, length)) in firsts {
+            starts.sort_unstable();
             let mut next = Some(first);
             while let Some(id) = next.take() {
                 let Some(block) = &mut self.blocks[id as usize] else {
                     break;
                 };
-                block.is_written = true;
-                if let Role::Part { next: following } = block.role {
-                    next = following;
-                }
+                block.is_written = match block.role {
+                    Role::Whole => block.used == length,
+                    Role::Part { next: following } => {
+                        next = following;
+                        true
+                    }
+                };
                 if let Data::Compressed(data) = &block.data {
                     taken.push(StoredBlock {
                         type_of: block.type_of,
                         data: data.clone(),
                         length: block.length,
                         continues: next.is_some(),
-                        used: std::mem::take(&mut used),
+                        used: std::mem::take(&mut starts),
                     });
                 }
             }

@@ -503,6 +503,68 @@ async fn a_disk_that_fails_costs_the_file_and_is_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_response_that_another_envoy_has_not_answered_is_in_the_file_after_its_ack() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.accept_first(&resources(&[("a", "1")]));
+    pod.push(Type::CLUSTER, "2", &resources(&[("a", "2"), ("b", "1")]), &[]);
+    let old = std::mem::replace(&mut pod.recorder, Recorder::new(None, 0));
+    pod.reconnect(2);
+    pod.accept_first(&resources(&[("c", "1")]));
+    assert!(pod.write());
+    assert_eq!(in_file(parent.path()), resources(&[("c", "1")]));
+    let new = std::mem::replace(&mut pod.recorder, old);
+    pod.ack(Type::CLUSTER, "2");
+    pod.recorder = new;
+    assert!(pod.write());
+    assert_eq!(in_file(parent.path()), resources(&[("a", "2"), ("b", "1"), ("c", "1")]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_record_is_written_while_a_response_passes_and_another_one_is_consumed() {
+    let table = Type::of("type.googleapis.com/istio.networking.nds.v1.NameTable").unwrap();
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.accept_first(&resources(&[("a", "1")]));
+    let response = Pod::response(Type::CLUSTER, "2", &resources(&[("a", "2"), ("b", "1")]), &[]);
+    pod.recorder.begin_response(CLUSTER, (response.len() - HEAD) as u64);
+    pod.recorder.record_bytes(&response.slice(..response.len() - 1));
+    let message = Pod::response(table, "1", &resources(&[("n", "1")]), &[]).slice(HEAD..);
+    pod.recorder.record_message(&Pod::received(table, "1"), &message, true);
+    assert!(!pod.write());
+    pod.recorder.record_bytes(&response.slice(response.len() - 1..));
+    pod.recorder.complete_response(&Pod::received(Type::CLUSTER, "2"));
+    pod.ack(Type::CLUSTER, "2");
+    assert!(pod.write());
+    assert_eq!(in_file(parent.path()), resources(&[("a", "2"), ("b", "1")]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_response_that_is_cut_off_by_a_newer_stream_leaves_nothing() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.subscribe_all();
+    let response = Pod::response(
+        Type::CLUSTER,
+        "1",
+        &resources(&[("a", &"x".repeat(200_000)), ("b", "1")]),
+        &[],
+    );
+    pod.recorder.begin_response(CLUSTER, (response.len() - HEAD) as u64);
+    pod.recorder.record_bytes(&response.slice(..150_000));
+    let older = std::mem::replace(&mut pod.recorder, Recorder::new(None, 0));
+    pod.reconnect(1);
+    pod.subscribe_all();
+    let newer = std::mem::replace(&mut pod.recorder, older);
+    pod.recorder.record_bytes(&response.slice(150_000..));
+    drop(std::mem::replace(&mut pod.recorder, newer));
+    assert!(!pod.write());
+    let mut state = pod.ledger.0.state.lock();
+    state.read(Type::CLUSTER, None);
+    assert!(state.is_unused());
+}
+
+#[tokio::test(start_paused = true)]
 async fn two_envoys_of_a_hot_restart_have_a_view_each() {
     let parent = tempfile::tempdir().unwrap();
     let mut parent_envoy = Pod::start(parent.path());
